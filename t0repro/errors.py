@@ -1,0 +1,34 @@
+"""Errors that a person reads: what is wrong, where, and what to do next."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(Exception):
+    """A mistake that the user can mend; commands print it without a traceback and exit with 2.
+
+    Args:
+      what: what is wrong, in one sentence.
+      where: the file, key or line concerned.
+      fix: what to do next.
+    """
+
+    def __init__(self, what: str, *, where: str | None = None, fix: str | None = None):
+        self.what, self.where, self.fix = what, where, fix
+        super().__init__(str(self))
+
+    def __str__(self) -> str:
+        lines = [self.what]
+        if self.where:
+            lines.append(f"  where: {self.where}")
+        if self.fix:
+            lines.append(f"  to do: {self.fix}")
+        return "\n".join(lines)
+
+
+def nearest_names(name: str, known: Iterable[str], count: int = 5) -> str:
+    """The known names most like a mistyped one, for an error's text: 'a', 'b' or 'none is similar'."""
+    matches = difflib.get_close_matches(name, list(known), n=count, cutoff=0.5)
+    return ", ".join(repr(match) for match in matches) or "none is similar"
