@@ -1,9 +1,9 @@
 """Makes Mesh TensorFlow 0.1.21 and t5 0.9.4 import, train and score on a current TensorFlow.
 
-Both libraries were written against TensorFlow 2.3 to 2.8. What TensorFlow has since moved or dropped
-is put back here, and nothing else: no line of either library is replaced by a copy of our own. Each
-patch is a function that says why it exists and does nothing where TensorFlow (or the library) still
-has, or has again, what is missing. `install()` applies them all; it must run before the first
+Both libraries were written against TensorFlow 2.3 to 2.8. What TensorFlow has since moved or
+dropped is put back here, and nothing else: no line of either library is replaced by a copy of our
+own. Each patch is a function that says why it exists and does nothing where TensorFlow (or the
+library) still has, or has again, what is missing. `install()` applies them all; it must run before the first
 `import mesh_tensorflow`.
 
     from t0repro.mesh import compat
@@ -19,22 +19,44 @@ used, never when they are imported: a CPU run imports them and calls none.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib
-import importlib.abc
 import importlib.machinery
 import importlib.util
 import logging
 import os
 import sys
+import tempfile
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Iterator
+from typing import Any
 
 _TPU_ONLY_MODULES = (
     "tensorflow.python.distribute.estimator_training",
     "tensorflow.python.tpu.session_support",
     "tensorflow.python.tpu.tpu_embedding",
     "tensorflow.python.tpu.tpu_embedding_gradient",
+)
+
+# What TensorFlow's C++ libraries print while they load, before any log level is heard.
+_START_UP_LINES = (b"before absl::InitializeLog()", b"cudart_stub.cc")
+
+# Modules whose Python warnings concern code that no user of this package can change.
+_QUIET_MODULES = (
+    "absl",
+    "apache_beam",
+    "flatbuffers",
+    "google",
+    "keras",
+    "mesh_tensorflow",
+    "seqio",
+    "t5",
+    "tensorflow",
+    "tensorflow_datasets",
+    "tensorflow_estimator",
+    "tensorflow_text",
 )
 
 _installed = False
@@ -55,38 +77,78 @@ def install() -> None:
         return
     if "mesh_tensorflow" in sys.modules:
         raise RuntimeError(
-            "mesh_tensorflow was imported before t0repro.mesh.compat.install(); call install() first."
+            "mesh_tensorflow was imported before t0repro.mesh.compat.install(): call install() "
+            "first."
         )
+    let_gin_config_come_first()
     quiet_logs()
     restore_register_tensor_conversion_function()
     restore_estimator_api_name()
     provide_tpu_only_modules()
     provide_estimator()
-    provide_estimator_side_effects()
     provide_torch_absence()
-    defer_patches_of_library_functions()
+    keep_ids_when_scoring()
+    decode_to_text_when_inferring()
     _installed = True
 
 
-def quiet_logs() -> None:
-    """Keeps TensorFlow's start-up chatter and the two libraries' deprecation warnings off the terminal.
+def let_gin_config_come_first() -> None:
+    """Looks for gin-config before the checkout's folder gin/, which `python -m` and `-c` put first.
 
-    An explicit TF_CPP_MIN_LOG_LEVEL or PYTHONWARNINGS of the user's is respected.
+    Only a Python started in the root of a checkout is concerned: '' stands first in its sys.path
+    then, and that folder, packaged as t0repro.gin, would be imported as `gin`.
     """
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
+    spec = importlib.util.find_spec("gin") if "gin" not in sys.modules else None
+    ours = importlib.util.find_spec("t0repro.gin")
+    if spec is None or ours is None or spec.origin is None or ours.origin is None:
+        return
+    if os.path.realpath(spec.origin) == os.path.realpath(ours.origin):
+        root = os.path.dirname(os.path.dirname(os.path.realpath(ours.origin)))
+        ahead = [entry for entry in sys.path if os.path.realpath(entry or os.getcwd()) == root]
+        sys.path[:] = [entry for entry in sys.path if entry not in ahead] + ahead
+
+
+def quiet_logs() -> None:
+    """Keeps TensorFlow's start-up chatter and the libraries' deprecation warnings off the terminal.
+
+    A TF_CPP_MIN_LOG_LEVEL or PYTHONWARNINGS that the user has set is respected.
+    """
+    os.environ.setdefault(
+        "TF_ENABLE_ONEDNN_OPTS", "0"
+    )  # also keeps CPU results the same everywhere
     if not sys.warnoptions:
-        # Regular expressions for the modules whose warnings concern code that no user can change.
-        for module in ("mesh_tensorflow", "t5", "tensorflow_estimator", "tensorflow", "seqio", "keras"):
-            for category in (DeprecationWarning, FutureWarning, SyntaxWarning, UserWarning):
+        for category in (DeprecationWarning, FutureWarning, SyntaxWarning, UserWarning):
+            for module in _QUIET_MODULES:
                 warnings.filterwarnings("ignore", category=category, module=rf"{module}(\..*)?$")
         warnings.filterwarnings("ignore", message="pkg_resources is deprecated")
-    import tensorflow as tf
-    from tensorflow.python.util import deprecation
+    quiet = "TF_CPP_MIN_LOG_LEVEL" not in os.environ
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    with _without_lines(_START_UP_LINES) if quiet else contextlib.nullcontext():
+        import tensorflow as tf
+        from tensorflow.python.util import deprecation
 
     # "From FILE: X is deprecated" lines go through the logger, not through warnings.
     deprecation._PRINT_DEPRECATION_WARNINGS = False
     tf.get_logger().addFilter(_no_deprecations)
+
+
+@contextlib.contextmanager
+def _without_lines(unwanted: tuple[bytes, ...]) -> Iterator[None]:
+    """Holds back what is written to file descriptor 2; lets all but the unwanted lines through."""
+    with tempfile.TemporaryFile() as held:
+        sys.stderr.flush()
+        terminal = os.dup(2)
+        os.dup2(held.fileno(), 2)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(terminal, 2)
+            os.close(terminal)
+            held.seek(0)
+            for line in held:
+                if not any(part in line for part in unwanted):
+                    os.write(2, line)
 
 
 def _no_deprecations(record: logging.LogRecord) -> bool:
@@ -95,7 +157,7 @@ def _no_deprecations(record: logging.LogRecord) -> bool:
 
 
 def restore_register_tensor_conversion_function() -> None:
-    """mesh_tensorflow.tpu_variables registers its variables by `ops`; TensorFlow 2.13 moved the function."""
+    """mesh_tensorflow.tpu_variables calls it by `ops`; TensorFlow 2.13 moved the function."""
     from tensorflow.python.framework import ops, tensor_conversion_registry
 
     if not hasattr(ops, "register_tensor_conversion_function"):
@@ -105,7 +167,7 @@ def restore_register_tensor_conversion_function() -> None:
 
 
 def restore_estimator_api_name() -> None:
-    """tensorflow_estimator 2.15 decorates with tf_export(api_name='estimator'), a name TensorFlow 2.16 dropped."""
+    """tensorflow_estimator 2.15 exports under the API name 'estimator', which 2.16 dropped."""
     from tensorflow.python.util import tf_export
 
     if "estimator" not in tf_export.API_ATTRS:
@@ -128,8 +190,8 @@ class _TPUOnlyAttribute:
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         raise UnsupportedTPUError(
-            f"{self._name} was called, but the installed TensorFlow no longer has it. Mesh TensorFlow"
-            " runs on CPU here; for an accelerator use --backend=jax."
+            f"{self._name} was called, but the installed TensorFlow no longer has it. Mesh"
+            " TensorFlow runs on CPU here; for an accelerator use --backend=jax."
         )
 
     def __getattr__(self, name: str) -> _TPUOnlyAttribute:
@@ -148,7 +210,7 @@ class _TPUOnlyModule(types.ModuleType):
 
 
 def provide_tpu_only_modules() -> None:
-    """Registers stand-ins for the TPU modules that tensorflow_estimator imports and CPU runs never call."""
+    """Registers stand-ins for TPU modules that tensorflow_estimator imports and CPU never calls."""
     for name in _TPU_ONLY_MODULES:
         if name in sys.modules or _has_module(name):
             continue
@@ -160,14 +222,14 @@ def provide_tpu_only_modules() -> None:
 
 
 def provide_estimator() -> None:
-    """Puts tensorflow_estimator where TensorFlow 2.15 and earlier had it: tf.estimator and the tpu modules."""
+    """Puts tensorflow_estimator where TensorFlow 2.15 had it: tf.estimator and two tpu modules."""
     import tensorflow as tf
 
     if not hasattr(tf.compat.v1, "estimator"):
         from tensorflow_estimator._api.v1 import estimator
 
-        # tensorflow.compat.v1 is a lazily wrapped module: `from tensorflow.compat.v1 import estimator`
-        # looks it up in sys.modules, attribute access in the wrapper.
+        # tensorflow.compat.v1 is a lazily wrapped module: `from tensorflow.compat.v1 import
+        # estimator` looks it up in sys.modules, attribute access in the wrapper.
         sys.modules["tensorflow.compat.v1.estimator"] = estimator
         tf.compat.v1.estimator = estimator
         tf.estimator = estimator
@@ -180,12 +242,10 @@ def provide_estimator() -> None:
 
 
 def provide_torch_absence() -> None:
-    """t5.models imports torch for its Hugging Face wrapper; without torch the import must still work.
+    """Lets t5.models, which imports torch for its Hugging Face wrapper, be imported without torch.
 
     Only that wrapper, `t5.models.HfPyTorchModel`, is out of reach then; using it says so.
     """
-    import t5
-
     if _has_module("torch") or "t5.models.hf_model" in sys.modules:
         return
 
@@ -196,9 +256,69 @@ def provide_torch_absence() -> None:
             raise ImportError("t5.models.HfPyTorchModel needs PyTorch: pip install 't0repro[hf]'.")
 
     stand_in = types.ModuleType("t5.models.hf_model", "Stands in for a module that needs torch.")
-    stand_in.HfPyTorchModel = HfPyTorchModel
+    vars(stand_in)["HfPyTorchModel"] = HfPyTorchModel
     sys.modules["t5.models.hf_model"] = stand_in
-    del t5
+
+
+class _IdsOnlyVocabulary:
+    """A vocabulary without `decode_tf`, so that Mesh TensorFlow's graph returns ids, not text."""
+
+    def __init__(self, vocabulary: Any):
+        self._vocabulary = vocabulary
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "decode_tf":
+            raise AttributeError(name)
+        return getattr(self._vocabulary, name)
+
+
+def keep_ids_when_scoring() -> None:
+    """Scoring on CPU returns token ids, as it does on TPU; without this score_eval fails.
+
+    Off TPU the model function turns the targets into text in the graph wherever the vocabulary can
+    (`decode_tf`, which every SeqIO vocabulary has by now), and `save_scores` then takes that text
+    for ids: "'bytes' object has no attribute 'tolist'". Ids also keep the lengths that it writes.
+    """
+    from mesh_tensorflow.transformer import utils
+
+    original = utils.get_estimator
+    if getattr(original, "_t0repro_patch", False):
+        return
+
+    @functools.wraps(original)
+    def get_estimator(*args: Any, **kwargs: Any) -> Any:
+        # `run` passes every argument by name.
+        if kwargs.get("score_in_predict_mode") and not kwargs.get("use_tpu"):
+            vocabulary = kwargs["vocabulary"]
+            if isinstance(vocabulary, tuple):
+                kwargs["vocabulary"] = tuple(map(_IdsOnlyVocabulary, vocabulary))
+            else:
+                kwargs["vocabulary"] = _IdsOnlyVocabulary(vocabulary)
+        return original(*args, **kwargs)
+
+    vars(get_estimator)["_t0repro_patch"] = True
+    utils.get_estimator = get_estimator
+
+
+def decode_to_text_when_inferring() -> None:
+    """`decode` yields text; without this, infer on CPU writes lines that read b'...'.
+
+    Off TPU the graph returns bytes, which `decode` passes on and `write_lines_to_file` prints as
+    Python shows them.
+    """
+    from mesh_tensorflow.transformer import utils
+
+    original = utils.decode
+    if getattr(original, "_t0repro_patch", False):
+        return
+
+    @functools.wraps(original)
+    def decode(*args: Any, **kwargs: Any) -> Iterator[str]:
+        for line in original(*args, **kwargs):
+            yield line.decode("utf-8") if isinstance(line, bytes) else line
+
+    vars(decode)["_t0repro_patch"] = True
+    utils.decode = decode
 
 
 def _has_module(name: str) -> bool:
