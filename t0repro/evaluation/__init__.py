@@ -1,0 +1,1 @@
+"""Rank classification of a score evaluation's outputs, comparisons of two runs, and the report."""

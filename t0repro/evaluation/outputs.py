@@ -1,0 +1,294 @@
+r"""Reads what a score evaluation leaves behind: a line per (input, choice) pair in three files.
+
+Mesh TensorFlow's eval_model (mesh_tensorflow/transformer/utils.py, 0.1.21) and the JAX scorer write
+the same files into `<model_dir>/<split>_eval/`:
+
+    <task>_inputs                one rendered input per pair, newlines replaced by spaces; from Mesh
+                                 TensorFlow the text is the repr of bytes: b'Is it so?\nYes or no?'
+    <task>_targets               str() of the tuple of t5.data.postprocessors.rank_classification:
+                                 ((0, 1), True, 1.0, 3), or, where numpy 2 printed it,
+                                 ((np.int32(0), np.int32(1)), np.True_, np.float32(1.0), 3)
+    <task>_<step>_predictions    one log-likelihood per line, natural logarithm, summed over the
+                                 target's tokens, EOS included
+
+Lines end in "\n" and in nothing else: an input may hold "\r" or U+2028, which `str.splitlines`
+would take for line ends.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from t0repro.errors import UserError, nearest_names
+
+_RUN_AGAIN = "Run the evaluation again; it writes the files of a task together."
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TaskScores:
+    """The scored (input, choice) pairs of one task at one step, sorted by input, then choice.
+
+    Attributes:
+      task: the SeqIO task's name.
+      step: the checkpoint's global step.
+      input_index: which example of the task a pair belongs to.
+      choice_index: which answer choice of the example.
+      is_correct: whether the choice is a right answer; several may be, or none.
+      weight: the example's weight.
+      target_length: tokens of the choice, EOS included.
+      score: log-likelihood of the choice, natural logarithm, summed over its tokens.
+      inputs: the rendered input of each pair, or None where it was not asked for or not written.
+    """
+
+    task: str
+    step: int
+    input_index: Int[np.ndarray, " pairs"]
+    choice_index: Int[np.ndarray, " pairs"]
+    is_correct: Bool[np.ndarray, " pairs"]
+    weight: Float[np.ndarray, " pairs"]
+    target_length: Int[np.ndarray, " pairs"]
+    score: Float[np.ndarray, " pairs"]
+    inputs: tuple[str, ...] | None = None
+
+    def __len__(self) -> int:
+        return len(self.score)
+
+
+def find_tasks(eval_dir: str | os.PathLike[str]) -> dict[str, list[int]]:
+    """The tasks whose targets lie in a folder, each with the steps that it has predictions for.
+
+    Raises:
+      UserError: if there is no such folder, or no task in it.
+    """
+    folder = Path(eval_dir)
+    if not folder.is_dir():
+        raise UserError(
+            "There is no folder of evaluation outputs here.",
+            where=str(folder),
+            fix="Give the <split>_eval folder that a score evaluation wrote, inside its model_dir.",
+        )
+    names = sorted(entry.name for entry in folder.iterdir() if entry.is_file())
+    tasks = [name.removesuffix("_targets") for name in names if name.endswith("_targets")]
+    if not tasks:
+        raise UserError(
+            "The folder holds no evaluation outputs (no file ends in _targets).",
+            where=str(folder),
+            fix="Run scripts/rank_eval.sh first, with eval_model.output_eval_examples left on.",
+        )
+    predictions = [name for name in names if name.endswith("_predictions")]
+    return {task: _steps_of(task, predictions) for task in tasks}
+
+
+def latest_step(eval_dir: str | os.PathLike[str]) -> int:
+    """The highest step that any task in the folder has predictions for.
+
+    Raises:
+      UserError: if the folder holds no predictions.
+    """
+    steps = [step for found in find_tasks(eval_dir).values() for step in found]
+    if not steps:
+        raise UserError(
+            "The folder holds targets but no predictions: the evaluation stopped before it scored.",
+            where=str(eval_dir),
+            fix=_RUN_AGAIN,
+        )
+    return max(steps)
+
+
+def read_task_scores(
+    eval_dir: str | os.PathLike[str],
+    step: int | None = None,
+    tasks: Sequence[str] | None = None,
+    *,
+    with_inputs: bool = False,
+) -> list[TaskScores]:
+    """Reads the scores of a folder's tasks at one step, in the order of the tasks' names.
+
+    Args:
+      eval_dir: the `<split>_eval` folder.
+      step: the checkpoint's step; the latest in the folder when None.
+      tasks: only these; all when None.
+      with_inputs: also read the rendered inputs (the bulk of the bytes).
+
+    Raises:
+      UserError: if files are missing, disagree in length, or hold a line that cannot be read (the
+        file and line are named).
+    """
+    found = find_tasks(eval_dir)
+    step = latest_step(eval_dir) if step is None else step
+    wanted = list(found) if tasks is None else list(tasks)
+    for task in wanted:
+        if task not in found:
+            raise UserError(
+                f"The folder has no outputs of task {task!r}.",
+                where=str(eval_dir),
+                fix=f"Nearest names there: {nearest_names(task, found)}.",
+            )
+        if step not in found[task]:
+            have = ", ".join(map(str, found[task])) or "none"
+            raise UserError(
+                f"Task {task!r} has no predictions at step {step} (steps there: {have}).",
+                where=str(eval_dir),
+                fix="Name a step that every task has, or let the evaluation of that step finish.",
+            )
+    return [_read_task(Path(eval_dir), task, step, with_inputs) for task in wanted]
+
+
+def read_first_input(eval_dir: str | os.PathLike[str], task: str) -> str | None:
+    """The first rendered input of a task, None where none was written."""
+    path = Path(eval_dir) / f"{task}_inputs"
+    if not path.is_file():
+        return None
+    with open(path, encoding="utf-8", newline="\n") as file:
+        line = file.readline()
+    return _input_text(line.rstrip("\n")) or None
+
+
+def _steps_of(task: str, predictions: list[str]) -> list[int]:
+    pattern = re.compile(re.escape(task) + r"_(\d+)_predictions")
+    return sorted(int(match[1]) for name in predictions if (match := pattern.fullmatch(name)))
+
+
+def _read_task(folder: Path, task: str, step: int, with_inputs: bool) -> TaskScores:
+    targets_path = folder / f"{task}_targets"
+    scores_path = folder / f"{task}_{step}_predictions"
+    targets = [_parse_target(line, targets_path, n) for n, line in _lines(targets_path)]
+    scores = [_parse_score(line, scores_path, n) for n, line in _lines(scores_path)]
+    if not targets:
+        raise UserError("The task has no examples.", where=str(targets_path), fix=_RUN_AGAIN)
+    _check_counts(targets_path, len(targets), scores_path, len(scores))
+    indices = np.array([target[0] for target in targets], np.int64)
+    _check_unique(indices, targets_path)
+    order = np.lexsort((indices[:, 1], indices[:, 0]))
+    return TaskScores(
+        task=task,
+        step=step,
+        input_index=indices[order, 0],
+        choice_index=indices[order, 1],
+        is_correct=np.array([target[1] for target in targets], np.bool_)[order],
+        weight=np.array([target[2] for target in targets], np.float64)[order],
+        target_length=np.array([target[3] for target in targets], np.int64)[order],
+        score=np.array(scores, np.float64)[order],
+        inputs=_read_inputs(folder, task, targets_path, order) if with_inputs else None,
+    )
+
+
+def _read_inputs(
+    folder: Path, task: str, targets_path: Path, order: np.ndarray
+) -> tuple[str, ...] | None:
+    path = folder / f"{task}_inputs"
+    if not path.is_file():
+        return None
+    inputs = [_input_text(line) for _, line in _lines(path)]
+    if (
+        not inputs
+    ):  # Mesh TensorFlow writes an empty file where a dataset carries no inputs_pretokenized
+        return None
+    _check_counts(targets_path, len(order), path, len(inputs))
+    return tuple(inputs[i] for i in order)
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Line numbers from 1, and lines, which end in a line feed only."""
+    try:
+        with open(path, encoding="utf-8", newline="\n") as file:
+            for number, line in enumerate(file, 1):
+                yield number, line.removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"The file is not UTF-8 text ({error.reason}).", where=str(path), fix=_RUN_AGAIN
+        ) from error
+
+
+def _number(name: str, kinds: str, literal: str) -> str:
+    """A pattern for a literal as it is, or inside the constructor that numpy 2 prints around it."""
+    return rf"(?:np\.(?:{kinds})\((?P<{name}_np>{literal})\)|(?P<{name}>{literal}))"
+
+
+_INTEGER = r"\d+"
+_FLOAT = r"[-+]?(?:\d+\.?\d*(?:e[-+]?\d+)?|inf|nan)"
+_TARGET = re.compile(
+    r"\(\("
+    + _number("input", r"u?int\d+", _INTEGER)
+    + ", "
+    + _number("choice", r"u?int\d+", _INTEGER)
+    + r"\), "
+    + _number("correct", "bool_?", "(?:np\\.)?(?:True_?|False_?)|[01]")
+    + ", "
+    + _number("weight", r"float\d+", _FLOAT)
+    + ", "
+    + _number("length", r"u?int\d+", _INTEGER)
+    + r"\)"
+)
+
+
+def _parse_target(line: str, path: Path, number: int) -> tuple[tuple[int, int], bool, float, int]:
+    match = _TARGET.fullmatch(line)
+    if match is None:
+        raise UserError(
+            "This is not a rank-classification target, ((input, choice), is_correct, weight,"
+            f" length): {line[:120]!r}",
+            where=f"{path}:{number}",
+            fix="Rank classification reads tasks whose name ends in _score_eval; leave others out.",
+        )
+    fields = match.groupdict()
+
+    def text(name: str) -> str:
+        return fields[name] or fields[f"{name}_np"]
+
+    correct = "True" in text("correct") or text("correct") == "1"
+    indices = (int(text("input")), int(text("choice")))
+    return indices, correct, float(text("weight")), int(text("length"))
+
+
+def _parse_score(line: str, path: Path, number: int) -> float:
+    try:
+        return float(line)
+    except ValueError as error:
+        raise UserError(
+            f"This is not a log-likelihood: {line[:120]!r}",
+            where=f"{path}:{number}",
+            fix="Evaluate in score_eval mode; infer and eval write decoded text instead.",
+        ) from error
+
+
+def _input_text(line: str) -> str:
+    """The input of a line; Mesh TensorFlow writes the repr of its bytes, which is undone here."""
+    if re.match(r"b['\"].*['\"]$", line, re.DOTALL):
+        try:
+            value = ast.literal_eval(line)
+        except (SyntaxError, ValueError):
+            return line
+        return value.decode("utf-8", "replace").replace("\n", " ")
+    return line
+
+
+def _check_counts(path_a: Path, count_a: int, path_b: Path, count_b: int) -> None:
+    if count_a != count_b:
+        raise UserError(
+            f"The files of a task disagree: {count_a} lines in {path_a.name},"
+            f" {count_b} in {path_b.name}.",
+            where=str(path_a.parent),
+            fix=_RUN_AGAIN,
+        )
+
+
+def _check_unique(indices: np.ndarray, path: Path) -> None:
+    """Each (input, choice) pair must come once: twice, and no ranking of the example is defined."""
+    _, first = np.unique(indices, axis=0, return_index=True)
+    if len(first) == len(indices):
+        return
+    again = int(np.setdiff1d(np.arange(len(indices)), first)[0])
+    raise UserError(
+        f"The pair idx {tuple(indices[again].tolist())} comes more than once.",
+        where=f"{path}:{again + 1}",
+        fix="Give each example of the task an idx of its own, and each choice its place in it.",
+    )

@@ -1,0 +1,257 @@
+"""Rank classification: the answer choice with the highest log-likelihood is the prediction.
+
+Defined as t5.evaluation.metrics.rank_classification (t5 0.9.4) defines it, so that both give the
+same numbers: pairs are sorted by idx, the first choice wins a tie (np.argmax), any correct choice
+is right where several are, an example with no correct choice is wrong whatever is predicted, and
+scores are compared as float32 where the number of choices is fixed (as they come where it varies).
+T0 sums a choice's log-likelihood over its tokens and does not normalise by length.
+
+Beside the metric, this keeps what a report needs to be defended: what was predicted for each
+example, ties, margins, examples whose answer is none of the choices, chance and the majority class.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from t0repro.errors import UserError
+from t0repro.evaluation.outputs import TaskScores
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RankResult:
+    """One task's predictions, example by example, in the order of the examples' index.
+
+    Attributes:
+      task: the SeqIO task's name.
+      step: the checkpoint's global step.
+      example: the examples' index in the task.
+      predicted: the index of the predicted choice.
+      correct: whether that choice is a right answer.
+      tie: whether another choice has the same score as the predicted one.
+      margin: best score less the second best, natural logarithm; inf where there is one choice.
+      answerable: whether any choice is a right answer.
+      num_choices: choices of each example.
+      num_correct: right answers among them.
+      weight: the weight that the metric gives the example.
+      metrics: t5's metrics in percent: `accuracy`, and with a fixed number of classes `f1`,
+        `auc-roc`, `auc-pr` (two) or `mean_<n>class_f1` (more). One that is undefined (one class
+        only among the answers) is absent.
+      majority: accuracy, in percent, of always choosing the choice index that is right most often.
+    """
+
+    task: str
+    step: int
+    example: Int[np.ndarray, " examples"]
+    predicted: Int[np.ndarray, " examples"]
+    correct: Bool[np.ndarray, " examples"]
+    tie: Bool[np.ndarray, " examples"]
+    margin: Float[np.ndarray, " examples"]
+    answerable: Bool[np.ndarray, " examples"]
+    num_choices: Int[np.ndarray, " examples"]
+    num_correct: Int[np.ndarray, " examples"]
+    weight: Float[np.ndarray, " examples"]
+    metrics: dict[str, float]
+    majority: float
+
+    @property
+    def accuracy(self) -> float:
+        """Percent of examples, by weight, whose predicted choice is right."""
+        return self.metrics["accuracy"]
+
+    @property
+    def chance(self) -> float:
+        """Expected accuracy of choosing at random, in percent: the mean of 1 / number of choices.
+
+        Where several choices are right, their number takes the place of 1. An example with no right
+        answer still counts 1 / number, so that chance is never understated.
+        """
+        expected = np.maximum(self.num_correct, 1) / self.num_choices
+        return float(100 * np.average(expected, weights=self.weight))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Table:
+    """A task's pairs as rows of examples; `real` is false where an example has fewer choices.
+
+    Attributes:
+      choice: the choices' index.
+      value: what is compared; -inf where not `real`.
+    """
+
+    example: Int[np.ndarray, " examples"]
+    real: Bool[np.ndarray, "examples choices"]
+    choice: Int[np.ndarray, "examples choices"]
+    is_correct: Bool[np.ndarray, "examples choices"]
+    weight: Float[np.ndarray, "examples choices"]
+    value: Float[np.ndarray, "examples choices"]
+
+
+def rank_classification(
+    scores: TaskScores, *, num_classes: int | None = None, normalize_by_target_length: bool = False
+) -> RankResult:
+    """Ranks the answer choices of each example.
+
+    Args:
+      scores: the task's pairs, in any order.
+      num_classes: the number of choices where it is the same for every example by the task's
+        definition, which adds t5's metrics for fixed classes; None where it varies.
+      normalize_by_target_length: divide each score by its choice's tokens first (T0 does not).
+
+    Raises:
+      UserError: if a score is NaN, an idx comes twice, the weights sum to zero, or an example has
+        another number of choices than `num_classes`.
+    """
+    table = _tabulate(scores, num_classes, normalize_by_target_length)
+    best = table.value.argmax(-1)
+    rows = np.arange(len(best))
+    # t5 takes the first choice's weight with fixed classes, the predicted one's without
+    weight = table.weight[rows, 0 if num_classes else best]
+    if not weight.sum() > 0:
+        raise UserError(f"The weights of {scores.task!r} sum to zero.", where=f"step {scores.step}")
+    correct = table.is_correct[rows, best]
+    tie, margin = _ties_and_margins(table, best)
+    metrics = {"accuracy": float(100 * np.average(correct, weights=weight))}
+    num_correct = table.is_correct.sum(-1)
+    if num_classes and num_classes > 1 and (num_correct <= 1).all():
+        metrics |= _class_metrics(table, weight)
+    return RankResult(
+        task=scores.task,
+        step=scores.step,
+        example=table.example,
+        predicted=table.choice[rows, best],
+        correct=correct,
+        tie=tie,
+        margin=margin,
+        answerable=num_correct > 0,
+        num_choices=table.real.sum(-1),
+        num_correct=num_correct,
+        weight=weight,
+        metrics=metrics,
+        majority=_majority(table, weight),
+    )
+
+
+def _tabulate(scores: TaskScores, num_classes: int | None, normalize: bool) -> _Table:
+    """Sorts the pairs by idx and lays them out as [examples, choices]."""
+    order = np.lexsort((scores.choice_index, scores.input_index))
+    _check_pairs(scores, order)
+    example, start, count = np.unique(
+        scores.input_index[order], return_index=True, return_counts=True
+    )
+    if num_classes and (count != num_classes).any():
+        at = int(np.argmax(count != num_classes))
+        raise UserError(
+            f"Example {example[at]} of {scores.task!r} has {count[at]} choices, not {num_classes}.",
+            where=f"step {scores.step}",
+            fix="Leave the number of classes open for tasks whose choices vary.",
+        )
+    place = np.arange(count.max())
+    real = place < count[:, None]
+    pair = order[np.minimum(start[:, None] + place, len(order) - 1)]
+    values = scores.score / scores.target_length if normalize else scores.score
+    if num_classes:
+        values = values.astype(np.float32)
+    return _Table(
+        example=example,
+        real=real,
+        choice=scores.choice_index[pair],
+        is_correct=scores.is_correct[pair] & real,
+        weight=scores.weight[pair],
+        value=np.where(real, values[pair], -np.inf),
+    )
+
+
+def _check_pairs(scores: TaskScores, order: np.ndarray) -> None:
+    """Refuses what has no ranking: no pairs, NaN scores, one idx twice."""
+    if not len(scores):
+        raise UserError(
+            f"Task {scores.task!r} has no (input, choice) pairs.",
+            where=f"step {scores.step}",
+            fix="See whether the split is empty, or the template drops every example.",
+        )
+    missing = np.isnan(scores.score)
+    if missing.any():
+        first = scores.input_index[np.argmax(missing)]
+        raise UserError(
+            f"Task {scores.task!r}, example {first}, step {scores.step}: the score is NaN"
+            f" ({missing.sum()} of {len(scores)} pairs are).",
+            fix="Look at the checkpoint's loss; in bfloat16, evaluate once in float32 to compare.",
+        )
+    inputs, choices = scores.input_index[order], scores.choice_index[order]
+    again = (np.diff(inputs) == 0) & (np.diff(choices) == 0)
+    if again.any():
+        at = int(np.argmax(again))
+        raise UserError(
+            f"Task {scores.task!r}: the idx ({inputs[at]}, {choices[at]}) comes more than once.",
+            fix="Give each example of the task an idx of its own, and each choice its place in it.",
+        )
+
+
+def _ties_and_margins(table: _Table, best: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Whether the best score comes twice, and best less second best: [examples] each."""
+    top = np.take_along_axis(table.value, best[:, None], -1)
+    tie = ((table.value == top) & table.real).sum(-1) > 1
+    margin = np.where(tie, 0.0, np.inf)
+    if table.value.shape[-1] > 1:
+        second = np.partition(table.value, -2, axis=-1)[:, -2]
+        finite = ~tie & np.isfinite(second)  # inf - inf would be NaN
+        margin[finite] = top[finite, 0].astype(np.float64) - second[finite]
+    return tie, margin
+
+
+def _class_metrics(table: _Table, weight: np.ndarray) -> dict[str, float]:
+    """t5's further metrics, in percent, for fixed classes with one right answer at most.
+
+    Computed with scikit-learn, as t5 does, from the same arrays. A metric that is undefined because
+    one class only is among the answers is NaN there, with a warning, and left out here.
+    """
+    from sklearn.exceptions import UndefinedMetricWarning
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UndefinedMetricWarning)
+        warnings.filterwarnings("ignore", message="No positive class found in y_true")
+        compute = _binary_metrics if table.value.shape[-1] == 2 else _multiclass_metrics
+        found = compute(table, weight)
+    return {name: 100 * float(value) for name, value in found.items() if np.isfinite(value)}
+
+
+def _binary_metrics(table: _Table, weight: np.ndarray) -> dict[str, float]:
+    import sklearn.metrics
+
+    odds = np.exp(table.value - table.value.max(-1, keepdims=True))
+    positive = odds[:, 1] / odds.sum(-1)
+    right = table.is_correct[:, 1]
+    answers, predicted = table.is_correct.argmax(-1), table.value.argmax(-1)
+    return {
+        "f1": sklearn.metrics.f1_score(answers, predicted, sample_weight=weight),
+        "auc-roc": sklearn.metrics.roc_auc_score(right, positive, sample_weight=weight),
+        "auc-pr": sklearn.metrics.average_precision_score(right, positive, sample_weight=weight),
+    }
+
+
+def _multiclass_metrics(table: _Table, weight: np.ndarray) -> dict[str, float]:
+    import sklearn.metrics
+
+    classes = table.value.shape[-1]
+    mean_f1 = sklearn.metrics.fbeta_score(
+        table.is_correct,
+        np.eye(classes)[table.value.argmax(-1)],
+        beta=1,
+        labels=range(classes),
+        average="macro",
+        sample_weight=weight,
+    )
+    return {f"mean_{classes}class_f1": mean_f1}
+
+
+def _majority(table: _Table, weight: np.ndarray) -> float:
+    """Accuracy in percent of the best constant choice index."""
+    right = np.bincount(
+        table.choice[table.real], weights=(weight[:, None] * table.is_correct)[table.real]
+    )
+    return float(100 * right.max() / weight.sum())

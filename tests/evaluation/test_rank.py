@@ -1,0 +1,165 @@
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from t0repro.errors import UserError
+from t0repro.evaluation.outputs import TaskScores
+from t0repro.evaluation.rank import rank_classification
+
+
+def task_scores(targets, scores):
+    """TaskScores of t5's tuples ((input, choice), is_correct, weight, length) and of scores."""
+    return TaskScores(
+        task="demo_score_eval",
+        step=5,
+        input_index=np.array([t[0][0] for t in targets], np.int64),
+        choice_index=np.array([t[0][1] for t in targets], np.int64),
+        is_correct=np.array([t[1] for t in targets], np.bool_),
+        weight=np.array([t[2] for t in targets], np.float64),
+        target_length=np.array([t[3] for t in targets], np.int64),
+        score=np.array(scores, np.float64),
+    )
+
+
+def examples_of(*examples, lengths=None):
+    """One example per argument: a list of (is_correct, score)."""
+    targets, scores = [], []
+    for i, choices in enumerate(examples):
+        for j, (is_correct, score) in enumerate(choices):
+            targets.append(((i, j), is_correct, 1.0, lengths[i][j] if lengths else 1))
+            scores.append(score)
+    return task_scores(targets, scores)
+
+
+# Few distinct values, so that ties are common; float32 values, as scorers write them.
+SCORES = st.sampled_from([-0.1, -0.5, -0.5000001, -1.0, -2.0, -30.0]).map(np.float32).map(float)
+
+
+@st.composite
+def evaluations(draw, fixed):
+    """Targets and scores in any order, with ties, several or no correct choices and weights."""
+    num_classes = draw(st.integers(2, 4)) if fixed else None
+    targets, scores = [], []
+    for i in range(draw(st.integers(1, 8))):
+        weight = draw(st.sampled_from([0.5, 1.0, 2.0]))
+        for j in range(num_classes or draw(st.integers(1, 5))):
+            targets.append(((3 * i, j), draw(st.booleans()), weight, draw(st.integers(1, 6))))
+            scores.append(draw(SCORES))
+    order = draw(st.permutations(range(len(targets))))
+    return num_classes, [targets[k] for k in order], [scores[k] for k in order]
+
+
+def assert_as_t5(evaluation, normalize):
+    from t5.evaluation import metrics as t5_metrics
+
+    num_classes, targets, scores = evaluation
+    theirs = t5_metrics.rank_classification(
+        targets, scores, num_classes=num_classes, normalize_by_target_length=normalize
+    )
+    ours = rank_classification(
+        task_scores(targets, scores),
+        num_classes=num_classes,
+        normalize_by_target_length=normalize,
+    ).metrics
+    theirs = {name: value for name, value in theirs.items() if np.isfinite(value)}
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        assert ours[name] == pytest.approx(value, rel=1e-12, abs=1e-12), name
+
+
+@settings(max_examples=200, deadline=None)
+@given(evaluations(fixed=False), st.booleans())
+def test_accuracy_is_t5s_where_the_number_of_choices_varies(evaluation, normalize):
+    assert_as_t5(evaluation, normalize)
+
+
+# t5 lets scikit-learn warn where one class only is among the answers.
+@pytest.mark.filterwarnings("ignore::sklearn.exceptions.UndefinedMetricWarning")
+@pytest.mark.filterwarnings("ignore:No positive class found in y_true")
+@settings(max_examples=200, deadline=None)
+@given(evaluations(fixed=True), st.booleans())
+def test_metrics_are_t5s_where_the_number_of_choices_is_fixed(evaluation, normalize):
+    assert_as_t5(evaluation, normalize)
+
+
+def test_the_highest_log_likelihood_is_predicted():
+    result = rank_classification(examples_of([(0, -3.0), (1, -1.0), (0, -2.0)]))
+    assert result.predicted.tolist() == [1]
+    assert result.correct.tolist() == [True]
+    assert result.margin.tolist() == [1.0]
+
+
+def test_the_first_choice_wins_a_tie_and_the_tie_is_counted():
+    result = rank_classification(
+        examples_of([(1, -1.0), (0, -1.0)], [(0, -2.0), (1, -1.0)], [(0, -np.inf), (1, -np.inf)])
+    )
+    assert result.predicted.tolist() == [0, 1, 0]
+    assert result.tie.tolist() == [True, False, True]
+    assert result.margin.tolist() == [0.0, 1.0, 0.0]
+
+
+def test_any_of_several_correct_choices_counts():
+    result = rank_classification(examples_of([(1, -3.0), (1, -1.0), (0, -2.0)]))
+    assert result.accuracy == 100
+    assert result.chance == pytest.approx(200 / 3)
+
+
+def test_an_answer_that_is_none_of_the_choices_is_wrong_and_counted():
+    result = rank_classification(examples_of([(0, -1.0), (0, -2.0)], [(1, -1.0), (0, -2.0)]))
+    assert result.answerable.tolist() == [False, True]
+    assert result.accuracy == 50
+    assert result.chance == 50
+
+
+def test_length_normalisation_changes_the_prediction_only_when_asked_for():
+    scores = examples_of([(1, -4.0), (0, -3.0)], lengths=[[4, 1]])
+    assert rank_classification(scores).predicted.tolist() == [1]
+    assert rank_classification(scores, normalize_by_target_length=True).predicted.tolist() == [0]
+
+
+def test_chance_is_the_mean_of_one_over_the_number_of_choices():
+    result = rank_classification(
+        examples_of([(1, -1.0), (0, -2.0)], [(1, -1.0), (0, -2.0), (0, -2.0), (0, -2.0)])
+    )
+    assert result.num_choices.tolist() == [2, 4]
+    assert result.chance == pytest.approx(37.5)
+
+
+def test_the_majority_class_is_the_best_constant_choice():
+    second = [(0, -1.0), (1, -2.0)]
+    assert rank_classification(examples_of(second, second, second[::-1])).majority == (
+        pytest.approx(200 / 3)
+    )
+
+
+def test_a_single_choice_has_an_infinite_margin_and_no_tie():
+    result = rank_classification(examples_of([(1, -1.0)], [(0, -1.0), (1, -4.0)]))
+    assert result.margin.tolist() == [np.inf, 3.0]
+    assert not result.tie.any()
+
+
+def test_a_nan_score_names_task_example_and_step():
+    with pytest.raises(UserError, match="'demo_score_eval', example 1, step 5: the score is NaN"):
+        rank_classification(examples_of([(1, -1.0), (0, -2.0)], [(1, -1.0), (0, np.nan)]))
+
+
+def test_an_idx_that_comes_twice_is_an_error():
+    targets = [((0, 0), True, 1.0, 1), ((0, 0), False, 1.0, 1)]
+    with pytest.raises(UserError, match=r"idx \(0, 0\) comes more than once"):
+        rank_classification(task_scores(targets, [-1.0, -2.0]))
+
+
+def test_an_example_with_another_number_of_choices_is_named_where_it_is_fixed():
+    with pytest.raises(UserError, match="Example 1 of 'demo_score_eval' has 3 choices, not 2"):
+        rank_classification(examples_of([(1, 0.0)] * 2, [(1, 0.0)] * 3), num_classes=2)
+
+
+def test_no_pairs_and_no_weight_are_errors():
+    with pytest.raises(UserError, match="no .input, choice. pairs"):
+        rank_classification(task_scores([], []))
+    scores = examples_of([(1, -1.0), (0, -2.0)])
+    with pytest.raises(UserError, match="sum to zero"):
+        rank_classification(dataclasses.replace(scores, weight=np.zeros(2)))
