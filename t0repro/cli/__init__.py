@@ -1,0 +1,1 @@
+"""Commands: one module each, which reads flags and calls one function."""

@@ -1,0 +1,1 @@
+"""Settings: RunConfig, and the gin dialects that it is read from."""

@@ -1,9 +1,9 @@
 """RunConfig: one typed, frozen, JSON-serialisable description of a run.
 
 It is the waist of the project. The dialects in this folder turn gin files and overrides into a
-RunConfig; everything behind it (model, optimizer, train step, scorer, checkpoints) takes a RunConfig
-and never hears of gin. Defaults live in the dialects, where they have a source, so no field but a
-truly optional one has a default here.
+RunConfig; everything behind it (model, optimizer, train step, scorer, checkpoints) takes a
+RunConfig and never hears of gin. Defaults live in the dialects, where they have a source: no field
+but `provenance` has one here.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ class ModelConfig:
 
     Attributes:
       vocab_size: rows of the embedding, padded to a multiple of Mesh TensorFlow's vocab_divisor.
-      activations: of the feed-forward layer; one name for T5 1.0 (`relu`), two for the gated form of
-        T5 1.1 (`gelu`, `linear`), one kernel `wi_<n>` each.
-      logits_from_embedding: T5 1.0's tied softmax, scaled by d_model**-0.5; T5 1.1 has its own kernel.
+      activations: of the feed-forward layer; one name for T5 1.0 (`relu`), two for the gated form
+        of T5 1.1 (`gelu`, `linear`), one kernel `wi_<n>` each.
+      logits_from_embedding: T5 1.0's tied softmax, scaled by d_model**-0.5; T5 1.1 has a kernel of
+        its own.
       dropout_rate: of every dropout in the model; zero outside training.
       label_smoothing: mass spread evenly over the whole padded vocabulary, the target included.
       z_loss: coefficient of log(Z)**2, in training only.
@@ -64,8 +65,8 @@ class AdafactorConfig:
     """Mesh TensorFlow's AdafactorOptimizer, option by option.
 
     Attributes:
-      decay_exponent: the second-moment decay is 1 - (step - decay_offset + 1)**-decay_exponent, of the
-        *global* step.
+      decay_exponent: the second-moment decay is 1 - (step - decay_offset + 1)**-decay_exponent,
+        of the *global* step.
       beta1: 0 means no momentum slot.
       clipping_threshold: of the update's RMS; None means no clipping.
     """
@@ -83,7 +84,7 @@ class AdafactorConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ScheduleConfig:
-    """A learning-rate schedule of mesh_tensorflow.transformer.learning_rate_schedules with its arguments.
+    """A function of mesh_tensorflow.transformer.learning_rate_schedules with its arguments.
 
     Attributes:
       name: the function's name there, for instance `constant_learning_rate`.
@@ -106,7 +107,6 @@ class TrainDataConfig:
     pack: bool
     shuffle: bool
     seed: int | None
-    pack_with_custom_ops: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,9 +133,10 @@ class RunConfig:
       train_steps: the global step at which training ends, not a number of steps to do.
       save_checkpoints_steps: steps between checkpoints.
       keep_checkpoint_max: the most recent checkpoints to keep; None or 0 keeps all.
-      init_checkpoint: a checkpoint to start from when model_dir has none; its slots and step come too.
-      eval_checkpoint_step: a step, a list of steps, "all", -1 for the latest, or None to wait for each
-        new one.
+      init_checkpoint: a checkpoint to start from when model_dir has none; its slots and step come
+        too.
+      eval_checkpoint_step: a step, a list of steps, "all", -1 for the latest, or None to wait for
+        each new one.
       scores_filename: prefix of the files that save_scores writes, or None.
       vocabulary: path or address of the SentencePiece model, None where no data is bound.
       provenance: dotted field -> where its value was set ("t5.1.1.base.gin:9", "--gin_param ...",
@@ -184,7 +185,7 @@ def _build(kind: Any, value: Any) -> Any:
     """Rebuilds a value of the annotated type from what JSON made of it."""
     if value is None:
         return None
-    if dataclasses.is_dataclass(kind):
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         hints = typing.get_type_hints(kind)
         return kind(**{name: _build(hints[name], item) for name, item in value.items()})
     origin = typing.get_origin(kind)

@@ -1,0 +1,1 @@
+"""Work around a run: auxiliary jobs and launching."""

@@ -1,0 +1,1 @@
+"""Gin files of the embedded demo."""

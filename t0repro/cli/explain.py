@@ -1,0 +1,41 @@
+"""`t0repro explain`: every value of a run with the place that set it."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+
+def explain(
+    gin_file: Annotated[list[str] | None, typer.Option(help="A gin file; repeatable.")] = None,
+    gin_param: Annotated[list[str] | None, typer.Option(help="An override; repeatable.")] = None,
+    gin_location_prefix: Annotated[
+        list[str] | None, typer.Option(help="A folder to find gin files in; repeatable.")
+    ] = None,
+    module_import: Annotated[
+        list[str] | None, typer.Option(help="A module that registers tasks; repeatable.")
+    ] = None,
+    model_dir: Annotated[str, typer.Option(help="The run's model_dir.")] = "",
+    json: Annotated[bool, typer.Option("--json", help="Print the RunConfig as JSON.")] = False,
+) -> None:
+    """Shows what gin files and overrides amount to, and which file and line set each value.
+
+    Example:
+      t0repro explain --module_import t0repro.tasks.demo --gin_file dataset.gin
+        --gin_file demo/t5.1.1.demo.gin --gin_param "MIXTURE_NAME = 'demo_train'"
+        --gin_param "run.train_steps = 100" --gin_param "utils.run.mesh_shape = []"
+    """
+    from t0repro.config import mtf_gin
+    from t0repro.config.explain import render
+
+    config, _ = mtf_gin.load(
+        mtf_gin.GinInputs(
+            model_dir=model_dir,
+            gin_files=gin_file or (),
+            gin_params=gin_param or (),
+            location_prefixes=gin_location_prefix or (),
+            module_imports=module_import or (),
+        )
+    )
+    typer.echo(config.to_json() if json else render(config))

@@ -1,0 +1,43 @@
+"""A RunConfig as a table: field, value and where the value was set."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from t0repro.config.run_config import RunConfig
+
+
+def render(config: RunConfig) -> str:
+    """One line per value: dotted field, value, and the file and line or override that set it."""
+    rows = [
+        (field, repr(value), _place(field, config.provenance))
+        for field, value in flatten(config)
+        if not field.startswith("provenance")
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    return "\n".join(
+        f"{field:<{widths[0]}}  {value:<{min(widths[1], 40)}}  {place}".rstrip()
+        for field, value, place in rows
+    )
+
+
+def flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves of nested dataclasses with their dotted names, in the order of declaration."""
+    for field in dataclasses.fields(value):
+        item = getattr(value, field.name)
+        name = f"{prefix}{field.name}"
+        if dataclasses.is_dataclass(item):
+            yield from flatten(item, f"{name}.")
+        else:
+            yield name, item
+
+
+def _place(field: str, provenance: Mapping[str, str]) -> str:
+    """Where a field was set, or else where the part of the configuration that it belongs to was."""
+    while field:
+        if field in provenance:
+            return provenance[field]
+        field = field.rpartition(".")[0]
+    return ""

@@ -1,0 +1,408 @@
+"""The Mesh TensorFlow dialect: gin files and --gin_param overrides -> RunConfig.
+
+gin, Mesh TensorFlow and t5 do the parsing, so that a typo fails here in the words in which it fails
+there. The RunConfig is then read off what gin configured (the arguments of `utils.run`, the model
+that `build_model` makes, the optimizer class, the schedule function), not off the text. A binding
+that would change a Mesh TensorFlow run but that the JAX stack does not know is an error that names
+the binding and its place; none is ignored.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from t0repro.config import mtf_model
+from t0repro.config.provenance import Bindings, record_bindings
+from t0repro.config.run_config import (
+    AdafactorConfig,
+    DTypePolicy,
+    EvalDataConfig,
+    RunConfig,
+    ScheduleConfig,
+    TrainDataConfig,
+)
+from t0repro.errors import UserError
+
+_UTILS = "mesh_tensorflow.transformer.utils"
+_MESH_TRANSFORMER = "t5.models.mesh_transformer"
+_SCHEDULES = "mesh_tensorflow.transformer.learning_rate_schedules"
+_OPTIMIZE = "mesh_tensorflow.optimize"
+
+
+@dataclasses.dataclass(frozen=True)
+class GinInputs:
+    """What the command line of t5_mesh_transformer says about gin.
+
+    Attributes:
+      skip_unknown: True to ignore every unknown configurable, or the names of those to ignore
+        beside t5's own list of deprecated references.
+    """
+
+    model_dir: str
+    gin_files: Sequence[str] = ()
+    gin_params: Sequence[str] = ()
+    location_prefixes: Sequence[str] = ()
+    module_imports: Sequence[str] = ()
+    cache_dirs: Sequence[str] = ()
+    skip_unknown: bool | Sequence[str] = ()
+
+
+def load(inputs: GinInputs, *, float32_activations: bool = True) -> tuple[RunConfig, Bindings]:
+    """Parses the gin inputs as t5_mesh_transformer does and reads the RunConfig off them.
+
+    Args:
+      inputs: files, overrides and search paths.
+      float32_activations: compute in float32 whatever gin says, which is what t5_mesh_transformer
+        does without --tpu. False follows get_variable_dtype.
+
+    Raises:
+      UserError: for a binding that the JAX stack does not support, or a mixture that is unknown.
+      ValueError, TypeError, SyntaxError: gin's own errors, with the file and line.
+    """
+    bindings = parse(inputs)
+    return read(inputs.model_dir, bindings, float32_activations=float32_activations), bindings
+
+
+def parse(inputs: GinInputs) -> Bindings:
+    """Fills gin's global configuration from the inputs, in mesh_transformer_main's order."""
+    import gin
+    from t0repro.mesh import compat
+
+    compat.install()
+    mesh_transformer = importlib.import_module(_MESH_TRANSFORMER)
+    utils = importlib.import_module(_UTILS)
+    seqio = importlib.import_module("seqio")
+    for module in inputs.module_imports:
+        importlib.import_module(module)
+
+    skip: Any = inputs.skip_unknown
+    if skip is not True:
+        skip = (*mesh_transformer.DEPRECATED_GIN_REFERENCES, *(skip or ()))
+    gin.clear_config()
+    own_gin_files = os.path.dirname(str(importlib.import_module("t0repro.gin").__file__))
+    for prefix in (_folder(mesh_transformer, "gin"), own_gin_files, *inputs.location_prefixes):
+        gin.add_config_file_search_path(prefix)
+    with record_bindings() as bindings:
+        gin.parse_config_file(
+            os.path.join(_folder(utils, "gin"), "defaults.gin"), skip_unknown=skip
+        )
+        gin.parse_config_files_and_bindings(
+            list(inputs.gin_files),
+            list(inputs.gin_params),
+            skip_unknown=skip,
+            finalize_config=False,
+        )
+    # Released operative configs bind functions that are gone as the vocabulary; t5 overrides it.
+    gin.bind_parameter("run.vocabulary", mesh_transformer.get_vocabulary())
+    gin.finalize()
+    seqio.add_global_cache_dirs(list(inputs.cache_dirs))
+    return bindings
+
+
+def _folder(module: Any, name: str) -> str:
+    return os.path.join(os.path.dirname(module.__file__), name)
+
+
+def read(model_dir: str, bindings: Bindings, *, float32_activations: bool = True) -> RunConfig:
+    """The RunConfig of gin's current configuration.
+
+    Raises:
+      UserError: naming binding and place, when the JAX stack does not support what is configured.
+    """
+    return _Reader(bindings, float32_activations).run_config(model_dir)
+
+
+# Configurables that a run on the JAX stack reads, with the arguments that it knows. Any other
+# argument of these may only be bound to its default. `...` admits every argument, because the real
+# function is called or because the value has no effect on what is computed.
+_KNOWN: Mapping[str, Any] = {
+    f"{_UTILS}.run": {
+        "vocabulary", "train_dataset_fn", "eval_dataset_fn", "dataset_split", "autostack",
+        "eval_checkpoint_step", "export_checkpoint_step", "export_path", "mode",
+        "iterations_per_loop", "save_checkpoints_steps", "keep_checkpoint_max", "eval_summary_dir",
+        "batch_size", "train_steps", "total_run_steps", "sequence_length", "mesh_shape",
+        "mesh_devices", "layout_rules", "learning_rate_schedule", "optimizer", "model_type",
+        "perplexity_eval_steps", "init_checkpoint", "output_eval_examples", "eval_dir_suffix",
+        "tpu_job_name", "tpu", "gcp_project", "tpu_zone", "model_dir",
+    },
+    f"{_UTILS}.get_variable_dtype": ...,
+    f"{_UTILS}.serialize_num_microbatches": ...,
+    f"{_UTILS}.auto_train_steps": ...,
+    f"{_UTILS}.tpu_mesh_shape": ...,
+    f"{_UTILS}.tpu_estimator_model_fn": {"model_info_file", "tpu_summaries"},
+    f"{_UTILS}.save_scores": {"scores_filename", "save_example_text"},
+    f"{_UTILS}.score_with_estimator": set(),
+    f"{_UTILS}.get_checkpoint_iterator": set(),
+    f"{_UTILS}.init_checkpoint_variable_mapping": set(),
+    f"{_UTILS}.should_load_variable": set(),
+    f"{_MESH_TRANSFORMER}.mesh_train_dataset_fn": {
+        "mixture_or_task_name", "use_cached", "pack", "shuffle", "seed",
+    },
+    f"{_MESH_TRANSFORMER}.mesh_eval_dataset_fn": {
+        "mixture_or_task_name", "use_cached", "pack", "num_eval_examples", "shuffle_eval_examples",
+        "seed",
+    },
+    f"{_MESH_TRANSFORMER}.get_vocabulary": ...,
+    "mesh_tensorflow.transformer.dataset.pack_dataset": set(),
+    f"{_OPTIMIZE}.AdafactorOptimizer": {
+        "multiply_by_parameter_scale", "beta1", "clipping_threshold", "factored", "epsilon1",
+        "epsilon2", "min_dim_size_to_factor",
+    },
+    f"{_OPTIMIZE}.adafactor_decay_rate_pow": ...,
+    "mesh_tensorflow.layers.unit_scaling_convention": set(),
+    "mesh_tensorflow.layers.VarianceScalingInitializer": set(),
+    "mesh_tensorflow.ops.rewrite_stack_variables": ...,
+    **mtf_model.KNOWN_BINDINGS,
+}  # fmt: skip
+
+
+class _Reader:
+    """Reads one RunConfig off gin's configuration, noting each value's provenance."""
+
+    def __init__(self, bindings: Bindings, float32_activations: bool):
+        self._bindings = bindings
+        self._float32 = float32_activations
+        self._utils = importlib.import_module(_UTILS)
+        self._provenance: dict[str, str] = {}
+        self._run = self._arguments(f"{_UTILS}.run", self._utils.run)
+
+    def run_config(self, model_dir: str) -> RunConfig:
+        self._refuse_unknown_bindings()
+        run = self._run
+        if run["model_type"] != "bitransformer":
+            self._refuse("model_type", f"model_type {run['model_type']!r}")
+        sequence_length = self._sequence_length()
+        batch_size = self._batch_size(sequence_length)
+        train_steps = run["train_steps"]
+        if not isinstance(train_steps, int):
+            train_steps = train_steps(batch_size, sequence_length)
+        fields: dict[str, Any] = {
+            "mode": run["mode"],
+            "model_dir": model_dir,
+            "model": self._model(),
+            "dtypes": self._dtypes(),
+            "optimizer": self._optimizer(),
+            "schedule": self._schedule(run["total_run_steps"] or train_steps),
+            "train_data": self._train_data(),
+            "eval_data": self._eval_data(),
+            "sequence_length": sequence_length,
+            "batch_size": batch_size,
+            "num_microbatches": self._num_microbatches(batch_size, sequence_length),
+            "train_steps": train_steps,
+            "eval_checkpoint_step": _hashable(run["eval_checkpoint_step"]),
+            "scores_filename": self._argument(f"{_UTILS}.save_scores", "scores_filename"),
+            "vocabulary": _vocabulary_path(run["vocabulary"]),
+        }
+        for name in (
+            "save_checkpoints_steps", "keep_checkpoint_max", "init_checkpoint",
+            "eval_summary_dir", "eval_dir_suffix", "output_eval_examples",
+        ):  # fmt: skip
+            fields[name] = run[name]
+        for name in fields:
+            if name in run:
+                self._note(name, f"{_UTILS}.run", name)
+        return RunConfig(**fields, provenance=dict(sorted(self._provenance.items())))
+
+    # ---- Arguments and where they came from ----
+
+    def _arguments(self, selector: str, function: Any) -> dict[str, Any]:
+        """A configurable's arguments as a call would receive them: defaults, then bindings."""
+        import gin
+
+        signature = inspect.signature(function)
+        defaults = {
+            name: parameter.default
+            for name, parameter in signature.parameters.items()
+            if parameter.default is not parameter.empty
+        }
+        return {**defaults, **gin.get_bindings(selector)}
+
+    def _argument(self, selector: str, name: str) -> Any:
+        import gin
+
+        self._note(name, selector, name)
+        return gin.get_bindings(selector).get(name)
+
+    def _note(self, field: str, selector: str, argument: str, scopes: tuple[str, ...] = ()) -> None:
+        place = self._bindings.find(scopes, selector, argument)
+        self._provenance[field] = place or f"default of {selector.rpartition('.')[2]}.{argument}"
+
+    def _refuse(self, argument: str, what: str, selector: str = f"{_UTILS}.run") -> NoReturn:
+        place = self._bindings.find(("decoder",), selector, argument)
+        raise UserError(
+            f"The JAX stack does not support {what} ({selector.rpartition('.')[2]}.{argument}).",
+            where=place,
+            fix="Remove the binding, or run with --backend=mtf.",
+        )
+
+    def _refuse_unknown_bindings(self) -> None:
+        """Refuses a known configurable's argument that is neither read nor at its default."""
+        import gin.config
+
+        for (scope, selector), arguments in gin.config._CONFIG.items():
+            known = _KNOWN.get(selector)
+            if known is None or known is ...:
+                continue
+            configurable = gin.config._REGISTRY[selector]
+            parameters = inspect.signature(configurable.wrapped).parameters
+            for argument in set(arguments) - set(known):
+                with gin.config_scope(scope or None):
+                    value = gin.get_bindings(selector)[argument]
+                if argument in parameters and value == parameters[argument].default:
+                    continue
+                self._refuse(argument, f"{argument} = {value!r}", selector)
+
+    # ---- The parts of a RunConfig ----
+
+    def _sequence_length(self) -> dict[str, int] | None:
+        length = self._run["sequence_length"]
+        return {"inputs": length, "targets": length} if isinstance(length, int) else length
+
+    def _batch_size(self, sequence_length: Mapping[str, int] | None) -> int:
+        size = self._run["batch_size"]
+        if isinstance(size, int):
+            return size
+        if sequence_length is None and size[0].startswith("tokens"):
+            raise UserError(
+                f"run.batch_size = {tuple(size)!r} counts tokens, and run.sequence_length is None.",
+                where=self._bindings.find((), f"{_UTILS}.run", "batch_size"),
+                fix="Bind run.batch_size to a number or to ('sequences_per_batch', N).",
+            )
+        return self._utils.compute_batch_size(
+            sequence_length, self._run["mesh_shape"], self._run["layout_rules"], size
+        )
+
+    def _num_microbatches(self, batch_size: int, sequence_length: Mapping[str, int] | None) -> int:
+        selector = f"{_UTILS}.serialize_num_microbatches"
+        self._note("num_microbatches", selector, "tokens_per_microbatch_per_replica")
+        if sequence_length is None or self._run["mode"] != "train":
+            return 1
+        mtf = importlib.import_module("mesh_tensorflow")
+        return self._utils.serialize_num_microbatches(
+            mtf.Dimension("batch", batch_size),
+            sequence_length,
+            mtf.convert_to_shape(self._run["mesh_shape"]),
+            mtf.convert_to_layout_rules(self._run["layout_rules"]),
+        )
+
+    def _model(self) -> Any:
+        vocabulary = self._run["vocabulary"]
+        model = self._utils.build_model(
+            model_type=self._run["model_type"],
+            input_vocab_size=self._utils.inputs_vocabulary(vocabulary).vocab_size,
+            output_vocab_size=self._utils.targets_vocabulary(vocabulary).vocab_size,
+            layout_rules=self._run["layout_rules"],
+            mesh_shape=self._run["mesh_shape"],
+        )
+        for field, (selector, argument, scopes) in mtf_model.FIELD_SOURCES.items():
+            self._note(f"model.{field}", selector, argument, scopes)
+        return mtf_model.read_model(model, self._bindings)
+
+    def _dtypes(self) -> DTypePolicy:
+        selector = f"{_UTILS}.get_variable_dtype"
+        arguments = self._arguments(selector, self._utils.get_variable_dtype)
+        names = {}
+        for field in ("master", "slice", "activation"):
+            value = arguments[f"{field}_dtype"]
+            names[field] = value if isinstance(value, str) else value.name
+            self._note(f"dtypes.{field}", selector, f"{field}_dtype")
+        if self._float32:
+            for field in ("slice", "activation"):
+                names[field] = "float32"
+                self._provenance[f"dtypes.{field}"] = "set by t5_mesh_transformer without --tpu"
+        return DTypePolicy(**names)
+
+    def _optimizer(self) -> AdafactorConfig | None:
+        optimizer = self._run["optimizer"]
+        if optimizer is None:
+            return None
+        if optimizer.__name__ != "AdafactorOptimizer":
+            self._refuse("optimizer", f"the optimizer {optimizer.__name__}")
+        optimize = importlib.import_module(_OPTIMIZE)
+        selector = f"{_OPTIMIZE}.AdafactorOptimizer"
+        arguments = self._arguments(selector, optimize.AdafactorOptimizer)
+        decay_selector = f"{_OPTIMIZE}.adafactor_decay_rate_pow"
+        decay = self._arguments(decay_selector, optimize.adafactor_decay_rate_pow)
+        fields = {
+            name: arguments[name]
+            for name in (
+                "multiply_by_parameter_scale", "beta1", "clipping_threshold", "factored",
+                "epsilon1", "epsilon2", "min_dim_size_to_factor",
+            )
+        }  # fmt: skip
+        for name in fields:
+            self._note(f"optimizer.{name}", selector, name)
+        self._note("optimizer.decay_exponent", decay_selector, "exponent")
+        self._note("optimizer.decay_offset", decay_selector, "offset")
+        return AdafactorConfig(
+            **fields, decay_exponent=decay["exponent"], decay_offset=decay["offset"]
+        )
+
+    def _schedule(self, total_train_steps: int) -> ScheduleConfig | None:
+        schedule = self._run["learning_rate_schedule"]
+        self._note("schedule.name", f"{_UTILS}.run", "learning_rate_schedule")
+        if schedule is None:
+            return None
+        if isinstance(schedule, int | float):
+            return ScheduleConfig("constant", {"value": float(schedule)}, total_train_steps)
+        if isinstance(schedule, list | tuple):
+            self._refuse("learning_rate_schedule", "a list of factors as the schedule")
+        name = schedule.__name__
+        selector = f"{_SCHEDULES}.{name}"
+        arguments = self._arguments(selector, schedule)
+        for argument in arguments:
+            self._note(f"schedule.arguments.{argument}", selector, argument)
+        return ScheduleConfig(name, arguments, total_train_steps)
+
+    def _train_data(self) -> TrainDataConfig | None:
+        function = self._run["train_dataset_fn"]
+        if function is None:
+            return None
+        if function.__name__ != "mesh_train_dataset_fn":
+            self._refuse("train_dataset_fn", f"the dataset function {function.__name__}")
+        arguments = self._dataset_arguments("train_data", function)
+        return TrainDataConfig(split="train", **_select(arguments, TrainDataConfig))
+
+    def _eval_data(self) -> EvalDataConfig | None:
+        function = self._run["eval_dataset_fn"]
+        if function is None:
+            return None
+        if function.__name__ != "mesh_eval_dataset_fn":
+            self._refuse("eval_dataset_fn", f"the dataset function {function.__name__}")
+        arguments = self._dataset_arguments("eval_data", function)
+        self._note("eval_data.split", f"{_UTILS}.run", "dataset_split")
+        return EvalDataConfig(
+            split=self._run["dataset_split"], **_select(arguments, EvalDataConfig)
+        )
+
+    def _dataset_arguments(self, field: str, function: Any) -> dict[str, Any]:
+        selector = f"{_MESH_TRANSFORMER}.{function.__name__}"
+        arguments = self._arguments(selector, function)
+        if "mixture_or_task_name" not in arguments:
+            raise UserError(
+                f"{function.__name__}.mixture_or_task_name is not bound.",
+                fix="Add --gin_file=dataset.gin and --gin_param=\"MIXTURE_NAME = 'NAME'\".",
+            )
+        for argument in _KNOWN[selector]:
+            self._note(f"{field}.{argument}", selector, argument)
+        return arguments
+
+
+def _select(arguments: Mapping[str, Any], dataclass: Any) -> dict[str, Any]:
+    """The arguments that are fields of a dataclass."""
+    names = {field.name for field in dataclasses.fields(dataclass)}
+    return {name: value for name, value in arguments.items() if name in names}
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _vocabulary_path(vocabulary: Any) -> str | None:
+    inputs = vocabulary[0] if isinstance(vocabulary, tuple) else vocabulary
+    return getattr(inputs, "sentencepiece_model_file", None)

@@ -1,0 +1,111 @@
+"""Where each gin binding came from: the file and line, or the override, that set it last."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from pathlib import PurePath
+from typing import Any
+
+Key = tuple[str, str, str]  # scope, complete selector, argument
+
+
+@dataclasses.dataclass(frozen=True)
+class Bindings:
+    """The recorded places of the bindings that are in force.
+
+    Attributes:
+      places: (scope, selector, argument) -> "file:line" or "--gin_param '...'". gin's macros are
+        bindings too, of the selector gin.macro.
+    """
+
+    places: dict[Key, str]
+
+    def place(self, key: Key) -> str | None:
+        """Where a binding was set, a macro followed to its definition; None if it was not set."""
+        import gin.config
+
+        if key not in self.places:
+            return None
+        scope, selector, argument = key
+        value = gin.config._CONFIG.get((scope, selector), {}).get(argument)
+        macro = _macro_name(value)
+        if macro is not None:
+            definition = self.place((macro, "gin.macro", "value"))
+            if definition is not None:
+                return f"{definition} (%{macro}, bound at {self.places[key]})"
+        return self.places[key]
+
+    def find(self, scopes: tuple[str, ...], selector: str, argument: str) -> str | None:
+        """The place of the innermost of several scopes in which an argument is bound."""
+        for scope in (*reversed(scopes), ""):
+            place = self.place((scope, selector, argument))
+            if place is not None:
+                return place
+        return None
+
+
+def _macro_name(value: Any) -> str | None:
+    """The name of the macro that a binding's value refers to, or None for any other value."""
+    import gin.config
+
+    if isinstance(value, gin.config.ConfigurableReference) and value.evaluate:
+        scope, _, selector = value.scoped_selector.rpartition("/")
+        if selector.endswith("macro"):
+            return scope
+    return None
+
+
+@contextlib.contextmanager
+def record_bindings() -> Iterator[Bindings]:
+    """Notes where every binding that gin parses inside the block comes from.
+
+    gin 0.5.0 knows the line while it parses and then forgets it, so the two functions that see it,
+    `try_with_location` (the statement's place) and `bind_parameter` (its effect), are wrapped.
+    """
+    import gin.config
+
+    places: dict[Key, str] = {}
+    location: list[Any] = []
+    try_with_location, bind_parameter = (
+        gin.config.utils.try_with_location,
+        gin.config.bind_parameter,
+    )
+
+    @contextlib.contextmanager
+    def noting_location(place: Any) -> Iterator[None]:
+        location.append(place)
+        try:
+            with try_with_location(place):
+                yield
+        finally:
+            location.pop()
+
+    def noting_binding(binding_key: Any, value: Any) -> None:
+        bind_parameter(binding_key, value)
+        key = gin.config.ParsedBindingKey.parse(binding_key)
+        places[(key.scope, key.complete_selector, key.arg_name)] = _describe(location)
+
+    gin.config.utils.try_with_location = noting_location
+    gin.config.bind_parameter = noting_binding
+    try:
+        yield Bindings(places)
+    finally:
+        gin.config.utils.try_with_location = try_with_location
+        gin.config.bind_parameter = bind_parameter
+
+
+def _describe(locations: list[Any]) -> str:
+    if not locations:
+        return "set by t5_mesh_transformer"
+    innermost = locations[-1]
+    if innermost.filename is None:
+        return f"--gin_param {innermost.line_content.strip()!r}"
+    return f"{_short(innermost.filename)}:{innermost.line_num}"
+
+
+def _short(filename: str) -> str:
+    """A gin file's path without the folder that it was installed in."""
+    _, installed, inside = PurePath(filename).as_posix().rpartition("/site-packages/")
+    return inside if installed else filename

@@ -1,0 +1,125 @@
+"""The batches of a run as numpy arrays, from the very functions that Mesh TensorFlow's stack calls.
+
+Both stacks get their data from t5.models.mesh_transformer (mesh_train_dataset_fn and
+mesh_eval_dataset_fn) with the same arguments, so that with a seed they see the same packed batches
+in the same order. A packed batch, each row the tokens of several examples, 0 where nothing is left:
+
+    inputs               [batch, inputs_length]   3  8  5  1  7  2  9  1  0  0
+    inputs_segmentation                           1  1  1  1  2  2  2  2  0  0
+    inputs_position                               0  1  2  3  0  1  2  3  0  0
+    targets              [batch, targets_length]  ...with targets_segmentation, targets_position
+
+Unpacked batches have inputs and targets alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from t0repro.config.run_config import EvalDataConfig, RunConfig
+
+# What Mesh TensorFlow feeds its model (mesh_tensorflow.transformer.utils._MODEL_FEATURES).
+MODEL_FEATURES = (
+    "inputs",
+    "inputs_position",
+    "inputs_segmentation",
+    "targets",
+    "targets_position",
+    "targets_segmentation",
+)
+
+
+def train_batches(config: RunConfig) -> Iterator[dict[str, np.ndarray]]:
+    """Endless training batches: int32 [batch_size, length] by feature, as `train_model` makes them.
+
+    Source: mesh_tensorflow.transformer.utils.train_model, which repeats the dataset and drops a
+    remainder that does not fill a batch.
+    """
+    from t0repro.mesh import compat
+
+    compat.install()
+    from t5.models import mesh_transformer
+
+    data, lengths = _required(config.train_data), _required(config.sequence_length)
+    dataset = mesh_transformer.mesh_train_dataset_fn(
+        mixture_or_task_name=data.mixture_or_task_name,
+        sequence_length=dict(lengths),
+        dataset_split=data.split,
+        shuffle=data.shuffle,
+        seed=data.seed,
+        use_cached=data.use_cached,
+        pack=data.pack,
+    )
+    dataset = dataset.repeat().batch(config.batch_size, drop_remainder=True).prefetch(2)
+    for batch in dataset.as_numpy_iterator():
+        yield {name: batch[name].astype(np.int32) for name in MODEL_FEATURES if name in batch}
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalTask:
+    """One task of an evaluation: its examples and how they are judged.
+
+    Attributes:
+      examples: each with `inputs` and `targets` (int32 [length], padded with 0 when lengths are
+        given) and the task's other features.
+      targets: what each example's target is to the metrics, after postprocessing.
+      postprocess: turns a score or a decoded text into what the metrics compare.
+      metric_fns: each called as metric(targets, predictions) -> {name: value}.
+    """
+
+    name: str
+    examples: Sequence[Mapping[str, Any]]
+    targets: Sequence[Any]
+    postprocess: Callable[..., Any]
+    metric_fns: Sequence[Callable[..., Mapping[str, float]]]
+
+
+def eval_tasks(
+    data: EvalDataConfig, sequence_length: Mapping[str, int] | None
+) -> Iterator[EvalTask]:
+    """The tasks of the evaluation mixture that have the split and metrics, one at a time.
+
+    Source: mesh_tensorflow.transformer.utils.eval_model.
+    """
+    from t0repro.mesh import compat
+
+    compat.install()
+    from t5.models import mesh_transformer
+
+    datasets = mesh_transformer.mesh_eval_dataset_fn(
+        mixture_or_task_name=data.mixture_or_task_name,
+        sequence_length=None if sequence_length is None else dict(sequence_length),
+        dataset_split=data.split,
+        num_eval_examples=data.num_eval_examples,
+        use_cached=data.use_cached,
+        pack=data.pack,
+        shuffle_eval_examples=data.shuffle_eval_examples,
+        seed=data.seed,
+    )
+    for dataset in datasets:
+        if not dataset.metric_fns:
+            continue
+        examples = list(dataset.dataset_fn().as_numpy_iterator())
+        yield EvalTask(
+            name=dataset.name,
+            examples=examples,
+            targets=[_postprocessed_target(dataset.postprocess_fn, ex) for ex in examples],
+            postprocess=dataset.postprocess_fn,
+            metric_fns=dataset.metric_fns,
+        )
+
+
+def _postprocessed_target(postprocess: Callable[..., Any], example: Mapping[str, Any]) -> Any:
+    text = example["targets_pretokenized"]
+    text = text.decode("utf-8") if isinstance(text, bytes) else text
+    return postprocess(text, example=example, is_target=True)
+
+
+def _required(value: Any) -> Any:
+    if value is None:
+        raise ValueError("The RunConfig lacks its dataset or its sequence lengths.")
+    return value
