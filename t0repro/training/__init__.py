@@ -1,0 +1,1 @@
+"""Optimizer, train step, trainer and checkpoints of the JAX stack."""

@@ -1,0 +1,302 @@
+"""The layers of T5, with T5X's parameter names and Mesh TensorFlow's arithmetic.
+
+Parameters are float32 and are cast to the activation type where they are used. In float32 every
+operation agrees with Mesh TensorFlow 0.1.21 to rounding; where the order of operations matters more
+than that, the docstring says so. Distributions of the initial values are Mesh TensorFlow's too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from t0repro.config.run_config import ModelConfig
+from t0repro.model.shapes import Array, Bool, Float, Int
+
+# What Mesh TensorFlow adds to the logits of positions that are not visible
+# (attention.visibility_mask_to_attention_bias).
+INVISIBLE = -1e9
+RMS_NORM_EPSILON = 1e-6
+# The distance from which on all positions share a bucket; no gin parameter of Mesh TensorFlow's.
+MAX_RELATIVE_DISTANCE = 128
+
+Initializer = Callable[..., jax.Array]
+Segments = Int[Array, "batch length"]
+
+
+class Dense(nn.Module):
+    """A linear map of the last axis without bias; its only parameter is `kernel` [in, features].
+
+    Attributes:
+      dtype: of both factors.
+      output_dtype: what products are summed up and returned in; None stands for `dtype`.
+    """
+
+    features: int
+    dtype: jnp.dtype
+    kernel_init: Initializer
+    output_dtype: jnp.dtype | None = None
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "*batch inputs"]) -> Float[Array, "*batch features"]:
+        """Returns x @ kernel."""
+        kernel = self.param("kernel", self.kernel_init, (x.shape[-1], self.features), jnp.float32)
+        kernel = kernel.astype(self.dtype)
+        return jnp.dot(x, kernel, preferred_element_type=self.output_dtype or self.dtype)
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * scale over the last axis: no mean, no bias (transformer.sublayer_rms_norm).
+
+    The mean square is taken in float32. Mesh TensorFlow takes it in the activation type, which is
+    the same in float32 and differs in bfloat16.
+    """
+
+    dtype: jnp.dtype
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "*batch d_model"]) -> Float[Array, "*batch d_model"]:
+        """Normalises each vector to a root mean square of `scale`."""
+        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],), jnp.float32)
+        x = x.astype(jnp.float32)
+        variance = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
+        return (x * jax.lax.rsqrt(variance + RMS_NORM_EPSILON) * scale).astype(self.dtype)
+
+
+class Embedding(nn.Module):
+    """The vocabulary's vectors, [vocab_size, d_model], read as inputs and, in T5 1.0, as logits."""
+
+    vocab_size: int
+    d_model: int
+    dtype: jnp.dtype
+
+    def setup(self) -> None:
+        """Creates the table with standard deviation 1 (mtf.layers.embedding_weights)."""
+        shape = (self.vocab_size, self.d_model)
+        init = nn.initializers.normal(stddev=1.0)
+        self.embedding = self.param("embedding", init, shape, jnp.float32)
+
+    def __call__(self, ids: Int[Array, "batch length"]) -> Float[Array, "batch length d_model"]:
+        """Vectors of the ids; zeros for an id outside the table, negative ones included.
+
+        Mesh TensorFlow multiplies by a one-hot matrix, whose row for such an id is zero.
+        """
+        table = self.embedding.astype(self.dtype)
+        return table.at[ids].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+
+    def attend(self, x: Float[Array, "batch length d_model"]) -> Float[Array, "batch length vocab"]:
+        """Float32 logits against the table; x is scaled by d_model**-0.5 before the product."""
+        x = x * jnp.asarray(self.d_model**-0.5, x.dtype)
+        table = self.embedding.astype(self.dtype)
+        return jnp.einsum("bld,vd->blv", x, table, preferred_element_type=jnp.float32)
+
+
+class Dropout(nn.Module):
+    """Zeroes entries and scales up the rest, one draw for all positions along one axis.
+
+    Mesh TensorFlow broadcasts its noise over the length: a channel is dropped for a whole sequence.
+    """
+
+    rate: float
+    broadcast_axis: int
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "*shape"], *, deterministic: bool) -> Float[Array, "*shape"]:
+        """Returns x itself when deterministic or when the rate is zero."""
+        if deterministic or self.rate == 0.0:
+            return x
+        keep = 1.0 - self.rate
+        shape = list(x.shape)
+        shape[self.broadcast_axis] = 1
+        kept = jax.random.bernoulli(self.make_rng("dropout"), keep, tuple(shape))
+        return x * (kept.astype(x.dtype) / jnp.asarray(keep, x.dtype))
+
+
+class MLP(nn.Module):
+    """The feed-forward layer: the product of one activated projection per activation, then `wo`.
+
+    With one activation the first kernel is called `wi` (T5 1.0), with several `wi_0`, `wi_1`
+    (T5 1.1).
+    """
+
+    config: ModelConfig
+    dtype: jnp.dtype
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "batch length d_model"], *, deterministic: bool
+    ) -> Float[Array, "batch length d_model"]:
+        """Applies the layer (transformer_layers.DenseReluDense)."""
+        config = self.config
+        names = config.activations
+        hidden = None
+        for index, name in enumerate(names):
+            kernel = f"wi_{index}" if len(names) > 1 else "wi"
+            dense = Dense(config.d_ff, self.dtype, fan_in_truncated_normal, name=kernel)
+            factor = activation(name)(dense(x))
+            hidden = factor if hidden is None else hidden * factor
+        assert hidden is not None, "a model has at least one activation"
+        hidden = Dropout(config.dropout_rate, -2)(hidden, deterministic=deterministic)
+        return Dense(config.d_model, self.dtype, fan_in_truncated_normal, name="wo")(hidden)
+
+
+class Attention(nn.Module):
+    """Multi-head attention without biases; kernels are matrices, [d_model, heads * d_kv].
+
+    No 1/sqrt(d_kv) is applied: the scale is in the query's initial values
+    (fold_scaling_into_initializer). Logits and softmax are float32 (float32_logits).
+    """
+
+    config: ModelConfig
+    dtype: jnp.dtype
+
+    @nn.compact
+    def __call__(
+        self,
+        x: Float[Array, "batch length d_model"],
+        memory: Float[Array, "batch memory d_model"],
+        bias: Float[Array, "#batch #heads length memory"],
+        *,
+        deterministic: bool,
+    ) -> Float[Array, "batch length d_model"]:
+        """Attends from x to memory; `bias` is added to the logits."""
+        config = self.config
+        heads, d_kv = config.num_heads, config.d_kv
+        fan_in = config.d_model**-0.5
+
+        def project(name: str, source: Array, stddev: float) -> Array:
+            init = nn.initializers.normal(stddev)
+            y = Dense(heads * d_kv, self.dtype, init, name=name)(source)
+            return y.reshape(*y.shape[:-1], heads, d_kv)  # [batch, length, heads, d_kv]
+
+        query = project("query", x, fan_in * d_kv**-0.5)
+        key = project("key", memory, fan_in)
+        value = project("value", memory, fan_in)
+        logits = jnp.einsum("bqhd,bkhd->bhqk", query.astype(jnp.float32), key.astype(jnp.float32))
+        weights = attention_weights(logits + bias.astype(jnp.float32)).astype(self.dtype)
+        # One draw for all queries of a sequence: axis -2 of [batch, heads, query, key].
+        weights = Dropout(config.dropout_rate, -2)(weights, deterministic=deterministic)
+        y = jnp.einsum("bhqk,bkhd->bqhd", weights, value)
+        y = y.reshape(*y.shape[:-2], heads * d_kv)
+        init = nn.initializers.normal((heads * d_kv) ** -0.5)
+        return Dense(config.d_model, self.dtype, init, name="out")(y)
+
+
+class RelativePositionBias(nn.Module):
+    """One learned bias per head and bucket of relative position, shared by a tower's layers."""
+
+    config: ModelConfig
+    dtype: jnp.dtype
+    bidirectional: bool
+
+    @nn.compact
+    def __call__(self, length: int) -> Float[Array, "1 heads length length"]:
+        """The bias of each (query, key) pair of a sequence: [1, heads, length, length]."""
+        buckets = self.config.relative_attention_num_buckets
+        # Mesh TensorFlow names no initializer, so TensorFlow's default applies: Glorot uniform.
+        init = nn.initializers.glorot_uniform(in_axis=0, out_axis=1)
+        shape = (self.config.num_heads, buckets)
+        values = self.param("rel_embedding", init, shape, jnp.float32).astype(self.dtype)
+        position = np.arange(length, dtype=np.int32)
+        offsets = position[None, :] - position[:, None]  # [query, key]
+        bucket = relative_position_bucket(offsets, self.bidirectional, buckets)
+        return values[:, bucket][None]
+
+
+def relative_position_bucket(
+    offset: np.ndarray,
+    bidirectional: bool,
+    num_buckets: int = 32,
+    max_distance: int = MAX_RELATIVE_DISTANCE,
+) -> np.ndarray:
+    """Bucket of each relative position (key minus query): int32 in [0, num_buckets).
+
+    Half of the buckets hold one offset each, the others are spaced by the logarithm up to
+    max_distance. The arithmetic is float32 with Mesh TensorFlow's order of operations and, unlike
+    T5X's, without an epsilon (transformer_layers._relative_position_bucket). It runs in numpy
+    because lengths are known when a model is traced; every device then has the same buckets.
+    """
+    bucket = np.zeros_like(offset)
+    distance = -offset
+    if bidirectional:
+        num_buckets //= 2
+        bucket = bucket + (distance < 0).astype(np.int32) * num_buckets
+        distance = np.abs(distance)
+    else:
+        distance = np.maximum(distance, 0)
+    max_exact = num_buckets // 2
+    # The logarithm of small distances is not used; 1 keeps log(0) out of the warnings.
+    ratio = np.maximum(distance, 1).astype(np.float32) / np.float32(max_exact)
+    scaled = np.log(ratio) / np.float32(math.log(max_distance / max_exact))
+    large = max_exact + (scaled * np.float32(num_buckets - max_exact)).astype(np.int32)
+    large = np.minimum(large, num_buckets - 1)
+    return (bucket + np.where(distance < max_exact, distance, large)).astype(np.int32)
+
+
+def attention_weights(
+    logits: Float[Array, "batch heads query key"],
+) -> Float[Array, "batch heads query key"]:
+    """Softmax over the last axis, as exp(logits - log_z).
+
+    This form, Mesh TensorFlow's, differs from the usual one in rows where nothing is visible, as
+    with empty inputs: log_z, near -1e9, cannot hold the logarithm of the number of keys, so that
+    each weight is one there rather than one over their number.
+    """
+    maximum = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
+    log_z = jnp.log(jnp.sum(jnp.exp(logits - maximum), axis=-1, keepdims=True)) + maximum
+    return jnp.exp(logits - log_z)
+
+
+def segment_bias(
+    query: Int[Array, "batch length"], key: Int[Array, "batch memory"]
+) -> Float[Array, "batch 1 length memory"]:
+    """Zero where query and key are of one segment, -1e9 elsewhere; padding sees only padding."""
+    return visibility_bias(query[:, None, :, None] == key[:, None, None, :])
+
+
+def causal_bias(length: int) -> Float[Array, "1 1 length length"]:
+    """Zero where the key's position is at most the query's, -1e9 elsewhere."""
+    position = np.arange(length)
+    return visibility_bias(jnp.asarray(position[:, None] >= position[None, :])[None, None])
+
+
+def visibility_bias(visible: Bool[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """What is added to attention logits: 0 where visible, -1e9 elsewhere, float32."""
+    return jnp.where(visible, jnp.float32(0.0), jnp.float32(INVISIBLE))
+
+
+def activation(name: str) -> Callable[[jax.Array], jax.Array]:
+    """The activation that Mesh TensorFlow calls by this name.
+
+    Its gelu is the tanh approximation (mesh_tensorflow.ops.gelu).
+
+    Raises:
+      KeyError: if the model has no such activation.
+    """
+    return _ACTIVATIONS[name]
+
+
+_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "gelu": lambda x: jax.nn.gelu(x, approximate=True),
+    "linear": lambda x: x,
+    "relu": jax.nn.relu,
+    "sigmoid": jax.nn.sigmoid,
+    "swish": jax.nn.swish,
+    "tanh": jnp.tanh,
+}
+
+
+def fan_in_truncated_normal(
+    key: jax.Array, shape: tuple[int, int], dtype: DTypeLike = jnp.float32
+) -> jax.Array:
+    """Normal of standard deviation fan_in**-0.5, cut at two deviations, not rescaled for the cut.
+
+    This is mtf.layers.VarianceScalingInitializer, the default of dense layers.
+    """
+    return nn.initializers.truncated_normal(stddev=shape[0] ** -0.5)(key, shape, dtype)

@@ -1,0 +1,30 @@
+"""Array types with shapes, as `Float[Array, "batch length d_model"]`.
+
+jaxtyping is looked up rather than required: the JAX core also runs on accelerator machines that
+have only jax, flax, optax and orbax. There the annotations stand for nothing; in the tests beartype
+checks them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float, Int
+else:
+    try:
+        from jaxtyping import Array, Bool, Float, Int
+    except ImportError:
+
+        class _Unchecked:
+            """Takes the place of a jaxtyping type: any subscript means any array."""
+
+            def __class_getitem__(cls, item: object) -> Any:
+                return Any
+
+        Array = jax.Array
+        Bool = Float = Int = _Unchecked
+
+__all__ = ["Array", "Bool", "Float", "Int"]

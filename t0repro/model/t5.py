@@ -1,0 +1,271 @@
+"""T5 1.0 and 1.1 in Flax: T5X's parameter tree, Mesh TensorFlow's semantics.
+
+A batch is a mapping of int32 arrays [batch, length]: `inputs`, `targets` and, when examples are
+packed several to a row, `inputs_segmentation`, `targets_segmentation` (1, 2, ... per example, 0 for
+padding) and `inputs_position`, `targets_position`:
+
+    inputs                5  8  1 | 9  7  1 | 0
+    inputs_segmentation   1  1  1 | 2  2  2 | 0
+    targets               6  4  1 | 3  1    | 0  0
+    targets_segmentation  1  1  1 | 2  2    | 0  0
+    decoder reads         0  6  4 | 0  3    | 0  0
+
+Positions are not read: relative positions within a segment equal those within the row, which is
+also why Mesh TensorFlow drops them (Unitransformer.call_simple). A negative target is a target
+without loss; the decoder reads its absolute value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from t0repro.config.run_config import DTypePolicy, ModelConfig
+from t0repro.model.layers import (
+    MLP,
+    Attention,
+    Dense,
+    Dropout,
+    Embedding,
+    RelativePositionBias,
+    RMSNorm,
+    causal_bias,
+    fan_in_truncated_normal,
+    segment_bias,
+)
+from t0repro.model.shapes import Array, Float, Int
+
+Batch = Mapping[str, jax.Array]
+
+
+class EncoderLayer(nn.Module):
+    """Self-attention and feed-forward layer, each on a normalised input and with a residual."""
+
+    config: ModelConfig
+    dtype: jnp.dtype
+
+    @nn.compact
+    def __call__(
+        self,
+        x: Float[Array, "batch length d_model"],
+        bias: Float[Array, "batch heads length length"],
+        present: Float[Array, "batch length 1"],
+        *,
+        deterministic: bool,
+    ) -> Float[Array, "batch length d_model"]:
+        """Returns the residual stream after this layer."""
+        dropout = Dropout(self.config.dropout_rate, -2)
+        y = RMSNorm(self.dtype, name="pre_attention_layer_norm")(x) * present
+        attention = Attention(self.config, self.dtype, name="attention")
+        x = x + dropout(
+            attention(y, y, bias, deterministic=deterministic), deterministic=deterministic
+        )
+        y = RMSNorm(self.dtype, name="pre_mlp_layer_norm")(x) * present
+        mlp = MLP(self.config, self.dtype, name="mlp")
+        return x + dropout(mlp(y, deterministic=deterministic), deterministic=deterministic)
+
+
+class DecoderLayer(nn.Module):
+    """Self-attention, attention to the encoder and feed-forward layer, with residuals."""
+
+    config: ModelConfig
+    dtype: jnp.dtype
+
+    @nn.compact
+    def __call__(
+        self,
+        x: Float[Array, "batch length d_model"],
+        encoded: Float[Array, "batch memory d_model"],
+        bias: Float[Array, "batch heads length length"],
+        encoder_bias: Float[Array, "batch 1 length memory"],
+        present: Float[Array, "batch length 1"],
+        *,
+        deterministic: bool,
+    ) -> Float[Array, "batch length d_model"]:
+        """Returns the residual stream after this layer."""
+        dropout = Dropout(self.config.dropout_rate, -2)
+        y = RMSNorm(self.dtype, name="pre_self_attention_layer_norm")(x) * present
+        attention = Attention(self.config, self.dtype, name="self_attention")
+        x = x + dropout(
+            attention(y, y, bias, deterministic=deterministic), deterministic=deterministic
+        )
+        y = RMSNorm(self.dtype, name="pre_cross_attention_layer_norm")(x) * present
+        attention = Attention(self.config, self.dtype, name="encoder_decoder_attention")
+        y = attention(y, encoded, encoder_bias, deterministic=deterministic)
+        x = x + dropout(y, deterministic=deterministic)
+        y = RMSNorm(self.dtype, name="pre_mlp_layer_norm")(x) * present
+        mlp = MLP(self.config, self.dtype, name="mlp")
+        return x + dropout(mlp(y, deterministic=deterministic), deterministic=deterministic)
+
+
+class Encoder(nn.Module):
+    """The encoder tower, from embedded inputs to normalised outputs."""
+
+    config: ModelConfig
+    dtype: jnp.dtype
+
+    @nn.compact
+    def __call__(
+        self,
+        x: Float[Array, "batch length d_model"],
+        segments: Int[Array, "batch length"],
+        *,
+        deterministic: bool,
+    ) -> Float[Array, "batch length d_model"]:
+        """Encodes embedded inputs; outputs at padding are zero."""
+        dropout = Dropout(self.config.dropout_rate, -2)
+        present = nonpadding(segments, self.dtype)
+        relpos = RelativePositionBias(self.config, self.dtype, True, name="relpos_bias")
+        bias = relpos(x.shape[1]) + segment_bias(segments, segments)
+        x = dropout(x, deterministic=deterministic)
+        for index in range(self.config.num_encoder_layers):
+            layer = EncoderLayer(self.config, self.dtype, name=f"layers_{index}")
+            x = layer(x, bias, present, deterministic=deterministic)
+        x = RMSNorm(self.dtype, name="encoder_norm")(x)
+        return dropout(x, deterministic=deterministic) * present
+
+
+class Decoder(nn.Module):
+    """The decoder tower, from embedded, shifted targets to normalised outputs or to logits."""
+
+    config: ModelConfig
+    dtype: jnp.dtype
+
+    @nn.compact
+    def __call__(
+        self,
+        x: Float[Array, "batch length d_model"],
+        encoded: Float[Array, "batch memory d_model"],
+        segments: Int[Array, "batch length"],
+        encoder_segments: Int[Array, "batch memory"],
+        *,
+        deterministic: bool,
+    ) -> Float[Array, "batch length outputs"]:
+        """Float32 logits when the model has a kernel for them, else what gives them."""
+        config = self.config
+        dropout = Dropout(config.dropout_rate, -2)
+        present = nonpadding(segments, self.dtype)
+        length = x.shape[1]
+        relpos = RelativePositionBias(config, self.dtype, False, name="relpos_bias")
+        bias = relpos(length) + causal_bias(length) + segment_bias(segments, segments)
+        encoder_bias = segment_bias(segments, encoder_segments)
+        x = dropout(x, deterministic=deterministic)
+        for index in range(config.num_decoder_layers):
+            layer = DecoderLayer(config, self.dtype, name=f"layers_{index}")
+            x = layer(x, encoded, bias, encoder_bias, present, deterministic=deterministic)
+        x = RMSNorm(self.dtype, name="decoder_norm")(x)
+        x = dropout(x, deterministic=deterministic) * present
+        if config.logits_from_embedding:
+            return x
+        init = fan_in_truncated_normal
+        return Dense(
+            config.vocab_size, self.dtype, init, jnp.dtype("float32"), name="logits_dense"
+        )(x)
+
+
+class T5(nn.Module):
+    """An encoder-decoder T5.
+
+    Attributes:
+      config: the model's shape.
+      dtypes: parameters are float32 whatever it says of masters and slices; activations follow
+        `dtypes.activation`; attention logits, softmax and vocabulary logits are float32.
+    """
+
+    config: ModelConfig
+    dtypes: DTypePolicy
+
+    def setup(self) -> None:
+        """Creates the shared embedding and the two towers."""
+        dtype = jnp.dtype(self.dtypes.activation)
+        self.token_embedder = Embedding(self.config.vocab_size, self.config.d_model, dtype)
+        self.encoder = Encoder(self.config, dtype)
+        self.decoder = Decoder(self.config, dtype)
+
+    def __call__(
+        self, batch: Batch, *, deterministic: bool = True
+    ) -> Float[Array, "batch targets_length vocab"]:
+        """Float32 logits of each target given those before it and the inputs.
+
+        Args:
+          batch: arrays as in the module's description; without segmentation each row is one example
+            and zeros are padding.
+          deterministic: False draws dropout from the stream "dropout".
+        """
+        inputs, targets = jnp.asarray(batch["inputs"]), jnp.asarray(batch["targets"])
+        input_segments = segments_of(inputs, batch.get("inputs_segmentation"))
+        target_segments = segments_of(targets, batch.get("targets_segmentation"))
+        encoded = self.encode(inputs, input_segments, deterministic=deterministic)
+        return self.decode(
+            encoded, input_segments, targets, target_segments, deterministic=deterministic
+        )
+
+    def encode(
+        self,
+        inputs: Int[Array, "batch length"],
+        segments: Int[Array, "batch length"],
+        *,
+        deterministic: bool = True,
+    ) -> Float[Array, "batch length d_model"]:
+        """Encoder outputs of the inputs, zero at padding, in the activation type."""
+        embedded = self.token_embedder(inputs)
+        return self.encoder(embedded, segments, deterministic=deterministic)
+
+    def decode(
+        self,
+        encoded: Float[Array, "batch memory d_model"],
+        encoder_segments: Int[Array, "batch memory"],
+        targets: Int[Array, "batch length"],
+        segments: Int[Array, "batch length"],
+        *,
+        deterministic: bool = True,
+    ) -> Float[Array, "batch length vocab"]:
+        """Float32 logits of the targets, which are shifted right here."""
+        embedded = self.token_embedder(shift_right(targets, segments))
+        y = self.decoder(embedded, encoded, segments, encoder_segments, deterministic=deterministic)
+        return self.token_embedder.attend(y) if self.config.logits_from_embedding else y
+
+
+def segments_of(
+    ids: Int[Array, "batch length"], segmentation: Int[Array, "batch length"] | None
+) -> Int[Array, "batch length"]:
+    """The segment of each position: as given, or min(id, 1) of an unpacked row.
+
+    Mesh TensorFlow makes the latter up in Bitransformer.call_simple. A negative id becomes a
+    segment of its own, as there.
+    """
+    return jnp.minimum(ids, 1) if segmentation is None else jnp.asarray(segmentation)
+
+
+def shift_right(
+    targets: Int[Array, "batch length"], segments: Int[Array, "batch length"]
+) -> Int[Array, "batch length"]:
+    """What the decoder reads: each segment's targets one place later, beginning with 0."""
+    inputs = jnp.abs(_delayed(targets))
+    return inputs * (segments == _delayed(segments)).astype(inputs.dtype)
+
+
+def _delayed(x: Int[Array, "batch length"]) -> Int[Array, "batch length"]:
+    """Each row one place later, with a zero in front."""
+    return jnp.pad(x[:, :-1], ((0, 0), (1, 0)))
+
+
+def nonpadding(
+    segments: Int[Array, "batch length"], dtype: jnp.dtype
+) -> Float[Array, "batch length 1"]:
+    """One where there is a token and zero at padding, by which Mesh TensorFlow multiplies."""
+    return (segments != 0).astype(dtype)[..., None]
+
+
+def initial_parameters(model: T5, key: jax.Array) -> dict:
+    """Freshly drawn float32 parameters as a nested dictionary, computed under jit."""
+    batch = {name: jnp.zeros((1, 1), jnp.int32) for name in ("inputs", "targets")}
+    return jax.jit(lambda key: model.init(key, batch)["params"])(key)
+
+
+def count_parameters(parameters: dict) -> int:
+    """The number of scalars in a tree of parameters."""
+    return sum(leaf.size for leaf in jax.tree.leaves(parameters))

@@ -1,0 +1,176 @@
+"""Mesh TensorFlow's Adafactor, with its slots in T5X's convention.
+
+The update is that of mesh_tensorflow.optimize.AdafactorOptimizer (Shazeer and Stern 2018,
+https://arxiv.org/abs/1804.04235), driven by the *global* step: a run that continues a checkpoint at
+step 1,100,000 keeps that checkpoint's long memory.
+
+A parameter is factored when its two largest axes are both at least `min_dim_size_to_factor` long.
+Its second moment is then held as two means of the squared gradient, each over one of these axes.
+Which axis that is, precisely:
+
+    argsort(shape), ascending and stable, ends with (..., d1, d0)
+    v_row is the mean over d0: its shape is the parameter's without axis d0
+    v_col is the mean over d1: its shape is the parameter's without axis d1
+
+    shape        d0  d1   v_row       v_col
+    [128, 2048]   1   0   [128]       [2048]
+    [2048, 128]   0   1   [128]       [2048]
+    [128, 128]    1   0   [axis 0]    [axis 1]
+
+Mesh TensorFlow sorts descending and stable, and keeps vr (without its first) and vc (without its
+second). For unequal lengths vr is v_row and vc is v_col. For equal lengths, every attention kernel
+of a model with d_model = heads * d_kv, Mesh TensorFlow's first is axis 0 where T5X's d0 is axis 1:
+there vr is v_col and vc is v_row. The update is the same either way, up to rounding, since v_row and
+v_col have the same mean.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from t0repro.config.run_config import AdafactorConfig
+
+SLOT_NAMES = ("v_row", "v_col", "v", "m")
+
+
+@flax.struct.dataclass
+class Slots:
+    """One parameter's optimizer state, float32; what is not used is None.
+
+    Attributes:
+      v_row: factored second moment without the longest axis.
+      v_col: factored second moment without the second longest axis.
+      v: second moment of a parameter that is not factored, of its shape.
+      m: momentum, of the parameter's shape, when beta1 is not zero.
+    """
+
+    v_row: jax.Array | None = None
+    v_col: jax.Array | None = None
+    v: jax.Array | None = None
+    m: jax.Array | None = None
+
+
+def factored_axes(shape: tuple[int, ...], config: AdafactorConfig) -> tuple[int, int] | None:
+    """The axes (d0, d1) that v_row and v_col lack, or None if the parameter is not factored."""
+    if not config.factored or len(shape) < 2:
+        return None
+    order = np.argsort(shape, kind="stable")
+    d1, d0 = int(order[-2]), int(order[-1])
+    return (d0, d1) if shape[d1] >= config.min_dim_size_to_factor else None
+
+
+def slot_shapes(shape: tuple[int, ...], config: AdafactorConfig) -> dict[str, tuple[int, ...]]:
+    """The shape of each slot that a parameter of this shape has."""
+    axes = factored_axes(shape, config)
+    shapes = {"v": shape}
+    if axes is not None:
+        d0, d1 = axes
+        shapes = {
+            "v_row": tuple(np.delete(shape, d0).tolist()),
+            "v_col": tuple(np.delete(shape, d1).tolist()),
+        }
+    return shapes | ({"m": shape} if config.beta1 else {})
+
+
+def initial_slots(parameters: Any, config: AdafactorConfig) -> Any:
+    """Zero slots for each parameter: the tree of parameters with a Slots in place of each array."""
+
+    def zeros(parameter: jax.Array) -> Slots:
+        shapes = slot_shapes(parameter.shape, config)
+        return Slots(**{name: jnp.zeros(shape, jnp.float32) for name, shape in shapes.items()})
+
+    return jax.tree.map(zeros, parameters)
+
+
+def decay_rate(step: jax.Array, config: AdafactorConfig) -> jax.Array:
+    """Decay of the second moment at a global step: 1 - (step - offset + 1)**-exponent."""
+    # The difference is taken before the conversion, while both are whole numbers.
+    count = (step - int(config.decay_offset)).astype(jnp.float32)
+    return 1.0 - jnp.power(count + 1.0, -config.decay_exponent)
+
+
+def apply_gradients(
+    parameters: Any,
+    slots: Any,
+    gradients: Any,
+    *,
+    step: jax.Array,
+    learning_rate: jax.Array,
+    config: AdafactorConfig,
+) -> tuple[Any, Any]:
+    """New parameters and new slots after one update.
+
+    Args:
+      parameters: a tree of float32 arrays.
+      slots: the same tree with Slots for leaves.
+      gradients: the same tree of float32 arrays.
+      step: the global step before the update.
+      learning_rate: of this update.
+      config: the optimizer's options.
+    """
+    decay = decay_rate(step, config)
+    leaves, structure = jax.tree.flatten(parameters)
+    pairs = [
+        _update(parameter, slot, gradient, decay, learning_rate, config)
+        for parameter, slot, gradient in zip(
+            leaves, structure.flatten_up_to(slots), structure.flatten_up_to(gradients), strict=True
+        )
+    ]
+    return structure.unflatten([p for p, _ in pairs]), structure.unflatten([s for _, s in pairs])
+
+
+def _update(
+    parameter: jax.Array,
+    slots: Slots,
+    gradient: jax.Array,
+    decay: jax.Array,
+    learning_rate: jax.Array,
+    config: AdafactorConfig,
+) -> tuple[jax.Array, Slots]:
+    """One parameter's update (AdafactorOptimizer.apply_grad)."""
+    gradient = gradient.astype(jnp.float32)
+    scale = learning_rate
+    if config.multiply_by_parameter_scale:
+        scale = scale * jnp.maximum(_rms(parameter), config.epsilon2)
+    direction, second_moment = _normalised(gradient, slots, decay, config)
+    if config.clipping_threshold is not None:
+        direction = direction / jnp.maximum(1.0, _rms(direction) / config.clipping_threshold)
+    change = direction * scale
+    momentum = None
+    if config.beta1:
+        assert slots.m is not None, "beta1 is not zero, so the slots have m"
+        momentum = change = slots.m * config.beta1 + change * (1.0 - config.beta1)
+    return parameter - change, second_moment.replace(m=momentum)
+
+
+def _normalised(
+    gradient: jax.Array, slots: Slots, decay: jax.Array, config: AdafactorConfig
+) -> tuple[jax.Array, Slots]:
+    """The gradient over the root of its second moment, and the new second moment."""
+    squared = jnp.square(gradient) + config.epsilon1
+    mixing = 1.0 - decay
+    axes = factored_axes(gradient.shape, config)
+    if axes is None:
+        assert slots.v is not None, "a parameter that is not factored has v"
+        v = slots.v * decay + squared * mixing
+        return gradient * jax.lax.rsqrt(v), Slots(v=v)
+    d0, d1 = axes
+    assert slots.v_row is not None and slots.v_col is not None, "a factored parameter has both"
+    v_row = slots.v_row * decay + jnp.mean(squared, axis=d0) * mixing
+    v_col = slots.v_col * decay + jnp.mean(squared, axis=d1) * mixing
+    # Axis d1 of the parameter is this one of v_row, which lacks d0.
+    reduced = d1 - 1 if d1 > d0 else d1
+    mean = jnp.mean(v_row, axis=reduced, keepdims=True)
+    row = jnp.expand_dims(jax.lax.rsqrt(v_row / mean), d0)
+    column = jnp.expand_dims(jax.lax.rsqrt(v_col), d1)
+    return gradient * row * column, Slots(v_row=v_row, v_col=v_col)
+
+
+def _rms(x: jax.Array) -> jax.Array:
+    """Root mean square of all entries."""
+    return jnp.sqrt(jnp.mean(jnp.square(x)))

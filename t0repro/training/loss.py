@@ -1,0 +1,136 @@
+"""Mesh TensorFlow's loss, and the sums that evaluation metrics are made of.
+
+    loss = sum over targets > 0 of (cross entropy + z_loss * log(Z)**2) / denominator
+
+The denominator is the number of entries of `targets` in the whole batch, padding included, unless
+the model has one of its own. z_loss is a term of training only (Unitransformer._compute_loss).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from t0repro.config.run_config import ModelConfig
+from t0repro.model.shapes import Array, Float, Int
+from t0repro.model.t5 import T5, Batch
+
+
+def cross_entropy(
+    logits: Float[Array, "batch length vocab"],
+    targets: Int[Array, "batch length"],
+    *,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> Float[Array, "batch length"]:
+    """Cross entropy in nats of each target, padding included; no weights are applied.
+
+    Args:
+      logits: float32.
+      targets: ids; negative ones count as 0.
+      label_smoothing: mass spread evenly over the whole vocabulary, the target's entry included:
+        1 - s + s / V at the target, s / V elsewhere.
+      z_loss: coefficient of log(Z)**2, which is added.
+    """
+    vocab = logits.shape[-1]
+    log_z = jax.nn.logsumexp(logits, axis=-1)  # [batch, length]
+    at_target = jnp.take_along_axis(logits, jnp.maximum(targets, 0)[..., None], axis=-1)[..., 0]
+    # The smoothed targets sum to one, so log_z has the factor one.
+    loss = log_z - (1.0 - label_smoothing) * at_target
+    if label_smoothing:
+        loss = loss - (label_smoothing / vocab) * jnp.sum(logits, axis=-1)
+    if z_loss:
+        loss = loss + z_loss * jnp.square(log_z)
+    return loss
+
+
+def loss_denominator(config: ModelConfig, batch: Mapping[str, Array | np.ndarray]) -> float:
+    """What the summed loss of a whole batch, all microbatches together, is divided by."""
+    if config.loss_denominator is not None:
+        return float(config.loss_denominator)
+    return float(batch["targets"].size)
+
+
+def training_loss(
+    model: T5,
+    parameters: dict,
+    batch: Batch,
+    *,
+    denominator: float,
+    dropout_key: Array | None = None,
+) -> Float[Array, ""]:
+    """The loss of a batch or microbatch, float32; without a key there is no dropout.
+
+    Args:
+      model: gives label smoothing and z_loss too.
+      parameters: of the model.
+      batch: int32 arrays [batch, length].
+      denominator: the whole batch's, so that the losses of its microbatches add up.
+      dropout_key: of this microbatch's noise.
+    """
+    rngs = {} if dropout_key is None else {"dropout": dropout_key}
+    logits = model.apply(
+        {"params": parameters}, batch, deterministic=dropout_key is None, rngs=rngs
+    )
+    assert isinstance(logits, jax.Array)
+    targets = jnp.asarray(batch["targets"])
+    config = model.config
+    losses = cross_entropy(
+        logits, targets, label_smoothing=config.label_smoothing, z_loss=config.z_loss
+    )
+    return jnp.sum(losses * (targets > 0)) / denominator
+
+
+def evaluation_sums(
+    model: T5, parameters: dict, batch: Batch, *, denominator: float
+) -> dict[str, Array]:
+    """Sums over one batch, float32 scalars, that `evaluation_metrics` makes means of.
+
+    They are those of Mesh TensorFlow's teacher-forced evaluation (tpu_estimator_model_fn): its
+    loss, and the plain cross entropy and hits of the targets > 0.
+    """
+    logits = model.apply({"params": parameters}, batch)
+    assert isinstance(logits, jax.Array)
+    targets = jnp.asarray(batch["targets"])
+    weights = (targets > 0).astype(jnp.float32)
+    smoothed = cross_entropy(logits, targets, label_smoothing=model.config.label_smoothing)
+    plain = cross_entropy(logits, targets)
+    correct = (jnp.argmax(logits, axis=-1) == targets) * weights
+    per_row = jnp.sum(weights, axis=-1)
+    rows = (per_row > 0).astype(jnp.float32)
+    return {
+        "batches": jnp.float32(1.0),
+        "loss": jnp.sum(smoothed * weights) / denominator,
+        "cross_entropy": jnp.sum(plain * weights),
+        "correct_tokens": jnp.sum(correct),
+        "correct_rows": jnp.sum((jnp.sum(correct, axis=-1) == per_row) * rows),
+        "tokens": jnp.sum(weights),
+        "rows": jnp.sum(rows),
+    }
+
+
+def evaluation_metrics(sums: Mapping[str, float]) -> dict[str, float]:
+    """Mean loss of the batches, and Mesh TensorFlow's metrics by their names there."""
+    tokens, rows = max(sums["tokens"], 1.0), max(sums["rows"], 1.0)
+    return {
+        "loss": sums["loss"] / max(sums["batches"], 1.0),
+        "neg_log_perplexity": -sums["cross_entropy"] / tokens,
+        "token_accuracy": sums["correct_tokens"] / tokens,
+        "sequence_accuracy": sums["correct_rows"] / rows,
+        "num_eval_tokens": sums["tokens"],
+    }
+
+
+def count_targets(batch: Mapping[str, np.ndarray]) -> int:
+    """Targets of a numpy batch that carry loss."""
+    return int(np.count_nonzero(np.asarray(batch["targets"]) > 0))
+
+
+def count_examples(batch: Mapping[str, np.ndarray]) -> int:
+    """Examples of a numpy batch: segments of packed rows, or else rows that are not all padding."""
+    if "targets_segmentation" in batch:
+        return int(np.max(np.asarray(batch["targets_segmentation"]), axis=-1).sum())
+    return int(np.count_nonzero(np.any(np.asarray(batch["targets"]) != 0, axis=-1)))

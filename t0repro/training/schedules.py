@@ -1,0 +1,175 @@
+"""Learning-rate schedules by their names in mesh_tensorflow.transformer.learning_rate_schedules.
+
+A schedule is a function from the global step before an update (an int32 scalar) to the update's
+learning rate (a float32 scalar), computed on the device in float32 as Mesh TensorFlow does. Each of
+the functions below takes the step as float32 and the arguments by their names there, and returns
+float32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+
+from t0repro.config.run_config import ScheduleConfig
+from t0repro.errors import UserError, nearest_names
+
+Schedule = Callable[[jax.Array], jax.Array]
+
+
+def make_schedule(config: ScheduleConfig) -> Schedule:
+    """The schedule that a configuration names, its arguments bound.
+
+    Raises:
+      UserError: if there is no schedule of that name, or it takes other arguments.
+    """
+    if config.name not in SCHEDULES:
+        raise UserError(
+            f"There is no learning-rate schedule called {config.name!r} on the JAX stack.",
+            where="utils.run.learning_rate_schedule",
+            fix=f"Nearest names: {nearest_names(config.name, SCHEDULES)}; or use --backend=mtf.",
+        )
+    function, total = SCHEDULES[config.name], float(config.total_train_steps)
+    arguments = dict(config.arguments)
+
+    def schedule(step: jax.Array) -> jax.Array:
+        rate = function(jnp.asarray(step).astype(jnp.float32), total, **arguments)
+        return jnp.asarray(rate, jnp.float32)
+
+    try:
+        jax.eval_shape(schedule, jax.ShapeDtypeStruct((), jnp.int32))
+    except TypeError as error:
+        raise UserError(
+            f"The schedule {config.name} does not take these arguments: {sorted(arguments)}.",
+            where="utils.run.learning_rate_schedule",
+            fix=str(error),
+        ) from error
+    return schedule
+
+
+def constant_learning_rate(step: jax.Array, total: float, *, learning_rate: float) -> jax.Array:
+    """The same rate at every step."""
+    del step, total
+    return jnp.float32(learning_rate)
+
+
+def constant(step: jax.Array, total: float, *, value: float = 1.0) -> jax.Array:
+    """The same rate, or factor of a product, at every step."""
+    del step, total
+    return jnp.float32(value)
+
+
+def learning_rate_schedule_noam(
+    step: jax.Array,
+    total: float,
+    *,
+    warmup_steps: float = 10000,
+    linear_decay_fraction: float = 0.1,
+    multiplier: float = 1.0,
+    offset: float = 0,
+) -> jax.Array:
+    """Constant / sqrt(max(step, warmup)), falling to zero over the last part of training.
+
+    T5 was trained by it with a decay fraction of 0: the rate is the reciprocal square root alone.
+    """
+    total, step = total - offset, step - offset
+    rate = jax.lax.rsqrt(jnp.maximum(step, warmup_steps)) * multiplier
+    if linear_decay_fraction > 0:
+        rate = rate * jnp.minimum(1.0, (total - step) / (total * linear_decay_fraction))
+    return rate
+
+
+def truncated_rsqrt(step: jax.Array, total: float, *, warmup_steps: float = 10000) -> jax.Array:
+    """1 / sqrt(max(step, warmup))."""
+    del total
+    return jax.lax.rsqrt(jnp.maximum(step, warmup_steps))
+
+
+def linear_warmup(step: jax.Array, total: float, *, steps_or_fraction: float = 10000) -> jax.Array:
+    """From 0 to 1 over the first steps; at most 1 stands for a fraction of all steps."""
+    return jnp.minimum(1.0, step / _steps(steps_or_fraction, total))
+
+
+def linear_decay(step: jax.Array, total: float, *, steps_or_fraction: float = 0.1) -> jax.Array:
+    """From 1 to 0 over the last steps; at most 1 stands for a fraction of all steps."""
+    return jnp.minimum(1.0, (total - step) / _steps(steps_or_fraction, total))
+
+
+def linear_decay_learning_rate(
+    step: jax.Array, total: float, *, initial_lr: float = 0.1, offset: float = 0
+) -> jax.Array:
+    """From initial_lr at `offset`, and before it, to 0 at the end."""
+    return initial_lr * jnp.minimum(1.0, (total - step) / (total - offset))
+
+
+def slanted_triangular(
+    step: jax.Array,
+    total: float,
+    *,
+    cut_fraction: float = 0.1,
+    ratio: float = 32,
+    max_learning_rate: float = 0.01,
+    start_step: float = 0,
+) -> jax.Array:
+    """A short rise and a long fall (Howard and Ruder 2018, https://arxiv.org/abs/1801.06146)."""
+    step = step - start_step
+    cut = math.floor(total * cut_fraction)
+    falling = 1 - (step - cut) / (cut * (1 / cut_fraction - 1))
+    share = jnp.where(step < cut, step / cut, falling)
+    return max_learning_rate * (1 + share * (ratio - 1)) / ratio
+
+
+def product_learning_rate(
+    step: jax.Array,
+    total: float,
+    *,
+    factors: list[float | str | Mapping],
+    offset: float = 0,
+) -> jax.Array:
+    """The product of numbers and of schedules, each of the step less `offset`.
+
+    Args:
+      step: the global step.
+      total: of the whole run.
+      offset: taken from both before the factors see them.
+      factors: numbers, names of schedules of this module, or {"name": ..., "arguments": {...}}.
+    """
+    rate = jnp.float32(1.0)
+    for factor in factors:
+        if isinstance(factor, int | float):
+            rate = rate * factor
+            continue
+        name = factor if isinstance(factor, str) else factor["name"]
+        arguments = {} if isinstance(factor, str) else factor.get("arguments", {})
+        if name not in SCHEDULES:
+            raise UserError(
+                f"There is no learning-rate schedule called {name!r} on the JAX stack.",
+                where="learning_rate_schedules.product_learning_rate.factors",
+                fix=f"Nearest names: {nearest_names(name, SCHEDULES)}; or use --backend=mtf.",
+            )
+        rate = rate * SCHEDULES[name](step - offset, total - offset, **arguments)
+    return rate
+
+
+def _steps(steps_or_fraction: float, total: float) -> float:
+    """A number of steps, given as such or as a fraction of all."""
+    return steps_or_fraction * total if steps_or_fraction <= 1 else steps_or_fraction
+
+
+SCHEDULES: dict[str, Callable[..., jax.Array]] = {
+    function.__name__: function
+    for function in (
+        constant,
+        constant_learning_rate,
+        learning_rate_schedule_noam,
+        linear_decay,
+        linear_decay_learning_rate,
+        linear_warmup,
+        product_learning_rate,
+        slanted_triangular,
+        truncated_rsqrt,
+    )
+}

@@ -1,0 +1,169 @@
+"""What training carries from step to step, and its form in a checkpoint.
+
+A checkpoint is a flat mapping from T5X's names to arrays:
+
+    target/<path of a parameter>                     float32
+    state/step                                       int32, the global step
+    state/param_states/<path>/{v_row,v_col,v,m}      float32, (1,) of zeros where a slot is not used
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import flax.struct
+import flax.traverse_util
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from t0repro.config.run_config import AdafactorConfig
+from t0repro.errors import UserError
+from t0repro.training.adafactor import SLOT_NAMES, Slots, initial_slots, slot_shapes
+
+FlatTree = Mapping[str, np.ndarray]
+
+TARGET = "target/"
+STEP = "state/step"
+PARAM_STATES = "state/param_states/"
+
+
+@flax.struct.dataclass
+class TrainState:
+    """Parameters, optimizer slots and the number of updates done.
+
+    Attributes:
+      step: int32 scalar, the global step.
+      params: nested dictionary of float32 arrays with T5X's names.
+      slots: the same dictionary with an adafactor.Slots per array.
+    """
+
+    step: jax.Array
+    params: Any
+    slots: Any
+
+
+def new_train_state(params: Any, optimizer: AdafactorConfig, step: int = 0) -> TrainState:
+    """A state with zero slots."""
+    return TrainState(
+        step=jnp.asarray(step, jnp.int32), params=params, slots=initial_slots(params, optimizer)
+    )
+
+
+def to_flat_tree(state: TrainState) -> dict[str, np.ndarray]:
+    """The state in the form of a checkpoint, on the host."""
+    state = jax.device_get(state)
+    flat = {STEP: np.asarray(state.step, np.int32)}
+    for path, value in flax.traverse_util.flatten_dict(state.params, sep="/").items():
+        flat[TARGET + path] = np.asarray(value)
+    slots = flax.traverse_util.flatten_dict(
+        state.slots, is_leaf=lambda _, value: isinstance(value, Slots), sep="/"
+    )
+    for path, slot in slots.items():
+        for name in SLOT_NAMES:
+            value = getattr(slot, name)
+            value = np.zeros((1,), np.float32) if value is None else np.asarray(value)
+            flat[f"{PARAM_STATES}{path}/{name}"] = value
+    return flat
+
+
+def from_flat_tree(
+    tree: FlatTree, like: TrainState, optimizer: AdafactorConfig, *, where: str = "the checkpoint"
+) -> TrainState:
+    """A state on the device with a checkpoint's values.
+
+    Slots that the checkpoint lacks are zero and a missing step is 0, as when Mesh TensorFlow starts
+    from an init_checkpoint; further entries of the checkpoint are not used.
+
+    Args:
+      tree: a checkpoint's entries.
+      like: a state of the model and optimizer, for its shapes (jax.eval_shape's will do).
+      optimizer: says which slots there are.
+      where: the checkpoint's path, for messages.
+
+    Raises:
+      UserError: if a parameter is missing or an entry has another shape than the model's.
+    """
+    shapes = flax.traverse_util.flatten_dict(like.params, sep="/")
+    _check_parameters(tree, {path: tuple(value.shape) for path, value in shapes.items()}, where)
+    params, slots = {}, {}
+    for path, value in shapes.items():
+        params[path] = jnp.asarray(tree[TARGET + path], jnp.float32)
+        slots[path] = Slots(
+            **{
+                name: _slot(tree, path, name, shape, where)
+                for name, shape in slot_shapes(tuple(value.shape), optimizer).items()
+            }
+        )
+    return TrainState(
+        step=jnp.asarray(np.asarray(tree.get(STEP, 0)).astype(np.int32)),
+        params=flax.traverse_util.unflatten_dict(params, sep="/"),
+        slots=flax.traverse_util.unflatten_dict(slots, sep="/"),
+    )
+
+
+def parameters_from_flat_tree(
+    tree: FlatTree, like: Any | None = None, *, where: str = "the checkpoint"
+) -> dict:
+    """A checkpoint's parameters alone as a nested dictionary on the device, for evaluation.
+
+    Args:
+      tree: a checkpoint's entries; slots may be absent.
+      like: parameters, or their shapes, that the result must fit.
+      where: the checkpoint's path, for messages.
+
+    Raises:
+      UserError: if a parameter of `like` is missing or has another shape.
+    """
+    if like is not None:
+        shapes = flax.traverse_util.flatten_dict(like, sep="/")
+        _check_parameters(tree, {path: tuple(value.shape) for path, value in shapes.items()}, where)
+        paths = list(shapes)
+    else:
+        paths = [name.removeprefix(TARGET) for name in tree if name.startswith(TARGET)]
+    params = {path: jnp.asarray(tree[TARGET + path], jnp.float32) for path in paths}
+    return flax.traverse_util.unflatten_dict(params, sep="/")
+
+
+def _check_parameters(tree: FlatTree, shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
+    """Raises a UserError unless the checkpoint has every parameter in its shape."""
+    missing = [path for path in shapes if TARGET + path not in tree]
+    if missing:
+        extra = [
+            name
+            for name in tree
+            if name.startswith(TARGET) and name.removeprefix(TARGET) not in shapes
+        ]
+        raise UserError(
+            f"The checkpoint lacks {len(missing)} of the model's {len(shapes)} parameters, for"
+            f" instance {missing[0]}; {len(extra)} of its own are not in the model.",
+            where=where,
+            fix="Give the gin files of the model that the checkpoint was trained with.",
+        )
+    for path, shape in shapes.items():
+        found = tuple(tree[TARGET + path].shape)
+        if found != shape:
+            vocabulary = path.startswith("token_embedder") or "logits_dense" in path
+            raise UserError(
+                f"{path} has shape {list(found)} in the checkpoint and {list(shape)} in the model.",
+                where=where,
+                fix="Give the vocabulary that the checkpoint was trained with."
+                if vocabulary
+                else "Give the gin files of the model that the checkpoint was trained with.",
+            )
+
+
+def _slot(tree: FlatTree, path: str, name: str, shape: tuple[int, ...], where: str) -> jax.Array:
+    """A slot's value, zero where the checkpoint has none or only the dummy of an unused one."""
+    value = tree.get(f"{PARAM_STATES}{path}/{name}")
+    if value is None or (value.shape == (1,) and shape != (1,)):
+        return jnp.zeros(shape, jnp.float32)
+    if tuple(value.shape) != shape:
+        raise UserError(
+            f"The slot {name} of {path} has shape {list(value.shape)} in the checkpoint and"
+            f" {list(shape)} here.",
+            where=where,
+            fix="Give the optimizer options that the checkpoint was trained with.",
+        )
+    return jnp.asarray(value, jnp.float32)
