@@ -3,8 +3,8 @@
 Both libraries were written against TensorFlow 2.3 to 2.8. What TensorFlow has since moved or
 dropped is put back here, and nothing else: no line of either library is replaced by a copy of our
 own. Each patch is a function that says why it exists and does nothing where TensorFlow (or the
-library) still has, or has again, what is missing. `install()` applies them all; it must run before the first
-`import mesh_tensorflow`.
+library) still has, or has again, what is missing. `install()` applies them all; it must run before
+the first `import mesh_tensorflow`.
 
     from t0repro.mesh import compat
 

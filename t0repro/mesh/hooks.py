@@ -1,0 +1,331 @@
+"""What the Mesh TensorFlow stack reports beyond t5's own files: metrics.jsonl and a progress line.
+
+t5 and Mesh TensorFlow do the work; the functions here wrap three of their entry points
+(`TPUEstimator.train`, `TPUEstimator.evaluate`, `utils.eval_model`) and change no computation.
+
+metrics.jsonl in model_dir, one object a line:
+
+    {"split": "train", "step": 1, "loss": 10.373483657836914}
+    {"split": "validation", "step": 4, "task": "rte_GPT_3_style_score_eval", "accuracy": 52.7}
+
+A training step's number is the global step after its update; its loss is that of the parameters
+before the update, in float32's full precision.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import tensorflow
+
+from t0repro.files import write_atomically
+
+tf = tensorflow.compat.v1
+
+METRICS_FILE = "metrics.jsonl"
+_SECONDS_BETWEEN_LINES = 5.0
+
+
+def install(model_dir: str) -> None:
+    """Makes training and evaluation in this process write model_dir/metrics.jsonl.
+
+    Must be called after t0repro.mesh.compat.install().
+    """
+    from mesh_tensorflow.transformer import utils
+    from tensorflow.python.tpu import tpu_estimator
+
+    metrics = MetricsFile(os.path.join(model_dir, METRICS_FILE))
+    record_training(tpu_estimator.TPUEstimator, metrics)
+    record_perplexity(tpu_estimator.TPUEstimator, metrics)
+    record_evaluation(utils, metrics)
+    silence_loss_print()
+
+
+class MetricsFile:
+    """model_dir/metrics.jsonl: lines are appended; a resumed run drops those it will repeat."""
+
+    def __init__(self, path: str):
+        self._path = Path(path)
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Appends one record, written through at once."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with open(self._path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def drop_training_after(self, step: int) -> None:
+        """Removes training lines beyond a step: a run that resumes from it writes them again."""
+        if not self._path.exists():
+            return
+        lines = self._path.read_text(encoding="utf-8").splitlines()
+        kept = [line for line in lines if not _is_training_after(line, step)]
+        if len(kept) < len(lines):
+            write_atomically(self._path, "".join(f"{line}\n" for line in kept))
+
+
+def _is_training_after(line: str, step: int) -> bool:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError:  # the line that an interrupted run was writing
+        return True
+    return record.get("split") == "train" and record.get("step", 0) > step
+
+
+# ---- Training -----------------------------------------------------------------------------------
+
+
+def record_training(estimator_class: Any, metrics: MetricsFile) -> None:
+    """Adds a LossRecorder to every `train` call of the estimator class."""
+    original = estimator_class.train
+
+    @functools.wraps(original)
+    def train(self: Any, input_fn: Callable[..., Any], hooks: Any = None, **kwargs: Any) -> Any:
+        structure: dict[str, int] = {}
+
+        def noting_structure(params: Any) -> Any:
+            dataset = input_fn(params)
+            # tf.data hands a dictionary's tensors over in the order of its sorted keys.
+            names = sorted(dataset.element_spec)
+            structure.update({name: index for index, name in enumerate(names)})
+            return dataset
+
+        recorder = LossRecorder(metrics, structure, kwargs.get("max_steps"))
+        return original(self, noting_structure, hooks=[*(hooks or ()), recorder], **kwargs)
+
+    estimator_class.train = train
+
+
+class LossRecorder(tf.train.SessionRunHook):
+    """Writes one metrics line per training step and shows progress.
+
+    Args:
+      metrics: where the lines go.
+      structure: feature name -> its index among the tensors of the input iterator; filled in when
+        the input function has run, which is before `begin`.
+      last_step: the global step at which training ends, or None.
+    """
+
+    def __init__(self, metrics: MetricsFile, structure: Mapping[str, int], last_step: int | None):
+        self._metrics, self._structure = metrics, structure
+        self._progress = Progress(last_step)
+        self._fetches: dict[str, Any] = {}
+        self._step = 0
+
+    def begin(self) -> None:
+        """Finds the tensors to fetch in the graph that the model function built."""
+        # The Estimator puts the model function's loss at the end of this collection.
+        loss = tf.get_collection(tf.GraphKeys.LOSSES)[-1]
+        self._fetches = {"loss": loss, **_batch_counts(self._structure)}
+
+    def after_create_session(self, session: Any, coord: Any) -> None:
+        """Reads the step that training starts from."""
+        del coord
+        self._step = int(session.run(tf.train.get_global_step()))
+        self._metrics.drop_training_after(self._step)
+
+    def before_run(self, run_context: Any) -> Any:
+        """Fetches the loss and the counts along with each step."""
+        del run_context
+        return tf.train.SessionRunArgs(self._fetches)
+
+    def after_run(self, run_context: Any, run_values: Any) -> None:
+        """Writes the step's line and shows progress."""
+        del run_context
+        values = run_values.results
+        # Counted here: reading global_step in the run that increments it is a race.
+        self._step += 1
+        loss = float(values["loss"])
+        self._metrics.append({"split": "train", "step": self._step, "loss": loss})
+        self._progress.show(
+            self._step, loss, int(values.get("examples", 0)), int(values.get("tokens", 0))
+        )
+
+    def end(self, session: Any) -> None:
+        """Ends the progress line."""
+        del session
+        self._progress.close()
+
+
+def _batch_counts(structure: Mapping[str, int]) -> dict[str, Any]:
+    """Tensors of the examples and the target tokens (padding left out) in the current batch.
+
+    Packed sequences hold several examples, numbered from 1 by targets_segmentation.
+    """
+    try:
+        features = tf.get_default_graph().get_operation_by_name("IteratorGetNext").outputs
+    except KeyError:
+        return {}
+    if "targets" not in structure:
+        return {}
+    targets = features[structure["targets"]]
+    tokens = tf.math.count_nonzero(targets)
+    if "targets_segmentation" in structure:
+        segments = features[structure["targets_segmentation"]]
+        examples = tf.reduce_sum(tf.reduce_max(segments, axis=-1))
+    else:
+        examples = tf.math.count_nonzero(tf.reduce_max(targets, axis=-1))
+    return {"tokens": tokens, "examples": examples}
+
+
+class Progress:
+    """A line with step, loss, rates, time left: rewritten on a terminal, else every 5 seconds."""
+
+    def __init__(self, last_step: int | None):
+        self._last_step = last_step
+        self._first_step: int | None = None
+        self._start = self._shown = 0.0
+        self._examples = self._tokens = 0
+        self._terminal = sys.stderr.isatty()
+
+    def show(self, step: int, loss: float, examples: int, tokens: int) -> None:
+        """Counts one step and shows the line when it is due."""
+        now = time.monotonic()
+        if self._first_step is None:
+            # The first step builds and warms the graph up: rates start behind it.
+            self._first_step, self._start = step, now
+        else:
+            self._examples += examples
+            self._tokens += tokens
+        last = step == self._last_step
+        if not last and now - self._shown < (0.1 if self._terminal else _SECONDS_BETWEEN_LINES):
+            return
+        self._shown = now
+        line = f"step {step}{f'/{self._last_step}' if self._last_step else ''}  loss {loss:.4f}"
+        line += self._rates(step, now - self._start)
+        sys.stderr.write(f"\r{line}\033[K" if self._terminal else f"{line}\n")
+        sys.stderr.flush()
+
+    def _rates(self, step: int, seconds: float) -> str:
+        assert self._first_step is not None
+        steps = step - self._first_step
+        if not steps or seconds <= 0:
+            return ""
+        rates = ""
+        if self._examples:
+            rates = f"  {self._examples / seconds:.1f} examples/s"
+            rates += f"  {self._tokens / seconds:.0f} target tokens/s"
+        if self._last_step:
+            left = int((self._last_step - step) * seconds / steps)
+            rates += f"  {left // 3600}:{left // 60 % 60:02}:{left % 60:02} left"
+        return rates
+
+    def close(self) -> None:
+        """Ends the line that a terminal shows."""
+        if self._terminal and self._first_step is not None:
+            sys.stderr.write("\n")
+
+
+def silence_loss_print() -> None:
+    """Off TPU the model function prints every loss with tf.Print; the progress line replaces it."""
+
+    def pass_through(input_: Any, data: Any, message: Any = None, **kwargs: Any) -> Any:
+        del data, message, kwargs
+        return input_
+
+    tf.Print = pass_through
+
+
+# ---- Evaluation ---------------------------------------------------------------------------------
+
+
+def record_evaluation(utils: Any, metrics: MetricsFile) -> None:
+    """Writes a metrics line per task and checkpoint of `eval` and `score_eval`.
+
+    `eval_model` computes the metrics of a checkpoint while it iterates over the checkpoints, so the
+    step is noted there, and each dataset's metric functions are wrapped to note their results.
+    """
+    original_iterator, original_eval = utils.get_checkpoint_iterator, utils.eval_model
+    signature = inspect.signature(original_eval)
+    current = {"step": 0}
+
+    @functools.wraps(original_iterator)
+    def get_checkpoint_iterator(*args: Any, **kwargs: Any) -> Iterator[str]:
+        for path in original_iterator(*args, **kwargs):
+            current["step"] = int(utils.get_step_from_checkpoint_path(path))
+            yield path
+
+    @functools.wraps(original_eval)
+    def eval_model(*args: Any, **kwargs: Any) -> Any:
+        call = signature.bind(*args, **kwargs)
+        datasets_fn = call.arguments["eval_dataset_fn"]
+        split = call.arguments["dataset_split"]
+
+        @functools.wraps(datasets_fn)
+        def noting_datasets_fn(*args: Any, **kwargs: Any) -> list[Any]:
+            return [
+                _noting_metrics(dataset, split, current, metrics)
+                for dataset in datasets_fn(*args, **kwargs)
+            ]
+
+        if datasets_fn is not None:
+            call.arguments["eval_dataset_fn"] = noting_datasets_fn
+        return original_eval(*call.args, **call.kwargs)
+
+    utils.get_checkpoint_iterator = get_checkpoint_iterator
+    utils.eval_model = eval_model
+
+
+def _noting_metrics(
+    dataset: Any, split: str, current: Mapping[str, int], metrics: MetricsFile
+) -> Any:
+    """The EvalDataset with metric functions that also write their results, as one line."""
+    from mesh_tensorflow.transformer.dataset import EvalDataset
+
+    dataset = EvalDataset(*dataset)
+    results: dict[str, Any] = {}
+
+    def noting(metric_fn: Callable[..., Any], last: bool) -> Callable[..., Any]:
+        @functools.wraps(metric_fn)
+        def compute(targets: Any, predictions: Any) -> Any:
+            result = metric_fn(targets, predictions)
+            if isinstance(result, Mapping):
+                results.update(_numbers(result.items()))
+            if last:
+                head = {"split": split, "step": current["step"], "task": dataset.name}
+                metrics.append({**head, **results})
+                results.clear()
+            return result
+
+        return compute
+
+    functions = list(dataset.metric_fns or ())
+    return dataset._replace(
+        metric_fns=[noting(fn, fn is functions[-1]) for fn in functions] or dataset.metric_fns
+    )
+
+
+def record_perplexity(estimator_class: Any, metrics: MetricsFile) -> None:
+    """Writes a metrics line per task and checkpoint of `perplexity_eval`."""
+    original = estimator_class.evaluate
+
+    @functools.wraps(original)
+    def evaluate(self: Any, input_fn: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, input_fn, *args, **kwargs)
+        # `run` passes partial(_input_fn, eval_dataset=...) and the name <task>_<split>_<examples>.
+        dataset = getattr(input_fn, "keywords", {}).get("eval_dataset")
+        name = kwargs.get("name") or ""
+        task = dataset.name if dataset is not None else name
+        split = name.removeprefix(f"{task}_").split("_")[0] or "eval"
+        values = dict(_numbers(result.items()))
+        step = int(values.pop("global_step"))
+        metrics.append({"split": split, "step": step, "task": task, **values})
+        return result
+
+    estimator_class.evaluate = evaluate
+
+
+def _numbers(items: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, float]]:
+    """The entries that are numbers, as Python floats."""
+    for name, value in items:
+        try:
+            yield name, float(value)
+        except (TypeError, ValueError):
+            continue
