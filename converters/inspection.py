@@ -1,0 +1,94 @@
+"""What a checkpoint holds: every tensor with its norm, and which model it is."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any
+
+import numpy as np
+from t0repro.converters import layout
+from t0repro.converters.family import Family
+from t0repro.converters.progress import byte_progress
+from t0repro.converters.sources import (
+    check_checkpoint,
+    find_checkpoint,
+    has_slots,
+    open_checkpoint,
+)
+from t0repro.converters.tensors import CheckpointRef, total_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorSummary:
+    """One tensor.
+
+    Attributes:
+      name: in the checkpoint's own format.
+      key: flat key in T5X's tree.
+      norm: root of the sum of squares, summed in float64.
+    """
+
+    name: str
+    key: str
+    shape: tuple[int, ...]
+    dtype: str
+    norm: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Inspection:
+    """A checkpoint's contents.
+
+    Attributes:
+      step: the global step that it holds.
+      parameters: number of parameters, slots not counted.
+      slots: whether optimizer slots are there.
+      bytes: of all tensors.
+    """
+
+    checkpoint: CheckpointRef
+    family: Family
+    step: int
+    parameters: int
+    slots: bool
+    bytes: int
+    tensors: tuple[TensorSummary, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """The inspection as JSON values, with the model's name."""
+        return {"name": self.family.name, **dataclasses.asdict(self)}
+
+
+def inspect_checkpoint(path: str | os.PathLike[str], step: int | None = None) -> Inspection:
+    """Reads every tensor of a checkpoint and says what it is.
+
+    Args:
+      path: see `sources.find_checkpoint`.
+      step: see `sources.find_checkpoint`.
+
+    Raises:
+      UserError: if the checkpoint is damaged, incomplete or no T5.
+    """
+    reader = open_checkpoint(find_checkpoint(path, step))
+    family = check_checkpoint(reader)
+    summaries = []
+    with byte_progress("Reading", total_bytes(reader.tensors)) as done:
+        for key, info in reader.tensors.items():
+            # einsum sums in float64 without a float64 copy of the tensor.
+            flat = reader.read(key).reshape(-1)
+            norm = float(
+                np.sqrt(np.einsum("i,i->", flat, flat, dtype=np.float64, casting="unsafe"))
+            )
+            name = reader.native_name(key)
+            summaries.append(TensorSummary(name, key, info.shape, info.dtype.name, norm))
+            done(info.nbytes)
+    return Inspection(
+        checkpoint=reader.ref,
+        family=family,
+        step=int(reader.read(layout.STEP)),
+        parameters=family.parameter_count(),
+        slots=has_slots(reader),
+        bytes=total_bytes(reader.tensors),
+        tensors=tuple(sorted(summaries, key=lambda item: item.name)),
+    )

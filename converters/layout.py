@@ -1,0 +1,264 @@
+"""The one table of names and axes that every checkpoint format is read and written by.
+
+A checkpoint is spoken of inside this package by T5X's tree paths, as flat keys:
+
+    target/<path>                          a parameter
+    state/param_states/<path>/<slot>       an optimizer slot: v, v_row, v_col or m
+    state/step                             the global step, int32
+
+and each format translates its own names to and from those. Mesh TensorFlow's names were taken from
+checkpoints that mesh_tensorflow 0.1.21 and t5 0.9.4 wrote, T5X's from t5x/checkpoint_importer.py.
+Between the two nothing is transposed or scaled; only the factored slots of square matrices change
+places (`factored_slots`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Sequence
+from typing import Literal
+
+STEP = "state/step"
+MTF_STEP = "global_step"
+PARAMETERS = "target/"
+SLOTS = "state/param_states/"
+SLOT_NAMES = ("v_row", "v_col", "v", "m")
+
+NormNames = Literal["rms_norm", "layer_norm"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One kind of parameter: its name in each format and what its axes are.
+
+    Attributes:
+      t5x: path in T5X's tree; `{layer}` stands for the layer's number, as in `mtf`.
+      mtf: name of Mesh TensorFlow's variable.
+      axes: one size per axis, by the names of `t0repro.converters.family.Family`'s fields;
+        `joined_kv` is num_heads * d_kv.
+    """
+
+    t5x: str
+    mtf: str
+    axes: tuple[str, ...]
+
+    @property
+    def tower(self) -> str | None:
+        """The tower whose layers the row repeats over; None for a parameter that is there once."""
+        return self.t5x.partition("/")[0] if "{layer}" in self.t5x else None
+
+
+def _attention(tower: str, t5x: str, mtf: str) -> list[Row]:
+    kernels = {"q": "query", "k": "key", "v": "value", "o": "out"}
+    return [
+        Row(
+            f"{tower}/layers_{{layer}}/{t5x}/{name}/kernel",
+            f"{tower}/block_{{layer}}/{mtf}/{letter}",
+            ("joined_kv", "d_model") if letter == "o" else ("d_model", "joined_kv"),
+        )
+        for letter, name in kernels.items()
+    ]
+
+
+def _feed_forward(tower: str, sublayer: int) -> list[Row]:
+    return [
+        Row(
+            f"{tower}/layers_{{layer}}/mlp/{kernel}/kernel",
+            f"{tower}/block_{{layer}}/layer_{sublayer:03d}/DenseReluDense/{kernel}/kernel",
+            ("d_ff", "d_model") if kernel == "wo" else ("d_model", "d_ff"),
+        )
+        for kernel in ("wi", "wi_0", "wi_1", "wo")
+    ]
+
+
+def _norms(tower: str, names: Sequence[str]) -> list[Row]:
+    return [
+        Row(
+            f"{tower}/layers_{{layer}}/{name}/scale",
+            f"{tower}/block_{{layer}}/layer_{sublayer:03d}/rms_norm/scale",
+            ("d_model",),
+        )
+        for sublayer, name in enumerate(names)
+    ]
+
+
+def _tower_ends(tower: str) -> list[Row]:
+    return [
+        Row(
+            f"{tower}/relpos_bias/rel_embedding",
+            # Held by the first layer and shared by the others ('bias_shared').
+            f"{tower}/block_000/layer_000/SelfAttention/relative_attention_bias",
+            ("num_heads", "relative_attention_num_buckets"),
+        ),
+        Row(f"{tower}/{tower}_norm/scale", f"{tower}/rms_norm/scale", ("d_model",)),
+    ]
+
+
+TABLE: tuple[Row, ...] = (
+    Row("token_embedder/embedding", "shared/embedding", ("vocab_size", "d_model")),
+    *_norms("encoder", ["pre_attention_layer_norm", "pre_mlp_layer_norm"]),
+    *_attention("encoder", "attention", "layer_000/SelfAttention"),
+    *_feed_forward("encoder", 1),
+    *_tower_ends("encoder"),
+    *_norms(
+        "decoder",
+        ["pre_self_attention_layer_norm", "pre_cross_attention_layer_norm", "pre_mlp_layer_norm"],
+    ),
+    *_attention("decoder", "self_attention", "layer_000/SelfAttention"),
+    *_attention("decoder", "encoder_decoder_attention", "layer_001/EncDecAttention"),
+    *_feed_forward("decoder", 2),
+    *_tower_ends("decoder"),
+    Row("decoder/logits_dense/kernel", "decoder/logits/kernel", ("d_model", "vocab_size")),
+)
+
+
+# --- Names ---------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _patterns(column: Literal["t5x", "mtf"]) -> tuple[tuple[re.Pattern[str], Row], ...]:
+    number = r"(?P<layer>\d{3,})" if column == "mtf" else r"(?P<layer>\d+)"
+    return tuple(
+        (re.compile(re.escape(getattr(row, column)).replace(r"\{layer\}", number)), row)
+        for row in TABLE
+    )
+
+
+def find_row(name: str, column: Literal["t5x", "mtf"]) -> tuple[Row, int | None] | None:
+    """The row and layer number of a parameter's name in one format, or None if it is in no row."""
+    for pattern, row in _patterns(column):
+        if match := pattern.fullmatch(name):
+            layer = int(match["layer"]) if row.tower else None
+            # Only one spelling of each number is a name: block_0001 and layers_01 are not.
+            return (row, layer) if name_of(row, layer, column) == name else None
+    return None
+
+
+def name_of(row: Row, layer: int | None, column: Literal["t5x", "mtf"]) -> str:
+    """The name in one format of a row's parameter in one layer."""
+    number = f"{layer:03d}" if column == "mtf" and layer is not None else str(layer)
+    return getattr(row, column).replace("{layer}", number)
+
+
+def mtf_to_path(variable: str) -> str | None:
+    """T5X's path of a Mesh TensorFlow parameter, old norm names included; None if it is unknown."""
+    found = find_row(modern_norm_name(variable), "mtf")
+    return found and name_of(*found, "t5x")
+
+
+def path_to_mtf(path: str, norm_names: NormNames = "rms_norm") -> str | None:
+    """Mesh TensorFlow's name of the parameter at a T5X path; None if the path is unknown."""
+    found = find_row(path, "t5x")
+    if not found:
+        return None
+    name = name_of(*found, "mtf")
+    return old_norm_name(name) if norm_names == "layer_norm" else name
+
+
+def modern_norm_name(variable: str) -> str:
+    """Today's name of a variable that T5 1.0's released checkpoints call layer_norm.
+
+    Mesh TensorFlow uses the old names when gin binds LayerStack.norm_epsilon (its legacy mode).
+    """
+    if re.fullmatch(r"(encoder|decoder)/block_\d+/layer_\d+/layer_norm/scale", variable):
+        return variable.replace("/layer_norm/", "/rms_norm/")
+    if re.fullmatch(r"(encoder|decoder)/final_layer_norm/scale", variable):
+        return variable.replace("/final_layer_norm/", "/rms_norm/")
+    return variable
+
+
+def old_norm_name(variable: str) -> str:
+    """The inverse of `modern_norm_name`."""
+    old = "/layer_norm/" if "/block_" in variable else "/final_layer_norm/"
+    return variable.replace("/rms_norm/", old)
+
+
+def split_mtf_slot(variable: str) -> tuple[str, str | None]:
+    """A Mesh TensorFlow variable's parameter and slot: `a/b_slot_vr` is ("a/b", "vr")."""
+    match = re.fullmatch(r"(.+)_slot_(vr|vc|v|m)", variable)
+    return (match[1], match[2]) if match else (variable, None)
+
+
+def slot_key(path: str, slot: str) -> str:
+    """The flat key of a parameter's slot."""
+    return f"{SLOTS}{path}/{slot}"
+
+
+def split_key(key: str) -> tuple[str, str | None]:
+    """A flat key's parameter path and slot: `state/param_states/a/b/v` is ("a/b", "v").
+
+    Raises:
+      ValueError: if the key is neither a parameter's nor a slot's.
+    """
+    if key.startswith(PARAMETERS):
+        return key.removeprefix(PARAMETERS), None
+    path, _, slot = key.removeprefix(SLOTS).rpartition("/")
+    if key.startswith(SLOTS) and path and slot in SLOT_NAMES:
+        return path, slot
+    raise ValueError(f"{key!r} is neither a parameter nor a slot.")
+
+
+# --- Adafactor's factored slots ------------------------------------------------------------------
+
+
+def mtf_dropped_axes(shape: Sequence[int]) -> dict[str, int]:
+    """The axis of the parameter that each factored slot of Mesh TensorFlow averages over.
+
+    AdafactorOptimizer._factored_dims sorts the dimensions by size, descending and stable; vr drops
+    the first, vc the second.
+    """
+    first, second = sorted(range(len(shape)), key=lambda axis: -shape[axis])[:2]
+    return {"vr": first, "vc": second}
+
+
+def t5x_dropped_axes(shape: Sequence[int]) -> dict[str, int]:
+    """The axis of the parameter that each factored slot of T5X averages over.
+
+    t5x/adafactor.py takes np.argsort(shape), ascending; v_row drops the last, v_col the one before.
+    np.argsort is stable for so few elements (it sorts by insertion).
+    """
+    *_, before_last, last = sorted(range(len(shape)), key=lambda axis: shape[axis])
+    return {"v_row": last, "v_col": before_last}
+
+
+def factored_slots(shape: Sequence[int]) -> dict[str, str]:
+    """Which factored slot of T5X is which of Mesh TensorFlow: {"vr": ..., "vc": ...}.
+
+    Two slots are the same when they average over the same axis of the parameter. So vr is v_row and
+    vc is v_col where the two largest axes differ in size, and the other way round where they are
+    equal, as in nearly every attention kernel. (T5X's own importer renames without looking.)
+
+    Args:
+      shape: of the parameter, two axes or more.
+
+    Raises:
+      ValueError: if the two factor over different pairs of axes, which takes three axes of which
+        the second and third largest are equal; no T5 has such a parameter.
+    """
+    t5x = {axis: slot for slot, axis in t5x_dropped_axes(shape).items()}
+    mtf = mtf_dropped_axes(shape)
+    if set(t5x) != set(mtf.values()):
+        raise ValueError(f"The factored slots of shape {tuple(shape)} have no counterparts.")
+    return {slot: t5x[axis] for slot, axis in mtf.items()}
+
+
+def slot_from_mtf(slot: str, shape: Sequence[int]) -> str:
+    """T5X's name of a Mesh TensorFlow slot (vr, vc, v or m) of a parameter of this shape."""
+    return factored_slots(shape)[slot] if slot in ("vr", "vc") else slot
+
+
+def slot_to_mtf(slot: str, shape: Sequence[int]) -> str:
+    """The inverse of `slot_from_mtf`."""
+    if slot not in ("v_row", "v_col"):
+        return slot
+    return {t5x: mtf for mtf, t5x in factored_slots(shape).items()}[slot]
+
+
+def slot_shape(slot: str, shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape of one of T5X's slots of a parameter of this shape."""
+    if slot not in ("v_row", "v_col"):
+        return tuple(shape)
+    dropped = t5x_dropped_axes(shape)[slot]
+    return tuple(size for axis, size in enumerate(shape) if axis != dropped)

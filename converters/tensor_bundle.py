@@ -1,0 +1,347 @@
+"""TensorFlow's TensorBundle, the file format of tf.train.Saver (V2), read and written without
+TensorFlow.
+
+A checkpoint with prefix P is P.index and P.data-00000-of-0000N. The index is a LevelDB-style sorted
+table: name -> BundleEntryProto (dtype, shape, shard, offset, size, masked crc32c), and the empty
+name -> BundleHeaderProto. Data files are the tensors' bytes, little-endian, one after the other.
+Formats as in tensorflow/core/util/tensor_bundle, tensorflow/core/protobuf/tensor_bundle.proto and
+tensorflow/core/lib/io/table_format.txt. Reading it here makes a tensor's bytes available without a
+graph, tells a file that was cut short before anything else is done, and lets tensors be written
+one by one, which tf.train.Saver cannot.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import struct
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import google_crc32c
+import ml_dtypes
+import numpy as np
+
+from t0repro.errors import UserError
+
+_TABLE_MAGIC = 0xDB4775248B80FB57
+_FOOTER_BYTES = 48
+_BLOCK_TRAILER_BYTES = 5  # compression type, masked crc32c
+_RESTART_INTERVAL = 16
+_BLOCK_BYTES = 4096
+_CHUNK_BYTES = 1 << 24
+
+# tensorflow/core/framework/types.proto; the types that a T5's checkpoint can hold.
+_DTYPES: dict[int, np.dtype[Any]] = {
+    1: np.dtype(np.float32),
+    2: np.dtype(np.float64),
+    3: np.dtype(np.int32),
+    9: np.dtype(np.int64),
+    14: np.dtype(ml_dtypes.bfloat16),
+    19: np.dtype(np.float16),
+}
+_DTYPE_NUMBERS = {dtype: number for number, dtype in _DTYPES.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """Where a tensor is: its type (None if it is none that can be read), shape and place."""
+
+    dtype: np.dtype[Any] | None
+    shape: tuple[int, ...]
+    shard: int
+    offset: int
+    size: int
+    masked_crc32c: int
+
+
+# --- Reading -------------------------------------------------------------------------------------
+
+
+class BundleReader:
+    """An open bundle.
+
+    Args:
+      prefix: path without `.index`.
+
+    Raises:
+      UserError: if the index or a data file is missing, damaged or shorter than the index says; the
+        message names the file.
+    """
+
+    def __init__(self, prefix: str | os.PathLike[str]):
+        self._prefix = os.fspath(prefix)
+        index = f"{self._prefix}.index"
+        table = _read_table(index)
+        header = dict(_protobuf_fields(table.pop(b"", b"")))
+        self._num_shards = header.get(1, 0)
+        if self._num_shards < 1:
+            raise _damaged(index, "it has no header")
+        if header.get(2, 0) != 0:
+            raise _damaged(index, "it was written on a big-endian machine")
+        self.entries = {name.decode(): _parse_entry(value) for name, value in table.items()}
+        self._check_shards()
+
+    def read(self, name: str) -> np.ndarray:
+        """Reads a tensor and checks its checksum; the array is read-only.
+
+        Raises:
+          UserError: if the bytes are not those that were written.
+        """
+        entry = self.entries[name]
+        file_name = self._shard_path(entry.shard)
+        if entry.dtype is None:
+            raise _damaged(file_name, f"{name} is of a type that no T5 has")
+        with open(file_name, "rb") as file:
+            file.seek(entry.offset)
+            data = file.read(entry.size)
+        if _masked(google_crc32c.value(data)) != entry.masked_crc32c:
+            raise _damaged(file_name, f"the checksum of {name} is wrong")
+        return np.frombuffer(data, entry.dtype).reshape(entry.shape)
+
+    def _shard_path(self, shard: int) -> str:
+        return f"{self._prefix}.data-{shard:05d}-of-{self._num_shards:05d}"
+
+    def _check_shards(self) -> None:
+        needed = dict.fromkeys(range(self._num_shards), 0)
+        for entry in self.entries.values():
+            needed[entry.shard] = max(needed.get(entry.shard, 0), entry.offset + entry.size)
+        for shard, size in needed.items():
+            path = self._shard_path(shard)
+            if not os.path.exists(path):
+                raise UserError(
+                    "A data file of the checkpoint is missing.",
+                    where=path,
+                    fix="Copy all files that begin with this prefix, or choose another checkpoint.",
+                )
+            if (actual := os.path.getsize(path)) < size:
+                raise _damaged(path, f"it has {actual} bytes where the index calls for {size}")
+
+
+def _damaged(path: str, reason: str) -> UserError:
+    return UserError(
+        f"A file of the checkpoint is damaged: {reason}.",
+        where=path,
+        fix="Copy the file again, or choose another checkpoint.",
+    )
+
+
+def _read_table(path: str) -> dict[bytes, bytes]:
+    try:
+        content = Path(path).read_bytes()
+    except OSError as error:
+        raise UserError(
+            "A checkpoint's index file cannot be read.", where=path, fix=str(error)
+        ) from None
+    if len(content) < _FOOTER_BYTES or content[-8:] != struct.pack("<Q", _TABLE_MAGIC):
+        raise _damaged(path, "it does not end as an index file does")
+    footer = content[-_FOOTER_BYTES:]
+    try:
+        _, position = _handle(footer, 0)
+        index_block, _ = _handle(footer, position)
+        table = {}
+        for _, handle in _block_items(_block(path, content, *index_block)):
+            data_block, _ = _handle(handle, 0)
+            table.update(_block_items(_block(path, content, *data_block)))
+    except (IndexError, struct.error):
+        raise _damaged(path, "its blocks do not fit together") from None
+    return table
+
+
+def _block(path: str, content: bytes, offset: int, size: int) -> bytes:
+    """A block's bytes, its checksum verified."""
+    compression = content[offset + size]
+    (crc,) = struct.unpack_from("<I", content, offset + size + 1)
+    if _masked(google_crc32c.value(content[offset : offset + size + 1])) != crc:
+        raise _damaged(path, "the checksum of a block is wrong")
+    if compression:
+        raise _damaged(path, "it is compressed, which tf.train.Saver never does")
+    return content[offset : offset + size]
+
+
+def _block_items(block: bytes) -> Iterator[tuple[bytes, bytes]]:
+    (num_restarts,) = struct.unpack_from("<I", block, len(block) - 4)
+    position, end, key = 0, len(block) - 4 - 4 * num_restarts, b""
+    while position < end:
+        shared, position = _varint(block, position)
+        unshared, position = _varint(block, position)
+        length, position = _varint(block, position)
+        key = key[:shared] + block[position : position + unshared]
+        position += unshared
+        yield key, block[position : position + length]
+        position += length
+
+
+def _handle(data: bytes, position: int) -> tuple[tuple[int, int], int]:
+    offset, position = _varint(data, position)
+    size, position = _varint(data, position)
+    return (offset, size), position
+
+
+def _varint(data: bytes, position: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = data[position]
+        position += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, position
+        shift += 7
+
+
+def _protobuf_fields(message: bytes) -> Iterator[tuple[int, Any]]:
+    """Number and value of each field of a protobuf message: an int, or bytes if it has a length."""
+    position = 0
+    while position < len(message):
+        tag, position = _varint(message, position)
+        if tag & 7 == 0:
+            value, position = _varint(message, position)
+        elif tag & 7 == 2:
+            length, position = _varint(message, position)
+            value, position = message[position : position + length], position + length
+        else:
+            width = 4 if tag & 7 == 5 else 8
+            value = int.from_bytes(message[position : position + width], "little")
+            position += width
+        yield tag >> 3, value
+
+
+def _parse_entry(message: bytes) -> Entry:
+    fields: dict[int, Any] = dict(_protobuf_fields(message))
+    sizes = [
+        dict(_protobuf_fields(dim)) for n, dim in _protobuf_fields(fields.get(2, b"")) if n == 2
+    ]
+    # Field 7 lists the slices of a partitioned variable, whose entry has no data of its own.
+    return Entry(
+        dtype=None if 7 in fields else _DTYPES.get(fields.get(1, 0)),
+        shape=tuple(int(size.get(1, 0)) for size in sizes),
+        shard=fields.get(3, 0),
+        offset=fields.get(4, 0),
+        size=fields.get(5, 0),
+        masked_crc32c=fields.get(6, 0),
+    )
+
+
+def _masked(crc: int) -> int:
+    """LevelDB's masking, for checksums that are stored beside what they check."""
+    return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+# --- Writing -------------------------------------------------------------------------------------
+
+
+class BundleWriter:
+    """Writes a bundle of one shard, tensor by tensor; `close` writes the index last.
+
+    Args:
+      prefix: path without `.index`; its directory exists.
+    """
+
+    def __init__(self, prefix: str | os.PathLike[str]):
+        self._prefix = os.fspath(prefix)
+        self._data: BinaryIO = open(f"{self._prefix}.data-00000-of-00001", "wb")  # noqa: SIM115
+        self._entries: dict[str, Entry] = {}
+
+    def add(self, name: str, array: np.ndarray) -> None:
+        """Appends a tensor, which must be of a type that TensorBundle and numpy share."""
+        array = np.asarray(array, order="C")
+        data = array.reshape(-1).view(np.uint8).data
+        offset, checksum = self._data.tell(), 0
+        for start in range(0, len(data), _CHUNK_BYTES):
+            chunk = bytes(data[start : start + _CHUNK_BYTES])
+            checksum = google_crc32c.extend(checksum, chunk)
+            self._data.write(chunk)
+        self._entries[name] = Entry(
+            array.dtype, array.shape, 0, offset, len(data), _masked(checksum)
+        )
+
+    def close(self) -> None:
+        """Syncs the data file and writes the index."""
+        _sync_and_close(self._data)
+        # One shard; VersionDef.producer 1, kTensorBundleVersion.
+        header = _field(1, 1) + _field(3, _field(1, 1))
+        table = {name.encode(): _format_entry(entry) for name, entry in self._entries.items()}
+        with open(f"{self._prefix}.index", "wb") as file:
+            file.write(_format_table({b"": header, **table}))
+            _sync_and_close(file)
+
+    def abandon(self) -> None:
+        """Closes the data file and writes no index: what there is cannot be taken for a
+        checkpoint.
+        """
+        self._data.close()
+
+
+def _sync_and_close(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+    file.close()
+
+
+def _format_entry(entry: Entry) -> bytes:
+    assert entry.dtype is not None
+    shape = b"".join(_field(2, _field(1, size)) for size in entry.shape)
+    checksum = _encode_varint(6 << 3 | 5) + struct.pack("<I", entry.masked_crc32c)
+    return (
+        _field(1, _DTYPE_NUMBERS[entry.dtype])
+        + _field(2, shape)
+        + _field(4, entry.offset)
+        + _field(5, entry.size)
+        + checksum
+    )
+
+
+def _field(number: int, value: int | bytes) -> bytes:
+    if isinstance(value, bytes):
+        return _encode_varint(number << 3 | 2) + _encode_varint(len(value)) + value
+    return _encode_varint(number << 3) + _encode_varint(value)
+
+
+def _encode_varint(value: int) -> bytes:
+    encoded = bytearray()
+    while value >= 0x80:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    encoded.append(value)
+    return bytes(encoded)
+
+
+def _format_table(table: Mapping[bytes, bytes]) -> bytes:
+    output = bytearray()
+    index: dict[bytes, bytes] = {}
+    pending: dict[bytes, bytes] = {}
+    size = 0
+    for key in sorted(table):
+        pending[key] = table[key]
+        size += len(key) + len(table[key])
+        if size >= _BLOCK_BYTES:
+            index[key] = _append_block(output, pending)
+            pending, size = {}, 0
+    if pending:
+        index[max(pending)] = _append_block(output, pending)
+    meta_handle = _append_block(output, {})
+    index_handle = _append_block(output, index)
+    footer = (meta_handle + index_handle).ljust(_FOOTER_BYTES - 8, b"\0")
+    return bytes(output + footer + struct.pack("<Q", _TABLE_MAGIC))
+
+
+def _append_block(output: bytearray, items: Mapping[bytes, bytes]) -> bytes:
+    """Appends a block of sorted items with its trailer; returns its handle."""
+    block, restarts, previous = bytearray(), [], b""
+    for number, (key, value) in enumerate(items.items()):
+        shared = 0
+        if number % _RESTART_INTERVAL == 0:
+            restarts.append(len(block))
+        else:
+            shared = len(os.path.commonprefix([previous, key]))
+        for length in (shared, len(key) - shared, len(value)):
+            block += _encode_varint(length)
+        block += key[shared:] + value
+        previous = key
+    restarts = restarts or [0]
+    block += struct.pack(f"<{len(restarts) + 1}I", *restarts, len(restarts))
+    handle = _encode_varint(len(output)) + _encode_varint(len(block))
+    block.append(0)  # no compression
+    output += block + struct.pack("<I", _masked(google_crc32c.value(bytes(block))))
+    return handle

@@ -1,0 +1,105 @@
+"""`t0repro checkpoint inspect` and `diff`: what checkpoints hold and where two of them differ."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from t0repro.converters.compare import Comparison
+    from t0repro.converters.inspection import Inspection
+
+_ROWS_SHOWN = 20
+
+
+def inspect(
+    path: Annotated[
+        str,
+        typer.Argument(
+            help="A model_dir, a checkpoint_<step> directory, or a prefix .../model.ckpt-<step>."
+        ),
+    ],
+    step: Annotated[int | None, typer.Option(help="This step, not the latest.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Print every tensor of a checkpoint (name, shape, type, norm) and which model it is.
+
+    Example: t0repro checkpoint inspect runs/t0
+    """
+    from t0repro.converters.inspection import inspect_checkpoint
+
+    inspection = inspect_checkpoint(path, step)
+    if as_json:
+        import json
+
+        typer.echo(json.dumps(inspection.to_json(), indent=1))
+    else:
+        _print_inspection(inspection)
+
+
+def diff(
+    a: Annotated[str, typer.Argument(help="A checkpoint of either format.")],
+    b: Annotated[str, typer.Argument(help="Another, of either format.")],
+    tol: Annotated[
+        float, typer.Option(help="Largest absolute difference to let pass; 0: the same bits.")
+    ] = 0.0,
+    slots: Annotated[bool, typer.Option(help="Compare the optimizer's slots too.")] = True,
+) -> None:
+    """Compare two checkpoints tensor by tensor; exit code 1 when they differ beyond --tol.
+
+    Example: t0repro checkpoint diff runs/t0 runs/t0_jax
+    """
+    from t0repro.converters.compare import compare
+
+    comparison = compare(a, b, tolerance=tol, slots=slots)
+    _print_comparison(comparison)
+    if comparison.failures:
+        raise typer.Exit(1)
+
+
+def _print_inspection(inspection: Inspection) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from t0repro.converters.family import describe
+
+    console = Console()
+    table = Table("name", "shape", "type", "norm", box=None)
+    for item in inspection.tensors:
+        shape = "x".join(map(str, item.shape)) or "scalar"
+        table.add_row(item.name, shape, item.dtype, f"{item.norm:.6g}")
+    console.print(table)
+    ref, family = inspection.checkpoint, inspection.family
+    slots = "with optimizer slots" if inspection.slots else "without optimizer slots"
+    console.print(f"{ref.path} ({ref.format}), step {inspection.step}", highlight=False)
+    console.print(f"{family.name}: {describe(family)}", highlight=False)
+    console.print(
+        f"{inspection.parameters:,} parameters, {len(inspection.tensors)} tensors,"
+        f" {inspection.bytes / 1e6:.1f} MB, {slots}",
+        highlight=False,
+    )
+
+
+def _print_comparison(comparison: Comparison) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    differences = comparison.differences
+    if not differences:
+        typer.echo(f"All {comparison.tensors} tensors are equal, bit for bit.")
+        return
+    table = Table("tensor", "difference", "max", "RMS", "", box=None)
+    for item in differences[:_ROWS_SHOWN]:
+        figures = [f"{value:.3g}" if value == value else "" for value in (item.max, item.rms)]
+        table.add_row(item.key, item.reason, *figures, item.detail)
+    console.print(table)
+    if len(differences) > _ROWS_SHOWN:
+        typer.echo(f"... and {len(differences) - _ROWS_SHOWN} more")
+    same = comparison.tensors - len(differences)
+    verdict = f"{len(comparison.failures)} beyond the tolerance of {comparison.tolerance:g}"
+    typer.echo(
+        f"{len(differences)} of {comparison.tensors} tensors differ ({verdict}); {same} are equal,"
+        " bit for bit."
+    )
