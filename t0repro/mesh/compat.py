@@ -41,7 +41,22 @@ _TPU_ONLY_MODULES = (
 )
 
 # What TensorFlow's C++ libraries print while they load, before any log level is heard.
-_START_UP_LINES = (b"before absl::InitializeLog()", b"cudart_stub.cc")
+_START_UP_LINES = (
+    b"before absl::InitializeLog()",
+    b"cudart_stub.cc",  # there is no CUDA driver
+    b"failed call to cuInit",  # the same, at the first look for devices
+)
+
+# Parts of log lines that tell the user nothing: of deprecations inside the libraries, of the places
+# where gin looks before it finds a file, of the TPU that is not there.
+_USELESS_LOG_LINES = (
+    "deprecat",
+    "will be removed",
+    "Path not found: ",
+    "system_path_file_exists:",
+    "eval_on_tpu ignored",
+    "Using default tf glorot_uniform_initializer",
+)
 
 # Modules whose Python warnings concern code that no user of this package can change.
 _QUIET_MODULES = (
@@ -127,9 +142,12 @@ def quiet_logs() -> None:
         import tensorflow as tf
         from tensorflow.python.util import deprecation
 
+        tf.config.list_physical_devices("GPU")  # looks for a driver now, and complains now
+
     # "From FILE: X is deprecated" lines go through the logger, not through warnings.
     deprecation._PRINT_DEPRECATION_WARNINGS = False
-    tf.get_logger().addFilter(_no_deprecations)
+    for name in ("tensorflow", "absl", "root"):
+        logging.getLogger(name).addFilter(_is_of_use)
 
 
 @contextlib.contextmanager
@@ -151,9 +169,9 @@ def _without_lines(unwanted: tuple[bytes, ...]) -> Iterator[None]:
                     os.write(2, line)
 
 
-def _no_deprecations(record: logging.LogRecord) -> bool:
+def _is_of_use(record: logging.LogRecord) -> bool:
     message = record.getMessage()
-    return "deprecat" not in message and "will be removed" not in message
+    return not any(part in message for part in _USELESS_LOG_LINES)
 
 
 def restore_register_tensor_conversion_function() -> None:

@@ -139,6 +139,8 @@ def _run_mesh_tensorflow(options: Any) -> None:
     tf = tensorflow.compat.v1
     tf.disable_v2_behavior()
     tf.logging.set_verbosity(tf.logging.INFO if options.debug else tf.logging.WARN)
+    # absl's handler prints what TensorFlow's own handler prints too.
+    tf.get_logger().propagate = False
     _check(options)
 
     from t5.models import mesh_transformer_main
