@@ -8,15 +8,21 @@ import typer
 
 
 def explain(
-    gin_file: Annotated[list[str] | None, typer.Option(help="A gin file; repeatable.")] = None,
-    gin_param: Annotated[list[str] | None, typer.Option(help="An override; repeatable.")] = None,
+    gin_file: Annotated[
+        list[str] | None, typer.Option("--gin_file", help="A gin file; repeatable.")
+    ] = None,
+    gin_param: Annotated[
+        list[str] | None, typer.Option("--gin_param", help="An override; repeatable.")
+    ] = None,
     gin_location_prefix: Annotated[
-        list[str] | None, typer.Option(help="A folder to find gin files in; repeatable.")
+        list[str] | None,
+        typer.Option("--gin_location_prefix", help="A folder to find gin files in; repeatable."),
     ] = None,
     module_import: Annotated[
-        list[str] | None, typer.Option(help="A module that registers tasks; repeatable.")
+        list[str] | None,
+        typer.Option("--module_import", help="A module that registers tasks; repeatable."),
     ] = None,
-    model_dir: Annotated[str, typer.Option(help="The run's model_dir.")] = "",
+    model_dir: Annotated[str, typer.Option("--model_dir", help="The run's model_dir.")] = "",
     json: Annotated[bool, typer.Option("--json", help="Print the RunConfig as JSON.")] = False,
 ) -> None:
     """Shows what gin files and overrides amount to, and which file and line set each value.

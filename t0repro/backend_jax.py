@@ -1,0 +1,159 @@
+"""`t5_mesh_transformer --backend=jax`: the JAX stack behind Mesh TensorFlow's command line.
+
+The flags and gin parameters are those of the mtf backend. This module is the seam: it turns them
+into a RunConfig, finds the checkpoint to start from (Mesh TensorFlow's or ours), makes the batches
+and hands all three to the stack, which knows neither flags nor gin.
+"""
+
+from __future__ import annotations
+
+import functools
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+from t0repro.config import mtf_gin
+from t0repro.config.run_config import RunConfig
+from t0repro.errors import UserError
+from t0repro.files import write_atomically
+
+
+def run(flags: Any) -> None:
+    """Runs what the flags say.
+
+    Args:
+      flags: the parsed absl flags of t5_mesh_transformer; module imports are done.
+
+    Raises:
+      UserError: for a mode or an option that the JAX stack lacks, or bad input.
+    """
+    if flags.use_model_api:
+        raise UserError(
+            "--use_model_api is not available on the JAX stack.",
+            fix="Use gin's run.mode (train or score_eval), or --backend=mtf.",
+        )
+    config, _ = mtf_gin.load(gin_inputs(flags), float32_activations=not _has_accelerator())
+    runners = {"train": train, "score_eval": score_eval}
+    if config.mode not in runners:
+        raise UserError(
+            f"The JAX stack does not run mode {config.mode!r} yet; it runs {', '.join(runners)}.",
+            where=config.provenance.get("mode"),
+            fix="Run this mode with --backend=mtf.",
+        )
+    runners[config.mode](config)
+
+
+def gin_inputs(flags: Any) -> mtf_gin.GinInputs:
+    """What the flags say about gin, tasks and caches."""
+    return mtf_gin.GinInputs(
+        model_dir=flags.model_dir,
+        gin_files=flags.gin_file,
+        gin_params=flags.gin_param,
+        location_prefixes=flags.gin_location_prefix,
+        module_imports=flags.module_import,
+        cache_dirs=flags.additional_task_cache_dirs,
+        skip_unknown=flags.skip_all_gin_unknowns or flags.additional_deprecated_gin_references,
+    )
+
+
+def _has_accelerator() -> bool:
+    import jax
+
+    return jax.default_backend() != "cpu"
+
+
+def train(config: RunConfig) -> None:
+    """Trains from model_dir's latest checkpoint, else init_checkpoint, else random parameters."""
+    from t0repro.data.batches import train_batches
+    from t0repro.training import train as training
+
+    start = starting_point(config)
+    record_command(config)
+    training.train(config, train_batches(config), restore_from=start)
+
+
+def starting_point(config: RunConfig) -> dict[str, Any] | None:
+    """The checkpoint that training starts from, as a flat T5X tree; None for a fresh start.
+
+    Mesh TensorFlow's order: what model_dir holds wins over init_checkpoint.
+    """
+    from t0repro.converters import sources
+
+    if Path(config.model_dir).is_dir() and sources.list_checkpoints(config.model_dir):
+        return sources.load_any(config.model_dir)
+    return None if config.init_checkpoint is None else sources.load_any(config.init_checkpoint)
+
+
+def score_eval(config: RunConfig) -> None:
+    """Scores the evaluation's tasks at each chosen checkpoint and writes scores and metrics."""
+    import jax
+
+    from t0repro.converters import sources
+    from t0repro.data.batches import eval_tasks
+    from t0repro.evaluation import score_eval as evaluation
+    from t0repro.evaluation.scoring import score_batches
+    from t0repro.model.t5 import T5, initial_parameters
+    from t0repro.training.metrics import MetricsManager
+    from t0repro.training.train_state import parameters_from_flat_tree
+
+    assert config.eval_data is not None
+    checkpoints = checkpoints_to_evaluate(config)
+    model = T5(config.model, config.dtypes)
+    shapes = jax.eval_shape(lambda: initial_parameters(model, jax.random.key(0)))
+    tasks = list(eval_tasks(config.eval_data, config.sequence_length))
+    record_command(config)
+    for checkpoint in checkpoints:
+        tree = sources.load_any(checkpoint.path, slots=False)
+        params = parameters_from_flat_tree(tree, shapes, where=checkpoint.path)
+        score = functools.partial(score_batches, params, model)
+        results = []
+        with MetricsManager(config.model_dir) as metrics:
+            for result in evaluation.evaluate(config, tasks, int(tree["state/step"]), score):
+                results.append(result)
+                metrics.write_evaluation(
+                    config.eval_data.split, result.step, result.task, result.metrics
+                )
+        if config.scores_filename is not None:
+            vocabulary = targets_vocabulary(config)
+            evaluation.save_scores(config.scores_filename, results, tasks, vocabulary.decode)
+
+
+def checkpoints_to_evaluate(config: RunConfig) -> list[Any]:
+    """The checkpoints in model_dir that eval_checkpoint_step chooses, by ascending step.
+
+    A step that is not there stands for the nearest one that is, as in Mesh TensorFlow's
+    get_checkpoint_iterator.
+    """
+    from t0repro.converters import sources
+
+    by_step = {ref.step: ref for ref in sources.list_checkpoints(config.model_dir)}
+    wanted = config.eval_checkpoint_step
+    if wanted is None:
+        raise UserError(
+            "eval_checkpoint_step is None: the JAX stack does not wait for new checkpoints yet.",
+            where=config.provenance.get("eval_checkpoint_step"),
+            fix="Bind eval_checkpoint_step to a step, a list of steps, 'all' or -1 (the latest).",
+        )
+    if wanted == "all":
+        return [by_step[step] for step in sorted(by_step)]
+    if wanted == -1:
+        return [by_step[max(by_step)]]
+    steps = (wanted,) if isinstance(wanted, int) else wanted
+    nearest = {min(by_step, key=lambda there: abs(there - step)) for step in steps}
+    return [by_step[step] for step in sorted(nearest)]
+
+
+def record_command(config: RunConfig) -> None:
+    """Writes commands/command[.N] and operative_config.gin, as t5_mesh_transformer does on mtf."""
+    import gin
+
+    folder = Path(config.model_dir) / "commands"
+    names = ["command", *(f"command.{count}" for count in range(1, 1 + _count(folder)))]
+    write_atomically(folder / names[-1], shlex.join(sys.argv))
+    if config.mode == "train":
+        write_atomically(Path(config.model_dir) / "operative_config.gin", gin.config_str())
+
+
+def _count(folder: Path) -> int:
+    return len(list(folder.glob("command*"))) if folder.is_dir() else 0

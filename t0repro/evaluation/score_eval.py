@@ -1,0 +1,146 @@
+"""score_eval on JAX: log-likelihoods of an evaluation's tasks, in Mesh TensorFlow's files.
+
+For each task and checkpoint step, into the evaluation's folder (by default
+`<model_dir>/<split>_eval`), one line for each example:
+
+    <task>_inputs               the rendered input, newlines replaced by spaces
+    <task>_targets              the postprocessed target; for rank classification
+                                ((input, choice), is_correct, weight, target length)
+    <task>_<step>_predictions   the score: natural log, summed over target tokens, EOS included
+
+Source: mesh_tensorflow.transformer.utils, eval_model and save_scores.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from t0repro.config.run_config import RunConfig
+from t0repro.data.batches import EvalTask
+from t0repro.errors import UserError
+from t0repro.files import write_atomically
+
+Batch = dict[str, np.ndarray]
+Scorer = Callable[[Iterable[Batch]], np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskResult:
+    """One task scored at one step: float scores in the examples' order, and its metrics."""
+
+    task: str
+    step: int
+    scores: np.ndarray
+    metrics: Mapping[str, float]
+
+
+def evaluate(
+    config: RunConfig, tasks: Sequence[EvalTask], step: int, score: Scorer
+) -> Iterator[TaskResult]:
+    """Scores every task, writes its files and yields its metrics.
+
+    Args:
+      config: for the folder, the batch size and the sequence lengths.
+      tasks: the evaluation's tasks with their examples.
+      step: the checkpoint's global step.
+      score: float32 [examples] log-likelihoods of the rows of all batches it is given, in order.
+
+    Raises:
+      UserError: for a score that is not a number, naming task, example and step.
+    """
+    folder = evaluation_folder(config)
+    lengths = config.sequence_length or longest(tasks)
+    for task in tasks:
+        scores = score(batches(task.examples, config.batch_size, lengths))[: len(task.examples)]
+        _check_finite(scores, task.name, step)
+        predictions = [
+            task.postprocess(value, example=example)
+            for value, example in zip(scores, task.examples, strict=True)
+        ]
+        if config.output_eval_examples:
+            _write_lines(folder / f"{task.name}_targets", task.targets)
+            _write_lines(folder / f"{task.name}_inputs", _texts(task, "inputs"))
+            _write_lines(folder / f"{task.name}_{step}_predictions", predictions)
+        metrics: dict[str, float] = {}
+        for metric in task.metric_fns:
+            metrics |= {name: float(v) for name, v in metric(task.targets, predictions).items()}
+        yield TaskResult(task.name, step, scores, metrics)
+
+
+def evaluation_folder(config: RunConfig) -> Path:
+    """Where the evaluation's files go; Mesh TensorFlow's default and suffix."""
+    split = config.eval_data.split if config.eval_data else "validation"
+    folder = config.eval_summary_dir or f"{config.model_dir}/{split}_eval"
+    return Path(folder + (f"_{config.eval_dir_suffix}" if config.eval_dir_suffix else ""))
+
+
+def longest(tasks: Iterable[EvalTask]) -> dict[str, int]:
+    """The longest inputs and targets, in tokens: what run.sequence_length = None stands for."""
+    return {
+        feature: max((len(ex[feature]) for task in tasks for ex in task.examples), default=1)
+        for feature in ("inputs", "targets")
+    }
+
+
+def batches(
+    examples: Sequence[Mapping[str, Any]], batch_size: int, lengths: Mapping[str, int]
+) -> Iterator[Batch]:
+    """Batches of inputs and targets, int32 [batch_size, length]; the last is filled with zeros."""
+    for start in range(0, len(examples), batch_size):
+        rows = examples[start : start + batch_size]
+        batch = {name: np.zeros((batch_size, length), np.int32) for name, length in lengths.items()}
+        for name, array in batch.items():
+            for row, example in enumerate(rows):
+                tokens = example[name][: array.shape[1]]
+                array[row, : len(tokens)] = tokens
+        yield batch
+
+
+def save_scores(
+    prefix: str,
+    results: Sequence[TaskResult],
+    tasks: Sequence[EvalTask],
+    decode: Callable[[Sequence[int]], str],
+) -> None:
+    """Writes `<prefix>.scores`, `.targets` and `.lengths`, all tasks one after the other.
+
+    Source: mesh_tensorflow.transformer.utils.save_scores; scores are printed with %g, lengths count
+    the tokens before the first padding.
+    """
+    tokens = [[int(t) for t in ex["targets"] if t > 0] for task in tasks for ex in task.examples]
+    scores = [score for result in results for score in result.scores]
+    _write_lines(Path(f"{prefix}.scores"), [f"{score:g}" for score in scores])
+    _write_lines(Path(f"{prefix}.targets"), [decode(ids) for ids in tokens])
+    _write_lines(Path(f"{prefix}.lengths"), [len(ids) for ids in tokens])
+
+
+def metrics_line(result: TaskResult, split: str) -> str:
+    """One line of metrics.jsonl for a task's result."""
+    head = {"split": split, "step": result.step, "task": result.task}
+    return json.dumps({**head, **result.metrics})
+
+
+def _texts(task: EvalTask, feature: str) -> list[str]:
+    texts = [ex.get(f"{feature}_pretokenized", b"") for ex in task.examples]
+    return [text.decode("utf-8") if isinstance(text, bytes) else str(text) for text in texts]
+
+
+def _write_lines(path: Path, lines: Iterable[Any]) -> None:
+    text = "".join(str(line).replace("\n", " ") + "\n" for line in lines)
+    write_atomically(path, text)
+
+
+def _check_finite(scores: np.ndarray, task: str, step: int) -> None:
+    broken = np.flatnonzero(~np.isfinite(scores))
+    if broken.size:
+        raise UserError(
+            f"{task}: the score of example {broken[0]} at step {step} is {scores[broken[0]]}"
+            f" ({broken.size} of {scores.size} are not finite).",
+            fix="Check the checkpoint with `t0repro checkpoint inspect`, or compute in float32.",
+        )

@@ -1,0 +1,121 @@
+"""The MTF dialect: what gin configured becomes a RunConfig, or an error that names the binding."""
+
+import pytest
+
+from t0repro.config import mtf_gin
+from t0repro.config.run_config import RunConfig
+from t0repro.errors import UserError
+
+FILES = ("dataset.gin", "demo/t5.1.1.demo.gin", "learning_rate_schedules/constant_0_001.gin")
+PARAMS = (
+    "MIXTURE_NAME = 'demo_train'",
+    "utils.run.mesh_shape = []",
+    "utils.run.layout_rules = []",
+    "run.train_steps = 20",
+    "run.batch_size = ('tokens_per_batch', 512)",
+    "run.sequence_length = {'inputs': 64, 'targets': 16}",
+)
+
+
+def load(*params: str, files: tuple[str, ...] = FILES) -> RunConfig:
+    inputs = mtf_gin.GinInputs(
+        "a_model_dir", files, (*PARAMS, *params), module_imports=("t0repro.tasks.demo",)
+    )
+    return mtf_gin.load(inputs)[0]
+
+
+def test_the_demo_recipe_becomes_the_run_that_its_gin_files_describe():
+    config = load("serialize_num_microbatches.tokens_per_microbatch_per_replica = 256")
+    model = config.model
+    assert (model.d_model, model.d_ff, model.num_heads, model.d_kv) == (128, 256, 4, 32)
+    assert (model.num_encoder_layers, model.num_decoder_layers) == (2, 2)
+    assert model.activations == ("gelu", "linear") and not model.logits_from_embedding
+    assert model.vocab_size % 128 == 0
+    assert model.dropout_rate == 0.0
+    assert config.batch_size == 512 // 64
+    assert config.num_microbatches == 2
+    assert config.schedule is not None and config.schedule.name == "constant_learning_rate"
+    assert config.schedule.arguments == {"learning_rate": 0.001}
+    assert config.train_data is not None
+    assert config.train_data.mixture_or_task_name == "demo_train"
+    assert config.dtypes.activation == "float32"
+
+
+def test_every_value_says_which_file_and_line_or_override_set_it():
+    places = load("mesh_train_dataset_fn.seed = 3").provenance
+    assert places["model.d_model"].split(" ")[0].endswith("demo/t5.1.1.demo.gin:6")
+    assert places["model.activations"].endswith("models/t5.1.1.base.gin:17")
+    assert places["train_steps"] == "--gin_param 'run.train_steps = 20'"
+    assert places["train_data.seed"] == "--gin_param 'mesh_train_dataset_fn.seed = 3'"
+    assert places["optimizer.beta1"] == "default of AdafactorOptimizer.beta1"
+
+
+def test_an_override_wins_over_every_file_and_is_named_as_the_place():
+    config = load("d_model = 256", "num_heads = 8")
+    assert (config.model.d_model, config.model.num_heads) == (256, 8)
+    assert config.provenance["model.d_model"].startswith("--gin_param 'd_model = 256'")
+
+
+def test_t5_1_0_ties_its_embeddings_and_has_one_activation():
+    config = load(files=("dataset.gin", "models/t5.1.0.small.gin"))
+    assert config.model.activations == ("relu",)
+    assert config.model.logits_from_embedding
+    assert config.model.dropout_rate == 0.1
+    assert config.schedule is not None and config.schedule.name == "learning_rate_schedule_noam"
+
+
+@pytest.mark.parametrize(
+    ("size", "sequences"),
+    [
+        ("12", 12),
+        ("('sequences_per_batch', 5)", 5),
+        ("('tokens_per_batch', 640)", 10),
+        ("('sequences_per_replica', 3)", 3),
+        ("('tokens_per_replica', 128)", 2),
+    ],
+)
+def test_batch_size_in_its_forms_counts_sequences(size, sequences):
+    assert load(f"run.batch_size = {size}").batch_size == sequences
+
+
+@pytest.mark.parametrize(
+    ("param", "name"),
+    [
+        ("DenseReluDense.use_bias = True", "DenseReluDense.use_bias"),
+        ("DenseReluDense.activation = 'swish'", "DenseReluDense.activation"),
+        ("decoder/SelfAttention.num_memory_heads = 1", "SelfAttention.num_memory_heads"),
+        ("Unitransformer.token_dropout_rate = 0.1", "Unitransformer.token_dropout_rate"),
+        ("encoder/Unitransformer.positional_embedding = True", "positional_embedding"),
+        ("run.optimizer = @optimize.SgdOptimizer", "run.optimizer"),
+        ("run.ensemble_inputs = 2", "run.ensemble_inputs"),
+        ("run.skip_seen_data = True", "run.skip_seen_data"),
+        ("run.model_type = 'lm'", "run.model_type"),
+        ("pack_dataset.use_custom_ops = True", "pack_dataset.use_custom_ops"),
+        ("sublayer_rms_norm.epsilon = 1e-5", "sublayer_rms_norm.epsilon"),
+        ("encoder/DenseReluDense.hidden_size = 512", "DenseReluDense.hidden_size"),
+        ("encoder/sublayer_dropout.dropout_rate = 0.5", "sublayer_dropout.dropout_rate"),
+    ],
+)
+def test_what_the_jax_stack_does_not_do_is_refused_by_name_and_place(param, name):
+    with pytest.raises(UserError, match=name.replace(".", r"\.")) as error:
+        load(param)
+    assert error.value.where is None or param in error.value.where
+    assert "--backend=mtf" in (error.value.fix or "")
+
+
+def test_a_layer_of_another_family_is_refused_with_the_gin_file_that_asks_for_it():
+    with pytest.raises(UserError, match="TalkingHeadsSelfAttention") as error:
+        load(files=("dataset.gin", "models/t5.1.th.base.gin"))
+    assert "t5.1.th.base.gin:" in str(error.value.where)
+
+
+@pytest.mark.parametrize(
+    ("param", "words"),
+    [
+        ("SelfAttention.num_hedas = 1", "doesn't have a parameter named 'num_hedas'"),
+        ("nosuch.thing = 1", "No configurable matching 'nosuch'"),
+    ],
+)
+def test_a_typo_fails_in_gins_own_words(param, words):
+    with pytest.raises(ValueError, match=words):
+        load(param)

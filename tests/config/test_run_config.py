@@ -1,0 +1,118 @@
+"""RunConfig survives JSON, and nothing in it is lost or invented on the way."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from t0repro.config.run_config import (
+    AdafactorConfig,
+    DTypePolicy,
+    EvalDataConfig,
+    ModelConfig,
+    RunConfig,
+    ScheduleConfig,
+    TrainDataConfig,
+)
+
+sizes = st.integers(1, 64)
+fractions = st.floats(0, 1, allow_nan=False)
+names = st.text(max_size=8)
+
+models = st.builds(
+    ModelConfig,
+    num_encoder_layers=sizes,
+    num_decoder_layers=sizes,
+    d_model=sizes,
+    d_ff=sizes,
+    num_heads=sizes,
+    d_kv=sizes,
+    vocab_size=sizes,
+    activations=st.sampled_from([("relu",), ("gelu", "linear")]),
+    logits_from_embedding=st.booleans(),
+    relative_attention_num_buckets=sizes,
+    dropout_rate=fractions,
+    label_smoothing=fractions,
+    z_loss=fractions,
+    loss_denominator=st.none() | fractions,
+)
+runs = st.builds(
+    RunConfig,
+    mode=st.sampled_from(["train", "score_eval"]),
+    model_dir=names,
+    model=models,
+    dtypes=st.builds(
+        DTypePolicy,
+        master=st.sampled_from(["float32", "bfloat16"]),
+        slice=st.just("float32"),
+        activation=st.just("bfloat16"),
+    ),
+    optimizer=st.none()
+    | st.builds(
+        AdafactorConfig,
+        multiply_by_parameter_scale=st.booleans(),
+        decay_exponent=fractions,
+        decay_offset=fractions,
+        beta1=fractions,
+        clipping_threshold=st.none() | fractions,
+        factored=st.booleans(),
+        epsilon1=fractions,
+        epsilon2=fractions,
+        min_dim_size_to_factor=sizes,
+    ),
+    schedule=st.none()
+    | st.builds(
+        ScheduleConfig,
+        name=names,
+        arguments=st.dictionaries(names, fractions, max_size=3),
+        total_train_steps=sizes,
+    ),
+    train_data=st.none()
+    | st.builds(
+        TrainDataConfig,
+        mixture_or_task_name=names,
+        split=names,
+        use_cached=st.booleans(),
+        pack=st.booleans(),
+        shuffle=st.booleans(),
+        seed=st.none() | sizes,
+    ),
+    eval_data=st.none()
+    | st.builds(
+        EvalDataConfig,
+        mixture_or_task_name=names,
+        split=names,
+        use_cached=st.booleans(),
+        pack=st.booleans(),
+        num_eval_examples=sizes,
+        shuffle_eval_examples=st.booleans(),
+        seed=st.none() | sizes,
+    ),
+    sequence_length=st.none() | st.fixed_dictionaries({"inputs": sizes, "targets": sizes}),
+    batch_size=sizes,
+    num_microbatches=sizes,
+    train_steps=sizes,
+    save_checkpoints_steps=sizes,
+    keep_checkpoint_max=st.none() | sizes,
+    init_checkpoint=st.none() | names,
+    eval_checkpoint_step=st.none() | sizes | st.lists(sizes).map(tuple) | st.just("all"),
+    eval_summary_dir=st.none() | names,
+    eval_dir_suffix=st.none() | names,
+    output_eval_examples=st.booleans(),
+    scores_filename=st.none() | names,
+    vocabulary=st.none() | names,
+    provenance=st.dictionaries(names, names, max_size=3),
+)
+
+
+@given(runs)
+def test_a_run_config_read_back_from_json_is_equal_in_every_field(config):
+    read = RunConfig.from_json(config.to_json())
+    assert read == config
+    assert dataclasses.asdict(read) == dataclasses.asdict(config)
+
+
+def test_an_unknown_field_in_json_is_refused():
+    with pytest.raises(KeyError, match="nosuch"):
+        RunConfig.from_json('{"nosuch": 1}')
