@@ -20,8 +20,8 @@ Which axis that is, precisely:
 Mesh TensorFlow sorts descending and stable, and keeps vr (without its first) and vc (without its
 second). For unequal lengths vr is v_row and vc is v_col. For equal lengths, every attention kernel
 of a model with d_model = heads * d_kv, Mesh TensorFlow's first is axis 0 where T5X's d0 is axis 1:
-there vr is v_col and vc is v_row. The update is the same either way, up to rounding, since v_row and
-v_col have the same mean.
+there vr is v_col and vc is v_row. The update is the same either way, up to rounding, since v_row
+and v_col have the same mean.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def new_train_state(params: Any, optimizer: AdafactorConfig, step: int = 0) -> T
 def to_flat_tree(state: TrainState) -> dict[str, np.ndarray]:
     """The state in the form of a checkpoint, on the host."""
     state = jax.device_get(state)
-    flat = {STEP: np.asarray(state.step, np.int32)}
+    flat: dict[str, np.ndarray] = {STEP: np.asarray(state.step, np.int32)}
     for path, value in flax.traverse_util.flatten_dict(state.params, sep="/").items():
         flat[TARGET + path] = np.asarray(value)
     slots = flax.traverse_util.flatten_dict(

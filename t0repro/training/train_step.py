@@ -26,7 +26,7 @@ def make_train_step(
     num_microbatches: int = 1,
     dropout_key: Array | None = None,
 ) -> TrainStep:
-    """A function from state and batch to the next state and {"loss", "learning_rate"}, to be jitted.
+    """A function to jit, from state and batch to the next state and {"loss", "learning_rate"}.
 
     The loss is that of the parameters before the update. Its dropout key is folded with the step
     and with the microbatch's index, so that no two draws of a run are the same.

@@ -1,0 +1,138 @@
+"""What happens between training steps: checkpoints, the progress line."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections import deque
+from typing import TYPE_CHECKING, TextIO
+
+from t0repro.training.checkpoints import save_checkpoint
+from t0repro.training.metrics import StepMetrics
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from t0repro.training.trainer import Trainer
+
+
+class Action:
+    """Something that a Trainer does between steps; each method does nothing unless overridden."""
+
+    def start(self, trainer: Trainer, last_step: int) -> None:
+        """Called when training starts, with the global step at which it will end."""
+
+    def after_step(self, trainer: Trainer) -> None:
+        """Called after each update, while the device may still be computing it."""
+
+    def on_metrics(self, metrics: StepMetrics) -> None:
+        """Called with each step's metrics once they have been read, a step late."""
+
+    def end(self, trainer: Trainer) -> None:
+        """Called when training has ended, by an exception too."""
+
+
+class SaveCheckpoints(Action):
+    """Saves the state every so many steps from the start, and after the last step.
+
+    Args:
+      model_dir: where checkpoint_<step> is made.
+      every: steps between checkpoints.
+      keep: how many of the latest stay; None or 0 keeps all.
+    """
+
+    def __init__(self, model_dir: str | os.PathLike[str], every: int, keep: int | None = None):
+        self._model_dir, self._every, self._keep = model_dir, every, keep
+        self._saved = self._last = 0
+
+    def start(self, trainer: Trainer, last_step: int) -> None:
+        """Counts from the step that training starts at, as Mesh TensorFlow does."""
+        self._saved, self._last = trainer.step, last_step
+
+    def after_step(self, trainer: Trainer) -> None:
+        """Saves when it is time; metrics of all steps until then are on disk before it."""
+        if trainer.step - self._saved >= self._every or trainer.step == self._last:
+            self._save(trainer)
+
+    def end(self, trainer: Trainer) -> None:
+        """Saves where the batches ended before the last step; not where an exception did."""
+        if trainer.step > self._saved and not trainer.failed:
+            self._save(trainer)
+
+    def _save(self, trainer: Trainer) -> None:
+        trainer.flush()
+        save_checkpoint(self._model_dir, trainer.train_state, self._keep)
+        self._saved = trainer.step
+
+
+class ShowProgress(Action):
+    """A live line on a terminal, elsewhere a line every few seconds, both on standard error.
+
+    They show the step, the loss, examples and target tokens per second over the latest steps, and
+    the time that is left.
+
+    Args:
+      interval: seconds between lines where there is no terminal.
+      stream: where to write; standard error by default.
+    """
+
+    def __init__(self, interval: float = 5.0, stream: TextIO | None = None):
+        self._interval = interval
+        self._stream = stream or sys.stderr
+        self._recent: deque[StepMetrics] = deque(maxlen=20)
+        self._bar: Progress | None = None
+        self._first = self._last = 0
+        self._shown_at = 0.0
+
+    def start(self, trainer: Trainer, last_step: int) -> None:
+        """Opens the live line if there is a terminal."""
+        self._first, self._last = trainer.step, last_step
+        self._shown_at = time.monotonic()
+        if self._stream.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+            self._bar = Progress(
+                BarColumn(bar_width=20),
+                TextColumn("{task.description}"),
+                TimeRemainingColumn(),
+                console=Console(file=self._stream),
+                transient=True,
+            )
+            self._bar.start()
+            self._bar.add_task("compiling", total=last_step - self._first)
+
+    def on_metrics(self, metrics: StepMetrics) -> None:
+        """Shows the step, at once on a terminal, else if the last line is old enough."""
+        self._recent.append(metrics)
+        if self._bar is not None:
+            done = metrics.step - self._first
+            self._bar.update(self._bar.task_ids[0], completed=done, description=self._text())
+        elif time.monotonic() - self._shown_at >= self._interval or metrics.step == self._last:
+            self._shown_at = time.monotonic()
+            print(self._text() + ", " + self._time_left() + " left", file=self._stream, flush=True)
+
+    def end(self, trainer: Trainer) -> None:
+        """Closes the live line and leaves its last state."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+            if self._recent:
+                print(self._text(), file=self._stream, flush=True)
+
+    def _text(self) -> str:
+        latest = self._recent[-1]
+        seconds = sum(row.seconds for row in self._recent) or float("inf")
+        examples = sum(row.examples for row in self._recent) / seconds
+        tokens = sum(row.target_tokens for row in self._recent) / seconds
+        return (
+            f"step {latest.step:,} of {self._last:,}, loss {latest.loss:.4f},"
+            f" {examples:,.1f} examples/s, {tokens:,.0f} target tokens/s"
+        )
+
+    def _time_left(self) -> str:
+        per_step = sum(row.seconds for row in self._recent) / len(self._recent)
+        seconds = round((self._last - self._recent[-1].step) * per_step)
+        hours, minutes = seconds // 3600, seconds // 60 % 60
+        return f"{hours}:{minutes:02}:{seconds % 60:02}"

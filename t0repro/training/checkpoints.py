@@ -1,0 +1,207 @@
+"""Checkpoints of the JAX stack: one Orbax directory `checkpoint_<step>/` each, with T5X's tree.
+
+A checkpoint is written under a temporary name and renamed when it is whole. The last file written
+is `integrity.json`, the length and CRC-32 of every other file, so that a file that is missing or was
+changed is named before any value is used. Orbax directories that others wrote have no such file and
+are read without that check.
+
+Trees are flat here: "target/encoder/encoder_norm/scale" -> array (t0repro.training.train_state).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+
+import flax.traverse_util
+import jax
+import numpy as np
+
+from t0repro.config.run_config import AdafactorConfig
+from t0repro.errors import UserError
+from t0repro.files import atomic_directory, write_atomically
+from t0repro.training.train_state import FlatTree, TrainState, from_flat_tree, to_flat_tree
+
+INTEGRITY = "integrity.json"
+_ORBAX_MARKERS = ("_CHECKPOINT_METADATA", "_METADATA")
+_CHOOSE_ANOTHER = "Copy the checkpoint again from where it came from, or choose another step."
+
+PathLike = str | os.PathLike[str]
+
+
+def checkpoint_path(model_dir: PathLike, step: int) -> Path:
+    """Where the checkpoint of a step is: model_dir/checkpoint_<step>."""
+    return Path(model_dir) / f"checkpoint_{step}"
+
+
+def list_checkpoints(model_dir: PathLike) -> list[int]:
+    """Steps of the whole checkpoints in a directory, ascending; empty if there is no directory."""
+    root = Path(model_dir)
+    if not root.is_dir():
+        return []
+    names = (re.fullmatch(r"checkpoint_(\d+)", path.name) for path in root.iterdir())
+    steps = (int(match[1]) for match in names if match)
+    return sorted(step for step in steps if is_checkpoint(checkpoint_path(root, step)))
+
+
+def latest_step(model_dir: PathLike) -> int | None:
+    """The step of the latest whole checkpoint in a directory, or None."""
+    steps = list_checkpoints(model_dir)
+    return steps[-1] if steps else None
+
+
+def is_checkpoint(path: PathLike) -> bool:
+    """Whether a directory is a whole Orbax checkpoint."""
+    return any((Path(path) / name).is_file() for name in (INTEGRITY, *_ORBAX_MARKERS))
+
+
+def save_checkpoint(model_dir: PathLike, state: TrainState, keep: int | None = None) -> Path:
+    """Writes a state as model_dir/checkpoint_<step> and returns that path.
+
+    Args:
+      model_dir: created if it is not there.
+      state: read from the device here, which waits for the step that computes it.
+      keep: how many of the latest checkpoints stay in model_dir; None or 0 keeps all.
+
+    Raises:
+      UserError: if there is a checkpoint of that step already.
+    """
+    path = checkpoint_path(model_dir, int(jax.device_get(state.step)))
+    save_tree(path, to_flat_tree(state))
+    for step in list_checkpoints(model_dir)[:-keep] if keep else []:
+        _remove(checkpoint_path(model_dir, step))
+    return path
+
+
+def restore_checkpoint(path: PathLike, like: TrainState, optimizer: AdafactorConfig) -> TrainState:
+    """The state that a checkpoint holds, on the device.
+
+    Args:
+      path: a checkpoint_<step> directory.
+      like: a state, or its shapes, of the model and optimizer.
+      optimizer: says which slots there are.
+
+    Raises:
+      UserError: if the checkpoint is not whole or is not of this model.
+    """
+    return from_flat_tree(load_tree(path), like, optimizer, where=str(path))
+
+
+def save_tree(path: PathLike, tree: FlatTree) -> None:
+    """Writes a flat tree as an Orbax checkpoint directory; there is no directory until it is whole.
+
+    Raises:
+      UserError: if `path` exists already.
+    """
+    # Orbax takes a second to import, which commands that read no checkpoint need not wait for.
+    import orbax.checkpoint as ocp
+
+    path = Path(path).absolute()
+    arrays = {name: np.asarray(value) for name, value in tree.items()}
+    try:
+        with atomic_directory(path) as temporary:
+            with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+                nested = flax.traverse_util.unflatten_dict(arrays, sep="/")
+                checkpointer.save(temporary, nested, force=True)
+            listing = {"files": _describe_files(temporary)}
+            write_atomically(temporary / INTEGRITY, json.dumps(listing, indent=1))
+    except FileExistsError as error:
+        raise UserError(
+            "There is a checkpoint already.",
+            where=str(path),
+            fix="Remove it or choose another name.",
+        ) from error
+
+
+def load_tree(path: PathLike) -> dict[str, np.ndarray]:
+    """Reads an Orbax checkpoint directory as a flat tree of numpy arrays; needs no model.
+
+    Raises:
+      UserError: if there is no checkpoint or a file of it is missing or damaged, by its name.
+    """
+    import orbax.checkpoint as ocp
+
+    path = Path(path).absolute()
+    check_integrity(path)
+    try:
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+            metadata = checkpointer.metadata(path).item_metadata.tree
+            as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), metadata)
+            nested = checkpointer.restore(path, restore_args=as_numpy)
+    except Exception as error:  # Orbax and TensorStore raise many kinds for a damaged checkpoint.
+        message = str(error).strip().splitlines() or [type(error).__name__]
+        raise UserError(
+            f"The checkpoint cannot be read: {message[0]}", where=str(path), fix=_CHOOSE_ANOTHER
+        ) from error
+    flat = flax.traverse_util.flatten_dict(nested, sep="/")
+    return {name: np.asarray(value) for name, value in flat.items() if value is not None}
+
+
+def load_nested(path: PathLike) -> dict:
+    """`load_tree` as nested dictionaries: {"target": {"encoder": ...}, "state": {"step": ...}}."""
+    return flax.traverse_util.unflatten_dict(load_tree(path), sep="/")
+
+
+def check_integrity(path: PathLike) -> None:
+    """Raises a UserError unless a checkpoint is there and its files are as they were written."""
+    path = Path(path)
+    if not is_checkpoint(path):
+        raise UserError(
+            "There is no whole JAX checkpoint here.",
+            where=str(path),
+            fix="Name a checkpoint_<step> directory that a training run or a conversion wrote.",
+        )
+    if not (path / INTEGRITY).is_file():
+        return
+    expected = json.loads((path / INTEGRITY).read_text())["files"]
+    for name, written in expected.items():
+        file = path / name
+        if not file.is_file():
+            problem = "A file of the checkpoint is missing."
+        elif file.stat().st_size != written["bytes"]:
+            problem = (
+                f"A file of the checkpoint has {file.stat().st_size:,} bytes;"
+                f" {written['bytes']:,} were written."
+            )
+        elif _crc32(file) != written["crc32"]:
+            problem = "A file of the checkpoint is not what was written (its CRC-32 differs)."
+        else:
+            continue
+        raise UserError(problem, where=str(file), fix=_CHOOSE_ANOTHER)
+
+
+def remove_interrupted_saves(model_dir: PathLike) -> None:
+    """Removes what saves that were killed left in a model_dir that no other process writes to."""
+    for path in Path(model_dir).glob(".checkpoint_*.tmp*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _describe_files(path: Path) -> Mapping[str, Mapping[str, int]]:
+    """Length and CRC-32 of every file below a directory."""
+    files = sorted(file for file in path.rglob("*") if file.is_file())
+    return {
+        file.relative_to(path).as_posix(): {"bytes": file.stat().st_size, "crc32": _crc32(file)}
+        for file in files
+    }
+
+
+def _crc32(file: Path) -> int:
+    """CRC-32 of a file's bytes."""
+    value = 0
+    with open(file, "rb") as stream:
+        while block := stream.read(1 << 22):
+            value = zlib.crc32(block, value)
+    return value
+
+
+def _remove(path: Path) -> None:
+    """Removes a checkpoint so that it is never listed half removed."""
+    hidden = path.with_name(f".{path.name}.removed.tmp")
+    shutil.rmtree(hidden, ignore_errors=True)
+    os.rename(path, hidden)
+    shutil.rmtree(hidden)

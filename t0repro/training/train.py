@@ -1,0 +1,129 @@
+"""Training on the JAX stack, from a RunConfig and batches to checkpoints, top to bottom."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import jax
+
+from t0repro.config.run_config import AdafactorConfig, RunConfig
+from t0repro.errors import UserError
+from t0repro.model.t5 import T5, count_parameters, initial_parameters
+from t0repro.training.actions import Action, SaveCheckpoints, ShowProgress
+from t0repro.training.checkpoints import (
+    checkpoint_path,
+    latest_step,
+    load_tree,
+    remove_interrupted_saves,
+)
+from t0repro.training.metrics import MetricsManager
+from t0repro.training.schedules import make_schedule
+from t0repro.training.train_state import FlatTree, TrainState, from_flat_tree, new_train_state
+from t0repro.training.trainer import NumpyBatch, Trainer
+from t0repro.training.writers import Writer
+
+
+def train(
+    config: RunConfig,
+    batches: Iterable[NumpyBatch] | Callable[[], Iterable[NumpyBatch]],
+    *,
+    restore_from: FlatTree | str | Path | None = None,
+    seed: int = 0,
+    actions: Sequence[Action] = (),
+    writers: Sequence[Writer] = (),
+    say: Callable[[str], None] | None = None,
+) -> TrainState:
+    """Trains until the global step is config.train_steps and returns the last state.
+
+    Starts from the latest checkpoint in config.model_dir; without one, from `restore_from`, slots and
+    step included; without that, from freshly drawn parameters.
+
+    Args:
+      config: of mode "train".
+      batches: numpy batches as in t0repro.model.t5, or a function that opens them, which is
+        called only when there is a step to do.
+      restore_from: a flat tree, as a converter reads it off any checkpoint, or the path of a JAX
+        checkpoint: config.init_checkpoint in a form that this stack can read.
+      seed: of the parameters' first values and of dropout.
+      actions: run between steps beside those of every run (checkpoints, the progress line).
+      writers: of metrics, beside metrics.jsonl and TensorBoard's event files.
+      say: takes one line of what is being done; standard error by default.
+
+    Raises:
+      UserError: if the configuration cannot be trained, a checkpoint does not fit, or a loss is not
+        finite.
+    """
+    say = say or (lambda line: print(line, file=sys.stderr, flush=True))
+
+    # ---------------------------------------------------------------- model and optimizer
+    if config.optimizer is None or config.schedule is None:
+        raise UserError(
+            "There is no optimizer or no learning-rate schedule.",
+            where="utils.run",
+            fix="Bind utils.run.optimizer and utils.run.learning_rate_schedule.",
+        )
+    model, optimizer = T5(config.model, config.dtypes), config.optimizer
+    schedule = make_schedule(config.schedule)
+    fresh = jax.eval_shape(lambda: _fresh_state(model, optimizer, seed))
+    device = f"{jax.devices()[0].device_kind} ({jax.default_backend()})"
+    count = f"{count_parameters(fresh.params):,} parameters"
+    say(f"model: {count}, activations {config.dtypes.activation}; device: {device}")
+
+    # ---------------------------------------------------------------- where to start
+    model_dir = Path(config.model_dir)
+    remove_interrupted_saves(model_dir)
+    found = latest_step(model_dir)
+    if found is not None:
+        restore_from = checkpoint_path(model_dir, found)
+    if restore_from is None:
+        state = _fresh_state(model, optimizer, seed)
+        say(f"start: new parameters from seed {seed}")
+    else:
+        where = "init_checkpoint"
+        if isinstance(restore_from, str | Path):
+            where, restore_from = str(restore_from), load_tree(restore_from)
+        state = from_flat_tree(restore_from, fresh, optimizer, where=where)
+        say(f"start: step {int(state.step):,} of {where}")
+
+    # ---------------------------------------------------------------- anything to do?
+    start_step = int(state.step)
+    if start_step >= config.train_steps:
+        say(
+            f"nothing to train: step {start_step:,} is not before train_steps {config.train_steps:,}"
+        )
+        return state
+
+    # ---------------------------------------------------------------- the loop
+    parts = f"{config.batch_size} sequences in {config.num_microbatches} microbatches"
+    say(f"train: steps {start_step:,} to {config.train_steps:,}, a batch is {parts}")
+    trainer = Trainer(
+        model,
+        state,
+        optimizer=optimizer,
+        schedule=schedule,
+        num_microbatches=config.num_microbatches,
+        seed=seed,
+        metrics=MetricsManager(model_dir, start_step, writers),
+        actions=[
+            ShowProgress(),
+            SaveCheckpoints(model_dir, config.save_checkpoints_steps, config.keep_checkpoint_max),
+            *actions,
+        ],
+    )
+    with trainer:
+        done = trainer.train(
+            batches() if callable(batches) else batches, config.train_steps - start_step
+        )
+
+    # ---------------------------------------------------------------- the end
+    if trainer.step < config.train_steps:
+        say(f"the batches ended after {done:,} steps, at step {trainer.step:,}")
+    say(f"checkpoint: {checkpoint_path(model_dir, trainer.step)}")
+    return trainer.train_state
+
+
+def _fresh_state(model: T5, optimizer: AdafactorConfig, seed: int) -> TrainState:
+    """Parameters drawn from the seed, zero slots, step 0."""
+    return new_train_state(initial_parameters(model, jax.random.key(seed)), optimizer)

@@ -1,0 +1,242 @@
+"""The Trainer: it owns a train state, steps it through batches and runs actions between steps."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import jax
+import numpy as np
+
+from t0repro.config.run_config import AdafactorConfig
+from t0repro.errors import UserError
+from t0repro.model.t5 import T5
+from t0repro.training.actions import Action
+from t0repro.training.loss import (
+    count_examples,
+    count_targets,
+    evaluation_metrics,
+    evaluation_sums,
+    loss_denominator,
+)
+from t0repro.training.metrics import MetricsManager, StepMetrics
+from t0repro.training.schedules import Schedule
+from t0repro.training.train_state import TrainState
+from t0repro.training.train_step import make_train_step
+
+NumpyBatch = Mapping[str, np.ndarray]
+
+# Features that the model reads; positions are not among them (t0repro.model.t5).
+FEATURES = ("inputs", "targets", "inputs_segmentation", "targets_segmentation")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pending:
+    """A step whose loss the device may still be computing."""
+
+    step: int
+    values: Mapping[str, jax.Array]
+    target_tokens: int
+    examples: int
+
+
+class Trainer:
+    """Trains and evaluates one model.
+
+        with Trainer(model, state, optimizer=..., schedule=...) as trainer:
+            trainer.train(batches, num_steps=1000)
+
+    Batches go to the device, and losses come back, explicitly; any other transfer inside a step is
+    an error. A step's loss is read while the device computes the next step.
+
+    Args:
+      model: the model.
+      state: where to start. It belongs to the trainer from now on: its buffers are reused.
+      optimizer: Adafactor's options.
+      schedule: learning rate of each global step.
+      num_microbatches: equal parts of a batch.
+      seed: of dropout.
+      metrics: where metrics are written, if anywhere.
+      actions: run in this order.
+    """
+
+    def __init__(
+        self,
+        model: T5,
+        state: TrainState,
+        *,
+        optimizer: AdafactorConfig,
+        schedule: Schedule,
+        num_microbatches: int = 1,
+        seed: int = 0,
+        metrics: MetricsManager | None = None,
+        actions: Sequence[Action] = (),
+    ):
+        self._model, self._state = model, state
+        self._metrics, self._actions = metrics, actions
+        self._num_microbatches = num_microbatches
+        # Apart from the key that parameters are drawn with, which is that of the seed itself.
+        key = jax.random.fold_in(jax.random.key(seed), 1) if model.config.dropout_rate else None
+        train_step = make_train_step(
+            model, optimizer, schedule, num_microbatches=num_microbatches, dropout_key=key
+        )
+        self._train_step = jax.jit(train_step, donate_argnums=0)
+        self._evaluate = jax.jit(evaluation_sums, static_argnums=0)
+        self._compiled: dict[Any, Callable] = {}
+        self._pending: _Pending | None = None
+        self._read_at = 0.0
+        self.step = int(jax.device_get(state.step))
+        self.failed = False
+
+    @property
+    def train_state(self) -> TrainState:
+        """The state after the latest step; valid until the next step."""
+        return self._state
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._metrics is not None:
+            self._metrics.close()
+
+    def compile(self, batch: NumpyBatch) -> None:
+        """Compiles the train step for batches of this one's features and shapes, if it is not yet.
+
+        Raises:
+          UserError: if the batch lacks a feature or is no multiple of the number of microbatches.
+        """
+        self._step_for(_device_batch(batch))
+
+    def train(self, batches: Iterable[NumpyBatch], num_steps: int) -> int:
+        """Does up to `num_steps` updates and returns how many there were batches for.
+
+        Raises:
+          UserError: if a loss is not finite, or for a batch that `compile` refuses.
+        """
+        last_step = self.step + num_steps
+        started: list[Action] = []
+        try:
+            for action in self._actions:
+                started.append(action)
+                action.start(self, last_step)
+            first = self.step
+            self._read_at = 0.0
+            for batch in itertools.islice(batches, num_steps):
+                self._do_step(batch)
+                for action in self._actions:
+                    action.after_step(self)
+            self.flush()
+            return self.step - first
+        except BaseException:
+            self.failed = True
+            raise
+        finally:
+            for action in started:
+                action.end(self)
+
+    def eval(self, batches: Iterable[NumpyBatch], split: str = "eval") -> dict[str, float]:
+        """Mesh TensorFlow's teacher-forced metrics over all batches, without dropout or z_loss.
+
+        They are also written as the metrics of `split` at the current step.
+
+        Returns:
+          `loss`, its mean over the batches as in training; `neg_log_perplexity`, the mean natural
+          log-likelihood of a target; `token_accuracy`; `sequence_accuracy`; `num_eval_tokens`.
+        """
+        self.flush()
+        sums: dict[str, float] = collections.defaultdict(float)
+        for batch in batches:
+            denominator = loss_denominator(self._model.config, batch)
+            values = self._evaluate(
+                self._model, self._state.params, _device_batch(batch), denominator=denominator
+            )
+            for name, value in jax.device_get(values).items():
+                sums[name] += float(value)
+        metrics = evaluation_metrics(sums)
+        if self._metrics is not None:
+            self._metrics.write(split, self.step, metrics)
+            self._metrics.flush()
+        return metrics
+
+    def flush(self) -> None:
+        """Waits for the latest step and writes its metrics."""
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            self._record(pending)
+        if self._metrics is not None:
+            self._metrics.flush()
+
+    def _do_step(self, batch: NumpyBatch) -> None:
+        """Starts one update and records the one before."""
+        on_device = _device_batch(batch)
+        step = self._step_for(on_device)
+        self._read_at = self._read_at or time.perf_counter()
+        with jax.transfer_guard("disallow"):
+            self._state, values = step(self._state, on_device)
+        self.step += 1
+        previous = self._pending
+        self._pending = _Pending(self.step, values, count_targets(batch), count_examples(batch))
+        if previous is not None:
+            self._record(previous)
+
+    def _step_for(self, batch: Mapping[str, jax.Array]) -> Callable:
+        """The train step compiled for a batch of these shapes."""
+        shapes = tuple(sorted((name, x.shape) for name, x in batch.items()))
+        if shapes not in self._compiled:
+            rows = batch["targets"].shape[0]
+            if rows % self._num_microbatches:
+                raise UserError(
+                    f"A batch of {rows} rows has no {self._num_microbatches} equal microbatches.",
+                    where="utils.run.batch_size",
+                    fix="Choose a batch size that is a multiple of the number of microbatches.",
+                )
+            self._compiled[shapes] = self._train_step.lower(self._state, batch).compile()
+        return self._compiled[shapes]
+
+    def _record(self, pending: _Pending) -> None:
+        """Reads a step's loss and hands its metrics on."""
+        values = jax.device_get(pending.values)
+        now = time.perf_counter()
+        metrics = StepMetrics(
+            step=pending.step,
+            loss=float(values["loss"]),
+            learning_rate=float(values["learning_rate"]),
+            target_tokens=pending.target_tokens,
+            examples=pending.examples,
+            seconds=round(now - self._read_at, 6),
+        )
+        self._read_at = now
+        if not math.isfinite(metrics.loss):
+            raise UserError(
+                f"The loss of step {metrics.step} is {metrics.loss}.",
+                where="training",
+                fix="Start again from an earlier checkpoint with a lower learning rate.",
+            )
+        if self._metrics is not None:
+            self._metrics.write_step(metrics)
+        for action in self._actions:
+            action.on_metrics(metrics)
+
+
+def _device_batch(batch: NumpyBatch) -> dict[str, jax.Array]:
+    """The features that the model reads, on the device."""
+    missing = [name for name in ("inputs", "targets") if name not in batch]
+    if missing:
+        raise UserError(
+            f"A batch has no {' and no '.join(missing)}; it has {', '.join(sorted(batch))}.",
+            where="the batches",
+            fix="Train an encoder-decoder model on a task with inputs and targets.",
+        )
+    return jax.device_put({name: batch[name] for name in FEATURES if name in batch})
