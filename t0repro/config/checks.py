@@ -42,8 +42,12 @@ def configuration_errors() -> Iterator[None]:
                 where="--module_import, or an `import` line of a gin file",
                 fix="Check the module's name; its folder must be on PYTHONPATH or installed.",
             ) from error
-        message = " ".join(map(str, error.args)) or repr(error)
-        raise UserError(message.strip(), fix="Mend the gin file or the override.") from error
+        where = None
+        if isinstance(error, SyntaxError) and error.text:
+            where = f"{error.filename or '--gin_param'}: {error.text.strip()}"
+        # gin appends the whole configuration to what it says of an undefined macro.
+        message = str(error).partition(" in config string:")[0].strip() or repr(error)
+        raise UserError(message, where=where, fix="Mend the gin file or the override.") from error
 
 
 def check_run(model_dir: str, *, jax: bool) -> None:

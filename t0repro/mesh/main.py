@@ -18,7 +18,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from absl import app, flags
+from absl import app, flags, logging
 
 from t0repro.errors import UserError
 
@@ -65,7 +65,10 @@ def _parse_flags(arguments: Sequence[str]) -> list[str]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Checks the inputs and runs the chosen stack; exits with 2 for a mistake of the user's."""
+    """Checks the inputs and runs the chosen stack; exits with 2 for a mistake of the user's.
+
+    Anything else that fails keeps its traceback: it may come hours into a run.
+    """
     options = flags.FLAGS
     try:
         if len(arguments) > 1:
@@ -96,6 +99,8 @@ def run(options: Any) -> None:
                 fix="Give the path of a SentencePiece model file.",
             )
         os.environ["T0REPRO_VOCAB"] = options.vocab
+    if not options.debug and not options["verbosity"].present:
+        logging.set_verbosity(logging.WARNING)
     if options.backend == "jax":
         _check(options)
         from t0repro import backend_jax
