@@ -119,7 +119,11 @@ class ScoreComparison:
 
 @dataclasses.dataclass(frozen=True)
 class LossRow:
-    """The losses of two runs after the same update; the difference is relative to the first."""
+    """The losses of two runs after the same update.
+
+    Attributes:
+      relative_difference: to the first run's loss; absolute where that is zero.
+    """
 
     step: int
     loss_a: float
@@ -324,8 +328,7 @@ def _check_same_pairs(a: TaskScores, b: TaskScores) -> None:
 
 def _loss_row(step: int, loss_a: float, loss_b: float) -> LossRow:
     difference = abs(loss_a - loss_b)
-    relative = difference / abs(loss_a) if loss_a else (math.inf if difference else 0.0)
-    return LossRow(step, loss_a, loss_b, relative)
+    return LossRow(step, loss_a, loss_b, difference / abs(loss_a) if loss_a else difference)
 
 
 def _extent(losses: dict[int, float]) -> str:

@@ -1,0 +1,122 @@
+"""Builds a report: scores of one run, and what else there is to put beside them."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Collection, Mapping
+
+from t0repro.evaluation import provenance
+from t0repro.evaluation.compare import compare_losses, compare_scores
+from t0repro.evaluation.outputs import latest_step
+from t0repro.evaluation.report import Bootstrap, Report
+from t0repro.evaluation.summary import (
+    PromptInfo,
+    fixed_classes,
+    loss_curve,
+    rank_folder,
+    summarize,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Beside:
+    """What a report may show beside its own run's scores.
+
+    Attributes:
+      other_label: what to call the second run.
+      other_eval_dir: the second run's `<split>_eval` folder.
+      metrics: metrics.jsonl of the training, for its loss curve.
+      losses: two metrics.jsonl to compare, this run's stack first.
+      conversion: what a conversion of the checkpoint and back gave, as text.
+      notes: sentences for the top of the report.
+    """
+
+    other_label: str | None = None
+    other_eval_dir: str | os.PathLike[str] | None = None
+    metrics: str | os.PathLike[str] | None = None
+    losses: tuple[str | os.PathLike[str], str | os.PathLike[str]] | None = None
+    losses_labels: tuple[str, str] | None = None
+    conversion: str | None = None
+    notes: tuple[str, ...] = ()
+
+
+def make_report(
+    eval_dir: str | os.PathLike[str],
+    prompts: Mapping[str, PromptInfo],
+    *,
+    label: str,
+    training_datasets: Collection[str] | None = None,
+    training_tasks: Collection[str] = (),
+    step: int | None = None,
+    title: str = "Rank evaluation",
+    bootstrap: Bootstrap | None = None,
+    checkpoint: str | None = None,
+    device: str | None = None,
+    duration_seconds: float | None = None,
+    beside: Beside | None = None,
+) -> Report:
+    """Ranks a folder's tasks and gathers the report; nothing is written.
+
+    Args:
+      eval_dir: the `<split>_eval` folder.
+      prompts: task name -> its prompt, as t0repro.tasks.prompted_tasks() gives them; may be empty.
+      label: what to call the run, for instance `jax`.
+      training_datasets: labels of the datasets that were trained on, as summary.dataset_label gives
+        them; None where unknown.
+      training_tasks: names of the tasks that were trained on.
+      step: the step to report, the latest in the folder when None.
+      title: the report's heading.
+      bootstrap: how to make the intervals.
+      checkpoint: path of the checkpoint.
+      device: what it was evaluated on.
+      duration_seconds: how long the evaluation took.
+      beside: a second run, losses and text.
+
+    Raises:
+      UserError: if files are missing or cannot be read, or scores are NaN.
+    """
+    bootstrap, beside = bootstrap or Bootstrap(), beside or Beside()
+    step = latest_step(eval_dir) if step is None else step
+    results = rank_folder(eval_dir, prompts, step=step)
+    groups, datasets = summarize(
+        results,
+        prompts,
+        eval_dir=eval_dir,
+        training_datasets=training_datasets,
+        training_tasks=training_tasks,
+        bootstrap=bootstrap,
+    )
+    other = beside.other_label or "other"
+    stacks = losses = None
+    if beside.other_eval_dir is not None:
+        stacks = compare_scores(
+            eval_dir,
+            beside.other_eval_dir,
+            step_a=step,
+            label_a=label,
+            label_b=other,
+            num_classes=fixed_classes(prompts),
+        )
+    if beside.losses is not None:
+        label_a, label_b = beside.losses_labels or (label, other)
+        losses = compare_losses(*beside.losses, label_a=label_a, label_b=label_b)
+    return Report(
+        title=title,
+        provenance=provenance.collect(
+            eval_dir,
+            label=label,
+            step=step,
+            checkpoint=checkpoint,
+            device=device,
+            duration_seconds=duration_seconds,
+        ),
+        bootstrap=bootstrap,
+        groups=groups,
+        datasets=datasets,
+        stacks=stacks,
+        losses=losses,
+        loss_curve=loss_curve(beside.metrics, label) if beside.metrics is not None else None,
+        conversion=beside.conversion,
+        notes=tuple(beside.notes),
+    )

@@ -1,0 +1,245 @@
+"""The report's plots as inline SVG that takes its colours from the page, light or dark.
+
+Matplotlib draws in stand-in colours; each is then replaced by the page's CSS variable of that role,
+and what an inline SVG has no use for (metadata, its own style sheet, ids) is taken out.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from t0repro.evaluation.report import DatasetResult, LossCurve, PromptResult
+
+_SVG = "http://www.w3.org/2000/svg"
+_XLINK = "http://www.w3.org/1999/xlink"
+
+# Role -> a colour that occurs nowhere else in a figure, so that it can be told apart afterwards.
+_ROLES = {
+    "ink": "#010203",
+    "muted": "#040506",
+    "grid": "#070809",
+    "accent": "#0a0b0c",
+    "band": "#0d0e0f",
+    "chance": "#101112",
+}
+_SETTINGS: dict[Any, Any] = {
+    "svg.fonttype": "none",  # text stays text: searchable, and in the page's font
+    "svg.hashsalt": "t0repro",  # the same figure gives the same bytes
+    "font.family": "sans-serif",
+    "font.size": 10.5,
+    "text.color": _ROLES["ink"],
+    "axes.edgecolor": _ROLES["grid"],
+    "xtick.color": _ROLES["muted"],
+    "ytick.color": _ROLES["muted"],
+    "xtick.labelcolor": _ROLES["muted"],
+    "ytick.labelcolor": _ROLES["ink"],
+    "axes.labelcolor": _ROLES["muted"],
+    "grid.color": _ROLES["grid"],
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.spines.left": False,
+}
+
+
+def accuracy_plot(datasets: Sequence[DatasetResult], label: str) -> str:
+    """A row per dataset: box and dots over prompts, chance, and the mean with its interval.
+
+    Args:
+      datasets: at least one.
+      label: what assistive technology reads.
+    """
+    import matplotlib
+
+    with matplotlib.rc_context(_SETTINGS):
+        figure, axes = _figure(0.9 + 0.62 * len(datasets), left=0.27)
+        tips: dict[str, str] = {}
+        for row, dataset in enumerate(datasets):
+            _draw_dataset(axes, len(datasets) - 1 - row, dataset, row, tips)
+        axes.set_yticks(range(len(datasets)), [d.dataset for d in reversed(datasets)])
+        axes.set_ylim(-0.6, len(datasets) - 0.4)
+        axes.set_xlim(-2, 102)
+        axes.set_xlabel("accuracy, percent")
+        axes.grid(axis="x", linewidth=0.7)
+        axes.set_axisbelow(True)
+        axes.tick_params(length=0)
+        return _inline(figure, label, tips)
+
+
+def loss_plot(curve: LossCurve, label: str) -> str:
+    """Training loss by step."""
+    import matplotlib
+    from matplotlib.ticker import MaxNLocator
+
+    with matplotlib.rc_context(_SETTINGS):
+        figure, axes = _figure(2.9, left=0.09)
+        marker = "o" if len(curve.steps) < 30 else ""
+        axes.plot(
+            curve.steps,
+            curve.losses,
+            color=_ROLES["accent"],
+            linewidth=1.6,
+            marker=marker,
+            markersize=3.5,
+        )
+        axes.set_xlabel("step")
+        axes.set_ylabel("training loss")
+        axes.grid(axis="y", linewidth=0.7)
+        axes.set_axisbelow(True)
+        axes.tick_params(length=0)
+        axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
+        axes.ticklabel_format(axis="x", style="plain", useOffset=False)
+        return _inline(figure, label, {})
+
+
+def _figure(height: float, left: float):
+    """A figure 7.6 inches wide and its axes; pyplot, with its global state, is not involved."""
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.6, height))
+    FigureCanvasSVG(figure)
+    figure.patch.set_alpha(0)
+    bottom = 0.55 / height
+    axes = figure.add_axes((left, bottom, 0.98 - left, 0.94 - bottom))
+    axes.patch.set_alpha(0)
+    return figure, axes
+
+
+def _draw_dataset(axes, y: float, dataset: DatasetResult, row: int, tips: dict[str, str]) -> None:
+    """Chance, the box and the dots and, below them, the mean's interval."""
+    axes.plot(
+        [dataset.chance] * 2,
+        [y - 0.42, y + 0.42],
+        color=_ROLES["chance"],
+        linewidth=1.6,
+        linestyle=(0, (3, 2)),
+        gid=f"chance-{row}",
+        zorder=2.5,  # over the box, under the dots
+    )
+    tips[f"chance-{row}"] = f"{dataset.dataset}: chance {dataset.chance:.1f}%"
+    if len(dataset.prompts) > 2:
+        _draw_box(axes, y + 0.08, dataset)
+    for i, prompt in enumerate(dataset.prompts):
+        # Neighbours are shifted by a fixed pattern, so that equal accuracies stay apart.
+        shift = 0.08 + 0.1 * ((i * 2) % 5 - 2) / 2 if len(dataset.prompts) > 1 else 0.08
+        name = f"prompt-{row}-{i}"
+        axes.plot(
+            [prompt.accuracy],
+            [y + shift],
+            marker="o",
+            markersize=6,
+            markeredgewidth=0,
+            color=_ROLES["accent"],
+            alpha=0.75,
+            gid=name,
+            zorder=3,
+        )
+        tips[name] = prompt_tip(prompt)
+    mean, interval, low = dataset.accuracy.mean, dataset.mean_interval, y - 0.3
+    axes.plot([interval.low, interval.high], [low, low], color=_ROLES["ink"], linewidth=1.6)
+    axes.plot([mean], [low], marker="D", markersize=4.5, color=_ROLES["ink"], gid=f"mean-{row}")
+    tips[f"mean-{row}"] = (
+        f"{dataset.dataset}: mean over prompts {mean:.1f}%,"
+        f" 95% interval {interval.low:.1f} to {interval.high:.1f}"
+    )
+
+
+def _draw_box(axes, y: float, dataset: DatasetResult) -> None:
+    spread = dataset.accuracy
+    box = {
+        "med": spread.median,
+        "q1": spread.lower_quartile,
+        "q3": spread.upper_quartile,
+        "whislo": spread.minimum,
+        "whishi": spread.maximum,
+    }
+    line = {"color": _ROLES["muted"], "linewidth": 1}
+    axes.bxp(
+        [box],
+        positions=[y],
+        orientation="horizontal",
+        widths=0.36,
+        showfliers=False,
+        patch_artist=True,
+        boxprops={"facecolor": _ROLES["band"], "edgecolor": _ROLES["muted"], "linewidth": 1},
+        medianprops={"color": _ROLES["ink"], "linewidth": 2},
+        whiskerprops=line,
+        capprops=line,
+        manage_ticks=False,
+    )
+
+
+def prompt_tip(prompt: PromptResult) -> str:
+    """What hovering over a prompt shows: its figures, its text and one rendering."""
+    lines = [
+        f"{prompt.template_name}: {prompt.accuracy:.1f}%"
+        f" ({prompt.interval.low:.1f} to {prompt.interval.high:.1f}), {prompt.examples} examples"
+    ]
+    if prompt.prompt:
+        lines.append(_shortened(prompt.prompt, 700))
+    if prompt.first_input:
+        lines.append("First input: " + _shortened(prompt.first_input, 300))
+    return "\n\n".join(lines)
+
+
+def _shortened(text: str, length: int) -> str:
+    return text if len(text) <= length else text[: length - 1].rstrip() + "\u2026"
+
+
+def _inline(figure, label: str, tips: Mapping[str, str]) -> str:
+    """The figure as an <svg> element that fits its page; `tips` are shown on hover by group id."""
+    buffer = io.StringIO()
+    # No creator, no date: nothing that names an address or differs between equal reports
+    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    figure.savefig(buffer, format="svg", transparent=True, metadata=nothing)
+    root = ElementTree.fromstring(buffer.getvalue())
+    for parent in list(root.iter()):
+        for child in list(parent):
+            if child.tag.endswith(("}metadata", "}style")) or child.tag in ("metadata", "style"):
+                parent.remove(child)
+    _add_tips(root, tips)
+    _tidy_ids(root, prefix=re.sub(r"\W+", "-", label.lower()))
+    for name in ("width", "height", "version"):
+        root.attrib.pop(name, None)
+    root.set("role", "group")
+    root.set("aria-label", label)
+    ElementTree.register_namespace("", _SVG)
+    text = ElementTree.tostring(root, encoding="unicode")
+    for role, colour in _ROLES.items():
+        text = text.replace(colour, f"var(--{role})")
+    # The page's font; the size stays
+    return re.sub(r"(font(?:-family)?: (?:[\w.]+px )?)[^;\"]+", r"\1var(--font)", text)
+
+
+def _add_tips(root: ElementTree.Element, tips: Mapping[str, str]) -> None:
+    for element in root.iter():
+        tip = tips.get(element.get("id", ""))
+        if tip is not None:
+            element.set("data-tip", tip)
+            title = ElementTree.Element(f"{{{_SVG}}}title")
+            title.text = tip
+            element.insert(0, title)
+
+
+def _tidy_ids(root: ElementTree.Element, prefix: str) -> None:
+    """Keeps only the ids that are referred to, made unique to this figure on its page."""
+    link = f"{{{_XLINK}}}href"
+    used = set()
+    for element in root.iter():
+        if link in element.attrib:
+            used.add(element.attrib[link].removeprefix("#"))
+        for value in element.attrib.values():
+            used.update(re.findall(r"url\(#([^)]+)\)", value))
+    for element in root.iter():
+        name = element.attrib.pop("id", None)
+        if name in used:
+            element.set("id", f"{prefix}-{name}")
+        if link in element.attrib:
+            target = element.attrib.pop(link).removeprefix("#")
+            element.set("href", f"#{prefix}-{target}")
+        for key, value in element.attrib.items():
+            element.set(key, re.sub(r"url\(#([^)]+)\)", rf"url(#{prefix}-\1)", value))

@@ -1,0 +1,265 @@
+"""A report as Markdown and as one self-contained HTML page, and all three files written."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from t0repro.evaluation.plots import accuracy_plot, loss_plot, prompt_tip
+from t0repro.evaluation.report import GROUP_TITLES, DatasetResult, Report
+from t0repro.evaluation.terminal import (
+    loss_cells,
+    losses_in_words,
+    scores_in_words,
+    thinned_losses,
+)
+from t0repro.files import write_atomically
+
+_TEMPLATES = Path(__file__).parent / "templates"
+
+
+def write_report(report: Report, out: str | os.PathLike[str]) -> list[Path]:
+    """Writes report.json, report.md and report.html into a folder; returns their paths.
+
+    All three are rendered before the first is written, and each is renamed into place.
+    """
+    contents = {
+        "report.json": report.to_json(),
+        "report.md": render_markdown(report),
+        "report.html": render_html(report),
+    }
+    paths = [Path(out) / name for name in contents]
+    for path in paths:
+        write_atomically(path, contents[path.name])
+    return paths
+
+
+def render_html(report: Report) -> str:
+    """The page, with its style, script and plots inside it: it requests nothing."""
+    import jinja2
+    import markupsafe
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_TEMPLATES),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        keep_trailing_newline=True,
+    )
+    groups = [(group, _members(report, group.group)) for group in report.groups]
+    curve = report.loss_curve
+    return environment.get_template("report.html").render(
+        report=report,
+        written=_written(report),
+        counts={"datasets": _count_datasets(report), "prompts": _count_prompts(report)},
+        confidence=_confidence(report),
+        plots=[
+            (group, markupsafe.Markup(accuracy_plot(members, f"Accuracy, {group.title}")))
+            for group, members in groups
+        ],
+        loss_svg=markupsafe.Markup(loss_plot(curve, "Training loss by step")) if curve else None,
+        stack_lines=scores_in_words(report.stacks) if report.stacks else [],
+        loss_line=losses_in_words(report.losses) if report.losses else None,
+        loss_rows=[(row, loss_cells(row)) for row in thinned_losses(report.losses)]
+        if report.losses
+        else [],
+        provenance=_provenance(report),
+        method=_method(report),
+        tip=prompt_tip,
+        css=_asset("report.css"),
+        script=_asset("report.js"),
+    )
+
+
+def render_markdown(report: Report) -> str:
+    """The report's tables as GitHub-flavoured Markdown."""
+    source = report.provenance
+    parts = [
+        f"# {report.title}",
+        f"{source.label}, step {source.step}: rank classification of {_count_datasets(report)}"
+        f" datasets under {_count_prompts(report)} prompts. Written {_written(report)}.",
+        *report.notes,
+        _groups_table(report),
+        "## Accuracy by dataset",
+        _datasets_table(report.datasets),
+        "## Prompts",
+        _prompts_table(report.datasets),
+    ]
+    if report.stacks or report.losses:
+        parts.append("## The two stacks")
+        parts += _stacks_parts(report)
+    if report.conversion:
+        parts += ["## Conversion", f"```\n{report.conversion}\n```"]
+    parts.append("## Where this comes from")
+    parts.append("\n".join(f"- {name}: {value}" for name, value in _provenance(report)))
+    versions = ", ".join(f"{name} {version}" for name, version in source.versions.items())
+    parts += [f"Package versions: {versions}.", "## How to read it", *_method(report)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _asset(name: str):
+    """A file of ours put into the page as it is."""
+    import markupsafe
+
+    return markupsafe.Markup((_TEMPLATES / name).read_text(encoding="utf-8"))
+
+
+def _members(report: Report, group: str) -> list[DatasetResult]:
+    return [dataset for dataset in report.datasets if dataset.group == group]
+
+
+def _count_datasets(report: Report) -> int:
+    """Datasets by name: one can be in two groups, by prompts trained on and by held-out ones."""
+    return len({dataset.dataset for dataset in report.datasets})
+
+
+def _written(report: Report) -> str:
+    when = datetime.datetime.fromisoformat(report.provenance.created)
+    return when.astimezone(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
+
+
+def _count_prompts(report: Report) -> int:
+    return sum(len(dataset.prompts) for dataset in report.datasets)
+
+
+def _confidence(report: Report) -> str:
+    return f"{100 * report.bootstrap.confidence:g}%"
+
+
+def _provenance(report: Report) -> list[tuple[str, str]]:
+    source = report.provenance
+    seconds = source.duration_seconds
+    return [
+        ("Run", source.label),
+        ("Checkpoint", source.checkpoint or "not recorded"),
+        ("Step", str(source.step)),
+        ("Evaluation", source.eval_dir),
+        ("Device", source.device or "not recorded"),
+        ("Duration", f"{seconds:.1f} s" if seconds is not None else "not recorded"),
+        ("Code", f"git {source.git_commit}" if source.git_commit else "not a git checkout"),
+        ("Report written", _written(report)),
+    ]
+
+
+def _method(report: Report) -> list[str]:
+    """What the figures mean, in sentences."""
+    bootstrap = report.bootstrap
+    return [
+        "A prediction is the answer choice with the highest log-likelihood, summed over its tokens"
+        " and EOS; the first choice wins a tie, any right answer counts where there are several,"
+        " and an example whose answer is none of its choices (the column not a choice) counts as"
+        " wrong.",
+        f"Intervals are {_confidence(report)} percentile intervals of {bootstrap.replicates}"
+        f" bootstrap resamples of the examples (seed {bootstrap.seed}), the same resample for all"
+        " prompts of a dataset; prompts are held fixed. An interval of a perfect or a constant"
+        " result has no width.",
+        "Clearly above chance means that the interval of the mean over prompts begins above chance,"
+        " the mean of one over the number of choices. Majority is the accuracy of always"
+        " answering with the choice position that is right most often.",
+    ]
+
+
+# Markdown ----------------------------------------------------------------------------------------
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table, the first column to the left."""
+    lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
+    return "\n".join("| " + " | ".join(_cell(cell) for cell in line) + " |" for line in lines)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def _range(low: float, high: float) -> str:
+    return f"{low:.1f} to {high:.1f}"
+
+
+def _groups_table(report: Report) -> str:
+    header = ["group", "datasets", "prompts", "mean", f"{_confidence(report)} interval"]
+    header += ["chance", "majority", "above chance"]
+    rows = [
+        [
+            group.title,
+            str(group.datasets),
+            str(group.prompts),
+            f"{group.mean:.1f}",
+            _range(group.interval.low, group.interval.high),
+            f"{group.chance:.1f}",
+            f"{group.majority:.1f}",
+            "clearly" if group.above_chance else "not clearly",
+        ]
+        for group in report.groups
+    ]
+    return _table(header, rows)
+
+
+def _datasets_table(datasets: Sequence[DatasetResult]) -> str:
+    header = ["dataset", "group", "prompts", "examples", "mean", "interval", "s.e.", "median"]
+    header += ["quartiles", "range", "chance", "majority", "above chance"]
+    rows = [
+        [
+            dataset.dataset,
+            GROUP_TITLES[dataset.group],
+            str(len(dataset.prompts)),
+            str(dataset.examples),
+            f"{dataset.accuracy.mean:.1f}",
+            _range(dataset.mean_interval.low, dataset.mean_interval.high),
+            f"{dataset.standard_error:.2f}",
+            f"{dataset.accuracy.median:.1f}",
+            _range(dataset.accuracy.lower_quartile, dataset.accuracy.upper_quartile),
+            _range(dataset.accuracy.minimum, dataset.accuracy.maximum),
+            f"{dataset.chance:.1f}",
+            f"{dataset.majority:.1f}",
+            "clearly" if dataset.above_chance else "not clearly",
+        ]
+        for dataset in datasets
+    ]
+    return _table(header, rows)
+
+
+def _prompts_table(datasets: Sequence[DatasetResult]) -> str:
+    header = ["dataset", "prompt", "examples", "accuracy", "interval", "chance", "ties"]
+    header.append("not a choice")
+    rows = [
+        [
+            dataset.dataset,
+            prompt.template_name,
+            str(prompt.examples),
+            f"{prompt.accuracy:.1f}",
+            _range(prompt.interval.low, prompt.interval.high),
+            f"{prompt.chance:.1f}",
+            str(prompt.ties),
+            str(prompt.unanswerable),
+        ]
+        for dataset in datasets
+        for prompt in dataset.prompts
+    ]
+    return _table(header, rows)
+
+
+def _stacks_parts(report: Report) -> list[str]:
+    parts: list[str] = []
+    if stacks := report.stacks:
+        header = ["task", "pairs", "largest difference", "per target token", "flipped"]
+        header += [f"accuracy {stacks.label_a}", f"accuracy {stacks.label_b}"]
+        rows = [
+            [
+                task.task,
+                str(task.pairs),
+                f"{task.max_difference:.1e}",
+                f"{task.max_difference_per_token:.1e}",
+                str(task.flipped),
+                f"{task.metrics_a['accuracy']:.1f}",
+                f"{task.metrics_b['accuracy']:.1f}",
+            ]
+            for task in stacks.tasks
+        ]
+        parts += [*scores_in_words(stacks), _table(header, rows)]
+    if losses := report.losses:
+        header = ["step", losses.label_a, losses.label_b, "relative difference"]
+        rows = [loss_cells(row) for row in thinned_losses(losses)]
+        parts += [losses_in_words(losses), _table(header, rows)]
+    return parts
