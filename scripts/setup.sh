@@ -1,56 +1,100 @@
 #!/usr/bin/env bash
 # Makes .venv with exactly requirements.lock and this package. Run it again at no cost.
 #   PYTHON=python3.12 bash scripts/setup.sh     # another interpreter
-#   EXTRAS=hf,vertex bash scripts/setup.sh      # the package's extras too
+#   EXTRAS=hf,vertex bash scripts/setup.sh      # the package's extras too; they stay until EXTRAS= is given
 set -euo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 venv=.venv
 stamp=$venv/.t0repro-lock
+kept_extras=$venv/.t0repro-extras
+
+say() { echo "setup: $*"; }
 
 # ---- An interpreter of 3.11 or later ----------------------------------------------------------------
+is_recent() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
+
 find_python() {
-  local candidate
+  local candidate tried=
   for candidate in ${PYTHON:-python3.11 python3 python3.12 python3.13}; do
-    if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+    if is_recent "$candidate"; then
       echo "$candidate"
       return
     fi
+    tried+="  $candidate: $("$candidate" --version 2>/dev/null || echo "not found")"$'\n'
   done
-  echo "setup: no Python 3.11 or later found. Install one, or name it: PYTHON=/path/to/python bash scripts/setup.sh" >&2
+  printf 'setup: no Python 3.11 or later. Tried:\n%s' "$tried" >&2
+  echo "setup: install one, or name it: PYTHON=/path/to/python3.11 bash scripts/setup.sh" >&2
   exit 2
 }
 
 # ---- Nothing to do when the lock, the package's metadata and the extras are those installed -------------
-wanted="$(cat requirements.lock setup.py pyproject.toml scripts/setup.sh | sha256sum | cut -d' ' -f1) ${EXTRAS:-} $PWD"
-if [[ -x $venv/bin/python && -f $stamp && "$(cat "$stamp")" == "$wanted" ]]; then
-  echo "setup: .venv is up to date with requirements.lock"
+if [[ -z ${EXTRAS+given} && -f $kept_extras ]]; then EXTRAS=$(<"$kept_extras"); fi
+EXTRAS=${EXTRAS:-}
+wanted="$(cat requirements.lock setup.py pyproject.toml scripts/setup.sh | cksum) extras:$EXTRAS ${PYTHON:-} $PWD"
+if [[ -x $venv/bin/python && -f $stamp && "$(<"$stamp")" == "$wanted" ]]; then
+  say ".venv is up to date with requirements.lock"
   exit 0
 fi
 
 # ---- The environment ------------------------------------------------------------------------------------
-if ! "$venv/bin/python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+version_of() { "$1" -c 'import platform; print(platform.python_version())' 2>/dev/null || true; }
+
+if ! is_recent "$venv/bin/python" ||
+  [[ -n ${PYTHON:-} && "$(version_of "$venv/bin/python")" != "$(version_of "$PYTHON")" ]]; then
   python=$(find_python)
-  echo "setup: making .venv with $("$python" --version)"
+  say "making .venv with $("$python" --version)"
   rm -rf "$venv"
-  "$python" -m venv "$venv"
+  if ! "$python" -m venv "$venv"; then
+    rm -rf "$venv"
+    echo "setup: '$python -m venv' failed; on Debian and Ubuntu install the package python3-venv" >&2
+    exit 2
+  fi
 fi
 rm -f "$stamp"
 
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
-echo "setup: installing $(grep -c '==' requirements.lock) locked packages (some minutes the first time)"
+pip() { "$venv/bin/python" -m pip "$@"; }
+
+say "installing $(grep -c '==' requirements.lock) locked packages (some minutes the first time)"
 # --no-deps: the lock is complete, and t5's, promptsource's and tensorflow-estimator's own requirements
 # are stale. --ignore-requires-python: promptsource 0.1.0 says Python < 3.8 and runs on 3.11.
-"$venv/bin/python" -m pip install --quiet --require-hashes --no-deps --ignore-requires-python -r requirements.lock
+pip install --quiet --require-hashes --no-deps --ignore-requires-python -r requirements.lock
 
-echo "setup: installing t0repro itself"
-# Built with the locked setuptools: an isolated build would fetch another.
-"$venv/bin/python" -m pip install --quiet --no-deps --no-build-isolation --editable .
-if [[ -n ${EXTRAS:-} ]]; then
-  echo "setup: installing the extras $EXTRAS"
-  "$venv/bin/python" -m pip install --quiet --constraint <(sed -n 's/^\([^ ]*==[^ ]*\).*/\1/p' requirements.lock) ".[${EXTRAS}]"
-  "$venv/bin/python" -m pip install --quiet --no-deps --no-build-isolation --editable .
+# ---- What the lock does not name goes, unless extras, which it does not cover, brought it -----------------
+strays() {
+  "$venv/bin/python" - <<'PY'
+import importlib.metadata
+import re
+
+
+def normal(name):
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+with open("requirements.lock", encoding="utf-8") as lock:
+    locked = {normal(line.partition("==")[0].strip()) for line in lock if re.match(r"\w.*==", line)}
+installed = {normal(found.metadata["Name"]) for found in importlib.metadata.distributions()}
+print(*sorted(installed - locked - {"pip", "setuptools", "t0repro"}))
+PY
+}
+if [[ -z $EXTRAS ]]; then
+  read -r -a unlocked <<<"$(strays)"
+  if [[ ${#unlocked[@]} -gt 0 ]]; then
+    say "removing what the lock does not name: ${unlocked[*]}"
+    pip uninstall --quiet --yes "${unlocked[@]}"
+  fi
 fi
 
+say "installing t0repro itself${EXTRAS:+ with the extras $EXTRAS}"
+# Built with the locked setuptools: an isolated build would fetch another.
+if [[ -n $EXTRAS ]]; then
+  pip install --quiet --no-build-isolation --editable ".[$EXTRAS]" \
+    --constraint <(sed -n 's/^\([^ ]*==[^ ]*\).*/\1/p' requirements.lock)
+else
+  pip install --quiet --no-deps --no-build-isolation --editable .
+fi
+
+echo "$EXTRAS" >"$kept_extras"
 echo "$wanted" >"$stamp"
-echo "setup: done; '.venv/bin/t0repro doctor' checks it"
+say "done; '.venv/bin/t0repro doctor' checks it"

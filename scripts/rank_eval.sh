@@ -1,0 +1,44 @@
+#!/usr/bin/env bash
+# Evaluates by rank classification with the T0 README's score_eval command, on either stack.
+#
+#   bash scripts/rank_eval.sh --backend=jax
+#   bash scripts/rank_eval.sh --backend=mtf --gin_param="eval_checkpoint_step = 'all'"
+#
+# Arguments are passed through, last, so that an override given here wins over those below. Variables:
+#   MODEL_DIR, CACHE_DIR        the trained run; where scripts/cache.sh put the tasks
+#   MODULE, EVAL_MIXTURE_NAME   what registers the tasks; which of them to evaluate
+#   EVAL_STEP                   a step, 'all' (quoted for gin), or -1 for the latest (the default)
+#   NUM_EVAL_EXAMPLES           (input, choice) pairs per task; -1 takes all (the default)
+#   EVAL_TOKENS_PER_BATCH
+#
+# Writes $MODEL_DIR/validation_eval/ (inputs, targets, scores of each task), metrics.jsonl beside it.
+set -euo pipefail
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+export PATH="$root/.venv/bin:$PATH"
+if ! command -v t5_mesh_transformer >/dev/null; then
+  echo "rank_eval: t5_mesh_transformer is not installed: bash $root/scripts/setup.sh" >&2
+  exit 2
+fi
+
+MODEL_DIR=${MODEL_DIR:-runs/demo/model}
+CACHE_DIR=${CACHE_DIR:-runs/demo/cache}
+MODULE=${MODULE:-t0repro.tasks.demo}
+EVAL_MIXTURE_NAME=${EVAL_MIXTURE_NAME:-demo_eval_score_eval}
+if [[ ! -f $MODEL_DIR/operative_config.gin ]]; then
+  echo "rank_eval: $MODEL_DIR/operative_config.gin is missing: train first (scripts/train.sh), or set MODEL_DIR" >&2
+  exit 2
+fi
+
+exec t5_mesh_transformer \
+  --model_dir="$MODEL_DIR" \
+  --additional_task_cache_dirs="$CACHE_DIR" \
+  --module_import="$MODULE" \
+  --gin_file="$MODEL_DIR/operative_config.gin" \
+  --gin_file="score_eval.gin" \
+  --gin_param="MIXTURE_NAME = '$EVAL_MIXTURE_NAME'" \
+  --gin_param="run.dataset_split = 'validation'" \
+  --gin_param="run.batch_size = ('tokens_per_batch', ${EVAL_TOKENS_PER_BATCH:-8192})" \
+  --gin_param="mesh_eval_dataset_fn.use_cached = True" \
+  --gin_param="mesh_eval_dataset_fn.num_eval_examples = ${NUM_EVAL_EXAMPLES:--1}" \
+  --gin_param="eval_checkpoint_step = ${EVAL_STEP:--1}" \
+  "$@"

@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# Everything that must hold before a change goes in: lint, format, types, tests. Arguments go to pytest.
+#   bash scripts/test.sh                   # all
+#   bash scripts/test.sh tests/mesh -x     # these tests, after lint and types
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+bash scripts/setup.sh
+export PATH="$PWD/.venv/bin:$PATH"
+
+echo "== ruff"
+ruff check
+ruff format --check
+echo "== basedpyright"
+basedpyright --level error
+echo "== pytest"
+# loadfile: the tests of a file share their fixtures, so that one training run serves them all.
+pytest -n "${TEST_WORKERS:-2}" --dist loadfile "$@"
