@@ -122,14 +122,9 @@ def convert(
         dry_run=dry_run,
     )
     if not dry_run:
-        norm_names = norm_names or _known_norm_names(reader) or "rms_norm"
+        norm_names = norm_names or reader.norm_names or "rms_norm"
         _write(reader, report, tensors, Path(dst), norm_names)
     return report
-
-
-def _known_norm_names(reader: CheckpointReader) -> layout.NormNames | None:
-    known = reader.norm_names
-    return known if known in get_args(layout.NormNames) else None  # type: ignore[return-value]
 
 
 def _target(directory: Path, to: Format, step: int) -> CheckpointRef:

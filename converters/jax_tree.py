@@ -7,7 +7,6 @@ package knows only slots that mean something.
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -16,8 +15,6 @@ import numpy as np
 from t0repro.converters import layout
 from t0repro.converters.family import unknown_variable
 from t0repro.converters.tensors import CheckpointRef, TensorInfo
-
-from t0repro.errors import UserError
 
 _DUMMY_SHAPE = (1,)
 
@@ -34,18 +31,18 @@ class JaxReader:
     """
 
     def __init__(self, path: str, norm_names: layout.NormNames | None = None):
-        self.norm_names = norm_names
-        self._tree = _load(path)
+        self.norm_names: layout.NormNames | None = norm_names
+        from t0repro.training import checkpoints
+
+        self._tree = checkpoints.load_tree(path)
         _check_keys(self._tree, path)
         for key in dummies(self._tree):
             del self._tree[key]
+        self.tensors: Mapping[str, TensorInfo] = {
+            key: TensorInfo(array.shape, array.dtype) for key, array in self._tree.items()
+        }
         step = int(self._tree[layout.STEP]) if layout.STEP in self._tree else None
         self.ref = CheckpointRef("jax", path, step)
-
-    @functools.cached_property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        """Flat key -> shape and type, dummies left out."""
-        return {key: TensorInfo(a.shape, a.dtype) for key, a in self._tree.items()}
 
     def read(self, key: str) -> np.ndarray:
         """One tensor, as it is stored."""
@@ -54,19 +51,6 @@ class JaxReader:
     def native_name(self, key: str) -> str:
         """Flat keys are this format's own names."""
         return key
-
-
-def _load(path: str) -> dict[str, np.ndarray]:
-    from t0repro.training import checkpoints
-
-    try:
-        return {key: np.asarray(array) for key, array in checkpoints.load_tree(path).items()}
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(
-            "The JAX checkpoint cannot be read.",
-            where=path,
-            fix=f"Choose another checkpoint. Orbax says: {str(error).splitlines()[0]}",
-        ) from error
 
 
 def _check_keys(tree: Mapping[str, np.ndarray], path: str) -> None:
@@ -162,10 +146,10 @@ def with_dummies(tree: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def jax_steps(directory: Path) -> list[int]:
-    """Steps of the whole checkpoints in a directory, ascending; unfinished ones have other names."""
-    matches = (
-        re.fullmatch(r"checkpoint_(\d+)", item.name)
-        for item in directory.iterdir()
-        if item.is_dir()
-    )
-    return sorted(int(match[1]) for match in matches if match)
+    """Steps of the whole checkpoints in a directory, ascending."""
+    if not any(directory.glob("checkpoint_*")):
+        return []  # without importing JAX
+
+    from t0repro.training import checkpoints
+
+    return checkpoints.list_checkpoints(directory)

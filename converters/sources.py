@@ -6,13 +6,13 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import get_args
 
 import numpy as np
-
 from t0repro.converters import jax_tree, layout, mtf
 from t0repro.converters.family import Family, check_parameters
 from t0repro.converters.tensors import CheckpointReader, CheckpointRef, TensorInfo
+
 from t0repro.errors import UserError
 
 MANIFEST = "conversion.json"
@@ -109,15 +109,14 @@ def open_checkpoint(ref: CheckpointRef) -> CheckpointReader:
     return jax_tree.JaxReader(ref.path, _norm_names_of_manifest(Path(ref.path)))
 
 
-def _norm_names_of_manifest(checkpoint: Path) -> Any:
+def _norm_names_of_manifest(checkpoint: Path) -> layout.NormNames | None:
     """How the Mesh TensorFlow checkpoint that a model came from spelled its norms, or None."""
-    manifest = checkpoint.parent / MANIFEST
-    if not manifest.is_file():
-        return None
     try:
-        return json.loads(manifest.read_text()).get("mtf_norm_names")
-    except ValueError:
+        manifest = json.loads((checkpoint.parent / MANIFEST).read_text())
+    except (OSError, ValueError):
         return None
+    known = {name: name for name in get_args(layout.NormNames)}
+    return known.get(manifest.get("mtf_norm_names"))
 
 
 def check_checkpoint(reader: CheckpointReader) -> Family:

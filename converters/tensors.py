@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol
 
 import ml_dtypes  # noqa: F401  (registers bfloat16 with numpy: np.dtype("bfloat16"))
 import numpy as np
+from t0repro.converters.layout import NormNames
 
 Format = Literal["mtf", "jax"]
 
@@ -52,7 +53,7 @@ class CheckpointReader(Protocol):
         ...
 
     @property
-    def norm_names(self) -> str | None:
+    def norm_names(self) -> NormNames | None:
         """How Mesh TensorFlow spells this model's norms, where the source says so."""
         ...
 

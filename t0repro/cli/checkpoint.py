@@ -59,47 +59,46 @@ def diff(
 
 
 def _print_inspection(inspection: Inspection) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     from t0repro.converters.family import describe
 
-    console = Console()
-    table = Table("name", "shape", "type", "norm", box=None)
+    rows = [("name", "shape", "type", "norm")]
     for item in inspection.tensors:
         shape = "x".join(map(str, item.shape)) or "scalar"
-        table.add_row(item.name, shape, item.dtype, f"{item.norm:.6g}")
-    console.print(table)
+        rows.append((item.name, shape, item.dtype, f"{item.norm:.6g}"))
+    _print_table(rows)
     ref, family = inspection.checkpoint, inspection.family
     slots = "with optimizer slots" if inspection.slots else "without optimizer slots"
-    console.print(f"{ref.path} ({ref.format}), step {inspection.step}", highlight=False)
-    console.print(f"{family.name}: {describe(family)}", highlight=False)
-    console.print(
+    typer.echo(f"\n{ref.path} ({ref.format}), step {inspection.step}")
+    typer.echo(f"{family.name}: {describe(family)}")
+    typer.echo(
         f"{inspection.parameters:,} parameters, {len(inspection.tensors)} tensors,"
-        f" {inspection.bytes / 1e6:.1f} MB, {slots}",
-        highlight=False,
+        f" {inspection.bytes / 1e6:.1f} MB, {slots}"
     )
 
 
 def _print_comparison(comparison: Comparison) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console()
     differences = comparison.differences
     if not differences:
         typer.echo(f"All {comparison.tensors} tensors are equal, bit for bit.")
         return
-    table = Table("tensor", "difference", "max", "RMS", "", box=None)
+    rows = [("tensor", "difference", "max", "RMS", "")]
     for item in differences[:_ROWS_SHOWN]:
-        figures = [f"{value:.3g}" if value == value else "" for value in (item.max, item.rms)]
-        table.add_row(item.key, item.reason, *figures, item.detail)
-    console.print(table)
+        largest, rms = (f"{value:.3g}" if value == value else "" for value in (item.max, item.rms))
+        rows.append((item.key, item.reason, largest, rms, item.detail))
+    _print_table(rows)
     if len(differences) > _ROWS_SHOWN:
         typer.echo(f"... and {len(differences) - _ROWS_SHOWN} more")
-    same = comparison.tensors - len(differences)
-    verdict = f"{len(comparison.failures)} beyond the tolerance of {comparison.tolerance:g}"
+    beyond = f"{len(comparison.failures)} beyond the tolerance of {comparison.tolerance:g}"
+    equal = comparison.tensors - len(differences)
     typer.echo(
-        f"{len(differences)} of {comparison.tensors} tensors differ ({verdict}); {same} are equal,"
-        " bit for bit."
+        f"\n{len(differences)} of {comparison.tensors} tensors differ, {beyond};"
+        f" {equal} are equal, bit for bit."
     )
+
+
+def _print_table(rows: list[tuple[str, ...]]) -> None:
+    """Prints rows in columns, never cut short, so that names can be searched for and copied."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        typer.echo("  ".join(cells).rstrip())

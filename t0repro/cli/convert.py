@@ -39,7 +39,7 @@ def convert(
 
     if mtf_norm_names not in (None, "rms_norm", "layer_norm"):
         raise UserError(
-            f"--mtf_norm_names is {mtf_norm_names!r}.", fix="Give rms_norm or layer_norm."
+            f"--mtf-norm-names is {mtf_norm_names!r}.", fix="Give rms_norm or layer_norm."
         )
     if to not in ("mtf", "jax"):
         raise UserError(
@@ -51,7 +51,7 @@ def convert(
         to,
         step=step,
         slots=slots,
-        norm_names=mtf_norm_names,  # type: ignore[arg-type]
+        norm_names=mtf_norm_names,
         force=force,
         dry_run=dry_run,
     )
