@@ -1,0 +1,79 @@
+"""The command `t0repro`: finds the subcommand, and turns errors into messages and exit codes.
+
+Exit codes: 0 all is well; 1 something failed (or, for commands that judge, the answer is no); 2 a
+mistake of the user's. Command modules import nothing heavy, so that --help answers at once.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+from typing import Annotated
+
+import typer
+
+from t0repro.cli import checkpoint, compare, convert, doctor, explain, report
+from t0repro.errors import UserError
+
+FAILURE, USER_ERROR = 1, 2  # exit codes
+
+app = typer.Typer(
+    name="t0repro",
+    help="The T0 recipe on Mesh TensorFlow and JAX: checkpoints, reports and comparisons. Training"
+    " and evaluation are t5_mesh_transformer's.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,  # `main` says what to do instead
+    epilog="Example: t0repro doctor",
+)
+
+app.command()(doctor.doctor)
+app.command()(explain.explain)
+app.command()(convert.convert)
+checkpoints = typer.Typer(name="checkpoint", help="Look into checkpoints.", no_args_is_help=True)
+checkpoints.command()(checkpoint.inspect)
+checkpoints.command()(checkpoint.diff)
+app.add_typer(checkpoints)
+app.add_typer(report.app)
+app.add_typer(compare.app)
+
+_settings = {"debug": False}
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"t0repro {importlib.metadata.version('t0repro')}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _global_options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    del version
+    _settings["debug"] = debug
+
+
+def main() -> None:
+    """Runs the command line in sys.argv and exits."""
+    _settings["debug"] = False
+    try:
+        app()
+    except UserError as error:
+        if _settings["debug"]:
+            raise
+        print(f"t0repro: {error}", file=sys.stderr)
+        sys.exit(USER_ERROR)
+    except Exception as error:
+        if _settings["debug"]:
+            raise
+        text = " ".join(str(error).split()) or "no message"
+        print(f"t0repro: {type(error).__name__}: {text}", file=sys.stderr)
+        print("  to do: 't0repro --debug ...' shows where this happened.", file=sys.stderr)
+        sys.exit(FAILURE)

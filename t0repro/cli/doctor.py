@@ -1,0 +1,22 @@
+"""`t0repro doctor`: whether this installation works, and what is missing."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Check the installation: versions, devices, Mesh TensorFlow, extras, data; exit 1 if broken.
+
+    Example: t0repro doctor --json
+    """
+    from t0repro import doctor as checks
+
+    diagnosis = checks.diagnose()
+    typer.echo(diagnosis.to_json() if as_json else diagnosis.to_text())
+    if not diagnosis.works:
+        raise typer.Exit(1)

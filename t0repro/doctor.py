@@ -1,0 +1,219 @@
+"""What `t0repro doctor` finds out: versions, devices, whether the core works, what is missing.
+
+Each finding carries the command that mends it. Only the core's findings decide whether the
+installation works; extras and data are there to be told about.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+State = Literal["ok", "missing", "broken"]
+
+PACKAGES = (
+    "t0repro", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "tensorflow",
+    "tensorflow-text", "mesh-tensorflow", "t5", "seqio", "gin-config", "tensorflow-estimator",
+    "promptsource", "sentencepiece",
+)  # fmt: skip
+
+# Extra -> the modules that it brings.
+EXTRAS: Mapping[str, tuple[str, ...]] = {
+    "hf": ("torch", "transformers"),
+    "gpu": ("jax_cuda13_plugin",),
+    "tpu": ("libtpu",),
+    "vertex": ("google.cloud.aiplatform",),
+}
+
+_SETUP = "bash scripts/setup.sh"
+_T5_PIECES = 32_000
+_TRIAL_SECONDS = 300
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at.
+
+    Attributes:
+      state: `missing` for what was never installed or set, `broken` for what is there and fails.
+      fix: the command that mends it, or "".
+    """
+
+    name: str
+    state: State
+    detail: str
+    fix: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Diagnosis:
+    """All findings; the installation works if every one of the core's is ok."""
+
+    versions: Mapping[str, str | None]
+    core: tuple[Finding, ...]
+    extras: tuple[Finding, ...]
+    data: tuple[Finding, ...]
+
+    @property
+    def works(self) -> bool:
+        """Whether both stacks run."""
+        return all(finding.state == "ok" for finding in self.core)
+
+    def to_json(self) -> str:
+        """The findings as JSON, with `works`."""
+        return json.dumps({"works": self.works, **dataclasses.asdict(self)}, indent=2)
+
+    def to_text(self) -> str:
+        """The findings as a page for a terminal."""
+        blocks = [
+            "Versions",
+            _align([[name, found or "-"] for name, found in self.versions.items()]),
+        ]
+        for title, findings in (("Core", self.core), ("Extras", self.extras), ("Data", self.data)):
+            rows = [[item.state, item.name, item.detail] for item in findings]
+            blocks += ["", title, _align(rows)]
+            blocks += [f"  to mend {item.name}: {item.fix}" for item in findings if item.fix]
+        verdict = "The core works." if self.works else "The core does not work."
+        return "\n".join([*blocks, "", verdict])
+
+
+def _align(rows: Sequence[Sequence[str]]) -> str:
+    """Rows as left-aligned columns, two spaces in front and between; the last column runs free."""
+    widths = [max(map(len, column), default=0) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("  " + "  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def diagnose() -> Diagnosis:
+    """Looks at everything; takes some seconds, most of them for TensorFlow's import."""
+    return Diagnosis(
+        versions={
+            "python": platform.python_version(),
+            **{name: _version(name) for name in PACKAGES},
+        },
+        core=(
+            check("python 3.11 or later", _python),
+            check("jax", _jax),
+            check("mesh tensorflow", _mesh_tensorflow),
+        ),
+        extras=tuple(_extra(name, modules) for name, modules in EXTRAS.items()),
+        data=(check("T0REPRO_DATA_DIR", _data_dir), check("T0REPRO_VOCAB", _vocabulary)),
+    )
+
+
+def check(name: str, look: Callable[[], tuple[State, str, str]]) -> Finding:
+    """The Finding of a function that returns (state, detail, fix); an exception is `broken`."""
+    try:
+        return Finding(name, *look())
+    except Exception as error:
+        return Finding(name, "broken", f"{type(error).__name__}: {error}".split("\n")[0], _SETUP)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+# ---- Core ---------------------------------------------------------------------------------------
+
+
+def _python() -> tuple[State, str, str]:
+    recent = sys.version_info >= (3, 11)
+    state: State = "ok" if recent else "broken"
+    fix = "" if recent else "PYTHON=/path/to/python3.11 bash scripts/setup.sh"
+    return state, platform.python_version(), fix
+
+
+def _jax() -> tuple[State, str, str]:
+    import jax
+    import jax.numpy as jnp
+
+    total = int(jnp.arange(4).sum())
+    devices = ", ".join(f"{device.platform}:{device.device_kind}" for device in jax.devices())
+    return ("ok", devices, "") if total == 6 else ("broken", f"0+1+2+3 gave {total}", _SETUP)
+
+
+def _mesh_tensorflow() -> tuple[State, str, str]:
+    """Trains one step in a process of its own: TensorFlow's v1 behaviour is for a whole process."""
+    ended = subprocess.run(
+        # -P: the checkout's folder gin/ must not be found in place of gin-config.
+        [sys.executable, "-P", "-c", "from t0repro.mesh import trial; trial.main()"],
+        capture_output=True,
+        text=True,
+        timeout=_TRIAL_SECONDS,
+        check=False,
+    )
+    if ended.returncode:
+        lines = ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"]
+        return "broken", lines[-1], _SETUP
+    losses = json.loads(ended.stdout.splitlines()[-1])
+    detail = f"one step took a loss from {losses['before']:.3f} to {losses['after']:.3f} on CPU"
+    return "ok", detail, ""
+
+
+# ---- Extras and data ----------------------------------------------------------------------------
+
+
+def _extra(name: str, modules: tuple[str, ...]) -> Finding:
+    absent = [module for module in modules if not _is_importable(module)]
+    if absent:
+        return Finding(
+            name, "missing", f"no {', '.join(absent)}", f"EXTRAS={name} bash scripts/setup.sh"
+        )
+    return Finding(name, "ok", ", ".join(modules))
+
+
+def _is_importable(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _data_dir() -> tuple[State, str, str]:
+    fix = "export T0REPRO_DATA_DIR=DIR, with DIR/<dataset>/<subset or default>/<split>.jsonl"
+    value = os.environ.get("T0REPRO_DATA_DIR")
+    if not value:
+        return "missing", "not set: only the embedded demo's data is there", fix
+    root = Path(value)
+    if not root.is_dir():
+        return "broken", f"{value} is not a directory", fix
+    files = [*root.glob("*/*/*.jsonl"), *root.glob("*/*/*.parquet")]
+    datasets = {path.parent for path in files}
+    if not files:
+        return "broken", f"{value} holds no <dataset>/<subset>/<split> files", fix
+    return "ok", f"{value}: {len(files)} splits of {len(datasets)} datasets", ""
+
+
+def _vocabulary() -> tuple[State, str, str]:
+    fix = (
+        "export T0REPRO_VOCAB=FILE, a copy of"
+        " gs://t5-data/vocabs/cc_all.32000.100extra/sentencepiece.model"
+    )
+    value = os.environ.get("T0REPRO_VOCAB")
+    if not value:
+        return "missing", "not set: T5's vocabulary is fetched when it is needed", fix
+    if not Path(value).is_file():
+        return "broken", f"there is no file {value}", fix
+    import sentencepiece
+
+    try:
+        pieces: Any = sentencepiece.SentencePieceProcessor(model_file=value).get_piece_size()
+    except (RuntimeError, OSError):
+        return "broken", f"{value} is not a SentencePiece model", fix
+    note = "" if pieces == _T5_PIECES else f" (T5's has {_T5_PIECES})"
+    return "ok", f"{value}: {pieces} pieces{note}", ""
