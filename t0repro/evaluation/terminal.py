@@ -3,26 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from t0repro.evaluation.compare import LossComparison, LossRow, ScoreComparison
+
+if TYPE_CHECKING:
+    from t0repro.evaluation.report import DatasetResult, GroupResult, Report
 
 MAX_ROWS = 40
 
 Row = TypeVar("Row")
 
 
+def _console() -> Console:
+    """The terminal; where output goes to a file, wide enough to keep rows on one line."""
+    console = Console(markup=False)
+    return console if console.is_terminal else Console(markup=False, width=120)
+
+
+def _table(title: str, text: str | None, numbers: Sequence[str]) -> Table:
+    """An empty table: a column that folds, if any, and columns of numbers that do not."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    if text:
+        table.add_column(text, overflow="fold")
+    for name in numbers:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
 def print_losses(compared: LossComparison, console: Console | None = None) -> None:
     """Prints the losses step by step (thinned beyond MAX_ROWS) and the largest difference."""
-    console = console or Console()
-    table = Table(title="Training loss, step by step")
-    table.add_column("step", justify="right")
-    for label in (compared.label_a, compared.label_b):
-        table.add_column(label, justify="right")
-    table.add_column("relative difference", justify="right")
+    console = console or _console()
+    numbers = ["step", compared.label_a, compared.label_b, "relative difference"]
+    table = _table("Training loss, step by step", None, numbers)
     for row in thinned_losses(compared):
         table.add_row(*loss_cells(row), style="bold" if row is compared.worst else None)
     console.print(table)
@@ -48,8 +65,8 @@ def loss_cells(row: LossRow) -> tuple[str, str, str, str]:
     """A row as text: losses to seven digits, as float32 has them."""
     return (
         str(row.step),
-        f"{row.loss_a:.7g}",
-        f"{row.loss_b:.7g}",
+        f"{row.loss_a:#.7g}",
+        f"{row.loss_b:#.7g}",
         f"{row.relative_difference:.2e}",
     )
 
@@ -67,13 +84,10 @@ def losses_in_words(compared: LossComparison) -> str:
 
 def print_scores(compared: ScoreComparison, console: Console | None = None) -> None:
     """Prints one row a task, the largest difference, and where predictions differ."""
-    console = console or Console()
-    table = Table(title=f"{compared.label_a} and {compared.label_b}, pair by pair")
-    table.add_column("task", overflow="fold")
-    for name in ("pairs", "score diff. per token", "flipped"):
-        table.add_column(name, justify="right")
-    for label in (compared.label_a, compared.label_b):
-        table.add_column(f"accuracy {label}", justify="right")
+    console = console or _console()
+    numbers = ["pairs", "per token", "flipped", compared.label_a, compared.label_b]
+    title = f"Scores and accuracy: {compared.label_a} and {compared.label_b}"
+    table = _table(title, "task", numbers)
     for task in compared.tasks:
         table.add_row(
             task.task,
@@ -111,3 +125,44 @@ def scores_in_words(compared: ScoreComparison) -> list[str]:
         if tasks:
             lines.append(f"Only {label} has: {', '.join(tasks)}.")
     return lines
+
+
+def print_report(report: Report, console: Console | None = None) -> None:
+    """Prints a report's datasets and groups: accuracy with its interval against chance."""
+    console = console or _console()
+    title = f"{report.title}: {report.provenance.label}, step {report.provenance.step}"
+    numbers = ["prompts", "examples", "mean", "interval", "median", "chance", "above chance"]
+    table = _table(title, "dataset", numbers)
+    for group in report.groups:
+        for dataset in report.datasets:
+            if dataset.group == group.group:
+                table.add_row(*_dataset_cells(dataset))
+        table.add_row(*_group_cells(group), style="bold", end_section=True)
+    console.print(table)
+
+
+def _dataset_cells(dataset: DatasetResult) -> list[str]:
+    interval = dataset.mean_interval
+    return [
+        dataset.dataset,
+        str(len(dataset.prompts)),
+        str(dataset.examples),
+        f"{dataset.accuracy.mean:.1f}",
+        f"{interval.low:.1f}-{interval.high:.1f}",
+        f"{dataset.accuracy.median:.1f}",
+        f"{dataset.chance:.1f}",
+        "clearly" if dataset.above_chance else "not clearly",
+    ]
+
+
+def _group_cells(group: GroupResult) -> list[str]:
+    return [
+        group.title,
+        str(group.prompts),
+        "",
+        f"{group.mean:.1f}",
+        f"{group.interval.low:.1f}-{group.interval.high:.1f}",
+        "",
+        f"{group.chance:.1f}",
+        "clearly" if group.above_chance else "not clearly",
+    ]

@@ -1,0 +1,63 @@
+"""What registered tasks tell a report: their prompts, and which datasets were trained on.
+
+Only here does the evaluation meet SeqIO's registry, and only when a module or mixture is named.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Collection, Mapping, Sequence
+
+from t0repro.errors import UserError, nearest_names
+from t0repro.evaluation.summary import PromptInfo, dataset_label
+
+
+def load_prompts(modules: Sequence[str]) -> Mapping[str, PromptInfo]:
+    """Imports modules that register tasks; task name -> its prompt. Empty without a module.
+
+    Raises:
+      UserError: if a module cannot be found.
+    """
+    if not modules:
+        return {}
+    for name in modules:
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            raise UserError(
+                f"The module {name!r} cannot be imported: {error}.",
+                where="--module-import",
+                fix="Name an importable module that registers tasks, such as t0repro.tasks.demo.",
+            ) from error
+    # By name: type checkers do not follow the mapping of top-level folders into the package
+    return importlib.import_module("t0repro.tasks.registry").prompted_tasks()
+
+
+def training_tasks(mixtures: Sequence[str]) -> set[str]:
+    """Names of the tasks of registered mixtures, tasks of mixtures within them included.
+
+    Raises:
+      UserError: if a mixture or task is not registered.
+    """
+    if not mixtures:
+        return set()
+    import seqio
+
+    names: set[str] = set()
+    for mixture in mixtures:
+        try:
+            found = seqio.get_mixture_or_task(mixture)
+        except ValueError as error:
+            known = [*seqio.MixtureRegistry.names(), *seqio.TaskRegistry.names()]
+            raise UserError(
+                f"There is no mixture or task {mixture!r}.",
+                where="--train-mixture",
+                fix=f"Nearest names: {nearest_names(mixture, known)}; or name its --module-import.",
+            ) from error
+        names |= {task.name for task in seqio.get_subtasks(found)}
+    return names
+
+
+def training_datasets(tasks: Collection[str], prompts: Mapping[str, PromptInfo]) -> set[str]:
+    """Labels of the datasets that tasks belong to."""
+    return {dataset_label(task, prompts) for task in tasks}
