@@ -55,11 +55,14 @@ def accuracy_plot(datasets: Sequence[DatasetResult], label: str) -> str:
     import matplotlib
 
     with matplotlib.rc_context(_SETTINGS):
-        figure, axes = _figure(0.9 + 0.62 * len(datasets), left=0.27)
+        names = [_shortened(dataset.dataset, 30) for dataset in datasets]
+        # A character of a label takes about 1.25% of the figure's width
+        left = 0.03 + 0.0125 * max(10, *map(len, names))
+        figure, axes = _figure(0.9 + 0.62 * len(datasets), left)
         tips: dict[str, str] = {}
         for row, dataset in enumerate(datasets):
             _draw_dataset(axes, len(datasets) - 1 - row, dataset, row, tips)
-        axes.set_yticks(range(len(datasets)), [d.dataset for d in reversed(datasets)])
+        axes.set_yticks(range(len(datasets)), names[::-1])
         axes.set_ylim(-0.6, len(datasets) - 0.4)
         axes.set_xlim(-2, 102)
         axes.set_xlabel("accuracy, percent")
