@@ -13,6 +13,7 @@ import pytest
 from matplotlib.image import imread
 from typer.testing import CliRunner
 
+import t0repro.evaluation
 from t0repro.cli.report import app
 from t0repro.errors import UserError
 from t0repro.evaluation.make_report import Beside, make_report
@@ -223,7 +224,9 @@ def test_a_report_loads_back_equal(suite, tmp_path):
     assert report.stacks and report.losses and report.loss_curve
     paths = write_report(report, tmp_path / "out")
     assert [path.name for path in paths] == ["report.json", "report.md", "report.html"]
-    assert load_report(tmp_path / "out") == report
+    assert (
+        load_report(tmp_path / "out") == t0repro.evaluation.load_report(tmp_path / "out") == report
+    )
     assert load_report(paths[0]) == report
     plain = report_of(suite)
     write_report(plain, tmp_path / "out")
