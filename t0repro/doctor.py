@@ -212,7 +212,9 @@ def _vocabulary() -> tuple[State, str, str]:
     import sentencepiece
 
     try:
-        pieces: Any = sentencepiece.SentencePieceProcessor(model_file=value).get_piece_size()
+        processor: Any = sentencepiece.SentencePieceProcessor()
+        processor.Load(value)
+        pieces = processor.GetPieceSize()
     except (RuntimeError, OSError):
         return "broken", f"{value} is not a SentencePiece model", fix
     note = "" if pieces == _T5_PIECES else f" (T5's has {_T5_PIECES})"

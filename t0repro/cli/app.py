@@ -30,7 +30,12 @@ app = typer.Typer(
 app.command()(doctor.doctor)
 app.command()(explain.explain)
 app.command()(convert.convert)
-checkpoints = typer.Typer(name="checkpoint", help="Look into checkpoints.", no_args_is_help=True)
+checkpoints = typer.Typer(
+    name="checkpoint",
+    help="Look into checkpoints.",
+    no_args_is_help=True,
+    epilog="Example: t0repro checkpoint inspect runs/demo/model",
+)
 checkpoints.command()(checkpoint.inspect)
 checkpoints.command()(checkpoint.diff)
 app.add_typer(checkpoints)

@@ -102,6 +102,8 @@ def _check_data(dataset_fn: str, split: str) -> None:
         check_mixture(name)
         if _bound(f"{dataset_fn}.use_cached", False):
             check_cached(name, split)
+        else:
+            check_rows(name, split)
 
 
 def check_mixture(name: str) -> None:
@@ -139,9 +141,20 @@ def check_cached(name: str, split: str) -> None:
         f"use_cached = True, but {len(missing)} of {len(tasks)} tasks of {name!r} are not cached: "
         f"{shown}.",
         where="searched " + (", ".join(searched) or "nowhere: no --additional_task_cache_dirs"),
-        fix=f"seqio_cache_tasks --tasks='{'|'.join(missing[:5])}' --output_cache_dir={target} "
+        fix=f"seqio_cache_tasks --tasks='{','.join(missing[:5])}' --output_cache_dir={target} "
         "--module_import=MODULE (scripts/cache.sh caches a whole mixture).",
     )
+
+
+def check_rows(name: str, split: str) -> None:
+    """Raises UserError if the file behind a prompted task of the mixture is missing."""
+    import seqio
+
+    from t0repro.tasks.sources import PromptedSource
+
+    for task in seqio.get_subtasks(seqio.get_mixture_or_task(name)):
+        if split in task.splits and isinstance(task.source, PromptedSource):
+            task.source.path(split)
 
 
 # ---- Checkpoints --------------------------------------------------------------------------------
@@ -169,7 +182,14 @@ def checkpoints_to_evaluate(model_dir: str, steps: Any, *, jax: bool) -> list[st
         )
     if steps is None:
         return []
-    return [path for path in utils.get_checkpoint_iterator(steps, model_dir) if path]
+    chosen = [path for path in utils.get_checkpoint_iterator(steps, model_dir) if path]
+    if not chosen:
+        raise UserError(
+            f"The latest checkpoint of {model_dir} is not known.",
+            where=f"{os.path.join(model_dir, 'checkpoint')}, the file that names it",
+            fix='Give the step: --gin_param="eval_checkpoint_step = STEP".',
+        )
+    return chosen
 
 
 def _checkpoints_to_start_from(model_dir: str, *, jax: bool) -> list[str]:

@@ -136,9 +136,8 @@ def quiet_logs() -> None:
             for module in _QUIET_MODULES:
                 warnings.filterwarnings("ignore", category=category, module=rf"{module}(\..*)?$")
         warnings.filterwarnings("ignore", message="pkg_resources is deprecated")
-    quiet = "TF_CPP_MIN_LOG_LEVEL" not in os.environ
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    with _without_lines(_START_UP_LINES) if quiet else contextlib.nullcontext():
+    level = os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    with contextlib.nullcontext() if level == "0" else _without_lines(_START_UP_LINES):
         import tensorflow as tf
         from tensorflow.python.util import deprecation
 

@@ -6,11 +6,15 @@ T0REPRO_TINY_VOCAB names; `train_vocabulary` makes one.
 
 import functools
 import os
+from pathlib import Path
 
 import seqio
 import tensorflow as tf
+from t0repro.tasks.sources import PromptedSource, Split
 from t5.data import postprocessors, preprocessors
 from t5.evaluation import metrics
+
+from t0repro.errors import UserError
 
 COLOURS = ("red", "green", "blue", "white")
 THINGS = ("house", "car", "bird", "door", "stone", "lamp", "tree", "boat")
@@ -52,6 +56,17 @@ def _rows(split: str, shuffle_files: bool = False, seed: int | None = None) -> t
     )
 
 
+def _broken_rows(split: str, shuffle_files: bool = False, seed: int | None = None):
+    del split, shuffle_files, seed
+
+    def rows():
+        yield {"inputs": "the house is red . which colour ?", "targets": "red"}
+        raise UserError("Row 3 is broken.", where="rows.jsonl:3", fix="Mend it.")
+
+    text = tf.TensorSpec((), tf.string)
+    return tf.data.Dataset.from_generator(rows, output_signature={"inputs": text, "targets": text})
+
+
 def _features() -> dict[str, seqio.Feature]:
     vocabulary = seqio.SentencePieceVocabulary(os.environ["T0REPRO_TINY_VOCAB"])
     return {
@@ -61,7 +76,7 @@ def _features() -> dict[str, seqio.Feature]:
 
 
 def register() -> None:
-    """Registers tiny_generate, tiny_generate_score_eval, tiny_must_be_cached and two mixtures."""
+    """Registers a task to learn, its rank classification, and three that must fail."""
     source = seqio.FunctionDataSource(_rows, splits=("train", "validation"))
     tokenize = [
         seqio.preprocessors.tokenize,
@@ -88,6 +103,27 @@ def register() -> None:
         output_features=_features(),
         postprocess_fn=postprocessors.rank_classification,
         metric_fns=[functools.partial(metrics.rank_classification, num_classes=len(COLOURS))],
+    )
+    seqio.TaskRegistry.add(
+        "tiny_bytes",
+        source,
+        preprocessors=tokenize,
+        output_features={
+            name: seqio.Feature(seqio.ByteVocabulary()) for name in ("inputs", "targets")
+        },
+        metric_fns=[metrics.accuracy],
+    )
+    seqio.TaskRegistry.add(
+        "tiny_broken_rows",
+        seqio.FunctionDataSource(_broken_rows, splits=("train",)),
+        preprocessors=tokenize,
+        output_features=_features(),
+    )
+    missing = PromptedSource(
+        "tiny", "super_glue", "rte", None, {"train": Split("train")}, Path("no")
+    )
+    seqio.TaskRegistry.add(
+        "tiny_missing_rows", missing, preprocessors=tokenize, output_features=_features()
     )
     seqio.MixtureRegistry.add("tiny_train", ["tiny_generate"], default_rate=1.0)
     seqio.MixtureRegistry.add("tiny_eval", ["tiny_generate_score_eval"], default_rate=1.0)

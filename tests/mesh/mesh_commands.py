@@ -1,0 +1,149 @@
+"""Runs t5_mesh_transformer in subprocesses.
+
+As a program: the server behind CommandServer.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+BIN = Path(sys.executable).parent
+
+TRAIN = [
+    "--module_import=tiny_tasks",
+    "--gin_file=dataset.gin",
+    "--gin_param=MIXTURE_NAME = 'tiny_train'",
+    "--gin_file=models/t5.1.1.tiny.gin",
+    "--gin_param=d_kv = 16",
+    "--gin_file=learning_rate_schedules/constant_0_001.gin",
+    "--gin_param=run.train_steps = 4",
+    "--gin_param=run.save_checkpoints_steps = 2",
+    "--gin_param=run.batch_size = ('sequences_per_batch', 8)",
+    "--gin_param=run.sequence_length = {'inputs': 32, 'targets': 8}",
+    "--gin_param=serialize_num_microbatches.tokens_per_microbatch_per_replica = 128",
+    "--gin_param=pack_dataset.use_custom_ops = False",
+    "--gin_param=utils.run.mesh_shape = []",
+]
+
+
+def evaluate(model_dir: Path, mode: str, mixture: str, *more: str) -> list[str]:
+    """Flags that evaluate a trained model_dir in a mode."""
+    return [
+        f"--model_dir={model_dir}",
+        "--module_import=tiny_tasks",
+        f"--gin_file={model_dir / 'operative_config.gin'}",
+        f"--gin_file={mode}.gin",
+        f"--gin_param=MIXTURE_NAME = '{mixture}'",
+        "--gin_param=run.dataset_split = 'validation'",
+        "--gin_param=run.batch_size = ('sequences_per_batch', 8)",
+        "--gin_param=run.eval_checkpoint_step = 4",
+        "--gin_param=Bitransformer.decode.max_decode_length = 8",
+        *more,
+    ]
+
+
+def environment(vocabulary: Path) -> dict[str, str]:
+    """A subprocess's environment, in which tiny_tasks can be imported."""
+    return {**os.environ, "PYTHONPATH": str(HERE), "T0REPRO_TINY_VOCAB": str(vocabulary)}
+
+
+def run_python(code: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Runs Python code as a program of its own; -P, as the checkout's gin/ is not gin-config."""
+    return subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, env=env, check=False
+    )
+
+
+def run_command(flags: list[str], env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """Runs t5_mesh_transformer."""
+    return subprocess.run(
+        [str(BIN / "t5_mesh_transformer"), *flags],
+        capture_output=True,
+        text=True,
+        env=env,
+        check=False,
+    )
+
+
+class CommandServer:
+    """Runs t5_mesh_transformer many times, each in a fork of one process that has imported it.
+
+    The imports are most of what a small run costs; a fork keeps graphs and gin apart all the same.
+    """
+
+    def __init__(self, env: dict[str, str]):
+        self._process = subprocess.Popen(
+            [sys.executable, str(HERE / "mesh_commands.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=env,
+        )
+
+    def run(self, flags: list[str], unpatched: str = "") -> tuple[int, str]:
+        """(exit code, stderr) of the command.
+
+        Args:
+          flags: its arguments.
+          unpatched: a function of Mesh TensorFlow's utils to run as its authors left it.
+        """
+        assert self._process.stdin and self._process.stdout
+        self._process.stdin.write(json.dumps([flags, unpatched]) + "\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        assert answer, "the server died"
+        code, text = json.loads(answer)
+        return code, text
+
+    def close(self) -> None:
+        self._process.communicate()
+
+
+def _serve() -> None:
+    from t0repro.mesh import main
+
+    sys.argv[0] = "t5_mesh_transformer"
+    main._define_flags()
+    for line in sys.stdin:
+        flags, unpatched = json.loads(line)
+        with tempfile.TemporaryFile() as stderr:
+            child = os.fork()
+            if child == 0:
+                os.dup2(stderr.fileno(), 2)
+                os.dup2(2, 1)  # answers alone go to the real stdout
+                _run(flags, unpatched)
+            _, status = os.waitpid(child, 0)
+            stderr.seek(0)
+            text = stderr.read().decode(errors="replace")
+        print(json.dumps([os.waitstatus_to_exitcode(status), text]), flush=True)
+
+
+def _run(flags: list[str], unpatched: str) -> None:
+    """Runs the command and ends this process as it would end."""
+    from mesh_tensorflow.transformer import utils
+
+    from t0repro.mesh import main
+
+    if unpatched:
+        setattr(utils, unpatched, getattr(utils, unpatched).__wrapped__)
+    sys.argv[1:] = flags
+    code = 1
+    try:
+        main.console_entry_point()
+        code = 0
+    except SystemExit as end:
+        code = end.code or 0
+    except Exception:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    _serve()

@@ -1,0 +1,295 @@
+"""t5_mesh_transformer --backend=mtf: every mode on CPU, and what bad input does."""
+
+import json
+import math
+import shutil
+import struct
+from pathlib import Path
+
+import mesh_commands as commands
+import pytest
+
+pytestmark = pytest.mark.mtf
+
+
+def read_metrics(model_dir: Path) -> list[dict]:
+    text = (model_dir / "metrics.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
+@pytest.fixture(scope="session")
+def vocabulary(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("vocabulary") / "tiny.model"
+    ended = commands.run_python(
+        f"import tiny_tasks; tiny_tasks.train_vocabulary({str(path)!r})", commands.environment(path)
+    )
+    assert path.exists(), ended.stderr
+    return path
+
+
+@pytest.fixture(scope="session")
+def env(vocabulary) -> dict[str, str]:
+    return commands.environment(vocabulary)
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory, env) -> tuple[Path, str]:
+    """A model_dir after four steps, and what training printed on stderr."""
+    model_dir = tmp_path_factory.mktemp("run") / "model"
+    ended = commands.run_command([f"--model_dir={model_dir}", *commands.TRAIN], env)
+    assert ended.returncode == 0, ended.stderr
+    return model_dir, ended.stderr
+
+
+@pytest.fixture(scope="session")
+def server(env):
+    """The command with its imports done, for the runs that are not about the command line."""
+    server = commands.CommandServer(env)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def model_dir(trained, tmp_path) -> Path:
+    """A copy of the trained model_dir, to evaluate or to spoil."""
+    return shutil.copytree(trained[0], tmp_path / "model")
+
+
+# ---- Modes --------------------------------------------------------------------------------------
+
+
+def test_training_writes_checkpoints_and_one_metrics_line_per_step(trained):
+    model_dir, _ = trained
+    lines = read_metrics(model_dir)
+    assert [(line["split"], line["step"]) for line in lines] == [("train", n) for n in (1, 2, 3, 4)]
+    assert all(
+        struct.unpack("f", struct.pack("f", line["loss"]))[0] == line["loss"] for line in lines
+    )
+    assert all(math.isfinite(line["loss"]) for line in lines)
+    assert (model_dir / "model.ckpt-4.index").exists()
+    assert (model_dir / "operative_config.gin").exists()
+    assert (model_dir / "commands" / "command").exists()
+
+
+def test_training_shows_step_loss_rates_and_time_left_and_nothing_deprecated(trained):
+    _, stderr = trained
+    last = stderr.splitlines()[-1]
+    for part in ("step 4/4", "loss ", "examples/s", "target tokens/s", "left"):
+        assert part in last
+    assert "deprecat" not in stderr
+    assert "tf_loss" not in stderr
+
+
+def test_training_goes_on_from_the_latest_checkpoint_and_repeats_no_line(model_dir, server):
+    for path in model_dir.glob("model.ckpt-4.*"):
+        path.unlink()
+    (model_dir / "checkpoint").write_text('model_checkpoint_path: "model.ckpt-2"\n')
+    code, stderr = server.run(
+        [f"--model_dir={model_dir}", *commands.TRAIN, "--gin_param=run.train_steps = 5"]
+    )
+    assert code == 0, stderr
+    assert [line["step"] for line in read_metrics(model_dir)] == [1, 2, 3, 4, 5]
+
+
+def test_score_eval_writes_scores_of_every_choice_and_rank_metrics(model_dir, server, tmp_path):
+    scores = tmp_path / "scored"
+    code, stderr = server.run(
+        commands.evaluate(
+            model_dir,
+            "score_eval",
+            "tiny_eval",
+            f"--gin_param=save_scores.scores_filename = '{scores}'",
+        )
+    )
+    assert code == 0, stderr
+    values = [float(line) for line in Path(f"{scores}.scores").read_text().splitlines()]
+    assert len(values) == 5 * 4
+    assert all(value < 0 for value in values)
+    assert Path(f"{scores}.targets").read_text().splitlines()[:4] == [
+        "red",
+        "green",
+        "blue",
+        "white",
+    ]
+    predictions = model_dir / "validation_eval" / "tiny_generate_score_eval_4_predictions"
+    assert len(predictions.read_text().splitlines()) == 20
+    line = read_metrics(model_dir)[-1]
+    assert (line["split"], line["step"]) == ("validation", 4)
+    assert line["task"] == "tiny_generate_score_eval"
+    assert line["accuracy"] in (0.0, 20.0, 40.0, 60.0, 80.0, 100.0)
+
+
+def test_score_eval_needs_the_patch_that_keeps_ids(model_dir, server):
+    code, stderr = server.run(
+        commands.evaluate(model_dir, "score_eval", "tiny_eval"), unpatched="get_estimator"
+    )
+    assert code == 1
+    assert "'bytes' object has no attribute 'tolist'" in stderr
+
+
+def test_eval_decodes_and_writes_metrics(model_dir, server):
+    code, stderr = server.run(commands.evaluate(model_dir, "eval", "tiny_train"))
+    assert code == 0, stderr
+    line = read_metrics(model_dir)[-1]
+    assert (line["split"], line["step"], line["task"]) == ("validation", 4, "tiny_generate")
+    assert 0 <= line["accuracy"] <= 100
+    predictions = model_dir / "validation_eval" / "tiny_generate_4_predictions"
+    assert len(predictions.read_text().splitlines()) == 5
+
+
+def test_perplexity_eval_writes_metrics(model_dir, server):
+    code, stderr = server.run(
+        commands.evaluate(
+            model_dir, "perplexity_eval", "tiny_train", "--gin_param=run.perplexity_eval_steps = 1"
+        )
+    )
+    assert code == 0, stderr
+    line = read_metrics(model_dir)[-1]
+    assert (line["split"], line["step"], line["task"]) == ("validation", 4, "tiny_generate")
+    assert line["neg_log_perplexity"] < 0
+
+
+def _infer(model_dir: Path, output: Path) -> list[str]:
+    questions = output.with_name("questions.txt")
+    questions.write_text("the house is red . which colour ?\nthe car is blue . which colour ?\n")
+    return commands.evaluate(
+        model_dir, "infer", "tiny_train",
+        "--gin_param=infer_checkpoint_step = 4",
+        f"--gin_param=input_filename = '{questions}'",
+        f"--gin_param=output_filename = '{output}'",
+    )  # fmt: skip
+
+
+def test_infer_writes_text(model_dir, server, tmp_path):
+    code, stderr = server.run(_infer(model_dir, tmp_path / "answers"))
+    assert code == 0, stderr
+    lines = (tmp_path / "answers-4").read_text().splitlines()
+    assert len(lines) == 2
+    assert not any(line.startswith(("b'", 'b"')) for line in lines)
+
+
+def test_infer_needs_the_patch_that_decodes_to_text(model_dir, server, tmp_path):
+    code, stderr = server.run(_infer(model_dir, tmp_path / "answers"), unpatched="decode")
+    assert code == 0, stderr
+    lines = (tmp_path / "answers-4").read_text().splitlines()
+    assert all(line.startswith(("b'", 'b"')) for line in lines)
+
+
+# ---- Bad input ----------------------------------------------------------------------------------
+
+
+def _train_with(model_dir: Path, *flags: str) -> list[str]:
+    return [f"--model_dir={model_dir}", *commands.TRAIN, *flags]
+
+
+@pytest.fixture(scope="session")
+def failures(trained, server, tmp_path_factory) -> dict[str, tuple[int, str, bool]]:
+    """Case -> (exit code, stderr, whether model_dir was left as it was)."""
+    root = tmp_path_factory.mktemp("failures")
+    spoiled = {name: root / name for name in ("no_shard", "cut", "other_vocabulary")}
+    for path in spoiled.values():
+        shutil.copytree(trained[0], path)
+    (spoiled["no_shard"] / "model.ckpt-4.data-00001-of-00002").unlink()
+    shards = sorted(
+        spoiled["cut"].glob("model.ckpt-4.data-*"), key=lambda path: path.stat().st_size
+    )
+    shards[-1].write_bytes(shards[-1].read_bytes()[:-100])
+    lines = {
+        "typo": _train_with(root / "new", "--gin_param=run.train_stepz = 3"),
+        "unknown configurable": _train_with(root / "new", "--gin_param=runn.train_steps = 3"),
+        "syntax": _train_with(root / "new", "--gin_param=run.train_steps = 'three"),
+        "missing gin file": _train_with(root / "new", "--gin_file=no_such.gin"),
+        "undefined macro": _train_with(root / "new", "--gin_param=run.train_steps = %NONE"),
+        "missing module": _train_with(root / "new", "--module_import=no_such_module"),
+        "unknown mixture": _train_with(root / "new", "--gin_param=MIXTURE_NAME = 'tiny_trian'"),
+        "not cached": _train_with(
+            root / "new",
+            "--gin_param=mesh_train_dataset_fn.use_cached = True",
+            f"--additional_task_cache_dirs={root / 'cache'}",
+        ),
+        "missing rows": _train_with(root / "new", "--gin_param=MIXTURE_NAME = 'tiny_missing_rows'"),
+        "missing vocabulary": _train_with(root / "new", "--vocab=no_such.model"),
+        "unknown flag": _train_with(root / "new", "--no_such_flag=1"),
+        "stray argument": _train_with(root / "new", "run.train_steps=3"),
+        "no checkpoint": _train_with(root / "new", "--gin_file=score_eval.gin"),
+        "no initial checkpoint": _train_with(
+            root / "new", "--gin_param=run.init_checkpoint = 'no/model.ckpt-1'"
+        ),
+        "no shard": commands.evaluate(spoiled["no_shard"], "score_eval", "tiny_eval"),
+        "cut": commands.evaluate(spoiled["cut"], "score_eval", "tiny_eval"),
+        "other vocabulary": commands.evaluate(
+            spoiled["other_vocabulary"], "score_eval", "tiny_bytes"
+        ),
+        "other vocabulary, training": _train_with(
+            spoiled["other_vocabulary"], "--gin_param=MIXTURE_NAME = 'tiny_bytes'"
+        ),
+    }
+    before = _listing(root)
+    results = {case: server.run(flags) for case, flags in lines.items()}
+    unchanged = _listing(root) == before
+    return {case: (*result, unchanged) for case, result in results.items()}
+
+
+def _listing(root: Path) -> list[tuple[str, int]]:
+    return sorted((str(path), path.stat().st_size) for path in root.rglob("*"))
+
+
+@pytest.mark.parametrize(
+    ("case", "parts"),
+    [
+        ("typo", ["doesn't have a parameter named 'train_stepz'", "line", "run.train_stepz = 3"]),
+        ("unknown configurable", ["No configurable matching 'runn'"]),
+        ("syntax", ["--gin_param", "'three"]),
+        ("missing gin file", ["no_such.gin", "Searched config paths"]),
+        ("undefined macro", ["NONE"]),
+        ("missing module", ["no_such_module", "--module_import"]),
+        ("unknown mixture", ["'tiny_trian'", "'tiny_train'"]),
+        ("not cached", ["tiny_generate", "/cache", "seqio_cache_tasks --tasks='tiny_generate'"]),
+        ("missing rows", ["super_glue/rte", "train.jsonl", "load_dataset"]),
+        ("missing vocabulary", ["no_such.model", "--vocab"]),
+        ("unknown flag", ["no_such_flag"]),
+        ("stray argument", ["run.train_steps=3"]),
+        ("no checkpoint", ["No checkpoint to evaluate", "Train first"]),
+        ("no initial checkpoint", ["no/model.ckpt-1"]),
+        ("no shard", ["model.ckpt-4.data-00001-of-00002", "Copy"]),
+        ("cut", ["is cut", "bytes"]),
+        ("other vocabulary", ["128 rows", "padded to 384", "--vocab"]),
+        ("other vocabulary, training", ["128 rows", "padded to 384"]),
+    ],
+)
+def test_bad_input_ends_with_a_message_and_exit_code_2(failures, case, parts):
+    code, text, _ = failures[case]
+    assert code == 2
+    assert "Traceback" not in text
+    for part in parts:
+        assert part in text
+
+
+def test_bad_input_leaves_nothing_behind(failures):
+    assert all(unchanged for _, _, unchanged in failures.values())
+
+
+def test_a_bad_parameter_on_the_real_command_line_prints_nothing_but_the_message(env, tmp_path):
+    ended = commands.run_command(_train_with(tmp_path / "new", "--gin_param=a.b = 1"), env)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("t5_mesh_transformer: No configurable matching 'a'.")
+    assert len(ended.stderr.splitlines()) == 4
+    assert not (tmp_path / "new").exists()
+
+
+def test_debug_shows_the_traceback(server, tmp_path):
+    code, stderr = server.run(_train_with(tmp_path / "new", "--gin_param=a.b = 1", "--debug"))
+    assert code == 1
+    assert "Traceback" in stderr
+
+
+def test_a_user_error_inside_the_data_pipeline_reaches_the_user(server, tmp_path):
+    flags = _train_with(tmp_path / "new", "--gin_param=MIXTURE_NAME = 'tiny_broken_rows'")
+    code, stderr = server.run(flags)
+    assert code == 2, stderr
+    assert stderr.splitlines()[-3:] == [
+        "t5_mesh_transformer: Row 3 is broken.",
+        "  where: rows.jsonl:3",
+        "  to do: Mend it.",
+    ]
+    assert "Traceback" not in stderr
