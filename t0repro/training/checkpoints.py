@@ -1,9 +1,9 @@
 """Checkpoints of the JAX stack: one Orbax directory `checkpoint_<step>/` each, with T5X's tree.
 
 A checkpoint is written under a temporary name and renamed when it is whole. The last file written
-is `integrity.json`, the length and CRC-32 of every other file, so that a file that is missing or was
-changed is named before any value is used. Orbax directories that others wrote have no such file and
-are read without that check.
+is `integrity.json`, the length and CRC-32 of every other file, so that a file that is missing or
+was changed is named before any value is used. Orbax directories that others wrote have no such file
+and are read without that check.
 
 Trees are flat here: "target/encoder/encoder_norm/scale" -> array (t0repro.training.train_state).
 """

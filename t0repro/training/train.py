@@ -37,8 +37,8 @@ def train(
 ) -> TrainState:
     """Trains until the global step is config.train_steps and returns the last state.
 
-    Starts from the latest checkpoint in config.model_dir; without one, from `restore_from`, slots and
-    step included; without that, from freshly drawn parameters.
+    Starts from the latest checkpoint in config.model_dir; without one, from `restore_from`, slots
+    and step included; without that, from freshly drawn parameters.
 
     Args:
       config: of mode "train".
@@ -90,9 +90,7 @@ def train(
     # ---------------------------------------------------------------- anything to do?
     start_step = int(state.step)
     if start_step >= config.train_steps:
-        say(
-            f"nothing to train: step {start_step:,} is not before train_steps {config.train_steps:,}"
-        )
+        say(f"nothing to train: step {start_step:,}, train_steps {config.train_steps:,}")
         return state
 
     # ---------------------------------------------------------------- the loop

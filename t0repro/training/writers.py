@@ -1,7 +1,7 @@
 """Where metrics go: lines of JSON and TensorBoard event files.
 
-EventFile has the methods `write_scalars`, `flush` and `close` of clu.metric_writers.MetricWriter, so
-that any writer of clu's can stand beside it. It does not derive from it: importing
+EventFile has the methods `write_scalars`, `flush` and `close` of clu.metric_writers.MetricWriter,
+so that any writer of clu's can stand beside it. It does not derive from it: importing
 clu.metric_writers imports TensorFlow, which the JAX core must not. For the same reason the format,
 events as Protocol Buffers in TFRecord framing, is written here, in a few lines.
 """
