@@ -242,14 +242,13 @@ def provide_estimator() -> None:
     """Puts tensorflow_estimator where TensorFlow 2.15 had it: tf.estimator and two tpu modules."""
     import tensorflow as tf
 
-    if not hasattr(tf.compat.v1, "estimator"):
+    # Imported by this name, the module is a second object, which then takes tf.compat.v1's place.
+    v1 = importlib.import_module("tensorflow.compat.v1")
+    if not hasattr(v1, "estimator"):
         from tensorflow_estimator._api.v1 import estimator
 
-        # tensorflow.compat.v1 is a lazily wrapped module: `from tensorflow.compat.v1 import
-        # estimator` looks it up in sys.modules, attribute access in the wrapper.
-        sys.modules["tensorflow.compat.v1.estimator"] = estimator
-        tf.compat.v1.estimator = estimator
-        tf.estimator = estimator
+        vars(tf)["estimator"] = estimator
+        v1.estimator = estimator
     for name in ("tpu_config", "tpu_estimator"):
         moved = f"tensorflow.python.tpu.{name}"
         if moved not in sys.modules and not _has_module(moved):

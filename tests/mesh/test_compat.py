@@ -1,0 +1,142 @@
+"""The compatibility layer: each patch is needed; with all, the libraries import in silence."""
+
+import json
+
+import pytest
+from mesh_commands import run_python
+
+pytestmark = pytest.mark.mtf
+
+# What fails when one patch alone is left out.
+NEEDED = {
+    "restore_register_tensor_conversion_function": (
+        "AttributeError",
+        "register_tensor_conversion_function",
+    ),
+    "restore_estimator_api_name": ("AttributeError", "ESTIMATOR_API_NAME"),
+    "provide_tpu_only_modules": ("ImportError", ""),
+    "provide_estimator": ("ImportError", "estimator"),
+    "provide_torch_absence": ("ModuleNotFoundError", "torch"),
+}
+
+# As if torch were not installed.
+NO_TORCH = """
+import sys
+
+class NoTorch:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            raise ModuleNotFoundError("No module named 'torch'", name=name)
+
+sys.meta_path.insert(0, NoTorch())
+"""
+
+# Each case in a fork of one process that has imported TensorFlow, which is what takes the time.
+WITHOUT_EACH = """
+import json, os
+from t0repro.mesh import compat
+
+compat.quiet_logs()
+for left_out in [None, *NAMES]:
+    reader, writer = os.pipe()
+    if os.fork() == 0:
+        outcome = ["", ""]
+        try:
+            for name in NAMES:
+                if name != left_out:
+                    getattr(compat, name)()
+            import mesh_tensorflow.transformer.utils
+            import t5.models
+            from t5.models import mesh_transformer_main
+        except Exception as error:
+            kinds = [kind.__name__ for kind in type(error).__mro__]
+            outcome = [kinds, str(error)]
+        os.write(writer, json.dumps([left_out, *outcome]).encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as answer:
+        print(answer.read(), flush=True)
+    os.wait()
+"""
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str | None, tuple[list[str], str]]:
+    """Patch left out (None: none) -> the exception's types and message, empty if all went well."""
+    ended = run_python(f"NAMES = {list(NEEDED)!r}\n{NO_TORCH}{WITHOUT_EACH}")
+    assert ended.returncode == 0, ended.stderr
+    answers = [json.loads(line) for line in ended.stdout.splitlines()]
+    return {left_out: (kinds, message) for left_out, kinds, message in answers}
+
+
+def test_with_all_patches_the_libraries_import(outcomes):
+    assert outcomes[None] == ("", "")
+
+
+@pytest.mark.parametrize("patch", NEEDED)
+def test_without_this_patch_the_libraries_do_not_import(outcomes, patch):
+    kind, part = NEEDED[patch]
+    kinds, message = outcomes[patch]
+    assert kind in kinds, message
+    assert part in message
+
+
+def test_install_prints_nothing_and_neither_do_the_imports_after_it():
+    ended = run_python(
+        "from t0repro.mesh import compat\n"
+        "compat.install()\n"
+        "import mesh_tensorflow, seqio, t5.data.mixtures, t5.models\n"
+        "from t5.models import mesh_transformer_main\n"
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr == ""
+    assert ended.stdout == ""
+
+
+def test_install_twice_is_install_once_and_stand_ins_raise_when_they_are_called():
+    ended = run_python(
+        "from t0repro.mesh import compat\n"
+        "compat.install()\n"
+        "from mesh_tensorflow.transformer import utils\n"
+        "patched = utils.get_estimator, utils.decode\n"
+        "compat.install()\n"
+        "compat.keep_ids_when_scoring()\n"
+        "compat.decode_to_text_when_inferring()\n"
+        "assert (utils.get_estimator, utils.decode) == patched\n"
+        "import tensorflow as tf\n"
+        "assert tf.estimator.Estimator and tf.compat.v1.estimator.tpu.TPUEstimator\n"
+        "from tensorflow.python.tpu import session_support, tpu_embedding\n"
+        "calls = [session_support.CoordinatorShutdownException, tpu_embedding.TPUEmbedding,\n"
+        "         tpu_embedding.a.b.c]\n"
+        "for call in calls:\n"
+        "    try:\n"
+        "        call(1, key=2)\n"
+        "    except compat.UnsupportedTPUError as error:\n"
+        "        assert '--backend=jax' in str(error), error\n"
+        "    else:\n"
+        "        raise SystemExit(f'{call} did not raise')\n"
+    )
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_install_after_mesh_tensorflow_says_so():
+    ended = run_python(
+        "import sys, types\n"
+        "sys.modules['mesh_tensorflow'] = types.ModuleType('mesh_tensorflow')\n"
+        "from t0repro.mesh import compat\n"
+        "compat.install()\n"
+    )
+    assert ended.returncode == 1
+    assert "call install() first" in ended.stderr
+
+
+def test_without_torch_the_hugging_face_model_says_what_it_needs():
+    ended = run_python(
+        f"{NO_TORCH}"
+        "from t0repro.mesh import compat\n"
+        "compat.install()\n"
+        "import t5.models\n"
+        "t5.models.HfPyTorchModel('t5-small', 'dir')\n"
+    )
+    assert ended.returncode == 1
+    assert "t0repro[hf]" in ended.stderr.splitlines()[-1]
