@@ -138,7 +138,8 @@ def _read_table(path: str) -> dict[bytes, bytes]:
         raise _damaged(path, "it does not end as an index file does")
     footer = content[-_FOOTER_BYTES:]
     try:
-        _, position = _handle(footer, 0)
+        meta_block, position = _handle(footer, 0)
+        _block(path, content, *meta_block)  # empty, but its checksum is part of the file
         index_block, _ = _handle(footer, position)
         table = {}
         for _, handle in _block_items(_block(path, content, *index_block)):

@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from t0repro.cli import checkpoint, convert
+from t0repro.errors import UserError
+
+
+@pytest.fixture
+def run():
+    app = typer.Typer()
+    app.command("convert")(convert.convert)
+    app.command("inspect")(checkpoint.inspect)
+    app.command("diff")(checkpoint.diff)
+
+    def invoke(*arguments):
+        return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+    return invoke
+
+
+def test_convert_says_what_it_wrote(run, tiny_checkpoint, tmp_path):
+    result = run("convert", tiny_checkpoint, tmp_path / "out", "--to", "jax")
+    assert result.exit_code == 0
+    assert f"Wrote {tmp_path}/out/checkpoint_7: T5 1.1, step 7" in result.output
+    assert (tmp_path / "out" / "checkpoint_7").is_dir()
+
+
+def test_a_dry_run_says_that_it_would(run, tiny_checkpoint, tmp_path):
+    result = run("convert", tiny_checkpoint, tmp_path / "out", "--to", "jax", "--dry-run")
+    assert result.output.startswith("Would write")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("flags", [["--to", "hf"], ["--to", "mtf", "--mtf-norm-names", "norm"]])
+def test_a_wrong_flag_is_the_user_s_error(run, tiny_checkpoint, tmp_path, flags):
+    result = run("convert", tiny_checkpoint, tmp_path / "out", *flags)
+    assert isinstance(result.exception, UserError)
+
+
+def test_inspect_prints_names_shapes_types_norms_and_the_model(
+    run, tiny_checkpoint, tiny_family, mesh_variables
+):
+    result = run("inspect", tiny_checkpoint)
+    assert result.exit_code == 0
+    rows = [line.split() for line in result.output.splitlines()]
+    name = "decoder/block_001/layer_001/EncDecAttention/q"
+    norm = np.linalg.norm(mesh_variables(tiny_family)[name].astype(np.float64))
+    assert [name, "128x128", "float32", f"{norm:.6g}"] in rows
+    assert ["global_step", "scalar", "int64", "7"] in rows
+    assert (
+        "T5 1.1: 1+2 layers, d_model 128, d_ff 16, 2 heads of 64, vocabulary 128" in result.output
+    )
+
+
+def test_inspect_as_json_has_every_tensor(run, tiny_checkpoint, mesh_variables, tiny_family):
+    result = run("inspect", tiny_checkpoint, "--json")
+    inspection = json.loads(result.output)
+    assert inspection["step"] == 7
+    assert inspection["slots"] is True
+    assert inspection["family"]["d_model"] == 128
+    assert {item["name"] for item in inspection["tensors"]} == set(mesh_variables(tiny_family))
+
+
+def test_diff_of_equal_checkpoints_says_so_and_exits_with_0(run, tiny_checkpoint, tmp_path):
+    run("convert", tiny_checkpoint, tmp_path / "out", "--to", "jax")
+    result = run("diff", tiny_checkpoint, tmp_path / "out")
+    assert result.exit_code == 0
+    assert "tensors are equal, bit for bit." in result.output
+
+
+def test_diff_of_different_checkpoints_lists_them_and_exits_with_1(
+    run, tiny_checkpoint, tiny_family, mesh_variables, write_mesh_checkpoint, tmp_path
+):
+    variables = mesh_variables(tiny_family)
+    variables["encoder/rms_norm/scale"] = variables["encoder/rms_norm/scale"] + np.float32(0.5)
+    write_mesh_checkpoint(tmp_path / "other", variables)
+    result = run("diff", tiny_checkpoint, tmp_path / "other")
+    assert result.exit_code == 1
+    assert "target/encoder/encoder_norm/scale  values      0.5" in result.output
+    assert f"1 of {len(variables)} tensors differ" in result.output
+    assert run("diff", tiny_checkpoint, tmp_path / "other", "--tol", "0.51").exit_code == 0
+
+
+def test_help_shows_an_example(run):
+    for command, example in [
+        ("convert", "t0repro convert "),
+        ("inspect", "t0repro checkpoint inspect "),
+        ("diff", "t0repro checkpoint diff "),
+    ]:
+        assert f"Example: {example}" in run(command, "--help").output

@@ -1,0 +1,401 @@
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from t0repro.converters import layout, mtf
+from t0repro.converters.convert import convert
+from t0repro.converters.family import Family
+from t0repro.converters.sources import find_checkpoint
+from t0repro.converters.tensor_bundle import BundleReader
+
+from t0repro.errors import UserError
+
+
+def read_variables(directory) -> dict[str, np.ndarray]:
+    reader = BundleReader(find_checkpoint(directory).path)
+    return {name: reader.read(name) for name in reader.entries}
+
+
+def assert_same_bits(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> None:
+    assert left.keys() == right.keys()
+    for name, array in left.items():
+        assert (array.dtype, array.shape) == (right[name].dtype, right[name].shape), name
+        assert array.tobytes() == right[name].tobytes(), name
+
+
+# --- Round trips ---------------------------------------------------------------------------------
+
+
+@pytest.mark.mtf
+@pytest.mark.parametrize("model", ["t5_1_1", "t5_1_0"])
+def test_mesh_tensorflow_s_checkpoint_comes_back_from_jax_bit_for_bit(
+    mesh_checkpoints, model, tmp_path
+):
+    report = convert(mesh_checkpoints[model], tmp_path / "jax", "jax")
+    convert(tmp_path / "jax", tmp_path / "mtf", "mtf")
+    original = read_variables(mesh_checkpoints[model])
+    assert_same_bits(original, read_variables(tmp_path / "mtf"))
+    assert report.slots == "kept"
+    assert report.tensors == len(original)
+    assert any(np.any(array) for name, array in original.items() if "_slot_" in name)
+
+
+FAMILIES = st.builds(
+    Family,
+    num_encoder_layers=st.integers(1, 2),
+    num_decoder_layers=st.integers(1, 2),
+    d_model=st.sampled_from([1, 4, 6, 8]),
+    d_ff=st.sampled_from([1, 4, 8]),
+    num_heads=st.sampled_from([1, 2]),
+    d_kv=st.sampled_from([1, 2, 4]),
+    vocab_size=st.sampled_from([4, 8, 9]),
+    relative_attention_num_buckets=st.sampled_from([1, 2, 4]),
+    wi_kernels=st.sampled_from([("wi",), ("wi_0", "wi_1")]),
+    tied=st.booleans(),
+)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    family=FAMILIES,
+    step=st.integers(0, 2**31 - 1),
+    dtype=st.sampled_from(["float32", "bfloat16"]),
+    factor_at=st.sampled_from([1, 4, 128]),
+    momentum=st.booleans(),
+    norm_names=st.sampled_from(["rms_norm", "layer_norm"]),
+)
+def test_any_t5_comes_back_from_jax_bit_for_bit(
+    tmp_path_factory, mesh_variables, write_mesh_checkpoint, family, step, **choices
+):
+    variables = mesh_variables(family, step=step, **choices)
+    root = tmp_path_factory.mktemp("round_trip")
+    write_mesh_checkpoint(root / "source", variables)
+    assert convert(root / "source", root / "jax", "jax").family == family
+    convert(root / "jax", root / "mtf", "mtf")
+    assert_same_bits(variables, read_variables(root / "mtf"))
+
+
+@pytest.mark.mtf
+def test_mesh_tensorflow_continues_a_converted_checkpoint_as_it_does_its_own(
+    mesh_checkpoints, train_mesh_tensorflow, tmp_path
+):
+    shutil.copytree(mesh_checkpoints["t5_1_1"], tmp_path / "own")
+    convert(tmp_path / "own", tmp_path / "jax", "jax")
+    convert(tmp_path / "jax", tmp_path / "converted", "mtf")
+    models = ("own", "converted")
+    train_mesh_tensorflow(
+        [
+            {"model_dir": tmp_path / name, "model": "t5.1.1.small", "train_steps": 5}
+            for name in models
+        ]
+    )
+    losses = [json.loads((tmp_path / name / "losses.json").read_text()) for name in models]
+    assert len(losses[0]) == 3
+    assert losses[0] == losses[1]
+    # The slots are alive: they entered the updates, and agree after them too.
+    assert_same_bits(*(read_variables(tmp_path / name) for name in models))
+
+
+def test_slots_of_square_matrices_change_names_and_others_keep_them(tiny_checkpoint, tmp_path):
+    from t0repro.training.checkpoints import load_tree
+
+    convert(tiny_checkpoint, tmp_path / "jax", "jax")
+    variables = read_variables(tiny_checkpoint)
+    tree = load_tree(tmp_path / "jax" / "checkpoint_7")
+    square = "encoder/layers_0/attention/query/kernel"
+    name = layout.path_to_mtf(square)
+    v_row, v_col = (tree[layout.slot_key(square, slot)] for slot in ("v_row", "v_col"))
+    np.testing.assert_array_equal(v_row, variables[f"{name}_slot_vc"])
+    np.testing.assert_array_equal(v_col, variables[f"{name}_slot_vr"])
+    # The straight mapping, T5X's importer's, would give these.
+    assert not np.array_equal(v_row, variables[f"{name}_slot_vr"])
+    unfactored = "encoder/layers_0/mlp/wo/kernel"
+    np.testing.assert_array_equal(
+        tree[layout.slot_key(unfactored, "v")],
+        variables[f"{layout.path_to_mtf(unfactored)}_slot_v"],
+    )
+
+
+def test_without_slots_parameters_and_step_are_left(tiny_checkpoint, tiny_family, tmp_path):
+    report = convert(tiny_checkpoint, tmp_path / "out", "mtf", slots=False)
+    assert report.slots == "dropped"
+    assert len(read_variables(tmp_path / "out")) == len(tiny_family.parameters()) + 1
+    assert convert(tmp_path / "out", tmp_path / "again", "jax").slots == "none"
+
+
+def test_norm_names_can_be_chosen(tiny_checkpoint, tmp_path):
+    convert(tiny_checkpoint, tmp_path / "old", "mtf", norm_names="layer_norm")
+    names = read_variables(tmp_path / "old").keys()
+    assert "encoder/final_layer_norm/scale" in names
+    assert not any("rms_norm" in name for name in names)
+
+
+# --- What is written -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("to", ["mtf", "jax"])
+def test_the_manifest_describes_every_tensor_of_the_target(tiny_checkpoint, tmp_path, to):
+    convert(tiny_checkpoint, tmp_path / "out", to)
+    manifest = json.loads((tmp_path / "out" / "conversion.json").read_text())
+    assert manifest["source"]["format"] == "mtf"
+    assert manifest["source"]["path"] == str(tiny_checkpoint / "model.ckpt-7")
+    assert manifest["target"] == {"format": to, "step": 7}
+    assert manifest["versions"]["numpy"] == np.__version__
+    if to == "mtf":
+        tensors = read_variables(tmp_path / "out")
+        assert manifest["tensors"].keys() == tensors.keys()
+    else:
+        from t0repro.training.checkpoints import load_tree
+
+        tensors = load_tree(tmp_path / "out" / "checkpoint_7")
+        assert manifest["tensors"].keys() <= tensors.keys()
+    for name, entry in manifest["tensors"].items():
+        array = tensors[name]
+        assert entry["shape"] == list(array.shape)
+        assert entry["dtype"] == array.dtype.name
+        assert entry["sha256"] == hashlib.sha256(array.tobytes()).hexdigest()
+
+
+def test_a_dry_run_reports_the_same_and_writes_nothing(tiny_checkpoint, tmp_path):
+    dry = convert(tiny_checkpoint, tmp_path / "out", "jax", dry_run=True)
+    assert not (tmp_path / "out").exists()
+    wet = convert(tiny_checkpoint, tmp_path / "out", "jax")
+    assert dry.dry_run
+    assert not wet.dry_run
+    assert (dry.target, dry.tensors, dry.bytes) == (wet.target, wet.tensors, wet.bytes)
+
+
+@pytest.mark.parametrize("to", ["mtf", "jax"])
+def test_a_destination_that_is_there_is_an_error_without_force(tiny_checkpoint, tmp_path, to):
+    convert(tiny_checkpoint, tmp_path / "out", to)
+    with pytest.raises(UserError, match="there already"):
+        convert(tiny_checkpoint, tmp_path / "out", to)
+
+
+@pytest.mark.parametrize("to", ["mtf", "jax"])
+def test_force_replaces_the_checkpoint_and_keeps_other_files(
+    tiny_family, mesh_variables, write_mesh_checkpoint, tmp_path, to
+):
+    for seed in (0, 1):
+        write_mesh_checkpoint(tmp_path / f"source_{seed}", mesh_variables(tiny_family, seed=seed))
+    convert(tmp_path / "source_0", tmp_path / "out", to)
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    before = sorted(os.listdir(tmp_path / "out"))
+    convert(tmp_path / "source_1", tmp_path / "out", to, force=True)
+    assert sorted(os.listdir(tmp_path / "out")) == before
+    convert(tmp_path / "out", tmp_path / "back", "mtf")
+    assert_same_bits(read_variables(tmp_path / "source_1"), read_variables(tmp_path / "back"))
+
+
+def test_an_empty_directory_and_a_new_step_of_a_model_dir_are_written_to(
+    tiny_family, mesh_variables, write_mesh_checkpoint, tmp_path
+):
+    (tmp_path / "out").mkdir()
+    for step in (7, 9, 8):
+        variables = mesh_variables(tiny_family, step=step)
+        source = write_mesh_checkpoint(tmp_path / f"step_{step}", variables)
+        convert(source, tmp_path / "out", "mtf", force=step != 7)
+    assert mtf.mtf_steps(tmp_path / "out") == [7, 8, 9]
+    assert find_checkpoint(tmp_path / "out").step == 9
+
+
+# --- Interruption --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("to", ["mtf", "jax"])
+@pytest.mark.parametrize("there", [False, True])
+def test_an_exception_in_the_middle_leaves_nothing_that_looks_whole(
+    tiny_checkpoint, tmp_path, monkeypatch, to, there
+):
+    out = tmp_path / "out"
+    if there:
+        out.mkdir()
+    read, count = mtf.MtfReader.read, 0
+
+    def failing_read(self, key):
+        nonlocal count
+        count += 1
+        if count > 20:
+            raise KeyboardInterrupt
+        return read(self, key)
+
+    monkeypatch.setattr(mtf.MtfReader, "read", failing_read)
+    with pytest.raises(KeyboardInterrupt):
+        convert(tiny_checkpoint, out, to)
+    assert not there or os.listdir(out) == []
+    assert there or not out.exists()
+
+
+KILLED = """
+import os, signal, sys
+from t0repro.converters import convert
+calls = 0
+def killing(original):
+    def call(*arguments, **keywords):
+        global calls
+        calls += 1
+        if calls == int(sys.argv[4]):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*arguments, **keywords)
+    return call
+for name in ("replace", "rename", "fsync", "unlink"):
+    setattr(os, name, killing(getattr(os, name)))
+convert.convert(sys.argv[1], sys.argv[2], sys.argv[3], force=True)
+"""
+
+
+@pytest.mark.parametrize("moment", range(1, 16))
+def test_a_kill_at_any_step_of_publishing_leaves_the_old_checkpoint_or_the_new_or_an_error(
+    tiny_family, mesh_variables, write_mesh_checkpoint, tmp_path, moment
+):
+    for seed in (0, 1):
+        write_mesh_checkpoint(tmp_path / f"source_{seed}", mesh_variables(tiny_family, seed=seed))
+    out = tmp_path / "out"
+    convert(tmp_path / "source_0", out, "mtf")
+    arguments = [str(tmp_path / "source_1"), str(out), "mtf", str(moment)]
+    process = subprocess.run([sys.executable, "-c", KILLED, *arguments], capture_output=True)
+    assert process.returncode in (0, -signal.SIGKILL), process.stderr
+    try:
+        found = read_variables(out)
+    except UserError:
+        assert not (out / "conversion.json").exists()
+        return
+    sources = [read_variables(tmp_path / f"source_{seed}") for seed in (0, 1)]
+    name = "shared/embedding"
+    seed = 0 if np.array_equal(found[name], sources[0][name]) else 1
+    assert_same_bits(found, sources[seed])
+
+
+# --- Bad input -----------------------------------------------------------------------------------
+
+
+def convert_changed(tmp_path, variables, write_mesh_checkpoint):
+    """Converts a checkpoint of these variables and checks that nothing is written if that fails."""
+    source = write_mesh_checkpoint(tmp_path / "changed", variables)
+    try:
+        return convert(source, tmp_path / "out", "jax")
+    finally:
+        assert not (tmp_path / "out").exists()
+
+
+def test_an_unknown_variable_is_named_with_the_nearest(
+    tiny_family, mesh_variables, write_mesh_checkpoint, tmp_path
+):
+    variables = mesh_variables(tiny_family)
+    variables["encoder/block_000/layer_000/SelfAttention/kk"] = np.zeros((2, 2), np.float32)
+    with pytest.raises(UserError) as caught:
+        convert_changed(tmp_path, variables, write_mesh_checkpoint)
+    assert "'encoder/block_000/layer_000/SelfAttention/kk'" in caught.value.what
+    assert "nearest: 'encoder/block_000/layer_000/SelfAttention/k'" in caught.value.what
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("decoder/block_001/layer_001/EncDecAttention/o", "missing: .*EncDecAttention/o"),
+        ("decoder/logits/kernel_slot_vc", "slot is missing: decoder/logits/kernel_slot_v"),
+        ("encoder/rms_norm/scale_slot_v", "slot is missing: encoder/rms_norm/scale_slot_v"),
+        ("global_step", "missing: global_step"),
+    ],
+)
+def test_a_missing_variable_is_named_as_mesh_tensorflow_does(
+    tiny_family, mesh_variables, write_mesh_checkpoint, tmp_path, name, message
+):
+    variables = mesh_variables(tiny_family)
+    for missing in [name] if "_slot_" in name else [n for n in variables if n.startswith(name)]:
+        del variables[missing]
+    with pytest.raises(UserError, match=message):
+        convert_changed(tmp_path, variables, write_mesh_checkpoint)
+
+
+def test_a_slot_without_its_variable_is_named(
+    tiny_family, mesh_variables, write_mesh_checkpoint, tmp_path
+):
+    variables = mesh_variables(tiny_family)
+    del variables["encoder/block_000/layer_001/DenseReluDense/wo/kernel"]
+    with pytest.raises(UserError, match="DenseReluDense/wo/kernel_slot_v"):
+        convert_changed(tmp_path, variables, write_mesh_checkpoint)
+
+
+def test_a_slot_of_another_shape_is_named(
+    tiny_family, mesh_variables, write_mesh_checkpoint, tmp_path
+):
+    variables = mesh_variables(tiny_family)
+    name = "encoder/block_000/layer_000/rms_norm/scale_slot_v"
+    variables[name] = np.zeros(3, np.float32)
+    with pytest.raises(UserError, match=rf"{name} has the shape \(3,\) where \(128,\)"):
+        convert_changed(tmp_path, variables, write_mesh_checkpoint)
+
+
+def test_a_variable_of_another_shape_is_named_with_both(
+    tiny_family, mesh_variables, write_mesh_checkpoint, tmp_path
+):
+    variables = mesh_variables(tiny_family)
+    name = "decoder/block_001/layer_002/DenseReluDense/wi_0/kernel"
+    variables[name] = np.zeros((128, 17), np.float32)
+    with pytest.raises(UserError, match=rf"{name} has the shape \(128, 17\).*\(128, 16\)"):
+        convert_changed(tmp_path, variables, write_mesh_checkpoint)
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut"])
+def test_a_missing_or_cut_data_file_is_named_and_nothing_written(tiny_checkpoint, tmp_path, damage):
+    data = tiny_checkpoint / "model.ckpt-7.data-00000-of-00001"
+    if damage == "missing":
+        data.unlink()
+    else:
+        data.write_bytes(data.read_bytes()[:-1])
+    message = {"missing": "is missing", "cut": "damaged"}[damage]
+    with pytest.raises(UserError, match=rf"(?s){message}.*{data}"):
+        convert(tiny_checkpoint, tmp_path / "out", "jax")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_damaged_jax_checkpoint_is_told_and_nothing_written(tiny_checkpoint, tmp_path):
+    convert(tiny_checkpoint, tmp_path / "jax", "jax")
+    largest = max(
+        (p for p in (tmp_path / "jax" / "checkpoint_7").rglob("*") if p.is_file()),
+        key=lambda p: p.stat().st_size,
+    )
+    largest.write_bytes(largest.read_bytes()[:-1])
+    with pytest.raises(UserError):
+        convert(tmp_path / "jax", tmp_path / "out", "mtf")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_name_that_says_another_step_than_the_checkpoint_is_told(tiny_checkpoint, tmp_path):
+    for file in list(tiny_checkpoint.glob("model.ckpt-7.*")):
+        file.rename(file.with_name(file.name.replace("ckpt-7", "ckpt-8")))
+    with pytest.raises(UserError, match="says step 8, but the checkpoint's own step is 7"):
+        convert(tiny_checkpoint / "model.ckpt-8", tmp_path / "out", "jax")
+
+
+def test_a_step_beyond_int32_is_refused(
+    tiny_family, mesh_variables, write_mesh_checkpoint, tmp_path
+):
+    with pytest.raises(UserError, match="does not fit T5X's int32"):
+        convert_changed(tmp_path, mesh_variables(tiny_family, step=2**31), write_mesh_checkpoint)
+
+
+def test_too_little_free_space_is_told_before_the_first_byte(
+    tiny_checkpoint, tmp_path, monkeypatch
+):
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(UserError, match=r"GB are free"):
+        convert(tiny_checkpoint, tmp_path / "out", "jax")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_unknown_format_is_told_with_those_that_there_are(tiny_checkpoint, tmp_path):
+    with pytest.raises(UserError, match="no format 'hf'; there are mtf, jax"):
+        convert(tiny_checkpoint, tmp_path / "out", "hf")

@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from t0repro.converters import layout
+from t0repro.converters.family import Family, check_fits, check_parameters, recognise
+
+from t0repro.config.run_config import ModelConfig
+from t0repro.errors import UserError
+
+T5_1_1_XL = Family(24, 24, 2048, 5120, 32, 64, 32128, 32, ("wi_0", "wi_1"), False)
+T5_1_0_11B = Family(24, 24, 1024, 65536, 128, 128, 32128, 32, ("wi",), True)
+
+
+def model_config(family: Family, **changes) -> ModelConfig:
+    return ModelConfig(
+        num_encoder_layers=family.num_encoder_layers,
+        num_decoder_layers=family.num_decoder_layers,
+        d_model=family.d_model,
+        d_ff=family.d_ff,
+        num_heads=family.num_heads,
+        d_kv=family.d_kv,
+        vocab_size=changes.pop("vocab_size", family.vocab_size),
+        activations=("gelu", "linear") if family.gated else ("relu",),
+        logits_from_embedding=family.tied,
+        relative_attention_num_buckets=family.relative_attention_num_buckets,
+        dropout_rate=0.0,
+        label_smoothing=0.0,
+        z_loss=1e-4,
+        loss_denominator=None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "count"),
+    # Parameter counts: T5 1.1 XL's 2.85e9, T5 11B's 11.3e9 (the T5 repository's README).
+    [(T5_1_1_XL, "T5 1.1 XL", 2_849_757_184), (T5_1_0_11B, "T5 1.0 11B", 11_307_321_344)],
+)
+@pytest.mark.parametrize("names", ["mtf", "keys", "paths"])
+def test_a_published_size_is_recognised_by_any_format_s_names(family, name, count, names):
+    spell = {
+        "mtf": layout.path_to_mtf,
+        "keys": lambda path: layout.PARAMETERS + path,
+        "paths": lambda path: path,
+    }[names]
+    shapes = {str(spell(path)): shape for path, shape in family.parameters().items()}
+    assert recognise(shapes) == family
+    assert family.name == name
+    assert family.parameter_count() == count
+
+
+@pytest.mark.mtf
+@pytest.mark.parametrize(("model", "gated"), [("t5_1_1", True), ("t5_1_0", False)])
+def test_what_mesh_tensorflow_trained_is_recognised(mesh_checkpoints, model, gated):
+    from t0repro.converters.tensor_bundle import BundleReader
+
+    entries = BundleReader(mesh_checkpoints[model] / "model.ckpt-2").entries
+    family = recognise({name: entry.shape for name, entry in entries.items()})
+    wi_kernels = ("wi_0", "wi_1") if gated else ("wi",)
+    assert family == Family(2, 2, 128, 256, 2, 64, 256, 32, wi_kernels, tied=not gated)
+
+
+def test_shapes_that_fit_no_family_are_refused_with_the_two_that_disagree(tiny_family):
+    shapes = tiny_family.parameters()
+    shapes["encoder/relpos_bias/rel_embedding"] = (3, 32)
+    with pytest.raises(UserError, match="128 wide, which is no multiple of the 3 heads"):
+        recognise(shapes)
+
+
+def test_a_model_that_is_no_encoder_decoder_is_refused():
+    with pytest.raises(UserError, match="no T5 encoder-decoder"):
+        recognise({"transformer/block_000/layer_000/SelfAttention/q": (8, 8)})
+
+
+def test_a_vocabulary_that_differs_between_embedding_and_logits_is_said(tiny_family):
+    shapes = tiny_family.parameters()
+    shapes["decoder/logits_dense/kernel"] = (128, 256)
+    with pytest.raises(UserError, match=r"\(128, 256\).*vocabularies of the embedding"):
+        check_parameters(shapes, "here")
+
+
+def test_a_checkpoint_s_missing_layer_in_the_middle_is_named(tiny_family):
+    shapes = tiny_family.parameters()
+    kept = {path: shape for path, shape in shapes.items() if "decoder/layers_0/mlp" not in path}
+    with pytest.raises(UserError, match="3 variables.*decoder/layers_0/mlp/wi_0/kernel"):
+        check_parameters(kept, "here")
+
+
+def test_a_run_s_model_of_the_checkpoint_s_sizes_fits():
+    check_fits(T5_1_1_XL, model_config(T5_1_1_XL), "here")
+
+
+def test_a_vocabulary_that_does_not_match_the_checkpoint_is_said_with_both_sizes():
+    with pytest.raises(UserError) as caught:
+        check_fits(T5_1_1_XL, model_config(T5_1_1_XL, vocab_size=384), "model.ckpt-7")
+    assert "vocabulary: 32128 in the checkpoint, 384 in this run" in str(caught.value)
+    assert "model.ckpt-7" in str(caught.value)
+
+
+def test_every_size_that_differs_is_listed():
+    other = dataclasses.replace(T5_1_1_XL, d_ff=10240, num_heads=16)
+    with pytest.raises(UserError, match=r"d_ff: 5120 .* 10240 .*heads: 32 .* 16"):
+        check_fits(T5_1_1_XL, model_config(other), "here")

@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+from t0repro.converters import layout
+from t0repro.converters.jax_tree import dummies, with_dummies
+
+
+def tree_of(shapes: list[tuple[int, ...]], factored: bool, momentum: bool) -> dict[str, np.ndarray]:
+    """A tree without dummies; matrices are factored or not, whatever their size."""
+    tree = {}
+    for number, shape in enumerate(shapes):
+        path = f"parameter_{number}"
+        tree[layout.PARAMETERS + path] = np.ones(shape)
+        slots = ["v_row", "v_col"] if factored and len(shape) > 1 else ["v"]
+        for slot in slots + ["m"] * momentum:
+            tree[layout.slot_key(path, slot)] = np.ones(layout.slot_shape(slot, shape))
+    return tree
+
+
+SIZES = st.integers(1, 3)
+
+
+@given(
+    st.lists(st.one_of(st.tuples(SIZES), st.tuples(SIZES, SIZES)), max_size=4),
+    st.booleans(),
+    st.booleans(),
+)
+def test_dummies_are_told_from_slots_of_the_same_shape(shapes, factored, momentum):
+    # A T5 always has matrices, which tell whether there is momentum.
+    tree = tree_of([(2, 3), *shapes], factored, momentum)
+    complete = with_dummies(tree)
+    added = complete.keys() - tree.keys()
+    assert set(dummies(complete)) == added
+    assert all(complete[key].shape == (1,) and not complete[key].any() for key in added)
+
+
+def test_a_tree_without_slots_gets_no_dummies():
+    tree = {"target/a": np.ones((2, 3))}
+    assert with_dummies(tree) == tree

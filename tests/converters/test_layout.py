@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from t0repro.converters import layout
+from t0repro.converters.tensor_bundle import BundleReader
+
+SHAPES = st.lists(st.integers(1, 5), min_size=2, max_size=4).map(tuple)
+
+
+@pytest.mark.mtf
+@pytest.mark.parametrize("model", ["t5_1_1", "t5_1_0"])
+def test_every_variable_that_mesh_tensorflow_writes_has_a_path_and_comes_back(
+    mesh_checkpoints, model
+):
+    norm_names = "rms_norm" if model == "t5_1_1" else "layer_norm"
+    names = set(BundleReader(mesh_checkpoints[model] / "model.ckpt-2").entries)
+    parameters = {layout.split_mtf_slot(name)[0] for name in names - {"global_step"}}
+    for name in parameters:
+        path = layout.mtf_to_path(name)
+        assert path is not None, name
+        assert layout.path_to_mtf(path, norm_names) == name
+
+
+@pytest.mark.parametrize(
+    ("variable", "path"),
+    [
+        ("shared/embedding", "token_embedder/embedding"),
+        ("encoder/block_000/layer_000/SelfAttention/q", "encoder/layers_0/attention/query/kernel"),
+        (
+            "decoder/block_011/layer_000/SelfAttention/o",
+            "decoder/layers_11/self_attention/out/kernel",
+        ),
+        (
+            "decoder/block_001/layer_001/EncDecAttention/v",
+            "decoder/layers_1/encoder_decoder_attention/value/kernel",
+        ),
+        (
+            "decoder/block_002/layer_002/DenseReluDense/wi_1/kernel",
+            "decoder/layers_2/mlp/wi_1/kernel",
+        ),
+        ("encoder/block_001/layer_001/DenseReluDense/wi/kernel", "encoder/layers_1/mlp/wi/kernel"),
+        (
+            "decoder/block_000/layer_000/SelfAttention/relative_attention_bias",
+            "decoder/relpos_bias/rel_embedding",
+        ),
+        (
+            "decoder/block_003/layer_001/rms_norm/scale",
+            "decoder/layers_3/pre_cross_attention_layer_norm/scale",
+        ),
+        ("encoder/rms_norm/scale", "encoder/encoder_norm/scale"),
+        ("decoder/logits/kernel", "decoder/logits_dense/kernel"),
+    ],
+)
+def test_names_are_those_of_t5x_s_importer(variable, path):
+    assert layout.mtf_to_path(variable) == path
+    assert layout.path_to_mtf(path) == variable
+
+
+@pytest.mark.parametrize(
+    "variable",
+    [
+        "encoder/block_00/layer_000/SelfAttention/q",
+        "encoder/block_0001/layer_000/SelfAttention/q",
+        "encoder/block_001/layer_000/SelfAttention/relative_attention_bias",
+        "encoder/block_000/layer_001/EncDecAttention/q",
+        "encoder/logits/kernel",
+    ],
+)
+def test_a_name_that_no_t5_has_is_unknown(variable):
+    assert layout.mtf_to_path(variable) is None
+
+
+def test_norm_names_of_released_t5_1_0_checkpoints_are_read_and_written():
+    for old, new in [
+        ("encoder/final_layer_norm/scale", "encoder/rms_norm/scale"),
+        (
+            "decoder/block_000/layer_002/layer_norm/scale",
+            "decoder/block_000/layer_002/rms_norm/scale",
+        ),
+    ]:
+        path = layout.mtf_to_path(old)
+        assert path == layout.mtf_to_path(new)
+        assert path is not None
+        assert layout.path_to_mtf(path, "layer_norm") == old
+        assert layout.path_to_mtf(path) == new
+
+
+@given(SHAPES, st.integers(0, 2**32 - 1))
+def test_matched_slots_are_means_of_the_same_squares_over_the_same_axis(shape, seed):
+    squares = np.random.default_rng(seed).random(shape)
+    # mesh_tensorflow/optimize.py: sorted(dims, key=lambda d: -d.size)[:2]; vr lacks the first.
+    first, second = np.argsort([-size for size in shape], kind="stable")[:2]
+    mtf = {"vr": squares.mean(axis=first), "vc": squares.mean(axis=second)}
+    # t5x/adafactor.py: np.argsort(shape)[-2:]; v_row lacks the last.
+    before_last, last = np.argsort(shape, kind="stable")[-2:]
+    t5x = {"v_row": squares.mean(axis=last), "v_col": squares.mean(axis=before_last)}
+    if {first, second} != {before_last, last}:
+        with pytest.raises(ValueError, match="no counterparts"):
+            layout.factored_slots(shape)
+        return
+    for slot, value in mtf.items():
+        np.testing.assert_array_equal(value, t5x[layout.slot_from_mtf(slot, shape)])
+        assert layout.slot_to_mtf(layout.slot_from_mtf(slot, shape), shape) == slot
+    for slot, value in t5x.items():
+        assert value.shape == layout.slot_shape(slot, shape)
+
+
+@given(st.tuples(st.integers(1, 9), st.integers(1, 9)))
+def test_slots_of_a_matrix_change_places_exactly_when_it_is_square(shape):
+    straight = {"vr": "v_row", "vc": "v_col"}
+    assert (layout.factored_slots(shape) == straight) == (shape[0] != shape[1])
+
+
+@settings(deadline=None)  # the first example imports JAX
+@given(SHAPES)
+def test_dropped_axes_are_those_of_this_project_s_adafactor(shape):
+    from t0repro.config.run_config import AdafactorConfig
+    from t0repro.training import adafactor
+
+    config = AdafactorConfig(True, 0.8, 0.0, 0.0, 1.0, True, 1e-30, 1e-3, 1)
+    ours = layout.t5x_dropped_axes(shape)
+    assert adafactor.factored_axes(shape, config) == (ours["v_row"], ours["v_col"])
+
+
+@pytest.mark.mtf
+def test_slots_of_mesh_tensorflow_s_own_optimizer_are_t5x_s_and_the_straight_mapping_is_wrong(
+    run_script, tmp_path
+):
+    names = ["128x128", "128x256", "256x128"]
+    run_script("run_mesh_adafactor.py", str(tmp_path / "slots.npz"), *names)
+    slots = np.load(tmp_path / "slots.npz")
+    for name in names:
+        squares = slots[f"gradient/{name}"] ** 2
+        before_last, last = np.argsort(squares.shape, kind="stable")
+        t5x = {"v_row": squares.mean(axis=last), "v_col": squares.mean(axis=before_last)}
+        for slot in ("vr", "vc"):
+            actual = slots[f"{slot}/{name}"]
+            right = t5x[layout.slot_from_mtf(slot, squares.shape)]
+            np.testing.assert_allclose(actual, right, rtol=1e-5)
+            straight = t5x[{"vr": "v_row", "vc": "v_col"}[slot]]
+            is_straight = actual.shape == straight.shape and np.allclose(actual, straight, rtol=0.1)
+            assert is_straight == (name != "128x128")

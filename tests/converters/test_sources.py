@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import shutil
+
+import numpy as np
+import pytest
+from t0repro.converters import layout
+from t0repro.converters.convert import convert
+from t0repro.converters.sources import find_checkpoint, list_checkpoints, load_any
+
+from t0repro.errors import UserError
+
+
+@pytest.fixture
+def mixed(tmp_path, tiny_family, mesh_variables, write_mesh_checkpoint):
+    """A model_dir with Mesh TensorFlow's steps 3 and 7 and JAX's step 5."""
+    directory = tmp_path / "mixed"
+    for step in (3, 7):
+        write_mesh_checkpoint(directory, mesh_variables(tiny_family, step=step))
+    write_mesh_checkpoint(tmp_path / "five", mesh_variables(tiny_family, step=5))
+    convert(tmp_path / "five", directory, "jax", force=True)
+    return directory
+
+
+def test_in_a_mixed_directory_the_higher_step_wins(mixed):
+    assert (find_checkpoint(mixed).format, find_checkpoint(mixed).step) == ("mtf", 7)
+    for file in mixed.glob("model.ckpt-7.*"):
+        file.unlink()
+    (mixed / "checkpoint").write_text('model_checkpoint_path: "model.ckpt-3"\n')
+    assert (find_checkpoint(mixed).format, find_checkpoint(mixed).step) == ("jax", 5)
+
+
+def test_at_the_same_step_jax_wins(mixed):
+    convert(mixed / "model.ckpt-7", mixed, "jax", force=True)
+    assert find_checkpoint(mixed).path == str(mixed / "checkpoint_7")
+    assert find_checkpoint(mixed, 7).format == "jax"
+
+
+def test_all_checkpoints_are_listed_by_step(mixed):
+    refs = list_checkpoints(mixed)
+    assert [(ref.format, ref.step) for ref in refs] == [("mtf", 3), ("jax", 5), ("mtf", 7)]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("model.ckpt-3", ("mtf", 3)),
+        ("model.ckpt-3.index", ("mtf", 3)),
+        ("checkpoint_5", ("jax", 5)),
+        ("checkpoint_5/", ("jax", 5)),
+    ],
+)
+def test_a_checkpoint_is_found_by_its_own_name(mixed, name, expected):
+    ref = find_checkpoint(f"{mixed}/{name}")
+    assert (ref.format, ref.step) == expected
+
+
+def test_a_step_is_found_in_either_format(mixed):
+    assert find_checkpoint(mixed, 3).path == str(mixed / "model.ckpt-3")
+    assert find_checkpoint(mixed, 5).path == str(mixed / "checkpoint_5")
+
+
+def test_the_state_file_decides_among_mesh_tensorflow_s_checkpoints(mixed):
+    shutil.rmtree(mixed / "checkpoint_5")
+    (mixed / "checkpoint").write_text('model_checkpoint_path: "model.ckpt-3"\n')
+    assert find_checkpoint(mixed).step == 3
+    (mixed / "checkpoint").unlink()
+    assert find_checkpoint(mixed).step == 7
+
+
+def test_a_step_that_is_not_there_is_told_with_those_that_are(mixed):
+    with pytest.raises(UserError, match="no checkpoint of step 4; it has 3, 5, 7"):
+        find_checkpoint(mixed, 4)
+
+
+def test_a_state_file_that_names_what_is_gone_is_told(mixed):
+    (mixed / "model.ckpt-7.index").unlink()
+    with pytest.raises(UserError, match=r"model\.ckpt-7 that this file names is not there"):
+        find_checkpoint(mixed)
+
+
+def test_an_empty_directory_and_a_wrong_path_are_told_with_what_to_give(tmp_path):
+    for path in (tmp_path, tmp_path / "absent"):
+        with pytest.raises(UserError, match=r"model\.ckpt-<step>\.index or checkpoint_<step>/"):
+            find_checkpoint(path)
+
+
+def test_load_any_gives_the_same_tree_from_both_formats(tiny_checkpoint, tmp_path):
+    convert(tiny_checkpoint, tmp_path / "jax", "jax")
+    from_mtf, from_jax = load_any(tiny_checkpoint), load_any(tmp_path / "jax")
+    assert from_mtf.keys() == from_jax.keys()
+    for key, array in from_mtf.items():
+        assert array.dtype == from_jax[key].dtype
+        assert array.shape == from_jax[key].shape
+        assert array.tobytes() == from_jax[key].tobytes()
+
+
+def test_load_any_gives_t5x_s_tree_with_dummies_for_slots_that_are_not_used(tiny_checkpoint):
+    tree = load_any(tiny_checkpoint)
+    query = "encoder/layers_0/attention/query/kernel"
+    assert tree[layout.STEP] == 7
+    assert tree[layout.STEP].dtype == np.int32
+    shapes = {slot: tree[layout.slot_key(query, slot)].shape for slot in layout.SLOT_NAMES}
+    assert shapes == {"v_row": (128,), "v_col": (128,), "v": (1,), "m": (1,)}
+    norm = "encoder/encoder_norm/scale"
+    shapes = {slot: tree[layout.slot_key(norm, slot)].shape for slot in layout.SLOT_NAMES}
+    assert shapes == {"v_row": (1,), "v_col": (1,), "v": (128,), "m": (1,)}
+
+
+def test_load_any_can_leave_the_slots_out(tiny_checkpoint, tiny_family):
+    tree = load_any(tiny_checkpoint, slots=False)
+    assert len(tree) == len(tiny_family.parameters()) + 1
