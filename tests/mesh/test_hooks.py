@@ -1,0 +1,47 @@
+"""metrics.jsonl and the progress line of the Mesh TensorFlow stack."""
+
+import json
+
+import pytest
+
+from t0repro.mesh.hooks import MetricsFile, Progress
+
+pytestmark = pytest.mark.mtf
+
+
+def _lines(path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_resumed_run_drops_the_training_lines_that_it_will_repeat(tmp_path):
+    path = tmp_path / "model" / "metrics.jsonl"
+    metrics = MetricsFile(str(path))
+    for step in (1, 2, 3):
+        metrics.append({"split": "train", "step": step, "loss": 0.5})
+    metrics.append({"split": "validation", "step": 3, "task": "t", "accuracy": 50.0})
+    with open(path, "a") as file:
+        file.write('{"split": "tra')  # cut by an interruption
+    metrics.drop_training_after(1)
+    assert [(line["split"], line["step"]) for line in _lines(path)] == [
+        ("train", 1),
+        ("validation", 3),
+    ]
+
+
+def test_dropping_from_a_file_that_is_not_there_writes_none(tmp_path):
+    MetricsFile(str(tmp_path / "metrics.jsonl")).drop_training_after(3)
+    assert not list(tmp_path.iterdir())
+
+
+def test_progress_off_a_terminal_is_one_line_now_and_then_and_one_at_the_end(capsys):
+    progress = Progress(last_step=100)
+    for step in range(1, 101):
+        progress.show(step, 1.25, examples=3, tokens=10)
+    progress.close()
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2
+    assert lines[0] == "step 1/100  loss 1.2500"
+    assert lines[1].startswith("step 100/100  loss 1.2500")
+    assert lines[1].endswith("0:00:00 left")
+    assert "examples/s" in lines[1]
+    assert "target tokens/s" in lines[1]
