@@ -63,6 +63,7 @@ _QUIET_MODULES = (
     "absl",
     "apache_beam",
     "flatbuffers",
+    "gin",
     "google",
     "keras",
     "mesh_tensorflow",
