@@ -143,7 +143,6 @@ def _run_mesh_tensorflow(options: Any) -> None:
 
     tf = tensorflow.compat.v1
     tf.disable_v2_behavior()
-    tf.enable_resource_variables()
     tf.logging.set_verbosity(tf.logging.INFO if options.debug else tf.logging.WARN)
     # absl's handler prints what TensorFlow's own handler prints too.
     tf.get_logger().propagate = False
