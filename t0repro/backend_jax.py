@@ -108,12 +108,15 @@ def score_eval(config: RunConfig) -> None:
         params = parameters_from_flat_tree(tree, shapes, where=checkpoint.path)
         score = functools.partial(score_batches, params, model)
         results = []
-        with MetricsManager(config.model_dir) as metrics:
-            for result in evaluation.evaluate(config, tasks, int(tree["state/step"]), score):
-                results.append(result)
-                metrics.write_evaluation(
-                    config.eval_data.split, result.step, result.task, result.metrics
-                )
+        metrics = MetricsManager(config.model_dir, sys.maxsize)
+        for result in evaluation.evaluate(config, tasks, int(tree["state/step"]), score):
+            results.append(result)
+            metrics.write(
+                config.eval_data.split,
+                result.step,
+                {f"{result.task}/{name}": value for name, value in result.metrics.items()},
+            )
+        metrics.close()
         if config.scores_filename is not None:
             vocabulary = targets_vocabulary(config)
             evaluation.save_scores(config.scores_filename, results, tasks, vocabulary.decode)

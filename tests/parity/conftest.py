@@ -1,0 +1,138 @@
+"""Runs of both stacks through t5_mesh_transformer, shared by the tests of this folder.
+
+The data is real (RTE with T5's vocabulary) where it is at hand and the embedded demo elsewhere, so
+that the agreement is proven in any checkout.
+"""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SHARED = Path(__file__).resolve().parents[3] / "shared"
+COMMAND = "from t0repro.mesh.main import console_entry_point; console_entry_point()"
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What is trained and evaluated, and the environment that it needs."""
+
+    module: str
+    train: str
+    evaluate: str
+    environment: dict[str, str]
+
+
+def _job() -> Job:
+    data = Path(os.environ.get("T0REPRO_DATA_DIR") or SHARED / "data")
+    vocabulary = Path(os.environ.get("T0REPRO_VOCAB") or SHARED / "vocab" / "t5.cc_all.32000.model")
+    here = str(Path(__file__).parent)
+    if (data / "super_glue/rte/train.jsonl").exists() and vocabulary.exists():
+        environment = {"T0REPRO_DATA_DIR": str(data), "T0REPRO_VOCAB": str(vocabulary)}
+        task = "super_glue_rte_GPT_3_style"
+        return Job("rte_tasks", task, f"{task}_score_eval", {**environment, "PYTHONPATH": here})
+    return Job("t0repro.tasks.demo", "demo_train", "demo_eval_score_eval", {"PYTHONPATH": here})
+
+
+class Stacks:
+    """Runs t5_mesh_transformer on either stack with the same gin parameters."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.job = folder, _job()
+
+    def run(self, backend: str, name: str, gin_files: list[str], gin_params: list[str]) -> Path:
+        """Runs the command with model_dir `<folder>/<name>` and returns it."""
+        model_dir = self.folder / name
+        arguments = [
+            f"--backend={backend}",
+            f"--model_dir={model_dir}",
+            f"--module_import={self.job.module}",
+            *(f"--gin_file={file}" for file in gin_files),
+            *(f"--gin_param={param}" for param in gin_params),
+        ]
+        done = subprocess.run(
+            [sys.executable, "-c", COMMAND, *arguments],
+            env={**os.environ, **self.job.environment},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        return model_dir
+
+    def train(
+        self,
+        backend: str,
+        name: str,
+        steps: int,
+        *params: str,
+        model: str = "demo/t5.1.1.demo.gin",
+        schedule: tuple[str, ...] = ("learning_rate_schedules/constant_0_001.gin",),
+    ) -> Path:
+        """Trains to a step on the job's task; the batches of a seed are the same on both stacks."""
+        return self.run(
+            backend,
+            name,
+            ["dataset.gin", model, *schedule],
+            [
+                f"MIXTURE_NAME = '{self.job.train}'",
+                f"run.train_steps = {steps}",
+                "run.batch_size = ('tokens_per_batch', 1024)",
+                "run.sequence_length = {'inputs': 128, 'targets': 16}",
+                "serialize_num_microbatches.tokens_per_microbatch_per_replica = 256",
+                "run.save_checkpoints_steps = 10",
+                "mesh_train_dataset_fn.seed = 7",
+                "pack_dataset.use_custom_ops = False",
+                "utils.run.mesh_shape = []",
+                "dropout_rate = 0.0",
+                "utils.get_variable_dtype.master_dtype = 'float32'",
+                *params,
+            ],
+        )
+
+    def score(self, backend: str, model_dir: Path, summary_dir: Path) -> Path:
+        """Scores up to 64 (input, choice) pairs of each evaluation task at the latest checkpoint."""
+        self.run(
+            backend,
+            model_dir.name,
+            [str(model_dir / "operative_config.gin"), "score_eval.gin"],
+            [
+                f"MIXTURE_NAME = '{self.job.evaluate}'",
+                "run.dataset_split = 'validation'",
+                "run.batch_size = ('sequences_per_batch', 16)",
+                "mesh_eval_dataset_fn.num_eval_examples = 64",
+                "eval_checkpoint_step = -1",
+                f"run.eval_summary_dir = '{summary_dir}'",
+            ],
+        )
+        return summary_dir
+
+
+def losses(model_dir: Path) -> dict[int, float]:
+    """Training loss by global step, of metrics.jsonl."""
+    lines = [json.loads(line) for line in (model_dir / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line["loss"] for line in lines if line["split"] == "train"}
+
+
+@pytest.fixture(scope="session")
+def stacks(tmp_path_factory: pytest.TempPathFactory) -> Stacks:
+    """The two stacks, in a folder that all tests of the session share."""
+    return Stacks(tmp_path_factory.mktemp("stacks"))
+
+
+@pytest.fixture(scope="session")
+def first_step(stacks: Stacks) -> tuple[Path, Path]:
+    """Mesh TensorFlow's run of one step from random parameters, and JAX's from the same ones."""
+    mtf = stacks.train("mtf", "mtf_first", 1)
+    start = f"run.init_checkpoint = '{mtf}/model.ckpt-0'"
+    return mtf, stacks.train("jax", "jax_first", 1, start)
+
+
+@pytest.fixture(scope="session")
+def twenty_steps(stacks: Stacks, first_step: tuple[Path, Path]) -> tuple[Path, Path]:
+    """Both stacks' 20 steps from the checkpoint that Mesh TensorFlow wrote at step 0."""
+    start = f"run.init_checkpoint = '{first_step[0]}/model.ckpt-0'"
+    return stacks.train("mtf", "mtf", 20, start), stacks.train("jax", "jax", 20, start)
