@@ -1,0 +1,106 @@
+"""A job: some datasets to train on, prompts and datasets held out of training, two mixtures."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import seqio
+
+from t0repro.tasks.registration import add_prompted_task
+from t0repro.tasks.registry import SCORE_EVAL_SUFFIX
+from t0repro.tasks.sources import Split
+from t0repro.tasks.templates import task_name, template_names
+
+MAX_EXAMPLES = 500_000
+"""T0 counts a dataset above so many examples as this many, shared by its templates."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptedDataset:
+    """A dataset of a job and the templates that it is used with.
+
+    Attributes:
+      dataset: the Hugging Face name.
+      subset: the configuration, or None.
+      train: templates of the training mixture.
+      evaluate: templates of the evaluation mixture; none of them is trained on.
+      validation: where the validation split comes from.
+      suffix: added to the tasks' names, for instance `_r1` for ANLI's first round.
+    """
+
+    dataset: str
+    subset: str | None
+    train: Sequence[str] = ()
+    evaluate: Sequence[str] = ()
+    validation: Split = Split("validation")
+    suffix: str = ""
+
+
+def register_job(
+    job: str,
+    datasets: Sequence[PromptedDataset],
+    *,
+    root: Path | None = None,
+    vocabulary: seqio.Vocabulary | None = None,
+) -> None:
+    """Registers a job's tasks and its mixtures `<job>_train` and `<job>_eval_score_eval`.
+
+    Tasks are named `<job>_` and T0's name: their rows and splits are the job's, so that neither a
+    process nor a cache folder can take them for T0's. Those that are only evaluated have a validation
+    split alone, which keeps their caches small.
+
+    Args:
+      job: prefix of all names.
+      datasets: what the job uses.
+      root: the folder of the datasets; None is the one that T0REPRO_DATA_DIR names.
+      vocabulary: of all tasks; None is T5's.
+    """
+    rates: dict[str, int] = {}
+    evaluated: list[str] = []
+    for entry in datasets:
+        validation = {"validation": entry.validation}
+        uses: tuple[tuple[Sequence[str], Mapping[str, Split]], ...] = (
+            (entry.train, {"train": Split("train"), **validation}),
+            (entry.evaluate, validation),
+        )
+        for templates, splits in uses:
+            for template in templates:
+                t0_name = task_name(entry.dataset, entry.subset, template)
+                task = add_prompted_task(
+                    entry.dataset,
+                    entry.subset,
+                    template,
+                    splits,
+                    root=root,
+                    vocabulary=vocabulary,
+                    name=f"{job}_{t0_name}{entry.suffix}",
+                )
+                if "train" in splits:
+                    rates[task.name] = len(template_names(entry.dataset, entry.subset))
+                else:
+                    evaluated.append(task.name + SCORE_EVAL_SUFFIX)
+
+    def training_rate(task: seqio.Task) -> float:
+        return t0_rate(task.num_input_examples("train") or 0, rates[task.name])
+
+    seqio.MixtureRegistry.add(f"{job}_train", list(rates), default_rate=training_rate)
+    seqio.MixtureRegistry.add(
+        f"{job}_eval_score_eval", evaluated, default_rate=evaluation_rate
+    )
+
+
+def t0_rate(train_size: int, num_templates: int) -> int:
+    """T0's mixing rate of each task of a dataset.
+
+    Args:
+      train_size: the dataset's training examples, before a template drops any.
+      num_templates: all templates that promptsource has for it, used or not.
+    """
+    return MAX_EXAMPLES // num_templates if train_size > MAX_EXAMPLES else train_size
+
+
+def evaluation_rate(task: seqio.Task) -> float:
+    """The task's number of validation rows, up to 500,000; it matters only if the mixture is trained on."""
+    return min(task.num_input_examples("validation") or 0, MAX_EXAMPLES)
