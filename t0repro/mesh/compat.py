@@ -278,25 +278,13 @@ def provide_torch_absence() -> None:
     sys.modules["t5.models.hf_model"] = stand_in
 
 
-class _IdsOnlyVocabulary:
-    """A vocabulary without `decode_tf`, so that Mesh TensorFlow's graph returns ids, not text."""
-
-    def __init__(self, vocabulary: Any):
-        self._vocabulary = vocabulary
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "decode_tf":
-            raise AttributeError(name)
-        return getattr(self._vocabulary, name)
-
-
 def update_after_all_gradients() -> None:
     """An update waits for every gradient; without this, training on CPU races against itself.
 
-    Off TPU the variables are TensorFlow's reference variables, which are read where they lie, and an
-    optimizer's update waits only for its own gradient: weights are overwritten while the backward
-    pass still reads them. The slots after one step then depend on the learning rate, by up to a third
-    of their RMS, and differ from run to run. On TPU a step is one function of its inputs.
+    Off TPU the variables are TensorFlow's reference variables, which are read where they lie, and
+    an optimizer's update waits only for its own gradient: weights are overwritten while the
+    backward pass still reads them. The slots after one step then depend on the learning rate, by up
+    to a third of their RMS, and differ from run to run. On TPU a step is a function of its inputs.
     """
     import mesh_tensorflow as mtf
 
@@ -312,6 +300,18 @@ def update_after_all_gradients() -> None:
 
     vars(apply_grads)["_t0repro_patch"] = True
     mtf.optimize.Optimizer.apply_grads = apply_grads
+
+
+class _IdsOnlyVocabulary:
+    """A vocabulary without `decode_tf`, so that Mesh TensorFlow's graph returns ids, not text."""
+
+    def __init__(self, vocabulary: Any):
+        self._vocabulary = vocabulary
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "decode_tf":
+            raise AttributeError(name)
+        return getattr(self._vocabulary, name)
 
 
 def keep_ids_when_scoring() -> None:

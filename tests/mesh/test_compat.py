@@ -119,6 +119,64 @@ def test_install_twice_is_install_once_and_stand_ins_raise_when_they_are_called(
     assert ended.returncode == 0, ended.stderr
 
 
+# Whether each assignment in a graph of two weights has the gradients of both among its ancestors.
+WAITS = """
+from t0repro.mesh import compat
+
+compat.install()
+import mesh_tensorflow as mtf
+import tensorflow
+from mesh_tensorflow.placement_mesh_impl import PlacementMeshImpl
+
+tf = tensorflow.compat.v1
+
+
+def waits():
+    with tf.Graph().as_default():
+        graph = mtf.Graph()
+        mesh = mtf.Mesh(graph, "mesh")
+        # Of two shapes: Mesh TensorFlow stacks variables of one shape.
+        a = mtf.get_variable(mesh, "a", [mtf.Dimension("a", 4)])
+        b = mtf.get_variable(mesh, "b", [mtf.Dimension("b", 5)])
+        loss = mtf.reduce_sum(mtf.square(a)) + mtf.reduce_sum(mtf.square(b))
+        gradients = mtf.gradients([loss], [a, b])
+        optimizer = mtf.optimize.AdafactorOptimizer(learning_rate=0.1)
+        updates = optimizer.apply_grads(gradients, graph.trainable_variables)
+        lowering = mtf.Lowering(graph, {mesh: PlacementMeshImpl([], [], [""])})
+        wanted = {lowering.tensors[gradient].tensor_list[0].op for gradient in gradients}
+        # One operation groups assignments: look at each.
+        assignments = {
+            operation
+            for update in updates
+            for operation in ancestors(lowering.lowered_operation(update))
+            if operation.type.startswith("Assign")
+        }
+        return [wanted <= ancestors(assignment) for assignment in assignments]
+
+
+def ancestors(operation):
+    found, waiting = set(), [operation]
+    while waiting:
+        operation = waiting.pop()
+        if operation not in found:
+            found.add(operation)
+            waiting += [tensor.op for tensor in operation.inputs] + list(operation.control_inputs)
+    return found
+
+
+with_patch = waits()
+mtf.optimize.Optimizer.apply_grads = mtf.optimize.Optimizer.apply_grads.__wrapped__
+without_patch = waits()
+assert with_patch and all(with_patch), with_patch
+assert not all(without_patch), without_patch
+"""
+
+
+def test_updates_wait_for_all_gradients_with_the_patch_and_not_without():
+    ended = run_python(WAITS)
+    assert ended.returncode == 0, ended.stderr
+
+
 def test_install_after_mesh_tensorflow_says_so():
     ended = run_python(
         "import sys, types\n"
