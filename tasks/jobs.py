@@ -2,40 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import seqio
-
+from t0repro.tasks.job_specs import PromptedDataset
 from t0repro.tasks.registration import add_prompted_task
 from t0repro.tasks.registry import SCORE_EVAL_SUFFIX
-from t0repro.tasks.sources import Split
+from t0repro.tasks.splits import Split
 from t0repro.tasks.templates import task_name, template_names
 
 MAX_EXAMPLES = 500_000
 """T0 counts a dataset above so many examples as this many, shared by its templates."""
-
-
-@dataclasses.dataclass(frozen=True)
-class PromptedDataset:
-    """A dataset of a job and the templates that it is used with.
-
-    Attributes:
-      dataset: the Hugging Face name.
-      subset: the configuration, or None.
-      train: templates of the training mixture.
-      evaluate: templates of the evaluation mixture; none of them is trained on.
-      validation: where the validation split comes from.
-      suffix: added to the tasks' names, for instance `_r1` for ANLI's first round.
-    """
-
-    dataset: str
-    subset: str | None
-    train: Sequence[str] = ()
-    evaluate: Sequence[str] = ()
-    validation: Split = Split("validation")
-    suffix: str = ""
 
 
 def register_job(
@@ -48,8 +26,8 @@ def register_job(
     """Registers a job's tasks and its mixtures `<job>_train` and `<job>_eval_score_eval`.
 
     Tasks are named `<job>_` and T0's name: their rows and splits are the job's, so that neither a
-    process nor a cache folder can take them for T0's. Those that are only evaluated have a validation
-    split alone, which keeps their caches small.
+    process nor a cache folder can take them for T0's. Those that are only evaluated have a
+    validation split alone, which keeps their caches small.
 
     Args:
       job: prefix of all names.
@@ -86,9 +64,7 @@ def register_job(
         return t0_rate(task.num_input_examples("train") or 0, rates[task.name])
 
     seqio.MixtureRegistry.add(f"{job}_train", list(rates), default_rate=training_rate)
-    seqio.MixtureRegistry.add(
-        f"{job}_eval_score_eval", evaluated, default_rate=evaluation_rate
-    )
+    seqio.MixtureRegistry.add(f"{job}_eval_score_eval", evaluated, default_rate=evaluation_rate)
 
 
 def t0_rate(train_size: int, num_templates: int) -> int:
@@ -102,5 +78,5 @@ def t0_rate(train_size: int, num_templates: int) -> int:
 
 
 def evaluation_rate(task: seqio.Task) -> float:
-    """The task's number of validation rows, up to 500,000; it matters only if the mixture is trained on."""
+    """The task's validation rows, up to 500,000; used only if one trains on the mixture."""
     return min(task.num_input_examples("validation") or 0, MAX_EXAMPLES)

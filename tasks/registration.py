@@ -9,14 +9,15 @@ from typing import Any
 
 import seqio
 import tensorflow as tf
+from t0repro.tasks import registry
+from t0repro.tasks.sources import PromptedSource
+from t0repro.tasks.splits import Split
+from t0repro.tasks.templates import fixed_choices, load_template, task_name
+from t0repro.tasks.vocabulary import default_vocabulary
 from t5.data import glue_utils, postprocessors, preprocessors
 from t5.evaluation import metrics
 
 from t0repro.errors import UserError
-from t0repro.tasks import registry
-from t0repro.tasks.sources import PromptedSource, Split
-from t0repro.tasks.templates import fixed_choices, load_template, task_name
-from t0repro.tasks.vocabulary import default_vocabulary
 
 # promptsource's names of metrics -> t5's functions; "Other" counts as accuracy in T0.
 METRICS: Mapping[str, Callable[..., Any]] = {
@@ -159,7 +160,7 @@ def _as_text(source: PromptedSource) -> dict[str, Any]:
 
 
 def task_metrics(dataset: str, subset: str | None, template: Any) -> list[Callable[..., Any]]:
-    """T0's metrics of a task: T5's tables for GLUE and SuperGLUE, else those that the template names.
+    """T0's metrics: T5's tables for GLUE and SuperGLUE, else those that the template names.
 
     Raises:
       UserError: if the template names a metric that t5 has not.

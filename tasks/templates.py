@@ -28,7 +28,7 @@ class Rendering(NamedTuple):
 
 
 def task_name(dataset: str, subset: str | None, template_name: str) -> str:
-    """T0's name of a task: every run of characters other than letters, digits, `.` and `_` is one `_`."""
+    """T0's task name: a run of characters other than letters, digits, `.` and `_` is one `_`."""
     middle = f"_{subset}_" if subset is not None else "_"
     return re.sub(r"[^\w.]+", "_", f"{dataset}{middle}{template_name}")
 
@@ -79,13 +79,14 @@ def render(template: Any, row: Mapping[str, Any], draw_key: str | None = None) -
 
     Hyphens in field names become underscores; every variable is cut at 2,048 characters; an empty
     target becomes "<NO LABEL>"; a rendering that is not exactly an input and a target, or whose
-    input is empty, is dropped. This is the seam for a faster renderer: nothing else applies templates.
+    input is empty, is dropped. This is the seam for a faster renderer: nothing else applies
+    templates.
 
     Args:
       template: a promptsource `Template`.
       row: field names to values.
-      draw_key: decides what the template's `choice` filters draw, which promptsource leaves unseeded;
-        None draws from Python's global generator, as promptsource does.
+      draw_key: decides what the template's `choice` filters draw, which promptsource leaves
+        unseeded; None draws from Python's global generator, as promptsource does.
     """
     fields = {name.replace("-", "_"): value for name, value in row.items()}
     with _draws_from(draw_key):
@@ -163,6 +164,6 @@ def _choice(items: Sequence[Any]) -> Any:
     if key is None:
         return random.choice(items)
     if _drawing.generator is None:
-        # Seeded by a string, Python's generator repeats across processes and versions 3.2 and later.
+        # Seeded by a string, Python's generator repeats itself in every process.
         _drawing.generator = random.Random(key)
     return _drawing.generator.choice(items)

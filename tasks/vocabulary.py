@@ -1,4 +1,4 @@
-"""The vocabulary of the tasks: T5's, or a local copy; read when first needed, never on registration."""
+"""The vocabulary of the tasks: T5's, or a local copy; never read on registration."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ class LazyVocabulary(seqio.SentencePieceVocabulary):
                 loaded = seqio.SentencePieceVocabulary(path, self._extra_ids)._model_context()
             except Exception as error:
                 raise UserError(
-                    f"The vocabulary is not a SentencePiece model: {error}", where=path, fix=_advice()
+                    f"The vocabulary is not a SentencePiece model: {error}",
+                    where=path,
+                    fix=_advice(),
                 ) from error
             self._model = loaded
         return self._model
@@ -78,6 +80,6 @@ def _cache_folder() -> Path:
 
 def _advice() -> str:
     return (
-        f"Set {VOCABULARY_VARIABLE} to a copy of T5's sentencepiece.model on this machine. To get one:"
-        f" gsutil cp {DEFAULT_ADDRESS} ."
+        f"Set {VOCABULARY_VARIABLE} to a copy of T5's sentencepiece.model on this machine."
+        f" To get one: gsutil cp {DEFAULT_ADDRESS} ."
     )

@@ -1,0 +1,49 @@
+"""What the embedded demo consists of; nothing is registered here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from t0repro.tasks.job_specs import PromptedDataset
+
+FOLDER = Path(__file__).parent / "demo_data"
+VOCABULARY = FOLDER / "sentencepiece.model"
+
+DEMO = (
+    PromptedDataset(
+        "ag_news",
+        None,
+        train=("classify", "classify_question_first", "classify_with_choices", "which_section"),
+        evaluate=("classify_with_choices_question_first", "which_section_choices"),
+    ),
+    PromptedDataset(
+        "rotten_tomatoes",
+        None,
+        train=(
+            "Movie Expressed Sentiment",
+            "Reviewer Expressed Sentiment",
+            "Text Expressed Sentiment",
+            "Reviewer Enjoyment Yes No",
+        ),
+        evaluate=("Writer Expressed Sentiment", "Sentiment with choices "),
+    ),
+    PromptedDataset(
+        "glue", "mrpc", train=("same thing", "paraphrase", "replace"), evaluate=("want to know",)
+    ),
+    PromptedDataset(
+        "openbookqa",
+        "main",
+        train=("choices", "only_options", "which_correct"),
+        evaluate=("pick_answer_with_options",),
+    ),
+    # Held out altogether: no row and no prompt of it is trained on.
+    PromptedDataset(
+        "imdb",
+        None,
+        evaluate=(
+            "Movie Expressed Sentiment 2",
+            "Reviewer Sentiment Feeling",
+            "Reviewer Enjoyment Yes No",
+        ),
+    ),
+)

@@ -1,0 +1,68 @@
+"""The demo's job on real rows: mixtures `small_train` and `small_eval_score_eval`.
+
+Rows come from T0REPRO_DATA_DIR, the vocabulary is T5's. No evaluation prompt is trained on; RTE,
+CB, COPA and ANLI's first round are not trained on with any prompt. Evaluations take evenly spaced
+rows of the larger sets, so that Mesh TensorFlow scores them all in minutes on a CPU. ag_news and
+trec have no validation split: their test split is evaluated.
+"""
+
+from t0repro.tasks.job_specs import PromptedDataset
+from t0repro.tasks.jobs import register_job
+from t0repro.tasks.splits import Split
+
+ROWS = 100
+"""Rows of a larger evaluation set that are scored."""
+
+DATASETS = (
+    PromptedDataset(
+        "rotten_tomatoes",
+        None,
+        train=(
+            "Movie Expressed Sentiment 2",
+            "Reviewer Enjoyment Yes No",
+            "Reviewer Expressed Sentiment",
+            "Reviewer Opinion bad good choices",
+            "Sentiment with choices ",
+        ),
+        evaluate=("Movie Expressed Sentiment", "Reviewer Enjoyment"),
+        validation=Split("validation", ROWS),
+    ),
+    PromptedDataset(
+        "ag_news",
+        None,
+        train=("classify", "classify_with_choices", "recommend", "which_section_choices"),
+        evaluate=("classify_question_first", "which_section"),
+        validation=Split("test", ROWS),
+    ),
+    PromptedDataset(
+        "trec",
+        None,
+        train=("pick_the_best_descriptor", "trec1", "what_category_best_describe"),
+        evaluate=("trec2",),
+        validation=Split("test", ROWS),
+    ),
+    PromptedDataset(
+        "glue",
+        "mrpc",
+        train=("equivalent", "paraphrase", "replace"),
+        evaluate=("same thing",),
+        validation=Split("validation", ROWS),
+    ),
+    PromptedDataset(
+        "super_glue",
+        "rte",
+        evaluate=("does this imply",),
+        validation=Split("validation", ROWS),
+    ),
+    PromptedDataset("super_glue", "cb", evaluate=("can we infer",)),
+    PromptedDataset("super_glue", "copa", evaluate=("more likely",)),
+    PromptedDataset(
+        "anli",
+        None,
+        evaluate=("guaranteed true",),
+        validation=Split("dev_r1", ROWS),
+        suffix="_r1",
+    ),
+)
+
+register_job("small", DATASETS)
