@@ -45,7 +45,7 @@ exec t5_mesh_transformer \
   --gin_param="run.train_steps = ${TRAIN_STEPS:-1500}" \
   --gin_file="learning_rate_schedules/constant_0_001.gin" \
   --gin_param="run.batch_size = ('tokens_per_batch', ${TOKENS_PER_BATCH:-4096})" \
-  --gin_param="run.sequence_length = {'inputs': ${INPUTS_LENGTH:-256}, 'targets': ${TARGETS_LENGTH:-64}}" \
+  --gin_param="run.sequence_length = {'inputs': ${INPUTS_LENGTH:-128}, 'targets': ${TARGETS_LENGTH:-32}}" \
   --gin_param="mesh_train_dataset_fn.use_cached = True" \
   --gin_param="pack_dataset.use_custom_ops = False" \
   --gin_param="serialize_num_microbatches.tokens_per_microbatch_per_replica = 2048" \
