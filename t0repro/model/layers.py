@@ -8,7 +8,8 @@ than that, the docstring says so. Distributions of the initial values are Mesh T
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -149,6 +150,13 @@ class MLP(nn.Module):
         return Dense(config.d_model, self.dtype, fan_in_truncated_normal, name="wo")(hidden)
 
 
+class KeysAndValues(NamedTuple):
+    """What an attention layer reads of its memory, projected once for any number of queries."""
+
+    key: Float[Array, "batch heads memory d_kv"]
+    value: Float[Array, "batch heads memory d_kv"]
+
+
 class Attention(nn.Module):
     """Multi-head attention without biases; kernels are matrices, [d_model, heads * d_kv].
 
@@ -163,12 +171,12 @@ class Attention(nn.Module):
     def __call__(
         self,
         x: Float[Array, "batch length d_model"],
-        memory: Float[Array, "batch memory d_model"],
+        memory: Float[Array, "batch memory d_model"] | KeysAndValues,
         bias: Float[Array, "#batch #heads length memory"],
         *,
         deterministic: bool,
     ) -> Float[Array, "batch length d_model"]:
-        """Attends from x to memory; `bias` is added to the logits."""
+        """Attends from x to memory, or to its `keys_and_values`; `bias` is added to the logits."""
         config = self.config
         heads, d_kv = config.num_heads, config.d_kv
         fan_in = config.d_model**-0.5
@@ -176,12 +184,14 @@ class Attention(nn.Module):
         def project(name: str, source: Array, stddev: float) -> Array:
             init = nn.initializers.normal(stddev)
             y = Dense(heads * d_kv, self.dtype, init, name=name)(source)
-            y = y.reshape(*y.shape[:-1], heads, d_kv)
-            return y.swapaxes(1, 2)  # [batch, heads, length, d_kv]
+            return split_heads(y, heads)
 
         query = project("query", x, fan_in * d_kv**-0.5)
-        key = project("key", memory, fan_in)
-        value = project("value", memory, fan_in)
+        if isinstance(memory, KeysAndValues):
+            key, value = memory
+        else:
+            key = project("key", memory, fan_in)
+            value = project("value", memory, fan_in)
         query, key = query.astype(jnp.float32), key.astype(jnp.float32)
         logits = jnp.einsum("bhqd,bhkd->bhqk", query, key)
         weights = attention_weights(logits + bias.astype(jnp.float32)).astype(self.dtype)
@@ -191,6 +201,31 @@ class Attention(nn.Module):
         y = y.reshape(*y.shape[:-2], heads * d_kv)
         init = nn.initializers.normal((heads * d_kv) ** -0.5)
         return Dense(config.d_model, self.dtype, init, name="out")(y)
+
+
+def split_heads(
+    x: Float[Array, "batch length width"], heads: int
+) -> Float[Array, "batch heads length d_kv"]:
+    """The width of a projection as heads: [batch, heads, length, width / heads]."""
+    return x.reshape(*x.shape[:-1], heads, -1).swapaxes(1, 2)
+
+
+def keys_and_values(
+    parameters: Mapping[str, Any],
+    memory: Float[Array, "batch memory d_model"],
+    heads: int,
+    dtype: jnp.dtype,
+) -> KeysAndValues:
+    """The projections that an `Attention` with these parameters makes of its memory."""
+
+    def project(name: str) -> jax.Array:
+        kernel = parameters[name]["kernel"]
+        dense = Dense(kernel.shape[-1], dtype, nn.initializers.zeros)
+        y = dense.apply({"params": {"kernel": kernel}}, memory)
+        assert isinstance(y, jax.Array)
+        return split_heads(y, heads)
+
+    return KeysAndValues(project("key"), project("value"))
 
 
 class RelativePositionBias(nn.Module):

@@ -17,11 +17,14 @@ without loss; the decoder reads its absolute value.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from t0repro.config.run_config import DTypePolicy, ModelConfig
 from t0repro.model.layers import (
@@ -30,15 +33,18 @@ from t0repro.model.layers import (
     Dense,
     Dropout,
     Embedding,
+    KeysAndValues,
     RelativePositionBias,
     RMSNorm,
     causal_bias,
     fan_in_truncated_normal,
+    keys_and_values,
     segment_bias,
 )
 from t0repro.model.shapes import Array, Float, Int
 
-Batch = Mapping[str, jax.Array]
+Batch = Mapping[str, jax.Array | np.ndarray]
+Memory = tuple[KeysAndValues, ...]  # of each decoder layer, first to last
 
 
 class EncoderLayer(nn.Module):
@@ -78,7 +84,7 @@ class DecoderLayer(nn.Module):
     def __call__(
         self,
         x: Float[Array, "batch length d_model"],
-        encoded: Float[Array, "batch memory d_model"],
+        encoded: Float[Array, "batch memory d_model"] | KeysAndValues,
         bias: Float[Array, "batch heads length length"],
         encoder_bias: Float[Array, "batch 1 length memory"],
         present: Float[Array, "batch length 1"],
@@ -138,24 +144,36 @@ class Decoder(nn.Module):
     def __call__(
         self,
         x: Float[Array, "batch length d_model"],
-        encoded: Float[Array, "batch memory d_model"],
+        encoded: Float[Array, "batch memory d_model"] | Memory,
         segments: Int[Array, "batch length"],
         encoder_segments: Int[Array, "batch memory"],
         *,
         deterministic: bool,
+        segments_read: Int[Array, "batch length"] | None = None,
     ) -> Float[Array, "batch length outputs"]:
-        """Float32 logits when the model has a kernel for them, else what gives them."""
+        """Float32 logits when the model has a kernel for them, else what gives them.
+
+        Args:
+          x: embedded targets, shifted right.
+          encoded: the encoder's outputs, or what `cross_attention_memory` makes of them.
+          segments: of the targets; a position attends to earlier ones of its own segment.
+          encoder_segments: of the inputs.
+          deterministic: False draws dropout.
+          segments_read: the segment of the inputs that each target attends to; its own by default.
+        """
         config = self.config
         dropout = Dropout(config.dropout_rate, -2)
         present = nonpadding(segments, self.dtype)
         length = x.shape[1]
         relpos = RelativePositionBias(config, self.dtype, False, name="relpos_bias")
         bias = relpos(length) + causal_bias(length) + segment_bias(segments, segments)
-        encoder_bias = segment_bias(segments, encoder_segments)
+        reads = segments if segments_read is None else segments_read
+        encoder_bias = segment_bias(reads, encoder_segments)
         x = dropout(x, deterministic=deterministic)
         for index in range(config.num_decoder_layers):
             layer = DecoderLayer(config, self.dtype, name=f"layers_{index}")
-            x = layer(x, encoded, bias, encoder_bias, present, deterministic=deterministic)
+            memory = encoded[index] if isinstance(encoded, tuple) else encoded
+            x = layer(x, memory, bias, encoder_bias, present, deterministic=deterministic)
         x = RMSNorm(self.dtype, name="decoder_norm")(x)
         x = dropout(x, deterministic=deterministic) * present
         if config.logits_from_embedding:
@@ -195,7 +213,8 @@ class T5(nn.Module):
             and zeros are padding.
           deterministic: False draws dropout from the stream "dropout".
         """
-        inputs, targets = jnp.asarray(batch["inputs"]), jnp.asarray(batch["targets"])
+        batch = {name: jnp.asarray(x) for name, x in batch.items()}
+        inputs, targets = batch["inputs"], batch["targets"]
         input_segments = segments_of(inputs, batch.get("inputs_segmentation"))
         target_segments = segments_of(targets, batch.get("targets_segmentation"))
         encoded = self.encode(inputs, input_segments, deterministic=deterministic)
@@ -216,17 +235,41 @@ class T5(nn.Module):
 
     def decode(
         self,
-        encoded: Float[Array, "batch memory d_model"],
+        encoded: Float[Array, "batch memory d_model"] | Memory,
         encoder_segments: Int[Array, "batch memory"],
         targets: Int[Array, "batch length"],
         segments: Int[Array, "batch length"],
         *,
         deterministic: bool = True,
+        segments_read: Int[Array, "batch length"] | None = None,
     ) -> Float[Array, "batch length vocab"]:
-        """Float32 logits of the targets, which are shifted right here."""
+        """Float32 logits of the targets, which are shifted right here; see `Decoder`."""
         embedded = self.token_embedder(shift_right(targets, segments))
-        y = self.decoder(embedded, encoded, segments, encoder_segments, deterministic=deterministic)
+        y = self.decoder(
+            embedded,
+            encoded,
+            segments,
+            encoder_segments,
+            deterministic=deterministic,
+            segments_read=segments_read,
+        )
         return self.token_embedder.attend(y) if self.config.logits_from_embedding else y
+
+
+def cross_attention_memory(
+    model: T5, parameters: Mapping[str, Any], encoded: Float[Array, "batch memory d_model"]
+) -> Memory:
+    """Keys and values of the encoder's outputs for every decoder layer, to decode with often."""
+    dtype, decoder = jnp.dtype(model.dtypes.activation), parameters["decoder"]
+    return tuple(
+        keys_and_values(
+            decoder[f"layers_{index}"]["encoder_decoder_attention"],
+            encoded,
+            model.config.num_heads,
+            dtype,
+        )
+        for index in range(model.config.num_decoder_layers)
+    )
 
 
 def segments_of(
@@ -237,7 +280,7 @@ def segments_of(
     Mesh TensorFlow makes the latter up in Bitransformer.call_simple. A negative id becomes a
     segment of its own, as there.
     """
-    return jnp.minimum(ids, 1) if segmentation is None else jnp.asarray(segmentation)
+    return jnp.minimum(ids, 1) if segmentation is None else segmentation
 
 
 def shift_right(
@@ -262,8 +305,13 @@ def nonpadding(
 
 def initial_parameters(model: T5, key: jax.Array) -> dict:
     """Freshly drawn float32 parameters as a nested dictionary, computed under jit."""
+    return _initial_parameters(model, key)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _initial_parameters(model: T5, key: jax.Array) -> dict:
     batch = {name: jnp.zeros((1, 1), jnp.int32) for name in ("inputs", "targets")}
-    return jax.jit(lambda key: model.init(key, batch)["params"])(key)
+    return model.init(key, batch)["params"]
 
 
 def count_parameters(parameters: dict) -> int:

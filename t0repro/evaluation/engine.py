@@ -1,0 +1,217 @@
+"""Scores distinct (input, choice) pairs on the device: each input is encoded once for all choices.
+
+The score of a pair is that of scoring.score_batches, and so Mesh TensorFlow's: the sum over the
+choice's tokens, EOS included, of log p given the input. In float32 the two agree to rounding
+whatever the batch size, the grouping and the order, since rows of a batch do not see each other and
+segments of a row do not either.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from t0repro.errors import UserError
+from t0repro.evaluation.grouping import DecoderRows, Plan, PlannedBatch, make_plan
+from t0repro.evaluation.pairs import Pairs, distinct_pairs
+from t0repro.model.shapes import Array, Float, Int
+from t0repro.model.t5 import T5, Memory, cross_attention_memory, segments_of
+from t0repro.training.loss import cross_entropy
+
+TOKENS_PER_BATCH = {"cpu": 4096, "gpu": 65536, "tpu": 65536}
+_IN_FLIGHT = 2  # batches dispatched before the oldest one's scores are waited for
+
+
+@dataclasses.dataclass(frozen=True)
+class Scored:
+    """What a batch gave: float64 [pairs] log-likelihoods, natural logarithm, and the pairs."""
+
+    pairs: Int[np.ndarray, " pairs"]
+    scores: Float[np.ndarray, " pairs"]
+
+
+class Engine:
+    """Scores the batches of a plan, in the plan's order.
+
+    Args:
+      params: the model's parameters, a nested dictionary.
+      model: the model; its dtype policy governs activations, the log-softmax is float32.
+      say: is told, in a sentence, when the device's memory did not hold a batch.
+    """
+
+    def __init__(self, params: dict, model: T5, say: Callable[[str], None] | None = None):
+        self.params, self.model = params, model
+        self.say = say or (lambda text: None)
+        self._halved: dict[tuple[int, int], int] = {}
+
+    def run(self, pairs: Pairs, plan: Plan) -> Iterator[Scored]:
+        """Yields the scores of one batch after the other.
+
+        While the device works on a batch the host prepares the next one. A batch that does not fit
+        into the device's memory is done in two halves, and so is every later one of its size.
+
+        Raises:
+          UserError: if not even one input fits.
+        """
+        waiting: deque[tuple[PlannedBatch, Any]] = deque()
+        for batch in plan.batches:
+            waiting.append((batch, self._attempt(batch, pairs)))
+            if len(waiting) >= _IN_FLIGHT:
+                yield self._finish(*waiting.popleft(), pairs)
+        while waiting:
+            yield self._finish(*waiting.popleft(), pairs)
+
+    def _attempt(self, batch: PlannedBatch, pairs: Pairs) -> Any:
+        """Starts a batch; None where that alone was too much for the memory."""
+        limit = self._halved.get((batch.inputs_length, batch.targets_length))
+        if limit is not None and batch.size > limit:
+            return None
+        try:
+            return self._dispatch(batch, pairs)
+        except jax.errors.JaxRuntimeError as error:
+            self._too_large(batch, error)
+            return None
+
+    def _finish(self, batch: PlannedBatch, started: Any, pairs: Pairs) -> Scored:
+        """The scores of a batch that was started, waiting for them; in halves where need be."""
+        if started is not None:
+            try:
+                return _summed(batch, [(rows, np.asarray(log_p)) for rows, log_p in started])
+            except jax.errors.JaxRuntimeError as error:
+                self._too_large(batch, error)
+        parts = [
+            self._finish(half, self._attempt(half, pairs), pairs)
+            for half in batch.halves()
+            if half.rows
+        ]
+        return Scored(
+            np.concatenate([part.pairs for part in parts]),
+            np.concatenate([part.scores for part in parts]),
+        )
+
+    def _too_large(self, batch: PlannedBatch, error: Exception) -> None:
+        """Notes that a size does not fit; another error than that goes on."""
+        if "RESOURCE_EXHAUSTED" not in str(error) and "out of memory" not in str(error).lower():
+            raise error
+        where = f"{batch.inputs_length} input and {batch.targets_length} target tokens"
+        if batch.size == 1:
+            raise UserError(
+                f"Not even one input of {where} fits into the device's memory.",
+                fix="Evaluate on a larger device, or shorten the inputs.",
+            ) from error
+        half = (batch.size + 1) // 2
+        self._halved[batch.inputs_length, batch.targets_length] = half
+        self.say(f"Out of memory with {batch.size} rows of {where}: going on with {half}.")
+
+    def _dispatch(self, batch: PlannedBatch, pairs: Pairs) -> list[tuple[DecoderRows, jax.Array]]:
+        """Puts a batch on the device's queue; returns at once."""
+        inputs = batch.inputs(pairs)
+        memory = encode(self.model, self.params, inputs)
+        return [
+            (rows, decode(self.model, self.params, memory, inputs, rows.targets, rows.segments))
+            for rows in batch.decoder_rows(pairs)
+        ]
+
+
+def score_pairs(
+    params: dict,
+    model: T5,
+    pairs: Pairs,
+    tokens_per_batch: int | None = None,
+    say: Callable[[str], None] | None = None,
+) -> Float[np.ndarray, " pairs"]:
+    """Log-likelihood of every pair: float64 [pairs], natural logarithm, not divided by length.
+
+    Args:
+      params: the model's parameters.
+      model: the model.
+      pairs: what to score.
+      tokens_per_batch: see grouping.make_plan; by default what suits the device.
+      say: see Engine.
+    """
+    tokens = tokens_per_batch or TOKENS_PER_BATCH.get(jax.default_backend(), 4096)
+    scores = np.zeros(len(pairs))
+    for scored in Engine(params, model, say).run(pairs, make_plan(pairs, tokens)):
+        scores[scored.pairs] = scored.scores
+    return scores
+
+
+def score_examples(
+    params: dict,
+    model: T5,
+    examples: Sequence[Mapping[str, Any]],
+    lengths: Mapping[str, int] | None,
+    tokens_per_batch: int | None = None,
+) -> Float[np.ndarray, " examples"]:
+    """Log-likelihoods of examples in their order, float32; what score_eval.evaluate calls.
+
+    Args:
+      params: the model's parameters.
+      model: the model.
+      examples: with `inputs` and `targets`, of any number of tasks.
+      lengths: tokens beyond these are cut off.
+      tokens_per_batch: see grouping.make_plan.
+    """
+    pairs = distinct_pairs(examples, lengths)
+    return pairs.of_examples(score_pairs(params, model, pairs, tokens_per_batch)).astype(np.float32)
+
+
+def _summed(batch: PlannedBatch, parts: Sequence[tuple[DecoderRows, np.ndarray]]) -> Scored:
+    """Sums the tokens' log-probabilities by pair, in float64."""
+    pairs = batch.pairs
+    place = {int(pair): at for at, pair in enumerate(pairs)}
+    scores = np.zeros(len(pairs))
+    for rows, log_p in parts:
+        real = rows.pair >= 0
+        at = np.array([place[int(pair)] for pair in rows.pair[real]], np.int64)
+        scores += np.bincount(at, weights=log_p[real].astype(np.float64), minlength=len(pairs))
+    return Scored(pairs, scores)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def encode(model: T5, params: dict, inputs: Int[Array, "batch length"]) -> Memory:
+    """What the decoder's layers read of the inputs: keys and values, on the device."""
+    encoded = model.apply(
+        {"params": params}, jnp.asarray(inputs), segments_of(inputs, None), method=T5.encode
+    )
+    assert isinstance(encoded, jax.Array)
+    return cross_attention_memory(model, params, encoded)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def decode(
+    model: T5,
+    params: dict,
+    memory: Memory,
+    inputs: Int[Array, "batch memory"],
+    targets: Int[Array, "batch length"],
+    segments: Int[Array, "batch length"],
+) -> Float[Array, "batch length"]:
+    """Log-probability of each target given its input and the targets before it in its segment.
+
+    Args:
+      model: the model.
+      params: its parameters.
+      memory: of `encode`.
+      inputs: what was encoded, to tell padding.
+      targets: the choices of each input, packed.
+      segments: 1, 2, ... by choice, 0 at padding; all of them read the row's one input.
+    """
+    logits = model.apply(
+        {"params": params},
+        memory,
+        segments_of(inputs, None),
+        targets,
+        segments,
+        segments_read=segments_of(segments, None),
+        method=T5.decode,
+    )
+    assert isinstance(logits, jax.Array)
+    return -cross_entropy(logits, targets)

@@ -1,0 +1,91 @@
+"""The distinct (input, choice) pairs of an evaluation: what is to be scored once and never again.
+
+Examples of all tasks come in as token ids. Prompts that render alike share their inputs, and every
+choice of an example has the example's input, so that far fewer inputs than pairs are distinct:
+
+    examples   (A, yes) (A, no) (B, yes) (B, no) (A, yes)
+    inputs     A  B
+    pairs      A-yes  A-no  B-yes  B-no                       index  0 1 2 3 0
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float, Int
+
+Tokens = Int[np.ndarray, " length"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Pairs:
+    """Distinct pairs in the order of their first appearance.
+
+    Attributes:
+      inputs: the distinct inputs' tokens, padding removed.
+      targets: the choice's tokens of each pair, EOS included, padding removed.
+      input_of: which input each pair has.
+      index: which pair each example is.
+    """
+
+    inputs: tuple[Tokens, ...]
+    targets: tuple[Tokens, ...]
+    input_of: Int[np.ndarray, " pairs"]
+    index: Int[np.ndarray, " examples"]
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def of_examples(self, scores: Float[np.ndarray, " pairs"]) -> Float[np.ndarray, " examples"]:
+        """The examples' scores, from the pairs'."""
+        return scores[self.index]
+
+    def digest(self, pair: int) -> bytes:
+        """16 bytes that stand for the pair's tokens, to recognise it in another process."""
+        target, source = self.targets[pair], self.inputs[self.input_of[pair]]
+        text = len(source).to_bytes(4, "little") + source.tobytes() + target.tobytes()
+        return hashlib.blake2b(text, digest_size=16).digest()
+
+
+def distinct_pairs(
+    examples: Iterable[Mapping[str, Any]], lengths: Mapping[str, int] | None = None
+) -> Pairs:
+    """Finds the distinct inputs and pairs.
+
+    Args:
+      examples: each with `inputs` and `targets`, token ids; zeros at the end are padding.
+      lengths: tokens beyond these are cut off, as Mesh TensorFlow cuts them; None keeps all.
+
+    Raises:
+      ValueError: if a target holds an id below 1 before its end: its log-likelihood is not a sum
+        over consecutive tokens (scoring.score_batches takes such targets).
+    """
+    lengths = lengths or {}
+    inputs: dict[bytes, int] = {}
+    pairs: dict[tuple[int, bytes], int] = {}
+    index: list[int] = []
+    for number, example in enumerate(examples):
+        source, target = (
+            _unpadded(example[name], lengths.get(name)) for name in ("inputs", "targets")
+        )
+        if (target <= 0).any():
+            raise ValueError(f"Example {number}: a target holds an id below 1 before its end.")
+        at = inputs.setdefault(source.tobytes(), len(inputs))
+        index.append(pairs.setdefault((at, target.tobytes()), len(pairs)))
+    return Pairs(
+        inputs=tuple(np.frombuffer(tokens, np.int32) for tokens in inputs),
+        targets=tuple(np.frombuffer(tokens, np.int32) for _, tokens in pairs),
+        input_of=np.array([at for at, _ in pairs], np.int64),
+        index=np.array(index, np.int64),
+    )
+
+
+def _unpadded(tokens: Any, length: int | None) -> Tokens:
+    """Tokens up to the last one that is not zero."""
+    tokens = np.asarray(tokens, np.int32)[:length]
+    present = np.flatnonzero(tokens)
+    return np.ascontiguousarray(tokens[: present[-1] + 1 if present.size else 0])

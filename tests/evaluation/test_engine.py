@@ -1,0 +1,163 @@
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from t0repro.errors import UserError
+from t0repro.evaluation import engine, grouping
+from t0repro.evaluation.engine import Engine, score_examples, score_pairs
+from t0repro.evaluation.grouping import make_plan
+from t0repro.evaluation.pairs import distinct_pairs
+from t0repro.evaluation.scoring import score_batches
+
+from .small_model import MODEL, small_parameters
+
+TOLERANCE = 1e-5  # absolute, per target token
+
+
+@pytest.fixture(scope="module")
+def params():
+    return small_parameters()
+
+
+def examples_of(seed, inputs, most_choices, longest=20):
+    """Inputs of random lengths, one of them empty, each with choices of random lengths."""
+    random = np.random.default_rng(seed)
+
+    def tokens(length):
+        return random.integers(2, 100, length).astype(np.int32)
+
+    examples = []
+    for number in range(inputs):
+        source = tokens(random.integers(1, longest) if number else 0)
+        for _ in range(random.integers(1, most_choices + 1)):
+            examples.append({"inputs": source, "targets": np.append(tokens(random.integers(6)), 1)})
+    return examples + examples[:3]
+
+
+def plain_scores(params, examples):
+    """What scoring.score_batches gives in one batch, each example a row of its own."""
+    batch = {}
+    for name in ("inputs", "targets"):
+        batch[name] = np.zeros((len(examples), max(1, *(len(e[name]) for e in examples))), np.int32)
+        for row, example in zip(batch[name], examples, strict=True):
+            row[: len(example[name])] = example[name]
+    return score_batches(params, MODEL, [batch])
+
+
+def per_token(examples, a, b):
+    return np.abs(a - b) / [len(example["targets"]) for example in examples]
+
+
+@settings(max_examples=5, deadline=None)
+@given(st.integers(0, 2**16), st.integers(4, 160), st.integers(1, 9), st.randoms())
+def test_scores_agree_with_plain_scoring_whatever_batch_size_grouping_and_order(
+    params, seed, tokens, choices, order
+):
+    examples = examples_of(seed, 5, choices)
+    order.shuffle(examples)
+    scores = score_examples(params, MODEL, examples, None, tokens)
+    assert scores.dtype == np.float32
+    assert per_token(examples, scores, plain_scores(params, examples)).max() <= TOLERANCE
+
+
+def test_scores_agree_when_choices_take_several_rows(params, monkeypatch):
+    monkeypatch.setattr(grouping, "MAX_ROW", 8)
+    examples = examples_of(3, 3, 9)
+    scores = score_examples(params, MODEL, examples, None, 64)
+    assert per_token(examples, scores, plain_scores(params, examples)).max() <= TOLERANCE
+
+
+def test_scores_agree_at_the_sequence_lengths_of_the_run(params):
+    examples = examples_of(4, 4, 4)
+    lengths = {"inputs": 9, "targets": 3}
+    cut = [{name: example[name][: lengths[name]] for name in lengths} for example in examples]
+    scores = score_examples(params, MODEL, examples, lengths)
+    assert per_token(cut, scores, plain_scores(params, cut)).max() <= TOLERANCE
+
+
+def test_each_distinct_input_is_encoded_once_and_each_pair_scored_once(params, monkeypatch):
+    encoded, decoded = [], []
+    encode, decode = engine.encode, engine.decode
+
+    def counting_encode(model, params, inputs):
+        encoded.append((inputs.any(axis=-1)).sum())
+        return encode(model, params, inputs)
+
+    def counting_decode(model, params, memory, inputs, targets, segments):
+        decoded.append((targets == 1).sum())
+        return decode(model, params, memory, inputs, targets, segments)
+
+    monkeypatch.setattr(engine, "encode", counting_encode)
+    monkeypatch.setattr(engine, "decode", counting_decode)
+    examples = examples_of(5, 6, 5)[1:]
+    examples = [e for e in examples if len(e["inputs"])]
+    pairs = distinct_pairs(examples + examples)
+    score_pairs(params, MODEL, pairs, 48)
+    assert sum(encoded) == len(pairs.inputs) < len(pairs)
+    assert sum(decoded) == len(pairs) < 2 * len(examples)
+
+
+def test_a_choice_without_tokens_scores_zero(params):
+    examples = [{"inputs": [5], "targets": []}, {"inputs": [5], "targets": [6, 1]}]
+    scores = score_examples(params, MODEL, examples, None)
+    assert scores[0] == 0.0 and scores[1] < 0
+    assert score_examples(params, MODEL, [], None).shape == (0,)
+
+
+class OutOfMemory:
+    """Takes the place of `encode` on a device that holds `rows` rows."""
+
+    def __init__(self, rows, message="RESOURCE_EXHAUSTED: 12 GB asked for"):
+        self.rows, self.message, self.encode, self.tried = rows, message, engine.encode, []
+
+    def __call__(self, model, params, inputs):
+        self.tried.append(len(inputs))
+        if len(inputs) > self.rows:
+            raise jax.errors.JaxRuntimeError(self.message)
+        return self.encode(model, params, inputs)
+
+
+def test_a_batch_that_memory_does_not_hold_is_halved_and_said(params, monkeypatch):
+    examples = [{"inputs": [n] * 8, "targets": [n, 1]} for n in range(2, 26)]
+    expected = score_examples(params, MODEL, examples, None, 192)
+    device, said = OutOfMemory(3), []
+    monkeypatch.setattr(engine, "encode", device)
+    pairs = distinct_pairs(examples)
+    scores = score_pairs(params, MODEL, pairs, 192, said.append)
+    np.testing.assert_allclose(pairs.of_examples(scores), expected, atol=1e-5)
+    assert said == [
+        "Out of memory with 12 rows of 8 input and 4 target tokens: going on with 6.",
+        "Out of memory with 6 rows of 8 input and 4 target tokens: going on with 3.",
+    ]
+    assert device.tried.count(12) == 1  # later batches are halved before they are tried
+
+
+def test_one_row_that_memory_does_not_hold_is_a_users_error(params, monkeypatch):
+    monkeypatch.setattr(engine, "encode", OutOfMemory(0))
+    with pytest.raises(UserError, match="Not even one input of 8 input and 4 target tokens fits"):
+        score_examples(params, MODEL, [{"inputs": [5], "targets": [6, 1]}], None)
+
+
+def test_another_failure_of_the_device_is_not_taken_for_memory(params, monkeypatch):
+    monkeypatch.setattr(engine, "encode", OutOfMemory(0, "INTERNAL: a broken kernel"))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
+        score_examples(params, MODEL, [{"inputs": [5], "targets": [6, 1]}], None)
+
+
+def test_batches_come_in_the_plans_order_while_the_next_one_is_under_way(params, monkeypatch):
+    started = []
+    dispatch = Engine._dispatch
+
+    def noting(self, batch, pairs):
+        started.append(batch)
+        return dispatch(self, batch, pairs)
+
+    monkeypatch.setattr(Engine, "_dispatch", noting)
+    pairs = distinct_pairs([{"inputs": [n] * 8, "targets": [n, 1]} for n in range(2, 14)])
+    plan = make_plan(pairs, 32)
+    run = Engine(params, MODEL).run(pairs, plan)
+    assert next(run).pairs.tolist() == plan.batches[0].pairs.tolist()
+    assert started == list(plan.batches[:2])
+    assert [s.pairs.tolist() for s in run] == [b.pairs.tolist() for b in plan.batches[1:]]
