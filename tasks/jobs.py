@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import seqio
+
 from t0repro.tasks.job_specs import PromptedDataset
 from t0repro.tasks.registration import add_prompted_task
 from t0repro.tasks.registry import SCORE_EVAL_SUFFIX

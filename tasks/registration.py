@@ -9,15 +9,15 @@ from typing import Any
 
 import seqio
 import tensorflow as tf
+from t5.data import glue_utils, postprocessors, preprocessors
+from t5.evaluation import metrics
+
+from t0repro.errors import UserError
 from t0repro.tasks import registry
 from t0repro.tasks.sources import PromptedSource
 from t0repro.tasks.splits import Split
 from t0repro.tasks.templates import fixed_choices, load_template, task_name
 from t0repro.tasks.vocabulary import default_vocabulary
-from t5.data import glue_utils, postprocessors, preprocessors
-from t5.evaluation import metrics
-
-from t0repro.errors import UserError
 
 # promptsource's names of metrics -> t5's functions; "Other" counts as accuracy in T0.
 METRICS: Mapping[str, Callable[..., Any]] = {

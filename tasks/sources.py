@@ -9,11 +9,11 @@ from typing import Any
 
 import seqio
 import tensorflow as tf
+
+from t0repro.errors import UserError
 from t0repro.tasks.rows import count_rows, data_folder, kept_row, read_rows, rows_file
 from t0repro.tasks.splits import Split
 from t0repro.tasks.templates import Rendering, render
-
-from t0repro.errors import UserError
 
 
 class PromptedSource(seqio.FunctionDataSource):

@@ -15,9 +15,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from t0repro.tasks.demo_data import words
-
 from t0repro.files import write_atomically
+from t0repro.tasks.demo_data import words
 
 SEED = 20211015
 TRAIN_ROWS = 640

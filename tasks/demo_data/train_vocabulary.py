@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import sentencepiece
+
+from t0repro.files import write_atomically
 from t0repro.tasks.demo_specs import DEMO, FOLDER, VOCABULARY
 from t0repro.tasks.rows import dataset_folder, read_rows, splits_on_disk
 from t0repro.tasks.templates import load_template, render
-
-from t0repro.files import write_atomically
 
 PIECES = 2_000
 

@@ -1,0 +1,74 @@
+#!/usr/bin/env bash
+# Caches prompted tasks with seqio_cache_tasks, as T0's README does:
+#
+#   bash scripts/cache.sh                                     # the embedded demo
+#   MODULE=t0repro.tasks.small MIXTURE=small_train,small_eval_score_eval bash scripts/cache.sh
+#   MODULE=t0repro.tasks.local TASKS='super_glue_rte_.*' bash scripts/cache.sh
+#
+# CACHE_DIR is where (runs/<mixture's prefix>/cache), PROCESSES how many share the tasks, MIN_SHARDS
+# how many files a split has at least. Further arguments go to seqio_cache_tasks. Tasks that are cached
+# already are left alone; what an interrupted call left is made anew. The demo takes about a minute on
+# two cores.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+MODULE=${MODULE:-t0repro.tasks.demo}
+if [[ -z ${MIXTURE:-} && -z ${TASKS:-} ]]; then
+  MIXTURE=demo_train,demo_eval_score_eval
+fi
+CACHE_DIR=${CACHE_DIR:-runs/${MODULE##*.}/cache}
+MIN_SHARDS=${MIN_SHARDS:-4}
+# Beam runs one thread a process here, and each holds about 1 GB.
+cores=$(getconf _NPROCESSORS_ONLN)
+PROCESSES=${PROCESSES:-$((cores < 4 ? cores : 4))}
+
+# TensorFlow's and Beam's chatter goes to the logs; nothing here needs an accelerator or the network.
+export TF_CPP_MIN_LOG_LEVEL=${TF_CPP_MIN_LOG_LEVEL:-2} TF_ENABLE_ONEDNN_OPTS=0 GRPC_VERBOSITY=NONE
+export CUDA_VISIBLE_DEVICES=
+started=$SECONDS
+logs=$CACHE_DIR/logs
+plan=$(mktemp)
+errors=$(mktemp)
+trap 'rm -f "$plan" "$errors"; jobs -p | xargs -r kill 2>/dev/null || true' EXIT
+
+# -P: the folder gin/ at the top of the repository must not stand in for the library.
+status=0
+.venv/bin/python -P -W ignore -m t0repro.tasks.cache_plan --module_import="$MODULE" \
+  --mixtures="${MIXTURE:-}" --tasks="${TASKS:-}" --output_cache_dir="$CACHE_DIR" \
+  --processes="$PROCESSES" >"$plan" 2>"$errors" || status=$?
+grep -vE '^(WARNING: All log|[IWE][0-9]{4} )' "$errors" >&2 || true
+if ((status)); then exit "$status"; fi
+
+# DirectRunner first asks the network for another runner; the one that it falls back to is named.
+processes=()
+number=0
+mkdir -p "$logs"
+while read -r tasks; do
+  number=$((number + 1))
+  .venv/bin/seqio_cache_tasks --tasks="$tasks" --output_cache_dir="$CACHE_DIR" \
+    --module_import="$MODULE" --min_shards="$MIN_SHARDS" \
+    --pipeline_options=--runner=FnApiRunner,--no_pipeline_type_check "$@" \
+    >"$logs/$number.log" 2>&1 </dev/null &
+  processes+=($!)
+done <"$plan"
+
+count() { find "$CACHE_DIR" -mindepth 2 -maxdepth 2 -name COMPLETED | wc -l; }
+last=0
+while jobs -rp | grep -q .; do
+  sleep 1
+  if ((SECONDS - started >= last + 10)); then
+    last=$((SECONDS - started))
+    echo "  $(count) tasks cached after $last s"
+  fi
+done
+
+for index in "${!processes[@]}"; do
+  log=$logs/$((index + 1)).log
+  wait "${processes[$index]}" || {
+    status=$?
+    echo "seqio_cache_tasks failed; the end of $log:" >&2
+    tail -n 15 "$log" >&2
+  }
+done
+if ((status)); then exit "$status"; fi
+echo "$(count) tasks are cached in $CACHE_DIR ($((SECONDS - started)) s)"

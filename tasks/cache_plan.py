@@ -1,0 +1,159 @@
+"""Decides what a call of seqio_cache_tasks has left to do, and finds a user's mistakes before it.
+
+    python -P -m t0repro.tasks.cache_plan --module_import=t0repro.tasks.demo \
+        --mixtures=demo_train --output_cache_dir=runs/demo/cache --processes=2
+
+prints one line for each process to start: the tasks that it should cache, joined by commas. Rows,
+templates and vocabulary have been read once by then, so that a missing file or a broken line is one
+clear message and not the end of a long Beam traceback. scripts/cache.sh calls it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import re
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import seqio
+
+from t0repro.errors import UserError, nearest_names
+from t0repro.tasks.sources import PromptedSource
+
+# What seqio_cache_tasks writes into a task's folder; Beam's temporary files begin with the last.
+CACHE_FILE = re.compile(r".+\.tfrecord-\d+-of-\d+|(info|stats)\..+\.json|COMPLETED|beam-temp-.+")
+
+
+def selected_tasks(mixtures: Sequence[str], patterns: Sequence[str]) -> list[seqio.Task]:
+    """The tasks of the mixtures and those whose whole name matches a pattern, each once.
+
+    Raises:
+      UserError: if a mixture does not exist or a pattern matches nothing; nearest names are listed.
+    """
+    known = [*seqio.MixtureRegistry.names(), *seqio.TaskRegistry.names()]
+    names: list[str] = []
+    for mixture in mixtures:
+        if mixture not in known:
+            raise UserError(
+                f"There is no mixture {mixture!r}.",
+                fix=f"Nearest: {nearest_names(mixture, known)}.",
+            )
+        names += [task.name for task in seqio.get_subtasks(seqio.get_mixture_or_task(mixture))]
+    for pattern in patterns:
+        matching = [name for name in seqio.TaskRegistry.names() if re.fullmatch(pattern, name)]
+        if not matching:
+            raise UserError(
+                f"No task matches {pattern!r}.", fix=f"Nearest: {nearest_names(pattern, known)}."
+            )
+        names += matching
+    return [seqio.TaskRegistry.get(name) for name in dict.fromkeys(names)]
+
+
+def uncached(tasks: Sequence[seqio.Task], cache_dir: Path) -> list[seqio.Task]:
+    """The tasks without a complete cache in the folder."""
+    return [task for task in tasks if not (_folder(task, cache_dir) / "COMPLETED").is_file()]
+
+
+def remove_interrupted(tasks: Sequence[seqio.Task], cache_dir: Path) -> list[str]:
+    """Removes what an interrupted call left of these uncached tasks; returns their names.
+
+    SeqIO writes COMPLETED last, so the rest is never read; but shards of another number would be
+    taken for part of a later cache, whose files are found by a pattern that ends in that number.
+
+    Raises:
+      UserError: if such a folder holds a file that no cache has.
+    """
+    removed = []
+    for task in tasks:
+        folder = _folder(task, cache_dir)
+        if not folder.is_dir():
+            continue
+        foreign = [path.name for path in folder.iterdir() if not CACHE_FILE.fullmatch(path.name)]
+        if foreign:
+            raise UserError(
+                f"The folder of {task.name} holds files that are not a cache's: {foreign[:3]}.",
+                where=str(folder),
+                fix="Choose another cache folder, or move these files away.",
+            )
+        shutil.rmtree(folder)
+        removed.append(task.name)
+    return removed
+
+
+def check_readable(tasks: Sequence[seqio.Task]) -> None:
+    """Reads the vocabulary and every row once.
+
+    Raises:
+      UserError: if a file is missing or broken.
+    """
+    for task in tasks:
+        for feature in task.output_features.values():
+            load = getattr(feature.vocabulary, "load_model", None)
+            if load is not None:
+                load()
+        if isinstance(task.source, PromptedSource):
+            for split in task.splits:
+                task.source.num_input_examples(split)
+
+
+def spread(tasks: Sequence[seqio.Task], processes: int) -> list[list[str]]:
+    """Task names for each process, so that each has about as many splits; no list is empty."""
+    shares: list[list[str]] = [[] for _ in range(processes)]
+    loads = [0] * processes
+    for task in sorted(tasks, key=lambda task: -len(task.splits)):
+        least = loads.index(min(loads))
+        shares[least].append(task.name)
+        # Building Beam's graph for a split costs about as much as running a small one.
+        loads[least] += len(task.splits)
+    return [share for share in shares if share]
+
+
+def _folder(task: seqio.Task, cache_dir: Path) -> Path:
+    return cache_dir / seqio.get_task_dir_from_name(task.name)
+
+
+def plan(arguments: argparse.Namespace) -> list[list[str]]:
+    """The names of the tasks to cache, for each process to start."""
+    for module in arguments.module_import:
+        importlib.import_module(module)
+    tasks = selected_tasks(arguments.mixtures, arguments.tasks)
+    left = uncached(tasks, arguments.output_cache_dir)
+    if left:
+        check_readable(left)
+    removed = remove_interrupted(left, arguments.output_cache_dir)
+    if removed:
+        print(f"removed what was left of {len(removed)} interrupted caches", file=sys.stderr)
+    print(
+        f"{len(left)} of {len(tasks)} tasks to cache in {arguments.output_cache_dir}",
+        file=sys.stderr,
+    )
+    return spread(left, arguments.processes)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the plan; returns 2 on a user's mistake."""
+
+    def names(text: str) -> list[str]:
+        return [name for name in text.split(",") if name]
+
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--module_import", action="append", required=True)
+    parser.add_argument("--mixtures", type=names, default=[])
+    parser.add_argument("--tasks", type=names, default=[], help="patterns, as seqio_cache_tasks's")
+    parser.add_argument("--output_cache_dir", type=Path, required=True)
+    parser.add_argument("--processes", type=int, default=1)
+    try:
+        shares = plan(parser.parse_args(argv))
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    for share in shares:
+        print(",".join(share))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
