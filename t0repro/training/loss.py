@@ -59,7 +59,7 @@ def training_loss(
     parameters: dict,
     batch: Batch,
     *,
-    denominator: float,
+    denominator: float | Float[Array, ""],
     dropout_key: Array | None = None,
 ) -> Float[Array, ""]:
     """The loss of a batch or microbatch, float32; without a key there is no dropout.
@@ -85,7 +85,11 @@ def training_loss(
 
 
 def evaluation_sums(
-    model: T5, parameters: dict, batch: Batch, *, denominator: float
+    model: T5,
+    parameters: dict,
+    batch: Batch,
+    *,
+    denominator: float | Float[Array, ""],
 ) -> dict[str, Array]:
     """Sums over one batch, float32 scalars, that `evaluation_metrics` makes means of.
 

@@ -42,13 +42,16 @@ class MetricsManager:
 
     Args:
       model_dir: the directory, created if it is not there.
-      start_step: the step that training starts from; lines of later steps are those of an
-        interrupted run and are dropped.
+      start_step: the step that training starts from; training lines of later steps are those of
+        an interrupted run and are dropped. None keeps every line.
       writers: further ones, for instance of clu.metric_writers.
     """
 
     def __init__(
-        self, model_dir: str | os.PathLike[str], start_step: int, writers: Sequence[Writer] = ()
+        self,
+        model_dir: str | os.PathLike[str],
+        start_step: int | None = None,
+        writers: Sequence[Writer] = (),
     ):
         self._lines = JsonLines(Path(model_dir) / METRICS_FILE, start_step)
         self._writers = [EventFile(model_dir), *writers]
@@ -58,11 +61,17 @@ class MetricsManager:
         values = dataclasses.asdict(metrics)
         self.write("train", values.pop("step"), values)
 
-    def write(self, split: str, step: int, values: Mapping[str, float]) -> None:
-        """Writes a line, and an event with the tags `<split>/<metric>`."""
-        self._lines.write({"split": split, "step": step, **values})
+    def write(
+        self, split: str, step: int, values: Mapping[str, float], task: str | None = None
+    ) -> None:
+        """Writes a line, and an event with the tags `<split>/<metric>`, or Mesh TensorFlow's
+        `eval/<task>/<metric>` where the values are a task's.
+        """
+        named = {"split": split, "step": step} | ({} if task is None else {"task": task})
+        self._lines.write({**named, **values})
+        tag = split if task is None else f"eval/{task}"
         for writer in self._writers:
-            writer.write_scalars(step, {f"{split}/{name}": x for name, x in values.items()})
+            writer.write_scalars(step, {f"{tag}/{name}": x for name, x in values.items()})
 
     def flush(self) -> None:
         """Makes what was written visible to readers."""

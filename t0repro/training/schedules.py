@@ -18,6 +18,7 @@ from t0repro.config.run_config import ScheduleConfig
 from t0repro.errors import UserError, nearest_names
 
 Schedule = Callable[[jax.Array], jax.Array]
+Number = int | float  # gin's 0 stands for 0.0
 
 
 def make_schedule(config: ScheduleConfig) -> Schedule:
@@ -50,13 +51,13 @@ def make_schedule(config: ScheduleConfig) -> Schedule:
     return schedule
 
 
-def constant_learning_rate(step: jax.Array, total: float, *, learning_rate: float) -> jax.Array:
+def constant_learning_rate(step: jax.Array, total: Number, *, learning_rate: Number) -> jax.Array:
     """The same rate at every step."""
     del step, total
     return jnp.float32(learning_rate)
 
 
-def constant(step: jax.Array, total: float, *, value: float = 1.0) -> jax.Array:
+def constant(step: jax.Array, total: Number, *, value: Number = 1.0) -> jax.Array:
     """The same rate, or factor of a product, at every step."""
     del step, total
     return jnp.float32(value)
@@ -64,12 +65,12 @@ def constant(step: jax.Array, total: float, *, value: float = 1.0) -> jax.Array:
 
 def learning_rate_schedule_noam(
     step: jax.Array,
-    total: float,
+    total: Number,
     *,
-    warmup_steps: float = 10000,
-    linear_decay_fraction: float = 0.1,
-    multiplier: float = 1.0,
-    offset: float = 0,
+    warmup_steps: Number = 10000,
+    linear_decay_fraction: Number = 0.1,
+    multiplier: Number = 1.0,
+    offset: Number = 0,
 ) -> jax.Array:
     """Constant / sqrt(max(step, warmup)), falling to zero over the last part of training.
 
@@ -82,24 +83,26 @@ def learning_rate_schedule_noam(
     return rate
 
 
-def truncated_rsqrt(step: jax.Array, total: float, *, warmup_steps: float = 10000) -> jax.Array:
+def truncated_rsqrt(step: jax.Array, total: Number, *, warmup_steps: Number = 10000) -> jax.Array:
     """1 / sqrt(max(step, warmup))."""
     del total
     return jax.lax.rsqrt(jnp.maximum(step, warmup_steps))
 
 
-def linear_warmup(step: jax.Array, total: float, *, steps_or_fraction: float = 10000) -> jax.Array:
+def linear_warmup(
+    step: jax.Array, total: Number, *, steps_or_fraction: Number = 10000
+) -> jax.Array:
     """From 0 to 1 over the first steps; at most 1 stands for a fraction of all steps."""
     return jnp.minimum(1.0, step / _steps(steps_or_fraction, total))
 
 
-def linear_decay(step: jax.Array, total: float, *, steps_or_fraction: float = 0.1) -> jax.Array:
+def linear_decay(step: jax.Array, total: Number, *, steps_or_fraction: Number = 0.1) -> jax.Array:
     """From 1 to 0 over the last steps; at most 1 stands for a fraction of all steps."""
     return jnp.minimum(1.0, (total - step) / _steps(steps_or_fraction, total))
 
 
 def linear_decay_learning_rate(
-    step: jax.Array, total: float, *, initial_lr: float = 0.1, offset: float = 0
+    step: jax.Array, total: Number, *, initial_lr: Number = 0.1, offset: Number = 0
 ) -> jax.Array:
     """From initial_lr at `offset`, and before it, to 0 at the end."""
     return initial_lr * jnp.minimum(1.0, (total - step) / (total - offset))
@@ -107,12 +110,12 @@ def linear_decay_learning_rate(
 
 def slanted_triangular(
     step: jax.Array,
-    total: float,
+    total: Number,
     *,
-    cut_fraction: float = 0.1,
-    ratio: float = 32,
-    max_learning_rate: float = 0.01,
-    start_step: float = 0,
+    cut_fraction: Number = 0.1,
+    ratio: Number = 32,
+    max_learning_rate: Number = 0.01,
+    start_step: Number = 0,
 ) -> jax.Array:
     """A short rise and a long fall (Howard and Ruder 2018, https://arxiv.org/abs/1801.06146)."""
     step = step - start_step
@@ -124,10 +127,10 @@ def slanted_triangular(
 
 def product_learning_rate(
     step: jax.Array,
-    total: float,
+    total: Number,
     *,
-    factors: list[float | str | Mapping],
-    offset: float = 0,
+    factors: list[Number | str | Mapping],
+    offset: Number = 0,
 ) -> jax.Array:
     """The product of numbers and of schedules, each of the step less `offset`.
 
@@ -154,7 +157,7 @@ def product_learning_rate(
     return rate
 
 
-def _steps(steps_or_fraction: float, total: float) -> float:
+def _steps(steps_or_fraction: Number, total: Number) -> Number:
     """A number of steps, given as such or as a fraction of all."""
     return steps_or_fraction * total if steps_or_fraction <= 1 else steps_or_fraction
 

@@ -95,6 +95,6 @@ def loss_and_gradients(
 def split_into_microbatches(batch: Batch, count: int) -> dict[str, jax.Array]:
     """Each feature [batch, length] as [count, batch / count, length]."""
     return {
-        name: jnp.moveaxis(x.reshape(x.shape[0] // count, count, *x.shape[1:]), 1, 0)
+        name: jnp.moveaxis(jnp.asarray(x).reshape(x.shape[0] // count, count, *x.shape[1:]), 1, 0)
         for name, x in batch.items()
     }

@@ -15,11 +15,12 @@ import struct
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from t0repro.files import write_atomically
 
 
+@runtime_checkable
 class Writer(Protocol):
     """The part of clu.metric_writers.MetricWriter that is used here."""
 
@@ -38,14 +39,14 @@ class JsonLines:
 
     Args:
       path: the file.
-      start_step: lines of later steps are dropped: a run that was interrupted after its last
-        checkpoint does those steps again.
+      start_step: training lines of later steps are dropped: a run that was interrupted after its
+        last checkpoint does those steps again. None keeps every line.
     """
 
-    def __init__(self, path: str | os.PathLike[str], start_step: int):
+    def __init__(self, path: str | os.PathLike[str], start_step: int | None = None):
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
+        if path.exists() and start_step is not None:
             lines = path.read_text().splitlines(keepends=True)
             kept = [line for line in lines if _is_until(line, start_step)]
             if kept != lines:
@@ -65,7 +66,8 @@ class JsonLines:
 def _is_until(line: str, step: int) -> bool:
     """Whether a line is whole and belongs to no later step than this."""
     try:
-        return line.endswith("\n") and json.loads(line)["step"] <= step
+        row = json.loads(line)
+        return line.endswith("\n") and (row["split"] != "train" or row["step"] <= step)
     except (ValueError, KeyError, TypeError):
         return False
 

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from t0repro.converters import layout
 
 from t0repro.config.run_config import (
     AdafactorConfig,
@@ -17,6 +16,7 @@ from t0repro.config.run_config import (
     ModelConfig,
     ScheduleConfig,
 )
+from t0repro.converters import layout
 
 SCRIPT = Path(__file__).with_name("run_mesh_model.py")
 FLOAT32 = DTypePolicy("float32", "float32", "float32")

@@ -1,0 +1,249 @@
+import dataclasses
+
+import flax.traverse_util
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from t0repro.config.run_config import DTypePolicy, ModelConfig
+from t0repro.model.t5 import T5, count_parameters, initial_parameters, segments_of, shift_right
+
+FLOAT32 = DTypePolicy("float32", "float32", "float32")
+BFLOAT16 = DTypePolicy("float32", "float32", "bfloat16")
+T5_1_1 = ModelConfig(
+    num_encoder_layers=1,
+    num_decoder_layers=1,
+    d_model=16,
+    d_ff=24,
+    num_heads=2,
+    d_kv=4,
+    vocab_size=128,
+    activations=("gelu", "linear"),
+    logits_from_embedding=False,
+    relative_attention_num_buckets=8,
+    dropout_rate=0.0,
+    label_smoothing=0.0,
+    z_loss=0.0,
+    loss_denominator=None,
+)
+T5_1_0 = dataclasses.replace(T5_1_1, activations=("relu",), logits_from_embedding=True)
+
+
+@pytest.fixture(scope="module")
+def params():
+    return initial_parameters(T5(T5_1_1, FLOAT32), jax.random.key(0))
+
+
+def batch_of(inputs, targets, **more):
+    columns = {"inputs": inputs, "targets": targets, **more}
+    return {name: jnp.asarray(x, jnp.int32) for name, x in columns.items()}
+
+
+def shapes_of(config):
+    params = initial_parameters(T5(config, FLOAT32), jax.random.key(0))
+    return {path: x.shape for path, x in flax.traverse_util.flatten_dict(params, sep="/").items()}
+
+
+def attention_shapes(prefix):
+    shapes = {f"{prefix}/{name}/kernel": (16, 8) for name in ("query", "key", "value")}
+    return shapes | {f"{prefix}/out/kernel": (8, 16)}
+
+
+def test_parameters_of_t5_1_1_have_t5x_names_and_shapes():
+    encoder, decoder = "encoder/layers_0", "decoder/layers_0"
+    assert shapes_of(T5_1_1) == {
+        "token_embedder/embedding": (128, 16),
+        "encoder/relpos_bias/rel_embedding": (2, 8),
+        **attention_shapes(f"{encoder}/attention"),
+        f"{encoder}/pre_attention_layer_norm/scale": (16,),
+        f"{encoder}/pre_mlp_layer_norm/scale": (16,),
+        f"{encoder}/mlp/wi_0/kernel": (16, 24),
+        f"{encoder}/mlp/wi_1/kernel": (16, 24),
+        f"{encoder}/mlp/wo/kernel": (24, 16),
+        "encoder/encoder_norm/scale": (16,),
+        "decoder/relpos_bias/rel_embedding": (2, 8),
+        **attention_shapes(f"{decoder}/self_attention"),
+        **attention_shapes(f"{decoder}/encoder_decoder_attention"),
+        f"{decoder}/pre_self_attention_layer_norm/scale": (16,),
+        f"{decoder}/pre_cross_attention_layer_norm/scale": (16,),
+        f"{decoder}/pre_mlp_layer_norm/scale": (16,),
+        f"{decoder}/mlp/wi_0/kernel": (16, 24),
+        f"{decoder}/mlp/wi_1/kernel": (16, 24),
+        f"{decoder}/mlp/wo/kernel": (24, 16),
+        "decoder/decoder_norm/scale": (16,),
+        "decoder/logits_dense/kernel": (16, 128),
+    }
+
+
+def test_t5_1_0_has_one_input_kernel_and_no_logits_kernel():
+    old, new = shapes_of(T5_1_0), shapes_of(T5_1_1)
+    assert {name for name in old if name not in new} == {
+        "encoder/layers_0/mlp/wi/kernel",
+        "decoder/layers_0/mlp/wi/kernel",
+    }
+    assert {name for name in new if name not in old} == {
+        f"{tower}/layers_0/mlp/wi_{index}/kernel"
+        for tower in ("encoder", "decoder")
+        for index in (0, 1)
+    } | {"decoder/logits_dense/kernel"}
+
+
+def test_t5_1_1_base_has_as_many_parameters_as_the_released_model():
+    base = dataclasses.replace(
+        T5_1_1,
+        num_encoder_layers=12,
+        num_decoder_layers=12,
+        d_model=768,
+        d_ff=2048,
+        num_heads=12,
+        d_kv=64,
+        vocab_size=32128,
+        relative_attention_num_buckets=32,
+    )
+    shapes = jax.eval_shape(lambda: initial_parameters(T5(base, FLOAT32), jax.random.key(0)))
+    # The sum over the variables of t5.1.1.base as its gin file and Mesh TensorFlow define them.
+    attention, mlp, norm = 4 * 768 * 768, 3 * 768 * 2048, 768
+    encoder = 12 * (attention + mlp + 2 * norm) + norm + 12 * 32
+    decoder = 12 * (2 * attention + mlp + 3 * norm) + norm + 12 * 32
+    assert count_parameters(shapes) == encoder + decoder + 2 * 32128 * 768 == 247_577_856
+
+
+def test_initial_values_have_mesh_tensorflows_deviations():
+    wide = dataclasses.replace(T5_1_1, d_model=256, d_ff=512, num_heads=4, d_kv=32, vocab_size=1024)
+    params = initial_parameters(T5(wide, FLOAT32), jax.random.key(0))
+    flat = flax.traverse_util.flatten_dict(params, sep="/")
+    # A normal distribution cut at two deviations has 0.8796 of its deviation.
+    cut = 0.87962566
+    expected = {
+        "token_embedder/embedding": 1.0,
+        "encoder/layers_0/attention/query/kernel": (256 * 32) ** -0.5,
+        "encoder/layers_0/attention/key/kernel": 256**-0.5,
+        "encoder/layers_0/attention/value/kernel": 256**-0.5,
+        "encoder/layers_0/attention/out/kernel": (4 * 32) ** -0.5,
+        "decoder/layers_0/mlp/wi_0/kernel": cut * 256**-0.5,
+        "decoder/layers_0/mlp/wo/kernel": cut * 512**-0.5,
+        "decoder/logits_dense/kernel": cut * 256**-0.5,
+    }
+    for path, deviation in expected.items():
+        # 32,768 values or more: the estimate's standard error is under 0.4%.
+        assert abs(float(flat[path].std()) / deviation - 1) < 0.02, path
+    bias = flat["encoder/relpos_bias/rel_embedding"]
+    assert float(jnp.abs(bias).max()) <= (6 / (4 + 8)) ** 0.5
+    assert np.all(flat["encoder/encoder_norm/scale"] == 1)
+
+
+def test_decoder_reads_each_segment_shifted_and_beginning_with_zero():
+    targets = jnp.array([[6, 4, 1, 3, 1, 0, 0]])
+    segments = jnp.array([[1, 1, 1, 2, 2, 0, 0]])
+    np.testing.assert_array_equal(shift_right(targets, segments), [[0, 6, 4, 0, 3, 0, 0]])
+
+
+def test_decoder_reads_the_absolute_value_of_a_target_without_loss():
+    targets = jnp.array([[-6, 4, 1]])
+    segments = jnp.array([[1, 1, 1]])
+    np.testing.assert_array_equal(shift_right(targets, segments), [[0, 6, 4]])
+
+
+def test_segments_of_an_unpacked_row_end_where_padding_begins():
+    np.testing.assert_array_equal(segments_of(jnp.array([[9, 7, 1, 0]]), None), [[1, 1, 1, 0]])
+
+
+def test_two_evaluations_are_equal_bit_by_bit(params):
+    model = T5(dataclasses.replace(T5_1_1, dropout_rate=0.5), FLOAT32)
+    batch = batch_of([[5, 6, 1]], [[7, 1]])
+    first, second = (model.apply({"params": params}, batch) for _ in range(2))
+    np.testing.assert_array_equal(first, second)
+
+
+def test_dropout_depends_on_its_key_alone(params):
+    model = T5(dataclasses.replace(T5_1_1, dropout_rate=0.5), FLOAT32)
+    batch = batch_of([[5, 6, 1]], [[7, 1]])
+
+    def logits(seed):
+        rngs = {"dropout": jax.random.key(seed)}
+        return model.apply({"params": params}, batch, deterministic=False, rngs=rngs)
+
+    np.testing.assert_array_equal(logits(1), logits(1))
+    assert np.abs(logits(1) - logits(2)).max() > 1e-3
+
+
+@pytest.mark.parametrize("config", [T5_1_1, T5_1_0], ids=["1.1", "1.0"])
+def test_parameters_and_logits_are_float32_under_bfloat16_activations(config):
+    model = T5(config, BFLOAT16)
+    params = initial_parameters(model, jax.random.key(0))
+    batch = batch_of([[5, 6, 1]], [[7, 1]])
+    assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype("float32")}
+    logits = model.apply({"params": params}, batch)
+    assert logits.dtype == jnp.float32
+    exact = T5(config, FLOAT32).apply({"params": params}, batch)
+    # bfloat16 has 8 bits: this says that it is the same function, not how close it is.
+    assert np.abs(logits - exact).max() < 0.1 * np.abs(exact).max()
+
+
+def test_encode_and_decode_together_are_the_call(params):
+    model = T5(T5_1_1, FLOAT32)
+    batch = batch_of([[5, 6, 1, 0]], [[7, 1]])
+    segments = {name: segments_of(x, None) for name, x in batch.items()}
+    variables = {"params": params}
+    encoded = model.apply(variables, batch["inputs"], segments["inputs"], method="encode")
+    assert not encoded[0, 3].any(), "padding is encoded as zero"
+    logits = model.apply(
+        variables,
+        encoded,
+        segments["inputs"],
+        batch["targets"],
+        segments["targets"],
+        method="decode",
+    )
+    np.testing.assert_array_equal(logits, model.apply(variables, batch))
+
+
+@settings(deadline=None, max_examples=15)
+@given(data=st.data())
+def test_packed_examples_get_the_logits_that_they_get_alone(params, data):
+    lengths = st.integers(1, 5)
+    pairs = data.draw(st.lists(st.tuples(lengths, lengths), min_size=2, max_size=2))
+    generator = np.random.default_rng(data.draw(st.integers(0, 1000)))
+    packed = {name: np.zeros((1, 12), np.int32) for name in ("inputs", "targets")}
+    packed |= {
+        f"{name}_segmentation": np.zeros((1, 12), np.int32) for name in ("inputs", "targets")
+    }
+    starts, alone = {"inputs": 0, "targets": 0}, []
+    for segment, sizes in enumerate(pairs, start=1):
+        example, places = {}, {}
+        for name, size in zip(("inputs", "targets"), sizes, strict=True):
+            example[name] = np.zeros((1, 12), np.int32)
+            example[name][0, :size] = generator.integers(2, 128, size)
+            place = slice(starts[name], starts[name] + size)
+            packed[name][0, place] = example[name][0, :size]
+            packed[f"{name}_segmentation"][0, place] = segment
+            starts[name], places[name] = starts[name] + size, place
+        alone.append((example, places["targets"]))
+    together = run(params, packed)
+    for example, place in alone:
+        separate = run(params, example)[0, : place.stop - place.start]
+        np.testing.assert_allclose(together[0, place], separate, atol=2e-5)
+
+
+@settings(deadline=None, max_examples=10)
+@given(st.integers(0, 1000))
+def test_padding_and_later_targets_do_not_change_a_logit(params, seed):
+    generator = np.random.default_rng(seed)
+    inputs = np.zeros((1, 12), np.int32)
+    inputs[0, :4] = generator.integers(2, 128, 4)
+    targets = generator.integers(2, 128, (1, 12)).astype(np.int32)
+    changed = targets.copy()
+    changed[0, 6:] = generator.integers(2, 128, 6)
+    before = run(params, {"inputs": inputs, "targets": targets})
+    after = run(params, {"inputs": inputs, "targets": changed})
+    np.testing.assert_allclose(before[0, :7], after[0, :7], atol=2e-5)
+    short = T5(T5_1_1, FLOAT32).apply({"params": params}, batch_of(inputs[:, :4], targets[:, :7]))
+    np.testing.assert_allclose(short[0], before[0, :7], atol=2e-5)
+
+
+@jax.jit
+def run(params, batch):
+    return T5(T5_1_1, FLOAT32).apply({"params": params}, batch)

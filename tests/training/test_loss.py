@@ -1,0 +1,111 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from t0repro.training.loss import (
+    count_examples,
+    count_targets,
+    cross_entropy,
+    evaluation_metrics,
+    evaluation_sums,
+    loss_denominator,
+    training_loss,
+)
+
+from . import tiny
+
+loss = jax.jit(training_loss, static_argnums=0)
+evaluate = jax.jit(evaluation_sums, static_argnums=0)
+
+
+@settings(deadline=None, max_examples=20)
+@given(
+    seed=st.integers(0, 1000),
+    smoothing=st.sampled_from([0.0, 0.1, 0.5]),
+    z_loss=st.sampled_from([0.0, 1e-4, 0.1]),
+)
+def test_cross_entropy_is_that_of_smoothed_one_hot_targets(seed, smoothing, z_loss):
+    generator = np.random.default_rng(seed)
+    logits = generator.normal(size=(2, 3, 7), scale=3).astype(np.float32)
+    targets = generator.integers(0, 7, (2, 3)).astype(np.int32)
+    soft = np.where(np.eye(7)[targets] == 1, 1 - smoothing + smoothing / 7, smoothing / 7)
+    log_z = np.log(np.exp(logits.astype(np.float64)).sum(-1))
+    expected = -(soft * (logits - log_z[..., None])).sum(-1) + z_loss * log_z**2
+    ours = cross_entropy(
+        jnp.asarray(logits), jnp.asarray(targets), label_smoothing=smoothing, z_loss=z_loss
+    )
+    np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_denominator_counts_padding_unless_the_model_has_its_own():
+    batch = tiny.batches(1)[0]
+    assert loss_denominator(tiny.MODEL, batch) == 20.0
+    assert loss_denominator(tiny.model(loss_denominator=7.0).config, batch) == 7.0
+
+
+def test_negative_targets_and_padding_carry_no_loss():
+    model, params = tiny.model(z_loss=0.0), tiny.new_state().params
+    batch = {"inputs": np.array([[5, 1]]), "targets": np.array([[-9, 0]])}
+    assert float(loss(model, params, batch, denominator=2.0)) == 0.0
+
+
+def test_z_loss_enters_the_gradient_of_training_and_not_the_loss_of_evaluation():
+    batch, params = tiny.batches(1)[0], tiny.new_state().params
+
+    def gradient(model):
+        return jax.jit(jax.grad(lambda p: training_loss(model, p, batch, denominator=20.0)))(params)
+
+    without, with_ = tiny.model(z_loss=0.0), tiny.model(z_loss=0.1)
+    name = "logits_dense"
+    difference = (
+        gradient(with_)["decoder"][name]["kernel"] - gradient(without)["decoder"][name]["kernel"]
+    )
+    assert np.abs(difference).max() > 1e-3
+    for model in (with_, without):
+        sums = evaluate(model, params, batch, denominator=20.0)
+        expected = loss(without, params, batch, denominator=20.0)
+        np.testing.assert_allclose(sums["loss"], expected, rtol=1e-6)
+
+
+def test_evaluation_metrics_are_means_over_targets_with_loss():
+    metrics = evaluation_metrics(
+        {
+            "batches": 2.0,
+            "loss": 3.0,
+            "cross_entropy": 8.0,
+            "correct_tokens": 2.0,
+            "correct_rows": 1.0,
+            "tokens": 4.0,
+            "rows": 2.0,
+        }
+    )
+    assert metrics == {
+        "loss": 1.5,
+        "neg_log_perplexity": -2.0,
+        "token_accuracy": 0.5,
+        "sequence_accuracy": 0.5,
+        "num_eval_tokens": 4.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("batch", "examples", "targets"),
+    [
+        ({"targets": np.array([[3, 1, 0], [0, 0, 0], [-4, 1, 0]])}, 2, 3),
+        (
+            {
+                "targets": np.array([[3, 1, 5], [4, 1, 0]]),
+                "targets_segmentation": np.array([[1, 1, 2], [1, 1, 0]]),
+            },
+            3,
+            5,
+        ),
+    ],
+    ids=["unpacked", "packed"],
+)
+def test_examples_and_targets_are_counted(batch, examples, targets):
+    assert count_examples(batch) == examples
+    assert count_targets(batch) == targets

@@ -1,0 +1,150 @@
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from t0repro.errors import UserError
+from t0repro.training.checkpoints import checkpoint_path, list_checkpoints, load_tree
+from t0repro.training.train import train
+from t0repro.training.train_state import to_flat_tree
+
+from . import tiny
+
+
+def run(model_dir, train_steps, batches, **options):
+    said = []
+    state = train(
+        tiny.run_config(model_dir, train_steps, **options.pop("config", {})),
+        batches,
+        say=said.append,
+        **options,
+    )
+    return state, said
+
+
+def rows(model_dir):
+    return [json.loads(line) for line in (model_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(model_dir):
+    return {row["step"]: row["loss"] for row in rows(model_dir)}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run of six steps without a break."""
+    model_dir = tmp_path_factory.mktemp("whole")
+    state, said = run(model_dir, 6, tiny.batches(6))
+    return model_dir, to_flat_tree(state), said
+
+
+def test_a_run_leaves_checkpoints_metrics_and_events(whole):
+    model_dir, tree, said = whole
+    assert list_checkpoints(model_dir) == [3, 6]
+    assert [row["step"] for row in rows(model_dir)] == [1, 2, 3, 4, 5, 6]
+    assert len(list(model_dir.glob("events.out.tfevents.*"))) == 1
+    saved = load_tree(checkpoint_path(model_dir, 6))
+    assert all(np.array_equal(saved[name], x) for name, x in tree.items())
+    assert said[0].startswith("model: 3,") and "float32" in said[0]
+    assert said[-1] == f"checkpoint: {checkpoint_path(model_dir, 6)}"
+
+
+def test_a_run_that_was_interrupted_continues_with_the_same_losses(whole, tmp_path):
+    batches = tiny.batches(6)
+
+    def interrupted():
+        yield from batches[:4]
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, 6, interrupted())
+    assert list_checkpoints(tmp_path) == [3]
+    state, said = run(tmp_path, 6, batches[3:])
+    assert "start: step 3" in said[1]
+    assert losses(tmp_path) == losses(whole[0])
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4, 5, 6]
+    restored = to_flat_tree(state)
+    assert all(np.array_equal(restored[name], x) for name, x in whole[1].items())
+
+
+def test_a_run_starts_from_a_flat_tree_with_its_step_and_slots(whole, tmp_path):
+    tree = load_tree(checkpoint_path(whole[0], 3))
+    run(tmp_path, 6, tiny.batches(6)[3:], restore_from=tree)
+    assert losses(tmp_path) == {step: losses(whole[0])[step] for step in (4, 5, 6)}
+
+
+def test_a_run_starts_from_the_path_of_a_checkpoint(whole, tmp_path):
+    path = checkpoint_path(whole[0], 3)
+    _, said = run(tmp_path, 4, tiny.batches(6)[3:], restore_from=path)
+    assert said[1] == f"start: step 3 of {path}"
+
+
+def test_a_checkpoint_in_model_dir_comes_before_restore_from(whole, tmp_path):
+    tree = load_tree(checkpoint_path(whole[0], 6))
+    run(tmp_path, 2, tiny.batches(2))
+    _, said = run(tmp_path, 3, tiny.batches(1), restore_from=tree)
+    assert "start: step 2" in said[1]
+
+
+def test_nothing_is_opened_or_written_when_train_steps_is_reached(whole):
+    model_dir = whole[0]
+    before = sorted(path.name for path in model_dir.iterdir())
+
+    def no_batches():
+        raise AssertionError("batches were opened")
+
+    _, said = run(model_dir, 6, no_batches)
+    assert said[-1] == "nothing to train: step 6, train_steps 6"
+    assert sorted(path.name for path in model_dir.iterdir()) == before
+
+
+def test_the_seed_decides_the_first_parameters(tmp_path):
+    def first(name, seed):
+        run(tmp_path / name, 1, tiny.batches(1), seed=seed)
+        return losses(tmp_path / name)
+
+    assert first("a", 1) == first("b", 1) != first("c", 2)
+
+
+def test_old_checkpoints_are_removed(tmp_path):
+    config = {"save_checkpoints_steps": 1, "keep_checkpoint_max": 2}
+    run(tmp_path, 4, tiny.batches(4), config=config)
+    assert list_checkpoints(tmp_path) == [3, 4]
+
+
+def test_a_checkpoint_of_another_vocabulary_is_refused_and_nothing_is_written(whole, tmp_path):
+    tree = load_tree(checkpoint_path(whole[0], 3))
+    config = {"model": tiny.model(vocab_size=256).config}
+    with pytest.raises(UserError, match="vocabulary"):
+        run(tmp_path / "new", 6, tiny.batches(1), restore_from=tree, config=config)
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_configuration_without_an_optimizer_is_refused(tmp_path):
+    with pytest.raises(UserError, match="optimizer"):
+        run(tmp_path, 1, tiny.batches(1), config={"optimizer": None})
+
+
+def test_the_core_imports_neither_tensorflow_nor_seqio_nor_gin(tmp_path):
+    script = """
+import sys, pathlib
+sys.path.insert(0, sys.argv[1])
+import tiny
+from t0repro.evaluation.scoring import score_batches
+from t0repro.training.train import train
+state = train(tiny.run_config(sys.argv[2], 2), tiny.batches(2), say=lambda line: None)
+score_batches(state.params, tiny.model(), tiny.batches(1))
+names = ("tensorflow", "seqio", "gin", "mesh_tensorflow", "t5", "clu", "jaxtyping")
+print([name for name in names if name in sys.modules])
+"""
+    folder = str(__file__).rpartition("/")[0]
+    done = subprocess.run(
+        [sys.executable, "-c", script, folder, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() in ("[]", "['jaxtyping']")

@@ -1,0 +1,100 @@
+"""A small model, options and batches that the tests of this folder share."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+
+from t0repro.config.run_config import (
+    AdafactorConfig,
+    DTypePolicy,
+    ModelConfig,
+    RunConfig,
+    ScheduleConfig,
+)
+from t0repro.model.t5 import T5, initial_parameters
+from t0repro.training.schedules import make_schedule
+from t0repro.training.train_state import new_train_state
+
+FLOAT32 = DTypePolicy("float32", "float32", "float32")
+ADAFACTOR = AdafactorConfig(
+    multiply_by_parameter_scale=True,
+    decay_exponent=0.8,
+    decay_offset=0.0,
+    beta1=0.0,
+    clipping_threshold=1.0,
+    factored=True,
+    epsilon1=1e-30,
+    epsilon2=1e-3,
+    min_dim_size_to_factor=8,
+)
+MODEL = ModelConfig(
+    num_encoder_layers=1,
+    num_decoder_layers=1,
+    d_model=8,
+    d_ff=12,
+    num_heads=2,
+    d_kv=4,
+    vocab_size=128,
+    activations=("gelu", "linear"),
+    logits_from_embedding=False,
+    relative_attention_num_buckets=8,
+    dropout_rate=0.0,
+    label_smoothing=0.0,
+    z_loss=1e-4,
+    loss_denominator=None,
+)
+SCHEDULE = ScheduleConfig("constant_learning_rate", {"learning_rate": 0.01}, 100)
+
+
+def model(**changes) -> T5:
+    return T5(dataclasses.replace(MODEL, **changes), FLOAT32)
+
+
+def new_state(seed: int = 0, optimizer: AdafactorConfig = ADAFACTOR, **changes):
+    return new_train_state(initial_parameters(model(**changes), jax.random.key(seed)), optimizer)
+
+
+def schedule():
+    return make_schedule(SCHEDULE)
+
+
+def batches(count: int, rows: int = 4, seed: int = 0) -> list[dict[str, np.ndarray]]:
+    """Unpacked batches [rows, 6] and [rows, 5] with some padding."""
+    generator = np.random.default_rng(seed)
+
+    def tokens(length):
+        x = generator.integers(2, 128, (rows, length)).astype(np.int32)
+        x[np.arange(length) >= generator.integers(1, length + 1, (rows, 1))] = 0
+        return x
+
+    return [{"inputs": tokens(6), "targets": tokens(5)} for _ in range(count)]
+
+
+def run_config(model_dir, train_steps: int, **changes) -> RunConfig:
+    config = RunConfig(
+        mode="train",
+        model_dir=str(model_dir),
+        model=MODEL,
+        dtypes=FLOAT32,
+        optimizer=ADAFACTOR,
+        schedule=SCHEDULE,
+        train_data=None,
+        eval_data=None,
+        sequence_length={"inputs": 6, "targets": 5},
+        batch_size=4,
+        num_microbatches=2,
+        train_steps=train_steps,
+        save_checkpoints_steps=3,
+        keep_checkpoint_max=None,
+        init_checkpoint=None,
+        eval_checkpoint_step=None,
+        eval_summary_dir=None,
+        eval_dir_suffix=None,
+        output_eval_examples=False,
+        scores_filename=None,
+        vocabulary=None,
+    )
+    return dataclasses.replace(config, **changes)
