@@ -17,20 +17,21 @@ def mapped_packages() -> list[str]:
 setup(
     name="t0repro",
     version="0.1.0",
-    description="The T0 recipe on Mesh TensorFlow and JAX from the same gin parameters, and the proof that they agree.",
+    description="The T0 recipe on Mesh TensorFlow and JAX, from the same gin parameters.",
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["t0repro", "t0repro.*"]) + mapped_packages(),
     package_dir=MAPPED,
     package_data={
-        "": ["py.typed", "*.gin", "*.csv", "*.json", "*.jsonl", "*.model", "*.html", "*.css", "*.js", "*.yaml"],
+        "": ["py.typed", "*.gin", "*.csv", "*.json", "*.jsonl", "*.model", "*.yaml"],
+        "t0repro.evaluation": ["templates/*", "data/*"],
     },
     # The versions that are known to work together are in requirements.lock, which scripts/setup.sh
-    # installs. t5, promptsource and tensorflow-estimator carry stale requirements of their own, so the
-    # lock is installed without resolving and the package asks for nothing again.
+    # installs. t5, promptsource and tensorflow-estimator carry stale requirements of their own, so
+    # the lock is installed without resolving and the package asks for nothing again.
     install_requires=[],
     extras_require={
-        "hf": ["torch", "transformers>=5"],
+        "hf": ["torch==2.13.0", "transformers==5.23.0"],
         "gpu": ["jax[cuda13]==0.10.2"],
         "tpu": ["jax[tpu]==0.10.2"],
         "vertex": ["google-cloud-aiplatform"],

@@ -29,6 +29,6 @@ class UserError(Exception):
 
 
 def nearest_names(name: str, known: Iterable[str], count: int = 5) -> str:
-    """The known names most like a mistyped one, for an error's text: 'a', 'b' or 'none is similar'."""
+    """The known names most like a mistyped one, for an error's text; or 'none is similar'."""
     matches = difflib.get_close_matches(name, list(known), n=count, cutoff=0.5)
     return ", ".join(repr(match) for match in matches) or "none is similar"

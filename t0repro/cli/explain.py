@@ -32,16 +32,16 @@ def explain(
         --gin_file demo/t5.1.1.demo.gin --gin_param "MIXTURE_NAME = 'demo_train'"
         --gin_param "run.train_steps = 100" --gin_param "utils.run.mesh_shape = []"
     """
-    from t0repro.config import mtf_gin
+    from t0repro.config import checks, mtf_gin
     from t0repro.config.explain import render
 
-    config, _ = mtf_gin.load(
-        mtf_gin.GinInputs(
-            model_dir=model_dir,
-            gin_files=gin_file or (),
-            gin_params=gin_param or (),
-            location_prefixes=gin_location_prefix or (),
-            module_imports=module_import or (),
-        )
+    inputs = mtf_gin.GinInputs(
+        model_dir=model_dir,
+        gin_files=gin_file or (),
+        gin_params=gin_param or (),
+        location_prefixes=gin_location_prefix or (),
+        module_imports=module_import or (),
     )
+    with checks.configuration_errors():
+        config, _ = mtf_gin.load(inputs)
     typer.echo(config.to_json() if json else render(config))

@@ -113,6 +113,14 @@ def eval_tasks(
         )
 
 
+def targets_vocabulary(data: EvalDataConfig) -> Any:
+    """The seqio vocabulary of the evaluation's targets."""
+    import seqio
+
+    provider = seqio.get_mixture_or_task(data.mixture_or_task_name)
+    return provider.output_features["targets"].vocabulary
+
+
 def _postprocessed_target(postprocess: Callable[..., Any], example: Mapping[str, Any]) -> Any:
     text = example["targets_pretokenized"]
     text = text.decode("utf-8") if isinstance(text, bytes) else text

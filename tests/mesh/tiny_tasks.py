@@ -10,11 +10,11 @@ from pathlib import Path
 
 import seqio
 import tensorflow as tf
-from t0repro.tasks.sources import PromptedSource, Split
 from t5.data import postprocessors, preprocessors
 from t5.evaluation import metrics
 
 from t0repro.errors import UserError
+from t0repro.tasks.sources import PromptedSource, Split
 
 COLOURS = ("red", "green", "blue", "white")
 THINGS = ("house", "car", "bird", "door", "stone", "lamp", "tree", "boat")

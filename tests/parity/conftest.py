@@ -72,7 +72,7 @@ class Stacks:
         model: str = "demo/t5.1.1.demo.gin",
         schedule: tuple[str, ...] = ("learning_rate_schedules/constant_0_001.gin",),
     ) -> Path:
-        """Trains to a step on the job's task; the batches of a seed are the same on both stacks."""
+        """Trains to a step; the batches of a seed are the same on both stacks."""
         return self.run(
             backend,
             name,
@@ -94,7 +94,7 @@ class Stacks:
         )
 
     def score(self, backend: str, model_dir: Path, summary_dir: Path) -> Path:
-        """Scores up to 64 (input, choice) pairs of each evaluation task at the latest checkpoint."""
+        """Scores up to 64 (input, choice) pairs of each task at the latest checkpoint."""
         self.run(
             backend,
             model_dir.name,

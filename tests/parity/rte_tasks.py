@@ -1,4 +1,4 @@
-"""RTE with one of its prompts, real when T0REPRO_DATA_DIR is set: what the parity tests train on."""
+"""RTE from T0REPRO_DATA_DIR with one of its prompts: what the parity tests train on."""
 
 from t0repro.tasks.registration import add_prompted_task
 

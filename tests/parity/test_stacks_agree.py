@@ -1,8 +1,8 @@
 """The two stacks compute the same thing from the same gin parameters.
 
-A T5 1.1 with d_model = heads * d_kv = 128 (every attention kernel square, every matrix factored by
-Adafactor), packed batches in four microbatches; then a T5 1.0, tied, unpacked, with the rsqrt schedule
-and label smoothing. The tolerances are the project's definition of agreement.
+A T5 1.1 with d_model = heads * d_kv = 128 (every attention kernel square, every matrix factored
+by Adafactor), packed batches in four microbatches; then a T5 1.0, tied, unpacked, with the rsqrt
+schedule and label smoothing. The tolerances are the project's definition of agreement.
 """
 
 import numpy as np
