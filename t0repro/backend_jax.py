@@ -33,6 +33,8 @@ def run(flags: Any) -> None:
             "--use_model_api is not available on the JAX stack.",
             fix="Use gin's run.mode (train or score_eval), or --backend=mtf.",
         )
+    from t0repro.mesh.main import gin_inputs
+
     config, _ = mtf_gin.load(gin_inputs(flags), float32_activations=not _has_accelerator())
     runners = {"train": train, "score_eval": score_eval}
     if config.mode not in runners:
@@ -42,19 +44,6 @@ def run(flags: Any) -> None:
             fix="Run this mode with --backend=mtf.",
         )
     runners[config.mode](config)
-
-
-def gin_inputs(flags: Any) -> mtf_gin.GinInputs:
-    """What the flags say about gin, tasks and caches."""
-    return mtf_gin.GinInputs(
-        model_dir=flags.model_dir,
-        gin_files=flags.gin_file,
-        gin_params=flags.gin_param,
-        location_prefixes=flags.gin_location_prefix,
-        module_imports=flags.module_import,
-        cache_dirs=flags.additional_task_cache_dirs,
-        skip_unknown=flags.skip_all_gin_unknowns or flags.additional_deprecated_gin_references,
-    )
 
 
 def _has_accelerator() -> bool:
@@ -90,9 +79,9 @@ def score_eval(config: RunConfig) -> None:
     import jax
 
     from t0repro.converters import sources
-    from t0repro.data.batches import eval_tasks
+    from t0repro.data.batches import eval_tasks, targets_vocabulary
     from t0repro.evaluation import score_eval as evaluation
-    from t0repro.evaluation.scoring import score_batches
+    from t0repro.evaluation.engine import score_examples
     from t0repro.model.t5 import T5, initial_parameters
     from t0repro.training.metrics import MetricsManager
     from t0repro.training.train_state import parameters_from_flat_tree
@@ -106,19 +95,21 @@ def score_eval(config: RunConfig) -> None:
     for checkpoint in checkpoints:
         tree = sources.load_any(checkpoint.path, slots=False)
         params = parameters_from_flat_tree(tree, shapes, where=checkpoint.path)
-        score = functools.partial(score_batches, params, model)
+        lengths = config.sequence_length or evaluation.longest(tasks)
+        score = functools.partial(
+            score_examples,
+            params,
+            model,
+            tokens_per_batch=config.batch_size * max(lengths.values()),
+        )
         results = []
-        metrics = MetricsManager(config.model_dir, sys.maxsize)
+        metrics = MetricsManager(config.model_dir)
         for result in evaluation.evaluate(config, tasks, int(tree["state/step"]), score):
             results.append(result)
-            metrics.write(
-                config.eval_data.split,
-                result.step,
-                {f"{result.task}/{name}": value for name, value in result.metrics.items()},
-            )
+            metrics.write(config.eval_data.split, result.step, result.metrics, task=result.task)
         metrics.close()
         if config.scores_filename is not None:
-            vocabulary = targets_vocabulary(config)
+            vocabulary = targets_vocabulary(config.eval_data)
             evaluation.save_scores(config.scores_filename, results, tasks, vocabulary.decode)
 
 

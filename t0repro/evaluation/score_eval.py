@@ -26,8 +26,8 @@ from t0repro.data.batches import EvalTask
 from t0repro.errors import UserError
 from t0repro.files import write_atomically
 
-Batch = dict[str, np.ndarray]
-Scorer = Callable[[Iterable[Batch]], np.ndarray]
+# Examples and the sequence lengths -> a log-likelihood for each example, in their order
+Scorer = Callable[[Sequence[Mapping[str, Any]], Mapping[str, int]], np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,34 +43,41 @@ class TaskResult:
 def evaluate(
     config: RunConfig, tasks: Sequence[EvalTask], step: int, score: Scorer
 ) -> Iterator[TaskResult]:
-    """Scores every task, writes its files and yields its metrics.
+    """Scores all tasks, then writes each one's files and yields its metrics.
 
     Args:
-      config: for the folder, the batch size and the sequence lengths.
+      config: for the folder and the sequence lengths.
       tasks: the evaluation's tasks with their examples.
       step: the checkpoint's global step.
-      score: float32 [examples] log-likelihoods of the rows of all batches it is given, in order.
+      score: called once, with the examples of all tasks, so that what is the same is scored once.
 
     Raises:
       UserError: for a score that is not a number, naming task, example and step.
     """
     folder = evaluation_folder(config)
     lengths = config.sequence_length or longest(tasks)
+    all_scores = score([example for task in tasks for example in task.examples], lengths)
+    start = 0
     for task in tasks:
-        scores = score(batches(task.examples, config.batch_size, lengths))[: len(task.examples)]
-        _check_finite(scores, task.name, step)
-        predictions = [
-            task.postprocess(value, example=example)
-            for value, example in zip(scores, task.examples, strict=True)
-        ]
-        if config.output_eval_examples:
-            _write_lines(folder / f"{task.name}_targets", task.targets)
-            _write_lines(folder / f"{task.name}_inputs", _texts(task, "inputs"))
-            _write_lines(folder / f"{task.name}_{step}_predictions", predictions)
-        metrics: dict[str, float] = {}
-        for metric in task.metric_fns:
-            metrics |= {name: float(v) for name, v in metric(task.targets, predictions).items()}
-        yield TaskResult(task.name, step, scores, metrics)
+        scores = all_scores[start : (start := start + len(task.examples))]
+        check_finite(scores, task.name, step)
+        yield task_result(task, step, scores, folder if config.output_eval_examples else None)
+
+
+def task_result(task: EvalTask, step: int, scores: np.ndarray, folder: Path | None) -> TaskResult:
+    """Writes a scored task's files into the folder, if there is one, and computes its metrics."""
+    predictions = [
+        task.postprocess(value, example=example)
+        for value, example in zip(scores, task.examples, strict=True)
+    ]
+    if folder is not None:
+        _write_lines(folder / f"{task.name}_targets", task.targets)
+        _write_lines(folder / f"{task.name}_inputs", _texts(task, "inputs"))
+        _write_lines(folder / f"{task.name}_{step}_predictions", predictions)
+    metrics: dict[str, float] = {}
+    for metric in task.metric_fns:
+        metrics |= {name: float(v) for name, v in metric(task.targets, predictions).items()}
+    return TaskResult(task.name, step, scores, metrics)
 
 
 def evaluation_folder(config: RunConfig) -> Path:
@@ -86,20 +93,6 @@ def longest(tasks: Iterable[EvalTask]) -> dict[str, int]:
         feature: max((len(ex[feature]) for task in tasks for ex in task.examples), default=1)
         for feature in ("inputs", "targets")
     }
-
-
-def batches(
-    examples: Sequence[Mapping[str, Any]], batch_size: int, lengths: Mapping[str, int]
-) -> Iterator[Batch]:
-    """Batches of inputs and targets, int32 [batch_size, length]; the last is filled with zeros."""
-    for start in range(0, len(examples), batch_size):
-        rows = examples[start : start + batch_size]
-        batch = {name: np.zeros((batch_size, length), np.int32) for name, length in lengths.items()}
-        for name, array in batch.items():
-            for row, example in enumerate(rows):
-                tokens = example[name][: array.shape[1]]
-                array[row, : len(tokens)] = tokens
-        yield batch
 
 
 def save_scores(
@@ -136,7 +129,12 @@ def _write_lines(path: Path, lines: Iterable[Any]) -> None:
     write_atomically(path, text)
 
 
-def _check_finite(scores: np.ndarray, task: str, step: int) -> None:
+def check_finite(scores: np.ndarray, task: str, step: int) -> None:
+    """Refuses scores that cannot be ranked.
+
+    Raises:
+      UserError: naming task, example and step.
+    """
     broken = np.flatnonzero(~np.isfinite(scores))
     if broken.size:
         raise UserError(
