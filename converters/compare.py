@@ -7,6 +7,7 @@ import math
 import os
 
 import numpy as np
+
 from t0repro.converters import layout
 from t0repro.converters.progress import byte_progress
 from t0repro.converters.sources import find_checkpoint, open_checkpoint

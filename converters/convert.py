@@ -4,25 +4,23 @@ end.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import hashlib
-import importlib.metadata
 import json
 import os
 import shutil
-import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
-from t0repro.converters import jax_tree, layout, mtf
-from t0repro.converters.family import Family
+
+from t0repro.converters import layout, plans, staging, storage, transforms
+from t0repro.converters.family import Family, recognise
+from t0repro.converters.options import Options
 from t0repro.converters.progress import byte_progress
 from t0repro.converters.sources import (
-    MANIFEST,
     check_checkpoint,
+    files_of,
     find_checkpoint,
     has_slots,
     open_checkpoint,
@@ -31,15 +29,16 @@ from t0repro.converters.tensors import (
     CheckpointReader,
     CheckpointRef,
     Format,
-    TensorInfo,
+    Output,
+    Writer,
     total_bytes,
 )
-
 from t0repro.errors import UserError
-from t0repro.files import atomic_directory, write_atomically
+from t0repro.files import write_atomically
 
 # Orbax and the index file add little to the tensors' bytes.
 _SPACE_MARGIN = 1.02
+VOCAB_DIVISOR = 128  # Mesh TensorFlow and T5X pad vocabularies to a multiple of it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +52,8 @@ class ConversionReport:
       tensors: number of tensors written, the step included and T5X's dummies not.
       bytes: of those tensors.
       slots: "kept", "dropped" (by request) or "none" (the source has none).
+      notes: what was changed, dropped or is missing, a sentence each.
+      resumed: number of tensors that an interrupted conversion had written.
       dry_run: whether nothing was written.
     """
 
@@ -62,6 +63,8 @@ class ConversionReport:
     tensors: int
     bytes: int
     slots: str
+    notes: tuple[str, ...]
+    resumed: int
     dry_run: bool
 
 
@@ -71,45 +74,52 @@ def convert(
     to: Format,
     *,
     step: int | None = None,
-    slots: bool = True,
-    norm_names: layout.NormNames | None = None,
+    source: Format | None = None,
     force: bool = False,
     dry_run: bool = False,
+    options: Options | None = None,
+    **choices: Any,
 ) -> ConversionReport:
-    """Converts a checkpoint, bit for bit: values, types, optimizer slots and the step.
+    """Converts a checkpoint, bit for bit unless a type is asked for: values, slots and the step.
 
-    The files appear in `dst` under their names only when they are whole, the manifest last.
+    The files appear in `dst` under their names only when they are whole, the manifest last. What an
+    interrupted conversion wrote stays in a hidden directory, and the same conversion goes on there.
 
     Args:
       src: see `sources.find_checkpoint`.
-      dst: a directory, made if it is not there: it then is what a model_dir is, and gets
-        `model.ckpt-<step>.*` and `checkpoint`, or `checkpoint_<step>/`.
+      dst: a directory, made if it is not there. It is what a model_dir is and gets
+        `model.ckpt-<step>.*` and `checkpoint`, or `checkpoint_<step>/`; for hf, the model's files.
       to: the format to write.
       step: see `sources.find_checkpoint`.
-      slots: False leaves the optimizer's slots out.
-      norm_names: how Mesh TensorFlow shall spell the norms: "rms_norm", or "layer_norm" as in T5
-        1.0's released checkpoints. By default as in the checkpoint that the model came from, where
-        its manifest says so, and else "rms_norm".
+      source: see `sources.find_checkpoint`.
       force: write into `dst` though it is there, replacing a checkpoint of the same step and
         format; its other files stay.
       dry_run: check everything, write nothing.
+      options: see `Options`.
+      **choices: fields of `Options`, instead of `options`.
 
     Raises:
-      UserError: if the source is missing, damaged, incomplete or no T5, if `dst` is there, if space
-        lacks, or if a value does not fit the target's type.
+      UserError: if the source is missing, damaged, incomplete, no T5 or being written to, if `dst`
+        is there, if space lacks, or if a value does not fit the target's type.
     """
+    options = options or Options(**choices)
     if to not in get_args(Format):
         raise UserError(f"There is no format {to!r}; there are {', '.join(get_args(Format))}.")
-    ref = find_checkpoint(src, step)
+    if options.scan and to != "t5x":
+        raise UserError(
+            "Layers are stacked (--scan) in T5X's checkpoints only.", fix="Add --to t5x."
+        )
+    ref = find_checkpoint(src, step, source)
     _check_target_absent(Path(dst), force)
-    reader = open_checkpoint(ref)
+    fingerprint = _fingerprint(ref)
+    reader, notes = _prepare(open_checkpoint(ref), to, options)
     family = check_checkpoint(reader)
     step = int(reader.read(layout.STEP))
     _check_step(step, ref)
     tensors = {
         key: info
         for key, info in reader.tensors.items()
-        if slots or not key.startswith(layout.SLOTS)
+        if options.slots or not key.startswith(layout.SLOTS)
     }
     _check_free_space(Path(dst), total_bytes(tensors))
     report = ConversionReport(
@@ -118,18 +128,59 @@ def convert(
         family=family,
         tensors=len(tensors),
         bytes=total_bytes(tensors),
-        slots="none" if not has_slots(reader) else "kept" if slots else "dropped",
+        slots="none" if not has_slots(reader) else "kept" if options.slots else "dropped",
+        notes=tuple(notes),
+        resumed=0,
         dry_run=dry_run,
     )
-    if not dry_run:
-        norm_names = norm_names or reader.norm_names or "rms_norm"
-        _write(reader, report, tensors, Path(dst), norm_names)
-    return report
+    plan = plans.make_plan(reader, report.target, family, tensors, options)
+    report = dataclasses.replace(report, notes=(*report.notes, *plan.notes))
+    if dry_run:
+        return report
+    return _write(reader, report, plan, Path(dst), fingerprint)
+
+
+def _prepare(
+    reader: CheckpointReader, to: Format, options: Options
+) -> tuple[CheckpointReader, list[str]]:
+    """A reader that makes the changes that are asked for, and what to say of them."""
+    notes = []
+    trees, before = ("t5x", "jax"), reader
+    if options.t5x_importer_slots:
+        if reader.ref.format not in trees and to not in trees:
+            raise UserError(
+                "--t5x-importer-slots concerns T5X's checkpoints; neither side is one.",
+                fix="Leave the flag out.",
+            )
+        reader = transforms.ExchangedSlots(reader)
+        side = "The source's" if reader.ref.format in trees else "The target's"
+        notes.append(f"{side} slots of square matrices are as T5X's importer leaves them.")
+    reader = cast = transforms.Cast(reader, options.dtype)
+    if options.dtype and cast.lossy:
+        notes.append(
+            f"{len(cast.lossy)} parameters are rounded to {options.dtype}, as --dtype asks."
+        )
+    size = recognise({key: info.shape for key, info in before.tensors.items()}).vocab_size
+    wanted = options.vocab_size
+    if wanted is None and reader.ref.format == "hf" and to != "hf" and size > VOCAB_DIVISOR:
+        wanted = -(-size // VOCAB_DIVISOR) * VOCAB_DIVISOR
+    if wanted is not None and wanted != size:
+        reader = transforms.Resized(reader, wanted)
+        how = "padded with zeros" if wanted > size else "cut, its last rows lost,"
+        notes.append(f"The vocabulary is {how} from {size} to {wanted}.")
+    return reader, notes
 
 
 def _target(directory: Path, to: Format, step: int) -> CheckpointRef:
+    if to == "hf":
+        return CheckpointRef(to, str(directory), step)
     name = f"model.ckpt-{step}" if to == "mtf" else f"checkpoint_{step}"
     return CheckpointRef(to, str(directory / name), step)
+
+
+def _fingerprint(ref: CheckpointRef) -> dict[str, Any]:
+    """What tells whether a source is still the same: sizes and times of its files."""
+    return {file: storage.stamp(file) for file in files_of(ref)}
 
 
 # --- Checks before the first byte ----------------------------------------------------------------
@@ -137,7 +188,8 @@ def _target(directory: Path, to: Format, step: int) -> CheckpointRef:
 
 def _check_target_absent(directory: Path, force: bool) -> None:
     if directory.is_dir():
-        if force or not any(directory.iterdir()):
+        own = staging.staging_directory(directory.absolute())
+        if force or all(path.name == own.name for path in directory.iterdir()):
             return
     elif not directory.exists():
         return
@@ -179,105 +231,93 @@ def _check_free_space(directory: Path, needed: int) -> None:
 def _write(
     reader: CheckpointReader,
     report: ConversionReport,
-    tensors: Mapping[str, TensorInfo],
+    plan: plans.Plan,
     directory: Path,
-    norm_names: layout.NormNames,
-) -> None:
+    fingerprint: dict[str, Any],
+) -> ConversionReport:
     """Writes to a hidden directory, puts the checkpoint in its place and then the manifest."""
-    digests: dict[str, Any] = {}
-    step = report.target.step or 0
-    with _staging(directory) as (staged, publish):
-        with byte_progress(
-            f"Converting step {step} to {report.target.format}", report.bytes
-        ) as done:
-            arrays = _stream(reader, report.target.format, tensors, norm_names, digests, done)
-            if report.target.format == "mtf":
-                mtf.write_mtf(staged, step, tensors, arrays, norm_names)
-            else:
-                jax_tree.write_jax(staged, step, tensors, arrays)
-        publish(report, _manifest(report, norm_names, digests))
+    request = {
+        "source": [report.source.format, os.path.abspath(report.source.path), report.source.step],
+        "files": fingerprint,
+        "target": [report.target.format, report.target.step],
+        "tensors": [[o.name, o.file, list(o.info.shape), o.info.dtype.name] for o in plan.outputs],
+        "extra": plan.identity,
+    }
+    with staging.staged(directory, request) as staged:
+        writer = plan.open_writer(staged.path)
+        try:
+            resumed = _write_tensors(reader, report, plan, writer, staged)
+            if _fingerprint(report.source) != fingerprint:
+                raise UserError(
+                    "The source was written to while it was read.",
+                    where=report.source.path,
+                    fix="Wait until its writer has finished, then convert again.",
+                )
+            writer.close()
+        finally:
+            writer.abandon()
+        for name, content in plan.small_files.items():
+            write_atomically(staged.path / name, content)
+        manifest = _manifest(report, plan.norm_names, staged.digests)
+        staging.publish(staged, directory, report.target, manifest)
+    return dataclasses.replace(report, resumed=resumed)
 
 
-def _stream(
+def _write_tensors(
     reader: CheckpointReader,
-    to: Format,
-    tensors: Mapping[str, TensorInfo],
-    norm_names: layout.NormNames,
-    digests: dict[str, Any],
-    done: Callable[[int], None],
-) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields key and value of each tensor, entering its digest under its name in the target."""
-    for key in sorted(tensors):
-        array = reader.read(key)
-        if key == layout.STEP:
-            array = array.astype(np.int64 if to == "mtf" else np.int32)
-        name = mtf.mtf_name(key, tensors, norm_names) if to == "mtf" else key
-        content = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        digests[name] = {
-            "shape": list(array.shape),
-            "dtype": array.dtype.name,
-            "sha256": hashlib.sha256(content.data).hexdigest(),
-        }
-        yield key, array
-        done(array.nbytes)
+    report: ConversionReport,
+    plan: plans.Plan,
+    writer: Writer,
+    staged: staging.Staged,
+) -> int:
+    """Writes each tensor that is not there yet; returns how many were."""
+    description = f"Converting step {report.target.step} to {report.target.format}"
+    resumed = 0
+    with byte_progress(description, report.bytes) as done, staged.log() as enter:
+        for output in plan.outputs:
+            there = _kept(writer, output, staged)
+            if there:
+                resumed += bool(output.keys)
+            else:
+                array = output.build([reader.read(key) for key in output.keys])
+                enter(output, array, lambda o=output, a=array: writer.add(o, a))
+            done(output.info.nbytes)
+    return resumed
 
 
-@contextlib.contextmanager
-def _staging(directory: Path) -> Iterator[tuple[Path, Callable[[ConversionReport, str], None]]]:
-    """Yields a hidden directory to write to and a function that puts what it holds into place.
-
-    A destination that is not there yet appears as a whole, by one rename. In one that is, the files
-    move one by one, the checkpoint's decisive one late and the manifest last.
-    """
-    if not directory.exists():
-        with atomic_directory(directory) as staged:
-            yield staged, lambda report, manifest: write_atomically(staged / MANIFEST, manifest)
-        return
-    staged = directory / f".conversion-{uuid.uuid4().hex[:8]}.tmp"
-    staged.mkdir()
-
-    def publish(report: ConversionReport, manifest: str) -> None:
-        (directory / MANIFEST).unlink(missing_ok=True)
-        if report.target.format == "mtf":
-            mtf.publish_mtf(staged, directory, report.target.step or 0)
-        else:
-            target = Path(report.target.path)
-            if target.exists():
-                os.rename(target, staged / "replaced")
-            os.rename(staged / target.name, target)
-        write_atomically(directory / MANIFEST, manifest)
-
-    try:
-        yield staged, publish
-    finally:
-        shutil.rmtree(staged, ignore_errors=True)
+def _kept(writer: Writer, output: Output, staged: staging.Staged) -> bool:
+    """Takes what an interrupted conversion wrote of a tensor, if it is what it noted of it."""
+    expected = staged.digests.get(output.name)
+    if expected is None or (array := writer.stored(output)) is None:
+        return False
+    if staging.describe(array) != expected:
+        return False
+    writer.keep(output, array)
+    return True
 
 
 def _manifest(
     report: ConversionReport, norm_names: layout.NormNames, digests: Mapping[str, Any]
 ) -> str:
     """The manifest's text: where the checkpoint came from and what each tensor must be."""
-    packages = ("t0repro", "numpy", "jax", "orbax-checkpoint", "mesh-tensorflow", "tensorflow")
     return json.dumps(
         {
             "source": {
-                "path": os.path.abspath(report.source.path),
+                "path": _absolute(report.source.path),
                 "format": report.source.format,
                 "step": report.source.step,
             },
             "target": {"format": report.target.format, "step": report.target.step},
             "model": dataclasses.asdict(report.family),
             "slots": report.slots,
+            "changes": list(report.notes),
             "mtf_norm_names": norm_names,
-            "versions": {name: _version(name) for name in packages},
+            "versions": plans.versions(),
             "tensors": digests,
         },
         indent=1,
     )
 
 
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+def _absolute(path: str) -> str:
+    return path if storage.is_remote(path) else os.path.abspath(path)

@@ -8,14 +8,13 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from t0repro.converters import layout
-
 from t0repro.errors import UserError, nearest_names
 
 if TYPE_CHECKING:
     from t0repro.config.run_config import ModelConfig
 
 # Sizes by (layers, d_model, d_ff, num_heads, d_kv), from the gin files models/t5.1.{0,1}.*.gin of
-# t5 0.9.4. mT5 and ByT5 share T5 1.1's except for small and for ByT5's own depths.
+# t5 0.9.4. mT5 has T5 1.1's; ByT5's own are in `Family._relative`.
 _SIZES = {
     "T5 1.0": {
         (6, 512, 2048, 8, 64): "small",
@@ -36,9 +35,10 @@ _SIZES = {
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """The shape of an encoder-decoder T5.
+    """The shape of a T5.
 
     Attributes:
+      num_encoder_layers: 0 in a decoder-only model.
       vocab_size: rows of the embedding, padding included.
       wi_kernels: input kernels of the feed-forward layer: ("wi",), or ("wi_0", "wi_1") when gated.
       tied: the logits come from the embedding; there is no kernel of their own.
@@ -63,14 +63,41 @@ class Family:
     @property
     def name(self) -> str:
         """Family and size, for instance "T5 1.1 XL"; the family alone for a size without a name."""
+        if self.decoder_only:
+            return "T5, decoder only"
         if self.gated == self.tied:
             return f"T5, {'gated' if self.gated else 'ReLU'}, {'tied' if self.tied else 'untied'}"
         family = "T5 1.1" if self.gated else "T5 1.0"
+        if self.gated and self.vocab_size == 384:
+            return self._relative("ByT5")
+        if self.gated and self.vocab_size >= 250_000:
+            return self._relative("mT5")
         sizes = (self.d_model, self.d_ff, self.num_heads, self.d_kv)
         if self.num_encoder_layers != self.num_decoder_layers:
             return family
         size = _SIZES[family].get((self.num_encoder_layers, *sizes))
         return f"{family} {size}" if size else family
+
+    def _relative(self, family: str) -> str:
+        """The name of a model of T5 1.1's shape with another vocabulary (and, small, its own)."""
+        own = {
+            ("ByT5", 12, 4, 1472): "small",
+            ("ByT5", 18, 6, 1536): "base",
+            ("ByT5", 36, 12, 1536): "large",
+            ("ByT5", 36, 12, 2560): "XL",
+            ("ByT5", 36, 12, 4672): "XXL",
+        }
+        layers = (self.num_encoder_layers, self.num_decoder_layers)
+        sizes = (self.d_model, self.d_ff, self.num_heads, self.d_kv)
+        size = own.get((family, *layers, self.d_model))
+        if not size and layers[0] == layers[1]:
+            size = _SIZES["T5 1.1"].get((layers[0], *sizes))
+        return f"{family} {size}" if size else family
+
+    @property
+    def decoder_only(self) -> bool:
+        """Whether there is no encoder."""
+        return self.num_encoder_layers == 0
 
     @property
     def joined_kv(self) -> int:
@@ -81,7 +108,7 @@ class Family:
         """T5X path -> shape of every parameter of such a model, in the table's order."""
         layers = {"encoder": self.num_encoder_layers, "decoder": self.num_decoder_layers}
         shapes = {}
-        for row in layout.TABLE:
+        for row in layout.DECODER_ONLY if self.decoder_only else layout.TABLE:
             if not self._has(row):
                 continue
             shape = tuple(getattr(self, axis) for axis in row.axes)
@@ -112,17 +139,20 @@ def recognise(names_and_shapes: Mapping[str, Iterable[int]]) -> Family:
         every tensor then is there and of the right shape.
     """
     shapes = dict(_parameter_shapes(names_and_shapes))
-    embedding = _matrix(shapes, "token_embedder/embedding")
-    bias = _matrix(shapes, "encoder/relpos_bias/rel_embedding")
-    query = _matrix(shapes, "encoder/layers_0/attention/query/kernel")
-    output = _matrix(shapes, "encoder/layers_0/mlp/wo/kernel")
-    mlp = "encoder/layers_0/mlp/{}/kernel"
+    decoder_only = layout.DECODER_ONLY[0].t5x in shapes
+    tower = "decoder" if decoder_only else "encoder"
+    attention = f"{tower}/layers_0/{'self_attention' if decoder_only else 'attention'}"
+    embedding = _matrix(shapes, ("decoder/" if decoder_only else "") + "token_embedder/embedding")
+    bias = _matrix(shapes, f"{tower}/relpos_bias/rel_embedding")
+    query = _matrix(shapes, f"{attention}/query/kernel")
+    output = _matrix(shapes, f"{tower}/layers_0/mlp/wo/kernel")
+    mlp = f"{tower}/layers_0/mlp/{{}}/kernel"
     gated = mlp.format("wi_0") in shapes or mlp.format("wi_1") in shapes
     if bias[0] == 0 or query[1] % bias[0]:
         raise UserError(
             f"The shapes fit no T5: attention kernels are {query[1]} wide, which is no multiple of"
             f" the {bias[0]} heads that the relative position bias has.",
-            where="encoder/layers_0/attention/query/kernel, encoder/relpos_bias/rel_embedding",
+            where=f"{attention}/query/kernel, {tower}/relpos_bias/rel_embedding",
         )
     return Family(
         num_encoder_layers=_count_layers(shapes, "encoder"),
@@ -141,7 +171,7 @@ def recognise(names_and_shapes: Mapping[str, Iterable[int]]) -> Family:
 def _parameter_shapes(names_and_shapes: Mapping[str, Iterable[int]]):
     for name, shape in names_and_shapes.items():
         path = name.removeprefix(layout.PARAMETERS)
-        if not layout.find_row(path, "t5x"):
+        if not any(layout.find_row(path, "t5x", decoder_only) for decoder_only in (False, True)):
             path = layout.mtf_to_path(name)
         if path:
             yield path, tuple(shape)
@@ -152,8 +182,8 @@ def _matrix(shapes: Mapping[str, tuple[int, ...]], path: str) -> tuple[int, ...]
         raise UserError(
             f"This is no T5 encoder-decoder: it has no {path} (in Mesh TensorFlow's names:"
             f" {layout.path_to_mtf(path)}).",
-            fix="Check the path; decoder-only models and models with relative position biases of"
-            " their own in each layer cannot be converted.",
+            fix="Check the path; of models without an encoder only those with one shared relative"
+            " position bias and no positions of another kind can be converted.",
         )
     if len(shapes[path]) != 2:
         raise UserError(f"{path} should be a matrix, but has the shape {shapes[path]}.")
@@ -215,7 +245,7 @@ def unknown_variable(names: list[str], known: Iterable[str], where: str) -> User
     return UserError(
         f"{_count(names, 'unknown variable')}: {nearest}{more}.",
         where=where,
-        fix="Only T5 encoder-decoders and their Adafactor slots can be converted.",
+        fix="Only T5s and their Adafactor or Adam slots can be converted.",
     )
 
 

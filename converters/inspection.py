@@ -7,6 +7,7 @@ import os
 from typing import Any
 
 import numpy as np
+
 from t0repro.converters import layout
 from t0repro.converters.family import Family
 from t0repro.converters.progress import byte_progress

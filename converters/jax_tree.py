@@ -1,107 +1,152 @@
-"""This project's JAX checkpoints, `checkpoint_<step>/`: T5X's tree in an Orbax directory.
+"""Checkpoints with T5X's tree, `checkpoint_<step>/`: this project's JAX ones and T5X's own.
 
 T5X's tree holds all four slots of every parameter; those that the optimizer does not use are zeros
 of shape (1,). They are taken out on reading and put in on writing, so that the rest of this
-package knows only slots that mean something.
+package knows only slots that mean something. Adam's moments are where optax's adam keeps them.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any, Literal, Protocol
 
 import numpy as np
-from t0repro.converters import layout
-from t0repro.converters.family import unknown_variable
-from t0repro.converters.tensors import CheckpointRef, TensorInfo
+
+from t0repro.converters import layout, scanning, t5x_msgpack
+from t0repro.converters.family import Family, unknown_variable
+from t0repro.converters.orbax_dir import OrbaxArrays, OrbaxWriter, is_orbax
+from t0repro.converters.tensors import CheckpointRef, Output, TensorInfo
 
 _DUMMY_SHAPE = (1,)
+_OPTAX = {"mu": "adam_m", "nu": "adam_v"}
+
+
+class _Shaped(Protocol):
+    @property
+    def shape(self) -> tuple[int, ...]: ...
 
 
 class JaxReader:
-    """Reads a JAX checkpoint.
+    """Reads a checkpoint with T5X's tree: Orbax's layouts or T5X's msgpack, scanned or not.
 
     Args:
-      path: a `checkpoint_<step>` directory.
+      ref: a `checkpoint_<step>` directory.
       norm_names: what the directory's conversion manifest says of Mesh TensorFlow's spelling.
 
     Raises:
       UserError: if the directory cannot be read or holds a name that is in no row of the table.
     """
 
-    def __init__(self, path: str, norm_names: layout.NormNames | None = None):
+    def __init__(self, ref: CheckpointRef, norm_names: layout.NormNames | None = None):
         self.norm_names: layout.NormNames | None = norm_names
-        from t0repro.training import checkpoints
-
-        self._tree = checkpoints.load_tree(path)
-        _check_keys(self._tree, path)
-        for key in dummies(self._tree):
-            del self._tree[key]
-        self.tensors: Mapping[str, TensorInfo] = {
-            key: TensorInfo(array.shape, array.dtype) for key, array in self._tree.items()
-        }
-        step = int(self._tree[layout.STEP]) if layout.STEP in self._tree else None
-        self.ref = CheckpointRef("jax", path, step)
+        self.ref = ref
+        path = Path(ref.path)
+        msgpack = (path / t5x_msgpack.FILE).is_file()
+        arrays = t5x_msgpack.MsgpackArrays(path) if msgpack else OrbaxArrays(path)
+        arrays = _Renamed(arrays)
+        if scanning.is_scanned(arrays.tensors):
+            arrays = scanning.UnscannedArrays(arrays, ref.path)
+        self._arrays: scanning.Arrays = arrays
+        self.tensors: Mapping[str, TensorInfo] = arrays.tensors
+        _check_keys(self.tensors, ref.path)
 
     def read(self, key: str) -> np.ndarray:
         """One tensor, as it is stored."""
-        return self._tree[key]
+        return self._arrays.read(key)
 
     def native_name(self, key: str) -> str:
         """Flat keys are this format's own names."""
         return key
 
 
-def _check_keys(tree: Mapping[str, np.ndarray], path: str) -> None:
-    unknown = [key for key in tree if key != layout.STEP and not _is_known(key)]
+class _Renamed:
+    """Arrays under flat keys, without dummies."""
+
+    def __init__(self, arrays: scanning.Arrays):
+        self._arrays = arrays
+        self._names = {}
+        for name in arrays.tensors:
+            key = _from_optax(name.removeprefix("optimizer/"))
+            if key is not None:
+                self._names[key] = name
+        tensors = {key: arrays.tensors[name] for key, name in self._names.items()}
+        absent = dummies(tensors)
+        self.tensors = {key: info for key, info in tensors.items() if key not in absent}
+
+    def read(self, name: str) -> np.ndarray:
+        return self._arrays.read(self._names[name])
+
+
+def _from_optax(name: str) -> str | None:
+    """The flat key of a name that may be optax's; None for what is no tensor of the model."""
+    if match := re.fullmatch(r"state/param_states/(\d+)/(mu|nu)/(.+)", name):
+        return layout.slot_key(match[3], _OPTAX[match[2]])
+    if re.fullmatch(r"state/param_states/\d+/count", name) or name == "version":
+        return None
+    return name
+
+
+def _to_optax(key: str) -> str:
+    path, slot = ("", None) if key == layout.STEP else layout.split_key(key)
+    if slot not in layout.ADAM_SLOTS:
+        return key
+    moment = {slot: moment for moment, slot in _OPTAX.items()}[slot]
+    return f"{layout.SLOTS}0/{moment}/{path}"
+
+
+def _check_keys(tree: Mapping[str, _Shaped], path: str) -> None:
+    decoder_only = layout.is_decoder_only(tree)
+    unknown = [key for key in tree if key != layout.STEP and not _is_known(key, decoder_only)]
     if unknown:
-        numbers = {int(n) for key in tree for n in re.findall(r"/layers_(\d+)/", key)} | {0}
-        known = [
-            layout.PARAMETERS + layout.name_of(row, layer, "t5x")
-            for row in layout.TABLE
-            for layer in (sorted(numbers) if row.tower else [None])
-        ]
-        raise unknown_variable(unknown, [*known, layout.STEP], path)
+        numbers = [int(n) for key in tree for n in re.findall(r"/layers_(\d+)/", key)]
+        known = layout.known_names("t5x", numbers, decoder_only)
+        raise unknown_variable(
+            unknown, [*(layout.PARAMETERS + name for name in known), layout.STEP], path
+        )
 
 
-def _is_known(key: str) -> bool:
+def _is_known(key: str, decoder_only: bool) -> bool:
     try:
         path, _ = layout.split_key(key)
     except ValueError:
         return False
-    return layout.find_row(path, "t5x") is not None
+    return layout.find_row(path, "t5x", decoder_only) is not None
 
 
-def dummies(tree: Mapping[str, np.ndarray]) -> list[str]:
+def dummies(tree: Mapping[str, _Shaped]) -> set[str]:
     """The slots of a tree that stand for slots that are not there: zeros of shape (1,).
 
     A slot of that shape is a dummy unless its parameter's own slots have that shape: `v` and `m`
     of a parameter of shape (1,), or the factored slots of a matrix of which one side is 1.
+
+    Args:
+      tree: flat key -> an array or its description.
     """
     # Momentum is kept for all parameters or for none, so any matrix tells.
     momentum = any(
-        key.endswith("/m") and array.ndim > 1
+        key.endswith("/m") and len(array.shape) > 1
         for key, array in tree.items()
         if key.startswith(layout.SLOTS)
     )
-    return [
+    return {
         key
         for key, array in tree.items()
         if key.startswith(layout.SLOTS)
-        and array.shape == _DUMMY_SHAPE
+        and tuple(array.shape) == _DUMMY_SHAPE
         and _is_dummy(key, tree, momentum)
-    ]
+    }
 
 
-def _is_dummy(key: str, tree: Mapping[str, np.ndarray], momentum: bool) -> bool:
+def _is_dummy(key: str, tree: Mapping[str, _Shaped], momentum: bool) -> bool:
     path, slot = layout.split_key(key)
     parameter = tree.get(layout.PARAMETERS + path)
-    if parameter is None or slot is None:
+    if parameter is None or slot is None or slot in layout.ADAM_SLOTS:
         return False
     if slot == "m":
         return not momentum
-    if parameter.ndim < 2:
+    if len(parameter.shape) < 2:
         return slot != "v"
     if slot == "v":
         return True
@@ -109,24 +154,56 @@ def _is_dummy(key: str, tree: Mapping[str, np.ndarray], momentum: bool) -> bool:
     return unfactored is not None and unfactored.shape == parameter.shape
 
 
-def write_jax(
-    directory: Path,
-    step: int,
-    tensors: Mapping[str, TensorInfo],
-    arrays: Iterable[tuple[str, np.ndarray]],
-) -> None:
-    """Writes `checkpoint_<step>/` into a directory, with dummies for the slots that are not used.
+# --- Writing -------------------------------------------------------------------------------------
+
+
+def jax_outputs(
+    tensors: Mapping[str, TensorInfo], family: Family, scan: bool = False
+) -> Iterator[Output]:
+    """The arrays of a tree with these tensors, dummies included; the step becomes an int32.
 
     Args:
-      directory: an existing directory.
-      step: the global step, for the directory's name.
-      tensors: shapes and types of what `arrays` yields.
-      arrays: flat key and value of each tensor.
+      tensors: flat key -> shape and type.
+      family: the model.
+      scan: whether the layers of a tower are stacked.
     """
-    from t0repro.training import checkpoints
+    layers = {"encoder": family.num_encoder_layers, "decoder": family.num_decoder_layers}
+    plain = (Output(key, info, (key,), lambda arrays: arrays[0]) for key, info in tensors.items())
+    outputs = list(scanning.scanned_outputs(tensors, layers) if scan else plain)
+    for output in outputs:
+        yield _named_by_optax(output)
+    shapes = {output.name: output.info for output in outputs}
+    for name in _missing_slots(shapes):
+        dummy = TensorInfo(_DUMMY_SHAPE, np.dtype(np.float32))
+        yield Output(name, dummy, (), lambda _: np.zeros(_DUMMY_SHAPE, np.float32))
+    if any(key.endswith(layout.ADAM_SLOTS) for key in tensors):
+        # What optax's adam corrects its bias by; Mesh TensorFlow's does not.
+        yield Output(
+            f"{layout.SLOTS}0/count",
+            TensorInfo((), np.dtype(np.int32)),
+            (layout.STEP,),
+            lambda arrays: arrays[0].astype(np.int32),
+        )
 
-    tree = {key: array.astype(np.int32) if key == layout.STEP else array for key, array in arrays}
-    checkpoints.save_tree(str(directory / f"checkpoint_{step}"), with_dummies(tree))
+
+def _named_by_optax(output: Output) -> Output:
+    if output.name == layout.STEP:
+        info = TensorInfo((), np.dtype(np.int32))
+        return Output(output.name, info, output.keys, lambda arrays: arrays[0].astype(np.int32))
+    return Output(_to_optax(output.name), output.info, output.keys, output.build)
+
+
+def _missing_slots(tree: Mapping[str, Any]) -> Iterator[str]:
+    """The slots that T5X's Adafactor expects and that are not there; none if no slot is."""
+    adafactor = any(
+        key.startswith(layout.SLOTS) and not key.endswith(layout.ADAM_SLOTS) for key in tree
+    )
+    for key in tree if adafactor else ():
+        if key.startswith(layout.PARAMETERS):
+            for slot in layout.SLOT_NAMES:
+                slot_key = layout.slot_key(key.removeprefix(layout.PARAMETERS), slot)
+                if slot_key not in tree:
+                    yield slot_key
 
 
 def with_dummies(tree: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -134,22 +211,42 @@ def with_dummies(tree: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
     A tree without any slot is returned as it is.
     """
-    complete = dict(tree)
-    if not any(key.startswith(layout.SLOTS) for key in tree):
-        return complete
-    for key in tree:
-        if key.startswith(layout.PARAMETERS):
-            for slot in layout.SLOT_NAMES:
-                slot_key = layout.slot_key(key.removeprefix(layout.PARAMETERS), slot)
-                complete.setdefault(slot_key, np.zeros(_DUMMY_SHAPE, np.float32))
-    return complete
+    missing = {name: np.zeros(_DUMMY_SHAPE, np.float32) for name in _missing_slots(tree)}
+    return {**tree, **missing}
 
 
-def jax_steps(directory: Path) -> list[int]:
-    """Steps of the whole checkpoints in a directory, ascending."""
-    if not any(directory.glob("checkpoint_*")):
-        return []  # without importing JAX
+def jax_writer(
+    directory: Path, step: int, outputs: list[Output], to: Literal["jax", "t5x"]
+) -> OrbaxWriter:
+    """A writer of `checkpoint_<step>/` into a directory.
 
-    from t0repro.training import checkpoints
+    Args:
+      directory: an existing directory.
+      step: the global step.
+      outputs: all that will be written.
+      to: "t5x" adds the file that T5X finds its arrays by.
+    """
+    extra = {}
+    if to == "t5x":
+        tensors = {output.name: output.info for output in outputs}
+        extra[t5x_msgpack.FILE] = t5x_msgpack.msgpack_file(tensors, step)
+    return OrbaxWriter(directory / f"checkpoint_{step}", extra)
 
-    return checkpoints.list_checkpoints(directory)
+
+def jax_refs(directory: Path) -> list[CheckpointRef]:
+    """The whole checkpoints in a directory by ascending step."""
+    refs = []
+    for path in directory.glob("checkpoint_*"):
+        match = re.fullmatch(r"checkpoint_(\d+)", path.name)
+        if match and (found := jax_ref(path, int(match[1]))):
+            refs.append(found)
+    return sorted(refs, key=lambda ref: ref.step or 0)
+
+
+def jax_ref(path: Path, step: int) -> CheckpointRef | None:
+    """The checkpoint that a directory is, or None: T5X's if it has T5X's file or no other mark."""
+    if (path / t5x_msgpack.FILE).is_file():
+        return CheckpointRef("t5x", str(path), step)
+    if is_orbax(path):
+        return CheckpointRef("jax", str(path), step)
+    return None

@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Literal
 
 STEP = "state/step"
@@ -25,8 +25,10 @@ MTF_STEP = "global_step"
 PARAMETERS = "target/"
 SLOTS = "state/param_states/"
 SLOT_NAMES = ("v_row", "v_col", "v", "m")
+ADAM_SLOTS = ("adam_m", "adam_v")  # of mesh_tensorflow.optimize.AdamWeightDecayOptimizer
 
 NormNames = Literal["rms_norm", "layer_norm"]
+Column = Literal["t5x", "mtf", "hf"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,12 +38,14 @@ class Row:
     Attributes:
       t5x: path in T5X's tree; `{layer}` stands for the layer's number, as in `mtf`.
       mtf: name of Mesh TensorFlow's variable.
+      hf: name in transformers' T5ForConditionalGeneration; "" where it has no such model.
       axes: one size per axis, by the names of `t0repro.converters.family.Family`'s fields;
         `joined_kv` is num_heads * d_kv.
     """
 
     t5x: str
     mtf: str
+    hf: str
     axes: tuple[str, ...]
 
     @property
@@ -49,86 +53,134 @@ class Row:
         """The tower whose layers the row repeats over; None for a parameter that is there once."""
         return self.t5x.partition("/")[0] if "{layer}" in self.t5x else None
 
+    @property
+    def transposed_in_hf(self) -> bool:
+        """Whether Hugging Face stores the transpose: all matrices but the embedding."""
+        return len(self.axes) == 2 and self.axes != ("vocab_size", "d_model")
 
-def _attention(tower: str, t5x: str, mtf: str) -> list[Row]:
+
+def _attention(tower: str, t5x: str, sublayer: int, hf: str, mtf_tower: str) -> list[Row]:
     kernels = {"q": "query", "k": "key", "v": "value", "o": "out"}
     return [
         Row(
             f"{tower}/layers_{{layer}}/{t5x}/{name}/kernel",
-            f"{tower}/block_{{layer}}/{mtf}/{letter}",
+            f"{mtf_tower}/block_{{layer}}/layer_{sublayer:03d}/{hf}/{letter}",
+            f"{tower}.block.{{layer}}.layer.{sublayer}.{hf}.{letter}.weight",
             ("joined_kv", "d_model") if letter == "o" else ("d_model", "joined_kv"),
         )
         for letter, name in kernels.items()
     ]
 
 
-def _feed_forward(tower: str, sublayer: int) -> list[Row]:
+def _feed_forward(tower: str, sublayer: int, mtf_tower: str) -> list[Row]:
     return [
         Row(
             f"{tower}/layers_{{layer}}/mlp/{kernel}/kernel",
-            f"{tower}/block_{{layer}}/layer_{sublayer:03d}/DenseReluDense/{kernel}/kernel",
+            f"{mtf_tower}/block_{{layer}}/layer_{sublayer:03d}/DenseReluDense/{kernel}/kernel",
+            f"{tower}.block.{{layer}}.layer.{sublayer}.DenseReluDense.{kernel}.weight",
             ("d_ff", "d_model") if kernel == "wo" else ("d_model", "d_ff"),
         )
         for kernel in ("wi", "wi_0", "wi_1", "wo")
     ]
 
 
-def _norms(tower: str, names: Sequence[str]) -> list[Row]:
+def _norms(tower: str, names: Sequence[str], mtf_tower: str) -> list[Row]:
     return [
         Row(
             f"{tower}/layers_{{layer}}/{name}/scale",
-            f"{tower}/block_{{layer}}/layer_{sublayer:03d}/rms_norm/scale",
+            f"{mtf_tower}/block_{{layer}}/layer_{sublayer:03d}/rms_norm/scale",
+            f"{tower}.block.{{layer}}.layer.{sublayer}.layer_norm.weight",
             ("d_model",),
         )
         for sublayer, name in enumerate(names)
     ]
 
 
-def _tower_ends(tower: str) -> list[Row]:
+def _tower_ends(tower: str, mtf_tower: str) -> list[Row]:
     return [
         Row(
             f"{tower}/relpos_bias/rel_embedding",
             # Held by the first layer and shared by the others ('bias_shared').
-            f"{tower}/block_000/layer_000/SelfAttention/relative_attention_bias",
+            f"{mtf_tower}/block_000/layer_000/SelfAttention/relative_attention_bias",
+            f"{tower}.block.0.layer.0.SelfAttention.relative_attention_bias.weight",
             ("num_heads", "relative_attention_num_buckets"),
         ),
-        Row(f"{tower}/{tower}_norm/scale", f"{tower}/rms_norm/scale", ("d_model",)),
+        Row(
+            f"{tower}/{tower}_norm/scale",
+            f"{mtf_tower}/rms_norm/scale",
+            f"{tower}.final_layer_norm.weight",
+            ("d_model",),
+        ),
     ]
 
 
 TABLE: tuple[Row, ...] = (
-    Row("token_embedder/embedding", "shared/embedding", ("vocab_size", "d_model")),
-    *_norms("encoder", ["pre_attention_layer_norm", "pre_mlp_layer_norm"]),
-    *_attention("encoder", "attention", "layer_000/SelfAttention"),
-    *_feed_forward("encoder", 1),
-    *_tower_ends("encoder"),
+    Row("token_embedder/embedding", "shared/embedding", "shared.weight", ("vocab_size", "d_model")),
+    *_norms("encoder", ["pre_attention_layer_norm", "pre_mlp_layer_norm"], "encoder"),
+    *_attention("encoder", "attention", 0, "SelfAttention", "encoder"),
+    *_feed_forward("encoder", 1, "encoder"),
+    *_tower_ends("encoder", "encoder"),
     *_norms(
         "decoder",
         ["pre_self_attention_layer_norm", "pre_cross_attention_layer_norm", "pre_mlp_layer_norm"],
+        "decoder",
     ),
-    *_attention("decoder", "self_attention", "layer_000/SelfAttention"),
-    *_attention("decoder", "encoder_decoder_attention", "layer_001/EncDecAttention"),
-    *_feed_forward("decoder", 2),
-    *_tower_ends("decoder"),
-    Row("decoder/logits_dense/kernel", "decoder/logits/kernel", ("d_model", "vocab_size")),
+    *_attention("decoder", "self_attention", 0, "SelfAttention", "decoder"),
+    *_attention("decoder", "encoder_decoder_attention", 1, "EncDecAttention", "decoder"),
+    *_feed_forward("decoder", 2, "decoder"),
+    *_tower_ends("decoder", "decoder"),
+    Row(
+        "decoder/logits_dense/kernel",
+        "decoder/logits/kernel",
+        "lm_head.weight",
+        ("d_model", "vocab_size"),
+    ),
 )
+
+# A decoder-only model: Mesh TensorFlow calls the tower `transformer`, T5X `decoder`. Hugging Face's
+# T5 has no such model.
+DECODER_ONLY: tuple[Row, ...] = tuple(
+    dataclasses.replace(row, hf="")
+    for row in (
+        Row(
+            "decoder/token_embedder/embedding",
+            "transformer/embedding",
+            "",
+            ("vocab_size", "d_model"),
+        ),
+        *_norms("decoder", ["pre_self_attention_layer_norm", "pre_mlp_layer_norm"], "transformer"),
+        *_attention("decoder", "self_attention", 0, "SelfAttention", "transformer"),
+        *_feed_forward("decoder", 1, "transformer"),
+        *_tower_ends("decoder", "transformer"),
+        Row(
+            "decoder/logits_dense/kernel",
+            "transformer/logits/kernel",
+            "",
+            ("d_model", "vocab_size"),
+        ),
+    )
+)
+DECODER_ONLY_EMBEDDING = PARAMETERS + DECODER_ONLY[0].t5x
 
 
 # --- Names ---------------------------------------------------------------------------------------
 
 
 @functools.cache
-def _patterns(column: Literal["t5x", "mtf"]) -> tuple[tuple[re.Pattern[str], Row], ...]:
+def _patterns(column: Column, decoder_only: bool) -> tuple[tuple[re.Pattern[str], Row], ...]:
     number = r"(?P<layer>\d{3,})" if column == "mtf" else r"(?P<layer>\d+)"
     return tuple(
         (re.compile(re.escape(getattr(row, column)).replace(r"\{layer\}", number)), row)
-        for row in TABLE
+        for row in (DECODER_ONLY if decoder_only else TABLE)
+        if getattr(row, column)
     )
 
 
-def find_row(name: str, column: Literal["t5x", "mtf"]) -> tuple[Row, int | None] | None:
+def find_row(
+    name: str, column: Column, decoder_only: bool = False
+) -> tuple[Row, int | None] | None:
     """The row and layer number of a parameter's name in one format, or None if it is in no row."""
-    for pattern, row in _patterns(column):
+    for pattern, row in _patterns(column, decoder_only):
         if match := pattern.fullmatch(name):
             layer = int(match["layer"]) if row.tower else None
             # Only one spelling of each number is a name: block_0001 and layers_01 are not.
@@ -136,7 +188,7 @@ def find_row(name: str, column: Literal["t5x", "mtf"]) -> tuple[Row, int | None]
     return None
 
 
-def name_of(row: Row, layer: int | None, column: Literal["t5x", "mtf"]) -> str:
+def name_of(row: Row, layer: int | None, column: Column) -> str:
     """The name in one format of a row's parameter in one layer."""
     number = f"{layer:03d}" if column == "mtf" and layer is not None else str(layer)
     return getattr(row, column).replace("{layer}", number)
@@ -144,17 +196,35 @@ def name_of(row: Row, layer: int | None, column: Literal["t5x", "mtf"]) -> str:
 
 def mtf_to_path(variable: str) -> str | None:
     """T5X's path of a Mesh TensorFlow parameter, old norm names included; None if it is unknown."""
-    found = find_row(modern_norm_name(variable), "mtf")
+    decoder_only = variable.startswith("transformer/")
+    found = find_row(modern_norm_name(variable), "mtf", decoder_only)
     return found and name_of(*found, "t5x")
 
 
-def path_to_mtf(path: str, norm_names: NormNames = "rms_norm") -> str | None:
+def path_to_mtf(
+    path: str, norm_names: NormNames = "rms_norm", decoder_only: bool = False
+) -> str | None:
     """Mesh TensorFlow's name of the parameter at a T5X path; None if the path is unknown."""
-    found = find_row(path, "t5x")
+    found = find_row(path, "t5x", decoder_only)
     if not found:
         return None
     name = name_of(*found, "mtf")
     return old_norm_name(name) if norm_names == "layer_norm" else name
+
+
+def is_decoder_only(names: Collection[str]) -> bool:
+    """Whether flat keys are a decoder-only model's."""
+    return DECODER_ONLY_EMBEDDING in names
+
+
+def known_names(column: Column, layers: Iterable[int], decoder_only: bool = False) -> list[str]:
+    """Every parameter's name in one format, for unknown ones to be compared with."""
+    layers = sorted({*layers, 0})
+    return [
+        name_of(row, layer, column)
+        for row in (DECODER_ONLY if decoder_only else TABLE)
+        for layer in (layers if row.tower else [None])
+    ]
 
 
 def modern_norm_name(variable: str) -> str:
@@ -162,9 +232,10 @@ def modern_norm_name(variable: str) -> str:
 
     Mesh TensorFlow uses the old names when gin binds LayerStack.norm_epsilon (its legacy mode).
     """
-    if re.fullmatch(r"(encoder|decoder)/block_\d+/layer_\d+/layer_norm/scale", variable):
+    tower = "(encoder|decoder|transformer)"
+    if re.fullmatch(rf"{tower}/block_\d+/layer_\d+/layer_norm/scale", variable):
         return variable.replace("/layer_norm/", "/rms_norm/")
-    if re.fullmatch(r"(encoder|decoder)/final_layer_norm/scale", variable):
+    if re.fullmatch(rf"{tower}/final_layer_norm/scale", variable):
         return variable.replace("/final_layer_norm/", "/rms_norm/")
     return variable
 
@@ -177,8 +248,15 @@ def old_norm_name(variable: str) -> str:
 
 def split_mtf_slot(variable: str) -> tuple[str, str | None]:
     """A Mesh TensorFlow variable's parameter and slot: `a/b_slot_vr` is ("a/b", "vr")."""
-    match = re.fullmatch(r"(.+)_slot_(vr|vc|v|m)", variable)
+    match = re.fullmatch(r"(.+)_slot_(vr|vc|v|m)", variable) or re.fullmatch(
+        r"(.+)/(adam_m|adam_v)", variable
+    )
     return (match[1], match[2]) if match else (variable, None)
+
+
+def join_mtf_slot(variable: str, slot: str) -> str:
+    """The inverse of `split_mtf_slot`."""
+    return f"{variable}/{slot}" if slot in ADAM_SLOTS else f"{variable}_slot_{slot}"
 
 
 def slot_key(path: str, slot: str) -> str:
@@ -195,7 +273,7 @@ def split_key(key: str) -> tuple[str, str | None]:
     if key.startswith(PARAMETERS):
         return key.removeprefix(PARAMETERS), None
     path, _, slot = key.removeprefix(SLOTS).rpartition("/")
-    if key.startswith(SLOTS) and path and slot in SLOT_NAMES:
+    if key.startswith(SLOTS) and path and slot in (*SLOT_NAMES, *ADAM_SLOTS):
         return path, slot
     raise ValueError(f"{key!r} is neither a parameter nor a slot.")
 
@@ -254,6 +332,26 @@ def slot_to_mtf(slot: str, shape: Sequence[int]) -> str:
     if slot not in ("v_row", "v_col"):
         return slot
     return {t5x: mtf for mtf, t5x in factored_slots(shape).items()}[slot]
+
+
+def exchange_tied_slots(key: str, shapes: Mapping[str, Sequence[int]]) -> str:
+    """The key under which T5X's importer keeps a slot (and the other way round).
+
+    It renames vr to v_row and vc to v_col always, so that the two are exchanged exactly where the
+    parameter's two largest axes are of one size.
+
+    Args:
+      key: any flat key.
+      shapes: flat key -> shape of each parameter.
+    """
+    if not key.startswith(SLOTS):
+        return key
+    path, slot = split_key(key)
+    other = {"v_row": "v_col", "v_col": "v_row"}.get(slot or "")
+    shape = shapes.get(PARAMETERS + path, ())
+    if other is None or len(shape) < 2 or factored_slots(shape)["vr"] == "v_row":
+        return key
+    return slot_key(path, other)
 
 
 def slot_shape(slot: str, shape: Sequence[int]) -> tuple[int, ...]:

@@ -6,19 +6,20 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
-from t0repro.converters import layout
+
+from t0repro.converters import layout, storage
 from t0repro.converters.family import unknown_variable
 from t0repro.converters.tensor_bundle import BundleReader, BundleWriter
-from t0repro.converters.tensors import CheckpointRef, TensorInfo
-
+from t0repro.converters.tensors import CheckpointRef, Output, TensorInfo
 from t0repro.errors import UserError
 from t0repro.files import write_atomically
 
 STATE_FILE = "checkpoint"  # names the latest checkpoint of a directory
+OPERATIVE_CONFIG = "operative_config.gin"
 
 
 class MtfReader:
@@ -88,13 +89,14 @@ def _flat_key(name: str, bundle: BundleReader) -> str | None:
 
 def _known_names(bundle: BundleReader) -> list[str]:
     """Names that such a checkpoint may have, for unknown ones to be compared with."""
-    numbers = {int(n) for name in bundle.entries for n in re.findall(r"/block_(\d+)/", name)} | {0}
-    known = [
-        layout.name_of(row, layer, "mtf")
-        for row in layout.TABLE
-        for layer in (sorted(numbers) if row.tower else [None])
+    numbers = [int(n) for name in bundle.entries for n in re.findall(r"/block_(\d+)/", name)]
+    decoder_only = any(name.startswith("transformer/") for name in bundle.entries)
+    known = layout.known_names("mtf", numbers, decoder_only)
+    slots = [
+        layout.join_mtf_slot(name, slot)
+        for name in known
+        for slot in ("v", "vr", "vc", "m", *layout.ADAM_SLOTS)
     ]
-    slots = [f"{name}_slot_{slot}" for name in known for slot in ("v", "vr", "vc", "m")]
     return [*known, *slots, layout.MTF_STEP]
 
 
@@ -114,61 +116,97 @@ def mtf_name(
     if key == layout.STEP:
         return layout.MTF_STEP
     path, slot = layout.split_key(key)
-    name = layout.path_to_mtf(path, norm_names)
+    name = layout.path_to_mtf(path, norm_names, layout.is_decoder_only(tensors))
     if name is None:
         raise KeyError(key)
     if slot is None:
         return name
     parameter = tensors.get(layout.PARAMETERS + path)
     shape = parameter.shape if parameter else ()
-    return f"{name}_slot_{layout.slot_to_mtf(slot, shape) if len(shape) > 1 else slot}"
+    return layout.join_mtf_slot(name, layout.slot_to_mtf(slot, shape) if len(shape) > 1 else slot)
 
 
-def write_mtf(
-    directory: Path,
-    step: int,
-    tensors: Mapping[str, TensorInfo],
-    arrays: Iterable[tuple[str, np.ndarray]],
-    norm_names: layout.NormNames,
-) -> None:
+def mtf_outputs(
+    tensors: Mapping[str, TensorInfo], norm_names: layout.NormNames
+) -> Iterator[Output]:
+    """The variables of a checkpoint with these tensors; the step becomes an int64.
+
+    Args:
+      tensors: flat key -> shape and type.
+      norm_names: see `mtf_name`.
+    """
+    for key, info in tensors.items():
+        name = mtf_name(key, tensors, norm_names)
+        if key == layout.STEP:
+            step = TensorInfo((), np.dtype(np.int64))
+            yield Output(name, step, (key,), lambda arrays: arrays[0].astype(np.int64))
+        else:
+            yield Output(name, info, (key,), lambda arrays: arrays[0])
+
+
+class MtfWriter:
     """Writes `model.ckpt-<step>.*` and the state file into a directory, one tensor at a time.
 
     Args:
       directory: an existing directory that nobody reads yet.
       step: the global step, for the files' names.
-      tensors: shapes and types of what `arrays` yields.
-      arrays: flat key and value of each tensor.
-      norm_names: see `mtf_name`.
+      operative_config: the text of an operative_config.gin to put beside them.
     """
-    writer = BundleWriter(directory / f"model.ckpt-{step}")
-    try:
-        for key, array in arrays:
-            # Mesh TensorFlow's global step is an int64, T5X's an int32.
-            stored = array.astype(np.int64) if key == layout.STEP else array
-            writer.add(mtf_name(key, tensors, norm_names), stored)
-        writer.close()
-    finally:
-        writer.abandon()
-    write_atomically(directory / STATE_FILE, _state_text([step]))
+
+    def __init__(self, directory: Path, step: int, operative_config: str | None = None):
+        self._directory, self._step, self._config = directory, step, operative_config
+        self._bundle = BundleWriter(directory / f"model.ckpt-{step}", resume=True)
+
+    def stored(self, output: Output) -> np.ndarray | None:
+        """What is in the place of a tensor."""
+        data = self._bundle.stored(output.info.nbytes)
+        if data is None:
+            return None
+        return np.frombuffer(data, output.info.dtype).reshape(output.info.shape)
+
+    def keep(self, output: Output, array: np.ndarray) -> None:
+        """Takes what is in a tensor's place as written."""
+        self._bundle.keep(output.name, array)
+
+    def add(self, output: Output, array: np.ndarray) -> None:
+        """Writes a tensor."""
+        self._bundle.add(output.name, array)
+
+    def close(self) -> None:
+        """Writes the index, without which the data is no checkpoint, and the small files."""
+        self._bundle.close()
+        if self._config is not None:
+            write_atomically(self._directory / OPERATIVE_CONFIG, self._config)
+        write_atomically(self._directory / STATE_FILE, _state_text([self._step]))
+
+    def abandon(self) -> None:
+        """Closes the data file and writes no index."""
+        self._bundle.abandon()
 
 
 def publish_mtf(staged: Path, directory: Path, step: int) -> None:
-    """Moves a checkpoint that `write_mtf` wrote into a directory that others read.
+    """Moves a checkpoint that an `MtfWriter` wrote into a directory that others read.
 
     The index goes first when it is replaced and comes last: without it the data is no checkpoint.
     """
     (directory / f"model.ckpt-{step}.index").unlink(missing_ok=True)
     for stale in directory.glob(f"model.ckpt-{step}.*"):
         stale.unlink()
-    for name in (f"model.ckpt-{step}.data-00000-of-00001", f"model.ckpt-{step}.index"):
-        os.replace(staged / name, directory / name)
+    for name in (
+        f"model.ckpt-{step}.data-00000-of-00001",
+        OPERATIVE_CONFIG,
+        f"model.ckpt-{step}.index",
+    ):
+        if (staged / name).exists():
+            os.replace(staged / name, directory / name)
     steps = {*mtf_steps(directory), step}
     write_atomically(directory / STATE_FILE, _state_text(sorted(steps)))
 
 
-def mtf_steps(directory: Path) -> list[int]:
+def mtf_steps(directory: str | Path) -> list[int]:
     """Steps of the checkpoints in a directory that have an index, ascending."""
-    matches = (re.fullmatch(r"model\.ckpt-(\d+)\.index", item.name) for item in directory.iterdir())
+    names = storage.names(str(directory))
+    matches = (re.fullmatch(r"model\.ckpt-(\d+)\.index", name) for name in names)
     return sorted(int(match[1]) for match in matches if match)
 
 
@@ -178,23 +216,25 @@ def _state_text(steps: list[int]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def latest_mtf_prefix(directory: Path) -> str | None:
+def latest_mtf_prefix(directory: str | Path) -> str | None:
     """The prefix that a directory's state file names, else that of the highest step, else None.
 
     Raises:
       UserError: if the checkpoint that the state file names is not there.
     """
-    state_file = directory / STATE_FILE
-    if state_file.is_file():
-        match = re.search(r'^model_checkpoint_path:\s*"(.*)"', state_file.read_text(), re.MULTILINE)
+    directory = str(directory)
+    state_file = storage.join(directory, STATE_FILE)
+    if storage.is_file(state_file):
+        state = storage.read(state_file).decode(errors="replace")
+        match = re.search(r'^model_checkpoint_path:\s*"(.*)"', state, re.MULTILINE)
         if match:
-            prefix = directory / match[1]  # an absolute path replaces the directory
-            if not prefix.with_name(prefix.name + ".index").exists():
+            prefix = storage.join(directory, match[1])  # an absolute path replaces the directory
+            if not storage.is_file(f"{prefix}.index"):
                 raise UserError(
                     f"The checkpoint {match[1]} that this file names is not there.",
-                    where=str(state_file),
+                    where=state_file,
                     fix="Restore its files, or name the checkpoint itself (.../model.ckpt-<step>).",
                 )
-            return str(prefix)
+            return prefix
     steps = mtf_steps(directory)
-    return str(directory / f"model.ckpt-{steps[-1]}") if steps else None
+    return storage.join(directory, f"model.ckpt-{steps[-1]}") if steps else None

@@ -9,44 +9,50 @@ from pathlib import Path
 from typing import get_args
 
 import numpy as np
-from t0repro.converters import jax_tree, layout, mtf
-from t0repro.converters.family import Family, check_parameters
-from t0repro.converters.tensors import CheckpointReader, CheckpointRef, TensorInfo
 
+from t0repro.converters import hf, jax_tree, layout, mtf, storage
+from t0repro.converters.family import Family, check_parameters
+from t0repro.converters.tensors import CheckpointReader, CheckpointRef, Format, TensorInfo
 from t0repro.errors import UserError
 
 MANIFEST = "conversion.json"
 
 
-def find_checkpoint(path: str | os.PathLike[str], step: int | None = None) -> CheckpointRef:
+def find_checkpoint(
+    path: str | os.PathLike[str], step: int | None = None, source: Format | None = None
+) -> CheckpointRef:
     """The checkpoint that a path means.
 
     Args:
-      path: a directory with checkpoints of either format (the latest step counts; a directory that
-        holds both formats gives the higher step, and JAX's at the same step), a `checkpoint_<step>`
-        directory, or a Mesh TensorFlow prefix (`model.ckpt-<step>`, with or without `.index`).
+      path: a directory with checkpoints (the latest step counts; a directory that holds several
+        formats gives the highest step, and JAX's or T5X's at the same step), a `checkpoint_<step>`
+        directory, a Mesh TensorFlow prefix (`model.ckpt-<step>`, with or without `.index`), or a
+        directory that transformers loads. Mesh TensorFlow's and Hugging Face's may be at any
+        address that fsspec opens.
       step: this step instead of the latest; only with a directory of checkpoints.
+      source: only a checkpoint of this format; by default of any.
 
     Raises:
       UserError: if there is no such checkpoint; the message says what is there.
     """
-    path = os.fspath(path)
-    if ref := _exact(path):
+    path = storage.local_path(path)
+    if (ref := _exact(path)) and _is_of(ref, source):
         if step not in (None, ref.step):
             raise UserError(
                 f"The path names step {ref.step}, but step {step} is asked for.", where=path
             )
         return ref
-    directory = Path(path)
-    if not directory.is_dir():
+    if not storage.is_directory(path):
         raise _not_found("There is no checkpoint of this name.", path)
-    refs = list_checkpoints(directory)
+    refs = [ref for ref in list_checkpoints(path) if _is_of(ref, source)]
     if not refs:
-        # Raises where a state file names a checkpoint that is gone, which says more.
-        mtf.latest_mtf_prefix(directory)
-        raise _not_found("The directory holds no checkpoint.", path)
+        if source in (None, "mtf"):
+            # Raises where a state file names a checkpoint that is gone, which says more.
+            mtf.latest_mtf_prefix(path)
+        what = f"The directory holds no checkpoint{f' of the format {source}' if source else ''}."
+        raise _not_found(what + _unfinished(path), path)
     if step is None:
-        return _latest(directory, refs)
+        return _latest(path, refs, source)
     chosen = [ref for ref in refs if ref.step == step]
     if not chosen:
         steps = ", ".join(str(known) for known in sorted({ref.step or 0 for ref in refs}))
@@ -56,45 +62,72 @@ def find_checkpoint(path: str | os.PathLike[str], step: int | None = None) -> Ch
 
 def list_checkpoints(directory: str | os.PathLike[str]) -> list[CheckpointRef]:
     """All whole checkpoints of a directory by ascending step; at the same step JAX's comes last."""
-    directory = Path(directory)
+    path = storage.local_path(directory)
     refs = [
-        CheckpointRef("mtf", str(directory / f"model.ckpt-{step}"), step)
-        for step in mtf.mtf_steps(directory)
-    ] + [
-        CheckpointRef("jax", str(directory / f"checkpoint_{step}"), step)
-        for step in jax_tree.jax_steps(directory)
+        CheckpointRef("mtf", storage.join(path, f"model.ckpt-{step}"), step)
+        for step in mtf.mtf_steps(path)
     ]
+    if not storage.is_remote(path):
+        refs += jax_tree.jax_refs(Path(path))
     return sorted(refs, key=lambda ref: ref.step or 0)
+
+
+def _is_of(ref: CheckpointRef, source: Format | None) -> bool:
+    # Both have T5X's tree; which of the two wrote it does not matter to their reader.
+    trees = ("jax", "t5x")
+    return source in (None, ref.format) or (source in trees and ref.format in trees)
 
 
 def _exact(path: str) -> CheckpointRef | None:
     """The checkpoint of which this is the very name, if it is one's."""
     prefix = path.removesuffix(".index")
-    if os.path.isfile(f"{prefix}.index"):
+    if storage.is_file(f"{prefix}.index"):
         match = re.search(r"-(\d+)$", prefix)
         return CheckpointRef("mtf", prefix, int(match[1]) if match else None)
-    name = os.path.basename(os.path.normpath(path))
-    if (match := re.fullmatch(r"checkpoint_(\d+)", name)) and os.path.isdir(path):
-        return CheckpointRef("jax", os.path.normpath(path), int(match[1]))
-    return None
+    name = os.path.basename(path.rstrip("/"))
+    if (match := re.fullmatch(r"checkpoint_(\d+)", name)) and storage.is_directory(path):
+        if storage.is_remote(path):
+            raise UserError(
+                "Orbax and T5X checkpoints are read from local directories only.",
+                where=path,
+                fix="Copy the directory here first.",
+            )
+        path = os.path.normpath(path)
+        ref = jax_tree.jax_ref(Path(path), int(match[1]))
+        if ref is None:
+            raise _not_found("The directory holds no whole checkpoint.", path)
+        return ref
+    return hf.hf_ref(path)
 
 
-def _latest(directory: Path, refs: list[CheckpointRef]) -> CheckpointRef:
+def _latest(path: str, refs: list[CheckpointRef], source: Format | None) -> CheckpointRef:
     """The latest checkpoint; among Mesh TensorFlow's the one that the state file names."""
-    jax = [ref for ref in refs if ref.format == "jax"]
-    prefix = mtf.latest_mtf_prefix(directory)
-    candidates = jax[-1:]
+    candidates = [ref for ref in refs if ref.format != "mtf"][-1:]
+    prefix = mtf.latest_mtf_prefix(path) if source in (None, "mtf") else None
     if prefix is not None and (named := _exact(prefix)):
         candidates.insert(0, named)
     return max(reversed(candidates), key=lambda ref: ref.step if ref.step is not None else -1)
+
+
+def _unfinished(path: str) -> str:
+    """What to say of a directory in which a checkpoint is being written."""
+    names = storage.names(path)
+    partial = [
+        name
+        for name in names
+        if re.match(r"model\.ckpt-\d+(_temp|\.data-|\.tempstate)", name)
+        or re.match(r"\.?checkpoint_\d+\.(tmp|orbax-checkpoint-tmp)", name)
+    ]
+    return f" {partial[0]} is being written, or its writing was interrupted." if partial else ""
 
 
 def _not_found(what: str, path: str) -> UserError:
     return UserError(
         what,
         where=path,
-        fix="Give a directory with model.ckpt-<step>.index or checkpoint_<step>/, or the path of"
-        " one checkpoint (.../model.ckpt-<step> or .../checkpoint_<step>).",
+        fix="Give a directory with model.ckpt-<step>.index or checkpoint_<step>/, the path of"
+        " one checkpoint (.../model.ckpt-<step> or .../checkpoint_<step>), or a directory with"
+        " model.safetensors.",
     )
 
 
@@ -106,17 +139,33 @@ def open_checkpoint(ref: CheckpointRef) -> CheckpointReader:
     """
     if ref.format == "mtf":
         return mtf.MtfReader(ref.path)
-    return jax_tree.JaxReader(ref.path, _norm_names_of_manifest(Path(ref.path)))
+    if ref.format == "hf":
+        return hf.HfReader(ref, _norm_names_of_manifest(ref.path))
+    return jax_tree.JaxReader(ref, _norm_names_of_manifest(os.path.dirname(ref.path)))
 
 
-def _norm_names_of_manifest(checkpoint: Path) -> layout.NormNames | None:
+def _norm_names_of_manifest(directory: str) -> layout.NormNames | None:
     """How the Mesh TensorFlow checkpoint that a model came from spelled its norms, or None."""
     try:
-        manifest = json.loads((checkpoint.parent / MANIFEST).read_text())
+        manifest = json.loads(storage.read(storage.join(directory, MANIFEST)))
     except (OSError, ValueError):
         return None
     known = {name: name for name in get_args(layout.NormNames)}
     return known.get(manifest.get("mtf_norm_names"))
+
+
+def files_of(ref: CheckpointRef) -> list[str]:
+    """The files that a checkpoint is read from."""
+    if ref.format == "mtf":
+        directory, _, prefix = ref.path.rpartition("/")
+        names = storage.names(directory or ".")
+        return [
+            storage.join(directory or ".", name) for name in names if name.startswith(f"{prefix}.")
+        ]
+    if ref.format == "hf":
+        names = storage.names(ref.path)
+        return [storage.join(ref.path, name) for name in names if name.endswith(".safetensors")]
+    return sorted(str(file) for file in Path(ref.path).rglob("*") if file.is_file())
 
 
 def check_checkpoint(reader: CheckpointReader) -> Family:
@@ -149,10 +198,13 @@ def _check_slots(reader: CheckpointReader, shapes: dict[str, tuple[int, ...]]) -
             slots[path][slot or ""] = info
     if not has_slots(reader):
         return
+    adam = any(key.endswith(layout.ADAM_SLOTS) for key in reader.tensors)
     momentum = any("m" in present for present in slots.values())
     for path, shape in shapes.items():
         present = slots[path]
         needed = ["v_row", "v_col"] if {"v_row", "v_col"} & present.keys() else ["v"]
+        if adam:
+            needed = list(layout.ADAM_SLOTS)
         for slot in needed + (["m"] if momentum else []):
             name = reader.native_name(layout.slot_key(path, slot))
             if slot not in present:

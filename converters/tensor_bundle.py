@@ -16,13 +16,13 @@ import dataclasses
 import os
 import struct
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any, BinaryIO
 
 import google_crc32c
 import ml_dtypes
 import numpy as np
 
+from t0repro.converters import storage
 from t0repro.errors import UserError
 
 _TABLE_MAGIC = 0xDB4775248B80FB57
@@ -74,7 +74,7 @@ class BundleReader:
         self._prefix = os.fspath(prefix)
         index = f"{self._prefix}.index"
         table = _read_table(index)
-        header = dict(_protobuf_fields(table.pop(b"", b"")))
+        header = dict(protobuf_fields(table.pop(b"", b"")))
         self._num_shards = header.get(1, 0)
         if self._num_shards < 1:
             raise _damaged(index, "it has no header")
@@ -93,9 +93,7 @@ class BundleReader:
         file_name = self._shard_path(entry.shard)
         if entry.dtype is None:
             raise _damaged(file_name, f"{name} is of a type that no T5 has")
-        with open(file_name, "rb") as file:
-            file.seek(entry.offset)
-            data = file.read(entry.size)
+        data = storage.read_range(file_name, entry.offset, entry.size)
         if _masked(google_crc32c.value(data)) != entry.masked_crc32c:
             raise _damaged(file_name, f"the checksum of {name} is wrong")
         return np.frombuffer(data, entry.dtype).reshape(entry.shape)
@@ -109,13 +107,13 @@ class BundleReader:
             needed[entry.shard] = max(needed.get(entry.shard, 0), entry.offset + entry.size)
         for shard, size in needed.items():
             path = self._shard_path(shard)
-            if not os.path.exists(path):
+            if not storage.is_file(path):
                 raise UserError(
                     "A data file of the checkpoint is missing.",
                     where=path,
                     fix="Copy all files that begin with this prefix, or choose another checkpoint.",
                 )
-            if (actual := os.path.getsize(path)) < size:
+            if (actual := storage.size(path)) < size:
                 raise _damaged(path, f"it has {actual} bytes where the index calls for {size}")
 
 
@@ -129,7 +127,7 @@ def _damaged(path: str, reason: str) -> UserError:
 
 def _read_table(path: str) -> dict[bytes, bytes]:
     try:
-        content = Path(path).read_bytes()
+        content = storage.read(path)
     except OSError as error:
         raise UserError(
             "A checkpoint's index file cannot be read.", where=path, fix=str(error)
@@ -191,7 +189,7 @@ def _varint(data: bytes, position: int) -> tuple[int, int]:
         shift += 7
 
 
-def _protobuf_fields(message: bytes) -> Iterator[tuple[int, Any]]:
+def protobuf_fields(message: bytes) -> Iterator[tuple[int, Any]]:
     """Number and value of each field of a protobuf message: an int, or bytes if it has a length."""
     position = 0
     while position < len(message):
@@ -209,10 +207,8 @@ def _protobuf_fields(message: bytes) -> Iterator[tuple[int, Any]]:
 
 
 def _parse_entry(message: bytes) -> Entry:
-    fields: dict[int, Any] = dict(_protobuf_fields(message))
-    sizes = [
-        dict(_protobuf_fields(dim)) for n, dim in _protobuf_fields(fields.get(2, b"")) if n == 2
-    ]
+    fields: dict[int, Any] = dict(protobuf_fields(message))
+    sizes = [dict(protobuf_fields(dim)) for n, dim in protobuf_fields(fields.get(2, b"")) if n == 2]
     # Field 7 lists the slices of a partitioned variable, whose entry has no data of its own.
     return Entry(
         dtype=None if 7 in fields else _DTYPES.get(fields.get(1, 0)),
@@ -237,11 +233,14 @@ class BundleWriter:
 
     Args:
       prefix: path without `.index`; its directory exists.
+      resume: go on in the data file that an interrupted writer left.
     """
 
-    def __init__(self, prefix: str | os.PathLike[str]):
+    def __init__(self, prefix: str | os.PathLike[str], resume: bool = False):
         self._prefix = os.fspath(prefix)
-        self._data: BinaryIO = open(f"{self._prefix}.data-00000-of-00001", "wb")  # noqa: SIM115
+        data = f"{self._prefix}.data-00000-of-00001"
+        mode = "r+b" if resume and os.path.exists(data) else "w+b"
+        self._data: BinaryIO = open(data, mode)  # noqa: SIM115
         self._entries: dict[str, Entry] = {}
 
     def add(self, name: str, array: np.ndarray) -> None:
@@ -257,8 +256,23 @@ class BundleWriter:
             array.dtype, array.shape, 0, offset, len(data), _masked(checksum)
         )
 
+    def stored(self, size: int) -> bytes | None:
+        """The bytes in the next tensor's place, or None if there are fewer."""
+        offset = self._data.tell()
+        data = self._data.read(size)
+        self._data.seek(offset)
+        return data if len(data) == size else None
+
+    def keep(self, name: str, array: np.ndarray) -> None:
+        """Takes the bytes in the next tensor's place as this tensor."""
+        data, offset = array.reshape(-1).view(np.uint8).data, self._data.tell()
+        checksum = _masked(google_crc32c.extend(0, bytes(data)))
+        self._entries[name] = Entry(array.dtype, array.shape, 0, offset, len(data), checksum)
+        self._data.seek(offset + len(data))
+
     def close(self) -> None:
         """Syncs the data file and writes the index."""
+        self._data.truncate()
         _sync_and_close(self._data)
         # One shard; VersionDef.producer 1, kTensorBundleVersion.
         header = _field(1, 1) + _field(3, _field(1, 1))

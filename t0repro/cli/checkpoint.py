@@ -1,4 +1,4 @@
-"""`t0repro checkpoint inspect` and `diff`: what checkpoints hold and where two of them differ."""
+"""`t0repro checkpoint inspect`, `diff` and `verify`: what checkpoints hold, and if it is sound."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ def inspect(
     path: Annotated[
         str,
         typer.Argument(
-            help="A model_dir, a checkpoint_<step> directory, or a prefix .../model.ckpt-<step>."
+            help="A model_dir, a checkpoint_<step> directory, a prefix .../model.ckpt-<step>, or a"
+            " Hugging Face directory."
         ),
     ],
     step: Annotated[int | None, typer.Option(help="This step, not the latest.")] = None,
@@ -39,8 +40,8 @@ def inspect(
 
 
 def diff(
-    a: Annotated[str, typer.Argument(help="A checkpoint of either format.")],
-    b: Annotated[str, typer.Argument(help="Another, of either format.")],
+    a: Annotated[str, typer.Argument(help="A checkpoint of any format.")],
+    b: Annotated[str, typer.Argument(help="Another, of any format.")],
     tol: Annotated[
         float, typer.Option(help="Largest absolute difference to let pass; 0: the same bits.")
     ] = 0.0,
@@ -56,6 +57,33 @@ def diff(
     _print_comparison(comparison)
     if comparison.failures:
         raise typer.Exit(1)
+
+
+def verify(
+    path: Annotated[
+        str,
+        typer.Argument(
+            help="A model_dir, a checkpoint_<step> directory, a prefix .../model.ckpt-<step>, or a"
+            " Hugging Face directory."
+        ),
+    ],
+    step: Annotated[int | None, typer.Option(help="This step, not the latest.")] = None,
+) -> None:
+    """Check a checkpoint: files, sizes, checksums, shapes, no NaN or Inf; exit code 1 if it fails.
+
+    Example: t0repro checkpoint verify runs/t0_jax
+    """
+    from t0repro.converters.verification import verify as verify_checkpoint
+
+    verification = verify_checkpoint(path, step)
+    ref, family = verification.checkpoint, verification.family
+    typer.echo(f"{ref.path} ({ref.format}): {family.name}, {verification.tensors} tensors")
+    typer.echo(f"Checked: {'; '.join(verification.checks)}.")
+    for problem in verification.problems:
+        typer.echo(f"Problem: {problem}")
+    if verification.problems:
+        raise typer.Exit(1)
+    typer.echo("All is well.")
 
 
 def _print_inspection(inspection: Inspection) -> None:

@@ -6,18 +6,53 @@ from typing import Annotated
 
 import typer
 
+_FORMATS = ("mtf", "t5x", "jax", "hf")
+
 
 def convert(
     src: Annotated[
         str,
         typer.Argument(
-            help="A model_dir, a checkpoint_<step> directory, or a prefix .../model.ckpt-<step>."
+            help="A model_dir, a checkpoint_<step> directory, a prefix .../model.ckpt-<step>, or a"
+            " Hugging Face directory; local or, for mtf and hf, any address that fsspec opens."
         ),
     ],
     dst: Annotated[str, typer.Argument(help="The directory to make.")],
-    to: Annotated[str, typer.Option(help="Format to write: mtf or jax.")],
+    to: Annotated[str, typer.Option(help="Format to write: mtf, t5x, jax or hf.")],
+    source: Annotated[
+        str, typer.Option("--from", help="Format to read: auto, mtf, t5x, jax or hf.")
+    ] = "auto",
     step: Annotated[int | None, typer.Option(help="This step of SRC, not the latest.")] = None,
+    gin_file: Annotated[
+        str | None,
+        typer.Option(
+            "--gin_file",
+            "--gin-file",
+            help="The configuration that the model was trained with, to put beside it as"
+            " operative_config.gin. By default SRC's own.",
+        ),
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="Type of the parameters: float32 or bfloat16. By default SRC's."),
+    ] = None,
+    scan: Annotated[
+        bool, typer.Option(help="Stack the layers, as T5X's scalable_t5 does (t5x only).")
+    ] = False,
     slots: Annotated[bool, typer.Option(help="Take the optimizer's slots along.")] = True,
+    t5x_importer_slots: Annotated[
+        bool,
+        typer.Option(
+            "--t5x-importer-slots",
+            help="The T5X side has square matrices' slots as T5X's own importer leaves them.",
+        ),
+    ] = False,
+    vocab: Annotated[
+        str | None, typer.Option(help="A SentencePiece model, for hf's tokenizer files.")
+    ] = None,
+    vocab_size: Annotated[
+        int | None, typer.Option(help="Pad the vocabulary with zeros, or cut it, to this size.")
+    ] = None,
     mtf_norm_names: Annotated[
         str | None,
         typer.Option(
@@ -30,33 +65,54 @@ def convert(
         bool, typer.Option("--force", help="Write into DST though it is there; other files stay.")
     ] = False,
 ) -> None:
-    """Convert a checkpoint between Mesh TensorFlow and JAX, bit for bit, optimizer slots included.
+    """Convert a checkpoint between Mesh TensorFlow, T5X, JAX and Hugging Face, slots included.
+
+    Values stay the same bit for bit unless --dtype asks for another type. A conversion that was
+    interrupted goes on where it stopped when it is started again.
 
     Example: t0repro convert runs/t0/model.ckpt-1112200 runs/t0_jax --to jax
     """
     from t0repro.converters.convert import convert as convert_checkpoint
+    from t0repro.converters.options import Options
     from t0repro.errors import UserError
 
     if mtf_norm_names not in (None, "rms_norm", "layer_norm"):
         raise UserError(
             f"--mtf-norm-names is {mtf_norm_names!r}.", fix="Give rms_norm or layer_norm."
         )
-    if to not in ("mtf", "jax"):
-        raise UserError(
-            f"There is no format {to!r} to convert to.", fix="Give --to mtf or --to jax."
-        )
+    formats = {name: name for name in _FORMATS}
+    if to not in formats:
+        raise UserError(f"There is no format {to!r} to convert to.", fix=_one_of("--to"))
+    if source not in (*formats, "auto"):
+        raise UserError(f"There is no format {source!r} to read.", fix=_one_of("--from"))
     report = convert_checkpoint(
         src,
         dst,
-        to,
+        formats[to],
         step=step,
-        slots=slots,
-        norm_names=mtf_norm_names,
+        source=formats.get(source),
         force=force,
         dry_run=dry_run,
+        options=Options(
+            slots=slots,
+            norm_names=mtf_norm_names,
+            dtype=dtype,
+            scan=scan,
+            t5x_importer_slots=t5x_importer_slots,
+            vocab_size=vocab_size,
+            vocabulary=vocab,
+            gin_file=gin_file,
+        ),
     )
+    for note in report.notes:
+        typer.echo(f"Note: {note}")
     verb = "Would write" if report.dry_run else "Wrote"
+    resumed = f" ({report.resumed} of them before an interruption)" if report.resumed else ""
     typer.echo(
         f"{verb} {report.target.path}: {report.family.name}, step {report.target.step},"
-        f" {report.tensors} tensors, {report.bytes / 1e6:.1f} MB, slots {report.slots}."
+        f" {report.tensors} tensors{resumed}, {report.bytes / 1e6:.1f} MB, slots {report.slots}."
     )
+
+
+def _one_of(flag: str) -> str:
+    return f"Give {flag} {', '.join(_FORMATS[:-1])} or {_FORMATS[-1]}."

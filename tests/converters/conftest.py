@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from t0repro.converters import layout
 from t0repro.converters.family import Family
 from t0repro.converters.tensor_bundle import BundleWriter
@@ -112,7 +113,7 @@ def mesh_variables() -> Callable[..., dict[str, np.ndarray]]:
         generator = np.random.default_rng(seed)
         variables = {"global_step": np.asarray(step, np.int64)}
         for path, shape in family.parameters().items():
-            name = layout.path_to_mtf(path, norm_names)
+            name = layout.path_to_mtf(path, norm_names, family.decoder_only)
             assert name is not None
             variables[name] = generator.normal(size=shape).astype(np.float32).astype(dtype)
             for slot, slot_shape in _mesh_slot_shapes(shape, factor_at).items():

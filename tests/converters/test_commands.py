@@ -17,6 +17,7 @@ def run():
     app.command("convert")(convert.convert)
     app.command("inspect")(checkpoint.inspect)
     app.command("diff")(checkpoint.diff)
+    app.command("verify")(checkpoint.verify)
 
     def invoke(*arguments):
         return CliRunner().invoke(app, [str(argument) for argument in arguments])
@@ -37,7 +38,7 @@ def test_a_dry_run_says_that_it_would(run, tiny_checkpoint, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("flags", [["--to", "hf"], ["--to", "mtf", "--mtf-norm-names", "norm"]])
+@pytest.mark.parametrize("flags", [["--to", "onnx"], ["--to", "mtf", "--mtf-norm-names", "norm"]])
 def test_a_wrong_flag_is_the_user_s_error(run, tiny_checkpoint, tmp_path, flags):
     result = run("convert", tiny_checkpoint, tmp_path / "out", *flags)
     assert isinstance(result.exception, UserError)

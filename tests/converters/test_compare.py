@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from t0repro.converters.compare import compare
 from t0repro.converters.convert import convert
 

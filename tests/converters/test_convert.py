@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from t0repro.converters import layout, mtf
 from t0repro.converters.convert import convert
 from t0repro.converters.family import Family
 from t0repro.converters.sources import find_checkpoint
 from t0repro.converters.tensor_bundle import BundleReader
-
 from t0repro.errors import UserError
 
 
@@ -212,9 +212,9 @@ def test_an_empty_directory_and_a_new_step_of_a_model_dir_are_written_to(
 # --- Interruption --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("to", ["mtf", "jax"])
+@pytest.mark.parametrize("to", ["mtf", "jax", "t5x", "hf"])
 @pytest.mark.parametrize("there", [False, True])
-def test_an_exception_in_the_middle_leaves_nothing_that_looks_whole(
+def test_an_exception_in_the_middle_leaves_nothing_that_looks_whole_and_is_gone_on_from(
     tiny_checkpoint, tmp_path, monkeypatch, to, there
 ):
     out = tmp_path / "out"
@@ -225,15 +225,38 @@ def test_an_exception_in_the_middle_leaves_nothing_that_looks_whole(
     def failing_read(self, key):
         nonlocal count
         count += 1
-        if count > 20:
+        if count == 21:
             raise KeyboardInterrupt
         return read(self, key)
 
     monkeypatch.setattr(mtf.MtfReader, "read", failing_read)
     with pytest.raises(KeyboardInterrupt):
         convert(tiny_checkpoint, out, to)
-    assert not there or os.listdir(out) == []
-    assert there or not out.exists()
+    # What is there is hidden: no checkpoint is found.
+    visible = [name for name in os.listdir(out if there else tmp_path) if not name.startswith(".")]
+    assert visible == ([] if there else ["source"])
+    with pytest.raises(UserError):
+        find_checkpoint(out)
+
+    report = convert(tiny_checkpoint, out, to)
+    assert report.resumed == 19  # the step was read once before, to be checked
+    assert not [name for name in os.listdir(tmp_path) + os.listdir(out) if name.startswith(".")]
+    convert(out, tmp_path / "back", "mtf")
+    assert_same_bits(read_variables(tiny_checkpoint), read_variables(tmp_path / "back"))
+
+
+def test_another_conversion_does_not_go_on_from_an_interrupted_one(
+    tiny_family, mesh_variables, write_mesh_checkpoint, tmp_path, monkeypatch
+):
+    for seed in (0, 1):
+        write_mesh_checkpoint(tmp_path / f"source_{seed}", mesh_variables(tiny_family, seed=seed))
+    with monkeypatch.context() as patch:
+        patch.setattr(mtf.MtfWriter, "close", lambda self: (_ for _ in ()).throw(OSError))
+        with pytest.raises(OSError):
+            convert(tmp_path / "source_0", tmp_path / "out", "mtf")
+    report = convert(tmp_path / "source_1", tmp_path / "out", "mtf")
+    assert report.resumed == 0
+    assert_same_bits(read_variables(tmp_path / "source_1"), read_variables(tmp_path / "out"))
 
 
 KILLED = """
@@ -397,5 +420,5 @@ def test_too_little_free_space_is_told_before_the_first_byte(
 
 
 def test_an_unknown_format_is_told_with_those_that_there_are(tiny_checkpoint, tmp_path):
-    with pytest.raises(UserError, match="no format 'hf'; there are mtf, jax"):
-        convert(tiny_checkpoint, tmp_path / "out", "hf")
+    with pytest.raises(UserError, match="no format 'onnx'; there are mtf, t5x, jax, hf"):
+        convert(tiny_checkpoint, tmp_path / "out", "onnx")

@@ -3,6 +3,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
+
 from t0repro.converters import layout
 from t0repro.converters.jax_tree import dummies, with_dummies
 

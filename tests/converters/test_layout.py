@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from t0repro.converters import layout
 from t0repro.converters.tensor_bundle import BundleReader
 

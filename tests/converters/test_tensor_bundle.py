@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from t0repro.converters.tensor_bundle import BundleReader, BundleWriter
 
+from t0repro.converters.tensor_bundle import BundleReader, BundleWriter
 from t0repro.errors import UserError
 
 DTYPES = [np.float32, np.float64, np.int32, np.int64, np.float16]

@@ -1,0 +1,213 @@
+"""Hugging Face's form of a T5: a directory with safetensors files that transformers loads.
+
+Kernels are [out, in] there and relative position biases [buckets, heads], the transposes of Mesh
+TensorFlow's and T5X's. Such a directory has no place for the optimizer's slots; they go to a file
+beside the weights, which `HfReader` brings back and transformers does not look at.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from t0repro.converters import layout, storage
+from t0repro.converters.family import unknown_variable
+from t0repro.converters.safetensors_files import SafetensorsFile, shard_names
+from t0repro.converters.tensors import CheckpointRef, Output, TensorInfo
+from t0repro.errors import UserError
+
+INDEX = "model.safetensors.index.json"
+WEIGHTS = "model.safetensors"
+CONFIG = "config.json"
+SLOTS_FILE = "optimizer_slots.safetensors"
+SHARD_BYTES = 5_000_000_000  # transformers' own default size of a file is 5 GB
+
+# What transformers writes beside shared.weight in some versions, and reads none of.
+_COPIES = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
+
+
+def hf_ref(path: str) -> CheckpointRef | None:
+    """The checkpoint that a directory is, or None if it is none of Hugging Face's."""
+    if any(storage.is_file(storage.join(path, name)) for name in (INDEX, WEIGHTS)):
+        return CheckpointRef("hf", path, _step(path))
+    return None
+
+
+def _step(path: str) -> int:
+    """The step that a conversion kept of the checkpoint that the model came from, or 0."""
+    try:
+        manifest = json.loads(storage.read(storage.join(path, "conversion.json")))
+        return int(manifest["target"]["step"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
+
+
+class HfReader:
+    """Reads a directory with a T5 as T5X's tree; with its slots if they are beside it.
+
+    Args:
+      ref: the directory.
+      norm_names: what the directory's conversion manifest says of Mesh TensorFlow's spelling.
+
+    Raises:
+      UserError: if a file is missing or damaged, the model is no T5, or a tensor is in no row of
+        the table.
+    """
+
+    def __init__(self, ref: CheckpointRef, norm_names: layout.NormNames | None = None):
+        self.norm_names: layout.NormNames | None = norm_names
+        self.ref = ref
+        self.config = _config(ref.path)
+        self._files: dict[str, SafetensorsFile] = {}
+        self._places: dict[str, tuple[SafetensorsFile, str]] = {}
+        self.tensors: dict[str, TensorInfo] = {layout.STEP: TensorInfo((), np.dtype(np.int32))}
+        self._enter_weights()
+        self._enter_slots()
+
+    def read(self, key: str) -> np.ndarray:
+        """One tensor, transposed where the layout asks for it; the step as an int32."""
+        if key not in self._places:
+            return np.asarray(self.ref.step or 0, np.int32)
+        file, name = self._places[key]
+        array = file.read(name)
+        return np.ascontiguousarray(array.T) if is_transposed(key) else array
+
+    def native_name(self, key: str) -> str:
+        """Hugging Face's name of a flat key, as far as it has one."""
+        if key in self._places:
+            return self._places[key][1]
+        return hf_name(key) or key
+
+    def _enter_weights(self) -> None:
+        unknown = []
+        for name, file in _weights(self.ref.path):
+            tied = name == "lm_head.weight" and self.config.get("tie_word_embeddings", True)
+            if name in _COPIES or tied:
+                continue
+            if name not in file.tensors:
+                raise UserError(
+                    f"{name} is not in the file that {INDEX} names for it.",
+                    where=self.ref.path,
+                    fix="Copy all of its files again, or choose another checkpoint.",
+                )
+            found = layout.find_row(name, "hf")
+            if not found:
+                unknown.append(name)
+                continue
+            key = layout.PARAMETERS + layout.name_of(*found, "t5x")
+            info = file.tensors[name]
+            shape = info.shape[::-1] if found[0].transposed_in_hf else info.shape
+            self.tensors[key] = TensorInfo(shape, info.dtype)
+            self._places[key] = file, name
+        if unknown:
+            numbers = [int(n) for name in unknown for n in re.findall(r"\.block\.(\d+)\.", name)]
+            raise unknown_variable(unknown, layout.known_names("hf", numbers), self.ref.path)
+
+    def _enter_slots(self) -> None:
+        path = storage.join(self.ref.path, SLOTS_FILE)
+        if storage.is_file(path):
+            file = SafetensorsFile(path)
+            for key, info in file.tensors.items():
+                self.tensors[key] = info
+                self._places[key] = file, key
+
+
+def is_transposed(key: str) -> bool:
+    """Whether Hugging Face stores the transpose of what a flat key stands for."""
+    if not key.startswith(layout.PARAMETERS):
+        return False
+    found = layout.find_row(key.removeprefix(layout.PARAMETERS), "t5x")
+    return bool(found) and found[0].transposed_in_hf
+
+
+def hf_name(key: str) -> str | None:
+    """Hugging Face's name of a parameter's flat key; None for a slot or the step."""
+    if not key.startswith(layout.PARAMETERS):
+        return None
+    found = layout.find_row(key.removeprefix(layout.PARAMETERS), "t5x")
+    return found and layout.name_of(*found, "hf")
+
+
+def _config(path: str) -> Mapping[str, Any]:
+    file = storage.join(path, CONFIG)
+    try:
+        config = json.loads(storage.read(file))
+    except OSError:
+        raise UserError(
+            f"The directory has weights but no {CONFIG}.",
+            where=path,
+            fix="Copy all of its files.",
+        ) from None
+    except ValueError:
+        raise UserError(f"{CONFIG} is no JSON.", where=file, fix="Copy the file again.") from None
+    if config.get("model_type") not in ("t5", "mt5"):
+        raise UserError(
+            f"The model is of the type {config.get('model_type')!r}, no T5.",
+            where=file,
+            fix="Give a directory whose config.json says t5 or mt5 (umT5 and LongT5 differ).",
+        )
+    if config.get("quantization_config"):
+        raise UserError(
+            "The weights are quantised.", where=file, fix="Save the model without quantisation."
+        )
+    return config
+
+
+def _weights(path: str) -> Iterator[tuple[str, SafetensorsFile]]:
+    """Name and file of each tensor."""
+    index = storage.join(path, INDEX)
+    if not storage.is_file(index):
+        file = SafetensorsFile(storage.join(path, WEIGHTS))
+        yield from ((name, file) for name in file.tensors)
+        return
+    try:
+        names: dict[str, str] = json.loads(storage.read(index))["weight_map"]
+    except (ValueError, KeyError):
+        raise UserError(
+            f"{INDEX} is no index of tensors.", where=index, fix="Copy the file again."
+        ) from None
+    files = {
+        name: SafetensorsFile(storage.join(path, name)) for name in sorted(set(names.values()))
+    }
+    yield from ((name, files[file]) for name, file in names.items())
+
+
+# --- Writing -------------------------------------------------------------------------------------
+
+
+def hf_outputs(tensors: Mapping[str, TensorInfo], where: str) -> list[Output]:
+    """The tensors of the directory's files: weights in shards, slots and step in theirs.
+
+    Args:
+      tensors: flat key -> shape and type.
+      where: the source's path, for messages.
+
+    Raises:
+      UserError: if the model has no form in transformers.
+    """
+    if layout.is_decoder_only(tensors):
+        raise UserError(
+            "transformers has no decoder-only T5.",
+            where=where,
+            fix="Convert to mtf, t5x or jax.",
+        )
+    weights = [(key, info) for key, info in tensors.items() if key.startswith(layout.PARAMETERS)]
+    files = shard_names([info.nbytes for _, info in weights], SHARD_BYTES)
+    outputs = [_weight(key, info, file) for (key, info), file in zip(weights, files, strict=True)]
+    slots = {key: info for key, info in tensors.items() if key.startswith(layout.SLOTS)}
+    for key, info in slots.items():
+        outputs.append(Output(key, info, (key,), lambda arrays: arrays[0], SLOTS_FILE))
+    return outputs
+
+
+def _weight(key: str, info: TensorInfo, file: str) -> Output:
+    name = hf_name(key)
+    assert name is not None
+    if not is_transposed(key):
+        return Output(name, info, (key,), lambda arrays: arrays[0], file)
+    transposed = TensorInfo(info.shape[::-1], info.dtype)
+    return Output(name, transposed, (key,), lambda arrays: np.ascontiguousarray(arrays[0].T), file)

@@ -1,0 +1,38 @@
+"""What a conversion is asked to do."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+from t0repro.converters import layout
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What a conversion shall do beside changing the format.
+
+    Attributes:
+      slots: False leaves the optimizer's slots out. hf keeps them in a file beside the weights.
+      norm_names: how Mesh TensorFlow shall spell the norms: "rms_norm", or "layer_norm" as in T5
+        1.0's released checkpoints. By default as in the checkpoint that the model came from, where
+        its manifest says so, and else "rms_norm".
+      dtype: "float32" or "bfloat16": the type of the parameters in the target; None keeps them.
+      scan: stack the layers as T5X's scalable_t5 does; only for t5x.
+      t5x_importer_slots: the T5X side, source or target, has the slots of square matrices as T5X's
+        own importer of Mesh TensorFlow's checkpoints leaves them.
+      vocab_size: pad the vocabulary with zeros, or cut it, to this size. By default one that comes
+        from hf and is no multiple of 128 is padded to the next, as the others want.
+      vocabulary: a SentencePiece model for hf's tokenizer files.
+      gin_file: the configuration that the model was trained with, put beside the target as
+        operative_config.gin; by default the source's own.
+    """
+
+    slots: bool = True
+    norm_names: layout.NormNames | None = None
+    dtype: str | None = None
+    scan: bool = False
+    t5x_importer_slots: bool = False
+    vocab_size: int | None = None
+    vocabulary: str | os.PathLike[str] | None = None
+    gin_file: str | os.PathLike[str] | None = None

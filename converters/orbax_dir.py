@@ -1,0 +1,300 @@
+"""Orbax directories, one tensor at a time.
+
+`ocp.PyTreeCheckpointHandler` saves and restores whole trees; here a tensor is read or written by
+itself, so that a checkpoint need not fit into memory. Written is the layout that Orbax calls "not
+OCDBT": a directory per array, named by its path with dots, a Zarr 2 array of one chunk without
+compression, and two JSON files. Orbax restores it like its own. Read are both that layout, with any
+chunks and compression (through TensorStore), and OCDBT's single key-value store.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from t0repro.converters.tensors import Output, TensorInfo, bytes_of, sync_all
+from t0repro.errors import UserError
+from t0repro.files import write_atomically
+
+INTEGRITY = "integrity.json"  # see t0repro.training.checkpoints
+_METADATA = "_METADATA"
+_HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
+_ARRAY = ".zarray"
+_CHUNK_BYTES = 1 << 24
+
+
+def is_orbax(path: Path) -> bool:
+    """Whether a directory is a whole Orbax checkpoint, or one of this project's."""
+    names = (INTEGRITY, _METADATA, "_CHECKPOINT_METADATA")
+    return any((path / name).is_file() for name in names)
+
+
+def damaged(path: os.PathLike[str] | str, reason: str) -> UserError:
+    """The error for a file that is not what was written."""
+    return UserError(
+        f"A file of the checkpoint is damaged: {reason}.",
+        where=os.fspath(path),
+        fix="Copy the file again, or choose another checkpoint.",
+    )
+
+
+class OrbaxArrays:
+    """The arrays of an Orbax directory by their paths in the tree ("target/a/kernel").
+
+    Args:
+      path: the directory that holds the arrays.
+
+    Raises:
+      UserError: if there are none, or a file is missing or of another length than was written.
+    """
+
+    def __init__(self, path: Path):
+        self._path = path.absolute()
+        self._integrity = self._read_integrity()
+        self._ocdbt = (path / "manifest.ocdbt").is_file()
+        if self._ocdbt:
+            self._check_all()
+        self._metadata = dict(self._list())
+        self.tensors = {name: _info(value) for name, value in self._metadata.items()}
+
+    def read(self, name: str) -> np.ndarray:
+        """One array as it is stored.
+
+        Raises:
+          UserError: if it cannot be read or is not what was written.
+        """
+        info, metadata = self.tensors[name], self._metadata[name]
+        chunk = self._path / name.replace("/", ".") / _chunk_name(metadata)
+        if self._ocdbt or not _is_plain(metadata) or not chunk.is_file():
+            return self._read_by_tensorstore(name)
+        if chunk.stat().st_size != info.nbytes:
+            raise damaged(chunk, f"it has {chunk.stat().st_size:,} bytes, not {info.nbytes:,}")
+        array = np.fromfile(chunk, info.dtype).reshape(info.shape)
+        expected = self._integrity.get(chunk.relative_to(self._path).as_posix())
+        if expected and _crc32(array) != expected["crc32"]:
+            raise damaged(chunk, "its CRC-32 differs from what was written")
+        return array
+
+    def _read_by_tensorstore(self, name: str) -> np.ndarray:
+        import tensorstore as ts
+
+        spec = {"driver": self._driver(name), "kvstore": self._store(name.replace("/", "."))}
+        try:
+            return np.asarray(ts.open(spec, read=True).result().read().result())
+        except Exception as error:  # TensorStore raises many kinds for a damaged file.
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise damaged(self._path / name.replace("/", "."), reason) from error
+
+    def _driver(self, name: str) -> str:
+        return "zarr3" if self._metadata[name].get("zarr_format") == 3 else "zarr"
+
+    def _store(self, array: str = "") -> dict[str, Any]:
+        if self._ocdbt:
+            return {"driver": "ocdbt", "base": f"file://{self._path}/", "path": f"{array}/"}
+        return {"driver": "file", "path": f"{self._path}/{array}/"}
+
+    def _list(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Tree path and Zarr metadata of each array."""
+        if not self._ocdbt:
+            for file in sorted(self._path.glob(f"*/{_ARRAY}")):
+                yield file.parent.name.replace(".", "/"), _parse(file, file.read_bytes())
+            return
+        import tensorstore as ts
+
+        try:
+            store = ts.KvStore.open(self._store() | {"path": ""}).result()
+            for key in store.list().result():
+                array, _, name = key.decode().rpartition("/")
+                if name in (_ARRAY, "zarr.json"):
+                    yield (
+                        array.replace(".", "/"),
+                        _parse(self._path, store.read(key).result().value),
+                    )
+        except UserError:
+            raise
+        except Exception as error:  # TensorStore raises many kinds for a damaged store.
+            raise damaged(self._path, str(error).splitlines()[0]) from error
+
+    def _read_integrity(self) -> dict[str, dict[str, int]]:
+        """Length and CRC-32 of each file, where the directory says; the lengths are checked."""
+        listing = self._path / INTEGRITY
+        if not listing.is_file():
+            return {}
+        files = _parse(listing, listing.read_bytes())["files"]
+        for name, written in files.items():
+            file = self._path / name
+            if not file.is_file():
+                raise UserError(
+                    "A file of the checkpoint is missing.",
+                    where=str(file),
+                    fix="Copy the whole directory again, or choose another checkpoint.",
+                )
+            if (size := file.stat().st_size) != written["bytes"]:
+                raise damaged(
+                    file, f"it has {size:,} bytes where {written['bytes']:,} were written"
+                )
+        return files
+
+    def _check_all(self) -> None:
+        """Checks all files' CRC-32: in OCDBT an array has no file of its own."""
+        for name, written in self._integrity.items():
+            value = 0
+            with open(self._path / name, "rb") as stream:
+                while block := stream.read(_CHUNK_BYTES):
+                    value = zlib.crc32(block, value)
+            if value != written["crc32"]:
+                raise damaged(self._path / name, "its CRC-32 differs from what was written")
+
+
+def _parse(path: Path, content: bytes) -> dict[str, Any]:
+    try:
+        return json.loads(content)
+    except ValueError:
+        raise damaged(path, "it is no JSON") from None
+
+
+def _info(metadata: Mapping[str, Any]) -> TensorInfo:
+    name = metadata.get("dtype") or metadata["data_type"]
+    return TensorInfo(tuple(metadata["shape"]), np.dtype(name))
+
+
+def _is_plain(metadata: Mapping[str, Any]) -> bool:
+    """Whether an array is one chunk of its bytes and nothing else."""
+    return (
+        metadata.get("zarr_format") == 2
+        and metadata["compressor"] is None
+        and not metadata.get("filters")
+        and metadata["order"] == "C"
+        and list(metadata["chunks"]) == list(metadata["shape"])
+        and math.prod(metadata["shape"]) > 0
+    )
+
+
+def _chunk_name(metadata: Mapping[str, Any]) -> str:
+    return metadata.get("dimension_separator", ".").join("0" for _ in metadata["shape"]) or "0"
+
+
+def _crc32(array: np.ndarray) -> int:
+    return zlib.crc32(bytes_of(array))
+
+
+class OrbaxWriter:
+    """Writes an Orbax directory, array by array.
+
+    Args:
+      path: the directory, made if it is not there; what an interrupted writer left there is used.
+      extra_files: name -> content of further files, written at the end.
+    """
+
+    def __init__(self, path: Path, extra_files: Mapping[str, bytes] | None = None):
+        self._path = path
+        self._extra_files = dict(extra_files or {})
+        self._names: list[str] = []
+        self._files: dict[str, dict[str, int]] = {}
+        path.mkdir(parents=True, exist_ok=True)
+
+    def add(self, output: Output, array: np.ndarray) -> None:
+        """Writes an array under its tree path."""
+        directory = self._path / output.name.replace("/", ".")
+        directory.mkdir(exist_ok=True)
+        chunk = directory / _chunk_name({"shape": array.shape})
+        self._write(chunk, bytes_of(array))
+        self._write(directory / _ARRAY, memoryview(_zarray(array).encode()))
+        self._names.append(output.name)
+
+    def stored(self, output: Output) -> np.ndarray | None:
+        """What is there of an array; its metadata is written after its values."""
+        directory = self._path / output.name.replace("/", ".")
+        chunk = directory / _chunk_name({"shape": output.info.shape})
+        if not (directory / _ARRAY).is_file() or chunk.stat().st_size != output.info.nbytes:
+            return None
+        return np.fromfile(chunk, output.info.dtype).reshape(output.info.shape)
+
+    def keep(self, output: Output, array: np.ndarray) -> None:
+        """Enters an array that is there into the lists of names and files."""
+        directory = self._path / output.name.replace("/", ".")
+        self._enter(directory / _chunk_name({"shape": array.shape}), bytes_of(array))
+        self._enter(directory / _ARRAY, memoryview((directory / _ARRAY).read_bytes()))
+        self._names.append(output.name)
+
+    def close(self) -> None:
+        """Writes the metadata, and the list of all files last."""
+        small = {
+            _METADATA: _tree_metadata(self._names),
+            "_CHECKPOINT_METADATA": _checkpoint_metadata(),
+            **self._extra_files,
+        }
+        for name, content in small.items():
+            self._write(self._path / name, memoryview(content))
+        sync_all([self._path / name for name in self._files])
+        listing = json.dumps({"files": dict(sorted(self._files.items()))}, indent=1)
+        write_atomically(self._path / INTEGRITY, listing)
+
+    def abandon(self) -> None:
+        """Nothing is open between two arrays."""
+
+    def _write(self, path: Path, content: memoryview) -> None:
+        with open(path, "wb") as file:
+            file.write(content)
+        self._enter(path, content)
+
+    def _enter(self, path: Path, content: memoryview) -> None:
+        name = path.relative_to(self._path).as_posix()
+        self._files[name] = {"bytes": content.nbytes, "crc32": zlib.crc32(content)}
+
+
+def _zarray(array: np.ndarray) -> str:
+    dtype = array.dtype.name if array.dtype.name == "bfloat16" else array.dtype.str
+    return json.dumps(
+        {
+            "chunks": list(array.shape),
+            "compressor": None,
+            "dimension_separator": ".",
+            "dtype": dtype,
+            "fill_value": None,
+            "filters": None,
+            "order": "C",
+            "shape": list(array.shape),
+            "zarr_format": 2,
+        }
+    )
+
+
+def _tree_metadata(names: list[str]) -> bytes:
+    """Orbax's description of a tree of dictionaries (key type 2) of numpy arrays."""
+    entries = {}
+    for name in names:
+        keys = name.split("/")
+        entries[str(tuple(keys))] = {
+            "key_metadata": [{"key": key, "key_type": 2} for key in keys],
+            "value_metadata": {"value_type": "np.ndarray", "skip_deserialize": False},
+        }
+    description = {
+        "tree_metadata": entries,
+        "use_ocdbt": False,
+        "use_zarr3": False,
+        "store_array_data_equal_to_fill_value": True,
+        "custom_metadata": None,
+    }
+    return json.dumps(description).encode()
+
+
+def _checkpoint_metadata() -> bytes:
+    now = time.time_ns()
+    description = {
+        "item_handlers": _HANDLER,
+        "metrics": {},
+        "performance_metrics": {},
+        "init_timestamp_nsecs": now,
+        "commit_timestamp_nsecs": now,
+        "custom_metadata": {},
+    }
+    return json.dumps(description).encode()

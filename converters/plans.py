@@ -1,0 +1,149 @@
+"""What a conversion writes: the target's tensors in order, their writer, and the small files."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from t0repro.converters import hf, hf_files, jax_tree, layout, mtf, storage
+from t0repro.converters.family import Family
+from t0repro.converters.options import Options
+from t0repro.converters.safetensors_files import SafetensorsWriter, index_text
+from t0repro.converters.tensors import CheckpointReader, CheckpointRef, Output, TensorInfo, Writer
+from t0repro.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is written.
+
+    Attributes:
+      outputs: the tensors, in the order of writing.
+      open_writer: makes the writer for a directory.
+      norm_names: how Mesh TensorFlow spells the model's norms.
+      small_files: name -> content of further files of the destination.
+      notes: what is missing or dropped, a sentence each.
+    """
+
+    outputs: list[Output]
+    open_writer: Callable[[Path], Writer]
+    norm_names: layout.NormNames
+    small_files: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def identity(self) -> list[Any]:
+        """What decides the content besides the tensors' names and shapes."""
+        return [self.norm_names, sorted(self.small_files), list(self.notes)]
+
+
+def make_plan(
+    reader: CheckpointReader,
+    target: CheckpointRef,
+    family: Family,
+    tensors: Mapping[str, TensorInfo],
+    options: Options,
+) -> Plan:
+    """The plan for a target.
+
+    Args:
+      reader: the source.
+      target: what is written.
+      family: the model.
+      tensors: the flat keys that are taken along.
+      options: see `Options`.
+    """
+    norm_names = options.norm_names or reader.norm_names or "rms_norm"
+    step = target.step or 0
+    gin_text = _gin_text(reader.ref, options)
+    if target.format == "mtf":
+        outputs = list(mtf.mtf_outputs(tensors, norm_names))
+        return Plan(outputs, lambda path: mtf.MtfWriter(path, step, gin_text), norm_names)
+    if target.format == "hf":
+        return _hf_plan(reader, family, tensors, options, gin_text, norm_names, step)
+    outputs = list(jax_tree.jax_outputs(tensors, family, options.scan))
+    to = "t5x" if target.format == "t5x" else "jax"
+    small = {mtf.OPERATIVE_CONFIG: gin_text.encode()} if gin_text else {}
+    return Plan(
+        outputs, lambda path: jax_tree.jax_writer(path, step, outputs, to), norm_names, small
+    )
+
+
+def _gin_text(ref: CheckpointRef, options: Options) -> str | None:
+    """The configuration that the model was trained with, where it is known."""
+    if options.gin_file is not None:
+        try:
+            return Path(options.gin_file).read_text()
+        except OSError as error:
+            raise UserError(
+                "The gin file cannot be read.", where=str(options.gin_file), fix=str(error)
+            ) from None
+    directory = ref.path if ref.format == "hf" else os.path.dirname(ref.path)
+    file = storage.join(directory, mtf.OPERATIVE_CONFIG)
+    return storage.read(file).decode() if storage.is_file(file) else None
+
+
+def _hf_plan(
+    reader: CheckpointReader,
+    family: Family,
+    tensors: Mapping[str, TensorInfo],
+    options: Options,
+    gin_text: str | None,
+    norm_names: layout.NormNames,
+    step: int,
+) -> Plan:
+    outputs = hf.hf_outputs(tensors, reader.ref.path)
+    weights = [output for output in outputs if output.file != hf.SLOTS_FILE]
+    slots = len(weights) < len(outputs)
+    dtypes = {output.info.dtype.name for output in weights}
+    dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
+    vocabulary = Path(options.vocabulary) if options.vocabulary else None
+    tokenizer = hf_files.tokenizer_files(vocabulary, family)
+    provenance = {
+        "path": reader.ref.path,
+        "format": reader.ref.format,
+        "step": step,
+        "versions": versions(),
+    }
+    config = hf_files.model_config(family, dtype, gin_text)
+    small = {
+        "README.md": hf_files.model_card(family, provenance, dtype, slots).encode(),
+        "generation_config.json": json.dumps(hf_files.generation_config(), indent=2).encode(),
+        **tokenizer,
+        hf.CONFIG: json.dumps(config, indent=2).encode(),
+    }
+    if any(output.file != hf.WEIGHTS for output in weights):
+        small[hf.INDEX] = index_text(weights).encode()
+    if gin_text:
+        small[mtf.OPERATIVE_CONFIG] = gin_text.encode()
+    notes = []
+    if slots:
+        notes.append(
+            f"transformers has no place for the optimizer's {len(outputs) - len(weights)} slots;"
+            f" they are in {hf.SLOTS_FILE}, which a conversion back reads."
+        )
+    if not tokenizer:
+        notes.append(
+            "There are no tokenizer files; --vocab FILE (a SentencePiece model) adds them."
+        )
+    return Plan(
+        outputs, lambda path: SafetensorsWriter(path, outputs), norm_names, small, tuple(notes)
+    )
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of the packages that take part."""
+    packages = ("t0repro", "numpy", "jax", "orbax-checkpoint", "mesh-tensorflow", "tensorflow")
+    return {name: _version(name) for name in packages}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

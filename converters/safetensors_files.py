@@ -1,0 +1,195 @@
+"""Files of the safetensors format, read and written one tensor at a time.
+
+A file is the length of a JSON header (8 bytes, little-endian), the header (name -> dtype, shape and
+place; `__metadata__` -> strings), and the tensors' bytes one after the other, little-endian and
+C-contiguous (github.com/huggingface/safetensors, README). The safetensors package writes a file
+only from tensors that are all in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from t0repro.converters import storage
+from t0repro.converters.tensors import Output, TensorInfo, bytes_of, sync_all
+from t0repro.errors import UserError
+
+_DTYPES = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "I64": np.dtype(np.int64),
+    "I32": np.dtype(np.int32),
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_HEADER_LIMIT = 100_000_000  # of the safetensors package
+
+
+class SafetensorsFile:
+    """A file that is open for reading.
+
+    Args:
+      path: of the file.
+
+    Raises:
+      UserError: if it is missing, cut, or no such file.
+    """
+
+    def __init__(self, path: str):
+        self._path = path
+        self._header, self._start = _read_header(path)
+        self.metadata: dict[str, str] = self._header.pop("__metadata__", {})
+        self.tensors = {name: _info(path, name, entry) for name, entry in self._header.items()}
+        end = max((entry["data_offsets"][1] for entry in self._header.values()), default=0)
+        if (actual := storage.size(path)) != self._start + end:
+            raise _damaged(
+                path, f"it has {actual:,} bytes where its header calls for {self._start + end:,}"
+            )
+
+    def read(self, name: str) -> np.ndarray:
+        """One tensor."""
+        info = self.tensors[name]
+        begin, _ = self._header[name]["data_offsets"]
+        data = storage.read_range(self._path, self._start + begin, info.nbytes)
+        return np.frombuffer(data, info.dtype).reshape(info.shape)
+
+
+def _read_header(path: str) -> tuple[dict[str, Any], int]:
+    try:
+        size = storage.size(path)
+    except OSError:
+        raise UserError(
+            "A file of the checkpoint is missing.",
+            where=path,
+            fix="Copy all of its files, or choose another checkpoint.",
+        ) from None
+    first = storage.read_range(path, 0, 8)
+    length = struct.unpack("<Q", first)[0] if len(first) == 8 else size
+    if not 2 <= length <= min(size - 8, _HEADER_LIMIT):
+        raise _damaged(path, "it does not begin as a safetensors file does")
+    try:
+        header = json.loads(storage.read_range(path, 8, length))
+    except ValueError:
+        raise _damaged(path, "its header is no JSON") from None
+    return header, 8 + length
+
+
+def _info(path: str, name: str, entry: Mapping[str, Any]) -> TensorInfo:
+    dtype = _DTYPES.get(entry["dtype"])
+    if dtype is None:
+        raise UserError(
+            f"{name} is of the type {entry['dtype']}, which no T5 is kept in.",
+            where=path,
+            fix="Save the model in float32, bfloat16 or float16, without quantisation.",
+        )
+    info = TensorInfo(tuple(entry["shape"]), dtype)
+    begin, end = entry["data_offsets"]
+    if end - begin != info.nbytes:
+        raise _damaged(
+            path, f"{name} takes {end - begin:,} bytes where its shape calls for {info.nbytes:,}"
+        )
+    return info
+
+
+def _damaged(path: str, reason: str) -> UserError:
+    return UserError(
+        f"A file of the checkpoint is damaged: {reason}.",
+        where=path,
+        fix="Copy the file again, or choose another checkpoint.",
+    )
+
+
+class SafetensorsWriter:
+    """Writes tensors of known shapes into files of known names, at known places.
+
+    Args:
+      directory: where the files go; what an interrupted writer left there is used.
+      outputs: everything that will be written, each with the name of its file.
+      metadata: strings for every file's header.
+    """
+
+    def __init__(
+        self, directory: Path, outputs: list[Output], metadata: Mapping[str, str] | None = None
+    ):
+        self._directory = directory
+        self._places: dict[str, int] = {}
+        self._files: set[Path] = set()
+        for name in {output.file: None for output in outputs}:
+            self._prepare(
+                name, [o for o in outputs if o.file == name], metadata or {"format": "pt"}
+            )
+
+    def _prepare(self, name: str, outputs: list[Output], metadata: Mapping[str, str]) -> None:
+        entries: dict[str, Any] = {"__metadata__": dict(metadata)}
+        offset = 0
+        for output in outputs:
+            entries[output.name] = {
+                "dtype": _NAMES[output.info.dtype],
+                "shape": list(output.info.shape),
+                "data_offsets": [offset, offset + output.info.nbytes],
+            }
+            offset += output.info.nbytes
+        header = json.dumps(entries, separators=(",", ":")).encode()
+        header += b" " * (-len(header) % 8)  # tensors begin at a multiple of 8
+        for output in outputs:
+            begin = entries[output.name]["data_offsets"][0]
+            self._places[output.name] = 8 + len(header) + begin
+        path = self._directory / name
+        self._files.add(path)
+        with open(path, "r+b" if path.exists() else "w+b") as file:
+            file.write(struct.pack("<Q", len(header)) + header)
+
+    def stored(self, output: Output) -> np.ndarray | None:
+        """What an earlier writer wrote in a tensor's place, or None."""
+        path = self._directory / output.file
+        if path.stat().st_size < self._places[output.name] + output.info.nbytes:
+            return None
+        count = math.prod(output.info.shape)
+        array = np.fromfile(path, output.info.dtype, count, offset=self._places[output.name])
+        return array.reshape(output.info.shape)
+
+    def keep(self, output: Output, array: np.ndarray) -> None:
+        """The place is filled already."""
+
+    def add(self, output: Output, array: np.ndarray) -> None:
+        """Writes a tensor in its place."""
+        with open(self._directory / output.file, "r+b") as file:
+            file.seek(self._places[output.name])
+            file.write(bytes_of(array))
+
+    def close(self) -> None:
+        """Syncs the files."""
+        sync_all(self._files)
+
+    def abandon(self) -> None:
+        """No file is open between two tensors."""
+
+
+def index_text(outputs: list[Output]) -> str:
+    """The text of model.safetensors.index.json."""
+    total = sum(output.info.nbytes for output in outputs)
+    weights = {output.name: output.file for output in outputs}
+    return json.dumps({"metadata": {"total_size": total}, "weight_map": weights}, indent=2)
+
+
+def shard_names(sizes: list[int], limit: int) -> list[str]:
+    """The file that each of some tensors goes to, by their sizes in bytes, in their order."""
+    shards, filled = [], math.inf
+    number = 0
+    for size in sizes:
+        if filled + size > limit:
+            number, filled = number + 1, 0
+        filled += size
+        shards.append(number)
+    if number <= 1:
+        return ["model.safetensors"] * len(sizes)
+    return [f"model-{shard:05d}-of-{number:05d}.safetensors" for shard in shards]

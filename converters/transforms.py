@@ -1,0 +1,180 @@
+"""What a conversion may change on the way: types, the vocabulary's size, exchanged slots.
+
+Each is a reader around a reader, so that the formats know nothing of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from t0repro.converters import layout
+from t0repro.converters.layout import NormNames
+from t0repro.converters.tensors import CheckpointReader, TensorInfo
+from t0repro.errors import UserError
+
+DTYPES = ("float32", "bfloat16")
+
+
+class _Around:
+    """A reader that passes on what another reads."""
+
+    def __init__(self, reader: CheckpointReader):
+        self._reader = reader
+        self.ref = reader.ref
+        self.norm_names: NormNames | None = reader.norm_names
+        self.tensors: Mapping[str, TensorInfo] = reader.tensors
+
+    def read(self, key: str) -> np.ndarray:
+        return self._reader.read(key)
+
+    def native_name(self, key: str) -> str:
+        return self._reader.native_name(key)
+
+
+class Cast(_Around):
+    """Parameters in another type; slots and the step stay as they are.
+
+    Args:
+      reader: what to read.
+      dtype: "float32" or "bfloat16"; None leaves types alone.
+
+    Raises:
+      UserError: if a parameter is of a type that no format keeps and no type is asked for.
+    """
+
+    def __init__(self, reader: CheckpointReader, dtype: str | None):
+        super().__init__(reader)
+        if dtype not in (None, *DTYPES):
+            raise UserError(f"There is no type {dtype!r} to convert to; give float32 or bfloat16.")
+        parameters = {
+            key: info for key, info in reader.tensors.items() if key.startswith(layout.PARAMETERS)
+        }
+        if dtype is None:
+            for key, info in parameters.items():
+                _check_type(reader.native_name(key), info, reader.ref.path)
+            return
+        self._dtype = np.dtype(dtype)
+        cast = {key: TensorInfo(info.shape, self._dtype) for key, info in parameters.items()}
+        self.tensors = {**reader.tensors, **cast}
+
+    def read(self, key: str) -> np.ndarray:
+        """One tensor in its new type."""
+        array = self._reader.read(key)
+        return array.astype(self.tensors[key].dtype, copy=False)
+
+    @property
+    def lossy(self) -> list[str]:
+        """The parameters that the new type rounds."""
+        return [
+            key
+            for key, info in self.tensors.items()
+            if info.dtype.itemsize < self._reader.tensors[key].dtype.itemsize
+        ]
+
+
+def _check_type(name: str, info: TensorInfo, where: str) -> None:
+    if info.dtype.name not in DTYPES:
+        raise UserError(
+            f"{name} is {info.dtype.name}; parameters are kept in float32 or bfloat16.",
+            where=where,
+            fix="Add --dtype float32 (exact for float16, rounded for float64) or --dtype bfloat16.",
+        )
+
+
+class Resized(_Around):
+    """The vocabulary padded with zeros, or cut, to a size.
+
+    The rows of the embedding, the columns of the logits and their slots change; a slot that is a
+    mean over the vocabulary stays.
+
+    Args:
+      reader: what to read.
+      vocab_size: the new size.
+    """
+
+    def __init__(self, reader: CheckpointReader, vocab_size: int):
+        super().__init__(reader)
+        if vocab_size < 1:
+            raise UserError(f"A vocabulary of {vocab_size} is none.")
+        self._size = vocab_size
+        _check_order(reader, vocab_size)
+        self._axes = {
+            key: axis
+            for key in reader.tensors
+            if (axis := _vocabulary_axis(key, reader.tensors)) is not None
+        }
+        self.tensors = {
+            key: TensorInfo(self._shape(key, info.shape), info.dtype)
+            for key, info in reader.tensors.items()
+        }
+
+    def _shape(self, key: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        if key not in self._axes:
+            return shape
+        axis = self._axes[key]
+        return (*shape[:axis], self._size, *shape[axis + 1 :])
+
+    def read(self, key: str) -> np.ndarray:
+        """One tensor of the new size."""
+        array = self._reader.read(key)
+        if key not in self._axes:
+            return array
+        kept = min(self._size, array.shape[self._axes[key]])
+        resized = np.zeros(self.tensors[key].shape, array.dtype)
+        part = [slice(None)] * array.ndim
+        part[self._axes[key]] = slice(kept)
+        resized[tuple(part)] = array[tuple(part)]
+        return resized
+
+
+def _check_order(reader: CheckpointReader, vocab_size: int) -> None:
+    """Factored slots are named by which axis is larger, which must not change under them."""
+    for key in reader.tensors:
+        path, slot = ("", None) if key == layout.STEP else layout.split_key(key)
+        axis = _vocabulary_axis(layout.PARAMETERS + path, reader.tensors) if path else None
+        if slot in ("v_row", "v_col") and axis is not None:
+            before = list(reader.tensors[layout.PARAMETERS + path].shape)
+            after = [vocab_size if n == axis else size for n, size in enumerate(before)]
+            if layout.factored_slots(before) != layout.factored_slots(after) or (
+                layout.t5x_dropped_axes(before) != layout.t5x_dropped_axes(after)
+            ):
+                raise UserError(
+                    f"With a vocabulary of {vocab_size} the slots of {reader.native_name(key)}"
+                    " would average over another axis.",
+                    where=reader.ref.path,
+                    fix="Convert without slots (--no-slots), or keep the vocabulary's size.",
+                )
+
+
+def _vocabulary_axis(key: str, tensors: Mapping[str, TensorInfo]) -> int | None:
+    """The axis of a tensor that goes over the vocabulary, or None."""
+    if key == layout.STEP:
+        return None
+    path, slot = layout.split_key(key)
+    found = layout.find_row(path, "t5x", layout.is_decoder_only(tensors))
+    if not found or "vocab_size" not in found[0].axes:
+        return None
+    axes = list(found[0].axes)
+    if slot in ("v_row", "v_col"):
+        del axes[layout.t5x_dropped_axes(tensors[layout.PARAMETERS + path].shape)[slot]]
+    return axes.index("vocab_size") if "vocab_size" in axes else None
+
+
+class ExchangedSlots(_Around):
+    """Slots as T5X's importer names them: exchanged where a matrix's largest axes tie."""
+
+    def __init__(self, reader: CheckpointReader):
+        super().__init__(reader)
+        shapes = {key: info.shape for key, info in reader.tensors.items()}
+        self._keys = {layout.exchange_tied_slots(key, shapes): key for key in reader.tensors}
+        self.tensors = {key: reader.tensors[source] for key, source in self._keys.items()}
+
+    def read(self, key: str) -> np.ndarray:
+        """One tensor under its new key."""
+        return self._reader.read(self._keys[key])
+
+    def native_name(self, key: str) -> str:
+        """The source's own name."""
+        return self._reader.native_name(self._keys.get(key, key))
