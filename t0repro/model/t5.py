@@ -309,7 +309,7 @@ def initial_parameters(model: T5, key: jax.Array) -> dict:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _initial_parameters(model: T5, key: jax.Array) -> dict:
+def _initial_parameters(model: T5, key: jax.Array) -> Any:
     batch = {name: jnp.zeros((1, 1), jnp.int32) for name in ("inputs", "targets")}
     return model.init(key, batch)["params"]
 
