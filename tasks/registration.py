@@ -132,7 +132,7 @@ def _add(
         source,
         preprocessors=[
             *first,
-            seqio.preprocessors.tokenize,
+            tokenize,
             seqio.preprocessors.append_eos,
             seqio.CacheDatasetPlaceholder(required=False),
         ],
@@ -144,6 +144,20 @@ def _add(
         metric_fns=metric_fns,
         postprocess_fn=postprocess_fn,
     )
+
+
+def tokenize(
+    dataset: tf.data.Dataset, output_features: Mapping[str, seqio.Feature]
+) -> tf.data.Dataset:
+    """SeqIO's tokenize, with the vocabularies read beforehand.
+
+    Read while AutoGraph traces, a missing one would end as its StagingError, not as a UserError.
+    """
+    for feature in output_features.values():
+        load = getattr(feature.vocabulary, "load_model", None)
+        if load is not None:
+            load()
+    return seqio.preprocessors.tokenize(dataset, output_features=output_features)
 
 
 # The task ----------------------------------------------------------------------------------------
