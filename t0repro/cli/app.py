@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from t0repro.cli import checkpoint, compare, convert, doctor, explain, report
+from t0repro.cli import checkpoint, compare, convert, doctor, explain, rank_eval, report
 from t0repro.errors import UserError
 
 FAILURE, USER_ERROR = 1, 2  # exit codes
@@ -30,6 +30,7 @@ app = typer.Typer(
 app.command()(doctor.doctor)
 app.command()(explain.explain)
 app.command()(convert.convert)
+app.command("rank-eval")(rank_eval.rank_eval)
 checkpoints = typer.Typer(
     name="checkpoint",
     help="Look into checkpoints.",

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 from t0repro.evaluation import provenance
 from t0repro.evaluation.compare import compare_losses, compare_scores
 from t0repro.evaluation.outputs import latest_step
-from t0repro.evaluation.report import Bootstrap, Report
+from t0repro.evaluation.published import published_figures
+from t0repro.evaluation.records import read_records
+from t0repro.evaluation.report import Bootstrap, Report, TaskCost
 from t0repro.evaluation.summary import (
     PromptInfo,
     fixed_classes,
@@ -55,6 +58,9 @@ def make_report(
     device: str | None = None,
     duration_seconds: float | None = None,
     beside: Beside | None = None,
+    tasks: Sequence[str] | None = None,
+    extras: Collection[str] = (),
+    notes: Sequence[str] = (),
 ) -> Report:
     """Ranks a folder's tasks and gathers the report; nothing is written.
 
@@ -72,13 +78,18 @@ def make_report(
       device: what it was evaluated on.
       duration_seconds: how long the evaluation took.
       beside: a second run, losses and text.
+      tasks: report only these of the folder's.
+      extras: definitions to report beside T0's: target_length (a score is divided by its choice's
+        tokens), calibrated (less the score after a content-free input, where that was scored).
+      notes: further sentences for the top of the report.
 
     Raises:
       UserError: if files are missing or cannot be read, or scores are NaN.
     """
     bootstrap, beside = bootstrap or Bootstrap(), beside or Beside()
     step = latest_step(eval_dir) if step is None else step
-    results = rank_folder(eval_dir, prompts, step=step)
+    results = rank_folder(eval_dir, prompts, step=step, tasks=tasks)
+    records = read_records(eval_dir, step)
     groups, datasets = summarize(
         results,
         prompts,
@@ -86,6 +97,7 @@ def make_report(
         training_datasets=training_datasets,
         training_tasks=training_tasks,
         bootstrap=bootstrap,
+        extras=_extras(eval_dir, prompts, step, tasks, extras, records),
     )
     other = beside.other_label or "other"
     stacks = losses = None
@@ -118,5 +130,54 @@ def make_report(
         losses=losses,
         loss_curve=loss_curve(beside.metrics, label) if beside.metrics is not None else None,
         conversion=beside.conversion,
-        notes=tuple(beside.notes),
+        notes=(*beside.notes, *notes),
+        published=published_figures({dataset.dataset for dataset in datasets}),
+        tasks=_costs(records, [result.task for result in results]),
     )
+
+
+def _extras(
+    eval_dir: str | os.PathLike[str],
+    prompts: Mapping[str, PromptInfo],
+    step: int,
+    tasks: Sequence[str] | None,
+    names: Collection[str],
+    records: Mapping[str, Mapping[str, Any]],
+) -> dict[str, dict[str, float]]:
+    """Task -> name of a definition -> accuracy under it, in percent."""
+    found: dict[str, dict[str, float]] = {}
+    for name in names:
+        less = None
+        if name == "calibrated":
+            less = {
+                task: record["content_free"]
+                for task, record in records.items()
+                if record["content_free"] is not None
+            }
+        results = rank_folder(
+            eval_dir,
+            prompts,
+            step=step,
+            tasks=tasks,
+            normalize_by_target_length=name == "target_length",
+            less=less,
+        )
+        for result in results:
+            found.setdefault(result.task, {})[name] = result.accuracy
+    return found
+
+
+def _costs(records: Mapping[str, Mapping[str, Any]], tasks: Sequence[str]) -> tuple[TaskCost, ...]:
+    """What each task took, the slowest first, where the evaluation recorded it."""
+    costs = [
+        TaskCost(
+            task=task,
+            pairs=records[task]["pairs"],
+            tokens=records[task]["input_tokens"] + records[task]["target_tokens"],
+            longest_input=records[task]["longest_input"],
+            seconds=records[task]["seconds"],
+        )
+        for task in tasks
+        if task in records
+    ]
+    return tuple(sorted(costs, key=lambda cost: -cost.seconds))

@@ -152,6 +152,23 @@ def read_first_input(eval_dir: str | os.PathLike[str], task: str) -> str | None:
     return _input_text(line.rstrip("\n")) or None
 
 
+def read_inputs_of(
+    eval_dir: str | os.PathLike[str], task: str, examples: Sequence[int]
+) -> dict[int, str]:
+    """The rendered inputs of some examples of a task, by index; empty where none were written."""
+    folder, wanted = Path(eval_dir), set(examples)
+    path = folder / f"{task}_inputs"
+    if not wanted or not path.is_file():
+        return {}
+    targets = folder / f"{task}_targets"
+    found: dict[int, str] = {}
+    for (number, target), (_, line) in zip(_lines(targets), _lines(path), strict=False):
+        example = _parse_target(target, targets, number)[0][0]
+        if example in wanted:
+            found.setdefault(example, _input_text(line))
+    return found
+
+
 def _steps_of(task: str, predictions: list[str]) -> list[int]:
     pattern = re.compile(re.escape(task) + r"_(\d+)_predictions")
     return sorted(int(match[1]) for name in predictions if (match := pattern.fullmatch(name)))

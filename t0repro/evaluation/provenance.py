@@ -14,7 +14,8 @@ from t0repro.errors import UserError
 from t0repro.evaluation.report import Provenance
 
 # An evaluation may leave what only it knows beside its outputs: a JSON object with any of
-# checkpoint, device, duration_seconds and versions.
+# checkpoint, checkpoint_hash, device, duration_seconds, energy_joules, versions, templates_hash and
+# data_revision.
 EVALUATION_FACTS = "provenance.json"
 
 _PACKAGES = (
@@ -64,6 +65,10 @@ def collect(
         versions=facts.get("versions") or package_versions(),
         git_commit=git_commit(),
         operative_config=_operative_config(folder),
+        checkpoint_hash=facts.get("checkpoint_hash"),
+        templates_hash=facts.get("templates_hash"),
+        data_revision=facts.get("data_revision"),
+        energy_joules=facts.get("energy_joules"),
     )
 
 

@@ -42,6 +42,8 @@ class RankResult:
         `auc-roc`, `auc-pr` (two) or `mean_<n>class_f1` (more). One that is undefined (one class
         only among the answers) is absent.
       majority: accuracy, in percent, of always choosing the choice index that is right most often.
+      answer: the index of the first right choice, -1 where there is none.
+      confidence: the predicted choice's share of the choices' probability, in [0, 1].
     """
 
     task: str
@@ -57,6 +59,8 @@ class RankResult:
     weight: Float[np.ndarray, " examples"]
     metrics: dict[str, float]
     majority: float
+    answer: Int[np.ndarray, " examples"]
+    confidence: Float[np.ndarray, " examples"]
 
     @property
     def accuracy(self) -> float:
@@ -133,6 +137,8 @@ def rank_classification(
         weight=weight,
         metrics=metrics,
         majority=_majority(table, weight),
+        answer=np.where(num_correct > 0, table.choice[rows, table.is_correct.argmax(-1)], -1),
+        confidence=_confidence(table, best),
     )
 
 
@@ -202,6 +208,13 @@ def _ties_and_margins(table: _Table, best: np.ndarray) -> tuple[np.ndarray, np.n
         finite = ~tie & np.isfinite(second)  # inf - inf would be NaN
         margin[finite] = top[finite, 0].astype(np.float64) - second[finite]
     return tie, margin
+
+
+def _confidence(table: _Table, best: np.ndarray) -> np.ndarray:
+    """The softmax over the choices' values at the best one: [examples], float64."""
+    top = np.take_along_axis(table.value, best[:, None], -1).astype(np.float64)
+    with np.errstate(invalid="ignore"):  # -inf - -inf where no choice is possible at all
+        return 1 / np.nansum(np.exp(table.value - top), axis=-1).clip(1)
 
 
 def _class_metrics(table: _Table, weight: np.ndarray) -> dict[str, float]:

@@ -25,6 +25,17 @@ Accuracies, chance and intervals are in percent; scores and losses in natural-lo
     loss_curve       label, steps, losses (thinned), total_steps; or null
     conversion       what a conversion of the checkpoint and back gave, as text; or null
     notes            list of texts
+
+New in schema 2:
+
+    provenance       also checkpoint_hash, templates_hash, data_revision (hashes of the parameters,
+                     of the prompts' texts, of the rendered rows), energy_joules; null if not known
+    datasets         also confusion {labels, counts [answer][prediction], prompts}, null where the
+                     choices vary; calibration {bins [{confidence, accuracy, examples}], error};
+                     flips (the examples that prompts disagree on most), flipped (share of all)
+    datasets.prompts also extras {name: accuracy under another definition}
+    published        list of: model, dataset, statistic (mean | median), value, source
+    tasks            list of: task, pairs, tokens, longest_input, seconds
 """
 
 from __future__ import annotations
@@ -40,7 +51,7 @@ from typing import Any
 from t0repro.errors import UserError
 from t0repro.evaluation.compare import LossComparison, ScoreComparison
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2  # 1 lacks what is called new in 2 above; it is still read
 
 GROUP_TITLES = {
     "trained_prompts": "Prompts trained on",
@@ -103,6 +114,61 @@ class PromptResult:
     ties: int
     unanswerable: int
     metrics: dict[str, float]
+    extras: dict[str, float] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Confusion:
+    """How often each answer was predicted as each choice, summed over prompts.
+
+    Attributes:
+      labels: the choices, as the first prompt words them.
+      counts: [answer][prediction].
+      prompts: how many prompts have this number of fixed choices.
+    """
+
+    labels: tuple[str, ...]
+    counts: tuple[tuple[int, ...], ...]
+    prompts: int
+
+
+@dataclasses.dataclass(frozen=True)
+class CalibrationBin:
+    """Examples of a range of confidence: mean confidence and accuracy in percent."""
+
+    confidence: float
+    accuracy: float
+    examples: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibration:
+    """Whether a confidence of 80% is right in 80% of the cases.
+
+    Attributes:
+      bins: of equal width, empty ones left out; every example counts once a prompt.
+      error: expected calibration error, percentage points: mean |accuracy - confidence| over the
+        bins by their examples.
+    """
+
+    bins: tuple[CalibrationBin, ...]
+    error: float
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptFlip:
+    """An example that some prompts get right and others wrong.
+
+    Attributes:
+      example: its index in the task.
+      right: prompts that get it right, of `prompts`.
+      first_input: the example under the first prompt, None where inputs were not written.
+    """
+
+    example: int
+    right: int
+    prompts: int
+    first_input: str | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,6 +195,10 @@ class DatasetResult:
     majority: float
     above_chance: bool
     prompts: tuple[PromptResult, ...]
+    confusion: Confusion | None = None
+    calibration: Calibration | None = None
+    flips: tuple[PromptFlip, ...] = ()
+    flipped: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,6 +235,10 @@ class Provenance:
     versions: dict[str, str]
     git_commit: str | None
     operative_config: str | None
+    checkpoint_hash: str | None = None
+    templates_hash: str | None = None
+    data_revision: str | None = None
+    energy_joules: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,6 +249,28 @@ class LossCurve:
     steps: tuple[int, ...]
     losses: tuple[float, ...]
     total_steps: int
+
+
+@dataclasses.dataclass(frozen=True)
+class PublishedFigure:
+    """A figure that others have published, in percent, and where it stands."""
+
+    model: str
+    dataset: str
+    statistic: str
+    value: float
+    source: str
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskCost:
+    """What a task took: its pairs, their tokens (inputs and choices), and seconds of scoring."""
+
+    task: str
+    pairs: int
+    tokens: int
+    longest_input: int
+    seconds: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,6 +287,8 @@ class Report:
     loss_curve: LossCurve | None = None
     conversion: str | None = None
     notes: tuple[str, ...] = ()
+    published: tuple[PublishedFigure, ...] = ()
+    tasks: tuple[TaskCost, ...] = ()
     schema_version: int = SCHEMA_VERSION
 
     def to_json(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import zlib
@@ -12,6 +13,7 @@ import numpy as np
 from jaxtyping import Float
 
 from t0repro.evaluation.compare import read_losses
+from t0repro.evaluation.diagnostics import calibration, confusion, prompt_flips
 from t0repro.evaluation.outputs import read_first_input, read_task_scores
 from t0repro.evaluation.rank import RankResult, rank_classification
 from t0repro.evaluation.report import (
@@ -82,20 +84,38 @@ def rank_folder(
     *,
     step: int | None = None,
     normalize_by_target_length: bool = False,
+    tasks: Sequence[str] | None = None,
+    less: Mapping[str, Sequence[float]] | None = None,
 ) -> list[RankResult]:
     """Rank classification of every task of a folder at one step (the latest when None).
+
+    Args:
+      eval_dir: the `<split>_eval` folder.
+      prompts: task name -> its prompt.
+      step: of the checkpoint.
+      normalize_by_target_length: see rank_classification.
+      tasks: only these.
+      less: task -> what to take from each pair's score, in TaskScores' order; tasks that are not
+        there are left out.
 
     Raises:
       UserError: as read_task_scores and rank_classification do.
     """
     classes = fixed_classes(prompts)
+    found = read_task_scores(eval_dir, step, tasks)
+    if less is not None:
+        found = [
+            dataclasses.replace(scores, score=scores.score - np.asarray(less[scores.task]))
+            for scores in found
+            if scores.task in less
+        ]
     return [
         rank_classification(
             scores,
             num_classes=classes.get(scores.task),
             normalize_by_target_length=normalize_by_target_length,
         )
-        for scores in read_task_scores(eval_dir, step)
+        for scores in found
     ]
 
 
@@ -107,6 +127,7 @@ def summarize(
     training_datasets: Collection[str] | None,
     training_tasks: Collection[str] = (),
     bootstrap: Bootstrap,
+    extras: Mapping[str, Mapping[str, float]] | None = None,
 ) -> tuple[tuple[GroupResult, ...], tuple[DatasetResult, ...]]:
     """The report's groups and datasets.
 
@@ -119,7 +140,9 @@ def summarize(
       training_tasks: names of the tasks that were trained on (without `_score_eval`), so that their
         prompts are not taken for held-out ones.
       bootstrap: how to make the intervals.
+      extras: task -> name of another definition -> accuracy under it.
     """
+    extras = extras or {}
     parts: dict[tuple[str, str], list[RankResult]] = {}
     for result in sorted(results, key=lambda result: result.task):
         label = dataset_label(result.task, prompts)
@@ -129,13 +152,35 @@ def summarize(
     for (label, group), found in sorted(parts.items()):
         resampled, paired = _resampled_accuracy(found, label, bootstrap)
         shown = [
-            _prompt_result(result, prompts.get(result.task), eval_dir, column, bootstrap)
+            dataclasses.replace(
+                _prompt_result(result, prompts.get(result.task), eval_dir, column, bootstrap),
+                extras=dict(extras.get(result.task, {})),
+            )
             for result, column in zip(found, resampled.T, strict=True)
         ]
-        datasets.append(_dataset_result(label, group, shown, resampled, paired, bootstrap))
+        dataset = _dataset_result(label, group, shown, resampled, paired, bootstrap)
+        datasets.append(_diagnosed(dataset, found, prompts, eval_dir))
         means[label, group] = resampled.mean(-1)
     groups = [_group_result(group, datasets, means, bootstrap) for group in GROUP_TITLES]
     return tuple(group for group in groups if group is not None), tuple(datasets)
+
+
+def _diagnosed(
+    dataset: DatasetResult,
+    results: Sequence[RankResult],
+    prompts: Mapping[str, PromptInfo],
+    eval_dir: str | os.PathLike[str],
+) -> DatasetResult:
+    """The dataset with its confusion, its calibration and the examples that prompts flip."""
+    flips, flipped = prompt_flips(results, eval_dir)
+    choices = {task: info.fixed_choices for task, info in prompts.items()}
+    return dataclasses.replace(
+        dataset,
+        confusion=confusion(results, choices),
+        calibration=calibration(results),
+        flips=flips,
+        flipped=flipped,
+    )
 
 
 def loss_curve(metrics: str | os.PathLike[str], label: str) -> LossCurve | None:

@@ -1,0 +1,124 @@
+"""`t0repro rank-eval`: ranks the answers of a mixture with one checkpoint and writes a report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def rank_eval(
+    checkpoint: Annotated[
+        str, typer.Option(help="A checkpoint of any format that t0repro convert reads.")
+    ],
+    mixture: Annotated[str, typer.Option(help="A mixture, or a task, that ranks answers.")],
+    out: Annotated[Path, typer.Option(help="Folder for scores and report.")],
+    module_import: Annotated[
+        list[str] | None, typer.Option(help="A module that registers the tasks; repeatable.")
+    ] = None,
+    split: Annotated[str, typer.Option(help="Split of every task.")] = "validation",
+    step: Annotated[int | None, typer.Option(help="Step of the checkpoint; the latest.")] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="Folder of the datasets; T0REPRO_DATA_DIR by default.")
+    ] = None,
+    cache_dir: Annotated[
+        Path | None, typer.Option(help="Read the tasks from this SeqIO cache.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="The most inputs of a task.")] = None,
+    inputs_length: Annotated[int, typer.Option(min=1, help="Tokens of an input.")] = 1024,
+    targets_length: Annotated[int, typer.Option(min=1, help="Tokens of a choice.")] = 256,
+    tokens_per_batch: Annotated[
+        int | None, typer.Option(min=1, help="Input tokens of a batch; what suits the device.")
+    ] = None,
+    activation: Annotated[
+        str | None, typer.Option(help="float32 (default on CPU) or bfloat16 (elsewhere).")
+    ] = None,
+    normalize: Annotated[
+        str, typer.Option(help="none (T0's definition), or target_length: reported beside it.")
+    ] = "none",
+    also: Annotated[
+        list[str] | None,
+        typer.Option(help="calibrated: contextual calibration, reported beside T0's definition."),
+    ] = None,
+    label: Annotated[str, typer.Option(help="What to call the run.")] = "jax",
+    title: Annotated[str, typer.Option(help="Heading of the report.")] = "Rank evaluation",
+    train_mixture: Annotated[
+        list[str] | None,
+        typer.Option(help="What was trained on: its prompts are not held out; repeatable."),
+    ] = None,
+    resamples: Annotated[int, typer.Option(help="Bootstrap resamples.", min=100)] = 1000,
+) -> None:
+    """Score every answer choice of a mixture, rank them, and write a report.
+
+    Killed and started again, it goes on where it was. T0's definition is always the one reported
+    first: the sum of log-likelihoods of a choice's tokens, EOS included.
+
+    Example: t0repro rank-eval --checkpoint runs/demo/model --mixture demo_eval_score_eval
+    --module-import t0repro.tasks.demo --out runs/demo/rank_eval
+    """
+    import os
+
+    from t0repro.errors import UserError
+
+    also = also or []
+    if normalize not in ("none", "target_length"):
+        raise UserError(f"--normalize is {normalize!r}.", fix="Give none or target_length.")
+    if unknown := set(also) - {"calibrated"}:
+        raise UserError(f"--also is {sorted(unknown)[0]!r}.", fix="Give calibrated.")
+    if activation not in (None, "float32", "bfloat16"):
+        raise UserError(f"--activation is {activation!r}.", fix="Give float32 or bfloat16.")
+    if data is not None:
+        os.environ["T0REPRO_DATA_DIR"] = str(data)
+
+    import jax
+
+    from t0repro.evaluation import rank_eval as evaluation
+    from t0repro.evaluation.make_report import make_report
+    from t0repro.evaluation.render import write_report
+    from t0repro.evaluation.report import Bootstrap
+    from t0repro.evaluation.tables import write_tables
+    from t0repro.evaluation.terminal import print_report
+    from t0repro.evaluation.training_tasks import load_prompts, training_datasets, training_tasks
+
+    prompts = load_prompts(module_import or ())
+    trained = training_tasks(train_mixture or ())
+    if cache_dir is not None:
+        import seqio
+
+        seqio.add_global_cache_dirs([str(cache_dir)])
+    settings = evaluation.Settings(
+        split=split,
+        limit=limit,
+        lengths={"inputs": inputs_length, "targets": targets_length},
+        activation=activation or ("float32" if jax.default_backend() == "cpu" else "bfloat16"),  # type: ignore[reportArgumentType] - checked above
+        tokens_per_batch=tokens_per_batch,
+        use_cached=cache_dir is not None,
+        calibrated="calibrated" in also,
+    )
+    opened = evaluation.open_checkpoint(checkpoint, step, settings.activation)
+    outcome = evaluation.rank_eval(opened, mixture, out, prompts, settings)
+    notes = [f"No examples: {', '.join(outcome.empty)}."] if outcome.empty else []
+    report = make_report(
+        outcome.folder,
+        prompts,
+        label=label,
+        training_datasets=training_datasets(trained, prompts) or None,
+        training_tasks=trained,
+        step=opened.step,
+        tasks=[name for name in outcome.tasks if name not in outcome.empty],
+        title=title,
+        bootstrap=Bootstrap(replicates=resamples),
+        extras=[*(["target_length"] if normalize != "none" else []), *also],
+        notes=notes,
+    )
+    paths = [*write_report(report, out), *write_tables(outcome.folder, opened.step, prompts, out)]
+    print_report(report)
+    if outcome.scored:
+        typer.echo(
+            f"Scored {outcome.scored} pairs in {outcome.seconds:.1f} s"
+            f" ({outcome.scored / outcome.seconds:.1f}/s), {100 * outcome.padding:.1f}% padding,"
+            f" {outcome.shapes} shapes."
+        )
+    for path in paths:
+        typer.echo(f"wrote {path}")

@@ -1,0 +1,291 @@
+import csv
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+
+import flax.traverse_util
+import jax
+import numpy as np
+import pytest
+
+from t0repro.config.run_config import DTypePolicy
+from t0repro.errors import UserError
+from t0repro.evaluation import engine, load_report, rank_eval
+from t0repro.evaluation.engine import Engine
+from t0repro.evaluation.outputs import read_task_scores
+from t0repro.evaluation.rank_eval import Settings, open_checkpoint
+from t0repro.evaluation.records import read_records
+from t0repro.evaluation.scoring import score_batches
+from t0repro.model.t5 import T5, initial_parameters
+from t0repro.training.checkpoints import save_tree
+
+from .small_model import CONFIG
+
+MIXTURE = "demo_eval_score_eval"
+VOCABULARY = 1408  # the demo's pieces, padded to a multiple of 128
+SETTINGS = Settings(lengths={"inputs": 128, "targets": 32}, limit=3)
+COMMAND = "from t0repro.cli.app import main; main()"
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # TensorFlow's and T5's own, at import
+        from t0repro.evaluation.training_tasks import load_prompts
+
+        return load_prompts(["t0repro.tasks.demo"])
+
+
+def save_model(folder, seed=0, step=7, vocabulary=VOCABULARY, spoil=None):
+    config = dataclasses.replace(CONFIG, vocab_size=vocabulary)
+    model = T5(config, DTypePolicy("float32", "float32", "float32"))
+    params = initial_parameters(model, jax.random.key(seed))
+    tree = {
+        f"target/{path}": np.array(value)
+        for path, value in flax.traverse_util.flatten_dict(params, sep="/").items()
+    }
+    if spoil:
+        spoil(tree)
+    save_tree(folder / f"checkpoint_{step}", {**tree, "state/step": np.int32(step)})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+def evaluate(model_dir, out, prompts, settings=SETTINGS, mixture=MIXTURE, said=None):
+    checkpoint = open_checkpoint(str(model_dir), None, settings.activation)
+    say = (lambda text: None) if said is None else said.append
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # t5's metrics, of few examples
+        return rank_eval.rank_eval(checkpoint, mixture, out, prompts, settings, say)
+
+
+@pytest.fixture(scope="module")
+def evaluated(model_dir, prompts, tmp_path_factory):
+    out = tmp_path_factory.mktemp("out")
+    return out, evaluate(model_dir, out, prompts)
+
+
+def test_every_task_has_files_that_agree_with_plain_scoring(evaluated, model_dir, prompts):
+    out, outcome = evaluated
+    assert len(outcome.tasks) == 9 and outcome.finished == outcome.empty == ()
+    checkpoint = open_checkpoint(str(model_dir), None, "float32")
+    from t0repro.evaluation.rank_tasks import read_task
+
+    for scores in read_task_scores(outcome.folder):
+        assert set(scores.input_index.tolist()) == {0, 1, 2}
+        examples = read_task(scores.task, "validation", SETTINGS.lengths, 3).examples
+        batch = {
+            name: np.array([np.pad(e[name], (0, n - len(e[name]))) for e in examples])
+            for name, n in SETTINGS.lengths.items()
+        }
+        plain = score_batches(checkpoint.params, checkpoint.model, [batch])
+        assert (np.abs(plain - scores.score) / scores.target_length).max() <= 1e-5
+
+
+def test_pairs_that_prompts_share_are_scored_once(evaluated):
+    _, outcome = evaluated
+    assert outcome.scored == outcome.distinct <= outcome.pairs
+    assert 0 <= outcome.padding < 1
+
+
+def test_metrics_are_t5s_under_t5s_names(evaluated):
+    out, outcome = evaluated
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    names = {name for line in lines for name in line if "/" in name}
+    assert {f"{task}/accuracy" for task in outcome.tasks} <= names
+    assert {line["split"] for line in lines} == {"eval"} and {x["step"] for x in lines} == {7}
+    (events,) = out.glob("events.out.tfevents.*")
+    assert f"eval/{outcome.tasks[0]}/accuracy".encode() in events.read_bytes()
+    for task, record in read_records(outcome.folder, 7).items():
+        (ranked,) = rank_results(outcome.folder, task)
+        assert record["metrics"]["accuracy"] == pytest.approx(ranked.accuracy)
+
+
+def rank_results(folder, task):
+    from t0repro.evaluation.summary import rank_folder
+
+    return rank_folder(folder, {}, tasks=[task])
+
+
+def test_finished_tasks_are_not_run_again(evaluated, model_dir, prompts, monkeypatch):
+    out, outcome = evaluated
+    monkeypatch.setattr(Engine, "_dispatch", None)  # nothing may be scored
+    said = []
+    again = evaluate(model_dir, out, prompts, said=said)
+    assert again.finished == outcome.tasks and again.pairs == 0
+    assert "9 of 9 tasks are finished already." in said
+
+
+def test_a_task_is_finished_only_for_its_checkpoint_prompt_and_limit(
+    evaluated, model_dir, prompts, tmp_path, monkeypatch
+):
+    out, outcome = evaluated
+    name = outcome.tasks[0]
+    checkpoint = open_checkpoint(str(model_dir), None, "float32")
+
+    def finished(checkpoint=checkpoint, prompt=prompts[name], settings=SETTINGS):
+        key = rank_eval._task_key(name, checkpoint, prompt, settings)
+        return rank_eval._is_finished(outcome.folder, name, checkpoint, key)
+
+    assert finished()
+    other = open_checkpoint(str(save_model(tmp_path, seed=1)), None, "float32")
+    assert other.digest != checkpoint.digest and not finished(checkpoint=other)
+    assert not finished(prompt=dataclasses.replace(prompts[name], prompt="Another text?"))
+    assert not finished(settings=dataclasses.replace(SETTINGS, limit=4))
+    monkeypatch.setattr(rank_eval, "code_digest", lambda: "other code")
+    assert not finished()
+
+
+def test_after_a_failure_only_what_is_missing_is_scored(
+    evaluated, model_dir, prompts, tmp_path, monkeypatch
+):
+    _, whole = evaluated
+    settings = dataclasses.replace(SETTINGS, tokens_per_batch=512)
+    dispatch, calls = Engine._dispatch, []
+
+    def stops_at_the_fifth(self, batch, pairs):
+        calls.append(batch)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        return dispatch(self, batch, pairs)
+
+    monkeypatch.setattr(Engine, "_dispatch", stops_at_the_fifth)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(model_dir, tmp_path, prompts, settings)
+    monkeypatch.setattr(Engine, "_dispatch", dispatch)
+    outcome = evaluate(model_dir, tmp_path, prompts, settings)
+    assert 0 < outcome.scored < outcome.distinct
+    for a, b in zip(read_task_scores(whole.folder), read_task_scores(outcome.folder), strict=True):
+        assert (np.abs(a.score - b.score) / a.target_length).max() <= 1e-5
+
+
+def test_memory_that_does_not_hold_a_batch_is_said(model_dir, prompts, tmp_path, monkeypatch):
+    encode = engine.encode
+
+    def small_device(model, params, inputs):
+        if len(inputs) > 8:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+        return encode(model, params, inputs)
+
+    monkeypatch.setattr(engine, "encode", small_device)
+    said = []
+    outcome = evaluate(model_dir, tmp_path, prompts, said=said)
+    assert any(text.startswith("Out of memory with") for text in said)
+    assert outcome.scored == outcome.distinct
+
+
+def test_calibration_scores_every_choice_after_a_content_free_input(model_dir, prompts, tmp_path):
+    settings = dataclasses.replace(SETTINGS, calibrated=True)
+    outcome = evaluate(model_dir, tmp_path, prompts, settings, "demo_eval_score_eval")
+    from t0repro.evaluation.make_report import make_report
+
+    report = make_report(
+        outcome.folder, prompts, label="jax", extras=["calibrated", "target_length"]
+    )
+    extras = [prompt.extras for dataset in report.datasets for prompt in dataset.prompts]
+    assert all(set(found) == {"calibrated", "target_length"} for found in extras)
+    (scores,) = read_task_scores(outcome.folder, tasks=outcome.tasks[:1])
+    free = read_records(outcome.folder, 7)[outcome.tasks[0]]["content_free"]
+    assert len(free) == len(scores)
+    # The same choice has the same score after the content-free input, whatever the example
+    by_choice = {}
+    for choice, value in zip(scores.choice_index.tolist(), free, strict=True):
+        by_choice.setdefault(choice, set()).add(value)
+    assert all(len(values) == 1 for values in by_choice.values())
+
+
+# Bad input ---------------------------------------------------------------------------------------
+
+
+def test_a_nan_score_stops_the_run_naming_task_example_and_step(prompts, tmp_path):
+    def spoil(tree):
+        tree["target/decoder/decoder_norm/scale"][:] = np.nan
+
+    model_dir = save_model(tmp_path / "model", step=9, spoil=spoil)
+    with pytest.raises(UserError, match=r"demo_\w+_score_eval: the score of example \d+ at step 9"):
+        evaluate(model_dir, tmp_path / "out", prompts)
+    assert not list((tmp_path / "out").rglob("*_predictions"))
+
+
+def test_a_checkpoint_of_another_vocabulary_is_refused(prompts, tmp_path):
+    model_dir = save_model(tmp_path, vocabulary=256)
+    with pytest.raises(UserError, match="a vocabulary of 256 and demo_ag_news"):
+        evaluate(model_dir, tmp_path / "out", prompts)
+
+
+def test_a_task_without_answer_choices_is_refused(model_dir, prompts, tmp_path):
+    with pytest.raises(UserError, match="No answer choices to rank: demo_"):
+        evaluate(model_dir, tmp_path, prompts, mixture="demo_train")
+
+
+def test_a_split_that_is_not_there_and_one_without_examples_are_refused(
+    model_dir, prompts, tmp_path, monkeypatch
+):
+    settings = dataclasses.replace(SETTINGS, split="test")
+    with pytest.raises(UserError, match=r"has a split 'test'"):
+        evaluate(model_dir, tmp_path, prompts, settings)
+    from t0repro.evaluation import rank_tasks
+
+    read = rank_tasks.read_task
+
+    def without_examples(*arguments):
+        return dataclasses.replace(read(*arguments), examples=[], targets=[])
+
+    monkeypatch.setattr(rank_tasks, "read_task", without_examples)
+    with pytest.raises(UserError, match=r"The split 'validation' of .* has no examples"):
+        evaluate(model_dir, tmp_path, prompts)
+
+
+def test_a_mixture_that_is_not_registered_is_a_users_error(model_dir, prompts, tmp_path):
+    with pytest.raises(UserError, match="There is no mixture or task 'demo_eval'"):
+        evaluate(model_dir, tmp_path, prompts, mixture="demo_eval")
+
+
+# Command -----------------------------------------------------------------------------------------
+
+
+def start(model_dir, out, *arguments):
+    return subprocess.Popen(
+        [sys.executable, "-c", COMMAND, "rank-eval", f"--checkpoint={model_dir}"]
+        + [f"--mixture={MIXTURE}", "--module-import=t0repro.tasks.demo", f"--out={out}"]
+        + ["--inputs-length=128", "--targets-length=32", *arguments],
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def test_the_command_goes_on_after_a_kill_and_writes_a_report(model_dir, tmp_path):
+    arguments = ("--limit=12", "--tokens-per-batch=512", "--train-mixture=demo_train")
+    killed = start(model_dir, tmp_path, *arguments)
+    deadline = time.monotonic() + 120
+    while not any(p.stat().st_size for p in tmp_path.glob("scores/*/pairs.bin")):
+        assert killed.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    killed.send_signal(signal.SIGKILL)
+    killed.communicate()
+    done = start(model_dir, tmp_path, "--also=calibrated", *arguments)
+    output, _ = done.communicate(timeout=300)
+    assert done.returncode == 0, output
+    report = load_report(tmp_path)
+    assert report.provenance.checkpoint_hash and report.provenance.data_revision
+    assert {group.group for group in report.groups} == {"held_out_prompts", "held_out_datasets"}
+    assert len(report.tasks) == 9 and all(cost.pairs for cost in report.tasks)
+    rows = list(csv.DictReader((tmp_path / "scores.csv").read_text().splitlines()))
+    assert len(rows) == sum(cost.pairs for cost in report.tasks)
+    import pyarrow.parquet
+
+    table = pyarrow.parquet.read_table(tmp_path / "scores.parquet").to_pylist()
+    assert [row["score"] for row in table] == [float(row["score"]) for row in rows]
+    predicted = {(row["task"], row["example"]) for row in table if row["predicted"]}
+    assert len(predicted) == sum(p.examples for d in report.datasets for p in d.prompts)
