@@ -112,15 +112,12 @@ def convert(
     ref = find_checkpoint(src, step, source)
     _check_target_absent(Path(dst), force)
     fingerprint = _fingerprint(ref)
-    reader, notes = _prepare(open_checkpoint(ref), to, options)
+    original = open_checkpoint(ref)
+    reader, notes = _prepare(original, to, options)
     family = check_checkpoint(reader)
     step = int(reader.read(layout.STEP))
     _check_step(step, ref)
-    tensors = {
-        key: info
-        for key, info in reader.tensors.items()
-        if options.slots or not key.startswith(layout.SLOTS)
-    }
+    tensors = reader.tensors
     _check_free_space(Path(dst), total_bytes(tensors))
     report = ConversionReport(
         source=dataclasses.replace(ref, step=step),
@@ -128,7 +125,7 @@ def convert(
         family=family,
         tensors=len(tensors),
         bytes=total_bytes(tensors),
-        slots="none" if not has_slots(reader) else "kept" if options.slots else "dropped",
+        slots="none" if not has_slots(original) else "kept" if options.slots else "dropped",
         notes=tuple(notes),
         resumed=0,
         dry_run=dry_run,
@@ -146,6 +143,8 @@ def _prepare(
     """A reader that makes the changes that are asked for, and what to say of them."""
     notes = []
     trees, before = ("t5x", "jax"), reader
+    if not options.slots:
+        reader = transforms.WithoutSlots(reader)
     if options.t5x_importer_slots:
         if reader.ref.format not in trees and to not in trees:
             raise UserError(

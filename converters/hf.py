@@ -26,6 +26,8 @@ CONFIG = "config.json"
 SLOTS_FILE = "optimizer_slots.safetensors"
 SHARD_BYTES = 5_000_000_000  # transformers' own default size of a file is 5 GB
 
+_LOGITS = layout.PARAMETERS + "decoder/logits_dense/kernel"
+
 # What transformers writes beside shared.weight in some versions, and reads none of.
 _COPIES = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
 
@@ -84,9 +86,11 @@ class HfReader:
 
     def _enter_weights(self) -> None:
         unknown = []
-        for name, file in _weights(self.ref.path):
-            tied = name == "lm_head.weight" and self.config.get("tie_word_embeddings", True)
-            if name in _COPIES or tied:
+        files = dict(_weights(self.ref.path))
+        if self._is_tied():
+            self._check_copy(files.pop("lm_head.weight", None), files)
+        for name, file in files.items():
+            if name in _COPIES:
                 continue
             if name not in file.tensors:
                 raise UserError(
@@ -103,9 +107,40 @@ class HfReader:
             shape = info.shape[::-1] if found[0].transposed_in_hf else info.shape
             self.tensors[key] = TensorInfo(shape, info.dtype)
             self._places[key] = file, name
+        if "lm_head.weight" not in files and "shared.weight" in files and not self._is_tied():
+            # The logits come from the embedding, but not scaled as T5 1.0's are: for the others
+            # that is a kernel of its own.
+            embedding = self.tensors[layout.PARAMETERS + layout.TABLE[0].t5x]
+            self.tensors[_LOGITS] = TensorInfo(embedding.shape[::-1], embedding.dtype)
+            self._places[_LOGITS] = files["shared.weight"], "shared.weight"
         if unknown:
             numbers = [int(n) for name in unknown for n in re.findall(r"\.block\.(\d+)\.", name)]
             raise unknown_variable(unknown, layout.known_names("hf", numbers), self.ref.path)
+
+    def _is_tied(self) -> bool:
+        """Whether the logits come from the embedding, times d_model^-0.5.
+
+        transformers 4 says tie_word_embeddings; 5 says scale_decoder_outputs, ties always, and lets
+        an lm_head.weight in the file override it.
+        """
+        tied = self.config.get("tie_word_embeddings", True)
+        return bool(self.config.get("scale_decoder_outputs", tied))
+
+    def _check_copy(
+        self, file: SafetensorsFile | None, files: Mapping[str, SafetensorsFile]
+    ) -> None:
+        """Checks that a tied model's lm_head.weight is the embedding."""
+        embedding = files.get("shared.weight")
+        if file is None or embedding is None:
+            return
+        if file.read("lm_head.weight").tobytes() != embedding.read("shared.weight").tobytes():
+            raise UserError(
+                f"{CONFIG} says that the logits come from the embedding, but lm_head.weight differs"
+                " from shared.weight.",
+                where=self.ref.path,
+                fix='If the model is a T5 1.1, set "tie_word_embeddings": false in config.json (and'
+                ' "scale_decoder_outputs": false, if it is there).',
+            )
 
     def _enter_slots(self) -> None:
         path = storage.join(self.ref.path, SLOTS_FILE)

@@ -45,7 +45,8 @@ def is_scanned(names: Mapping[str, TensorInfo]) -> bool:
 
 def _dropped_axis(slot: str, axes: tuple[str, ...]) -> int:
     """The axis of a layer's parameter that a factored slot of a scanned tree averages over."""
-    d_model = axes.index("d_model")
+    # Only relative position biases have no d_model; T5X never factors theirs.
+    d_model = axes.index("d_model") if "d_model" in axes else 0
     return d_model if slot == "v_col" else 1 - d_model
 
 

@@ -8,7 +8,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import ml_dtypes  # noqa: F401  (registers bfloat16 with numpy: np.dtype("bfloat16"))
 import numpy as np
@@ -16,6 +16,7 @@ import numpy as np
 from t0repro.converters.layout import NormNames
 
 Format = Literal["mtf", "t5x", "jax", "hf"]
+FORMATS: tuple[Format, ...] = get_args(Format)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -33,6 +33,16 @@ class _Around:
         return self._reader.native_name(key)
 
 
+class WithoutSlots(_Around):
+    """Parameters and the step alone."""
+
+    def __init__(self, reader: CheckpointReader):
+        super().__init__(reader)
+        self.tensors = {
+            key: info for key, info in reader.tensors.items() if not key.startswith(layout.SLOTS)
+        }
+
+
 class Cast(_Around):
     """Parameters in another type; slots and the step stay as they are.
 

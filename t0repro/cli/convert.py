@@ -6,8 +6,6 @@ from typing import Annotated
 
 import typer
 
-_FORMATS = ("mtf", "t5x", "jax", "hf")
-
 
 def convert(
     src: Annotated[
@@ -74,17 +72,22 @@ def convert(
     """
     from t0repro.converters.convert import convert as convert_checkpoint
     from t0repro.converters.options import Options
+    from t0repro.converters.tensors import FORMATS, Format
     from t0repro.errors import UserError
 
     if mtf_norm_names not in (None, "rms_norm", "layer_norm"):
         raise UserError(
             f"--mtf-norm-names is {mtf_norm_names!r}.", fix="Give rms_norm or layer_norm."
         )
-    formats = {name: name for name in _FORMATS}
+    formats: dict[str, Format] = {name: name for name in FORMATS}
     if to not in formats:
-        raise UserError(f"There is no format {to!r} to convert to.", fix=_one_of("--to"))
+        raise UserError(
+            f"There is no format {to!r} to convert to.", fix=f"Give one of {', '.join(FORMATS)}."
+        )
     if source not in (*formats, "auto"):
-        raise UserError(f"There is no format {source!r} to read.", fix=_one_of("--from"))
+        raise UserError(
+            f"There is no format {source!r} to read.", fix=f"Give auto, {', '.join(FORMATS)}."
+        )
     report = convert_checkpoint(
         src,
         dst,
@@ -112,7 +115,3 @@ def convert(
         f"{verb} {report.target.path}: {report.family.name}, step {report.target.step},"
         f" {report.tensors} tensors{resumed}, {report.bytes / 1e6:.1f} MB, slots {report.slots}."
     )
-
-
-def _one_of(flag: str) -> str:
-    return f"Give {flag} {', '.join(_FORMATS[:-1])} or {_FORMATS[-1]}."

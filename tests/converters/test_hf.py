@@ -148,6 +148,43 @@ def test_copies_of_a_tied_embedding_are_passed_over(tiny_checkpoint, tmp_path):
     assert len(reader.tensors) == len(tensors)  # the copy less, the step more
 
 
+def test_logits_from_an_embedding_that_is_not_scaled_become_a_kernel_of_their_own(
+    tiny_checkpoint, tmp_path
+):
+    """As transformers 5 saves a T5 1.1 that it made: config tied, but not scaled; no lm_head."""
+    safetensors = pytest.importorskip("safetensors.numpy")
+    convert(tiny_checkpoint, tmp_path / "hf", "hf", slots=False)
+    tensors = safetensors.load_file(tmp_path / "hf" / "model.safetensors")
+    del tensors["lm_head.weight"]
+    safetensors.save_file(tensors, tmp_path / "hf" / "model.safetensors")
+    change_config(tmp_path / "hf", tie_word_embeddings=True, scale_decoder_outputs=False)
+    convert(tmp_path / "hf", tmp_path / "mtf", "mtf")
+    variables = read_variables(tmp_path / "mtf")
+    np.testing.assert_array_equal(
+        variables["decoder/logits/kernel"], variables["shared/embedding"].T
+    )
+
+
+def change_config(directory, **changes) -> None:
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | changes))
+
+
+def test_a_kernel_that_overrides_a_tie_without_scaling_is_kept(tiny_checkpoint, tmp_path):
+    """As transformers 5 saves a T5 1.1 that it loaded."""
+    convert(tiny_checkpoint, tmp_path / "hf", "hf")
+    change_config(tmp_path / "hf", tie_word_embeddings=True, scale_decoder_outputs=False)
+    convert(tmp_path / "hf", tmp_path / "mtf", "mtf")
+    assert_same_bits(read_variables(tiny_checkpoint), read_variables(tmp_path / "mtf"))
+
+
+def test_a_tied_model_whose_kernel_differs_from_its_embedding_is_refused(tiny_checkpoint, tmp_path):
+    convert(tiny_checkpoint, tmp_path / "hf", "hf")
+    change_config(tmp_path / "hf", tie_word_embeddings=True)
+    with pytest.raises(UserError, match="lm_head.weight differs from shared.weight"):
+        convert(tmp_path / "hf", tmp_path / "mtf", "mtf")
+
+
 # --- Bad input -----------------------------------------------------------------------------------
 
 

@@ -1,0 +1,170 @@
+"""Mesh TensorFlow's logits and PyTorch's, from the same weights, converted either way."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from t0repro.converters.convert import convert
+
+torch = pytest.importorskip("torch", reason="needs the extra hf")
+transformers = pytest.importorskip("transformers", reason="needs the extra hf")
+
+pytestmark = [pytest.mark.hf, pytest.mark.mtf]
+
+LOGITS_TOLERANCE = 1e-4
+
+BINDINGS = """
+include 'defaults.gin'
+include 'models/{model}.gin'
+vocab_size = {vocab_size}
+num_layers = 2
+num_heads = 2
+d_kv = 64
+d_model = 128
+d_ff = 256
+dropout_rate = 0.0
+"""
+
+
+@pytest.fixture
+def mesh_logits(run_script, tmp_path):
+    """Mesh TensorFlow's logits for tokens, from a checkpoint."""
+
+    def compute(prefix: Path, tokens: dict[str, np.ndarray], model: str, vocab_size: int):
+        np.savez(tmp_path / "tokens.npz", **tokens)
+        bindings = BINDINGS.format(model=model, vocab_size=vocab_size)
+        (tmp_path / "model.gin").write_text(bindings)
+        names = ("tokens.npz", "logits.npy", "model.gin")
+        run_script("mesh_logits.py", str(prefix), *(str(tmp_path / name) for name in names))
+        return np.load(tmp_path / "logits.npy")
+
+    return compute
+
+
+@pytest.fixture(scope="module")
+def tokens() -> dict[str, np.ndarray]:
+    """Two pairs without padding."""
+    generator = np.random.default_rng(1)
+    return {
+        "inputs": generator.integers(2, 250, (2, 12)).astype(np.int32),
+        "targets": generator.integers(2, 250, (2, 7)).astype(np.int32),
+    }
+
+
+def torch_logits(directory: Path, tokens: dict[str, np.ndarray]) -> np.ndarray:
+    model = transformers.T5ForConditionalGeneration.from_pretrained(directory).eval()
+    shifted = np.pad(tokens["targets"], ((0, 0), (1, 0)))[:, :-1]
+    with torch.no_grad():
+        output = model(
+            input_ids=torch.from_numpy(tokens["inputs"]).long(),
+            decoder_input_ids=torch.from_numpy(shifted).long(),
+        )
+    return output.logits.numpy()
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "model"), [("t5_1_1", "t5.1.1.small"), ("t5_1_0", "t5.1.0.small")]
+)
+def test_pytorch_s_logits_agree_with_mesh_tensorflow_s_within_1e_4(
+    mesh_checkpoints, mesh_logits, tokens, tmp_path, checkpoint, model
+):
+    # T5 1.0's masters are bfloat16 here; float32 holds them exactly, for both readers.
+    convert(
+        mesh_checkpoints[checkpoint],
+        tmp_path / "float32",
+        "mtf",
+        dtype="float32",
+        norm_names="rms_norm",
+    )
+    convert(tmp_path / "float32", tmp_path / "hf", "hf")
+    expected = mesh_logits(tmp_path / "float32" / "model.ckpt-2", tokens, model, 250)
+    np.testing.assert_allclose(
+        torch_logits(tmp_path / "hf", tokens), expected, rtol=0, atol=LOGITS_TOLERANCE
+    )
+    assert np.std(expected) > 0.05  # the logits say something
+
+
+@pytest.mark.parametrize("kind", ["own kernel", "unscaled embedding", "T5 1.0"])
+def test_a_random_model_that_transformers_saved_gives_mesh_tensorflow_the_same_logits(
+    mesh_logits, tokens, tmp_path, kind
+):
+    gated = kind != "T5 1.0"
+    config = transformers.T5Config(
+        vocab_size=256,
+        d_model=128,
+        d_kv=64,
+        d_ff=256,
+        num_layers=2,
+        num_heads=2,
+        feed_forward_proj="gated-gelu" if gated else "relu",
+        tie_word_embeddings=not gated,
+        decoder_start_token_id=0,
+    )
+    torch.manual_seed(0)
+    model = transformers.T5ForConditionalGeneration(config)
+    if kind == "own kernel":
+        # transformers 5 makes every new T5 tied; a T5 1.1 that was loaded has its own.
+        model.lm_head.weight = torch.nn.Parameter(torch.randn(256, 128) / 10)
+    model.save_pretrained(tmp_path / "hf", max_shard_size="500KB")
+    assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 1
+    report = convert(tmp_path / "hf", tmp_path / "mtf", "mtf")
+    assert report.family.name == ("T5 1.1" if gated else "T5 1.0")
+    name = "t5.1.1.small" if gated else "t5.1.0.small"
+    ours = mesh_logits(tmp_path / "mtf" / "model.ckpt-0", tokens, name, 256)
+    np.testing.assert_allclose(
+        torch_logits(tmp_path / "hf", tokens), ours, rtol=0, atol=LOGITS_TOLERANCE
+    )
+
+
+def vocabulary() -> Path:
+    path = os.environ.get("T0REPRO_VOCAB")
+    if path is None:
+        shared = Path(__file__).parents[3] / "shared" / "vocab" / "t5.cc_all.32000.model"
+        if not shared.exists():
+            pytest.skip("the T5 vocabulary is not here (T0REPRO_VOCAB names it)")
+        return shared
+    return Path(path)
+
+
+def test_autotokenizer_gives_sentencepiece_s_tokens(
+    tmp_path, mesh_variables, write_mesh_checkpoint
+):
+    import sentencepiece
+
+    from t0repro.converters.family import Family
+
+    family = Family(1, 1, 4, 4, 1, 4, 32128, 4, ("wi_0", "wi_1"), False)
+    source = write_mesh_checkpoint(tmp_path / "source", mesh_variables(family))
+    convert(source, tmp_path / "hf", "hf", vocabulary=vocabulary())
+    pieces = sentencepiece.SentencePieceProcessor(str(vocabulary()))
+    texts = ["Hello, World!", "naïve  café ½ ﬁne", "Ünïcödé 東京 → x", "a\tb", " lead and trail "]
+    slow_files = tmp_path / "slow"
+    slow_files.mkdir()
+    for name in ("config.json", "spiece.model", "tokenizer_config.json"):
+        (slow_files / name).write_bytes((tmp_path / "hf" / name).read_bytes())
+    for directory in (tmp_path / "hf", slow_files):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+        assert len(tokenizer) == 32100
+        for text in texts:
+            assert tokenizer(text, add_special_tokens=False).input_ids == pieces.encode(text), text
+        assert tokenizer("<extra_id_0>").input_ids == [32099, 1]
+        assert tokenizer.decode(pieces.encode("Hello, World!")) == "Hello, World!"
+
+
+def test_byt5_s_tokenizer_is_made_without_a_vocabulary(
+    tmp_path, mesh_variables, write_mesh_checkpoint
+):
+    from t0repro.converters.family import Family
+
+    family = Family(2, 1, 4, 4, 1, 4, 384, 4, ("wi_0", "wi_1"), False)
+    source = write_mesh_checkpoint(tmp_path / "source", mesh_variables(family))
+    convert(source, tmp_path / "hf", "hf")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert tokenizer("hé").input_ids == [b + 3 for b in "hé".encode()] + [1]
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert transformers.T5Config(**config).num_decoder_layers == 1
