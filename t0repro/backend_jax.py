@@ -56,10 +56,16 @@ def train(config: RunConfig) -> None:
     """Trains from model_dir's latest checkpoint, else init_checkpoint, else random parameters."""
     from t0repro.data.batches import train_batches
     from t0repro.training import train as training
+    from t0repro.training.metrics import event_writer
 
     start = starting_point(config)
     record_command(config)
-    training.train(config, train_batches(config), restore_from=start)
+    training.train(
+        config,
+        train_batches(config),
+        restore_from=start,
+        writers=[event_writer(config.model_dir)],
+    )
 
 
 def starting_point(config: RunConfig) -> dict[str, Any] | None:
@@ -69,9 +75,20 @@ def starting_point(config: RunConfig) -> dict[str, Any] | None:
     """
     from t0repro.converters import sources
 
-    if Path(config.model_dir).is_dir() and sources.list_checkpoints(config.model_dir):
-        return sources.load_any(config.model_dir)
-    return None if config.init_checkpoint is None else sources.load_any(config.init_checkpoint)
+    model_dir = Path(config.model_dir)
+    found = sources.list_checkpoints(model_dir) if model_dir.is_dir() else []
+    if not found:
+        return None if config.init_checkpoint is None else sources.load_any(config.init_checkpoint)
+    latest = sources.find_checkpoint(model_dir)
+    if latest.format == "jax":
+        return None  # training finds its own
+    if any(ref.format == "jax" for ref in found):
+        raise UserError(
+            f"{latest.path} is later than the JAX checkpoints beside it.",
+            where=config.model_dir,
+            fix="Move one kind elsewhere, or continue with --backend=mtf.",
+        )
+    return sources.load_any(latest.path)
 
 
 def score_eval(config: RunConfig) -> None:
@@ -83,7 +100,7 @@ def score_eval(config: RunConfig) -> None:
     from t0repro.evaluation import score_eval as evaluation
     from t0repro.evaluation.engine import score_examples
     from t0repro.model.t5 import T5, initial_parameters
-    from t0repro.training.metrics import MetricsManager
+    from t0repro.training.metrics import MetricsManager, event_writer
     from t0repro.training.train_state import parameters_from_flat_tree
 
     assert config.eval_data is not None
@@ -103,7 +120,7 @@ def score_eval(config: RunConfig) -> None:
             tokens_per_batch=config.batch_size * max(lengths.values()),
         )
         results = []
-        metrics = MetricsManager(config.model_dir)
+        metrics = MetricsManager(config.model_dir, writers=[event_writer(config.model_dir)])
         for result in evaluation.evaluate(config, tasks, int(tree["state/step"]), score):
             results.append(result)
             metrics.write(config.eval_data.split, result.step, result.metrics, task=result.task)

@@ -1,13 +1,19 @@
-"""Training and evaluation metrics, and the manager that writes them to model_dir."""
+"""Training and evaluation metrics, and the manager that writes them to model_dir.
+
+TensorBoard's event files are clu's (clu.metric_writers). It brings TensorFlow along, which the JAX
+core does without: callers that have it pass `event_writer(model_dir)` to the manager.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
-from t0repro.training.writers import EventFile, JsonLines, Writer
+from t0repro.files import write_atomically
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -34,17 +40,17 @@ class StepMetrics:
 
 
 class MetricsManager:
-    """Writes model_dir/metrics.jsonl and TensorBoard events, and hands all to further writers.
+    """Writes model_dir/metrics.jsonl, and hands everything to writers such as clu's.
 
     A line of metrics.jsonl is {"split": "train", "step": 1, "loss": ..., ...} for every training
-    step, and {"split": <name>, "step": ..., ...} for every evaluation. Event files have the tags
+    step, and {"split": <name>, "step": ..., ...} for every evaluation. Writers get the tags
     `<split>/<metric>`.
 
     Args:
       model_dir: the directory, created if it is not there.
       start_step: the step that training starts from; training lines of later steps are those of
         an interrupted run and are dropped. None keeps every line.
-      writers: further ones, for instance of clu.metric_writers.
+      writers: of clu.metric_writers, or of their kind.
     """
 
     def __init__(
@@ -54,7 +60,7 @@ class MetricsManager:
         writers: Sequence[Writer] = (),
     ):
         self._lines = JsonLines(Path(model_dir) / METRICS_FILE, start_step)
-        self._writers = [EventFile(model_dir), *writers]
+        self._writers = tuple(writers)
 
     def write_step(self, metrics: StepMetrics) -> None:
         """Writes one training step's metrics."""
@@ -83,3 +89,70 @@ class MetricsManager:
         self._lines.close()
         for writer in self._writers:
             writer.close()
+
+
+def event_writer(model_dir: str | os.PathLike[str]) -> Writer:
+    """A clu writer of TensorBoard event files into a directory; imports TensorFlow."""
+    from clu import metric_writers
+
+    return metric_writers.SummaryWriter(os.fspath(model_dir))
+
+
+class Writer(Protocol):
+    """The part of clu.metric_writers.MetricWriter that is used here."""
+
+    def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Writes the values of one step."""
+
+    def flush(self) -> None:
+        """Makes what was written visible to readers."""
+
+    def close(self) -> None:
+        """Flushes and releases the file."""
+
+
+class JsonLines:
+    """Appends one JSON object a line, each whole on disk as soon as it is written.
+
+    Args:
+      path: the file.
+      start_step: training lines of later steps are dropped: a run that was interrupted after its
+        last checkpoint does those steps again. None keeps every line.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], start_step: int | None = None):
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and start_step is not None:
+            lines = path.read_text().splitlines(keepends=True)
+            kept = [line for line in lines if _is_until(line, start_step)]
+            if kept != lines:
+                write_atomically(path, "".join(kept))
+        self._file = open(path, "a")  # noqa: SIM115 (closed by close())
+
+    def write(self, row: Mapping[str, object]) -> None:
+        """Writes one line."""
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+def _is_until(line: str, step: int) -> bool:
+    """Whether a line is whole and belongs to no later step than this."""
+    try:
+        row = json.loads(line)
+        return line.endswith("\n") and (row["split"] != "train" or row["step"] <= step)
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
+def _is_until(line: str, step: int) -> bool:
+    """Whether a line is whole and no training step's beyond this one."""
+    try:
+        row = json.loads(line)
+        return line.endswith("\n") and (row["split"] != "train" or row["step"] <= step)
+    except (ValueError, KeyError, TypeError):
+        return False

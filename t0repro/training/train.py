@@ -18,11 +18,10 @@ from t0repro.training.checkpoints import (
     load_tree,
     remove_interrupted_saves,
 )
-from t0repro.training.metrics import MetricsManager
+from t0repro.training.metrics import MetricsManager, Writer
 from t0repro.training.schedules import make_schedule
 from t0repro.training.train_state import FlatTree, TrainState, from_flat_tree, new_train_state
 from t0repro.training.trainer import NumpyBatch, Trainer
-from t0repro.training.writers import Writer
 
 
 def train(

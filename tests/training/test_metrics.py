@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
-from t0repro.training.metrics import MetricsManager, StepMetrics
-from t0repro.training.writers import EventFile, JsonLines, Writer
+from t0repro.training.metrics import JsonLines, MetricsManager, StepMetrics, event_writer
 
 
 def read_events(directory):
@@ -22,7 +21,7 @@ def read_events(directory):
 
 
 def test_tensorboard_reads_what_is_written(tmp_path):
-    writer = EventFile(tmp_path)
+    writer = event_writer(tmp_path)
     writer.write_scalars(1, {"train/loss": 2.5, "train/learning_rate": 0.125})
     writer.write_scalars(1_112_200, {"train/loss": -0.75})
     writer.close()
@@ -33,12 +32,7 @@ def test_tensorboard_reads_what_is_written(tmp_path):
     ]
 
 
-def test_an_event_file_is_a_writer():
-    for name in ("write_scalars", "flush", "close"):
-        assert hasattr(EventFile, name) and hasattr(Writer, name)
-
-
-def test_lines_of_later_steps_and_torn_lines_are_dropped(tmp_path):
+def test_training_lines_of_later_steps_and_torn_lines_are_dropped(tmp_path):
     path = tmp_path / "metrics.jsonl"
     lines = [json.dumps({"split": "train", "step": step}) for step in (1, 2, 3)]
     path.write_text("\n".join(lines) + "\n" + '{"split": "train", "st')
@@ -65,9 +59,10 @@ def test_metrics_go_to_the_lines_to_tensorboard_and_to_further_writers(tmp_path)
             self.written.append("close")
 
     further = Further()
-    manager = MetricsManager(tmp_path, 0, [further])
+    manager = MetricsManager(tmp_path, 0, [event_writer(tmp_path), further])
     manager.write_step(StepMetrics(4, 0.5, 0.25, target_tokens=3, examples=2, seconds=0.125))
     manager.write("validation", 4, {"token_accuracy": 0.75})
+    manager.write("validation", 4, {"accuracy": 50.0}, task="a_task")
     manager.flush()
     manager.close()
     expected = {
@@ -78,10 +73,12 @@ def test_metrics_go_to_the_lines_to_tensorboard_and_to_further_writers(tmp_path)
         "train/seconds": 0.125,
     }
     validation = {"validation/token_accuracy": 0.75}
-    assert further.written == [(4, expected), (4, validation), "flush", "close"]
+    task = {"eval/a_task/accuracy": 50.0}
+    assert further.written == [(4, expected), (4, validation), (4, task), "flush", "close"]
     assert read_events(tmp_path) == [
-        (4, tag, pytest.approx(x)) for tag, x in (expected | validation).items()
+        (4, tag, pytest.approx(x)) for tag, x in (expected | validation | task).items()
     ]
-    first, second = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    first, second, third = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert first["split"] == "train" and first["loss"] == 0.5
     assert second == {"split": "validation", "step": 4, "token_accuracy": 0.75}
+    assert third == {"split": "validation", "step": 4, "task": "a_task", "accuracy": 50.0}
