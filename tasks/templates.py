@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jinja2
+import jinja2.runtime
 import yaml
 
 from t0repro.errors import UserError, nearest_names
@@ -159,7 +161,11 @@ class _draws_from:
         _drawing.key, _drawing.generator = None, None
 
 
-def _choice(items: Sequence[Any]) -> Any:
+@jinja2.pass_context
+def _choice(context: jinja2.runtime.Context, items: Sequence[Any]) -> Any:
+    # Most templates draw from a constant list. Jinja folds a filter of a constant into the compiled
+    # template, one draw for all examples, unless the filter asks for the context.
+    del context
     key = getattr(_drawing, "key", None)
     if key is None:
         return random.choice(items)

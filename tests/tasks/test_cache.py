@@ -1,0 +1,129 @@
+"""Caching: the plan that scripts/cache.sh follows, and the real seqio_cache_tasks."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import seqio
+
+from t0repro.errors import UserError
+from t0repro.tasks import cache_plan
+
+ROOT = Path(__file__).resolve().parents[2]
+TASK = "demo_glue_mrpc_want_to_know_score_eval"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered():
+    """The demo's tasks and mixtures."""
+    import t0repro.tasks.demo  # noqa: F401 - registers
+
+
+def test_tasks_are_selected_by_mixture_and_by_pattern_once():
+    tasks = cache_plan.selected_tasks(["demo_eval_score_eval"], ["demo_imdb_.*", TASK])
+    names = [task.name for task in tasks]
+    assert len(names) == len(set(names)) == 9 + 3  # imdb's three tasks beside their twins
+    assert TASK in names
+
+
+def test_an_unknown_mixture_or_pattern_is_answered_with_the_nearest_names():
+    with pytest.raises(UserError, match="demo_train"):
+        cache_plan.selected_tasks(["demo_trian"], [])
+    with pytest.raises(UserError, match="demo_ag_news_classify"):
+        cache_plan.selected_tasks([], ["demo_ag_news_clasify"])
+
+
+def test_an_interrupted_cache_is_removed_and_a_complete_one_kept(tmp_path):
+    whole, half, absent = cache_plan.selected_tasks([], ["demo_imdb_.*_score_eval"])
+    for task in (whole, half):
+        (tmp_path / task.name).mkdir()
+        (tmp_path / task.name / "train.tfrecord-00000-of-00064").touch()
+    (tmp_path / whole.name / "COMPLETED").touch()
+    left = cache_plan.uncached([whole, half, absent], tmp_path)
+    assert left == [half, absent]
+    assert cache_plan.remove_interrupted(left, tmp_path) == [half.name]
+    assert (tmp_path / whole.name).is_dir() and not (tmp_path / half.name).exists()
+
+
+def test_a_folder_with_other_files_is_not_removed(tmp_path):
+    (task,) = cache_plan.selected_tasks([], [TASK])
+    (tmp_path / TASK).mkdir()
+    (tmp_path / TASK / "thesis.tex").touch()
+    with pytest.raises(UserError, match=r"thesis\.tex"):
+        cache_plan.remove_interrupted([task], tmp_path)
+    assert (tmp_path / TASK / "thesis.tex").exists()
+
+
+def test_tasks_are_spread_evenly_by_splits():
+    tasks = cache_plan.selected_tasks(["demo_train", "demo_eval_score_eval"], [])
+    shares = cache_plan.spread(tasks, 2)
+    splits = [sum(len(seqio.TaskRegistry.get(name).splits) for name in share) for share in shares]
+    assert sum(splits) == 14 * 2 + 9 and abs(splits[0] - splits[1]) <= 1
+    assert sorted(name for share in shares for name in share) == sorted(t.name for t in tasks)
+    assert cache_plan.spread(tasks[:1], 2) == [[tasks[0].name]]
+
+
+def plan(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-P", "-m", "t0repro.tasks.cache_plan", *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+    )
+
+
+def test_missing_rows_end_with_one_message_and_exit_code_2(tmp_path):
+    done = plan(
+        "--module_import=t0repro.tasks.small",
+        "--mixtures=small_train",
+        f"--output_cache_dir={tmp_path / 'cache'}",
+        T0REPRO_DATA_DIR=str(tmp_path),
+        T0REPRO_VOCAB=str(ROOT / "tasks" / "demo_data" / "sentencepiece.model"),
+    )
+    assert done.returncode == 2 and done.stdout == ""
+    assert "train.jsonl" in done.stderr and "to do:" in done.stderr
+    assert "Traceback" not in done.stderr and not (tmp_path / "cache").exists()
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """A cache of one task, made by the command, over an interrupted call's shards."""
+    folder = tmp_path_factory.mktemp("cache")
+    (folder / TASK).mkdir()
+    (folder / TASK / "validation.tfrecord-00000-of-00064").write_bytes(b"half a record")
+    done = subprocess.run(
+        ["bash", str(ROOT / "scripts" / "cache.sh")],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "TASKS": TASK, "CACHE_DIR": str(folder), "PROCESSES": "1"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 tasks are cached" in done.stdout
+    return folder
+
+
+def test_cached_examples_equal_those_rendered_on_the_fly(cache, monkeypatch):
+    task = seqio.TaskRegistry.get(TASK)
+    monkeypatch.setattr(task, "_cache_dir", str(cache / TASK))
+
+    def examples(use_cached: bool):
+        dataset = task.get_dataset(None, "validation", use_cached=use_cached, shuffle=False)
+        return sorted(
+            [(key, np.asarray(value).tolist()) for key, value in sorted(example.items())]
+            for example in dataset.as_numpy_iterator()
+        )
+
+    cached = examples(True)
+    assert cached == examples(False) and len(cached) == 128
+
+
+def test_a_complete_cache_is_left_alone(cache):
+    marker = cache / TASK / "COMPLETED"
+    before = marker.stat().st_mtime_ns
+    arguments = ("--module_import=t0repro.tasks.demo", f"--tasks={TASK}")
+    done = plan(*arguments, f"--output_cache_dir={cache}")
+    assert done.returncode == 0 and done.stdout == "" and "0 of 1 tasks" in done.stderr
+    assert marker.stat().st_mtime_ns == before

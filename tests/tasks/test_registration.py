@@ -1,0 +1,151 @@
+"""Registered tasks: T0's features, metrics and postprocessing, and the twin to be ranked."""
+
+import numpy as np
+import pytest
+import seqio
+import tensorflow as tf
+from t5.data import glue_utils
+from t5.evaluation import metrics
+
+from t0repro.errors import UserError
+from t0repro.tasks import prompted_tasks
+from t0repro.tasks.demo_specs import VOCABULARY
+from t0repro.tasks.registration import add_prompted_task, postprocess, task_metrics
+from t0repro.tasks.sources import PromptedSource
+from t0repro.tasks.splits import Split
+from t0repro.tasks.templates import load_template
+from t0repro.tasks.vocabulary import LazyVocabulary
+
+SPLITS = ("train", "validation")
+
+
+@pytest.fixture
+def add(rows_root, monkeypatch):
+    """Registers tasks over the three rows for the time of a test."""
+    for registry in (seqio.TaskRegistry, seqio.MixtureRegistry):
+        monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
+    monkeypatch.setattr("t0repro.tasks.registry._tasks", {})
+    vocabulary = LazyVocabulary(str(VOCABULARY), 100)
+
+    def add_task(template="GPT-3 style", splits=SPLITS, **options):
+        options = {"root": rows_root, "vocabulary": vocabulary, **options}
+        return add_prompted_task("super_glue", "rte", template, splits, **options)
+
+    return add_task
+
+
+def examples(name, split="train"):
+    dataset = seqio.TaskRegistry.get(name).get_dataset(None, split, shuffle=False)
+    return list(dataset.as_numpy_iterator())
+
+
+def test_a_task_has_t0s_name_features_and_splits(add):
+    add()
+    task = seqio.TaskRegistry.get("super_glue_rte_GPT_3_style")
+    inputs, targets = task.output_features["inputs"], task.output_features["targets"]
+    assert (inputs.add_eos, targets.add_eos) == (False, True)
+    assert inputs.dtype == targets.dtype == tf.int32
+    assert tuple(task.splits) == SPLITS and task.supports_caching and not task.requires_caching
+    assert task.num_input_examples("train") == 3
+
+
+def test_inputs_end_without_eos_and_targets_with_one(add):
+    example = examples(add().name)[0]
+    assert example["inputs"][-1] != 1 and list(example["targets"]).count(1) == 1
+    assert example["targets"][-1] == 1
+    assert example["inputs_pretokenized"] == (
+        b"It rained all day.\nQuestion: The street is wet. True or False?"
+    )
+    assert example["targets_pretokenized"] == b"True"
+
+
+def test_the_twin_has_one_example_per_choice(add):
+    twin = examples(add().name + "_score_eval")
+    assert [example["idx"].tolist() for example in twin] == [
+        [row, choice] for row in range(3) for choice in range(2)
+    ]
+    assert [example["targets_pretokenized"] for example in twin] == [b"True", b"False"] * 3
+    # The last row's label is hidden: none of its choices is the right one.
+    expected = [True, False, False, True, False, False]
+    assert [bool(example["is_correct"]) for example in twin] == expected
+    assert {example["weight"] for example in twin} == {np.float32(1.0)}
+
+
+def test_the_twin_is_ranked_by_t5s_metric_with_the_number_of_classes(add):
+    add()
+    (metric,) = seqio.TaskRegistry.get("super_glue_rte_GPT_3_style_score_eval").metric_fns
+    assert metric.func is metrics.rank_classification and metric.keywords == {"num_classes": 2}
+
+
+def test_the_registry_of_prompts_has_the_task_and_its_twin(add):
+    task = add()
+    assert prompted_tasks() == {task.name: task, f"{task.name}_score_eval": task.twin()}
+    assert (task.dataset, task.subset, task.template_name) == ("super_glue", "rte", "GPT-3 style")
+    assert task.fixed_choices == ("True", "False") and task.original_task
+    assert task.metrics == ("Accuracy",) and "{{premise}}" in task.prompt
+    assert task.twin().score_eval and not task.score_eval
+
+
+def test_a_template_without_choices_has_no_twin(rows_root, add):
+    task = add_prompted_task("glue", "mrpc", "generate_sentence", ["train"], root=rows_root)
+    assert not task.has_answer_choices
+    assert "glue_mrpc_generate_sentence_score_eval" not in seqio.TaskRegistry.names()
+
+
+def test_registering_twice_does_nothing_and_another_source_is_refused(add, tmp_path):
+    assert add() == add()
+    with pytest.raises(UserError, match="registered already"):
+        add(splits=("train",))
+    with pytest.raises(UserError, match="registered already"):
+        add(root=tmp_path)
+
+
+def test_fixed_choices_are_postprocessed_to_their_class():
+    assert postprocess(" True\n", label_classes=("True", "False")) == 0
+    assert postprocess("neither", label_classes=("True", "False")) == -1
+    assert postprocess(" a free answer ") == "a free answer"
+
+
+def test_glue_and_super_glue_take_t5s_metrics_and_others_the_templates():
+    def of(dataset, subset, name):
+        return task_metrics(dataset, subset, load_template(dataset, subset, name))
+
+    assert of("glue", "mrpc", "replace") == glue_utils.get_glue_metric("mrpc")
+    assert of("super_glue", "cb", "can we infer") == glue_utils.get_super_glue_metric("cb")
+    assert of("super_glue", "wsc.fixed", "p is/are r") == [metrics.accuracy]
+    assert of("super_glue", "multirc", "is… a correct answer?") == [metrics.accuracy]
+    assert of("cos_e", "v1.11", "rationale") == [metrics.bleu, metrics.rouge]
+
+
+def test_a_missing_file_and_a_broken_line_reach_the_reader_of_a_task(add, rows_root):
+    add(splits=("train", "test"))
+    task = seqio.TaskRegistry.get("super_glue_rte_GPT_3_style")
+    with pytest.raises(UserError, match=r"test\.jsonl"):
+        task.get_dataset(None, "test", shuffle=False)
+    path = rows_root / "super_glue" / "rte" / "train.jsonl"
+    path.write_text(path.read_text() + "{broken\n")
+    with pytest.raises(UserError, match="line 4"):
+        task.get_dataset(None, "train", shuffle=False)
+
+
+def test_a_missing_vocabulary_reaches_the_reader_of_a_task(add, tmp_path):
+    add(vocabulary=LazyVocabulary(str(tmp_path / "absent.model"), 100))
+    with pytest.raises(UserError, match="T0REPRO_VOCAB"):
+        examples("super_glue_rte_GPT_3_style")
+
+
+def test_a_row_that_cannot_be_rendered_is_named(tmp_path):
+    folder = tmp_path / "cos_e" / "v1.11"
+    folder.mkdir(parents=True)
+    row = '{"question": "Which?", "choices": ["a", "b"], "answer": "c"}\n'
+    (folder / "train.jsonl").write_text(row)
+    template = load_template("cos_e", "v1.11", "question_option_description_id")
+    source = PromptedSource("t", "cos_e", "v1.11", template, {"train": Split("train")}, tmp_path)
+    with pytest.raises(UserError, match=r"train\.jsonl, row 1"):
+        list(source.examples("train"))
+
+
+def test_a_limited_split_counts_and_yields_so_many_rows(add):
+    task = add(splits={"validation": Split("validation", max_rows=2)})
+    source = seqio.TaskRegistry.get(task.name).source
+    assert source.num_input_examples("validation") == len(examples(task.name, "validation")) == 2

@@ -1,0 +1,77 @@
+"""Rows on disk: both formats, and what is said when they are missing or broken."""
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from t0repro.errors import UserError
+from t0repro.tasks import rows
+
+
+def test_parquet_and_json_lines_give_the_same_rows(rows_root):
+    path = rows.rows_file(rows_root, "super_glue", "rte", "train")
+    expected = list(rows.read_rows(path))
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist(expected), path.with_name("other.parquet")
+    )
+    other = rows.rows_file(rows_root, "super_glue", "rte", "other")
+    assert list(rows.read_rows(other)) == expected
+    assert rows.count_rows(other) == rows.count_rows(path) == 3
+
+
+def test_a_dataset_without_subset_lies_in_default(tmp_path):
+    assert rows.dataset_folder(tmp_path, "imdb", None) == tmp_path / "imdb" / "default"
+
+
+def test_splits_are_found_by_their_file_names(rows_root):
+    folder = rows.dataset_folder(rows_root, "super_glue", "rte")
+    (folder / "notes.txt").touch()
+    assert rows.splits_on_disk(folder) == ["train", "validation"]
+    assert rows.splits_on_disk(rows_root / "absent") == []
+
+
+def test_a_missing_file_is_named_with_what_is_there_and_how_to_get_it(rows_root):
+    with pytest.raises(UserError) as error:
+        rows.rows_file(rows_root, "super_glue", "rte", "test")
+    text = str(error.value)
+    assert str(rows_root / "super_glue" / "rte" / "test.jsonl") in text
+    assert "train, validation" in text
+    assert "load_dataset('super_glue', 'rte', split='test')" in text
+
+
+@pytest.mark.parametrize("line", ['{"text": "open', "[1, 2]", '{"text": "\\ud800"', b"\xff\xfe"])
+def test_a_broken_line_is_named_by_file_and_number(tmp_path, line):
+    path = tmp_path / "train.jsonl"
+    broken = line if isinstance(line, bytes) else line.encode()
+    path.write_bytes(b'{"text": "fine"}\n\n' + broken + b"\n")
+    with pytest.raises(UserError, match=r"train\.jsonl, line 3"):
+        rows.count_rows(path)
+
+
+def test_a_file_that_is_not_parquet_is_named(tmp_path):
+    (tmp_path / "train.parquet").write_text("text")
+    with pytest.raises(UserError, match=r"train\.parquet"):
+        rows.count_rows(tmp_path / "train.parquet")
+
+
+def test_a_changed_file_is_counted_again(rows_root):
+    path = rows.rows_file(rows_root, "super_glue", "rte", "train")
+    assert rows.count_rows(path) == 3
+    path.write_text('{"premise": "one"}\n')
+    assert rows.count_rows(path) == 1
+
+
+def test_the_data_folder_must_be_named_and_exist(monkeypatch, tmp_path):
+    monkeypatch.delenv("T0REPRO_DATA_DIR", raising=False)
+    with pytest.raises(UserError, match="T0REPRO_DATA_DIR is not set"):
+        rows.data_folder()
+    monkeypatch.setenv("T0REPRO_DATA_DIR", str(tmp_path / "absent"))
+    with pytest.raises(UserError, match="absent"):
+        rows.data_folder()
+
+
+def test_kept_rows_are_evenly_spaced_and_as_many_as_asked_for():
+    kept = [index for index in range(1066) if rows.kept_row(index, 1066, 100)]
+    gaps = {second - first for first, second in zip(kept, kept[1:], strict=False)}
+    assert len(kept) == 100 and gaps <= {10, 11}
+    assert all(rows.kept_row(index, 50, 100) for index in range(50))

@@ -1,0 +1,93 @@
+"""The vocabulary: read when needed, the same to SeqIO and Beam, clear when it cannot be had."""
+
+import pickle
+import urllib.error
+
+import numpy as np
+import pytest
+import seqio
+
+from t0repro.errors import UserError
+from t0repro.tasks import vocabulary
+from t0repro.tasks.demo_specs import VOCABULARY
+from t0repro.tasks.vocabulary import LazyVocabulary, default_vocabulary
+
+
+def test_the_default_is_t5s_with_100_extra_ids(monkeypatch):
+    monkeypatch.delenv("T0REPRO_VOCAB", raising=False)
+    default = default_vocabulary()
+    assert default.sentencepiece_model_file == (
+        "gs://t5-data/vocabs/cc_all.32000.100extra/sentencepiece.model"
+    )
+    assert default.extra_ids == 100
+
+
+def test_a_local_copy_overrides_the_address(monkeypatch):
+    monkeypatch.setenv("T0REPRO_VOCAB", str(VOCABULARY))
+    assert default_vocabulary().sentencepiece_model_file == str(VOCABULARY)
+
+
+def test_it_encodes_as_seqios_own_and_is_equal_to_it():
+    ours, seqios = (
+        kind(str(VOCABULARY), 100) for kind in (LazyVocabulary, seqio.SentencePieceVocabulary)
+    )
+    text = "Did the reviewer enjoy the movie?"
+    assert ours == seqios and ours.vocab_size == seqios.vocab_size
+    ids = ours.encode(text)
+    assert ids == seqios.encode(text) == list(ours.encode_tf(text).numpy())
+    assert ours.decode_tf(np.array(ids, np.int32)).numpy().decode() == ours.decode(ids) == text
+
+
+def test_it_survives_pickling_unread_and_read():
+    original = LazyVocabulary(str(VOCABULARY), 100)
+    unread = pickle.loads(pickle.dumps(original))
+    original.load_model()
+    read = pickle.loads(pickle.dumps(original))
+    assert unread == read == original and read.encode("yes") == original.encode("yes")
+
+
+def test_a_missing_file_says_how_to_get_it(tmp_path):
+    with pytest.raises(UserError, match="T0REPRO_VOCAB") as error:
+        LazyVocabulary(str(tmp_path / "absent.model"), 100).encode("text")
+    assert "absent.model" in str(error.value)
+
+
+def test_a_file_of_another_kind_is_named(tmp_path):
+    path = tmp_path / "text.model"
+    path.write_text("not a model")
+    with pytest.raises(UserError, match="not a SentencePiece model"):
+        LazyVocabulary(str(path), 100).encode("text")
+
+
+def test_an_unreachable_bucket_is_asked_once_and_named(monkeypatch, tmp_path):
+    asked = []
+
+    def no_network(url, timeout):
+        asked.append((url, timeout))
+        raise urllib.error.URLError("no network")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(vocabulary.urllib.request, "urlopen", no_network)
+    with pytest.raises(UserError, match="cannot be reached") as error:
+        LazyVocabulary(vocabulary.DEFAULT_ADDRESS, 100).encode("text")
+    assert "T0REPRO_VOCAB" in str(error.value) and "gs://t5-data" in str(error.value)
+    assert asked == [
+        (
+            "https://storage.googleapis.com/t5-data/vocabs/cc_all.32000.100extra/sentencepiece.model",
+            vocabulary.TIMEOUT_SECONDS,
+        )
+    ]
+
+
+def test_a_fetched_vocabulary_is_kept(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    copy = tmp_path / "t0repro" / "bucket" / "a.model"
+    copy.parent.mkdir(parents=True)
+    copy.write_bytes(VOCABULARY.read_bytes())
+    plain = LazyVocabulary(str(VOCABULARY), 100)
+    assert LazyVocabulary("gs://bucket/a.model", 100).encode("yes") == plain.encode("yes")
+
+
+def test_t5s_vocabulary_encodes_a_known_sentence(shared_vocab):
+    ids = LazyVocabulary(str(shared_vocab), 100).encode("The house is wonderful.")
+    assert ids == [37, 629, 19, 1627, 5]
