@@ -146,9 +146,7 @@ def _add(
     )
 
 
-def tokenize(
-    dataset: tf.data.Dataset, output_features: Mapping[str, seqio.Feature]
-) -> tf.data.Dataset:
+def tokenize(dataset: tf.data.Dataset, output_features: Mapping[str, Any]) -> tf.data.Dataset:
     """SeqIO's tokenize, with the vocabularies read beforehand.
 
     Read while AutoGraph traces, a missing one would end as its StagingError, not as a UserError.
