@@ -1,0 +1,138 @@
+"""t5_mesh_transformer --backend=jax: the files of a run, and what it refuses."""
+
+import json
+import shutil
+from pathlib import Path
+
+import mesh_commands as commands
+import pytest
+
+from t0repro.evaluation.outputs import find_tasks, read_task_scores
+
+pytestmark = pytest.mark.mtf
+
+JAX = "--backend=jax"
+
+
+def rows(model_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (model_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def run(server, tmp_path_factory) -> Path:
+    """A model_dir that JAX trained for four steps and evaluated at both of its checkpoints."""
+    model_dir = tmp_path_factory.mktemp("jax") / "model"
+    code, text = server.run([f"--model_dir={model_dir}", *commands.TRAIN, JAX])
+    assert code == 0, text
+    scores = model_dir / "scored"
+    evaluate = commands.evaluate(model_dir, "score_eval", "tiny_eval", JAX)
+    code, text = server.run(
+        [
+            *evaluate,
+            "--gin_param=run.eval_checkpoint_step = 'all'",
+            f"--gin_param=save_scores.scores_filename = '{scores}'",
+        ]
+    )
+    assert code == 0, text
+    return model_dir
+
+
+def test_training_leaves_checkpoints_commands_metrics_and_events(run):
+    assert {path.name for path in run.glob("checkpoint_*")} == {"checkpoint_2", "checkpoint_4"}
+    trained = [row for row in rows(run) if row["split"] == "train"]
+    assert [row["step"] for row in trained] == [1, 2, 3, 4]
+    assert all(row["loss"] > 0 and row["learning_rate"] > 0 for row in trained)
+    assert "--backend=jax" in (run / "commands" / "command").read_text()
+    assert list(run.glob("events.out.tfevents.*"))
+
+
+def test_evaluation_leaves_mesh_tensorflows_files_and_a_metrics_line_for_each_task(run):
+    folder = run / "validation_eval"
+    tasks = find_tasks(folder)
+    assert tasks and all(steps == [2, 4] for steps in tasks.values())
+    for scores in read_task_scores(folder, 4):
+        assert scores.is_correct.any() and (scores.score < 0).all()
+    judged = [row for row in rows(run) if row["split"] == "validation"]
+    assert {(row["task"], row["step"]) for row in judged} == {
+        (task, step) for task in tasks for step in (2, 4)
+    }
+    assert all("accuracy" in row for row in judged)
+
+
+def test_save_scores_writes_a_score_a_target_and_a_length_for_each_pair(run):
+    pairs = sum(len(scores.score) for scores in read_task_scores(run / "validation_eval", 4))
+    lines = {
+        suffix: (run / f"scored.{suffix}").read_text().splitlines()
+        for suffix in ("scores", "targets", "lengths")
+    }
+    assert {suffix: len(found) for suffix, found in lines.items()} == dict.fromkeys(lines, pairs)
+    assert all(float(score) < 0 and int(n) > 0 for score, n in zip(*_columns(lines), strict=True))
+
+
+def _columns(lines: dict[str, list[str]]) -> tuple[list[str], list[str]]:
+    return lines["scores"], lines["lengths"]
+
+
+def test_mesh_tensorflow_reads_the_operative_config_that_jax_wrote(run, server, tmp_path):
+    flags = [
+        f"--model_dir={tmp_path / 'mtf'}",
+        "--module_import=tiny_tasks",
+        f"--gin_file={run / 'operative_config.gin'}",
+        "--gin_param=run.train_steps = 1",
+    ]
+    code, text = server.run(flags)
+    assert code == 0, text
+    assert (tmp_path / "mtf" / "model.ckpt-1.index").exists()
+
+
+def test_a_model_dir_of_mesh_tensorflows_is_evaluated_and_trained_on(trained, server, tmp_path):
+    model_dir = shutil.copytree(trained[0], tmp_path / "model")
+    code, text = server.run(commands.evaluate(model_dir, "score_eval", "tiny_eval", JAX))
+    assert code == 0, text
+    assert all(4 in steps for steps in find_tasks(model_dir / "validation_eval").values())
+    more = ["--gin_param=run.train_steps = 6"]
+    code, text = server.run([f"--model_dir={model_dir}", *commands.TRAIN, *more, JAX])
+    assert code == 0, text
+    assert (model_dir / "checkpoint_6").is_dir()
+
+
+@pytest.mark.parametrize("mode", ["eval", "perplexity_eval", "infer"])
+def test_a_mode_that_jax_does_not_run_is_refused_by_name(run, server, mode):
+    code, text = server.run(commands.evaluate(run, mode, "tiny_eval", JAX))
+    assert code == 2
+    assert f"mode {mode!r}" in text and "--backend=mtf" in text and "Traceback" not in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "part"),
+    [
+        (["--gin_param=run.train_stepz = 3"], "doesn't have a parameter named 'train_stepz'"),
+        (["--gin_param=DenseReluDense.use_bias = True"], "DenseReluDense.use_bias"),
+        (["--gin_param=MIXTURE_NAME = 'tiny_trian'"], "'tiny_train'"),
+        (["--gin_param=MIXTURE_NAME = 'tiny_missing_rows'"], "load_dataset"),
+        (["--gin_param=mesh_train_dataset_fn.use_cached = True"], "seqio_cache_tasks"),
+        (["--gin_file=score_eval.gin"], "No checkpoint to evaluate"),
+        (["--gin_param=run.init_checkpoint = 'no/model.ckpt-1'"], "no/model.ckpt-1"),
+        (["--use_model_api"], "--use_model_api"),
+    ],
+)
+def test_bad_input_ends_with_a_message_and_exit_code_2_and_writes_nothing(
+    server, tmp_path, flags, part
+):
+    model_dir = tmp_path / "new"
+    code, text = server.run([f"--model_dir={model_dir}", *commands.TRAIN, *flags, JAX])
+    assert code == 2, text
+    assert part in text and "Traceback" not in text
+    assert not model_dir.exists()
+
+
+def test_a_checkpoint_that_lacks_a_shard_or_fits_another_vocabulary_is_refused(
+    trained, server, tmp_path
+):
+    model_dir = shutil.copytree(trained[0], tmp_path / "model")
+    other = commands.evaluate(model_dir, "score_eval", "tiny_bytes", JAX)
+    code, text = server.run(other)
+    assert code == 2 and "--vocab" in text
+    (model_dir / "model.ckpt-4.data-00001-of-00002").unlink()
+    code, text = server.run(commands.evaluate(model_dir, "score_eval", "tiny_eval", JAX))
+    assert code == 2 and "model.ckpt-4.data-00001-of-00002" in text and "Traceback" not in text
