@@ -5,10 +5,12 @@ end.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import shutil
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, get_args
 
@@ -272,16 +274,31 @@ def _write_tensors(
     """Writes each tensor that is not there yet; returns how many were."""
     description = f"Converting step {report.target.step} to {report.target.format}"
     resumed = 0
-    with byte_progress(description, report.bytes) as done, staged.log() as enter:
+    noted = set(staged.digests)
+    with (
+        byte_progress(description, report.bytes) as done,
+        staged.log() as enter,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        build = functools.partial(_build, reader)
+        new = [output for output in plan.outputs if output.name not in noted]
+        # While one tensor is written, the next is read: two are in memory, and no more.
+        ahead = {output.name: pool.submit(build, output) for output in new[:1]}
+        following = dict(zip((output.name for output in new), new[1:], strict=False))
         for output in plan.outputs:
-            there = _kept(writer, output, staged)
-            if there:
+            if output.name in noted and _kept(writer, output, staged):
                 resumed += bool(output.keys)
             else:
-                array = output.build([reader.read(key) for key in output.keys])
-                enter(output, array, lambda o=output, a=array: writer.add(o, a))
+                array = (ahead.pop(output.name, None) or pool.submit(build, output)).result()
+                if after := following.get(output.name):
+                    ahead[after.name] = pool.submit(build, after)
+                enter(output, array, functools.partial(writer.add, output, array))
             done(output.info.nbytes)
     return resumed
+
+
+def _build(reader: CheckpointReader, output: Output) -> np.ndarray:
+    return output.build([reader.read(key) for key in output.keys])
 
 
 def _kept(writer: Writer, output: Output, staged: staging.Staged) -> bool:

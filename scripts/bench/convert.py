@@ -1,0 +1,118 @@
+"""Time and memory of converting a synthetic T5 1.1, beside the machine's own copy of its bytes.
+
+    python scripts/bench/convert.py                # XL: 2.85e9 parameters, 11.4 GB in float32
+    python scripts/bench/convert.py --size base --to jax hf
+
+Each conversion runs in a process of its own, whose peak resident memory is the kernel's figure
+(ru_maxrss). The copy is `cp` of the source's files and `fsync`. To reach: at most 2.5 times that,
+at most 2.5 GB. Files go to a temporary directory (three times the model must be free) and are
+removed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+SIZES = {
+    "small": (8, 512, 1024, 6, 64),
+    "base": (12, 768, 2048, 12, 64),
+    "large": (24, 1024, 2816, 16, 64),
+    "XL": (24, 2048, 5120, 32, 64),
+}
+VOCABULARY, BUCKETS = 32128, 32
+
+
+def write_source(directory: Path, size: str) -> int:
+    """Writes a Mesh TensorFlow checkpoint with random values, without slots; returns its bytes."""
+    import numpy as np
+
+    from t0repro.converters import layout
+    from t0repro.converters.family import Family
+    from t0repro.converters.tensor_bundle import BundleWriter
+
+    layers, d_model, d_ff, heads, d_kv = SIZES[size]
+    sizes = (d_model, d_ff, heads, d_kv, VOCABULARY, BUCKETS)
+    family = Family(layers, layers, *sizes, ("wi_0", "wi_1"), False)
+    directory.mkdir()
+    writer = BundleWriter(directory / "model.ckpt-1000")
+    writer.add("global_step", np.asarray(1000, np.int64))
+    generator = np.random.default_rng(0)
+    for path, shape in family.parameters().items():
+        writer.add(str(layout.path_to_mtf(path)), generator.standard_normal(shape, np.float32))
+    writer.close()
+    return sum(file.stat().st_size for file in directory.iterdir())
+
+
+def measure_copy(source: Path, target: Path) -> float:
+    """Seconds for `cp` of a directory until it is on the disk."""
+    started = time.perf_counter()
+    subprocess.run(["cp", "-r", source, target], check=True)
+    for file in target.iterdir():
+        descriptor = os.open(file, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+    return time.perf_counter() - started
+
+
+def measure_conversion(source: Path, target: Path, to: str) -> tuple[float, float]:
+    """Seconds and peak resident memory in GB of one conversion, in a process of its own."""
+    started = time.perf_counter()
+    command = [sys.executable, __file__, "--convert", str(source), str(target), to]
+    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return time.perf_counter() - started, int(output.split()[-1]) / 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--size", choices=SIZES, default="XL")
+    parser.add_argument("--to", nargs="+", default=["jax", "hf", "t5x", "mtf"])
+    parser.add_argument("--directory", help="where the temporary directory goes")
+    parser.add_argument("--convert", nargs=3, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.convert:
+        from t0repro.converters.convert import convert
+
+        convert(*arguments.convert)
+        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)  # kB on Linux
+        return
+    root = Path(tempfile.mkdtemp(dir=arguments.directory))
+    try:
+        nbytes = write_source(root / "source", arguments.size)
+        print(
+            f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, load"
+            f" {os.getloadavg()[0]:.1f}; T5 1.1 {arguments.size}, {nbytes / 1e9:.2f} GB"
+        )
+        copy = measure_copy(root / "source", root / "copy")
+        shutil.rmtree(root / "copy")
+        print(f"copy: {copy:.1f} s, {nbytes / 1e9 / copy:.2f} GB/s")
+        for to in arguments.to:
+            seconds, peak = measure_conversion(root / "source", root / to, to)
+            print(
+                f"mtf to {to}: {seconds:.1f} s, {seconds / copy:.2f} times the copy;"
+                f" peak memory {peak:.2f} GB",
+                flush=True,
+            )
+            if to != "mtf":
+                back, peak = measure_conversion(root / to, root / "back", "mtf")
+                print(
+                    f"{to} to mtf: {back:.1f} s, {back / copy:.2f} times the copy;"
+                    f" peak memory {peak:.2f} GB",
+                    flush=True,
+                )
+                shutil.rmtree(root / "back")
+            shutil.rmtree(root / to)
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()
