@@ -70,6 +70,6 @@ say "6/6  the report"
 t0repro report make "$model/validation_eval" --out "$run/report" --checkpoint "$model" \
   --module-import "$MODULE" --train-mixture "$MIXTURE_NAME" --metrics "$model/metrics.jsonl" \
   --label jax --other "mtf=$run/model_mtf/validation_eval" \
-  --losses "mtf=$run/continued_mtf/metrics.jsonl" --losses "jax=$run/continued_jax/metrics.jsonl" \
+  --losses "mtf=$run/continued_mtf/metrics.jsonl" "jax=$run/continued_jax/metrics.jsonl" \
   --conversion "$run/conversion.txt"
 say "done: open $run/report/report.html"

@@ -56,6 +56,8 @@ _USELESS_LOG_LINES = (
     "system_path_file_exists:",
     "eval_on_tpu ignored",
     "Using default tf glorot_uniform_initializer",
+    "global step (tf.train.get_global_step) has not been increased",  # asked in mid-step
+    "AUC-pr and AUC-roc are not supported when num_classes > 2",  # of t5's rank classification
 )
 
 # Modules whose Python warnings concern code that no user of this package can change.
@@ -96,7 +98,6 @@ def install() -> None:
             "mesh_tensorflow was imported before t0repro.mesh.compat.install(): call install() "
             "first."
         )
-    let_gin_config_come_first()
     quiet_logs()
     restore_register_tensor_conversion_function()
     restore_estimator_api_name()
@@ -107,22 +108,6 @@ def install() -> None:
     keep_ids_when_scoring()
     decode_to_text_when_inferring()
     _installed = True
-
-
-def let_gin_config_come_first() -> None:
-    """Looks for gin-config before the checkout's folder gin/, which `python -m` and `-c` put first.
-
-    Only a Python started in the root of a checkout is concerned: '' stands first in its sys.path
-    then, and that folder, packaged as t0repro.gin, would be imported as `gin`.
-    """
-    spec = importlib.util.find_spec("gin") if "gin" not in sys.modules else None
-    ours = importlib.util.find_spec("t0repro.gin")
-    if spec is None or ours is None or spec.origin is None or ours.origin is None:
-        return
-    if os.path.realpath(spec.origin) == os.path.realpath(ours.origin):
-        root = os.path.dirname(os.path.dirname(os.path.realpath(ours.origin)))
-        ahead = [entry for entry in sys.path if os.path.realpath(entry or os.getcwd()) == root]
-        sys.path[:] = [entry for entry in sys.path if entry not in ahead] + ahead
 
 
 def quiet_logs() -> None:
