@@ -18,7 +18,7 @@ if [[ -n ${T0REPRO_DATA_DIR:-} ]]; then
   : "${T0REPRO_VOCAB:?set T0REPRO_VOCAB to a copy of the T5 sentencepiece.model as well}"
   name=small
   # Longer texts, and a vocabulary of 32,128 whose softmax takes most of the time.
-  export INPUTS_LENGTH=${INPUTS_LENGTH:-256} TRAIN_STEPS=${TRAIN_STEPS:-600}
+  export INPUTS_LENGTH=${INPUTS_LENGTH:-256} TRAIN_STEPS=${TRAIN_STEPS:-500}
 else
   name=demo
   export TRAIN_STEPS=${TRAIN_STEPS:-400}
