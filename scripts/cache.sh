@@ -43,6 +43,7 @@ if ((status)); then exit "$status"; fi
 processes=()
 number=0
 mkdir -p "$logs"
+rm -f "$logs"/*.log
 while read -r tasks; do
   number=$((number + 1))
   .venv/bin/seqio_cache_tasks --tasks="$tasks" --output_cache_dir="$CACHE_DIR" \
@@ -52,13 +53,15 @@ while read -r tasks; do
   processes+=($!)
 done <"$plan"
 
-count() { find "$CACHE_DIR" -mindepth 2 -maxdepth 2 -name COMPLETED | wc -l; }
+# Beam writes a task's files at the very end: until then, how many splits it has begun to read.
+count() { find "$CACHE_DIR" -mindepth 2 -maxdepth 2 -name COMPLETED 2>/dev/null | wc -l || true; }
+begun() { cat "$logs"/*.log | grep -c 'Processing shard' || true; }
 last=0
 while jobs -rp | grep -q .; do
   sleep 1
   if ((SECONDS - started >= last + 10)); then
     last=$((SECONDS - started))
-    echo "  $(count) tasks cached after $last s"
+    echo "  $(begun) splits read, $(count) tasks cached after $last s"
   fi
 done
 
