@@ -110,6 +110,78 @@ def make(
     _print(report, paths)
 
 
+_Modules = Annotated[
+    list[str] | None,
+    typer.Option(help="A module that registers the tasks, to group them by dataset; repeatable."),
+]
+
+
+@app.command("compare")
+def compare_command(
+    runs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[LABEL=]A [LABEL=]B ...",
+            help="Folders of rank-eval, or <split>_eval folders; all are compared with the first.",
+        ),
+    ],
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Folder for compare.json, .md and .html.")
+    ] = None,
+    module_import: _Modules = None,
+    resamples: Annotated[int, typer.Option(help="Bootstrap resamples.", min=100)] = 1000,
+    seed: Annotated[int, typer.Option(help="Seed of the bootstrap.")] = 0,
+) -> None:
+    """Compare runs: paired bootstrap and McNemar's test per dataset, agreement, flipped examples.
+
+    Example: t0repro report compare mtf=runs/mtf/eval jax=runs/jax/eval --out runs/compared
+    """
+    from t0repro.errors import UserError
+    from t0repro.evaluation.compare_runs import compare_runs, evaluation_of
+    from t0repro.evaluation.pages import comparison_sections, write_comparison
+    from t0repro.evaluation.report import Bootstrap
+    from t0repro.evaluation.terminal import print_sections
+    from t0repro.evaluation.training_tasks import load_prompts
+
+    if len(runs) < 2:
+        raise UserError("One run alone cannot be compared.", fix="Name two folders or more.")
+    prompts = load_prompts(module_import or ())
+    found = [_labelled(run) for run in runs]
+    named = [(label or path.resolve().name, evaluation_of(path)) for label, path in found]
+    if len({label for label, _ in named}) < len(named):
+        named = [(chr(ord("A") + at), folder) for at, (_, folder) in enumerate(named)]
+    comparisons = compare_runs(named, prompts, Bootstrap(replicates=resamples, seed=seed))
+    print_sections(comparison_sections(comparisons))
+    for path in write_comparison(comparisons, out) if out else []:
+        typer.echo(f"wrote {path}")
+
+
+@app.command()
+def history(
+    eval_dir: Annotated[
+        Path, typer.Argument(metavar="DIR", help="A <split>_eval folder with several steps.")
+    ],
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Folder for history.json, .md and .html.")
+    ] = None,
+    module_import: _Modules = None,
+) -> None:
+    """Show accuracy by checkpoint, a curve for each dataset.
+
+    Example: t0repro report history runs/demo/model/validation_eval --out runs/demo/history
+    """
+    from t0repro.evaluation.compare_runs import evaluation_of
+    from t0repro.evaluation.history import read_history
+    from t0repro.evaluation.pages import history_sections, write_history
+    from t0repro.evaluation.terminal import print_sections
+    from t0repro.evaluation.training_tasks import load_prompts
+
+    found = read_history(evaluation_of(eval_dir), load_prompts(module_import or ()))
+    print_sections(history_sections(found))
+    for path in write_history(found, out) if out else []:
+        typer.echo(f"wrote {path}")
+
+
 def _labelled(value: str) -> tuple[str | None, Path]:
     """LABEL=PATH, or a path alone."""
     label, separator, path = value.partition("=")

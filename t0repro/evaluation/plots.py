@@ -12,7 +12,8 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from t0repro.evaluation.report import DatasetResult, LossCurve, PromptResult
+from t0repro.evaluation.published import family_of
+from t0repro.evaluation.report import DatasetResult, LossCurve, PromptResult, PublishedFigure
 
 _SVG = "http://www.w3.org/2000/svg"
 _XLINK = "http://www.w3.org/1999/xlink"
@@ -45,12 +46,15 @@ _SETTINGS: dict[Any, Any] = {
 }
 
 
-def accuracy_plot(datasets: Sequence[DatasetResult], label: str) -> str:
+def accuracy_plot(
+    datasets: Sequence[DatasetResult], label: str, published: Sequence[PublishedFigure] = ()
+) -> str:
     """A row per dataset: box and dots over prompts, chance, and the mean with its interval.
 
     Args:
       datasets: at least one.
       label: what assistive technology reads.
+      published: figures to draw as lines in the rows of their datasets.
     """
     import matplotlib
 
@@ -62,6 +66,7 @@ def accuracy_plot(datasets: Sequence[DatasetResult], label: str) -> str:
         tips: dict[str, str] = {}
         for row, dataset in enumerate(datasets):
             _draw_dataset(axes, len(datasets) - 1 - row, dataset, row, tips)
+            _draw_published(axes, len(datasets) - 1 - row, dataset, row, published, tips)
         axes.set_yticks(range(len(datasets)), names[::-1])
         axes.set_ylim(-0.6, len(datasets) - 0.4)
         axes.set_xlim(-2, 102)
@@ -70,6 +75,115 @@ def accuracy_plot(datasets: Sequence[DatasetResult], label: str) -> str:
         axes.set_axisbelow(True)
         axes.tick_params(length=0)
         return _inline(figure, label, tips)
+
+
+def _draw_published(
+    axes,
+    y: float,
+    dataset: DatasetResult,
+    row: int,
+    published: Sequence[PublishedFigure],
+    tips: dict[str, str],
+) -> None:
+    """A line above the row's box for each figure, solid for a mean and dotted for a median."""
+    figures = [found for found in published if found.dataset == family_of(dataset.dataset)]
+    for number, found in enumerate(figures):
+        name = f"published-{row}-{number}"
+        axes.plot(
+            [found.value] * 2,
+            [y + 0.24, y + 0.44],
+            color=_ROLES["ink"],
+            linewidth=1.4,
+            linestyle="solid" if found.statistic == "mean" else (0, (1, 1)),
+            gid=name,
+        )
+        tips[name] = (
+            f"{found.model}, {found.dataset}: {found.statistic} {found.value:g}%\n{found.source}"
+        )
+
+
+def calibration_plot(datasets: Sequence[DatasetResult], label: str) -> str:
+    """Accuracy against confidence, a dot for each dataset's bin; the diagonal is perfect."""
+    import matplotlib
+
+    with matplotlib.rc_context(_SETTINGS):
+        figure, axes = _figure(3.6, left=0.09)
+        axes.plot([0, 100], [0, 100], color=_ROLES["chance"], linewidth=1.2, linestyle="--")
+        tips: dict[str, str] = {}
+        for row, dataset in enumerate(datasets):
+            for at, found in enumerate(dataset.calibration.bins if dataset.calibration else ()):
+                name = f"bin-{row}-{at}"
+                axes.plot(
+                    [found.confidence],
+                    [found.accuracy],
+                    marker="o",
+                    markersize=4 + min(found.examples, 1000) ** 0.5 / 5,
+                    markeredgewidth=0,
+                    alpha=0.6,
+                    color=_ROLES["accent"],
+                    gid=name,
+                )
+                tips[name] = (
+                    f"{dataset.dataset}: {found.accuracy:.1f}% right at a confidence of"
+                    f" {found.confidence:.1f}%, {found.examples} predictions"
+                )
+        axes.set_xlim(-2, 102)
+        axes.set_ylim(-4, 104)
+        axes.set_xlabel("confidence, percent")
+        axes.set_ylabel("accuracy, percent")
+        axes.grid(linewidth=0.7)
+        axes.set_axisbelow(True)
+        axes.tick_params(length=0)
+        return _inline(figure, label, tips)
+
+
+def history_plot(steps: Sequence[int], curves: Mapping[str, Sequence[float]], label: str) -> str:
+    """Mean accuracy over prompts by step, a line for each dataset, named at its end."""
+    import matplotlib
+    from matplotlib.ticker import MaxNLocator
+
+    with matplotlib.rc_context(_SETTINGS):
+        figure, axes = _figure(0.9 + max(2.8, 0.25 * len(curves)), left=0.09)
+        box = axes.get_position()
+        axes.set_position((box.x0, box.y0, box.width - 0.22, box.height))
+        tips: dict[str, str] = {}
+        places = _spread({name: values[-1] for name, values in curves.items()}, 100 / 24)
+        for number, (name, values) in enumerate(curves.items()):
+            axes.plot(steps, values, color=_ROLES["accent"], linewidth=1.4, alpha=0.75)
+            for at, (step, value) in enumerate(zip(steps, values, strict=True)):
+                mark = f"history-{number}-{at}"
+                axes.plot(
+                    [step], [value], marker="o", markersize=4, color=_ROLES["accent"], gid=mark
+                )
+                tips[mark] = f"{name}, step {step}: {value:.1f}%"
+            axes.annotate(
+                _shortened(name, 24),
+                (steps[-1], values[-1]),
+                (1.02, places[name] / 100),
+                textcoords="axes fraction",
+                va="center",
+                color=_ROLES["muted"],
+            )
+        axes.set_ylim(0, 100)
+        axes.set_xlabel("step")
+        axes.set_ylabel("accuracy, percent")
+        axes.grid(axis="y", linewidth=0.7)
+        axes.set_axisbelow(True)
+        axes.tick_params(length=0)
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        axes.ticklabel_format(axis="x", style="plain", useOffset=False)
+        return _inline(figure, label, tips)
+
+
+def _spread(values: Mapping[str, float], gap: float) -> dict[str, float]:
+    """Places for labels, near their values and at least `gap` apart where there is room."""
+    places: dict[str, float] = {}
+    low = 0.0
+    for name in sorted(values, key=lambda name: values[name]):
+        places[name] = max(values[name], low)
+        low = places[name] + gap
+    beyond = max(places.values()) - 100
+    return {name: place - max(beyond, 0) for name, place in places.items()}
 
 
 def loss_plot(curve: LossCurve, label: str) -> str:

@@ -191,7 +191,7 @@ def rank_eval(
         vocabulary, or a NaN score (naming task, example and step).
     """
     from t0repro.evaluation.rank_tasks import check_vocabulary, ranked_tasks, read_task
-    from t0repro.training.metrics import MetricsManager
+    from t0repro.training.metrics import MetricsManager, event_writer
 
     names = tuple(ranked_tasks(mixture, settings.split))
     rows = checkpoint.model.config.vocab_size
@@ -218,7 +218,7 @@ def rank_eval(
         )
     journal = Journal(Path(out) / "scores" / _scores_key(checkpoint) / "pairs.bin")
     run = _Run(checkpoint, tasks, settings, vocabulary, journal)
-    metrics = MetricsManager(out, sys.maxsize)
+    metrics = MetricsManager(out, writers=[event_writer(out)])
     try:
         seconds = run.score(
             say, lambda task, result: _record(folder, keys, run, metrics, task, result)

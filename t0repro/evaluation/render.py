@@ -7,8 +7,8 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from t0repro.evaluation.plots import accuracy_plot, loss_plot, prompt_tip
-from t0repro.evaluation.report import GROUP_TITLES, DatasetResult, Report
+from t0repro.evaluation.plots import accuracy_plot, calibration_plot, loss_plot, prompt_tip
+from t0repro.evaluation.report import GROUP_TITLES, DatasetResult, Report, TaskCost
 from t0repro.evaluation.terminal import (
     loss_cells,
     losses_in_words,
@@ -38,26 +38,31 @@ def write_report(report: Report, out: str | os.PathLike[str]) -> list[Path]:
 
 def render_html(report: Report) -> str:
     """The page, with its style, script and plots inside it: it requests nothing."""
-    import jinja2
     import markupsafe
 
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_TEMPLATES),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        keep_trailing_newline=True,
-    )
     groups = [(group, _members(report, group.group)) for group in report.groups]
     curve = report.loss_curve
-    return environment.get_template("report.html").render(
+    template = template_environment().get_template("report.html")
+    return template.render(
         report=report,
         written=_written(report),
         counts={"datasets": _count_datasets(report), "prompts": _count_prompts(report)},
         confidence=_confidence(report),
         plots=[
-            (group, markupsafe.Markup(accuracy_plot(members, f"Accuracy, {group.title}")))
+            (
+                group,
+                markupsafe.Markup(
+                    accuracy_plot(members, f"Accuracy, {group.title}", report.published)
+                ),
+            )
             for group, members in groups
         ],
+        calibration_svg=markupsafe.Markup(calibration_plot(report.datasets, "Calibration"))
+        if any(dataset.calibration for dataset in report.datasets)
+        else None,
+        extras=extra_names(report),
+        extra_titles=EXTRA_TITLES,
+        shown_tasks=_slowest_and_longest(report),
         loss_svg=markupsafe.Markup(loss_plot(curve, "Training loss by step")) if curve else None,
         stack_lines=scores_in_words(report.stacks) if report.stacks else [],
         loss_line=losses_in_words(report.losses) if report.losses else None,
@@ -67,8 +72,20 @@ def render_html(report: Report) -> str:
         provenance=_provenance(report),
         method=_method(report),
         tip=prompt_tip,
-        css=_asset("report.css"),
-        script=_asset("report.js"),
+        css=asset("report.css"),
+        script=asset("report.js"),
+    )
+
+
+def template_environment():
+    """Jinja over the package's templates; text is escaped."""
+    import jinja2
+
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_TEMPLATES),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        keep_trailing_newline=True,
     )
 
 
@@ -84,7 +101,8 @@ def render_markdown(report: Report) -> str:
         "## Accuracy by dataset",
         _datasets_table(report.datasets),
         "## Prompts",
-        _prompts_table(report.datasets),
+        _prompts_table(report.datasets, extra_names(report)),
+        *_diagnostics_parts(report),
     ]
     if report.stacks or report.losses:
         parts.append("## The two stacks")
@@ -98,7 +116,7 @@ def render_markdown(report: Report) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _asset(name: str):
+def asset(name: str):
     """A file of ours put into the page as it is."""
     import markupsafe
 
@@ -107,6 +125,29 @@ def _asset(name: str):
 
 def _members(report: Report, group: str) -> list[DatasetResult]:
     return [dataset for dataset in report.datasets if dataset.group == group]
+
+
+EXTRA_TITLES = {
+    "target_length": "divided by target length",
+    "calibrated": "calibrated by a content-free input",
+}
+_TASKS_SHOWN = 10
+
+
+def extra_names(report: Report) -> list[str]:
+    """The definitions that are reported beside T0's."""
+    return list(
+        dict.fromkeys(
+            name for dataset in report.datasets for p in dataset.prompts for name in p.extras
+        )
+    )
+
+
+def _slowest_and_longest(report: Report) -> list[TaskCost]:
+    """The tasks that took most seconds and those with the longest inputs, each once."""
+    slowest = sorted(report.tasks, key=lambda cost: -cost.seconds)[:_TASKS_SHOWN]
+    longest = sorted(report.tasks, key=lambda cost: -cost.longest_input)[:_TASKS_SHOWN]
+    return list(dict.fromkeys([*slowest, *longest]))
 
 
 def _count_datasets(report: Report) -> int:
@@ -129,14 +170,18 @@ def _confidence(report: Report) -> str:
 
 def _provenance(report: Report) -> list[tuple[str, str]]:
     source = report.provenance
-    seconds = source.duration_seconds
+    seconds, energy = source.duration_seconds, source.energy_joules
     return [
         ("Run", source.label),
         ("Checkpoint", source.checkpoint or "not recorded"),
+        ("Checkpoint's hash", source.checkpoint_hash or "not recorded"),
         ("Step", str(source.step)),
         ("Evaluation", source.eval_dir),
         ("Device", source.device or "not recorded"),
         ("Duration", f"{seconds:.1f} s" if seconds is not None else "not recorded"),
+        ("Energy", f"{energy:.0f} J" if energy is not None else "the device does not tell"),
+        ("Templates' hash", source.templates_hash or "not recorded"),
+        ("Data's hash", source.data_revision or "not recorded"),
         ("Code", f"git {source.git_commit}" if source.git_commit else "not a git checkout"),
         ("Report written", _written(report)),
     ]
@@ -163,7 +208,7 @@ def _method(report: Report) -> list[str]:
 # Markdown ----------------------------------------------------------------------------------------
 
 
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A Markdown table, the first column to the left."""
     lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
     return "\n".join("| " + " | ".join(_cell(cell) for cell in line) + " |" for line in lines)
@@ -193,7 +238,7 @@ def _groups_table(report: Report) -> str:
         ]
         for group in report.groups
     ]
-    return _table(header, rows)
+    return markdown_table(header, rows)
 
 
 def _datasets_table(datasets: Sequence[DatasetResult]) -> str:
@@ -217,12 +262,12 @@ def _datasets_table(datasets: Sequence[DatasetResult]) -> str:
         ]
         for dataset in datasets
     ]
-    return _table(header, rows)
+    return markdown_table(header, rows)
 
 
-def _prompts_table(datasets: Sequence[DatasetResult]) -> str:
+def _prompts_table(datasets: Sequence[DatasetResult], extras: Sequence[str]) -> str:
     header = ["dataset", "prompt", "examples", "accuracy", "interval", "chance", "ties"]
-    header.append("not a choice")
+    header += ["not a choice", *(EXTRA_TITLES.get(name, name) for name in extras)]
     rows = [
         [
             dataset.dataset,
@@ -233,11 +278,44 @@ def _prompts_table(datasets: Sequence[DatasetResult]) -> str:
             f"{prompt.chance:.1f}",
             str(prompt.ties),
             str(prompt.unanswerable),
+            *(f"{prompt.extras[n]:.1f}" if n in prompt.extras else "" for n in extras),
         ]
         for dataset in datasets
         for prompt in dataset.prompts
     ]
-    return _table(header, rows)
+    return markdown_table(header, rows)
+
+
+def _diagnostics_parts(report: Report) -> list[str]:
+    """Calibration, flips between prompts, published figures and the tasks' cost."""
+    parts = [
+        "## Sureness and agreement of prompts",
+        markdown_table(
+            ["dataset", "calibration error", "examples that prompts disagree on"],
+            [
+                [
+                    dataset.dataset,
+                    f"{dataset.calibration.error:.1f}" if dataset.calibration else "",
+                    f"{dataset.flipped:.1f}%" if len(dataset.prompts) > 1 else "one prompt",
+                ]
+                for dataset in report.datasets
+            ],
+        ),
+    ]
+    if report.published:
+        rows = [
+            [p.dataset, p.model, p.statistic, f"{p.value:g}", p.source] for p in report.published
+        ]
+        header = ["dataset", "model", "statistic", "percent", "source"]
+        parts += ["## Published figures", markdown_table(header, rows)]
+    if report.tasks:
+        rows = [
+            [c.task, str(c.pairs), str(c.tokens), str(c.longest_input), f"{c.seconds:.1f}"]
+            for c in _slowest_and_longest(report)
+        ]
+        header = ["task", "pairs", "tokens", "longest input", "seconds"]
+        parts += ["## Slowest and longest tasks", markdown_table(header, rows)]
+    return parts
 
 
 def _stacks_parts(report: Report) -> list[str]:
@@ -257,9 +335,9 @@ def _stacks_parts(report: Report) -> list[str]:
             ]
             for task in stacks.tasks
         ]
-        parts += [*scores_in_words(stacks), _table(header, rows)]
+        parts += [*scores_in_words(stacks), markdown_table(header, rows)]
     if losses := report.losses:
         header = ["step", losses.label_a, losses.label_b, "relative difference"]
         rows = [loss_cells(row) for row in thinned_losses(losses)]
-        parts += [losses_in_words(losses), _table(header, rows)]
+        parts += [losses_in_words(losses), markdown_table(header, rows)]
     return parts

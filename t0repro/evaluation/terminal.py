@@ -12,6 +12,7 @@ from rich.table import Table
 from t0repro.evaluation.compare import LossComparison, LossRow, ScoreComparison
 
 if TYPE_CHECKING:
+    from t0repro.evaluation.pages import Section
     from t0repro.evaluation.report import DatasetResult, GroupResult, Report
 
 MAX_ROWS = 40
@@ -139,6 +140,21 @@ def print_report(report: Report, console: Console | None = None) -> None:
                 table.add_row(*_dataset_cells(dataset))
         table.add_row(*_group_cells(group), style="bold", end_section=True)
     console.print(table)
+
+
+def print_sections(sections: Sequence[Section], console: Console | None = None) -> None:
+    """Prints the sections of a page: headings, sentences and tables, long ones cut short."""
+    console = console or _console()
+    for section in sections:
+        if section.rows:
+            table = _table(section.title, section.header[0], section.header[1:])
+            for row in section.rows[:MAX_ROWS]:
+                table.add_row(*row)
+            console.print(table)
+            if len(section.rows) > MAX_ROWS:
+                console.print(f"... and {len(section.rows) - MAX_ROWS} more rows.")
+        for line in section.lines:
+            console.print(line)
 
 
 def _dataset_cells(dataset: DatasetResult) -> list[str]:

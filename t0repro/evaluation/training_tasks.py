@@ -20,6 +20,9 @@ def load_prompts(modules: Sequence[str]) -> Mapping[str, PromptInfo]:
     """
     if not modules:
         return {}
+    from t0repro.mesh import compat
+
+    compat.quiet_logs()
     for name in modules:
         try:
             importlib.import_module(name)

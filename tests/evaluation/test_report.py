@@ -258,7 +258,7 @@ def test_markdown_has_every_dataset_prompt_and_comparison(suite, tmp_path):
     assert "Largest relative difference: 0.00e+00" in text
     assert "nothing changed" in text
     widths = {line.count("|") for line in text.split("\n") if line.startswith("| ag_news |")}
-    assert len(widths) == 2  # rows of the datasets' and of the prompts' table
+    assert len(widths) == 3  # rows of the datasets', of the prompts' and of the agreement's table
 
 
 class Page(html.parser.HTMLParser):
@@ -445,12 +445,16 @@ def probe(folder, page, width, dark):
 
 @pytest.mark.skipif(not Path(CHROMIUM).exists(), reason="Chromium is not on this machine")
 def test_the_page_works_in_chromium_wide_narrow_light_and_dark(suite, tmp_path):
-    text = render_html(full_report(suite, tmp_path))
+    report = full_report(suite, tmp_path)
+    text = render_html(report)
+    bins = sum(len(dataset.calibration.bins) for dataset in report.datasets)
+    assert len(report.published) == 5  # RTE's
     colours = set()
     for width, dark in ((1280, False), (390, True)):
         seen = probe(tmp_path, text, width, dark)
         assert (seen["width"], seen["scroll"]) == (width, width)  # nothing sticks out of the page
-        assert seen["marks"] == 5 + 2 + 2  # prompts, means and chance lines
+        # Prompts, means, chance lines, published figures, bins of confidence
+        assert seen["marks"] == 5 + 2 + 2 + 5 + bins
         assert seen["order"][0] == "ag_news"  # sorted by mean accuracy, highest first
         assert seen["requests"] == 0
         assert seen["tooltip"]
