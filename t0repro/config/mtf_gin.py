@@ -135,7 +135,7 @@ _KNOWN: Mapping[str, Any] = {
     f"{_UTILS}.auto_train_steps": ...,
     f"{_UTILS}.tpu_mesh_shape": ...,
     f"{_UTILS}.tpu_estimator_model_fn": {"model_info_file", "tpu_summaries"},
-    f"{_UTILS}.save_scores": {"scores_filename", "save_example_text"},
+    f"{_UTILS}.save_scores": {"scores_filename"},
     f"{_UTILS}.score_with_estimator": set(),
     f"{_UTILS}.get_checkpoint_iterator": set(),
     f"{_UTILS}.init_checkpoint_variable_mapping": set(),
