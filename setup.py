@@ -25,6 +25,7 @@ setup(
     package_data={
         "": ["py.typed", "*.gin", "*.csv", "*.json", "*.jsonl", "*.model", "*.yaml"],
         "t0repro.evaluation": ["templates/*", "data/*"],
+        "t0repro.tasks": ["demo_data/**/*.jsonl"],
     },
     # The versions that are known to work together are in requirements.lock, which scripts/setup.sh
     # installs. t5, promptsource and tensorflow-estimator carry stale requirements of their own, so

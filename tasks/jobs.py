@@ -27,8 +27,8 @@ def register_job(
     """Registers a job's tasks and its mixtures `<job>_train` and `<job>_eval_score_eval`.
 
     Tasks are named `<job>_` and T0's name: their rows and splits are the job's, so that neither a
-    process nor a cache folder can take them for T0's. Those that are only evaluated have a
-    validation split alone, which keeps their caches small.
+    process nor a cache folder can take them for T0's. Those trained on have a training split alone
+    and those evaluated a validation split, which keeps their caches small.
 
     Args:
       job: prefix of all names.
@@ -39,10 +39,9 @@ def register_job(
     rates: dict[str, int] = {}
     evaluated: list[str] = []
     for entry in datasets:
-        validation = {"validation": entry.validation}
         uses: tuple[tuple[Sequence[str], Mapping[str, Split]], ...] = (
-            (entry.train, {"train": Split("train"), **validation}),
-            (entry.evaluate, validation),
+            (entry.train, {"train": Split("train")}),
+            (entry.evaluate, {"validation": entry.validation}),
         )
         for templates, splits in uses:
             for template in templates:

@@ -134,10 +134,11 @@ class _ModelReader:
     def __init__(self, bindings: Bindings):
         self._bindings = bindings
 
-    def refuse(self, what: str, selector: str, argument: str, scope: str = "decoder") -> NoReturn:
+    def refuse(self, what: str, selector: str, argument: str, *scopes: str) -> NoReturn:
+        """Raises UserError; its place is the binding in the scopes given, or in either tower."""
         raise UserError(
             f"The JAX stack does not support {what} ({selector.rpartition('.')[2]}.{argument}).",
-            where=self._bindings.find((scope,), selector, argument),
+            where=self._bindings.find(scopes[::-1] or ("decoder", "encoder"), selector, argument),
             fix="Change the binding, or run with --backend=mtf.",
         )
 

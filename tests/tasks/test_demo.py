@@ -48,6 +48,14 @@ def test_no_validation_row_is_among_the_training_rows():
         assert not splits["validation"] & splits.get("train", set())
 
 
+def test_a_task_has_the_one_split_that_the_job_uses():
+    assert all(
+        task.splits == (split,)
+        for mixture, split in (("demo_train", "train"), ("demo_eval_score_eval", "validation"))
+        for task in seqio.get_mixture_or_task(mixture).tasks
+    )
+
+
 def test_rates_are_the_training_rows_by_t0s_rule():
     mixture = seqio.get_mixture_or_task("demo_train")
     assert {mixture.get_rate(task) for task in mixture.tasks} == {float(generate.TRAIN_ROWS)}
@@ -57,7 +65,7 @@ def test_rates_are_the_training_rows_by_t0s_rule():
 def test_examples_fit_the_lengths_without_an_unknown_piece(mixture):
     vocabulary = seqio.SentencePieceVocabulary(str(VOCABULARY), 100)
     for task in seqio.get_mixture_or_task(mixture).tasks:
-        for example in task.source.examples("validation"):
+        for example in task.source.examples(*task.splits):
             inputs = vocabulary.encode(example["inputs"])
             assert len(inputs) <= MAX_INPUTS and vocabulary.unk_id not in inputs
             for choice in example["answer_choices"]:
@@ -67,7 +75,7 @@ def test_examples_fit_the_lengths_without_an_unknown_piece(mixture):
 def test_every_target_is_among_its_choices():
     for mixture in ("demo_train", "demo_eval_score_eval"):
         for task in seqio.get_mixture_or_task(mixture).tasks:
-            for example in task.source.examples("validation"):
+            for example in task.source.examples(*task.splits):
                 assert example["targets"] in example["answer_choices"]
 
 
