@@ -4,12 +4,14 @@ end.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
 import functools
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, get_args
@@ -244,7 +246,7 @@ def _write(
         "tensors": [[o.name, o.file, list(o.info.shape), o.info.dtype.name] for o in plan.outputs],
         "extra": plan.identity,
     }
-    with staging.staged(directory, request) as staged:
+    with _told_if_full(directory), staging.staged(directory, request) as staged:
         writer = plan.open_writer(staged.path)
         try:
             resumed = _write_tensors(reader, report, plan, writer, staged)
@@ -262,6 +264,20 @@ def _write(
         manifest = _manifest(report, plan.norm_names, staged.digests)
         staging.publish(staged, directory, report.target, manifest)
     return dataclasses.replace(report, resumed=resumed)
+
+
+@contextlib.contextmanager
+def _told_if_full(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise UserError(
+            "No space left for the checkpoint.",
+            where=str(directory),
+            fix="Free some space and give the same command again: it goes on where it stopped.",
+        ) from error
 
 
 def _write_tensors(

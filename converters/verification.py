@@ -103,6 +103,6 @@ def _digest(
     name: str, key: str, reader: CheckpointReader, array: np.ndarray, expected: dict[str, Any]
 ) -> list[str]:
     stored = array.T if reader.ref.format == "hf" and hf.is_transposed(key) else array
-    if describe(np.ascontiguousarray(stored)) == expected:
+    if describe(np.asarray(stored, order="C")) == expected:
         return []
     return [f"{name} is not what the conversion wrote (its SHA-256 differs)."]

@@ -95,3 +95,41 @@ def test_help_shows_an_example(run):
         ("diff", "t0repro checkpoint diff "),
     ]:
         assert f"Example: {example}" in run(command, "--help").output
+
+
+@pytest.mark.parametrize("to", ["mtf", "t5x", "jax", "hf"])
+def test_every_format_can_be_inspected_compared_and_verified(run, tiny_checkpoint, tmp_path, to):
+    flags = ["--scan"] if to == "t5x" else []
+    run("convert", tiny_checkpoint, tmp_path / "out", "--to", to, *flags)
+    inspection = json.loads(run("inspect", tmp_path / "out", "--json").output)
+    assert inspection["checkpoint"]["format"] == to
+    assert inspection["name"] == "T5 1.1"
+    assert inspection["slots"] is True
+    difference = run("diff", tiny_checkpoint, tmp_path / "out")
+    assert (difference.exit_code, "bit for bit" in difference.output) == (0, True)
+    verification = run("verify", tmp_path / "out")
+    assert verification.exit_code == 0
+    assert verification.output.endswith("All is well.\n")
+
+
+def test_verify_exits_with_1_when_a_value_is_no_number(
+    run, tiny_family, mesh_variables, write_mesh_checkpoint, tmp_path
+):
+    variables = mesh_variables(tiny_family)
+    variables["encoder/rms_norm/scale"][0] = np.nan
+    result = run("verify", write_mesh_checkpoint(tmp_path / "source", variables))
+    assert result.exit_code == 1
+    assert "Problem: encoder/rms_norm/scale has 1 values that are NaN" in result.output
+
+
+def test_convert_says_what_it_changed(run, tiny_checkpoint, tmp_path):
+    result = run("convert", tiny_checkpoint, tmp_path / "out", "--to", "hf", "--dtype", "bfloat16")
+    assert "rounded to bfloat16" in result.output
+    assert "slots; they are in optimizer_slots.safetensors" in result.output
+    assert "--vocab FILE" in result.output
+
+
+def test_a_format_to_read_that_is_not_there_is_told(run, tiny_checkpoint, tmp_path):
+    result = run("convert", tiny_checkpoint, tmp_path / "out", "--to", "hf", "--from", "jax")
+    assert isinstance(result.exception, UserError)
+    assert "no checkpoint of the format jax" in str(result.exception)
