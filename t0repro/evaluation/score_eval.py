@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -75,8 +76,11 @@ def task_result(task: EvalTask, step: int, scores: np.ndarray, folder: Path | No
         _write_lines(folder / f"{task.name}_inputs", _texts(task, "inputs"))
         _write_lines(folder / f"{task.name}_{step}_predictions", predictions)
     metrics: dict[str, float] = {}
-    for metric in task.metric_fns:
-        metrics |= {name: float(v) for name, v in metric(task.targets, predictions).items()}
+    with warnings.catch_warnings():
+        # Of metrics that few examples leave undefined; they say it by being NaN
+        warnings.filterwarnings("ignore", module=r"sklearn\.")
+        for metric in task.metric_fns:
+            metrics |= {name: float(v) for name, v in metric(task.targets, predictions).items()}
     return TaskResult(task.name, step, scores, metrics)
 
 
