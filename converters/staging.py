@@ -144,27 +144,35 @@ def publish(staged: Staged, directory: Path, target: CheckpointRef, manifest: st
         directory.parent.mkdir(parents=True, exist_ok=True)
         os.rename(staged.path, directory)
         return
+    if target.format == "hf":
+        _publish_hf(staged.path, directory, manifest)
+        return
     (directory / MANIFEST).unlink(missing_ok=True)
     if target.format == "mtf":
         mtf.publish_mtf(staged.path, directory, target.step or 0)
-    elif target.format == "hf":
-        _publish_hf(staged.path, directory)
     else:
         for extra in staged.path.iterdir():
             if extra.is_file():
                 os.replace(extra, directory / extra.name)
         final = Path(target.path)
         if final.exists():
+            shutil.rmtree(staged.root / "replaced", ignore_errors=True)
             os.rename(final, staged.root / "replaced")
         os.rename(staged.path / final.name, final)
     write_atomically(directory / MANIFEST, manifest)
 
 
-def _publish_hf(staged: Path, directory: Path) -> None:
-    """Moves a model's files; config.json, without which it is none, goes first and comes last."""
+def _publish_hf(staged: Path, directory: Path, manifest: str) -> None:
+    """Moves a model's files; config.json, without which it is none, goes first and comes last.
+
+    The manifest comes before it, since it has the model's step.
+    """
     (directory / "config.json").unlink(missing_ok=True)
+    (directory / MANIFEST).unlink(missing_ok=True)
     for stale in [*directory.glob("model*.safetensors*"), *directory.glob("optimizer_slots.*")]:
         stale.unlink()
-    names = sorted(os.listdir(staged), key=lambda name: name == "config.json")
-    for name in names:
-        os.replace(staged / name, directory / name)
+    for name in sorted(os.listdir(staged)):
+        if name != "config.json":
+            os.replace(staged / name, directory / name)
+    write_atomically(directory / MANIFEST, manifest)
+    os.replace(staged / "config.json", directory / "config.json")

@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 
@@ -259,44 +258,118 @@ def test_another_conversion_does_not_go_on_from_an_interrupted_one(
     assert_same_bits(read_variables(tmp_path / "source_1"), read_variables(tmp_path / "out"))
 
 
+# Forks a conversion for each moment and kills it there: before the n-th of the calls that change
+# names on the disk, at one in 100 of those that sync, at one tensor in 20. Ends with the first that
+# comes through.
 KILLED = """
-import os, signal, sys
-from t0repro.converters import convert
-calls = 0
-def killing(original):
-    def call(*arguments, **keywords):
-        global calls
-        calls += 1
-        if calls == int(sys.argv[4]):
+import os, shutil, signal, sys
+from t0repro.converters import convert, staging
+source, base, to = sys.argv[1:]
+def converts_until(moment, out):
+    calls = 0
+    def count(weight):
+        nonlocal calls
+        calls += weight
+        if calls >= moment:
             os.kill(os.getpid(), signal.SIGKILL)
-        return original(*arguments, **keywords)
-    return call
-for name in ("replace", "rename", "fsync", "unlink"):
-    setattr(os, name, killing(getattr(os, name)))
-convert.convert(sys.argv[1], sys.argv[2], sys.argv[3], force=True)
+    def killing(original, weight):
+        def call(*arguments, **keywords):
+            # With dir_fd it is rmtree, of what nobody looks at any more.
+            count(weight / 50 if "dir_fd" in keywords else weight)
+            return original(*arguments, **keywords)
+        return call
+    for name, weight in {"replace": 1, "rename": 1, "unlink": 1, "fsync": 0.01}.items():
+        setattr(os, name, killing(getattr(os, name), weight))
+    staging.describe = killing(staging.describe, 0.05)
+    convert.convert(source, out, to, force=True)
+for moment in range(1, 1000):
+    out = f"{base}_{moment}"
+    if os.path.isdir(base):
+        shutil.copytree(base, out)
+    child = os.fork()
+    if child == 0:
+        try:
+            converts_until(moment, out)
+        except BaseException as error:
+            print(repr(error), file=sys.stderr)
+            os._exit(1)
+        os._exit(0)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if status == 0:
+        break
+    assert status == -signal.SIGKILL, status
+print(moment)
 """
 
 
-@pytest.mark.parametrize("moment", range(1, 16))
-def test_a_kill_at_any_step_of_publishing_leaves_the_old_checkpoint_or_the_new_or_an_error(
-    tiny_family, mesh_variables, write_mesh_checkpoint, tmp_path, moment
+# T5X's writer is JAX's with one more file.
+KILLED_FORMATS = ["mtf", "jax", "hf", pytest.param("t5x", marks=pytest.mark.slow)]
+
+
+REPLACED_FORMATS = [
+    "mtf",
+    "hf",
+    *(pytest.param(to, marks=pytest.mark.slow) for to in ("jax", "t5x")),
+]
+
+
+def killed_at_many_moments(source, base, to) -> int:
+    """Converts to base_1, base_2, ..., each killed later than the last; returns their number."""
+    arguments = [sys.executable, "-c", KILLED, str(source), str(base), to]
+    process = subprocess.run(arguments, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    return int(process.stdout)
+
+
+def content(directory, root):
+    """The tensors that are found in a directory, as Mesh TensorFlow's variables; None if none."""
+    try:
+        shutil.rmtree(root / "read", ignore_errors=True)
+        convert(directory, root / "read", "mtf")
+    except UserError:
+        return None
+    return read_variables(root / "read")
+
+
+@pytest.mark.parametrize("to", KILLED_FORMATS)
+def test_killed_at_any_moment_a_new_destination_is_absent_or_whole_and_can_be_finished(
+    tiny_checkpoint, tmp_path, to
+):
+    expected = read_variables(tiny_checkpoint)
+    count = killed_at_many_moments(tiny_checkpoint, tmp_path / "out", to)
+    assert count > 5
+    resumed = 0
+    for moment in range(1, count):
+        out = tmp_path / f"out_{moment}"
+        if out.exists():
+            assert (out / "conversion.json").exists()
+        else:
+            resumed = max(resumed, convert(tiny_checkpoint, out, to).resumed)
+        if moment % 4 == 0:
+            assert_same_bits(expected, content(out, tmp_path))
+        assert not list(tmp_path.glob(f".out_{moment}.*")) or (out / "conversion.json").exists()
+    assert resumed > 0
+
+
+@pytest.mark.parametrize("to", REPLACED_FORMATS)
+def test_killed_at_any_moment_a_checkpoint_that_is_replaced_is_the_old_the_new_or_an_error(
+    tiny_family, mesh_variables, write_mesh_checkpoint, tmp_path, to
 ):
     for seed in (0, 1):
         write_mesh_checkpoint(tmp_path / f"source_{seed}", mesh_variables(tiny_family, seed=seed))
-    out = tmp_path / "out"
-    convert(tmp_path / "source_0", out, "mtf")
-    arguments = [str(tmp_path / "source_1"), str(out), "mtf", str(moment)]
-    process = subprocess.run([sys.executable, "-c", KILLED, *arguments], capture_output=True)
-    assert process.returncode in (0, -signal.SIGKILL), process.stderr
-    try:
-        found = read_variables(out)
-    except UserError:
-        assert not (out / "conversion.json").exists()
-        return
+    convert(tmp_path / "source_0", tmp_path / "out", to)
+    count = killed_at_many_moments(tmp_path / "source_1", tmp_path / "out", to)
     sources = [read_variables(tmp_path / f"source_{seed}") for seed in (0, 1)]
-    name = "shared/embedding"
-    seed = 0 if np.array_equal(found[name], sources[0][name]) else 1
-    assert_same_bits(found, sources[seed])
+    for moment in range(1, count + 1):
+        out = tmp_path / f"out_{moment}"
+        found = content(out, tmp_path)
+        if found is not None:
+            name = "shared/embedding"
+            old = np.array_equal(found[name], sources[0][name])
+            assert_same_bits(found, sources[0 if old else 1])
+        if moment % 4 == 0:
+            convert(tmp_path / "source_1", out, to, force=True)
+            assert_same_bits(content(out, tmp_path), sources[1])
 
 
 # --- Bad input -----------------------------------------------------------------------------------
@@ -393,6 +466,86 @@ def test_a_damaged_jax_checkpoint_is_told_and_nothing_written(tiny_checkpoint, t
     with pytest.raises(UserError):
         convert(tmp_path / "jax", tmp_path / "out", "mtf")
     assert not (tmp_path / "out").exists()
+
+
+def test_an_index_with_another_magic_number_is_told(tiny_checkpoint, tmp_path):
+    index = tiny_checkpoint / "model.ckpt-7.index"
+    index.write_bytes(index.read_bytes()[:-8] + bytes(8))
+    with pytest.raises(UserError, match=rf"(?s)does not end as an index file does.*{index}"):
+        convert(tiny_checkpoint, tmp_path / "out", "jax")
+
+
+def test_a_source_that_is_written_to_meanwhile_is_told(tiny_checkpoint, tmp_path, monkeypatch):
+    read = mtf.MtfReader.read
+
+    def read_while_another_writes(self, key):
+        data = tiny_checkpoint / "model.ckpt-7.data-00000-of-00001"
+        os.utime(data, ns=(0, 0))
+        return read(self, key)
+
+    monkeypatch.setattr(mtf.MtfReader, "read", read_while_another_writes)
+    with pytest.raises(UserError, match="was written to while it was read"):
+        convert(tiny_checkpoint, tmp_path / "out", "jax")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["model.ckpt-7.data-00000-of-00001.tempstate1", "checkpoint_9.orbax-checkpoint-tmp-1"]
+)
+def test_a_checkpoint_that_is_not_finished_is_told(tmp_path, name):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / name).mkdir()
+    with pytest.raises(UserError, match="is being written, or its writing was interrupted"):
+        convert(tmp_path / "model", tmp_path / "out", "jax")
+
+
+def test_another_conversion_to_the_same_destination_is_told(tiny_checkpoint, tmp_path):
+    import fcntl
+
+    (tmp_path / ".out.conversion").mkdir()
+    with open(tmp_path / ".out.conversion" / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match="Another conversion to this destination"):
+            convert(tiny_checkpoint, tmp_path / "out", "jax")
+
+
+def test_no_space_left_in_the_middle_is_told_and_the_conversion_can_go_on(
+    tiny_checkpoint, tmp_path, monkeypatch
+):
+    import errno
+
+    add, count = mtf.MtfWriter.add, 0
+
+    def add_until_full(self, output, array):
+        nonlocal count
+        count += 1
+        if count > 10:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        add(self, output, array)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mtf.MtfWriter, "add", add_until_full)
+        with pytest.raises(UserError, match="(?s)No space left.*goes on where it stopped"):
+            convert(tiny_checkpoint, tmp_path / "out", "mtf")
+    assert convert(tiny_checkpoint, tmp_path / "out", "mtf").resumed == 10
+    assert_same_bits(read_variables(tiny_checkpoint), read_variables(tmp_path / "out"))
+
+
+def test_a_source_may_be_at_an_address_that_fsspec_opens(tiny_checkpoint, tmp_path):
+    import fsspec
+
+    system = fsspec.filesystem("memory")
+    system.put(str(tiny_checkpoint), "/bucket/mtf", recursive=True)
+    convert(tiny_checkpoint, tmp_path / "hf", "hf")
+    system.put(str(tmp_path / "hf"), "/bucket/hf", recursive=True)
+    try:
+        for number, name in enumerate(("mtf", "mtf/model.ckpt-7", "hf")):
+            convert(f"memory://bucket/{name}", tmp_path / f"out_{number}", "mtf")
+            assert_same_bits(
+                read_variables(tiny_checkpoint), read_variables(tmp_path / f"out_{number}")
+            )
+    finally:
+        system.rm("/bucket", recursive=True)
 
 
 def test_a_name_that_says_another_step_than_the_checkpoint_is_told(tiny_checkpoint, tmp_path):
