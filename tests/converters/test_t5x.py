@@ -110,6 +110,21 @@ def test_an_orbax_checkpoint_in_either_layout_is_read(tiny_checkpoint, tmp_path)
         assert_same_bits(tree, load_any(path))
 
 
+def test_what_the_trainer_saved_is_read_and_its_damage_told(tiny_checkpoint, tmp_path):
+    from t0repro.training.checkpoints import save_tree
+
+    tree = load_any(tiny_checkpoint)
+    save_tree(tmp_path / "model" / "checkpoint_7", tree)
+    assert_same_bits(tree, load_any(tmp_path / "model"))
+    files = [path for path in (tmp_path / "model").rglob("d/*") if path.is_file()]
+    largest = max(files, key=lambda path: path.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 1
+    largest.write_bytes(content)
+    with pytest.raises(UserError, match="CRC-32 differs"):
+        load_any(tmp_path / "model")
+
+
 def write_by_older_t5x(directory, tree, version=3, inline=("v_row", "v_col")) -> None:
     """What T5X's older Checkpointer leaves: gzipped Zarr in chunks, small tensors in msgpack."""
     from flax import serialization
