@@ -55,17 +55,18 @@ def main() -> None:
     if options.torch_worker:
         torch_worker(Path(options.torch_worker))
         return
-    tasks = read_tasks(options.limit)[:: options.share]
+    tasks = read_tasks(options.limit, options.share)
     with tempfile.TemporaryDirectory() as folder:
         compare(tasks, options, Path(folder))
 
 
-def read_tasks(limit: int) -> list[tuple[str, list[dict]]]:
+def read_tasks(limit: int, share: int) -> list[tuple[str, list[dict]]]:
     """(task, examples) of every held-out template at hand."""
     from t0repro.evaluation.rank_tasks import read_task
 
     return [
-        (name, read_task(name, "validation", LENGTHS, limit).examples) for name in register_tasks()
+        (name, read_task(name, "validation", LENGTHS, limit).examples)
+        for name in register_tasks()[::share]
     ]
 
 
