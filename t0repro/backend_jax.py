@@ -138,7 +138,8 @@ def checkpoints_to_evaluate(config: RunConfig) -> list[Any]:
     """
     from t0repro.converters import sources
 
-    by_step = {ref.step: ref for ref in sources.list_checkpoints(config.model_dir)}
+    found = sources.list_checkpoints(config.model_dir)
+    by_step = {ref.step: ref for ref in found if ref.step is not None}
     wanted = config.eval_checkpoint_step
     if wanted is None:
         raise UserError(
@@ -150,7 +151,7 @@ def checkpoints_to_evaluate(config: RunConfig) -> list[Any]:
         return [by_step[step] for step in sorted(by_step)]
     if wanted == -1:
         return [by_step[max(by_step)]]
-    steps = (wanted,) if isinstance(wanted, int) else wanted
+    steps = (wanted,) if isinstance(wanted, int) else map(int, wanted)
     nearest = {min(by_step, key=lambda there: abs(there - step)) for step in steps}
     return [by_step[step] for step in sorted(nearest)]
 

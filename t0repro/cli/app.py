@@ -39,6 +39,7 @@ checkpoints = typer.Typer(
 )
 checkpoints.command()(checkpoint.inspect)
 checkpoints.command()(checkpoint.diff)
+checkpoints.command()(checkpoint.verify)
 app.add_typer(checkpoints)
 app.add_typer(report.app)
 app.add_typer(compare.app)

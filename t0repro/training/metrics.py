@@ -147,12 +147,3 @@ def _is_until(line: str, step: int) -> bool:
         return line.endswith("\n") and (row["split"] != "train" or row["step"] <= step)
     except (ValueError, KeyError, TypeError):
         return False
-
-
-def _is_until(line: str, step: int) -> bool:
-    """Whether a line is whole and no training step's beyond this one."""
-    try:
-        row = json.loads(line)
-        return line.endswith("\n") and (row["split"] != "train" or row["step"] <= step)
-    except (ValueError, KeyError, TypeError):
-        return False
