@@ -57,6 +57,7 @@ _USELESS_LOG_LINES = (
     "eval_on_tpu ignored",
     "Using default tf glorot_uniform_initializer",
     "global step (tf.train.get_global_step) has not been increased",  # asked in mid-step
+    "is being approximated by decoding from the tokenized",  # of every score_eval
     "AUC-pr and AUC-roc are not supported when num_classes > 2",  # of t5's rank classification
 )
 
