@@ -43,7 +43,7 @@ def test_the_demo_recipe_becomes_the_run_that_its_gin_files_describe():
 
 def test_every_value_says_which_file_and_line_or_override_set_it():
     places = load("mesh_train_dataset_fn.seed = 3").provenance
-    assert places["model.d_model"].split(" ")[0].endswith("demo/t5.1.1.demo.gin:6")
+    assert places["model.d_model"].split(" ")[0].endswith("demo/t5.1.1.demo.gin:7")
     assert places["model.activations"].endswith("models/t5.1.1.base.gin:17")
     assert places["train_steps"] == "--gin_param 'run.train_steps = 20'"
     assert places["train_data.seed"] == "--gin_param 'mesh_train_dataset_fn.seed = 3'"
