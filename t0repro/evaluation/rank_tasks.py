@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from t0repro.data.batches import EvalTask
-from t0repro.errors import UserError, nearest_names
+from t0repro.errors import UserError
+from t0repro.evaluation.training_tasks import subtasks
 
 # Mesh TensorFlow pads the vocabulary to a multiple of this (vocab_divisor).
 VOCABULARY_MULTIPLE = 128
@@ -23,18 +24,7 @@ def ranked_tasks(mixture: str, split: str) -> list[str]:
       UserError: if there is no such mixture or task, if a task ranks no answers, or if no task has
         the split.
     """
-    import seqio
-
-    try:
-        found = seqio.get_mixture_or_task(mixture)
-    except ValueError as error:
-        known = [*seqio.MixtureRegistry.names(), *seqio.TaskRegistry.names()]
-        raise UserError(
-            f"There is no mixture or task {mixture!r}.",
-            where="--mixture",
-            fix=f"Nearest names: {nearest_names(mixture, known)}; or name its --module-import.",
-        ) from error
-    tasks = sorted(seqio.get_subtasks(found), key=lambda task: task.name)
+    tasks = sorted(subtasks(mixture, "--mixture"), key=lambda task: task.name)
     others = [task.name for task in tasks if not _ranks(task)]
     if others:
         more = f" and {len(others) - 5} more" if len(others) > 5 else ""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 from t0repro.errors import UserError, nearest_names
 from t0repro.evaluation.summary import PromptInfo, dataset_label
@@ -42,23 +43,30 @@ def training_tasks(mixtures: Sequence[str]) -> set[str]:
     Raises:
       UserError: if a mixture or task is not registered.
     """
-    if not mixtures:
-        return set()
+    return {task.name for mixture in mixtures for task in subtasks(mixture, "--train-mixture")}
+
+
+def subtasks(mixture: str, option: str) -> Sequence[Any]:
+    """The seqio tasks of a registered mixture or task.
+
+    Args:
+      mixture: its name.
+      option: of the command line, that named it.
+
+    Raises:
+      UserError: if it is not registered; the nearest names are listed.
+    """
     import seqio
 
-    names: set[str] = set()
-    for mixture in mixtures:
-        try:
-            found = seqio.get_mixture_or_task(mixture)
-        except ValueError as error:
-            known = [*seqio.MixtureRegistry.names(), *seqio.TaskRegistry.names()]
-            raise UserError(
-                f"There is no mixture or task {mixture!r}.",
-                where="--train-mixture",
-                fix=f"Nearest names: {nearest_names(mixture, known)}; or name its --module-import.",
-            ) from error
-        names |= {task.name for task in seqio.get_subtasks(found)}
-    return names
+    try:
+        return seqio.get_subtasks(seqio.get_mixture_or_task(mixture))
+    except ValueError as error:
+        known = [*seqio.MixtureRegistry.names(), *seqio.TaskRegistry.names()]
+        raise UserError(
+            f"There is no mixture or task {mixture!r}.",
+            where=option,
+            fix=f"Nearest names: {nearest_names(mixture, known)}; or name its --module-import.",
+        ) from error
 
 
 def training_datasets(tasks: Collection[str], prompts: Mapping[str, PromptInfo]) -> set[str]:
