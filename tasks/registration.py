@@ -50,6 +50,7 @@ def add_prompted_task(
     root: Path | None = None,
     vocabulary: seqio.Vocabulary | None = None,
     name: str | None = None,
+    template: Any = None,
 ) -> registry.PromptedTask:
     """Registers a task and, where its template has answer choices, `<name>_score_eval`.
 
@@ -64,11 +65,14 @@ def add_prompted_task(
       root: the folder of the datasets; None is the one that T0REPRO_DATA_DIR names.
       vocabulary: of both features; None is `default_vocabulary()`.
       name: of the task; None is T0's.
+      template: a promptsource `Template` that promptsource does not hold, a user's own; None is
+        the one of that name.
 
     Raises:
       UserError: if the dataset or the template does not exist, or another task has the name.
     """
-    template = load_template(dataset, subset, template_name)
+    if template is None:
+        template = load_template(dataset, subset, template_name)
     name = name or task_name(dataset, subset, template_name)
     if not isinstance(splits, Mapping):
         splits = {split: Split(split) for split in splits}
