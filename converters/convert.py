@@ -314,7 +314,7 @@ def _write_tensors(
 
 
 def _build(reader: CheckpointReader, output: Output) -> np.ndarray:
-    return output.build([reader.read(key) for key in output.keys])
+    return output.build(reader.read(key) for key in output.keys)
 
 
 def _kept(writer: Writer, output: Output, staged: staging.Staged) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from t0repro.converters import layout, storage
+from t0repro.converters import layout, recycling, storage
 from t0repro.converters.family import unknown_variable
 from t0repro.converters.safetensors_files import SafetensorsFile, shard_names
 from t0repro.converters.tensors import CheckpointRef, Output, TensorInfo
@@ -76,7 +76,7 @@ class HfReader:
             return np.asarray(self.ref.step or 0, np.int32)
         file, name = self._places[key]
         array = file.read(name)
-        return np.ascontiguousarray(array.T) if is_transposed(key) else array
+        return recycling.transposed(array) if is_transposed(key) else array
 
     def native_name(self, key: str) -> str:
         """Hugging Face's name of a flat key, as far as it has one."""
@@ -235,7 +235,7 @@ def hf_outputs(tensors: Mapping[str, TensorInfo], where: str) -> list[Output]:
     outputs = [_weight(key, info, file) for (key, info), file in zip(weights, files, strict=True)]
     slots = {key: info for key, info in tensors.items() if key.startswith(layout.SLOTS)}
     for key, info in slots.items():
-        outputs.append(Output(key, info, (key,), lambda arrays: arrays[0], SLOTS_FILE))
+        outputs.append(Output(key, info, (key,), next, SLOTS_FILE))
     return outputs
 
 
@@ -243,6 +243,6 @@ def _weight(key: str, info: TensorInfo, file: str) -> Output:
     name = hf_name(key)
     assert name is not None
     if not is_transposed(key):
-        return Output(name, info, (key,), lambda arrays: arrays[0], file)
+        return Output(name, info, (key,), next, file)
     transposed = TensorInfo(info.shape[::-1], info.dtype)
-    return Output(name, transposed, (key,), lambda arrays: np.ascontiguousarray(arrays[0].T), file)
+    return Output(name, transposed, (key,), lambda arrays: recycling.transposed(next(arrays)), file)

@@ -168,7 +168,7 @@ def jax_outputs(
       scan: whether the layers of a tower are stacked.
     """
     layers = {"encoder": family.num_encoder_layers, "decoder": family.num_decoder_layers}
-    plain = (Output(key, info, (key,), lambda arrays: arrays[0]) for key, info in tensors.items())
+    plain = (Output(key, info, (key,), next) for key, info in tensors.items())
     outputs = list(scanning.scanned_outputs(tensors, layers) if scan else plain)
     for output in outputs:
         yield _named_by_optax(output)
@@ -182,14 +182,14 @@ def jax_outputs(
             f"{layout.SLOTS}0/count",
             TensorInfo((), np.dtype(np.int32)),
             (layout.STEP,),
-            lambda arrays: arrays[0].astype(np.int32),
+            lambda arrays: next(arrays).astype(np.int32),
         )
 
 
 def _named_by_optax(output: Output) -> Output:
     if output.name == layout.STEP:
         info = TensorInfo((), np.dtype(np.int32))
-        return Output(output.name, info, output.keys, lambda arrays: arrays[0].astype(np.int32))
+        return Output(output.name, info, output.keys, lambda arrays: next(arrays).astype(np.int32))
     return Output(_to_optax(output.name), output.info, output.keys, output.build)
 
 

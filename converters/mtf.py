@@ -139,9 +139,9 @@ def mtf_outputs(
         name = mtf_name(key, tensors, norm_names)
         if key == layout.STEP:
             step = TensorInfo((), np.dtype(np.int64))
-            yield Output(name, step, (key,), lambda arrays: arrays[0].astype(np.int64))
+            yield Output(name, step, (key,), lambda arrays: next(arrays).astype(np.int64))
         else:
-            yield Output(name, info, (key,), lambda arrays: arrays[0])
+            yield Output(name, info, (key,), next)
 
 
 class MtfWriter:

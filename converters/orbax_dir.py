@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from t0repro.converters import recycling, storage
 from t0repro.converters.tensors import Output, TensorInfo, bytes_of, sync_all
 from t0repro.errors import UserError
 from t0repro.files import write_atomically
@@ -75,9 +76,9 @@ class OrbaxArrays:
         chunk = self._path / name.replace("/", ".") / _chunk_name(metadata)
         if self._ocdbt or not _is_plain(metadata) or not chunk.is_file():
             return self._read_by_tensorstore(name)
-        if chunk.stat().st_size != info.nbytes:
-            raise damaged(chunk, f"it has {chunk.stat().st_size:,} bytes, not {info.nbytes:,}")
-        array = np.fromfile(chunk, info.dtype).reshape(info.shape)
+        array = recycling.empty(info.shape, info.dtype)
+        if (size := chunk.stat().st_size) != info.nbytes or not _fill(array, chunk):
+            raise damaged(chunk, f"it has {size:,} bytes, not {info.nbytes:,}")
         expected = self._integrity.get(chunk.relative_to(self._path).as_posix())
         if expected and _crc32(array) != expected["crc32"]:
             raise damaged(chunk, "its CRC-32 differs from what was written")
@@ -182,6 +183,10 @@ def _chunk_name(metadata: Mapping[str, Any]) -> str:
     return metadata.get("dimension_separator", ".").join("0" for _ in metadata["shape"]) or "0"
 
 
+def _fill(array: np.ndarray, file: Path) -> bool:
+    return storage.read_into(str(file), 0, array)
+
+
 def _crc32(array: np.ndarray) -> int:
     return zlib.crc32(bytes_of(array))
 
@@ -216,7 +221,8 @@ class OrbaxWriter:
         chunk = directory / _chunk_name({"shape": output.info.shape})
         if not (directory / _ARRAY).is_file() or chunk.stat().st_size != output.info.nbytes:
             return None
-        return np.fromfile(chunk, output.info.dtype).reshape(output.info.shape)
+        array = recycling.empty(output.info.shape, output.info.dtype)
+        return array if _fill(array, chunk) else None
 
     def keep(self, output: Output, array: np.ndarray) -> None:
         """Enters an array that is there into the lists of names and files."""

@@ -18,7 +18,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from t0repro.converters import storage
+from t0repro.converters import recycling, storage
 from t0repro.converters.tensors import Output, TensorInfo, bytes_of, sync_all
 from t0repro.errors import UserError
 
@@ -59,8 +59,11 @@ class SafetensorsFile:
         """One tensor."""
         info = self.tensors[name]
         begin, _ = self._header[name]["data_offsets"]
-        data = storage.read_range(self._path, self._start + begin, info.nbytes)
-        return np.frombuffer(data, info.dtype).reshape(info.shape)
+        array = recycling.empty(info.shape, info.dtype)
+        if not storage.read_into(self._path, self._start + begin, array):
+            raise _damaged(self._path, f"{name} goes beyond its end")
+        array.flags.writeable = False
+        return array
 
 
 def _read_header(path: str) -> tuple[dict[str, Any], int]:
@@ -153,9 +156,8 @@ class SafetensorsWriter:
         path = self._directory / output.file
         if path.stat().st_size < self._places[output.name] + output.info.nbytes:
             return None
-        count = math.prod(output.info.shape)
-        array = np.fromfile(path, output.info.dtype, count, offset=self._places[output.name])
-        return array.reshape(output.info.shape)
+        array = recycling.empty(output.info.shape, output.info.dtype)
+        return array if storage.read_into(str(path), self._places[output.name], array) else None
 
     def keep(self, output: Output, array: np.ndarray) -> None:
         """The place is filled already."""

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import numpy as np
 
-from t0repro.converters import layout
+from t0repro.converters import layout, recycling
 from t0repro.converters.tensors import Output, TensorInfo
 from t0repro.errors import UserError
 
@@ -85,7 +85,7 @@ def scanned_outputs(
         row, layer = layout.find_row(path, "t5x", decoder_only) or (None, None)
         tower, _, rest = path.partition("/")
         if row is None or not (row.tower or rest == _RELATIVE_BIAS):
-            yield Output(key, info, (key,), lambda arrays: arrays[0])
+            yield Output(key, info, (key,), next)
         elif layer in (None, 0):
             rest = rest.removeprefix("layers_0/")
             parameter = tensors[layout.PARAMETERS + path]
@@ -93,18 +93,23 @@ def scanned_outputs(
             axis = _stack_axis(name, row)
             count = layers[tower]
             paths = [f"{tower}/layers_{n}/{rest}" for n in range(count)] if row.tower else [path]
-            shape = (*info.shape[:axis], count, *info.shape[axis:])
+            stacked = TensorInfo((*info.shape[:axis], count, *info.shape[axis:]), info.dtype)
             yield Output(
                 _key(f"{tower}/{tower}/{rest}", name),
-                TensorInfo(shape, info.dtype),
+                stacked,
                 tuple(_key(layer_path, slot) for layer_path in paths),
-                functools.partial(_stack, count=count, axis=axis),
+                functools.partial(_stack, info=stacked, axis=axis),
             )
 
 
-def _stack(arrays: list[np.ndarray], count: int, axis: int) -> np.ndarray:
-    shared = arrays * count if len(arrays) == 1 else arrays
-    return np.stack(shared, axis)
+def _stack(arrays: Iterator[np.ndarray], info: TensorInfo, axis: int) -> np.ndarray:
+    """The layers' arrays side by side; one alone, which all layers share, again and again."""
+    result = recycling.empty(info.shape, info.dtype)
+    places, array = np.moveaxis(result, axis, 0), np.empty(())
+    for place in places:
+        array = next(arrays, array)
+        place[...] = array
+    return result
 
 
 # --- Reading -------------------------------------------------------------------------------------
@@ -145,7 +150,9 @@ class UnscannedArrays:
                 " of a tower share can be kept.",
                 where=self._where,
             )
-        return np.ascontiguousarray(stacked[max(layer, 0)])
+        result = recycling.empty(self.tensors[name].shape, stacked.dtype)
+        result[...] = stacked[max(layer, 0)]
+        return result
 
     def _enter(self, name: str, info: TensorInfo) -> None:
         match = re.fullmatch(

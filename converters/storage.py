@@ -7,7 +7,11 @@ import re
 from functools import cache
 from typing import Any
 
+import numpy as np
+
 from t0repro.errors import UserError
+
+_CHUNK_BYTES = 1 << 26
 
 
 def is_remote(path: str) -> bool:
@@ -97,6 +101,22 @@ def read(path: str) -> bytes:
       OSError: if it cannot be read.
     """
     return read_range(path, 0, None)
+
+
+def read_into(path: str, start: int, array: np.ndarray) -> bool:
+    """Fills an array with a file's bytes from `start` on; whether there were enough.
+
+    Raises:
+      OSError: if the file cannot be read.
+    """
+    room = memoryview(array.reshape(-1).view(np.uint8))
+    system, path = _at(path) if is_remote(path) else (None, path)
+    opened = system.open(path, "rb", block_size=1 << 24) if system else open(path, "rb", 0)
+    with opened as file:
+        file.seek(start)
+        while room and (count := file.readinto(room[:_CHUNK_BYTES])):
+            room = room[count:]
+    return not room
 
 
 def read_range(path: str, start: int, count: int | None) -> bytes:

@@ -22,7 +22,8 @@ import google_crc32c
 import ml_dtypes
 import numpy as np
 
-from t0repro.converters import storage
+from t0repro.converters import recycling, storage
+from t0repro.converters.tensors import bytes_of
 from t0repro.errors import UserError
 
 _TABLE_MAGIC = 0xDB4775248B80FB57
@@ -30,7 +31,6 @@ _FOOTER_BYTES = 48
 _BLOCK_TRAILER_BYTES = 5  # compression type, masked crc32c
 _RESTART_INTERVAL = 16
 _BLOCK_BYTES = 4096
-_CHUNK_BYTES = 1 << 24
 
 # tensorflow/core/framework/types.proto; the types that a T5's checkpoint can hold.
 _DTYPES: dict[int, np.dtype[Any]] = {
@@ -93,10 +93,15 @@ class BundleReader:
         file_name = self._shard_path(entry.shard)
         if entry.dtype is None:
             raise _damaged(file_name, f"{name} is of a type that no T5 has")
-        data = storage.read_range(file_name, entry.offset, entry.size)
-        if _masked(google_crc32c.value(data)) != entry.masked_crc32c:
+        array = recycling.empty(entry.shape, entry.dtype)
+        if array.nbytes != entry.size:
+            raise _damaged(file_name, f"{name} has {entry.size} bytes, not {array.nbytes}")
+        if not storage.read_into(file_name, entry.offset, array):
+            raise _damaged(file_name, f"{name} goes beyond its end")
+        if _masked(_crc32c(array)) != entry.masked_crc32c:
             raise _damaged(file_name, f"the checksum of {name} is wrong")
-        return np.frombuffer(data, entry.dtype).reshape(entry.shape)
+        array.flags.writeable = False
+        return array
 
     def _shard_path(self, shard: int) -> str:
         return f"{self._prefix}.data-{shard:05d}-of-{self._num_shards:05d}"
@@ -220,6 +225,11 @@ def _parse_entry(message: bytes) -> Entry:
     )
 
 
+def _crc32c(array: np.ndarray) -> int:
+    # The package copies nothing of an array, and takes no memoryview.
+    return google_crc32c.value(array.reshape(-1).view(np.uint8))
+
+
 def _masked(crc: int) -> int:
     """LevelDB's masking, for checksums that are stored beside what they check."""
     return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
@@ -246,15 +256,9 @@ class BundleWriter:
     def add(self, name: str, array: np.ndarray) -> None:
         """Appends a tensor, which must be of a type that TensorBundle and numpy share."""
         array = np.asarray(array, order="C")
-        data = array.reshape(-1).view(np.uint8).data
-        offset, checksum = self._data.tell(), 0
-        for start in range(0, len(data), _CHUNK_BYTES):
-            chunk = bytes(data[start : start + _CHUNK_BYTES])
-            checksum = google_crc32c.extend(checksum, chunk)
-            self._data.write(chunk)
-        self._entries[name] = Entry(
-            array.dtype, array.shape, 0, offset, len(data), _masked(checksum)
-        )
+        offset = self._data.tell()
+        self._data.write(bytes_of(array))
+        self._entries[name] = _entry(array, offset)
 
     def stored(self, size: int) -> bytes | None:
         """The bytes in the next tensor's place, or None if there are fewer."""
@@ -265,10 +269,9 @@ class BundleWriter:
 
     def keep(self, name: str, array: np.ndarray) -> None:
         """Takes the bytes in the next tensor's place as this tensor."""
-        data, offset = array.reshape(-1).view(np.uint8).data, self._data.tell()
-        checksum = _masked(google_crc32c.extend(0, bytes(data)))
-        self._entries[name] = Entry(array.dtype, array.shape, 0, offset, len(data), checksum)
-        self._data.seek(offset + len(data))
+        offset = self._data.tell()
+        self._entries[name] = _entry(array, offset)
+        self._data.seek(offset + array.nbytes)
 
     def close(self) -> None:
         """Syncs the data file and writes the index."""
@@ -286,6 +289,11 @@ class BundleWriter:
         checkpoint.
         """
         self._data.close()
+
+
+def _entry(array: np.ndarray, offset: int) -> Entry:
+    checksum = _masked(_crc32c(array))
+    return Entry(array.dtype, array.shape, 0, offset, array.nbytes, checksum)
 
 
 def _sync_and_close(file: BinaryIO) -> None:

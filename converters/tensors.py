@@ -6,7 +6,7 @@ import concurrent.futures
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
@@ -83,14 +83,14 @@ class Output:
       name: in the target.
       info: shape and type in the target.
       keys: flat keys of what it is made from.
-      build: makes it from their values.
+      build: makes it from their values, each read when it is asked for.
       file: the target's file that it belongs to, where it writes several.
     """
 
     name: str
     info: TensorInfo
     keys: tuple[str, ...]
-    build: Callable[[list[np.ndarray]], np.ndarray]
+    build: Callable[[Iterator[np.ndarray]], np.ndarray]
     file: str = ""
 
 

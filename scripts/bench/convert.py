@@ -4,9 +4,10 @@
     python scripts/bench/convert.py --size base --to jax hf
 
 Each conversion runs in a process of its own, whose peak resident memory is the kernel's figure
-(ru_maxrss). The copy is `cp` of the source's files and `fsync`. To reach: at most 2.5 times that,
-at most 2.5 GB. Files go to a temporary directory (three times the model must be free) and are
-removed.
+(ru_maxrss). The copy is `cp` of the source's files and `fsync`, timed before each conversion since
+the first writes of a machine may be slower than the later; every one starts with its source out of
+the page cache. To reach: at most 2.5 times the copy beside it, at most 2.5 GB. Files go to a
+temporary directory (four times the model must be free) and are removed.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ SIZES = {
     "large": (24, 1024, 2816, 16, 64),
     "XL": (24, 2048, 5120, 32, 64),
 }
+FORMATS = ("jax", "hf", "t5x", "t5x-scanned", "mtf")
 VOCABULARY, BUCKETS = 32128, 32
 
 
@@ -54,34 +56,62 @@ def write_source(directory: Path, size: str) -> int:
 
 def measure_copy(source: Path, target: Path) -> float:
     """Seconds for `cp` of a directory until it is on the disk."""
+    forget(source)
     started = time.perf_counter()
     subprocess.run(["cp", "-r", source, target], check=True)
-    for file in target.iterdir():
+    for file in files_below(target):
         descriptor = os.open(file, os.O_RDONLY)
         os.fsync(descriptor)
         os.close(descriptor)
-    return time.perf_counter() - started
+    seconds = time.perf_counter() - started
+    shutil.rmtree(target)
+    return seconds
 
 
 def measure_conversion(source: Path, target: Path, to: str) -> tuple[float, float]:
     """Seconds and peak resident memory in GB of one conversion, in a process of its own."""
+    forget(source)
     started = time.perf_counter()
     command = [sys.executable, __file__, "--convert", str(source), str(target), to]
-    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     return time.perf_counter() - started, int(output.split()[-1]) / 1e6
+
+
+def files_below(directory: Path) -> list[Path]:
+    return [path for path in directory.rglob("*") if path.is_file()]
+
+
+def forget(directory: Path) -> None:
+    """Takes a directory's files, which are on the disk, out of the page cache."""
+    for file in files_below(directory):
+        descriptor = os.open(file, os.O_RDONLY)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def report(name: str, root: Path, source: str, target: str, to: str) -> None:
+    """Copies and converts a directory, and prints both."""
+    copy = measure_copy(root / source, root / "copy")
+    seconds, peak = measure_conversion(root / source, root / target, to)
+    print(
+        f"{name}: {seconds:.1f} s, {seconds / copy:.2f} times the copy ({copy:.1f} s);"
+        f" peak memory {peak:.2f} GB",
+        flush=True,
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", choices=SIZES, default="XL")
-    parser.add_argument("--to", nargs="+", default=["jax", "hf", "t5x", "mtf"])
+    parser.add_argument("--to", nargs="+", default=FORMATS, choices=FORMATS)
     parser.add_argument("--directory", help="where the temporary directory goes")
     parser.add_argument("--convert", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.convert:
         from t0repro.converters.convert import convert
 
-        convert(*arguments.convert)
+        source, target, to = arguments.convert
+        convert(source, target, to.removesuffix("-scanned"), scan=to.endswith("-scanned"))
         print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)  # kB on Linux
         return
     root = Path(tempfile.mkdtemp(dir=arguments.directory))
@@ -91,23 +121,10 @@ def main() -> None:
             f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, load"
             f" {os.getloadavg()[0]:.1f}; T5 1.1 {arguments.size}, {nbytes / 1e9:.2f} GB"
         )
-        copy = measure_copy(root / "source", root / "copy")
-        shutil.rmtree(root / "copy")
-        print(f"copy: {copy:.1f} s, {nbytes / 1e9 / copy:.2f} GB/s")
         for to in arguments.to:
-            seconds, peak = measure_conversion(root / "source", root / to, to)
-            print(
-                f"mtf to {to}: {seconds:.1f} s, {seconds / copy:.2f} times the copy;"
-                f" peak memory {peak:.2f} GB",
-                flush=True,
-            )
+            report(f"mtf to {to}", root, "source", to, to)
             if to != "mtf":
-                back, peak = measure_conversion(root / to, root / "back", "mtf")
-                print(
-                    f"{to} to mtf: {back:.1f} s, {back / copy:.2f} times the copy;"
-                    f" peak memory {peak:.2f} GB",
-                    flush=True,
-                )
+                report(f"{to} to mtf", root, to, "back", "mtf")
                 shutil.rmtree(root / "back")
             shutil.rmtree(root / to)
     finally:
