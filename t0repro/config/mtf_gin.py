@@ -16,7 +16,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from t0repro.config import mtf_model
+from t0repro.config import mtf_decoding, mtf_model
 from t0repro.config.provenance import Bindings, record_bindings
 from t0repro.config.run_config import (
     AdafactorConfig,
@@ -135,9 +135,7 @@ _KNOWN: Mapping[str, Any] = {
     f"{_UTILS}.auto_train_steps": ...,
     f"{_UTILS}.tpu_mesh_shape": ...,
     f"{_UTILS}.tpu_estimator_model_fn": {"model_info_file", "tpu_summaries"},
-    f"{_UTILS}.save_scores": {"scores_filename"},
     f"{_UTILS}.score_with_estimator": set(),
-    f"{_UTILS}.get_checkpoint_iterator": set(),
     f"{_UTILS}.init_checkpoint_variable_mapping": set(),
     f"{_UTILS}.should_load_variable": set(),
     f"{_MESH_TRANSFORMER}.mesh_train_dataset_fn": {
@@ -158,6 +156,7 @@ _KNOWN: Mapping[str, Any] = {
     "mesh_tensorflow.layers.VarianceScalingInitializer": set(),
     "mesh_tensorflow.ops.rewrite_stack_variables": ...,
     **mtf_model.KNOWN_BINDINGS,
+    **mtf_decoding.KNOWN_BINDINGS,
 }  # fmt: skip
 
 
@@ -181,10 +180,13 @@ class _Reader:
         train_steps = run["train_steps"]
         if not isinstance(train_steps, int):
             train_steps = train_steps(batch_size, sequence_length)
+        model = self._model()
+        self._decoding = mtf_decoding.DecodingReader(self._bindings, run, self._provenance)
         fields: dict[str, Any] = {
             "mode": run["mode"],
             "model_dir": model_dir,
-            "model": self._model(),
+            "model": model,
+            **self._decoding.fields(model.vocab_size),
             "dtypes": self._dtypes(),
             "optimizer": self._optimizer(),
             "schedule": self._schedule(run["total_run_steps"] or train_steps),
@@ -369,7 +371,10 @@ class _Reader:
         return TrainDataConfig(split="train", **_select(arguments, TrainDataConfig))
 
     def _eval_data(self) -> EvalDataConfig | None:
-        function = self._run["eval_dataset_fn"]
+        if self._run["mode"] == "score_from_dataset":
+            function = self._decoding.score_dataset_fn()
+        else:
+            function = self._run["eval_dataset_fn"]
         if function is None:
             return None
         if function.__name__ != "mesh_eval_dataset_fn":

@@ -2,8 +2,9 @@
 
 It is the waist of the project. The dialects in this folder turn gin files and overrides into a
 RunConfig; everything behind it (model, optimizer, train step, scorer, checkpoints) takes a
-RunConfig and never hears of gin. Defaults live in the dialects, where they have a source: no field
-but `provenance` has one here.
+RunConfig and never hears of gin. Defaults live in the dialects, where they have a source. The few
+fields with a default here are what sets a variant apart from a plain encoder-decoder trained with
+Adafactor.
 """
 
 from __future__ import annotations
@@ -15,15 +16,25 @@ import typing
 from collections.abc import Mapping
 from typing import Any, Literal
 
-Mode = Literal["train", "eval", "score_eval", "perplexity_eval", "infer"]
+Mode = Literal[
+    "train",
+    "eval",
+    "score_eval",
+    "perplexity_eval",
+    "infer",
+    "score_from_dataset",
+    "score_from_strings",
+]
 DType = Literal["float32", "bfloat16"]
+ModelType = Literal["bitransformer", "lm", "delimited_lm"]
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """The shape of an encoder-decoder T5 (1.0 or 1.1).
+    """The shape of a T5 (1.0 or 1.1), with an encoder or without one.
 
     Attributes:
+      num_encoder_layers: 0 in a model without an encoder.
       vocab_size: rows of the embedding, padded to a multiple of Mesh TensorFlow's vocab_divisor.
       activations: of the feed-forward layer; one name for T5 1.0 (`relu`), two for the gated form
         of T5 1.1 (`gelu`, `linear`), one kernel `wi_<n>` each.
@@ -33,6 +44,14 @@ class ModelConfig:
       label_smoothing: mass spread evenly over the whole padded vocabulary, the target included.
       z_loss: coefficient of log(Z)**2, in training only.
       loss_denominator: divides the summed loss; None stands for targets.size * num_microbatches.
+      model_type: Mesh TensorFlow's. The two language models have no encoder; `delimited_lm` reads
+        inputs and targets, one after the other, as one sequence.
+      input_full_attention: in a language model, positions up to an example's first EOS see each
+        other whatever their order.
+      loss_on_targets_only: in a language model, no loss up to an example's first EOS.
+      shared_towers: the encoder has no parameters of its own but the decoder's (bi_v1_shared).
+      recompute_grads: activations of a layer are not kept for the backward pass but computed again.
+      norm_names: what Mesh TensorFlow's variables are called; `layer_norm` in T5 1.0's releases.
     """
 
     num_encoder_layers: int
@@ -49,6 +68,17 @@ class ModelConfig:
     label_smoothing: float
     z_loss: float
     loss_denominator: float | None
+    model_type: ModelType = "bitransformer"
+    input_full_attention: bool = False
+    loss_on_targets_only: bool = False
+    shared_towers: bool = False
+    recompute_grads: bool = False
+    norm_names: Literal["rms_norm", "layer_norm"] = "rms_norm"
+
+    @property
+    def decoder_only(self) -> bool:
+        """Whether there is no encoder."""
+        return self.model_type != "bitransformer"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,6 +153,68 @@ class EvalDataConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class DecodingConfig:
+    """How targets are generated: the arguments of Bitransformer.decode, and of its beam search.
+
+    Attributes:
+      beam_size: 1 for greedy decoding or sampling, more for beam search.
+      alpha: of the length penalty ((5 + length) / 6)**alpha that divides a beam's log-probability.
+      temperature: 0 takes the likeliest token; otherwise Gumbel noise times it is added to logits.
+      keep_top_k: sample among this many likeliest tokens only; -1 keeps all.
+      length_multiplier: a beam search ends after this times the longest input of its batch...
+      length_constant: ...plus this.
+      max_length: tokens that an output has room for; None stands for the inputs' length.
+      prefilter: candidates of each beam, and part of the vocabulary, that compete (0: all needed).
+      vocab_parts: parts that the vocabulary is split in for that: the mesh's size along it.
+    """
+
+    beam_size: int
+    alpha: float
+    temperature: float
+    keep_top_k: int
+    length_multiplier: float
+    length_constant: float
+    max_length: int | None
+    prefilter: int
+    vocab_parts: int
+
+
+@dataclasses.dataclass(frozen=True)
+class InferConfig:
+    """The arguments of mode infer's decode_from_file."""
+
+    input_filename: str
+    output_filename: str
+    eos_id: int
+    repeats: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoreStringsConfig:
+    """The arguments of score_from_strings; inputs and targets are lines, or a file of them."""
+
+    inputs: str | tuple[str, ...] | None
+    targets: str | tuple[str, ...]
+    eos_id: int
+    score_eos: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointChoice:
+    """The arguments of get_checkpoint_iterator beside the step itself.
+
+    Attributes:
+      skip_until: "all" and None pass over steps up to this one.
+      stop_after: None, waiting for checkpoints, ends at the first of this step or a later one.
+      find_closest: a step that is not there stands for the nearest that is; else it is left out.
+    """
+
+    skip_until: int
+    stop_after: int | None
+    find_closest: bool
+
+
+@dataclasses.dataclass(frozen=True)
 class RunConfig:
     """Everything that a run is, each value with where it came from.
 
@@ -137,7 +229,13 @@ class RunConfig:
         too.
       eval_checkpoint_step: a step, a list of steps, "all", -1 for the latest, or None to wait for
         each new one.
+      checkpoint_choice: what else says which checkpoints are evaluated.
+      perplexity_eval_steps: batches of a perplexity evaluation.
+      decoding: how eval and infer generate.
+      infer: what infer reads and writes, where it is bound.
+      score_strings: what score_from_strings scores, where it is bound.
       scores_filename: prefix of the files that save_scores writes, or None.
+      save_example_text: whether save_scores writes targets and their lengths beside the scores.
       vocabulary: path or address of the SentencePiece model, None where no data is bound.
       provenance: dotted field -> where its value was set ("t5.1.1.base.gin:9", "--gin_param ...",
         "default").
@@ -162,7 +260,13 @@ class RunConfig:
     eval_summary_dir: str | None
     eval_dir_suffix: str | None
     output_eval_examples: bool
+    checkpoint_choice: CheckpointChoice
+    perplexity_eval_steps: int
+    decoding: DecodingConfig
+    infer: InferConfig | None
+    score_strings: ScoreStringsConfig | None
     scores_filename: str | None
+    save_example_text: bool
     vocabulary: str | None
     provenance: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False)
 

@@ -9,6 +9,8 @@ import numpy as np
 
 from t0repro.config.run_config import (
     AdafactorConfig,
+    CheckpointChoice,
+    DecodingConfig,
     DTypePolicy,
     ModelConfig,
     RunConfig,
@@ -94,7 +96,13 @@ def run_config(model_dir, train_steps: int, **changes) -> RunConfig:
         eval_summary_dir=None,
         eval_dir_suffix=None,
         output_eval_examples=False,
+        checkpoint_choice=CheckpointChoice(0, None, True),
+        perplexity_eval_steps=100,
+        decoding=DecodingConfig(1, 0.6, 0.0, -1, 1.5, 10, None, 2, 1),
+        infer=None,
+        score_strings=None,
         scores_filename=None,
+        save_example_text=True,
         vocabulary=None,
     )
     return dataclasses.replace(config, **changes)
