@@ -12,22 +12,11 @@ from t0repro.converters.convert import convert
 from t0repro.converters.family import Family
 from t0repro.converters.safetensors_files import SafetensorsFile
 from t0repro.converters.sources import find_checkpoint, open_checkpoint
-from t0repro.converters.tensor_bundle import BundleReader
 from t0repro.errors import UserError
 
+from .checkpoint_files import assert_same_bits, read_variables
+
 QUERY = "encoder.block.0.layer.0.SelfAttention.q.weight"
-
-
-def read_variables(directory) -> dict[str, np.ndarray]:
-    reader = BundleReader(find_checkpoint(directory).path)
-    return {name: reader.read(name) for name in reader.entries}
-
-
-def assert_same_bits(left, right) -> None:
-    assert left.keys() == right.keys()
-    for name, array in left.items():
-        assert (array.dtype, array.shape) == (right[name].dtype, right[name].shape), name
-        assert array.tobytes() == right[name].tobytes(), name
 
 
 def test_kernels_and_relative_biases_are_transposed_and_the_embedding_is_not(

@@ -13,20 +13,9 @@ from t0repro.converters import layout
 from t0repro.converters.convert import convert
 from t0repro.converters.family import Family
 from t0repro.converters.sources import find_checkpoint, load_any
-from t0repro.converters.tensor_bundle import BundleReader
 from t0repro.errors import UserError
 
-
-def read_variables(directory) -> dict[str, np.ndarray]:
-    reader = BundleReader(find_checkpoint(directory).path)
-    return {name: reader.read(name) for name in reader.entries}
-
-
-def assert_same_bits(left, right) -> None:
-    assert left.keys() == right.keys()
-    for name, array in left.items():
-        assert (array.dtype, array.shape) == (right[name].dtype, right[name].shape), name
-        assert array.tobytes() == right[name].tobytes(), name
+from .checkpoint_files import assert_same_bits, read_variables
 
 
 def restore_by_orbax(path) -> dict[str, np.ndarray]:
