@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import random
 import re
 import threading
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jinja2
+import jinja2.meta
+import jinja2.nodes
 import jinja2.runtime
 import yaml
 
 from t0repro.errors import UserError, nearest_names
+
+SEPARATOR = "|||"
+"""Stands between a template's input and its target, and between answer choices."""
 
 NO_LABEL = "<NO LABEL>"
 """T0's target for a rendering whose target is empty, as hidden labels give."""
@@ -27,6 +33,13 @@ class Rendering(NamedTuple):
     inputs: str
     targets: str
     answer_choices: list[str] | None
+
+
+class Drop(enum.Enum):
+    """Why a rendering is no example."""
+
+    NOT_A_PAIR = "the template does not render it to one input and one target"
+    EMPTY_INPUT = "its input is empty"
 
 
 def task_name(dataset: str, subset: str | None, template_name: str) -> str:
@@ -76,13 +89,93 @@ def fixed_choices(template: Any) -> tuple[str, ...] | None:
     return tuple(choices) if choices else None
 
 
+class CompiledTemplate:
+    """A template whose Jinja is compiled once, and whose choices are rendered once if they can be.
+
+    Every rendering equals promptsource's `Template.apply` and `get_answer_choices_list`, byte for
+    byte; those compile the template anew for each row.
+
+    Args:
+      template: a promptsource `Template`, or anything with its `name`, `jinja`, `answer_choices`.
+
+    Raises:
+      UserError: if its Jinja cannot be compiled.
+    """
+
+    def __init__(self, template: Any):
+        module = _promptsource()
+        self.name: str = template.name
+        self._escaped = module.Template.pipe_protector
+        cut = f" | string | truncate({module.TEXT_VAR_LENGTH}) }}}}"
+        self._body = self._compile(template.jinja.replace("}}", cut))
+        self._choices: Callable[[dict[str, Any]], list[str] | None] = lambda fields: None
+        if template.answer_choices is not None:
+            choices = self._compile(template.answer_choices)
+            self._choices = lambda fields: self._split(choices.render(fields))
+            if _is_constant(template.answer_choices):
+                fixed = self._split(choices.render())
+                self._choices = lambda fields: list(fixed)
+
+    def render(self, row: Mapping[str, Any], draw_key: str | None = None) -> Rendering | Drop:
+        """Renders one row as the function `render` does, or says why T0 drops the example."""
+        fields = {}
+        for name, value in row.items():
+            if "-" in name:
+                name = name.replace("-", "_")
+            if type(value) is str and SEPARATOR in value:
+                value = value.replace(SEPARATOR, self._escaped)
+            fields[name] = value
+        if "answer_choices" in fields:
+            raise ValueError("a field is named answer_choices, which templates use themselves")
+        # One generator draws for both: the choices first, as promptsource does.
+        _drawing.key, _drawing.generator = draw_key, None
+        try:
+            choices = fields["answer_choices"] = self._choices(fields)
+            parts = self._split(self._body.render(fields))
+        finally:
+            _drawing.key = None
+        if len(parts) != 2:
+            return Drop.NOT_A_PAIR
+        if not parts[0]:
+            return Drop.EMPTY_INPUT
+        return Rendering(parts[0], parts[1] or NO_LABEL, choices)
+
+    def _compile(self, jinja: str) -> jinja2.Template:
+        try:
+            return _promptsource().env.from_string(jinja)
+        except jinja2.TemplateError as error:
+            raise UserError(
+                f"Template {self.name!r} is not valid Jinja: {error}.",
+                where=f"line {getattr(error, 'lineno', 1)} of the template",
+                fix="Mend the template; promptsource's Jinja has no includes or macros of others.",
+            ) from error
+
+    def _split(self, rendered: str) -> list[str]:
+        parts = rendered.split(SEPARATOR)
+        if self._escaped in rendered:
+            parts = [part.replace(self._escaped, SEPARATOR) for part in parts]
+        return [part.strip() for part in parts]
+
+
+def _is_constant(jinja: str) -> bool:
+    """Whether the text renders alike for every row: it reads no variable and draws nothing."""
+    parsed = _promptsource().env.parse(jinja)
+    draws = any(node.name == "choice" for node in parsed.find_all(jinja2.nodes.Filter))
+    return not draws and not jinja2.meta.find_undeclared_variables(parsed)
+
+
+@functools.cache
+def compiled(template: Any) -> CompiledTemplate:
+    """The compiled form of a template object, kept."""
+    return CompiledTemplate(template)
+
+
 def render(template: Any, row: Mapping[str, Any], draw_key: str | None = None) -> Rendering | None:
     """Renders one row as T0 did, or returns None where T0 drops the example.
 
     Hyphens in field names become underscores; every variable is cut at 2,048 characters; an empty
     target becomes "<NO LABEL>"; a rendering that is not exactly an input and a target, or whose
-    input is empty, is dropped. This is the seam for a faster renderer: nothing else applies
-    templates.
+    input is empty, is dropped. This is the seam for renderers: nothing else applies templates.
 
     Args:
       template: a promptsource `Template`.
@@ -90,15 +183,8 @@ def render(template: Any, row: Mapping[str, Any], draw_key: str | None = None) -
       draw_key: decides what the template's `choice` filters draw, which promptsource leaves
         unseeded; None draws from Python's global generator, as promptsource does.
     """
-    fields = {name.replace("-", "_"): value for name, value in row.items()}
-    with _draws_from(draw_key):
-        parts = template.apply(fields)
-    with _draws_from(draw_key):
-        choices = template.get_answer_choices_list(fields)
-    if len(parts) != 2 or not parts[0]:
-        return None
-    inputs, targets = parts
-    return Rendering(inputs, targets or NO_LABEL, choices or None)
+    rendering = compiled(template).render(row, draw_key)
+    return None if isinstance(rendering, Drop) else rendering
 
 
 # promptsource ----------------------------------------------------------------------------------
@@ -106,7 +192,7 @@ def render(template: Any, row: Mapping[str, Any], draw_key: str | None = None) -
 
 @functools.cache
 def _promptsource() -> Any:
-    """promptsource.templates, its one Jinja environment made seedable and quick.
+    """promptsource.templates, its one Jinja environment made seedable.
 
     `promptsource.utils` is never imported: it asks the network for a list of datasets.
     """
@@ -115,8 +201,6 @@ def _promptsource() -> Any:
         warnings.simplefilter("ignore")
         import promptsource.templates as module
     module.env.filters["choice"] = _choice
-    # `Template.apply` compiles its Jinja for each example: 2.1 ms against 21 us when kept.
-    module.env.from_string = functools.lru_cache(maxsize=None)(module.env.from_string)
     return module
 
 
@@ -146,19 +230,6 @@ def _label(dataset: str, subset: str | None) -> str:
 # The `choice` filter ---------------------------------------------------------------------------
 
 _drawing = threading.local()
-
-
-class _draws_from:
-    """While it lasts, `choice` filters in this thread draw from a generator seeded by the key."""
-
-    def __init__(self, key: str | None):
-        self._key = key
-
-    def __enter__(self) -> None:
-        _drawing.key, _drawing.generator = self._key, None
-
-    def __exit__(self, *exception: object) -> None:
-        _drawing.key, _drawing.generator = None, None
 
 
 @jinja2.pass_context
