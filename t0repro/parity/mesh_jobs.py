@@ -1,0 +1,145 @@
+"""What Mesh TensorFlow is asked to compute, and running it in a process of its own.
+
+Mesh TensorFlow wants graph mode and process-wide gin state, and it must not share either with the
+process that compares. A job is a JSON file; its results are files in its folder:
+
+    model.ckpt-<step>.*   the start, and the states after the steps asked for, as t5 saves them
+    arrays.npz            losses [steps], learning_rates [steps], and where asked for
+                          activations/<name>, gradients/<variable>, token_losses, scores
+    done                  written last
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from t0repro.config.mtf_gin import GinInputs
+from t0repro.errors import UserError
+from t0repro.files import write_atomically
+
+ARRAYS, DONE = "arrays.npz", "done"
+Batch = Mapping[str, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshJob:
+    """One run of Mesh TensorFlow's own model function on given batches.
+
+    Attributes:
+      out: the folder of the results.
+      inputs: the gin files and overrides, as t5_mesh_transformer gets them.
+      batches: a file of "<index>/<feature>" arrays, int32 [batch, length]; a step each.
+      start: prefix of the Mesh TensorFlow checkpoint to start from; None draws parameters.
+      snapshots: numbers of steps done after which the state is saved.
+      tensors: whether activations, token losses and gradients of the first batch are wanted.
+      scored: a file of "<index>/<feature>" arrays to score by the first parameters, or None.
+      float32: compute in float32 whatever gin says, as t5_mesh_transformer does without --tpu.
+    """
+
+    out: str
+    inputs: GinInputs
+    batches: str
+    start: str | None = None
+    snapshots: Sequence[int] = ()
+    tensors: bool = False
+    scored: str | None = None
+    float32: bool = True
+
+    def to_json(self) -> dict[str, Any]:
+        """The job for the other process."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> MeshJob:
+        """What `to_json` made."""
+        return cls(**{**values, "inputs": GinInputs(**values["inputs"])})
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshResult:
+    """What a job gave.
+
+    Attributes:
+      folder: has the checkpoints.
+      start_step: the global step at the start.
+      arrays: see the module's description.
+    """
+
+    folder: Path
+    start_step: int
+    arrays: Mapping[str, np.ndarray]
+
+    def group(self, prefix: str) -> dict[str, np.ndarray]:
+        """The arrays below a prefix, in the order in which they were computed."""
+        return {
+            name.removeprefix(f"{prefix}/"): x
+            for name, x in self.arrays.items()
+            if name.startswith(f"{prefix}/")
+        }
+
+    def checkpoint(self, steps_done: int) -> str:
+        """Prefix of the checkpoint after so many steps."""
+        return str(self.folder / f"model.ckpt-{self.start_step + steps_done}")
+
+
+def run_mesh(jobs: Sequence[MeshJob]) -> list[MeshResult]:
+    """Runs jobs one after the other in one process and reads their results.
+
+    Raises:
+      UserError: if Mesh TensorFlow failed; its own last words are in the message.
+    """
+    description = Path(jobs[0].out) / "jobs.json"
+    write_atomically(description, json.dumps([job.to_json() for job in jobs], indent=1))
+    done = subprocess.run(
+        # -P: the checkout's folder gin/ must not be found in place of gin-config.
+        [sys.executable, "-P", "-m", "t0repro.parity.mesh_run", str(description)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        log = Path(jobs[0].out) / "mesh_tensorflow.log"
+        write_atomically(log, done.stdout + done.stderr)
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise UserError(
+            f"Mesh TensorFlow failed: {last}",
+            where=str(log),
+            fix="Check that t5_mesh_transformer --backend=mtf runs the same gin files.",
+        )
+    return [read_result(job.out) for job in jobs]
+
+
+def read_result(folder: str | Path) -> MeshResult:
+    """The results in a job's folder."""
+    folder = Path(folder)
+    start_step = int((folder / DONE).read_text())
+    with np.load(folder / ARRAYS) as arrays:
+        return MeshResult(folder, start_step, dict(arrays))
+
+
+def save_batches(path: str | Path, batches: Sequence[Batch]) -> str:
+    """Writes batches as "<index>/<feature>" and returns the path."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    arrays: dict[str, Any] = {
+        f"{index}/{name}": x for index, batch in enumerate(batches) for name, x in batch.items()
+    }
+    np.savez(path, **arrays)
+    return str(path)
+
+
+def load_batches(path: str | Path) -> list[dict[str, np.ndarray]]:
+    """What `save_batches` wrote."""
+    batches: dict[int, dict[str, np.ndarray]] = {}
+    with np.load(path) as arrays:
+        for key in arrays.files:
+            index, _, feature = key.partition("/")
+            batches.setdefault(int(index), {})[feature] = arrays[key]
+    return [batches[index] for index in sorted(batches)]
