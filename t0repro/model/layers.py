@@ -7,6 +7,7 @@ than that, the docstring says so. Distributions of the initial values are Mesh T
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -120,6 +121,22 @@ class Dropout(nn.Module):
         shape[self.broadcast_axis] = 1
         kept = jax.random.bernoulli(self.make_rng("dropout"), keep, tuple(shape))
         return x * (kept.astype(x.dtype) / jnp.asarray(keep, x.dtype))
+
+
+def recomputed(layer: nn.Module, deterministic: bool) -> Callable[..., jax.Array]:
+    """The layer's call, its activations computed again in the backward pass if the model says so.
+
+    Args:
+      layer: with a `config`; it takes arrays, and `deterministic` by name.
+      deterministic: of the call, bound here because it decides what is traced.
+    """
+
+    def call(module: nn.Module, *arrays: Any) -> Any:
+        return module(*arrays, deterministic=deterministic)  # pyright: ignore[reportCallIssue]
+
+    if layer.config.recompute_grads:  # pyright: ignore[reportAttributeAccessIssue]
+        call = nn.remat(call)
+    return functools.partial(call, layer)
 
 
 class MLP(nn.Module):

@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from t0repro.config.run_config import DTypePolicy, ModelConfig
+from t0repro.model.decoder_only import DecoderOnly, text_to_self
 from t0repro.model.layers import (
     MLP,
     Attention,
@@ -39,6 +40,7 @@ from t0repro.model.layers import (
     causal_bias,
     fan_in_truncated_normal,
     keys_and_values,
+    recomputed,
     segment_bias,
 )
 from t0repro.model.shapes import Array, Float, Int
@@ -129,7 +131,7 @@ class Encoder(nn.Module):
         x = dropout(x, deterministic=deterministic)
         for index in range(self.config.num_encoder_layers):
             layer = EncoderLayer(self.config, self.dtype, name=f"layers_{index}")
-            x = layer(x, bias, present, deterministic=deterministic)
+            x = recomputed(layer, deterministic)(x, bias, present)
         x = RMSNorm(self.dtype, name="encoder_norm")(x)
         return dropout(x, deterministic=deterministic) * present
 
@@ -173,7 +175,7 @@ class Decoder(nn.Module):
         for index in range(config.num_decoder_layers):
             layer = DecoderLayer(config, self.dtype, name=f"layers_{index}")
             memory = encoded[index] if isinstance(encoded, tuple) else encoded
-            x = layer(x, memory, bias, encoder_bias, present, deterministic=deterministic)
+            x = recomputed(layer, deterministic)(x, memory, bias, encoder_bias, present)
         x = RMSNorm(self.dtype, name="decoder_norm")(x)
         x = dropout(x, deterministic=deterministic) * present
         if config.logits_from_embedding:
@@ -185,7 +187,7 @@ class Decoder(nn.Module):
 
 
 class T5(nn.Module):
-    """An encoder-decoder T5.
+    """A T5: encoder and decoder, or a language model (t0repro.model.decoder_only).
 
     Attributes:
       config: the model's shape.
@@ -196,9 +198,29 @@ class T5(nn.Module):
     config: ModelConfig
     dtypes: DTypePolicy
 
+    @nn.nowrap
+    def init(self, *args: Any, **kwargs: Any) -> Any:
+        """Flax's init; a tower that shares the other's parameters has none here."""
+        variables = super().init(*args, **kwargs)
+        if self.config.shared_towers:
+            variables["params"].pop("encoder")
+        return variables
+
+    @nn.nowrap
+    def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
+        """Flax's apply; a shared tower's parameters are read, and get gradients, twice."""
+        if self.config.shared_towers:
+            params = variables["params"]
+            encoder = encoder_of_decoder(params["decoder"])
+            variables = {**variables, "params": {**params, "encoder": encoder}}
+        return super().apply(variables, *args, **kwargs)
+
     def setup(self) -> None:
         """Creates the shared embedding and the two towers."""
         dtype = jnp.dtype(self.dtypes.activation)
+        if self.config.decoder_only:
+            self.decoder = DecoderOnly(self.config, dtype)
+            return
         self.token_embedder = Embedding(self.config.vocab_size, self.config.d_model, dtype)
         self.encoder = Encoder(self.config, dtype)
         self.decoder = Decoder(self.config, dtype)
@@ -213,6 +235,10 @@ class T5(nn.Module):
             and zeros are padding.
           deterministic: False draws dropout from the stream "dropout".
         """
+        if self.config.decoder_only:
+            batch = text_to_self(self.config, batch)
+            segments = batch.get("targets_segmentation")
+            return self.decoder(batch["targets"], segments, deterministic=deterministic)
         batch = {name: jnp.asarray(x) for name, x in batch.items()}
         inputs, targets = batch["inputs"], batch["targets"]
         input_segments = segments_of(inputs, batch.get("inputs_segmentation"))
@@ -254,6 +280,23 @@ class T5(nn.Module):
             segments_read=segments_read,
         )
         return self.token_embedder.attend(y) if self.config.logits_from_embedding else y
+
+
+def encoder_of_decoder(decoder: Mapping[str, Any]) -> dict[str, Any]:
+    """The decoder's parameters under the names of the encoder that shares them (bi_v1_shared)."""
+    names = {
+        "pre_attention_layer_norm": "pre_self_attention_layer_norm",
+        "attention": "self_attention",
+        "pre_mlp_layer_norm": "pre_mlp_layer_norm",
+        "mlp": "mlp",
+    }
+    layers = {
+        layer: {ours: parameters[theirs] for ours, theirs in names.items()}
+        for layer, parameters in decoder.items()
+        if layer.startswith("layers_")
+    }
+    ends = {"relpos_bias": decoder["relpos_bias"], "encoder_norm": decoder["decoder_norm"]}
+    return layers | ends
 
 
 def cross_attention_memory(
@@ -310,8 +353,8 @@ def initial_parameters(model: T5, key: jax.Array) -> dict:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _initial_parameters(model: T5, key: jax.Array) -> Any:
-    batch = {name: jnp.zeros((1, 1), jnp.int32) for name in ("inputs", "targets")}
-    return model.init(key, batch)["params"]
+    names = ("targets",) if model.config.decoder_only else ("inputs", "targets")
+    return model.init(key, {name: jnp.zeros((1, 1), jnp.int32) for name in names})["params"]
 
 
 def count_parameters(parameters: dict) -> int:

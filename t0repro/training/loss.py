@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from t0repro.config.run_config import ModelConfig
+from t0repro.model.decoder_only import of_inputs, text_to_self
 from t0repro.model.shapes import Array, Float, Int
 from t0repro.model.t5 import T5, Batch
 
@@ -51,7 +52,10 @@ def loss_denominator(config: ModelConfig, batch: Mapping[str, Array | np.ndarray
     """What the summed loss of a whole batch, all microbatches together, is divided by."""
     if config.loss_denominator is not None:
         return float(config.loss_denominator)
-    return float(batch["targets"].size)
+    size = batch["targets"].size
+    if config.model_type == "delimited_lm" and "inputs" in batch:
+        size += batch["inputs"].size  # they become targets too
+    return float(size)
 
 
 def training_loss(
@@ -72,6 +76,7 @@ def training_loss(
       dropout_key: of this microbatch's noise.
     """
     rngs = {} if dropout_key is None else {"dropout": dropout_key}
+    batch = text_to_self(model.config, batch)
     logits = model.apply(
         {"params": parameters}, batch, deterministic=dropout_key is None, rngs=rngs
     )
@@ -81,7 +86,13 @@ def training_loss(
     losses = cross_entropy(
         logits, targets, label_smoothing=config.label_smoothing, z_loss=config.z_loss
     )
-    return jnp.sum(losses * (targets > 0)) / denominator
+    return jnp.sum(losses * _with_loss(config, targets)) / denominator
+
+
+def _with_loss(config: ModelConfig, targets: Int[Array, "batch length"]) -> Array:
+    """Which targets the loss counts."""
+    counted = targets > 0
+    return counted & ~of_inputs(targets) if config.loss_on_targets_only else counted
 
 
 def evaluation_sums(
@@ -96,10 +107,14 @@ def evaluation_sums(
     They are those of Mesh TensorFlow's teacher-forced evaluation (tpu_estimator_model_fn): its
     loss, and the plain cross entropy and hits of the targets > 0.
     """
+    batch = text_to_self(model.config, batch)
     logits = model.apply({"params": parameters}, batch)
     assert isinstance(logits, jax.Array)
     targets = jnp.asarray(batch["targets"])
     weights = (targets > 0).astype(jnp.float32)
+    counted = _with_loss(model.config, targets)
+    if model.config.model_type == "delimited_lm":
+        weights = weights * ~of_inputs(targets)
     smoothed = cross_entropy(logits, targets, label_smoothing=model.config.label_smoothing)
     plain = cross_entropy(logits, targets)
     correct = (jnp.argmax(logits, axis=-1) == targets) * weights
@@ -107,7 +122,7 @@ def evaluation_sums(
     rows = (per_row > 0).astype(jnp.float32)
     return {
         "batches": jnp.float32(1.0),
-        "loss": jnp.sum(smoothed * weights) / denominator,
+        "loss": jnp.sum(smoothed * counted) / denominator,
         "cross_entropy": jnp.sum(plain * weights),
         "correct_tokens": jnp.sum(correct),
         "correct_rows": jnp.sum((jnp.sum(correct, axis=-1) == per_row) * rows),
