@@ -2,6 +2,7 @@
 # Everything that must hold before a change goes in: lint, format, types, tests. Arguments go to pytest.
 #   bash scripts/test.sh                   # all
 #   bash scripts/test.sh tests/mesh -x     # these tests, after lint and types
+#   bash scripts/test.sh -m slow           # the ones of more than a minute, which are left out otherwise
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup.sh
@@ -21,4 +22,4 @@ ln -s ../../.venv "$typed/.venv"
 (cd "$typed" && basedpyright --level error t0repro)
 echo "== pytest"
 # loadfile: the tests of a file share their fixtures, so that one training run serves them all.
-pytest -n "${TEST_WORKERS:-2}" --dist loadfile "$@"
+pytest -n "${TEST_WORKERS:-2}" --dist loadfile -m "not slow" "$@"
