@@ -142,7 +142,7 @@ def dummies(tree: Mapping[str, _Shaped]) -> set[str]:
 def _is_dummy(key: str, tree: Mapping[str, _Shaped], momentum: bool) -> bool:
     path, slot = layout.split_key(key)
     parameter = tree.get(layout.PARAMETERS + path)
-    if parameter is None or slot is None or slot in layout.ADAM_SLOTS:
+    if parameter is None or slot is None or slot not in layout.SLOT_NAMES:
         return False
     if slot == "m":
         return not momentum
@@ -196,7 +196,9 @@ def _named_by_optax(output: Output) -> Output:
 def _missing_slots(tree: Mapping[str, Any]) -> Iterator[str]:
     """The slots that T5X's Adafactor expects and that are not there; none if no slot is."""
     adafactor = any(
-        key.startswith(layout.SLOTS) and not key.endswith(layout.ADAM_SLOTS) for key in tree
+        key.startswith(layout.SLOTS)
+        and not key.endswith((*layout.ADAM_SLOTS, layout.MOMENTUM_SLOT))
+        for key in tree
     )
     for key in tree if adafactor else ():
         if key.startswith(layout.PARAMETERS):

@@ -26,6 +26,7 @@ PARAMETERS = "target/"
 SLOTS = "state/param_states/"
 SLOT_NAMES = ("v_row", "v_col", "v", "m")
 ADAM_SLOTS = ("adam_m", "adam_v")  # of mesh_tensorflow.optimize.AdamWeightDecayOptimizer
+MOMENTUM_SLOT = "momentum_v"  # of mesh_tensorflow.optimize.MomentumOptimizer
 
 NormNames = Literal["rms_norm", "layer_norm"]
 Column = Literal["t5x", "mtf", "hf"]
@@ -249,14 +250,16 @@ def old_norm_name(variable: str) -> str:
 def split_mtf_slot(variable: str) -> tuple[str, str | None]:
     """A Mesh TensorFlow variable's parameter and slot: `a/b_slot_vr` is ("a/b", "vr")."""
     match = re.fullmatch(r"(.+)_slot_(vr|vc|v|m)", variable) or re.fullmatch(
-        r"(.+)/(adam_m|adam_v)", variable
+        r"(.+)(?:/(?=adam)|_(?=momentum))(adam_m|adam_v|momentum_v)", variable
     )
     return (match[1], match[2]) if match else (variable, None)
 
 
 def join_mtf_slot(variable: str, slot: str) -> str:
     """The inverse of `split_mtf_slot`."""
-    return f"{variable}/{slot}" if slot in ADAM_SLOTS else f"{variable}_slot_{slot}"
+    if slot in ADAM_SLOTS:
+        return f"{variable}/{slot}"
+    return f"{variable}_{slot}" if slot == MOMENTUM_SLOT else f"{variable}_slot_{slot}"
 
 
 def slot_key(path: str, slot: str) -> str:
@@ -273,7 +276,7 @@ def split_key(key: str) -> tuple[str, str | None]:
     if key.startswith(PARAMETERS):
         return key.removeprefix(PARAMETERS), None
     path, _, slot = key.removeprefix(SLOTS).rpartition("/")
-    if key.startswith(SLOTS) and path and slot in (*SLOT_NAMES, *ADAM_SLOTS):
+    if key.startswith(SLOTS) and path and slot in (*SLOT_NAMES, *ADAM_SLOTS, MOMENTUM_SLOT):
         return path, slot
     raise ValueError(f"{key!r} is neither a parameter nor a slot.")
 

@@ -156,7 +156,7 @@ class UnscannedArrays:
 
     def _enter(self, name: str, info: TensorInfo) -> None:
         match = re.fullmatch(
-            r"(target|state/param_states)/(encoder|decoder)/\2/(.+?)(/(?:v_row|v_col|v|m|adam_m|adam_v))?",
+            r"(target|state/param_states)/(encoder|decoder)/\2/(.+?)(/(?:v_row|v_col|v|m|adam_m|adam_v|momentum_v))?",
             name,
         )
         if not match:

@@ -199,12 +199,15 @@ def _check_slots(reader: CheckpointReader, shapes: dict[str, tuple[int, ...]]) -
     if not has_slots(reader):
         return
     adam = any(key.endswith(layout.ADAM_SLOTS) for key in reader.tensors)
+    velocity = any(key.endswith(f"/{layout.MOMENTUM_SLOT}") for key in reader.tensors)
     momentum = any("m" in present for present in slots.values())
     for path, shape in shapes.items():
         present = slots[path]
         needed = ["v_row", "v_col"] if {"v_row", "v_col"} & present.keys() else ["v"]
         if adam:
             needed = list(layout.ADAM_SLOTS)
+        elif velocity:
+            needed = [layout.MOMENTUM_SLOT]
         for slot in needed + (["m"] if momentum else []):
             name = reader.native_name(layout.slot_key(path, slot))
             if slot not in present:

@@ -99,6 +99,9 @@ class AdafactorConfig:
         of the *global* step.
       beta1: 0 means no momentum slot.
       clipping_threshold: of the update's RMS; None means no clipping.
+      decay_rate: a second-moment decay that stays the same, in place of the power of the step.
+      exclude_from_parameter_scale: paths of parameters whose update is not scaled by their size.
+      frozen: paths of parameters that are not trained and have no slots, as of any optimizer.
     """
 
     multiply_by_parameter_scale: bool
@@ -110,6 +113,43 @@ class AdafactorConfig:
     epsilon1: float
     epsilon2: float
     min_dim_size_to_factor: int
+    decay_rate: float | None = None
+    exclude_from_parameter_scale: tuple[str, ...] = ()
+    frozen: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class AdamWeightDecayConfig:
+    """Mesh TensorFlow's AdamWeightDecayOptimizer: Adam without bias correction, decay apart.
+
+    Attributes:
+      exclude_from_weight_decay: paths of parameters that do not decay.
+    """
+
+    weight_decay_rate: float
+    beta_1: float
+    beta_2: float
+    epsilon: float
+    exclude_from_weight_decay: tuple[str, ...] = ()
+    frozen: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class MomentumConfig:
+    """Mesh TensorFlow's MomentumOptimizer, which subtracts the velocity *before* its update."""
+
+    momentum: float
+    frozen: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class SgdConfig:
+    """Mesh TensorFlow's SgdOptimizer: the gradient times the learning rate is subtracted."""
+
+    frozen: tuple[str, ...] = ()
+
+
+OptimizerConfig = AdafactorConfig | AdamWeightDecayConfig | MomentumConfig | SgdConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,12 +158,13 @@ class ScheduleConfig:
 
     Attributes:
       name: the function's name there, for instance `constant_learning_rate`.
-      arguments: its keyword arguments with all defaults filled in.
+      arguments: its keyword arguments with all defaults filled in. The `factors` of a product are
+        numbers or {"name": ..., "arguments": ...}.
       total_train_steps: what `run` passes for it: total_run_steps, or else train_steps.
     """
 
     name: str
-    arguments: Mapping[str, float]
+    arguments: Mapping[str, Any]
     total_train_steps: int
 
 
@@ -245,7 +286,7 @@ class RunConfig:
     model_dir: str
     model: ModelConfig
     dtypes: DTypePolicy
-    optimizer: AdafactorConfig | None
+    optimizer: OptimizerConfig | None
     schedule: ScheduleConfig | None
     train_data: TrainDataConfig | None
     eval_data: EvalDataConfig | None
@@ -295,9 +336,13 @@ def _build(kind: Any, value: Any) -> Any:
     origin = typing.get_origin(kind)
     if origin in (types.UnionType, typing.Union):
         choices = typing.get_args(kind)
-        for choice in choices:
-            if dataclasses.is_dataclass(choice) and isinstance(value, dict):
-                return _build(choice, value)
+        if isinstance(value, dict):
+            # Of several dataclasses, the one with these fields.
+            kinds = [choice for choice in choices if dataclasses.is_dataclass(choice)]
+            for choice in kinds:
+                names = {field.name for field in dataclasses.fields(choice)}
+                if len(kinds) == 1 or names == value.keys():
+                    return _build(choice, value)
         return tuple(value) if isinstance(value, list) else value
     if origin is tuple:
         return tuple(value)

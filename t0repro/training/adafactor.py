@@ -26,33 +26,14 @@ and v_col have the same mean.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from t0repro.config.run_config import AdafactorConfig
-
-SLOT_NAMES = ("v_row", "v_col", "v", "m")
-
-
-@flax.struct.dataclass
-class Slots:
-    """One parameter's optimizer state, float32; what is not used is None.
-
-    Attributes:
-      v_row: factored second moment without the longest axis.
-      v_col: factored second moment without the second longest axis.
-      v: second moment of a parameter that is not factored, of its shape.
-      m: momentum, of the parameter's shape, when beta1 is not zero.
-    """
-
-    v_row: jax.Array | None = None
-    v_col: jax.Array | None = None
-    v: jax.Array | None = None
-    m: jax.Array | None = None
+from t0repro.training.slots import Slots
 
 
 def factored_axes(shape: tuple[int, ...], config: AdafactorConfig) -> tuple[int, int] | None:
@@ -77,75 +58,44 @@ def slot_shapes(shape: tuple[int, ...], config: AdafactorConfig) -> dict[str, tu
     return shapes | ({"m": shape} if config.beta1 else {})
 
 
-def initial_slots(parameters: Any, config: AdafactorConfig) -> Any:
-    """Zero slots for each parameter: the tree of parameters with a Slots in place of each array."""
-
-    def zeros(parameter: jax.Array) -> Slots:
-        shapes = slot_shapes(parameter.shape, config)
-        return Slots(**{name: jnp.zeros(shape, jnp.float32) for name, shape in shapes.items()})
-
-    return jax.tree.map(zeros, parameters)
-
-
 def decay_rate(step: jax.Array, config: AdafactorConfig) -> jax.Array:
-    """Decay of the second moment at a global step: 1 - (step - offset + 1)**-exponent."""
+    """Decay of the second moment at a global step: 1 - (step - offset + 1)**-exponent.
+
+    A configuration with a decay rate of its own has that one at every step.
+    """
+    if config.decay_rate is not None:
+        return jnp.float32(config.decay_rate)
     # The difference is taken before the conversion, while both are whole numbers.
     count = (step - int(config.decay_offset)).astype(jnp.float32)
     return 1.0 - jnp.power(count + 1.0, -config.decay_exponent)
 
 
-def apply_gradients(
-    parameters: Any,
-    slots: Any,
-    gradients: Any,
-    *,
-    step: jax.Array,
-    learning_rate: jax.Array,
-    config: AdafactorConfig,
-) -> tuple[Any, Any]:
-    """New parameters and new slots after one update.
+def make_update(
+    config: AdafactorConfig, step: jax.Array, learning_rate: jax.Array
+) -> Callable[[jax.Array, Slots, jax.Array, str], tuple[jax.Array, Slots]]:
+    """One parameter's update at a global step (AdafactorOptimizer.apply_grad).
 
-    Args:
-      parameters: a tree of float32 arrays.
-      slots: the same tree with Slots for leaves.
-      gradients: the same tree of float32 arrays.
-      step: the global step before the update.
-      learning_rate: of this update.
-      config: the optimizer's options.
+    The function takes the parameter, its slots, its float32 gradient and its path.
     """
     decay = decay_rate(step, config)
-    leaves, structure = jax.tree.flatten(parameters)
-    pairs = [
-        _update(parameter, slot, gradient, decay, learning_rate, config)
-        for parameter, slot, gradient in zip(
-            leaves, structure.flatten_up_to(slots), structure.flatten_up_to(gradients), strict=True
-        )
-    ]
-    return structure.unflatten([p for p, _ in pairs]), structure.unflatten([s for _, s in pairs])
 
+    def update(
+        parameter: jax.Array, slots: Slots, gradient: jax.Array, path: str
+    ) -> tuple[jax.Array, Slots]:
+        scale = learning_rate
+        if config.multiply_by_parameter_scale and path not in config.exclude_from_parameter_scale:
+            scale = scale * jnp.maximum(_rms(parameter), config.epsilon2)
+        direction, second_moment = _normalised(gradient, slots, decay, config)
+        if config.clipping_threshold is not None:
+            direction = direction / jnp.maximum(1.0, _rms(direction) / config.clipping_threshold)
+        change = direction * scale
+        momentum = None
+        if config.beta1:
+            assert slots.m is not None, "beta1 is not zero, so the slots have m"
+            momentum = change = slots.m * config.beta1 + change * (1.0 - config.beta1)
+        return parameter - change, second_moment.replace(m=momentum)
 
-def _update(
-    parameter: jax.Array,
-    slots: Slots,
-    gradient: jax.Array,
-    decay: jax.Array,
-    learning_rate: jax.Array,
-    config: AdafactorConfig,
-) -> tuple[jax.Array, Slots]:
-    """One parameter's update (AdafactorOptimizer.apply_grad)."""
-    gradient = gradient.astype(jnp.float32)
-    scale = learning_rate
-    if config.multiply_by_parameter_scale:
-        scale = scale * jnp.maximum(_rms(parameter), config.epsilon2)
-    direction, second_moment = _normalised(gradient, slots, decay, config)
-    if config.clipping_threshold is not None:
-        direction = direction / jnp.maximum(1.0, _rms(direction) / config.clipping_threshold)
-    change = direction * scale
-    momentum = None
-    if config.beta1:
-        assert slots.m is not None, "beta1 is not zero, so the slots have m"
-        momentum = change = slots.m * config.beta1 + change * (1.0 - config.beta1)
-    return parameter - change, second_moment.replace(m=momentum)
+    return update
 
 
 def _normalised(

@@ -22,7 +22,7 @@ import flax.traverse_util
 import jax
 import numpy as np
 
-from t0repro.config.run_config import AdafactorConfig
+from t0repro.config.run_config import OptimizerConfig
 from t0repro.errors import UserError
 from t0repro.files import atomic_directory, write_atomically
 from t0repro.training.train_state import FlatTree, TrainState, from_flat_tree, to_flat_tree
@@ -78,7 +78,7 @@ def save_checkpoint(model_dir: PathLike, state: TrainState, keep: int | None = N
     return path
 
 
-def restore_checkpoint(path: PathLike, like: TrainState, optimizer: AdafactorConfig) -> TrainState:
+def restore_checkpoint(path: PathLike, like: TrainState, optimizer: OptimizerConfig) -> TrainState:
     """The state that a checkpoint holds, on the device.
 
     Args:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import jax
 
-from t0repro.config.run_config import AdafactorConfig, RunConfig
+from t0repro.config.run_config import OptimizerConfig, RunConfig
 from t0repro.errors import UserError
 from t0repro.model.t5 import T5, count_parameters, initial_parameters
 from t0repro.training.actions import Action, SaveCheckpoints, ShowProgress
@@ -121,6 +121,6 @@ def train(
     return trainer.train_state
 
 
-def _fresh_state(model: T5, optimizer: AdafactorConfig, seed: int) -> TrainState:
+def _fresh_state(model: T5, optimizer: OptimizerConfig, seed: int) -> TrainState:
     """Parameters drawn from the seed, zero slots, step 0."""
     return new_train_state(initial_parameters(model, jax.random.key(seed)), optimizer)

@@ -5,10 +5,17 @@ A checkpoint is a flat mapping from T5X's names to arrays:
     target/<path of a parameter>                     float32
     state/step                                       int32, the global step
     state/param_states/<path>/{v_row,v_col,v,m}      float32, (1,) of zeros where a slot is not used
+
+Other optimizers than Adafactor have, in place of the last,
+
+    state/param_states/0/{mu,nu}/<path>              Adam's moments, where optax's adam has them
+    state/param_states/0/count                       int32, the global step again, as there
+    state/param_states/<path>/momentum_v             the velocity of the momentum optimizer
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,9 +25,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from t0repro.config.run_config import AdafactorConfig
+from t0repro.config.run_config import OptimizerConfig
 from t0repro.errors import UserError
-from t0repro.training.adafactor import SLOT_NAMES, Slots, initial_slots, slot_shapes
+from t0repro.training.optimizers import initial_slots, slot_shapes
+from t0repro.training.slots import ADAFACTOR_SLOTS, SLOT_NAMES, Slots
 
 FlatTree = Mapping[str, np.ndarray]
 
@@ -36,7 +44,7 @@ class TrainState:
     Attributes:
       step: int32 scalar, the global step.
       params: nested dictionary of float32 arrays with T5X's names.
-      slots: the same dictionary with an adafactor.Slots per array.
+      slots: the same dictionary with a Slots per array.
     """
 
     step: jax.Array
@@ -44,7 +52,7 @@ class TrainState:
     slots: Any
 
 
-def new_train_state(params: Any, optimizer: AdafactorConfig, step: int = 0) -> TrainState:
+def new_train_state(params: Any, optimizer: OptimizerConfig, step: int = 0) -> TrainState:
     """A state with zero slots."""
     return TrainState(
         step=jnp.asarray(step, jnp.int32), params=params, slots=initial_slots(params, optimizer)
@@ -60,16 +68,32 @@ def to_flat_tree(state: TrainState) -> dict[str, np.ndarray]:
     slots = flax.traverse_util.flatten_dict(
         state.slots, is_leaf=lambda _, value: isinstance(value, Slots), sep="/"
     )
-    for path, slot in slots.items():
-        for name in SLOT_NAMES:
-            value = getattr(slot, name)
-            value = np.zeros((1,), np.float32) if value is None else np.asarray(value)
-            flat[f"{PARAM_STATES}{path}/{name}"] = value
+    values = {
+        (path, name): np.asarray(getattr(slot, name))
+        for path, slot in slots.items()
+        for name in SLOT_NAMES
+        if getattr(slot, name) is not None
+    }
+    names = {name for _, name in values}
+    if names & set(ADAFACTOR_SLOTS):  # T5X's Adafactor has an entry for every slot
+        for path, name in itertools.product(slots, ADAFACTOR_SLOTS):
+            values.setdefault((path, name), np.zeros((1,), np.float32))
+    flat |= {_slot_entries(path, name)[0]: value for (path, name), value in values.items()}
+    if "adam_m" in names:
+        flat[f"{PARAM_STATES}0/count"] = flat[STEP]
     return flat
 
 
+def _slot_entries(path: str, name: str) -> list[str]:
+    """The names that a slot may have in a checkpoint; the first is the one that is written."""
+    entry = f"{PARAM_STATES}{path}/{name}"
+    moment = {"adam_m": "mu", "adam_v": "nu"}.get(name)
+    # A converter reads Mesh TensorFlow's Adam under the second.
+    return [f"{PARAM_STATES}0/{moment}/{path}", entry] if moment else [entry]
+
+
 def from_flat_tree(
-    tree: FlatTree, like: TrainState, optimizer: AdafactorConfig, *, where: str = "the checkpoint"
+    tree: FlatTree, like: TrainState, optimizer: OptimizerConfig, *, where: str = "the checkpoint"
 ) -> TrainState:
     """A state on the device with a checkpoint's values.
 
@@ -93,7 +117,7 @@ def from_flat_tree(
         slots[path] = Slots(
             **{
                 name: _slot(tree, path, name, shape, where)
-                for name, shape in slot_shapes(tuple(value.shape), optimizer).items()
+                for name, shape in slot_shapes(tuple(value.shape), optimizer, path).items()
             }
         )
     return TrainState(
@@ -156,7 +180,8 @@ def _check_parameters(tree: FlatTree, shapes: Mapping[str, tuple[int, ...]], whe
 
 def _slot(tree: FlatTree, path: str, name: str, shape: tuple[int, ...], where: str) -> jax.Array:
     """A slot's value, zero where the checkpoint has none or only the dummy of an unused one."""
-    value = tree.get(f"{PARAM_STATES}{path}/{name}")
+    found = (tree.get(entry) for entry in _slot_entries(path, name))
+    value = next((value for value in found if value is not None), None)
     if value is None or (value.shape == (1,) and shape != (1,)):
         return jnp.zeros(shape, jnp.float32)
     if tuple(value.shape) != shape:

@@ -1,4 +1,4 @@
-"""One update: gradients of the microbatches, added up in float32, then Adafactor."""
+"""One update: gradients of the microbatches, added up in float32, then the optimizer."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from t0repro.config.run_config import AdafactorConfig
+from t0repro.config.run_config import OptimizerConfig
 from t0repro.model.shapes import Array, Float
 from t0repro.model.t5 import T5, Batch
-from t0repro.training.adafactor import apply_gradients
 from t0repro.training.loss import loss_denominator, training_loss
+from t0repro.training.optimizers import apply_gradients
 from t0repro.training.schedules import Schedule
 from t0repro.training.train_state import TrainState
 
@@ -20,7 +20,7 @@ TrainStep = Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]
 
 def make_train_step(
     model: T5,
-    optimizer: AdafactorConfig,
+    optimizer: OptimizerConfig,
     schedule: Schedule,
     *,
     num_microbatches: int = 1,
@@ -33,7 +33,7 @@ def make_train_step(
 
     Args:
       model: the model, which brings its loss's options.
-      optimizer: Adafactor's options.
+      optimizer: the optimizer and its options.
       schedule: from the step before the update to its learning rate.
       num_microbatches: equal parts of the batch.
       dropout_key: needed when the model's dropout rate is not zero.

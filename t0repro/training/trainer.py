@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from t0repro.config.run_config import AdafactorConfig
+from t0repro.config.run_config import OptimizerConfig
 from t0repro.errors import UserError
 from t0repro.model.t5 import T5
 from t0repro.training.actions import Action
@@ -58,7 +58,7 @@ class Trainer:
     Args:
       model: the model.
       state: where to start. It belongs to the trainer from now on: its buffers are reused.
-      optimizer: Adafactor's options.
+      optimizer: the optimizer and its options.
       schedule: learning rate of each global step.
       num_microbatches: equal parts of a batch.
       seed: of dropout.
@@ -71,7 +71,7 @@ class Trainer:
         model: T5,
         state: TrainState,
         *,
-        optimizer: AdafactorConfig,
+        optimizer: OptimizerConfig,
         schedule: Schedule,
         num_microbatches: int = 1,
         seed: int = 0,

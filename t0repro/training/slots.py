@@ -1,0 +1,33 @@
+"""The optimizers' state of one parameter, of whichever optimizer."""
+
+from __future__ import annotations
+
+import flax.struct
+import jax
+
+
+@flax.struct.dataclass
+class Slots:
+    """One parameter's optimizer state, float32; what is not used is None.
+
+    Attributes:
+      v_row: Adafactor's factored second moment without the longest axis.
+      v_col: Adafactor's factored second moment without the second longest axis.
+      v: Adafactor's second moment of a parameter that is not factored, of its shape.
+      m: Adafactor's momentum, of the parameter's shape, when beta1 is not zero.
+      adam_m: Adam's first moment, of the parameter's shape.
+      adam_v: Adam's second moment, of the parameter's shape.
+      momentum_v: the velocity of gradient descent with momentum, of the parameter's shape.
+    """
+
+    v_row: jax.Array | None = None
+    v_col: jax.Array | None = None
+    v: jax.Array | None = None
+    m: jax.Array | None = None
+    adam_m: jax.Array | None = None
+    adam_v: jax.Array | None = None
+    momentum_v: jax.Array | None = None
+
+
+ADAFACTOR_SLOTS = ("v_row", "v_col", "v", "m")
+SLOT_NAMES = (*ADAFACTOR_SLOTS, "adam_m", "adam_v", "momentum_v")
