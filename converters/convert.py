@@ -18,7 +18,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from t0repro.converters import layout, plans, staging, storage, transforms
+from t0repro.converters import gin_shapes, layout, plans, staging, storage, transforms
 from t0repro.converters.family import Family, recognise
 from t0repro.converters.options import Options
 from t0repro.converters.progress import byte_progress
@@ -107,38 +107,46 @@ def convert(
         is there, if space lacks, or if a value does not fit the target's type.
     """
     options = options or Options(**choices)
-    if to not in get_args(Format):
-        raise UserError(f"There is no format {to!r}; there are {', '.join(get_args(Format))}.")
-    if options.scan and to != "t5x":
-        raise UserError(
-            "Layers are stacked (--scan) in T5X's checkpoints only.", fix="Add --to t5x."
-        )
+    _check_request(to, options)
     ref = find_checkpoint(src, step, source)
     _check_target_absent(Path(dst), force)
     fingerprint = _fingerprint(ref)
+    report, reader, plan = _planned(ref, Path(dst), to, options)
+    if dry_run:
+        return dataclasses.replace(report, dry_run=True)
+    return _write(reader, report, plan, Path(dst), fingerprint)
+
+
+def _planned(
+    ref: CheckpointRef, directory: Path, to: Format, options: Options
+) -> tuple[ConversionReport, CheckpointReader, plans.Plan]:
+    """Opens and checks the source: what will be done, a reader of the values, and the plan."""
     original = open_checkpoint(ref)
     reader, notes = _prepare(original, to, options)
     family = check_checkpoint(reader)
+    if options.gin_file is not None:
+        notes += [
+            f"{name}, which the gin file includes, is not here; what it binds is not checked."
+            for name in gin_shapes.check_gin_file(options.gin_file, family)
+        ]
     step = int(reader.read(layout.STEP))
     _check_step(step, ref)
-    tensors = reader.tensors
-    _check_free_space(Path(dst), total_bytes(tensors))
+    nbytes = total_bytes(reader.tensors)
+    _check_free_space(directory, nbytes)
+    target = _target(directory, to, step)
+    plan = plans.make_plan(reader, target, family, reader.tensors, options)
     report = ConversionReport(
         source=dataclasses.replace(ref, step=step),
-        target=_target(Path(dst), to, step),
+        target=target,
         family=family,
-        tensors=len(tensors),
-        bytes=total_bytes(tensors),
+        tensors=len(reader.tensors),
+        bytes=nbytes,
         slots="none" if not has_slots(original) else "kept" if options.slots else "dropped",
-        notes=tuple(notes),
+        notes=(*notes, *plan.notes),
         resumed=0,
-        dry_run=dry_run,
+        dry_run=False,
     )
-    plan = plans.make_plan(reader, report.target, family, tensors, options)
-    report = dataclasses.replace(report, notes=(*report.notes, *plan.notes))
-    if dry_run:
-        return report
-    return _write(reader, report, plan, Path(dst), fingerprint)
+    return report, reader, plan
 
 
 def _prepare(
@@ -187,6 +195,15 @@ def _fingerprint(ref: CheckpointRef) -> dict[str, Any]:
 
 
 # --- Checks before the first byte ----------------------------------------------------------------
+
+
+def _check_request(to: Format, options: Options) -> None:
+    if to not in get_args(Format):
+        raise UserError(f"There is no format {to!r}; there are {', '.join(get_args(Format))}.")
+    if options.scan and to != "t5x":
+        raise UserError(
+            "Layers are stacked (--scan) in T5X's checkpoints only.", fix="Add --to t5x."
+        )
 
 
 def _check_target_absent(directory: Path, force: bool) -> None:

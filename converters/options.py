@@ -25,7 +25,8 @@ class Options:
         from hf and is no multiple of 128 is padded to the next, as the others want.
       vocabulary: a SentencePiece model for hf's tokenizer files.
       gin_file: the configuration that the model was trained with, put beside the target as
-        operative_config.gin; by default the source's own.
+        operative_config.gin; by default the source's own. The sizes that it binds must be the
+        checkpoint's.
     """
 
     slots: bool = True

@@ -49,7 +49,7 @@ def _line_printer(
         now = time.monotonic()
         if now - last >= _SECONDS_BETWEEN_LINES:
             last = now
-            left = (now - started) * (total - done) / max(done, 1)
+            left = max(0.0, (now - started) * (total - done) / max(done, 1))
             print_line(
                 f"{description}: {done / 1e9:.2f} of {total / 1e9:.2f} GB, about {left:.0f} s left"
             )

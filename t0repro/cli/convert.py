@@ -27,7 +27,8 @@ def convert(
             "--gin_file",
             "--gin-file",
             help="The configuration that the model was trained with, to put beside it as"
-            " operative_config.gin. By default SRC's own.",
+            " operative_config.gin. The sizes that it binds are compared with SRC's. By default"
+            " SRC's own.",
         ),
     ] = None,
     dtype: Annotated[

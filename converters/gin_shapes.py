@@ -1,0 +1,171 @@
+"""The sizes of a model that a gin file binds, compared with those of a checkpoint.
+
+The file is read statement by statement, by gin's own parser but without the configurables that it
+names: an operative_config.gin of years ago, which binds what is long gone, can be compared too, and
+neither TensorFlow nor a mixture is needed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from t0repro.converters.family import Family
+from t0repro.errors import UserError
+
+# Configurable and argument -> the family's field, in Mesh TensorFlow's words and in T5X's.
+_FIELDS = {
+    ("Unitransformer", "d_model"): "d_model",
+    ("DenseReluDense", "hidden_size"): "d_ff",
+    ("SelfAttention", "num_heads"): "num_heads",
+    ("SelfAttention", "key_value_size"): "d_kv",
+    ("SelfAttention", "relative_attention_num_buckets"): "relative_attention_num_buckets",
+    ("EncDecAttention", "num_heads"): "num_heads",
+    ("EncDecAttention", "key_value_size"): "d_kv",
+    ("Unitransformer", "shared_embedding_and_softmax_weights"): "tied",
+    ("make_layer_stack", "num_layers"): "layers",
+    ("T5Config", "emb_dim"): "d_model",
+    ("T5Config", "mlp_dim"): "d_ff",
+    ("T5Config", "num_heads"): "num_heads",
+    ("T5Config", "head_dim"): "d_kv",
+    ("T5Config", "vocab_size"): "vocab_size",
+    ("T5Config", "num_encoder_layers"): "num_encoder_layers",
+    ("T5Config", "num_decoder_layers"): "num_decoder_layers",
+    ("T5Config", "logits_via_embedding"): "tied",
+}
+# What mesh_tensorflow's defaults.gin, which every run begins with, makes of a model's macros.
+_DEFAULTS = {
+    ("Unitransformer", "d_model"): "d_model",
+    ("DenseReluDense", "hidden_size"): "d_ff",
+    ("SelfAttention", "num_heads"): "num_heads",
+    ("SelfAttention", "key_value_size"): "d_kv",
+    ("make_layer_stack", "num_layers"): "num_layers",
+}
+_TOWERS = ("encoder", "decoder")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Binding:
+    value: Any
+    line: str  # the statement
+    place: str  # file:line
+
+
+@dataclasses.dataclass(frozen=True)
+class _Macro:
+    name: str
+
+
+class _Delegate:
+    """Takes gin's references for what they are, and looks none up."""
+
+    def configurable_reference(self, scoped_configurable_name: str, evaluate: bool) -> Any:
+        name = scoped_configurable_name.removesuffix("/macro").removesuffix("/gin.macro")
+        return _Macro(name) if evaluate and name != scoped_configurable_name else None
+
+    def macro(self, macro_name: str) -> _Macro:
+        return _Macro(macro_name)
+
+
+def check_gin_file(path: str | os.PathLike[str], family: Family) -> list[str]:
+    """Checks that every size that a gin file binds is the checkpoint's.
+
+    Args:
+      path: a gin file of either dialect, with the files that it includes.
+      family: the checkpoint's model.
+
+    Returns:
+      The names of included files that are not here, so that their bindings were not seen.
+
+    Raises:
+      UserError: if the file cannot be read or is no gin, or a size differs; the message names the
+        binding and its line.
+    """
+    bindings = {
+        ("", *argument): _Binding(_Macro(name), f"{'.'.join(argument)} = %{name}", "defaults.gin")
+        for argument, name in _DEFAULTS.items()
+    }
+    unseen = list(_read(Path(path), bindings, [Path(path)]))
+    for (scope, configurable, argument), binding in bindings.items():
+        field = _FIELDS.get((configurable, argument))
+        resolved = _resolve(binding, bindings)
+        if field is None or isinstance(resolved.value, _Macro) or resolved.value is None:
+            continue
+        towers = [tower for tower in _TOWERS if tower in scope.split("/")]
+        if not scope:
+            # What is bound for one tower alone holds there.
+            towers = [t for t in _TOWERS if (t, configurable, argument) not in bindings]
+        for name in _family_fields(field, towers, family):
+            if resolved.value != getattr(family, name):
+                raise UserError(
+                    f"`{resolved.line}` does not fit the checkpoint, whose {name} is"
+                    f" {getattr(family, name)} ({binding.line}).",
+                    where=resolved.place,
+                    fix="Give the gin file of the model that the checkpoint holds.",
+                )
+    return unseen
+
+
+def _family_fields(field: str, towers: Sequence[str], family: Family) -> list[str]:
+    """The fields of the family that a binding is about: a stack's layers go by the tower."""
+    if field != "layers":
+        return [field]
+    if family.decoder_only:
+        return ["num_decoder_layers"]
+    return [f"num_{tower}_layers" for tower in towers]
+
+
+def _resolve(binding: _Binding, bindings: dict[tuple[str, str, str], _Binding]) -> _Binding:
+    """The binding of the macro that a binding refers to, at last."""
+    for _ in range(10):  # a macro may refer to a macro; one that refers to itself ends here
+        if not isinstance(binding.value, _Macro):
+            break
+        name = binding.value.name
+        found = bindings.get(("", name, "")) or bindings.get((name, "macro", "value"))
+        if found is None:
+            break
+        binding = found
+    return binding
+
+
+def _read(
+    path: Path, bindings: dict[tuple[str, str, str], _Binding], including: Sequence[Path]
+) -> Iterator[str]:
+    """Enters a file's bindings, later ones over earlier ones; yields includes that are not here."""
+    from gin import config_parser
+
+    try:
+        # Materialised, since the parser raises where it comes to the error.
+        statements = list(config_parser.ConfigParser(path.read_text(), _Delegate()))
+    except OSError as error:
+        raise UserError("The gin file cannot be read.", where=str(path), fix=str(error)) from None
+    except (SyntaxError, ValueError) as error:
+        raise UserError("The file is no gin.", where=str(path), fix=str(error)) from None
+    for statement in statements:
+        if isinstance(statement, config_parser.IncludeStatement):
+            found = _find(statement.filename, path)
+            if found is None or found in including:
+                yield statement.filename
+            else:
+                yield from _read(found, bindings, [*including, found])
+        elif isinstance(statement, config_parser.BindingStatement):
+            location = statement.location
+            configurable = statement.selector.rpartition(".")[2]
+            bindings[statement.scope, configurable, statement.arg_name] = _Binding(
+                statement.value, location.line_content.strip(), f"{path}:{location.line_num}"
+            )
+
+
+def _find(name: str, including: Path) -> Path | None:
+    """An included file: beside the including one, where the command runs, or among t5's own."""
+    folders = [including.parent, Path()]
+    for package, *inside in (("t5", "models", "gin"), ("mesh_tensorflow", "transformer", "gin")):
+        spec = importlib.util.find_spec(package)
+        folders += [Path(p, *inside) for p in (spec and spec.submodule_search_locations) or ()]
+    own = importlib.util.find_spec("t0repro.gin")
+    folders += [Path(p) for p in (own and own.submodule_search_locations) or ()]
+    return next((folder / name for folder in folders if (folder / name).is_file()), None)
