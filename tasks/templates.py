@@ -83,6 +83,31 @@ def load_template(dataset: str, subset: str | None, name: str) -> Any:
     return templates[name]
 
 
+def make_template(
+    name: str,
+    jinja: str,
+    answer_choices: str | None,
+    metadata: Mapping[str, Any],
+    *,
+    identifier: str,
+    reference: str,
+) -> Any:
+    """A promptsource `Template` from its fields, as its own files would give it."""
+    kind = _promptsource().Template
+    template = kind(name, jinja, reference, kind.Metadata(**metadata), answer_choices)
+    template.id = identifier
+    return template
+
+
+def check_jinja(text: str) -> None:
+    """Compiles a text in promptsource's Jinja, which finds unknown filters too.
+
+    Raises:
+      jinja2.TemplateError: with the line, if it is not valid.
+    """
+    _promptsource().env.compile(text)
+
+
 def fixed_choices(template: Any) -> tuple[str, ...] | None:
     """The answer choices where they do not depend on the example, else None."""
     choices = template.get_fixed_answer_choices_list()
@@ -97,17 +122,18 @@ class CompiledTemplate:
 
     Args:
       template: a promptsource `Template`, or anything with its `name`, `jinja`, `answer_choices`.
+      cut: False leaves long variables whole, to show what the rule cuts.
 
     Raises:
       UserError: if its Jinja cannot be compiled.
     """
 
-    def __init__(self, template: Any):
+    def __init__(self, template: Any, cut: bool = True):
         module = _promptsource()
         self.name: str = template.name
         self._escaped = module.Template.pipe_protector
-        cut = f" | string | truncate({module.TEXT_VAR_LENGTH}) }}}}"
-        self._body = self._compile(template.jinja.replace("}}", cut))
+        end = f" | string | truncate({module.TEXT_VAR_LENGTH}) }}}}" if cut else "}}"
+        self._body = self._compile(template.jinja.replace("}}", end))
         self._choices: Callable[[dict[str, Any]], list[str] | None] = lambda fields: None
         if template.answer_choices is not None:
             choices = self._compile(template.answer_choices)
