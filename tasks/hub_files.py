@@ -1,0 +1,255 @@
+"""Files of a repository on the Hugging Face hub: listed, fetched where a cut left off, and checked.
+
+huggingface_hub does not do this work: it checks sizes but no checksums, and its errors without a
+network come after retries. Two requests of the hub's HTTP interface are used:
+
+    GET /api/datasets/<repository>/tree/<revision>/<folder>        names, sizes, checksums
+    GET /datasets/<repository>/resolve/<revision>/<path>           the bytes, Range allowed
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from t0repro.errors import UserError
+
+TIMEOUT_SECONDS = (5.0, 30.0)
+"""To connect, and between two packets."""
+DELAYS_SECONDS = (0.5, 1.0, 2.0, 4.0)
+"""Before each further attempt after a server's error or a cut transfer."""
+_BLOCK = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class HubFile:
+    """A file of a repository.
+
+    Attributes:
+      path: in the repository.
+      size: in bytes.
+      sha256: of the bytes, in hexadecimal, where the hub tells it (large files).
+      blob: Git's SHA-1 of the bytes with their length before them, of the others.
+    """
+
+    path: str
+    size: int
+    sha256: str | None
+    blob: str | None
+
+    @property
+    def name(self) -> str:
+        """The last part of the path."""
+        return self.path.rpartition("/")[2]
+
+    def checksum_of(self, path: Path) -> str:
+        """The checksum of a local file, of the kind that the hub tells of this one."""
+        digest = hashlib.sha256() if self.sha256 else hashlib.sha1(b"blob %d\0" % self.size)
+        with open(path, "rb") as file:
+            while block := file.read(_BLOCK):
+                digest.update(block)
+        return digest.hexdigest()
+
+
+class HubRepository:
+    """A dataset's repository at one revision.
+
+    Args:
+      base_url: the hub, or a mirror of it.
+      name: `owner/name`.
+      revision: a commit or branch.
+      delays: seconds before each further attempt.
+    """
+
+    def __init__(
+        self, base_url: str, name: str, revision: str, delays: Sequence[float] = DELAYS_SECONDS
+    ):
+        import requests
+
+        self.base_url, self.name, self.revision = base_url.rstrip("/"), name, revision
+        self._delays = delays
+        self._session = requests.Session()
+        # Sizes are those of the files, not of what was squeezed for the journey.
+        self._session.headers["Accept-Encoding"] = "identity"
+        self._reached = False
+
+    def files(self, folder: str) -> list[HubFile] | None:
+        """The files of a folder, or None where there is no such folder.
+
+        Raises:
+          UserError: if the hub cannot be reached or answers with an error.
+        """
+        url: str | None = f"{self.base_url}/api/datasets/{self.name}/tree/{self.revision}/{folder}"
+        found = []
+        while url:
+            answer = self._ask(url)
+            if answer.status_code == 404:
+                return None
+            found += [_hub_file(entry, url) for entry in self._entries(answer, url)]
+            url = answer.links.get("next", {}).get("url")
+        return [file for file in found if file is not None]
+
+    def download(self, file: HubFile, to: Path, advance: Callable[[int], None]) -> None:
+        """Fetches a file; what lies at `to` already is taken for its beginning.
+
+        Args:
+          file: of `files`.
+          to: the local file, whole and checked afterwards.
+          advance: told of each number of bytes that is there, negative where some are discarded.
+
+        Raises:
+          UserError: if the hub fails again and again, or sends other bytes twice.
+        """
+        self._resume(file, to, advance)
+        if self._is_right(file, to):
+            return
+        # A mended transfer on top of a wrong beginning, most likely: once more, from the start.
+        advance(-file.size)
+        to.unlink()
+        self._resume(file, to, advance)
+        if not self._is_right(file, to):
+            to.unlink()
+            raise UserError(
+                f"The bytes that came are not those that the hub lists ({file.size} bytes,"
+                f" checksum {file.sha256 or file.blob}), twice.",
+                where=self._url(file),
+                fix="Try again later, or from the hub itself if --base-url names a mirror.",
+            )
+
+    def _is_right(self, file: HubFile, path: Path) -> bool:
+        if path.stat().st_size != file.size:
+            return False
+        return file.checksum_of(path) == (file.sha256 or file.blob)
+
+    def _url(self, file: HubFile) -> str:
+        return f"{self.base_url}/datasets/{self.name}/resolve/{self.revision}/{file.path}"
+
+    def _entries(self, answer: Any, url: str) -> list[dict[str, Any]]:
+        try:
+            entries = answer.json()
+        except ValueError:
+            entries = None
+        if not isinstance(entries, list):
+            raise UserError(
+                "The answer is not a listing of the hub's.",
+                where=url,
+                fix="Give the address of the hub, or of a mirror of it, as --base-url.",
+            )
+        return entries
+
+    # Requests --------------------------------------------------------------------------------
+
+    def _ask(self, url: str, **options: Any) -> Any:
+        """A response that is no server's error; connection errors are the caller's later on."""
+        import requests
+
+        for delay in (*self._delays, None):
+            try:
+                answer = self._session.get(url, timeout=TIMEOUT_SECONDS, **options)
+                self._reached = True
+            except requests.RequestException as error:
+                # Nothing has come from there yet: no network, most likely, and waiting is in vain.
+                if not self._reached or delay is None:
+                    raise _unreachable(self.base_url, error) from error
+            else:
+                if answer.status_code < 400 or answer.status_code in (404, 416):
+                    return answer
+                answer.close()
+                if delay is None or answer.status_code not in (408, 429, 500, 502, 503, 504):
+                    raise UserError(
+                        f"The server answers {answer.status_code} {answer.reason}.",
+                        where=url,
+                        fix="Try again later; what has been fetched is kept.",
+                    )
+            time.sleep(delay)
+        raise AssertionError("the last attempt returns or raises")
+
+    def _resume(self, file: HubFile, to: Path, advance: Callable[[int], None]) -> None:
+        """Appends to `to` until it has the size that the hub lists."""
+        to.touch()
+        have = to.stat().st_size
+        if have > file.size:
+            to.write_bytes(b"")
+            have = 0
+        advance(have)
+        attempts = iter(self._delays)
+        while have < file.size:
+            came, error = self._append(file, to, have, advance)
+            have += came
+            if came > 0:
+                attempts = iter(self._delays)
+            if have >= file.size:
+                break
+            delay = next(attempts, None)
+            if delay is None:
+                raise UserError(
+                    f"The transfer breaks off again and again at byte {have:,} of"
+                    f" {file.size:,}: {error}.",
+                    where=self._url(file),
+                    fix="Start the command again: it goes on there.",
+                )
+            time.sleep(delay)
+
+    def _append(
+        self, file: HubFile, to: Path, have: int, advance: Callable[[int], None]
+    ) -> tuple[int, str]:
+        """Bytes gained by one request (negative where the server starts anew), and its error."""
+        import urllib3
+
+        headers = {"Range": f"bytes={have}-"} if have else {}
+        answer = self._ask(self._url(file), headers=headers, stream=True)
+        with answer:
+            if answer.status_code in (404, 416):
+                raise UserError(
+                    f"The file is listed, but asked for it the server says {answer.status_code}.",
+                    where=self._url(file),
+                    fix="Try again later, or from another --base-url.",
+                )
+            goes_on = answer.headers.get("Content-Range", "").startswith(f"bytes {have}-")
+            start = have if answer.status_code == 206 and goes_on else 0
+            if start < have:  # it sent the file from its start
+                advance(start - have)
+            came, error = start, "it ends early"
+            with open(to, "r+b") as target:
+                target.truncate(start)
+                target.seek(start)
+                try:
+                    # iter_content would drop what came of a block that is cut.
+                    while came < file.size and (block := answer.raw.read1(_BLOCK)):
+                        block = block[: file.size - came]
+                        target.write(block)
+                        came += len(block)
+                        advance(len(block))
+                except urllib3.exceptions.HTTPError as cut:
+                    error = type(cut).__name__
+        return came - have, error
+
+
+def _hub_file(entry: dict[str, Any], url: str) -> HubFile | None:
+    if entry.get("type") != "file":
+        return None
+    large = entry.get("lfs") or {}
+    try:
+        sha256 = str(large["oid"]).removeprefix("sha256:") if large else None
+        blob = None if large else str(entry["oid"])
+        return HubFile(str(entry["path"]), int(large.get("size", entry["size"])), sha256, blob)
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(
+            f"An entry of the listing lacks {error}.",
+            where=url,
+            fix="Give the address of the hub, or of a mirror of it, as --base-url.",
+        ) from error
+
+
+def _unreachable(base_url: str, error: Exception) -> UserError:
+    return UserError(
+        f"The hub cannot be reached ({type(error).__name__}).",
+        where=base_url,
+        fix="This command needs the network; --base-url names a mirror. Without either, copy the"
+        " tasks' folders from a machine that has them, or make them from the datasets:"
+        " seqio_cache_tasks --module_import=t0repro.tasks.t0.",
+    )

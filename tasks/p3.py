@@ -1,0 +1,301 @@
+"""The released P3: T0's tasks as their authors cached them, fetched from the Hugging Face hub.
+
+    t0repro tasks fetch-p3 --tasks 'super_glue_rte_*' --to p3
+    t5_mesh_transformer --additional_task_cache_dirs=p3 --use_cached_tasks ...
+
+The branch `main` holds Parquet since 2024. Before that, `data/<task>/` was SeqIO's cache itself:
+COMPLETED, info.<split>.json, stats.<split>.json and <split>.tfrecord-00000-of-00001. REVISION is
+the last commit of that form (25 January 2023).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import fnmatch
+import functools
+import json
+import os
+import re
+import shutil
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from t0repro.converters.progress import byte_progress
+from t0repro.errors import UserError, nearest_names
+from t0repro.files import write_atomically
+from t0repro.tasks.catalogue import rounds_of, t0_datasets
+from t0repro.tasks.hub_files import HubFile, HubRepository
+from t0repro.tasks.p3_sizes import p3_sizes
+from t0repro.tasks.registry import SCORE_EVAL_SUFFIX
+from t0repro.tasks.templates import load_template, task_name, template_datasets, template_names
+
+HUB = "https://huggingface.co"
+REPOSITORY = "bigscience/P3"
+REVISION = "eebf82105ad8b692635572bcb5ba58e1b6d3c473"
+UNFINISHED = ".p3_unfinished"
+"""Folder, in the one that is fetched to, of tasks that are not whole yet."""
+SOURCE = "p3_source.json"
+MARKER = "COMPLETED"
+
+
+@dataclasses.dataclass(frozen=True)
+class Fetched:
+    """What a fetch came to.
+
+    Attributes:
+      fetched: tasks that were fetched.
+      present: tasks that were there already, whole.
+      absent: tasks that P3 does not hold.
+      bytes: of the files of those fetched.
+    """
+
+    fetched: list[str]
+    present: list[str]
+    absent: list[str]
+    bytes: int
+
+
+@functools.cache
+def known_names() -> tuple[str, ...]:
+    """T0's tasks and their twins, and what else P3 is known to hold, sorted."""
+    prompted = set(template_datasets())
+    names = list(p3_sizes())
+    for entry in t0_datasets():
+        if (entry.dataset, entry.subset) not in prompted:
+            continue
+        for template in template_names(entry.dataset, entry.subset):
+            chosen = load_template(entry.dataset, entry.subset, template)
+            for suffix in rounds_of(entry.dataset) or ("",):
+                name = task_name(entry.dataset, entry.subset, template) + suffix
+                names.append(name)
+                if chosen.answer_choices:
+                    names.append(name + SCORE_EVAL_SUFFIX)
+    return tuple(sorted(set(names)))
+
+
+def matching_names(patterns: Sequence[str]) -> list[str]:
+    """T0's task names that match a pattern of `*`, `?` and `[...]`, sorted, each once.
+
+    Raises:
+      UserError: if a pattern matches none; the nearest names are listed.
+    """
+    found: set[str] = set()
+    for pattern in patterns:
+        names = fnmatch.filter(known_names(), pattern)
+        if not names:
+            stem = re.sub(r"[*?\[\]]+", "", pattern)
+            raise UserError(
+                f"None of T0's tasks matches {pattern!r}.",
+                where="--tasks",
+                fix=f"Nearest: {nearest_names(stem, known_names())};"
+                " 't0repro tasks ls' lists them all.",
+            )
+        found.update(names)
+    if not found:
+        raise UserError("No task is named.", where="--tasks", fix="Give a pattern: 'ag_news_*'.")
+    return sorted(found)
+
+
+def fetch(patterns: Sequence[str], to: Path, repository: HubRepository) -> Fetched:
+    """Fetches the tasks that match into `to`, a folder for `--additional_task_cache_dirs`.
+
+    A task's folder appears when all of it has come and been checked. Started again after any end,
+    it goes on at the byte where it was; whole tasks are left alone, and need no network.
+
+    Raises:
+      UserError: if no name matches, the hub cannot be reached, bytes are wrong, the disk is full,
+        or another fetch is writing there.
+    """
+    names = matching_names(patterns)
+    to.mkdir(parents=True, exist_ok=True)
+    with _alone(to):
+        present = [name for name in names if _is_whole(to / name)]
+        wanted = [name for name in names if name not in set(present)]
+        listed = {name: repository.files(f"data/{name}") for name in wanted}
+        absent = [name for name, files in listed.items() if files is None]
+        if absent and len(absent) == len(names):
+            raise UserError(
+                f"P3 does not hold {', '.join(absent[:5])}{' ...' if absent[5:] else ''}.",
+                where=f"{repository.base_url}, {repository.name} at {repository.revision}",
+                fix="Make the task from its dataset: seqio_cache_tasks"
+                " --module_import=t0repro.tasks.t0. P3 was released without 92 of T0's tasks,"
+                " Story Cloze among them.",
+            )
+        sizes = {name: _checked_listing(name, files) for name, files in listed.items() if files}
+        total = sum(file.size for files in sizes.values() for file in files)
+        _check_space(to, sizes, total)
+        with byte_progress("fetching P3", total) as advance, _disk_errors(to):
+            for name, files in sizes.items():
+                _fetch_task(name, files, to, repository, advance)
+    return Fetched(list(sizes), present, absent, total)
+
+
+def _is_whole(folder: Path) -> bool:
+    if (folder / MARKER).is_file():
+        return True
+    if folder.exists():
+        raise UserError(
+            "There is something of the task's name without the marker of a whole cache.",
+            where=str(folder),
+            fix="Remove it, or fetch to another folder.",
+        )
+    return False
+
+
+def _checked_listing(name: str, files: Sequence[HubFile]) -> list[HubFile]:
+    """The files less the marker, after making sure that no shard or description is missing."""
+    names = {file.name for file in files}
+    problems = [] if MARKER in names else ["COMPLETED is missing"]
+    shards = [re.fullmatch(r"(.+)\.tfrecord-(\d+)-of-(\d+)", name) for name in names]
+    splits = {match[1]: int(match[3]) for match in shards if match}
+    if not splits:
+        problems.append("there is no split")
+    for split, count in splits.items():
+        needed = [f"{split}.tfrecord-{shard:05d}-of-{count:05d}" for shard in range(count)]
+        needed += [f"info.{split}.json", f"stats.{split}.json"]
+        problems += [f"{file} is missing" for file in needed if file not in names]
+    strange = [file for file in names if "/" in file or file in ("", ".", "..")]
+    if problems or strange:
+        raise UserError(
+            f"The hub's listing of {name} is no whole cache: {'; '.join(problems or strange)}.",
+            where=f"{REPOSITORY}, data/{name}",
+            fix="Give the address of the hub, or of a whole mirror of it, as --base-url.",
+        )
+    return [file for file in files if file.name != MARKER]
+
+
+def _fetch_task(
+    name: str,
+    files: Sequence[HubFile],
+    to: Path,
+    repository: HubRepository,
+    advance: Callable[[int], None],
+) -> None:
+    folder = to / UNFINISHED / name
+    folder.mkdir(parents=True, exist_ok=True)
+    wanted = {file.name for file in files}
+    for path in folder.iterdir():
+        if path.name not in wanted:  # of another listing
+            path.unlink()
+    for file in files:
+        repository.download(file, folder / file.name, advance)
+    source = {
+        "repository": repository.name,
+        "revision": repository.revision,
+        "fetched_from": repository.base_url,
+        "records": {
+            file.name: count_records(folder / file.name)
+            for file in files
+            if ".tfrecord-" in file.name
+        },
+        "files": {
+            file.name: {"bytes": file.size, "sha256": file.sha256, "git_blob": file.blob}
+            for file in files
+        },
+    }
+    write_atomically(folder / SOURCE, json.dumps(source, indent=1) + "\n")
+    for file in files:
+        _sync(folder / file.name)
+    write_atomically(folder / MARKER, b"")
+    os.rename(folder, to / name)
+    with contextlib.suppress(OSError):  # others are unfinished still
+        (to / UNFINISHED).rmdir()
+
+
+def _sync(path: Path) -> None:
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
+# TFRecord ------------------------------------------------------------------------------------
+
+
+def count_records(path: Path) -> int:
+    """Number of records of a TFRecord file, the checksums of all of them found right.
+
+    A record is: length (8 bytes, little endian), masked CRC32C of these, the bytes, masked CRC32C
+    of them (tensorflow/core/lib/io/record_writer.h).
+
+    Raises:
+      UserError: naming the file and the byte where it is broken.
+    """
+    count, place = 0, 0
+    with open(path, "rb") as file:
+        while head := file.read(12):
+            size = _checked(head, 8, path, place)
+            length = struct.unpack("<Q", size)[0]
+            if length > path.stat().st_size - place:
+                raise _broken_record(path, place)
+            _checked(file.read(length + 4), length, path, place)
+            count, place = count + 1, place + length + 16
+    return count
+
+
+def _checked(data: bytes, length: int, path: Path, place: int) -> bytes:
+    import google_crc32c
+
+    if len(data) != length + 4:
+        raise _broken_record(path, place)
+    value = google_crc32c.value(data[:length])
+    masked = (((value >> 15) | (value << 17)) + 0xA282EAD8) & 0xFFFFFFFF
+    if masked != struct.unpack("<I", data[length:])[0]:
+        raise _broken_record(path, place)
+    return data[:length]
+
+
+def _broken_record(path: Path, place: int) -> UserError:
+    return UserError(
+        "A record is cut or its checksum is wrong.",
+        where=f"{path}, byte {place}",
+        fix="Remove the file and start the command again.",
+    )
+
+
+# The folder ----------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _alone(to: Path) -> Iterator[None]:
+    """Holds the folder's lock, which ends with the process however that ends."""
+    with open(to / ".p3_lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise UserError(
+                "Another fetch is writing there.", where=str(to), fix="Wait for its end."
+            ) from error
+        yield
+
+
+def _check_space(to: Path, sizes: dict[str, list[HubFile]], total: int) -> None:
+    held = sum(
+        path.stat().st_size
+        for name in sizes
+        for path in (to / UNFINISHED / name).glob("*")
+        if path.is_file()
+    )
+    free = shutil.disk_usage(to).free
+    if total - held > free:
+        raise UserError(
+            f"{(total - held) / 1e9:.2f} GB are to be fetched and {free / 1e9:.2f} GB are free.",
+            where=str(to),
+            fix="Choose fewer tasks, or another folder.",
+        )
+
+
+@contextlib.contextmanager
+def _disk_errors(to: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise UserError(
+                "The disk is full.",
+                where=str(to),
+                fix="Make room and start the command again: it goes on where it was.",
+            ) from error
+        raise

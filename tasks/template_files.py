@@ -1,0 +1,346 @@
+r"""Prompts of one's own: files in promptsource's YAML format, registered as T0 registers its own.
+
+    dataset: my_reviews
+    subset: null
+    templates:
+      1f0c...:
+        !Template
+        name: was it good
+        jinja: "{{text}}\nWas it good? ||| {{answer_choices[label]}}"
+        answer_choices: no ||| yes
+        metadata: !TemplateMetadata {original_task: true, metrics: [Accuracy]}
+
+A file is read by a loader that makes text, numbers, lists and mappings and knows these two tags:
+it can name no Python object.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import yaml
+
+from t0repro.errors import UserError, nearest_names
+from t0repro.tasks.catalogue import rounds_of
+from t0repro.tasks.registry import PromptedTask, prompted_tasks
+from t0repro.tasks.rows import data_folder, dataset_folder, splits_on_disk
+from t0repro.tasks.splits import Split
+from t0repro.tasks.templates import check_jinja, make_template, task_name
+
+SEPARATOR = "|||"
+FILE_KEYS = ("dataset", "subset", "templates")
+TEMPLATE_KEYS = ("name", "jinja", "answer_choices", "id", "metadata", "reference")
+METADATA_KEYS = ("original_task", "choices_in_prompt", "metrics")
+FORMAT = "The format is promptsource's: keys dataset, subset (if any) and templates."
+
+
+@dataclasses.dataclass(frozen=True)
+class TemplateFile:
+    """A file's contents.
+
+    Attributes:
+      path: of the file.
+      dataset: the dataset's name, its folder under T0REPRO_DATA_DIR.
+      subset: the configuration, or None.
+      templates: promptsource `Template`s in the file's order.
+    """
+
+    path: Path
+    dataset: str
+    subset: str | None
+    templates: tuple[Any, ...]
+
+
+def register_templates(path: str | Path) -> list[PromptedTask]:
+    """Registers a task for each template of a file, and its `_score_eval` twin, by T0's names.
+
+    The splits are those that the dataset's folder under T0REPRO_DATA_DIR holds; ANLI's rounds give
+    three tasks, as in T0. Registering the same file once more does nothing.
+
+    Returns:
+      The tasks, without the twins.
+
+    Raises:
+      UserError: if the file is broken, a name is taken, or the folder of the rows is missing.
+    """
+    content = read_template_file(path)
+    splits_of_suffix = _splits(content)
+    # Only now: seqio takes seconds, and a broken file should be told of at once.
+    from t0repro.tasks.registration import add_prompted_task
+
+    registered = []
+    for suffix, splits in splits_of_suffix.items():
+        for template in content.templates:
+            name = task_name(content.dataset, content.subset, template.name) + suffix
+            _check_name_is_free(name, template, content)
+            try:
+                task = add_prompted_task(
+                    content.dataset,
+                    content.subset,
+                    template.name,
+                    splits,
+                    name=name,
+                    template=template,
+                )
+            except UserError as error:
+                raise UserError(
+                    error.what, where=f"{path}, template {template.name!r}", fix=error.fix
+                ) from error
+            registered.append(task)
+    return registered
+
+
+def read_template_file(path: str | Path) -> TemplateFile:
+    """Reads and checks a file of templates; nothing is registered.
+
+    Raises:
+      UserError: naming the file, the line and the template.
+    """
+    path = Path(path)
+    content = _load(path)
+    _check_keys(content, FILE_KEYS, ("dataset", "templates"), str(path), FORMAT)
+    dataset = _text(content, "dataset", str(path))
+    subset = None if content.get("subset") is None else _text(content, "subset", str(path))
+    entries = content["templates"]
+    if not isinstance(entries, _Mapping) or not entries:
+        raise UserError(
+            "The file has no templates.",
+            where=f"{path}, line {content.line_of('templates')}",
+            fix="Below templates: stands one entry for each, `<id>: !Template` and its keys.",
+        )
+    templates = [_template(path, key, entry, entries) for key, entry in entries.items()]
+    _check_names(path, dataset, subset, templates, entries)
+    return TemplateFile(path, dataset, subset, tuple(templates))
+
+
+# YAML ----------------------------------------------------------------------------------------
+
+
+class _Mapping(dict[str, Any]):
+    """A mapping of the file that remembers where it and its keys stand, and its tag."""
+
+    tag: str = ""
+    line: int = 0
+    lines: Mapping[str, int] = {}
+
+    def line_of(self, key: str) -> int:
+        return self.lines.get(key, self.line)
+
+
+class _Loader(yaml.SafeLoader):
+    """Text, numbers, lists, mappings, and mappings tagged as promptsource's two classes."""
+
+    def _mapping(self, node: yaml.Node) -> Iterator[_Mapping]:
+        if not isinstance(node, yaml.MappingNode):
+            raise yaml.constructor.ConstructorError(
+                None, None, f"{node.tag} must be keys and values", node.start_mark
+            )
+        content = _Mapping()
+        yield content  # filled afterwards: an anchor may refer to it
+        self.flatten_mapping(node)
+        lines: dict[str, int] = {}
+        for key_node, value_node in node.value:
+            key = str(self.construct_object(key_node, deep=True))
+            if key in lines:
+                raise yaml.constructor.ConstructorError(
+                    f"key {key!r} of line {lines[key]}",
+                    None,
+                    "is there a second time",
+                    key_node.start_mark,
+                )
+            lines[key] = key_node.start_mark.line + 1
+            content[key] = self.construct_object(value_node, deep=True)
+        content.tag, content.line, content.lines = node.tag, node.start_mark.line + 1, lines
+
+
+for _tag in ("!Template", "!TemplateMetadata", yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG):
+    _Loader.add_constructor(_tag, _Loader._mapping)
+
+
+def _load(path: Path) -> _Mapping:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"The template file cannot be read: {error}.",
+            where=str(path),
+            fix="Name a file in promptsource's YAML format, in UTF-8.",
+        ) from error
+    try:
+        content = yaml.load(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = f", line {mark.line + 1}" if mark else ""
+        reason = ": ".join(part for part in (error.context, error.problem) if part)
+        raise UserError(
+            f"The template file is not the YAML that is wanted: {reason}.",
+            where=f"{path}{line}",
+            fix="Mend that line. The tags that a file may have are !Template and"
+            " !TemplateMetadata.",
+        ) from error
+    except (yaml.YAMLError, ValueError) as error:  # a character, or a date, that there is not
+        raise UserError(
+            f"The template file is not YAML: {' '.join(str(error).split())}.",
+            where=str(path),
+            fix="Mend it.",
+        ) from error
+    if not isinstance(content, _Mapping):
+        raise UserError("The template file has no keys.", where=str(path), fix=FORMAT)
+    return content
+
+
+# Templates -----------------------------------------------------------------------------------
+
+
+def _template(path: Path, key: str, entry: Any, entries: _Mapping) -> Any:
+    """The promptsource `Template` of one entry, checked."""
+    where = f"{path}, line {entries.line_of(key)}"
+    if not isinstance(entry, _Mapping) or entry.tag != "!Template":
+        raise UserError(
+            f"Entry {key!r} of templates is not a template.", where=where, fix="Tag it !Template."
+        )
+    wanted = "Each template has name and jinja, and may have answer_choices, id, metadata"
+    _check_keys(entry, TEMPLATE_KEYS, ("name", "jinja"), where, f"{wanted} and reference.")
+    name = _text(entry, "name", where)
+    choices = entry.get("answer_choices")
+    if choices is not None:
+        choices = _text(entry, "answer_choices", where)
+    jinja = _text(entry, "jinja", where)
+    for field, text in (("jinja", jinja), ("answer_choices", choices or "")):
+        _check_jinja(text, field, f"{path}, line {entry.line_of(field)}, template {name!r}")
+    if SEPARATOR not in jinja:
+        raise UserError(
+            f"Template {name!r} has no target: its jinja has no {SEPARATOR}.",
+            where=f"{path}, line {entry.line_of('jinja')}",
+            fix=f"Write the input, {SEPARATOR} and the target.",
+        )
+    return make_template(
+        name,
+        jinja,
+        choices,
+        _metadata(entry.get("metadata"), where),
+        identifier=str(entry.get("id") or key),
+        reference=str(entry.get("reference") or ""),
+    )
+
+
+def _metadata(entry: Any, where: str) -> dict[str, Any]:
+    if entry is None:
+        return {}
+    if not isinstance(entry, _Mapping):
+        raise UserError(
+            "The metadata are not keys and values.",
+            where=where,
+            fix=f"Their keys are {', '.join(METADATA_KEYS)}.",
+        )
+    _check_keys(entry, METADATA_KEYS, (), where, f"Keys of metadata: {', '.join(METADATA_KEYS)}.")
+    for key in ("original_task", "choices_in_prompt"):
+        if entry.get(key) not in (None, True, False):
+            raise UserError(
+                f"{key} is {entry[key]!r}.", where=where, fix="Write true, false or null."
+            )
+    metrics = entry.get("metrics")
+    if metrics is not None and not (
+        isinstance(metrics, list) and all(isinstance(metric, str) for metric in metrics)
+    ):
+        raise UserError(
+            f"metrics is {metrics!r}.", where=where, fix="Write a list of names: [Accuracy]."
+        )
+    return dict(entry)
+
+
+def _check_jinja(text: str, field: str, where: str) -> None:
+    try:
+        check_jinja(text)
+    except jinja2.TemplateError as error:
+        line = getattr(error, "lineno", None)
+        of_line = f", its line {line}" if line and "\n" in text else ""
+        raise UserError(
+            f"The {field} is not a Jinja template{of_line}: {error.message}.",
+            where=where,
+            fix="Mend it; promptsource's filters are Jinja's, choice and most_frequent.",
+        ) from error
+
+
+def _check_names(
+    path: Path, dataset: str, subset: str | None, templates: Sequence[Any], entries: _Mapping
+) -> None:
+    lines = [entries.line_of(key) for key in entries]
+    seen: dict[str, tuple[str, int]] = {}
+    for template, line in zip(templates, lines, strict=True):
+        name = task_name(dataset, subset, template.name)
+        if name in seen:
+            first, first_line = seen[name]
+            raise UserError(
+                f"Templates {first!r} (line {first_line}) and {template.name!r} would both be the"
+                f" task {name!r}.",
+                where=f"{path}, line {line}",
+                fix="Give one another name; all but letters, digits, '.' and '_' counts as '_'.",
+            )
+        seen[name] = (template.name, line)
+
+
+def _check_name_is_free(name: str, template: Any, content: TemplateFile) -> None:
+    other = prompted_tasks().get(name)
+    if other is not None and (other.prompt, other.template_id) != (template.jinja, template.id):
+        raise UserError(
+            f"There is a task {name!r} already, of another template.",
+            where=f"{content.path}, template {template.name!r}",
+            fix="Give the template another name.",
+        )
+
+
+def _check_keys(
+    content: _Mapping, known: Sequence[str], required: Sequence[str], where: str, fix: str
+) -> None:
+    for key in content:
+        if key not in known:
+            raise UserError(
+                f"There is no key {key!r}; nearest: {nearest_names(key, known)}.",
+                where=f"{where.partition(', line')[0]}, line {content.line_of(key)}",
+                fix=fix,
+            )
+    for key in required:
+        if content.get(key) is None:
+            raise UserError(f"The key {key!r} is missing.", where=where, fix=fix)
+
+
+def _text(content: _Mapping, key: str, where: str) -> str:
+    value = content[key]
+    if not isinstance(value, str) or not value.strip():
+        raise UserError(
+            f"{key} is {value!r}, not text.",
+            where=f"{where.partition(', line')[0]}, line {content.line_of(key)}",
+            fix="Put it in quotes." if value not in (None, "") else "Give it.",
+        )
+    return value
+
+
+# Rows ----------------------------------------------------------------------------------------
+
+
+def _splits(content: TemplateFile) -> dict[str, dict[str, Split]]:
+    """Suffix of the tasks' names -> split -> where it comes from, of what lies on disk."""
+    root = data_folder()
+    folder = dataset_folder(root, content.dataset, content.subset)
+    held = splits_on_disk(folder)
+    rounds = rounds_of(content.dataset) or {"": {split: split for split in held}}
+    found = {
+        suffix: {split: Split(file) for split, file in splits.items() if file in held}
+        for suffix, splits in rounds.items()
+    }
+    found = {suffix: splits for suffix, splits in found.items() if splits}
+    if found:
+        return found
+    known = [str(path.parent.relative_to(root)) for path in sorted(root.glob("*/*/*.*l*"))]
+    raise UserError(
+        f"There are no rows for {content.path}: dataset {content.dataset!r}, subset"
+        f" {content.subset!r}.",
+        where=str(folder),
+        fix="Put <split>.jsonl or <split>.parquet there; folders there are, nearest: "
+        f"{nearest_names(str(folder.relative_to(root)), known)}.",
+    )

@@ -1,0 +1,218 @@
+"""Prompts of one's own: what a file registers, and what a broken one is told."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import seqio
+
+from t0repro.errors import UserError
+from t0repro.tasks import prompted_tasks
+from t0repro.tasks.template_files import read_template_file, register_templates
+
+VOCABULARY = Path(__file__).resolve().parents[2] / "tasks" / "demo_data" / "sentencepiece.model"
+
+REVIEWS = [
+    {"text": "A fine soup.", "label": 1},
+    {"text": "Cold tea ||| and no cake.", "label": 0},
+    {"text": "We waited for an hour.", "label": 0},
+    {"text": "The best bread in town.", "label": 1},
+]
+HEAD = "dataset: my_reviews\ntemplates:\n"
+GOOD = """\
+  11111111-0000-0000-0000-000000000001: !Template
+    answer_choices: no ||| yes
+    id: 11111111-0000-0000-0000-000000000001
+    jinja: "{{text}}\\nWas it good? ||| {{answer_choices[label]}}"
+    metadata: !TemplateMetadata
+      choices_in_prompt: false
+      metrics:
+      - Accuracy
+      original_task: true
+    name: was it good?
+    reference: ''
+"""
+OPEN_ENDED = """\
+  two: !Template
+    name: write one
+    jinja: 'Write a {{ ["bad", "good"][label] }} review. ||| {{text}}'
+"""
+
+
+@pytest.fixture
+def data(tmp_path, monkeypatch) -> Path:
+    """A data folder with four reviews of a dataset that nobody else has."""
+    root = tmp_path / "rows"
+    for split in ("train", "validation"):
+        file = root / "my_reviews" / "default" / f"{split}.jsonl"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("".join(json.dumps(row) + "\n" for row in REVIEWS))
+    monkeypatch.setenv("T0REPRO_DATA_DIR", str(root))
+    monkeypatch.setenv("T0REPRO_VOCAB", str(VOCABULARY))
+    return root
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "my.yaml"
+    path.write_text(text)
+    return path
+
+
+@pytest.fixture
+def forget():
+    """Takes the registered tasks of my_reviews back, so that tests do not meet."""
+    yield
+    for name in [name for name in prompted_tasks() if name.startswith("my_reviews")]:
+        seqio.TaskRegistry.remove(name)
+        from t0repro.tasks import registry
+
+        registry._tasks.pop(name)
+
+
+def test_a_file_registers_tasks_and_twins_by_t0s_names(data, tmp_path, forget):
+    tasks = register_templates(write(tmp_path, HEAD + GOOD + OPEN_ENDED))
+    assert [task.name for task in tasks] == ["my_reviews_was_it_good_", "my_reviews_write_one"]
+    assert tasks[0].fixed_choices == ("no", "yes") and tasks[0].original_task
+    assert tasks[1].template_id == "two" and not tasks[1].has_answer_choices
+    names = [name for name in seqio.TaskRegistry.names() if name.startswith("my_reviews")]
+    assert sorted(names) == [
+        "my_reviews_was_it_good_",
+        "my_reviews_was_it_good__score_eval",
+        "my_reviews_write_one",
+    ]
+    task = seqio.TaskRegistry.get("my_reviews_was_it_good_")
+    assert sorted(task.splits) == ["train", "validation"]
+    examples = list(task.source.examples("train"))
+    assert examples[1]["inputs"] == "Cold tea ||| and no cake.\nWas it good?"
+    assert [example["targets"] for example in examples] == ["yes", "no", "no", "yes"]
+
+
+def test_the_same_file_twice_is_once_and_another_prompt_of_the_name_is_refused(
+    data, tmp_path, forget
+):
+    path = write(tmp_path, HEAD + GOOD)
+    assert register_templates(path) == register_templates(path)
+    write(tmp_path, HEAD + GOOD.replace("Was it good?", "Good?"))
+    with pytest.raises(UserError, match="already, of another template"):
+        register_templates(path)
+
+
+def test_promptsources_own_files_are_read_as_promptsource_reads_them():
+    from t0repro.tasks import templates
+
+    for dataset, subset in (("ag_news", None), ("super_glue", "copa"), ("trec", None)):
+        path = Path(templates._templates_folder()) / dataset / (subset or "") / "templates.yaml"
+        content = read_template_file(path)
+        assert (content.dataset, content.subset) == (dataset, subset)
+        for mine in content.templates:
+            theirs = templates.load_template(dataset, subset, mine.name)
+            assert vars(mine.metadata) == vars(theirs.metadata)
+            for field in ("id", "name", "jinja", "answer_choices", "reference"):
+                assert getattr(mine, field) == getattr(theirs, field)
+
+
+BROKEN = [
+    ("cut YAML", HEAD + "  one: !Template\n    name: 'never closed\n", r"my\.yaml, line 5"),
+    ("tab", HEAD + "\tone: x\n", r"line 3"),
+    ("no keys", "- a\n- b\n", "no keys"),
+    ("nothing", "", "no keys"),
+    ("no dataset", "templates: {}\n", "'dataset' is missing"),
+    ("no templates", "dataset: my_reviews\n", "'templates' is missing"),
+    ("empty templates", "dataset: my_reviews\ntemplates: {}\n", "no templates(.|\n)*line 2"),
+    ("dataset is a number", "dataset: 7\n" + HEAD.split("\n", 1)[1] + GOOD, "dataset is 7(.|\n)*line 1"),
+    ("mistyped key", HEAD + GOOD.replace("jinja:", "jinjja:"), "'jinjja'; nearest: 'jinja'(.|\n)*line 6"),
+    ("no jinja", HEAD + "  one: !Template\n    name: x\n", "'jinja' is missing(.|\n)*line 3"),
+    ("untagged", HEAD + GOOD.replace("!Template\n", "\n"), "Tag it !Template"),
+    ("name is not text", HEAD + GOOD.replace("name: was it good?", "name: no"), "name is False(.|\n)*line 12"),
+    ("syntax", HEAD + GOOD.replace("{{text}}", "{{text"), "Jinja(.|\n)*line 6, template 'was it good"),
+    ("later line", HEAD + GOOD.replace("{{text}}", "{% if text %}{{text}}"), "its line 2(.|\n)*line 6"),
+    ("filter", HEAD + GOOD.replace("{{text}}", "{{text | shout}}"), "shout"),
+    ("choices", HEAD + GOOD.replace("no ||| yes", "'{{no ||| yes'"), "answer_choices is not a Jinja"),
+    ("no target", HEAD + GOOD.replace("||| {{", "{{"), "no target"),
+    ("metric", HEAD + GOOD.replace("- Accuracy", "- Beauty"), "Beauty(.|\n)*my.yaml"),
+    ("metrics", HEAD + GOOD.replace("\n      - Accuracy", " Accuracy"), "metrics is 'Accuracy'"),
+    ("original_task", HEAD + GOOD.replace("original_task: true", "original_task: 'so'"), "original_task is 'so'"),
+    ("key twice", HEAD + GOOD + GOOD, "second time(.|\n)*line 14"),
+    ("name twice", HEAD + GOOD + GOOD.replace("01:", "02:"), "line 3(.|\n)*would both be(.|\n)*line 14"),
+    ("names that become one", HEAD + OPEN_ENDED + OPEN_ENDED.replace("two", "three").replace("write one", "write, one"), "would both be"),
+    ("no rows", HEAD.replace("my_reviews", "my_reveiws") + GOOD, "no rows(.|\n)*'my_reviews/default'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [case[1:] for case in BROKEN], ids=[c[0] for c in BROKEN]
+)
+def test_a_broken_file_is_told_what_and_where(data, tmp_path, forget, text, message):
+    with pytest.raises(UserError, match=message) as raised:
+        register_templates(write(tmp_path, text))
+    assert raised.value.fix
+
+
+@pytest.mark.parametrize(
+    "tag", ["!!python/object/apply:os.system", "!!python/name:os.system", "!Other"]
+)
+def test_a_file_makes_no_python_object(data, tmp_path, tag):
+    made = tmp_path / "made"
+    text = HEAD + f"  one: {tag}\n    - touch {made}\n"
+    with pytest.raises(UserError, match=r"tag(.|\n)*line 3"):
+        register_templates(write(tmp_path, text))
+    assert not made.exists()
+
+
+def test_a_missing_file_and_a_binary_one_are_named(tmp_path):
+    with pytest.raises(UserError, match=r"absent\.yaml"):
+        read_template_file(tmp_path / "absent.yaml")
+    (tmp_path / "my.yaml").write_bytes(b"dataset: \xff\xfe")
+    with pytest.raises(UserError, match="cannot be read"):
+        read_template_file(tmp_path / "my.yaml")
+
+
+# As a module of tasks ----------------------------------------------------------------------------
+
+
+def test_the_module_without_its_variable_says_which(data):
+    ended = subprocess.run(
+        [sys.executable, "-P", "-c", "import t0repro.tasks.user_templates"],
+        capture_output=True,
+        text=True,
+        env={key: value for key, value in os.environ.items() if key != "T0REPRO_TEMPLATES"},
+    )
+    assert ended.returncode != 0 and "T0REPRO_TEMPLATES is not set" in ended.stderr
+
+
+def test_seqio_caches_ones_own_prompts_and_the_cache_reads_as_they_render(
+    data, tmp_path, forget, monkeypatch
+):
+    path = write(tmp_path, HEAD + GOOD)
+    done = subprocess.run(
+        [
+            str(Path(sys.executable).with_name("seqio_cache_tasks")),
+            "--module_import=t0repro.tasks.user_templates",
+            "--tasks=my_reviews_.*_score_eval",
+            f"--output_cache_dir={tmp_path / 'cache'}",
+            "--pipeline_options=--runner=FnApiRunner",
+        ],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "T0REPRO_TEMPLATES": str(path)},
+        cwd=tmp_path,
+    )
+    name = "my_reviews_was_it_good__score_eval"
+    assert (tmp_path / "cache" / name / "COMPLETED").is_file(), done.stderr[-3000:]
+    register_templates(path)
+    task = seqio.TaskRegistry.get(name)
+    monkeypatch.setattr(task, "_cache_dir", str(tmp_path / "cache" / name))
+
+    def examples(use_cached: bool) -> list:
+        dataset = task.get_dataset(None, "train", use_cached=use_cached, shuffle=False)
+        return sorted(
+            [(key, np.asarray(value).tolist()) for key, value in sorted(example.items())]
+            for example in dataset.as_numpy_iterator()
+        )
+
+    assert examples(True) == examples(False)
+    assert len(examples(True)) == 2 * len(REVIEWS)
