@@ -97,12 +97,12 @@ def write_comparison(
 ) -> list[Path]:
     """Writes compare.json, compare.md and compare.html; returns their paths."""
     sections = comparison_sections(comparisons)
-    return _write("compare", "Runs compared", sections, to_json(comparisons), out)
+    return write_page("compare", "Runs compared", sections, to_json(comparisons), out)
 
 
 def write_history(history: History, out: str | os.PathLike[str]) -> list[Path]:
     """Writes history.json, history.md and history.html; returns their paths."""
-    return _write(
+    return write_page(
         "history", "Accuracy by checkpoint", history_sections(history), history.to_json(), out
     )
 
@@ -116,9 +116,10 @@ def render_page(title: str, sections: Sequence[Section]) -> str:
     )
 
 
-def _write(
+def write_page(
     name: str, title: str, sections: Sequence[Section], content: str, out: str | os.PathLike[str]
 ) -> list[Path]:
+    """Writes <name>.json with the content, and the sections as <name>.md and <name>.html."""
     parts = [f"# {title}"]
     for section in sections:
         parts += [f"## {section.title}", *section.lines]

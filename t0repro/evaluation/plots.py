@@ -19,7 +19,7 @@ _SVG = "http://www.w3.org/2000/svg"
 _XLINK = "http://www.w3.org/1999/xlink"
 
 # Role -> a colour that occurs nowhere else in a figure, so that it can be told apart afterwards.
-_ROLES = {
+ROLES = {
     "ink": "#010203",
     "muted": "#040506",
     "grid": "#070809",
@@ -32,18 +32,25 @@ _SETTINGS: dict[Any, Any] = {
     "svg.hashsalt": "t0repro",  # the same figure gives the same bytes
     "font.family": "sans-serif",
     "font.size": 10.5,
-    "text.color": _ROLES["ink"],
-    "axes.edgecolor": _ROLES["grid"],
-    "xtick.color": _ROLES["muted"],
-    "ytick.color": _ROLES["muted"],
-    "xtick.labelcolor": _ROLES["muted"],
-    "ytick.labelcolor": _ROLES["ink"],
-    "axes.labelcolor": _ROLES["muted"],
-    "grid.color": _ROLES["grid"],
+    "text.color": ROLES["ink"],
+    "axes.edgecolor": ROLES["grid"],
+    "xtick.color": ROLES["muted"],
+    "ytick.color": ROLES["muted"],
+    "xtick.labelcolor": ROLES["muted"],
+    "ytick.labelcolor": ROLES["ink"],
+    "axes.labelcolor": ROLES["muted"],
+    "grid.color": ROLES["grid"],
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.spines.left": False,
 }
+
+
+def plot_settings():
+    """A context in which Matplotlib draws in the page's style."""
+    import matplotlib
+
+    return matplotlib.rc_context(_SETTINGS)
 
 
 def accuracy_plot(
@@ -56,13 +63,11 @@ def accuracy_plot(
       label: what assistive technology reads.
       published: figures to draw as lines in the rows of their datasets.
     """
-    import matplotlib
-
-    with matplotlib.rc_context(_SETTINGS):
+    with plot_settings():
         names = [_shortened(dataset.dataset, 30) for dataset in datasets]
         # A character of a label takes about 1.25% of the figure's width
         left = 0.03 + 0.0125 * max(10, *map(len, names))
-        figure, axes = _figure(0.9 + 0.62 * len(datasets), left)
+        figure, axes = new_figure(0.9 + 0.62 * len(datasets), left)
         tips: dict[str, str] = {}
         for row, dataset in enumerate(datasets):
             _draw_dataset(axes, len(datasets) - 1 - row, dataset, row, tips)
@@ -74,7 +79,7 @@ def accuracy_plot(
         axes.grid(axis="x", linewidth=0.7)
         axes.set_axisbelow(True)
         axes.tick_params(length=0)
-        return _inline(figure, label, tips)
+        return to_inline_svg(figure, label, tips)
 
 
 def _draw_published(
@@ -92,7 +97,7 @@ def _draw_published(
         axes.plot(
             [found.value] * 2,
             [y + 0.24, y + 0.44],
-            color=_ROLES["ink"],
+            color=ROLES["ink"],
             linewidth=1.4,
             linestyle="solid" if found.statistic == "mean" else (0, (1, 1)),
             gid=name,
@@ -104,11 +109,9 @@ def _draw_published(
 
 def calibration_plot(datasets: Sequence[DatasetResult], label: str) -> str:
     """Accuracy against confidence, a dot for each dataset's bin; the diagonal is perfect."""
-    import matplotlib
-
-    with matplotlib.rc_context(_SETTINGS):
-        figure, axes = _figure(3.6, left=0.09)
-        axes.plot([0, 100], [0, 100], color=_ROLES["chance"], linewidth=1.2, linestyle="--")
+    with plot_settings():
+        figure, axes = new_figure(3.6, left=0.09)
+        axes.plot([0, 100], [0, 100], color=ROLES["chance"], linewidth=1.2, linestyle="--")
         tips: dict[str, str] = {}
         for row, dataset in enumerate(datasets):
             for at, found in enumerate(dataset.calibration.bins if dataset.calibration else ()):
@@ -120,7 +123,7 @@ def calibration_plot(datasets: Sequence[DatasetResult], label: str) -> str:
                     markersize=4 + min(found.examples, 1000) ** 0.5 / 5,
                     markeredgewidth=0,
                     alpha=0.6,
-                    color=_ROLES["accent"],
+                    color=ROLES["accent"],
                     gid=name,
                 )
                 tips[name] = (
@@ -134,26 +137,25 @@ def calibration_plot(datasets: Sequence[DatasetResult], label: str) -> str:
         axes.grid(linewidth=0.7)
         axes.set_axisbelow(True)
         axes.tick_params(length=0)
-        return _inline(figure, label, tips)
+        return to_inline_svg(figure, label, tips)
 
 
 def history_plot(steps: Sequence[int], curves: Mapping[str, Sequence[float]], label: str) -> str:
     """Mean accuracy over prompts by step, a line for each dataset, named at its end."""
-    import matplotlib
     from matplotlib.ticker import MaxNLocator
 
-    with matplotlib.rc_context(_SETTINGS):
-        figure, axes = _figure(0.9 + max(2.8, 0.25 * len(curves)), left=0.09)
+    with plot_settings():
+        figure, axes = new_figure(0.9 + max(2.8, 0.25 * len(curves)), left=0.09)
         box = axes.get_position()
         axes.set_position((box.x0, box.y0, box.width - 0.22, box.height))
         tips: dict[str, str] = {}
         places = _spread({name: values[-1] for name, values in curves.items()}, 100 / 24)
         for number, (name, values) in enumerate(curves.items()):
-            axes.plot(steps, values, color=_ROLES["accent"], linewidth=1.4, alpha=0.75)
+            axes.plot(steps, values, color=ROLES["accent"], linewidth=1.4, alpha=0.75)
             for at, (step, value) in enumerate(zip(steps, values, strict=True)):
                 mark = f"history-{number}-{at}"
                 axes.plot(
-                    [step], [value], marker="o", markersize=4, color=_ROLES["accent"], gid=mark
+                    [step], [value], marker="o", markersize=4, color=ROLES["accent"], gid=mark
                 )
                 tips[mark] = f"{name}, step {step}: {value:.1f}%"
             axes.annotate(
@@ -162,7 +164,7 @@ def history_plot(steps: Sequence[int], curves: Mapping[str, Sequence[float]], la
                 (1.02, places[name] / 100),
                 textcoords="axes fraction",
                 va="center",
-                color=_ROLES["muted"],
+                color=ROLES["muted"],
             )
         axes.set_ylim(0, 100)
         axes.set_xlabel("step")
@@ -172,7 +174,7 @@ def history_plot(steps: Sequence[int], curves: Mapping[str, Sequence[float]], la
         axes.tick_params(length=0)
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         axes.ticklabel_format(axis="x", style="plain", useOffset=False)
-        return _inline(figure, label, tips)
+        return to_inline_svg(figure, label, tips)
 
 
 def _spread(values: Mapping[str, float], gap: float) -> dict[str, float]:
@@ -188,16 +190,15 @@ def _spread(values: Mapping[str, float], gap: float) -> dict[str, float]:
 
 def loss_plot(curve: LossCurve, label: str) -> str:
     """Training loss by step."""
-    import matplotlib
     from matplotlib.ticker import MaxNLocator
 
-    with matplotlib.rc_context(_SETTINGS):
-        figure, axes = _figure(2.9, left=0.09)
+    with plot_settings():
+        figure, axes = new_figure(2.9, left=0.09)
         marker = "o" if len(curve.steps) < 30 else ""
         axes.plot(
             curve.steps,
             curve.losses,
-            color=_ROLES["accent"],
+            color=ROLES["accent"],
             linewidth=1.6,
             marker=marker,
             markersize=3.5,
@@ -209,10 +210,10 @@ def loss_plot(curve: LossCurve, label: str) -> str:
         axes.tick_params(length=0)
         axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
         axes.ticklabel_format(axis="x", style="plain", useOffset=False)
-        return _inline(figure, label, {})
+        return to_inline_svg(figure, label, {})
 
 
-def _figure(height: float, left: float):
+def new_figure(height: float, left: float):
     """A figure 7.6 inches wide and its axes; pyplot, with its global state, is not involved."""
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
@@ -231,7 +232,7 @@ def _draw_dataset(axes, y: float, dataset: DatasetResult, row: int, tips: dict[s
     axes.plot(
         [dataset.chance] * 2,
         [y - 0.42, y + 0.42],
-        color=_ROLES["chance"],
+        color=ROLES["chance"],
         linewidth=1.6,
         linestyle=(0, (3, 2)),
         gid=f"chance-{row}",
@@ -250,15 +251,15 @@ def _draw_dataset(axes, y: float, dataset: DatasetResult, row: int, tips: dict[s
             marker="o",
             markersize=6,
             markeredgewidth=0,
-            color=_ROLES["accent"],
+            color=ROLES["accent"],
             alpha=0.75,
             gid=name,
             zorder=3,
         )
         tips[name] = prompt_tip(prompt)
     mean, interval, low = dataset.accuracy.mean, dataset.mean_interval, y - 0.3
-    axes.plot([interval.low, interval.high], [low, low], color=_ROLES["ink"], linewidth=1.6)
-    axes.plot([mean], [low], marker="D", markersize=4.5, color=_ROLES["ink"], gid=f"mean-{row}")
+    axes.plot([interval.low, interval.high], [low, low], color=ROLES["ink"], linewidth=1.6)
+    axes.plot([mean], [low], marker="D", markersize=4.5, color=ROLES["ink"], gid=f"mean-{row}")
     tips[f"mean-{row}"] = (
         f"{dataset.dataset}: mean over prompts {mean:.1f}%,"
         f" 95% interval {interval.low:.1f} to {interval.high:.1f}"
@@ -274,7 +275,7 @@ def _draw_box(axes, y: float, dataset: DatasetResult) -> None:
         "whislo": spread.minimum,
         "whishi": spread.maximum,
     }
-    line = {"color": _ROLES["muted"], "linewidth": 1}
+    line = {"color": ROLES["muted"], "linewidth": 1}
     axes.bxp(
         [box],
         positions=[y],
@@ -282,8 +283,8 @@ def _draw_box(axes, y: float, dataset: DatasetResult) -> None:
         widths=0.36,
         showfliers=False,
         patch_artist=True,
-        boxprops={"facecolor": _ROLES["band"], "edgecolor": _ROLES["muted"], "linewidth": 1},
-        medianprops={"color": _ROLES["ink"], "linewidth": 2},
+        boxprops={"facecolor": ROLES["band"], "edgecolor": ROLES["muted"], "linewidth": 1},
+        medianprops={"color": ROLES["ink"], "linewidth": 2},
         whiskerprops=line,
         capprops=line,
         manage_ticks=False,
@@ -307,7 +308,7 @@ def _shortened(text: str, length: int) -> str:
     return text if len(text) <= length else text[: length - 1].rstrip() + "\u2026"
 
 
-def _inline(figure, label: str, tips: Mapping[str, str]) -> str:
+def to_inline_svg(figure, label: str, tips: Mapping[str, str]) -> str:
     """The figure as an <svg> element that fits its page; `tips` are shown on hover by group id."""
     buffer = io.StringIO()
     # No creator, no date: nothing that names an address or differs between equal reports
@@ -326,7 +327,7 @@ def _inline(figure, label: str, tips: Mapping[str, str]) -> str:
     root.set("aria-label", label)
     ElementTree.register_namespace("", _SVG)
     text = ElementTree.tostring(root, encoding="unicode")
-    for role, colour in _ROLES.items():
+    for role, colour in ROLES.items():
         text = text.replace(colour, f"var(--{role})")
     # The page's font; the size stays
     return re.sub(r"(font(?:-family)?: (?:[\w.]+px )?)[^;\"]+", r"\1var(--font)", text)

@@ -39,9 +39,9 @@ def main() -> None:
 
 def run_job(job: MeshJob) -> None:
     """Runs one job and writes its results, the marker last."""
-    import gin
     import tensorflow.compat.v1 as tf
 
+    import gin
     from t0repro.config import mtf_gin
 
     mtf_gin.parse(job.inputs)
@@ -74,8 +74,9 @@ def _model_function(model_dir: str) -> Callable[..., Any]:
 
     `utils.run` gets as far as calling `train_model_fn`, which does nothing here.
     """
-    import gin
     from mesh_tensorflow.transformer import utils
+
+    import gin
 
     original = utils.tpu_estimator_model_fn
     found: dict[str, Any] = {}
@@ -94,7 +95,7 @@ def _model_function(model_dir: str) -> Callable[..., Any]:
     return lambda **changes: original(**{**found, **changes})
 
 
-# ---- What is read inside the graphs ---------------------------------------------------------------
+# ---- What is read inside the graphs --------------------------------------------------------------
 
 
 class _Captured:
@@ -191,7 +192,7 @@ def _as_float32(lowering: Any, tensor: Any) -> Any:
     return tf.cast(lowering.export_to_tf_tensor(tensor), tf.float32)
 
 
-# ---- The three graphs -----------------------------------------------------------------------------
+# ---- The three graphs ----------------------------------------------------------------------------
 
 
 def _train(
@@ -268,7 +269,9 @@ def _forward(model_fn: Callable[..., Any], batch: Mapping[str, np.ndarray], star
         f"activations/{index:03d}/{name}": _as_float32(lowering, tensor)
         for index, (name, tensor) in enumerate(captured.layers)
     }
-    wanted[f"activations/{len(captured.layers):03d}/logits"] = _as_float32(lowering, captured.logits)
+    wanted[f"activations/{len(captured.layers):03d}/logits"] = _as_float32(
+        lowering, captured.logits
+    )
     wanted["token_losses"] = spec.eval_metrics[1][0]
     (found,) = _restored(lowering, start, wanted, [_feed(placeholders, batch)])
     rows = batch["targets"].shape[0]

@@ -1,0 +1,213 @@
+"""Two stacks' results compared quantity by quantity, in the order in which they are computed.
+
+What agreement means, in float32 without dropout: the loss within 1e-5 relative at the first step
+and 1e-4 over twenty; after one step every entry of every parameter and slot within 1e-5 of its
+tensor's RMS or of itself, whichever is larger; log-likelihoods within 1e-4 for each target token;
+equal metrics. Activations and gradients, for which nothing is promised, depart where the RMS of
+their difference is more than 1e-5 of their RMS. In bfloat16 differences are reported, not judged.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from t0repro.parity.jax_run import StackResult
+from t0repro.training.train_state import FlatTree
+
+FIRST_LOSS, LOSSES, TENSOR, PER_TOKEN = 1e-5, 1e-4, 1e-5, 1e-4
+STEPS_JUDGED = 20  # the losses of later steps are reported only
+QUANTILES = (0.5, 0.9, 0.99, 1.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """How far one quantity of the JAX stack is from Mesh TensorFlow's.
+
+    Attributes:
+      kind: what it is: activation, loss, gradient, first step, last step, log-likelihood, metric.
+      name: the tensor's, a step's or a task's.
+      size: number of values compared.
+      reference_rms: root mean square of Mesh TensorFlow's values.
+      difference_rms: of the differences.
+      quantiles: of the entries' differences by the measure below, at QUANTILES.
+      measure: what the differences are relative to.
+      error: the number that is judged.
+      tolerance: the largest that it may be; None where it is reported only.
+    """
+
+    kind: str
+    name: str
+    size: int
+    reference_rms: float
+    difference_rms: float
+    quantiles: tuple[float, ...]
+    measure: str
+    error: float
+    tolerance: float | None
+
+    @property
+    def passes(self) -> bool:
+        """Whether it is within its tolerance, if it has one. A NaN never is."""
+        return self.tolerance is None or self.error <= self.tolerance
+
+
+def compare_results(
+    reference: StackResult, ours: StackResult, *, float32: bool, tokens: np.ndarray | None = None
+) -> list[Finding]:
+    """Everything that both results have, in the order of the computation.
+
+    Args:
+      reference: Mesh TensorFlow's.
+      ours: the JAX stack's.
+      float32: whether the tolerances apply.
+      tokens: target tokens of each scored row.
+    """
+    found = list(_findings(reference, ours, tokens))
+    if float32:
+        return found
+    return [dataclasses.replace(finding, tolerance=None) for finding in found]
+
+
+def _findings(
+    reference: StackResult, ours: StackResult, tokens: np.ndarray | None
+) -> Iterator[Finding]:
+    yield from _tensors("activation", reference.activations, ours.activations)
+    if reference.token_losses is not None and ours.token_losses is not None:
+        yield _absolute("log-likelihood", "targets of the first batch", reference.token_losses,
+                        ours.token_losses, np.ones_like(reference.token_losses))  # fmt: skip
+    yield relative("loss", "step 1", reference.losses[:1], ours.losses[:1], FIRST_LOSS)
+    yield from _tensors("gradient", reference.gradients, ours.gradients)
+    first, *later = sorted(reference.trees.keys() & ours.trees.keys() - {0})
+    yield from _trees("first step", reference.trees[first], ours.trees[first], TENSOR)
+    judged = slice(0, STEPS_JUDGED)
+    last = min(STEPS_JUDGED, len(reference.losses))
+    if last > 1:
+        name = f"steps 1 to {last}"
+        yield relative("loss", name, reference.losses[judged], ours.losses[judged], LOSSES)
+    if len(reference.losses) > STEPS_JUDGED:
+        name = f"all {len(reference.losses)} steps"
+        yield relative("loss", name, reference.losses, ours.losses, None)
+    for step in later:
+        yield from _trees("last step", reference.trees[step], ours.trees[step], None)
+    if reference.scores is not None and ours.scores is not None and tokens is not None:
+        name = "evaluation, for each target token"
+        yield _absolute("log-likelihood", name, reference.scores, ours.scores, tokens)
+
+
+def _tensors(
+    kind: str, reference: Mapping[str, np.ndarray], ours: Mapping[str, np.ndarray]
+) -> Iterator[Finding]:
+    """Findings judged by the RMS of the difference over the RMS."""
+    for name, expected, value in _pairs(kind, reference, ours):
+        scale = _rms(expected)
+        difference = _difference(expected, value)
+        errors, error = np.abs(difference) / max(scale, _TINY), _ratio(_rms(difference), scale)
+        measure = "the tensor's RMS"
+        yield _finding(kind, name, expected, difference, errors, measure, error, TENSOR)
+
+
+def _trees(
+    kind: str, reference: FlatTree, ours: FlatTree, tolerance: float | None
+) -> Iterator[Finding]:
+    """Findings judged by the largest difference over the RMS or over the entry, the larger."""
+    for name, expected, value in _pairs(kind, reference, ours):
+        difference = _difference(expected, value)
+        scale = np.maximum(_rms(expected), np.abs(expected.astype(np.float64)))
+        errors = np.divide(
+            np.abs(difference), scale, out=np.where(difference == 0, 0.0, np.inf), where=scale > 0
+        )
+        measure = "the tensor's RMS or the entry"
+        error = float(np.max(errors)) if errors.size else 0.0
+        yield _finding(kind, name, expected, difference, errors, measure, error, tolerance)
+
+
+def relative(
+    kind: str, name: str, expected: np.ndarray, value: np.ndarray, tolerance: float | None
+) -> Finding:
+    """The largest difference of an entry relative to the entry."""
+    expected, value = np.asarray(expected), np.asarray(value)
+    difference = _difference(expected, value)
+    errors = np.abs(difference) / np.maximum(np.abs(expected.astype(np.float64)), _TINY)
+    return _finding(kind, name, expected, difference, errors, "the value itself",
+                    float(np.max(errors)), tolerance)  # fmt: skip
+
+
+def _absolute(
+    kind: str, name: str, expected: np.ndarray, value: np.ndarray, tokens: np.ndarray
+) -> Finding:
+    """The largest absolute difference for each target token."""
+    difference = _difference(expected, value)
+    errors = np.abs(difference) / np.maximum(tokens, 1)
+    return _finding(kind, name, expected, difference, errors, "one target token",
+                    float(np.max(errors)), PER_TOKEN)  # fmt: skip
+
+
+def metrics_finding(
+    task: str, reference: Mapping[str, float], ours: Mapping[str, float], *, float32: bool
+) -> Finding:
+    """The metrics of a task, which are to be equal."""
+    names = sorted(reference)
+    expected = np.array([reference[name] for name in names])
+    value = np.array([ours[name] for name in names])
+    both_undefined = np.isnan(expected) & np.isnan(value)
+    difference = np.where(both_undefined, 0.0, value - expected)
+    return _finding("metric", f"{task}: {', '.join(names)}", np.nan_to_num(expected), difference,
+                    np.abs(difference), "one percentage point", float(np.max(np.abs(difference))),
+                    0.0 if float32 else None)  # fmt: skip
+
+
+_TINY = 1e-38
+
+
+def _pairs(
+    kind: str, reference: Mapping[str, np.ndarray], ours: Mapping[str, np.ndarray]
+) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+    if reference.keys() != ours.keys():
+        odd = sorted(reference.keys() ^ ours.keys())
+        raise ValueError(f"Only one stack has the {kind} {', '.join(odd[:5])}.")
+    for name, expected in reference.items():
+        if expected.shape != ours[name].shape:
+            shapes = f"{expected.shape} and {ours[name].shape}"
+            raise ValueError(f"The {kind} {name} has the shapes {shapes}.")
+        yield name, expected, ours[name]
+
+
+def _difference(expected: np.ndarray, value: np.ndarray) -> np.ndarray:
+    return value.astype(np.float64) - expected.astype(np.float64)
+
+
+def _rms(x: np.ndarray) -> float:
+    return float(np.sqrt(np.mean(np.square(x, dtype=np.float64)))) if x.size else 0.0
+
+
+def _ratio(difference: float, scale: float) -> float:
+    if scale > 0 or np.isnan(scale):
+        return difference / scale
+    return 0.0 if difference == 0 else float("inf")
+
+
+def _finding(
+    kind: str,
+    name: str,
+    expected: np.ndarray,
+    difference: np.ndarray,
+    errors: np.ndarray,
+    measure: str,
+    error: float,
+    tolerance: float | None,
+) -> Finding:
+    spread = np.quantile(errors, QUANTILES) if errors.size else np.zeros(len(QUANTILES))
+    return Finding(
+        kind=kind,
+        name=name,
+        size=int(expected.size),
+        reference_rms=_rms(expected),
+        difference_rms=_rms(difference),
+        quantiles=tuple(float(x) for x in spread),
+        measure=measure,
+        error=error,
+        tolerance=tolerance,
+    )

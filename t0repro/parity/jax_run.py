@@ -1,0 +1,169 @@
+"""The JAX stack's side of a comparison: Mesh TensorFlow's quantities, by the same names."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import flax.traverse_util
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from t0repro.config.run_config import RunConfig
+from t0repro.evaluation.engine import score_examples
+from t0repro.model.decoder_only import text_to_self
+from t0repro.model.t5 import T5, initial_parameters, nonpadding, segments_of
+from t0repro.training.loss import cross_entropy
+from t0repro.training.schedules import make_schedule
+from t0repro.training.train_state import FlatTree, from_flat_tree, new_train_state, to_flat_tree
+from t0repro.training.train_step import loss_and_gradients, make_train_step
+
+Arrays = Mapping[str, np.ndarray]
+# What the model reads of a batch; positions are not among it (t0repro.model.t5).
+FEATURES = ("inputs", "targets", "inputs_segmentation", "targets_segmentation")
+# The sublayers of a layer by their module's name, in order.
+ENCODER_SUBLAYERS = ("attention", "mlp")
+DECODER_SUBLAYERS = ("self_attention", "encoder_decoder_attention", "mlp")
+
+
+@dataclasses.dataclass(frozen=True)
+class StackResult:
+    """What one stack computed.
+
+    Attributes:
+      losses: float32 [steps], each of the parameters before its update.
+      learning_rates: [steps].
+      trees: number of steps done -> parameters, slots and step, T5X's flat names.
+      activations: of the first batch, the residual stream after each sublayer, the towers' outputs
+        and the logits, in the order of the computation.
+      gradients: of the first batch by the parameter's path.
+      token_losses: cross entropy in nats [batch, length] of the first batch, without z_loss.
+      scores: log-likelihoods [rows], or None.
+    """
+
+    losses: np.ndarray
+    learning_rates: np.ndarray
+    trees: Mapping[int, FlatTree]
+    activations: Arrays = dataclasses.field(default_factory=dict)
+    gradients: Arrays = dataclasses.field(default_factory=dict)
+    token_losses: np.ndarray | None = None
+    scores: np.ndarray | None = None
+
+
+def run_jax(
+    config: RunConfig,
+    batches: Sequence[Mapping[str, np.ndarray]],
+    start: FlatTree,
+    *,
+    snapshots: Sequence[int] = (),
+    tensors: bool = False,
+    scored: Sequence[Mapping[str, Any]] = (),
+    seed: int = 0,
+) -> StackResult:
+    """Steps through the batches from a checkpoint's tree.
+
+    Args:
+      config: model, optimizer, schedule, dtypes and the number of microbatches count.
+      batches: int32 [batch, length] by feature, a step each.
+      start: parameters, slots and step by T5X's names.
+      snapshots: numbers of steps done after which the state is kept.
+      tensors: whether activations, token losses and gradients of the first batch are wanted.
+      scored: examples to score by the first parameters.
+      seed: of dropout.
+
+    Raises:
+      UserError: if the checkpoint does not fit the model.
+    """
+    model, optimizer = T5(config.model, config.dtypes), config.optimizer
+    assert optimizer is not None and config.schedule is not None
+    fresh = jax.eval_shape(
+        lambda: new_train_state(initial_parameters(model, jax.random.key(0)), optimizer)
+    )
+    state = from_flat_tree(start, fresh, optimizer)
+    batches = [{name: b[name] for name in FEATURES if name in b} for b in batches]
+    found: dict[str, Any] = {}
+    if tensors:
+        found["activations"], found["token_losses"] = _forward(model, state.params, batches[0])
+        found["gradients"] = _gradients(model, state.params, batches[0], config.num_microbatches)
+    if scored:
+        found["scores"] = score_examples(state.params, model, scored, config.sequence_length)
+    step = jax.jit(
+        make_train_step(
+            model,
+            optimizer,
+            make_schedule(config.schedule),
+            num_microbatches=config.num_microbatches,
+            dropout_key=jax.random.key(seed),
+        )
+    )
+    trees, values = {}, []
+    for done, batch in enumerate(batches, start=1):
+        state, metrics = step(state, batch)
+        values.append(jax.device_get(metrics))
+        if done in snapshots:
+            trees[done] = to_flat_tree(state)
+    return StackResult(
+        losses=np.array([value["loss"] for value in values]),
+        learning_rates=np.array([value["learning_rate"] for value in values]),
+        trees=trees,
+        **found,
+    )
+
+
+def _gradients(model: T5, params: dict, batch: Arrays, num_microbatches: int) -> Arrays:
+    _, gradients = jax.jit(
+        lambda p, b: loss_and_gradients(model, p, b, num_microbatches=num_microbatches)
+    )(params, batch)
+    flat = flax.traverse_util.flatten_dict(gradients, sep="/")
+    return {path: np.asarray(x) for path, x in flat.items()}
+
+
+def _forward(model: T5, params: dict, batch: Arrays) -> tuple[Arrays, np.ndarray]:
+    """Activations by name, float32, and the cross entropy of each target."""
+
+    @jax.jit
+    def apply(params: dict, batch: Any) -> tuple[jax.Array, Any, jax.Array]:
+        logits, variables = model.apply(
+            {"params": params}, batch, capture_intermediates=True, mutable=["intermediates"]
+        )
+        assert isinstance(logits, jax.Array)
+        losses = cross_entropy(logits, jnp.asarray(batch["targets"]))
+        return logits, variables["intermediates"], losses
+
+    if model.config.decoder_only:
+        batch = {name: np.asarray(x) for name, x in text_to_self(model.config, batch).items()}
+    logits, inside, losses = jax.device_get(apply(params, batch))
+    activations: dict[str, np.ndarray] = {}
+    towers = [(name, inside[name]) for name in ("encoder", "decoder") if name in inside]
+    embedder = inside.get("token_embedder") or inside["decoder"]["token_embedder"]
+    for (tower, modules), x in zip(towers, embedder["__call__"], strict=True):
+        feature = "inputs" if tower == "encoder" else "targets"
+        activations |= _residual_stream(tower, modules, x)
+        x = modules[f"{tower}_norm"]["__call__"][0]
+        activations[f"{tower}/output"] = x * _present(model, batch, feature, x.dtype)
+    activations["logits"] = logits
+    return {name: x.astype(np.float32) for name, x in activations.items()}, losses
+
+
+def _present(model: T5, batch: Arrays, feature: str, dtype: Any) -> Any:
+    """What a tower's output is multiplied by: 0 at padding, [batch, length, 1]."""
+    segmentation = batch.get(f"{feature}_segmentation")
+    if model.config.decoder_only and segmentation is None:
+        return np.ones((1, 1, 1), dtype)  # an unpacked language model does not know its padding
+    segments = segments_of(jnp.asarray(batch[feature]), segmentation)
+    return np.asarray(nonpadding(segments, dtype))
+
+
+def _residual_stream(tower: str, modules: Mapping[str, Any], x: np.ndarray) -> Arrays:
+    """The stream as it enters a tower and after each sublayer."""
+    stream = {f"{tower}/embedded": x}
+    sublayers = ENCODER_SUBLAYERS if tower == "encoder" else DECODER_SUBLAYERS
+    layers = [name for name in modules if name.startswith("layers_")]
+    for layer in sorted(layers, key=lambda name: int(name.removeprefix("layers_"))):
+        for sublayer in sublayers:
+            if sublayer in modules[layer]:
+                x = x + modules[layer][sublayer]["__call__"][0]
+                stream[f"{tower}/{layer}/{sublayer}"] = x
+    return stream

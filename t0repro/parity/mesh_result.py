@@ -1,0 +1,59 @@
+"""Mesh TensorFlow's results under the JAX stack's names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from t0repro.converters import layout
+from t0repro.converters.sources import load_any
+from t0repro.parity.jax_run import DECODER_SUBLAYERS, ENCODER_SUBLAYERS, StackResult
+from t0repro.parity.mesh_jobs import MeshResult
+
+
+def as_stack_result(result: MeshResult, snapshots: Sequence[int]) -> StackResult:
+    """A job's results as the JAX stack would give them; slots of square matrices change places.
+
+    Args:
+      result: of a job with these snapshots.
+      snapshots: numbers of steps done; 0 is the start.
+    """
+    arrays = result.arrays
+    return StackResult(
+        losses=arrays["losses"],
+        learning_rates=arrays["learning_rates"],
+        trees={done: load_any(result.checkpoint(done)) for done in snapshots},
+        activations={
+            _activation_name(name): x for name, x in _in_order(result.group("activations")).items()
+        },
+        gradients={_path(name): x for name, x in result.group("gradients").items()},
+        token_losses=arrays.get("token_losses"),
+        scores=arrays.get("scores"),
+    )
+
+
+def _path(variable: str) -> str:
+    path = layout.mtf_to_path(variable)
+    assert path is not None, variable
+    return path
+
+
+def _in_order(activations: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Without the number that each name begins with, by that number."""
+    return {name.partition("/")[2]: activations[name] for name in sorted(activations)}
+
+
+def _activation_name(name: str) -> str:
+    """`decoder/block_001/layer_002` is `decoder/layers_1/mlp`; other names stay."""
+    found = re.fullmatch(r"(\w+)/block_(\d+)/layer_(\d+)", name)
+    if found is None:
+        return name.replace("transformer/", "decoder/")
+    tower, block, layer = found[1], int(found[2]), int(found[3])
+    sublayers = {
+        "encoder": ENCODER_SUBLAYERS,
+        "decoder": DECODER_SUBLAYERS,
+        "transformer": (DECODER_SUBLAYERS[0], DECODER_SUBLAYERS[-1]),
+    }[tower]
+    return f"{'encoder' if tower == 'encoder' else 'decoder'}/layers_{block}/{sublayers[layer]}"

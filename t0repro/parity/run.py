@@ -1,0 +1,288 @@
+"""`t0repro parity`: both stacks on one job, compared."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from t0repro.config.mtf_gin import GinInputs
+from t0repro.config.run_config import EvalDataConfig, RunConfig
+from t0repro.data.batches import EvalTask, eval_tasks, train_batches
+from t0repro.errors import UserError
+from t0repro.parity import inject
+from t0repro.parity.findings import Finding, compare_results, metrics_finding
+from t0repro.parity.jax_run import StackResult, run_jax
+from t0repro.parity.mesh_jobs import MeshJob, run_mesh, save_batches
+from t0repro.parity.mesh_result import as_stack_result
+
+PAIRS = 128  # (input, choice) pairs of an evaluation task that are scored
+ROWS = 16  # of a batch of them
+MESH_FOLDER = "mesh_tensorflow"
+
+Say = Callable[[str], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What both stacks are given.
+
+    Attributes:
+      config: of the JAX stack.
+      inputs: gin's, for Mesh TensorFlow.
+      out: the folder of all results.
+      batches: a training step each.
+      task: whose examples are scored, if any.
+      float32: whether the tolerances apply.
+      start: the Mesh TensorFlow checkpoint that both start from; None for one of its own.
+    """
+
+    config: RunConfig
+    inputs: GinInputs
+    out: Path
+    batches: Sequence[dict[str, np.ndarray]]
+    task: EvalTask | None
+    float32: bool
+    start: str | None
+
+    @property
+    def snapshots(self) -> list[int]:
+        """Numbers of steps after which states are compared."""
+        return sorted({1, len(self.batches)})
+
+
+@dataclasses.dataclass(frozen=True)
+class Parity:
+    """The outcome of a comparison.
+
+    Attributes:
+      findings: in the order of the computation.
+      injected: the error that was put into the JAX side, if one was.
+    """
+
+    findings: Sequence[Finding]
+    mesh_losses: np.ndarray
+    jax_losses: np.ndarray
+    start_step: int
+    start: str
+    float32: bool
+    injected: str | None
+
+    @property
+    def departures(self) -> list[Finding]:
+        """What is beyond its tolerance."""
+        return [finding for finding in self.findings if not finding.passes]
+
+    @property
+    def passed(self) -> bool:
+        """Whether everything that is judged is within its tolerance."""
+        return not self.departures
+
+
+def make_job(
+    inputs: GinInputs,
+    out: str | Path,
+    *,
+    steps: int,
+    start: str | None = None,
+    dtype: Literal["float32", "bfloat16"] = "float32",
+    eval_task: str | None = None,
+) -> Job:
+    """Reads the configuration and the data, and puts the start in Mesh TensorFlow's form.
+
+    Args:
+      inputs: gin files and overrides, of a training run.
+      out: the folder of all results; its contents of an earlier comparison are replaced.
+      steps: training steps.
+      start: a checkpoint in any format; None lets Mesh TensorFlow draw parameters.
+      dtype: of activations.
+      eval_task: a task or mixture with inputs and targets whose validation examples are scored.
+
+    Raises:
+      UserError: if the configuration has dropout, or anything in it is wrong.
+    """
+    from t0repro.config import mtf_gin
+
+    float32 = dtype == "float32"
+    kinds = {"master": "float32", "slice": "float32", "activation": dtype}
+    settings = [f"utils.get_variable_dtype.{kind}_dtype = '{x}'" for kind, x in kinds.items()]
+    inputs = dataclasses.replace(inputs, gin_params=[*inputs.gin_params, *settings])
+    config, _ = mtf_gin.load(inputs, float32_activations=float32)
+    if config.model.dropout_rate:
+        raise UserError(
+            f"The dropout rate is {config.model.dropout_rate}, and the stacks draw other noise.",
+            where=config.provenance.get("model.dropout_rate"),
+            fix='Add --gin_param "dropout_rate = 0.0".',
+        )
+    out = Path(out)
+    shutil.rmtree(out / MESH_FOLDER, ignore_errors=True)
+    batches = list(itertools.islice(train_batches(config), steps))
+    task = None if eval_task is None else _task(eval_task, config)
+    return Job(config, inputs, out, batches, task, float32, _mesh_checkpoint(start, out))
+
+
+def _task(name: str, config: RunConfig) -> EvalTask:
+    """The task with the first PAIRS of its validation examples, whole groups of choices."""
+    data = config.eval_data or EvalDataConfig(name, "validation", False, False, 0, False, None)
+    data = dataclasses.replace(
+        data, mixture_or_task_name=name, split="validation", num_eval_examples=None, pack=False
+    )
+    task = next(iter(eval_tasks(data, config.sequence_length)), None)
+    if task is None:
+        raise UserError(
+            f"{name} has no metrics or no validation split.",
+            where="--eval_task",
+            fix="Name a task that rank classification evaluates, e.g. one in ..._score_eval.",
+        )
+    count = min(PAIRS, len(task.examples))
+    if count < len(task.examples):
+        # The first of a target's numbers is the input's: do not cut between its choices.
+        while count > 1 and _input_of(task.targets[count]) == _input_of(task.targets[count - 1]):
+            count -= 1
+    return dataclasses.replace(task, examples=task.examples[:count], targets=task.targets[:count])
+
+
+def _input_of(target: Any) -> Any:
+    """The number of a ranked target's input; the target itself where it is of another kind."""
+    with contextlib.suppress(TypeError, IndexError, KeyError):
+        return int(target[0][0])
+    return id(target)
+
+
+def _mesh_checkpoint(start: str | None, out: Path) -> str | None:
+    """A start's prefix as a Mesh TensorFlow checkpoint with float32 parameters."""
+    from t0repro.converters import layout, sources
+    from t0repro.converters.convert import convert
+
+    if start is None:
+        return None
+    found = sources.find_checkpoint(start)
+    reader = sources.open_checkpoint(found)
+    types = {x.dtype for key, x in reader.tensors.items() if key.startswith(layout.PARAMETERS)}
+    if found.format == "mtf" and types == {np.dtype(np.float32)}:
+        return found.path
+    folder = out / MESH_FOLDER / "start"
+    convert(found.path, folder, "mtf", dtype="float32")
+    return sources.find_checkpoint(folder).path
+
+
+def run_mesh_side(job: Job) -> tuple[StackResult, int]:
+    """Mesh TensorFlow's results and the global step at the start."""
+    folder = job.out / MESH_FOLDER
+    scored = None
+    if job.task is not None:
+        scored = save_batches(folder / "scored.npz", _rows(job.task, job.config))
+    inputs = dataclasses.replace(job.inputs, model_dir=str(folder))
+    result = run_mesh(
+        [
+            MeshJob(
+                out=str(folder),
+                inputs=inputs,
+                batches=save_batches(folder / "batches.npz", job.batches),
+                start=job.start,
+                snapshots=job.snapshots,
+                tensors=True,
+                scored=scored,
+                float32=job.float32,
+            )
+        ]
+    )[0]
+    snapshots = job.snapshots if job.start else [0, *job.snapshots]
+    found = as_stack_result(result, snapshots)
+    if job.task is not None and found.scores is not None:
+        found = dataclasses.replace(found, scores=found.scores[: len(job.task.examples)])
+    if job.start:
+        from t0repro.converters.sources import load_any
+
+        found = dataclasses.replace(found, trees={0: load_any(job.start), **found.trees})
+    return found, result.start_step
+
+
+def _rows(task: EvalTask, config: RunConfig) -> list[dict[str, np.ndarray]]:
+    """The task's examples as batches of ROWS, padded to the run's lengths and with empty rows."""
+    assert config.sequence_length is not None
+    count = -(-len(task.examples) // ROWS) * ROWS
+    arrays = {}
+    for name in ("inputs", "targets"):
+        length = config.sequence_length[name]
+        array = np.zeros((count, length), np.int32)
+        for row, example in enumerate(task.examples):
+            tokens = np.asarray(example[name])[:length]
+            array[row, : len(tokens)] = tokens
+        arrays[name] = array
+    return [{name: x[at : at + ROWS] for name, x in arrays.items()} for at in range(0, count, ROWS)]
+
+
+def compare_sides(
+    job: Job, reference: StackResult, start_step: int, error: inject.Error | None = None
+) -> Parity:
+    """Runs the JAX stack, with an error put into it if one is named, and compares.
+
+    Args:
+      job: what Mesh TensorFlow was given.
+      reference: what it computed.
+      start_step: where it started.
+      error: see `t0repro.parity.inject`.
+
+    Raises:
+      UserError: if the error would change nothing.
+    """
+    examples = job.task.examples if job.task else ()
+    config, start = inject.with_error(error, job.config, job.batches, reference.trees[0])
+    with inject.injected(error):
+        ours = run_jax(
+            config, job.batches, start, snapshots=job.snapshots, tensors=True, scored=examples
+        )
+    if error == "slot-swap":
+        trees = {done: inject.without_exchange(tree) for done, tree in ours.trees.items()}
+        ours = dataclasses.replace(ours, trees=trees)
+    tokens = np.array([np.count_nonzero(np.asarray(ex["targets"]) > 0) for ex in examples])
+    findings = compare_results(reference, ours, float32=job.float32, tokens=tokens)
+    if job.task is not None:
+        findings.append(_metrics(job.task, reference, ours, job.float32))
+    return Parity(
+        findings=findings,
+        mesh_losses=reference.losses,
+        jax_losses=ours.losses,
+        start_step=start_step,
+        start=job.start or f"parameters that Mesh TensorFlow drew (in {MESH_FOLDER}/)",
+        float32=job.float32,
+        injected=error,
+    )
+
+
+def _metrics(task: EvalTask, reference: StackResult, ours: StackResult, float32: bool) -> Finding:
+    from t0repro.evaluation.score_eval import task_result
+
+    assert reference.scores is not None and ours.scores is not None
+    by_stack = [
+        task_result(task, 0, scores, None).metrics for scores in (reference.scores, ours.scores)
+    ]
+    return metrics_finding(task.name, *by_stack, float32=float32)
+
+
+def to_json(parity: Parity, facts: dict[str, Any]) -> str:
+    """The comparison as indented JSON; `facts` say what was compared and where."""
+    first = parity.departures[0] if parity.departures else None
+    value = {
+        "passed": parity.passed,
+        "judged": parity.float32,
+        "injected": parity.injected,
+        "first_departure": None if first is None else {"kind": first.kind, "name": first.name},
+        "start": parity.start,
+        "start_step": parity.start_step,
+        "losses": {
+            "mesh_tensorflow": [float(x) for x in parity.mesh_losses],
+            "jax": [float(x) for x in parity.jax_losses],
+        },
+        **facts,
+        "findings": [dataclasses.asdict(finding) for finding in parity.findings],
+    }
+    return json.dumps(value, indent=1) + "\n"
