@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything that must hold before a change goes in: lint, format, types, tests. Arguments go to pytest.
-#   bash scripts/test.sh                   # all
+#   bash scripts/test.sh                   # all but the slow
 #   bash scripts/test.sh tests/mesh -x     # these tests, after lint and types
 #   bash scripts/test.sh -m slow           # the ones of more than a minute, which are left out otherwise
 set -euo pipefail
