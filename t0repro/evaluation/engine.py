@@ -22,7 +22,7 @@ from t0repro.errors import UserError
 from t0repro.evaluation.grouping import DecoderRows, Plan, PlannedBatch, make_plan
 from t0repro.evaluation.pairs import Pairs, distinct_pairs
 from t0repro.model.shapes import Array, Float, Int
-from t0repro.model.t5 import T5, Memory, cross_attention_memory, segments_of
+from t0repro.model.t5 import T5, Memory, cross_attention_memory
 from t0repro.training.loss import cross_entropy
 
 TOKENS_PER_BATCH = {"cpu": 4096, "gpu": 65536, "tpu": 65536}
@@ -112,10 +112,10 @@ class Engine:
 
     def _dispatch(self, batch: PlannedBatch, pairs: Pairs) -> list[tuple[DecoderRows, jax.Array]]:
         """Puts a batch on the device's queue; returns at once."""
-        inputs = batch.inputs(pairs)
-        memory = encode(self.model, self.params, inputs)
+        inputs, segments = batch.inputs(pairs)
+        memory = encode(self.model, self.params, inputs, segments)
         return [
-            (rows, decode(self.model, self.params, memory, inputs, rows.targets, rows.segments))
+            (rows, decode(self.model, self.params, memory, segments, *_arrays(rows)))
             for rows in batch.decoder_rows(pairs)
         ]
 
@@ -175,11 +175,20 @@ def _summed(batch: PlannedBatch, parts: Sequence[tuple[DecoderRows, np.ndarray]]
     return Scored(pairs, scores)
 
 
+def _arrays(rows: DecoderRows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    return rows.targets, rows.segments, rows.reads
+
+
 @functools.partial(jax.jit, static_argnums=0)
-def encode(model: T5, params: dict, inputs: Int[Array, "batch length"]) -> Memory:
+def encode(
+    model: T5,
+    params: dict,
+    inputs: Int[Array, "batch length"],
+    segments: Int[Array, "batch length"],
+) -> Memory:
     """What the decoder's layers read of the inputs: keys and values, on the device."""
     encoded = model.apply(
-        {"params": params}, jnp.asarray(inputs), segments_of(inputs, None), method=T5.encode
+        {"params": params}, jnp.asarray(inputs), jnp.asarray(segments), method=T5.encode
     )
     assert isinstance(encoded, jax.Array)
     return cross_attention_memory(model, params, encoded)
@@ -190,9 +199,10 @@ def decode(
     model: T5,
     params: dict,
     memory: Memory,
-    inputs: Int[Array, "batch memory"],
+    encoded_segments: Int[Array, "batch memory"],
     targets: Int[Array, "batch length"],
     segments: Int[Array, "batch length"],
+    reads: Int[Array, "batch length"],
 ) -> Float[Array, "batch length"]:
     """Log-probability of each target given its input and the targets before it in its segment.
 
@@ -200,17 +210,18 @@ def decode(
       model: the model.
       params: its parameters.
       memory: of `encode`.
-      inputs: what was encoded, to tell padding.
-      targets: the choices of each input, packed.
-      segments: 1, 2, ... by choice, 0 at padding; all of them read the row's one input.
+      encoded_segments: of what was encoded.
+      targets: the choices of the row's inputs, packed.
+      segments: 1, 2, ... by choice, 0 at padding.
+      reads: the segment of the inputs that each target's choice is one of.
     """
     logits = model.apply(
         {"params": params},
         memory,
-        segments_of(inputs, None),
+        encoded_segments,
         targets,
         segments,
-        segments_read=segments_of(segments, None),
+        segments_read=reads,
         method=T5.decode,
     )
     assert isinstance(logits, jax.Array)

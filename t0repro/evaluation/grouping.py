@@ -1,61 +1,68 @@
 """Which pairs are scored together: few shapes and little padding, chosen from the data.
 
-A batch holds distinct inputs, each with all of its choices packed into one row of the decoder:
-
-    inputs     [batch, inputs_length]      the premise ... ? 0 0 0
-    targets    [batch, targets_length]     yes </s> no </s> may be </s> 0 0
-    segments   [batch, targets_length]      1    1   2   2   3   3   3   0 0
-
-so that an input is encoded once whatever the number of its choices, and choices of different
-lengths take no padding of their own. Attention in the decoder stays within a segment.
+A batch holds rows of packed inputs (see packing) of one length, and the rows of their choices, of
+another, so that an input is encoded once whatever the number of its choices. The lengths of the
+rows are those that cost least on the data at hand.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from jaxtyping import Int
 
+from t0repro.evaluation import packing
+from t0repro.evaluation.packing import Item, Row
 from t0repro.evaluation.pairs import Pairs
 
-# Lengths are rounded up to these before levels are chosen.
+# Lengths are rounded up to these.
 INPUTS_MULTIPLE, TARGETS_MULTIPLE = 8, 4
-# A shape more is worth it where it saves so many padded tokens: about what a CPU computes with a
-# small T5 while XLA compiles one.
-TOKENS_PER_SHAPE = 8192
+# What is added to the cost of a plan for each shape, in tokens of the encoder: about what a CPU
+# computes with a small T5 while XLA compiles one.
+TOKENS_PER_SHAPE = 4096
+# A token of the decoder costs so many of the encoder's (attention to the inputs, logits), and a
+# token in a row of n costs 1 + n / ATTENTION_LENGTH. Measured with T5 1.1 small on a CPU: 1.9, and
+# 257, 281, 309, 363 microseconds at n = 64, 128, 256, 512.
+TARGET_COST = 2.0
+ATTENTION_LENGTH = 1100
 MAX_INPUT_LEVELS, MAX_TARGET_LEVELS = 8, 4
-# The most target tokens of an input that are decoded in one row; more choices take further rows,
-# which read the same encoding.
-MAX_ROW = 1024
+# Shortest rows to try; each further length is twice the one before.
+_SHORTEST_ROWS = (32, 48, 64, 96, 128, 192, 256, 384, 512)
+_MOST_CUTS = 64  # places between numbers of targets at which groups may end
+_FILLED = 0.95  # how full rows get
+_MORE = (1, 1.15, 1.3, 1.5, 1.75, 2.0)  # times the estimate of a row's target tokens that are tried
+_SAMPLE = 1500  # inputs that they are tried on
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class DecoderRows:
-    """One row of choices for each input of a batch.
+    """One row of choices for each row of inputs of a batch.
 
     Attributes:
       targets: token ids, 0 where there are none.
       segments: 1, 2, ... by choice, 0 at padding.
+      reads: the segment of the inputs that a choice is one of, 0 at padding.
       pair: the pair that each token belongs to, -1 at padding.
     """
 
     targets: Int[np.ndarray, "batch length"]
     segments: Int[np.ndarray, "batch length"]
+    reads: Int[np.ndarray, "batch length"]
     pair: Int[np.ndarray, "batch length"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PlannedBatch:
-    """Inputs that are encoded together, with the choices to decode for each.
+    """Rows of inputs that are encoded together, with the choices to decode for each.
 
     Attributes:
-      rows: for each input its number and, for each row of the decoder, its pairs.
+      rows: at most `size`.
       size: rows of the arrays; those beyond `rows` are padding.
     """
 
-    rows: tuple[tuple[int, tuple[tuple[int, ...], ...]], ...]
+    rows: tuple[Row, ...]
     size: int
     inputs_length: int
     targets_length: int
@@ -63,7 +70,7 @@ class PlannedBatch:
     @property
     def pairs(self) -> Int[np.ndarray, " pairs"]:
         """All pairs that the batch scores."""
-        return np.array([p for _, pieces in self.rows for piece in pieces for p in piece], np.int64)
+        return np.array([p for row in self.rows for piece in row.pieces for p in piece], np.int64)
 
     def halves(self) -> tuple[PlannedBatch, PlannedBatch]:
         """The same work in two batches of half the size."""
@@ -73,39 +80,46 @@ class PlannedBatch:
             self, rows=second, size=size
         )
 
-    def inputs(self, pairs: Pairs) -> Int[np.ndarray, "batch length"]:
-        """The inputs' token ids, int32 [size, inputs_length]."""
-        array = np.zeros((self.size, self.inputs_length), np.int32)
-        for row, (number, _) in enumerate(self.rows):
-            tokens = pairs.inputs[number]
-            array[row, : len(tokens)] = tokens
-        return array
+    def inputs(
+        self, pairs: Pairs
+    ) -> tuple[Int[np.ndarray, "batch length"], Int[np.ndarray, "batch length"]]:
+        """The inputs' token ids and their segments, int32 [size, inputs_length] both."""
+        ids = np.zeros((self.size, self.inputs_length), np.int32)
+        segments = np.zeros_like(ids)
+        for at, row in enumerate(self.rows):
+            start = 0
+            for segment, number in enumerate(row.inputs, 1):
+                tokens = pairs.inputs[number]
+                place = slice(start, start := start + len(tokens))
+                ids[at, place], segments[at, place] = tokens, segment
+        return ids, segments
 
     def decoder_rows(self, pairs: Pairs) -> list[DecoderRows]:
         """The choices; nearly always one element, more where an input has very many."""
-        count = max(len(pieces) for _, pieces in self.rows)
+        count = max(len(row.pieces) for row in self.rows)
         return [self._piece(pairs, piece) for piece in range(count)]
 
     def _piece(self, pairs: Pairs, piece: int) -> DecoderRows:
         shape = (self.size, self.targets_length)
-        targets, segments = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+        targets, segments, reads = (np.zeros(shape, np.int32) for _ in range(3))
         owner = np.full(shape, -1, np.int64)
-        for row, (_, pieces) in enumerate(self.rows):
+        for at, row in enumerate(self.rows):
+            source = {number: segment for segment, number in enumerate(row.inputs, 1)}
             start = 0
-            for segment, pair in enumerate(pieces[piece] if piece < len(pieces) else (), 1):
+            for segment, pair in enumerate(row.pieces[piece] if piece < len(row.pieces) else (), 1):
                 tokens = pairs.targets[pair]
                 place = slice(start, start := start + len(tokens))
-                targets[row, place], segments[row, place] = tokens, segment
-                owner[row, place] = pair
-        return DecoderRows(targets, segments, owner)
+                targets[at, place], segments[at, place] = tokens, segment
+                reads[at, place] = source[int(pairs.input_of[pair])]
+                owner[at, place] = pair
+        return DecoderRows(targets, segments, reads, owner)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
-    """All batches of an evaluation, longest inputs first, so that memory runs out early or never.
+    """All batches of an evaluation, largest first, so that memory runs out early or never.
 
     Attributes:
-      shapes: distinct (size, inputs_length, targets_length).
       input_tokens: tokens of the distinct inputs, padding not counted.
       target_tokens: tokens of the choices, likewise.
       padded_inputs: entries of all arrays of inputs.
@@ -141,102 +155,188 @@ def make_plan(
         its targets, whose logits take the vocabulary's size each. One row always fits.
       todo: the pairs to score, all when None. A pair without tokens scores 0 and is left out.
     """
-    todo = np.arange(len(pairs)) if todo is None else todo
-    by_input: dict[int, list[int]] = {}
-    for pair in todo:
-        if len(pairs.targets[pair]):
-            by_input.setdefault(int(pairs.input_of[pair]), []).append(int(pair))
-    numbers = list(by_input)
-    pieces = [_pieces(pairs, by_input[number]) for number in numbers]
-    sources = _rounded([len(pairs.inputs[number]) for number in numbers], INPUTS_MULTIPLE)
-    rows = _rounded(
-        [max(sum(len(pairs.targets[p]) for p in piece) for piece in found) for found in pieces],
-        TARGETS_MULTIPLE,
-    )
+    items = _items(pairs, np.arange(len(pairs)) if todo is None else todo)
     batches: list[PlannedBatch] = []
-    for inputs_length, group in _by_level(sources, np.arange(len(numbers)), MAX_INPUT_LEVELS):
-        for targets_length, members in _by_level(rows, group, MAX_TARGET_LEVELS):
-            # Neighbours in length, so that a batch with long rows of choices is not many
-            work = [(numbers[i], pieces[i]) for i in members]
-            limit = min(tokens_per_batch // inputs_length, tokens_per_batch // 4 // targets_length)
-            batches += _batches(work, max(limit, 1), inputs_length, targets_length)
+    waiting = {item.number: item for item in items}
+    for shape in reversed(choose_shapes(items)):  # long rows first: short inputs fill them up
+        own = [waiting.pop(n) for n in (items[at].number for at in shape.members) if n in waiting]
+        fillers = [item for item in waiting.values() if shape.holds(item)]
+        targets = _best_targets(own, shape)
+        rows, left = packing.pack(own, fillers, shape.length, targets)
+        for number in {item.number for item in fillers} - {item.number for item in left}:
+            del waiting[number]
+        batches += _batches(rows, tokens_per_batch, shape.length)
     batches.sort(key=lambda batch: -batch.size * (batch.inputs_length + 4 * batch.targets_length))
     return Plan(
         batches=tuple(batches),
-        input_tokens=sum(len(pairs.inputs[number]) for number in numbers),
-        target_tokens=sum(len(pairs.targets[p]) for found in by_input.values() for p in found),
+        input_tokens=sum(len(pairs.inputs[item.number]) for item in items),
+        target_tokens=sum(
+            len(pairs.targets[p]) for item in items for piece in item.pieces for p in piece
+        ),
         padded_inputs=sum(batch.size * batch.inputs_length for batch in batches),
         padded_targets=sum(
-            batch.size * batch.targets_length * max(len(found) for _, found in batch.rows)
+            batch.size * batch.targets_length * max(len(row.pieces) for row in batch.rows)
             for batch in batches
         ),
     )
 
 
-def _pieces(pairs: Pairs, members: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """An input's pairs in rows of at most MAX_ROW tokens; a longer choice has a row of its own."""
-    pieces: list[list[int]] = []
-    room = 0
-    for pair in members:
-        length = len(pairs.targets[pair])
-        if length > room:
-            pieces.append([])
-            room = max(MAX_ROW, length)
-        pieces[-1].append(pair)
-        room -= length
-    return tuple(map(tuple, pieces))
+def _items(pairs: Pairs, todo: Int[np.ndarray, " todo"]) -> list[Item]:
+    """What is to be packed: the inputs that a pair to score has."""
+    lengths = [len(target) for target in pairs.targets]
+    by_input: dict[int, list[int]] = {}
+    for pair in todo:
+        if lengths[pair]:
+            by_input.setdefault(int(pairs.input_of[pair]), []).append(int(pair))
+    items = []
+    for number, members in by_input.items():
+        pieces = packing.pieces_of(lengths, members)
+        length = len(pairs.inputs[number])
+        targets = max(sum(lengths[pair] for pair in piece) for piece in pieces)
+        # An empty input has no segment that its choices could read beside another input's
+        alone = len(pieces) > 1 or length == 0
+        items.append(Item(number, max(length, 1), pieces, targets, alone))
+    return items
 
 
-def _batches(
-    work: Sequence[tuple[int, tuple[tuple[int, ...], ...]]],
-    limit: int,
-    inputs_length: int,
-    targets_length: int,
-) -> list[PlannedBatch]:
+# Shapes ------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Shape:
+    """Rows of one shape and the items that they are for.
+
+    Attributes:
+      length: input tokens of a row.
+      targets: target tokens of a row.
+      members: the items' places.
+    """
+
+    length: int
+    targets: int
+    members: Int[np.ndarray, " members"]
+
+    def holds(self, item: Item) -> bool:
+        """Whether an item could share a row."""
+        return not item.alone and item.length < self.length and item.targets < self.targets
+
+
+def choose_shapes(items: Sequence[Item]) -> list[Shape]:
+    """The shapes that cost least on the data at hand, shortest rows first.
+
+    Long rows are packed more tightly and need fewer shapes; short ones spend less on attention.
+    Costs are estimated from sums, without packing.
+    """
+    if not items:
+        return []
+    length = np.array([item.length for item in items])
+    targets = np.array([item.targets for item in items])
+    found = (_shapes(length, targets, rows) for rows in _row_lengths(int(length.max())))
+    return min(found, key=lambda found: found[0])[1]
+
+
+def _row_lengths(longest: int) -> Iterator[list[int]]:
+    """Lengths of rows to try, ascending, the last one holding the longest input."""
+    last = -(-longest // INPUTS_MULTIPLE) * INPUTS_MULTIPLE
+    yield [last]
+    for shortest in _SHORTEST_ROWS:
+        found = []
+        while shortest < last and len(found) < MAX_INPUT_LEVELS - 1:
+            found.append(shortest)
+            shortest *= 2
+        if found:
+            yield [*found, last]
+        if shortest <= 2 * last:  # longer than is needed, and packed better
+            yield [*found, shortest]
+
+
+def _shapes(
+    length: Int[np.ndarray, " items"],
+    targets: Int[np.ndarray, " items"],
+    row_lengths: Sequence[int],
+) -> tuple[float, list[Shape]]:
+    """The cost in tokens of the encoder, and the shapes, with these row lengths."""
+    level = np.searchsorted(row_lengths, length)
+    cost, shapes = 0.0, []
+    for at, row_length in enumerate(row_lengths):
+        members = np.flatnonzero(level == at)
+        if members.size:
+            members = members[np.argsort(targets[members], kind="stable")]
+            more, found = _split(length[members], targets[members], row_length)
+            cost += more
+            shapes += [Shape(row_length, n, members[start:end]) for n, start, end in found]
+    return cost, shapes
+
+
+def _split(
+    length: Int[np.ndarray, " items"], targets: Int[np.ndarray, " items"], row_length: int
+) -> tuple[float, list[tuple[int, int, int]]]:
+    """Cuts items, ascending by targets, into the groups that cost least.
+
+    Returns:
+      The cost, and of each group (target tokens of a row, first item, end).
+    """
+    cuts = np.flatnonzero(np.diff(targets, prepend=-1))
+    cuts = np.append(cuts[:: -(-len(cuts) // _MOST_CUTS)], len(targets))
+    sums = [np.concatenate([[0], np.cumsum(x)]) for x in (length, targets, 2 * length > row_length)]
+    inputs, outputs, halves = (total[cuts] for total in sums)
+    attention = 1 + row_length / ATTENTION_LENGTH
+    n = len(cuts) - 1
+    best = np.full((MAX_TARGET_LEVELS + 1, n + 1), np.inf)
+    best[0, 0] = 0
+    cut = np.zeros((MAX_TARGET_LEVELS + 1, n + 1), np.int64)
+    size = np.zeros((n + 1, n + 1), np.int64)
+    for end in range(1, n + 1):
+        used, filled = inputs[end] - inputs[:end], outputs[end] - outputs[:end]
+        # As many as the longest input's choices, and else what keeps the two in proportion
+        size[:end, end] = _rounded(
+            np.maximum(targets[cuts[end] - 1], row_length * filled / used), TARGETS_MULTIPLE
+        )
+        rows = np.maximum(used / (_FILLED * row_length), halves[end] - halves[:end])
+        rows = np.maximum(rows, filled / (_FILLED * size[:end, end]))
+        cost = rows * (row_length + TARGET_COST * size[:end, end]) * attention + TOKENS_PER_SHAPE
+        for level in range(1, MAX_TARGET_LEVELS + 1):
+            total = best[level - 1, :end] + cost
+            cut[level, end] = int(total.argmin())
+            best[level, end] = total[cut[level, end]]
+    level, end, found = int(best[:, n].argmin()), n, []
+    cost = float(best[level, n])
+    while end:
+        start = int(cut[level, end])
+        found.append((int(size[start, end]), int(cuts[start]), int(cuts[end])))
+        level, end = level - 1, start
+    return cost, found[::-1]
+
+
+def _best_targets(own: Sequence[Item], shape: Shape) -> int:
+    """Target tokens of a row: the estimate, or more where that packs (a sample) better."""
+    sample = [item for item in own if not item.alone][:: len(own) // _SAMPLE + 1]
+
+    def cost(targets: int) -> float:
+        rows, _ = packing.pack(sample, (), shape.length, targets)
+        return len(rows) * (shape.length + TARGET_COST * targets)
+
+    tried = {int(_rounded(np.array(shape.targets * more), TARGETS_MULTIPLE)) for more in _MORE}
+    return min(sorted(tried), key=cost) if sample else shape.targets
+
+
+# Batches -----------------------------------------------------------------------------------------
+
+
+def _batches(rows: Sequence[Row], tokens: int, length: int) -> list[PlannedBatch]:
     """The least number of batches within the limit, of one size with the fewest empty rows."""
-    count = -(-len(work) // limit)
-    size = -(-len(work) // count)
+    if not rows:
+        return []
+    targets = int(_rounded(np.array(max(row.targets for row in rows)), TARGETS_MULTIPLE))
+    limit = max(min(tokens // length, tokens // (4 * targets)), 1)
+    count = -(-len(rows) // limit)
+    size = -(-len(rows) // count)
     return [
-        PlannedBatch(tuple(work[start : start + size]), size, inputs_length, targets_length)
-        for start in range(0, len(work), size)
+        PlannedBatch(tuple(rows[start : start + size]), size, length, targets)
+        for start in range(0, len(rows), size)
     ]
 
 
-def _rounded(lengths: Sequence[int], multiple: int) -> Int[np.ndarray, " lengths"]:
+def _rounded(lengths: np.ndarray, multiple: int) -> Int[np.ndarray, " lengths"]:
     """Lengths rounded up to a multiple, at least one multiple."""
-    return np.maximum(-(-np.array(lengths, np.int64) // multiple), 1) * multiple
-
-
-def _by_level(
-    lengths: Int[np.ndarray, " all"], members: Int[np.ndarray, " members"], most: int
-) -> list[tuple[int, Int[np.ndarray, " group"]]]:
-    """Members with the level that holds each one's length, levels ascending."""
-    found = levels(lengths[members], most)
-    place = np.searchsorted(found, lengths[members])
-    return [(int(level), members[place == at]) for at, level in enumerate(found)]
-
-
-def levels(
-    lengths: Int[np.ndarray, " lengths"], most: int, tokens_per_level: int = TOKENS_PER_SHAPE
-) -> Int[np.ndarray, " levels"]:
-    """The lengths to pad to, ascending, the longest among them: the least padding for their number.
-
-    Exact, by dynamic programming over the distinct lengths: the sum of all padded lengths plus
-    `tokens_per_level` for each level is the least that at most `most` levels can give.
-    """
-    values, counts = np.unique(lengths, return_counts=True)
-    before = np.concatenate([[0], np.cumsum(counts)])
-    n = len(values)
-    cost = np.full((most + 1, n + 1), np.inf)  # [levels, values covered]
-    cut = np.zeros((most + 1, n + 1), np.int64)
-    cost[0, 0] = 0
-    for level in range(1, most + 1):
-        for end in range(1, n + 1):
-            padded = (before[end] - before[:end]) * values[end - 1] + cost[level - 1, :end]
-            cut[level, end] = int(padded.argmin())
-            cost[level, end] = padded[cut[level, end]] + tokens_per_level
-    level, end, found = int(cost[:, n].argmin()), n, []
-    while end:
-        found.append(int(values[end - 1]))
-        level, end = level - 1, int(cut[level, end])
-    return np.array(found[::-1], np.int64)
+    return np.maximum(np.ceil(lengths / multiple), 1).astype(np.int64) * multiple

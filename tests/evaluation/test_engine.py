@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from t0repro.errors import UserError
-from t0repro.evaluation import engine, grouping
+from t0repro.evaluation import engine, packing
 from t0repro.evaluation.engine import Engine, score_examples, score_pairs
 from t0repro.evaluation.grouping import make_plan
 from t0repro.evaluation.pairs import distinct_pairs
@@ -63,7 +63,7 @@ def test_scores_agree_with_plain_scoring_whatever_batch_size_grouping_and_order(
 
 
 def test_scores_agree_when_choices_take_several_rows(params, monkeypatch):
-    monkeypatch.setattr(grouping, "MAX_ROW", 8)
+    monkeypatch.setattr(packing, "MAX_ROW", 8)
     examples = examples_of(3, 3, 9)
     scores = score_examples(params, MODEL, examples, None, 64)
     assert per_token(examples, scores, plain_scores(params, examples)).max() <= TOLERANCE
@@ -81,13 +81,13 @@ def test_each_distinct_input_is_encoded_once_and_each_pair_scored_once(params, m
     encoded, decoded = [], []
     encode, decode = engine.encode, engine.decode
 
-    def counting_encode(model, params, inputs):
-        encoded.append((inputs.any(axis=-1)).sum())
-        return encode(model, params, inputs)
+    def counting_encode(model, params, inputs, segments):
+        encoded.append(segments.max(axis=-1).sum())
+        return encode(model, params, inputs, segments)
 
-    def counting_decode(model, params, memory, inputs, targets, segments):
+    def counting_decode(model, params, memory, encoded_segments, targets, segments, reads):
         decoded.append((targets == 1).sum())
-        return decode(model, params, memory, inputs, targets, segments)
+        return decode(model, params, memory, encoded_segments, targets, segments, reads)
 
     monkeypatch.setattr(engine, "encode", counting_encode)
     monkeypatch.setattr(engine, "decode", counting_decode)
@@ -112,11 +112,11 @@ class OutOfMemory:
     def __init__(self, rows, message="RESOURCE_EXHAUSTED: 12 GB asked for"):
         self.rows, self.message, self.encode, self.tried = rows, message, engine.encode, []
 
-    def __call__(self, model, params, inputs):
+    def __call__(self, model, params, inputs, segments):
         self.tried.append(len(inputs))
         if len(inputs) > self.rows:
             raise jax.errors.JaxRuntimeError(self.message)
-        return self.encode(model, params, inputs)
+        return self.encode(model, params, inputs, segments)
 
 
 def test_a_batch_that_memory_does_not_hold_is_halved_and_said(params, monkeypatch):

@@ -1,12 +1,10 @@
-import itertools
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from t0repro.evaluation import grouping
-from t0repro.evaluation.grouping import levels, make_plan
+from t0repro.evaluation import grouping, packing
+from t0repro.evaluation.grouping import make_plan
 from t0repro.evaluation.pairs import distinct_pairs
 
 TOKENS = st.lists(st.integers(1, 5), max_size=40)
@@ -49,29 +47,13 @@ def test_a_target_with_a_hole_is_refused():
         distinct_pairs(examples_of(([5], [7, 1]), ([5], [7, 0, 1])))
 
 
-@given(st.lists(st.integers(1, 30), min_size=1, max_size=12), st.integers(1, 3), st.integers(0, 20))
-def test_levels_are_the_best_that_any_choice_of_levels_gives(lengths, most, per_level):
-    def cost(chosen):
-        return sum(min(x for x in chosen if x >= n) for n in lengths) + per_level * len(chosen)
-
-    values = sorted(set(lengths))
-    best = min(
-        cost([*some, values[-1]])
-        for count in range(min(most, len(values)))
-        for some in itertools.combinations(values[:-1], count)
-    )
-    found = levels(np.array(lengths), most, per_level).tolist()
-    assert found == sorted(found) and len(found) <= most
-    assert cost(found) == best
-
-
 @given(EXAMPLES, st.integers(8, 200))
 def test_every_pair_with_tokens_is_planned_once_in_bounded_shapes(examples, tokens):
     pairs = distinct_pairs(examples)
     plan = make_plan(pairs, tokens)
     planned = [int(p) for batch in plan.batches for p in batch.pairs]
     assert sorted(planned) == [p for p in range(len(pairs)) if len(pairs.targets[p])]
-    encoded = [number for batch in plan.batches for number, _ in batch.rows]
+    encoded = [number for batch in plan.batches for row in batch.rows for number in row.inputs]
     assert len(encoded) == len(set(encoded))  # each input is encoded once
     assert len(plan.shapes) <= grouping.MAX_INPUT_LEVELS * grouping.MAX_TARGET_LEVELS
     for batch in plan.batches:
@@ -83,7 +65,7 @@ def test_every_pair_with_tokens_is_planned_once_in_bounded_shapes(examples, toke
 def test_arrays_hold_the_tokens_and_padding_is_counted_exactly(examples):
     pairs = distinct_pairs(examples)
     plan = make_plan(pairs, 64)
-    inputs = [batch.inputs(pairs) for batch in plan.batches]
+    inputs = [batch.inputs(pairs)[0] for batch in plan.batches]
     rows = [rows for batch in plan.batches for rows in batch.decoder_rows(pairs)]
     entries = sum(x.size for x in inputs) + sum(r.targets.size for r in rows)
     tokens = sum((x > 0).sum() for x in inputs) + sum((r.targets > 0).sum() for r in rows)
@@ -95,19 +77,54 @@ def test_arrays_hold_the_tokens_and_padding_is_counted_exactly(examples):
         assert ((found.segments > 0) == (found.pair >= 0)).all()
 
 
+@given(EXAMPLES, st.integers(8, 200))
+def test_every_choice_reads_its_own_input_and_no_other(examples, tokens):
+    pairs = distinct_pairs(examples)
+    for batch in make_plan(pairs, tokens).batches:
+        ids, segments = batch.inputs(pairs)
+        for rows in batch.decoder_rows(pairs):
+            for at, place in zip(*np.nonzero(rows.pair >= 0), strict=True):
+                read = ids[at][segments[at] == rows.reads[at, place]]
+                source = pairs.inputs[pairs.input_of[rows.pair[at, place]]]
+                assert read.tolist() == source.tolist()
+            for choices in (rows.segments, rows.reads):  # in one piece each, side by side
+                steps = np.diff(choices, axis=1)
+                assert ((steps >= 0) | (choices[:, 1:] == 0)).all()
+
+
+def test_an_empty_input_shares_its_row_with_no_other():
+    pairs = distinct_pairs(examples_of(([], [7]), ([5], [7]), ([6], [7])))
+    rows = [row.inputs for batch in make_plan(pairs, 64).batches for row in batch.rows]
+    assert sorted(map(sorted, rows)) == [[0], [1, 2]]
+
+
 def test_very_many_choices_take_further_rows_of_the_same_input(monkeypatch):
-    monkeypatch.setattr(grouping, "MAX_ROW", 10)
+    monkeypatch.setattr(packing, "MAX_ROW", 10)
     pairs = distinct_pairs(examples_of(*(([5, 6], [7] * n) for n in (4, 5, 6, 12))))
     (batch,) = make_plan(pairs, 1000).batches
-    assert batch.rows == ((0, ((0, 1), (2,), (3,))),)
+    (row,) = batch.rows
+    assert row.pieces == ((0, 1), (2,), (3,))
     assert [rows.pair.max() for rows in batch.decoder_rows(pairs)] == [1, 2, 3]
 
 
-def test_batches_of_a_group_are_of_one_size_with_fewer_empty_rows_than_batches():
-    pairs = distinct_pairs(examples_of(*(([n] * 8, [7]) for n in range(1, 12))))
-    plan = make_plan(pairs, 64)
-    assert [(batch.size, len(batch.rows)) for batch in plan.batches] == [(4, 4), (4, 4), (4, 3)]
-    assert len(plan.shapes) == 1
+def test_batches_of_a_shape_are_of_one_size_with_fewer_empty_rows_than_batches():
+    rows = [packing.Row((n,), ((n,),), 8, 1) for n in range(11)]
+    batches = grouping._batches(rows, 64, 8)
+    assert [(batch.size, len(batch.rows)) for batch in batches] == [(4, 4), (4, 4), (4, 3)]
+
+
+def lengths_of(random, inputs):
+    """Inputs and choices as T0's sets have them: most short, some long; few and many targets."""
+    for number in range(inputs):
+        source = np.append(random.integers(2, 99, int(random.gamma(3, 30)) + 8), number + 100)
+        for _ in range(random.integers(2, 5)):
+            yield {"inputs": source, "targets": random.integers(1, 99, random.integers(2, 9))}
+
+
+def test_inputs_of_all_lengths_are_packed_into_few_shapes_with_little_padding():
+    pairs = distinct_pairs(list(lengths_of(np.random.default_rng(0), 1000)))
+    plan = make_plan(pairs, 4096)
+    assert plan.padding < 0.12 and len(plan.shapes) <= 4
 
 
 def test_only_what_is_to_do_is_planned():

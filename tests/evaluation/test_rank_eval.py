@@ -171,10 +171,10 @@ def test_after_a_failure_only_what_is_missing_is_scored(
 def test_memory_that_does_not_hold_a_batch_is_said(model_dir, prompts, tmp_path, monkeypatch):
     encode = engine.encode
 
-    def small_device(model, params, inputs):
+    def small_device(model, params, inputs, segments):
         if len(inputs) > 8:
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
-        return encode(model, params, inputs)
+        return encode(model, params, inputs, segments)
 
     monkeypatch.setattr(engine, "encode", small_device)
     said = []
