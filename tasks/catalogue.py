@@ -1,13 +1,26 @@
-"""T0's table of datasets: datasets.csv beside this file, after bigscience-workshop/t-zero."""
+"""T0's datasets: its own table, and what is known of each dataset and of where its data is today.
+
+datasets.csv: T0's table, after bigscience-workshop/t-zero.
+catalog.csv: splits and their sizes in T0's time, licence, today's repository.
+features.json: the features of each in `datasets` 1.12, which T0's templates were written for.
+"""
 
 from __future__ import annotations
 
 import csv
 import dataclasses
-from collections.abc import Mapping
+import functools
+import json
+import types
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+from t0repro.tasks.schema import Alias
 
 TABLE = Path(__file__).parent / "datasets.csv"
+CATALOGUE = Path(__file__).parent / "catalog.csv"
+FEATURES = Path(__file__).parent / "features.json"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +42,53 @@ class T0Dataset:
     train_size: int
 
 
+@dataclasses.dataclass(frozen=True)
+class HubPlace:
+    """Where a dataset lies on the Hugging Face hub today.
+
+    Attributes:
+      repository: `owner/name`.
+      configuration: folder of the configuration in the revision, `*` where there is only one.
+      revision: a branch; `refs/convert/parquet` is the one that the hub itself keeps in Parquet,
+        `<configuration>/<split>/NNNN.parquet`, loading scripts or not.
+    """
+
+    repository: str
+    configuration: str
+    revision: str
+
+
+@dataclasses.dataclass(frozen=True)
+class CatalogueEntry:
+    """What is known of a dataset configuration.
+
+    Attributes:
+      dataset: the Hugging Face name in T0's time.
+      subset: the configuration, or None.
+      splits: split -> number of rows, as in `datasets` 1.12.
+      licence: of the data, as far as it is known; empty where it is not.
+      hub: where it lies today, or None where it is only to be had from its authors.
+      aliases: column -> other names that it goes by today.
+    """
+
+    dataset: str
+    subset: str | None
+    splits: Mapping[str, int]
+    licence: str
+    hub: HubPlace | None
+    aliases: Mapping[str, Sequence[Alias]]
+
+    @property
+    def label(self) -> str:
+        """The dataset and its subset, for a person."""
+        return label(self.dataset, self.subset)
+
+
+def label(dataset: str, subset: str | None) -> str:
+    """`dataset` or `dataset/subset`."""
+    return dataset if subset is None else f"{dataset}/{subset}"
+
+
 def t0_datasets() -> list[T0Dataset]:
     """The rows of the table in its order."""
     with open(TABLE, newline="", encoding="utf-8") as file:
@@ -42,6 +102,50 @@ def t0_datasets() -> list[T0Dataset]:
             )
             for row in csv.DictReader(file)
         ]
+
+
+@functools.cache
+def catalogue() -> Mapping[tuple[str, str | None], CatalogueEntry]:
+    """Every dataset configuration of T0's table, by dataset and subset."""
+    with open(CATALOGUE, newline="", encoding="utf-8") as file:
+        entries = [_entry(row) for row in csv.DictReader(file)]
+    return types.MappingProxyType({(entry.dataset, entry.subset): entry for entry in entries})
+
+
+def _entry(row: Mapping[str, str]) -> CatalogueEntry:
+    sizes = (item.split("=") for item in row["splits"].split())
+    return CatalogueEntry(
+        dataset=row["dataset"],
+        subset=row["subset"] or None,
+        splits={split: int(size) for split, size in sizes},
+        licence=row["licence"],
+        hub=(
+            HubPlace(row["repository"], row["configuration"], row["revision"])
+            if row["source"] == "hub"
+            else None
+        ),
+        aliases=_aliases(row["aliases"]),
+    )
+
+
+def _aliases(text: str) -> dict[str, list[Alias]]:
+    """`column=other`, or `column=other:` where class names carry a prefix that ends in a colon."""
+    found: dict[str, list[Alias]] = {}
+    for item in filter(None, text.split(";")):
+        column, other = item.split("=")
+        name = other.rstrip(":")
+        found.setdefault(column, []).append(Alias(name, other[len(name) :]))
+    return found
+
+
+@functools.cache
+def _all_features() -> Mapping[str, Mapping[str, Any]]:
+    return json.loads(FEATURES.read_text(encoding="utf-8"))
+
+
+def features_of(dataset: str, subset: str | None) -> Mapping[str, Any] | None:
+    """Column -> feature, or None for a dataset that is not in the catalogue."""
+    return _all_features().get(label(dataset, subset))
 
 
 def rounds_of(dataset: str) -> Mapping[str, Mapping[str, str]]:

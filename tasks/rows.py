@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+import itertools
 import json
 import os
 from collections.abc import Iterator
@@ -47,90 +49,163 @@ def splits_on_disk(folder: Path) -> list[str]:
     return sorted({path.stem for path in folder.iterdir() if path.suffix in SUFFIXES})
 
 
+def find_rows_file(root: Path, dataset: str, subset: str | None, split: str) -> Path | None:
+    """The file of a split, or None where the folder has none."""
+    folder = dataset_folder(root, dataset, subset)
+    for suffix in SUFFIXES:
+        path = folder / f"{split}{suffix}"
+        if path.is_file():
+            return path
+    return None
+
+
 def rows_file(root: Path, dataset: str, subset: str | None, split: str) -> Path:
     """The file of a split.
 
     Raises:
       UserError: if it is missing.
     """
+    path = find_rows_file(root, dataset, subset, split)
+    if path is not None:
+        return path
     folder = dataset_folder(root, dataset, subset)
-    for suffix in SUFFIXES:
-        path = folder / f"{split}{suffix}"
-        if path.is_file():
-            return path
     held = ", ".join(splits_on_disk(folder)) or "nothing"
-    subset_argument = f", {subset!r}" if subset else ""
     raise UserError(
         f"The rows of {dataset}{'/' + subset if subset else ''}, split {split!r}, are missing; its"
         f" folder holds {held}.",
         where=str(folder / f"{split}.jsonl"),
-        fix=(
-            "Put the split there, one JSON object a line or as Parquet; with the network at hand:"
-            f" datasets.load_dataset({dataset!r}{subset_argument}, split={split!r}).to_parquet("
-            f'"{folder / split}.parquet").'
-        ),
+        fix="Put the split there, one JSON object a line or as Parquet.",
     )
 
 
-def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a file, one at a time.
+def read_rows(path: Path, start: int = 0, stop: int | None = None) -> Iterator[dict[str, Any]]:
+    """The rows `start` to `stop` of a file, one at a time; what lies before is not parsed.
 
     Raises:
-      UserError: if a line is not a JSON object; it names the file and the line.
+      UserError: if a line is not a JSON object in UTF-8; it names the file and the line.
     """
-    return _read_parquet(path) if path.suffix == ".parquet" else _read_jsonl(path)
+    read = _read_parquet if path.suffix == ".parquet" else _read_jsonl
+    return read(path, start, stop)
 
 
-def _read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Line numbers, from 1, and the lines that are not blank: each is a row."""
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except ValueError as error:  # a broken encoding is one too
-                raise _broken_line(path, number, str(error)) from error
-            if not isinstance(row, dict):
-                raise _broken_line(path, number, "it is not an object of field names and values")
-            yield row
+            if not line.isspace():
+                yield number, line
+
+
+def _read_jsonl(path: Path, start: int, stop: int | None) -> Iterator[dict[str, Any]]:
+    for number, line in itertools.islice(_lines(path), start, stop):
+        try:
+            row = json.loads(line.decode("utf-8"))
+            if b"\\ud" in line or b"\\uD" in line:  # JSON can spell what no text holds
+                json.dumps(row, ensure_ascii=False).encode("utf-8")
+        except ValueError as error:  # a broken encoding is one too
+            raise _broken_line(path, number, str(error)) from error
+        if not isinstance(row, dict):
+            raise _broken_line(path, number, "it is not an object of field names and values")
+        yield row
 
 
 def _broken_line(path: Path, number: int, reason: str) -> UserError:
     return UserError(
         f"A line is not a row in JSON: {reason}.",
         where=f"{path}, line {number}",
-        fix="Mend or remove that line; each line must be one JSON object.",
+        fix="Mend or remove that line; each line must be one JSON object in UTF-8.",
     )
 
 
-def _read_parquet(path: Path) -> Iterator[dict[str, Any]]:
+def _parquet(path: Path) -> Any:
     import pyarrow.parquet
 
     try:
-        file = pyarrow.parquet.ParquetFile(path)
+        return pyarrow.parquet.ParquetFile(path)
     except (OSError, ValueError) as error:  # pyarrow's ArrowInvalid is a ValueError
         raise UserError(
             f"The file is not Parquet: {error}", where=str(path), fix="Write it anew."
         ) from error
-    with file:
-        for batch in file.iter_batches():
-            yield from batch.to_pylist()
 
 
-def count_rows(path: Path) -> int:
-    """Number of rows of a file, all read and found valid; remembered while it is unchanged.
+def _read_parquet(path: Path, start: int, stop: int | None) -> Iterator[dict[str, Any]]:
+    first = 0  # of the batch
+    with _parquet(path) as file:
+        stop = file.metadata.num_rows if stop is None else stop
+        groups = []
+        for group in range(file.num_row_groups):
+            last = first + file.metadata.row_group(group).num_rows
+            if last > start and first < stop:
+                groups.append((group, first))
+            first = last
+        for group, first in groups:
+            # Decoded bytes are text only if they are UTF-8; to_pylist finds out.
+            for batch in file.iter_batches(row_groups=[group]):
+                low, high = max(start - first, 0), min(stop - first, batch.num_rows)
+                if low < high:
+                    yield from _batch_rows(path, batch.slice(low, high - low), first + low)
+                first += batch.num_rows
 
-    Raises:
-      UserError: as `read_rows`.
-    """
+
+def _batch_rows(path: Path, batch: Any, first: int) -> list[dict[str, Any]]:
+    try:
+        return batch.to_pylist()
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"Text is not UTF-8: {error}.",
+            where=f"{path}, rows {first + 1} to {first + batch.num_rows}",
+            fix="Write the file anew from text in UTF-8.",
+        ) from error
+
+
+def place_of_row(path: Path, index: int) -> str:
+    """Where row `index`, from 0, stands: the file and the line, or the row of a Parquet file."""
+    if path.suffix == ".parquet":
+        return f"{path}, row {index + 1}"
+    number, _ = next(itertools.islice(_lines(path), index, None), (index + 1, b""))
+    return f"{path}, line {number}"
+
+
+def number_of_rows(path: Path) -> int:
+    """Number of rows of a file, none of them parsed; remembered while the file is unchanged."""
     status = path.stat()
-    return _count_rows(path, status.st_mtime_ns, status.st_size)
+    return _number_of_rows(path, status.st_mtime_ns, status.st_size)
 
 
 @functools.cache
-def _count_rows(path: Path, modified: int, size: int) -> int:
+def _number_of_rows(path: Path, modified: int, size: int) -> int:
     del modified, size  # part of the key alone
-    return sum(1 for _ in read_rows(path))
+    if path.suffix == ".parquet":
+        with _parquet(path) as file:
+            return file.metadata.num_rows
+    return sum(1 for _ in _lines(path))
+
+
+def class_names(path: Path) -> dict[str, list[str]]:
+    """Column -> names of its classes, where a Parquet file that `datasets` wrote tells them."""
+    if path.suffix != ".parquet":
+        return {}
+    with _parquet(path) as file:
+        written = (file.schema_arrow.metadata or {}).get(b"huggingface")
+    features = json.loads(written)["info"]["features"] if written else {}
+    return {
+        name: feature["names"]
+        for name, feature in features.items()
+        if isinstance(feature, dict) and feature.get("_type") == "ClassLabel"
+    }
+
+
+def sha256(path: Path) -> str:
+    """Of a file's bytes, in hexadecimal; remembered while the file is unchanged."""
+    status = path.stat()
+    return _sha256(path, status.st_mtime_ns, status.st_size)
+
+
+@functools.cache
+def _sha256(path: Path, modified: int, size: int) -> str:
+    del modified, size  # part of the key alone
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def kept_row(index: int, count: int, max_rows: int | None) -> bool:

@@ -11,7 +11,12 @@ import seqio
 import tensorflow as tf
 
 from t0repro.errors import UserError
-from t0repro.tasks.rows import count_rows, data_folder, kept_row, read_rows, rows_file
+from t0repro.tasks import readers
+from t0repro.tasks.catalogue import catalogue, features_of, label
+from t0repro.tasks.columns import columns_of_dataset, columns_read
+from t0repro.tasks.readers import Reader
+from t0repro.tasks.rows import kept_row
+from t0repro.tasks.schema import Schema, SchemaError
 from t0repro.tasks.splits import Split
 from t0repro.tasks.templates import Rendering, render
 
@@ -46,24 +51,68 @@ class PromptedSource(seqio.FunctionDataSource):
         self.files_of_splits = dict(splits)
         super().__init__(self._dataset, splits=tuple(splits))
 
-    def path(self, split: str) -> Path:
-        """The file behind a split; a missing one is a UserError."""
-        root = self.root or data_folder()
-        return rows_file(root, self.dataset, self.subset, self.files_of_splits[split].file)
+    def reader(self, split: str) -> Reader:
+        """The rows behind a split, unchecked: local, of the hub, or of their authors.
+
+        Raises:
+          UserError: if they are nowhere; it says every way to get them.
+        """
+        return readers.find_reader(
+            self.root, self.dataset, self.subset, self.files_of_splits[split].file
+        )
+
+    def splits_at_hand(self) -> list[str]:
+        """The splits whose rows lie on this machine; no row is read."""
+        files = {
+            name: readers.local_reader(self.root, self.dataset, self.subset, split.file)
+            for name, split in self.files_of_splits.items()
+        }
+        return [name for name, reader in files.items() if reader is not None]
+
+    def origin(self, split: str) -> dict[str, Any]:
+        """What the split's rows are and of which version, as JSON."""
+        limit = self.files_of_splits[split].max_rows
+        return {**self.reader(split).origin(), **({} if limit is None else {"max_rows": limit})}
+
+    def row_count(self, split: str) -> int:
+        """Number of rows behind a split, unchecked: `rows` numbers them from 0 to this."""
+        return self.reader(split).count()
 
     def num_input_examples(self, split: str) -> int:
-        """Rows of the split before templates drop any."""
-        count, limit = count_rows(self.path(split)), self.files_of_splits[split].max_rows
+        """Rows of the split, all checked, before templates drop any."""
+        count, limit = self._checked_count(split), self.files_of_splits[split].max_rows
         return count if limit is None else min(count, limit)
+
+    def rows(
+        self, split: str, start: int = 0, stop: int | None = None
+    ) -> Iterator[tuple[int, dict[str, Any]]]:
+        """The split's rows in their order, brought to the schema of T0's time and checked.
+
+        Args:
+          split: of the task.
+          start: the first row, counted in the data before `max_rows` leaves any out.
+          stop: the row to end before; None is the end.
+
+        Yields:
+          The row's number in the data, from 0, which seeds its draws, and the row.
+
+        Raises:
+          UserError: if a row is broken or does not fit the schema; it names column, file and line.
+        """
+        reader, limit = self.reader(split), self.files_of_splits[split].max_rows
+        found = self._brought(reader, self._schema(reader), start, stop)
+        if limit is None:
+            yield from found
+            return
+        count = reader.count()
+        for index, row in found:
+            if kept_row(index, count, limit):
+                yield index, row
 
     def examples(self, split: str) -> Iterator[dict[str, Any]]:
         """The split's prompted examples in the file's order."""
-        path, limit = self.path(split), self.files_of_splits[split].max_rows
-        count = count_rows(path)
-        for index, row in enumerate(read_rows(path)):
-            if not kept_row(index, count, limit):
-                continue
-            rendering = self._render(split, index, row, path)
+        for index, row in self.rows(split):
+            rendering = self._render(split, index, row)
             if rendering is None:
                 continue
             example: dict[str, Any] = {"inputs": rendering.inputs, "targets": rendering.targets}
@@ -71,20 +120,49 @@ class PromptedSource(seqio.FunctionDataSource):
                 example["answer_choices"] = rendering.answer_choices
             yield example
 
-    def _render(self, split: str, index: int, row: dict[str, Any], path: Path) -> Rendering | None:
+    def _schema(self, reader: Reader) -> Schema | None:
+        names = tuple((column, tuple(found)) for column, found in reader.class_names().items())
+        return _schema_of(self.dataset, self.subset, columns_read(self.template), names)
+
+    def _bring(
+        self, schema: Schema, row: dict[str, Any], reader: Reader, index: int
+    ) -> dict[str, Any]:
+        try:
+            return schema.bring(row)
+        except SchemaError as error:
+            raise UserError(
+                f"A row of {label(self.dataset, self.subset)} does not fit its schema. {error}",
+                where=reader.place(index),
+                fix="Give the row the fields, of the types, that the dataset had in datasets 1.12.",
+            ) from error
+
+    def _checked_count(self, split: str) -> int:
+        reader = self.reader(split)
+        key = (reader, self._schema(reader))
+        if key not in _checked:
+            _checked[key] = sum(1 for _ in self._brought(reader, key[1]))
+        return _checked[key]
+
+    def _brought(
+        self, reader: Reader, schema: Schema | None, start: int = 0, stop: int | None = None
+    ) -> Iterator[tuple[int, dict[str, Any]]]:
+        for index, row in enumerate(reader.read(start, stop), start=start):
+            yield index, row if schema is None else self._bring(schema, row, reader, index)
+
+    def _render(self, split: str, index: int, row: dict[str, Any]) -> Rendering | None:
         try:
             return render(self.template, row, draw_key=f"{self.name}/{split}/{index}")
         except Exception as error:
             raise UserError(
                 f"Template {self.template.name!r} cannot render a row: {error!r}.",
-                where=f"{path}, row {index + 1}",
+                where=self.reader(split).place(index),
                 fix="Give the row the fields, of the types, that the dataset had in datasets 1.12.",
             ) from error
 
     def _dataset(self, split: str, shuffle_files: bool, seed: int | None = None) -> tf.data.Dataset:
         del shuffle_files, seed  # one file a split; SeqIO shuffles the examples
         # Broken rows are found here, where a Python exception still reaches the user as it is.
-        count_rows(self.path(split))
+        self._checked_count(split)
         signature: dict[str, tf.TensorSpec] = {
             "inputs": tf.TensorSpec((), tf.string),
             "targets": tf.TensorSpec((), tf.string),
@@ -94,3 +172,36 @@ class PromptedSource(seqio.FunctionDataSource):
         return tf.data.Dataset.from_generator(
             functools.partial(self.examples, split), output_signature=signature
         )
+
+
+# Rows that were read once and found to fit, counted: every template of a dataset reads them again.
+_checked: dict[tuple[Reader, Schema | None], int] = {}
+
+
+@functools.cache
+def _schema_of(
+    dataset: str,
+    subset: str | None,
+    read: frozenset[str],
+    class_names: tuple[tuple[str, tuple[str, ...]], ...],
+) -> Schema | None:
+    """The compiled schema of a dataset, or None where the catalogue has none."""
+    features = features_of(dataset, subset)
+    if features is None:
+        return None
+    return _compiled(dataset, subset, read | columns_of_dataset(dataset, subset), class_names)
+
+
+@functools.cache
+def _compiled(
+    dataset: str,
+    subset: str | None,
+    read: frozenset[str],
+    class_names: tuple[tuple[str, tuple[str, ...]], ...],
+) -> Schema:
+    # One object for all templates of a dataset that read no more than promptsource's do.
+    required = [
+        column for column in features_of(dataset, subset) or {} if column.replace("-", "_") in read
+    ]
+    aliases = catalogue()[dataset, subset].aliases
+    return Schema(features_of(dataset, subset) or {}, required, aliases, dict(class_names))

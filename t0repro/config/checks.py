@@ -147,14 +147,14 @@ def check_cached(name: str, split: str) -> None:
 
 
 def check_rows(name: str, split: str) -> None:
-    """Raises UserError if the file behind a prompted task of the mixture is missing."""
+    """Raises UserError if the rows behind a prompted task of the mixture are missing."""
     import seqio
 
     from t0repro.tasks.sources import PromptedSource
 
     for task in seqio.get_subtasks(seqio.get_mixture_or_task(name)):
         if split in task.splits and isinstance(task.source, PromptedSource):
-            task.source.path(split)
+            task.source.reader(split)
 
 
 # ---- Checkpoints --------------------------------------------------------------------------------

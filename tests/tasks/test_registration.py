@@ -134,14 +134,14 @@ def test_a_missing_vocabulary_reaches_the_reader_of_a_task(add, tmp_path):
         examples("super_glue_rte_GPT_3_style")
 
 
-def test_a_row_that_cannot_be_rendered_is_named(tmp_path):
+def test_a_row_without_a_column_is_named_by_file_and_line(tmp_path):
     folder = tmp_path / "cos_e" / "v1.11"
     folder.mkdir(parents=True)
     row = '{"question": "Which?", "choices": ["a", "b"], "answer": "c"}\n'
     (folder / "train.jsonl").write_text(row)
     template = load_template("cos_e", "v1.11", "question_option_description_id")
     source = PromptedSource("t", "cos_e", "v1.11", template, {"train": Split("train")}, tmp_path)
-    with pytest.raises(UserError, match=r"train\.jsonl, row 1"):
+    with pytest.raises(UserError, match=r"abstractive_explanation(.|\n)*train\.jsonl, line 1"):
         list(source.examples("train"))
 
 

@@ -16,7 +16,20 @@ def test_parquet_and_json_lines_give_the_same_rows(rows_root):
     )
     other = rows.rows_file(rows_root, "super_glue", "rte", "other")
     assert list(rows.read_rows(other)) == expected
-    assert rows.count_rows(other) == rows.count_rows(path) == 3
+    assert rows.number_of_rows(other) == rows.number_of_rows(path) == 3
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_ranges_of_rows_make_up_the_whole(tmp_path, suffix):
+    path, expected = tmp_path / f"train{suffix}", [{"number": number} for number in range(1000)]
+    if suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(expected), path, row_group_size=300)
+    else:
+        path.write_text("\n".join(f'{{"number": {row["number"]}}}\n' for row in expected))
+    for start, stop in [(0, 1), (299, 301), (300, 600), (950, None), (0, None), (1000, 1005)]:
+        assert list(rows.read_rows(path, start, stop)) == expected[start:stop]
+    line = "line 15" if suffix == ".jsonl" else "row 8"
+    assert rows.place_of_row(path, 7).endswith(line)
 
 
 def test_a_dataset_without_subset_lies_in_default(tmp_path):
@@ -36,29 +49,32 @@ def test_a_missing_file_is_named_with_what_is_there_and_how_to_get_it(rows_root)
     text = str(error.value)
     assert str(rows_root / "super_glue" / "rte" / "test.jsonl") in text
     assert "train, validation" in text
-    assert "load_dataset('super_glue', 'rte', split='test')" in text
+    assert "one JSON object a line or as Parquet" in text
 
 
-@pytest.mark.parametrize("line", ['{"text": "open', "[1, 2]", '{"text": "\\ud800"', b"\xff\xfe"])
+@pytest.mark.parametrize(
+    "line",
+    ['{"text": "cut', "[1, 2]", '{"text": "\\ud800"}', b"\xff\xfe", b'{"text": "caf\xe9"}'],
+)
 def test_a_broken_line_is_named_by_file_and_number(tmp_path, line):
     path = tmp_path / "train.jsonl"
     broken = line if isinstance(line, bytes) else line.encode()
     path.write_bytes(b'{"text": "fine"}\n\n' + broken + b"\n")
     with pytest.raises(UserError, match=r"train\.jsonl, line 3"):
-        rows.count_rows(path)
+        list(rows.read_rows(path))
 
 
 def test_a_file_that_is_not_parquet_is_named(tmp_path):
     (tmp_path / "train.parquet").write_text("text")
     with pytest.raises(UserError, match=r"train\.parquet"):
-        rows.count_rows(tmp_path / "train.parquet")
+        rows.number_of_rows(tmp_path / "train.parquet")
 
 
 def test_a_changed_file_is_counted_again(rows_root):
     path = rows.rows_file(rows_root, "super_glue", "rte", "train")
-    assert rows.count_rows(path) == 3
+    assert rows.number_of_rows(path) == 3
     path.write_text('{"premise": "one"}\n')
-    assert rows.count_rows(path) == 1
+    assert rows.number_of_rows(path) == 1
 
 
 def test_the_data_folder_must_be_named_and_exist(monkeypatch, tmp_path):

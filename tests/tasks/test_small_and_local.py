@@ -50,7 +50,7 @@ def test_pairs_of_a_twin_are_as_many_as_in_p3(local, t0_facts, shared_vocab):
 def test_anlis_rounds_are_tasks_with_plain_split_names(local):
     task = seqio.TaskRegistry.get("anli_can_we_infer_r2_score_eval")
     assert set(task.splits) == {"train", "validation"}
-    assert task.source.path("validation").name == "dev_r2.jsonl"
+    assert task.source.reader("validation").path.name == "dev_r2.jsonl"
 
 
 def test_local_tasks_have_t0s_names(local, t0_facts):
