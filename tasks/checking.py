@@ -1,0 +1,121 @@
+"""What `t0repro tasks check` does: renders the first rows of every task, from what is at hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from t0repro.errors import UserError
+from t0repro.tasks.registry import SCORE_EVAL_SUFFIX, PromptedTask
+from t0repro.tasks.showing import ROWS_LOOKED_AT, prompted_source, render_row
+from t0repro.tasks.sources import PromptedSource
+from t0repro.tasks.templates import Drop
+
+ROWS = 20
+"""Rows of each split that are rendered; more only where none of them gives an example."""
+
+
+class Verdict(enum.Enum):
+    """How a task stands."""
+
+    OK = "ok"
+    SUSPECT = "suspect"  # it renders, but rank classification must go wrong
+    BROKEN = "broken"
+    NO_ROWS = "no rows"
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckedTask:
+    """A task and how it stands.
+
+    Attributes:
+      task: its name.
+      verdict: how it stands.
+      reason: of a verdict that is not ok.
+      splits: those looked at.
+      rows: rendered.
+      examples: that came of them.
+    """
+
+    task: str
+    verdict: Verdict
+    reason: str
+    splits: tuple[str, ...]
+    rows: int
+    examples: int
+
+    def to_json(self) -> dict[str, Any]:
+        """As values for JSON."""
+        return {**dataclasses.asdict(self), "verdict": self.verdict.value}
+
+
+def check_tasks(tasks: Sequence[PromptedTask], advance: Callable[[int], None]) -> list[CheckedTask]:
+    """Checks tasks.
+
+    Args:
+      tasks: registered prompted tasks.
+      advance: told of each task done.
+    """
+    found = []
+    for task in tasks:
+        found.append(_check(task))
+        advance(1)
+    return found
+
+
+def without_twins(tasks: Sequence[PromptedTask]) -> list[PromptedTask]:
+    """One task for each prompt: a twin is left out where its task is there as well."""
+    names = {task.name for task in tasks}
+    return [
+        task
+        for task in tasks
+        if not task.score_eval or task.name.removesuffix(SCORE_EVAL_SUFFIX) not in names
+    ]
+
+
+def _check(task: PromptedTask) -> CheckedTask:
+    source = prompted_source(task.name)
+    splits = tuple(source.splits_at_hand())
+    if not splits:
+        return CheckedTask(task.name, Verdict.NO_ROWS, "its rows are not at hand", (), 0, 0)
+    rows = examples = 0
+    never_correct = []
+    for split in splits:
+        try:
+            count, rendered, correct = _render_first(source, split)
+        except UserError as error:
+            reason = " ".join([error.what, f"({error.where})" if error.where else ""]).strip()
+            return CheckedTask(task.name, Verdict.BROKEN, reason, splits, rows, examples)
+        rows, examples = rows + count, examples + rendered
+        if task.has_answer_choices and rendered and not correct and _is_labelled(split):
+            never_correct.append(split)
+    if not examples:
+        reason = f"none of the first {rows:,} rows gives an input and a target"
+        return CheckedTask(task.name, Verdict.BROKEN, reason, splits, rows, 0)
+    if never_correct:
+        reason = f"the target is never among the answer choices ({', '.join(never_correct)})"
+        return CheckedTask(task.name, Verdict.SUSPECT, reason, splits, rows, examples)
+    return CheckedTask(task.name, Verdict.OK, "", splits, rows, examples)
+
+
+def _is_labelled(split: str) -> bool:
+    """Labels of test splits are hidden in many datasets: no target is among the choices there."""
+    return split != "test"
+
+
+def _render_first(source: PromptedSource, split: str) -> tuple[int, int, int]:
+    """Rows rendered, examples that came of them, examples whose target is one of the choices."""
+    count = examples = correct = 0
+    for index, row in itertools.islice(source.rows(split), ROWS_LOOKED_AT):
+        if count >= ROWS and examples:
+            break
+        count += 1
+        rendering = render_row(source, split, index, row)
+        if isinstance(rendering, Drop):
+            continue
+        examples += 1
+        correct += rendering.targets in (rendering.answer_choices or ())
+    return count, examples, correct

@@ -1,0 +1,191 @@
+"""Lists, examples and verdicts of tasks on a terminal."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from t0repro.tasks.checking import CheckedTask, Verdict
+from t0repro.tasks.listing import OVERSAMPLED, ListedTask
+from t0repro.tasks.showing import VARIABLE_LENGTH, ShownExample, ShownTask
+
+FILE_WIDTH = 200  # of lines that go to a file or another program
+
+
+def _console() -> Console:
+    console = Console(markup=False, highlight=False)
+    if console.is_terminal:
+        return console
+    return Console(markup=False, highlight=False, width=FILE_WIDTH)
+
+
+def print_json(values: Any) -> None:
+    """Prints values as JSON, nothing else beside them."""
+    print(json.dumps(values, indent=1, ensure_ascii=False))
+
+
+# ls --------------------------------------------------------------------------------------------
+
+
+def print_list(tasks: Sequence[ListedTask], caches: Sequence[Path]) -> None:
+    """Prints a line for each task, and in words what they come to."""
+    console = _console()
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("task", "dataset", "template", "choices", "metrics"):
+        table.add_column(name, overflow="fold")
+    for name in ("rate", "examples"):
+        table.add_column(name, justify="right", no_wrap=True)
+    if caches:
+        table.add_column("cached")
+    for task in tasks:
+        cells = _cells(task)
+        table.add_row(*cells, *([task.cached or "no"] if caches else []))
+    console.print(table)
+    for line in list_in_words(tasks, caches):
+        console.print(line)
+
+
+def _cells(task: ListedTask) -> list[str | Text]:
+    examples = "" if task.examples is None else f"{task.examples:,}"
+    rate = "" if task.rate is None else f"{task.rate:,}"
+    times = task.oversampled or 0.0
+    return [
+        task.task,
+        task.dataset if task.subset is None else f"{task.dataset}/{task.subset}",
+        task.template,
+        _choices_in_words(task.choices),
+        ", ".join(task.metrics),
+        Text(f"{rate} ({times:.0f}x)", style="yellow") if times > OVERSAMPLED else rate,
+        examples,
+    ]
+
+
+def _choices_in_words(choices: tuple[str, ...] | None) -> str:
+    if choices is None:
+        return ""
+    if not choices:
+        return "per example"
+    text = " | ".join(choices)
+    return text if len(text) <= 60 else f"{text[:50]}... ({len(choices)})"
+
+
+def list_in_words(tasks: Sequence[ListedTask], caches: Sequence[Path]) -> list[str]:
+    """Sentences: how many there are, how many are cached, which are drawn far too often."""
+    datasets = {(task.dataset, task.subset) for task in tasks}
+    lines = [f"{len(tasks)} tasks of {len(datasets)} datasets."]
+    if caches:
+        lines.append(f"{sum(task.cached is not None for task in tasks)} of them are cached.")
+    over = [task for task in tasks if (task.oversampled or 0.0) > OVERSAMPLED]
+    over.sort(key=lambda task: -(task.oversampled or 0.0))
+    if over:
+        most = over[0]
+        lines.append(
+            f"{len(over)} have a rate of more than {OVERSAMPLED:g} times their training examples,"
+            f" since T0's rates count the rows that a template drops: most of all {most.task},"
+            f" {most.rate:,} for {most.examples:,} ({most.oversampled:.0f} times)."
+        )
+    return lines
+
+
+# show ------------------------------------------------------------------------------------------
+
+
+def print_task(shown: ShownTask) -> None:
+    """Prints a task's examples: input, target, choices, tokens, and what is cut."""
+    console, task = _console(), shown.task
+    dataset = task.dataset if task.subset is None else f"{task.dataset}/{task.subset}"
+    console.print(Text(task.name, style="bold"), f"split {shown.split}")
+    console.print(f"{dataset}, template {task.template_name!r} ({task.template_id})")
+    if shown.vocabulary_error:
+        console.print(f"No token counts: {shown.vocabulary_error}")
+    for example in shown.examples:
+        console.print(_panel(example, shown))
+    console.print(f"{shown.rows_read} rows read, {len(shown.examples)} examples.")
+    for reason, count in shown.dropped.items():
+        console.print(f"{count} rows give none: {reason}.")
+
+
+def _panel(example: ShownExample, shown: ShownTask) -> Panel:
+    body = Text()
+    body.append("input", style="bold cyan")
+    body.append(_count(example.input_tokens) + "\n")
+    inputs = Text(example.inputs)
+    for choice in set(example.choices or ()):
+        inputs.highlight_words([choice], style="underline")
+    body.append_text(inputs)
+    body.append("\n\ntarget", style="bold green")
+    body.append(_count(example.target_tokens) + "\n")
+    body.append(example.targets, style="green")
+    for line, style in _choice_lines(example, shown):
+        body.append("\n")
+        body.append(line, style=style)
+    for line in cuts_in_words(example, shown):
+        body.append("\n")
+        body.append(line, style="yellow")
+    return Panel(body, title=f"row {example.row}", title_align="left")
+
+
+def _count(tokens: int | None) -> str:
+    return "" if tokens is None else f" ({tokens} tokens)"
+
+
+def _choice_lines(example: ShownExample, shown: ShownTask) -> list[tuple[str, str]]:
+    if not example.choices:
+        return []
+    heading = "choices"
+    if shown.task.score_eval:
+        heading += f", each a pair with the input ({len(example.choices)} pairs)"
+    lines = [("", ""), (heading, "bold magenta")]
+    for number, choice in enumerate(example.choices):
+        tokens = None if example.choice_tokens is None else example.choice_tokens[number]
+        right = number == example.correct
+        lines.append(
+            (f"{'*' if right else ' '} {choice}{_count(tokens)}", "green" if right else "")
+        )
+    if example.correct is None:
+        lines.append(("The target is none of them: ranking counts this example as wrong.", "red"))
+    return lines
+
+
+def cuts_in_words(example: ShownExample, shown: ShownTask) -> list[str]:
+    """Sentences: what the length of variables and of sequences takes away."""
+    lines = []
+    for name, lost in zip(("input", "target"), example.cut_characters, strict=True):
+        if lost:
+            fields = f" (long: {', '.join(example.long_fields)})" if example.long_fields else ""
+            lines.append(
+                f"cut: {lost:,} characters of the {name}; a variable has {VARIABLE_LENGTH:,} at"
+                f" most{fields}"
+            )
+    pairs = zip(("inputs", "targets"), example.lost_tokens, strict=True)
+    for feature, lost in pairs:
+        if lost:
+            lines.append(f"cut: {lost:,} tokens beyond {shown.lengths[feature]:,} of {feature}")
+    if example.kept_end:
+        lines.append(f"  the input then ends: ...{example.kept_end}")
+    return lines
+
+
+# check -----------------------------------------------------------------------------------------
+
+
+def print_checks(checked: Sequence[CheckedTask]) -> None:
+    """Prints the tasks that are not well, each with its reason, and how many of each kind."""
+    console = _console()
+    for verdict in (Verdict.SUSPECT, Verdict.BROKEN):
+        for task in checked:
+            if task.verdict is verdict:
+                line = f"{verdict.value}: {task.task}: {task.reason}"
+                console.print(line, soft_wrap=True)
+    counts = Counter(task.verdict for task in checked)
+    kinds = ", ".join(f"{counts[verdict]} {verdict.value}" for verdict in Verdict)
+    console.print(f"{len(checked)} tasks: {kinds}.")
