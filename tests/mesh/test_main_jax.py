@@ -109,7 +109,7 @@ def test_a_mode_that_jax_does_not_run_is_refused_by_name(run, server, mode):
         (["--gin_param=run.train_stepz = 3"], "doesn't have a parameter named 'train_stepz'"),
         (["--gin_param=DenseReluDense.use_bias = True"], "DenseReluDense.use_bias"),
         (["--gin_param=MIXTURE_NAME = 'tiny_trian'"], "'tiny_train'"),
-        (["--gin_param=MIXTURE_NAME = 'tiny_missing_rows'"], "load_dataset"),
+        (["--gin_param=MIXTURE_NAME = 'tiny_missing_rows'"], "one JSON object a line"),
         (["--gin_param=mesh_train_dataset_fn.use_cached = True"], "seqio_cache_tasks"),
         (["--gin_file=score_eval.gin"], "No checkpoint to evaluate"),
         (["--gin_param=run.init_checkpoint = 'no/model.ckpt-1'"], "no/model.ckpt-1"),
