@@ -191,6 +191,7 @@ def _target(directory: Path, to: Format, step: int) -> CheckpointRef:
 
 def _fingerprint(ref: CheckpointRef) -> dict[str, Any]:
     """What tells whether a source is still the same: sizes and times of its files."""
+    storage.refresh(ref.path)
     return {file: storage.stamp(file) for file in files_of(ref)}
 
 
@@ -257,7 +258,7 @@ def _write(
 ) -> ConversionReport:
     """Writes to a hidden directory, puts the checkpoint in its place and then the manifest."""
     request = {
-        "source": [report.source.format, os.path.abspath(report.source.path), report.source.step],
+        "source": [report.source.format, _absolute(report.source.path), report.source.step],
         "files": fingerprint,
         "target": [report.target.format, report.target.step],
         "tensors": [[o.name, o.file, list(o.info.shape), o.info.dtype.name] for o in plan.outputs],

@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from t0repro.converters import layout, scanning, t5x_msgpack
+from t0repro.converters import layout, scanning, storage, t5x_msgpack
 from t0repro.converters.family import Family, unknown_variable
 from t0repro.converters.orbax_dir import OrbaxArrays, OrbaxWriter, is_orbax
 from t0repro.converters.tensors import CheckpointRef, Output, TensorInfo
@@ -42,8 +42,8 @@ class JaxReader:
     def __init__(self, ref: CheckpointRef, norm_names: layout.NormNames | None = None):
         self.norm_names: layout.NormNames | None = norm_names
         self.ref = ref
-        path = Path(ref.path)
-        msgpack = (path / t5x_msgpack.FILE).is_file()
+        path = ref.path
+        msgpack = storage.is_file(storage.join(path, t5x_msgpack.FILE))
         arrays = t5x_msgpack.MsgpackArrays(path) if msgpack else OrbaxArrays(path)
         arrays = _Renamed(arrays)
         if scanning.is_scanned(arrays.tensors):
@@ -235,20 +235,20 @@ def jax_writer(
     return OrbaxWriter(directory / f"checkpoint_{step}", extra)
 
 
-def jax_refs(directory: Path) -> list[CheckpointRef]:
+def jax_refs(directory: str) -> list[CheckpointRef]:
     """The whole checkpoints in a directory by ascending step."""
     refs = []
-    for path in directory.glob("checkpoint_*"):
-        match = re.fullmatch(r"checkpoint_(\d+)", path.name)
-        if match and (found := jax_ref(path, int(match[1]))):
+    for name in storage.names(directory):
+        match = re.fullmatch(r"checkpoint_(\d+)", name)
+        if match and (found := jax_ref(storage.join(directory, name), int(match[1]))):
             refs.append(found)
     return sorted(refs, key=lambda ref: ref.step or 0)
 
 
-def jax_ref(path: Path, step: int) -> CheckpointRef | None:
+def jax_ref(path: str, step: int) -> CheckpointRef | None:
     """The checkpoint that a directory is, or None: T5X's if it has T5X's file or no other mark."""
-    if (path / t5x_msgpack.FILE).is_file():
-        return CheckpointRef("t5x", str(path), step)
+    if storage.is_file(storage.join(path, t5x_msgpack.FILE)):
+        return CheckpointRef("t5x", path, step)
     if is_orbax(path):
-        return CheckpointRef("jax", str(path), step)
+        return CheckpointRef("jax", path, step)
     return None

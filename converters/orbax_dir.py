@@ -32,10 +32,10 @@ _ARRAY = ".zarray"
 _CHUNK_BYTES = 1 << 24
 
 
-def is_orbax(path: Path) -> bool:
+def is_orbax(path: str) -> bool:
     """Whether a directory is a whole Orbax checkpoint, or one of this project's."""
     names = (INTEGRITY, _METADATA, "_CHECKPOINT_METADATA")
-    return any((path / name).is_file() for name in names)
+    return any(storage.is_file(storage.join(path, name)) for name in names)
 
 
 def damaged(path: os.PathLike[str] | str, reason: str) -> UserError:
@@ -51,16 +51,19 @@ class OrbaxArrays:
     """The arrays of an Orbax directory by their paths in the tree ("target/a/kernel").
 
     Args:
-      path: the directory that holds the arrays.
+      path: the directory that holds the arrays. Of a remote one, arrays that lie there plainly, as
+        this project writes them, are read where they are; others are copied here, each when it is
+        read, but all at once if they are in OCDBT's store.
 
     Raises:
       UserError: if there are none, or a file is missing or of another length than was written.
     """
 
-    def __init__(self, path: Path):
-        self._path = path.absolute()
+    def __init__(self, path: str):
+        self._path = path if storage.is_remote(path) else os.path.abspath(path)
+        self._ocdbt = storage.is_file(self._inside("manifest.ocdbt"))
+        self._copy = storage.LocalCopy(self._path) if self._ocdbt else None
         self._integrity = self._read_integrity()
-        self._ocdbt = (path / "manifest.ocdbt").is_file()
         if self._ocdbt:
             self._check_all()
         self._metadata = dict(self._list())
@@ -73,45 +76,56 @@ class OrbaxArrays:
           UserError: if it cannot be read or is not what was written.
         """
         info, metadata = self.tensors[name], self._metadata[name]
-        chunk = self._path / name.replace("/", ".") / _chunk_name(metadata)
-        if self._ocdbt or not _is_plain(metadata) or not chunk.is_file():
+        chunk_name = f"{name.replace('/', '.')}/{_chunk_name(metadata)}"
+        chunk = self._inside(chunk_name)
+        if self._ocdbt or not _is_plain(metadata) or not storage.is_file(chunk):
             return self._read_by_tensorstore(name)
         array = recycling.empty(info.shape, info.dtype)
-        if (size := chunk.stat().st_size) != info.nbytes or not _fill(array, chunk):
+        if (size := storage.size(chunk)) != info.nbytes or not storage.read_into(chunk, 0, array):
             raise damaged(chunk, f"it has {size:,} bytes, not {info.nbytes:,}")
-        expected = self._integrity.get(chunk.relative_to(self._path).as_posix())
+        expected = self._integrity.get(chunk_name)
         if expected and _crc32(array) != expected["crc32"]:
             raise damaged(chunk, "its CRC-32 differs from what was written")
         return array
 
+    def _inside(self, name: str) -> str:
+        return storage.join(self._path, name)
+
     def _read_by_tensorstore(self, name: str) -> np.ndarray:
         import tensorstore as ts
 
-        spec = {"driver": self._driver(name), "kvstore": self._store(name.replace("/", "."))}
+        directory = self._inside(name.replace("/", "."))
+        if self._copy is not None:
+            store = self._ocdbt_store(self._copy.path, name.replace("/", "."))
+        else:
+            copy = storage.LocalCopy(directory)
+            store = {"driver": "file", "path": f"{copy.path}/"}
+        spec = {"driver": self._driver(name), "kvstore": store}
         try:
             return np.asarray(ts.open(spec, read=True).result().read().result())
         except Exception as error:  # TensorStore raises many kinds for a damaged file.
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise damaged(self._path / name.replace("/", "."), reason) from error
+            raise damaged(directory, reason) from error
 
     def _driver(self, name: str) -> str:
         return "zarr3" if self._metadata[name].get("zarr_format") == 3 else "zarr"
 
-    def _store(self, array: str = "") -> dict[str, Any]:
-        if self._ocdbt:
-            return {"driver": "ocdbt", "base": f"file://{self._path}/", "path": f"{array}/"}
-        return {"driver": "file", "path": f"{self._path}/{array}/"}
+    @staticmethod
+    def _ocdbt_store(path: str, array: str = "") -> dict[str, Any]:
+        return {"driver": "ocdbt", "base": f"file://{path}/", "path": array and f"{array}/"}
 
     def _list(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Tree path and Zarr metadata of each array."""
-        if not self._ocdbt:
-            for file in sorted(self._path.glob(f"*/{_ARRAY}")):
-                yield file.parent.name.replace(".", "/"), _parse(file, file.read_bytes())
+        if self._copy is None:
+            for name in storage.names(self._path):
+                file = self._inside(f"{name}/{_ARRAY}")
+                if storage.is_file(file):
+                    yield name.replace(".", "/"), _parse(file, storage.read(file))
             return
         import tensorstore as ts
 
         try:
-            store = ts.KvStore.open(self._store() | {"path": ""}).result()
+            store = ts.KvStore.open(self._ocdbt_store(self._copy.path)).result()
             for key in store.list().result():
                 array, _, name = key.decode().rpartition("/")
                 if name in (_ARRAY, "zarr.json"):
@@ -126,19 +140,19 @@ class OrbaxArrays:
 
     def _read_integrity(self) -> dict[str, dict[str, int]]:
         """Length and CRC-32 of each file, where the directory says; the lengths are checked."""
-        listing = self._path / INTEGRITY
-        if not listing.is_file():
+        listing = self._inside(INTEGRITY)
+        if not storage.is_file(listing):
             return {}
-        files = _parse(listing, listing.read_bytes())["files"]
+        files = _parse(listing, storage.read(listing))["files"]
         for name, written in files.items():
-            file = self._path / name
-            if not file.is_file():
+            file = self._inside(name)
+            if not storage.is_file(file):
                 raise UserError(
                     "A file of the checkpoint is missing.",
-                    where=str(file),
+                    where=file,
                     fix="Copy the whole directory again, or choose another checkpoint.",
                 )
-            if (size := file.stat().st_size) != written["bytes"]:
+            if (size := storage.size(file)) != written["bytes"]:
                 raise damaged(
                     file, f"it has {size:,} bytes where {written['bytes']:,} were written"
                 )
@@ -148,14 +162,15 @@ class OrbaxArrays:
         """Checks all files' CRC-32: in OCDBT an array has no file of its own."""
         for name, written in self._integrity.items():
             value = 0
-            with open(self._path / name, "rb") as stream:
+            copy = self._copy.path if self._copy else self._path
+            with open(os.path.join(copy, name), "rb") as stream:
                 while block := stream.read(_CHUNK_BYTES):
                     value = zlib.crc32(block, value)
             if value != written["crc32"]:
-                raise damaged(self._path / name, "its CRC-32 differs from what was written")
+                raise damaged(self._inside(name), "its CRC-32 differs from what was written")
 
 
-def _parse(path: Path, content: bytes) -> dict[str, Any]:
+def _parse(path: str, content: bytes) -> dict[str, Any]:
     try:
         return json.loads(content)
     except ValueError:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-from pathlib import Path
 from typing import get_args
 
 import numpy as np
@@ -27,8 +26,8 @@ def find_checkpoint(
       path: a directory with checkpoints (the latest step counts; a directory that holds several
         formats gives the highest step, and JAX's or T5X's at the same step), a `checkpoint_<step>`
         directory, a Mesh TensorFlow prefix (`model.ckpt-<step>`, with or without `.index`), or a
-        directory that transformers loads. Mesh TensorFlow's and Hugging Face's may be at any
-        address that fsspec opens.
+        directory that transformers loads. All may be at any address that fsspec or etils.epath
+        opens (gs://...).
       step: this step instead of the latest; only with a directory of checkpoints.
       source: only a checkpoint of this format; by default of any.
 
@@ -67,8 +66,7 @@ def list_checkpoints(directory: str | os.PathLike[str]) -> list[CheckpointRef]:
         CheckpointRef("mtf", storage.join(path, f"model.ckpt-{step}"), step)
         for step in mtf.mtf_steps(path)
     ]
-    if not storage.is_remote(path):
-        refs += jax_tree.jax_refs(Path(path))
+    refs += jax_tree.jax_refs(path)
     return sorted(refs, key=lambda ref: ref.step or 0)
 
 
@@ -86,14 +84,8 @@ def _exact(path: str) -> CheckpointRef | None:
         return CheckpointRef("mtf", prefix, int(match[1]) if match else None)
     name = os.path.basename(path.rstrip("/"))
     if (match := re.fullmatch(r"checkpoint_(\d+)", name)) and storage.is_directory(path):
-        if storage.is_remote(path):
-            raise UserError(
-                "Orbax and T5X checkpoints are read from local directories only.",
-                where=path,
-                fix="Copy the directory here first.",
-            )
-        path = os.path.normpath(path)
-        ref = jax_tree.jax_ref(Path(path), int(match[1]))
+        path = path.rstrip("/") if storage.is_remote(path) else os.path.normpath(path)
+        ref = jax_tree.jax_ref(path, int(match[1]))
         if ref is None:
             raise _not_found("The directory holds no whole checkpoint.", path)
         return ref
@@ -165,7 +157,7 @@ def files_of(ref: CheckpointRef) -> list[str]:
     if ref.format == "hf":
         names = storage.names(ref.path)
         return [storage.join(ref.path, name) for name in names if name.endswith(".safetensors")]
-    return sorted(str(file) for file in Path(ref.path).rglob("*") if file.is_file())
+    return sorted(storage.walk(ref.path))
 
 
 def check_checkpoint(reader: CheckpointReader) -> Family:

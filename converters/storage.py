@@ -1,17 +1,23 @@
-"""Reading files that are local or anywhere that fsspec reaches (gs://, s3://, https://, ...)."""
+"""Reading files that are local or anywhere that fsspec or etils.epath reaches (gs://, s3://)."""
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
+import tempfile
+import weakref
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
 import numpy as np
 
+from t0repro.converters.progress import byte_progress
 from t0repro.errors import UserError
 
 _CHUNK_BYTES = 1 << 26
+_EPATH_PROTOCOLS = ("gs", "s3", "az", "hf")
 
 
 def is_remote(path: str) -> bool:
@@ -31,10 +37,45 @@ def _file_system(protocol: str) -> Any:
     try:
         return fsspec.filesystem(protocol)
     except (ImportError, ValueError) as error:
+        if protocol in _EPATH_PROTOCOLS:
+            return _EpathFiles()
         raise UserError(
             f"Addresses that begin with {protocol}:// cannot be read: {error}.",
             fix="Install the package that the message names, or copy the checkpoint here.",
         ) from None
+
+
+class _EpathFiles:
+    """What this module asks of fsspec's file systems, by etils.epath: TensorFlow's reach."""
+
+    @staticmethod
+    def _path(path: str) -> Any:
+        from etils import epath
+
+        return epath.Path(path)
+
+    def isfile(self, path: str) -> bool:
+        return self._path(path).is_file()
+
+    def isdir(self, path: str) -> bool:
+        return self._path(path).is_dir()
+
+    def ls(self, path: str, detail: bool = False) -> list[str]:
+        del detail
+        return [os.fspath(entry) for entry in self._path(path).iterdir()]
+
+    def size(self, path: str) -> int:
+        return self._path(path).stat().length
+
+    def ukey(self, path: str) -> str:
+        return str(self._path(path).stat())
+
+    def open(self, path: str, mode: str, block_size: int = 0) -> Any:
+        del block_size
+        return self._path(path).open(mode)
+
+    def invalidate_cache(self) -> None:
+        """There is none."""
 
 
 def _at(path: str) -> tuple[Any, str]:
@@ -86,10 +127,27 @@ def size(path: str) -> int:
     return system.size(path)
 
 
-def stamp(path: str) -> list[Any]:
-    """What changes when a file is written to: its size and, where it is known, its time."""
+def walk(path: str) -> Iterator[str]:
+    """The files in a directory and in those below it."""
+    for name in names(path):
+        entry = join(path, name)
+        if is_directory(entry):
+            yield from walk(entry)
+        else:
+            yield entry
+
+
+def refresh(path: str) -> None:
+    """Forgets what is remembered of the listings of an address's file system."""
     if is_remote(path):
-        return [size(path)]
+        _at(path)[0].invalidate_cache()
+
+
+def stamp(path: str) -> list[Any]:
+    """What changes when a file is written to: its size and time, or what a remote store has."""
+    if is_remote(path):
+        system, place = _at(path)
+        return [size(path), system.ukey(place)]
     status = os.stat(path)
     return [status.st_size, status.st_mtime_ns]
 
@@ -114,9 +172,54 @@ def read_into(path: str, start: int, array: np.ndarray) -> bool:
     opened = system.open(path, "rb", block_size=1 << 24) if system else open(path, "rb", 0)
     with opened as file:
         file.seek(start)
-        while room and (count := file.readinto(room[:_CHUNK_BYTES])):
+        while room and (count := _read_some(file, room[:_CHUNK_BYTES])):
             room = room[count:]
     return not room
+
+
+def _read_some(file: Any, room: memoryview) -> int:
+    if hasattr(file, "readinto"):
+        return file.readinto(room)
+    data = file.read(len(room))  # TensorFlow's files
+    room[: len(data)] = data
+    return len(data)
+
+
+class LocalCopy:
+    """A local directory with a remote directory's files; a local one is itself.
+
+    The copy is removed when this object is gone, or at the latest when the process ends.
+
+    Args:
+      path: a directory.
+
+    Raises:
+      UserError: if there is no room for the copy.
+    """
+
+    def __init__(self, path: str):
+        self.path = path
+        if not is_remote(path):
+            return
+        self.path = tempfile.mkdtemp(prefix="t0repro-")
+        weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
+        files = list(walk(path))
+        needed = sum(map(size, files))
+        if (free := shutil.disk_usage(self.path).free) < needed:
+            raise UserError(
+                f"{path} must be copied here to be read, which takes {needed / 1e9:.2f} GB; only"
+                f" {free / 1e9:.2f} GB are free.",
+                where=tempfile.gettempdir(),
+                fix="Free some space, or name another place for such files in TMPDIR.",
+            )
+        with byte_progress("Copying", needed) as done:
+            for file in files:
+                target = os.path.join(self.path, file.removeprefix(path).lstrip("/"))
+                os.makedirs(os.path.dirname(target), exist_ok=True)
+                with open(target, "wb") as copy:
+                    for start in range(0, size(file), _CHUNK_BYTES):
+                        copy.write(data := read_range(file, start, _CHUNK_BYTES))
+                        done(len(data))
 
 
 def read_range(path: str, start: int, count: int | None) -> bytes:

@@ -9,12 +9,12 @@ file.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+from t0repro.converters import storage
 from t0repro.converters.orbax_dir import OrbaxArrays, damaged
 from t0repro.converters.tensors import TensorInfo
 from t0repro.errors import UserError
@@ -33,8 +33,8 @@ class MsgpackArrays:
       UserError: if the file is damaged, too old, or names an array that is not there.
     """
 
-    def __init__(self, path: Path):
-        content = _load(path / FILE)
+    def __init__(self, path: str):
+        content = _load(storage.join(path, FILE))
         self._arrays = OrbaxArrays(path)
         self._inline: dict[str, np.ndarray] = {}
         self._places: dict[str, str] = {}
@@ -60,7 +60,7 @@ class MsgpackArrays:
         array = self._arrays.read(self._places[name])
         return array.view(self._info(self._arrays.tensors[self._places[name]]).dtype)
 
-    def _find(self, path: Path, name: str, spec: Mapping[str, Any]) -> str:
+    def _find(self, path: str, name: str, spec: Mapping[str, Any]) -> str:
         """The array's name among the directories."""
         # Written to a bucket, the path stands beside `kvstore`, otherwise in it.
         place = spec.get("path") or spec["kvstore"]["path"]
@@ -68,7 +68,7 @@ class MsgpackArrays:
         if (array := directory.replace(".", "/")) not in self._arrays.tensors:
             raise UserError(
                 f"The array of {name} is missing.",
-                where=str(path / directory),
+                where=storage.join(path, directory),
                 fix="Copy the whole directory again, or choose another checkpoint.",
             )
         return array
@@ -79,19 +79,19 @@ class MsgpackArrays:
         return info
 
 
-def _load(path: Path) -> dict[str, Any]:
+def _load(path: str) -> dict[str, Any]:
     # flax takes a second to import, which only these files need.
     from flax import serialization
 
     try:
-        content: Any = serialization.msgpack_restore(path.read_bytes())
+        content: Any = serialization.msgpack_restore(storage.read(path))
     except Exception as error:  # msgpack raises many kinds for a damaged file.
         raise damaged(path, f"it cannot be unpacked ({type(error).__name__})") from error
     version = content.get("version", 0) if isinstance(content, dict) else 0
     if version < 2 or "optimizer" not in content:
         raise UserError(
             f"T5X's checkpoint is of version {version}; versions 2 and 3 can be read.",
-            where=str(path),
+            where=path,
         )
     return content
 

@@ -12,7 +12,7 @@ def convert(
         str,
         typer.Argument(
             help="A model_dir, a checkpoint_<step> directory, a prefix .../model.ckpt-<step>, or a"
-            " Hugging Face directory; local or, for mtf and hf, any address that fsspec opens."
+            " Hugging Face directory; local or at any address that fsspec or etils.epath opens."
         ),
     ],
     dst: Annotated[str, typer.Argument(help="The directory to make.")],

@@ -169,23 +169,6 @@ def test_no_space_left_in_the_middle_is_told_and_the_conversion_can_go_on(
     assert_same_bits(read_variables(tiny_checkpoint), read_variables(tmp_path / "out"))
 
 
-def test_a_source_may_be_at_an_address_that_fsspec_opens(tiny_checkpoint, tmp_path):
-    import fsspec
-
-    system = fsspec.filesystem("memory")
-    system.put(str(tiny_checkpoint), "/bucket/mtf", recursive=True)
-    convert(tiny_checkpoint, tmp_path / "hf", "hf")
-    system.put(str(tmp_path / "hf"), "/bucket/hf", recursive=True)
-    try:
-        for number, name in enumerate(("mtf", "mtf/model.ckpt-7", "hf")):
-            convert(f"memory://bucket/{name}", tmp_path / f"out_{number}", "mtf")
-            assert_same_bits(
-                read_variables(tiny_checkpoint), read_variables(tmp_path / f"out_{number}")
-            )
-    finally:
-        system.rm("/bucket", recursive=True)
-
-
 def test_a_name_that_says_another_step_than_the_checkpoint_is_told(tiny_checkpoint, tmp_path):
     for file in list(tiny_checkpoint.glob("model.ckpt-7.*")):
         file.rename(file.with_name(file.name.replace("ckpt-7", "ckpt-8")))

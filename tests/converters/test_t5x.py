@@ -16,6 +16,7 @@ from t0repro.converters.sources import find_checkpoint, load_any
 from t0repro.errors import UserError
 
 from .checkpoint_files import assert_same_bits, read_variables
+from .older_t5x import write_by_older_t5x
 
 
 def restore_by_orbax(path) -> dict[str, np.ndarray]:
@@ -112,38 +113,6 @@ def test_what_the_trainer_saved_is_read_and_its_damage_told(tiny_checkpoint, tmp
     largest.write_bytes(content)
     with pytest.raises(UserError, match="CRC-32 differs"):
         load_any(tmp_path / "model")
-
-
-def write_by_older_t5x(directory, tree, version=3, inline=("v_row", "v_col")) -> None:
-    """What T5X's older Checkpointer leaves: gzipped Zarr in chunks, small tensors in msgpack."""
-    from flax import serialization
-
-    directory.mkdir(parents=True)
-    nested: dict = {}
-    for name, array in tree.items():
-        *parents, leaf = name.split("/")
-        node = nested
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        if leaf in (*inline, "step"):
-            node[leaf] = array
-            continue
-        stored = array.view(np.uint16) if version == 2 and array.dtype.name == "bfloat16" else array
-        spec = {
-            "driver": "zarr",
-            "dtype": stored.dtype.name,
-            "kvstore": {"driver": "file", "path": name.replace("/", ".")},
-            "metadata": {
-                "shape": list(array.shape),
-                "chunks": [max(1, size // 2) for size in array.shape],
-                "compressor": {"id": "gzip"},
-            },
-        }
-        node[leaf] = spec
-        place = {"driver": "file", "path": f"{directory / name.replace('/', '.')}/"}
-        ts.open(spec | {"kvstore": place}, create=True).result().write(stored).result()
-    content = serialization.msgpack_serialize({"version": version, "optimizer": nested})
-    (directory / "checkpoint").write_bytes(content)
 
 
 @pytest.mark.parametrize(("version", "dtype"), [(3, "float32"), (3, "bfloat16"), (2, "bfloat16")])

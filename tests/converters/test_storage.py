@@ -1,0 +1,150 @@
+"""Checkpoints that are not on this machine's disk: fsspec's memory file system stands for any."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+import numpy as np
+import pytest
+
+from t0repro.converters import storage
+from t0repro.converters.compare import compare
+from t0repro.converters.convert import convert
+from t0repro.converters.sources import find_checkpoint, load_any
+from t0repro.converters.verification import verify
+from t0repro.errors import UserError
+
+from .checkpoint_files import assert_same_bits, read_variables
+from .older_t5x import write_by_older_t5x
+
+
+@pytest.fixture
+def upload():
+    import fsspec
+
+    system = fsspec.filesystem("memory")
+
+    def put(directory, name):
+        system.put(str(directory), f"/bucket/{name}", recursive=True)
+        return f"memory://bucket/{name}"
+
+    yield put
+    system.rm("/bucket", recursive=True)
+
+
+def save_with_orbax(directory, source, use_ocdbt):
+    import flax.traverse_util
+    import orbax.checkpoint as ocp
+
+    nested = flax.traverse_util.unflatten_dict(load_any(source), sep="/")
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=use_ocdbt)) as checkpointer:
+        checkpointer.save(directory / "checkpoint_7", nested)
+
+
+def make(kind, directory, source):
+    """A directory with the checkpoint `source` in another format and layout."""
+    if kind == "Orbax's OCDBT":
+        save_with_orbax(directory, source, use_ocdbt=True)
+    elif kind == "Orbax's Zarr":
+        save_with_orbax(directory, source, use_ocdbt=False)
+    elif kind == "T5X's older layout":
+        write_by_older_t5x(directory / "checkpoint_7", load_any(source))
+    elif kind == "scanned":
+        convert(source, directory, "t5x", scan=True)
+    else:
+        convert(source, directory, kind)
+
+
+KINDS = ["mtf", "jax", "t5x", "hf", "scanned", "Orbax's OCDBT", "Orbax's Zarr"]
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "T5X's older layout"])
+def test_any_format_is_read_from_an_address_that_fsspec_opens(
+    tiny_checkpoint, tmp_path, upload, kind
+):
+    make(kind, tmp_path / "local", tiny_checkpoint)
+    address = upload(tmp_path / "local", "model")
+    shutil.rmtree(tmp_path / "local")
+    convert(address, tmp_path / "out", "mtf")
+    assert_same_bits(read_variables(tiny_checkpoint), read_variables(tmp_path / "out"))
+    assert verify(address).problems == ()
+    assert not compare(address, tiny_checkpoint).differences
+
+
+@pytest.mark.parametrize(("kind", "name"), [("mtf", "model.ckpt-7"), ("jax", "checkpoint_7")])
+def test_a_remote_checkpoint_is_found_by_its_own_name(
+    tiny_checkpoint, tmp_path, upload, kind, name
+):
+    make(kind, tmp_path / "local", tiny_checkpoint)
+    address = upload(tmp_path / "local", "model")
+    assert find_checkpoint(f"{address}/{name}") == find_checkpoint(address)
+    assert find_checkpoint(f"{address}/{name}/" if kind == "jax" else address).step == 7
+
+
+def test_copies_of_remote_stores_are_removed(tiny_checkpoint, tmp_path, upload, monkeypatch):
+    make("Orbax's OCDBT", tmp_path / "local", tiny_checkpoint)
+    address = upload(tmp_path / "local", "model")
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    convert(address, tmp_path / "out", "mtf")
+    assert os.listdir(tmp_path / "temporary") == []
+
+
+def test_a_copy_for_which_there_is_no_room_is_told(tiny_checkpoint, tmp_path, upload, monkeypatch):
+    make("Orbax's OCDBT", tmp_path / "local", tiny_checkpoint)
+    address = upload(tmp_path / "local", "model")
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(UserError, match=r"(?s)must be copied here.*TMPDIR"):
+        convert(address, tmp_path / "out", "mtf")
+
+
+def test_a_damaged_remote_file_is_told_by_its_address(tiny_checkpoint, tmp_path, upload):
+    convert(tiny_checkpoint, tmp_path / "jax", "jax")
+    file = tmp_path / "jax" / "checkpoint_7" / "target.token_embedder.embedding" / "0.0"
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    address = upload(tmp_path / "jax", "model")
+    with pytest.raises(UserError, match=f"(?s)CRC-32 differs.*{address}/checkpoint_7/target.token"):
+        convert(address, tmp_path / "out", "mtf")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_remote_source_that_is_written_to_meanwhile_is_told(
+    tiny_checkpoint, tmp_path, upload, monkeypatch
+):
+    address = upload(tiny_checkpoint, "model")
+    read_into = storage.read_into
+
+    def read_while_another_writes(path, start, array):
+        data = "model.ckpt-7.data-00000-of-00001"
+        upload(tiny_checkpoint / data, f"model/{data}")
+        return read_into(path, start, array)
+
+    monkeypatch.setattr(storage, "read_into", read_while_another_writes)
+    with pytest.raises(UserError, match="was written to while it was read"):
+        convert(address, tmp_path / "out", "mtf")
+
+
+def test_an_address_that_nothing_here_opens_is_told(tmp_path):
+    with pytest.raises(UserError, match="Addresses that begin with nowhere:// cannot be read"):
+        convert("nowhere://bucket/model", tmp_path / "out", "mtf")
+
+
+def test_etils_epath_reads_where_fsspec_cannot(tiny_checkpoint, monkeypatch):
+    """For gs:// without gcsfs; here the same calls on a local directory."""
+    system = storage._EpathFiles()
+    monkeypatch.setattr(storage, "_at", lambda path: (system, path.removeprefix("gs:/")))
+    index = f"gs:/{tiny_checkpoint}/model.ckpt-7.index"
+    monkeypatch.setattr(storage, "is_remote", lambda path: path.startswith("gs:"))
+    content = (tiny_checkpoint / "model.ckpt-7.index").read_bytes()
+    assert storage.names(f"gs:/{tiny_checkpoint}") == sorted(os.listdir(tiny_checkpoint))
+    assert storage.size(index) == len(content)
+    assert storage.read(index) == content
+    array = np.zeros(5, np.uint8)
+    assert storage.read_into(index, 3, array)
+    assert array.tobytes() == content[3:8]
+    before = storage.stamp(index)
+    os.utime(tiny_checkpoint / "model.ckpt-7.index", (0, 0))
+    assert storage.stamp(index) != before
+    assert len(list(storage.walk(f"gs:/{tiny_checkpoint}"))) == len(os.listdir(tiny_checkpoint))
