@@ -16,22 +16,18 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from t0repro.config import mtf_decoding, mtf_model
+from t0repro.config import mtf_decoding, mtf_model, mtf_optimizer
 from t0repro.config.provenance import Bindings, record_bindings
 from t0repro.config.run_config import (
-    AdafactorConfig,
     DTypePolicy,
     EvalDataConfig,
     RunConfig,
-    ScheduleConfig,
     TrainDataConfig,
 )
 from t0repro.errors import UserError
 
 _UTILS = "mesh_tensorflow.transformer.utils"
 _MESH_TRANSFORMER = "t5.models.mesh_transformer"
-_SCHEDULES = "mesh_tensorflow.transformer.learning_rate_schedules"
-_OPTIMIZE = "mesh_tensorflow.optimize"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,13 +124,16 @@ _KNOWN: Mapping[str, Any] = {
         "batch_size", "train_steps", "total_run_steps", "sequence_length", "mesh_shape",
         "mesh_devices", "layout_rules", "learning_rate_schedule", "optimizer", "model_type",
         "perplexity_eval_steps", "init_checkpoint", "output_eval_examples", "eval_dir_suffix",
+        "variable_filter", "skip_seen_data", "seen_data_init_step", "checkpoint_input_pipeline",
         "tpu_job_name", "tpu", "gcp_project", "tpu_zone", "model_dir",
     },
     f"{_UTILS}.get_variable_dtype": ...,
     f"{_UTILS}.serialize_num_microbatches": ...,
     f"{_UTILS}.auto_train_steps": ...,
     f"{_UTILS}.tpu_mesh_shape": ...,
-    f"{_UTILS}.tpu_estimator_model_fn": {"model_info_file", "tpu_summaries"},
+    f"{_UTILS}.tpu_estimator_model_fn": {
+        "model_info_file", "tpu_summaries", "init_variable_filter", "hierarchical_tiling_spec",
+    },
     f"{_UTILS}.score_with_estimator": set(),
     f"{_UTILS}.init_checkpoint_variable_mapping": set(),
     f"{_UTILS}.should_load_variable": set(),
@@ -147,15 +146,11 @@ _KNOWN: Mapping[str, Any] = {
     },
     f"{_MESH_TRANSFORMER}.get_vocabulary": ...,
     "mesh_tensorflow.transformer.dataset.pack_dataset": set(),
-    f"{_OPTIMIZE}.AdafactorOptimizer": {
-        "multiply_by_parameter_scale", "beta1", "clipping_threshold", "factored", "epsilon1",
-        "epsilon2", "min_dim_size_to_factor",
-    },
-    f"{_OPTIMIZE}.adafactor_decay_rate_pow": ...,
     "mesh_tensorflow.layers.unit_scaling_convention": set(),
     "mesh_tensorflow.layers.VarianceScalingInitializer": set(),
     "mesh_tensorflow.ops.rewrite_stack_variables": ...,
     **mtf_model.KNOWN_BINDINGS,
+    **mtf_optimizer.KNOWN_BINDINGS,
     **mtf_decoding.KNOWN_BINDINGS,
 }  # fmt: skip
 
@@ -173,14 +168,13 @@ class _Reader:
     def run_config(self, model_dir: str) -> RunConfig:
         self._refuse_unknown_bindings()
         run = self._run
-        if run["model_type"] != "bitransformer":
-            self._refuse("model_type", f"model_type {run['model_type']!r}")
+        self._check_run()
         sequence_length = self._sequence_length()
         batch_size = self._batch_size(sequence_length)
-        train_steps = run["train_steps"]
-        if not isinstance(train_steps, int):
-            train_steps = train_steps(batch_size, sequence_length)
+        train_steps = self._train_steps(batch_size, sequence_length)
         model = self._model()
+        training = mtf_optimizer.OptimizerReader(self._bindings, run, self._provenance)
+        optimizer = training.optimizer(model)
         self._decoding = mtf_decoding.DecodingReader(self._bindings, run, self._provenance)
         fields: dict[str, Any] = {
             "mode": run["mode"],
@@ -188,8 +182,8 @@ class _Reader:
             "model": model,
             **self._decoding.fields(model.vocab_size),
             "dtypes": self._dtypes(),
-            "optimizer": self._optimizer(),
-            "schedule": self._schedule(run["total_run_steps"] or train_steps),
+            "optimizer": optimizer,
+            "schedule": training.schedule(run["total_run_steps"] or train_steps, optimizer),
             "train_data": self._train_data(),
             "eval_data": self._eval_data(),
             "sequence_length": sequence_length,
@@ -261,6 +255,38 @@ class _Reader:
 
     # ---- The parts of a RunConfig ----
 
+    def _check_run(self) -> None:
+        """Refuses what `run` would not do either, and what only the mtf backend does."""
+        run, mode = self._run, self._run["mode"]
+        if run["model_type"] not in ("bitransformer", "lm", "delimited_lm"):
+            self._refuse("model_type", f"model_type {run['model_type']!r}")
+        if run["model_type"] != "bitransformer" and mode not in ("train", "perplexity_eval"):
+            self._refuse("mode", f"mode {mode!r} of a model without an encoder")
+        if mode == "train" and run["dataset_split"] != "train":
+            raise UserError(
+                f"run.mode is 'train', and run.dataset_split is {run['dataset_split']!r}.",
+                where=self._bindings.find((), f"{_UTILS}.run", "dataset_split"),
+                fix="Training reads the split 'train'; remove the binding.",
+            )
+        if run["sequence_length"] is None and mode not in ("eval", "score_eval"):
+            raise UserError(
+                f"run.sequence_length is None, and mode {mode!r} needs one.",
+                where=self._bindings.find((), f"{_UTILS}.run", "sequence_length"),
+                fix="Bind run.sequence_length = {'inputs': N, 'targets': N}.",
+            )
+
+    def _train_steps(self, batch_size: int, sequence_length: Mapping[str, int] | None) -> int:
+        steps = self._run["train_steps"]
+        if isinstance(steps, int):
+            return steps
+        if sequence_length is None:
+            raise UserError(
+                "run.train_steps counts tokens, and run.sequence_length is None.",
+                where=self._bindings.find((), f"{_UTILS}.run", "train_steps"),
+                fix="Bind run.train_steps to a number.",
+            )
+        return steps(batch_size, sequence_length)
+
     def _sequence_length(self) -> dict[str, int] | None:
         length = self._run["sequence_length"]
         return {"inputs": length, "targets": length} if isinstance(length, int) else length
@@ -301,9 +327,12 @@ class _Reader:
             layout_rules=self._run["layout_rules"],
             mesh_shape=self._run["mesh_shape"],
         )
+        model_type = self._run["model_type"]
         for field, (selector, argument, scopes) in mtf_model.FIELD_SOURCES.items():
+            if model_type != "bitransformer":
+                scopes = ()  # there is one tower, which no scope is made for
             self._note(f"model.{field}", selector, argument, scopes)
-        return mtf_model.read_model(model, self._bindings)
+        return mtf_model.read_model(model, model_type, self._bindings)
 
     def _dtypes(self) -> DTypePolicy:
         selector = f"{_UTILS}.get_variable_dtype"
@@ -319,48 +348,6 @@ class _Reader:
                 self._provenance[f"dtypes.{field}"] = "set by t5_mesh_transformer without --tpu"
         return DTypePolicy(**names)
 
-    def _optimizer(self) -> AdafactorConfig | None:
-        optimizer = self._run["optimizer"]
-        if optimizer is None:
-            return None
-        if optimizer.__name__ != "AdafactorOptimizer":
-            self._refuse("optimizer", f"the optimizer {optimizer.__name__}")
-        optimize = importlib.import_module(_OPTIMIZE)
-        selector = f"{_OPTIMIZE}.AdafactorOptimizer"
-        arguments = self._arguments(selector, optimize.AdafactorOptimizer)
-        decay_selector = f"{_OPTIMIZE}.adafactor_decay_rate_pow"
-        decay = self._arguments(decay_selector, optimize.adafactor_decay_rate_pow)
-        fields = {
-            name: arguments[name]
-            for name in (
-                "multiply_by_parameter_scale", "beta1", "clipping_threshold", "factored",
-                "epsilon1", "epsilon2", "min_dim_size_to_factor",
-            )
-        }  # fmt: skip
-        for name in fields:
-            self._note(f"optimizer.{name}", selector, name)
-        self._note("optimizer.decay_exponent", decay_selector, "exponent")
-        self._note("optimizer.decay_offset", decay_selector, "offset")
-        return AdafactorConfig(
-            **fields, decay_exponent=decay["exponent"], decay_offset=decay["offset"]
-        )
-
-    def _schedule(self, total_train_steps: int) -> ScheduleConfig | None:
-        schedule = self._run["learning_rate_schedule"]
-        self._note("schedule.name", f"{_UTILS}.run", "learning_rate_schedule")
-        if schedule is None:
-            return None
-        if isinstance(schedule, int | float):
-            return ScheduleConfig("constant", {"value": float(schedule)}, total_train_steps)
-        if isinstance(schedule, list | tuple):
-            self._refuse("learning_rate_schedule", "a list of factors as the schedule")
-        name = schedule.__name__
-        selector = f"{_SCHEDULES}.{name}"
-        arguments = self._arguments(selector, schedule)
-        for argument in arguments:
-            self._note(f"schedule.arguments.{argument}", selector, argument)
-        return ScheduleConfig(name, arguments, total_train_steps)
-
     def _train_data(self) -> TrainDataConfig | None:
         function = self._run["train_dataset_fn"]
         if function is None:
@@ -368,7 +355,26 @@ class _Reader:
         if function.__name__ != "mesh_train_dataset_fn":
             self._refuse("train_dataset_fn", f"the dataset function {function.__name__}")
         arguments = self._dataset_arguments("train_data", function)
-        return TrainDataConfig(split="train", **_select(arguments, TrainDataConfig))
+        return TrainDataConfig(
+            split="train", **_select(arguments, TrainDataConfig), **self._data_resumption()
+        )
+
+    def _data_resumption(self) -> dict[str, Any]:
+        """Where a resumed run's data go on; skip_seen_data is None where nothing binds it."""
+        selector, run = f"{_UTILS}.run", self._run
+        names = ("skip_seen_data", "seen_data_init_step", "checkpoint_input_pipeline")
+        for name in names:
+            self._note(f"train_data.{name}", selector, name)
+        if run["skip_seen_data"] and run["checkpoint_input_pipeline"]:
+            raise UserError(
+                "At most one of run.skip_seen_data and run.checkpoint_input_pipeline may be True.",
+                where=self._bindings.find((), selector, "checkpoint_input_pipeline"),
+                fix="Bind one of them to False.",
+            )
+        bound = self._bindings.find((), selector, "skip_seen_data") is not None
+        return {name: run[name] for name in names} | (
+            {} if bound else {"skip_seen_data": None}
+        )
 
     def _eval_data(self) -> EvalDataConfig | None:
         if self._run["mode"] == "score_from_dataset":

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 from t0repro.config.provenance import Bindings
 from t0repro.config.run_config import ModelConfig
+from t0repro.config.variables import SHARED_LAYERS
 from t0repro.errors import UserError
 
 _TRANSFORMER = "mesh_tensorflow.transformer.transformer"
@@ -21,35 +22,48 @@ _UNITRANSFORMER = f"{_TRANSFORMER}.Unitransformer"
 
 _ENCODER_LAYERS = ("SelfAttention", "DenseReluDense")
 _DECODER_LAYERS = ("SelfAttention", "EncDecAttention", "DenseReluDense")
-# The sublayers around each layer, by function name; "norm" stands for the three names that RMS norm
-# goes by in released configurations. They differ only in the variable's name.
+_SIZES = {  # of a layer, the same in all layers of a kind
+    "SelfAttention": ("num_heads", "key_value_size", "relative_attention_num_buckets"),
+    "EncDecAttention": ("num_heads", "key_value_size"),
+    "DenseReluDense": ("hidden_size", "activation"),
+}
+# The sublayers around each layer, by function name and by what the norms' variables are called.
+# The legacy ones are those of T5 1.0's released checkpoints; nothing but names differs.
 _SUBLAYERS = {
-    "sublayers_initial": ["dropout"],
-    "sublayers_per_layer": ["norm", "sublayer_call_layer", "dropout", "sublayer_residual"],
-    "sublayers_final": ["norm", "dropout"],
-}
-_SYNONYMS = {
-    "sublayer_rms_norm": "norm",
-    "sublayer_legacy_rms_norm": "norm",
-    "sublayer_legacy_final_rms_norm": "norm",
-    "sublayer_dropout": "dropout",
-}
+    "rms_norm": {
+        "sublayers_initial": ["sublayer_dropout"],
+        "sublayers_per_layer": [
+            "sublayer_rms_norm", "sublayer_call_layer", "sublayer_dropout", "sublayer_residual",
+        ],
+        "sublayers_final": ["sublayer_rms_norm", "sublayer_dropout"],
+    },
+    "layer_norm": {
+        "sublayers_initial": ["sublayer_dropout"],
+        "sublayers_per_layer": [
+            "sublayer_legacy_rms_norm", "sublayer_call_layer", "sublayer_dropout",
+            "sublayer_residual",
+        ],
+        "sublayers_final": ["sublayer_legacy_final_rms_norm", "sublayer_dropout"],
+    },
+}  # fmt: skip
 
 # For mtf_gin: configurables that make up the model, with the arguments read here.
 KNOWN_BINDINGS: Mapping[str, Any] = {
     _UNITRANSFORMER: {
         "d_model", "max_length", "shared_embedding_and_softmax_weights", "label_smoothing",
         "z_loss", "vocab_divisor", "positional_embedding", "loss_denominator",
+        "input_full_attention", "loss_on_targets_only",
     },
-    _STACK: {*_SUBLAYERS, "dropout_rate", "norm_epsilon", "recompute_grads"},
+    _STACK: {*_SUBLAYERS["rms_norm"], "dropout_rate", "norm_epsilon", "recompute_grads"},
     f"{_TRANSFORMER}.make_layer_stack": {"layers", "num_layers"},
-    f"{_TRANSFORMER}.make_bitransformer": set(),
+    f"{_TRANSFORMER}.make_bitransformer": {"encoder_name", "decoder_name"},
     f"{_TRANSFORMER}.Bitransformer": set(),
     f"{_TRANSFORMER}.VocabEmbedding": set(),
     f"{_TRANSFORMER}.get_vocab_embedding_cls": set(),
     f"{_TRANSFORMER}.shift_targets": set(),
     f"{_TRANSFORMER}.sublayer_dropout": {"dropout_rate"},
     f"{_TRANSFORMER}.sublayer_rms_norm": set(),
+    f"{_TRANSFORMER}.sublayer_residual": set(),
     f"{_TRANSFORMER}.sublayer_call_layer": set(),
     f"{_TRANSFORMER}.sublayer_mask_padding": set(),
     f"{_LAYERS}.DenseReluDense": {"hidden_size", "dropout_rate", "activation"},
@@ -89,30 +103,35 @@ FIELD_SOURCES: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
 }
 
 
-def read_model(model: Any, bindings: Bindings) -> ModelConfig:
-    """The ModelConfig of a Bitransformer.
+def read_model(model: Any, model_type: str, bindings: Bindings) -> ModelConfig:
+    """The ModelConfig of a Bitransformer, or of a Unitransformer that is a language model.
 
     Args:
       model: what mesh_tensorflow.transformer.utils.build_model returned.
+      model_type: what it was asked for.
       bindings: for the place of a binding that is refused.
 
     Raises:
       UserError: if the model has a layer or an option that the JAX model lacks.
     """
     reader = _ModelReader(bindings)
-    encoder, decoder = model.encoder, model.decoder
-    reader.check_tower(encoder, _ENCODER_LAYERS, "encoder")
-    reader.check_tower(decoder, _DECODER_LAYERS, "decoder")
-    attention, feed_forward = decoder.layer_stack._layers[0], decoder.layer_stack._layers[2]
-    reader.check_towers_agree(encoder, decoder)
-    if not model.shared_embedding or encoder.input_vocab_dim != decoder.output_vocab_dim:
-        reader.refuse(
-            "separate embeddings of encoder and decoder", _UNITRANSFORMER, "vocab_divisor"
-        )
+    two_towers = model_type == "bitransformer"
+    towers = {"encoder": model.encoder, "decoder": model.decoder} if two_towers else {"": model}
+    kinds = {"encoder": _ENCODER_LAYERS, "decoder": _DECODER_LAYERS, "": _ENCODER_LAYERS}
+    for scope, tower in towers.items():
+        reader.check_tower(tower, kinds[scope], scope)
+    if two_towers:
+        reader.check_bitransformer(model)
+    decoder = list(towers.values())[-1]
+    attention, *_, feed_forward = decoder.layer_stack._layers[: len(kinds[list(towers)[-1]])]
     activation = feed_forward.activation
+    layers = {
+        scope: len(tower.layer_stack._layers) // len(kinds[scope])
+        for scope, tower in towers.items()
+    }
     return ModelConfig(
-        num_encoder_layers=len(encoder.layer_stack._layers) // len(_ENCODER_LAYERS),
-        num_decoder_layers=len(decoder.layer_stack._layers) // len(_DECODER_LAYERS),
+        num_encoder_layers=layers.pop("encoder", 0),
+        num_decoder_layers=layers.popitem()[1],
         d_model=decoder.model_dim.size,
         d_ff=feed_forward.hidden_size,
         num_heads=attention.num_heads,
@@ -121,10 +140,16 @@ def read_model(model: Any, bindings: Bindings) -> ModelConfig:
         activations=(activation,) if isinstance(activation, str) else tuple(activation),
         logits_from_embedding=decoder.shared_embedding_and_softmax_weights,
         relative_attention_num_buckets=attention.relative_attention_num_buckets,
-        dropout_rate=reader.dropout_rate(encoder, decoder),
+        dropout_rate=reader.dropout_rate(towers),
         label_smoothing=decoder.label_smoothing,
         z_loss=decoder.z_loss,
         loss_denominator=decoder._loss_denominator,
+        model_type=model_type,  # pyright: ignore[reportArgumentType]
+        input_full_attention=decoder.input_full_attention,
+        loss_on_targets_only=decoder.loss_on_targets_only,
+        shared_towers=len({tower.name for tower in towers.values()}) < len(towers),
+        recompute_grads=any(tower.layer_stack._recompute_grads for tower in towers.values()),
+        norm_names=reader.norm_names(towers),
     )
 
 
@@ -142,26 +167,106 @@ class _ModelReader:
             fix="Change the binding, or run with --backend=mtf.",
         )
 
-    def check_tower(self, tower: Any, kinds: tuple[str, ...], scope: str) -> None:
-        if tower.positional_embedding:
+    def check_bitransformer(self, model: Any) -> None:
+        """What an encoder and a decoder must share, and what is for language models only."""
+        encoder, decoder = model.encoder, model.decoder
+        if not model.shared_embedding or encoder.input_vocab_dim != decoder.output_vocab_dim:
             self.refuse(
-                "learned position embeddings", _UNITRANSFORMER, "positional_embedding", scope
+                "separate embeddings of encoder and decoder", _UNITRANSFORMER, "vocab_divisor"
             )
-        stack = tower.layer_stack
-        for index, layer in enumerate(stack._layers):
-            kind = kinds[index % len(kinds)]
-            if type(layer).__name__ != kind:
+        for argument in ("input_full_attention", "loss_on_targets_only"):
+            if getattr(decoder, argument):
+                self.refuse(f"{argument} with an encoder", _UNITRANSFORMER, argument)
+        names = (encoder.name, decoder.name)
+        if names not in (("encoder", "decoder"), ("decoder", "decoder")):
+            self.refuse(
+                f"towers called {names}", f"{_TRANSFORMER}.make_bitransformer", "encoder_name"
+            )
+        self.check_towers_agree(encoder, decoder)
+        shared = encoder.name == decoder.name
+        for tower, kinds, scope in (
+            (encoder, _ENCODER_LAYERS, "encoder"),
+            (decoder, _DECODER_LAYERS, "decoder"),
+        ):
+            if shared:
+                wanted = dict(zip(_DECODER_LAYERS, SHARED_LAYERS, strict=True))
+                names = [wanted[kind] for kind in kinds]
+            else:
+                names = [f"layer_{number:03d}" for number in range(len(kinds))]
+            self._check_layer_names(tower, names, scope)
+        if shared and len(encoder.layer_stack._layers) * 3 != len(decoder.layer_stack._layers) * 2:
+            self.refuse(
+                "shared towers of different depths",
+                f"{_TRANSFORMER}.make_layer_stack",
+                "num_layers",
+            )
+
+    def _check_layer_names(self, tower: Any, names: list[str], scope: str) -> None:
+        """The names that layers are given in gin are part of their variables' names."""
+        for index, layer in enumerate(tower.layer_stack._layers):
+            found, wanted = layer.name.rpartition("/")[2], names[index % len(names)]
+            if found != wanted:
                 self.refuse(
-                    f"the layer {type(layer).__name__} ({scope} layer {index}, expected {kind})",
+                    f"a layer called {found!r} (expected {wanted!r})",
                     f"{_TRANSFORMER}.make_layer_stack",
                     "layers",
                     scope,
                 )
+
+    def check_tower(self, tower: Any, kinds: tuple[str, ...], scope: str) -> None:
+        """Every layer, sublayer and option of a tower must be one that the JAX model has."""
+        if tower.positional_embedding:
+            self.refuse(
+                "learned position embeddings", _UNITRANSFORMER, "positional_embedding", scope
+            )
+        layers = tower.layer_stack._layers
+        for index, layer in enumerate(layers):
+            kind = kinds[index % len(kinds)]
+            if type(layer).__name__ != kind:
+                self._refuse_layer(f"{type(layer).__name__} ({index}, expected {kind})", scope)
             self._check_layer(layer, kind, scope)
-        for argument, expected in _SUBLAYERS.items():
-            names = [function.__name__ for function in getattr(stack, f"_{argument}")]
-            if [_SYNONYMS.get(name, name) for name in names] != expected:
-                self.refuse(f"the sublayers {names}", _STACK, argument, scope)
+            for size in _SIZES[kind]:
+                first, this = getattr(layers[kinds.index(kind)], size), getattr(layer, size)
+                if first != this:
+                    self._refuse_layer(
+                        f"{kind} with {size} = {this!r} ({index}) after one with {first!r}", scope
+                    )
+
+    def _refuse_layer(self, what: str, scope: str) -> NoReturn:
+        self.refuse(
+            f"the {scope + ' ' if scope else ''}layer {what}",
+            f"{_TRANSFORMER}.make_layer_stack",
+            "layers",
+            scope,
+        )
+
+    def norm_names(self, towers: Mapping[str, Any]) -> Any:
+        """Which of the two known sets of sublayers all towers have: "rms_norm" or "layer_norm"."""
+        found = {scope: self._sublayers(tower) for scope, tower in towers.items()}
+        first = next(iter(found.values()))
+        for scope, sublayers in found.items():
+            for argument, functions in sublayers.items():
+                known = [names[argument] for names in _SUBLAYERS.values()]
+                if functions not in known:
+                    self.refuse(f"the sublayers {functions}", _STACK, argument, scope)
+            if sublayers != first or sublayers not in _SUBLAYERS.values():
+                self.refuse(
+                    f"sublayers of two kinds in one model: {sublayers}",
+                    _STACK,
+                    "sublayers_per_layer",
+                    scope,
+                )
+        return next(name for name, sublayers in _SUBLAYERS.items() if sublayers == first)
+
+    def _sublayers(self, tower: Any) -> dict[str, list[str]]:
+        """Names of a tower's sublayer functions; both dropouts under the newer one's."""
+        return {
+            argument: [
+                function.__name__.replace("legacy_dropout", "dropout")
+                for function in getattr(tower.layer_stack, f"_{argument}")
+            ]
+            for argument in _SUBLAYERS["rms_norm"]
+        }
 
     def _check_layer(self, layer: Any, kind: str, scope: str) -> None:
         """Every option of a layer that the JAX model has not must be at its default."""
@@ -226,17 +331,18 @@ class _ModelReader:
                     argument,
                 )
 
-    def dropout_rate(self, encoder: Any, decoder: Any) -> float:
+    def dropout_rate(self, towers: Mapping[str, Any]) -> float:
         """The one rate that all dropouts share."""
         import gin
 
         rates = {
-            layer.dropout_rate
-            for tower in (encoder, decoder)
-            for layer in tower.layer_stack._layers
+            layer.dropout_rate for tower in towers.values() for layer in tower.layer_stack._layers
         }
-        for scope in ("encoder", "decoder"):
-            with gin.config_scope(scope):
+        for scope, tower in towers.items():
+            if hasattr(tower.layer_stack, "dropout_rate"):  # the legacy mode's
+                rates.add(tower.layer_stack.dropout_rate)
+                continue
+            with gin.config_scope(scope or None):
                 bound = gin.get_bindings(f"{_TRANSFORMER}.sublayer_dropout")
             rates.add(bound.get("dropout_rate", 0.0))
         if len(rates) != 1:

@@ -170,7 +170,16 @@ class ScheduleConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TrainDataConfig:
-    """The arguments of t5.models.mesh_transformer.mesh_train_dataset_fn."""
+    """The arguments of t5.models.mesh_transformer.mesh_train_dataset_fn, and of resuming.
+
+    Attributes:
+      seed: None draws one.
+      skip_seen_data: where the data of a resumed run go on. None, where nothing is bound: exactly
+        behind the last batch. True: behind as many batches as the global step is above
+        `seen_data_init_step`, as in Mesh TensorFlow. False: the data start over, as in Mesh
+        TensorFlow.
+      checkpoint_input_pipeline: keep the state of the input pipeline itself in checkpoints.
+    """
 
     mixture_or_task_name: str
     split: str
@@ -178,6 +187,9 @@ class TrainDataConfig:
     pack: bool
     shuffle: bool
     seed: int | None
+    skip_seen_data: bool | None
+    seen_data_init_step: int
+    checkpoint_input_pipeline: bool
 
 
 @dataclasses.dataclass(frozen=True)

@@ -157,6 +157,15 @@ def product_learning_rate(
     return rate
 
 
+def adafactor_default(
+    step: jax.Array, total: Number, *, multiply_by_parameter_scale: bool
+) -> jax.Array:
+    """What Mesh TensorFlow's Adafactor uses in a run without a schedule."""
+    del total
+    rate = jnp.minimum(jax.lax.rsqrt(step + 1.0), 0.01)
+    return rate if multiply_by_parameter_scale else rate * 0.05
+
+
 def _steps(steps_or_fraction: Number, total: Number) -> Number:
     """A number of steps, given as such or as a fraction of all."""
     return steps_or_fraction * total if steps_or_fraction <= 1 else steps_or_fraction
@@ -165,6 +174,7 @@ def _steps(steps_or_fraction: Number, total: Number) -> Number:
 SCHEDULES: dict[str, Callable[..., jax.Array]] = {
     function.__name__: function
     for function in (
+        adafactor_default,
         constant,
         constant_learning_rate,
         learning_rate_schedule_noam,

@@ -86,8 +86,9 @@ def test_argument_that_a_schedule_does_not_take_is_named():
         make_schedule(ScheduleConfig("constant", {"warmup": 3}, TOTAL))
 
 
-def test_every_schedule_of_mesh_tensorflow_0_1_21_is_there():
+def test_every_schedule_of_mesh_tensorflow_0_1_21_is_there_and_adafactors_own():
     assert sorted(SCHEDULES) == [
+        "adafactor_default",
         "constant",
         "constant_learning_rate",
         "learning_rate_schedule_noam",
