@@ -123,24 +123,64 @@ BROKEN = [
     ("no dataset", "templates: {}\n", "'dataset' is missing"),
     ("no templates", "dataset: my_reviews\n", "'templates' is missing"),
     ("empty templates", "dataset: my_reviews\ntemplates: {}\n", "no templates(.|\n)*line 2"),
-    ("dataset is a number", "dataset: 7\n" + HEAD.split("\n", 1)[1] + GOOD, "dataset is 7(.|\n)*line 1"),
-    ("mistyped key", HEAD + GOOD.replace("jinja:", "jinjja:"), "'jinjja'; nearest: 'jinja'(.|\n)*line 6"),
+    (
+        "dataset is a number",
+        "dataset: 7\n" + HEAD.split("\n", 1)[1] + GOOD,
+        "dataset is 7(.|\n)*line 1",
+    ),
+    (
+        "mistyped key",
+        HEAD + GOOD.replace("jinja:", "jinjja:"),
+        "'jinjja'; nearest: 'jinja'(.|\n)*line 6",
+    ),
     ("no jinja", HEAD + "  one: !Template\n    name: x\n", "'jinja' is missing(.|\n)*line 3"),
     ("untagged", HEAD + GOOD.replace("!Template\n", "\n"), "Tag it !Template"),
-    ("name is not text", HEAD + GOOD.replace("name: was it good?", "name: no"), "name is False(.|\n)*line 12"),
-    ("syntax", HEAD + GOOD.replace("{{text}}", "{{text"), "Jinja(.|\n)*line 6, template 'was it good"),
-    ("later line", HEAD + GOOD.replace("{{text}}", "{% if text %}{{text}}"), "its line 2(.|\n)*line 6"),
+    (
+        "name is not text",
+        HEAD + GOOD.replace("name: was it good?", "name: no"),
+        "name is False(.|\n)*line 12",
+    ),
+    (
+        "syntax",
+        HEAD + GOOD.replace("{{text}}", "{{text"),
+        "Jinja(.|\n)*line 6, template 'was it good",
+    ),
+    (
+        "later line",
+        HEAD + GOOD.replace("{{text}}", "{% if text %}{{text}}"),
+        "its line 2(.|\n)*line 6",
+    ),
     ("filter", HEAD + GOOD.replace("{{text}}", "{{text | shout}}"), "shout"),
-    ("choices", HEAD + GOOD.replace("no ||| yes", "'{{no ||| yes'"), "answer_choices is not a Jinja"),
+    (
+        "choices",
+        HEAD + GOOD.replace("no ||| yes", "'{{no ||| yes'"),
+        "answer_choices is not a Jinja",
+    ),
     ("no target", HEAD + GOOD.replace("||| {{", "{{"), "no target"),
     ("metric", HEAD + GOOD.replace("- Accuracy", "- Beauty"), "Beauty(.|\n)*my.yaml"),
     ("metrics", HEAD + GOOD.replace("\n      - Accuracy", " Accuracy"), "metrics is 'Accuracy'"),
-    ("original_task", HEAD + GOOD.replace("original_task: true", "original_task: 'so'"), "original_task is 'so'"),
+    (
+        "original_task",
+        HEAD + GOOD.replace("original_task: true", "original_task: 'so'"),
+        "original_task is 'so'",
+    ),
     ("key twice", HEAD + GOOD + GOOD, "second time(.|\n)*line 14"),
-    ("name twice", HEAD + GOOD + GOOD.replace("01:", "02:"), "line 3(.|\n)*would both be(.|\n)*line 14"),
-    ("names that become one", HEAD + OPEN_ENDED + OPEN_ENDED.replace("two", "three").replace("write one", "write, one"), "would both be"),
-    ("no rows", HEAD.replace("my_reviews", "my_reveiws") + GOOD, "no rows(.|\n)*'my_reviews/default'"),
-]  # fmt: skip
+    (
+        "name twice",
+        HEAD + GOOD + GOOD.replace("01:", "02:"),
+        "line 3(.|\n)*would both be(.|\n)*line 14",
+    ),
+    (
+        "names that become one",
+        HEAD + OPEN_ENDED + OPEN_ENDED.replace("two", "three").replace("write one", "write, one"),
+        "would both be",
+    ),
+    (
+        "no rows",
+        HEAD.replace("my_reviews", "my_reveiws") + GOOD,
+        "no rows(.|\n)*'my_reviews/default'",
+    ),
+]
 
 
 @pytest.mark.parametrize(
