@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from t0repro.cli import checkpoint, compare, convert, doctor, explain, rank_eval, report
+from t0repro.cli import checkpoint, compare, convert, doctor, explain, rank_eval, report, tasks
 from t0repro.errors import UserError
 
 FAILURE, USER_ERROR = 1, 2  # exit codes
@@ -42,6 +42,7 @@ checkpoints.command()(checkpoint.diff)
 checkpoints.command()(checkpoint.verify)
 app.add_typer(checkpoints)
 app.add_typer(report.app)
+app.add_typer(tasks.app)
 app.add_typer(compare.app)
 
 _settings = {"debug": False}
