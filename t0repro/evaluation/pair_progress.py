@@ -10,24 +10,29 @@ _SECONDS_BETWEEN_LINES = 5.0
 
 
 @contextlib.contextmanager
-def pair_progress(total: int) -> Iterator[Callable[[int], None]]:
-    """Yields a function to be told how many more pairs are scored, of `total`."""
+def pair_progress(
+    total: int, doing: str = "scoring", things: str = "pairs", done_word: str = "scored"
+) -> Iterator[Callable[[int], None]]:
+    """Yields a function to be told how many more pairs are scored, of `total`.
+
+    The words say what else is done with what other things.
+    """
     from rich import console, progress
 
     terminal = console.Console(stderr=True)
     if not terminal.is_terminal:
-        yield _line_printer(terminal.print, total)
+        yield _line_printer(terminal.print, total, f"{done_word} {{}} of {total} {things}")
         return
     columns = (
-        progress.TextColumn("scoring"),
+        progress.TextColumn(doing),
         progress.BarColumn(),
         progress.MofNCompleteColumn(),
-        progress.TextColumn("pairs, {task.fields[rate]:.1f}/s, left"),
+        progress.TextColumn(f"{things}, {{task.fields[rate]:.1f}}/s, left"),
         progress.TimeRemainingColumn(),
     )
     started, done = time.monotonic(), 0
     with progress.Progress(*columns, console=terminal) as bar:
-        task = bar.add_task("scoring", total=total, rate=0.0)
+        task = bar.add_task(doing, total=total, rate=0.0)
 
         def advance(count: int) -> None:
             nonlocal done
@@ -37,7 +42,9 @@ def pair_progress(total: int) -> Iterator[Callable[[int], None]]:
         yield advance
 
 
-def _line_printer(print_line: Callable[[str], None], total: int) -> Callable[[int], None]:
+def _line_printer(
+    print_line: Callable[[str], None], total: int, text: str
+) -> Callable[[int], None]:
     done, started = 0, time.monotonic()
     last = started
 
@@ -49,6 +56,6 @@ def _line_printer(print_line: Callable[[str], None], total: int) -> Callable[[in
             last = now
             rate = done / max(now - started, 1e-9)
             left = (total - done) / rate
-            print_line(f"scored {done} of {total} pairs, {rate:.1f}/s, about {left:.0f} s left")
+            print_line(f"{text.format(done)}, {rate:.1f}/s, about {left:.0f} s left")
 
     return advance

@@ -189,7 +189,7 @@ class Attention(nn.Module):
         self,
         x: Float[Array, "batch length d_model"],
         memory: Float[Array, "batch memory d_model"] | KeysAndValues,
-        bias: Float[Array, "#batch #heads length memory"],
+        bias: Float[Array, "#batch #heads #length memory"],
         *,
         deterministic: bool,
     ) -> Float[Array, "batch length d_model"]:

@@ -1,0 +1,149 @@
+"""Generates targets for many examples: batches of similar input lengths, in the examples' order.
+
+    tokens = generate_tokens(params, model, [example["inputs"] for example in examples],
+                             config.decoding, length=128)
+    texts = texts_of(tokens, vocabulary)
+
+Rows do not see each other, so that neither the order nor the batches change what is generated,
+except where a sampling draws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from t0repro.config.run_config import DecodingConfig
+from t0repro.evaluation.pair_progress import pair_progress
+from t0repro.model.decoding import generate, search_limit
+from t0repro.model.shapes import Int
+from t0repro.model.t5 import T5
+
+_IN_FLIGHT = 2  # batches dispatched before the oldest one's tokens are waited for
+
+
+def generate_tokens(
+    params: dict,
+    model: T5,
+    inputs: Sequence[Int[np.ndarray, " length"]],
+    config: DecodingConfig,
+    *,
+    length: int,
+    batch_size: int = 32,
+    inputs_length: int | None = None,
+    seed: int = 0,
+) -> list[list[int]]:
+    """Token ids that the model gives for each input, up to and with EOS; zeros only within.
+
+    Args:
+      params: the model's parameters.
+      model: the model.
+      inputs: token ids of each example; zeros at the end are padding.
+      config: greedy, sampling or beam search.
+      length: tokens that an output has room for.
+      batch_size: rows that are decoded together. A beam search's length limit is that of the
+        `batch_size` consecutive examples that Mesh TensorFlow would decode together.
+      inputs_length: tokens of an input beyond this are cut off.
+      seed: of a sampling.
+    """
+    rows = [_unpadded(tokens, inputs_length) for tokens in inputs]
+    limits = _search_limits(rows, config, batch_size)
+    outputs: list[list[int]] = [[] for _ in rows]
+    waiting: list[tuple[np.ndarray, Any]] = []
+    key = jax.random.key(seed)
+
+    def finish() -> None:
+        members, decoded = waiting.pop(0)
+        tokens = np.asarray(decoded.tokens)
+        for member, row in zip(members, tokens, strict=False):
+            outputs[member] = np.trim_zeros(row, "b").tolist()
+        advance(len(members))
+
+    with pair_progress(len(rows), "decoding", "examples", "decoded") as advance:
+        for number, members in enumerate(_batches(rows, batch_size)):
+            # A batch that is not full repeats its first row, which costs no further step.
+            full = np.concatenate([members, np.full(batch_size - len(members), members[0])])
+            decoded = generate(
+                model,
+                params,
+                _padded([rows[member] for member in full]),
+                config,
+                length=length,
+                search_steps=limits[full],
+                key=jax.random.fold_in(key, number),
+            )
+            waiting.append((members, decoded))
+            if len(waiting) >= _IN_FLIGHT:
+                finish()
+        while waiting:
+            finish()
+    return outputs
+
+
+def texts_of(tokens: Sequence[Sequence[int]], vocabulary: Any) -> list[str]:
+    """The text of generated tokens, as Mesh TensorFlow makes it on a CPU.
+
+    Args:
+      tokens: of each example.
+      vocabulary: a seqio vocabulary. Its `decode_tf` is used, which treats ids outside the
+        vocabulary (the model's is padded) in its own way, and `decode` where it has none.
+    """
+    if not hasattr(vocabulary, "decode_tf"):
+        return [vocabulary.decode(list(ids)) for ids in tokens]
+    import tensorflow as tf
+
+    longest = max((len(ids) for ids in tokens), default=0)
+    if not longest:
+        return ["" for _ in tokens]
+    table = np.zeros((len(tokens), longest), np.int32)
+    for row, ids in zip(table, tokens, strict=True):
+        row[: len(ids)] = ids
+    return [text.decode("utf-8") for text in vocabulary.decode_tf(tf.constant(table)).numpy()]
+
+
+def _search_limits(rows: Sequence[np.ndarray], config: DecodingConfig, batch_size: int) -> Any:
+    """Steps of each row's beam search: int32 [rows]."""
+    lengths = np.array([np.count_nonzero(row) for row in rows], np.int64)
+    limits = [
+        search_limit(int(lengths[start : start + batch_size].max()), config)
+        for start in range(0, len(rows), batch_size)
+    ]
+    return np.repeat(np.array(limits, np.int32), batch_size)[: len(rows)]
+
+
+def _batches(rows: Sequence[np.ndarray], batch_size: int) -> Iterator[np.ndarray]:
+    """Indices of rows of similar length, the longest first, so that memory fails at once."""
+    order = np.argsort([-_rounded(len(row)) for row in rows], kind="stable")
+    start = 0
+    while start < len(order):
+        length = _rounded(len(rows[order[start]]))
+        end = start + 1
+        while end < min(len(order), start + batch_size):
+            # A few rows of the next length fill a batch up; far shorter ones wait for their own.
+            if _rounded(len(rows[order[end]])) * 2 < length:
+                break
+            end += 1
+        yield order[start:end]
+        start = end
+
+
+def _padded(rows: Sequence[np.ndarray]) -> Int[np.ndarray, "batch length"]:
+    batch = np.zeros((len(rows), _rounded(max(len(row) for row in rows))), np.int32)
+    for target, row in zip(batch, rows, strict=True):
+        target[: len(row)] = row
+    return batch
+
+
+def _rounded(length: int) -> int:
+    """The next of 16, 24, 32, 48, 64, ...: few lengths to compile for, little padding."""
+    size = 16
+    while size < length:
+        size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
+    return size
+
+
+def _unpadded(tokens: Any, length: int | None) -> np.ndarray:
+    return np.trim_zeros(np.asarray(tokens, np.int32)[:length], "b")

@@ -1,0 +1,410 @@
+"""Generates targets with an encoder-decoder T5: greedy, by sampling, and by beam search.
+
+One position at a time with the keys and values of the earlier ones kept, under jit with static
+shapes; a loop ends as soon as no row has anything left to do. A row's output does not depend on the
+other rows of its batch. In float32 the outputs are Mesh TensorFlow's (0.1.21, Bitransformer.decode,
+Unitransformer.sample_autoregressive, beam_search.beam_search), its ways at the edges included:
+
+- Sampling adds Gumbel noise times the temperature to the logits; top-k keeps what is above the
+  (k+1)-th largest logit.
+- A beam's score is its log-probability over ((5 + length) / 6)**alpha. Each step draws the
+  2 * beam best continuations from the `prefilter` best of each beam; those that end are finished.
+- A finished beam can take the place of an alive one that does not exist yet; what follows its EOS
+  is removed from outputs (clean_decodes).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from t0repro.config.run_config import DecodingConfig
+from t0repro.model.layers import (
+    INVISIBLE,
+    MAX_RELATIVE_DISTANCE,
+    MLP,
+    Attention,
+    Dense,
+    Embedding,
+    KeysAndValues,
+    RMSNorm,
+    keys_and_values,
+    relative_position_bucket,
+    segment_bias,
+)
+from t0repro.model.shapes import Array, Float, Int
+from t0repro.model.t5 import T5, Memory, cross_attention_memory, segments_of
+
+EOS = 1
+# Mesh TensorFlow's infinity (beam_search.INF): what a beam that does not exist scores.
+_NEVER = 1e7
+# What top-k sampling puts in place of the logits that it drops.
+_DROPPED = -1e6
+
+Parameters = Mapping[str, Any]
+
+
+class Decoded(NamedTuple):
+    """Generated targets.
+
+    Attributes:
+      tokens: int32 [batch, length], 0 behind the first EOS.
+      scores: of a beam search, the best beam's score; zeros otherwise.
+    """
+
+    tokens: Int[Array, "batch length"]
+    scores: Float[Array, " batch"]
+
+
+def generate(
+    model: T5,
+    params: Parameters,
+    inputs: Int[Array | np.ndarray, "batch inputs_length"],
+    config: DecodingConfig,
+    *,
+    length: int,
+    search_steps: Int[Array | np.ndarray, " batch"] | None = None,
+    key: jax.Array | None = None,
+) -> Decoded:
+    """The targets that a model gives for inputs, on the device.
+
+    Args:
+      model: the model; logits are float32 whatever its activations are.
+      params: its parameters.
+      inputs: one example a row; zeros are padding.
+      config: greedy (temperature 0), sampling, or beam search.
+      length: tokens that an output has room for.
+      search_steps: of a beam search, the most steps for each row; see `search_limit`.
+      key: of a sampling; by default that of seed 0.
+    """
+    inputs = jnp.asarray(inputs, jnp.int32)
+    if config.beam_size > 1:
+        if search_steps is None:
+            search_steps = np.full(inputs.shape[0], length, np.int32)
+        options = (config.beam_size, config.alpha, config.prefilter, config.vocab_parts)
+        steps = jnp.minimum(jnp.asarray(search_steps, jnp.int32), length)
+        return _search(model, length, options, params, inputs, steps)
+    options = (config.temperature, config.keep_top_k)
+    key = jax.random.key(0) if key is None else key
+    return Decoded(_sample(model, length, options, params, inputs, key), jnp.zeros(inputs.shape[0]))
+
+
+def search_limit(longest_input: int, config: DecodingConfig) -> int:
+    """Most steps of a beam search over a batch whose longest input has so many tokens.
+
+    The product is float32, as in Bitransformer.decode; what it has over an integer is cut off.
+    """
+    product = np.float32(longest_input) * np.float32(config.length_multiplier)
+    return int(product + np.float32(config.length_constant))
+
+
+# ---- One position of the decoder ----------------------------------------------------------------
+
+
+@flax.struct.dataclass
+class DecoderReads:
+    """What every step reads and none changes.
+
+    Attributes:
+      memory: keys and values of the encoder's outputs, by layer, [batch, heads, memory, d_kv].
+      encoder_bias: 0 at inputs and -1e9 at padding: [batch, 1, 1, memory].
+      distance_bias: the bias of a key that lies so far back: [heads, distances].
+    """
+
+    memory: Memory
+    encoder_bias: Float[Array, "batch 1 1 memory"]
+    distance_bias: Float[Array, "heads distances"]
+
+
+def read_inputs(model: T5, params: Parameters, inputs: Int[Array, "batch memory"]) -> DecoderReads:
+    """Encodes the inputs, and looks up what does not depend on the position."""
+    segments = segments_of(inputs, None)
+    encoded = model.apply({"params": params}, inputs, segments, method=T5.encode)
+    assert isinstance(encoded, jax.Array)
+    config = model.config
+    distances = np.arange(MAX_RELATIVE_DISTANCE + 1, dtype=np.int32)
+    bucket = relative_position_bucket(-distances, False, config.relative_attention_num_buckets)
+    values = params["decoder"]["relpos_bias"]["rel_embedding"]
+    return DecoderReads(
+        memory=cross_attention_memory(model, params, encoded),
+        encoder_bias=segment_bias(jnp.ones((inputs.shape[0], 1), segments.dtype), segments),
+        distance_bias=values.astype(jnp.dtype(model.dtypes.activation))[:, bucket],
+    )
+
+
+def empty_cache(model: T5, rows: int, length: int) -> Memory:
+    """Zeros for the keys and values of `length` positions in each decoder layer."""
+    config, dtype = model.config, jnp.dtype(model.dtypes.activation)
+    zeros = jnp.zeros((rows, config.num_heads, length, config.d_kv), dtype)
+    return (KeysAndValues(zeros, zeros),) * config.num_decoder_layers
+
+
+def decoder_step(
+    model: T5,
+    params: Parameters,
+    reads: DecoderReads,
+    cache: Memory,
+    tokens: Int[Array, "batch beams"],
+    position: Int[Array, ""],
+) -> tuple[Float[Array, "batch beams vocab"], Memory]:
+    """Float32 logits of the targets at a position, and the cache with that position.
+
+    Args:
+      model: the model.
+      params: its parameters.
+      reads: of `read_inputs`; all beams of a row read its one input.
+      cache: keys and values of the earlier positions, [batch * beams, heads, length, d_kv].
+      tokens: what the decoder reads there: the targets one position before, 0 at the first.
+      position: from 0 on, less than length.
+    """
+    config, dtype = model.config, jnp.dtype(model.dtypes.activation)
+    decoder = params["decoder"]
+    batch, beams = tokens.shape
+    bias = _causal_row(reads.distance_bias, position, cache[0].key.shape[2])
+
+    def norm(name: str, layer: Parameters, x: jax.Array) -> jax.Array:
+        return _applied(RMSNorm(dtype), layer[name], x)
+
+    def attend(name: str, layer: Parameters, *arguments: Any) -> jax.Array:
+        return _applied(Attention(config, dtype), layer[name], *arguments, deterministic=True)
+
+    embed = Embedding(config.vocab_size, config.d_model, dtype)
+    x = _applied(embed, params["token_embedder"], tokens)  # [batch, beams, d_model]
+    updated = []
+    for index in range(config.num_decoder_layers):
+        layer = decoder[f"layers_{index}"]
+        y = norm("pre_self_attention_layer_norm", layer, x).reshape(batch * beams, 1, -1)
+        new = keys_and_values(layer["self_attention"], y, config.num_heads, dtype)
+        kept = jax.tree.map(
+            lambda old, value: old.at[:, :, position].set(value[:, :, 0]),
+            cache[index],
+            new,
+        )
+        updated.append(kept)
+        x = x + attend("self_attention", layer, y, kept, bias).reshape(x.shape)
+        # The beams stand where a sequence's positions otherwise do: each reads the row's input.
+        y = norm("pre_cross_attention_layer_norm", layer, x)
+        memory, encoder_bias = reads.memory[index], reads.encoder_bias
+        x = x + attend("encoder_decoder_attention", layer, y, memory, encoder_bias)
+        y = norm("pre_mlp_layer_norm", layer, x)
+        x = x + _applied(MLP(config, dtype), layer["mlp"], y, deterministic=True)
+    x = _applied(RMSNorm(dtype), decoder["decoder_norm"], x)
+    if config.logits_from_embedding:
+        logits = _applied(embed, params["token_embedder"], x, method=Embedding.attend)
+    else:
+        dense = Dense(
+            config.vocab_size, dtype, jax.nn.initializers.zeros, output_dtype=jnp.dtype("float32")
+        )
+        logits = _applied(dense, decoder["logits_dense"], x)
+    return logits, tuple(updated)
+
+
+def _applied(module: Any, params: Parameters, *arguments: Any, **options: Any) -> jax.Array:
+    result = module.apply({"params": params}, *arguments, **options)
+    assert isinstance(result, jax.Array)
+    return result
+
+
+def _causal_row(
+    distance_bias: Float[Array, "heads distances"], position: Int[Array, ""], length: int
+) -> Float[Array, "1 heads 1 length"]:
+    """A query's relative and causal bias for every cached position."""
+    distance = position - jnp.arange(length)
+    # Beyond the largest distance all share a bucket, as they do at it.
+    bias = distance_bias[:, jnp.clip(distance, 0, distance_bias.shape[1] - 1)]
+    visible = jnp.where(distance >= 0, 0.0, INVISIBLE)
+    return (bias.astype(jnp.float32) + visible)[None, :, None, :]
+
+
+# ---- Greedy decoding and sampling ---------------------------------------------------------------
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _sample(
+    model: T5,
+    length: int,
+    options: tuple[float, int],
+    params: Parameters,
+    inputs: Int[Array, "batch memory"],
+    key: jax.Array,
+) -> Int[Array, "batch length"]:
+    """Tokens one after the other, until each row has its EOS or no room is left."""
+    temperature, keep_top_k = options
+    rows = inputs.shape[0]
+    reads = read_inputs(model, params, inputs)
+
+    def more(carry: tuple[Any, ...]) -> jax.Array:
+        position, _, _, done, _ = carry
+        return (position < length) & ~done.all()
+
+    def step(carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        position, tokens, last, done, cache = carry
+        logits, cache = decoder_step(model, params, reads, cache, last[:, None], position)
+        chosen = _choose(logits[:, 0], temperature, keep_top_k, jax.random.fold_in(key, position))
+        chosen = jnp.where(done, 0, chosen)
+        tokens = tokens.at[:, position].set(chosen)
+        return position + 1, tokens, chosen, done | (chosen == EOS), cache
+
+    start = (
+        jnp.int32(0),
+        jnp.zeros((rows, length), jnp.int32),
+        jnp.zeros(rows, jnp.int32),
+        jnp.zeros(rows, bool),
+        empty_cache(model, rows, length),
+    )
+    return jax.lax.while_loop(more, step, start)[1]
+
+
+def _choose(
+    logits: Float[Array, "batch vocab"], temperature: float, keep_top_k: int, key: jax.Array
+) -> Int[Array, " batch"]:
+    """A token for each row; the first of equal ones where nothing is drawn."""
+    if keep_top_k != -1 and keep_top_k < logits.shape[-1]:
+        # mtf.nth_largest_element counts from zero: this is the largest logit that is dropped.
+        dropped = jax.lax.top_k(logits, keep_top_k + 1)[0][:, -1:]
+        logits = jnp.where(logits <= dropped, _DROPPED, logits)
+    if temperature != 0.0:
+        uniform = jax.random.uniform(key, logits.shape, minval=1e-9, maxval=1.0)
+        logits = logits - jnp.log(-jnp.log(uniform)) * temperature
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+
+# ---- Beam search --------------------------------------------------------------------------------
+
+
+@flax.struct.dataclass
+class _Beams:
+    """A beam search under way; each array [batch, beams, ...].
+
+    `finished_scores` are divided by the length penalty, `log_probs` of the alive beams are not.
+    """
+
+    alive: jax.Array
+    log_probs: jax.Array
+    last: jax.Array
+    finished: jax.Array
+    finished_scores: jax.Array
+    is_finished: jax.Array
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _search(
+    model: T5,
+    length: int,
+    options: tuple[int, float, int, int],
+    params: Parameters,
+    inputs: Int[Array, "batch memory"],
+    limits: Int[Array, " batch"],
+) -> Decoded:
+    """The best beam of each row.
+
+    A row stands still once it has done its steps or nothing alive can beat what it has finished;
+    Mesh TensorFlow goes on with it until all rows of the batch have, to no effect on the best beam.
+    """
+    beams, alpha, prefilter, vocab_parts = options
+    rows = inputs.shape[0]
+    reads = read_inputs(model, params, inputs)
+
+    def going_on(position: jax.Array, state: _Beams) -> jax.Array:
+        return (position < limits) & ~_is_decided(state, limits, alpha)
+
+    def more(carry: tuple[Any, ...]) -> jax.Array:
+        return going_on(carry[0], carry[1]).any()
+
+    def step(carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        position, state, cache = carry
+        logits, cache = decoder_step(model, params, reads, cache, state.last, position)
+        grown, parents = _grow(state, logits, position, alpha, prefilter, vocab_parts)
+        active = going_on(position, state)
+
+        def chosen(new: jax.Array, old: jax.Array) -> jax.Array:
+            return jnp.where(active.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
+
+        flat = (jnp.arange(rows)[:, None] * beams + parents).reshape(-1)
+        cache = jax.tree.map(lambda x: x[flat], cache)
+        return position + 1, jax.tree.map(chosen, grown, state), cache
+
+    none = jnp.zeros((rows, beams, length), jnp.int32)
+    start = _Beams(
+        alive=none,
+        log_probs=jnp.tile(jnp.where(jnp.arange(beams) == 0, 0.0, -_NEVER), (rows, 1)),
+        last=jnp.zeros((rows, beams), jnp.int32),
+        finished=none,
+        finished_scores=jnp.full((rows, beams), -_NEVER),
+        is_finished=jnp.zeros((rows, beams), bool),
+    )
+    carry = (jnp.int32(0), start, empty_cache(model, rows * beams, length))
+    state = jax.lax.while_loop(more, step, carry)[1]
+    any_finished = state.is_finished.any(axis=1)
+    tokens = jnp.where(any_finished[:, None], state.finished[:, 0], state.alive[:, 0])
+    scores = jnp.where(any_finished, state.finished_scores[:, 0], state.log_probs[:, 0])
+    after_end = jnp.cumsum(tokens == EOS, axis=1) - (tokens == EOS) > 0
+    return Decoded(jnp.where(after_end, 0, tokens), scores)
+
+
+def _grow(
+    state: _Beams,
+    logits: Float[Array, "batch beams vocab"],
+    position: Int[Array, ""],
+    alpha: float,
+    prefilter: int,
+    vocab_parts: int,
+) -> tuple[_Beams, Int[Array, "batch beams"]]:
+    """The beams with one more token each, and the beam that each alive one comes from."""
+    beams = logits.shape[1]
+    log_z = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    log_probs = logits - log_z + state.log_probs[..., None]
+    penalty = ((5.0 + (position + 1).astype(jnp.float32)) / 6.0) ** alpha
+    scores, parents, tokens = _best_continuations(
+        log_probs / penalty, 2 * beams, prefilter, vocab_parts
+    )
+    grown = jnp.take_along_axis(state.alive, parents[..., None], axis=1)
+    grown = grown.at[:, :, position].set(tokens)
+    ends = tokens == EOS
+
+    _, alive = jax.lax.top_k(scores - ends * _NEVER, beams)
+    all_scores = jnp.concatenate([state.finished_scores, scores - ~ends * _NEVER], axis=1)
+    finished_scores, finished = jax.lax.top_k(all_scores, beams)
+    all_tokens = jnp.concatenate([state.finished, grown], axis=1)
+    all_flags = jnp.concatenate([state.is_finished, ends], axis=1)
+    new = _Beams(
+        alive=jnp.take_along_axis(grown, alive[..., None], axis=1),
+        log_probs=jnp.take_along_axis(scores * penalty, alive, axis=1),
+        last=jnp.take_along_axis(tokens, alive, axis=1),
+        finished=jnp.take_along_axis(all_tokens, finished[..., None], axis=1),
+        finished_scores=finished_scores,
+        is_finished=jnp.take_along_axis(all_flags, finished, axis=1),
+    )
+    return new, jnp.take_along_axis(parents, alive, axis=1)
+
+
+def _best_continuations(
+    scores: Float[Array, "batch beams vocab"], count: int, prefilter: int, vocab_parts: int
+) -> tuple[Float[Array, "batch count"], Int[Array, "batch count"], Int[Array, "batch count"]]:
+    """The best continuations' scores, the beams that they continue, and their tokens.
+
+    At most `prefilter` of each beam and part of the vocabulary compete.
+    """
+    batch, beams, vocab = scores.shape
+    split = scores.reshape(batch, beams, vocab_parts, vocab // vocab_parts)
+    kept = min(prefilter or count, split.shape[-1])
+    values, tokens = jax.lax.top_k(split, kept)
+    tokens = tokens + jnp.arange(vocab_parts)[:, None] * split.shape[-1]
+    best, index = jax.lax.top_k(values.reshape(batch, -1), count)
+    chosen = jnp.take_along_axis(tokens.reshape(batch, -1), index, axis=1)
+    return best, index // (vocab_parts * kept), chosen
+
+
+def _is_decided(state: _Beams, limits: Int[Array, " batch"], alpha: float) -> Array:
+    """Whether the worst finished beam beats all that the best alive one can become, by row."""
+    longest = ((5.0 + limits.astype(jnp.float32)) / 6.0) ** alpha
+    reachable = state.log_probs[:, 0] / longest
+    worst = jnp.min(state.finished_scores * state.is_finished, axis=1)
+    worst = worst - ~state.is_finished.any(axis=1) * _NEVER
+    return worst > reachable
