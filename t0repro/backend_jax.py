@@ -54,15 +54,18 @@ def _has_accelerator() -> bool:
 
 def train(config: RunConfig) -> None:
     """Trains from model_dir's latest checkpoint, else init_checkpoint, else random parameters."""
-    from t0repro.data.batches import train_batches
+    from t0repro.converters import sources
+    from t0repro.data.train_data import TrainBatches
     from t0repro.training import train as training
     from t0repro.training.metrics import event_writer
 
+    model_dir = Path(config.model_dir)
+    has_checkpoint = model_dir.is_dir() and bool(sources.list_checkpoints(model_dir))
     start = starting_point(config)
     record_command(config)
     training.train(
         config,
-        train_batches(config),
+        TrainBatches(config, has_checkpoint=has_checkpoint),
         restore_from=start,
         writers=[event_writer(config.model_dir)],
     )

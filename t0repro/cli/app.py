@@ -12,7 +12,17 @@ from typing import Annotated
 
 import typer
 
-from t0repro.cli import checkpoint, compare, convert, doctor, explain, rank_eval, report, tasks
+from t0repro.cli import (
+    checkpoint,
+    compare,
+    convert,
+    doctor,
+    explain,
+    parity,
+    rank_eval,
+    report,
+    tasks,
+)
 from t0repro.errors import UserError
 
 FAILURE, USER_ERROR = 1, 2  # exit codes
@@ -30,6 +40,7 @@ app = typer.Typer(
 app.command()(doctor.doctor)
 app.command()(explain.explain)
 app.command()(convert.convert)
+app.command()(parity.parity)
 app.command("rank-eval")(rank_eval.rank_eval)
 checkpoints = typer.Typer(
     name="checkpoint",

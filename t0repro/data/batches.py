@@ -18,9 +18,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
-from t0repro.config.run_config import EvalDataConfig, RunConfig
+from t0repro.config.run_config import EvalDataConfig
 
 # What Mesh TensorFlow feeds its model (mesh_tensorflow.transformer.utils._MODEL_FEATURES).
 MODEL_FEATURES = (
@@ -31,32 +29,6 @@ MODEL_FEATURES = (
     "targets_position",
     "targets_segmentation",
 )
-
-
-def train_batches(config: RunConfig) -> Iterator[dict[str, np.ndarray]]:
-    """Endless training batches: int32 [batch_size, length] by feature, as `train_model` makes them.
-
-    Source: mesh_tensorflow.transformer.utils.train_model, which repeats the dataset and drops a
-    remainder that does not fill a batch.
-    """
-    from t0repro.mesh import compat
-
-    compat.install()
-    from t5.models import mesh_transformer
-
-    data, lengths = _required(config.train_data), _required(config.sequence_length)
-    dataset = mesh_transformer.mesh_train_dataset_fn(
-        mixture_or_task_name=data.mixture_or_task_name,
-        sequence_length=dict(lengths),
-        dataset_split=data.split,
-        shuffle=data.shuffle,
-        seed=data.seed,
-        use_cached=data.use_cached,
-        pack=data.pack,
-    )
-    dataset = dataset.repeat().batch(config.batch_size, drop_remainder=True).prefetch(2)
-    for batch in dataset.as_numpy_iterator():
-        yield {name: batch[name].astype(np.int32) for name in MODEL_FEATURES if name in batch}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,9 +97,3 @@ def _postprocessed_target(postprocess: Callable[..., Any], example: Mapping[str,
     text = example["targets_pretokenized"]
     text = text.decode("utf-8") if isinstance(text, bytes) else text
     return postprocess(text, example=example, is_target=True)
-
-
-def _required(value: Any) -> Any:
-    if value is None:
-        raise ValueError("The RunConfig lacks its dataset or its sequence lengths.")
-    return value

@@ -80,7 +80,7 @@ def without_exchange(tree: FlatTree) -> dict[str, np.ndarray]:
     """A tree with v_row and v_col of every square matrix in each other's place."""
     swapped = dict(tree)
     for key in tree:
-        path, slot = layout.split_key(key)
+        path, slot = layout.split_key(key) if key != layout.STEP else ("", None)
         if slot != "v_row" or tree[key].shape == (1,):
             continue
         shape = tree[layout.PARAMETERS + path].shape

@@ -152,6 +152,8 @@ def _present(model: T5, batch: Arrays, feature: str, dtype: Any) -> Any:
     segmentation = batch.get(f"{feature}_segmentation")
     if model.config.decoder_only and segmentation is None:
         return np.ones((1, 1, 1), dtype)  # an unpacked language model does not know its padding
+    if segmentation is not None:
+        segmentation = jnp.asarray(segmentation)
     segments = segments_of(jnp.asarray(batch[feature]), segmentation)
     return np.asarray(nonpadding(segments, dtype))
 

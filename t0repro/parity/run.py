@@ -15,7 +15,8 @@ import numpy as np
 
 from t0repro.config.mtf_gin import GinInputs
 from t0repro.config.run_config import EvalDataConfig, RunConfig
-from t0repro.data.batches import EvalTask, eval_tasks, train_batches
+from t0repro.data.batches import EvalTask, eval_tasks
+from t0repro.data.train_data import TrainBatches
 from t0repro.errors import UserError
 from t0repro.parity import inject
 from t0repro.parity.findings import Finding, compare_results, metrics_finding
@@ -123,7 +124,8 @@ def make_job(
         )
     out = Path(out)
     shutil.rmtree(out / MESH_FOLDER, ignore_errors=True)
-    batches = list(itertools.islice(train_batches(config), steps))
+    source = TrainBatches(config).open(0, None, lambda line: None)
+    batches = list(itertools.islice(source, steps))
     task = None if eval_task is None else _task(eval_task, config)
     return Job(config, inputs, out, batches, task, float32, _mesh_checkpoint(start, out))
 

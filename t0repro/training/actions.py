@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING, TextIO
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
 
 from t0repro.training.checkpoints import save_checkpoint
 from t0repro.training.metrics import StepMetrics
@@ -40,10 +44,18 @@ class SaveCheckpoints(Action):
       model_dir: where checkpoint_<step> is made.
       every: steps between checkpoints.
       keep: how many of the latest stay; None or 0 keeps all.
+      save_data: writes the data's position into a folder of the checkpoint.
     """
 
-    def __init__(self, model_dir: str | os.PathLike[str], every: int, keep: int | None = None):
+    def __init__(
+        self,
+        model_dir: str | os.PathLike[str],
+        every: int,
+        keep: int | None = None,
+        save_data: Callable[[Path], None] | None = None,
+    ):
         self._model_dir, self._every, self._keep = model_dir, every, keep
+        self._save_data = save_data
         self._saved = self._last = 0
 
     def start(self, trainer: Trainer, last_step: int) -> None:
@@ -62,8 +74,48 @@ class SaveCheckpoints(Action):
 
     def _save(self, trainer: Trainer) -> None:
         trainer.flush()
-        save_checkpoint(self._model_dir, trainer.train_state, self._keep)
+        save_checkpoint(self._model_dir, trainer.train_state, self._keep, self._save_data)
         self._saved = trainer.step
+
+
+class StopOnSignal(Action):
+    """Ends training behind the step in which SIGTERM or SIGINT arrives, so that it is saved.
+
+    A second signal acts as if this were not there.
+
+    Attributes:
+      received: the signal's number, or None.
+    """
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def start(self, trainer: Trainer, last_step: int) -> None:
+        """Listens; Python lets only the main thread do so."""
+        del trainer, last_step
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._before[number] = signal.signal(number, self._note)
+
+    def after_step(self, trainer: Trainer) -> None:
+        """Asks the trainer to stop if a signal has come."""
+        if self.received is not None:
+            trainer.stop()
+
+    def end(self, trainer: Trainer) -> None:
+        """Listens no more."""
+        del trainer
+        self._restore()
+
+    def _note(self, number: int, frame: Any) -> None:
+        del frame
+        self.received = number
+        self._restore()
+
+    def _restore(self) -> None:
+        while self._before:
+            signal.signal(*self._before.popitem())
 
 
 class ShowProgress(Action):

@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import flax.traverse_util
@@ -28,6 +28,7 @@ from t0repro.files import atomic_directory, write_atomically
 from t0repro.training.train_state import FlatTree, TrainState, from_flat_tree, to_flat_tree
 
 INTEGRITY = "integrity.json"
+DATA = "data"  # the folder with the data's position
 _ORBAX_MARKERS = ("_CHECKPOINT_METADATA", "_METADATA")
 _CHOOSE_ANOTHER = "Copy the checkpoint again from where it came from, or choose another step."
 
@@ -60,19 +61,25 @@ def is_checkpoint(path: PathLike) -> bool:
     return any((Path(path) / name).is_file() for name in (INTEGRITY, *_ORBAX_MARKERS))
 
 
-def save_checkpoint(model_dir: PathLike, state: TrainState, keep: int | None = None) -> Path:
+def save_checkpoint(
+    model_dir: PathLike,
+    state: TrainState,
+    keep: int | None = None,
+    save_data: Callable[[Path], None] | None = None,
+) -> Path:
     """Writes a state as model_dir/checkpoint_<step> and returns that path.
 
     Args:
       model_dir: created if it is not there.
       state: read from the device here, which waits for the step that computes it.
       keep: how many of the latest checkpoints stay in model_dir; None or 0 keeps all.
+      save_data: writes the data's position into the folder that it is given, `data_folder` later.
 
     Raises:
       UserError: if there is a checkpoint of that step already.
     """
     path = checkpoint_path(model_dir, int(jax.device_get(state.step)))
-    save_tree(path, to_flat_tree(state))
+    save_tree(path, to_flat_tree(state), save_data)
     for step in list_checkpoints(model_dir)[:-keep] if keep else []:
         _remove(checkpoint_path(model_dir, step))
     return path
@@ -92,8 +99,21 @@ def restore_checkpoint(path: PathLike, like: TrainState, optimizer: OptimizerCon
     return from_flat_tree(load_tree(path), like, optimizer, where=str(path))
 
 
-def save_tree(path: PathLike, tree: FlatTree) -> None:
+def data_folder(path: PathLike) -> Path | None:
+    """Where a checkpoint keeps the data's position, or None if it has none."""
+    folder = Path(path) / DATA
+    return folder if folder.is_dir() else None
+
+
+def save_tree(
+    path: PathLike, tree: FlatTree, save_data: Callable[[Path], None] | None = None
+) -> None:
     """Writes a flat tree as an Orbax checkpoint directory; there is no directory until it is whole.
+
+    Args:
+      path: the directory.
+      tree: its values.
+      save_data: see `save_checkpoint`.
 
     Raises:
       UserError: if `path` exists already.
@@ -108,6 +128,9 @@ def save_tree(path: PathLike, tree: FlatTree) -> None:
             with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
                 nested = flax.traverse_util.unflatten_dict(arrays, sep="/")
                 checkpointer.save(temporary, nested, force=True)
+            if save_data is not None:
+                (temporary / DATA).mkdir()
+                save_data(temporary / DATA)
             listing = {"files": _describe_files(temporary)}
             write_atomically(temporary / INTEGRITY, json.dumps(listing, indent=1))
     except FileExistsError as error:

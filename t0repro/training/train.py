@@ -5,15 +5,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 import jax
 
 from t0repro.config.run_config import OptimizerConfig, RunConfig
 from t0repro.errors import UserError
 from t0repro.model.t5 import T5, count_parameters, initial_parameters
-from t0repro.training.actions import Action, SaveCheckpoints, ShowProgress
+from t0repro.training.actions import Action, SaveCheckpoints, ShowProgress, StopOnSignal
 from t0repro.training.checkpoints import (
     checkpoint_path,
+    data_folder,
     latest_step,
     load_tree,
     remove_interrupted_saves,
@@ -24,9 +26,38 @@ from t0repro.training.train_state import FlatTree, TrainState, from_flat_tree, n
 from t0repro.training.trainer import NumpyBatch, Trainer
 
 
+@runtime_checkable
+class BatchSource(Protocol):
+    """Batches whose position is kept in checkpoints, so that a resumed run goes on behind it."""
+
+    def open(
+        self, step: int, saved: Path | None, say: Callable[[str], None]
+    ) -> Iterable[NumpyBatch]:
+        """The batches for the updates behind a global step.
+
+        Args:
+          step: where training goes on.
+          saved: the folder that `save` wrote to in the checkpoint that model_dir goes on from; None
+            if it has no such folder, or if training begins in this model_dir.
+          say: takes one line of what is being done.
+        """
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Writes into a checkpoint's folder how far the batches have been taken."""
+        ...
+
+
+class StoppedBySignal(SystemExit):
+    """Training ended early, its state saved, because of a signal; the exit code says which."""
+
+    def __init__(self, number: int):
+        super().__init__(128 + number)
+
+
 def train(
     config: RunConfig,
-    batches: Iterable[NumpyBatch] | Callable[[], Iterable[NumpyBatch]],
+    batches: Iterable[NumpyBatch] | Callable[[], Iterable[NumpyBatch]] | BatchSource,
     *,
     restore_from: FlatTree | str | Path | None = None,
     seed: int = 0,
@@ -42,7 +73,7 @@ def train(
     Args:
       config: of mode "train".
       batches: numpy batches as in t0repro.model.t5, or a function that opens them, which is
-        called only when there is a step to do.
+        called only when there is a step to do, or a source that knows its position.
       restore_from: a flat tree, as a converter reads it off any checkpoint, or the path of a JAX
         checkpoint: config.init_checkpoint in a form that this stack can read.
       seed: of the parameters' first values and of dropout.
@@ -53,6 +84,7 @@ def train(
     Raises:
       UserError: if the configuration cannot be trained, a checkpoint does not fit, or a loss is not
         finite.
+      StoppedBySignal: after SIGTERM or SIGINT, when the state has been saved.
     """
     say = say or (lambda line: print(line, file=sys.stderr, flush=True))
 
@@ -74,8 +106,10 @@ def train(
     model_dir = Path(config.model_dir)
     remove_interrupted_saves(model_dir)
     found = latest_step(model_dir)
+    saved_data = None
     if found is not None:
         restore_from = checkpoint_path(model_dir, found)
+        saved_data = data_folder(restore_from)
     if restore_from is None:
         state = _fresh_state(model, optimizer, seed)
         say(f"start: new parameters from seed {seed}")
@@ -95,6 +129,14 @@ def train(
     # ---------------------------------------------------------------- the loop
     parts = f"{config.batch_size} sequences in {config.num_microbatches} microbatches"
     say(f"train: steps {start_step:,} to {config.train_steps:,}, a batch is {parts}")
+    source = batches if isinstance(batches, BatchSource) else None
+    signals = StopOnSignal()
+    saving = SaveCheckpoints(
+        model_dir,
+        config.save_checkpoints_steps,
+        config.keep_checkpoint_max,
+        None if source is None else source.save,
+    )
     trainer = Trainer(
         model,
         state,
@@ -103,18 +145,19 @@ def train(
         num_microbatches=config.num_microbatches,
         seed=seed,
         metrics=MetricsManager(model_dir, start_step, writers),
-        actions=[
-            ShowProgress(),
-            SaveCheckpoints(model_dir, config.save_checkpoints_steps, config.keep_checkpoint_max),
-            *actions,
-        ],
+        actions=[ShowProgress(), saving, *actions, signals],
     )
+    if isinstance(batches, BatchSource):
+        batches = batches.open(start_step, saved_data, say)
+    elif callable(batches):
+        batches = batches()
     with trainer:
-        done = trainer.train(
-            batches() if callable(batches) else batches, config.train_steps - start_step
-        )
+        done = trainer.train(batches, config.train_steps - start_step)
 
     # ---------------------------------------------------------------- the end
+    if signals.received is not None and trainer.step < config.train_steps:
+        say(f"stopped by a signal: {checkpoint_path(model_dir, trainer.step)} is where to go on")
+        raise StoppedBySignal(signals.received)
     if trainer.step < config.train_steps:
         say(f"the batches ended after {done:,} steps, at step {trainer.step:,}")
     say(f"checkpoint: {checkpoint_path(model_dir, trainer.step)}")

@@ -92,7 +92,7 @@ class Trainer:
         self._pending: _Pending | None = None
         self._read_at = 0.0
         self.step = int(jax.device_get(state.step))
-        self.failed = False
+        self.failed = self._stopping = False
 
     @property
     def train_state(self) -> TrainState:
@@ -137,6 +137,8 @@ class Trainer:
                 self._do_step(batch)
                 for action in self._actions:
                     action.after_step(self)
+                if self._stopping:
+                    break
             self.flush()
             return self.step - first
         except BaseException:
@@ -169,6 +171,10 @@ class Trainer:
             self._metrics.write(split, self.step, metrics)
             self._metrics.flush()
         return metrics
+
+    def stop(self) -> None:
+        """Lets `train` end behind the current step, as if there were no more batches."""
+        self._stopping = True
 
     def flush(self) -> None:
         """Waits for the latest step and writes its metrics."""
