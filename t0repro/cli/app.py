@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from t0repro.cli import (
+    cache,
     checkpoint,
     compare,
     convert,
@@ -39,6 +40,7 @@ app = typer.Typer(
 
 app.command()(doctor.doctor)
 app.command()(explain.explain)
+app.command()(cache.cache)
 app.command()(convert.convert)
 app.command()(parity.parity)
 app.command("rank-eval")(rank_eval.rank_eval)

@@ -1,0 +1,100 @@
+"""`t0repro cache`: the prompt cache, in SeqIO's format, by a path made for one machine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from t0repro.data.prompt_cache.cache import Summary
+
+_LISTED = 10
+
+
+def cache(
+    output_cache_dir: Annotated[
+        str,
+        typer.Option("--output_cache_dir", help="Where the tasks' folders go.", metavar="DIR"),
+    ],
+    tasks: Annotated[
+        str, typer.Option(help="Task names, with * for anything.", metavar="GLOB,...")
+    ] = "",
+    mixture: Annotated[
+        str, typer.Option(help="Mixtures whose tasks to cache.", metavar="NAME,...")
+    ] = "",
+    module_import: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--module_import",
+            help="The module that registers the tasks; may be repeated.",
+            show_default="t0repro.tasks.t0",
+        ),
+    ] = None,
+    splits: Annotated[
+        str, typer.Option(help="Only these splits.", metavar="SPLIT,...", show_default="all")
+    ] = "",
+    at_hand: Annotated[
+        bool,
+        typer.Option("--at_hand", help="Leave out splits whose rows are not here, and list them."),
+    ] = False,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Processes.", show_default="one a processor")
+    ] = None,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Of what templates draw, and of the examples' order.")
+    ] = 0,
+    min_shards: Annotated[
+        int, typer.Option("--min_shards", min=1, max=99999, help="Files of a split, at least.")
+    ] = 16,
+) -> None:
+    """Cache prompted tasks, in SeqIO's format; tasks that are cached already are left alone.
+
+    Example: t0repro cache --mixture t0_eval_score_eval --at_hand --output_cache_dir runs/cache
+    """
+    import os
+
+    from t0repro.errors import UserError
+
+    if not tasks and not mixture:
+        raise UserError(
+            "Nothing was named to cache.",
+            fix="Give --tasks 'super_glue_rte_*' or --mixture t0_eval_score_eval.",
+        )
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    from t0repro.data.prompt_cache.cache import cache_tasks, default_workers
+    from t0repro.data.prompt_cache.plan import Request
+    from t0repro.data.prompt_cache.progress import rendering_progress
+
+    request = Request(
+        modules=tuple(module_import or ("t0repro.tasks.t0",)),
+        patterns=_names(tasks),
+        mixtures=_names(mixture),
+        folder=output_cache_dir,
+        splits=_names(splits) or None,
+        at_hand=at_hand,
+        seed=seed,
+        min_shards=min_shards,
+    )
+    with rendering_progress() as progress:
+        summary = cache_tasks(request, workers or default_workers(), progress)
+    _print(summary, output_cache_dir)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _print(summary: Summary, folder: str) -> None:
+    missing = sorted({reason for _, _, reason in summary.left_out})
+    if missing:
+        tasks = {task for task, _, _ in summary.left_out}
+        typer.echo(f"Left out, of {len(tasks)} tasks, splits whose rows are not here:")
+        for reason in missing:
+            typer.echo(f"  {reason}")
+    rate = summary.examples / max(summary.seconds, 1e-9)
+    typer.echo(
+        f"{len(summary.cached)} of {summary.selected} tasks cached now: {summary.examples:,}"
+        f" examples in {summary.seconds:.1f} s ({rate:,.0f}/s, start included),"
+        f" {summary.dropped:,} renderings dropped. {folder}"
+    )

@@ -1,0 +1,72 @@
+"""Rows of one split, kept on disk by number: bounded memory, and any order at the cost of a read.
+
+Every template of a dataset renders the same rows. They are read, checked and brought to their
+schema once, and each worker then takes the rows of its shards in its shards' order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pickle
+from array import array
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Spool:
+    """Where a split's rows lie: `<base>.rows`, their offsets and their numbers in the source."""
+
+    base: str
+    count: int
+
+    def open(self) -> SpoolReader:
+        """Opens the rows for reading."""
+        return SpoolReader(self)
+
+    def remove(self) -> None:
+        """Removes the files."""
+        for suffix in (".rows", ".offsets.npy", ".numbers.npy", ".ordinals.npy"):
+            Path(self.base + suffix).unlink(missing_ok=True)
+
+
+def write_spool(rows: Iterable[tuple[int, dict[str, Any]]], base: Path) -> Spool:
+    """Writes (number in the source, row) pairs; holds 16 bytes a row in memory."""
+    offsets, numbers = array("Q", [0]), array("Q")
+    with open(f"{base}.rows", "wb", buffering=1 << 20) as file:
+        for number, row in rows:
+            data = pickle.dumps(row, protocol=pickle.HIGHEST_PROTOCOL)
+            file.write(data)
+            offsets.append(offsets[-1] + len(data))
+            numbers.append(number)
+    np.save(f"{base}.offsets.npy", np.frombuffer(offsets, np.uint64))
+    np.save(f"{base}.numbers.npy", np.frombuffer(numbers, np.uint64))
+    return Spool(str(base), len(numbers))
+
+
+class SpoolReader:
+    """Reads rows by their place in the spool; a context manager."""
+
+    def __init__(self, spool: Spool):
+        # Mapped, not loaded: a worker that has a few shards touches a part of them.
+        self._offsets = np.load(f"{spool.base}.offsets.npy", mmap_mode="r")
+        self._numbers = np.load(f"{spool.base}.numbers.npy", mmap_mode="r") if spool.count else ()
+        self._file = os.open(f"{spool.base}.rows", os.O_RDONLY)
+
+    def __enter__(self) -> SpoolReader:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        os.close(self._file)
+
+    def rows(self, places: np.ndarray) -> Iterator[tuple[int, int, dict[str, Any]]]:
+        """(place, number in the source, row) of each place, in the order given."""
+        for place in places.tolist():
+            start, end = int(self._offsets[place]), int(self._offsets[place + 1])
+            # Read, not mapped: mapped pages would count as this process's memory.
+            row = pickle.loads(os.pread(self._file, end - start, start))
+            yield place, int(self._numbers[place]), row

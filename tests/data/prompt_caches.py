@@ -1,0 +1,28 @@
+"""Makes caches for tests from tasks that this process has registered."""
+
+from pathlib import Path
+
+from t0repro.data.prompt_cache.cache import Summary, cache_tasks
+from t0repro.data.prompt_cache.plan import Request
+from t0repro.data.prompt_cache.planning import make_plan
+
+SILENT = lambda total: lambda count: None  # noqa: E731 - no progress
+
+
+def request(folder: Path, *patterns: str, **settings) -> Request:
+    """A request for registered tasks."""
+    return Request(
+        modules=(), patterns=patterns, mixtures=settings.pop("mixtures", ()), folder=str(folder),
+        **settings,
+    )  # fmt: skip
+
+
+def make(folder: Path, *patterns: str, workers: int = 1, **settings) -> Summary:
+    """Caches registered tasks, the plan made in this process."""
+    return cache_tasks(request(folder, *patterns, **settings), workers, SILENT, make_plan)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder, by its path there."""
+    paths = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}

@@ -1,0 +1,335 @@
+"""The prompt cache: made again byte for byte, killed and resumed, and what it says of mistakes."""
+
+import json
+import os
+import pickle
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import seqio
+
+from t0repro.data.prompt_cache import shards
+from t0repro.data.prompt_cache.cache import cache_tasks
+from t0repro.data.prompt_cache.folders import MARKER, STAGING, locked
+from t0repro.data.prompt_cache.planning import make_plan
+from t0repro.errors import UserError
+from t0repro.tasks.registration import add_prompted_task
+
+from .prompt_caches import SILENT, files, make, request
+
+ROOT = Path(__file__).resolve().parents[2]
+DEMO = ("demo_glue_*", "demo_openbookqa_*", "demo_imdb_*")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered():
+    """The demo's tasks."""
+    import t0repro.tasks.demo  # noqa: F401 - registers
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A cache of some of the demo's tasks, and its files."""
+    folder = tmp_path_factory.mktemp("whole")
+    make(folder, *DEMO)
+    return folder, files(folder)
+
+
+def rte(root: Path, name: str, splits=("validation",), **row) -> Path:
+    """Registers a task of a file of rows like RTE's; returns the file."""
+    folder = root / "super_glue" / "rte"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "validation.jsonl"
+    example = {"premise": "It rained.", "hypothesis": "It was wet.", "label": 0, "idx": 0} | row
+    path.write_text("".join(json.dumps(example | {"idx": i}) + "\n" for i in range(40)))
+    vocabulary = seqio.SentencePieceVocabulary(
+        str(ROOT / "tasks" / "demo_data" / "sentencepiece.model"), 100
+    )
+    add_prompted_task(
+        "super_glue", "rte", "GPT-3 style", splits,
+        root=root, vocabulary=vocabulary, name=name,
+    )  # fmt: skip
+    return path
+
+
+# The same bytes ----------------------------------------------------------------------------------
+
+
+def test_a_cache_made_twice_is_the_same_byte_for_byte_whatever_the_workers(whole, tmp_path):
+    make(tmp_path, *DEMO, workers=3)
+    assert files(tmp_path) == whole[1]
+
+
+def test_draws_are_decided_by_the_seed(tmp_path, monkeypatch):
+    folder = tmp_path / "rows" / "sciq" / "default"
+    folder.mkdir(parents=True)
+    row = {f"distractor{number}": f"wrong {number}" for number in (1, 2, 3)}
+    row |= {"correct_answer": "right", "question": "Which?", "support": ""}
+    (folder / "train.jsonl").write_text((json.dumps(row) + "\n") * 60)
+    add_prompted_task(
+        "sciq", None, "Multiple Choice (Closed Book)", ("train",),
+        root=tmp_path / "rows", name="draws_sciq",
+        vocabulary=seqio.TaskRegistry.get("demo_imdb_Reviewer_Sentiment_Feeling")
+        .output_features["inputs"].vocabulary,
+    )  # fmt: skip
+    made = []
+    for index, seed in enumerate((0, 0, 7)):
+        make(tmp_path / str(index), "draws_sciq", seed=seed)
+        made.append(files(tmp_path / str(index) / "draws_sciq"))
+    assert made[0] == made[1]
+
+    def inputs(index):
+        task = seqio.TaskRegistry.get("draws_sciq")
+        monkeypatch.setattr(task, "_cache_dir", str(tmp_path / str(index) / "draws_sciq"))
+        dataset = task.get_dataset(None, "train", use_cached=True, shuffle=False)
+        return sorted(each["inputs_pretokenized"] for each in dataset.as_numpy_iterator())
+
+    assert len(set(inputs(0))) > 10 and inputs(0) != inputs(2)
+
+
+def test_shards_are_shuffled_and_together_hold_every_row_once():
+    orders = [shards.shard_order(1000, shard, 7, "seed/task/train").tolist() for shard in range(7)]
+    assert sorted(place for order in orders for place in order) == list(range(1000))
+    assert all(order != sorted(order) for order in orders)
+    assert shards.number_of_shards(10, 16) == 16
+    assert shards.number_of_shards(1_000_000, 16) == 62
+
+
+# What is there already -------------------------------------------------------------------------
+
+
+def test_a_finished_task_is_never_done_again(whole, tmp_path):
+    folder, before = whole
+    stamps = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    summary = make(folder, *DEMO)
+    assert summary.cached == [] and summary.selected > 5
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()} == {
+        path: stamp for path, stamp in stamps.items() if path.is_file()
+    }
+
+
+def test_splits_can_be_added_to_a_finished_task(tmp_path):
+    path = rte(tmp_path / "rows", "two_splits_rte", splits=("train", "validation"))
+    path.with_name("train.jsonl").write_text(path.read_text() * 2)
+    make(tmp_path / "one", "two_splits_rte")
+    for split in ("validation", "train"):
+        make(tmp_path / "two", "two_splits_rte", splits=(split,))
+    assert files(tmp_path / "one") == files(tmp_path / "two")
+
+
+def test_a_cache_with_another_seed_is_not_taken_for_this_one(whole):
+    with pytest.raises(UserError, match="another seed"):
+        make(whole[0], *DEMO, seed=3)
+
+
+def test_a_twin_numbers_only_the_rows_that_its_template_keeps(tmp_path, monkeypatch):
+    template = "{% if idx % 3 %}{{premise}} ||| {{answer_choices[label]}}{% endif %}"
+    plan, asked = plan_of(tmp_path, "numbers_rte", jinja=template)
+    cache_tasks(asked, 1, SILENT, lambda _: plan)
+    task = seqio.TaskRegistry.get("numbers_rte_score_eval")
+    monkeypatch.setattr(task, "_cache_dir", str(tmp_path / "cache" / task.name))
+    dataset = task.get_dataset(None, "validation", use_cached=True, shuffle=False)
+    found = sorted(tuple(example["idx"].tolist()) for example in dataset.as_numpy_iterator())
+    kept = sum(1 for index in range(40) if index % 3)
+    assert found == [(index, choice) for index in range(kept) for choice in range(2)]
+    provenance = json.loads((tmp_path / "cache" / task.name / "provenance.json").read_text())
+    (dropped,) = provenance["splits"]["validation"]["dropped"].items()
+    assert "one input and one target" in dropped[0]
+    assert dropped[1]["rows"] == 14 and dropped[1]["first"][:3] == [0, 3, 6]
+    assert provenance["splits"]["validation"]["rows"] == 40
+
+
+def plan_of(tmp_path, name, jinja):
+    """The plan of an RTE task with another prompt."""
+    import dataclasses
+
+    rte(tmp_path / "rows", name)
+    asked = request(tmp_path / "cache", f"{name}*")
+    plan = make_plan(asked)
+    prompts = tuple(
+        dataclasses.replace(prompt, template=dataclasses.replace(prompt.template, jinja=jinja))
+        for prompt in plan.prompts
+    )
+    return dataclasses.replace(plan, prompts=prompts), asked
+
+
+# Interrupted -------------------------------------------------------------------------------------
+
+
+def start(tmp_path: Path, folder: Path, workers: int = 2) -> subprocess.Popen:
+    """Starts a run in a process group of its own, and waits until it works."""
+    asked = request(folder, *DEMO)
+    plan = tmp_path / "plan.pickle"
+    plan.write_bytes(pickle.dumps((make_plan(asked), asked)))
+    process = subprocess.Popen(
+        [sys.executable, "-P", str(Path(__file__).with_name("run_plan.py")), plan, str(workers)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    assert process.stdout is not None and process.stdout.readline() == "planned\n"
+    return process
+
+
+def test_a_run_killed_at_any_moment_leaves_nothing_half_and_is_resumed(whole, tmp_path):
+    begun = time.monotonic()
+    process = start(tmp_path, tmp_path / "whole")
+    assert process.wait() == 0, process.stderr and process.stderr.read()
+    length = time.monotonic() - begun
+    process.communicate()
+    resumed = tmp_path / "resumed"
+    seen = set()
+    for moment in (0.3, 0.5, 0.6, 0.7, 0.8, 0.9):
+        process = start(tmp_path, resumed)
+        time.sleep(moment * length * 0.9)
+        process.kill()  # the workers end with it
+        process.communicate(timeout=20)
+        tasks = [path for path in resumed.iterdir() if path.name != STAGING]
+        seen.add(len(tasks))
+        for task in tasks:
+            assert (task / MARKER).is_file()
+            for path in task.iterdir():
+                assert path.read_bytes() == whole[1][f"{task.name}/{path.name}"]
+    make(resumed, *DEMO)
+    assert files(resumed) == whole[1]
+    assert not (resumed / STAGING).exists()
+
+
+def test_what_seqio_left_unfinished_is_made_anew(tmp_path):
+    (tmp_path / "demo_imdb_Reviewer_Sentiment_Feeling").mkdir()
+    stray = tmp_path / "demo_imdb_Reviewer_Sentiment_Feeling" / "train.tfrecord-00000-of-00064"
+    stray.write_bytes(b"half a record")
+    make(tmp_path, "demo_imdb_Reviewer_Sentiment_Feeling")
+    assert not stray.exists() and (stray.parent / MARKER).is_file()
+
+
+def test_two_runs_on_one_folder_at_once_end_with_one_clear_error(tmp_path):
+    with (
+        locked(tmp_path / "cache"),
+        pytest.raises(UserError, match=rf"Another run .* process {os.getpid()} "),
+    ):
+        make(tmp_path / "cache", *DEMO)
+    assert make(tmp_path / "cache", "demo_imdb_Reviewer_Sentiment_Feeling").cached
+
+
+def test_an_interrupted_run_ends_its_workers(tmp_path):
+    process = start(tmp_path, tmp_path / "cache")
+    time.sleep(0.4)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate(timeout=20)  # ends when the last worker has closed the pipe
+    with locked(tmp_path / "cache") as staging:
+        time.sleep(0.3)
+        assert [path.name for path in staging.iterdir()] == ["owner.json"]
+
+
+# No space ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 3 MB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(folder)]
+    if subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("mounting a tmpfs is not permitted here")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def check_full(process: subprocess.Popen, folder: Path, whole: dict[str, bytes]) -> None:
+    _, error = process.communicate()
+    assert process.returncode == 2, error
+    assert "disk is full" in error and "Traceback" not in error
+    assert not (folder / STAGING).exists()
+    for task in folder.iterdir():
+        assert (task / MARKER).is_file()
+        for path in task.iterdir():
+            assert path.read_bytes() == whole[f"{task.name}/{path.name}"]
+
+
+def test_a_full_disk_is_said_and_nothing_half_is_left(whole, tmp_path, small_disk):
+    folder = small_disk / "cache"
+    check_full(start(tmp_path, folder), folder, whole[1])
+
+
+def test_a_file_size_limit_is_said_and_nothing_half_is_left(whole, tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    asked = request(tmp_path / "cache", *DEMO)
+    plan = make_plan(asked)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+        with pytest.raises(UserError, match="disk is full"):
+            cache_tasks(asked, 1, SILENT, lambda _: plan)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not (tmp_path / "cache" / STAGING).exists()
+
+
+# Bad input ---------------------------------------------------------------------------------------
+
+
+def test_a_template_that_is_not_jinja_is_named_with_its_task(tmp_path):
+    plan, asked = plan_of(tmp_path, "broken_rte", jinja="{{premise} ||| {{answer_choices[label]}}")
+    with pytest.raises(UserError, match=r"'GPT-3 style' is not valid Jinja") as caught:
+        cache_tasks(asked, 1, SILENT, lambda _: plan)
+    assert "broken_rte" in str(caught.value)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_template_that_fails_on_a_row_is_named_with_task_and_row(tmp_path):
+    template = "{% if idx == 11 %}{{ idx.nothing.at_all }}{% endif %}{{premise}} ||| no"
+    plan, asked = plan_of(tmp_path, "fails_rte", jinja=template)
+    with pytest.raises(UserError, match="nothing") as caught:
+        cache_tasks(asked, 1, SILENT, lambda _: plan)
+    assert "GPT-3 style" in str(caught.value) and "fails_rte" in str(caught.value)
+    assert "validation.jsonl, line 12" in str(caught.value)
+
+
+def test_a_cut_line_is_named_by_file_and_number(tmp_path):
+    path = rte(tmp_path / "rows", "cut_rte")
+    path.write_text(path.read_text()[:-20])
+    with pytest.raises(UserError, match="not a row in JSON") as caught:
+        make(tmp_path / "cache", "cut_rte*")
+    assert str(caught.value.where) == f"{path}, line 40"
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize(("column", "value"), [("premise", None), ("label", 5), ("label", "maybe")])
+def test_a_row_that_does_not_fit_its_schema_is_named(tmp_path, column, value):
+    path = rte(tmp_path / "rows", f"unfit_{column}_{value}", **{column: value})
+    with pytest.raises(UserError, match=column) as caught:
+        make(tmp_path / "cache", f"unfit_{column}_{value}*")
+    assert str(path) in str(caught.value.where) and "line 1" in str(caught.value.where)
+
+
+def test_missing_rows_stop_the_run_unless_only_those_at_hand_are_wanted(tmp_path):
+    path = rte(tmp_path / "rows", "away_rte")
+    rte(tmp_path / "other", "here_rte")
+    path.unlink()
+    with pytest.raises(UserError, match=r"validation.* missing") as caught:
+        make(tmp_path / "cache", "away_rte", "here_rte")
+    assert "--at_hand" in str(caught.value)
+    summary = make(tmp_path / "cache", "away_rte", "here_rte", at_hand=True)
+    assert summary.cached == ["here_rte"]
+    assert [entry[:2] for entry in summary.left_out] == [("away_rte", "validation")]
+
+
+def test_unknown_names_are_answered_with_the_nearest(tmp_path):
+    with pytest.raises(UserError, match="demo_imdb_Reviewer_Sentiment_Feeling"):
+        make(tmp_path, "demo_imdb_Reviewer_Sentiment_Feelin")
+    with pytest.raises(UserError, match=r"not \.\*"):
+        make(tmp_path, "demo_imdb_.*")
+    with pytest.raises(UserError, match="demo_train"):
+        make(tmp_path, mixtures=("demo_trian",))
+
+
+def test_a_folder_with_other_files_is_not_touched(tmp_path):
+    (tmp_path / "demo_imdb_Reviewer_Sentiment_Feeling").mkdir()
+    (tmp_path / "demo_imdb_Reviewer_Sentiment_Feeling" / "thesis.tex").touch()
+    with pytest.raises(UserError, match=r"thesis\.tex"):
+        make(tmp_path, "demo_imdb_Reviewer_Sentiment_Feeling")
+    assert (tmp_path / "demo_imdb_Reviewer_Sentiment_Feeling" / "thesis.tex").exists()
