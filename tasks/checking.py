@@ -33,6 +33,7 @@ class CheckedTask:
 
     Attributes:
       task: its name.
+      dataset: of the task, `dataset` or `dataset/subset`.
       verdict: how it stands.
       reason: of a verdict that is not ok.
       splits: those looked at.
@@ -41,6 +42,7 @@ class CheckedTask:
     """
 
     task: str
+    dataset: str
     verdict: Verdict
     reason: str
     splits: tuple[str, ...]
@@ -77,28 +79,34 @@ def without_twins(tasks: Sequence[PromptedTask]) -> list[PromptedTask]:
 
 
 def _check(task: PromptedTask) -> CheckedTask:
+    dataset = task.dataset if task.subset is None else f"{task.dataset}/{task.subset}"
     source = prompted_source(task.name)
     splits = tuple(source.splits_at_hand())
-    if not splits:
-        return CheckedTask(task.name, Verdict.NO_ROWS, "its rows are not at hand", (), 0, 0)
     rows = examples = 0
     never_correct = []
+
+    def found(verdict: Verdict, reason: str = "") -> CheckedTask:
+        return CheckedTask(task.name, dataset, verdict, reason, splits, rows, examples)
+
+    if not splits:
+        return found(Verdict.NO_ROWS, "its rows are not at hand")
     for split in splits:
         try:
             count, rendered, correct = _render_first(source, split)
         except UserError as error:
-            reason = " ".join([error.what, f"({error.where})" if error.where else ""]).strip()
-            return CheckedTask(task.name, Verdict.BROKEN, reason, splits, rows, examples)
+            where = f" ({error.where})" if error.where else ""
+            return found(Verdict.BROKEN, error.what + where)
         rows, examples = rows + count, examples + rendered
         if task.has_answer_choices and rendered and not correct and _is_labelled(split):
             never_correct.append(split)
     if not examples:
-        reason = f"none of the first {rows:,} rows gives an input and a target"
-        return CheckedTask(task.name, Verdict.BROKEN, reason, splits, rows, 0)
+        return found(Verdict.BROKEN, f"none of the first {rows:,} rows gives an input and a target")
     if never_correct:
-        reason = f"the target is never among the answer choices ({', '.join(never_correct)})"
-        return CheckedTask(task.name, Verdict.SUSPECT, reason, splits, rows, examples)
-    return CheckedTask(task.name, Verdict.OK, "", splits, rows, examples)
+        splits_in_words = ", ".join(never_correct)
+        return found(
+            Verdict.SUSPECT, f"the target is never among the answer choices ({splits_in_words})"
+        )
+    return found(Verdict.OK)
 
 
 def _is_labelled(split: str) -> bool:

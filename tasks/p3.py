@@ -1,7 +1,7 @@
 """The released P3: T0's tasks as their authors cached them, fetched from the Hugging Face hub.
 
     t0repro tasks fetch-p3 --tasks 'super_glue_rte_*' --to p3
-    t5_mesh_transformer --additional_task_cache_dirs=p3 --use_cached_tasks ...
+    t5_mesh_transformer --module_import=t0repro.tasks.t0 --additional_task_cache_dirs=p3 ...
 
 The branch `main` holds Parquet since 2024. Before that, `data/<task>/` was SeqIO's cache itself:
 COMPLETED, info.<split>.json, stats.<split>.json and <split>.tfrecord-00000-of-00001. REVISION is
@@ -223,12 +223,12 @@ def count_records(path: Path) -> int:
     Raises:
       UserError: naming the file and the byte where it is broken.
     """
-    count, place = 0, 0
-    with open(path, "rb") as file:
+    count, place, end = 0, 0, path.stat().st_size
+    with open(path, "rb", buffering=1 << 20) as file:
         while head := file.read(12):
             size = _checked(head, 8, path, place)
             length = struct.unpack("<Q", size)[0]
-            if length > path.stat().st_size - place:
+            if length > end - place:  # no such record: nothing so long is read
                 raise _broken_record(path, place)
             _checked(file.read(length + 4), length, path, place)
             count, place = count + 1, place + length + 16

@@ -181,6 +181,10 @@ def _tokenizer(name: str) -> tuple[seqio.Vocabulary | None, str | None]:
     return vocabulary, None
 
 
+def _place(choices: list[str] | None, target: str) -> int | None:
+    return choices.index(target) if choices and target in choices else None
+
+
 def _shown(
     index: int,
     row: Mapping[str, Any],
@@ -206,7 +210,7 @@ def _shown(
         inputs=rendering.inputs,
         targets=rendering.targets,
         choices=choices,
-        correct=choices.index(rendering.targets) if rendering.targets in (choices or ()) else None,
+        correct=_place(choices, rendering.targets),
         input_tokens=None if tokens is None else len(tokens),
         target_tokens=target_tokens,
         choice_tokens=(

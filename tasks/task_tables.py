@@ -18,14 +18,15 @@ from t0repro.tasks.checking import CheckedTask, Verdict
 from t0repro.tasks.listing import OVERSAMPLED, ListedTask
 from t0repro.tasks.showing import VARIABLE_LENGTH, ShownExample, ShownTask
 
-FILE_WIDTH = 200  # of lines that go to a file or another program
+# Of what goes to a file or another program: a list's lines stay whole, examples can be read.
+LIST_WIDTH, TEXT_WIDTH = 1_000, 100
 
 
-def _console() -> Console:
+def _console(width: int = LIST_WIDTH) -> Console:
     console = Console(markup=False, highlight=False)
     if console.is_terminal:
         return console
-    return Console(markup=False, highlight=False, width=FILE_WIDTH)
+    return Console(markup=False, highlight=False, width=width)
 
 
 def print_json(values: Any) -> None:
@@ -40,7 +41,8 @@ def print_list(tasks: Sequence[ListedTask], caches: Sequence[Path]) -> None:
     """Prints a line for each task, and in words what they come to."""
     console = _console()
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("task", "dataset", "template", "choices", "metrics"):
+    table.add_column("task", no_wrap=True)
+    for name in ("dataset", "template", "choices", "metrics"):
         table.add_column(name, overflow="fold")
     for name in ("rate", "examples"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -101,7 +103,7 @@ def list_in_words(tasks: Sequence[ListedTask], caches: Sequence[Path]) -> list[s
 
 def print_task(shown: ShownTask) -> None:
     """Prints a task's examples: input, target, choices, tokens, and what is cut."""
-    console, task = _console(), shown.task
+    console, task = _console(TEXT_WIDTH), shown.task
     dataset = task.dataset if task.subset is None else f"{task.dataset}/{task.subset}"
     console.print(Text(task.name, style="bold"), f"split {shown.split}")
     console.print(f"{dataset}, template {task.template_name!r} ({task.template_id})")
@@ -186,6 +188,9 @@ def print_checks(checked: Sequence[CheckedTask]) -> None:
             if task.verdict is verdict:
                 line = f"{verdict.value}: {task.task}: {task.reason}"
                 console.print(line, soft_wrap=True)
+    absent = sorted({task.dataset for task in checked if task.verdict is Verdict.NO_ROWS})
+    if absent:
+        console.print(f"no rows at hand: {', '.join(absent)}", soft_wrap=True)
     counts = Counter(task.verdict for task in checked)
     kinds = ", ".join(f"{counts[verdict]} {verdict.value}" for verdict in Verdict)
     console.print(f"{len(checked)} tasks: {kinds}.")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -224,25 +225,35 @@ def test_the_module_without_its_variable_says_which(data):
     assert ended.returncode != 0 and "T0REPRO_TEMPLATES is not set" in ended.stderr
 
 
-def test_seqio_caches_ones_own_prompts_and_the_cache_reads_as_they_render(
+def command(name: str, *arguments: str, cwd: Path, templates: Path) -> str:
+    """Runs an installed command with T0REPRO_TEMPLATES set; its output."""
+    done = subprocess.run(
+        [str(Path(sys.executable).with_name(name)), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "T0REPRO_TEMPLATES": str(templates)},
+        cwd=cwd,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    return done.stdout
+
+
+def test_seqio_caches_ones_own_prompts_and_both_read_the_cache_as_it_renders(
     data, tmp_path, forget, monkeypatch
 ):
     path = write(tmp_path, HEAD + GOOD)
-    done = subprocess.run(
-        [
-            str(Path(sys.executable).with_name("seqio_cache_tasks")),
-            "--module_import=t0repro.tasks.user_templates",
-            "--tasks=my_reviews_.*_score_eval",
-            f"--output_cache_dir={tmp_path / 'cache'}",
-            "--pipeline_options=--runner=FnApiRunner",
-        ],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "T0REPRO_TEMPLATES": str(path)},
+    module = "--module_import=t0repro.tasks.user_templates"
+    command(
+        "seqio_cache_tasks",
+        module,
+        "--tasks=my_reviews_.*",
+        f"--output_cache_dir={tmp_path / 'cache'}",
+        "--pipeline_options=--runner=FnApiRunner",
         cwd=tmp_path,
+        templates=path,
     )
     name = "my_reviews_was_it_good__score_eval"
-    assert (tmp_path / "cache" / name / "COMPLETED").is_file(), done.stderr[-3000:]
     register_templates(path)
     task = seqio.TaskRegistry.get(name)
     monkeypatch.setattr(task, "_cache_dir", str(tmp_path / "cache" / name))
@@ -256,3 +267,27 @@ def test_seqio_caches_ones_own_prompts_and_the_cache_reads_as_they_render(
 
     assert examples(True) == examples(False)
     assert len(examples(True)) == 2 * len(REVIEWS)
+
+    shutil.rmtree(data / "my_reviews" / "default")  # training reads the cache alone
+    (data / "my_reviews" / "default").mkdir()
+    (data / "my_reviews" / "default" / "train.jsonl").touch()
+    printed = command(
+        "t5_mesh_transformer",
+        module,
+        "--backend=jax",
+        "--model_dir=model",
+        f"--additional_task_cache_dirs={tmp_path / 'cache'}",
+        "--gin_file=dataset.gin",
+        "--gin_param=MIXTURE_NAME = 'my_reviews_was_it_good_'",
+        "--gin_file=demo/t5.1.1.demo.gin",
+        "--gin_file=learning_rate_schedules/constant_0_001.gin",
+        "--gin_param=run.train_steps = 2",
+        "--gin_param=run.batch_size = ('tokens_per_batch', 64)",
+        "--gin_param=run.sequence_length = {'inputs': 32, 'targets': 8}",
+        "--gin_param=mesh_train_dataset_fn.use_cached = True",
+        "--gin_param=pack_dataset.use_custom_ops = False",
+        "--gin_param=utils.run.mesh_shape = []",
+        cwd=tmp_path,
+        templates=path,
+    )
+    assert "step 2 of 2" in printed and (tmp_path / "model" / "checkpoint_2").is_dir()
