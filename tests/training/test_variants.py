@@ -1,0 +1,172 @@
+"""Models and options beside T5's own, each trained a few steps by both stacks from one start."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from t0repro.config import mtf_gin
+from t0repro.config.run_config import AdamWeightDecayConfig
+from t0repro.config.variables import mesh_variables
+from t0repro.converters import layout
+from t0repro.parity.jax_run import run_jax
+from t0repro.parity.mesh_jobs import MeshJob, run_mesh, save_batches
+
+from .mesh_reference import packed_batch, unpacked_batch
+
+pytestmark = pytest.mark.mtf
+
+PARAMS = (
+    "MIXTURE_NAME = 'demo_train'",
+    "utils.run.mesh_shape = []",
+    "utils.run.layout_rules = []",
+    "run.train_steps = 100",
+    "run.batch_size = 4",
+    "run.sequence_length = {'inputs': 16, 'targets': 8}",
+    "get_variable_dtype.master_dtype = 'float32'",  # what checkpoints hold
+    "dropout_rate = 0.0",
+    "num_layers = 2",
+    "num_heads = 2",
+    "d_kv = 64",
+    "d_model = 128",
+    "d_ff = 160",
+)
+FACTORS = (
+    "run.learning_rate_schedule = [0.5, @learning_rate_schedules.truncated_rsqrt]",
+    "truncated_rsqrt.warmup_steps = 100",
+)
+DELIMITED = ("run.model_type = 'delimited_lm'", "Unitransformer.loss_on_targets_only = True")
+STEPS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """A model gin with bindings, and whether its rows are packed."""
+
+    name: str
+    gin: str
+    params: tuple[str, ...]
+    packed: bool
+    inputs: bool = True
+
+
+VARIANTS = [
+    Variant(
+        "lm, packed, in microbatches, with a list of factors",
+        "lm_v1",
+        (*FACTORS, "serialize_num_microbatches.tokens_per_microbatch_per_replica = 32"),
+        packed=True,
+        inputs=False,
+    ),
+    Variant("lm with an unpadded row", "lm_v1", FACTORS, packed=False, inputs=False),
+    Variant("delimited lm, full attention, packed", "lm_v1_ifa", (*DELIMITED, *FACTORS), True),
+    Variant("delimited lm, full attention", "lm_v1_ifa", (*DELIMITED, *FACTORS), False),
+    Variant(
+        "shared towers, recomputed, Adam with weight decay",
+        "bi_v1_shared",
+        (
+            "LayerStack.recompute_grads = True",
+            "run.optimizer = @optimize.AdamWeightDecayOptimizer",
+            "AdamWeightDecayOptimizer.weight_decay_rate = 0.01",
+            "AdamWeightDecayOptimizer.exclude_from_weight_decay = ['norm', 'self_attention/']",
+            "run.learning_rate_schedule = 0.001",
+        ),
+        packed=False,
+    ),
+    Variant(
+        "T5 1.0's legacy sublayers, decoder trained alone, Adafactor's own rate",
+        "t5.1.0.small",
+        (
+            "LayerStack.dropout_rate = 0.0",
+            "LayerStack.norm_epsilon = 1e-6",
+            "run.variable_filter = '^decoder/'",
+            "AdafactorOptimizer.exclude_from_parameter_scale = ['layer_norm']",
+            "run.learning_rate_schedule = None",
+        ),
+        packed=True,
+    ),
+]
+
+
+def batches(variant):
+    generator = np.random.default_rng(1)
+    make = packed_batch if variant.packed else unpacked_batch
+    found = [make(generator, 4, 16, 8) for _ in range(STEPS)]
+    if variant.inputs:
+        return found
+    return [{name: x for name, x in b.items() if name.startswith("targets")} for b in found]
+
+
+def inputs(variant):
+    return mtf_gin.GinInputs(
+        "a_model_dir",
+        ("dataset.gin", f"models/{variant.gin}.gin"),
+        (*PARAMS, *variant.params),
+        module_imports=("t0repro.tasks.demo",),
+    )
+
+
+@pytest.fixture(scope="module")
+def mesh(tmp_path_factory):
+    """Mesh TensorFlow's results of all variants, computed in one process."""
+    folder = tmp_path_factory.mktemp("variants")
+    jobs = []
+    for index, variant in enumerate(VARIANTS):
+        path = save_batches(folder / f"{index}.npz", batches(variant))
+        jobs.append(MeshJob(str(folder / str(index)), inputs(variant), path, snapshots=(1,)))
+    results = run_mesh(jobs)
+    return {variant.name: result for variant, result in zip(VARIANTS, results, strict=True)}
+
+
+def read_tree(prefix, model):
+    """A Mesh TensorFlow checkpoint by T5X's flat names, of any variant."""
+    import tensorflow as tf
+
+    reader = tf.train.load_checkpoint(prefix)
+    paths = {name: path for path, name in mesh_variables(model).items()}
+    shapes, tree = reader.get_variable_to_shape_map(), {}
+    for name in shapes:
+        variable, slot = layout.split_mtf_slot(name)
+        if name == layout.MTF_STEP:
+            tree[layout.STEP] = reader.get_tensor(name)
+        elif slot is None:
+            tree[layout.PARAMETERS + paths[variable]] = reader.get_tensor(name)
+        else:
+            slot = layout.slot_from_mtf(slot, shapes[variable])
+            tree[layout.slot_key(paths[variable], slot)] = reader.get_tensor(name)
+    return tree
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
+def test_losses_and_the_state_after_a_step_agree_with_mesh_tensorflow(mesh, variant):
+    config, _ = mtf_gin.load(inputs(variant))
+    theirs = mesh[variant.name]
+    start = read_tree(theirs.checkpoint(0), config.model)
+    ours = run_jax(config, batches(variant), start, snapshots=(1,))
+    rates = theirs.arrays["learning_rates"]  # NaN where the schedule is not a function
+    np.testing.assert_allclose(np.where(np.isnan(rates), rates, ours.learning_rates), rates, 1e-6)
+    np.testing.assert_allclose(ours.losses[0], theirs.arrays["losses"][0], rtol=1e-5)
+    np.testing.assert_allclose(ours.losses, theirs.arrays["losses"], rtol=1e-4)
+    adam = isinstance(config.optimizer, AdamWeightDecayConfig)
+    expected = read_tree(theirs.checkpoint(1), config.model)
+    moved = 0
+    for key, x in expected.items():
+        if key == layout.STEP:
+            continue
+        path, slot = layout.split_key(key)
+        moment = {"adam_m": "mu", "adam_v": "nu"}.get(slot or "")
+        mine = ours.trees[1][f"{layout.SLOTS}0/{moment}/{path}" if moment else key]
+        rms = root_mean_square(x)
+        # Adam divides a gradient by its own size: where the gradient is rounding alone, the
+        # difference is of the learning rate's size. Those entries are few.
+        allowed = 1e-4 if adam and slot is None else 1e-5
+        assert root_mean_square(mine - x) <= allowed * rms, key
+        moved += slot is None and not np.array_equal(x, start[key])
+    frozen = config.optimizer.frozen
+    trained = [key for key in start if key.startswith(layout.PARAMETERS)]
+    assert moved == len(trained) - len(frozen)
+    assert bool(frozen) == ("variable_filter" in str(variant.params))
+
+
+def root_mean_square(x):
+    return np.sqrt(np.mean(np.square(x, dtype=np.float64)))
