@@ -16,7 +16,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from t0repro.config import mtf_decoding, mtf_model, mtf_optimizer
+from t0repro.config import cloud, mtf_decoding, mtf_model, mtf_optimizer
 from t0repro.config.provenance import Bindings, record_bindings
 from t0repro.config.run_config import (
     DTypePolicy,
@@ -83,6 +83,9 @@ def parse(inputs: GinInputs) -> Bindings:
     own_gin_files = os.path.dirname(str(importlib.import_module("t0repro.gin").__file__))
     for prefix in (_folder(mesh_transformer, "gin"), own_gin_files, *inputs.location_prefixes):
         gin.add_config_file_search_path(prefix)
+    cloud.guard_gin()
+    for cache_dir in inputs.cache_dirs:
+        cloud.check_address(cache_dir, "--additional_task_cache_dirs")
     with record_bindings() as bindings:
         gin.parse_config_file(
             os.path.join(_folder(utils, "gin"), "defaults.gin"), skip_unknown=skip
@@ -202,6 +205,9 @@ class _Reader:
         for name in fields:
             if name in run:
                 self._note(name, f"{_UTILS}.run", name)
+        fields["init_variable_filter"] = (
+            self._argument(f"{_UTILS}.tpu_estimator_model_fn", "init_variable_filter") or ""
+        )
         return RunConfig(**fields, provenance=dict(sorted(self._provenance.items())))
 
     # ---- Arguments and where they came from ----
@@ -346,6 +352,11 @@ class _Reader:
             for field in ("slice", "activation"):
                 names[field] = "float32"
                 self._provenance[f"dtypes.{field}"] = "set by t5_mesh_transformer without --tpu"
+        # In evaluation, weights of 16 bits and activations of 16 bits come to the same.
+        if names["slice"] != "float32" and (
+            self._run["mode"] == "train" or names["activation"] == "float32"
+        ):
+            self._refuse("slice_dtype", f"slice_dtype {names['slice']!r}", selector)
         return DTypePolicy(**names)
 
     def _train_data(self) -> TrainDataConfig | None:
@@ -372,9 +383,7 @@ class _Reader:
                 fix="Bind one of them to False.",
             )
         bound = self._bindings.find((), selector, "skip_seen_data") is not None
-        return {name: run[name] for name in names} | (
-            {} if bound else {"skip_seen_data": None}
-        )
+        return {name: run[name] for name in names} | ({} if bound else {"skip_seen_data": None})
 
     def _eval_data(self) -> EvalDataConfig | None:
         if self._run["mode"] == "score_from_dataset":

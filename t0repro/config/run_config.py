@@ -280,6 +280,8 @@ class RunConfig:
       keep_checkpoint_max: the most recent checkpoints to keep; None or 0 keeps all.
       init_checkpoint: a checkpoint to start from when model_dir has none; its slots and step come
         too.
+      init_variable_filter: regular expression on Mesh TensorFlow's names of what is taken from
+        init_checkpoint; "" takes all.
       eval_checkpoint_step: a step, a list of steps, "all", -1 for the latest, or None to wait for
         each new one.
       checkpoint_choice: what else says which checkpoints are evaluated.
@@ -322,6 +324,7 @@ class RunConfig:
     save_example_text: bool
     vocabulary: str | None
     provenance: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False)
+    init_variable_filter: str = ""
 
     def to_json(self) -> str:
         """The configuration as indented JSON; `from_json` reads it back equal."""
