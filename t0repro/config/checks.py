@@ -15,9 +15,17 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from t0repro.config import cloud
 from t0repro.errors import UserError, nearest_names
 
-_EVALUATION_MODES = ("eval", "score_eval", "perplexity_eval", "infer")
+_EVALUATION_MODES = (
+    "eval",
+    "score_eval",
+    "perplexity_eval",
+    "infer",
+    "score_from_dataset",
+    "score_from_strings",
+)
 _EMBEDDINGS = ("shared/embedding", "encoder/embedding", "decoder/embedding")
 
 
@@ -61,11 +69,12 @@ def check_run(model_dir: str, *, jax: bool) -> None:
       UserError: for an unknown mixture, a missing cache, a missing or damaged checkpoint, or a
         vocabulary that does not match the checkpoint.
     """
+    _check_addresses(model_dir, jax=jax)
     mode = _bound("utils.run.mode", "train")
     split = _bound("utils.run.dataset_split", "train")
     if mode == "train":
         _check_data("mesh_train_dataset_fn", split)
-    elif mode in ("eval", "score_eval", "perplexity_eval"):
+    elif mode in ("eval", "score_eval", "perplexity_eval", "score_from_dataset"):
         _check_data("mesh_eval_dataset_fn", split)
     checkpoints = []
     if mode in _EVALUATION_MODES:
@@ -80,6 +89,18 @@ def check_run(model_dir: str, *, jax: bool) -> None:
             checkpoint,
             _bound("utils.run.vocabulary", None),
             _bound("Unitransformer.vocab_divisor", 128),
+        )
+
+
+def _check_addresses(model_dir: str, *, jax: bool) -> None:
+    """Refuses gs:// addresses that cannot be reached, before TensorFlow tries to for minutes."""
+    cloud.check_address(model_dir, "--model_dir")
+    cloud.check_address(_bound("utils.run.init_checkpoint", None), "run.init_checkpoint")
+    if jax and model_dir.startswith("gs://"):
+        raise UserError(
+            f"The JAX stack keeps its checkpoints in a local directory, not in {model_dir}.",
+            where="--model_dir",
+            fix="Give a local --model_dir; run.init_checkpoint may be an address.",
         )
 
 

@@ -1,0 +1,68 @@
+"""Addresses in Google Cloud Storage: refused at once where they could only fail, minutes later.
+
+TensorFlow looks for credentials over the network, and retries, on a machine that has none. Nothing
+here touches the network: credentials are a file, or those of a machine of Google's.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import IO, Any
+
+from t0repro.errors import UserError
+
+_MACHINE = Path("/sys/class/dmi/id/product_name")  # what the firmware calls the machine
+
+
+def check_address(path: str | None, where: str | None) -> None:
+    """Raises UserError for a gs:// address on a machine without credentials.
+
+    Args:
+      path: a path or address; anything but gs:// passes.
+      where: the flag or the binding that names it.
+    """
+    if path is None or not path.startswith("gs://") or has_credentials():
+        return
+    named = os.environ.get("GOOGLE_APPLICATION_CREDENTIALS")
+    reason = f"GOOGLE_APPLICATION_CREDENTIALS is {named}, which is no file. " if named else ""
+    raise UserError(
+        f"{path} cannot be read: this machine has no Google Cloud credentials. {reason}".strip(),
+        where=where,
+        fix="Run `gcloud auth application-default login`, or copy it here with"
+        f" `gcloud storage cp -r {path.rstrip('/')} .` and give the copy's path.",
+    )
+
+
+def has_credentials() -> bool:
+    """Whether there is a file of credentials, or the machine is one of Google's."""
+    if "GCE_METADATA_HOST" in os.environ:
+        return True
+    folder = os.environ.get("CLOUDSDK_CONFIG") or Path.home() / ".config" / "gcloud"
+    files = [
+        os.environ.get("GOOGLE_APPLICATION_CREDENTIALS"),
+        Path(folder) / "application_default_credentials.json",
+    ]
+    if any(file and Path(file).is_file() for file in files):
+        return True
+    try:
+        return "Google" in _MACHINE.read_text()
+    except OSError:
+        return False
+
+
+def guard_gin() -> None:
+    """Lets gin refuse gin files at gs:// addresses that it could not read, `include`s too."""
+    import gin.config
+
+    if (_refuse, _is_out_of_reach) not in gin.config._FILE_READERS:
+        gin.config._FILE_READERS.insert(0, (_refuse, _is_out_of_reach))
+
+
+def _is_out_of_reach(path: str) -> bool:
+    return path.startswith("gs://") and not has_credentials()
+
+
+def _refuse(path: str) -> IO[Any]:
+    check_address(path, "--gin_file, --gin_location_prefix, or an `include` line of a gin file")
+    raise AssertionError("an address that is out of reach is refused")

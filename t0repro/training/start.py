@@ -1,0 +1,68 @@
+"""The start of a run from another run's checkpoint, all of its variables or only some."""
+
+from __future__ import annotations
+
+import re
+
+import flax.traverse_util
+import jax
+import numpy as np
+
+from t0repro.config.run_config import RunConfig
+from t0repro.config.variables import mesh_variables
+from t0repro.converters import layout
+from t0repro.errors import UserError
+from t0repro.model.t5 import T5, initial_parameters
+from t0repro.training.train_state import TARGET, FlatTree
+
+
+def keep_matching(tree: FlatTree, config: RunConfig, seed: int = 0) -> dict[str, np.ndarray]:
+    """The checkpoint without what config.init_variable_filter leaves out.
+
+    Parameters that it leaves out are drawn anew, slots are zero, and the step is 0 if the pattern
+    does not match `global_step`, as in Mesh TensorFlow's tpu_estimator_model_fn.
+
+    Args:
+      tree: an init_checkpoint by T5X's names.
+      config: names the pattern, a regular expression on Mesh TensorFlow's names, and the model.
+      seed: that training would draw a fresh start from.
+
+    Raises:
+      UserError: if the pattern matches nothing.
+    """
+    if not config.init_variable_filter:
+        return dict(tree)
+    names = mesh_variables(config.model)
+    kept = {
+        key: value
+        for key, value in tree.items()
+        if re.search(config.init_variable_filter, _mesh_name(key, names, tree))
+    }
+    if not kept:
+        raise UserError(
+            f"init_variable_filter {config.init_variable_filter!r} matches no variable.",
+            where=config.provenance.get("init_variable_filter"),
+            fix=f"Names are for instance {', '.join(list(names.values())[:3])}.",
+        )
+    fresh = initial_parameters(T5(config.model, config.dtypes), jax.random.key(seed))
+    for path, value in flax.traverse_util.flatten_dict(fresh, sep="/").items():
+        kept.setdefault(TARGET + path, np.asarray(value))
+    return kept
+
+
+def _mesh_name(key: str, names: dict[str, str], tree: FlatTree) -> str:
+    """Mesh TensorFlow's name of a checkpoint's entry; "" for one that is not of the model."""
+    if key == layout.STEP:
+        return layout.MTF_STEP
+    try:
+        path, slot = layout.split_key(key)
+    except ValueError:
+        return ""
+    parameter = tree.get(layout.PARAMETERS + path)
+    if path not in names or parameter is None:
+        return ""
+    if slot is None:
+        return names[path]
+    if parameter.ndim < 2 and slot in ("v_row", "v_col"):
+        return ""  # an unused slot
+    return layout.join_mtf_slot(names[path], layout.slot_to_mtf(slot, parameter.shape))
