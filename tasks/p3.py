@@ -26,6 +26,7 @@ from pathlib import Path
 
 from t0repro.converters.progress import byte_progress
 from t0repro.errors import UserError, nearest_names
+from t0repro.evaluation.pair_progress import pair_progress
 from t0repro.files import write_atomically
 from t0repro.tasks.catalogue import rounds_of, t0_datasets
 from t0repro.tasks.hub_files import HubFile, HubRepository
@@ -111,11 +112,16 @@ def fetch(patterns: Sequence[str], to: Path, repository: HubRepository) -> Fetch
         or another fetch is writing there.
     """
     names = matching_names(patterns)
-    to.mkdir(parents=True, exist_ok=True)
+    try:
+        to.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"The folder cannot be made: {error.strerror}.", where=str(to), fix="Name another."
+        ) from error
     with _alone(to):
         present = [name for name in names if _is_whole(to / name)]
         wanted = [name for name in names if name not in set(present)]
-        listed = {name: repository.files(f"data/{name}") for name in wanted}
+        listed = _list(wanted, repository)
         absent = [name for name, files in listed.items() if files is None]
         if absent and len(absent) == len(names):
             raise UserError(
@@ -132,6 +138,16 @@ def fetch(patterns: Sequence[str], to: Path, repository: HubRepository) -> Fetch
             for name, files in sizes.items():
                 _fetch_task(name, files, to, repository, advance)
     return Fetched(list(sizes), present, absent, total)
+
+
+def _list(names: Sequence[str], repository: HubRepository) -> dict[str, list[HubFile] | None]:
+    """Task -> its files on the hub, or None; one request a task, so that hundreds take minutes."""
+    listed = {}
+    with pair_progress(len(names), "listing", "tasks", "listed") as advance:
+        for name in names:
+            listed[name] = repository.files(f"data/{name}")
+            advance(1)
+    return listed
 
 
 def _is_whole(folder: Path) -> bool:

@@ -285,6 +285,12 @@ def test_a_folder_of_the_name_without_marker_is_not_touched(server, tmp_path):
     assert (tmp_path / TASK / "mine.txt").exists()
 
 
+def test_a_file_where_the_folder_should_be_is_told(server, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="cannot be made"):
+        p3.fetch([TASK], tmp_path / "file", repository(server))
+
+
 def test_two_fetches_to_one_folder_are_told_apart(server, tmp_path):
     with p3._alone(tmp_path), pytest.raises(UserError, match="Another fetch"):
         p3.fetch([TASK], tmp_path, repository(server))
