@@ -88,7 +88,7 @@ def tokenizer_files(vocabulary: Path | None, family: Family) -> dict[str, bytes]
         return {"tokenizer_config.json": _json(config | _special_tokens())}
     try:
         content = vocabulary.read_bytes()
-        pieces, charsmap = _parse_sentencepiece(content)
+        pieces, charsmap, byte_fallback = _parse_sentencepiece(content)
     except (OSError, IndexError, struct.error, UnicodeDecodeError) as error:
         raise UserError(
             "The vocabulary is no SentencePiece model.", where=str(vocabulary), fix=str(error)
@@ -106,7 +106,9 @@ def tokenizer_files(vocabulary: Path | None, family: Family) -> dict[str, bytes]
     config = {"tokenizer_class": "T5Tokenizer", "extra_ids": extra_ids}
     return {
         "spiece.model": content,
-        "tokenizer.json": _json(_fast_tokenizer(pieces, charsmap, extra_ids), indent=None),
+        "tokenizer.json": _json(
+            _fast_tokenizer(pieces, charsmap, extra_ids, byte_fallback), indent=None
+        ),
         "tokenizer_config.json": _json(config | _special_tokens()),
     }
 
@@ -120,21 +122,25 @@ def _special_tokens() -> dict[str, Any]:
     }
 
 
-def _parse_sentencepiece(content: bytes) -> tuple[list[tuple[str, float]], bytes]:
-    """Pieces with their scores, and the normalisation table (sentencepiece_model.proto)."""
-    pieces, charsmap = [], b""
+def _parse_sentencepiece(content: bytes) -> tuple[list[tuple[str, float]], bytes, bool]:
+    """Pieces with their scores, the normalisation table, and whether unknown characters are spelled
+    in bytes, as mT5's are (sentencepiece_model.proto).
+    """
+    pieces, charsmap, byte_fallback = [], b"", False
     for number, value in protobuf_fields(content):
         if number == 1:
             fields = dict(protobuf_fields(value))
             score = struct.unpack("<f", fields.get(2, 0).to_bytes(4, "little"))[0]
             pieces.append((fields[1].decode(), score))
+        elif number == 2:
+            byte_fallback = bool(dict(protobuf_fields(value)).get(35, False))
         elif number == 3:
             charsmap = dict(protobuf_fields(value)).get(2, b"")
-    return pieces, charsmap
+    return pieces, charsmap, byte_fallback
 
 
 def _fast_tokenizer(
-    pieces: list[tuple[str, float]], charsmap: bytes, extra_ids: int
+    pieces: list[tuple[str, float]], charsmap: bytes, extra_ids: int, byte_fallback: bool
 ) -> dict[str, Any]:
     """The content of tokenizer.json, as transformers makes it of a T5's SentencePiece model."""
     # T5 calls padding, end and unknown by these names, whatever the model calls ids 0, 1 and 2.
@@ -145,6 +151,9 @@ def _fast_tokenizer(
     end = {"SpecialToken": {"id": "</s>", "type_id": 0}}
     first, second = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
     metaspace = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}
+    decoder = metaspace
+    if byte_fallback:
+        decoder = {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, metaspace]}
     normalizer = base64.b64encode(charsmap).decode()
     return {
         "version": "1.0",
@@ -164,8 +173,13 @@ def _fast_tokenizer(
             "pair": [first, end, second, end],
             "special_tokens": {"</s>": {"id": "</s>", "ids": [1], "tokens": ["</s>"]}},
         },
-        "decoder": metaspace,
-        "model": {"type": "Unigram", "unk_id": 2, "vocab": vocabulary, "byte_fallback": False},
+        "decoder": decoder,
+        "model": {
+            "type": "Unigram",
+            "unk_id": 2,
+            "vocab": vocabulary,
+            "byte_fallback": byte_fallback,
+        },
     }
 
 

@@ -81,9 +81,9 @@ class _Renamed:
 
 def _from_optax(name: str) -> str | None:
     """The flat key of a name that may be optax's; None for what is no tensor of the model."""
-    if match := re.fullmatch(r"state/param_states/(\d+)/(mu|nu)/(.+)", name):
+    if match := re.fullmatch(r"state/param_states/((?:\d+/)+)(mu|nu)/(.+)", name):
         return layout.slot_key(match[3], _OPTAX[match[2]])
-    if re.fullmatch(r"state/param_states/\d+/count", name) or name == "version":
+    if re.fullmatch(r"state/param_states/(\d+/)+count", name) or name == "version":
         return None
     return name
 

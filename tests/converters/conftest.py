@@ -28,6 +28,9 @@ LayerStack.dropout_rate = 0.0
 LayerStack.norm_epsilon = 1e-6
 """
 
+# Its checkpoints are those of `lm`, but it takes examples with inputs and targets.
+DECODER_ONLY_BINDINGS = "utils.run.model_type = 'delimited_lm'\n"
+
 
 @pytest.fixture(scope="session")
 def run_script(tmp_path_factory) -> Callable[..., None]:
@@ -62,9 +65,9 @@ def train_mesh_tensorflow(run_script, tmp_path_factory) -> Callable[[Sequence[di
 
 @pytest.fixture(scope="session")
 def mesh_checkpoints(train_mesh_tensorflow, tmp_path_factory) -> dict[str, Path]:
-    """Model directories at step 2 that Mesh TensorFlow trained: "t5_1_1" and "t5_1_0"."""
+    """Model directories at step 2 that Mesh TensorFlow trained: "t5_1_1", "t5_1_0" and "lm_v1"."""
     root = tmp_path_factory.mktemp("mesh_tensorflow")
-    directories = {"t5_1_1": root / "t5_1_1", "t5_1_0": root / "t5_1_0"}
+    directories = {name: root / name for name in ("t5_1_1", "t5_1_0", "lm_v1")}
     train_mesh_tensorflow(
         [
             {"model_dir": directories["t5_1_1"], "model": "t5.1.1.small", "train_steps": 2},
@@ -73,6 +76,12 @@ def mesh_checkpoints(train_mesh_tensorflow, tmp_path_factory) -> dict[str, Path]
                 "model": "t5.1.0.small",
                 "train_steps": 2,
                 "bindings": LEGACY_BINDINGS,
+            },
+            {
+                "model_dir": directories["lm_v1"],
+                "model": "lm_v1",
+                "train_steps": 2,
+                "bindings": DECODER_ONLY_BINDINGS,
             },
         ]
     )

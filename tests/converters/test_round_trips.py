@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-import json
-import shutil
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -62,27 +59,6 @@ def test_any_t5_comes_back_from_jax_bit_for_bit(
     assert convert(root / "source", root / "jax", "jax").family == family
     convert(root / "jax", root / "mtf", "mtf")
     assert_same_bits(variables, read_variables(root / "mtf"))
-
-
-@pytest.mark.mtf
-def test_mesh_tensorflow_continues_a_converted_checkpoint_as_it_does_its_own(
-    mesh_checkpoints, train_mesh_tensorflow, tmp_path
-):
-    shutil.copytree(mesh_checkpoints["t5_1_1"], tmp_path / "own")
-    convert(tmp_path / "own", tmp_path / "jax", "jax")
-    convert(tmp_path / "jax", tmp_path / "converted", "mtf")
-    models = ("own", "converted")
-    train_mesh_tensorflow(
-        [
-            {"model_dir": tmp_path / name, "model": "t5.1.1.small", "train_steps": 5}
-            for name in models
-        ]
-    )
-    losses = [json.loads((tmp_path / name / "losses.json").read_text()) for name in models]
-    assert len(losses[0]) == 3
-    assert losses[0] == losses[1]
-    # The slots are alive: they entered the updates, and agree after them too.
-    assert_same_bits(*(read_variables(tmp_path / name) for name in models))
 
 
 def test_slots_of_square_matrices_change_names_and_others_keep_them(tiny_checkpoint, tmp_path):

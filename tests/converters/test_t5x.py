@@ -236,30 +236,6 @@ def test_importer_slots_ask_for_a_t5x_side(tiny_checkpoint, tmp_path):
         convert(tiny_checkpoint, tmp_path / "out", "mtf", t5x_importer_slots=True)
 
 
-def test_adam_s_moments_are_where_optax_keeps_them_and_come_back(
-    tiny_family, mesh_variables, write_mesh_checkpoint, tmp_path
-):
-    variables = {
-        name: array for name, array in mesh_variables(tiny_family).items() if "_slot_" not in name
-    }
-    generator = np.random.default_rng(3)
-    for name in [name for name in variables if name != "global_step"]:
-        for moment in ("adam_m", "adam_v"):
-            value = generator.normal(size=variables[name].shape)
-            variables[f"{name}/{moment}"] = value.astype(np.float32)
-    source = write_mesh_checkpoint(tmp_path / "source", variables)
-    convert(source, tmp_path / "t5x", "t5x")
-    tree = restore_by_orbax(tmp_path / "t5x" / "checkpoint_7")
-    np.testing.assert_array_equal(
-        tree["state/param_states/0/mu/token_embedder/embedding"],
-        variables["shared/embedding/adam_m"],
-    )
-    assert tree["state/param_states/0/count"] == 7
-    convert(tmp_path / "t5x", tmp_path / "hf", "hf")
-    convert(tmp_path / "hf", tmp_path / "mtf", "mtf")
-    assert_same_bits(variables, read_variables(tmp_path / "mtf"))
-
-
 # --- Types and vocabularies ----------------------------------------------------------------------
 
 

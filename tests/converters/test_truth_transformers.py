@@ -168,3 +168,39 @@ def test_byt5_s_tokenizer_is_made_without_a_vocabulary(
     assert tokenizer("hé").input_ids == [b + 3 for b in "hé".encode()] + [1]
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert transformers.T5Config(**config).num_decoder_layers == 1
+
+
+def test_mt5_s_vocabulary_spells_unknown_characters_in_bytes_and_has_no_extra_ids(
+    tmp_path, mesh_variables, write_mesh_checkpoint
+):
+    import sentencepiece
+
+    from t0repro.converters.family import Family
+
+    # As mT5's: byte pieces, and the extra ids among the pieces. (mT5's own has 250,100 pieces.)
+    (tmp_path / "text").write_text("the quick brown fox jumps over the lazy dog\n" * 20)
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(tmp_path / "text"),
+        model_prefix=str(tmp_path / "pieces"),
+        vocab_size=420,
+        byte_fallback=True,
+        hard_vocab_limit=False,
+        pad_id=0,
+        eos_id=1,
+        unk_id=2,
+        bos_id=-1,
+        user_defined_symbols=[f"▁<extra_id_{n}>" for n in range(99, -1, -1)],
+        minloglevel=2,
+    )
+    vocabulary = tmp_path / "pieces.model"
+    pieces = sentencepiece.SentencePieceProcessor(str(vocabulary))
+    family = Family(1, 1, 2, 2, 1, 2, 250_112, 4, ("wi_0", "wi_1"), False)
+    source = write_mesh_checkpoint(tmp_path / "source", mesh_variables(family))
+    convert(source, tmp_path / "hf", "hf", vocabulary=vocabulary)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    for text in ("the fox", "東京 fox", "naïve"):
+        ids = tokenizer(text, add_special_tokens=False).input_ids
+        assert ids == pieces.encode(text), text
+        assert tokenizer.decode(ids) == text
+    model = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "hf")
+    assert type(model).__name__ == "MT5ForConditionalGeneration"
