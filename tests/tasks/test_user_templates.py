@@ -116,6 +116,14 @@ def test_promptsources_own_files_are_read_as_promptsource_reads_them():
                 assert getattr(mine, field) == getattr(theirs, field)
 
 
+def test_every_file_of_promptsource_is_a_file_that_one_may_give():
+    from t0repro.tasks import templates
+
+    files = sorted(Path(templates._templates_folder()).rglob("templates.yaml"))
+    counts = [len(read_template_file(path).templates) for path in files]
+    assert len(counts) == 272 and sum(counts) == 1966
+
+
 BROKEN = [
     ("cut YAML", HEAD + "  one: !Template\n    name: 'never closed\n", r"my\.yaml, line 5"),
     ("tab", HEAD + "\tone: x\n", r"line 3"),
