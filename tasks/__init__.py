@@ -2,9 +2,10 @@
 
 Importing one of the modules below registers its tasks; nothing is read and no socket is opened.
 
+  t0: T0's tasks and its eight mixtures, `t0_train`, `t0_eval_score_eval` and the others.
   demo: generated data, its own vocabulary, mixtures `demo_train` and `demo_eval_score_eval`.
   small: the same job on real rows, mixtures `small_train` and `small_eval_score_eval`.
-  local: every task of T0's table whose dataset lies under T0REPRO_DATA_DIR, by T0's names.
+  local: those of T0's tasks whose dataset lies under T0REPRO_DATA_DIR, with the splits there.
 """
 
 from t0repro.tasks.registry import PromptedTask, prompted_tasks

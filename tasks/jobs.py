@@ -11,10 +11,8 @@ from t0repro.tasks.job_specs import PromptedDataset
 from t0repro.tasks.registration import add_prompted_task
 from t0repro.tasks.registry import SCORE_EVAL_SUFFIX
 from t0repro.tasks.splits import Split
+from t0repro.tasks.t0_mixtures import MAX_EXAMPLES, t0_rate
 from t0repro.tasks.templates import task_name, template_names
-
-MAX_EXAMPLES = 500_000
-"""T0 counts a dataset above so many examples as this many, shared by its templates."""
 
 
 def register_job(
@@ -65,16 +63,6 @@ def register_job(
 
     seqio.MixtureRegistry.add(f"{job}_train", list(rates), default_rate=training_rate)
     seqio.MixtureRegistry.add(f"{job}_eval_score_eval", evaluated, default_rate=evaluation_rate)
-
-
-def t0_rate(train_size: int, num_templates: int) -> int:
-    """T0's mixing rate of each task of a dataset.
-
-    Args:
-      train_size: the dataset's training examples, before a template drops any.
-      num_templates: all templates that promptsource has for it, used or not.
-    """
-    return MAX_EXAMPLES // num_templates if train_size > MAX_EXAMPLES else train_size
 
 
 def evaluation_rate(task: seqio.Task) -> float:

@@ -54,7 +54,8 @@ def add_prompted_task(
 ) -> registry.PromptedTask:
     """Registers a task and, where its template has answer choices, `<name>_score_eval`.
 
-    Nothing is read but the template. Registering the same task once more does nothing.
+    Nothing is read but the template. Registering the same task once more does nothing, unless it
+    has splits besides: then it stands in for the first.
 
     Args:
       dataset: the Hugging Face name.
@@ -105,20 +106,34 @@ def _describe(name: str, source: PromptedSource) -> registry.PromptedTask:
 
 
 def _is_registered(task: registry.PromptedTask, source: PromptedSource) -> bool:
+    """Whether the same task stands there with these splits or more; one with fewer is removed."""
     if task.name not in seqio.TaskRegistry.names():
         return False
     other = seqio.TaskRegistry.get(task.name).source
-    same = (
-        registry.prompted_tasks().get(task.name) == task
-        and isinstance(other, PromptedSource)
-        and (other.root, other.files_of_splits) == (source.root, source.files_of_splits)
-    )
-    if not same:
+    if (
+        registry.prompted_tasks().get(task.name) != task
+        or not isinstance(other, PromptedSource)
+        or other.root != source.root
+        or not _agree(other.files_of_splits, source.files_of_splits)
+    ):
         raise UserError(
             f"A task {task.name!r} with other data or another prompt is registered already.",
             fix="Import only one of the modules that register it, or give this one another name.",
         )
-    return True
+    if source.files_of_splits.keys() <= other.files_of_splits.keys():
+        return True
+    # t0repro.tasks.local takes what is at hand, t0repro.tasks.t0 all splits: in either order of
+    # their imports, the task has all.
+    for name in (task.name, task.twin().name):
+        if name in seqio.TaskRegistry.names():
+            seqio.TaskRegistry.remove(name)
+    return False
+
+
+def _agree(one: Mapping[str, Split], other: Mapping[str, Split]) -> bool:
+    """Whether one has all splits of the other, of the same rows."""
+    few, many = sorted((one, other), key=len)
+    return few.items() <= many.items()
 
 
 def _add(

@@ -27,9 +27,13 @@ WHOLE_SPLITS = [
 
 @pytest.fixture
 def local(shared_data, monkeypatch):
-    """The tasks of every dataset that is at hand."""
+    """The tasks of every dataset that is at hand, and no others."""
     monkeypatch.setenv("T0REPRO_DATA_DIR", str(shared_data))
-    return importlib.import_module("t0repro.tasks.local")
+    module = importlib.import_module("t0repro.tasks.local")
+    for registry in (seqio.TaskRegistry, seqio.MixtureRegistry):
+        monkeypatch.setattr(registry, "_REGISTRY", {})
+    monkeypatch.setattr("t0repro.tasks.registry._tasks", {})
+    module.register_local(shared_data)
 
 
 @pytest.mark.parametrize(("name", "split"), WHOLE_SPLITS)

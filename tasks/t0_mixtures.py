@@ -1,0 +1,166 @@
+"""Which tasks are in T0's mixtures and at which rates; decided from its table, without SeqIO."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+
+from t0repro.tasks.catalogue import T0Dataset
+from t0repro.tasks.registry import SCORE_EVAL_SUFFIX, PromptedTask
+
+MAX_EXAMPLES = 500_000
+"""T0 counts a dataset above so many examples as this many, shared by its templates."""
+
+# What each model was trained on, in the words of T0's table.
+TRAINED_ON: Mapping[str, tuple[str, ...]] = {
+    "t0_train": ("BASE",),
+    "t0+_train": ("BASE", "GPT_EVAL"),
+    "t0++_train": ("BASE", "GPT_EVAL", "SGLUE"),
+}
+
+# T0's list of tasks whose inputs are too long or whose cache was broken also names tasks of
+# datasets that are not in its table; this is the one that is.
+EXCLUDED_TASKS = frozenset({"gigaword_summarize_"})
+
+# Tasks whose evaluation T0 leaves out of t0_train_score_eval: too many examples or choices.
+WITHOUT_TRAIN_SCORE_EVAL = (
+    "paws_labeled_final",
+    "adversarial_qa_dbidaf",
+    "adversarial_qa_dbert",
+    "duorc_ParaphraseRC",
+    "dream",
+    "amazon_polarity",
+    "app_reviews",
+    "imdb",
+    "wiki_bio",
+    "gigaword",
+    "multi_news",
+    "samsum",
+    "dbpedia_14",
+    "trec",
+)
+
+EXCLUDED_SCORE_EVALS = frozenset(
+    {
+        "amazon_polarity_Is_this_product_review_positive_score_eval",
+        "amazon_polarity_Is_this_review_negative_score_eval",
+        "amazon_polarity_Is_this_review_score_eval",
+        "amazon_polarity_User_recommend_this_product_score_eval",
+        "amazon_polarity_convey_negative_or_positive_sentiment_score_eval",
+        "amazon_polarity_flattering_or_not_score_eval",
+        "amazon_polarity_negative_or_positive_tone_score_eval",
+        "amazon_polarity_user_satisfied_score_eval",
+        "amazon_polarity_would_you_buy_score_eval",
+        "dbpedia_14_given_a_choice_of_categories__score_eval",
+        "dbpedia_14_given_list_what_category_does_the_paragraph_belong_to_score_eval",
+        "dbpedia_14_pick_one_category_for_the_following_text_score_eval",
+        "wiki_hop_original_choose_best_object_affirmative_1_score_eval",
+        "wiki_hop_original_choose_best_object_affirmative_2_score_eval",
+        "wiki_hop_original_choose_best_object_affirmative_3_score_eval",
+        "wiki_hop_original_choose_best_object_interrogative_1_score_eval",
+        "wiki_hop_original_choose_best_object_interrogative_2_score_eval",
+    }
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class T0Task:
+    """A task of T0 and the row of its table that it comes from.
+
+    Attributes:
+      task: what is registered, without its twin.
+      entry: the row of the table.
+      num_templates: all templates of the dataset, used in a mixture or not.
+    """
+
+    task: PromptedTask
+    entry: T0Dataset
+    num_templates: int
+
+
+@dataclasses.dataclass(frozen=True)
+class T0Mixture:
+    """A mixture: its tasks, sorted, and for training the rate of each."""
+
+    name: str
+    tasks: Sequence[str]
+    rates: Mapping[str, int] | None = None
+
+
+def t0_rate(train_size: int, num_templates: int) -> int:
+    """T0's mixing rate of each task of a dataset.
+
+    Args:
+      train_size: the dataset's training examples, before a template drops any.
+      num_templates: all templates that promptsource has for it, used or not.
+    """
+    return MAX_EXAMPLES // num_templates if train_size > MAX_EXAMPLES else train_size
+
+
+def t0_mixtures(tasks: Sequence[T0Task]) -> list[T0Mixture]:
+    """The eight mixtures of these tasks."""
+    used = [each for each in tasks if each.task.name not in EXCLUDED_TASKS]
+    mixtures = [
+        _training(name, used, lambda each, groups=groups: each.entry.train in groups)
+        for name, groups in TRAINED_ON.items()
+    ]
+    first = _first_original_tasks(used)
+    return [
+        *mixtures,
+        _evaluation("t0_eval_score_eval", used, _is_held_out),
+        _evaluation("t0_train_score_eval", used, _is_evaluated_in_training),
+        _training("t0_train_one_og_prompt", used, lambda each: each.task.name in first),
+        _training(
+            "t0_train_all_og_prompts",
+            used,
+            lambda each: each.entry.train == "BASE" and each.task.original_task,
+        ),
+        _evaluation(
+            "bias_fairness_eval_score_eval",
+            used,
+            lambda each: each.entry.evaluate == "BIAS_FAIRNESS",
+        ),
+    ]
+
+
+def _training(name: str, tasks: Sequence[T0Task], chosen: Callable[[T0Task], bool]) -> T0Mixture:
+    rates = {
+        each.task.name: t0_rate(each.entry.train_size, each.num_templates)
+        for each in tasks
+        if chosen(each)
+    }
+    rates = dict(sorted(rates.items()))
+    return T0Mixture(name, list(rates), rates)
+
+
+def _evaluation(name: str, tasks: Sequence[T0Task], chosen: Callable[[T0Task], bool]) -> T0Mixture:
+    return T0Mixture(
+        name,
+        sorted(
+            each.task.name + SCORE_EVAL_SUFFIX
+            for each in tasks
+            if each.task.has_answer_choices and chosen(each)
+        ),
+    )
+
+
+def _is_held_out(each: T0Task) -> bool:
+    return each.entry.evaluate == "BASE" and each.task.original_task
+
+
+def _is_evaluated_in_training(each: T0Task) -> bool:
+    return (
+        each.entry.train == "BASE"
+        and each.task.original_task
+        and not each.task.name.startswith(WITHOUT_TRAIN_SCORE_EVAL)
+        and each.task.name + SCORE_EVAL_SUFFIX not in EXCLUDED_SCORE_EVALS
+    )
+
+
+def _first_original_tasks(tasks: Sequence[T0Task]) -> set[str]:
+    """The first original-task template of each dataset of BASE, in the templates' order."""
+    first: dict[T0Dataset, str] = {}
+    for each in tasks:
+        if each.entry.train == "BASE" and each.task.original_task:
+            first.setdefault(each.entry, each.task.name)
+    return set(first.values())
