@@ -1,0 +1,112 @@
+"""Operative configs of released checkpoints load as t5_mesh_transformer loads them."""
+
+import pytest
+from absl import flags
+
+from t0repro.config import mtf_gin
+from t0repro.config.variables import mesh_variables
+
+from . import operative_configs as files
+
+pytestmark = pytest.mark.mtf
+MIXTURE = "MIXTURE_NAME = 'demo_train'"
+
+
+def inputs(tmp_path, text, skip_unknown=(), name="operative_config.gin"):
+    (tmp_path / name).write_text(text)
+    return mtf_gin.GinInputs(
+        "a_model_dir",
+        (str(tmp_path / name),),
+        (MIXTURE, "run.train_steps = 20"),
+        module_imports=("t0repro.tasks.demo",),
+        skip_unknown=skip_unknown,
+    )
+
+
+def test_t5_1_0s_switches_mean_the_legacy_sublayers_with_their_rate_and_names(tmp_path):
+    config, _ = mtf_gin.load(inputs(tmp_path, files.T5_1_0, files.T5_1_0_DEPRECATED))
+    model = config.model
+    assert (model.d_model, model.d_ff, model.num_heads, model.d_kv) == (64, 96, 4, 16)
+    assert model.dropout_rate == 0.1 and model.norm_names == "layer_norm"
+    assert model.activations == ("relu",) and model.logits_from_embedding
+    names = mesh_variables(model).values()
+    assert "encoder/block_001/layer_000/layer_norm/scale" in names
+    assert "decoder/final_layer_norm/scale" in names
+    assert config.schedule is not None and config.schedule.arguments["linear_decay_fraction"] == 0.0
+    assert config.train_steps == 20 and config.batch_size == 8
+
+
+def test_t5_1_1s_sublayers_spelled_out_mean_todays(tmp_path):
+    config, _ = mtf_gin.load(inputs(tmp_path, files.T5_1_1))
+    assert config.model.norm_names == "rms_norm" and config.model.dropout_rate == 0.0
+    assert config.model.activations == ("gelu", "linear")
+    # Eight cores share a batch of 8 rows: one row each, which needs no microbatches.
+    assert config.num_microbatches == 1
+    assert config.dtypes.master == "bfloat16"
+    assert "operative_config.gin" in config.provenance["model.d_ff"]
+
+
+@pytest.mark.parametrize("text", [files.T5_1_0, files.T5_1_1], ids=["1.0", "1.1"])
+@pytest.mark.parametrize("fork", [False, True], ids=["released", "of a fork"])
+def test_gin_holds_the_same_after_t5s_own_command_has_parsed_it(tmp_path, monkeypatch, text, fork):
+    """t5's main is run to the point where it calls utils.run, which both backends share."""
+    import mesh_tensorflow.transformer.utils as utils
+    from t5.models import mesh_transformer_main
+
+    import gin
+
+    if fork:
+        text += files.FORK.splitlines()[1] + "\n"
+    ours = mtf_gin.parse(inputs(tmp_path, text, skip_unknown=fork or files.T5_1_0_DEPRECATED))
+    mine = dict(gin.config._CONFIG)
+    gin.clear_config()
+    seen = {}
+    monkeypatch.setattr(utils, "run", lambda **_: seen.update(gin.config._CONFIG))
+    options = flags.FLAGS
+    options(
+        [
+            "t5_mesh_transformer",
+            f"--model_dir={tmp_path}",
+            "--module_import=t0repro.tasks.demo",
+            f"--gin_file={tmp_path / 'operative_config.gin'}",
+            f"--gin_param={MIXTURE}",
+            "--gin_param=run.train_steps = 20",
+            "--skip_all_gin_unknowns"
+            if fork
+            else f"--additional_deprecated_gin_references={files.T5_1_0_DEPRECATED[0]}",
+        ]
+    )
+    try:
+        mesh_transformer_main.main([])
+    finally:
+        options.unparse_flags()
+        gin.clear_config()
+    dtypes = ("", "mesh_tensorflow.transformer.utils.get_variable_dtype")
+    assert seen.pop(dtypes)["activation_dtype"] == "float32"  # main's own, without --tpu
+    assert mine.pop(dtypes)["activation_dtype"] == "bfloat16"
+    assert readable(seen) == readable(mine)
+    assert ours.places
+
+
+def readable(config):
+    """A configuration to compare: vocabularies are made anew each time."""
+    return {
+        key: {name: repr(value) for name, value in values.items() if name != "vocabulary"}
+        for key, values in config.items()
+    }
+
+
+def test_a_forks_names_fail_unless_they_are_given_as_deprecated_or_all_are_skipped(tmp_path):
+    known = files.T5_1_1 + "our_own_loss.margin = 0.5\n"
+    with pytest.raises(ValueError, match="our_own_loss"):
+        mtf_gin.load(inputs(tmp_path, known))
+    named, _ = mtf_gin.load(inputs(tmp_path, known, skip_unknown=("our_own_loss",)))
+    skipped, _ = mtf_gin.load(inputs(tmp_path, known, skip_unknown=True))
+    plain, _ = mtf_gin.load(inputs(tmp_path, files.T5_1_1))
+    assert named == skipped == plain
+
+
+def test_an_unknown_argument_of_a_known_function_fails_even_then(tmp_path):
+    """gin skips unknown functions, not unknown arguments; so does t5_mesh_transformer."""
+    with pytest.raises(ValueError, match="our_own_summary_steps"):
+        mtf_gin.load(inputs(tmp_path, files.T5_1_1 + files.FORK, skip_unknown=True))
