@@ -47,9 +47,19 @@ def own(tmp_path, monkeypatch):
             lines += [f"  id-{name}: !Template", *values]
         path = tmp_path / f"{dataset}.yaml"
         path.write_text("\n".join(lines) + "\n")
+        written.append(dataset)
         return path
 
-    return write
+    written: list[str] = []
+    yield write
+    import seqio
+
+    from t0repro.tasks import registry
+
+    for task in list(registry.prompted_tasks().values()):
+        if task.dataset in written:
+            seqio.TaskRegistry.remove(task.name)
+            registry._tasks.pop(task.name)
 
 
 # ls ----------------------------------------------------------------------------------------------
@@ -82,6 +92,13 @@ def test_ls_says_what_is_cached_and_what_is_drawn_too_often(run, tmp_path):
     code, out, _ = run(*arguments)
     assert code == 0 and "1 of them are cached." in out
     assert "640 (64x)" in out and f"{name}, 640 for 10 (64 times)" in out
+
+
+def test_ls_of_t0_points_at_the_prompt_that_is_drawn_63_times_too_often(run):
+    code, out, _ = run("ls", "--mixture", "t0_train", "--dataset", "trec")
+    (line,) = [line for line in out.splitlines() if "trec_fine_grained_ABBR " in line]
+    assert code == 0 and re.split(r"\s{2,}", line.strip())[-2:] == ["5,452 (63x)", "86"]
+    assert "18 tasks of 1 datasets." in out
 
 
 @pytest.mark.parametrize(
@@ -221,9 +238,18 @@ def test_a_broken_template_file_exits_with_2_and_its_line(run, tmp_path):
 
 def test_check_finds_one_doubtful_prompt_in_the_data_at_hand(run, shared_data, monkeypatch):
     monkeypatch.setenv("T0REPRO_DATA_DIR", str(shared_data))
-    code, out, _ = run("check", "--module_import=t0repro.tasks.local", "--dataset", "imdb")
-    assert code == 0 and "1 suspect, 0 broken" in out
-    assert "suspect: imdb_Negation_template_for_positive_and_negative: the target is never" in out
+    code, out, _ = run("check", "--mixture", "t0++_train", "--json")
+    verdicts = {task["task"]: task["verdict"] for task in json.loads(out)}
+    assert code == 0 and len(verdicts) == 464
+    (suspect,) = [name for name, verdict in verdicts.items() if verdict == "suspect"]
+    assert suspect == "imdb_Negation_template_for_positive_and_negative"
+    assert "ok" in verdicts.values() and "broken" not in verdicts.values()
+
+
+def test_check_of_a_mixture_to_evaluate_checks_its_prompts(run, shared_data, monkeypatch):
+    monkeypatch.setenv("T0REPRO_DATA_DIR", str(shared_data))
+    code, out, _ = run("check", "--mixture", "t0_eval_score_eval")
+    assert code == 0 and "0 suspect, 0 broken" in out and out.splitlines()[-1].startswith("116 ")
 
 
 # fetch-p3 ----------------------------------------------------------------------------------------
