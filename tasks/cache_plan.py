@@ -13,18 +13,15 @@ from __future__ import annotations
 import argparse
 import importlib
 import re
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import seqio
 
+from t0repro.data.prompt_cache import folders
 from t0repro.errors import UserError, nearest_names
 from t0repro.tasks.sources import PromptedSource
-
-# What seqio_cache_tasks writes into a task's folder; Beam's temporary files begin with the last.
-CACHE_FILE = re.compile(r".+\.tfrecord-\d+-of-\d+|(info|stats)\..+\.json|COMPLETED|beam-temp-.+")
 
 
 def selected_tasks(mixtures: Sequence[str], patterns: Sequence[str]) -> list[seqio.Task]:
@@ -66,21 +63,11 @@ def remove_interrupted(tasks: Sequence[seqio.Task], cache_dir: Path) -> list[str
     Raises:
       UserError: if such a folder holds a file that no cache has.
     """
-    removed = []
-    for task in tasks:
-        folder = _folder(task, cache_dir)
-        if not folder.is_dir():
-            continue
-        foreign = [path.name for path in folder.iterdir() if not CACHE_FILE.fullmatch(path.name)]
-        if foreign:
-            raise UserError(
-                f"The folder of {task.name} holds files that are not a cache's: {foreign[:3]}.",
-                where=str(folder),
-                fix="Choose another cache folder, or move these files away.",
-            )
-        shutil.rmtree(folder)
-        removed.append(task.name)
-    return removed
+    return [
+        task.name
+        for task in tasks
+        if folders.remove_interrupted(_folder(task, cache_dir), task.name)
+    ]
 
 
 def check_readable(tasks: Sequence[seqio.Task]) -> None:
