@@ -12,11 +12,12 @@ import tensorflow as tf
 
 from t0repro.errors import UserError
 from t0repro.tasks import readers
-from t0repro.tasks.catalogue import catalogue, features_of, label
-from t0repro.tasks.columns import columns_of_dataset, columns_read
+from t0repro.tasks.catalogue import label
+from t0repro.tasks.columns import columns_read
 from t0repro.tasks.readers import Reader
 from t0repro.tasks.rows import kept_row
 from t0repro.tasks.schema import Schema, SchemaError
+from t0repro.tasks.schemas import schema_of
 from t0repro.tasks.splits import Split
 from t0repro.tasks.templates import Rendering, render
 
@@ -122,7 +123,7 @@ class PromptedSource(seqio.FunctionDataSource):
 
     def _schema(self, reader: Reader) -> Schema | None:
         names = tuple((column, tuple(found)) for column, found in reader.class_names().items())
-        return _schema_of(self.dataset, self.subset, columns_read(self.template), names)
+        return schema_of(self.dataset, self.subset, columns_read(self.template), names)
 
     def _bring(
         self, schema: Schema, row: dict[str, Any], reader: Reader, index: int
@@ -176,32 +177,3 @@ class PromptedSource(seqio.FunctionDataSource):
 
 # Rows that were read once and found to fit, counted: every template of a dataset reads them again.
 _checked: dict[tuple[Reader, Schema | None], int] = {}
-
-
-@functools.cache
-def _schema_of(
-    dataset: str,
-    subset: str | None,
-    read: frozenset[str],
-    class_names: tuple[tuple[str, tuple[str, ...]], ...],
-) -> Schema | None:
-    """The compiled schema of a dataset, or None where the catalogue has none."""
-    features = features_of(dataset, subset)
-    if features is None:
-        return None
-    return _compiled(dataset, subset, read | columns_of_dataset(dataset, subset), class_names)
-
-
-@functools.cache
-def _compiled(
-    dataset: str,
-    subset: str | None,
-    read: frozenset[str],
-    class_names: tuple[tuple[str, tuple[str, ...]], ...],
-) -> Schema:
-    # One object for all templates of a dataset that read no more than promptsource's do.
-    required = [
-        column for column in features_of(dataset, subset) or {} if column.replace("-", "_") in read
-    ]
-    aliases = catalogue()[dataset, subset].aliases
-    return Schema(features_of(dataset, subset) or {}, required, aliases, dict(class_names))

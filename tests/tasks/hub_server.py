@@ -1,0 +1,63 @@
+"""A local Hugging Face hub: the part of its HTTP interface by which files of a dataset are read.
+
+    python hub_server.py FOLDER        prints its address; serves FOLDER/<owner>/<name>/<path>
+
+Every repository has one commit, whatever branch is asked for.
+"""
+
+import hashlib
+import http.server
+import json
+import re
+import sys
+from pathlib import Path
+
+COMMIT = "c0ffee" * 6 + "c0de"
+FOLDER = Path(sys.argv[1])
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """Answers what `HfApi.dataset_info` and `hf_hub_download` ask."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self):
+        """Answers with a body."""
+        self._answer(body=True)
+
+    def do_HEAD(self):
+        """Answers with the headers alone."""
+        self._answer(body=False)
+
+    def _answer(self, body):
+        path = self.path.split("?")[0]
+        about = re.fullmatch(r"/api/datasets/([^/]+/[^/]+)/revision/(.+)", path)
+        file = re.fullmatch(r"/datasets/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)
+        if about and (FOLDER / about[1]).is_dir():
+            root = FOLDER / about[1]
+            names = sorted(str(each.relative_to(root)) for each in root.rglob("*.parquet"))
+            siblings = [{"rfilename": name} for name in names]
+            content = {"id": about[1], "sha": COMMIT, "siblings": siblings}
+            self._send(200, json.dumps(content).encode(), body)
+        elif file and (FOLDER / file[1] / file[3]).is_file():
+            self._send(200, (FOLDER / file[1] / file[3]).read_bytes(), body)
+        else:
+            self._send(404, b'{"error": "not found"}', body)
+
+    def _send(self, status, content, body):
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("ETag", f'"{hashlib.sha256(content).hexdigest()}"')
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.end_headers()
+        if body:
+            self.wfile.write(content)
+
+    def log_message(self, format, *arguments):
+        """Keeps the log off the terminal."""
+
+
+if __name__ == "__main__":
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    print(f"http://127.0.0.1:{server.server_address[1]}", flush=True)
+    server.serve_forever()
