@@ -59,6 +59,7 @@ def run_jax(
     *,
     snapshots: Sequence[int] = (),
     tensors: bool = False,
+    gradients: bool = False,
     scored: Sequence[Mapping[str, Any]] = (),
     seed: int = 0,
 ) -> StackResult:
@@ -69,7 +70,8 @@ def run_jax(
       batches: int32 [batch, length] by feature, a step each.
       start: parameters, slots and step by T5X's names.
       snapshots: numbers of steps done after which the state is kept.
-      tensors: whether activations, token losses and gradients of the first batch are wanted.
+      tensors: whether activations and token losses of the first batch are wanted.
+      gradients: whether those of the first batch are wanted.
       scored: examples to score by the first parameters.
       seed: of dropout.
 
@@ -86,6 +88,7 @@ def run_jax(
     found: dict[str, Any] = {}
     if tensors:
         found["activations"], found["token_losses"] = _forward(model, state.params, batches[0])
+    if gradients:
         found["gradients"] = _gradients(model, state.params, batches[0], config.num_microbatches)
     if scored:
         found["scores"] = score_examples(state.params, model, scored, config.sequence_length)

@@ -240,7 +240,13 @@ def compare_sides(
     config, start = inject.with_error(error, job.config, job.batches, reference.trees[0])
     with inject.injected(error):
         ours = run_jax(
-            config, job.batches, start, snapshots=job.snapshots, tensors=True, scored=examples
+            config,
+            job.batches,
+            start,
+            snapshots=job.snapshots,
+            tensors=True,
+            gradients=True,
+            scored=examples,
         )
     if error == "slot-swap":
         trees = {done: inject.without_exchange(tree) for done, tree in ours.trees.items()}
