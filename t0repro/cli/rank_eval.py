@@ -1,11 +1,16 @@
-"""`t0repro rank-eval`: ranks the answers of a mixture with one checkpoint and writes a report."""
+"""`t0repro rank-eval`: evaluates a mixture with one checkpoint and writes a report."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from t0repro.evaluation.rank_eval import Outcome
 
 
 def rank_eval(
@@ -18,6 +23,12 @@ def rank_eval(
         list[str] | None, typer.Option(help="A module that registers the tasks; repeatable.")
     ] = None,
     split: Annotated[str, typer.Option(help="Split of every task.")] = "validation",
+    modes: Annotated[
+        str,
+        typer.Option(
+            help="rank; or rank,generate, which decodes tasks without answer choices; or generate."
+        ),
+    ] = "rank",
     step: Annotated[int | None, typer.Option(help="Step of the checkpoint; the latest.")] = None,
     data: Annotated[
         Path | None, typer.Option(help="Folder of the datasets; T0REPRO_DATA_DIR by default.")
@@ -27,7 +38,9 @@ def rank_eval(
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="The most inputs of a task.")] = None,
     inputs_length: Annotated[int, typer.Option(min=1, help="Tokens of an input.")] = 1024,
-    targets_length: Annotated[int, typer.Option(min=1, help="Tokens of a choice.")] = 256,
+    targets_length: Annotated[
+        int, typer.Option(min=1, help="Tokens of a choice, or of what is decoded.")
+    ] = 256,
     tokens_per_batch: Annotated[
         int | None, typer.Option(min=1, help="Input tokens of a batch; what suits the device.")
     ] = None,
@@ -57,68 +70,92 @@ def rank_eval(
     Example: t0repro rank-eval --checkpoint runs/demo/model --mixture demo_eval_score_eval
     --module-import t0repro.tasks.demo --out runs/demo/rank_eval
     """
-    import os
+    extras = [*(["target_length"] if normalize != "none" else []), *(also or [])]
+    _check_options(normalize, also or [], activation)
+    if data is not None:
+        os.environ["T0REPRO_DATA_DIR"] = str(data)
 
+    from t0repro.evaluation import rank_eval as evaluation
+    from t0repro.evaluation.opened import open_checkpoint
+    from t0repro.evaluation.results import write_results
+    from t0repro.evaluation.terminal import print_report
+    from t0repro.evaluation.training_tasks import load_prompts, training_tasks
+
+    prompts = load_prompts(module_import or ())
+    trained = training_tasks(train_mixture or ())
+    _add_cache(cache_dir)
+    settings = evaluation.Settings(
+        split=split,
+        limit=limit,
+        lengths={"inputs": inputs_length, "targets": targets_length},
+        activation=activation or _usual_activation(),  # type: ignore[reportArgumentType] - checked above
+        tokens_per_batch=tokens_per_batch,
+        use_cached=cache_dir is not None,
+        calibrated="calibrated" in extras,
+        modes=_modes(modes),
+    )
+    opened = open_checkpoint(checkpoint, step, settings.activation)
+    outcome = evaluation.rank_eval(opened, mixture, out, prompts, settings)
+    report, paths = write_results(
+        outcome,
+        opened.step,
+        out,
+        prompts,
+        trained,
+        label=label,
+        title=title,
+        resamples=resamples,
+        extras=extras,
+    )
+    print_report(report)
+    _print_speed(outcome)
+    for path in paths:
+        typer.echo(f"wrote {path}")
+
+
+def _check_options(normalize: str, also: Sequence[str], activation: str | None) -> None:
     from t0repro.errors import UserError
 
-    also = also or []
     if normalize not in ("none", "target_length"):
         raise UserError(f"--normalize is {normalize!r}.", fix="Give none or target_length.")
     if unknown := set(also) - {"calibrated"}:
         raise UserError(f"--also is {sorted(unknown)[0]!r}.", fix="Give calibrated.")
     if activation not in (None, "float32", "bfloat16"):
         raise UserError(f"--activation is {activation!r}.", fix="Give float32 or bfloat16.")
-    if data is not None:
-        os.environ["T0REPRO_DATA_DIR"] = str(data)
 
+
+def _modes(text: str) -> tuple[str, ...]:
+    from t0repro.errors import UserError
+    from t0repro.evaluation.rank_eval import MODES
+
+    found = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
+    if not set(found) <= set(MODES):
+        raise UserError(f"--modes is {text!r}.", fix="Give rank, generate or rank,generate.")
+    return found
+
+
+def _usual_activation() -> str:
     import jax
 
-    from t0repro.evaluation import rank_eval as evaluation
-    from t0repro.evaluation.make_report import make_report
-    from t0repro.evaluation.render import write_report
-    from t0repro.evaluation.report import Bootstrap
-    from t0repro.evaluation.tables import write_tables
-    from t0repro.evaluation.terminal import print_report
-    from t0repro.evaluation.training_tasks import load_prompts, training_datasets, training_tasks
+    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
 
-    prompts = load_prompts(module_import or ())
-    trained = training_tasks(train_mixture or ())
-    if cache_dir is not None:
+
+def _add_cache(folder: Path | None) -> None:
+    if folder is not None:
         import seqio
 
-        seqio.add_global_cache_dirs([str(cache_dir)])
-    settings = evaluation.Settings(
-        split=split,
-        limit=limit,
-        lengths={"inputs": inputs_length, "targets": targets_length},
-        activation=activation or ("float32" if jax.default_backend() == "cpu" else "bfloat16"),  # type: ignore[reportArgumentType] - checked above
-        tokens_per_batch=tokens_per_batch,
-        use_cached=cache_dir is not None,
-        calibrated="calibrated" in also,
-    )
-    opened = evaluation.open_checkpoint(checkpoint, step, settings.activation)
-    outcome = evaluation.rank_eval(opened, mixture, out, prompts, settings)
-    notes = [f"No examples: {', '.join(outcome.empty)}."] if outcome.empty else []
-    report = make_report(
-        outcome.folder,
-        prompts,
-        label=label,
-        training_datasets=training_datasets(trained, prompts) or None,
-        training_tasks=trained,
-        step=opened.step,
-        tasks=[name for name in outcome.tasks if name not in outcome.empty],
-        title=title,
-        bootstrap=Bootstrap(replicates=resamples),
-        extras=[*(["target_length"] if normalize != "none" else []), *also],
-        notes=notes,
-    )
-    paths = [*write_report(report, out), *write_tables(outcome.folder, opened.step, prompts, out)]
-    print_report(report)
+        seqio.add_global_cache_dirs([str(folder)])
+
+
+def _print_speed(outcome: Outcome) -> None:
     if outcome.scored:
         typer.echo(
             f"Scored {outcome.scored} pairs in {outcome.seconds:.1f} s"
             f" ({outcome.scored / outcome.seconds:.1f}/s), {100 * outcome.padding:.1f}% padding,"
             f" {outcome.shapes} shapes."
         )
-    for path in paths:
-        typer.echo(f"wrote {path}")
+    if outcome.decoded:
+        typer.echo(
+            f"Decoded {outcome.decoded} inputs in {outcome.decoding_seconds:.1f} s"
+            f" ({outcome.decoded / outcome.decoding_seconds:.1f}/s)."
+        )

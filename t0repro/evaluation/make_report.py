@@ -8,8 +8,14 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from t0repro.evaluation import provenance
-from t0repro.evaluation.compare import compare_losses, compare_scores
-from t0repro.evaluation.outputs import latest_step
+from t0repro.evaluation.compare import (
+    LossComparison,
+    ScoreComparison,
+    compare_losses,
+    compare_scores,
+)
+from t0repro.evaluation.generation_summary import generation_results
+from t0repro.evaluation.outputs import find_tasks, latest_step
 from t0repro.evaluation.published import published_figures
 from t0repro.evaluation.records import read_records
 from t0repro.evaluation.report import Bootstrap, Report, TaskCost
@@ -88,8 +94,9 @@ def make_report(
     """
     bootstrap, beside = bootstrap or Bootstrap(), beside or Beside()
     step = latest_step(eval_dir) if step is None else step
-    results = rank_folder(eval_dir, prompts, step=step, tasks=tasks)
     records = read_records(eval_dir, step)
+    ranked, decoded = _by_mode(eval_dir, records, tasks)
+    results = rank_folder(eval_dir, prompts, step=step, tasks=ranked)
     groups, datasets = summarize(
         results,
         prompts,
@@ -97,22 +104,9 @@ def make_report(
         training_datasets=training_datasets,
         training_tasks=training_tasks,
         bootstrap=bootstrap,
-        extras=_extras(eval_dir, prompts, step, tasks, extras, records),
+        extras=_extras(eval_dir, prompts, step, ranked, extras, records),
     )
-    other = beside.other_label or "other"
-    stacks = losses = None
-    if beside.other_eval_dir is not None:
-        stacks = compare_scores(
-            eval_dir,
-            beside.other_eval_dir,
-            step_a=step,
-            label_a=label,
-            label_b=other,
-            num_classes=fixed_classes(prompts),
-        )
-    if beside.losses is not None:
-        label_a, label_b = beside.losses_labels or (label, other)
-        losses = compare_losses(*beside.losses, label_a=label_a, label_b=label_b)
+    stacks, losses = _compared(eval_dir, prompts, step, label, beside)
     return Report(
         title=title,
         provenance=provenance.collect(
@@ -133,14 +127,54 @@ def make_report(
         notes=(*beside.notes, *notes),
         published=published_figures({dataset.dataset for dataset in datasets}),
         tasks=_costs(records, [result.task for result in results]),
+        generation=generation_results(
+            eval_dir, decoded, prompts, training_datasets, training_tasks
+        ),
     )
+
+
+def _by_mode(
+    eval_dir: str | os.PathLike[str],
+    records: Mapping[str, Mapping[str, Any]],
+    tasks: Sequence[str] | None,
+) -> tuple[list[str], list[Mapping[str, Any]]]:
+    """The tasks that were ranked, and the records of those that were decoded."""
+    wanted = list(find_tasks(eval_dir)) if tasks is None else list(tasks)
+    decoded = {task: record for task, record in records.items() if record.get("mode") == "generate"}
+    ranked = [task for task in wanted if task not in decoded]
+    return ranked, [decoded[task] for task in wanted if task in decoded]
+
+
+def _compared(
+    eval_dir: str | os.PathLike[str],
+    prompts: Mapping[str, PromptInfo],
+    step: int,
+    label: str,
+    beside: Beside,
+) -> tuple[ScoreComparison | None, LossComparison | None]:
+    """This run's scores and losses beside the other's, as far as there is one."""
+    other = beside.other_label or "other"
+    stacks = losses = None
+    if beside.other_eval_dir is not None:
+        stacks = compare_scores(
+            eval_dir,
+            beside.other_eval_dir,
+            step_a=step,
+            label_a=label,
+            label_b=other,
+            num_classes=fixed_classes(prompts),
+        )
+    if beside.losses is not None:
+        label_a, label_b = beside.losses_labels or (label, other)
+        losses = compare_losses(*beside.losses, label_a=label_a, label_b=label_b)
+    return stacks, losses
 
 
 def _extras(
     eval_dir: str | os.PathLike[str],
     prompts: Mapping[str, PromptInfo],
     step: int,
-    tasks: Sequence[str] | None,
+    tasks: Sequence[str],
     names: Collection[str],
     records: Mapping[str, Mapping[str, Any]],
 ) -> dict[str, dict[str, float]]:
@@ -152,13 +186,13 @@ def _extras(
             less = {
                 task: record["content_free"]
                 for task, record in records.items()
-                if record["content_free"] is not None
+                if record.get("content_free") is not None
             }
         results = rank_folder(
             eval_dir,
             prompts,
             step=step,
-            tasks=tasks,
+            tasks=list(tasks),
             normalize_by_target_length=name == "target_length",
             less=less,
         )

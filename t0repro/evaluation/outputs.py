@@ -152,6 +152,15 @@ def read_first_input(eval_dir: str | os.PathLike[str], task: str) -> str | None:
     return _input_text(line.rstrip("\n")) or None
 
 
+def read_first_line(eval_dir: str | os.PathLike[str], file: str) -> str | None:
+    """The first line of one of a task's files, None where there is none."""
+    path = Path(eval_dir) / file
+    if not path.is_file():
+        return None
+    with open(path, encoding="utf-8", newline="\n") as lines:
+        return lines.readline().rstrip("\n")
+
+
 def read_inputs_of(
     eval_dir: str | os.PathLike[str], task: str, examples: Sequence[int]
 ) -> dict[int, str]:

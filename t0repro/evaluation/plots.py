@@ -13,7 +13,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from t0repro.evaluation.published import family_of
-from t0repro.evaluation.report import DatasetResult, LossCurve, PromptResult, PublishedFigure
+from t0repro.evaluation.report import (
+    DatasetResult,
+    GenerationResult,
+    LossCurve,
+    PromptResult,
+    PublishedFigure,
+)
 
 _SVG = "http://www.w3.org/2000/svg"
 _XLINK = "http://www.w3.org/1999/xlink"
@@ -26,6 +32,7 @@ ROLES = {
     "accent": "#0a0b0c",
     "band": "#0d0e0f",
     "chance": "#101112",
+    "majority": "#131415",
 }
 _SETTINGS: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text: searchable, and in the page's font
@@ -56,7 +63,7 @@ def plot_settings():
 def accuracy_plot(
     datasets: Sequence[DatasetResult], label: str, published: Sequence[PublishedFigure] = ()
 ) -> str:
-    """A row per dataset: box and dots over prompts, chance, and the mean with its interval.
+    """A row per dataset: box and dots over prompts, chance, majority, mean with its interval.
 
     Args:
       datasets: at least one.
@@ -228,17 +235,22 @@ def new_figure(height: float, left: float):
 
 
 def _draw_dataset(axes, y: float, dataset: DatasetResult, row: int, tips: dict[str, str]) -> None:
-    """Chance, the box and the dots and, below them, the mean's interval."""
-    axes.plot(
-        [dataset.chance] * 2,
-        [y - 0.42, y + 0.42],
-        color=ROLES["chance"],
-        linewidth=1.6,
-        linestyle=(0, (3, 2)),
-        gid=f"chance-{row}",
-        zorder=2.5,  # over the box, under the dots
-    )
+    """Chance, the majority class, the box, the dots and, below them, the mean's interval."""
+    for name, value, dashes in (
+        ("chance", dataset.chance, (3, 2)),
+        ("majority", dataset.majority, (1, 1.5)),
+    ):
+        axes.plot(
+            [value] * 2,
+            [y - 0.42, y + 0.42],
+            color=ROLES[name],
+            linewidth=1.6,
+            linestyle=(0, dashes),
+            gid=f"{name}-{row}",
+            zorder=2.5,  # over the box, under the dots
+        )
     tips[f"chance-{row}"] = f"{dataset.dataset}: chance {dataset.chance:.1f}%"
+    tips[f"majority-{row}"] = f"{dataset.dataset}: majority class {dataset.majority:.1f}%"
     if len(dataset.prompts) > 2:
         _draw_box(axes, y + 0.08, dataset)
     for i, prompt in enumerate(dataset.prompts):
@@ -302,6 +314,14 @@ def prompt_tip(prompt: PromptResult) -> str:
     if prompt.first_input:
         lines.append("First input: " + _shortened(prompt.first_input, 300))
     return "\n\n".join(lines)
+
+
+def generation_tip(found: GenerationResult) -> str:
+    """What hovering over a decoded prompt shows: its text and its first example."""
+    lines = [_shortened(found.prompt, 700)] if found.prompt else []
+    if found.first_input:
+        lines.append("First input: " + _shortened(found.first_input, 300))
+    return "\n\n".join(lines) or found.task
 
 
 def _shortened(text: str, length: int) -> str:

@@ -14,8 +14,8 @@ from t0repro.errors import UserError
 from t0repro.evaluation.report import Provenance
 
 # An evaluation may leave what only it knows beside its outputs: a JSON object with any of
-# checkpoint, checkpoint_hash, device, duration_seconds, energy_joules, versions, templates_hash and
-# data_revision.
+# checkpoint, checkpoint_hash, device, duration_seconds, energy_joules, energy_source, versions,
+# templates_hash, data_revision and data.
 EVALUATION_FACTS = "provenance.json"
 
 _PACKAGES = (
@@ -69,6 +69,8 @@ def collect(
         templates_hash=facts.get("templates_hash"),
         data_revision=facts.get("data_revision"),
         energy_joules=facts.get("energy_joules"),
+        energy_source=facts.get("energy_source"),
+        data=facts.get("data") or {},
     )
 
 

@@ -1,48 +1,79 @@
-"""The tasks of a mixture that answers are ranked for, read through SeqIO one at a time."""
+"""The tasks of a mixture, to rank or to decode, read through SeqIO one at a time."""
 
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Mapping, Sequence
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from t0repro.data.batches import EvalTask
 from t0repro.errors import UserError
+from t0repro.evaluation.records import digest_of_texts
 from t0repro.evaluation.training_tasks import subtasks
 
 # Mesh TensorFlow pads the vocabulary to a multiple of this (vocab_divisor).
 VOCABULARY_MULTIPLE = 128
 
 
-def ranked_tasks(mixture: str, split: str) -> list[str]:
-    """Names of the mixture's tasks that have the split.
+def tasks_by_mode(mixture: str, split: str, modes: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Names of the mixture's tasks that have the split: those to rank, and those to decode.
+
+    With both modes, a task whose answers can be ranked (it has a twin, `_score_eval`) is ranked and
+    the others are decoded. With `generate` alone, whatever does not rank answers is decoded.
 
     Raises:
-      UserError: if there is no such mixture or task, if a task ranks no answers, or if no task has
-        the split.
+      UserError: if there is no such mixture or task, if a task cannot be evaluated in these modes,
+        or if no task has the split.
     """
     tasks = sorted(subtasks(mixture, "--mixture"), key=lambda task: task.name)
-    others = [task.name for task in tasks if not _ranks(task)]
-    if others:
-        more = f" and {len(others) - 5} more" if len(others) > 5 else ""
+    if set(modes) == {"rank", "generate"}:
+        tasks = [_ranking_twin(task) for task in tasks]
+    ranked = [task for task in tasks if _ranks(task)]
+    others = [task for task in tasks if not _ranks(task)]
+    if "generate" not in modes and others:
         raise UserError(
-            f"No answer choices to rank: {', '.join(others[:5])}{more}.",
+            f"No answer choices to rank: {_some(others)}.",
             where=mixture,
-            fix="Evaluate tasks whose name ends in _score_eval; the others are decoded"
-            " (t5_mesh_transformer with eval.gin).",
+            fix="Evaluate tasks whose name ends in _score_eval; decode the others with"
+            " --modes rank,generate.",
         )
-    names = [task.name for task in tasks if split in task.splits]
-    if not names:
+    if "rank" not in modes and ranked:
+        raise UserError(
+            f"Answer choices to rank: {_some(ranked)}.", where=mixture, fix="Add the mode rank."
+        )
+    without = [task for task in others if not task.metric_fns]
+    if without:
+        raise UserError(
+            f"No metric for what is decoded: {_some(without)}.",
+            where=mixture,
+            fix="Evaluate tasks that name metrics.",
+        )
+    found = [[task.name for task in kind if split in task.splits] for kind in (ranked, others)]
+    if not any(found):
         there = sorted({name for task in tasks for name in task.splits})
         raise UserError(
             f"No task of {mixture!r} has a split {split!r}.",
             where="--split",
             fix=f"Splits there: {', '.join(there)}.",
         )
-    return names
+    return found[0], found[1]
+
+
+def _ranking_twin(task: Any) -> Any:
+    """The task that ranks the same prompt's answers, if there is one, else the task itself."""
+    import seqio
+
+    name = f"{task.name}_score_eval"
+    return seqio.TaskRegistry.get(name) if name in seqio.TaskRegistry.names() else task
+
+
+def _some(tasks: Sequence[Any]) -> str:
+    more = f" and {len(tasks) - 5} more" if len(tasks) > 5 else ""
+    return ", ".join(task.name for task in tasks[:5]) + more
 
 
 def _ranks(task: Any) -> bool:
@@ -80,7 +111,7 @@ def read_task(
     )
     rows = map(_without_padding, dataset.dataset_fn().as_numpy_iterator())
     if limit is not None:
-        rows = itertools.takewhile(lambda row: row["idx"][0] < limit, rows)
+        rows = _limited(rows, limit)
     examples = list(rows)
     return EvalTask(
         name=name,
@@ -89,6 +120,44 @@ def read_task(
         postprocess=dataset.postprocess_fn,
         metric_fns=dataset.metric_fns,
     )
+
+
+def _limited(rows: Iterable[dict[str, Any]], limit: int) -> Iterator[dict[str, Any]]:
+    """The first `limit` inputs, with all of their choices where answers are ranked."""
+    for count, row in enumerate(rows):
+        if (row["idx"][0] if "idx" in row else count) >= limit:
+            return
+        yield row
+
+
+def data_origin(name: str, split: str, use_cached: bool) -> dict[str, Any] | None:
+    """Which version of which rows a task's split is made of; None where nothing tells.
+
+    A local file is known by its size and checksum, not by where it lies; rows of the hub by
+    repository and commit; a cached task by the digest of what its cache says of itself.
+    """
+    import seqio
+
+    task = seqio.TaskRegistry.get(name)
+    if use_cached and task.cache_dir:
+        files = sorted(Path(task.cache_dir).glob(f"*.{split}.json"))
+        return {"cache": digest_of_texts(path.read_text(encoding="utf-8") for path in files)}
+    source = task.source
+    if not hasattr(source, "origin"):
+        return None
+    hidden = ("path", "modified_ns")
+    origin = {key: value for key, value in source.origin(split).items() if key not in hidden}
+    subset = f"/{source.subset}" if source.subset else ""
+    return {"dataset": f"{source.dataset}{subset}", **origin}
+
+
+def vocabulary_digest(name: str) -> str | None:
+    """16 hexadecimal digits that stand for a task's SentencePiece model; None where it has none."""
+    import seqio
+
+    vocabulary = seqio.get_mixture_or_task(name).output_features["targets"].vocabulary
+    model = getattr(vocabulary, "sp_model", None)
+    return None if model is None else hashlib.blake2b(model, digest_size=8).hexdigest()
 
 
 def _without_padding(example: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,8 +7,22 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from t0repro.evaluation.plots import accuracy_plot, calibration_plot, loss_plot, prompt_tip
-from t0repro.evaluation.report import GROUP_TITLES, DatasetResult, Report, TaskCost
+from t0repro.evaluation.plots import (
+    accuracy_plot,
+    calibration_plot,
+    generation_tip,
+    loss_plot,
+    prompt_tip,
+)
+from t0repro.evaluation.report import (
+    GROUP_TITLES,
+    DatasetResult,
+    PromptResult,
+    Provenance,
+    Report,
+    TaskCost,
+)
+from t0repro.evaluation.summary import UNANSWERABLE_KEPT
 from t0repro.evaluation.terminal import (
     loss_cells,
     losses_in_words,
@@ -60,6 +74,9 @@ def render_html(report: Report) -> str:
         calibration_svg=markupsafe.Markup(calibration_plot(report.datasets, "Calibration"))
         if any(dataset.calibration for dataset in report.datasets)
         else None,
+        unanswerable=_unanswerable(report),
+        unanswerable_kept=UNANSWERABLE_KEPT,
+        generation_tip=generation_tip,
         extras=extra_names(report),
         extra_titles=EXTRA_TITLES,
         shown_tasks=_slowest_and_longest(report),
@@ -102,6 +119,7 @@ def render_markdown(report: Report) -> str:
         _datasets_table(report.datasets),
         "## Prompts",
         _prompts_table(report.datasets, extra_names(report)),
+        *_answers_parts(report),
         *_diagnostics_parts(report),
     ]
     if report.stacks or report.losses:
@@ -111,6 +129,8 @@ def render_markdown(report: Report) -> str:
         parts += ["## Conversion", f"```\n{report.conversion}\n```"]
     parts.append("## Where this comes from")
     parts.append("\n".join(f"- {name}: {value}" for name, value in _provenance(report)))
+    if source.data:
+        parts.append("\n".join(f"- Rows of {name}: {value}" for name, value in source.data.items()))
     versions = ", ".join(f"{name} {version}" for name, version in source.versions.items())
     parts += [f"Package versions: {versions}.", "## How to read it", *_method(report)]
     return "\n\n".join(parts) + "\n"
@@ -170,7 +190,7 @@ def _confidence(report: Report) -> str:
 
 def _provenance(report: Report) -> list[tuple[str, str]]:
     source = report.provenance
-    seconds, energy = source.duration_seconds, source.energy_joules
+    seconds = source.duration_seconds
     return [
         ("Run", source.label),
         ("Checkpoint", source.checkpoint or "not recorded"),
@@ -179,11 +199,28 @@ def _provenance(report: Report) -> list[tuple[str, str]]:
         ("Evaluation", source.eval_dir),
         ("Device", source.device or "not recorded"),
         ("Duration", f"{seconds:.1f} s" if seconds is not None else "not recorded"),
-        ("Energy", f"{energy:.0f} J" if energy is not None else "the device does not tell"),
+        ("Energy", _energy(source)),
         ("Templates' hash", source.templates_hash or "not recorded"),
-        ("Data's hash", source.data_revision or "not recorded"),
+        ("Rendered data's hash", source.data_revision or "not recorded"),
         ("Code", f"git {source.git_commit}" if source.git_commit else "not a git checkout"),
         ("Report written", _written(report)),
+    ]
+
+
+def _energy(source: Provenance) -> str:
+    if source.energy_joules is None:
+        return "the device does not tell"
+    by = f", counted by {source.energy_source}" if source.energy_source else ""
+    return f"{source.energy_joules:.0f} J{by}"
+
+
+def _unanswerable(report: Report) -> list[tuple[DatasetResult, PromptResult]]:
+    """The prompts with examples whose answer is none of the choices."""
+    return [
+        (dataset, prompt)
+        for dataset in report.datasets
+        for prompt in dataset.prompts
+        if prompt.unanswerable
     ]
 
 
@@ -315,6 +352,37 @@ def _diagnostics_parts(report: Report) -> list[str]:
         ]
         header = ["task", "pairs", "tokens", "longest input", "seconds"]
         parts += ["## Slowest and longest tasks", markdown_table(header, rows)]
+    return parts
+
+
+def _answers_parts(report: Report) -> list[str]:
+    """Examples whose answer is none of the choices, and what was decoded."""
+    parts = []
+    if found := _unanswerable(report):
+        header = ["dataset", "prompt", "not a choice", "the first examples"]
+        rows = [
+            [
+                dataset.dataset,
+                prompt.template_name,
+                f"{prompt.unanswerable} of {prompt.examples}",
+                ", ".join(str(entry.example) for entry in prompt.unanswerable_examples),
+            ]
+            for dataset, prompt in found
+        ]
+        parts += ["## Answers that are none of the choices", markdown_table(header, rows)]
+    if report.generation:
+        header = ["dataset", "prompt", "examples", "metrics", "first output"]
+        rows = [
+            [
+                found.dataset,
+                found.template_name,
+                str(found.examples),
+                ", ".join(f"{name} {value:.2f}" for name, value in found.metrics.items()),
+                (found.first_output or "")[:80],
+            ]
+            for found in report.generation
+        ]
+        parts += ["## Decoded", markdown_table(header, rows)]
     return parts
 
 

@@ -36,6 +36,14 @@ New in schema 2:
     datasets.prompts also extras {name: accuracy under another definition}
     published        list of: model, dataset, statistic (mean | median), value, source
     tasks            list of: task, pairs, tokens, longest_input, seconds
+
+New in schema 3:
+
+    provenance       also data {dataset: which version of which rows}, energy_source (what counted)
+    datasets.prompts also unanswerable_examples: list of {example, first_input}, the first of them
+    generation       list of: task, dataset, group, template_name, prompt, examples, metrics {name:
+                     value, as the template's metric gives it}, first_input, first_target,
+                     first_output, seconds
 """
 
 from __future__ import annotations
@@ -51,7 +59,7 @@ from typing import Any
 from t0repro.errors import UserError
 from t0repro.evaluation.compare import LossComparison, ScoreComparison
 
-SCHEMA_VERSION = 2  # 1 lacks what is called new in 2 above; it is still read
+SCHEMA_VERSION = 3  # 1 and 2 lack what is called new above; they are still read
 
 GROUP_TITLES = {
     "trained_prompts": "Prompts trained on",
@@ -91,6 +99,19 @@ class Spread:
 
 
 @dataclasses.dataclass(frozen=True)
+class Unanswerable:
+    """An example whose answer is none of its choices.
+
+    Attributes:
+      example: its index in the task.
+      first_input: its rendered input, None where inputs were not written.
+    """
+
+    example: int
+    first_input: str | None
+
+
+@dataclasses.dataclass(frozen=True)
 class PromptResult:
     """One prompt's rank classification.
 
@@ -99,6 +120,7 @@ class PromptResult:
       first_input: the first rendered input, None where inputs were not written.
       ties: examples where another choice scores as high as the predicted one.
       unanswerable: examples whose answer is none of the choices; they count as wrong.
+      unanswerable_examples: the first of them.
     """
 
     task: str
@@ -115,6 +137,7 @@ class PromptResult:
     unanswerable: int
     metrics: dict[str, float]
     extras: dict[str, float] = dataclasses.field(default_factory=dict)
+    unanswerable_examples: tuple[Unanswerable, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,6 +262,8 @@ class Provenance:
     templates_hash: str | None = None
     data_revision: str | None = None
     energy_joules: float | None = None
+    energy_source: str | None = None
+    data: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -274,6 +299,29 @@ class TaskCost:
 
 
 @dataclasses.dataclass(frozen=True)
+class GenerationResult:
+    """One prompt without answer choices, decoded.
+
+    Attributes:
+      group: a key of GROUP_TITLES.
+      metrics: as the template's metrics give them, most in percent; each of all examples.
+      first_target: of the first example; first_output what was decoded for it.
+    """
+
+    task: str
+    dataset: str
+    group: str
+    template_name: str
+    prompt: str | None
+    examples: int
+    metrics: dict[str, float]
+    first_input: str | None
+    first_target: str | None
+    first_output: str | None
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Report:
     """Everything that report.json, report.md and report.html show."""
 
@@ -289,6 +337,7 @@ class Report:
     notes: tuple[str, ...] = ()
     published: tuple[PublishedFigure, ...] = ()
     tasks: tuple[TaskCost, ...] = ()
+    generation: tuple[GenerationResult, ...] = ()
     schema_version: int = SCHEMA_VERSION
 
     def to_json(self) -> str:

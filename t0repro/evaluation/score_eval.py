@@ -1,4 +1,4 @@
-"""score_eval on JAX: log-likelihoods of an evaluation's tasks, in Mesh TensorFlow's files.
+"""score_eval and eval on JAX: an evaluation's tasks judged, in Mesh TensorFlow's files.
 
 For each task and checkpoint step, into the evaluation's folder (by default
 `<model_dir>/<split>_eval`), one line for each example:
@@ -6,7 +6,8 @@ For each task and checkpoint step, into the evaluation's folder (by default
     <task>_inputs               the rendered input, newlines replaced by spaces
     <task>_targets              the postprocessed target; for rank classification
                                 ((input, choice), is_correct, weight, target length)
-    <task>_<step>_predictions   the score: natural log, summed over target tokens, EOS included
+    <task>_<step>_predictions   of score_eval the score: natural log, summed over target tokens, EOS
+                                included; of eval the generated text, postprocessed
 
 Source: mesh_tensorflow.transformer.utils, eval_model and save_scores.
 """
@@ -27,24 +28,24 @@ from t0repro.data.batches import EvalTask
 from t0repro.errors import UserError
 from t0repro.files import write_atomically
 
-# Examples and the sequence lengths -> a log-likelihood for each example, in their order
-Scorer = Callable[[Sequence[Mapping[str, Any]], Mapping[str, int]], np.ndarray]
+# Examples and the sequence lengths -> a log-likelihood, or a text, for each, in their order
+Scorer = Callable[[Sequence[Mapping[str, Any]], Mapping[str, int]], Sequence[Any] | np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
 class TaskResult:
-    """One task scored at one step: float scores in the examples' order, and its metrics."""
+    """One task evaluated at one step: scores (or texts) in the examples' order, and its metrics."""
 
     task: str
     step: int
-    scores: np.ndarray
+    scores: Sequence[Any] | np.ndarray
     metrics: Mapping[str, float]
 
 
 def evaluate(
     config: RunConfig, tasks: Sequence[EvalTask], step: int, score: Scorer
 ) -> Iterator[TaskResult]:
-    """Scores all tasks, then writes each one's files and yields its metrics.
+    """Scores all tasks, or generates for them, then writes each one's files and yields its metrics.
 
     Args:
       config: for the folder and the sequence lengths.
@@ -61,12 +62,22 @@ def evaluate(
     start = 0
     for task in tasks:
         scores = all_scores[start : (start := start + len(task.examples))]
-        check_finite(scores, task.name, step)
+        if isinstance(scores, np.ndarray):
+            check_finite(scores, task.name, step)
         yield task_result(task, step, scores, folder if config.output_eval_examples else None)
 
 
-def task_result(task: EvalTask, step: int, scores: np.ndarray, folder: Path | None) -> TaskResult:
-    """Writes a scored task's files into the folder, if there is one, and computes its metrics."""
+def task_result(
+    task: EvalTask, step: int, scores: Sequence[Any] | np.ndarray, folder: Path | None
+) -> TaskResult:
+    """Writes a task's files into the folder, if there is one, and computes its metrics.
+
+    Args:
+      task: with its examples.
+      step: of the checkpoint.
+      scores: of the examples in their order; or their decoded texts.
+      folder: for the files; None writes none.
+    """
     predictions = [
         task.postprocess(value, example=example)
         for value, example in zip(scores, task.examples, strict=True)
@@ -97,24 +108,6 @@ def longest(tasks: Iterable[EvalTask]) -> dict[str, int]:
         feature: max((len(ex[feature]) for task in tasks for ex in task.examples), default=1)
         for feature in ("inputs", "targets")
     }
-
-
-def save_scores(
-    prefix: str,
-    results: Sequence[TaskResult],
-    tasks: Sequence[EvalTask],
-    decode: Callable[[Sequence[int]], str],
-) -> None:
-    """Writes `<prefix>.scores`, `.targets` and `.lengths`, all tasks one after the other.
-
-    Source: mesh_tensorflow.transformer.utils.save_scores; scores are printed with %g, lengths count
-    the tokens before the first padding.
-    """
-    tokens = [[int(t) for t in ex["targets"] if t > 0] for task in tasks for ex in task.examples]
-    scores = [score for result in results for score in result.scores]
-    _write_lines(Path(f"{prefix}.scores"), [f"{score:g}" for score in scores])
-    _write_lines(Path(f"{prefix}.targets"), [decode(ids) for ids in tokens])
-    _write_lines(Path(f"{prefix}.lengths"), [len(ids) for ids in tokens])
 
 
 def metrics_line(result: TaskResult, split: str) -> str:

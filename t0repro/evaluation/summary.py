@@ -14,7 +14,7 @@ from jaxtyping import Float
 
 from t0repro.evaluation.compare import read_losses
 from t0repro.evaluation.diagnostics import calibration, confusion, prompt_flips
-from t0repro.evaluation.outputs import read_first_input, read_task_scores
+from t0repro.evaluation.outputs import read_first_input, read_inputs_of, read_task_scores
 from t0repro.evaluation.rank import RankResult, rank_classification
 from t0repro.evaluation.report import (
     GROUP_TITLES,
@@ -25,10 +25,12 @@ from t0repro.evaluation.report import (
     LossCurve,
     PromptResult,
     Spread,
+    Unanswerable,
 )
 from t0repro.evaluation.terminal import thinned
 
 MAX_CURVE_POINTS = 1000
+UNANSWERABLE_KEPT = 20
 
 
 class PromptInfo(Protocol):
@@ -146,7 +148,7 @@ def summarize(
     parts: dict[tuple[str, str], list[RankResult]] = {}
     for result in sorted(results, key=lambda result: result.task):
         label = dataset_label(result.task, prompts)
-        group = _group_of(result.task, label, training_datasets, training_tasks)
+        group = group_of(result.task, label, training_datasets, training_tasks)
         parts.setdefault((label, group), []).append(result)
     datasets, means = [], {}
     for (label, group), found in sorted(parts.items()):
@@ -250,7 +252,15 @@ def _prompt_result(
         ties=int(result.tie.sum()),
         unanswerable=int((~result.answerable).sum()),
         metrics=result.metrics,
+        unanswerable_examples=_unanswerable(result, eval_dir),
     )
+
+
+def _unanswerable(result: RankResult, eval_dir: str | os.PathLike[str]) -> tuple[Unanswerable, ...]:
+    """The first examples whose answer is none of their choices."""
+    found = [int(example) for example in result.example[~result.answerable][:UNANSWERABLE_KEPT]]
+    texts = read_inputs_of(eval_dir, result.task, found)
+    return tuple(Unanswerable(example, texts.get(example)) for example in found)
 
 
 def _dataset_result(
@@ -288,12 +298,13 @@ def _dataset_result(
     )
 
 
-def _group_of(
+def group_of(
     task: str,
     label: str,
     training_datasets: Collection[str] | None,
     training_tasks: Collection[str],
 ) -> str:
+    """A key of GROUP_TITLES: what the task's dataset and prompt were to the training."""
     if task.removesuffix("_score_eval") in training_tasks:
         return "trained_prompts"
     if training_datasets is None:

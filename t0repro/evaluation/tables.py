@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,9 @@ def write_tables(
     step: int,
     prompts: Mapping[str, PromptInfo],
     out: str | os.PathLike[str],
+    tasks: Sequence[str] | None = None,
 ) -> list[Path]:
-    """Writes scores.csv and scores.parquet, a row for each pair; returns their paths.
+    """Writes scores.csv and scores.parquet, a row for each pair of the tasks; returns their paths.
 
     Scores are natural-logarithm units; `predicted` says whether the choice is its example's
     prediction.
@@ -36,7 +37,7 @@ def write_tables(
     import pyarrow
     import pyarrow.parquet
 
-    parts = [_columns(scores, prompts) for scores in read_task_scores(eval_dir, step)]
+    parts = [_columns(scores, prompts) for scores in read_task_scores(eval_dir, step, tasks)]
     columns = {name: np.concatenate([part[name] for part in parts]) for name in COLUMNS}
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")

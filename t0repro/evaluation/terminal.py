@@ -139,7 +139,17 @@ def print_report(report: Report, console: Console | None = None) -> None:
             if dataset.group == group.group:
                 table.add_row(*_dataset_cells(dataset))
         table.add_row(*_group_cells(group), style="bold", end_section=True)
-    console.print(table)
+    if report.datasets:
+        console.print(table)
+    if report.generation:
+        table = _table("Decoded", "dataset", ["examples"])
+        table.add_column("prompt")
+        table.add_column("metrics")
+        for found in report.generation:
+            metrics = ", ".join(f"{name} {value:.2f}" for name, value in found.metrics.items())
+            row = (found.dataset, str(found.examples), found.template_name, metrics)
+            table.add_row(*row)
+        console.print(table)
 
 
 def print_sections(sections: Sequence[Section], console: Console | None = None) -> None:

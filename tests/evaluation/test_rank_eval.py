@@ -15,10 +15,11 @@ import pytest
 
 from t0repro.config.run_config import DTypePolicy
 from t0repro.errors import UserError
-from t0repro.evaluation import engine, load_report, rank_eval
+from t0repro.evaluation import code_version, engine, load_report, rank_eval, rank_tasks
 from t0repro.evaluation.engine import Engine
+from t0repro.evaluation.opened import open_checkpoint
 from t0repro.evaluation.outputs import read_task_scores
-from t0repro.evaluation.rank_eval import Settings, open_checkpoint
+from t0repro.evaluation.rank_eval import Settings
 from t0repro.evaluation.records import read_records
 from t0repro.evaluation.scoring import score_batches
 from t0repro.model.t5 import T5, initial_parameters
@@ -133,32 +134,39 @@ def test_a_task_is_finished_only_for_its_checkpoint_prompt_and_limit(
     checkpoint = open_checkpoint(str(model_dir), None, "float32")
 
     def finished(checkpoint=checkpoint, prompt=prompts[name], settings=SETTINGS):
-        key = rank_eval._task_key(name, checkpoint, prompt, settings)
-        return rank_eval._is_finished(outcome.folder, name, checkpoint, key)
+        known = {**prompts, name: prompt}
+        evaluation = rank_eval._Evaluation(checkpoint, out, known, settings, ())
+        return evaluation.finished([name]) == (name,)
 
     assert finished()
     other = open_checkpoint(str(save_model(tmp_path, seed=1)), None, "float32")
     assert other.digest != checkpoint.digest and not finished(checkpoint=other)
     assert not finished(prompt=dataclasses.replace(prompts[name], prompt="Another text?"))
     assert not finished(settings=dataclasses.replace(SETTINGS, limit=4))
-    monkeypatch.setattr(rank_eval, "code_digest", lambda: "other code")
-    assert not finished()
+    for part in ("scoring_digest", "rendering_digest"):
+        with monkeypatch.context() as patch:
+            patch.setattr(code_version, part, lambda: "other code")
+            assert not finished()
+    with monkeypatch.context() as patch:
+        patch.setattr(rank_tasks, "data_origin", lambda *arguments: {"sha256": "other rows"})
+        assert not finished()
+    assert finished()
 
 
 def test_after_a_failure_only_what_is_missing_is_scored(
     evaluated, model_dir, prompts, tmp_path, monkeypatch
 ):
     _, whole = evaluated
-    settings = dataclasses.replace(SETTINGS, tokens_per_batch=512)
+    settings = dataclasses.replace(SETTINGS, tokens_per_batch=192)
     dispatch, calls = Engine._dispatch, []
 
-    def stops_at_the_fifth(self, batch, pairs):
+    def stops_at_the_third(self, batch, pairs):
         calls.append(batch)
-        if len(calls) == 5:
+        if len(calls) == 3:
             raise KeyboardInterrupt
         return dispatch(self, batch, pairs)
 
-    monkeypatch.setattr(Engine, "_dispatch", stops_at_the_fifth)
+    monkeypatch.setattr(Engine, "_dispatch", stops_at_the_third)
     with pytest.raises(KeyboardInterrupt):
         evaluate(model_dir, tmp_path, prompts, settings)
     monkeypatch.setattr(Engine, "_dispatch", dispatch)
@@ -233,8 +241,6 @@ def test_a_split_that_is_not_there_and_one_without_examples_are_refused(
     settings = dataclasses.replace(SETTINGS, split="test")
     with pytest.raises(UserError, match=r"has a split 'test'"):
         evaluate(model_dir, tmp_path, prompts, settings)
-    from t0repro.evaluation import rank_tasks
-
     read = rank_tasks.read_task
 
     def without_examples(*arguments):

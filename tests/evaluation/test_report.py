@@ -21,6 +21,8 @@ from t0repro.evaluation.render import render_html, render_markdown, write_report
 from t0repro.evaluation.report import SCHEMA_VERSION, Bootstrap, load_report
 from t0repro.evaluation.summary import dataset_label
 
+from .scored_folder import write_scores
+
 CHROMIUM = shutil.which("chromium") or "/usr/bin/chromium"
 QUICK = Bootstrap(replicates=200)
 
@@ -211,6 +213,43 @@ def test_the_operative_config_and_what_the_evaluation_recorded_are_found(suite):
         report_of(suite)
 
 
+def test_examples_whose_answer_is_no_choice_are_counted_and_listed(tmp_path):
+    folder = tmp_path / "validation_eval"
+    write_scores(folder, "t_score_eval", [[-1.0, -2.0]] * 30, [0, -1] * 15)
+    report = make_report(folder, {}, label="jax", bootstrap=QUICK)
+    (prompt,) = report.datasets[0].prompts
+    assert (prompt.unanswerable, prompt.accuracy) == (15, 50.0)  # they count as wrong, as with T0
+    listed = [(found.example, found.first_input) for found in prompt.unanswerable_examples]
+    assert listed[:2] == [(1, "input 1"), (3, "input 3")] and len(listed) == 15
+    assert "| t | t | 15 of 30 | 1, 3, 5," in render_markdown(report)
+    assert "15 of 30 examples" in " ".join(Page(render_html(report)).text)
+    write_report(report, tmp_path)
+    assert load_report(tmp_path) == report
+
+
+def test_data_and_energy_are_told_where_they_are_known(suite):
+    facts = {"data": {"super_glue/rte": "source local, sha256 ab12"}, "energy_joules": 12.4}
+    facts["energy_source"] = "1 CPU packages (RAPL)"
+    (suite.folder / "provenance.json").write_text(json.dumps(facts))
+    for text in (render_markdown(report_of(suite)), render_html(report_of(suite))):
+        assert "12 J, counted by 1 CPU packages (RAPL)" in text
+        assert "source local, sha256 ab12" in text
+    (suite.folder / "provenance.json").unlink()
+    assert "the device does not tell" in render_markdown(report_of(suite))
+
+
+def test_reports_of_the_schemas_before_are_still_read(suite, tmp_path):
+    content = json.loads(report_of(suite).to_json())
+    for name in ("generation", "published", "tasks"):
+        del content[name]
+    del content["provenance"]["data"], content["provenance"]["energy_source"]
+    for dataset in content["datasets"]:
+        for prompt in dataset["prompts"]:
+            del prompt["unanswerable_examples"]
+    (tmp_path / "report.json").write_text(json.dumps({**content, "schema_version": 1}))
+    assert load_report(tmp_path).datasets == report_of(suite).datasets
+
+
 def test_a_checkout_without_git_has_no_commit(suite, monkeypatch):
     monkeypatch.setenv("PATH", "")
     assert report_of(suite).provenance.git_commit is None
@@ -345,7 +384,7 @@ def test_tables_sort_by_buttons_and_plots_take_the_pages_colours(page):
     headings = page.tags.count("th")
     assert page.tags.count("button") > headings // 3
     styles = " ".join(attributes.get("style") or "" for _, attributes in page.attributes)
-    assert "var(--accent)" in styles and "var(--chance)" in styles
+    assert all(f"var(--{role})" in styles for role in ("accent", "chance", "majority"))
     assert "#0" not in styles and "#1" not in styles  # every stand-in colour was replaced
 
 
@@ -453,8 +492,8 @@ def test_the_page_works_in_chromium_wide_narrow_light_and_dark(suite, tmp_path):
     for width, dark in ((1280, False), (390, True)):
         seen = probe(tmp_path, text, width, dark)
         assert (seen["width"], seen["scroll"]) == (width, width)  # nothing sticks out of the page
-        # Prompts, means, chance lines, published figures, bins of confidence
-        assert seen["marks"] == 5 + 2 + 2 + 5 + bins
+        # Prompts, means, chance and majority lines, published figures, bins of confidence
+        assert seen["marks"] == 5 + 2 + 2 + 2 + 5 + bins
         assert seen["order"][0] == "ag_news"  # sorted by mean accuracy, highest first
         assert seen["requests"] == 0
         assert seen["tooltip"]

@@ -1,0 +1,95 @@
+"""What only an evaluation knows of itself, left beside its files for the report."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from t0repro.evaluation.opened import Checkpoint
+from t0repro.evaluation.provenance import EVALUATION_FACTS, package_versions
+from t0repro.evaluation.records import digest_of_texts, read_records
+from t0repro.files import write_atomically
+
+
+def write_facts(
+    folder: Path, mixture: str, names: Sequence[str], checkpoint: Checkpoint, settings: Any
+) -> None:
+    """Writes provenance.json and operative_config.gin into an evaluation's folder.
+
+    Args:
+      folder: the `<split>_eval` folder, with a record of each finished task.
+      mixture: what was evaluated.
+      names: its tasks.
+      checkpoint: that was evaluated.
+      settings: rank_eval.Settings.
+    """
+    records = read_records(folder, checkpoint.step)
+    used = {name: records[name] for name in names if name in records}
+    facts = {**_facts(checkpoint, used), **_energy(list(used.values()))}
+    write_atomically(folder / EVALUATION_FACTS, json.dumps(facts, indent=1))
+    write_atomically(
+        folder / "operative_config.gin", operative_config(mixture, checkpoint, settings)
+    )
+
+
+def operative_config(mixture: str, checkpoint: Checkpoint, settings: Any) -> str:
+    """The evaluation's settings and the model's shape, and the training's configuration if known.
+
+    Bindings are in gin's form; those of the training are what its operative_config.gin holds.
+    """
+    lines = [f"rank_eval.mixture = {mixture!r}", f"rank_eval.checkpoint = {checkpoint.path!r}"]
+    values = dataclasses.asdict(settings)
+    values["lengths"] = dict(settings.lengths)
+    lines += [f"rank_eval.{name} = {value!r}" for name, value in values.items()]
+    shape = dataclasses.asdict(checkpoint.model.config)
+    lines += ["", *(f"model.{name} = {value!r}" for name, value in shape.items())]
+    training = checkpoint.training_config()
+    if training is not None:
+        lines += ["", "# The training's operative_config.gin", training.rstrip()]
+    return "\n".join(lines) + "\n"
+
+
+def _facts(checkpoint: Checkpoint, used: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    import jax
+
+    device = jax.devices()[0]
+    records = list(used.values())
+    return {
+        "checkpoint": checkpoint.path,
+        "checkpoint_hash": checkpoint.digest,
+        "device": f"{jax.device_count()} x {device.device_kind}, {os.cpu_count()} CPU cores",
+        "duration_seconds": sum(record["seconds"] for record in records),
+        "versions": package_versions(),
+        "templates_hash": digest_of_texts(record["key"]["prompt"] for record in records),
+        "data_revision": digest_of_texts(record["rows"] for record in records),
+        "data": _origins(used),
+    }
+
+
+def _origins(used: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """Dataset and split -> which version of which rows, in words; what is not known is left out."""
+    found = {}
+    for record in used.values():
+        origin = record["key"]["data"]
+        if origin and "dataset" in origin:
+            rest = [f"{name} {value}" for name, value in origin.items() if name != "dataset"]
+            # Splits of one dataset, as ANLI's rounds are, each have their own
+            lines = found.setdefault(origin["dataset"], [])
+            if (text := ", ".join(rest)) not in lines:
+                lines.append(text)
+    return {name: "; ".join(lines) for name, lines in sorted(found.items())}
+
+
+def _energy(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Joules and what counted them, where every task's were told."""
+    if not records or not all("joules" in record for record in records):
+        return {}
+    sources = sorted({record["energy_source"] for record in records})
+    return {
+        "energy_joules": sum(record["joules"] for record in records),
+        "energy_source": " or ".join(sources),
+    }

@@ -1,0 +1,95 @@
+"""A checkpoint of any format, opened to be evaluated."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from t0repro.config.run_config import DType, DTypePolicy, ModelConfig
+from t0repro.errors import UserError
+
+_CONFIG = "operative_config.gin"
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint in memory.
+
+    Attributes:
+      digest: of all parameters' names, shapes and values.
+      params: on the device.
+      model: a t0repro.model.t5.T5.
+    """
+
+    path: str
+    step: int
+    digest: str
+    params: dict
+    model: Any
+
+    def training_config(self) -> str | None:
+        """The operative_config.gin that its training left beside it or above it, if it did."""
+        for folder in (Path(self.path), Path(self.path).parent):
+            path = folder / _CONFIG
+            if path.is_file():
+                return path.read_text(encoding="utf-8")
+        return None
+
+
+def open_checkpoint(path: str, step: int | None, activation: DType) -> Checkpoint:
+    """Reads a checkpoint of any format and tells the model from its parameters.
+
+    Raises:
+      UserError: as converters.sources.load_any does, or for a model without an encoder.
+    """
+    from t0repro.converters import sources
+    from t0repro.converters.family import recognise
+    from t0repro.model.t5 import T5
+    from t0repro.training.train_state import parameters_from_flat_tree
+
+    tree = sources.load_any(path, step, slots=False)
+    family = recognise({name: value.shape for name, value in tree.items()})
+    if family.decoder_only:
+        raise UserError(
+            "Rank evaluation scores models with an encoder; this one has none.",
+            where=path,
+            fix="Score a language model with t5_mesh_transformer's mode score_from_dataset.",
+        )
+    config = ModelConfig(
+        num_encoder_layers=family.num_encoder_layers,
+        num_decoder_layers=family.num_decoder_layers,
+        d_model=family.d_model,
+        d_ff=family.d_ff,
+        num_heads=family.num_heads,
+        d_kv=family.d_kv,
+        vocab_size=family.vocab_size,
+        activations=("gelu", "linear") if family.gated else ("relu",),
+        logits_from_embedding=family.tied,
+        relative_attention_num_buckets=family.relative_attention_num_buckets,
+        dropout_rate=0.0,
+        label_smoothing=0.0,
+        z_loss=0.0,
+        loss_denominator=None,
+    )
+    return Checkpoint(
+        path=path,
+        step=int(tree.get("state/step", 0)),
+        digest=_digest_of(tree),
+        params=parameters_from_flat_tree(tree, where=path),
+        model=T5(config, DTypePolicy("float32", "float32", activation)),
+    )
+
+
+def _digest_of(tree: Mapping[str, np.ndarray]) -> str:
+    """32 hexadecimal digits that stand for the parameters."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name in sorted(tree):
+        if name.startswith("target/"):
+            digest.update(f"{name} {tree[name].dtype} {tree[name].shape}".encode())
+            digest.update(np.ascontiguousarray(tree[name]).view(np.uint8).data)
+    return digest.hexdigest()
