@@ -15,7 +15,12 @@ _LISTED = 10
 def cache(
     output_cache_dir: Annotated[
         str,
-        typer.Option("--output_cache_dir", help="Where the tasks' folders go.", metavar="DIR"),
+        typer.Option(
+            "--output_cache_dir",
+            "--output-cache-dir",
+            help="Where the tasks' folders go.",
+            metavar="DIR",
+        ),
     ],
     tasks: Annotated[
         str, typer.Option(help="Task names, with * for anything.", metavar="GLOB,...")
@@ -27,16 +32,25 @@ def cache(
         list[str] | None,
         typer.Option(
             "--module_import",
+            "--module-import",
             help="The module that registers the tasks; may be repeated.",
-            show_default="t0repro.tasks.t0",
+            show_default="t0repro.tasks.t0, unless --templates is given",
         ),
+    ] = None,
+    templates: Annotated[
+        list[str] | None,
+        typer.Option(help="Your own prompts, a file in promptsource's YAML format; repeatable."),
     ] = None,
     splits: Annotated[
         str, typer.Option(help="Only these splits.", metavar="SPLIT,...", show_default="all")
     ] = "",
     at_hand: Annotated[
         bool,
-        typer.Option("--at_hand", help="Leave out splits whose rows are not here, and list them."),
+        typer.Option(
+            "--at_hand",
+            "--at-hand",
+            help="Leave out splits whose rows are not here, and list them.",
+        ),
     ] = False,
     workers: Annotated[
         int | None, typer.Option(min=1, help="Processes.", show_default="one a processor")
@@ -45,15 +59,16 @@ def cache(
         int, typer.Option(min=0, help="Of what templates draw, and of the examples' order.")
     ] = 0,
     min_shards: Annotated[
-        int, typer.Option("--min_shards", min=1, max=99999, help="Files of a split, at least.")
+        int,
+        typer.Option(
+            "--min_shards", "--min-shards", min=1, max=99999, help="Files of a split, at least."
+        ),
     ] = 16,
 ) -> None:
     """Cache prompted tasks, in SeqIO's format; tasks that are cached already are left alone.
 
     Example: t0repro cache --mixture t0_eval_score_eval --at_hand --output_cache_dir runs/cache
     """
-    import os
-
     from t0repro.errors import UserError
 
     if not tasks and not mixture:
@@ -61,13 +76,14 @@ def cache(
             "Nothing was named to cache.",
             fix="Give --tasks 'super_glue_rte_*' or --mixture t0_eval_score_eval.",
         )
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     from t0repro.data.prompt_cache.cache import cache_tasks, default_workers
     from t0repro.data.prompt_cache.plan import Request
     from t0repro.data.prompt_cache.progress import rendering_progress
 
+    default = () if templates else ("t0repro.tasks.t0",)
     request = Request(
-        modules=tuple(module_import or ("t0repro.tasks.t0",)),
+        modules=tuple(module_import or default),
+        templates=tuple(templates or ()),
         patterns=_names(tasks),
         mixtures=_names(mixture),
         folder=output_cache_dir,

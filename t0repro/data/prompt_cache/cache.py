@@ -19,7 +19,7 @@ import numpy as np
 
 from t0repro.data.prompt_cache import folders, provenance, shards
 from t0repro.data.prompt_cache.plan import CachedTask, Plan, Prompt, Request, RowsOfSplit
-from t0repro.data.prompt_cache.planning import make_plan
+from t0repro.data.prompt_cache.planning import make_plan_quietly
 from t0repro.data.prompt_cache.prompts import Statistics, features
 from t0repro.data.prompt_cache.shards import Piece, PieceResult, SpooledRows
 from t0repro.errors import UserError
@@ -53,7 +53,7 @@ class Summary:
 def plan_in_own_process(request: Request) -> Plan:
     """The plan, made by a process that has ended when this returns."""
     with _pool(1) as pool:
-        return pool.submit(make_plan, request).result()
+        return pool.submit(make_plan_quietly, request).result()
 
 
 def cache_tasks(

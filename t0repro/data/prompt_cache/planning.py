@@ -32,15 +32,16 @@ def make_plan(request: Request) -> Plan:
       UserError: if a name matches nothing, a task is not a prompted one, rows are missing, or a
         task is cached already from other templates, another vocabulary or another seed.
     """
+    from t0repro.tasks.template_files import read_template_file, register_templates
+
+    for path in request.templates:
+        read_template_file(path)  # a broken file is told of before seconds of imports
     import seqio
 
     for module in request.modules:
         _import(module)
-    if request.templates:
-        from t0repro.tasks.template_files import register_templates
-
-        for path in request.templates:
-            register_templates(path)
+    for path in request.templates:
+        register_templates(path)
     names = _selected(request, seqio)
     tasks = [seqio.TaskRegistry.get(name) for name in names]
     for task in tasks:
@@ -56,6 +57,14 @@ def make_plan(request: Request) -> Plan:
         left_out=tuple(planner.left_out),
         seqio_version=seqio.__version__,
     )
+
+
+def make_plan_quietly(request: Request) -> Plan:
+    """`make_plan` without TensorFlow's start-up chatter, for a process that begins with it."""
+    from t0repro.mesh import compat
+
+    compat.quiet_logs()
+    return make_plan(request)
 
 
 def _import(module: str) -> None:

@@ -1,0 +1,72 @@
+"""`t0repro cache` as people call it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+DEMO = "--module_import=t0repro.tasks.demo"
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-P", "-m", "t0repro.cli", "cache", *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+    )
+
+
+def test_tasks_are_cached_once_and_the_second_call_has_nothing_to_do(tmp_path):
+    arguments = (DEMO, "--tasks=demo_glue_*,demo_imdb_*", f"--output_cache_dir={tmp_path}")
+    first = run(*arguments, "--workers=2")
+    assert first.returncode == 0, first.stderr
+    assert "14 of 14 tasks cached now" in first.stdout
+    assert "WARNING" not in first.stderr and "TensorFlow" not in first.stderr
+    assert len(list(tmp_path.glob("*/COMPLETED"))) == 14
+    second = run(*arguments)
+    assert second.returncode == 0 and "0 of 14 tasks cached now" in second.stdout
+
+
+def test_a_users_own_prompts_are_cached(tmp_path):
+    folder = tmp_path / "data" / "super_glue" / "rte"
+    folder.mkdir(parents=True)
+    row = {"premise": "It rained.", "hypothesis": "It was wet.", "label": 0, "idx": 0}
+    (folder / "validation.jsonl").write_text(json.dumps(row) + "\n")
+    prompts = tmp_path / "mine.yaml"
+    prompts.write_text(
+        "dataset: super_glue\nsubset: rte\ntemplates:\n  0c2b7cf0-0000-4000-8000-000000000001:"
+        " !Template\n    name: mine\n    id: 0c2b7cf0-0000-4000-8000-000000000001\n"
+        "    reference: ''\n    answer_choices: Yes ||| No\n"
+        "    jinja: '{{premise}} So {{hypothesis}} ||| {{answer_choices[label]}}'\n"
+        "    metadata: !TemplateMetadata\n      choices_in_prompt: false\n"
+        "      metrics: [Accuracy]\n      original_task: true\n"
+    )
+    done = run(
+        f"--templates={prompts}",
+        "--tasks=super_glue_rte_mine*",
+        f"--output_cache_dir={tmp_path / 'cache'}",
+        T0REPRO_DATA_DIR=str(tmp_path / "data"),
+        T0REPRO_VOCAB=str(
+            Path(__file__).resolve().parents[2] / "tasks" / "demo_data" / "sentencepiece.model"
+        ),
+    )
+    assert done.returncode == 0, done.stderr
+    assert "2 of 2 tasks cached now: 3 examples" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "--mixture t0_eval_score_eval"),
+        ((DEMO, "--tasks=demo_imdb_Reviewer_Sentiment_Feelin"), "demo_imdb_Reviewer_Sentiment"),
+    ],
+)
+def test_mistakes_end_with_one_message_and_exit_code_2(tmp_path, arguments, said):
+    done = run(*arguments, f"--output_cache_dir={tmp_path / 'cache'}")
+    assert done.returncode == 2 and done.stdout == ""
+    assert said in done.stderr and "Traceback" not in done.stderr
+    assert not (tmp_path / "cache").exists()
