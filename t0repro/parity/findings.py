@@ -114,6 +114,8 @@ def _trees(
 ) -> Iterator[Finding]:
     """Findings judged by the largest difference over the RMS or over the entry, the larger."""
     for name, expected, value in _pairs(kind, reference, ours):
+        if expected.shape == (1,) and expected[0] == value[0] == 0:
+            continue  # stands for a slot that is not used
         difference = _difference(expected, value)
         scale = np.maximum(_rms(expected), np.abs(expected.astype(np.float64)))
         errors = np.divide(

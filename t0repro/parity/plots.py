@@ -48,7 +48,7 @@ def error_plot(findings: Sequence[Finding], label: str) -> str:
         for row, finding in enumerate(reversed(shown)):
             error = float(np.clip(np.nan_to_num(finding.error, nan=1e3), _SMALLEST, 1e3))
             colour = ROLES["accent"] if finding.passes else ROLES["chance"]
-            (bar,) = axes.barh([row], [error], left=_SMALLEST, height=0.7, color=colour)
+            (bar,) = axes.barh([row], [error - _SMALLEST], left=_SMALLEST, height=0.7, color=colour)
             bar.set_gid(f"error-{row}")
             tips[f"error-{row}"] = (
                 f"{finding.name}: {finding.error:.2e}, RMS {finding.reference_rms:.2e}"
