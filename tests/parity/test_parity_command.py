@@ -97,7 +97,7 @@ def test_the_stacks_agree_without_an_error(sides):
 @pytest.mark.parametrize(
     ("error", "kind", "name"),
     [
-        ("slot-swap", "first step", "state/param_states/decoder/layers_0/encoder_decoder"),
+        ("slot-swap", "first step", "state/param_states/decoder/layers_0/self_attention/key"),
         ("bucket-eps", "activation", "encoder/layers_0/attention"),
         ("loss-denominator", "loss", "step 1"),
     ],
