@@ -7,16 +7,14 @@ and hands all three to the stack, which knows neither flags nor gin.
 
 from __future__ import annotations
 
-import functools
-import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
-from t0repro.config import mtf_gin
+from t0repro import evaluation_modes
+from t0repro.command_record import record_command
+from t0repro.config import checks, model_api, mtf_gin
 from t0repro.config.run_config import RunConfig
 from t0repro.errors import UserError
-from t0repro.files import write_atomically
 
 
 def run(flags: Any) -> None:
@@ -28,22 +26,55 @@ def run(flags: Any) -> None:
     Raises:
       UserError: for a mode or an option that the JAX stack lacks, or bad input.
     """
-    if flags.use_model_api:
+    config = _config(flags)
+    evaluations = {
+        "eval": evaluation_modes.evaluate,
+        "score_eval": evaluation_modes.evaluate,
+        "perplexity_eval": evaluation_modes.evaluate_perplexity,
+        "infer": evaluation_modes.infer,
+        "score_from_dataset": evaluation_modes.score_from_dataset,
+        "score_from_strings": evaluation_modes.score_from_strings,
+    }
+    if config.mode == "train":
+        train(config)
+    elif config.mode in evaluations:
+        evaluations[config.mode](config, vocabularies())
+    elif str(config.mode).startswith("export"):
+        raise model_api.refused_export(config.mode, config.provenance.get("mode"))
+    else:
         raise UserError(
-            "--use_model_api is not available on the JAX stack.",
-            fix="Use gin's run.mode (train or score_eval), or --backend=mtf.",
+            f"There is no mode {config.mode!r}; there are train, {', '.join(evaluations)}.",
+            where=config.provenance.get("mode"),
+            fix="Bind run.mode to one of these.",
         )
+
+
+def _config(flags: Any) -> RunConfig:
+    """The RunConfig of the flags and of the gin files and parameters that they name."""
     from t0repro.mesh.main import gin_inputs
 
-    config, _ = mtf_gin.load(gin_inputs(flags), float32_activations=not _has_accelerator())
-    runners = {"train": train, "score_eval": score_eval}
-    if config.mode not in runners:
-        raise UserError(
-            f"The JAX stack does not run mode {config.mode!r} yet; it runs {', '.join(runners)}.",
-            where=config.provenance.get("mode"),
-            fix="Run this mode with --backend=mtf.",
-        )
-    runners[config.mode](config)
+    inputs, float32 = gin_inputs(flags), not _has_accelerator()
+    if not flags.use_model_api:
+        if flags.mode:
+            raise UserError(
+                "--mode is a flag of the Model API.",
+                where="--mode",
+                fix='Add --use_model_api, or say it in gin: --gin_param="run.mode = ...".',
+            )
+        return mtf_gin.load(inputs, float32_activations=float32)[0]
+    with checks.configuration_errors():
+        bindings = model_api.parse(inputs, flags)
+        config = mtf_gin.read(flags.model_dir, bindings, float32_activations=float32)
+    checks.check_run(flags.model_dir, jax=True)
+    return config
+
+
+def vocabularies() -> tuple[Any, Any]:
+    """The vocabularies of inputs and targets that `run` is bound to."""
+    import gin
+
+    found = gin.query_parameter("run.vocabulary")
+    return found if isinstance(found, tuple) else (found, found)
 
 
 def _has_accelerator() -> bool:
@@ -77,11 +108,14 @@ def starting_point(config: RunConfig) -> dict[str, Any] | None:
     Mesh TensorFlow's order: what model_dir holds wins over init_checkpoint.
     """
     from t0repro.converters import sources
+    from t0repro.training.start import keep_matching
 
     model_dir = Path(config.model_dir)
     found = sources.list_checkpoints(model_dir) if model_dir.is_dir() else []
     if not found:
-        return None if config.init_checkpoint is None else sources.load_any(config.init_checkpoint)
+        if config.init_checkpoint is None:
+            return None
+        return keep_matching(sources.load_any(config.init_checkpoint), config)
     latest = sources.find_checkpoint(model_dir)
     if latest.format == "jax":
         return None  # training finds its own
@@ -92,83 +126,3 @@ def starting_point(config: RunConfig) -> dict[str, Any] | None:
             fix="Move one kind elsewhere, or continue with --backend=mtf.",
         )
     return sources.load_any(latest.path)
-
-
-def score_eval(config: RunConfig) -> None:
-    """Scores the evaluation's tasks at each chosen checkpoint and writes scores and metrics."""
-    import jax
-
-    from t0repro.converters import sources
-    from t0repro.data.batches import eval_tasks, targets_vocabulary
-    from t0repro.evaluation import score_eval as evaluation
-    from t0repro.evaluation.engine import score_examples
-    from t0repro.model.t5 import T5, initial_parameters
-    from t0repro.training.metrics import MetricsManager, event_writer
-    from t0repro.training.train_state import parameters_from_flat_tree
-
-    assert config.eval_data is not None
-    checkpoints = checkpoints_to_evaluate(config)
-    model = T5(config.model, config.dtypes)
-    shapes = jax.eval_shape(lambda: initial_parameters(model, jax.random.key(0)))
-    tasks = list(eval_tasks(config.eval_data, config.sequence_length))
-    record_command(config)
-    for checkpoint in checkpoints:
-        tree = sources.load_any(checkpoint.path, slots=False)
-        params = parameters_from_flat_tree(tree, shapes, where=checkpoint.path)
-        lengths = config.sequence_length or evaluation.longest(tasks)
-        score = functools.partial(
-            score_examples,
-            params,
-            model,
-            tokens_per_batch=config.batch_size * max(lengths.values()),
-        )
-        results = []
-        metrics = MetricsManager(config.model_dir, writers=[event_writer(config.model_dir)])
-        for result in evaluation.evaluate(config, tasks, int(tree["state/step"]), score):
-            results.append(result)
-            metrics.write(config.eval_data.split, result.step, result.metrics, task=result.task)
-        metrics.close()
-        if config.scores_filename is not None:
-            vocabulary = targets_vocabulary(config.eval_data)
-            evaluation.save_scores(config.scores_filename, results, tasks, vocabulary.decode)
-
-
-def checkpoints_to_evaluate(config: RunConfig) -> list[Any]:
-    """The checkpoints in model_dir that eval_checkpoint_step chooses, by ascending step.
-
-    A step that is not there stands for the nearest one that is, as in Mesh TensorFlow's
-    get_checkpoint_iterator.
-    """
-    from t0repro.converters import sources
-
-    found = sources.list_checkpoints(config.model_dir)
-    by_step = {ref.step: ref for ref in found if ref.step is not None}
-    wanted = config.eval_checkpoint_step
-    if wanted is None:
-        raise UserError(
-            "eval_checkpoint_step is None: the JAX stack does not wait for new checkpoints yet.",
-            where=config.provenance.get("eval_checkpoint_step"),
-            fix="Bind eval_checkpoint_step to a step, a list of steps, 'all' or -1 (the latest).",
-        )
-    if wanted == "all":
-        return [by_step[step] for step in sorted(by_step)]
-    if wanted == -1:
-        return [by_step[max(by_step)]]
-    steps = (wanted,) if isinstance(wanted, int) else map(int, wanted)
-    nearest = {min(by_step, key=lambda there: abs(there - step)) for step in steps}
-    return [by_step[step] for step in sorted(nearest)]
-
-
-def record_command(config: RunConfig) -> None:
-    """Writes commands/command[.N] and operative_config.gin, as t5_mesh_transformer does on mtf."""
-    import gin
-
-    folder = Path(config.model_dir) / "commands"
-    names = ["command", *(f"command.{count}" for count in range(1, 1 + _count(folder)))]
-    write_atomically(folder / names[-1], shlex.join(sys.argv))
-    if config.mode == "train":
-        write_atomically(Path(config.model_dir) / "operative_config.gin", gin.config_str())
-
-
-def _count(folder: Path) -> int:
-    return len(list(folder.glob("command*"))) if folder.is_dir() else 0

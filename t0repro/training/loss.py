@@ -128,6 +128,7 @@ def evaluation_sums(
         "correct_rows": jnp.sum((jnp.sum(correct, axis=-1) == per_row) * rows),
         "tokens": jnp.sum(weights),
         "rows": jnp.sum(rows),
+        "labels": jnp.sum(targets * weights),
     }
 
 

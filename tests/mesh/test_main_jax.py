@@ -96,13 +96,6 @@ def test_a_model_dir_of_mesh_tensorflows_is_evaluated_and_trained_on(trained, se
     assert (model_dir / "checkpoint_6").is_dir()
 
 
-@pytest.mark.parametrize("mode", ["eval", "perplexity_eval", "infer"])
-def test_a_mode_that_jax_does_not_run_is_refused_by_name(run, server, mode):
-    code, text = server.run(commands.evaluate(run, mode, "tiny_eval", JAX))
-    assert code == 2
-    assert f"mode {mode!r}" in text and "--backend=mtf" in text and "Traceback" not in text
-
-
 @pytest.mark.parametrize(
     ("flags", "part"),
     [

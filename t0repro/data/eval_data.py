@@ -1,0 +1,108 @@
+"""The batches of a perplexity evaluation and the examples that score_from_dataset scores.
+
+They come from the very functions that Mesh TensorFlow's stack calls, as in t0repro.data.batches.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from t0repro.config.run_config import RunConfig
+from t0repro.data.batches import MODEL_FEATURES
+from t0repro.errors import UserError
+
+Batch = dict[str, np.ndarray]
+
+
+def perplexity_batches(config: RunConfig) -> list[tuple[str, list[Batch]]]:
+    """The batches of each task, by name: int32 [batch_size, length], perplexity_eval_steps at most.
+
+    Where a task has fewer examples the last batch is filled with empty rows, and there are no
+    batches of empty rows alone. Without an evaluation dataset the training one is evaluated, by the
+    name "eval".
+
+    Source: mesh_tensorflow.transformer.utils.run, mode perplexity_eval.
+
+    Raises:
+      UserError: if neither dataset is bound.
+    """
+    named = _eval_datasets(config) if config.eval_data else [("eval", _train_dataset(config))]
+    return [(name, list(_batches(dataset, config))) for name, dataset in named]
+
+
+def scored_examples(config: RunConfig) -> list[Batch]:
+    """The examples of all datasets of score_from_dataset, one after the other, padded."""
+    return [
+        {name: np.asarray(example[name], np.int32) for name in MODEL_FEATURES if name in example}
+        for _, dataset in _eval_datasets(config)
+        for example in dataset.as_numpy_iterator()
+    ]
+
+
+def _eval_datasets(config: RunConfig) -> list[tuple[str, Any]]:
+    from t0repro.mesh import compat
+
+    compat.install()
+    from t5.models import mesh_transformer
+
+    data, lengths = config.eval_data, config.sequence_length
+    assert data is not None and lengths is not None
+    datasets = mesh_transformer.mesh_eval_dataset_fn(
+        mixture_or_task_name=data.mixture_or_task_name,
+        sequence_length=dict(lengths),
+        dataset_split=data.split,
+        num_eval_examples=data.num_eval_examples,
+        use_cached=data.use_cached,
+        pack=data.pack,
+        shuffle_eval_examples=data.shuffle_eval_examples,
+        seed=data.seed,
+    )
+    if not datasets:
+        raise UserError(
+            f"No task of {data.mixture_or_task_name!r} has a split {data.split!r}.",
+            where=config.provenance.get("eval_data.split"),
+            fix="Bind run.dataset_split to one that is there.",
+        )
+    return [(dataset.name, dataset.dataset_fn()) for dataset in datasets]
+
+
+def _train_dataset(config: RunConfig) -> Any:
+    from t0repro.mesh import compat
+
+    compat.install()
+    from t5.models import mesh_transformer
+
+    data, lengths = config.train_data, config.sequence_length
+    if data is None or lengths is None:
+        raise UserError(
+            "A perplexity evaluation needs run.eval_dataset_fn or run.train_dataset_fn.",
+            where=config.provenance.get("mode"),
+            fix="Add --gin_file=perplexity_eval.gin.",
+        )
+    return mesh_transformer.mesh_train_dataset_fn(
+        mixture_or_task_name=data.mixture_or_task_name,
+        sequence_length=dict(lengths),
+        dataset_split=data.split,
+        shuffle=data.shuffle,
+        seed=data.seed,
+        use_cached=data.use_cached,
+        pack=data.pack,
+    )
+
+
+def _batches(dataset: Any, config: RunConfig) -> Iterator[Batch]:
+    dataset = dataset.batch(config.batch_size).take(config.perplexity_eval_steps)
+    for batch in itertools.islice(dataset.as_numpy_iterator(), config.perplexity_eval_steps):
+        yield {
+            name: _filled(batch[name].astype(np.int32), config.batch_size)
+            for name in MODEL_FEATURES
+            if name in batch
+        }
+
+
+def _filled(x: np.ndarray, rows: int) -> np.ndarray:
+    return np.pad(x, ((0, rows - len(x)), (0, 0)))

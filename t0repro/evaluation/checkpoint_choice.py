@@ -1,0 +1,99 @@
+"""Which checkpoints of a model_dir are evaluated, and waiting for those to come.
+
+Source: mesh_tensorflow.transformer.utils.get_checkpoint_iterator and tf.train.checkpoints_iterator.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from t0repro.config.run_config import RunConfig
+from t0repro.errors import UserError
+
+SECONDS_BETWEEN_LOOKS = 1.0
+
+
+def chosen_checkpoints(config: RunConfig) -> Iterator[Any]:
+    """The checkpoints that eval_checkpoint_step chooses, by ascending step.
+
+    - a step or several: each that is there, or the nearest to it (find_closest);
+    - "all": every one beyond skip_until;
+    - -1: the latest;
+    - None: the latest, then each later one as soon as it is there, for ever or until stop_after.
+
+    Raises:
+      UserError: if none is there.
+    """
+    if config.eval_checkpoint_step is None:
+        return _coming(config)
+    return iter(_present(config))
+
+
+def one_checkpoint(config: RunConfig) -> Any:
+    """The only checkpoint that is chosen, as modes need that write one file.
+
+    Raises:
+      UserError: if several are.
+    """
+    found = list(_present(config)) if config.eval_checkpoint_step is not None else []
+    if len(found) != 1:
+        raise UserError(
+            f"Mode {config.mode!r} scores one checkpoint; eval_checkpoint_step ="
+            f" {config.eval_checkpoint_step!r} chooses {len(found) or 'any number'}.",
+            where=config.provenance.get("eval_checkpoint_step"),
+            fix="Bind run.eval_checkpoint_step to one step, or to -1 (the latest).",
+        )
+    return found[0]
+
+
+def _present(config: RunConfig) -> list[Any]:
+    from t0repro.converters import sources
+
+    found = sources.list_checkpoints(config.model_dir)
+    by_step = {ref.step: ref for ref in found if ref.step is not None}
+    wanted, choice = config.eval_checkpoint_step, config.checkpoint_choice
+    if wanted == "all":
+        steps = [step for step in sorted(by_step) if step > choice.skip_until]
+    elif wanted == -1:
+        steps = [max(by_step)] if by_step else []
+    else:
+        asked = (wanted,) if isinstance(wanted, int) else tuple(map(int, wanted or ()))
+        if choice.find_closest and by_step:
+            asked = {min(by_step, key=lambda there: abs(there - step)) for step in asked}
+        steps = sorted(step for step in set(asked) if step in by_step)
+    if not steps:
+        there = ", ".join(map(str, sorted(by_step))) or "none"
+        raise UserError(
+            f"There is no checkpoint to evaluate for eval_checkpoint_step = {wanted!r}"
+            f" (steps there: {there}).",
+            where=config.model_dir,
+            fix="Bind run.eval_checkpoint_step to a step that is there, 'all' or -1.",
+        )
+    return [by_step[step] for step in steps]
+
+
+def _coming(config: RunConfig) -> Iterator[Any]:
+    """Looks for a later checkpoint again and again."""
+    from t0repro.converters import sources
+
+    choice, last, told = config.checkpoint_choice, None, False
+    while True:
+        found = [ref for ref in sources.list_checkpoints(config.model_dir) if ref.step is not None]
+        latest = found[-1] if found else None
+        if latest is None or latest == last:
+            if not told:
+                print(f"Waiting for a new checkpoint in {config.model_dir}.", file=sys.stderr)
+            told = True
+            time.sleep(SECONDS_BETWEEN_LOOKS)
+            continue
+        last, told = latest, False
+        assert latest.step is not None
+        if latest.step <= choice.skip_until:
+            continue
+        if choice.stop_after is None or latest.step <= choice.stop_after:
+            yield latest
+        if choice.stop_after is not None and latest.step >= choice.stop_after:
+            return

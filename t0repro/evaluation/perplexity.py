@@ -1,0 +1,62 @@
+"""perplexity_eval on JAX: teacher-forced metrics of a task, by Mesh TensorFlow's names.
+
+    neg_log_perplexity   mean log-probability of a target token, natural logarithm
+    token_accuracy       targets that are the likeliest token of all
+    sequence_accuracy    rows of which every target is
+    mean_label           mean id of the targets: a checksum of the data
+    num_eval_tokens      targets
+    max_targets_length   targets of the longest row
+    loss                 the training loss without z_loss, mean of the batches
+
+Source: mesh_tensorflow.transformer.utils.tpu_estimator_model_fn, simple_metrics.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+
+import jax
+import numpy as np
+
+from t0repro.evaluation.pair_progress import pair_progress
+from t0repro.model.t5 import T5
+from t0repro.training.loss import evaluation_metrics, evaluation_sums, loss_denominator
+
+
+def evaluate_perplexity(
+    params: dict, model: T5, batches: Sequence[Mapping[str, np.ndarray]], steps: int
+) -> dict[str, float]:
+    """The metrics of the batches.
+
+    Args:
+      params: the model's parameters.
+      model: the model.
+      batches: int32 arrays [batch, length] by feature, all of one shape.
+      steps: batches that Mesh TensorFlow averages the loss over; those beyond `batches` are empty
+        and have none.
+    """
+    totals: dict[str, float] = {}
+    longest = 0
+    with pair_progress(len(batches), "evaluating", "batches", "evaluated") as advance:
+        for batch in batches:
+            sums = jax.device_get(_sums(model, params, dict(batch)))
+            for name, value in sums.items():
+                totals[name] = totals.get(name, 0.0) + float(value)
+            longest = max(longest, int((batch["targets"] > 0).sum(axis=-1).max(initial=0)))
+            advance(1)
+    zeros = dict.fromkeys(
+        ("loss", "cross_entropy", "correct_tokens", "correct_rows", "tokens", "rows", "labels"), 0.0
+    )
+    totals = {**zeros, **totals, "batches": float(steps)}
+    return {
+        **evaluation_metrics(totals),
+        "mean_label": totals["labels"] / max(totals["tokens"], 1.0),
+        "max_targets_length": float(longest),
+    }
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _sums(model: T5, params: dict, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    denominator = loss_denominator(model.config, batch)
+    return evaluation_sums(model, params, batch, denominator=denominator)

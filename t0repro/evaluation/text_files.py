@@ -1,0 +1,102 @@
+"""Text in and text out: what infer decodes and score_from_strings scores, line by line.
+
+Source: mesh_tensorflow.transformer.utils (get_inputs_from_file, encode_inputs, decode_from_file,
+score_from_strings, write_lines_to_file).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from t0repro.config.run_config import InferConfig, ScoreStringsConfig
+from t0repro.errors import UserError
+from t0repro.files import write_atomically
+from t0repro.model.shapes import Int
+
+
+def read_lines(path: str, binding: str) -> list[str]:
+    """The lines of a file without the space at their ends, and without an empty last line.
+
+    Args:
+      path: the file, at any address that etils.epath opens.
+      binding: that names it, for messages.
+
+    Raises:
+      UserError: if there is no such file or it has no lines.
+    """
+    from etils import epath
+
+    try:
+        text = epath.Path(path).read_text(encoding="utf-8")
+    except (FileNotFoundError, IsADirectoryError) as error:
+        raise UserError(
+            f"There is no file {path}.", where=binding, fix="Bind it to a text file."
+        ) from error
+    lines = [line.rstrip() for line in text.removesuffix("\n").split("\n")] if text else []
+    if lines and not lines[-1]:
+        lines.pop()
+    if not lines:
+        raise UserError(f"{path} has no lines.", where=binding, fix="Give a line for each input.")
+    return lines
+
+
+def encode_lines(
+    lines: Iterable[str], vocabulary: Any, eos_id: int, length: int
+) -> list[Int[np.ndarray, " length"]]:
+    """Token ids of each line with EOS at the end, cut to a length."""
+    return [
+        np.array([*vocabulary.encode(line.strip()), eos_id][:length], np.int32) for line in lines
+    ]
+
+
+def infer_inputs(config: InferConfig) -> list[str]:
+    """The lines that infer decodes, each as often as it is to be decoded."""
+    lines = read_lines(config.input_filename, "decode_from_file.input_filename")
+    return [line for line in lines for _ in range(config.repeats)]
+
+
+def strings_to_score(config: ScoreStringsConfig) -> tuple[list[str], list[str]]:
+    """Inputs and targets of equal number.
+
+    There may be several targets, one after the other, for each input, or one for all inputs.
+
+    Raises:
+      UserError: if their numbers do not fit, or there are no inputs.
+    """
+    if config.inputs is None:
+        raise UserError(
+            "score_from_strings.inputs is None.",
+            fix="An encoder-decoder model needs inputs: bind it to a file or a list.",
+        )
+    inputs, targets = (
+        read_lines(value, f"score_from_strings.{name}") if isinstance(value, str) else list(value)
+        for name, value in (("inputs", config.inputs), ("targets", config.targets))
+    )
+    if len(inputs) < len(targets):
+        if not inputs or len(targets) % len(inputs):
+            raise UserError(
+                f"{len(targets)} targets cannot be shared out among {len(inputs)} inputs.",
+                where="score_from_strings.targets",
+                fix="Give as many targets as inputs, or equally many for each input.",
+            )
+        repeats = len(targets) // len(inputs)
+        inputs = [line for line in inputs for _ in range(repeats)]
+    elif len(targets) < len(inputs):
+        if len(targets) != 1:
+            raise UserError(
+                f"{len(targets)} targets are not enough for {len(inputs)} inputs.",
+                where="score_from_strings.targets",
+                fix="Give one target for all inputs, or one or several for each.",
+            )
+        targets = targets * len(inputs)
+    return inputs, targets
+
+
+def write_lines(path: str | Path, lines: Sequence[Any]) -> None:
+    """Writes a line each, newlines replaced by spaces."""
+    text = "".join(str(line).replace("\n", " ") + "\n" for line in lines)
+    write_atomically(path, text)
