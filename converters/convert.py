@@ -42,6 +42,7 @@ from t0repro.files import write_atomically
 
 # Orbax and the index file add little to the tensors' bytes.
 _SPACE_MARGIN = 1.02
+_BYTES_AHEAD = 1 << 30
 VOCAB_DIVISOR = 128  # Mesh TensorFlow and T5X pad vocabularies to a multiple of it
 
 
@@ -316,7 +317,8 @@ def _write_tensors(
     ):
         build = functools.partial(_build, reader)
         new = [output for output in plan.outputs if output.name not in noted]
-        # While one tensor is written, the next is read: two are in memory, and no more.
+        # While one tensor is written, the next is read: two are in memory, and no more; only one of
+        # stacks of layers, which may have gigabytes.
         ahead = {output.name: pool.submit(build, output) for output in new[:1]}
         following = dict(zip((output.name for output in new), new[1:], strict=False))
         for output in plan.outputs:
@@ -324,9 +326,11 @@ def _write_tensors(
                 resumed += bool(output.keys)
             else:
                 array = (ahead.pop(output.name, None) or pool.submit(build, output)).result()
-                if after := following.get(output.name):
+                after = following.get(output.name)
+                if after and output.info.nbytes + after.info.nbytes <= _BYTES_AHEAD:
                     ahead[after.name] = pool.submit(build, after)
                 enter(output, array, functools.partial(writer.add, output, array))
+                del array  # before another is read
             done(output.info.nbytes)
     return resumed
 

@@ -144,11 +144,12 @@ def _is_dummy(key: str, tree: Mapping[str, _Shaped], momentum: bool) -> bool:
     parameter = tree.get(layout.PARAMETERS + path)
     if parameter is None or slot is None or slot not in layout.SLOT_NAMES:
         return False
+    # Parameters that are not trained have no slot at all.
     if slot == "m":
-        return not momentum
-    if len(parameter.shape) < 2:
-        return slot != "v"
+        return not momentum or tuple(parameter.shape) != _DUMMY_SHAPE
     if slot == "v":
+        return tuple(parameter.shape) != _DUMMY_SHAPE
+    if len(parameter.shape) < 2 or min(parameter.shape) > 1:
         return True
     unfactored = tree.get(layout.slot_key(path, "v"))
     return unfactored is not None and unfactored.shape == parameter.shape

@@ -17,6 +17,7 @@ import numpy as np
 
 _SMALLEST = 1 << 20  # bytes; the allocator of the process keeps smaller ones itself
 _KEPT = 2  # blocks that wait to be used again
+_WASTE = 3  # a block may be so many times what is asked for
 
 _free: list[memoryview] = []
 _lock = threading.Lock()
@@ -36,11 +37,14 @@ def empty(shape: Sequence[int], dtype: np.dtype[Any]) -> np.ndarray:
 
 def _take(nbytes: int) -> memoryview:
     with _lock:
-        fitting = [number for number, block in enumerate(_free) if block.nbytes >= nbytes]
+        fitting = [
+            number
+            for number, block in enumerate(_free)
+            if nbytes <= block.nbytes <= nbytes * _WASTE
+        ]
         if fitting:
             return _free.pop(fitting[-1])  # the smallest: they are sorted
-        if _free:
-            _free.pop()  # too small; its memory makes room for the new one
+        _free.clear()  # of another size than what is read now; their memory makes room for it
     return np.empty(nbytes, np.uint8).data
 
 

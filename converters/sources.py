@@ -195,6 +195,8 @@ def _check_slots(reader: CheckpointReader, shapes: dict[str, tuple[int, ...]]) -
     momentum = any("m" in present for present in slots.values())
     for path, shape in shapes.items():
         present = slots[path]
+        if not present:
+            continue  # not trained, as utils.run.variable_filter says
         needed = ["v_row", "v_col"] if {"v_row", "v_col"} & present.keys() else ["v"]
         if adam:
             needed = list(layout.ADAM_SLOTS)

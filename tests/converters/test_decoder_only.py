@@ -1,4 +1,4 @@
-"""Decoder-only models, as Mesh TensorFlow itself saves them. (test_continuation.py trains one on.)"""
+"""Decoder-only models, as Mesh TensorFlow itself saves them; test_continuation.py trains one on."""
 
 from __future__ import annotations
 

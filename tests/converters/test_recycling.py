@@ -55,6 +55,14 @@ def test_blocks_that_wait_are_few_and_the_smallest_that_fits_is_taken():
     assert address(recycling.empty((2, MIB), np.dtype(np.uint8))) == places[3]
 
 
+def test_a_block_much_larger_than_what_is_asked_for_is_not_wasted_on_it():
+    large = recycling.empty((8, MIB), np.dtype(np.uint8))
+    del large
+    small = recycling.empty((2, MIB), np.dtype(np.uint8))
+    del small
+    assert [block.nbytes // MIB for block in recycling._free] == [2]
+
+
 def test_small_arrays_and_scalars_are_numpy_s_own():
     assert recycling.empty((3,), np.dtype(ml_dtypes.bfloat16)).dtype == ml_dtypes.bfloat16
     assert recycling.empty((), np.dtype(np.int64)).shape == ()
