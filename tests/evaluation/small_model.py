@@ -1,9 +1,16 @@
 """A T5 of one layer, small enough to compile many shapes of it in a test."""
 
+import dataclasses
+
+import flax.traverse_util
 import jax
+import numpy as np
 
 from t0repro.config.run_config import DTypePolicy, ModelConfig
 from t0repro.model.t5 import T5, initial_parameters
+from t0repro.training.checkpoints import save_tree
+
+VOCABULARY = 1408  # the demo's pieces, padded to a multiple of 128
 
 CONFIG = ModelConfig(
     num_encoder_layers=1,
@@ -26,3 +33,18 @@ MODEL = T5(CONFIG, DTypePolicy("float32", "float32", "float32"))
 
 def small_parameters():
     return initial_parameters(MODEL, jax.random.key(0))
+
+
+def save_model(folder, seed=0, step=7, vocabulary=VOCABULARY, spoil=None):
+    """Writes a JAX checkpoint of random parameters; `spoil` may change its tensors."""
+    config = dataclasses.replace(CONFIG, vocab_size=vocabulary)
+    model = T5(config, DTypePolicy("float32", "float32", "float32"))
+    params = initial_parameters(model, jax.random.key(seed))
+    tree = {
+        f"target/{path}": np.array(value)
+        for path, value in flax.traverse_util.flatten_dict(params, sep="/").items()
+    }
+    if spoil:
+        spoil(tree)
+    save_tree(folder / f"checkpoint_{step}", {**tree, "state/step": np.int32(step)})
+    return folder

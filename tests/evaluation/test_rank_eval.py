@@ -8,12 +8,10 @@ import sys
 import time
 import warnings
 
-import flax.traverse_util
 import jax
 import numpy as np
 import pytest
 
-from t0repro.config.run_config import DTypePolicy
 from t0repro.errors import UserError
 from t0repro.evaluation import code_version, engine, load_report, rank_eval, rank_tasks
 from t0repro.evaluation.engine import Engine
@@ -22,43 +20,12 @@ from t0repro.evaluation.outputs import read_task_scores
 from t0repro.evaluation.rank_eval import Settings
 from t0repro.evaluation.records import read_records
 from t0repro.evaluation.scoring import score_batches
-from t0repro.model.t5 import T5, initial_parameters
-from t0repro.training.checkpoints import save_tree
 
-from .small_model import CONFIG
+from .small_model import save_model
 
 MIXTURE = "demo_eval_score_eval"
-VOCABULARY = 1408  # the demo's pieces, padded to a multiple of 128
 SETTINGS = Settings(lengths={"inputs": 128, "targets": 32}, limit=3)
 COMMAND = "from t0repro.cli.app import main; main()"
-
-
-@pytest.fixture(scope="module")
-def prompts():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # TensorFlow's and T5's own, at import
-        from t0repro.evaluation.training_tasks import load_prompts
-
-        return load_prompts(["t0repro.tasks.demo"])
-
-
-def save_model(folder, seed=0, step=7, vocabulary=VOCABULARY, spoil=None):
-    config = dataclasses.replace(CONFIG, vocab_size=vocabulary)
-    model = T5(config, DTypePolicy("float32", "float32", "float32"))
-    params = initial_parameters(model, jax.random.key(seed))
-    tree = {
-        f"target/{path}": np.array(value)
-        for path, value in flax.traverse_util.flatten_dict(params, sep="/").items()
-    }
-    if spoil:
-        spoil(tree)
-    save_tree(folder / f"checkpoint_{step}", {**tree, "state/step": np.int32(step)})
-    return folder
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("model"))
 
 
 def evaluate(model_dir, out, prompts, settings=SETTINGS, mixture=MIXTURE, said=None):

@@ -1,0 +1,118 @@
+"""Tasks without answer choices beside ranked ones, in one evaluation and one report."""
+
+import warnings
+
+import numpy as np
+import pytest
+
+from t0repro.errors import UserError
+from t0repro.evaluation import rank_eval
+from t0repro.evaluation.generate_tasks import GREEDY
+from t0repro.evaluation.generation import generate_tokens, texts_of
+from t0repro.evaluation.opened import open_checkpoint
+from t0repro.evaluation.rank_eval import Settings
+from t0repro.evaluation.records import read_records
+from t0repro.evaluation.report import load_report
+from t0repro.evaluation.results import write_results
+
+SETTINGS = Settings(lengths={"inputs": 64, "targets": 8}, limit=4, modes=("rank", "generate"))
+RANKED = "demo_ag_news_classify_with_choices_question_first"
+DECODED, MIXTURE = "headline_of_article", "news_of_both_kinds"
+
+
+@pytest.fixture(scope="module")
+def mixture(prompts):
+    """A prompt with answer choices, and one whose target is free text."""
+    import seqio
+    import tensorflow as tf
+    from t5.evaluation import metrics
+
+    rows = [{"inputs": f"Say news number {n} again.", "targets": f"News {n}"} for n in range(6)]
+
+    def read(split, shuffle_files, seed=None):
+        return tf.data.Dataset.from_tensor_slices(
+            {name: [row[name] for row in rows] for name in ("inputs", "targets")}
+        )
+
+    features = seqio.get_mixture_or_task(RANKED).output_features
+    seqio.TaskRegistry.add(
+        DECODED,
+        seqio.FunctionDataSource(read, splits=("validation",)),
+        preprocessors=[seqio.preprocessors.tokenize, seqio.preprocessors.append_eos],
+        output_features=features,
+        metric_fns=[metrics.rouge, metrics.sequence_accuracy],
+    )
+    seqio.MixtureRegistry.add(MIXTURE, [RANKED, DECODED], default_rate=1)
+    yield MIXTURE
+    seqio.MixtureRegistry.remove(MIXTURE)
+    seqio.TaskRegistry.remove(DECODED)
+
+
+def evaluate(model_dir, out, prompts, settings, mixture):
+    checkpoint = open_checkpoint(str(model_dir), None, "float32")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # t5's metrics, of few examples
+        outcome = rank_eval.rank_eval(checkpoint, mixture, out, prompts, settings, lambda _: None)
+    return checkpoint, outcome
+
+
+def test_prompts_with_choices_are_ranked_and_others_decoded_in_one_report(
+    model_dir,
+    prompts,
+    mixture,
+    tmp_path,
+):
+    checkpoint, outcome = evaluate(model_dir, tmp_path, prompts, SETTINGS, mixture)
+    assert (outcome.tasks, outcome.generated) == ((f"{RANKED}_score_eval",), (DECODED,))
+    assert (outcome.scored, outcome.decoded) == (16, 4)
+    names = {"label": "jax", "title": "Both", "resamples": 100, "extras": []}
+    report, paths = write_results(outcome, 7, tmp_path, prompts, {RANKED}, **names)
+    assert [p.task for d in report.datasets for p in d.prompts] == [f"{RANKED}_score_eval"]
+    (found,) = report.generation
+    assert (found.task, found.examples, found.group) == (DECODED, 4, "held_out_datasets")
+    assert {"rouge1", "rougeLsum", "sequence_accuracy"} <= found.metrics.keys()
+    assert found.first_input == "Say news number 0 again." and found.first_target == "News 0"
+    assert load_report(tmp_path) == report and paths[-1].name == "scores.parquet"
+    assert DECODED in (tmp_path / "report.md").read_text().split("## Decoded")[1]
+    assert "<h2>Decoded</h2>" in (tmp_path / "report.html").read_text()
+    assert '"headline_of_article/rouge1"' in (tmp_path / "metrics.jsonl").read_text()
+    # The texts are those of greedy decoding, and the metrics t5's of them
+    from t0repro.evaluation.rank_tasks import read_task
+
+    task = read_task(DECODED, "validation", SETTINGS.lengths, 4)
+    tokens = generate_tokens(
+        checkpoint.params,
+        checkpoint.model,
+        [example["inputs"] for example in task.examples],
+        GREEDY,
+        length=8,
+        batch_size=4,
+    )
+    import seqio
+
+    vocabulary = seqio.get_mixture_or_task(DECODED).output_features["targets"].vocabulary
+    texts = texts_of(tokens, vocabulary)
+    lines = (outcome.folder / f"{DECODED}_7_predictions").read_text().split("\n")[:-1]
+    assert lines == [text.replace("\n", " ") for text in texts]
+    record = read_records(outcome.folder, 7)[DECODED]
+    expected = task.metric_fns[1](task.targets, texts)["sequence_accuracy"]
+    assert record["metrics"]["sequence_accuracy"] == expected
+    _, again = evaluate(model_dir, tmp_path, prompts, SETTINGS, mixture)
+    assert set(again.finished) == {f"{RANKED}_score_eval", DECODED}
+    assert again.decoded == again.scored == 0
+    assert np.isfinite(list(found.metrics.values())).all()
+
+
+def test_a_mode_that_a_task_does_not_have_is_refused(
+    model_dir,
+    prompts,
+    mixture,
+    tmp_path,
+):
+    for modes, task, message in (
+        (("rank",), DECODED, "No answer choices to rank: headline_of_article"),
+        (("generate",), f"{RANKED}_score_eval", "Answer choices to rank: demo_ag_news_cl"),
+    ):
+        settings = Settings(modes=modes)
+        with pytest.raises(UserError, match=message):
+            evaluate(model_dir, tmp_path, prompts, settings, task)
