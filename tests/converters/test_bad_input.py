@@ -196,3 +196,50 @@ def test_too_little_free_space_is_told_before_the_first_byte(
 def test_an_unknown_format_is_told_with_those_that_there_are(tiny_checkpoint, tmp_path):
     with pytest.raises(UserError, match="no format 'onnx'; there are mtf, t5x, jax, hf"):
         convert(tiny_checkpoint, tmp_path / "out", "onnx")
+
+
+@pytest.mark.parametrize("to", ["t5x", "jax"])
+@pytest.mark.parametrize("change", ["unknown", "missing"])
+def test_unknown_and_missing_arrays_of_a_tree_are_named(tiny_checkpoint, tmp_path, to, change):
+    convert(tiny_checkpoint, tmp_path / "model", to, slots=False)
+    directory = tmp_path / "model" / "checkpoint_7"
+    name = "target/encoder/layers_0/mlp/wi_1/kernel"
+    other = name.replace("wi_1", "wi_l")
+    (directory / "integrity.json").unlink()  # it, and T5X's file, would tell before
+    (directory / "checkpoint").unlink(missing_ok=True)
+    places = [directory / key.replace("/", ".") for key in (name, other)]
+    if change == "unknown":
+        shutil.copytree(*places)
+        message = f"unknown variable: '{other}' \\(nearest: '{name}'"
+    else:
+        shutil.rmtree(places[0])
+        message = f"missing: {name}"
+    with pytest.raises(UserError, match=message):
+        convert(tmp_path / "model", tmp_path / "out", "mtf")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("to", ["jax", "t5x", "hf"])
+def test_no_space_left_is_told_and_gone_on_from_in_every_format(
+    tiny_checkpoint, tmp_path, to, monkeypatch
+):
+    """The disk says so at the tenth tensor, when it is to be synced."""
+    from t0repro.converters import staging
+
+    describe, count = staging.describe, 0
+
+    def describe_until_full(array):
+        nonlocal count
+        count += 1
+        if count == 10:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return describe(array)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(staging, "describe", describe_until_full)
+        with pytest.raises(UserError, match="(?s)No space left.*goes on where it stopped"):
+            convert(tiny_checkpoint, tmp_path / "out", to)
+    assert not (tmp_path / "out").exists()
+    assert convert(tiny_checkpoint, tmp_path / "out", to).resumed == 9
+    convert(tmp_path / "out", tmp_path / "back", "mtf")
+    assert_same_bits(read_variables(tiny_checkpoint), read_variables(tmp_path / "back"))
