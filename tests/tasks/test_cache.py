@@ -8,7 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import seqio
+import tensorflow as tf
 
+from t0repro.data.prompt_cache.cache import cache_tasks
+from t0repro.data.prompt_cache.plan import Request
+from t0repro.data.prompt_cache.planning import make_plan
 from t0repro.errors import UserError
 from t0repro.tasks import cache_plan
 
@@ -118,6 +122,25 @@ def test_cached_examples_equal_those_rendered_on_the_fly(cache, monkeypatch):
 
     cached = examples(True)
     assert cached == examples(False) and len(cached) == 128
+
+
+def test_t0repro_cache_writes_what_seqio_cache_tasks_writes(cache, tmp_path, monkeypatch):
+    request = Request(modules=(), patterns=(TASK,), mixtures=(), folder=str(tmp_path), min_shards=4)
+    cache_tasks(request, 1, lambda total: lambda count: None, make_plan)
+    theirs, ours = cache / TASK, tmp_path / TASK
+    names = {path.name for path in theirs.iterdir()}
+    assert {path.name for path in ours.iterdir()} == names | {"provenance.json"}
+    for name in ("info.validation.json", "stats.validation.json", "COMPLETED"):
+        assert (ours / name).read_bytes() == (theirs / name).read_bytes()
+
+    def examples(folder: Path):
+        files = [str(path) for path in folder.glob("*.tfrecord-*")]
+        return sorted(
+            str(tf.train.Example.FromString(record))
+            for record in tf.data.TFRecordDataset(files).as_numpy_iterator()
+        )
+
+    assert examples(ours) == examples(theirs) and len(examples(ours)) == 128
 
 
 def test_a_complete_cache_is_left_alone(cache):

@@ -106,7 +106,7 @@ def put_in_place(staged: Path, folder: Path, splits: Sequence[str]) -> None:
     info file last: SeqIO begins with it, and a later run takes a split without it as not cached.
     """
     if not folder.exists():
-        write_atomically(staged / MARKER, "")
+        write_atomically(staged / MARKER, "tfrecord")  # as seqio_cache_tasks
         folder.parent.mkdir(parents=True, exist_ok=True)
         sync_folder(staged)
         os.rename(staged, folder)
