@@ -18,8 +18,8 @@ TRAINED_ON: Mapping[str, tuple[str, ...]] = {
     "t0++_train": ("BASE", "GPT_EVAL", "SGLUE"),
 }
 
-# T0's list of tasks whose inputs are too long or whose cache was broken also names tasks of
-# datasets that are not in its table; this is the one that is.
+# T0 leaves some tasks out of every mixture, whose inputs are too long or whose cache was broken.
+# This is the only one of a dataset in its table, and promptsource 0.1.0 has no such template.
 EXCLUDED_TASKS = frozenset({"gigaword_summarize_"})
 
 # Tasks whose evaluation T0 leaves out of t0_train_score_eval: too many examples or choices.
