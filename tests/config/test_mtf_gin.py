@@ -3,7 +3,13 @@
 import pytest
 
 from t0repro.config import mtf_gin
-from t0repro.config.run_config import RunConfig
+from t0repro.config.run_config import (
+    AdamWeightDecayConfig,
+    MomentumConfig,
+    RunConfig,
+    ScheduleConfig,
+    SgdConfig,
+)
 from t0repro.errors import UserError
 
 FILES = ("dataset.gin", "demo/t5.1.1.demo.gin", "learning_rate_schedules/constant_0_001.gin")
@@ -118,3 +124,135 @@ def test_a_layer_of_another_family_is_refused_with_the_gin_file_that_asks_for_it
 def test_a_typo_fails_in_gins_own_words(param, words):
     with pytest.raises(ValueError, match=words):
         load(param)
+
+
+def test_a_list_of_factors_becomes_a_product_with_every_argument():
+    config = load(
+        "run.learning_rate_schedule = [0.5, %CONSTANT, @learning_rate_schedules.linear_warmup,"
+        " @late/learning_rate_schedules.linear_decay]",
+        "CONSTANT = 2.0",
+        "linear_warmup.steps_or_fraction = 100",
+        "late/linear_decay.steps_or_fraction = 0.5",
+        "run.total_run_steps = 1000",
+    )
+    assert config.schedule == ScheduleConfig(
+        "product_learning_rate",
+        {
+            "factors": [
+                0.5,
+                2.0,
+                {"name": "linear_warmup", "arguments": {"steps_or_fraction": 100}},
+                {"name": "linear_decay", "arguments": {"steps_or_fraction": 0.5}},
+            ],
+            "offset": 0,
+        },
+        1000,
+    )
+    assert RunConfig.from_json(config.to_json()) == config
+
+
+@pytest.mark.parametrize(
+    ("binding", "name", "arguments"),
+    [
+        ("0.25", "constant", {"value": 0.25}),
+        ("None", "adafactor_default", {"multiply_by_parameter_scale": True}),
+        ("@learning_rate_schedules.constant", "constant", {"value": 1.0}),
+    ],
+)
+def test_a_schedule_may_be_a_number_or_missing_or_a_function(binding, name, arguments):
+    config = load(f"run.learning_rate_schedule = {binding}")
+    assert config.schedule == ScheduleConfig(name, arguments, 20)
+
+
+def test_optimizers_are_read_with_names_of_variables_resolved_to_paths():
+    config = load(
+        "run.optimizer = @optimize.AdamWeightDecayOptimizer",
+        "AdamWeightDecayOptimizer.weight_decay_rate = 0.01",
+        "AdamWeightDecayOptimizer.exclude_from_weight_decay = ['rms_norm', 'encoder/.*/wo/']",
+        "run.variable_filter = '^(encoder|decoder)/'",
+    )
+    optimizer = config.optimizer
+    assert isinstance(optimizer, AdamWeightDecayConfig)
+    assert (optimizer.weight_decay_rate, optimizer.beta_1) == (0.01, 0.9)
+    assert "encoder/layers_1/mlp/wo/kernel" in optimizer.exclude_from_weight_decay
+    assert "decoder/decoder_norm/scale" in optimizer.exclude_from_weight_decay
+    assert "decoder/layers_1/mlp/wo/kernel" not in optimizer.exclude_from_weight_decay
+    assert optimizer.frozen == ("token_embedder/embedding",)
+    assert RunConfig.from_json(config.to_json()) == config
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        (("run.optimizer = @optimize.SgdOptimizer",), SgdConfig()),
+        (
+            ("run.optimizer = @optimize.MomentumOptimizer", "MomentumOptimizer.momentum = 0.9"),
+            MomentumConfig(0.9),
+        ),
+    ],
+)
+def test_every_optimizer_survives_json(params, expected):
+    config = load(*params)
+    assert config.optimizer == expected
+    assert RunConfig.from_json(config.to_json()) == config
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        (("run.optimizer = @optimize.MomentumOptimizer",), "momentum is not bound"),
+        (("run.variable_filter = 'nosuch'",), "matches no variable"),
+        (("AdafactorOptimizer.stacked_dim_names = ['heads']",), "stacked dimensions"),
+        (("AdafactorOptimizer.decay_rate = @optimize.adafactor_decay_rate_pow",), "decay_rate"),
+        (("run.dataset_split = 'validation'",), "dataset_split"),
+        (("run.sequence_length = None", "run.batch_size = 4"), "needs one"),
+        (("make_bitransformer.encoder_name = 'other'",), "towers called"),
+        (("Unitransformer.loss_on_targets_only = True",), "with an encoder"),
+        (("run.model_type = 'lm'", "run.mode = 'infer'"), "without an encoder"),
+        (("LayerStack.sublayers_final = [@transformer.sublayer_rms_norm]",), "sublayers"),
+        (("Unitransformer.ensemble = 2",), "Unitransformer.ensemble"),
+        (("run.predict_fn = @optimize.SgdOptimizer",), "run.predict_fn"),
+        (("run.train_model_fn = @optimize.SgdOptimizer",), "run.train_model_fn"),
+    ],
+)
+def test_options_that_mean_nothing_or_are_not_there_are_refused_with_their_place(params, words):
+    with pytest.raises(UserError, match=words) as error:
+        load(*params)
+    assert error.value.where is not None and error.value.fix is not None
+
+
+def test_auto_train_steps_counts_tokens():
+    config = load(
+        "run.train_steps = @utils.auto_train_steps", "auto_train_steps.train_tokens = 51200"
+    )
+    assert config.train_steps == 51200 // (8 * 64)
+
+
+def test_a_mesh_counts_for_sizes_per_replica_and_microbatches_alone():
+    replicas = load(
+        "utils.run.mesh_shape = 'batch:4,model:2'",
+        "utils.run.layout_rules = 'batch:batch,d_ff:model'",
+        "run.batch_size = ('sequences_per_replica', 6)",
+        "serialize_num_microbatches.tokens_per_microbatch_per_replica = 128",
+    )
+    assert (replicas.batch_size, replicas.num_microbatches) == (24, 3)
+    alone = load("run.batch_size = 24")
+    assert replicas.model == alone.model and replicas.optimizer == alone.optimizer
+
+
+@pytest.mark.parametrize("length", ["24", "{'inputs': 24, 'targets': 24}"])
+def test_sequence_length_is_a_number_or_a_dictionary(length):
+    config = load(f"run.sequence_length = {length}", "run.batch_size = 4")
+    assert config.sequence_length == {"inputs": 24, "targets": 24}
+
+
+def test_sixteen_bit_weights_are_refused_in_training_on_an_accelerator():
+    inputs = mtf_gin.GinInputs(
+        "a_model_dir",
+        FILES,
+        (*PARAMS, "get_variable_dtype.slice_dtype = 'bfloat16'"),
+        module_imports=("t0repro.tasks.demo",),
+    )
+    with pytest.raises(UserError, match="slice_dtype"):
+        mtf_gin.load(inputs, float32_activations=False)
+    assert mtf_gin.load(inputs)[0].dtypes.slice == "float32"

@@ -1,0 +1,93 @@
+"""Which variables of an init_checkpoint a run takes, and training on with other optimizers."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from t0repro.config.run_config import AdamWeightDecayConfig, MomentumConfig, SgdConfig
+from t0repro.errors import UserError
+from t0repro.training.start import keep_matching
+from t0repro.training.train import train
+from t0repro.training.train_state import to_flat_tree
+
+from . import tiny
+
+
+def checkpoint():
+    state = tiny.new_state(seed=5)
+    slots = jax.tree.map(lambda x: x + 1.0, state.slots)
+    return to_flat_tree(dataclasses.replace(state, step=state.step + 30, slots=slots))
+
+
+def test_without_a_pattern_everything_is_taken(tmp_path):
+    tree = checkpoint()
+    kept = keep_matching(tree, tiny.run_config(tmp_path, 1))
+    assert kept == tree or all(np.array_equal(kept[key], x) for key, x in tree.items())
+
+
+def test_what_the_pattern_leaves_out_begins_anew(tmp_path):
+    tree = checkpoint()
+    pattern = "^shared/|^encoder/.*SelfAttention"
+    config = dataclasses.replace(tiny.run_config(tmp_path, 1), init_variable_filter=pattern)
+    kept, fresh = keep_matching(tree, config), to_flat_tree(tiny.new_state(seed=0))
+    query = "target/encoder/layers_0/attention/query/kernel"
+    out = "target/decoder/layers_0/mlp/wo/kernel"
+    assert np.array_equal(kept[query], tree[query])
+    assert np.array_equal(kept[out], fresh[out]) and not np.array_equal(kept[out], tree[out])
+    assert "state/step" not in kept  # it is called global_step
+    assert any("encoder/layers_0/attention" in key for key in kept if "param_states" in key)
+    assert not any("decoder" in key for key in kept if "param_states" in key)
+    state = train(dataclasses.replace(config, train_steps=0), [], restore_from=kept)
+    assert int(state.step) == 0
+
+
+def test_a_pattern_that_matches_nothing_is_an_error_with_examples(tmp_path):
+    config = dataclasses.replace(tiny.run_config(tmp_path, 1), init_variable_filter="^bert/")
+    with pytest.raises(UserError, match="matches no variable") as error:
+        keep_matching(checkpoint(), config)
+    assert "shared/embedding" in str(error.value.fix)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        AdamWeightDecayConfig(0.01, 0.9, 0.99, 1e-6),
+        MomentumConfig(0.9),
+        SgdConfig(),
+        dataclasses.replace(tiny.ADAFACTOR, frozen=("token_embedder/embedding",)),
+    ],
+    ids=lambda config: type(config).__name__,
+)
+def test_training_stopped_and_resumed_with_any_optimizer_is_training_at_one_go(tmp_path, optimizer):
+    batches = tiny.batches(4)
+    stopped, whole = tmp_path / "stopped", tmp_path / "whole"
+    train(tiny.run_config(stopped, 2, optimizer=optimizer), batches[:2])
+    resumed = train(tiny.run_config(stopped, 4, optimizer=optimizer), batches[2:])
+    at_one_go = train(tiny.run_config(whole, 4, optimizer=optimizer), batches)
+    ours, theirs = to_flat_tree(resumed), to_flat_tree(at_one_go)
+    assert ours.keys() == theirs.keys()
+    for key, value in theirs.items():
+        np.testing.assert_array_equal(ours[key], value, err_msg=key)
+
+
+def test_a_checkpoint_of_any_optimizer_is_read_by_the_converters(tmp_path):
+    from t0repro.converters.sources import load_any
+
+    for index, optimizer in enumerate(
+        (
+            AdamWeightDecayConfig(0.0, 0.9, 0.99, 1e-6),
+            MomentumConfig(0.9),
+            SgdConfig(),
+            dataclasses.replace(tiny.ADAFACTOR, frozen=("token_embedder/embedding",)),
+        )
+    ):
+        folder = tmp_path / str(index)
+        state = train(tiny.run_config(folder, 1, optimizer=optimizer), tiny.batches(1))
+        tree = load_any(folder)
+        assert int(tree["state/step"]) == 1
+        query = state.params["encoder"]["layers_0"]["attention"]["query"]["kernel"]
+        np.testing.assert_array_equal(
+            tree["target/encoder/layers_0/attention/query/kernel"], np.asarray(query)
+        )
