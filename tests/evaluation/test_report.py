@@ -1,16 +1,11 @@
 import dataclasses
-import html
 import html.parser
 import json
 import os
-import shutil
-import subprocess
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from matplotlib.image import imread
 from typer.testing import CliRunner
 
 import t0repro.evaluation
@@ -23,7 +18,6 @@ from t0repro.evaluation.summary import dataset_label
 
 from .scored_folder import write_scores
 
-CHROMIUM = shutil.which("chromium") or "/usr/bin/chromium"
 QUICK = Bootstrap(replicates=200)
 
 
@@ -436,71 +430,3 @@ def test_report_make_writes_nothing_on_bad_input(suite, tmp_path):
 def test_report_make_help_shows_an_example():
     run = CliRunner().invoke(app, ["make", "--help"])
     assert "t0repro report make runs/demo/validation_eval" in " ".join(run.output.split())
-
-
-# Looked at ---------------------------------------------------------------------------------------
-
-PROBE = """<script>
-document.querySelectorAll("th button")[4].click();
-const tip = document.querySelector("button.tip");
-tip.focus();
-const shown = !document.getElementById("tooltip").hidden;
-document.dispatchEvent(new KeyboardEvent("keydown", {key: "Escape"}));
-const result = {
-  width: innerWidth,
-  scroll: document.documentElement.scrollWidth,
-  marks: document.querySelectorAll("svg [data-tip]").length,
-  order: [...document.querySelector("tbody").rows].map((row) => row.cells[0].textContent),
-  page: getComputedStyle(document.body).backgroundColor,
-  requests: performance.getEntriesByType("resource").length,
-  tooltip: shown && document.getElementById("tooltip").hidden,
-};
-document.title = JSON.stringify(result);
-</script></body>"""
-
-
-def chromium(folder, *arguments):
-    flags = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run"
-    flags += " --disable-background-networking --disable-component-update --disable-sync"
-    flags += f" --hide-scrollbars --allow-file-access-from-files --user-data-dir={folder}/profile"
-    run = subprocess.run(
-        [CHROMIUM, *flags.split(), *arguments], capture_output=True, text=True, timeout=120
-    )
-    assert run.returncode == 0, run.stderr
-    return run.stdout
-
-
-def probe(folder, page, width, dark):
-    """What the page reports of itself in a frame of a width (a window cannot be so narrow)."""
-    (folder / "probe.html").write_text(page.replace("</body>", PROBE))
-    frame = f'<iframe src="probe.html" width="{width}" height="900" style="border:0"></iframe>'
-    copy = "onload = () => { document.title = frames[0].document.title }"
-    (folder / "frame.html").write_text(f"<body>{frame}<script>{copy}</script>")
-    scheme = f"--blink-settings=preferredColorScheme={0 if dark else 1}"
-    address = f"file://{folder}/frame.html"
-    shown = chromium(folder, scheme, "--window-size=1400,1000", "--dump-dom", address)
-    return json.loads(html.unescape(shown.partition("<title>")[2].partition("</title>")[0]))
-
-
-@pytest.mark.skipif(not Path(CHROMIUM).exists(), reason="Chromium is not on this machine")
-def test_the_page_works_in_chromium_wide_narrow_light_and_dark(suite, tmp_path):
-    report = full_report(suite, tmp_path)
-    text = render_html(report)
-    bins = sum(len(dataset.calibration.bins) for dataset in report.datasets)
-    assert len(report.published) == 5  # RTE's
-    colours = set()
-    for width, dark in ((1280, False), (390, True)):
-        seen = probe(tmp_path, text, width, dark)
-        assert (seen["width"], seen["scroll"]) == (width, width)  # nothing sticks out of the page
-        # Prompts, means, chance and majority lines, published figures, bins of confidence
-        assert seen["marks"] == 5 + 2 + 2 + 2 + 5 + bins
-        assert seen["order"][0] == "ag_news"  # sorted by mean accuracy, highest first
-        assert seen["requests"] == 0
-        assert seen["tooltip"]
-        colours.add(seen["page"])
-    assert len(colours) == 2
-    (tmp_path / "report.html").write_text(text)
-    picture = tmp_path / "report.png"
-    chromium(tmp_path, f"--screenshot={picture}", f"file://{tmp_path}/report.html")
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    assert len(np.unique(imread(picture).reshape(-1, 4), axis=0)) > 50  # something was drawn

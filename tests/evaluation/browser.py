@@ -1,0 +1,142 @@
+"""A person's browser: Chromium driven through chromedriver, with real key presses."""
+
+import base64
+import contextlib
+import json
+import shutil
+import subprocess
+import time
+import urllib.request
+
+CHROMIUM = shutil.which("chromium")
+DRIVER = shutil.which("chromedriver")
+HERE = bool(CHROMIUM and DRIVER)
+FLAGS = (
+    "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync",
+    "--hide-scrollbars", "--disable-dev-shm-usage",
+)  # fmt: skip
+TAB, ENTER, ESCAPE, SPACE, SHIFT = "\ue004", "\ue007", "\ue00c", " ", "\ue008"
+DOWN, END = "\ue015", "\ue010"
+
+
+class Browser:
+    """A window on one page at a time.
+
+    Args:
+      address: of chromedriver.
+    """
+
+    def __init__(self, address):
+        self.address = address
+        options = {"binary": CHROMIUM, "args": list(FLAGS)}
+        capabilities = {
+            "goog:chromeOptions": options,
+            "goog:loggingPrefs": {"performance": "ALL", "browser": "ALL"},
+        }
+        found = self._post("/session", {"capabilities": {"alwaysMatch": capabilities}})
+        self.session = f"/session/{found['sessionId']}"
+
+    def _post(self, path, content, method="POST"):
+        data = None if method in ("GET", "DELETE") else json.dumps(content).encode()
+        request = urllib.request.Request(self.address + path, data, method=method)
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            return json.loads(answer.read())["value"]
+
+    def cdp(self, command, **parameters):
+        """A command of Chromium's own protocol."""
+        content = {"cmd": command, "params": parameters}
+        return self._post(f"{self.session}/goog/cdp/execute", content)
+
+    def show(self, path, width=1280, height=900, dark=False):
+        """Opens a file in a viewport of a size, in light or dark mode."""
+        self.cdp(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.cdp("Emulation.setEmulatedMedia", features=[scheme])
+        self._logs("performance")
+        self._post(f"{self.session}/url", {"url": f"file://{path}"})
+
+    def run(self, script):
+        """What a script in the page returns."""
+        return self._post(f"{self.session}/execute/sync", {"script": script, "args": []})
+
+    def press(self, *keys):
+        """Presses keys one after the other; SHIFT is held with the key after it."""
+        actions = []
+        held = None
+        for key in keys:
+            actions.append({"type": "keyDown", "value": key})
+            if key == SHIFT:
+                held = key
+                continue
+            actions.append({"type": "keyUp", "value": key})
+            if held:
+                actions.append({"type": "keyUp", "value": held})
+                held = None
+        source = {"type": "key", "id": "keyboard", "actions": actions}
+        self._post(f"{self.session}/actions", {"actions": [source]})
+
+    def hover(self, selector):
+        """Moves the pointer over an element."""
+        self.run(
+            f"document.querySelector({selector!r}).scrollIntoView({{block: 'center'}});"
+            "return new Promise((done) => setTimeout(done, 200))"  # until it has scrolled
+        )
+        box = self.run(
+            f"const b = document.querySelector({selector!r}).getBoundingClientRect();"
+            "return [b.x + b.width / 2, b.y + b.height / 2]"
+        )
+        move = {"type": "pointerMove", "duration": 0, "x": round(box[0]), "y": round(box[1])}
+        source = {"type": "pointer", "id": "mouse", "actions": [move]}
+        self._post(f"{self.session}/actions", {"actions": [source]})
+
+    def requests(self):
+        """Addresses that were asked for since the page was opened, the page's own left out."""
+        found = []
+        for entry in self._logs("performance"):
+            message = json.loads(entry["message"])["message"]
+            if message["method"] == "Network.requestWillBeSent":
+                found.append(message["params"]["request"]["url"])
+        return found[1:]
+
+    def errors(self):
+        """What the page's script and the browser complained about."""
+        return [entry["message"] for entry in self._logs("browser")]
+
+    def _logs(self, kind):
+        return self._post(f"{self.session}/se/log", {"type": kind})
+
+    def picture(self, *, whole=False):
+        """A PNG of what is seen, or of the whole page."""
+        found = self.cdp("Page.captureScreenshot", captureBeyondViewport=whole)
+        return base64.b64decode(found["data"])
+
+    def close(self):
+        """Ends the browser."""
+        self._post(self.session, None, "DELETE")
+
+
+@contextlib.contextmanager
+def open_browser():
+    """Starts chromedriver and a browser, and ends both."""
+    with subprocess.Popen([DRIVER, "--port=0"], stdout=subprocess.PIPE, text=True) as driver:
+        try:
+            port = next(
+                line.rsplit(" ", 1)[1].strip(" .\n")
+                for line in driver.stdout
+                if "on port" in line and "successfully" in line
+            )
+            browser = Browser(f"http://127.0.0.1:{port}")
+            try:
+                yield browser
+            finally:
+                browser.close()
+                time.sleep(0.1)
+        finally:
+            driver.terminate()
