@@ -167,7 +167,7 @@ def read_into(path: str, start: int, array: np.ndarray) -> bool:
     Raises:
       OSError: if the file cannot be read.
     """
-    room = memoryview(array.reshape(-1).view(np.uint8))
+    room = array.reshape(-1).view(np.uint8).data
     system, path = _at(path) if is_remote(path) else (None, path)
     opened = system.open(path, "rb", block_size=1 << 24) if system else open(path, "rb", 0)
     with opened as file:
