@@ -193,10 +193,13 @@ def _check_slots(reader: CheckpointReader, shapes: dict[str, tuple[int, ...]]) -
     adam = any(key.endswith(layout.ADAM_SLOTS) for key in reader.tensors)
     velocity = any(key.endswith(f"/{layout.MOMENTUM_SLOT}") for key in reader.tensors)
     momentum = any("m" in present for present in slots.values())
+    # A matrix without any slot was not trained (utils.run.variable_filter). Where all matrices have
+    # theirs, a vector without one is a loss.
+    partly_trained = any(len(shapes[path]) > 1 and not slots[path] for path in shapes)
     for path, shape in shapes.items():
         present = slots[path]
-        if not present:
-            continue  # not trained, as utils.run.variable_filter says
+        if partly_trained and not present:
+            continue
         needed = ["v_row", "v_col"] if {"v_row", "v_col"} & present.keys() else ["v"]
         if adam:
             needed = list(layout.ADAM_SLOTS)
