@@ -94,8 +94,9 @@ def _generated(
     inputs: Sequence[np.ndarray],
     inputs_length: int,
     vocabularies: Vocabularies,
+    fill_with_first: int = 0,
 ) -> list[str]:
-    """The texts that a model gives for inputs."""
+    """The texts that a model gives for inputs; see generate_tokens."""
     from t0repro.evaluation.generation import generate_tokens, texts_of
 
     tokens = generate_tokens(
@@ -107,6 +108,7 @@ def _generated(
         length=config.decoding.max_length or inputs_length,
         batch_size=config.batch_size,
         inputs_length=inputs_length,
+        fill_with_first=fill_with_first,
     )
     return texts_of(tokens, vocabularies[1])
 
@@ -145,8 +147,10 @@ def infer(config: RunConfig, vocabularies: Vocabularies) -> None:
     assert config.infer is not None and config.sequence_length is not None
     lines, length = text_files.infer_inputs(config.infer), config.sequence_length["inputs"]
     inputs = text_files.encode_lines(lines, vocabularies[0], config.infer.eos_id, length)
+    repeats = config.infer.repeats
+    fill = repeats * (-(len(lines) // repeats) % config.batch_size)
     for model in loaded(config, chosen_checkpoints(config)):
-        texts = _generated(config, model, inputs, length, vocabularies)
+        texts = _generated(config, model, inputs, length, vocabularies, fill)
         text_files.write_lines(f"{config.infer.output_filename}-{model[2]}", texts)
 
 

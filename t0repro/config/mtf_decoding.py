@@ -117,6 +117,8 @@ class DecodingReader:
         parts = mtf.tensor_dim_to_mesh_dim_size(
             self._run["layout_rules"], self._run["mesh_shape"], mtf.Dimension("vocab", vocab_size)
         )
+        if prefilter and prefilter * parts < 2:
+            self._refuse(_BEAM_SEARCH, "num_prefilter", f"num_prefilter = {prefilter}")
         return DecodingConfig(**values, prefilter=prefilter or 0, vocab_parts=parts)
 
     def _check_decoding(self, values: Mapping[str, Any]) -> None:
@@ -143,6 +145,8 @@ class DecodingReader:
             for name in ("input_filename", "output_filename")
         }
         more = {name: self._read(_INFER, function, name) for name in ("eos_id", "repeats")}
+        if more["repeats"] < 1:
+            self._refuse(_INFER, "repeats", f"repeats = {more['repeats']}")
         return InferConfig(**names, **more)
 
     def _strings(self) -> ScoreStringsConfig:

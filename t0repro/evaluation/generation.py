@@ -35,6 +35,7 @@ def generate_tokens(
     batch_size: int = 32,
     inputs_length: int | None = None,
     seed: int = 0,
+    fill_with_first: int = 0,
 ) -> list[list[int]]:
     """Token ids that the model gives for each input, up to and with EOS; zeros only within.
 
@@ -48,9 +49,11 @@ def generate_tokens(
         `batch_size` consecutive examples that Mesh TensorFlow would decode together.
       inputs_length: tokens of an input beyond this are cut off.
       seed: of a sampling.
+      fill_with_first: how many copies of the first input Mesh TensorFlow decodes behind the last
+        one, to fill its batches; their length counts in the limit of a beam search.
     """
     rows = [_unpadded(tokens, inputs_length) for tokens in inputs]
-    limits = _search_limits(rows, config, batch_size)
+    limits = _search_limits([*rows, *rows[:1] * fill_with_first], config, batch_size)
     outputs: list[list[int]] = [[] for _ in rows]
     waiting: list[tuple[np.ndarray, Any]] = []
     key = jax.random.key(seed)

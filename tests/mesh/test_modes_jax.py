@@ -3,6 +3,7 @@
 import json
 import shutil
 import struct
+import threading
 import time
 from pathlib import Path
 
@@ -188,6 +189,8 @@ def test_the_model_apis_predict_and_score_agree(runs):
 
 
 def test_the_model_apis_eval_agrees(runs):
+    for model_dir in runs.model_dirs.values():
+        (model_dir / "api_eval").mkdir()  # t5 0.9.4 fails without
     runs.run_api("eval", "--mixture_or_task=tiny_train", "--eval_summary_dir={dir}/api_eval")
     mtf, jax = runs.texts("api_eval/tiny_generate_4_predictions")
     assert mtf == jax[:-1]  # t5's own writer ends no last line
@@ -221,14 +224,17 @@ def test_eval_waits_for_checkpoints_until_the_step_to_stop_after(trained, server
     hidden.mkdir()
     for path in model_dir.glob("model.ckpt-4.*"):
         path.rename(hidden / path.name)
-    import threading
+    first = model_dir / "validation_eval" / "tiny_generate_2_predictions"
 
     def bring_back():
-        time.sleep(8)
+        while not first.exists() and time.monotonic() < started + 300:
+            time.sleep(0.1)
+        time.sleep(3)
         # The index comes last, as in a save.
         for path in sorted(hidden.iterdir(), key=lambda path: path.suffix == ".index"):
             path.rename(model_dir / path.name)
 
+    started = time.monotonic()
     thread = threading.Thread(target=bring_back)
     thread.start()
     code, text = server.run(
