@@ -113,9 +113,7 @@ def _trees(
     kind: str, reference: FlatTree, ours: FlatTree, tolerance: float | None
 ) -> Iterator[Finding]:
     """Findings judged by the largest difference over the RMS or over the entry, the larger."""
-    for name, expected, value in _pairs(kind, reference, ours):
-        if expected.shape == (1,) and expected[0] == value[0] == 0:
-            continue  # stands for a slot that is not used
+    for name, expected, value in _pairs(kind, _used(reference), _used(ours)):
         difference = _difference(expected, value)
         scale = np.maximum(_rms(expected), np.abs(expected.astype(np.float64)))
         errors = np.divide(
@@ -124,6 +122,11 @@ def _trees(
         measure = "the tensor's RMS or the entry"
         error = float(np.max(errors)) if errors.size else 0.0
         yield _finding(kind, name, expected, difference, errors, measure, error, tolerance)
+
+
+def _used(tree: FlatTree) -> dict[str, np.ndarray]:
+    """A tree without the zeros of shape (1,) that stand for slots which are not used."""
+    return {name: x for name, x in tree.items() if x.shape != (1,) or x[0] != 0}
 
 
 def relative(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from t0repro.config.run_config import RunConfig
+from t0repro.converters import layout
 from t0repro.evaluation.engine import score_examples
 from t0repro.model.decoder_only import text_to_self
 from t0repro.model.t5 import T5, initial_parameters, nonpadding, segments_of
@@ -106,13 +108,25 @@ def run_jax(
         state, metrics = step(state, batch)
         values.append(jax.device_get(metrics))
         if done in snapshots:
-            trees[done] = to_flat_tree(state)
+            trees[done] = _by_parameter(to_flat_tree(state))
     return StackResult(
         losses=np.array([value["loss"] for value in values]),
         learning_rates=np.array([value["learning_rate"] for value in values]),
         trees=trees,
         **found,
     )
+
+
+def _by_parameter(tree: FlatTree) -> FlatTree:
+    """A checkpoint's tree with Adam's moments under their parameters, not where optax has them."""
+    moments = {"mu": "adam_m", "nu": "adam_v"}
+    renamed = {}
+    for name, value in tree.items():
+        if found := re.fullmatch(r"state/param_states/0/(mu|nu)/(.+)", name):
+            name = layout.slot_key(found[2], moments[found[1]])
+        if name != "state/param_states/0/count":
+            renamed[name] = value
+    return renamed
 
 
 def _gradients(model: T5, params: dict, batch: Arrays, num_microbatches: int) -> Arrays:
