@@ -131,17 +131,17 @@ def _parquet(path: Path) -> Any:
 def _read_parquet(path: Path, start: int, stop: int | None) -> Iterator[dict[str, Any]]:
     first = 0  # of the batch
     with _parquet(path) as file:
-        stop = file.metadata.num_rows if stop is None else stop
+        end = file.metadata.num_rows if stop is None else stop
         groups = []
         for group in range(file.num_row_groups):
             last = first + file.metadata.row_group(group).num_rows
-            if last > start and first < stop:
+            if last > start and first < end:
                 groups.append((group, first))
             first = last
         for group, first in groups:
             # Decoded bytes are text only if they are UTF-8; to_pylist finds out.
             for batch in file.iter_batches(row_groups=[group]):
-                low, high = max(start - first, 0), min(stop - first, batch.num_rows)
+                low, high = max(start - first, 0), min(end - first, batch.num_rows)
                 if low < high:
                     yield from _batch_rows(path, batch.slice(low, high - low), first + low)
                 first += batch.num_rows

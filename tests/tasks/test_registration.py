@@ -95,9 +95,20 @@ def test_a_template_without_choices_has_no_twin(rows_root, add):
 def test_registering_twice_does_nothing_and_another_source_is_refused(add, tmp_path):
     assert add() == add()
     with pytest.raises(UserError, match="registered already"):
-        add(splits=("train",))
+        add(splits={"train": Split("train", max_rows=2)})
     with pytest.raises(UserError, match="registered already"):
         add(root=tmp_path)
+
+
+def test_of_the_same_task_with_more_and_with_fewer_splits_the_one_with_more_stays(add):
+    names = [
+        add(splits=("train",)).name,
+        add().name + "_score_eval",
+        add(splits=("validation",)).name,
+    ]
+    assert names[0] == names[2]
+    for name in names:
+        assert set(seqio.TaskRegistry.get(name).splits) == {"train", "validation"}
 
 
 def test_fixed_choices_are_postprocessed_to_their_class():
