@@ -1,26 +1,32 @@
-"""Pairs per second of rank evaluation: ours, T0's way in PyTorch, Mesh TensorFlow's score_eval.
+r"""Pairs per second of rank evaluation: ours, T0's way in PyTorch, lm-eval, Mesh TensorFlow.
 
-    JAX_PLATFORMS=cpu python scripts/bench/rank_eval.py --mtf --torch-python <a Python with torch>
+    JAX_PLATFORMS=cpu python scripts/bench/rank_eval.py --work /tmp/bench --seconds 240 \
+        --torch-python <a Python with torch, transformers and lm-eval>
 
-One run, one machine, the same random weights (T5 1.1 small, or base-shaped) and the same real
-pairs: every template with answer choices of the evaluation sets under T0REPRO_DATA_DIR, the first
---limit inputs of each, each with all of its choices. Harnesses take turns within each class of
-examples (two choices, three, four and more):
+One machine, the same random weights (T5 1.1 small, or base-shaped) and the same real pairs: every
+template with answer choices of the evaluation sets under T0REPRO_DATA_DIR, the first --limit inputs
+of each, each with all of its choices, by number of choices:
 
-    ours          each input encoded once; `cold` compiles, `warm` is the same work once more
-    pytorch       as T0's run_eval: inputs repeated for each choice, 8 examples a batch within a
-                  task, padded to the batch's longest; float32, no gradients
-    mtf           t5_mesh_transformer --backend=mtf with score_eval.gin at T0's lengths (1024/256);
-                  its rate is that of the pairs between two runs, so that start and compilation do
-                  not count
+    ours      each input encoded once, packed; `compiling` is what the first run took beyond that
+    pytorch   as T0's run_eval: inputs repeated for each choice, 8 examples a batch within a task,
+              padded to the batch's longest; float32, no gradients
+    lm_eval   lm-eval-harness's Hugging Face seq2seq model, batches of 16 pairs sorted by length
+    mtf       t5_mesh_transformer --backend=mtf with score_eval.gin at T0's lengths (1024/256); its
+              rate is that of the pairs between two runs, so that start and compilation do not count
 
-Prints pairs per second, peak memory of each process and the largest difference in score from ours.
+The work is cut into pieces of some hundred pairs. Of each piece all harnesses take their turn, one
+after the other, so that whatever else the machine does meets all of them; results are appended to
+<work>/results.jsonl. With --seconds no piece is begun after so long: run it again to go on. What is
+done is printed each time: pairs per second, their ratio, peak memory of each process, and the
+largest difference of a score from ours. Where a harness has not done all pieces, its rate is that
+of the pieces it did, and ratios compare the same pieces.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import pickle
 import subprocess
 import sys
 import tempfile
@@ -35,39 +41,57 @@ SIZES = {
 }
 VOCABULARY = 32128
 EXAMPLES_A_BATCH = 8  # Hugging Face's per_device_eval_batch_size
+PAIRS_A_BATCH = 16  # of lm-eval
 HELD_OUT = (
     ("anli", None), ("hellaswag", None), ("super_glue", "cb"), ("super_glue", "copa"),
     ("super_glue", "rte"), ("super_glue", "wic"), ("super_glue", "wsc.fixed"),
     ("winogrande", "winogrande_xl"),
 )  # fmt: skip
 LENGTHS = {"inputs": 1024, "targets": 256}
+PEERS = ("pytorch", "lm_eval")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--work", default="bench_rank_eval", help="folder of pairs and results")
     parser.add_argument("--size", choices=SIZES, default="small")
-    parser.add_argument("--limit", type=int, default=16, help="inputs of each task")
-    parser.add_argument("--share", type=int, default=1, help="take every n-th task only")
-    parser.add_argument("--torch-python", help="a Python with torch and transformers")
+    parser.add_argument("--limit", type=int, default=18, help="inputs of each task")
+    parser.add_argument("--piece", type=int, default=320, help="pairs of a piece")
+    parser.add_argument("--peers", default=",".join(PEERS), help="whom to measure beside ours")
+    parser.add_argument("--peers-every", type=int, default=1, help="peers do every n-th piece")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no piece after")
+    parser.add_argument("--torch-python", help="a Python with torch, transformers, lm-eval")
     parser.add_argument("--mtf", action="store_true", help="measure Mesh TensorFlow too")
+    parser.add_argument("--read-only", action="store_true", help="only read the pairs")
     parser.add_argument("--torch-worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.torch_worker:
         torch_worker(Path(options.torch_worker))
         return
-    tasks = read_tasks(options.limit, options.share)
-    with tempfile.TemporaryDirectory() as folder:
-        compare(tasks, options, Path(folder))
+    work = Path(options.work)
+    work.mkdir(parents=True, exist_ok=True)
+    tasks = read_tasks(work, options.limit)
+    if options.read_only:
+        return
+    ours_and_peers(tasks, options, work)
+    if options.mtf:
+        with tempfile.TemporaryDirectory() as folder:
+            mesh_tensorflow(tasks, options, work, Path(folder))
+    print_results(work, options.size)
 
 
-def read_tasks(limit: int, share: int) -> list[tuple[str, list[dict]]]:
-    """(task, examples) of every held-out template at hand."""
-    from t0repro.evaluation.rank_tasks import read_task
+def read_tasks(work: Path, limit: int) -> list[tuple[str, list[dict]]]:
+    """(task, examples) of every held-out template at hand; kept in the folder."""
+    path = work / f"pairs_{limit}.pickle"
+    if not path.is_file():
+        from t0repro.evaluation.rank_tasks import read_task
 
-    return [
-        (name, read_task(name, "validation", LENGTHS, limit).examples)
-        for name in register_tasks()[::share]
-    ]
+        tasks = [
+            (name, read_task(name, "validation", LENGTHS, limit).examples)
+            for name in register_tasks()
+        ]
+        path.write_bytes(pickle.dumps(tasks))
+    return pickle.loads(path.read_bytes())
 
 
 def register_tasks() -> list[str]:
@@ -94,43 +118,23 @@ def register_tasks() -> list[str]:
     return names
 
 
-def compare(tasks: list[tuple[str, list[dict]]], options: argparse.Namespace, folder: Path) -> None:
-    """Measures all harnesses and prints what they gave."""
-    params, model = random_model(SIZES[options.size])
-    classes = {"2 choices": [], "3 choices": [], "4 and more": []}
+def pieces_of(tasks: list[tuple[str, list[dict]]], size: int) -> list[dict]:
+    """Pieces of like numbers of choices, each a sample of all tasks: {class, index, work}."""
+    classes: dict[str, list[tuple[str, list[dict]]]] = {}
     for name, examples in tasks:
         for group in by_example(examples):
             label = f"{len(group)} choices" if len(group) < 4 else "4 and more"
             classes.setdefault(label, []).append((name, group))
-    total = sum(len(group) for found in classes.values() for _, group in found)
-    print(f"T5 1.1 {options.size}, random weights: {len(tasks)} tasks, {total} pairs", flush=True)
-    worker = TorchWorker(options, params, folder) if options.torch_python else None
-    for label, found in classes.items():
-        if not found:
-            continue
-        examples = [example for _, group in found for example in group]
-        cold, scores, plan = ours(params, model, examples)
-        other = worker.score(found) if worker else None
-        warm, _, _ = ours(params, model, examples)
-        row = {
-            "class": label,
-            "pairs": len(examples),
-            "ours_cold": len(examples) / cold,
-            "ours_warm": len(examples) / warm,
-            "padding": plan.padding,
-            "shapes": len(plan.shapes),
-        }
-        if other:
-            seconds, theirs = other
-            row["pytorch"] = len(examples) / seconds
-            row["ratio_cold"], row["ratio_warm"] = seconds / cold, seconds / warm
-            row["largest_difference"] = float(np.abs(scores - theirs).max())
-        print(json.dumps(row), flush=True)
-    print(f"ours: peak memory {peak_memory():.2f} GB")
-    if worker:
-        print(f"pytorch: peak memory {worker.close():.2f} GB")
-    if options.mtf:
-        mesh_tensorflow(params, model, tasks, options, folder)
+    pieces = []
+    for label, found in sorted(classes.items()):
+        count = -(-sum(len(group) for _, group in found) // size)
+        # Tasks stay together, as T0 evaluates one after the other
+        names = list(dict.fromkeys(name for name, _ in found))
+        for index in range(count):
+            mine = set(names[index::count])
+            work = [(name, group) for name, group in found if name in mine]
+            pieces.append({"class": label, "index": index, "work": work})
+    return sorted(pieces, key=lambda piece: (piece["index"], piece["class"]))
 
 
 def by_example(examples: list[dict]) -> list[list[dict]]:
@@ -139,6 +143,97 @@ def by_example(examples: list[dict]) -> list[list[dict]]:
     for example in examples:
         groups.setdefault(int(example["idx"][0]), []).append(example)
     return list(groups.values())
+
+
+def read_results(work: Path) -> list[dict]:
+    path = work / "results.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+
+def add_result(work: Path, row: dict) -> None:
+    with open(work / "results.jsonl", "a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def ours_and_peers(tasks: list, options: argparse.Namespace, work: Path) -> None:
+    """Measures the pieces that are not measured yet, as far as the time goes."""
+    started = time.monotonic()
+    peers = [name for name in options.peers.split(",") if name and options.torch_python]
+    pieces = pieces_of(tasks, options.piece)
+    done = {
+        (row["class"], row["index"]): row
+        for row in read_results(work)
+        if row["harness"] == "ours" and row["size"] == options.size
+    }
+    left = [piece for piece in pieces if (piece["class"], piece["index"]) not in done]
+    if not left:
+        return
+    params, model = random_model(SIZES[options.size])
+    with tempfile.TemporaryDirectory() as folder:
+        worker = TorchWorker(options, params, Path(folder)) if peers else None
+        for piece in left:
+            if time.monotonic() - started > options.seconds:
+                break
+            here = peers if piece["index"] % options.peers_every == 0 else []
+            measure(piece, params, model, worker, here, options, work)
+        if worker:
+            worker.close()
+
+
+def measure(piece: dict, params, model, worker, peers: list, options, work: Path) -> None:
+    """All harnesses on one piece; results are kept when all are done."""
+    examples = [example for _, group in piece["work"] for example in group]
+    row = {"size": options.size, "class": piece["class"], "index": piece["index"]}
+    row["pairs"] = len(examples)
+    cold, scores, plan = ours(params, model, examples)
+    rows = []
+    for name in peers:
+        seconds, theirs, peak = worker.score(name, piece["work"])
+        difference = float(np.abs(scores - theirs).max())
+        peer = {"harness": name, "seconds": seconds, "peak_gb": peak, "difference": difference}
+        rows.append({**row, **peer})
+    warm, _, _ = ours(params, model, examples)
+    facts = {"harness": "ours", "seconds": warm, "first_seconds": cold, "peak_gb": peak_memory()}
+    rows.append({**row, **facts, "padding": plan.padding, "shapes": len(plan.shapes)})
+    for found in rows:
+        add_result(work, found)
+        print(json.dumps(found), flush=True)
+
+
+def print_results(work: Path, size: str) -> None:
+    """A line for each class and harness."""
+    rows = [row for row in read_results(work) if row["size"] == size]
+    ours_of = {(r["class"], r["index"]): r for r in rows if r["harness"] == "ours"}
+    print(f"\nT5 1.1 {size}, random weights; {sum(r['pairs'] for r in ours_of.values())} pairs")
+    for label in sorted({row["class"] for row in rows if row["harness"] != "mtf"}):
+        for harness in ("ours", *PEERS):
+            found = [r for r in rows if (r["class"], r["harness"]) == (label, harness)]
+            if found:
+                print_line(label, harness, found, ours_of)
+    for row in rows:
+        if row["harness"] == "mtf":
+            times = row["ours_rate"] / row["rate"]
+            print(
+                f"mtf, {row['task']} at 1024/256: {row['rate']:.2f} pairs/s; ours on the same"
+                f" {row['pairs']} pairs {row['ours_rate']:.1f}, {times:.0f} times; largest"
+                f" difference per token {row['difference']:.1e}"
+            )
+
+
+def print_line(label: str, harness: str, found: list[dict], ours_of: dict) -> None:
+    pairs, seconds = sum(r["pairs"] for r in found), sum(r["seconds"] for r in found)
+    peak = max(r["peak_gb"] for r in found)
+    line = f"{label:11} {harness:8} {pairs:5} pairs {pairs / seconds:7.1f}/s, {peak:.2f} GB"
+    if harness == "ours":
+        compiling = sum(max(r["first_seconds"] - r["seconds"], 0) for r in found)
+        padding = sum(r["padding"] * r["pairs"] for r in found) / pairs
+        line += f", {100 * padding:.0f}% padding, compiling {compiling:.0f} s more"
+    else:
+        same = [ours_of[r["class"], r["index"]] for r in found]
+        ratio = seconds / sum(r["seconds"] for r in same)
+        difference = max(r["difference"] for r in found)
+        line += f"; ours is {ratio:.2f} times as fast; largest difference {difference:.1e}"
+    print(line)
 
 
 def random_model(size: dict):
@@ -201,8 +296,7 @@ class TorchWorker:
 
     def __init__(self, options: argparse.Namespace, params: dict, folder: Path):
         np.savez(folder / "weights.npz", **flat(params))
-        size = SIZES[options.size]
-        (folder / "config.json").write_text(json.dumps(size))
+        (folder / "config.json").write_text(json.dumps(SIZES[options.size]))
         self.folder = folder
         self.process = subprocess.Popen(
             [options.torch_python, __file__, f"--torch-worker={folder}"],
@@ -219,8 +313,10 @@ class TorchWorker:
             sys.exit("the process with PyTorch ended")
         return line.strip()
 
-    def score(self, found: list[tuple[str, list[dict]]]) -> tuple[float, np.ndarray]:
-        """Seconds and scores of all choices of examples, in order."""
+    def score(
+        self, harness: str, found: list[tuple[str, list[dict]]]
+    ) -> tuple[float, np.ndarray, float]:
+        """Seconds, scores of all choices of examples in order, and gigabytes at the most."""
         work = [
             {
                 "task": name,
@@ -231,33 +327,33 @@ class TorchWorker:
         ]
         (self.folder / "work.json").write_text(json.dumps(work))
         assert self.process.stdin is not None
-        print("score", file=self.process.stdin, flush=True)
-        seconds = float(self._answer())
-        return seconds, np.load(self.folder / "scores.npy")
+        print(harness, file=self.process.stdin, flush=True)
+        seconds, peak = map(float, self._answer().split())
+        return seconds, np.load(self.folder / "scores.npy"), peak
 
-    def close(self) -> float:
-        """Ends the process; gigabytes that it took."""
+    def close(self) -> None:
+        """Ends the process."""
         assert self.process.stdin is not None
-        print("end", file=self.process.stdin, flush=True)
-        peak = float(self._answer())
+        self.process.stdin.close()
         self.process.wait()
-        return peak
 
 
 def torch_worker(folder: Path) -> None:
-    """Answers "score" with seconds until "end"."""
+    """Answers the name of a harness with seconds and gigabytes until there is no more."""
+    answers = sys.stdout
+    sys.stdout = sys.stderr  # what libraries print
     model = torch_model(folder)
-    print("ready", flush=True)
+    harnesses = {"pytorch": torch_scores, "lm_eval": lm_eval_scores}
+    print("ready", file=answers, flush=True)
     for line in sys.stdin:
-        if line.strip() != "score":
-            break
         work = json.loads((folder / "work.json").read_text())
+        score = harnesses[line.strip()]
+        score(model, work[:1])  # what is done once does not count
         started = time.perf_counter()
-        scores = torch_scores(model, work)
+        scores = score(model, work)
         seconds = time.perf_counter() - started
         np.save(folder / "scores.npy", np.array(scores))
-        print(seconds, flush=True)
-    print(peak_memory(), flush=True)
+        print(seconds, peak_memory(), file=answers, flush=True)
 
 
 def torch_model(folder: Path):
@@ -358,16 +454,48 @@ def torch_batch(model, inputs: list[list[int]], targets: list[list[int]]) -> lis
         return (log_p * (labels > 0)).sum(-1).tolist()
 
 
+_harness: dict[str, object] = {}
+
+
+def lm_eval_scores(model, work: list[dict]) -> list[float]:
+    """lm-eval's own loop over (context, continuation) pairs of tokens."""
+    if "model" not in _harness:
+        from lm_eval.models.huggingface import HFLM
+        from tokenizers import Tokenizer
+        from tokenizers.models import WordLevel
+        from transformers import PreTrainedTokenizerFast
+
+        # Never asked for a token: the pairs are tokens already
+        words = Tokenizer(WordLevel({"<pad>": 0, "</s>": 1}, unk_token="<pad>"))
+        tokens = PreTrainedTokenizerFast(
+            tokenizer_object=words, pad_token="<pad>", eos_token="</s>"
+        )
+        _harness["model"] = HFLM(
+            pretrained=model,
+            tokenizer=tokens,
+            backend="seq2seq",
+            batch_size=PAIRS_A_BATCH,
+            max_length=LENGTHS["inputs"],
+            device="cpu",
+        )
+    requests = [(("", ""), e["inputs"], choice) for e in work for choice in e["choices"]]
+    harness = _harness["model"]
+    return [score for score, _ in harness._loglikelihood_tokens(requests, disable_tqdm=True)]
+
+
 # Mesh TensorFlow ---------------------------------------------------------------------------------
 
 
-def mesh_tensorflow(params: dict, model, tasks, options: argparse.Namespace, folder: Path) -> None:
+def mesh_tensorflow(tasks, options: argparse.Namespace, work: Path, folder: Path) -> None:
     """score_eval at T0's lengths on one task: its rate between 16 and 48 pairs, and agreement."""
     from t0repro.converters.convert import convert
     from t0repro.evaluation.engine import score_examples
     from t0repro.evaluation.outputs import read_task_scores
     from t0repro.training.checkpoints import save_tree
 
+    if any((r["size"], r["harness"]) == (options.size, "mtf") for r in read_results(work)):
+        return
+    params, model = random_model(SIZES[options.size])
     name, examples = next((name, found) for name, found in tasks if len(found) >= 48)
     save_tree(folder / "jax/checkpoint_0", {**flat(params), "state/step": np.int32(0)})
     convert(str(folder / "jax"), str(folder / "mtf"), "mtf", slots=False)
@@ -376,7 +504,6 @@ def mesh_tensorflow(params: dict, model, tasks, options: argparse.Namespace, fol
         started = time.perf_counter()
         run_mesh_tensorflow(folder / "mtf", name, options.size, count, folder / f"eval_{count}")
         seconds[count] = time.perf_counter() - started
-    rate = 32 / (seconds[48] - seconds[16])
     warm, scores = {}, np.zeros(0)
     for _ in range(2):
         started = time.perf_counter()
@@ -384,11 +511,10 @@ def mesh_tensorflow(params: dict, model, tasks, options: argparse.Namespace, fol
         warm = time.perf_counter() - started
     (theirs,) = read_task_scores(folder / "eval_48")
     difference = np.abs(theirs.score - scores) / theirs.target_length
-    print(
-        f"mtf: {rate:.3f} pairs/s ({name}, 1024/256); ours on the same 48 pairs {48 / warm:.1f}"
-        f" pairs/s, {48 / warm / rate:.0f} times; largest difference per token"
-        f" {difference.max():.1e}"
-    )
+    row = {"size": options.size, "harness": "mtf", "class": name, "task": name, "pairs": 48}
+    row["rate"] = 32 / (seconds[48] - seconds[16])
+    row["ours_rate"] = 48 / warm
+    add_result(work, {**row, "difference": float(difference.max())})
 
 
 def run_mesh_tensorflow(model_dir: Path, task: str, size: str, count: int, out: Path) -> None:

@@ -178,6 +178,37 @@ def test_calibration_scores_every_choice_after_a_content_free_input(model_dir, p
     assert all(len(values) == 1 for values in by_choice.values())
 
 
+def test_a_transformers_directory_gives_the_scores_of_the_checkpoint_it_was_made_from(
+    evaluated, model_dir, prompts, tmp_path
+):
+    from t0repro.converters.convert import convert
+
+    convert(str(model_dir), str(tmp_path / "hf"), "hf", slots=False)
+    assert (tmp_path / "hf/model.safetensors").is_file() and (tmp_path / "hf/config.json").is_file()
+    _, whole = evaluated
+    task = whole.tasks[0]
+    outcome = evaluate(tmp_path / "hf", tmp_path / "out", prompts, mixture=task)
+    (expected,), (found,) = (
+        read_task_scores(folder, tasks=[task]) for folder in (whole.folder, outcome.folder)
+    )
+    # Packed with other inputs there, so to rounding
+    assert (np.abs(expected.score - found.score) / found.target_length).max() <= 1e-5
+    assert found.step == 7  # kept in the conversion's manifest
+
+
+def test_the_operative_config_and_the_datas_version_are_recorded(evaluated, prompts):
+    out, outcome = evaluated
+    config = (outcome.folder / "operative_config.gin").read_text()
+    assert f"rank_eval.mixture = '{MIXTURE}'" in config and "rank_eval.limit = 3" in config
+    assert "model.d_model = 8" in config
+    facts = json.loads((outcome.folder / "provenance.json").read_text())
+    assert set(facts["data"]) == {p.dataset + (f"/{p.subset}" if p.subset else "") for p in
+                                  (prompts[task] for task in outcome.tasks)}  # fmt: skip
+    assert all("sha256" in origin for origin in facts["data"].values())
+    record = read_records(outcome.folder, 7)[outcome.tasks[0]]
+    assert record["key"]["vocabulary"] and record["key"]["rendering"]
+
+
 # Bad input ---------------------------------------------------------------------------------------
 
 
@@ -202,20 +233,38 @@ def test_a_task_without_answer_choices_is_refused(model_dir, prompts, tmp_path):
         evaluate(model_dir, tmp_path, prompts, mixture="demo_train")
 
 
-def test_a_split_that_is_not_there_and_one_without_examples_are_refused(
-    model_dir, prompts, tmp_path, monkeypatch
-):
+def test_a_split_that_is_not_there_is_refused(model_dir, prompts, tmp_path):
     settings = dataclasses.replace(SETTINGS, split="test")
     with pytest.raises(UserError, match=r"has a split 'test'"):
         evaluate(model_dir, tmp_path, prompts, settings)
-    read = rank_tasks.read_task
 
-    def without_examples(*arguments):
-        return dataclasses.replace(read(*arguments), examples=[], targets=[])
 
-    monkeypatch.setattr(rank_tasks, "read_task", without_examples)
-    with pytest.raises(UserError, match=r"The split 'validation' of .* has no examples"):
-        evaluate(model_dir, tmp_path, prompts)
+def test_a_split_without_examples_is_refused_and_one_among_others_is_named(
+    model_dir, prompts, tmp_path
+):
+    import seqio
+
+    from t0repro.tasks.registration import add_prompted_task
+
+    rows = tmp_path / "data/super_glue/copa"
+    rows.mkdir(parents=True)
+    (rows / "validation.jsonl").write_text("")
+    task = add_prompted_task(
+        "super_glue",
+        "copa",
+        "more likely",
+        ["validation"],
+        root=tmp_path / "data",
+        vocabulary=seqio.get_mixture_or_task(MIXTURE).output_features["targets"].vocabulary,
+        name="copa_without_rows",
+    )
+    empty = task.twin().name
+    with pytest.raises(UserError, match=rf"The split 'validation' of '{empty}' has no examples"):
+        evaluate(model_dir, tmp_path / "out", prompts, mixture=empty)
+    other = "demo_ag_news_which_section_choices_score_eval"
+    seqio.MixtureRegistry.add("with_an_empty_task", [empty, other], default_rate=1)
+    outcome = evaluate(model_dir, tmp_path / "out", prompts, mixture="with_an_empty_task")
+    assert outcome.empty == (empty,) and outcome.scored
 
 
 def test_a_mixture_that_is_not_registered_is_a_users_error(model_dir, prompts, tmp_path):

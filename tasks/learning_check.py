@@ -1,0 +1,22 @@
+"""Questions of trec by their kind: mixtures `learning_train` and `learning_eval_score_eval`.
+
+What scripts/learning_check.sh trains a small T5 on from scratch, and the two prompts that it is
+evaluated with and never sees. Rows come from T0REPRO_DATA_DIR; trec has no validation split, so
+that all 500 rows of its test split are evaluated.
+"""
+
+from t0repro.tasks.job_specs import PromptedDataset
+from t0repro.tasks.jobs import register_job
+from t0repro.tasks.splits import Split
+
+DATASETS = (
+    PromptedDataset(
+        "trec",
+        None,
+        train=("pick_the_best_descriptor", "trec1", "what_category_best_describe"),
+        evaluate=("trec2", "which_category_best_describes"),
+        validation=Split("test"),
+    ),
+)
+
+register_job("learning", DATASETS)
