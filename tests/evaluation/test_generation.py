@@ -1,0 +1,64 @@
+"""Generation for many examples: batches by length change neither order nor outputs."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from t0repro.config.run_config import DecodingConfig
+from t0repro.evaluation import generation
+from t0repro.evaluation.generation import generate_tokens
+from t0repro.model.decoding import generate
+
+from .small_model import MODEL, small_parameters
+
+GREEDY = DecodingConfig(1, 0.6, 0.0, -1, 1.5, 10, None, 2, 1)
+BEAM = dataclasses.replace(GREEDY, beam_size=2)
+
+
+@pytest.fixture(scope="module")
+def params():
+    return jax.tree.map(lambda x: x * 3 if x.ndim > 1 else x, small_parameters())
+
+
+def inputs_of(*lengths):
+    generator = np.random.default_rng(0)
+    return [generator.integers(2, 128, length).astype(np.int32) for length in lengths]
+
+
+@pytest.mark.parametrize("config", [GREEDY, BEAM])
+def test_outputs_come_in_the_order_of_inputs_as_if_each_were_alone(params, config):
+    inputs = inputs_of(3, 40, 7, 20, 0, 5)
+    found = generate_tokens(params, MODEL, inputs, config, length=6, batch_size=4)
+    for source, tokens in zip(inputs, found, strict=True):
+        row = np.pad(source, (0, 40 - len(source)))[None]
+        alone = np.asarray(generate(MODEL, params, row, config, length=6).tokens[0])
+        assert tokens == np.trim_zeros(alone, "b").tolist()
+
+
+def test_padding_and_what_is_beyond_the_inputs_length_are_not_read(params):
+    (source,) = inputs_of(12)
+    cut, padded = source[:8], np.pad(source[:8], (0, 5))
+    found = generate_tokens(
+        params, MODEL, [source, cut, padded], GREEDY, length=6, inputs_length=8, batch_size=2
+    )
+    assert found[0] == found[1] == found[2]
+
+
+def test_no_inputs_give_no_outputs(params):
+    assert generate_tokens(params, MODEL, [], GREEDY, length=6) == []
+
+
+def test_the_limit_of_a_search_is_of_the_consecutive_examples_and_what_fills_them_up():
+    config = dataclasses.replace(BEAM, length_multiplier=1.0, length_constant=0)
+    rows = inputs_of(3, 9, 4, 2)
+    assert generation._search_limits(rows, config, 2).tolist() == [9, 9, 4, 4]
+    filled = [*rows[:3], rows[1]]
+    assert generation._search_limits(filled, config, 2).tolist() == [9, 9, 9, 9]
+
+
+def test_input_lengths_are_rounded_to_few():
+    assert {generation._rounded(n) for n in range(1, 513)} == {
+        16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512,
+    }  # fmt: skip
