@@ -103,7 +103,10 @@ def tokenizer_files(vocabulary: Path | None, family: Family) -> dict[str, bytes]
             fix="Give the vocabulary that the model was trained with.",
         )
     extra_ids = _T5_EXTRA_IDS if len(pieces) + _T5_EXTRA_IDS <= family.vocab_size else 0
-    config = {"tokenizer_class": "T5Tokenizer", "extra_ids": extra_ids}
+    config: dict[str, Any] = {"tokenizer_class": "T5Tokenizer", "extra_ids": extra_ids}
+    if byte_fallback:
+        # transformers 5's T5Tokenizer makes a tokenizer of its own, without bytes.
+        config = {"tokenizer_class": "PreTrainedTokenizerFast"}
     return {
         "spiece.model": content,
         "tokenizer.json": _json(
