@@ -36,6 +36,9 @@ def rank_eval(
     cache_dir: Annotated[
         Path | None, typer.Option(help="Read the tasks from this SeqIO cache.")
     ] = None,
+    at_hand: Annotated[
+        bool, typer.Option("--at-hand", help="Leave out tasks whose rows are not here, and say so.")
+    ] = False,
     limit: Annotated[int | None, typer.Option(min=1, help="The most inputs of a task.")] = None,
     inputs_length: Annotated[int, typer.Option(min=1, help="Tokens of an input.")] = 1024,
     targets_length: Annotated[
@@ -93,6 +96,7 @@ def rank_eval(
         use_cached=cache_dir is not None,
         calibrated="calibrated" in extras,
         modes=_modes(modes),
+        at_hand=at_hand,
     )
     opened = open_checkpoint(checkpoint, step, settings.activation)
     outcome = evaluation.rank_eval(opened, mixture, out, prompts, settings)

@@ -55,6 +55,7 @@ class Settings:
       use_cached: read cached tasks.
       calibrated: also score every choice after a content-free input.
       modes: of MODES: tasks with answer choices are ranked, the others decoded.
+      at_hand: leave out tasks whose rows are not on this machine.
     """
 
     split: str = "validation"
@@ -67,6 +68,7 @@ class Settings:
     use_cached: bool = False
     calibrated: bool = False
     modes: tuple[str, ...] = ("rank",)
+    at_hand: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +80,7 @@ class Outcome:
       tasks: those that are ranked; generated those that are decoded.
       finished: tasks that an earlier run had finished.
       empty: tasks whose split has no example.
+      left_out: tasks without the split, or without its rows, each with why.
       pairs: (input, choice) pairs of the tasks that were read.
       distinct: distinct ones among them; scored those that the journal did not have.
       padding: share of padding in what was scored; shapes compiled.
@@ -90,6 +93,7 @@ class Outcome:
     generated: tuple[str, ...] = ()
     finished: tuple[str, ...] = ()
     empty: tuple[str, ...] = ()
+    left_out: Mapping[str, str] = dataclasses.field(default_factory=dict)
     pairs: int = 0
     distinct: int = 0
     scored: int = 0
@@ -128,11 +132,20 @@ def rank_eval(
         of another vocabulary, or a NaN score (naming task, example and step).
     """
     from t0repro.evaluation.generate_tasks import generate_tasks
-    from t0repro.evaluation.rank_tasks import check_vocabulary, tasks_by_mode
+    from t0repro.evaluation.rank_tasks import check_vocabulary, select_tasks
     from t0repro.training.metrics import MetricsManager, event_writer
 
-    ranked, generated = tasks_by_mode(mixture, settings.split, settings.modes)
-    names = (*ranked, *generated)
+    selected = select_tasks(
+        mixture,
+        settings.split,
+        settings.modes,
+        use_cached=settings.use_cached,
+        at_hand=settings.at_hand,
+    )
+    generated = selected.generated
+    names = (*selected.ranked, *generated)
+    if selected.left_out:
+        say(f"Left out: {reasons_in_words(selected.left_out)}.")
     rows = checkpoint.model.config.vocab_size
     vocabulary = check_vocabulary(names, rows, checkpoint.path)
     evaluation = _Evaluation(checkpoint, Path(out), prompts, settings, generated)
@@ -147,7 +160,9 @@ def rank_eval(
             fix="See whether the data is there, and whether the templates drop every row.",
         )
     tasks = [task for task in tasks if task.examples]
-    outcome = Outcome(evaluation.folder, tuple(ranked), tuple(generated), finished, empty)
+    outcome = Outcome(
+        evaluation.folder, selected.ranked, generated, finished, empty, selected.left_out
+    )
     metrics = MetricsManager(out, writers=[event_writer(out)])
     try:
         to_rank = [task for task in tasks if task.name not in generated]
@@ -170,6 +185,17 @@ def rank_eval(
         metrics.close()
     write_facts(evaluation.folder, mixture, names, checkpoint, settings)
     return outcome
+
+
+def reasons_in_words(left_out: Mapping[str, str]) -> str:
+    """How many tasks were left out for each reason, and the first of them."""
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in left_out.items():
+        by_reason.setdefault(reason, []).append(name)
+    return "; ".join(
+        f"{len(names)} tasks ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}): {reason}"
+        for reason, names in by_reason.items()
+    )
 
 
 def _rank(

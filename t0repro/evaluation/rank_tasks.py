@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,11 +20,40 @@ from t0repro.evaluation.training_tasks import subtasks
 VOCABULARY_MULTIPLE = 128
 
 
-def tasks_by_mode(mixture: str, split: str, modes: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Names of the mixture's tasks that have the split: those to rank, and those to decode.
+@dataclasses.dataclass(frozen=True)
+class Selection:
+    """What of a mixture is evaluated.
+
+    Attributes:
+      ranked: tasks whose answers are ranked.
+      generated: tasks that are decoded.
+      left_out: tasks that lack the split, or its rows, each with why.
+    """
+
+    ranked: tuple[str, ...]
+    generated: tuple[str, ...]
+    left_out: dict[str, str]
+
+
+def select_tasks(
+    mixture: str,
+    split: str,
+    modes: Sequence[str],
+    *,
+    use_cached: bool = False,
+    at_hand: bool = False,
+) -> Selection:
+    """The mixture's tasks that have the split: those to rank, and those to decode.
 
     With both modes, a task whose answers can be ranked (it has a twin, `_score_eval`) is ranked and
     the others are decoded. With `generate` alone, whatever does not rank answers is decoded.
+
+    Args:
+      mixture: a registered mixture or task.
+      split: of every task.
+      modes: of rank_eval.MODES.
+      use_cached: whether cached tasks are read.
+      at_hand: leave out tasks whose rows are not here; otherwise they are an error when read.
 
     Raises:
       UserError: if there is no such mixture or task, if a task cannot be evaluated in these modes,
@@ -52,15 +82,35 @@ def tasks_by_mode(mixture: str, split: str, modes: Sequence[str]) -> tuple[list[
             where=mixture,
             fix="Evaluate tasks that name metrics.",
         )
-    found = [[task.name for task in kind if split in task.splits] for kind in (ranked, others)]
-    if not any(found):
+    if not any(split in task.splits for task in tasks):
         there = sorted({name for task in tasks for name in task.splits})
         raise UserError(
             f"No task of {mixture!r} has a split {split!r}.",
             where="--split",
             fix=f"Splits there: {', '.join(there)}.",
         )
-    return found[0], found[1]
+    left_out = {task.name: f"no split {split}" for task in tasks if split not in task.splits}
+    if at_hand and not use_cached:
+        missing = [task for task in tasks if task.name not in left_out and not _has(task, split)]
+        left_out |= {task.name: "its rows are not at hand" for task in missing}
+    if len(left_out) == len(tasks):
+        raise UserError(
+            f"Of no task of {mixture!r} the rows of split {split!r} are at hand.",
+            fix="Set T0REPRO_DATA_DIR (or --data) to the folder of the datasets.",
+        )
+    names = [[t.name for t in kind if t.name not in left_out] for kind in (ranked, others)]
+    return Selection(tuple(names[0]), tuple(names[1]), left_out)
+
+
+def _has(task: Any, split: str) -> bool:
+    """Whether the rows of a task's split can be read; a task of another kind has its own."""
+    if not hasattr(task.source, "reader"):
+        return True
+    try:
+        task.source.reader(split)
+    except UserError:
+        return False
+    return True
 
 
 def _ranking_twin(task: Any) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from t0repro.evaluation.make_report import make_report
-from t0repro.evaluation.rank_eval import Outcome
+from t0repro.evaluation.rank_eval import Outcome, reasons_in_words
 from t0repro.evaluation.render import write_report
 from t0repro.evaluation.report import Bootstrap, Report
 from t0repro.evaluation.summary import PromptInfo
@@ -56,9 +56,16 @@ def write_results(
         title=title,
         bootstrap=Bootstrap(replicates=resamples),
         extras=extras,
-        notes=[f"No examples: {', '.join(outcome.empty)}."] if outcome.empty else [],
+        notes=_notes(outcome),
     )
     paths = write_report(report, out)
     if ranked:
         paths += write_tables(outcome.folder, step, prompts, out, ranked)
     return report, paths
+
+
+def _notes(outcome: Outcome) -> list[str]:
+    notes = [f"No examples: {', '.join(outcome.empty)}."] if outcome.empty else []
+    if outcome.left_out:
+        notes.append(f"Left out: {reasons_in_words(outcome.left_out)}.")
+    return notes

@@ -267,6 +267,33 @@ def test_a_split_without_examples_is_refused_and_one_among_others_is_named(
     assert outcome.empty == (empty,) and outcome.scored
 
 
+def test_tasks_without_rows_here_are_an_error_or_left_out_and_named(model_dir, prompts, tmp_path):
+    import seqio
+
+    from t0repro.tasks.registration import add_prompted_task
+
+    task = add_prompted_task(
+        "super_glue",
+        "copa",
+        "best_option",
+        ["validation"],
+        root=tmp_path,
+        vocabulary=seqio.get_mixture_or_task(MIXTURE).output_features["targets"].vocabulary,
+        name="copa_of_nowhere",
+    )
+    absent, other = task.twin().name, "demo_ag_news_which_section_choices_score_eval"
+    seqio.MixtureRegistry.add("with_a_task_without_rows", [absent, other], default_rate=1)
+    with pytest.raises(UserError, match="copa"):
+        evaluate(model_dir, tmp_path / "out", prompts, mixture="with_a_task_without_rows")
+    settings, said = dataclasses.replace(SETTINGS, at_hand=True), []
+    mixture = "with_a_task_without_rows"
+    outcome = evaluate(model_dir, tmp_path / "out", prompts, settings, mixture, said)
+    assert outcome.tasks == (other,)
+    assert said[0] == f"Left out: 1 tasks ({absent}): its rows are not at hand."
+    with pytest.raises(UserError, match="the rows of split 'validation' are at hand"):
+        evaluate(model_dir, tmp_path / "out", prompts, settings, absent)
+
+
 def test_a_mixture_that_is_not_registered_is_a_users_error(model_dir, prompts, tmp_path):
     with pytest.raises(UserError, match="There is no mixture or task 'demo_eval'"):
         evaluate(model_dir, tmp_path, prompts, mixture="demo_eval")
