@@ -124,7 +124,16 @@ def test_cached_examples_equal_those_rendered_on_the_fly(cache, monkeypatch):
     assert cached == examples(False) and len(cached) == 128
 
 
-def test_t0repro_cache_writes_what_seqio_cache_tasks_writes(cache, tmp_path, monkeypatch):
+def records(folder: Path) -> list[str]:
+    """The examples of a cached task's files, as text, sorted."""
+    files = [str(path) for path in folder.glob("*.tfrecord-*")]
+    return sorted(
+        str(tf.train.Example.FromString(record))
+        for record in tf.data.TFRecordDataset(files).as_numpy_iterator()
+    )
+
+
+def test_t0repro_cache_writes_what_seqio_cache_tasks_writes(cache, tmp_path):
     request = Request(modules=(), patterns=(TASK,), mixtures=(), folder=str(tmp_path), min_shards=4)
     cache_tasks(request, 1, lambda total: lambda count: None, make_plan)
     theirs, ours = cache / TASK, tmp_path / TASK
@@ -132,15 +141,7 @@ def test_t0repro_cache_writes_what_seqio_cache_tasks_writes(cache, tmp_path, mon
     assert {path.name for path in ours.iterdir()} == names | {"provenance.json"}
     for name in ("info.validation.json", "stats.validation.json", "COMPLETED"):
         assert (ours / name).read_bytes() == (theirs / name).read_bytes()
-
-    def examples(folder: Path):
-        files = [str(path) for path in folder.glob("*.tfrecord-*")]
-        return sorted(
-            str(tf.train.Example.FromString(record))
-            for record in tf.data.TFRecordDataset(files).as_numpy_iterator()
-        )
-
-    assert examples(ours) == examples(theirs) and len(examples(ours)) == 128
+    assert records(ours) == records(theirs) and len(records(ours)) == 128
 
 
 def test_a_complete_cache_is_left_alone(cache):
@@ -150,3 +151,22 @@ def test_a_complete_cache_is_left_alone(cache):
     done = plan(*arguments, f"--output_cache_dir={cache}")
     assert done.returncode == 0 and done.stdout == "" and "0 of 1 tasks" in done.stderr
     assert marker.stat().st_mtime_ns == before
+
+
+@pytest.mark.slow  # Beam starts two more processes, each of which imports SeqIO
+def test_beams_multi_process_runner_caches_the_same_examples(cache, tmp_path):
+    options = "--runner=FnApiRunner,--direct_running_mode=multi_processing,--direct_num_workers=2"
+    done = subprocess.run(
+        [
+            str(Path(sys.executable).with_name("seqio_cache_tasks")),
+            "--module_import=t0repro.tasks.demo",
+            f"--tasks={TASK}",
+            f"--output_cache_dir={tmp_path}",
+            "--min_shards=4",
+            f"--pipeline_options={options}",
+        ],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert records(tmp_path / TASK) == records(cache / TASK)
