@@ -55,8 +55,9 @@ def guard_gin() -> None:
     """Lets gin refuse gin files at gs:// addresses that it could not read, `include`s too."""
     import gin.config
 
-    if (_refuse, _is_out_of_reach) not in gin.config._FILE_READERS:
-        gin.config._FILE_READERS.insert(0, (_refuse, _is_out_of_reach))
+    readers: Any = gin.config._FILE_READERS
+    if (_refuse, _is_out_of_reach) not in readers:
+        readers.insert(0, (_refuse, _is_out_of_reach))
 
 
 def _is_out_of_reach(path: str) -> bool:

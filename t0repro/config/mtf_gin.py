@@ -166,7 +166,21 @@ class _Reader:
         self._float32 = float32_activations
         self._utils = importlib.import_module(_UTILS)
         self._provenance: dict[str, str] = {}
-        self._run = self._arguments(f"{_UTILS}.run", self._utils.run)
+        self._run = self._run_arguments()
+
+    def _run_arguments(self) -> dict[str, Any]:
+        """The arguments of `utils.run`, with what gin calls for them, as for its mesh_shape."""
+        try:
+            return self._arguments(f"{_UTILS}.run", self._utils.run)
+        except RuntimeError as error:
+            if "tpu_mesh_shape" not in str(error):
+                raise
+            raise UserError(
+                f"{str(error).splitlines()[0]}.",
+                where=self._bindings.find((), f"{_UTILS}.run", "mesh_shape"),
+                fix='Add --gin_param="utils.run.mesh_shape = []"; or, to count a TPU\'s replicas,'
+                " --gin_param=\"utils.tpu_mesh_shape.tpu_topology = 'v3-8'\".",
+            ) from error
 
     def run_config(self, model_dir: str) -> RunConfig:
         self._refuse_unknown_bindings()
@@ -367,7 +381,9 @@ class _Reader:
             self._refuse("train_dataset_fn", f"the dataset function {function.__name__}")
         arguments = self._dataset_arguments("train_data", function)
         return TrainDataConfig(
-            split="train", **_select(arguments, TrainDataConfig), **self._data_resumption()
+            split=self._run["dataset_split"],
+            **_select(arguments, TrainDataConfig),
+            **self._data_resumption(),
         )
 
     def _data_resumption(self) -> dict[str, Any]:

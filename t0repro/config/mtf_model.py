@@ -100,6 +100,12 @@ FIELD_SOURCES: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
     "label_smoothing": (_UNITRANSFORMER, "label_smoothing", ("decoder",)),
     "z_loss": (_UNITRANSFORMER, "z_loss", ("decoder",)),
     "loss_denominator": (_UNITRANSFORMER, "loss_denominator", ("decoder",)),
+    "model_type": ("mesh_tensorflow.transformer.utils.run", "model_type", ()),
+    "input_full_attention": (_UNITRANSFORMER, "input_full_attention", ("decoder",)),
+    "loss_on_targets_only": (_UNITRANSFORMER, "loss_on_targets_only", ("decoder",)),
+    "shared_towers": (f"{_TRANSFORMER}.make_bitransformer", "encoder_name", ()),
+    "recompute_grads": (_STACK, "recompute_grads", ("decoder",)),
+    "norm_names": (_STACK, "norm_epsilon", ("decoder",)),
 }
 
 

@@ -238,7 +238,8 @@ class T5(nn.Module):
         if self.config.decoder_only:
             batch = text_to_self(self.config, batch)
             segments = batch.get("targets_segmentation")
-            return self.decoder(batch["targets"], segments, deterministic=deterministic)
+            language_model: Any = self.decoder
+            return language_model(batch["targets"], segments, deterministic=deterministic)
         batch = {name: jnp.asarray(x) for name, x in batch.items()}
         inputs, targets = batch["inputs"], batch["targets"]
         input_segments = segments_of(inputs, batch.get("inputs_segmentation"))
@@ -271,7 +272,8 @@ class T5(nn.Module):
     ) -> Float[Array, "batch length vocab"]:
         """Float32 logits of the targets, which are shifted right here; see `Decoder`."""
         embedded = self.token_embedder(shift_right(targets, segments))
-        y = self.decoder(
+        decoder: Any = self.decoder
+        y = decoder(
             embedded,
             encoded,
             segments,

@@ -47,7 +47,7 @@ def initial_slots(parameters: Any, config: OptimizerConfig) -> Any:
         shapes = slot_shapes(parameter.shape, config, path)
         return Slots(**{name: jnp.zeros(shape, jnp.float32) for name, shape in shapes.items()})
 
-    flat = flax.traverse_util.flatten_dict(parameters, sep="/")
+    flat = _flatten(parameters)
     slots = {path: zeros(path, parameter) for path, parameter in flat.items()}
     return flax.traverse_util.unflatten_dict(slots, sep="/")
 
@@ -72,11 +72,7 @@ def apply_gradients(
       config: the optimizer's options.
     """
     update = _update(config, step, learning_rate)
-    flat = flax.traverse_util.flatten_dict(parameters, sep="/")
-    flat_gradients = flax.traverse_util.flatten_dict(gradients, sep="/")
-    flat_slots = flax.traverse_util.flatten_dict(
-        slots, is_leaf=lambda _, value: isinstance(value, Slots), sep="/"
-    )
+    flat, flat_gradients, flat_slots = map(_flatten, (parameters, gradients, slots))
     pairs = {
         path: (parameter, flat_slots[path])
         if path in config.frozen
@@ -89,6 +85,14 @@ def apply_gradients(
         flax.traverse_util.unflatten_dict(new_parameters, sep="/"),
         flax.traverse_util.unflatten_dict(new_slots, sep="/"),
     )
+
+
+def _flatten(tree: Any) -> dict[str, Any]:
+    """A nested dictionary's arrays, or Slots, by their paths."""
+    flat: Any = flax.traverse_util.flatten_dict(
+        tree, is_leaf=lambda _, value: isinstance(value, Slots), sep="/"
+    )
+    return flat
 
 
 def _update(config: OptimizerConfig, step: jax.Array, learning_rate: jax.Array) -> Update:

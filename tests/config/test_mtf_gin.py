@@ -1,5 +1,7 @@
 """The MTF dialect: what gin configured becomes a RunConfig, or an error that names the binding."""
 
+import dataclasses
+
 import pytest
 
 from t0repro.config import mtf_gin
@@ -54,6 +56,20 @@ def test_every_value_says_which_file_and_line_or_override_set_it():
     assert places["train_steps"] == "--gin_param 'run.train_steps = 20'"
     assert places["train_data.seed"] == "--gin_param 'mesh_train_dataset_fn.seed = 3'"
     assert places["optimizer.beta1"] == "default of AdafactorOptimizer.beta1"
+
+
+def test_every_field_of_the_model_and_the_optimizer_says_where_it_came_from():
+    config = load("LayerStack.recompute_grads = True")
+    fields = dataclasses.fields(config.model) + dataclasses.fields(config.optimizer)
+    prefixes = ["model"] * len(dataclasses.fields(config.model)) + ["optimizer"] * len(fields)
+    missing = [
+        f"{prefix}.{field.name}"
+        for prefix, field in zip(prefixes, fields, strict=False)
+        if f"{prefix}.{field.name}" not in config.provenance
+    ]
+    assert missing == ["optimizer.frozen"]  # there only where variable_filter is bound
+    place = config.provenance["model.recompute_grads"]
+    assert place == "--gin_param 'LayerStack.recompute_grads = True'"
 
 
 def test_an_override_wins_over_every_file_and_is_named_as_the_place():
@@ -238,6 +254,12 @@ def test_a_mesh_counts_for_sizes_per_replica_and_microbatches_alone():
     assert (replicas.batch_size, replicas.num_microbatches) == (24, 3)
     alone = load("run.batch_size = 24")
     assert replicas.model == alone.model and replicas.optimizer == alone.optimizer
+
+
+def test_a_tpu_mesh_without_its_topology_is_an_error_that_says_what_to_bind():
+    with pytest.raises(UserError, match="tpu_topology") as error:
+        load("utils.run.mesh_shape = @mesh_tensorflow.transformer.utils.tpu_mesh_shape()")
+    assert "utils.run.mesh_shape = []" in str(error.value.fix)
 
 
 @pytest.mark.parametrize("length", ["24", "{'inputs': 24, 'targets': 24}"])

@@ -77,3 +77,21 @@ def test_fifty_steps_on_one_batch_learn_it():
         state, metrics = step(state, batch)
         losses.append(float(metrics["loss"]))
     assert losses[-1] < 0.3 * losses[0]
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.2], ids=["without dropout", "with dropout"])
+def test_recomputed_activations_give_the_same_loss_and_gradients(rate):
+    """And the backward pass does compute them again: the layers' products are there once more."""
+    params, batch = tiny.new_state().params, tiny.batches(1)[0]
+    key = jax.random.key(3) if rate else None
+    kept, recomputed = (
+        tiny.model(dropout_rate=rate, recompute_grads=recompute) for recompute in (False, True)
+    )
+    ours, theirs = (run(model, params, batch, 1, key) for model in (recomputed, kept))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), ours, theirs)
+
+    def products(model):
+        traced = jax.make_jaxpr(lambda p: loss_and_gradients(model, p, batch, dropout_key=key))
+        return str(traced(params)).count("dot_general")
+
+    assert products(recomputed) > products(kept)
