@@ -139,10 +139,11 @@ def _by_mode(
     tasks: Sequence[str] | None,
 ) -> tuple[list[str], list[Mapping[str, Any]]]:
     """The tasks that were ranked, and the records of those that were decoded."""
-    wanted = list(find_tasks(eval_dir)) if tasks is None else list(tasks)
-    decoded = {task: record for task, record in records.items() if record.get("mode") == "generate"}
-    ranked = [task for task in wanted if task not in decoded]
-    return ranked, [decoded[task] for task in wanted if task in decoded]
+    decoded = {name: found for name, found in records.items() if found.get("mode") == "generate"}
+    if tasks is None:
+        return list(find_tasks(eval_dir)), list(decoded.values())
+    ranked = [task for task in tasks if task not in decoded]
+    return ranked, [decoded[task] for task in tasks if task in decoded]
 
 
 def _compared(

@@ -28,6 +28,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from t0repro.errors import UserError, nearest_names
+from t0repro.evaluation.records import decoded_tasks
 
 _RUN_AGAIN = "Run the evaluation again; it writes the files of a task together."
 
@@ -63,7 +64,9 @@ class TaskScores:
 
 
 def find_tasks(eval_dir: str | os.PathLike[str]) -> dict[str, list[int]]:
-    """The tasks whose targets lie in a folder, each with the steps that it has predictions for.
+    """The tasks whose scores lie in a folder, each with the steps that it has predictions for.
+
+    Tasks that the evaluation recorded as decoded are none of them.
 
     Raises:
       UserError: if there is no such folder, or no task in it.
@@ -84,7 +87,8 @@ def find_tasks(eval_dir: str | os.PathLike[str]) -> dict[str, list[int]]:
             fix="Run scripts/rank_eval.sh first, with eval_model.output_eval_examples left on.",
         )
     predictions = [name for name in names if name.endswith("_predictions")]
-    return {task: _steps_of(task, predictions) for task in tasks}
+    decoded = decoded_tasks(folder)
+    return {task: _steps_of(task, predictions) for task in tasks if task not in decoded}
 
 
 def latest_step(eval_dir: str | os.PathLike[str]) -> int:

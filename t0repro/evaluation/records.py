@@ -29,6 +29,16 @@ def read_records(folder: str | os.PathLike[str], step: int) -> dict[str, dict[st
     return records
 
 
+def decoded_tasks(folder: str | os.PathLike[str]) -> set[str]:
+    """The tasks of a folder that were decoded, whose files hold texts in place of scores."""
+    found = set()
+    for path in (Path(folder) / RESULTS).glob("*.json"):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        if record.get("mode") == "generate":
+            found.add(record["key"]["task"])
+    return found
+
+
 def write_record(folder: Path, record: Mapping[str, Any]) -> None:
     """Writes a task's record; its files must be there."""
     key = record["key"]

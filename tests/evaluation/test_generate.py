@@ -97,6 +97,17 @@ def test_prompts_with_choices_are_ranked_and_others_decoded_in_one_report(
     record = read_records(outcome.folder, 7)[DECODED]
     expected = task.metric_fns[1](task.targets, texts)["sequence_accuracy"]
     assert record["metrics"]["sequence_accuracy"] == expected
+    # What reads scores passes decoded tasks over
+    from t0repro.evaluation.compare_runs import compare_runs
+    from t0repro.evaluation.history import read_history
+    from t0repro.evaluation.make_report import make_report
+    from t0repro.evaluation.report import Bootstrap
+
+    runs = [("a", outcome.folder), ("b", outcome.folder)]
+    assert compare_runs(runs, prompts, Bootstrap(100))[0].flipped == 0
+    assert read_history(outcome.folder, prompts).steps == (7,)
+    made = make_report(outcome.folder, prompts, label="jax", bootstrap=Bootstrap(100))
+    assert [found.task for found in made.generation] == [DECODED] and len(made.datasets) == 1
     _, again = evaluate(model_dir, tmp_path, prompts, SETTINGS, mixture)
     assert set(again.finished) == {f"{RANKED}_score_eval", DECODED}
     assert again.decoded == again.scored == 0
