@@ -54,7 +54,9 @@ class SpoolReader:
     def __init__(self, spool: Spool):
         # Mapped, not loaded: a worker that has a few shards touches a part of them.
         self._offsets = np.load(f"{spool.base}.offsets.npy", mmap_mode="r")
-        self._numbers = np.load(f"{spool.base}.numbers.npy", mmap_mode="r") if spool.count else ()
+        empty = np.zeros(0, np.uint64)  # which cannot be mapped
+        numbers = f"{spool.base}.numbers.npy"
+        self._numbers = np.load(numbers, mmap_mode="r") if spool.count else empty
         self._file = os.open(f"{spool.base}.rows", os.O_RDONLY)
 
     def __enter__(self) -> SpoolReader:

@@ -37,7 +37,8 @@ class Tokenizer:
     """
 
     def __init__(self, model: bytes):
-        self._model = sentencepiece.SentencePieceProcessor(model_proto=model)
+        self._model = sentencepiece.SentencePieceProcessor()
+        self._model.LoadFromSerializedProto(model)
         self._varints = [varint(token) for token in range(self._model.get_piece_size())]
         self._texts: dict[str, bytes] = {}
         self._words = _Words(self) if _is_made_of_words(model, self._model) else None
@@ -71,11 +72,12 @@ class Tokenizer:
         words = self._words
         if words is None or len(text) > _LONGEST_TEXT:
             return None
+        found = [words[word] for word in text.replace("\n", " ").split(" ")]
+        if len(words) > _REMEMBERED_WORDS:
+            words.clear()
         try:
-            return b"".join([words[word] for word in text.replace("\n", " ").split(" ")])
+            return b"".join(found)  # type: ignore[arg-type]  # that is what is tried
         except TypeError:  # a word is None: its tokens depend on the text
-            if len(words) > _REMEMBERED_WORDS:
-                words.clear()
             return None
 
     def word(self, word: str) -> bytes | None:
