@@ -96,8 +96,8 @@ class Case:
 
 _RATE = "learning_rate_schedules.constant_learning_rate.learning_rate = 0.01"
 
-# MomentumOptimizer is not among them: off TPU it assigns its velocity while it subtracts it; which of
-# the two values is read is a matter of threads (losses differ by 1e-4 from run to run).
+# MomentumOptimizer is not among them: off TPU it assigns its velocity while it subtracts it, and
+# which of the two values is read is a matter of threads (losses differ by 1e-4 from run to run).
 CASES = (
     Case("t5_1_1_packed_microbatches", params=(f"{_MICROBATCHES}48", _RATE), size=_SMALL,
          start_step=1000),
