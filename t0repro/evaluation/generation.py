@@ -4,8 +4,9 @@
                              config.decoding, length=128)
     texts = texts_of(tokens, vocabulary)
 
-Rows do not see each other, so that neither the order nor the batches change what is generated,
-except where a sampling draws.
+In greedy decoding neither the order nor the batches change what is generated. A beam search depends
+on them a little (t0repro.model.decoding), so that its batches are Mesh TensorFlow's: consecutive
+examples, the last batch filled up.
 """
 
 from __future__ import annotations
@@ -45,28 +46,34 @@ def generate_tokens(
       inputs: token ids of each example; zeros at the end are padding.
       config: greedy, sampling or beam search.
       length: tokens that an output has room for.
-      batch_size: rows that are decoded together. A beam search's length limit is that of the
-        `batch_size` consecutive examples that Mesh TensorFlow would decode together.
+      batch_size: rows that are decoded together.
       inputs_length: tokens of an input beyond this are cut off.
       seed: of a sampling.
-      fill_with_first: how many copies of the first input Mesh TensorFlow decodes behind the last
-        one, to fill its batches; their length counts in the limit of a beam search.
+      fill_with_first: how many copies of the first input follow the last one in a beam search; its
+        last batch is filled with empty rows otherwise.
     """
     rows = [_unpadded(tokens, inputs_length) for tokens in inputs]
-    limits = _search_limits([*rows, *rows[:1] * fill_with_first], config, batch_size)
     outputs: list[list[int]] = [[] for _ in rows]
+    batches = _batches(rows, batch_size)
+    if config.beam_size > 1:
+        count = len(rows)
+        rows += rows[:1] * fill_with_first
+        rows += [np.zeros(0, np.int32)] * (-len(rows) % batch_size)
+        batches = _consecutive(count, batch_size)
+    limits = _search_limits(rows, config, batch_size)
     waiting: list[tuple[np.ndarray, Any]] = []
     key = jax.random.key(seed)
 
     def finish() -> None:
         members, decoded = waiting.pop(0)
         tokens = np.asarray(decoded.tokens)
-        for member, row in zip(members, tokens, strict=False):
+        real = members[members < len(outputs)]
+        for member, row in zip(real, tokens, strict=False):
             outputs[member] = np.trim_zeros(row, "b").tolist()
-        advance(len(members))
+        advance(len(real))
 
-    with pair_progress(len(rows), "decoding", "examples", "decoded") as advance:
-        for number, members in enumerate(_batches(rows, batch_size)):
+    with pair_progress(len(outputs), "decoding", "examples", "decoded") as advance:
+        for number, members in enumerate(batches):
             # A batch that is not full repeats its first row, which costs no further step.
             full = np.concatenate([members, np.full(batch_size - len(members), members[0])])
             decoded = generate(
@@ -115,6 +122,12 @@ def _search_limits(rows: Sequence[np.ndarray], config: DecodingConfig, batch_siz
         for start in range(0, len(rows), batch_size)
     ]
     return np.repeat(np.array(limits, np.int32), batch_size)[: len(rows)]
+
+
+def _consecutive(count: int, batch_size: int) -> Iterator[np.ndarray]:
+    """Indices of one batch after the other, until all of the first `count` rows are in one."""
+    for start in range(0, count, batch_size):
+        yield np.arange(start, start + batch_size)
 
 
 def _batches(rows: Sequence[np.ndarray], batch_size: int) -> Iterator[np.ndarray]:

@@ -1,16 +1,17 @@
 """Generates targets with an encoder-decoder T5: greedy, by sampling, and by beam search.
 
 One position at a time with the keys and values of the earlier ones kept, under jit with static
-shapes; a loop ends as soon as no row has anything left to do. A row's output does not depend on the
-other rows of its batch. In float32 the outputs are Mesh TensorFlow's (0.1.21, Bitransformer.decode,
-Unitransformer.sample_autoregressive, beam_search.beam_search), its ways at the edges included:
+shapes; a loop ends as soon as no row has anything left to do. In float32 the outputs are Mesh
+TensorFlow's (0.1.21, Bitransformer.decode, Unitransformer.sample_autoregressive,
+beam_search.beam_search), its ways at the edges included:
 
 - Sampling adds Gumbel noise times the temperature to the logits; top-k keeps what is above the
   (k+1)-th largest logit.
 - A beam's score is its log-probability over ((5 + length) / 6)**alpha. Each step draws the
   2 * beam best continuations from the `prefilter` best of each beam; those that end are finished.
-- A finished beam can take the place of an alive one that does not exist yet; what follows its EOS
-  is removed from outputs (clean_decodes).
+- A finished beam can take the place of an alive one that does not exist yet, and go on; what
+  follows its EOS is removed from outputs (clean_decodes). How far it goes, and so which output is
+  best, depends on when all rows of the batch are done: only there does a row depend on the others.
 """
 
 from __future__ import annotations
@@ -302,17 +303,13 @@ def _search(
     inputs: Int[Array, "batch memory"],
     limits: Int[Array, " batch"],
 ) -> Decoded:
-    """The best beam of each row.
-
-    A row stands still once it has done its steps or nothing alive can beat what it has finished;
-    Mesh TensorFlow goes on with it until all rows of the batch have, to no effect on the best beam.
-    """
+    """The best beam of each row; all go on until no alive beam of any row can become the best."""
     beams, alpha, prefilter, vocab_parts = options
     rows = inputs.shape[0]
     reads = read_inputs(model, params, inputs)
 
     def going_on(position: jax.Array, state: _Beams) -> jax.Array:
-        return (position < limits) & ~_is_decided(state, limits, alpha)
+        return (position < limits) & ~_is_decided(state, limits, alpha).all()
 
     def more(carry: tuple[Any, ...]) -> jax.Array:
         return going_on(carry[0], carry[1]).any()

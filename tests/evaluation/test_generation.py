@@ -27,17 +27,26 @@ def inputs_of(*lengths):
     return [generator.integers(2, 128, length).astype(np.int32) for length in lengths]
 
 
-@pytest.mark.parametrize("config", [GREEDY, BEAM])
-def test_outputs_come_in_the_order_of_inputs_as_if_each_were_alone(params, config):
-    inputs = inputs_of(3, 20, 7, 22, 0, 5)
+def test_outputs_come_in_the_order_of_inputs_as_if_each_were_alone(params):
+    inputs, config = inputs_of(3, 20, 7, 22, 0, 5), GREEDY
     found = generate_tokens(params, MODEL, inputs, config, length=6, batch_size=4)
     for source, tokens in zip(inputs, found, strict=True):
         # Four times the same, so that what was compiled for a batch serves here too.
         rows = np.tile(np.pad(source, (0, 24 - len(source))), (4, 1))
-        limits = np.full(4, 6, np.int32)
-        alone = generate(MODEL, params, rows, config, length=6, search_steps=limits).tokens[0]
-        alone = np.asarray(alone)
+        alone = np.asarray(generate(MODEL, params, rows, config, length=6).tokens[0])
         assert tokens == np.trim_zeros(alone, "b").tolist()
+
+
+def test_a_beam_search_takes_consecutive_examples_and_fills_the_last_batch_up(params):
+    inputs = inputs_of(3, 20, 7, 22, 18)
+    found = generate_tokens(params, MODEL, inputs, BEAM, length=6, batch_size=4)
+    for start, batch in ((0, inputs[:4]), (4, [inputs[4]])):
+        rows = np.zeros((4, 24), np.int32)
+        for row, source in zip(rows, batch, strict=False):
+            row[: len(source)] = source
+        tokens = np.asarray(generate(MODEL, params, rows, BEAM, length=6).tokens)
+        for number in range(len(batch)):
+            assert found[start + number] == np.trim_zeros(tokens[number], "b").tolist()
 
 
 def test_padding_and_what_is_beyond_the_inputs_length_are_not_read(params):

@@ -93,13 +93,12 @@ def test_greedy_takes_the_likeliest_token_at_each_place_up_to_eos(config, seed):
     np.testing.assert_array_equal(tokens, cleaned(by_hand))
 
 
-def test_an_output_does_not_depend_on_the_other_rows():
+def test_a_greedy_output_does_not_depend_on_the_other_rows():
     model, params = make()
-    for config in (GREEDY, BEAM):
-        together = decoding.generate(model, params, INPUTS, config, length=LENGTH)
-        for row in range(3):
-            alone = decoding.generate(model, params, INPUTS[row : row + 1], config, length=LENGTH)
-            np.testing.assert_array_equal(alone.tokens[0], together.tokens[row])
+    together = decoding.generate(model, params, INPUTS, GREEDY, length=LENGTH)
+    for row in range(3):
+        alone = decoding.generate(model, params, INPUTS[row : row + 1], GREEDY, length=LENGTH)
+        np.testing.assert_array_equal(alone.tokens[0], together.tokens[row])
 
 
 def test_decoding_ends_as_soon_as_all_rows_have_their_eos():
