@@ -8,13 +8,19 @@ from hypothesis import strategies as st
 
 from t0repro.config.run_config import (
     AdafactorConfig,
+    AdamWeightDecayConfig,
     DTypePolicy,
     EvalDataConfig,
     ModelConfig,
+    MomentumConfig,
     RunConfig,
     ScheduleConfig,
+    SgdConfig,
     TrainDataConfig,
 )
+
+# For the fields that no strategy is given for below: a NaN is not equal to itself.
+st.register_type_strategy(float, st.floats(allow_nan=False, allow_infinity=False))
 
 sizes = st.integers(1, 64)
 fractions = st.floats(0, 1, allow_nan=False)
@@ -60,7 +66,14 @@ runs = st.builds(
         epsilon1=fractions,
         epsilon2=fractions,
         min_dim_size_to_factor=sizes,
-    ),
+        decay_rate=st.none() | fractions,
+        frozen=st.lists(names, max_size=2).map(tuple),
+    )
+    | st.builds(
+        AdamWeightDecayConfig, exclude_from_weight_decay=st.lists(names, max_size=2).map(tuple)
+    )
+    | st.builds(MomentumConfig, frozen=st.lists(names, max_size=2).map(tuple))
+    | st.builds(SgdConfig, frozen=st.lists(names, max_size=2).map(tuple)),
     schedule=st.none()
     | st.builds(
         ScheduleConfig,
