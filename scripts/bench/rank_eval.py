@@ -157,7 +157,6 @@ def add_result(work: Path, row: dict) -> None:
 
 def ours_and_peers(tasks: list, options: argparse.Namespace, work: Path) -> None:
     """Measures the pieces that are not measured yet, as far as the time goes."""
-    started = time.monotonic()
     peers = [name for name in options.peers.split(",") if name and options.torch_python]
     pieces = pieces_of(tasks, options.piece)
     done = {
@@ -171,6 +170,7 @@ def ours_and_peers(tasks: list, options: argparse.Namespace, work: Path) -> None
     params, model = random_model(SIZES[options.size])
     with tempfile.TemporaryDirectory() as folder:
         worker = TorchWorker(options, params, Path(folder)) if peers else None
+        started = time.monotonic()
         for piece in left:
             if time.monotonic() - started > options.seconds:
                 break
