@@ -54,15 +54,15 @@ class TrainBatches:
         """Batches from where the run goes on; see `training.train.BatchSource`.
 
         Raises:
-          UserError: if the state of the input pipeline is wanted and cannot be kept or read.
+          UserError: if the state of the input pipeline is wanted, and the data are not cached.
         """
         position = self._position(saved, say)
         if self._seed is None:
             self._seed = position.get("seed") or secrets.randbits(31) + 1
         self._taken = self._first(step, position)
-        self._iterator = iter(_dataset(self._config, self._seed))
         if self._data.checkpoint_input_pipeline:
             self._check_iterator()
+        self._iterator = iter(_dataset(self._config, self._seed))
         if self._taken:
             self._go_on(saved, position, say)
         return self._batches()
@@ -130,21 +130,14 @@ class TrainBatches:
         return tf.train.Checkpoint(iterator=self._iterator)
 
     def _check_iterator(self) -> None:
-        """Refuses a pipeline that has no state to save before a step is done in vain."""
-        import tempfile
-
-        import tensorflow as tf
-
-        with tempfile.TemporaryDirectory() as folder:
-            try:
-                self._tracked().write(str(Path(folder) / ITERATOR))
-            except tf.errors.OpError as error:
-                raise UserError(
-                    "The input pipeline cannot be saved: it runs Python functions.",
-                    where="run.checkpoint_input_pipeline",
-                    fix="Cache the tasks and bind mesh_train_dataset_fn.use_cached = True, or"
-                    " remove the binding: a resumed run finds its place all the same.",
-                ) from error
+        """Refuses a pipeline without a state to save; tf.data would save it all the same."""
+        if not self._data.use_cached:
+            raise UserError(
+                "The input pipeline cannot be saved: it runs Python functions.",
+                where="run.checkpoint_input_pipeline",
+                fix="Cache the tasks and bind mesh_train_dataset_fn.use_cached = True, or"
+                " remove the binding: a resumed run finds its place all the same.",
+            )
 
     def _arguments(self) -> dict[str, Any]:
         """What decides the batches beside the seed."""
@@ -182,12 +175,4 @@ def _dataset(config: RunConfig, seed: int | None) -> Any:
         use_cached=data.use_cached,
         pack=data.pack,
     )
-    dataset = dataset.repeat().batch(config.batch_size, drop_remainder=True).prefetch(2)
-    if data.checkpoint_input_pipeline:
-        import tensorflow as tf
-
-        # tf.data saves a pipeline with Python functions too, without where they are.
-        options = tf.data.Options()
-        options.experimental_external_state_policy = tf.data.experimental.ExternalStatePolicy.FAIL
-        dataset = dataset.with_options(options)
-    return dataset
+    return dataset.repeat().batch(config.batch_size, drop_remainder=True).prefetch(2)
