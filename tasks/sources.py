@@ -12,12 +12,10 @@ import tensorflow as tf
 
 from t0repro.errors import UserError
 from t0repro.tasks import readers
-from t0repro.tasks.catalogue import label
+from t0repro.tasks.checked_rows import checked_rows, schema_of_rows
 from t0repro.tasks.columns import columns_read
 from t0repro.tasks.readers import Reader
-from t0repro.tasks.rows import kept_row
-from t0repro.tasks.schema import Schema, SchemaError
-from t0repro.tasks.schemas import schema_of
+from t0repro.tasks.schema import Schema
 from t0repro.tasks.splits import Split
 from t0repro.tasks.templates import Rendering, render
 
@@ -94,21 +92,15 @@ class PromptedSource(seqio.FunctionDataSource):
           start: the first row, counted in the data before `max_rows` leaves any out.
           stop: the row to end before; None is the end.
 
-        Yields:
-          The row's number in the data, from 0, which seeds its draws, and the row.
+        Returns:
+          Each row's number in the data, from 0, which seeds its draws, and the row.
 
         Raises:
           UserError: if a row is broken or does not fit the schema; it names column, file and line.
         """
         reader, limit = self.reader(split), self.files_of_splits[split].max_rows
-        found = self._brought(reader, self._schema(reader), start, stop)
-        if limit is None:
-            yield from found
-            return
-        count = reader.count()
-        for index, row in found:
-            if kept_row(index, count, limit):
-                yield index, row
+        schema = self._schema(reader)
+        return checked_rows(self.dataset, self.subset, reader, schema, limit, start, stop)
 
     def examples(self, split: str) -> Iterator[dict[str, Any]]:
         """The split's prompted examples in the file's order."""
@@ -122,33 +114,15 @@ class PromptedSource(seqio.FunctionDataSource):
             yield example
 
     def _schema(self, reader: Reader) -> Schema | None:
-        names = tuple((column, tuple(found)) for column, found in reader.class_names().items())
-        return schema_of(self.dataset, self.subset, columns_read(self.template), names)
-
-    def _bring(
-        self, schema: Schema, row: dict[str, Any], reader: Reader, index: int
-    ) -> dict[str, Any]:
-        try:
-            return schema.bring(row)
-        except SchemaError as error:
-            raise UserError(
-                f"A row of {label(self.dataset, self.subset)} does not fit its schema. {error}",
-                where=reader.place(index),
-                fix="Give the row the fields, of the types, that the dataset had in datasets 1.12.",
-            ) from error
+        return schema_of_rows(self.dataset, self.subset, reader, columns_read(self.template))
 
     def _checked_count(self, split: str) -> int:
         reader = self.reader(split)
         key = (reader, self._schema(reader))
         if key not in _checked:
-            _checked[key] = sum(1 for _ in self._brought(reader, key[1]))
+            found = checked_rows(self.dataset, self.subset, reader, key[1])
+            _checked[key] = sum(1 for _ in found)
         return _checked[key]
-
-    def _brought(
-        self, reader: Reader, schema: Schema | None, start: int = 0, stop: int | None = None
-    ) -> Iterator[tuple[int, dict[str, Any]]]:
-        for index, row in enumerate(reader.read(start, stop), start=start):
-            yield index, row if schema is None else self._bring(schema, row, reader, index)
 
     def _render(self, split: str, index: int, row: dict[str, Any]) -> Rendering | None:
         try:
