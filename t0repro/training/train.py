@@ -137,6 +137,10 @@ def train(
         config.keep_checkpoint_max,
         None if source is None else source.save,
     )
+    if isinstance(batches, BatchSource):
+        batches = batches.open(start_step, saved_data, say)
+    elif callable(batches):
+        batches = batches()
     trainer = Trainer(
         model,
         state,
@@ -147,10 +151,6 @@ def train(
         metrics=MetricsManager(model_dir, start_step, writers),
         actions=[ShowProgress(), saving, *actions, signals],
     )
-    if isinstance(batches, BatchSource):
-        batches = batches.open(start_step, saved_data, say)
-    elif callable(batches):
-        batches = batches()
     with trainer:
         done = trainer.train(batches, config.train_steps - start_step)
 
