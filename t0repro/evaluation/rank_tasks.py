@@ -92,7 +92,7 @@ def select_tasks(
     left_out = {task.name: f"no split {split}" for task in tasks if split not in task.splits}
     if at_hand and not use_cached:
         missing = [task for task in tasks if task.name not in left_out and not _has(task, split)]
-        left_out |= {task.name: "its rows are not at hand" for task in missing}
+        left_out |= {task.name: "rows not at hand" for task in missing}
     if len(left_out) == len(tasks):
         raise UserError(
             f"Of no task of {mixture!r} the rows of split {split!r} are at hand.",

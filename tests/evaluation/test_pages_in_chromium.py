@@ -192,7 +192,10 @@ def test_a_page_of_many_datasets_with_long_names_fits_a_narrow_screen(browser, t
     for number in range(12):
         name = f"a_dataset_with_a_very_long_name_number_{number}_and_its_configuration_score_eval"
         write_scores(folder, name, [[-1.0, -2.0]] * 10, [number % 2] * 10)
-    write_report(make_report(folder, {}, label="jax", bootstrap=Bootstrap(200)), tmp_path)
+    report = make_report(
+        folder, {}, label="jax", bootstrap=Bootstrap(200), notes=[f"Left out: {'a_task' * 30}."]
+    )
+    write_report(report, tmp_path)
     browser.show(tmp_path / "report.html", 390, dark=True)
     assert browser.run(OUTSIDE) == []
     assert browser.run("return document.documentElement.scrollWidth") == 390

@@ -289,7 +289,7 @@ def test_tasks_without_rows_here_are_an_error_or_left_out_and_named(model_dir, p
     mixture = "with_a_task_without_rows"
     outcome = evaluate(model_dir, tmp_path / "out", prompts, settings, mixture, said)
     assert outcome.tasks == (other,)
-    assert said[0] == f"Left out: 1 tasks ({absent}): its rows are not at hand."
+    assert said[0] == f"Left out: 1 tasks ({absent}): rows not at hand."
     with pytest.raises(UserError, match="the rows of split 'validation' are at hand"):
         evaluate(model_dir, tmp_path / "out", prompts, settings, absent)
 
