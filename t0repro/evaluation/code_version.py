@@ -16,6 +16,7 @@ _SCORING = (
     "model/t5.py",
     "evaluation/engine.py",
     "evaluation/grouping.py",
+    "evaluation/journal.py",
     "evaluation/packing.py",
     "evaluation/pairs.py",
 )

@@ -3,7 +3,7 @@
 The score of a pair is that of scoring.score_batches, and so Mesh TensorFlow's: the sum over the
 choice's tokens, EOS included, of log p given the input. In float32 the two agree to rounding
 whatever the batch size, the grouping and the order, since rows of a batch do not see each other and
-segments of a row do not either.
+segments of a row (packed inputs, and their choices) do not either.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from t0repro.data.batches import EvalTask
 from t0repro.evaluation import score_eval
 from t0repro.evaluation.energy import EnergyMeter
 from t0repro.evaluation.grouping import Plan, make_plan
-from t0repro.evaluation.journal import Journal
+from t0repro.evaluation.journal import Entry, Journal
 from t0repro.evaluation.opened import Checkpoint
 from t0repro.evaluation.pair_progress import pair_progress
 from t0repro.evaluation.pairs import Pairs, distinct_pairs
@@ -49,15 +49,17 @@ class RankRun:
             examples += [{**example, "inputs": content_free} for example in examples]
         self.pairs: Pairs = distinct_pairs(examples, lengths)
         self.digests = [self.pairs.digest(pair) for pair in range(len(self.pairs))]
-        self.scores = np.array([journal.scores.get(d, np.nan) for d in self.digests])
+        nothing = Entry(np.nan, 0.0, 0.0)
+        known = [journal.entries.get(digest, nothing) for digest in self.digests]
+        self.scores = np.array([entry.score for entry in known])
+        self.seconds = np.array([entry.seconds for entry in known])
+        self.joules = np.array([entry.joules for entry in known])
         # Known scores are finite: a NaN stops the run before it is written
         unknown = np.flatnonzero(np.isnan(self.scores))
         self.plan: Plan = make_plan(self.pairs, tokens_per_batch or suited_tokens(), unknown)
         without = [pair for pair in unknown if not len(self.pairs.targets[pair])]
         self.scores[np.array(without, np.int64)] = 0.0
         self.scored = 0
-        self.seconds = np.zeros(len(self.pairs))
-        self.joules = np.zeros(len(self.pairs))
         self._meter = EnergyMeter()
 
     def score(
@@ -80,18 +82,24 @@ class RankRun:
         with pair_progress(total) as advance:
             for found in engine.run(self.pairs, self.plan):
                 self._check(found.pairs, found.scores)
-                self.journal.add([self.digests[pair] for pair in found.pairs], found.scores)
-                self.scores[found.pairs] = found.scores
-                self.scored += len(found.pairs)
                 now = time.monotonic()
-                self.seconds[found.pairs] = (now - last) / len(found.pairs)
-                self.joules[found.pairs] = (self._meter.joules() or 0.0) / len(found.pairs)
+                self._keep(found.pairs, found.scores, now - last)
                 last = now
                 advance(len(found.pairs))
                 if now - handed_out >= _SECONDS_BETWEEN_RECORDS:
                     waiting, handed_out = self._hand_out(waiting, done), now
         self._hand_out(waiting, done)
         return time.monotonic() - started
+
+    def _keep(self, pairs: np.ndarray, scores: np.ndarray, seconds: float) -> None:
+        """Notes the scores of a batch's pairs, which shared its seconds and its joules evenly."""
+        joules = self._meter.joules()
+        each = None if joules is None else joules / len(pairs)
+        self.journal.add([self.digests[p] for p in pairs], scores, seconds / len(pairs), each)
+        self.scores[pairs] = scores
+        self.seconds[pairs] = seconds / len(pairs)
+        self.joules[pairs] = np.nan if each is None else each
+        self.scored += len(pairs)
 
     def _examples(self) -> Iterator[tuple[EvalTask, np.ndarray, np.ndarray]]:
         """Each task with its examples' pairs, and those after the content-free input."""
@@ -127,9 +135,10 @@ class RankRun:
         """
         index = next(index for task, index, _ in self._examples() if task.name == name)
         pairs, source = np.unique(index), self._meter.source
-        cost = {"seconds": float(self.seconds[pairs].sum())}
-        if source:
-            cost |= {"joules": float(self.joules[pairs].sum()), "energy_source": source}
+        cost: dict[str, Any] = {"seconds": float(self.seconds[pairs].sum())}
+        joules = float(self.joules[pairs].sum())
+        if source and np.isfinite(joules):
+            cost |= {"joules": joules, "energy_source": source}
         return cost
 
     def _check(self, pairs: np.ndarray, scores: np.ndarray) -> None:

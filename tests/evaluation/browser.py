@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import time
+import urllib.error
 import urllib.request
 
 CHROMIUM = shutil.which("chromium")
@@ -40,8 +41,11 @@ class Browser:
     def _post(self, path, content, method="POST"):
         data = None if method in ("GET", "DELETE") else json.dumps(content).encode()
         request = urllib.request.Request(self.address + path, data, method=method)
-        with urllib.request.urlopen(request, timeout=120) as answer:
-            return json.loads(answer.read())["value"]
+        try:
+            with urllib.request.urlopen(request, timeout=120) as answer:
+                return json.loads(answer.read())["value"]
+        except urllib.error.HTTPError as error:
+            raise RuntimeError(f"{path}: {error.read().decode()[:500]}") from error
 
     def cdp(self, command, **parameters):
         """A command of Chromium's own protocol."""
@@ -114,7 +118,11 @@ class Browser:
 
     def picture(self, *, whole=False):
         """A PNG of what is seen, or of the whole page."""
-        found = self.cdp("Page.captureScreenshot", captureBeyondViewport=whole)
+        try:
+            found = self.cdp("Page.captureScreenshot", captureBeyondViewport=whole)
+        except RuntimeError:  # now and then no frame is drawn in time
+            time.sleep(1)
+            found = self.cdp("Page.captureScreenshot", captureBeyondViewport=whole)
         return base64.b64decode(found["data"])
 
     def close(self):
