@@ -17,11 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tensorflow
 
 from t0repro.files import write_atomically
 from t0repro.parity.mesh_jobs import ARRAYS, DONE, MeshJob, load_batches
 
 Arrays = dict[str, np.ndarray]
+
+tf = tensorflow.compat.v1
 
 
 def main() -> None:
@@ -29,8 +32,6 @@ def main() -> None:
     from t0repro.mesh import compat
 
     compat.install()
-    import tensorflow.compat.v1 as tf
-
     tf.disable_v2_behavior()
     tf.logging.set_verbosity(tf.logging.ERROR)
     for values in json.loads(Path(sys.argv[1]).read_text()):
@@ -39,8 +40,6 @@ def main() -> None:
 
 def run_job(job: MeshJob) -> None:
     """Runs one job and writes its results, the marker last."""
-    import tensorflow.compat.v1 as tf
-
     import gin
     from t0repro.config import mtf_gin
 
@@ -65,7 +64,9 @@ def run_job(job: MeshJob) -> None:
     if job.scored:
         with tf.Graph().as_default():
             arrays["scores"] = _score(model_fn, load_batches(job.scored), start)
-    np.savez(out / ARRAYS, **{name: np.asarray(x) for name, x in arrays.items()})
+    np.savez(
+        out / ARRAYS, allow_pickle=False, **{name: np.asarray(x) for name, x in arrays.items()}
+    )
     write_atomically(out / DONE, str(start_step))
 
 
@@ -119,7 +120,6 @@ class _Captured:
 def _capturing() -> Iterator[_Captured]:
     """Notes lowerings, gradients, activations and logits while a model function runs."""
     import mesh_tensorflow as mtf
-    import tensorflow.compat.v1 as tf
     from mesh_tensorflow.transformer import transformer
 
     captured = _Captured()
@@ -177,8 +177,6 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def _placeholders(batch: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    import tensorflow.compat.v1 as tf
-
     return {name: tf.placeholder(tf.int32, x.shape, name) for name, x in batch.items()}
 
 
@@ -187,8 +185,6 @@ def _feed(placeholders: Mapping[str, Any], batch: Mapping[str, np.ndarray]) -> d
 
 
 def _as_float32(lowering: Any, tensor: Any) -> Any:
-    import tensorflow.compat.v1 as tf
-
     return tf.cast(lowering.export_to_tf_tensor(tensor), tf.float32)
 
 
@@ -199,8 +195,6 @@ def _train(
     model_fn: Callable[..., Any], batches: list, job: MeshJob, out: Path, arrays: Arrays
 ) -> tuple[int, str]:
     """Steps through the batches; returns the first global step and the start's checkpoint."""
-    import tensorflow.compat.v1 as tf
-
     step = tf.train.get_or_create_global_step()
     placeholders = _placeholders(batches[0])
     with _capturing() as captured, _noting_learning_rate() as rates:
@@ -243,8 +237,6 @@ def _train(
 @contextlib.contextmanager
 def _noting_learning_rate() -> Iterator[list[Any]]:
     """Notes what the model function writes as the summary `learning_rate`."""
-    import tensorflow.compat.v1 as tf
-
     rates: list[Any] = []
 
     def scalar(original: Any, name: str, tensor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -258,8 +250,6 @@ def _noting_learning_rate() -> Iterator[list[Any]]:
 
 def _forward(model_fn: Callable[..., Any], batch: Mapping[str, np.ndarray], start: str) -> Arrays:
     """Activations, logits and token losses of a batch by the parameters of a checkpoint."""
-    import tensorflow.compat.v1 as tf
-
     tf.train.get_or_create_global_step()
     placeholders = _placeholders(batch)
     with _capturing() as captured:
@@ -281,8 +271,6 @@ def _forward(model_fn: Callable[..., Any], batch: Mapping[str, np.ndarray], star
 
 def _score(model_fn: Callable[..., Any], batches: list, start: str) -> np.ndarray:
     """Log-likelihoods of rows by the parameters of a checkpoint: float32 [rows]."""
-    import tensorflow.compat.v1 as tf
-
     tf.train.get_or_create_global_step()
     placeholders = _placeholders(batches[0])
     rows = batches[0]["targets"].shape[0]
@@ -300,8 +288,6 @@ def _score(model_fn: Callable[..., Any], batches: list, start: str) -> np.ndarra
 
 def _restored(lowering: Any, start: str, wanted: Any, feeds: list[dict]) -> list[Any]:
     """The wanted tensors for each feed, with the variables of a checkpoint."""
-    import tensorflow.compat.v1 as tf
-
     results = []
     with tf.Session() as session:
         session.run([tf.global_variables_initializer(), tf.local_variables_initializer()])

@@ -95,7 +95,7 @@ def _tolerance(finding: Finding) -> str:
     return "reported" if finding.tolerance is None else f"{finding.tolerance:g}"
 
 
-def _table(findings: Sequence[Finding]) -> dict[str, tuple]:
+def _table(findings: Sequence[Finding]) -> dict[str, Any]:
     header = ("name", "values", "RMS", "RMS of the difference", "median", "90%", "99%", "largest")
     rows = tuple(
         (
@@ -118,7 +118,7 @@ def _table(findings: Sequence[Finding]) -> dict[str, tuple]:
 _ROWS_SHOWN = 40
 
 
-def _losses(parity: Parity) -> dict[str, tuple]:
+def _losses(parity: Parity) -> dict[str, Any]:
     mesh, ours = parity.mesh_losses, parity.jax_losses
     chosen = np.unique(np.linspace(0, len(mesh) - 1, _ROWS_SHOWN).astype(int))
     rows = tuple(
