@@ -327,7 +327,11 @@ class _Evaluation:
         self._record(metrics, task, texts, details)
 
     def _record(
-        self, metrics: Any, task: EvalTask, outputs: Sequence[Any], details: Mapping[str, Any]
+        self,
+        metrics: Any,
+        task: EvalTask,
+        outputs: Sequence[Any] | np.ndarray,
+        details: Mapping[str, Any],
     ) -> None:
         step = self.checkpoint.step
         result = score_eval.task_result(task, step, outputs, self.folder)
