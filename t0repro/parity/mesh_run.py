@@ -17,21 +17,28 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tensorflow
 
 from t0repro.files import write_atomically
 from t0repro.parity.mesh_jobs import ARRAYS, DONE, MeshJob, load_batches
 
 Arrays = dict[str, np.ndarray]
 
-tf = tensorflow.compat.v1
+
+def _tensorflow_1() -> Any:
+    """The API of TensorFlow 1, with what compat adds to it."""
+    from t0repro.mesh import compat
+
+    compat.install()
+    import tensorflow
+
+    return tensorflow.compat.v1
+
+
+tf = _tensorflow_1()
 
 
 def main() -> None:
     """Runs every job of the file that the command line names."""
-    from t0repro.mesh import compat
-
-    compat.install()
     tf.disable_v2_behavior()
     tf.logging.set_verbosity(tf.logging.ERROR)
     for values in json.loads(Path(sys.argv[1]).read_text()):
