@@ -355,8 +355,7 @@ def _grow(
 ) -> tuple[_Beams, Int[Array, "batch beams"]]:
     """The beams with one more token each, and the beam that each alive one comes from."""
     beams = logits.shape[1]
-    log_z = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-    log_probs = logits - log_z + state.log_probs[..., None]
+    log_probs = _continued(logits, state.log_probs)
     penalty = ((5.0 + (position + 1).astype(jnp.float32)) / 6.0) ** alpha
     scores, parents, tokens = _best_continuations(
         log_probs / penalty, 2 * beams, prefilter, vocab_parts
@@ -379,6 +378,19 @@ def _grow(
         is_finished=jnp.take_along_axis(all_flags, finished, axis=1),
     )
     return new, jnp.take_along_axis(parents, alive, axis=1)
+
+
+def _continued(
+    logits: Float[Array, "batch beams vocab"], log_probs: Float[Array, "batch beams"]
+) -> Float[Array, "batch beams vocab"]:
+    """The log-probabilities of beams with each token appended.
+
+    Added in the order that TensorFlow's arithmetic optimizer makes of Mesh TensorFlow's source,
+    (logits - log_z) + log_probs. Of a beam that does not exist, at -1e7, where float32 has whole
+    numbers only, the order decides which tokens tie and so what is found.
+    """
+    log_z = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    return logits + (log_probs[..., None] - log_z)
 
 
 def _best_continuations(
