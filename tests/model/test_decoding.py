@@ -233,3 +233,14 @@ def test_rows_that_may_do_fewer_steps_stop_earlier():
 def test_the_limit_of_a_search_is_mesh_tensorflows():
     assert decoding.search_limit(7, BEAM) == 20  # 7 * 1.5 + 10 = 20.5
     assert decoding.search_limit(0, BEAM) == 10
+
+
+def test_a_beam_that_does_not_exist_loses_the_normalizer_before_it_gains_a_logit():
+    logits = np.random.default_rng(0).normal(size=(40, 2, 128)).astype(np.float32)
+    alive = np.tile(np.float32([-1e7, -1e7 - 3]), (40, 1))
+    log_z = np.asarray(jax.nn.logsumexp(logits, axis=-1, keepdims=True))
+    grown = np.asarray(jax.jit(decoding._continued)(logits, alive))
+    # Tokens tie by whole numbers; the logarithm's last place may move one or two.
+    assert (grown != logits + (alive[..., None] - log_z)).mean() < 1e-2
+    # As Mesh TensorFlow's source has it, others tie: its graph is optimized before it runs.
+    assert (grown != (logits - log_z) + alive[..., None]).mean() > 0.1
