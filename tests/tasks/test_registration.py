@@ -21,9 +21,9 @@ SPLITS = ("train", "validation")
 
 @pytest.fixture
 def add(rows_root, monkeypatch):
-    """Registers tasks over the three rows for the time of a test."""
+    """Registers tasks over the three rows for the time of a test, in registries that are empty."""
     for registry in (seqio.TaskRegistry, seqio.MixtureRegistry):
-        monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
+        monkeypatch.setattr(registry, "_REGISTRY", {})
     monkeypatch.setattr("t0repro.tasks.registry._tasks", {})
     vocabulary = LazyVocabulary(str(VOCABULARY), 100)
 
