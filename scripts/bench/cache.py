@@ -200,10 +200,10 @@ def memory(rows: int, folder: Path) -> None:
 
     def watch() -> None:
         while process.poll() is None:
-            found = tree_memory(process.pid)
+            rss, pss = tree_memory(process.pid)
             # Rows are read once the process that makes the plan has ended.
             phase = "caching" if list(folder.glob("cache/.t0repro-cache/rows-*")) else "planning"
-            peaks[phase] = tuple(map(max, zip(peaks[phase], found, strict=True)))  # type: ignore
+            peaks[phase] = max(peaks[phase][0], rss), max(peaks[phase][1], pss)
             time.sleep(0.1)
 
     watcher = threading.Thread(target=watch)

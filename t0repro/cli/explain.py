@@ -6,22 +6,14 @@ from typing import Annotated
 
 import typer
 
+from t0repro.cli.gin_options import GinFiles, GinFolders, GinParams, Modules
+
 
 def explain(
-    gin_file: Annotated[
-        list[str] | None, typer.Option("--gin_file", help="A gin file; repeatable.")
-    ] = None,
-    gin_param: Annotated[
-        list[str] | None, typer.Option("--gin_param", help="An override; repeatable.")
-    ] = None,
-    gin_location_prefix: Annotated[
-        list[str] | None,
-        typer.Option("--gin_location_prefix", help="A folder to find gin files in; repeatable."),
-    ] = None,
-    module_import: Annotated[
-        list[str] | None,
-        typer.Option("--module_import", help="A module that registers tasks; repeatable."),
-    ] = None,
+    gin_file: GinFiles = None,
+    gin_param: GinParams = None,
+    gin_location_prefix: GinFolders = None,
+    module_import: Modules = None,
     model_dir: Annotated[str, typer.Option("--model_dir", help="The run's model_dir.")] = "",
     json: Annotated[bool, typer.Option("--json", help="Print the RunConfig as JSON.")] = False,
 ) -> None:

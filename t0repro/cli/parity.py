@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from t0repro.cli.gin_options import GinFiles, GinFolders, GinParams, Modules
+
 
 class Activations(StrEnum):
     """What is computed in."""
@@ -27,20 +29,10 @@ class Injected(StrEnum):
 
 def parity(
     out: Annotated[Path, typer.Option("--out", help="A folder for the report and the states.")],
-    gin_file: Annotated[
-        list[str] | None, typer.Option("--gin_file", help="A gin file; repeatable.")
-    ] = None,
-    gin_param: Annotated[
-        list[str] | None, typer.Option("--gin_param", help="An override; repeatable.")
-    ] = None,
-    gin_location_prefix: Annotated[
-        list[str] | None,
-        typer.Option("--gin_location_prefix", help="A folder to find gin files in; repeatable."),
-    ] = None,
-    module_import: Annotated[
-        list[str] | None,
-        typer.Option("--module_import", help="A module that registers tasks; repeatable."),
-    ] = None,
+    gin_file: GinFiles = None,
+    gin_param: GinParams = None,
+    gin_location_prefix: GinFolders = None,
+    module_import: Modules = None,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Training steps.")] = 20,
     start: Annotated[
         str | None,
