@@ -21,7 +21,6 @@ import numpy as np
 from t0repro.converters import gin_shapes, layout, plans, staging, storage, transforms
 from t0repro.converters.family import Family, recognise
 from t0repro.converters.options import Options
-from t0repro.converters.progress import byte_progress
 from t0repro.converters.sources import (
     check_checkpoint,
     files_of,
@@ -39,6 +38,7 @@ from t0repro.converters.tensors import (
 )
 from t0repro.errors import UserError
 from t0repro.files import write_atomically
+from t0repro.progress import byte_progress
 
 # Orbax and the index file add little to the tensors' bytes.
 _SPACE_MARGIN = 1.02

@@ -10,7 +10,6 @@ import numpy as np
 
 from t0repro.converters import layout
 from t0repro.converters.family import Family
-from t0repro.converters.progress import byte_progress
 from t0repro.converters.sources import (
     check_checkpoint,
     find_checkpoint,
@@ -18,6 +17,7 @@ from t0repro.converters.sources import (
     open_checkpoint,
 )
 from t0repro.converters.tensors import CheckpointRef, total_bytes
+from t0repro.progress import byte_progress
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from t0repro.converters.progress import byte_progress
 from t0repro.errors import UserError
+from t0repro.progress import byte_progress
 
 _CHUNK_BYTES = 1 << 26
 _EPATH_PROTOCOLS = ("gs", "s3", "az", "hf")

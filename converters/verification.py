@@ -11,10 +11,10 @@ import numpy as np
 
 from t0repro.converters import hf, storage
 from t0repro.converters.family import Family
-from t0repro.converters.progress import byte_progress
 from t0repro.converters.sources import MANIFEST, check_checkpoint, find_checkpoint, open_checkpoint
 from t0repro.converters.staging import describe
 from t0repro.converters.tensors import CheckpointReader, CheckpointRef, total_bytes
+from t0repro.progress import byte_progress
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,10 +24,9 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from t0repro.converters.progress import byte_progress
 from t0repro.errors import UserError, nearest_names
-from t0repro.evaluation.pair_progress import pair_progress
 from t0repro.files import write_atomically
+from t0repro.progress import byte_progress, count_progress
 from t0repro.tasks.catalogue import rounds_of, t0_datasets
 from t0repro.tasks.hub_files import HubFile, HubRepository
 from t0repro.tasks.p3_sizes import p3_sizes
@@ -143,7 +142,7 @@ def fetch(patterns: Sequence[str], to: Path, repository: HubRepository) -> Fetch
 def _list(names: Sequence[str], repository: HubRepository) -> dict[str, list[HubFile] | None]:
     """Task -> its files on the hub, or None; one request a task, so that hundreds take minutes."""
     listed = {}
-    with pair_progress(len(names), "listing", "tasks", "listed") as advance:
+    with count_progress(len(names), "listing", "tasks", "listed") as advance:
         for name in names:
             listed[name] = repository.files(f"data/{name}")
             advance(1)

@@ -117,14 +117,14 @@ def check_tasks(
     Example: t0repro tasks check --templates my_prompts.yaml
     """
     _register(module_import, templates)
-    from t0repro.evaluation.pair_progress import pair_progress
+    from t0repro.progress import count_progress
     from t0repro.tasks import checking, listing, task_tables
     from t0repro.tasks.registry import prompted_tasks
 
     known = prompted_tasks()
     listed = [known[found.task] for found in listing.list_tasks(mixture, dataset)]
     tasks = checking.without_twins(listed)
-    with pair_progress(len(tasks), "checking", "tasks", "checked") as advance:
+    with count_progress(len(tasks), "checking", "tasks", "checked") as advance:
         checked = checking.check_tasks(tasks, advance)
     if as_json:
         task_tables.print_json([task.to_json() for task in checked])

@@ -24,8 +24,8 @@ import numpy as np
 from t0repro.config.run_config import RunConfig, TrainDataConfig
 from t0repro.data.batches import MODEL_FEATURES
 from t0repro.errors import UserError
-from t0repro.evaluation.pair_progress import pair_progress
 from t0repro.files import write_atomically
+from t0repro.progress import count_progress
 
 POSITION, ITERATOR = "position.json", "iterator"
 _FEW = 50  # batches are passed over without a bar
@@ -119,7 +119,7 @@ class TrainBatches:
             for _ in range(self._taken):
                 next(self._iterator)
             return
-        with pair_progress(self._taken, "passing over", "batches", "passed over") as advance:
+        with count_progress(self._taken, "passing over", "batches", "passed over") as advance:
             for _ in range(self._taken):
                 next(self._iterator)
                 advance(1)

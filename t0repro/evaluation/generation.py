@@ -18,10 +18,10 @@ import jax
 import numpy as np
 
 from t0repro.config.run_config import DecodingConfig
-from t0repro.evaluation.pair_progress import pair_progress
 from t0repro.model.decoding import generate, search_limit
 from t0repro.model.shapes import Int
 from t0repro.model.t5 import T5
+from t0repro.progress import count_progress
 
 _IN_FLIGHT = 2  # batches dispatched before the oldest one's tokens are waited for
 
@@ -72,7 +72,7 @@ def generate_tokens(
             outputs[member] = np.trim_zeros(row, "b").tolist()
         advance(len(real))
 
-    with pair_progress(len(outputs), "decoding", "examples", "decoded") as advance:
+    with count_progress(len(outputs), "decoding", "examples", "decoded") as advance:
         for number, members in enumerate(batches):
             # A batch that is not full repeats its first row, which costs no further step.
             full = np.concatenate([members, np.full(batch_size - len(members), members[0])])

@@ -19,8 +19,8 @@ from collections.abc import Mapping, Sequence
 import jax
 import numpy as np
 
-from t0repro.evaluation.pair_progress import pair_progress
 from t0repro.model.t5 import T5
+from t0repro.progress import count_progress
 from t0repro.training.loss import evaluation_metrics, evaluation_sums, loss_denominator
 
 
@@ -38,7 +38,7 @@ def evaluate_perplexity(
     """
     totals: dict[str, float] = {}
     longest = 0
-    with pair_progress(len(batches), "evaluating", "batches", "evaluated") as advance:
+    with count_progress(len(batches), "evaluating", "batches", "evaluated") as advance:
         for batch in batches:
             sums = jax.device_get(_sums(model, params, dict(batch)))
             for name, value in sums.items():

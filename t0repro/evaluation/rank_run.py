@@ -14,8 +14,8 @@ from t0repro.evaluation.energy import EnergyMeter
 from t0repro.evaluation.grouping import Plan, make_plan
 from t0repro.evaluation.journal import Entry, Journal
 from t0repro.evaluation.opened import Checkpoint
-from t0repro.evaluation.pair_progress import pair_progress
 from t0repro.evaluation.pairs import Pairs, distinct_pairs
+from t0repro.progress import count_progress
 
 _SECONDS_BETWEEN_RECORDS = 2.0
 
@@ -79,7 +79,7 @@ class RankRun:
         started = last = handed_out = time.monotonic()
         waiting = list(self._examples())
         waiting = self._hand_out(waiting, done)
-        with pair_progress(total) as advance:
+        with count_progress(total, "scoring", "pairs", "scored") as advance:
             for found in engine.run(self.pairs, self.plan):
                 self._check(found.pairs, found.scores)
                 now = time.monotonic()

@@ -1,0 +1,108 @@
+"""Progress of long work: a bar on a terminal, a line every few seconds elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Iterator
+
+_SECONDS_BETWEEN_LINES = 5.0
+
+
+@contextlib.contextmanager
+def count_progress(
+    total: int, doing: str, things: str, done_word: str
+) -> Iterator[Callable[[int], None]]:
+    """Yields a function to be told how many more things are done, of `total`.
+
+    Args:
+      total: how many there are.
+      doing: what is done, for the bar: "scoring".
+      things: what is counted: "pairs".
+      done_word: for lines: "scored".
+    """
+    from rich import console, progress
+
+    terminal = console.Console(stderr=True)
+    if not terminal.is_terminal:
+
+        def line(done: int, rate: float, left: float) -> str:
+            counts = f"{done_word} {done:,} of {total:,} {things}, {rate:,.1f}/s"
+            return f"{counts}, about {left:.0f} s left"
+
+        print_line = functools.partial(terminal.print, highlight=False)
+        yield _line_printer(print_line, total, line, at_end=True)
+        return
+    columns = (
+        progress.TextColumn(doing),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TextColumn(f"{things}, {{task.fields[rate]:,.1f}}/s, left"),
+        progress.TimeRemainingColumn(),
+    )
+    started, done = time.monotonic(), 0
+    with progress.Progress(*columns, console=terminal) as bar:
+        task = bar.add_task(doing, total=total, rate=0.0)
+
+        def advance(count: int) -> None:
+            nonlocal done
+            done += count
+            bar.update(task, advance=count, rate=done / (time.monotonic() - started))
+
+        yield advance
+
+
+@contextlib.contextmanager
+def byte_progress(description: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Yields a function to be told of each number of bytes done, of `total`.
+
+    Args:
+      description: what is being done, a few words.
+      total: bytes in all.
+    """
+    from rich import console, progress
+
+    terminal = console.Console(stderr=True)
+    if not terminal.is_terminal:
+
+        def line(done: int, rate: float, left: float) -> str:
+            del rate
+            size = f"{done / 1e9:.2f} of {total / 1e9:.2f} GB"
+            return f"{description}: {size}, about {left:.0f} s left"
+
+        # Small work is done without a word.
+        yield _line_printer(terminal.print, total, line, at_end=False)
+        return
+    columns = (
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.DownloadColumn(),
+        progress.TransferSpeedColumn(),
+        progress.TimeRemainingColumn(),
+    )
+    with progress.Progress(*columns, console=terminal, transient=True) as bar:
+        task = bar.add_task(description, total=total)
+        yield lambda count: bar.advance(task, count)
+
+
+def _line_printer(
+    print_line: Callable[[str], None],
+    total: int,
+    line: Callable[[int, float, float], str],
+    at_end: bool,
+) -> Callable[[int], None]:
+    """A function to be told of counts; `line` words (done, a second, seconds left)."""
+    done, started = 0, time.monotonic()
+    last = started
+
+    def advance(count: int) -> None:
+        nonlocal done, last
+        done += count
+        now = time.monotonic()
+        if now - last >= _SECONDS_BETWEEN_LINES or (at_end and done == total):
+            last = now
+            rate = done / max(now - started, 1e-9)
+            print_line(line(done, rate, max(total - done, 0) / max(rate, 1e-9)))
+
+    return advance
