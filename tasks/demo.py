@@ -11,6 +11,6 @@ from __future__ import annotations
 
 from t0repro.tasks.demo_specs import DEMO, FOLDER, VOCABULARY
 from t0repro.tasks.jobs import register_job
-from t0repro.tasks.vocabulary import EXTRA_IDS, LazyVocabulary
+from t0repro.tasks.vocabulary import VocabularyFile
 
-register_job("demo", DEMO, root=FOLDER, vocabulary=LazyVocabulary(str(VOCABULARY), EXTRA_IDS))
+register_job("demo", DEMO, root=FOLDER, vocabulary=VocabularyFile(str(VOCABULARY)))

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-
-import seqio
+from typing import TYPE_CHECKING
 
 from t0repro.tasks.job_specs import PromptedDataset
-from t0repro.tasks.registration import add_prompted_task
+from t0repro.tasks.registration import add_mixture, add_prompted_task
 from t0repro.tasks.registry import SCORE_EVAL_SUFFIX
 from t0repro.tasks.splits import Split
 from t0repro.tasks.t0_mixtures import MAX_EXAMPLES, t0_rate
 from t0repro.tasks.templates import task_name, template_names
+from t0repro.tasks.vocabulary import VocabularyFile
+
+if TYPE_CHECKING:
+    import seqio
 
 
 def register_job(
@@ -20,7 +23,7 @@ def register_job(
     datasets: Sequence[PromptedDataset],
     *,
     root: Path | None = None,
-    vocabulary: seqio.Vocabulary | None = None,
+    vocabulary: VocabularyFile | None = None,
 ) -> None:
     """Registers a job's tasks and its mixtures `<job>_train` and `<job>_eval_score_eval`.
 
@@ -61,8 +64,8 @@ def register_job(
     def training_rate(task: seqio.Task) -> float:
         return t0_rate(task.num_input_examples("train") or 0, rates[task.name])
 
-    seqio.MixtureRegistry.add(f"{job}_train", list(rates), default_rate=training_rate)
-    seqio.MixtureRegistry.add(f"{job}_eval_score_eval", evaluated, default_rate=evaluation_rate)
+    add_mixture(f"{job}_train", list(rates), training_rate)
+    add_mixture(f"{job}_eval_score_eval", evaluated, evaluation_rate)
 
 
 def evaluation_rate(task: seqio.Task) -> float:

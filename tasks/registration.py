@@ -1,44 +1,57 @@
-"""Registers a prompted SeqIO task, and the twin that rank classification evaluates, as T0 did."""
+"""Registers a prompted task, and the twin that rank classification evaluates, as T0 did."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-import seqio
-import tensorflow as tf
-from t5.data import glue_utils, postprocessors, preprocessors
-from t5.evaluation import metrics
+from typing import TYPE_CHECKING, Any
 
 from t0repro.errors import UserError
 from t0repro.tasks import registry
-from t0repro.tasks.sources import PromptedSource
+from t0repro.tasks.prompted_rows import PromptedRows
+from t0repro.tasks.registry import TaskDescription
 from t0repro.tasks.splits import Split
 from t0repro.tasks.templates import fixed_choices, load_template, task_name
-from t0repro.tasks.vocabulary import default_vocabulary
+from t0repro.tasks.vocabulary import VocabularyFile, default_vocabulary
 
-# promptsource's names of metrics -> t5's functions; "Other" counts as accuracy in T0.
-METRICS: Mapping[str, Callable[..., Any]] = {
-    "Accuracy": metrics.accuracy,
-    "AUC": metrics.auc,
-    "BLEU": metrics.bleu,
-    "COQA F1": metrics.coqa_f1,
-    "Edit Distance": metrics.edit_distance,
-    "MultiRC": metrics.multirc_f1_over_all_answers,
-    "Other": metrics.accuracy,
-    "Pearson Correlation": metrics.pearson_corrcoef,
-    "ROUGE": metrics.rouge,
-    "Sequence Accuracy": metrics.sequence_accuracy,
-    "Span Squad": metrics.span_squad,
-    "Spearman Correlation": metrics.spearman_corrcoef,
-    "Squad": metrics.squad,
-    "Trivia QA": metrics.trivia_qa,
+if TYPE_CHECKING:
+    import seqio
+
+METRICS = {
+    "Accuracy": "accuracy",
+    "AUC": "auc",
+    "BLEU": "bleu",
+    "COQA F1": "coqa_f1",
+    "Edit Distance": "edit_distance",
+    "MultiRC": "multirc_f1_over_all_answers",
+    "Other": "accuracy",
+    "Pearson Correlation": "pearson_corrcoef",
+    "ROUGE": "rouge",
+    "Sequence Accuracy": "sequence_accuracy",
+    "Span Squad": "span_squad",
+    "Spearman Correlation": "spearman_corrcoef",
+    "Squad": "squad",
+    "Trivia QA": "trivia_qa",
 }
+"""promptsource's names of metrics -> t5's functions; "Other" counts as accuracy in T0."""
 
-# T5's metrics for these two want pre- and postprocessing that prompted tasks have not.
-ACCURACY_ONLY = ("wsc.fixed", "multirc")
+_only_described = False
+
+
+@contextlib.contextmanager
+def describing() -> Iterator[None]:
+    """Within it, tasks and mixtures are described in `t0repro.tasks.registry`, not added to SeqIO.
+
+    SeqIO and TensorFlow take seconds and a gigabyte, and who only renders prompts needs neither.
+    Modules that were imported within it stay imported: their tasks are not SeqIO's in this process.
+    """
+    global _only_described
+    before, _only_described = _only_described, True
+    try:
+        yield
+    finally:
+        _only_described = before
 
 
 def add_prompted_task(
@@ -48,7 +61,7 @@ def add_prompted_task(
     splits: Mapping[str, Split] | Sequence[str],
     *,
     root: Path | None = None,
-    vocabulary: seqio.Vocabulary | None = None,
+    vocabulary: VocabularyFile | seqio.Vocabulary | None = None,
     name: str | None = None,
     template: Any = None,
 ) -> registry.PromptedTask:
@@ -70,31 +83,65 @@ def add_prompted_task(
         the one of that name.
 
     Raises:
-      UserError: if the dataset or the template does not exist, or another task has the name.
+      UserError: if the dataset or the template does not exist, the template names a metric that t5
+        has not, or another task has the name.
     """
     if template is None:
         template = load_template(dataset, subset, template_name)
     name = name or task_name(dataset, subset, template_name)
     if not isinstance(splits, Mapping):
         splits = {split: Split(split) for split in splits}
-    source = PromptedSource(name, dataset, subset, template, splits, root)
-    task = _describe(name, source)
-    if _is_registered(task, source):
-        return task
-    _add(task.name, source, vocabulary, **_as_text(source))
-    registry.record(task)
-    if task.has_answer_choices:
-        _add(task.twin().name, source, vocabulary, **_as_ranking(source))
-        registry.record(task.twin())
-    return task
+    _check_metrics(dataset, template)
+    rows = PromptedRows(name, dataset, subset, template, splits, root)
+    description = _with_most_splits(
+        TaskDescription(_prompt(rows), rows, vocabulary or default_vocabulary())
+    )
+    twins = [description.twin()] if description.prompt.has_answer_choices else []
+    for each in (description, *twins):
+        if not _only_described:
+            from t0repro.tasks.seqio_tasks import add_task
+
+            add_task(each)
+        registry.record(each)
+    return description.prompt
 
 
-def _describe(name: str, source: PromptedSource) -> registry.PromptedTask:
-    template = source.template
+def add_mixture(
+    name: str,
+    tasks: Sequence[str] | Mapping[str, float],
+    default_rate: Callable[[seqio.Task], float] | None = None,
+) -> None:
+    """Registers a mixture of prompted tasks; once more does nothing.
+
+    Args:
+      name: of the mixture.
+      tasks: their names, with a rate each where there is no default.
+      default_rate: SeqIO task -> its rate.
+    """
+    if not _only_described:
+        from t0repro.tasks.seqio_tasks import add_mixture as add_to_seqio
+
+        add_to_seqio(name, tasks, default_rate)
+    registry.record_mixture(name, list(tasks))
+
+
+def _check_metrics(dataset: str, template: Any) -> None:
+    if dataset in ("glue", "super_glue"):  # these have T5's own
+        return
+    unknown = [name for name in template.metadata.metrics or () if name not in METRICS]
+    if unknown:
+        raise UserError(
+            f"Template {template.name!r} of {dataset} names metrics that t5 has not: {unknown}.",
+            fix=f"Leave the template out, or name others: {', '.join(METRICS)}.",
+        )
+
+
+def _prompt(rows: PromptedRows) -> registry.PromptedTask:
+    template = rows.template
     return registry.PromptedTask(
-        name=name,
-        dataset=source.dataset,
-        subset=source.subset,
+        name=rows.name,
+        dataset=rows.dataset,
+        subset=rows.subset,
         template_name=template.name,
         template_id=template.id,
         has_answer_choices=bool(template.answer_choices),
@@ -105,29 +152,23 @@ def _describe(name: str, source: PromptedSource) -> registry.PromptedTask:
     )
 
 
-def _is_registered(task: registry.PromptedTask, source: PromptedSource) -> bool:
-    """Whether the same task stands there with these splits or more; one with fewer is removed."""
-    if task.name not in seqio.TaskRegistry.names():
-        return False
-    other = seqio.TaskRegistry.get(task.name).source
+def _with_most_splits(description: TaskDescription) -> TaskDescription:
+    """The task, or the same one as registered before where that has more splits.
+
+    t0repro.tasks.local takes what is at hand, t0repro.tasks.t0 all splits: in either order of their
+    imports, the task has all.
+    """
+    known = registry.task_descriptions().get(description.prompt.name)
+    if known is None:
+        return description
+    ours, theirs = description.rows, known.rows
     if (
-        registry.prompted_tasks().get(task.name) != task
-        or not isinstance(other, PromptedSource)
-        or other.root != source.root
-        or not _agree(other.files_of_splits, source.files_of_splits)
+        known.prompt != description.prompt
+        or theirs.root != ours.root
+        or not _agree(theirs.files_of_splits, ours.files_of_splits)
     ):
-        raise UserError(
-            f"A task {task.name!r} with other data or another prompt is registered already.",
-            fix="Import only one of the modules that register it, or give this one another name.",
-        )
-    if source.files_of_splits.keys() <= other.files_of_splits.keys():
-        return True
-    # t0repro.tasks.local takes what is at hand, t0repro.tasks.t0 all splits: in either order of
-    # their imports, the task has all.
-    for name in (task.name, task.twin().name):
-        if name in seqio.TaskRegistry.names():
-            seqio.TaskRegistry.remove(name)
-    return False
+        raise name_is_taken(description.prompt.name)
+    return known if ours.files_of_splits.keys() <= theirs.files_of_splits.keys() else description
 
 
 def _agree(one: Mapping[str, Split], other: Mapping[str, Split]) -> bool:
@@ -136,133 +177,9 @@ def _agree(one: Mapping[str, Split], other: Mapping[str, Split]) -> bool:
     return few.items() <= many.items()
 
 
-def _add(
-    name: str,
-    source: PromptedSource,
-    vocabulary: seqio.Vocabulary | None,
-    *,
-    first: Sequence[Callable[..., tf.data.Dataset]],
-    metric_fns: Sequence[Callable[..., Any]],
-    postprocess_fn: Callable[..., Any],
-) -> None:
-    vocabulary = vocabulary or default_vocabulary()
-    seqio.TaskRegistry.add(
-        name,
-        source,
-        preprocessors=[
-            *first,
-            tokenize,
-            seqio.preprocessors.append_eos,
-            seqio.CacheDatasetPlaceholder(required=False),
-        ],
-        output_features={
-            # T0 ends targets with EOS and inputs with nothing.
-            "inputs": seqio.Feature(vocabulary, add_eos=False, dtype=tf.int32),
-            "targets": seqio.Feature(vocabulary, add_eos=True, dtype=tf.int32),
-        },
-        metric_fns=metric_fns,
-        postprocess_fn=postprocess_fn,
+def name_is_taken(name: str) -> UserError:
+    """The error about two tasks of one name."""
+    return UserError(
+        f"A task {name!r} with other data or another prompt is registered already.",
+        fix="Import only one of the modules that register it, or give this one another name.",
     )
-
-
-def tokenize(dataset: tf.data.Dataset, output_features: Mapping[str, Any]) -> tf.data.Dataset:
-    """SeqIO's tokenize, with the vocabularies read beforehand.
-
-    Read while AutoGraph traces, a missing one would end as its StagingError, not as a UserError.
-    """
-    for feature in output_features.values():
-        load = getattr(feature.vocabulary, "load_model", None)
-        if load is not None:
-            load()
-    return seqio.preprocessors.tokenize(dataset, output_features=output_features)
-
-
-# The task ----------------------------------------------------------------------------------------
-
-
-def _as_text(source: PromptedSource) -> dict[str, Any]:
-    return {
-        "first": (),
-        "metric_fns": task_metrics(source.dataset, source.subset, source.template),
-        "postprocess_fn": functools.partial(
-            postprocess, label_classes=fixed_choices(source.template)
-        ),
-    }
-
-
-def task_metrics(dataset: str, subset: str | None, template: Any) -> list[Callable[..., Any]]:
-    """T0's metrics: T5's tables for GLUE and SuperGLUE, else those that the template names.
-
-    Raises:
-      UserError: if the template names a metric that t5 has not.
-    """
-    if dataset == "glue":
-        return glue_utils.get_glue_metric(subset)
-    if dataset == "super_glue":
-        only_accuracy = subset in ACCURACY_ONLY
-        return [metrics.accuracy] if only_accuracy else glue_utils.get_super_glue_metric(subset)
-    names = template.metadata.metrics or ()
-    unknown = [name for name in names if name not in METRICS]
-    if unknown:
-        raise UserError(
-            f"Template {template.name!r} of {dataset} names metrics that t5 has not: {unknown}.",
-            fix="Leave the template out, or add its metric to t0repro.tasks.registration.METRICS.",
-        )
-    return [METRICS[name] for name in names]
-
-
-def postprocess(
-    output_or_target: str,
-    example: Mapping[str, Any] | None = None,
-    is_target: bool = False,
-    label_classes: Sequence[str] | None = None,
-) -> str | int:
-    """The stripped text, or its class where the choices are fixed; -1 stands for none of them.
-
-    Cached targets of P3 begin with a space, which is why both sides are stripped.
-    """
-    del example, is_target
-    text = output_or_target.strip()
-    if not label_classes:
-        return text
-    return postprocessors.string_label_to_class_id(text, label_classes=list(label_classes))
-
-
-# The twin ----------------------------------------------------------------------------------------
-
-
-def _as_ranking(source: PromptedSource) -> dict[str, Any]:
-    choices = fixed_choices(source.template)
-    expand = functools.partial(
-        preprocessors.rank_classification,
-        inputs_fn=_input_of_each_choice,
-        targets_fn=_choices,
-        is_correct_fn=_is_each_choice_correct,
-        weight_fn=_weight,
-    )
-    # A partial has no name, and t5 names its results by the metric's.
-    metric = functools.partial(
-        metrics.rank_classification, num_classes=len(choices) if choices else None
-    )
-    return {
-        "first": (expand,),
-        "metric_fns": [metric],
-        "postprocess_fn": postprocessors.rank_classification,
-    }
-
-
-def _input_of_each_choice(example: Mapping[str, tf.Tensor]) -> tf.Tensor:
-    return tf.repeat(example["inputs"], tf.size(example["answer_choices"]))
-
-
-def _choices(example: Mapping[str, tf.Tensor]) -> tf.Tensor:
-    return example["answer_choices"]
-
-
-def _is_each_choice_correct(example: Mapping[str, tf.Tensor]) -> tf.Tensor:
-    return tf.equal(example["answer_choices"], tf.strings.strip(example["targets"]))
-
-
-def _weight(example: Mapping[str, tf.Tensor]) -> float:
-    del example
-    return 1.0

@@ -4,9 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import seqio
+
+    from t0repro.tasks.prompted_rows import PromptedRows
+    from t0repro.tasks.vocabulary import VocabularyFile
 
 SCORE_EVAL_SUFFIX = "_score_eval"
+
+ADDS_EOS = {"inputs": False, "targets": True}
+"""T0 ends targets with EOS and inputs with nothing."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,14 +54,49 @@ class PromptedTask:
         return dataclasses.replace(self, name=self.name + SCORE_EVAL_SUFFIX, score_eval=True)
 
 
-_tasks: dict[str, PromptedTask] = {}
+@dataclasses.dataclass(frozen=True)
+class TaskDescription:
+    """All that a task is made of.
+
+    Attributes:
+      prompt: what it asks.
+      rows: what it renders.
+      vocabulary: of inputs and targets; SeqIO's own where a user's module gives one.
+    """
+
+    prompt: PromptedTask
+    rows: PromptedRows
+    vocabulary: VocabularyFile | seqio.Vocabulary
+
+    def twin(self) -> TaskDescription:
+        """The twin's, of the same rows."""
+        return dataclasses.replace(self, prompt=self.prompt.twin())
+
+
+_tasks: dict[str, TaskDescription] = {}
+_mixtures: dict[str, tuple[str, ...]] = {}
 
 
 def prompted_tasks() -> Mapping[str, PromptedTask]:
     """Every prompted task registered so far, by name, the `_score_eval` twins included."""
+    return {name: description.prompt for name, description in _tasks.items()}
+
+
+def task_descriptions() -> Mapping[str, TaskDescription]:
+    """The same tasks with what they are made of."""
     return types.MappingProxyType(_tasks)
 
 
-def record(task: PromptedTask) -> None:
-    """Adds a task to `prompted_tasks`."""
-    _tasks[task.name] = task
+def prompted_mixtures() -> Mapping[str, Sequence[str]]:
+    """Name of each mixture of prompted tasks registered so far -> its tasks."""
+    return types.MappingProxyType(_mixtures)
+
+
+def record(description: TaskDescription) -> None:
+    """Adds a task, or puts it in the place of one of its name."""
+    _tasks[description.prompt.name] = description
+
+
+def record_mixture(name: str, tasks: Sequence[str]) -> None:
+    """Adds a mixture."""
+    _mixtures[name] = tuple(tasks)

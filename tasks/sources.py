@@ -3,37 +3,22 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import seqio
 import tensorflow as tf
 
-from t0repro.errors import UserError
-from t0repro.tasks import readers
-from t0repro.tasks.checked_rows import checked_rows, schema_of_rows
-from t0repro.tasks.columns import columns_read
-from t0repro.tasks.readers import Reader
-from t0repro.tasks.schema import Schema
+from t0repro.tasks.prompted_rows import PromptedRows
 from t0repro.tasks.splits import Split
-from t0repro.tasks.templates import Rendering, render
 
 
-class PromptedSource(seqio.FunctionDataSource):
-    """Rows of a dataset configuration, rendered by one template.
+class PromptedSource(PromptedRows, seqio.FunctionDataSource):
+    """Prompted rows as SeqIO reads them.
 
     Yields `inputs` and `targets`, strings, and `answer_choices`, strings of shape [choices], where
-    the template has them. Nothing is read before a dataset or a number of examples is asked for.
-
-    Args:
-      name: seeds the template's random draws, together with the split and the row's number.
-      dataset: the Hugging Face name.
-      subset: the configuration, or None.
-      template: a promptsource `Template`.
-      splits: names of the task's splits -> where each comes from.
-      root: the folder of the datasets, or None for the one that T0REPRO_DATA_DIR names when rows
-        are read.
+    the template has them.
     """
 
     def __init__(
@@ -45,99 +30,19 @@ class PromptedSource(seqio.FunctionDataSource):
         splits: Mapping[str, Split],
         root: Path | None = None,
     ):
-        self.name, self.dataset, self.subset = name, dataset, subset
-        self.template, self.root = template, root
-        self.files_of_splits = dict(splits)
-        super().__init__(self._dataset, splits=tuple(splits))
+        PromptedRows.__init__(self, name, dataset, subset, template, splits, root)
+        seqio.FunctionDataSource.__init__(self, self._dataset, splits=tuple(splits))
 
-    def reader(self, split: str) -> Reader:
-        """The rows behind a split, unchecked: local, of the hub, or of their authors.
-
-        Raises:
-          UserError: if they are nowhere; it says every way to get them.
-        """
-        return readers.find_reader(
-            self.root, self.dataset, self.subset, self.files_of_splits[split].file
-        )
-
-    def splits_at_hand(self) -> list[str]:
-        """The splits whose rows lie on this machine; no row is read."""
-        files = {
-            name: readers.local_reader(self.root, self.dataset, self.subset, split.file)
-            for name, split in self.files_of_splits.items()
-        }
-        return [name for name, reader in files.items() if reader is not None]
-
-    def origin(self, split: str) -> dict[str, Any]:
-        """What the split's rows are and of which version, as JSON."""
-        limit = self.files_of_splits[split].max_rows
-        return {**self.reader(split).origin(), **({} if limit is None else {"max_rows": limit})}
-
-    def row_count(self, split: str) -> int:
-        """Number of rows behind a split, unchecked: `rows` numbers them from 0 to this."""
-        return self.reader(split).count()
-
-    def num_input_examples(self, split: str) -> int:
-        """Rows of the split, all checked, before templates drop any."""
-        count, limit = self._checked_count(split), self.files_of_splits[split].max_rows
-        return count if limit is None else min(count, limit)
-
-    def rows(
-        self, split: str, start: int = 0, stop: int | None = None
-    ) -> Iterator[tuple[int, dict[str, Any]]]:
-        """The split's rows in their order, brought to the schema of T0's time and checked.
-
-        Args:
-          split: of the task.
-          start: the first row, counted in the data before `max_rows` leaves any out.
-          stop: the row to end before; None is the end.
-
-        Returns:
-          Each row's number in the data, from 0, which seeds its draws, and the row.
-
-        Raises:
-          UserError: if a row is broken or does not fit the schema; it names column, file and line.
-        """
-        reader, limit = self.reader(split), self.files_of_splits[split].max_rows
-        schema = self._schema(reader)
-        return checked_rows(self.dataset, self.subset, reader, schema, limit, start, stop)
-
-    def examples(self, split: str) -> Iterator[dict[str, Any]]:
-        """The split's prompted examples in the file's order."""
-        for index, row in self.rows(split):
-            rendering = self._render(split, index, row)
-            if rendering is None:
-                continue
-            example: dict[str, Any] = {"inputs": rendering.inputs, "targets": rendering.targets}
-            if self.template.answer_choices:
-                example["answer_choices"] = rendering.answer_choices
-            yield example
-
-    def _schema(self, reader: Reader) -> Schema | None:
-        return schema_of_rows(self.dataset, self.subset, reader, columns_read(self.template))
-
-    def _checked_count(self, split: str) -> int:
-        reader = self.reader(split)
-        key = (reader, self._schema(reader))
-        if key not in _checked:
-            found = checked_rows(self.dataset, self.subset, reader, key[1])
-            _checked[key] = sum(1 for _ in found)
-        return _checked[key]
-
-    def _render(self, split: str, index: int, row: dict[str, Any]) -> Rendering | None:
-        try:
-            return render(self.template, row, draw_key=f"{self.name}/{split}/{index}")
-        except Exception as error:
-            raise UserError(
-                f"Template {self.template.name!r} cannot render a row: {error!r}.",
-                where=self.reader(split).place(index),
-                fix="Give the row the fields, of the types, that the dataset had in datasets 1.12.",
-            ) from error
+    @classmethod
+    def of(cls, rows: PromptedRows) -> PromptedSource:
+        """The source of these rows."""
+        splits = rows.files_of_splits
+        return cls(rows.name, rows.dataset, rows.subset, rows.template, splits, rows.root)
 
     def _dataset(self, split: str, shuffle_files: bool, seed: int | None = None) -> tf.data.Dataset:
         del shuffle_files, seed  # one file a split; SeqIO shuffles the examples
         # Broken rows are found here, where a Python exception still reaches the user as it is.
-        self._checked_count(split)
+        self.checked_count(split)
         signature: dict[str, tf.TensorSpec] = {
             "inputs": tf.TensorSpec((), tf.string),
             "targets": tf.TensorSpec((), tf.string),
@@ -147,7 +52,3 @@ class PromptedSource(seqio.FunctionDataSource):
         return tf.data.Dataset.from_generator(
             functools.partial(self.examples, split), output_signature=signature
         )
-
-
-# Rows that were read once and found to fit, counted: every template of a dataset reads them again.
-_checked: dict[tuple[Reader, Schema | None], int] = {}

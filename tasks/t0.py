@@ -15,8 +15,7 @@ t0/seqio_tasks/tasks.py.
 
 from __future__ import annotations
 
-import seqio
-
+from t0repro.tasks.registration import add_mixture
 from t0repro.tasks.t0_mixtures import t0_mixtures
 from t0repro.tasks.t0_registration import evaluation_rate, register_t0_tasks
 
@@ -25,14 +24,10 @@ def register_t0() -> None:
     """Registers every task of T0's table and the mixtures; once more does nothing."""
     tasks = register_t0_tasks()
     for mixture in t0_mixtures(tasks):
-        if mixture.name in seqio.MixtureRegistry.names():
-            continue
         if mixture.rates is not None:
-            seqio.MixtureRegistry.add(mixture.name, list(mixture.rates.items()))
+            add_mixture(mixture.name, mixture.rates)
         else:
-            seqio.MixtureRegistry.add(
-                mixture.name, list(mixture.tasks), default_rate=evaluation_rate
-            )
+            add_mixture(mixture.name, mixture.tasks, default_rate=evaluation_rate)
 
 
 register_t0()

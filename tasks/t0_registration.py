@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-
-import seqio
+from typing import TYPE_CHECKING
 
 from t0repro.tasks.catalogue import T0Dataset, catalogue, rounds_of, t0_datasets
 from t0repro.tasks.registration import add_prompted_task
-from t0repro.tasks.registry import prompted_tasks
+from t0repro.tasks.registry import task_descriptions
 from t0repro.tasks.splits import Split
 from t0repro.tasks.t0_mixtures import MAX_EXAMPLES, T0Task
 from t0repro.tasks.templates import task_name, template_datasets, template_names
+
+if TYPE_CHECKING:
+    import seqio
 
 
 def splits_in_catalogue(entry: T0Dataset) -> list[str]:
@@ -58,8 +60,8 @@ def evaluation_rate(task: seqio.Task) -> float:
     Those of the training split, or of the next one where a dataset has none; the catalogue's, so
     that no row is read.
     """
-    prompted = prompted_tasks()[task.name]
-    sizes: Mapping[str, int] = catalogue()[prompted.dataset, prompted.subset].splits
-    files = task.source.files_of_splits
+    rows = task_descriptions()[task.name].rows
+    sizes: Mapping[str, int] = catalogue()[rows.dataset, rows.subset].splits
+    files = rows.files_of_splits
     split = next(name for name in ("train", "validation", "test") if name in files)
     return float(min(sizes[files[split].file], MAX_EXAMPLES))

@@ -26,6 +26,7 @@ import yaml
 
 from t0repro.errors import UserError, nearest_names
 from t0repro.tasks.catalogue import rounds_of
+from t0repro.tasks.registration import add_prompted_task
 from t0repro.tasks.registry import PromptedTask, prompted_tasks
 from t0repro.tasks.rows import data_folder, dataset_folder, splits_on_disk
 from t0repro.tasks.splits import Split
@@ -69,9 +70,6 @@ def register_templates(path: str | Path) -> list[PromptedTask]:
     """
     content = read_template_file(path)
     splits_of_suffix = _splits(content)
-    # Only now: seqio takes seconds, and a broken file should be told of at once.
-    from t0repro.tasks.registration import add_prompted_task
-
     registered = []
     for suffix, splits in splits_of_suffix.items():
         for template in content.templates:

@@ -235,6 +235,24 @@ def _templates_folder() -> Path:
 
 
 @functools.cache
+def _loader() -> type:
+    """PyYAML's FullLoader, for whose tags promptsource registers its classes, parsing in C."""
+    _promptsource()
+    if not yaml.__with_libyaml__:
+        return yaml.FullLoader
+
+    class Loader(yaml.cyaml.CParser, yaml.constructor.FullConstructor, yaml.resolver.Resolver):
+        yaml_constructors = yaml.FullLoader.yaml_constructors
+
+        def __init__(self, text: str):
+            yaml.cyaml.CParser.__init__(self, text)
+            yaml.constructor.FullConstructor.__init__(self)
+            yaml.resolver.Resolver.__init__(self)
+
+    return Loader
+
+
+@functools.cache
 def _read_templates(dataset: str, subset: str | None) -> dict[str, Any]:
     path = _templates_folder() / dataset / (subset or "") / "templates.yaml"
     if not path.is_file():
@@ -244,8 +262,7 @@ def _read_templates(dataset: str, subset: str | None) -> dict[str, Any]:
             fix=f"Use a dataset that has some; nearest: "
             f"{nearest_names(_label(dataset, subset), known)}.",
         )
-    # The file's tags name promptsource's classes, which its import registers for this loader.
-    content = yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.FullLoader)
+    content = yaml.load(path.read_text(encoding="utf-8"), Loader=_loader())
     return {template.name: template for template in content["templates"].values()}
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import os
 import urllib.error
 import urllib.request
 from pathlib import Path
-
-import seqio
 
 from t0repro.errors import UserError
 from t0repro.files import write_atomically
@@ -18,32 +18,60 @@ EXTRA_IDS = 100
 TIMEOUT_SECONDS = 10.0
 
 
-class LazyVocabulary(seqio.SentencePieceVocabulary):
-    """A SentencePiece vocabulary that says how to get its file when it cannot be read.
+@dataclasses.dataclass(frozen=True)
+class VocabularyFile:
+    """A SentencePiece model and T5's sentinels behind its pieces, without SeqIO.
 
-    Equal to, and pickled like, `seqio.SentencePieceVocabulary` of the same address. An address in a
-    bucket is fetched once over HTTPS and kept in the user's cache folder: TensorFlow's own reader
-    retries for minutes on a machine without network or credentials.
+    Attributes:
+      address: of the model: a path, or gs://, which is fetched once over HTTPS.
+      extra_ids: how many sentinels, `<extra_id_0>` the last.
     """
 
-    def _model_context(self):
-        if self._model is None:
-            path = local_copy(self._sentencepiece_model_file)
-            try:
-                loaded = seqio.SentencePieceVocabulary(path, self._extra_ids)._model_context()
-            except Exception as error:
-                raise UserError(
-                    f"The vocabulary is not a SentencePiece model: {error}",
-                    where=path,
-                    fix=_advice(),
-                ) from error
-            self._model = loaded
-        return self._model
+    address: str
+    extra_ids: int = EXTRA_IDS
+
+    @property
+    def sp_model(self) -> bytes:
+        """The serialized model, sentinels included, as `seqio.SentencePieceVocabulary` has it.
+
+        Raises:
+          UserError: if there is no such file, or it is not a SentencePiece model.
+        """
+        return _with_extra_ids(local_copy(self.address), self.extra_ids)
+
+    @property
+    def eos_id(self) -> int:
+        """The token that ends a target."""
+        from sentencepiece import SentencePieceProcessor
+
+        return SentencePieceProcessor(model_proto=self.sp_model).eos_id()
 
 
-def default_vocabulary() -> LazyVocabulary:
+def default_vocabulary() -> VocabularyFile:
     """T5's vocabulary of 32,000 pieces and 100 sentinels, or the copy that T0REPRO_VOCAB names."""
-    return LazyVocabulary(os.environ.get(VOCABULARY_VARIABLE) or DEFAULT_ADDRESS, EXTRA_IDS)
+    return VocabularyFile(os.environ.get(VOCABULARY_VARIABLE) or DEFAULT_ADDRESS)
+
+
+@functools.cache
+def _with_extra_ids(path: str, extra_ids: int) -> bytes:
+    from google.protobuf.message import DecodeError
+    from sentencepiece import sentencepiece_model_pb2
+
+    try:
+        model = sentencepiece_model_pb2.ModelProto.FromString(Path(path).read_bytes())
+    except DecodeError as error:
+        raise not_a_model(path, error) from error
+    user_defined = sentencepiece_model_pb2.ModelProto.SentencePiece.USER_DEFINED
+    for number in reversed(range(extra_ids)):
+        model.pieces.add(piece=f"\u2581<extra_id_{number}>", score=0.0, type=user_defined)
+    return model.SerializeToString()
+
+
+def not_a_model(path: str, error: Exception) -> UserError:
+    """The error about a file that cannot be parsed."""
+    return UserError(
+        f"The vocabulary is not a SentencePiece model: {error}", where=path, fix=_advice()
+    )
 
 
 def local_copy(address: str) -> str:

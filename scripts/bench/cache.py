@@ -137,18 +137,24 @@ def renderer(tasks: str) -> None:
     """Prints what one process renders, tokenizes and writes in a second, start-up left out."""
     from t0repro.data.prompt_cache import shards
     from t0repro.data.prompt_cache.plan import Request
-    from t0repro.data.prompt_cache.planning import make_plan_quietly
+    from t0repro.data.prompt_cache.planning import make_plan_without_seqio
 
     folder = Path(tempfile.mkdtemp())
-    plan = make_plan_quietly(Request((LOCAL,), tuple(tasks.split(",")), (), str(folder / "none")))
-    shards._vocabularies.update(plan.vocabularies)
+    plan = make_plan_without_seqio(
+        Request((LOCAL,), tuple(tasks.split(",")), (), str(folder / "none"))
+    )
+    (vocabulary,) = plan.vocabularies.values()
+    (folder / "vocabulary").write_bytes(vocabulary)
     spools, rows, examples, started = {}, 0, 0, time.process_time()
     for prompt in plan.prompts:
         for split, source in prompt.rows.items():
             if source not in spools:
                 spools[source] = shards.spool_rows(source, str(folder / str(len(spools))))
             forms = {task.score_eval: str(folder) for task in prompt.wanting(split)}
-            piece = shards.Piece(prompt, split, spools[source].spool, forms, range(16), 16, 0)
+            piece = shards.Piece(
+                prompt, split, spools[source].spool, forms, range(16), 16,
+                str(folder / "vocabulary"), 0,
+            )  # fmt: skip
             result = shards.write_piece(piece)
             rows += result.rows
             examples += sum(each.examples for each in result.statistics.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -78,7 +79,7 @@ def cache(
         )
     from t0repro.data.prompt_cache.cache import cache_tasks, default_workers
     from t0repro.data.prompt_cache.plan import Request
-    from t0repro.data.prompt_cache.progress import rendering_progress
+    from t0repro.progress import count_progress
 
     default = () if templates else ("t0repro.tasks.t0",)
     request = Request(
@@ -92,8 +93,8 @@ def cache(
         seed=seed,
         min_shards=min_shards,
     )
-    with rendering_progress() as progress:
-        summary = cache_tasks(request, workers or default_workers(), progress)
+    progress = functools.partial(count_progress, doing="caching", things="rows", done_word="cached")
+    summary = cache_tasks(request, workers or default_workers(), progress)
     _print(summary, output_cache_dir)
 
 

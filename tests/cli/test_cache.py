@@ -58,6 +58,33 @@ def test_a_users_own_prompts_are_cached(tmp_path):
     assert "2 of 2 tasks cached now: 3 examples" in done.stdout
 
 
+SEQIO_MODULE = """
+import seqio
+from t0repro.tasks.demo_specs import FOLDER, VOCABULARY
+from t0repro.tasks.registration import add_prompted_task
+
+vocabulary = seqio.SentencePieceVocabulary(str(VOCABULARY), 100)
+task = add_prompted_task(
+    "glue", "mrpc", "replace", ["train"], root=FOLDER, vocabulary=vocabulary, name="mine_replace"
+)
+seqio.MixtureRegistry.add("mine", [task.name], default_rate=1.0)
+feature = seqio.Feature(vocabulary)
+source = seqio.FunctionDataSource(lambda split, shuffle_files: None, splits=["train"])
+seqio.TaskRegistry.add("plain", source, preprocessors=[], output_features={"targets": feature})
+"""
+
+
+def test_a_module_that_adds_to_seqio_itself_is_cached_as_far_as_its_tasks_are_prompts(tmp_path):
+    (tmp_path / "mine_tasks.py").write_text(SEQIO_MODULE)
+    arguments = ("--module_import=mine_tasks", f"--output_cache_dir={tmp_path / 'cache'}")
+    done = run(*arguments, "--mixture=mine", PYTHONPATH=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert "1 of 1 tasks cached now" in done.stdout
+    assert (tmp_path / "cache" / "mine_replace" / "COMPLETED").is_file()
+    done = run(*arguments, "--tasks=plain", PYTHONPATH=str(tmp_path))
+    assert done.returncode == 2 and "seqio_cache_tasks" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -1,12 +1,16 @@
 """Makes caches for tests from tasks that this process has registered."""
 
+import contextlib
 from pathlib import Path
 
 from t0repro.data.prompt_cache.cache import Summary, cache_tasks
 from t0repro.data.prompt_cache.plan import Request
 from t0repro.data.prompt_cache.planning import make_plan
 
-SILENT = lambda total: lambda count: None  # noqa: E731 - no progress
+
+def silent(total):
+    """Shows no progress."""
+    return contextlib.nullcontext(lambda count: None)
 
 
 def request(folder: Path, *patterns: str, **settings) -> Request:
@@ -19,7 +23,7 @@ def request(folder: Path, *patterns: str, **settings) -> Request:
 
 def make(folder: Path, *patterns: str, workers: int = 1, **settings) -> Summary:
     """Caches registered tasks, the plan made in this process."""
-    return cache_tasks(request(folder, *patterns, **settings), workers, SILENT, make_plan)
+    return cache_tasks(request(folder, *patterns, **settings), workers, silent, make_plan)
 
 
 def files(folder: Path) -> dict[str, bytes]:

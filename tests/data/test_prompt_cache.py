@@ -20,7 +20,7 @@ from t0repro.data.prompt_cache.planning import make_plan
 from t0repro.errors import UserError
 from t0repro.tasks.registration import add_prompted_task
 
-from .prompt_caches import SILENT, files, make, request
+from .prompt_caches import files, make, request, silent
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ("demo_glue_*", "demo_openbookqa_*", "demo_imdb_*")
@@ -130,7 +130,7 @@ def test_a_cache_with_another_seed_is_not_taken_for_this_one(whole):
 def test_a_twin_numbers_only_the_rows_that_its_template_keeps(tmp_path, monkeypatch):
     template = "{% if idx % 3 %}{{premise}} ||| {{answer_choices[label]}}{% endif %}"
     plan, asked = plan_of(tmp_path, "numbers_rte", jinja=template)
-    cache_tasks(asked, 1, SILENT, lambda _: plan)
+    cache_tasks(asked, 1, silent, lambda _: plan)
     task = seqio.TaskRegistry.get("numbers_rte_score_eval")
     monkeypatch.setattr(task, "_cache_dir", str(tmp_path / "cache" / task.name))
     dataset = task.get_dataset(None, "validation", use_cached=True, shuffle=False)
@@ -263,7 +263,7 @@ def test_a_file_size_limit_is_said_and_nothing_half_is_left(whole, tmp_path):
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
         with pytest.raises(UserError, match="disk is full"):
-            cache_tasks(asked, 1, SILENT, lambda _: plan)
+            cache_tasks(asked, 1, silent, lambda _: plan)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert not (tmp_path / "cache" / STAGING).exists()
@@ -275,7 +275,7 @@ def test_a_file_size_limit_is_said_and_nothing_half_is_left(whole, tmp_path):
 def test_a_template_that_is_not_jinja_is_named_with_its_task(tmp_path):
     plan, asked = plan_of(tmp_path, "broken_rte", jinja="{{premise} ||| {{answer_choices[label]}}")
     with pytest.raises(UserError, match=r"'GPT-3 style' is not valid Jinja") as caught:
-        cache_tasks(asked, 1, SILENT, lambda _: plan)
+        cache_tasks(asked, 1, silent, lambda _: plan)
     assert "broken_rte" in str(caught.value)
     assert not (tmp_path / "cache").exists()
 
@@ -284,7 +284,7 @@ def test_a_template_that_fails_on_a_row_is_named_with_task_and_row(tmp_path):
     template = "{% if idx == 11 %}{{ idx.nothing.at_all }}{% endif %}{{premise}} ||| no"
     plan, asked = plan_of(tmp_path, "fails_rte", jinja=template)
     with pytest.raises(UserError, match="nothing") as caught:
-        cache_tasks(asked, 1, SILENT, lambda _: plan)
+        cache_tasks(asked, 1, silent, lambda _: plan)
     assert "GPT-3 style" in str(caught.value) and "fails_rte" in str(caught.value)
     assert "validation.jsonl, line 12" in str(caught.value)
 

@@ -10,11 +10,12 @@ from t5.evaluation import metrics
 from t0repro.errors import UserError
 from t0repro.tasks import prompted_tasks
 from t0repro.tasks.demo_specs import VOCABULARY
-from t0repro.tasks.registration import add_prompted_task, postprocess, task_metrics
+from t0repro.tasks.registration import add_prompted_task
+from t0repro.tasks.seqio_tasks import postprocess, task_metrics
 from t0repro.tasks.sources import PromptedSource
 from t0repro.tasks.splits import Split
 from t0repro.tasks.templates import load_template
-from t0repro.tasks.vocabulary import LazyVocabulary
+from t0repro.tasks.vocabulary import VocabularyFile
 
 SPLITS = ("train", "validation")
 
@@ -25,7 +26,7 @@ def add(rows_root, monkeypatch):
     for registry in (seqio.TaskRegistry, seqio.MixtureRegistry):
         monkeypatch.setattr(registry, "_REGISTRY", {})
     monkeypatch.setattr("t0repro.tasks.registry._tasks", {})
-    vocabulary = LazyVocabulary(str(VOCABULARY), 100)
+    vocabulary = VocabularyFile(str(VOCABULARY))
 
     def add_task(template="GPT-3 style", splits=SPLITS, **options):
         options = {"root": rows_root, "vocabulary": vocabulary, **options}
@@ -140,7 +141,7 @@ def test_a_missing_file_and_a_broken_line_reach_the_reader_of_a_task(add, rows_r
 
 
 def test_a_missing_vocabulary_reaches_the_reader_of_a_task(add, tmp_path):
-    add(vocabulary=LazyVocabulary(str(tmp_path / "absent.model"), 100))
+    add(vocabulary=VocabularyFile(str(tmp_path / "absent.model")))
     with pytest.raises(UserError, match="T0REPRO_VOCAB"):
         examples("super_glue_rte_GPT_3_style")
 

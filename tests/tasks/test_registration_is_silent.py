@@ -40,3 +40,41 @@ def test_the_registry_of_prompts_is_light():
     heavy = {"tensorflow", "seqio", "promptsource", "yaml"}
     code = f"import sys, t0repro.tasks; assert not {heavy} & set(sys.modules)"
     subprocess.run([sys.executable, "-P", "-c", code], check=True)
+
+
+DESCRIBED = """
+import sys
+from t0repro.tasks.registration import describing
+from t0repro.tasks.registry import prompted_mixtures, prompted_tasks
+with describing():
+    for module in {modules}:
+        __import__(f"t0repro.tasks.{{module}}")
+heavy = {{"tensorflow", "seqio", "t5", "jax", "datasets"}} & set(sys.modules)
+assert not heavy, heavy
+mixtures = {{name: sorted(of) for name, of in prompted_mixtures().items()}}
+described = sorted(prompted_tasks()), mixtures
+from t0repro.tasks.registry import _mixtures, _tasks
+for module in {modules}:
+    del sys.modules[f"t0repro.tasks.{{module}}"]
+_tasks.clear(), _mixtures.clear()
+import seqio
+for module in {modules}:
+    __import__(f"t0repro.tasks.{{module}}")
+registered = {{
+    name: sorted(task.name for task in seqio.MixtureRegistry.get(name).tasks)
+    for name in seqio.MixtureRegistry.names()
+}}
+assert described == (sorted(seqio.TaskRegistry.names()), registered)
+assert len(described[0]) > 1000 and len(registered) == 14
+"""
+
+
+def test_described_tasks_and_mixtures_are_those_of_seqio_and_need_no_seqio(rows_root):
+    modules = ["t0", "local", "demo", "small", "learning_check"]
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", DESCRIBED.format(modules=modules)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "T0REPRO_DATA_DIR": str(rows_root), "T0REPRO_VOCAB": "absent.model"},
+    )
+    assert done.returncode == 0, done.stderr

@@ -135,7 +135,7 @@ MANUAL = ("story_cloze", "jigsaw_toxicity_pred")
 WATCHED = """
 import socket, sys
 import seqio
-from t0repro.tasks import registration
+from t0repro.tasks import registration, seqio_tasks
 opened = []
 def refuse(*arguments, **options):
     raise AssertionError("a socket was opened")

@@ -10,21 +10,28 @@ import seqio
 from t0repro.errors import UserError
 from t0repro.tasks import vocabulary
 from t0repro.tasks.demo_specs import VOCABULARY
-from t0repro.tasks.vocabulary import LazyVocabulary, default_vocabulary
+from t0repro.tasks.seqio_vocabulary import LazyVocabulary, seqio_vocabulary
+from t0repro.tasks.vocabulary import VocabularyFile, default_vocabulary
 
 
 def test_the_default_is_t5s_with_100_extra_ids(monkeypatch):
     monkeypatch.delenv("T0REPRO_VOCAB", raising=False)
     default = default_vocabulary()
-    assert default.sentencepiece_model_file == (
-        "gs://t5-data/vocabs/cc_all.32000.100extra/sentencepiece.model"
-    )
+    assert default.address == ("gs://t5-data/vocabs/cc_all.32000.100extra/sentencepiece.model")
     assert default.extra_ids == 100
 
 
 def test_a_local_copy_overrides_the_address(monkeypatch):
     monkeypatch.setenv("T0REPRO_VOCAB", str(VOCABULARY))
-    assert default_vocabulary().sentencepiece_model_file == str(VOCABULARY)
+    assert default_vocabulary() == VocabularyFile(str(VOCABULARY), 100)
+
+
+@pytest.mark.parametrize("extra_ids", [0, 100])
+def test_its_model_is_seqios_byte_for_byte(extra_ids):
+    ours = VocabularyFile(str(VOCABULARY), extra_ids)
+    seqios = seqio.SentencePieceVocabulary(str(VOCABULARY), extra_ids)
+    assert ours.sp_model == seqios.sp_model and ours.eos_id == seqios.eos_id == 1
+    assert seqio_vocabulary(ours) == seqios
 
 
 def test_it_encodes_as_seqios_own_and_is_equal_to_it():
@@ -50,6 +57,8 @@ def test_a_missing_file_says_how_to_get_it(tmp_path):
     with pytest.raises(UserError, match="T0REPRO_VOCAB") as error:
         LazyVocabulary(str(tmp_path / "absent.model"), 100).encode("text")
     assert "absent.model" in str(error.value)
+    with pytest.raises(UserError, match="T0REPRO_VOCAB"):
+        _ = VocabularyFile(str(tmp_path / "absent.model")).sp_model
 
 
 def test_a_file_of_another_kind_is_named(tmp_path):
@@ -57,6 +66,9 @@ def test_a_file_of_another_kind_is_named(tmp_path):
     path.write_text("not a model")
     with pytest.raises(UserError, match="not a SentencePiece model"):
         LazyVocabulary(str(path), 100).encode("text")
+    with pytest.raises(UserError, match="not a SentencePiece model") as error:
+        _ = VocabularyFile(str(path)).sp_model
+    assert error.value.where == str(path)
 
 
 def test_an_unreachable_bucket_is_asked_once_and_named(monkeypatch, tmp_path):

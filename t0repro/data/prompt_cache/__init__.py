@@ -1,7 +1,7 @@
 """The prompt cache: SeqIO's on-disk format, written by a path of our own for one machine.
 
-plan.py      which tasks and splits are left to cache; the one step that imports SeqIO, in a
-             process of its own
+plan.py      what a run has to do, as plain data
+planning.py  which tasks and splits are left to cache
 spool.py     rows on disk, each found by its number
 prompts.py   rows -> examples of a task and of its `_score_eval` twin
 tokens.py    text -> tokens, as SeqIO's vocabulary

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import errno
 import json
@@ -19,7 +20,11 @@ import numpy as np
 
 from t0repro.data.prompt_cache import folders, provenance, shards
 from t0repro.data.prompt_cache.plan import CachedTask, Plan, Prompt, Request, RowsOfSplit
-from t0repro.data.prompt_cache.planning import make_plan_quietly
+from t0repro.data.prompt_cache.planning import (
+    make_plan_with_seqio,
+    make_plan_without_seqio,
+    needs_seqio,
+)
 from t0repro.data.prompt_cache.prompts import Statistics, features
 from t0repro.data.prompt_cache.shards import Piece, PieceResult, SpooledRows
 from t0repro.errors import UserError
@@ -50,25 +55,21 @@ class Summary:
     seconds: float
 
 
-def plan_in_own_process(request: Request) -> Plan:
-    """The plan, made by a process that has ended when this returns."""
-    with _pool(1) as pool:
-        return pool.submit(make_plan_quietly, request).result()
-
-
 def cache_tasks(
     request: Request,
     workers: int,
-    progress: Callable[[int], Callable[[int], None]],
-    plan_for: Callable[[Request], Plan] = plan_in_own_process,
+    progress: Callable[[int], contextlib.AbstractContextManager[Callable[[int], None]]],
+    plan_for: Callable[[Request], Plan] | None = None,
 ) -> Summary:
     """Caches what was asked for and is not cached yet.
 
     Args:
       request: tasks, splits and folder.
       workers: processes that render.
-      progress: given the number of renderings in all, gives a function to be told of each part.
-      plan_for: makes the plan; a process that has SeqIO imported anyway gives `make_plan`.
+      progress: given the number of renderings in all, gives within its context a function to be
+        told of each part.
+      plan_for: makes the plan, from tasks that this process has registered: `make_plan`; None lets
+        a worker do it.
 
     Raises:
       UserError: on bad names, rows or templates, when the disk is full, when another run holds
@@ -78,10 +79,11 @@ def cache_tasks(
     folder = Path(request.folder)
     existed = folder.is_dir()
     try:
-        with folders.locked(folder) as staging:
-            plan = plan_for(request)
+        with folders.locked(folder) as staging, _workers(workers) as pool:
+            plan = plan_for(request) if plan_for else _planned(request, pool, workers)
             run = _Run(plan, request, folder, staging)
-            run.work(workers, progress(run.total))
+            with progress(run.total) as advance:
+                run.work(pool, 2 * workers, advance)
     except OSError as error:
         if error.errno in _DISK_FULL:
             raise _no_space(folder, error) from error
@@ -118,6 +120,28 @@ def _no_space(folder: Path, error: OSError) -> UserError:
 def _pool(workers: int, **options: Any) -> ProcessPoolExecutor:
     # Spawned: a fork of a process with threads, as a caller may be, can lock up.
     return ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), **options)
+
+
+@contextlib.contextmanager
+def _workers(count: int) -> Iterator[ProcessPoolExecutor]:
+    # Processors that no worker has are SentencePiece's.
+    threads = max(1, default_workers() // count)
+    pool = _pool(count, initializer=shards.start_worker, initargs=(os.getpid(), threads))
+    try:
+        yield pool
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _planned(request: Request, pool: ProcessPoolExecutor, workers: int) -> Plan:
+    """The plan, made by a worker, or where it takes SeqIO by a process that has then ended."""
+    if needs_seqio(request):
+        with _pool(1) as other:
+            return other.submit(make_plan_with_seqio, request).result()
+    plan = pool.submit(make_plan_without_seqio, request)
+    for _ in range(workers - 1):  # the other workers start meanwhile
+        pool.submit(shards.warm_up)
+    return plan.result()
 
 
 # The run ---------------------------------------------------------------------------------------
@@ -168,21 +192,10 @@ class _Run:
         self.done: list[str] = []
         self.examples = self.dropped = 0
 
-    def work(self, workers: int, advance: Callable[[int], None]) -> None:
-        """Does all of it, with a few pieces ahead of the workers at any time."""
-        if not self._groups:
-            return
-        pool = _pool(
-            workers,
-            initializer=shards.start_worker,
-            initargs=(dict(self._plan.vocabularies), os.getpid()),
-        )
-        try:
-            self._loop(pool, 2 * workers, advance)
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
-
-    def _loop(self, pool: ProcessPoolExecutor, ahead: int, advance: Callable[[int], None]) -> None:
+    def work(self, pool: ProcessPoolExecutor, ahead: int, advance: Callable[[int], None]) -> None:
+        """Does all of it, with so many pieces ahead of the workers at any time."""
+        for digest, model in self._plan.vocabularies.items():
+            self._vocabulary(digest).write_bytes(model)
         spooling: dict[Future[SpooledRows], RowsOfSplit] = {}
         writing: dict[Future[PieceResult], _Split] = {}
         queued: list[Iterator[tuple[_Split, Piece]]] = []
@@ -251,6 +264,7 @@ class _Run:
                     folders={form: str(path) for form, path in staged.items()},
                     shards=range(start, min(start + step, split.num_shards)),
                     num_shards=split.num_shards,
+                    vocabulary=str(self._vocabulary(split.prompt.vocabulary)),
                     seed=self._request.seed,
                     ordinals=ordinals,
                 ),
@@ -274,6 +288,9 @@ class _Run:
         yield from self._pieces_of(split, (True,), str(path))
 
     # What is written last ----------------------------------------------------------------------
+
+    def _vocabulary(self, digest: str) -> Path:
+        return self._staging / f"{digest}.model"
 
     def _staged(self, task: CachedTask) -> Path:
         return self._staging / "tasks" / task.folder

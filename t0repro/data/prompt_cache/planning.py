@@ -1,6 +1,8 @@
-"""Makes the plan of a cache run: the one step that imports SeqIO, run in a process of its own.
+"""Makes the plan of a cache run: which tasks and splits are left to cache, from what rows.
 
-SeqIO and TensorFlow take about a gigabyte; that process has ended before the workers begin.
+t0repro's own modules describe their tasks without SeqIO; a user's module may need it, and a plan
+from one is made in a process of its own, which has ended before the workers begin: SeqIO and
+TensorFlow take about a gigabyte.
 """
 
 from __future__ import annotations
@@ -8,10 +10,12 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 import importlib
+import importlib.metadata
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from t0repro.data.prompt_cache.folders import MARKER, PROVENANCE, remove_interrupted
 from t0repro.data.prompt_cache.plan import (
@@ -24,6 +28,17 @@ from t0repro.data.prompt_cache.plan import (
 )
 from t0repro.errors import UserError, nearest_names
 
+if TYPE_CHECKING:
+    from t0repro.tasks.prompted_rows import PromptedRows
+    from t0repro.tasks.registry import TaskDescription
+
+_OWN = "t0repro.tasks."
+
+
+def needs_seqio(request: Request) -> bool:
+    """Whether modules are to be imported that may add to SeqIO what only SeqIO knows."""
+    return not all(module.startswith(_OWN) for module in request.modules)
+
 
 def make_plan(request: Request) -> Plan:
     """Registers the tasks, selects those asked for, and says what of them is not cached yet.
@@ -32,34 +47,40 @@ def make_plan(request: Request) -> Plan:
       UserError: if a name matches nothing, a task is not a prompted one, rows are missing, or a
         task is cached already from other templates, another vocabulary or another seed.
     """
+    from t0repro.tasks.registry import task_descriptions
     from t0repro.tasks.template_files import read_template_file, register_templates
 
     for path in request.templates:
         read_template_file(path)  # a broken file is told of before seconds of imports
-    import seqio
-
     for module in request.modules:
         _import(module)
     for path in request.templates:
         register_templates(path)
-    names = _selected(request, seqio)
-    tasks = [seqio.TaskRegistry.get(name) for name in names]
-    for task in tasks:
-        _check_prompted(task)
+    names = _selected(request)
+    descriptions = task_descriptions()
+    _check_prompted(names, descriptions)
     planner = _Planner(request)
-    for task in tasks:
-        planner.add(task)
-    planner.check_at_hand(len(tasks))
+    for name in names:
+        planner.add(descriptions[name])
+    planner.check_at_hand(len(names))
     return Plan(
         prompts=planner.prompts(),
         vocabularies=planner.vocabularies,
-        selected=len(tasks),
+        selected=len(names),
         left_out=tuple(planner.left_out),
-        seqio_version=seqio.__version__,
+        seqio_version=importlib.metadata.version("seqio"),
     )
 
 
-def make_plan_quietly(request: Request) -> Plan:
+def make_plan_without_seqio(request: Request) -> Plan:
+    """`make_plan` from descriptions alone; for a process that does not read tasks by SeqIO."""
+    from t0repro.tasks.registration import describing
+
+    with describing():
+        return make_plan(request)
+
+
+def make_plan_with_seqio(request: Request) -> Plan:
     """`make_plan` without TensorFlow's start-up chatter, for a process that begins with it."""
     from t0repro.mesh import compat
 
@@ -80,8 +101,21 @@ def _import(module: str) -> None:
         ) from error
 
 
-def _selected(request: Request, seqio: Any) -> list[str]:
-    tasks, mixtures = list(seqio.TaskRegistry.names()), list(seqio.MixtureRegistry.names())
+def _registered() -> tuple[list[str], dict[str, Sequence[str]]]:
+    """Names of all tasks, and the tasks of all mixtures, those that only SeqIO knows included."""
+    from t0repro.tasks.registry import prompted_mixtures, task_descriptions
+
+    tasks, mixtures = list(task_descriptions()), dict(prompted_mixtures())
+    seqio = sys.modules.get("seqio")
+    if seqio is not None:
+        tasks += [name for name in seqio.TaskRegistry.names() if name not in task_descriptions()]
+        for name in seqio.MixtureRegistry.names():
+            mixtures[name] = [task.name for task in seqio.MixtureRegistry.get(name).tasks]
+    return tasks, mixtures
+
+
+def _selected(request: Request) -> list[str]:
+    tasks, mixtures = _registered()
     names: list[str] = []
     for mixture in request.mixtures:
         if mixture not in mixtures:
@@ -90,7 +124,7 @@ def _selected(request: Request, seqio: Any) -> list[str]:
                 where="--mixture",
                 fix=f"Nearest: {nearest_names(mixture, mixtures)}.",
             )
-        names += [task.name for task in seqio.MixtureRegistry.get(mixture).tasks]
+        names += mixtures[mixture]
     for pattern in request.patterns:
         matching = fnmatch.filter(tasks, pattern)
         if not matching:
@@ -104,16 +138,14 @@ def _selected(request: Request, seqio: Any) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _check_prompted(task: Any) -> None:
-    from t0repro.tasks.registry import prompted_tasks
-    from t0repro.tasks.sources import PromptedSource
-
-    if task.name not in prompted_tasks() or not isinstance(task.source, PromptedSource):
-        raise UserError(
-            f"Task {task.name!r} is not one of t0repro's prompted tasks.",
-            where="--tasks, --mixture",
-            fix="Cache it with seqio_cache_tasks, which writes the same format.",
-        )
+def _check_prompted(names: Sequence[str], descriptions: Mapping[str, TaskDescription]) -> None:
+    for name in names:
+        if name not in descriptions:
+            raise UserError(
+                f"Task {name!r} is not one of t0repro's prompted tasks.",
+                where="--tasks, --mixture",
+                fix="Cache it with seqio_cache_tasks, which writes the same format.",
+            )
 
 
 class _Planner:
@@ -125,19 +157,16 @@ class _Planner:
         self.vocabularies: dict[str, bytes] = {}
         self.left_out: list[tuple[str, str, str]] = []
         self._tasks: dict[str, list[CachedTask]] = {}
-        self._seqio: dict[str, Any] = {}
+        self._made_of: dict[str, TaskDescription] = {}
         self._missing: dict[str, UserError] = {}
 
-    def add(self, task: Any) -> None:
+    def add(self, task: TaskDescription) -> None:
         """Adds what a task lacks."""
-        import seqio
-
-        from t0repro.tasks.registry import prompted_tasks
-
-        folder = seqio.get_task_dir_from_name(task.name)
+        name, rows = task.prompt.name, task.rows
+        folder = name.replace(":", "/")  # as SeqIO names it
         wanted = [
             split
-            for split in task.splits
+            for split in rows.files_of_splits
             if self.request.splits is None or split in self.request.splits
         ]
         cached = _cached_splits(self.folder / folder)
@@ -147,11 +176,11 @@ class _Planner:
         splits = [split for split in splits if self._at_hand(task, split)]
         if not splits:
             return
-        remove_interrupted(self.folder / folder, task.name)
-        self._tasks.setdefault(task.source.name, []).append(
-            CachedTask(task.name, folder, tuple(splits), prompted_tasks()[task.name].score_eval)
+        remove_interrupted(self.folder / folder, name)
+        self._tasks.setdefault(rows.name, []).append(
+            CachedTask(name, folder, tuple(splits), task.prompt.score_eval)
         )
-        self._seqio[task.source.name] = task
+        self._made_of[rows.name] = task
 
     def check_at_hand(self, selected: int) -> None:
         """Stops where rows are missing, unless such splits are to be left out."""
@@ -175,13 +204,13 @@ class _Planner:
     def _any_cached(self) -> bool:
         return any(self.folder.glob(f"*/{MARKER}"))
 
-    def _at_hand(self, task: Any, split: str) -> bool:
+    def _at_hand(self, task: TaskDescription, split: str) -> bool:
         try:
-            task.source.reader(split)
+            task.rows.reader(split)
         except UserError as error:
-            place = "/".join(filter(None, (task.source.dataset, task.source.subset)))
+            place = "/".join(filter(None, (task.rows.dataset, task.rows.subset)))
             self._missing.setdefault(f"{place} {split}", error)
-            self.left_out.append((task.name, split, error.what))
+            self.left_out.append((task.prompt.name, split, error.what))
             return False
         return True
 
@@ -190,8 +219,8 @@ class _Planner:
         rows = self._rows()
         found = []
         for source_name, tasks in self._tasks.items():
-            task = self._seqio[source_name]
-            source, template = task.source, task.source.template
+            made_of = self._made_of[source_name]
+            source, template = made_of.rows, made_of.rows.template
             splits = dict.fromkeys(split for each in tasks for split in each.splits)
             found.append(
                 Prompt(
@@ -203,14 +232,14 @@ class _Planner:
                     ),
                     rows={split: rows[self._key(source, split)] for split in splits},
                     tasks=tuple(tasks),
-                    vocabulary=self._vocabulary(task),
-                    eos=_eos(task),
+                    vocabulary=self._vocabulary(made_of),
+                    eos=_eos(made_of),
                 )
             )
         return tuple(sorted(found, key=lambda prompt: (prompt.dataset, prompt.subset or "")))
 
     @staticmethod
-    def _key(source: Any, split: str) -> tuple[Any, ...]:
+    def _key(source: PromptedRows, split: str) -> tuple[Any, ...]:
         return source.root, source.dataset, source.subset, source.files_of_splits[split]
 
     def _rows(self) -> dict[tuple[Any, ...], RowsOfSplit]:
@@ -218,9 +247,9 @@ class _Planner:
         from t0repro.tasks.columns import columns_read
 
         columns: dict[tuple[Any, ...], set[str]] = {}
-        sources: dict[tuple[Any, ...], Any] = {}
+        sources: dict[tuple[Any, ...], tuple[PromptedRows, str]] = {}
         for source_name, tasks in self._tasks.items():
-            source = self._seqio[source_name].source
+            source = self._made_of[source_name].rows
             for split in dict.fromkeys(split for each in tasks for split in each.splits):
                 key = self._key(source, split)
                 columns.setdefault(key, set()).update(columns_read(source.template))
@@ -238,19 +267,19 @@ class _Planner:
             for key, (source, split) in sources.items()
         }
 
-    def _vocabulary(self, task: Any) -> str:
+    def _vocabulary(self, task: TaskDescription) -> str:
         model = _model_of(task)
         digest = hashlib.sha256(model).hexdigest()
         self.vocabularies[digest] = model
         return digest
 
-    def _check_same(self, task: Any, folder: Path) -> None:
+    def _check_same(self, task: TaskDescription, folder: Path) -> None:
         """A complete cache is kept as it is: it must be what would be made now."""
         try:
             made = json.loads((folder / PROVENANCE).read_text(encoding="utf-8"))
         except FileNotFoundError:  # seqio_cache_tasks made it
             return
-        template = task.source.template
+        template = task.rows.template
         plain = PlainTemplate(template.name, "", template.jinja, template.answer_choices)
         now = {
             "template": plain.digest(),
@@ -265,7 +294,8 @@ class _Planner:
         differing = [name for name in now if now[name] != then[name]]
         if differing:
             raise UserError(
-                f"Task {task.name} is cached already, with another {' and '.join(differing)}.",
+                f"Task {task.prompt.name} is cached already, with another"
+                f" {' and '.join(differing)}.",
                 where=str(folder / PROVENANCE),
                 fix="Use another --output_cache_dir, or remove that folder to have it made anew.",
             )
@@ -278,25 +308,19 @@ def _cached_splits(folder: Path) -> Sequence[str] | None:
     return [path.name[len("info.") : -len(".json")] for path in folder.glob("info.*.json")]
 
 
-def _model_of(task: Any) -> bytes:
-    import seqio
-
-    features = task.output_features
-    vocabulary = features["inputs"].vocabulary
-    others = [feature for feature in features.values() if feature.vocabulary != vocabulary]
-    if others or not isinstance(vocabulary, seqio.SentencePieceVocabulary):
+def _model_of(task: TaskDescription) -> bytes:
+    model = getattr(task.vocabulary, "sp_model", None)
+    if model is None:  # SeqIO has others
         raise UserError(
-            f"Task {task.name!r} has not one SentencePiece vocabulary for all its features.",
+            f"The vocabulary of task {task.prompt.name!r} is not a SentencePiece model.",
             where="--tasks",
             fix="Cache it with seqio_cache_tasks.",
         )
-    model = vocabulary.sp_model
-    assert model is not None
     return model
 
 
-def _eos(task: Any) -> Mapping[str, int | None]:
-    return {
-        name: feature.vocabulary.eos_id if feature.add_eos else None
-        for name, feature in task.output_features.items()
-    }
+def _eos(task: TaskDescription) -> Mapping[str, int | None]:
+    from t0repro.tasks.registry import ADDS_EOS
+
+    eos = task.vocabulary.eos_id
+    return {feature: eos if adds_eos else None for feature, adds_eos in ADDS_EOS.items()}

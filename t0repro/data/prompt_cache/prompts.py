@@ -16,6 +16,10 @@ from t0repro.tasks.templates import Rendering
 _TOKENS = {"shape": [None], "dtype": "int32"}
 _STRING = {"shape": [], "dtype": "string"}
 
+# Targets repeat: those of classification, and answer choices.
+_REMEMBERED_TARGETS = 1 << 14
+_SHORT = 200  # characters
+
 
 @dataclasses.dataclass
 class Statistics:
@@ -73,6 +77,7 @@ class ExampleWriter:
         self._tokenizer = tokenizer
         self._eos = {name: b"" if token is None else varint(token) for name, token in eos.items()}
         names = [*features(True, True), *features(False, True)]
+        self._targets_seen: dict[str, tuple[bytes, int]] = {}
         self._encoders = {name: FeatureEncoder(name) for name in names}
         self._yes, self._no = (
             self._encoders["is_correct"].varints(varint(value)) for value in (1, 0)
@@ -92,10 +97,16 @@ class ExampleWriter:
         ]
 
     def _targets(self, target: str) -> tuple[bytes, int]:
-        encoded = self._tokenizer.encode_short(target)
-        tokens, text = self._encoders["targets"], self._encoders["targets_pretokenized"]
-        entries = tokens.varints(encoded + self._eos["targets"]) + text.strings([target.encode()])
-        return entries, count(encoded)
+        """A target's two features and its number of tokens; those of short ones are remembered."""
+        found = self._targets_seen.get(target)
+        if found is None:
+            (encoded,) = self._tokenizer.encode([target])
+            tokens, text = self._encoders["targets"], self._encoders["targets_pretokenized"]
+            packed = tokens.varints(encoded + self._eos["targets"])
+            found = packed + text.strings([target.encode()]), count(encoded)
+            if len(target) <= _SHORT and len(self._targets_seen) < _REMEMBERED_TARGETS:
+                self._targets_seen[target] = found
+        return found
 
     def as_text(
         self, rendering: Rendering, inputs: tuple[bytes, int], has_choices: bool, seen: Statistics

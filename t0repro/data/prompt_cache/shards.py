@@ -21,7 +21,7 @@ from t0repro.data.prompt_cache.rows import checked_rows, reader_of
 from t0repro.data.prompt_cache.spool import Spool, SpoolReader, write_spool
 from t0repro.data.prompt_cache.tokens import Tokenizer
 from t0repro.errors import UserError
-from t0repro.tasks.templates import CompiledTemplate, Drop, Rendering
+from t0repro.tasks.templates import CompiledTemplate, Drop, Rendering, check_jinja
 
 ROWS_PER_SHARD = 1 << 14
 """A larger split has more shards than asked for, so that each is written from bounded memory."""
@@ -29,12 +29,13 @@ ROWS_PER_SHARD = 1 << 14
 _BATCH = 256  # rows whose inputs are tokenized together
 NUMBERS_KEPT = 20  # of dropped rows, in the provenance file
 
-_vocabularies: dict[str, bytes] = {}
+_threads = 1  # of SentencePiece in this process
 
 
-def start_worker(vocabularies: Mapping[str, bytes], parent: int) -> None:
-    """Prepares a worker process: it knows the vocabularies, and ends with process `parent`."""
-    _vocabularies.update(vocabularies)
+def start_worker(parent: int, threads: int) -> None:
+    """Prepares a worker process: it tokenizes with so many threads, and ends with `parent`."""
+    global _threads
+    _threads = threads
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process above decides
     try:
         # PR_SET_PDEATHSIG: nothing is written any more once the run was killed.
@@ -43,6 +44,11 @@ def start_worker(vocabularies: Mapping[str, bytes], parent: int) -> None:
         pass
     if os.getppid() != parent:  # it was killed before that call
         os._exit(1)
+
+
+def warm_up() -> None:
+    """Imports what rendering takes."""
+    check_jinja("")
 
 
 # Rows --------------------------------------------------------------------------------------------
@@ -82,6 +88,7 @@ class Piece:
     Attributes:
       folders: of the tasks that want the split, by the form of their examples (score_eval or not).
       shards: the numbers of the shards to write, of `num_shards`.
+      vocabulary: the file of the vocabulary's serialized model, extra ids included.
       ordinals: a file with the number of each row among those that the template keeps, where it
         drops some; the twin's `idx` counts only these.
     """
@@ -92,6 +99,7 @@ class Piece:
     folders: Mapping[bool, str]
     shards: Sequence[int]
     num_shards: int
+    vocabulary: str
     seed: int
     ordinals: str | None = None
 
@@ -212,7 +220,7 @@ def _write_batch(
     files: Mapping[bool, RecordFile],
     statistics: Mapping[bool, Statistics],
 ) -> None:
-    writer = _writer(piece.prompt)
+    writer = _example_writer(piece.vocabulary, tuple(sorted(piece.prompt.eos.items())))
     has_choices = bool(piece.prompt.template.answer_choices)
     inputs = writer.inputs([rendering for _, rendering in batch])
     for (place, rendering), encoded in zip(batch, inputs, strict=True):
@@ -251,10 +259,6 @@ def _compile(template: Any, task: str) -> CompiledTemplate:
         raise UserError(error.what, where=f"task {task}, {error.where}", fix=error.fix) from error
 
 
-def _writer(prompt: Prompt) -> ExampleWriter:
-    return _example_writer(prompt.vocabulary, tuple(sorted(prompt.eos.items())))
-
-
 @functools.lru_cache(maxsize=4)
 def _example_writer(vocabulary: str, eos: tuple[tuple[str, int | None], ...]) -> ExampleWriter:
-    return ExampleWriter(Tokenizer(_vocabularies[vocabulary]), dict(eos))
+    return ExampleWriter(Tokenizer(Path(vocabulary).read_bytes(), _threads), dict(eos))

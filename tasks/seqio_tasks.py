@@ -1,0 +1,156 @@
+"""Prompted tasks as SeqIO's, with T0's features, metrics and postprocessing."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import seqio
+import tensorflow as tf
+from t5.data import glue_utils, postprocessors, preprocessors
+from t5.evaluation import metrics
+
+from t0repro.tasks.prompted_rows import PromptedRows
+from t0repro.tasks.registration import METRICS, name_is_taken
+from t0repro.tasks.registry import ADDS_EOS, TaskDescription
+from t0repro.tasks.seqio_vocabulary import seqio_vocabulary
+from t0repro.tasks.sources import PromptedSource
+from t0repro.tasks.templates import fixed_choices
+
+# T5's metrics for these two want pre- and postprocessing that prompted tasks have not.
+ACCURACY_ONLY = ("wsc.fixed", "multirc")
+
+
+def add_task(description: TaskDescription) -> None:
+    """Adds a described task to SeqIO's registry, in the place of the same one with other splits.
+
+    Raises:
+      UserError: if a task that is not a prompted one has its name.
+    """
+    name, rows = description.prompt.name, description.rows
+    if name in seqio.TaskRegistry.names():
+        source = seqio.TaskRegistry.get(name).source
+        if not isinstance(source, PromptedSource):
+            raise name_is_taken(name)
+        if source.files_of_splits == rows.files_of_splits:
+            return
+        seqio.TaskRegistry.remove(name)
+    ranks = description.prompt.score_eval
+    vocabulary = seqio_vocabulary(description.vocabulary)
+    seqio.TaskRegistry.add(
+        name,
+        PromptedSource.of(rows),
+        preprocessors=[
+            *([_expand_choices()] if ranks else []),
+            tokenize,
+            seqio.preprocessors.append_eos,
+            seqio.CacheDatasetPlaceholder(required=False),
+        ],
+        output_features={
+            feature: seqio.Feature(vocabulary, add_eos=add_eos, dtype=tf.int32)
+            for feature, add_eos in ADDS_EOS.items()
+        },
+        **(_ranked(rows) if ranks else _decoded(rows)),
+    )
+
+
+def add_mixture(
+    name: str,
+    tasks: Sequence[str] | Mapping[str, float],
+    default_rate: Callable[[seqio.Task], float] | None,
+) -> None:
+    """Adds a mixture to SeqIO's registry, if it is not there."""
+    if name not in seqio.MixtureRegistry.names():
+        rated = list(tasks.items()) if isinstance(tasks, Mapping) else list(tasks)
+        seqio.MixtureRegistry.add(name, rated, default_rate=default_rate)
+
+
+def tokenize(dataset: tf.data.Dataset, output_features: Mapping[str, Any]) -> tf.data.Dataset:
+    """SeqIO's tokenize, with the vocabularies read beforehand.
+
+    Read while AutoGraph traces, a missing one would end as its StagingError, not as a UserError.
+    """
+    for feature in output_features.values():
+        load = getattr(feature.vocabulary, "load_model", None)
+        if load is not None:
+            load()
+    return seqio.preprocessors.tokenize(dataset, output_features=output_features)
+
+
+# The task ----------------------------------------------------------------------------------------
+
+
+def _decoded(rows: PromptedRows) -> dict[str, Any]:
+    return {
+        "metric_fns": task_metrics(rows.dataset, rows.subset, rows.template),
+        "postprocess_fn": functools.partial(
+            postprocess, label_classes=fixed_choices(rows.template)
+        ),
+    }
+
+
+def task_metrics(dataset: str, subset: str | None, template: Any) -> list[Callable[..., Any]]:
+    """T0's metrics: T5's tables for GLUE and SuperGLUE, else those that the template names."""
+    if dataset == "glue":
+        return glue_utils.get_glue_metric(subset)
+    if dataset == "super_glue":
+        only_accuracy = subset in ACCURACY_ONLY
+        return [metrics.accuracy] if only_accuracy else glue_utils.get_super_glue_metric(subset)
+    return [getattr(metrics, METRICS[name]) for name in template.metadata.metrics or ()]
+
+
+def postprocess(
+    output_or_target: str,
+    example: Mapping[str, Any] | None = None,
+    is_target: bool = False,
+    label_classes: Sequence[str] | None = None,
+) -> str | int:
+    """The stripped text, or its class where the choices are fixed; -1 stands for none of them.
+
+    Cached targets of P3 begin with a space, which is why both sides are stripped.
+    """
+    del example, is_target
+    text = output_or_target.strip()
+    if not label_classes:
+        return text
+    return postprocessors.string_label_to_class_id(text, label_classes=list(label_classes))
+
+
+# The twin ----------------------------------------------------------------------------------------
+
+
+def _expand_choices() -> Callable[[tf.data.Dataset], tf.data.Dataset]:
+    return functools.partial(
+        preprocessors.rank_classification,
+        inputs_fn=_input_of_each_choice,
+        targets_fn=_choices,
+        is_correct_fn=_is_each_choice_correct,
+        weight_fn=_weight,
+    )
+
+
+def _ranked(rows: PromptedRows) -> dict[str, Any]:
+    choices = fixed_choices(rows.template)
+    # A partial has no name, and t5 names its results by the metric's.
+    metric = functools.partial(
+        metrics.rank_classification, num_classes=len(choices) if choices else None
+    )
+    return {"metric_fns": [metric], "postprocess_fn": postprocessors.rank_classification}
+
+
+def _input_of_each_choice(example: Mapping[str, tf.Tensor]) -> tf.Tensor:
+    return tf.repeat(example["inputs"], tf.size(example["answer_choices"]))
+
+
+def _choices(example: Mapping[str, tf.Tensor]) -> tf.Tensor:
+    return example["answer_choices"]
+
+
+def _is_each_choice_correct(example: Mapping[str, tf.Tensor]) -> tf.Tensor:
+    return tf.equal(example["answer_choices"], tf.strings.strip(example["targets"]))
+
+
+def _weight(example: Mapping[str, tf.Tensor]) -> float:
+    del example
+    return 1.0
