@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from t0repro.errors import UserError
-from t0repro.tasks.registry import SCORE_EVAL_SUFFIX, PromptedTask
-from t0repro.tasks.showing import ROWS_LOOKED_AT, prompted_source, render_row
-from t0repro.tasks.sources import PromptedSource
+from t0repro.tasks.prompted_rows import PromptedRows
+from t0repro.tasks.registry import SCORE_EVAL_SUFFIX, task_descriptions
+from t0repro.tasks.showing import ROWS_LOOKED_AT, render_row
 from t0repro.tasks.templates import Drop
 
 ROWS = 20
@@ -54,11 +54,11 @@ class CheckedTask:
         return {**dataclasses.asdict(self), "verdict": self.verdict.value}
 
 
-def check_tasks(tasks: Sequence[PromptedTask], advance: Callable[[int], None]) -> list[CheckedTask]:
+def check_tasks(tasks: Sequence[str], advance: Callable[[int], None]) -> list[CheckedTask]:
     """Checks tasks.
 
     Args:
-      tasks: registered prompted tasks.
+      tasks: names of registered prompted tasks.
       advance: told of each task done.
     """
     found = []
@@ -68,20 +68,21 @@ def check_tasks(tasks: Sequence[PromptedTask], advance: Callable[[int], None]) -
     return found
 
 
-def without_twins(tasks: Sequence[PromptedTask]) -> list[PromptedTask]:
+def without_twins(tasks: Sequence[str]) -> list[str]:
     """One task for each prompt: a twin is left out where its task is there as well."""
-    names = {task.name for task in tasks}
+    names = set(tasks)
     return [
         task
         for task in tasks
-        if not task.score_eval or task.name.removesuffix(SCORE_EVAL_SUFFIX) not in names
+        if not task.endswith(SCORE_EVAL_SUFFIX) or task.removesuffix(SCORE_EVAL_SUFFIX) not in names
     ]
 
 
-def _check(task: PromptedTask) -> CheckedTask:
+def _check(name: str) -> CheckedTask:
+    description = task_descriptions()[name]
+    task, prompted = description.prompt, description.rows
     dataset = task.dataset if task.subset is None else f"{task.dataset}/{task.subset}"
-    source = prompted_source(task.name)
-    splits = tuple(source.splits_at_hand())
+    splits = tuple(prompted.splits_at_hand())
     rows = examples = 0
     never_correct = []
 
@@ -92,7 +93,7 @@ def _check(task: PromptedTask) -> CheckedTask:
         return found(Verdict.NO_ROWS, "its rows are not at hand")
     for split in splits:
         try:
-            count, rendered, correct = _render_first(source, split)
+            count, rendered, correct = _render_first(prompted, split)
         except UserError as error:
             where = f" ({error.where})" if error.where else ""
             return found(Verdict.BROKEN, error.what + where)
@@ -114,7 +115,7 @@ def _is_labelled(split: str) -> bool:
     return split != "test"
 
 
-def _render_first(source: PromptedSource, split: str) -> tuple[int, int, int]:
+def _render_first(source: PromptedRows, split: str) -> tuple[int, int, int]:
     """Rows rendered, examples that came of them, examples whose target is one of the choices."""
     count = examples = correct = 0
     for index, row in itertools.islice(source.rows(split), ROWS_LOOKED_AT):

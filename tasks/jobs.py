@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from t0repro.tasks.job_specs import PromptedDataset
+from t0repro.tasks.prompted_rows import PromptedRows
 from t0repro.tasks.registration import add_mixture, add_prompted_task
 from t0repro.tasks.registry import SCORE_EVAL_SUFFIX
 from t0repro.tasks.splits import Split
 from t0repro.tasks.t0_mixtures import MAX_EXAMPLES, t0_rate
 from t0repro.tasks.templates import task_name, template_names
 from t0repro.tasks.vocabulary import VocabularyFile
-
-if TYPE_CHECKING:
-    import seqio
 
 
 def register_job(
@@ -61,13 +58,13 @@ def register_job(
                 else:
                     evaluated.append(task.name + SCORE_EVAL_SUFFIX)
 
-    def training_rate(task: seqio.Task) -> float:
-        return t0_rate(task.num_input_examples("train") or 0, rates[task.name])
+    def training_rate(rows: PromptedRows) -> float:
+        return t0_rate(rows.num_input_examples("train"), rates[rows.name])
 
     add_mixture(f"{job}_train", list(rates), training_rate)
     add_mixture(f"{job}_eval_score_eval", evaluated, evaluation_rate)
 
 
-def evaluation_rate(task: seqio.Task) -> float:
-    """The task's validation rows, up to 500,000; used only if one trains on the mixture."""
-    return min(task.num_input_examples("validation") or 0, MAX_EXAMPLES)
+def evaluation_rate(rows: PromptedRows) -> float:
+    """Validation rows, up to 500,000; used only if one trains on the mixture."""
+    return min(rows.num_input_examples("validation"), MAX_EXAMPLES)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import seqio
-
-from t0repro.errors import UserError, nearest_names
+from t0repro.errors import UserError
+from t0repro.tasks.loading import registered_mixtures, select_tasks
+from t0repro.tasks.metric_names import metric_names
 from t0repro.tasks.p3_sizes import p3_sizes
-from t0repro.tasks.registry import PromptedTask, prompted_tasks
+from t0repro.tasks.registry import PromptedTask, prompted_mixtures, prompted_tasks
 
 OVERSAMPLED = 2.0
 """A rate above so many times the training examples is pointed out."""
@@ -30,7 +29,7 @@ class ListedTask:
       template: promptsource's name of the template.
       choices: the answer choices; empty where they differ from example to example, None where the
         template has none.
-      metrics: names of the task's metric functions.
+      metrics: names of the metrics that it is evaluated by.
       original_task: whether the prompt asks for what the dataset was made for.
       mixture: the mixture that the rate is of, or None where no registered one has the task.
       rate: its weight in the mixture, in examples; None where it is not known.
@@ -67,44 +66,17 @@ def list_tasks(
       UserError: if the mixture or the dataset is not there; the nearest names are listed.
     """
     known = prompted_tasks()
-    names: Iterable[str] = known
-    if mixture is not None:
-        names = {task.name for task in _mixture(mixture).tasks} & set(known)
-    if dataset is not None:
-        names = [name for name in names if dataset in _labels(known[name])]
-        if not names:
-            everywhere = sorted({label for task in known.values() for label in _labels(task)})
-            inside = f" in {mixture}" if mixture else ""
-            raise UserError(
-                f"There is no task of dataset {dataset!r}{inside}.",
-                where="--dataset",
-                fix=f"Nearest: {nearest_names(dataset, everywhere)}.",
-            )
+    names = select_tasks(mixture, dataset)
     mixtures = _mixtures_of_tasks() if mixture is None else {name: mixture for name in names}
-    return [_listed(known[name], mixtures.get(name), caches) for name in sorted(names)]
-
-
-def _labels(task: PromptedTask) -> tuple[str, ...]:
-    label = task.dataset if task.subset is None else f"{task.dataset}/{task.subset}"
-    return (task.dataset, label)
-
-
-def _mixture(name: str) -> seqio.Mixture:
-    if name not in seqio.MixtureRegistry.names():
-        raise UserError(
-            f"There is no mixture {name!r}.",
-            where="--mixture",
-            fix=f"Nearest: {nearest_names(name, seqio.MixtureRegistry.names())}.",
-        )
-    return seqio.MixtureRegistry.get(name)
+    return [_listed(known[name], mixtures.get(name), caches) for name in names]
 
 
 def _mixtures_of_tasks() -> dict[str, str]:
     """Task -> the first registered mixture that has it; T0's give a task one rate in all."""
     found: dict[str, str] = {}
-    for name in seqio.MixtureRegistry.names():
-        for task in seqio.MixtureRegistry.get(name).tasks:
-            found.setdefault(task.name, name)
+    for name, tasks in registered_mixtures().items():
+        for task in tasks:
+            found.setdefault(task, name)
     return found
 
 
@@ -121,7 +93,7 @@ def _listed(task: PromptedTask, mixture: str | None, caches: Sequence[Path]) -> 
         subset=task.subset,
         template=task.template_name,
         choices=(task.fixed_choices or ()) if task.has_answer_choices else None,
-        metrics=_metric_names(task.name),
+        metrics=metric_names(task),
         original_task=task.original_task,
         mixture=mixture,
         rate=rate,
@@ -133,10 +105,17 @@ def _listed(task: PromptedTask, mixture: str | None, caches: Sequence[Path]) -> 
 
 def _rate(mixture: str, task: str) -> float | None:
     try:
-        rate = seqio.MixtureRegistry.get(mixture).get_rate(seqio.TaskRegistry.get(task))
+        known = prompted_mixtures().get(mixture)
+        rate = _rate_in_seqio(mixture, task) if known is None else known.rate(task)
     except UserError:  # a rate that is the number of rows, which are not at hand
         return None
     return int(rate) if float(rate).is_integer() else rate
+
+
+def _rate_in_seqio(mixture: str, task: str) -> float:
+    import seqio
+
+    return seqio.MixtureRegistry.get(mixture).get_rate(seqio.TaskRegistry.get(task))
 
 
 def _training_examples(task: str, cached: Path | None) -> int | None:
@@ -145,15 +124,6 @@ def _training_examples(task: str, cached: Path | None) -> int | None:
         if statistics.is_file():
             return json.loads(statistics.read_text()).get("examples")
     return p3_sizes().get(task, {}).get("train")
-
-
-def _metric_names(task: str) -> tuple[str, ...]:
-    names = []
-    for metric in seqio.TaskRegistry.get(task).metric_fns:
-        while isinstance(metric, functools.partial):
-            metric = metric.func
-        names.append(getattr(metric, "__name__", str(metric)))
-    return tuple(names)
 
 
 def as_json(tasks: Sequence[ListedTask]) -> list[dict[str, Any]]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from t0repro.errors import UserError
 from t0repro.tasks import registry
+from t0repro.tasks.metric_names import METRICS, OF_T5
 from t0repro.tasks.prompted_rows import PromptedRows
 from t0repro.tasks.registry import TaskDescription
 from t0repro.tasks.splits import Split
@@ -18,24 +20,6 @@ from t0repro.tasks.vocabulary import VocabularyFile, default_vocabulary
 if TYPE_CHECKING:
     import seqio
 
-METRICS = {
-    "Accuracy": "accuracy",
-    "AUC": "auc",
-    "BLEU": "bleu",
-    "COQA F1": "coqa_f1",
-    "Edit Distance": "edit_distance",
-    "MultiRC": "multirc_f1_over_all_answers",
-    "Other": "accuracy",
-    "Pearson Correlation": "pearson_corrcoef",
-    "ROUGE": "rouge",
-    "Sequence Accuracy": "sequence_accuracy",
-    "Span Squad": "span_squad",
-    "Spearman Correlation": "spearman_corrcoef",
-    "Squad": "squad",
-    "Trivia QA": "trivia_qa",
-}
-"""promptsource's names of metrics -> t5's functions; "Other" counts as accuracy in T0."""
-
 _only_described = False
 
 
@@ -44,7 +28,8 @@ def describing() -> Iterator[None]:
     """Within it, tasks and mixtures are described in `t0repro.tasks.registry`, not added to SeqIO.
 
     SeqIO and TensorFlow take seconds and a gigabyte, and who only renders prompts needs neither.
-    Modules that were imported within it stay imported: their tasks are not SeqIO's in this process.
+    Where SeqIO has been imported, it gets them nevertheless; where it is imported later, it does
+    not: modules are imported once.
     """
     global _only_described
     before, _only_described = _only_described, True
@@ -98,35 +83,40 @@ def add_prompted_task(
     )
     twins = [description.twin()] if description.prompt.has_answer_choices else []
     for each in (description, *twins):
-        if not _only_described:
+        if _seqio_wants_it():
             from t0repro.tasks.seqio_tasks import add_task
 
             add_task(each)
-        registry.record(each)
+        registry.record_task(each)
     return description.prompt
 
 
 def add_mixture(
     name: str,
     tasks: Sequence[str] | Mapping[str, float],
-    default_rate: Callable[[seqio.Task], float] | None = None,
+    default_rate: Callable[[PromptedRows], float] | None = None,
 ) -> None:
     """Registers a mixture of prompted tasks; once more does nothing.
 
     Args:
       name: of the mixture.
       tasks: their names, with a rate each where there is no default.
-      default_rate: SeqIO task -> its rate.
+      default_rate: a task's rows -> its rate.
     """
-    if not _only_described:
+    if _seqio_wants_it():
         from t0repro.tasks.seqio_tasks import add_mixture as add_to_seqio
 
         add_to_seqio(name, tasks, default_rate)
-    registry.record_mixture(name, list(tasks))
+    rates = tasks if isinstance(tasks, Mapping) else {}
+    registry.record_mixture(registry.PromptedMixture(name, tuple(tasks), rates, default_rate))
+
+
+def _seqio_wants_it() -> bool:
+    return not _only_described or "seqio" in sys.modules
 
 
 def _check_metrics(dataset: str, template: Any) -> None:
-    if dataset in ("glue", "super_glue"):  # these have T5's own
+    if dataset in OF_T5:
         return
     unknown = [name for name in template.metadata.metrics or () if name not in METRICS]
     if unknown:

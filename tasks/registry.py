@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -73,8 +73,35 @@ class TaskDescription:
         return dataclasses.replace(self, prompt=self.prompt.twin())
 
 
+@dataclasses.dataclass(frozen=True)
+class PromptedMixture:
+    """A mixture of prompted tasks.
+
+    Attributes:
+      name: of the mixture.
+      tasks: their names.
+      rates: task -> its rate, in examples.
+      default_rate: a task's rows -> the rate of one that is not among `rates`.
+    """
+
+    name: str
+    tasks: tuple[str, ...]
+    rates: Mapping[str, float]
+    default_rate: Callable[[PromptedRows], float] | None
+
+    def rate(self, task: str) -> float:
+        """A task's rate.
+
+        Raises:
+          UserError: if it is the number of rows, and these are missing.
+        """
+        if task in self.rates or self.default_rate is None:
+            return self.rates[task]
+        return self.default_rate(_tasks[task].rows)
+
+
 _tasks: dict[str, TaskDescription] = {}
-_mixtures: dict[str, tuple[str, ...]] = {}
+_mixtures: dict[str, PromptedMixture] = {}
 
 
 def prompted_tasks() -> Mapping[str, PromptedTask]:
@@ -87,16 +114,16 @@ def task_descriptions() -> Mapping[str, TaskDescription]:
     return types.MappingProxyType(_tasks)
 
 
-def prompted_mixtures() -> Mapping[str, Sequence[str]]:
-    """Name of each mixture of prompted tasks registered so far -> its tasks."""
+def prompted_mixtures() -> Mapping[str, PromptedMixture]:
+    """Every mixture of prompted tasks registered so far, by name."""
     return types.MappingProxyType(_mixtures)
 
 
-def record(description: TaskDescription) -> None:
+def record_task(description: TaskDescription) -> None:
     """Adds a task, or puts it in the place of one of its name."""
     _tasks[description.prompt.name] = description
 
 
-def record_mixture(name: str, tasks: Sequence[str]) -> None:
+def record_mixture(mixture: PromptedMixture) -> None:
     """Adds a mixture."""
-    _mixtures[name] = tuple(tasks)
+    _mixtures[mixture.name] = mixture

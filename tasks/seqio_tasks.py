@@ -11,8 +11,9 @@ import tensorflow as tf
 from t5.data import glue_utils, postprocessors, preprocessors
 from t5.evaluation import metrics
 
+from t0repro.tasks.metric_names import METRICS
 from t0repro.tasks.prompted_rows import PromptedRows
-from t0repro.tasks.registration import METRICS, name_is_taken
+from t0repro.tasks.registration import name_is_taken
 from t0repro.tasks.registry import ADDS_EOS, TaskDescription
 from t0repro.tasks.seqio_vocabulary import seqio_vocabulary
 from t0repro.tasks.sources import PromptedSource
@@ -58,12 +59,22 @@ def add_task(description: TaskDescription) -> None:
 def add_mixture(
     name: str,
     tasks: Sequence[str] | Mapping[str, float],
-    default_rate: Callable[[seqio.Task], float] | None,
+    default_rate: Callable[[PromptedRows], float] | None,
 ) -> None:
     """Adds a mixture to SeqIO's registry, if it is not there."""
-    if name not in seqio.MixtureRegistry.names():
-        rated = list(tasks.items()) if isinstance(tasks, Mapping) else list(tasks)
-        seqio.MixtureRegistry.add(name, rated, default_rate=default_rate)
+    if name in seqio.MixtureRegistry.names():
+        return
+    if isinstance(tasks, Mapping):
+        seqio.MixtureRegistry.add(name, list(tasks.items()))
+    else:
+        assert default_rate is not None
+        rate = functools.partial(_rate_of_task, default_rate)
+        seqio.MixtureRegistry.add(name, list(tasks), default_rate=rate)
+
+
+def _rate_of_task(rate: Callable[[PromptedRows], float], task: seqio.Task) -> float:
+    assert isinstance(task.source, PromptedSource)
+    return rate(task.source)
 
 
 def tokenize(dataset: tf.data.Dataset, output_features: Mapping[str, Any]) -> tf.data.Dataset:

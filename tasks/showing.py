@@ -6,14 +6,17 @@ import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
-
-import seqio
+from typing import TYPE_CHECKING, Any
 
 from t0repro.errors import UserError, nearest_names
-from t0repro.tasks.registry import PromptedTask, prompted_tasks
-from t0repro.tasks.sources import PromptedSource
+from t0repro.tasks.prompted_rows import PromptedRows
+from t0repro.tasks.registry import PromptedTask, task_descriptions
 from t0repro.tasks.templates import CompiledTemplate, Drop, Rendering, compiled
+from t0repro.tasks.vocabulary import VocabularyFile
+
+if TYPE_CHECKING:
+    import seqio
+    from sentencepiece import SentencePieceProcessor
 
 ROWS_LOOKED_AT = 5_000
 """Rows read before giving up on a template that makes no example of them."""
@@ -96,17 +99,17 @@ def show_task(
     Raises:
       UserError: if task or split is not there, or rows are missing or broken.
     """
-    task = prompted_tasks().get(name)
-    if task is None:
+    description = task_descriptions().get(name)
+    if description is None:
         raise UserError(
             f"There is no task {name!r}.",
-            fix=f"Nearest: {nearest_names(name, prompted_tasks())}.",
+            fix=f"Nearest: {nearest_names(name, task_descriptions())}.",
         )
     lengths = lengths or {"inputs": 1024, "targets": 256}
-    source = prompted_source(name)
+    source = description.rows
     split = chosen_split(source, name, split)
     uncut = CompiledTemplate(source.template, cut=False)
-    tokenizer, error = _tokenizer(name)
+    tokenizer, error = _tokenizer(description.vocabulary)
     dropped: Counter[str] = Counter()
     examples: list[ShownExample] = []
     read = 0
@@ -120,23 +123,16 @@ def show_task(
         examples.append(_shown(index, row, rendering, whole, tokenizer, lengths))
         if len(examples) == rows:
             break
-    return ShownTask(task, split, examples, read, dict(dropped), lengths, error)
+    return ShownTask(description.prompt, split, examples, read, dict(dropped), lengths, error)
 
 
-def prompted_source(name: str) -> PromptedSource:
-    """The source of a registered prompted task."""
-    source = seqio.TaskRegistry.get(name).source
-    assert isinstance(source, PromptedSource)
-    return source
-
-
-def chosen_split(source: PromptedSource, name: str, split: str | None) -> str:
+def chosen_split(source: PromptedRows, name: str, split: str | None) -> str:
     """The split asked for, or the first of train, validation, test and others that is at hand.
 
     Raises:
       UserError: if the task does not have it; or, by the reader, if no rows are at hand.
     """
-    splits = list(source.splits)
+    splits = list(source.files_of_splits)
     if split is not None:
         if split not in splits:
             raise UserError(
@@ -153,7 +149,7 @@ def chosen_split(source: PromptedSource, name: str, split: str | None) -> str:
 
 
 def render_row(
-    source: PromptedSource, split: str, index: int, row: Mapping[str, Any]
+    source: PromptedRows, split: str, index: int, row: Mapping[str, Any]
 ) -> Rendering | Drop:
     """One row as the task renders it.
 
@@ -172,13 +168,15 @@ def render_row(
         ) from error
 
 
-def _tokenizer(name: str) -> tuple[seqio.Vocabulary | None, str | None]:
-    vocabulary = seqio.TaskRegistry.get(name).output_features["inputs"].vocabulary
+def _tokenizer(
+    vocabulary: VocabularyFile | seqio.Vocabulary,
+) -> tuple[SentencePieceProcessor | seqio.Vocabulary | None, str | None]:
+    if not isinstance(vocabulary, VocabularyFile):
+        return vocabulary, None
     try:
-        vocabulary.encode("")
+        return vocabulary.processor(), None
     except UserError as error:
         return None, str(error)
-    return vocabulary, None
 
 
 def _place(choices: list[str] | None, target: str) -> int | None:
@@ -190,7 +188,7 @@ def _shown(
     row: Mapping[str, Any],
     rendering: Rendering,
     whole: Rendering | Drop,
-    tokenizer: seqio.Vocabulary | None,
+    tokenizer: SentencePieceProcessor | seqio.Vocabulary | None,
     lengths: Mapping[str, int],
 ) -> ShownExample:
     choices = rendering.answer_choices or None

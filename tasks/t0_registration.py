@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
 from t0repro.tasks.catalogue import T0Dataset, catalogue, rounds_of, t0_datasets
+from t0repro.tasks.prompted_rows import PromptedRows
 from t0repro.tasks.registration import add_prompted_task
-from t0repro.tasks.registry import task_descriptions
 from t0repro.tasks.splits import Split
 from t0repro.tasks.t0_mixtures import MAX_EXAMPLES, T0Task
 from t0repro.tasks.templates import task_name, template_datasets, template_names
-
-if TYPE_CHECKING:
-    import seqio
 
 
 def splits_in_catalogue(entry: T0Dataset) -> list[str]:
@@ -54,13 +50,12 @@ def _splits_of_tasks(dataset: str, held: list[str]) -> dict[str, dict[str, Split
     return {suffix: splits for suffix, splits in found.items() if splits}
 
 
-def evaluation_rate(task: seqio.Task) -> float:
+def evaluation_rate(rows: PromptedRows) -> float:
     """Examples up to 500,000, as T0 rates what it only evaluates.
 
     Those of the training split, or of the next one where a dataset has none; the catalogue's, so
     that no row is read.
     """
-    rows = task_descriptions()[task.name].rows
     sizes: Mapping[str, int] = catalogue()[rows.dataset, rows.subset].splits
     files = rows.files_of_splits
     split = next(name for name in ("train", "validation", "test") if name in files)

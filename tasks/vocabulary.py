@@ -8,9 +8,13 @@ import os
 import urllib.error
 import urllib.request
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from t0repro.errors import UserError
 from t0repro.files import write_atomically
+
+if TYPE_CHECKING:
+    from sentencepiece import SentencePieceProcessor
 
 VOCABULARY_VARIABLE = "T0REPRO_VOCAB"
 DEFAULT_ADDRESS = "gs://t5-data/vocabs/cc_all.32000.100extra/sentencepiece.model"
@@ -39,12 +43,22 @@ class VocabularyFile:
         """
         return _with_extra_ids(local_copy(self.address), self.extra_ids)
 
+    def processor(self) -> SentencePieceProcessor:
+        """The loaded model.
+
+        Raises:
+          UserError: as `sp_model`.
+        """
+        from sentencepiece import SentencePieceProcessor
+
+        processor = SentencePieceProcessor()
+        processor.LoadFromSerializedProto(self.sp_model)
+        return processor
+
     @property
     def eos_id(self) -> int:
         """The token that ends a target."""
-        from sentencepiece import SentencePieceProcessor
-
-        return SentencePieceProcessor(model_proto=self.sp_model).eos_id()
+        return self.processor().eos_id()
 
 
 def default_vocabulary() -> VocabularyFile:

@@ -137,12 +137,10 @@ def renderer(tasks: str) -> None:
     """Prints what one process renders, tokenizes and writes in a second, start-up left out."""
     from t0repro.data.prompt_cache import shards
     from t0repro.data.prompt_cache.plan import Request
-    from t0repro.data.prompt_cache.planning import make_plan_without_seqio
+    from t0repro.data.prompt_cache.planning import make_plan
 
     folder = Path(tempfile.mkdtemp())
-    plan = make_plan_without_seqio(
-        Request((LOCAL,), tuple(tasks.split(",")), (), str(folder / "none"))
-    )
+    plan = make_plan(Request((LOCAL,), tuple(tasks.split(",")), (), str(folder / "none")))
     (vocabulary,) = plan.vocabularies.values()
     (folder / "vocabulary").write_bytes(vocabulary)
     spools, rows, examples, started = {}, 0, 0, time.process_time()

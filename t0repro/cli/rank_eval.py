@@ -84,7 +84,7 @@ def rank_eval(
     from t0repro.evaluation.terminal import print_report
     from t0repro.evaluation.training_tasks import load_prompts, training_tasks
 
-    prompts = load_prompts(module_import or ())
+    prompts = load_prompts(module_import or (), into_seqio=True)
     trained = training_tasks(train_mixture or ())
     _add_cache(cache_dir)
     settings = evaluation.Settings(

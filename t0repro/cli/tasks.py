@@ -33,16 +33,11 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def _register(modules: list[str] | None, templates: list[Path] | None) -> None:
-    """Imports the modules, or the default one where neither modules nor templates are named."""
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    from t0repro.evaluation.training_tasks import load_prompts
-    from t0repro.tasks.template_files import read_template_file, register_templates
+    """Loads the modules, or the default one where neither modules nor templates are named."""
+    from t0repro.tasks.loading import load_tasks
 
-    for path in templates or ():
-        read_template_file(path)  # a broken file is told of before seconds of imports
-    load_prompts(modules or ([] if templates else [DEFAULT_MODULE]))
-    for path in templates or ():
-        register_templates(path)
+    default = [] if templates else [DEFAULT_MODULE]
+    load_tasks(modules or default, templates or (), into_seqio=False)
 
 
 @app.command("ls")
@@ -118,12 +113,10 @@ def check_tasks(
     """
     _register(module_import, templates)
     from t0repro.progress import count_progress
-    from t0repro.tasks import checking, listing, task_tables
-    from t0repro.tasks.registry import prompted_tasks
+    from t0repro.tasks import checking, task_tables
+    from t0repro.tasks.loading import select_tasks
 
-    known = prompted_tasks()
-    listed = [known[found.task] for found in listing.list_tasks(mixture, dataset)]
-    tasks = checking.without_twins(listed)
+    tasks = checking.without_twins(select_tasks(mixture, dataset))
     with count_progress(len(tasks), "checking", "tasks", "checked") as advance:
         checked = checking.check_tasks(tasks, advance)
     if as_json:

@@ -13,37 +13,34 @@ from t0repro.errors import UserError, nearest_names
 from t0repro.evaluation.summary import PromptInfo, dataset_label
 
 
-def load_prompts(modules: Sequence[str]) -> Mapping[str, PromptInfo]:
+def load_prompts(modules: Sequence[str], *, into_seqio: bool = False) -> Mapping[str, PromptInfo]:
     """Imports modules that register tasks; task name -> its prompt. Empty without a module.
+
+    Args:
+      modules: names of modules.
+      into_seqio: whether SeqIO is to have the tasks, to read their examples.
 
     Raises:
       UserError: if a module cannot be found.
     """
     if not modules:
         return {}
-    from t0repro.mesh import compat
-
-    compat.quiet_logs()
-    for name in modules:
-        try:
-            importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            raise UserError(
-                f"The module {name!r} cannot be imported: {error}.",
-                where="--module-import",
-                fix="Name an importable module that registers tasks, such as t0repro.tasks.demo.",
-            ) from error
-    # By name: type checkers do not follow the mapping of top-level folders into the package
-    return importlib.import_module("t0repro.tasks.registry").prompted_tasks()
+    return _loading().load_tasks(modules, into_seqio=into_seqio)
 
 
 def training_tasks(mixtures: Sequence[str]) -> set[str]:
     """Names of the tasks of registered mixtures, tasks of mixtures within them included.
 
     Raises:
-      UserError: if a mixture or task is not registered.
+      UserError: if a mixture is not registered.
     """
-    return {task.name for mixture in mixtures for task in subtasks(mixture, "--train-mixture")}
+    of_mixture = _loading().tasks_of_mixture
+    return {task for mixture in mixtures for task in of_mixture(mixture, "--train-mixture")}
+
+
+def _loading() -> Any:
+    # By name: type checkers do not follow the mapping of top-level folders into the package
+    return importlib.import_module("t0repro.tasks.loading")
 
 
 def subtasks(mixture: str, option: str) -> Sequence[Any]:

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -60,6 +61,28 @@ def own(tmp_path, monkeypatch):
         if task.dataset in written:
             seqio.TaskRegistry.remove(task.name)
             registry._tasks.pop(task.name)
+
+
+LIGHT = """
+import contextlib, sys
+from t0repro.cli import app
+for arguments in (
+    ["ls", "--mixture", "demo_train"],
+    ["show", "demo_imdb_Reviewer_Sentiment_Feeling"],
+    ["check", "--dataset", "imdb"],
+):
+    sys.argv = ["t0repro", "tasks", *arguments, "--module_import=t0repro.tasks.demo"]
+    with contextlib.suppress(SystemExit):
+        app.main()
+assert not {"tensorflow", "seqio", "jax", "datasets"} & set(sys.modules)
+"""
+
+
+def test_neither_list_nor_examples_nor_checks_import_seqio_or_tensorflow():
+    done = subprocess.run([sys.executable, "-P", "-c", LIGHT], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "14 tasks of 4 datasets." in done.stdout
+    assert "3 tasks: 3 ok" in done.stdout
 
 
 # ls ----------------------------------------------------------------------------------------------

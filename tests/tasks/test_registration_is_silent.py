@@ -51,7 +51,7 @@ with describing():
         __import__(f"t0repro.tasks.{{module}}")
 heavy = {{"tensorflow", "seqio", "t5", "jax", "datasets"}} & set(sys.modules)
 assert not heavy, heavy
-mixtures = {{name: sorted(of) for name, of in prompted_mixtures().items()}}
+mixtures = {{name: sorted(of.tasks) for name, of in prompted_mixtures().items()}}
 described = sorted(prompted_tasks()), mixtures
 from t0repro.tasks.registry import _mixtures, _tasks
 for module in {modules}:

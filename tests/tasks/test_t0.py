@@ -1,5 +1,6 @@
 """T0's tasks and mixtures, against a table that was counted without this package."""
 
+import functools
 import importlib
 import json
 import os
@@ -16,6 +17,8 @@ from t5.evaluation import metrics
 from t0repro.tasks import prompted_tasks
 from t0repro.tasks.catalogue import catalogue, features_of, rounds_of, t0_datasets
 from t0repro.tasks.columns import columns_of_dataset
+from t0repro.tasks.metric_names import metric_names
+from t0repro.tasks.registry import prompted_mixtures
 from t0repro.tasks.templates import task_name, template_names
 
 TABLE = json.loads((Path(__file__).parent / "t0_mixtures.json").read_text())
@@ -116,6 +119,38 @@ def test_metrics_are_t5s_for_glue_and_super_glue_and_the_templates_for_others():
     assert of("super_glue_cb_GPT_3_style") == glue_utils.get_super_glue_metric("cb")
     assert of("super_glue_wsc.fixed_p_is_are_r") == [metrics.accuracy]
     assert of("xsum_DOC_tldr") == [metrics.rouge] or metrics.rouge in of("xsum_DOC_tldr")
+
+
+def function_names(task):
+    """Of a SeqIO task's metrics."""
+    found = []
+    for metric in seqio.TaskRegistry.get(task).metric_fns:
+        while isinstance(metric, functools.partial):
+            metric = metric.func
+        found.append(metric.__name__)
+    return tuple(found)
+
+
+def test_metrics_are_named_as_t5s_functions_or_by_what_they_return():
+    # t5 wraps two of T0's metrics in functions of no name of their own.
+    wrapped = {"fn": "mean_3class_f1", "_deduplicated_metric": "squad"}
+    (f1, _), (matthews,) = (
+        glue_utils.get_super_glue_metric("cb"),
+        glue_utils.get_glue_metric("cola"),
+    )
+    assert list(f1([0, 1, 2], [0, 1, 1])) == ["mean_3class_f1"]
+    assert list(matthews([0, 1], [0, 1])) == ["matthews_corrcoef"]
+    tasks = {task for mixture in MIXTURES for task in prompted_mixtures()[mixture].tasks}
+    for name in tasks:
+        expected = tuple(wrapped.get(each, each) for each in function_names(name))
+        assert metric_names(prompted_tasks()[name]) == expected, name
+
+
+@pytest.mark.parametrize("mixture", MIXTURES)
+def test_rates_without_seqio_are_seqios(mixture):
+    ours, theirs = prompted_mixtures()[mixture], seqio.MixtureRegistry.get(mixture)
+    assert sorted(ours.tasks) == sorted(task.name for task in theirs.tasks)
+    assert all(ours.rate(task.name) == theirs.get_rate(task) for task in theirs.tasks)
 
 
 def test_the_catalogue_has_every_dataset_of_the_table_and_every_column_that_a_template_reads():

@@ -20,15 +20,12 @@ import numpy as np
 
 from t0repro.data.prompt_cache import folders, provenance, shards
 from t0repro.data.prompt_cache.plan import CachedTask, Plan, Prompt, Request, RowsOfSplit
-from t0repro.data.prompt_cache.planning import (
-    make_plan_with_seqio,
-    make_plan_without_seqio,
-    needs_seqio,
-)
+from t0repro.data.prompt_cache.planning import make_plan
 from t0repro.data.prompt_cache.prompts import Statistics, features
 from t0repro.data.prompt_cache.shards import Piece, PieceResult, SpooledRows
 from t0repro.errors import UserError
 from t0repro.files import write_atomically
+from t0repro.tasks.loading import needs_seqio
 
 _ROWS_PER_PIECE = 1 << 12
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -135,10 +132,10 @@ def _workers(count: int) -> Iterator[ProcessPoolExecutor]:
 
 def _planned(request: Request, pool: ProcessPoolExecutor, workers: int) -> Plan:
     """The plan, made by a worker, or where it takes SeqIO by a process that has then ended."""
-    if needs_seqio(request):
+    if needs_seqio(request.modules):
         with _pool(1) as other:
-            return other.submit(make_plan_with_seqio, request).result()
-    plan = pool.submit(make_plan_without_seqio, request)
+            return other.submit(make_plan, request).result()
+    plan = pool.submit(make_plan, request)
     for _ in range(workers - 1):  # the other workers start meanwhile
         pool.submit(shards.warm_up)
     return plan.result()

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import fnmatch
 import hashlib
-import importlib
 import importlib.metadata
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,13 +30,6 @@ if TYPE_CHECKING:
     from t0repro.tasks.prompted_rows import PromptedRows
     from t0repro.tasks.registry import TaskDescription
 
-_OWN = "t0repro.tasks."
-
-
-def needs_seqio(request: Request) -> bool:
-    """Whether modules are to be imported that may add to SeqIO what only SeqIO knows."""
-    return not all(module.startswith(_OWN) for module in request.modules)
-
 
 def make_plan(request: Request) -> Plan:
     """Registers the tasks, selects those asked for, and says what of them is not cached yet.
@@ -47,15 +38,10 @@ def make_plan(request: Request) -> Plan:
       UserError: if a name matches nothing, a task is not a prompted one, rows are missing, or a
         task is cached already from other templates, another vocabulary or another seed.
     """
+    from t0repro.tasks.loading import load_tasks
     from t0repro.tasks.registry import task_descriptions
-    from t0repro.tasks.template_files import read_template_file, register_templates
 
-    for path in request.templates:
-        read_template_file(path)  # a broken file is told of before seconds of imports
-    for module in request.modules:
-        _import(module)
-    for path in request.templates:
-        register_templates(path)
+    load_tasks(request.modules, request.templates, into_seqio=False)
     names = _selected(request)
     descriptions = task_descriptions()
     _check_prompted(names, descriptions)
@@ -72,59 +58,11 @@ def make_plan(request: Request) -> Plan:
     )
 
 
-def make_plan_without_seqio(request: Request) -> Plan:
-    """`make_plan` from descriptions alone; for a process that does not read tasks by SeqIO."""
-    from t0repro.tasks.registration import describing
-
-    with describing():
-        return make_plan(request)
-
-
-def make_plan_with_seqio(request: Request) -> Plan:
-    """`make_plan` without TensorFlow's start-up chatter, for a process that begins with it."""
-    from t0repro.mesh import compat
-
-    compat.quiet_logs()
-    return make_plan(request)
-
-
-def _import(module: str) -> None:
-    try:
-        importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is None or not module.startswith(error.name):
-            raise
-        raise UserError(
-            f"There is no module {module!r}.",
-            where="--module_import",
-            fix="Name a module that registers tasks, for instance t0repro.tasks.t0.",
-        ) from error
-
-
-def _registered() -> tuple[list[str], dict[str, Sequence[str]]]:
-    """Names of all tasks, and the tasks of all mixtures, those that only SeqIO knows included."""
-    from t0repro.tasks.registry import prompted_mixtures, task_descriptions
-
-    tasks, mixtures = list(task_descriptions()), dict(prompted_mixtures())
-    seqio = sys.modules.get("seqio")
-    if seqio is not None:
-        tasks += [name for name in seqio.TaskRegistry.names() if name not in task_descriptions()]
-        for name in seqio.MixtureRegistry.names():
-            mixtures[name] = [task.name for task in seqio.MixtureRegistry.get(name).tasks]
-    return tasks, mixtures
-
-
 def _selected(request: Request) -> list[str]:
-    tasks, mixtures = _registered()
-    names: list[str] = []
-    for mixture in request.mixtures:
-        if mixture not in mixtures:
-            raise UserError(
-                f"There is no mixture {mixture!r}.",
-                where="--mixture",
-                fix=f"Nearest: {nearest_names(mixture, mixtures)}.",
-            )
-        names += mixtures[mixture]
+    from t0repro.tasks.loading import registered_tasks, tasks_of_mixture
+
+    names = [task for mixture in request.mixtures for task in tasks_of_mixture(mixture)]
+    tasks = registered_tasks()
     for pattern in request.patterns:
         matching = fnmatch.filter(tasks, pattern)
         if not matching:
