@@ -68,6 +68,11 @@ class TaskDescription:
     rows: PromptedRows
     vocabulary: VocabularyFile | seqio.Vocabulary
 
+    @property
+    def sp_model(self) -> bytes | None:
+        """The vocabulary's serialized SentencePiece model; None where it is of another kind."""
+        return getattr(self.vocabulary, "sp_model", None)
+
     def twin(self) -> TaskDescription:
         """The twin's, of the same rows."""
         return dataclasses.replace(self, prompt=self.prompt.twin())

@@ -41,8 +41,6 @@ SIZES = {
     "base": {"layers": 12, "d_model": 768, "d_ff": 2048, "num_heads": 12, "d_kv": 64},
 }
 VOCABULARY = 32128
-EXAMPLES_A_BATCH = 8  # Hugging Face's per_device_eval_batch_size
-PAIRS_A_BATCH = 16  # of lm-eval
 HELD_OUT = (
     ("anli", None), ("hellaswag", None), ("super_glue", "cb"), ("super_glue", "copa"),
     ("super_glue", "rte"), ("super_glue", "wic"), ("super_glue", "wsc.fixed"),
@@ -50,6 +48,7 @@ HELD_OUT = (
 )  # fmt: skip
 LENGTHS = {"inputs": 1024, "targets": 256}
 PEERS = ("pytorch", "lm_eval")
+TORCH_WORKER = Path(__file__).with_name("rank_eval_torch.py")
 
 
 def main() -> None:
@@ -64,11 +63,7 @@ def main() -> None:
     parser.add_argument("--torch-python", help="a Python with torch, transformers, lm-eval")
     parser.add_argument("--mtf", action="store_true", help="measure Mesh TensorFlow too")
     parser.add_argument("--read-only", action="store_true", help="only read the pairs")
-    parser.add_argument("--torch-worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.torch_worker:
-        torch_worker(Path(options.torch_worker))
-        return
     work = Path(options.work)
     work.mkdir(parents=True, exist_ok=True)
     tasks = read_tasks(work, options.limit)
@@ -302,7 +297,7 @@ class TorchWorker:
         (folder / "config.json").write_text(json.dumps(SIZES[options.size]))
         self.folder = folder
         self.process = subprocess.Popen(
-            [options.torch_python, __file__, f"--torch-worker={folder}"],
+            [options.torch_python, str(TORCH_WORKER), str(folder)],
             # Threads that wait give way. Otherwise PyTorch suffers most where others compute on
             # the same two cores: at a load of 4 it did 6 pairs a second in place of 16.
             env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE"},
@@ -342,153 +337,6 @@ class TorchWorker:
         assert self.process.stdin is not None
         self.process.stdin.close()
         self.process.wait()
-
-
-def torch_worker(folder: Path) -> None:
-    """Answers the name of a harness with seconds and gigabytes until there is no more."""
-    answers = sys.stdout
-    sys.stdout = sys.stderr  # what libraries print
-    model = torch_model(folder)
-    harnesses = {"pytorch": torch_scores, "lm_eval": lm_eval_scores}
-    print("ready", file=answers, flush=True)
-    for line in sys.stdin:
-        work = json.loads((folder / "work.json").read_text())
-        score = harnesses[line.strip()]
-        score(model, work[:1])  # what is done once does not count
-        started = time.perf_counter()
-        scores = score(model, work)
-        seconds = time.perf_counter() - started
-        np.save(folder / "scores.npy", np.array(scores))
-        print(seconds, peak_memory(), file=answers, flush=True)
-
-
-def torch_model(folder: Path):
-    import torch
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    size = json.loads((folder / "config.json").read_text())
-    config = T5Config(
-        vocab_size=VOCABULARY,
-        num_layers=size["layers"],
-        d_model=size["d_model"],
-        d_ff=size["d_ff"],
-        num_heads=size["num_heads"],
-        d_kv=size["d_kv"],
-        feed_forward_proj="gated-gelu",
-        tie_word_embeddings=False,
-        decoder_start_token_id=0,
-        dropout_rate=0.0,
-    )
-    model = T5ForConditionalGeneration(config).eval()
-    # transformers 5 ties the logits to the embedding whatever the configuration says
-    model.lm_head.weight = torch.nn.Parameter(torch.empty_like(model.lm_head.weight))
-    weights = np.load(folder / "weights.npz")
-    state = {}
-    for name in weights.files:
-        value = torch.from_numpy(weights[name])
-        for key, transposed in torch_names(name.removeprefix("target/")):
-            state[key] = value.T.contiguous() if transposed else value
-    model.load_state_dict(state, strict=True)
-    return model
-
-
-def torch_names(path: str) -> list[tuple[str, bool]]:
-    """Names in transformers of a T5X parameter, and whether it is transposed there."""
-    if path == "token_embedder/embedding":
-        names = ("shared", "encoder.embed_tokens", "decoder.embed_tokens")
-        return [(f"{name}.weight", False) for name in names]
-    if path == "decoder/logits_dense/kernel":
-        return [("lm_head.weight", True)]
-    tower, *rest = path.split("/")
-    if rest[0] == "relpos_bias":
-        name = f"{tower}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
-        return [(name, True)]
-    if rest[0].endswith("_norm"):
-        return [(f"{tower}.final_layer_norm.weight", False)]
-    block, part = f"{tower}.block.{rest[0].removeprefix('layers_')}.layer", rest[1]
-    last = 1 if tower == "encoder" else 2
-    norms = {
-        "pre_attention_layer_norm": 0,
-        "pre_self_attention_layer_norm": 0,
-        "pre_cross_attention_layer_norm": 1,
-        "pre_mlp_layer_norm": last,
-    }
-    if part in norms:
-        return [(f"{block}.{norms[part]}.layer_norm.weight", False)]
-    if part == "mlp":
-        return [(f"{block}.{last}.DenseReluDense.{rest[2]}.weight", True)]
-    place = "1.EncDecAttention" if part == "encoder_decoder_attention" else "0.SelfAttention"
-    letter = {"query": "q", "key": "k", "value": "v", "out": "o"}[rest[2]]
-    return [(f"{block}.{place}.{letter}.weight", True)]
-
-
-def torch_scores(model, work: list[dict]) -> list[float]:
-    """T0's run_eval: a batch is some examples of one task, inputs repeated for each choice."""
-    scores: list[float] = []
-    start = 0
-    while start < len(work):
-        end = start
-        while (
-            end < len(work)
-            and end - start < EXAMPLES_A_BATCH
-            and work[end]["task"] == work[start]["task"]
-        ):
-            end += 1
-        inputs = [e["inputs"] for e in work[start:end] for _ in e["choices"]]
-        targets = [choice for e in work[start:end] for choice in e["choices"]]
-        scores += torch_batch(model, inputs, targets)
-        start = end
-    return scores
-
-
-def torch_batch(model, inputs: list[list[int]], targets: list[list[int]]) -> list[float]:
-    import torch
-
-    def padded(rows: list[list[int]]):
-        length = max(map(len, rows))
-        return torch.tensor([row + [0] * (length - len(row)) for row in rows])
-
-    ids, labels = padded(inputs), padded(targets)
-    with torch.no_grad():
-        logits = model(
-            input_ids=ids,
-            attention_mask=(ids > 0).long(),
-            labels=labels,
-            decoder_attention_mask=(labels > 0).long(),
-        ).logits
-        log_p = torch.log_softmax(logits, dim=-1).gather(-1, labels[..., None])[..., 0]
-        return (log_p * (labels > 0)).sum(-1).tolist()
-
-
-_harness: dict[str, object] = {}
-
-
-def lm_eval_scores(model, work: list[dict]) -> list[float]:
-    """lm-eval's own loop over (context, continuation) pairs of tokens."""
-    if "model" not in _harness:
-        from lm_eval.models.huggingface import HFLM
-        from tokenizers import Tokenizer
-        from tokenizers.models import WordLevel
-        from transformers import PreTrainedTokenizerFast
-
-        # Never asked for a token: the pairs are tokens already
-        words = Tokenizer(WordLevel({"<pad>": 0, "</s>": 1}, unk_token="<pad>"))
-        tokens = PreTrainedTokenizerFast(
-            tokenizer_object=words, pad_token="<pad>", eos_token="</s>"
-        )
-        logits = model.lm_head.weight
-        _harness["model"] = HFLM(
-            pretrained=model,
-            tokenizer=tokens,
-            backend="seq2seq",
-            batch_size=PAIRS_A_BATCH,
-            max_length=LENGTHS["inputs"],
-            device="cpu",
-        )
-        model.lm_head.weight = logits  # lm-eval ties it to the embedding
-    requests = [(("", ""), e["inputs"], choice) for e in work for choice in e["choices"]]
-    harness = _harness["model"]
-    return [score for score, _ in harness._loglikelihood_tokens(requests, disable_tqdm=True)]
 
 
 # Mesh TensorFlow ---------------------------------------------------------------------------------

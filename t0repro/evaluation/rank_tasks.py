@@ -1,4 +1,4 @@
-"""The tasks of a mixture, to rank or to decode, read through SeqIO one at a time."""
+"""The tasks of a mixture, to rank or to decode, read one at a time."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from typing import Any
 import numpy as np
 
 from t0repro.data.batches import EvalTask
+from t0repro.data.prompted_examples import prompted_examples
 from t0repro.errors import UserError
 from t0repro.evaluation.records import digest_of_texts
 from t0repro.evaluation.training_tasks import subtasks
+from t0repro.tasks.registry import task_descriptions
 
 # Mesh TensorFlow pads the vocabulary to a multiple of this (vocab_divisor).
 VOCABULARY_MULTIPLE = 128
@@ -148,6 +150,27 @@ def read_task(
       limit: the most inputs, each with all of its choices; None takes all.
       use_cached: read the cached task.
     """
+    import seqio
+
+    description = None if use_cached else task_descriptions().get(name)
+    if description is None or description.sp_model is None:
+        rows = _rows_of_seqio(name, split, lengths, use_cached)
+        examples = list(rows if limit is None else _limited(rows, limit))
+    else:
+        examples = prompted_examples(description, split, lengths, limit)
+    task = seqio.TaskRegistry.get(name)
+    return EvalTask(
+        name=name,
+        examples=examples,
+        targets=[_postprocessed(task.postprocess_fn, example) for example in examples],
+        postprocess=task.postprocess_fn,
+        metric_fns=task.metric_fns,
+    )
+
+
+def _rows_of_seqio(
+    name: str, split: str, lengths: Mapping[str, int], use_cached: bool
+) -> Iterator[dict[str, Any]]:
     from t0repro.mesh import compat
 
     compat.install()
@@ -159,17 +182,7 @@ def read_task(
         dataset_split=split,
         use_cached=use_cached,
     )
-    rows = map(_without_padding, dataset.dataset_fn().as_numpy_iterator())
-    if limit is not None:
-        rows = _limited(rows, limit)
-    examples = list(rows)
-    return EvalTask(
-        name=name,
-        examples=examples,
-        targets=[_postprocessed(dataset.postprocess_fn, example) for example in examples],
-        postprocess=dataset.postprocess_fn,
-        metric_fns=dataset.metric_fns,
-    )
+    return map(_without_padding, dataset.dataset_fn().as_numpy_iterator())
 
 
 def _limited(rows: Iterable[dict[str, Any]], limit: int) -> Iterator[dict[str, Any]]:

@@ -7,58 +7,17 @@ import pytest
 import seqio
 
 from t0repro.data.prompt_cache.records import RecordFile
-from t0repro.tasks.readers import local_reader
-from t0repro.tasks.registration import add_prompted_task
-from t0repro.tasks.splits import Split
-from t0repro.tasks.templates import load_template, template_names
 
 from .prompt_caches import make
+from .real_tasks import DATASETS, ROWS, register
 
-ROWS = 24
-DATASETS = {  # -> a split held, for fixed choices, choices of each row, and none
-    ("super_glue", "cb"): "validation",
-    ("super_glue", "copa"): "validation",
-    ("super_glue", "wsc.fixed"): "validation",
-    ("winogrande", "winogrande_xl"): "validation",
-    ("hellaswag", None): "validation",
-    ("ag_news", None): "test",
-    ("trec", None): "test",
-    ("dream", None): "validation",
-    ("ropes", None): "validation",
-    ("quail", None): "validation",
-    ("common_gen", None): "validation",
-    ("glue", "mrpc"): "validation",
-    ("social_i_qa", None): "validation",
-    ("sciq", None): "validation",
-    ("xsum", None): "validation",
-    ("trivia_qa", "unfiltered"): "validation",
-}
 PREFIX = "agrees_"
-
-
-def kinds(dataset: str, subset: str | None) -> list[str]:
-    """A template of each kind that the dataset has: no choices, fixed ones, each row's own."""
-    found: dict[object, str] = {}
-    for name in template_names(dataset, subset):
-        template = load_template(dataset, subset, name)
-        fixed = template.get_fixed_answer_choices_list()
-        found.setdefault("own" if template.answer_choices and not fixed else bool(fixed), name)
-    return list(found.values())
 
 
 @pytest.fixture(scope="module")
 def cached(shared_data, shared_vocab, tmp_path_factory):
     """The cache's folder and the names of its tasks, a few of each dataset."""
-    vocabulary = seqio.SentencePieceVocabulary(str(shared_vocab), 100)
-    for (dataset, subset), split in DATASETS.items():
-        assert local_reader(shared_data, dataset, subset, split) is not None
-        for index, template in enumerate(kinds(dataset, subset)):
-            name = f"{PREFIX}{dataset}_{subset}_{index}"
-            splits = {"validation": Split(split, max_rows=ROWS)}
-            add_prompted_task(
-                dataset, subset, template, splits,
-                root=shared_data, vocabulary=vocabulary, name=name,
-            )  # fmt: skip
+    register(PREFIX, shared_data, shared_vocab)
     folder = tmp_path_factory.mktemp("agrees")
     summary = make(folder, f"{PREFIX}*", workers=2, min_shards=3)
     return folder, summary.cached

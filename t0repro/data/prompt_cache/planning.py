@@ -247,8 +247,8 @@ def _cached_splits(folder: Path) -> Sequence[str] | None:
 
 
 def _model_of(task: TaskDescription) -> bytes:
-    model = getattr(task.vocabulary, "sp_model", None)
-    if model is None:  # SeqIO has others
+    model = task.sp_model
+    if model is None:
         raise UserError(
             f"The vocabulary of task {task.prompt.name!r} is not a SentencePiece model.",
             where="--tasks",

@@ -1,0 +1,120 @@
+"""A prompted task's examples to evaluate, without SeqIO's pipeline: rows to tokens directly.
+
+They equal those of t5.models.mesh_transformer.mesh_eval_dataset_fn but for padding. That traces and
+runs a graph for each task, which calls back into Python for each row; where a mixture has a hundred
+tasks, most of an evaluation would be spent there.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from sentencepiece import SentencePieceProcessor
+
+    from t0repro.tasks.registry import TaskDescription
+
+Example = dict[str, Any]
+
+
+def prompted_examples(
+    task: TaskDescription, split: str, lengths: Mapping[str, int], limit: int | None = None
+) -> list[Example]:
+    """The examples of a split in the order of its rows; of the twin one for each choice.
+
+    Args:
+      task: of a SentencePiece vocabulary.
+      split: of the task.
+      lengths: tokens per feature; what is longer is cut, targets then end in EOS.
+      limit: the most inputs, each with all of its choices; None takes all.
+
+    Returns:
+      Examples with `inputs` and `targets`, int32 without padding, the texts of both as bytes
+      (`*_pretokenized`), and `answer_choices` or, of the twin, `idx` int32 [2], `is_correct` and
+      `weight`.
+
+    Raises:
+      UserError: if a row is missing or broken, or the vocabulary cannot be read.
+    """
+    rendered = list(itertools.islice(task.rows.examples(split), limit))
+    tokens = _Tokens(task, lengths)
+    inputs = tokens.of_inputs([example["inputs"] for example in rendered])
+    ranks = task.prompt.score_eval
+    return [
+        each
+        for ordinal, (example, encoded) in enumerate(zip(rendered, inputs, strict=True))
+        for each in (
+            _of_choices(example, encoded, ordinal, tokens)
+            if ranks
+            else [_of_target(example, encoded, tokens)]
+        )
+    ]
+
+
+def _of_target(example: Example, inputs: Example, tokens: _Tokens) -> Example:
+    found = {**inputs, **tokens.of_target(example["targets"])}
+    if "answer_choices" in example:
+        choices = [choice.encode() for choice in example["answer_choices"]]
+        found["answer_choices"] = np.array(choices, object)
+    return found
+
+
+def _of_choices(
+    example: Example, inputs: Example, ordinal: int, tokens: _Tokens
+) -> Iterator[Example]:
+    # Source: t5.data.preprocessors.rank_classification.
+    for index, choice in enumerate(example["answer_choices"]):
+        yield {
+            **inputs,
+            **tokens.of_target(choice),
+            "idx": np.array([ordinal, index], np.int32),
+            "is_correct": np.bool_(choice == example["targets"]),
+            "weight": np.float32(1.0),
+        }
+
+
+class _Tokens:
+    """Texts to features of one task."""
+
+    def __init__(self, task: TaskDescription, lengths: Mapping[str, int]):
+        assert task.sp_model is not None
+        self._processor = _processor(task.sp_model)
+        self._lengths = lengths
+        self._targets: dict[str, Example] = {}  # choices repeat
+
+    def of_inputs(self, texts: Sequence[str]) -> list[Example]:
+        length = self._lengths["inputs"]
+        return [
+            {
+                "inputs": np.array(tokens[:length], np.int32),
+                "inputs_pretokenized": text.encode(),
+            }
+            for text, tokens in zip(texts, self._processor.encode(list(texts)), strict=True)
+        ]
+
+    def of_target(self, text: str) -> Example:
+        found = self._targets.get(text)
+        if found is None:
+            eos, length = self._processor.eos_id(), self._lengths["targets"]
+            tokens = [*self._processor.encode(text), eos]
+            if len(tokens) > length:
+                tokens = [*tokens[: length - 1], eos]
+            found = self._targets[text] = {
+                "targets": np.array(tokens, np.int32),
+                "targets_pretokenized": text.encode(),
+            }
+        return found
+
+
+@functools.lru_cache(maxsize=2)
+def _processor(model: bytes) -> SentencePieceProcessor:
+    from sentencepiece import SentencePieceProcessor
+
+    processor = SentencePieceProcessor()
+    processor.LoadFromSerializedProto(model)
+    return processor

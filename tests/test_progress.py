@@ -1,0 +1,43 @@
+"""Progress: a bar on a terminal, lines elsewhere, and the least that is of use."""
+
+import pytest
+
+from t0repro import progress
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The time in seconds, as a list of one number to be set."""
+    now = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    return now
+
+
+def test_counts_say_now_and_then_how_fast_and_how_long_still(clock, capsys):
+    with progress.count_progress(3000, "scoring", "pairs", "scored") as advance:
+        for _ in range(6):
+            clock[0] += 2.0
+            advance(500)
+    assert capsys.readouterr().err.splitlines() == [
+        "scored 1,500 of 3,000 pairs, 250.0/s, about 6 s left",
+        "scored 3,000 of 3,000 pairs, 250.0/s, about 0 s left",
+    ]
+
+
+def test_small_work_on_bytes_says_nothing_and_large_work_speaks_in_gigabytes(clock, capsys):
+    with progress.byte_progress("reading", 10) as advance:
+        advance(10)
+    assert capsys.readouterr().err == ""
+    with progress.byte_progress("reading", 4_000_000_000) as advance:
+        clock[0] += 10.0
+        advance(1_000_000_000)
+    assert capsys.readouterr().err == "reading: 1.00 of 4.00 GB, about 30 s left\n"
+
+
+def test_a_terminal_has_a_bar(monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with progress.count_progress(7, "caching", "rows", "cached") as advance:
+        advance(7)
+    shown = capsys.readouterr().err
+    assert "7/7" in shown and "caching" in shown and "cached" not in shown
