@@ -11,7 +11,7 @@ from typing import Any
 from t0repro.errors import UserError
 from t0repro.tasks.prompted_rows import PromptedRows
 from t0repro.tasks.registry import SCORE_EVAL_SUFFIX, task_descriptions
-from t0repro.tasks.showing import ROWS_LOOKED_AT, render_row
+from t0repro.tasks.showing import ROWS_LOOKED_AT
 from t0repro.tasks.templates import Drop
 
 ROWS = 20
@@ -122,7 +122,7 @@ def _render_first(source: PromptedRows, split: str) -> tuple[int, int, int]:
         if count >= ROWS and examples:
             break
         count += 1
-        rendering = render_row(source, split, index, row)
+        rendering = source.render(split, index, row)
         if isinstance(rendering, Drop):
             continue
         examples += 1

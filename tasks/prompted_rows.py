@@ -13,7 +13,7 @@ from t0repro.tasks.columns import columns_read
 from t0repro.tasks.readers import Reader
 from t0repro.tasks.schema import Schema
 from t0repro.tasks.splits import Split
-from t0repro.tasks.templates import Rendering, render
+from t0repro.tasks.templates import Drop, Rendering, compiled
 
 
 class PromptedRows:
@@ -97,13 +97,31 @@ class PromptedRows:
     def examples(self, split: str) -> Iterator[dict[str, Any]]:
         """The split's prompted examples in the file's order."""
         for index, row in self.rows(split):
-            rendering = self._render(split, index, row)
-            if rendering is None:
+            rendering = self.render(split, index, row)
+            if isinstance(rendering, Drop):
                 continue
             example: dict[str, Any] = {"inputs": rendering.inputs, "targets": rendering.targets}
             if self.template.answer_choices:
                 example["answer_choices"] = rendering.answer_choices
             yield example
+
+    def render(self, split: str, index: int, row: Mapping[str, Any]) -> Rendering | Drop:
+        """Renders one row of a split, or says why T0 drops the example.
+
+        Raises:
+          UserError: if the template fails on it.
+        """
+        try:
+            return compiled(self.template).render(row, f"{self.name}/{split}/{index}")
+        except UserError:  # the template itself is broken
+            raise
+        except Exception as error:
+            raise UserError(
+                f"Template {self.template.name!r} cannot render a row: {error!r}.",
+                where=self.reader(split).place(index),
+                fix="Mend the template, or give the row the fields, of the types, that the dataset"
+                " had in datasets 1.12.",
+            ) from error
 
     def _schema(self, reader: Reader) -> Schema | None:
         return schema_of_rows(self.dataset, self.subset, reader, columns_read(self.template))
@@ -116,16 +134,6 @@ class PromptedRows:
             found = checked_rows(self.dataset, self.subset, reader, key[1])
             _checked[key] = sum(1 for _ in found)
         return _checked[key]
-
-    def _render(self, split: str, index: int, row: dict[str, Any]) -> Rendering | None:
-        try:
-            return render(self.template, row, draw_key=f"{self.name}/{split}/{index}")
-        except Exception as error:
-            raise UserError(
-                f"Template {self.template.name!r} cannot render a row: {error!r}.",
-                where=self.reader(split).place(index),
-                fix="Give the row the fields, of the types, that the dataset had in datasets 1.12.",
-            ) from error
 
 
 # Rows that were read once and found to fit, counted: every template of a dataset reads them again.

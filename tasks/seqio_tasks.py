@@ -41,7 +41,7 @@ def add_task(description: TaskDescription) -> None:
     vocabulary = seqio_vocabulary(description.vocabulary)
     seqio.TaskRegistry.add(
         name,
-        PromptedSource.of(rows),
+        PromptedSource(rows),
         preprocessors=[
             *([_expand_choices()] if ranks else []),
             tokenize,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from t0repro.errors import UserError, nearest_names
 from t0repro.tasks.prompted_rows import PromptedRows
 from t0repro.tasks.registry import PromptedTask, task_descriptions
-from t0repro.tasks.templates import CompiledTemplate, Drop, Rendering, compiled
+from t0repro.tasks.templates import CompiledTemplate, Drop, Rendering
 from t0repro.tasks.vocabulary import VocabularyFile
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def show_task(
     read = 0
     for index, row in itertools.islice(source.rows(split), ROWS_LOOKED_AT):
         read += 1
-        rendering = render_row(source, split, index, row)
+        rendering = source.render(split, index, row)
         if isinstance(rendering, Drop):
             dropped[rendering.value] += 1
             continue
@@ -146,26 +146,6 @@ def chosen_split(source: PromptedRows, name: str, split: str | None) -> str:
     at_hand = set(source.splits_at_hand())
     # If none is: the first, whose reader says every way to get its rows.
     return next((split for split in splits if split in at_hand), splits[0])
-
-
-def render_row(
-    source: PromptedRows, split: str, index: int, row: Mapping[str, Any]
-) -> Rendering | Drop:
-    """One row as the task renders it.
-
-    Raises:
-      UserError: if the template fails on it.
-    """
-    try:
-        return compiled(source.template).render(row, f"{source.name}/{split}/{index}")
-    except UserError:
-        raise
-    except Exception as error:
-        raise UserError(
-            f"Template {source.template.name!r} cannot render a row: {error!r}.",
-            where=source.reader(split).place(index),
-            fix="Mend the template, or give the row the fields that it reads.",
-        ) from error
 
 
 def _tokenizer(

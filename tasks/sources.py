@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
 import seqio
 import tensorflow as tf
 
 from t0repro.tasks.prompted_rows import PromptedRows
-from t0repro.tasks.splits import Split
 
 
 class PromptedSource(PromptedRows, seqio.FunctionDataSource):
@@ -21,23 +17,17 @@ class PromptedSource(PromptedRows, seqio.FunctionDataSource):
     the template has them.
     """
 
-    def __init__(
-        self,
-        name: str,
-        dataset: str,
-        subset: str | None,
-        template: Any,
-        splits: Mapping[str, Split],
-        root: Path | None = None,
-    ):
-        PromptedRows.__init__(self, name, dataset, subset, template, splits, root)
-        seqio.FunctionDataSource.__init__(self, self._dataset, splits=tuple(splits))
-
-    @classmethod
-    def of(cls, rows: PromptedRows) -> PromptedSource:
-        """The source of these rows."""
-        splits = rows.files_of_splits
-        return cls(rows.name, rows.dataset, rows.subset, rows.template, splits, rows.root)
+    def __init__(self, rows: PromptedRows):
+        PromptedRows.__init__(
+            self,
+            rows.name,
+            rows.dataset,
+            rows.subset,
+            rows.template,
+            rows.files_of_splits,
+            rows.root,
+        )
+        seqio.FunctionDataSource.__init__(self, self._dataset, splits=tuple(rows.files_of_splits))
 
     def _dataset(self, split: str, shuffle_files: bool, seed: int | None = None) -> tf.data.Dataset:
         del shuffle_files, seed  # one file a split; SeqIO shuffles the examples

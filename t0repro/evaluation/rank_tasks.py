@@ -66,6 +66,16 @@ def select_tasks(
         tasks = [_ranking_twin(task) for task in tasks]
     ranked = [task for task in tasks if _ranks(task)]
     others = [task for task in tasks if not _ranks(task)]
+    _check_modes(mixture, modes, ranked, others)
+    left_out = _left_out(mixture, tasks, split, only_at_hand=at_hand and not use_cached)
+    names = [[t.name for t in kind if t.name not in left_out] for kind in (ranked, others)]
+    return Selection(tuple(names[0]), tuple(names[1]), left_out)
+
+
+def _check_modes(
+    mixture: str, modes: Sequence[str], ranked: Sequence[Any], others: Sequence[Any]
+) -> None:
+    """Refuses tasks that none of the modes evaluates."""
     if "generate" not in modes and others:
         raise UserError(
             f"No answer choices to rank: {_some(others)}.",
@@ -84,6 +94,10 @@ def select_tasks(
             where=mixture,
             fix="Evaluate tasks that name metrics.",
         )
+
+
+def _left_out(mixture: str, tasks: Sequence[Any], split: str, only_at_hand: bool) -> dict[str, str]:
+    """Tasks that lack the split, or its rows where these are asked for; each with why."""
     if not any(split in task.splits for task in tasks):
         there = sorted({name for task in tasks for name in task.splits})
         raise UserError(
@@ -92,7 +106,7 @@ def select_tasks(
             fix=f"Splits there: {', '.join(there)}.",
         )
     left_out = {task.name: f"no split {split}" for task in tasks if split not in task.splits}
-    if at_hand and not use_cached:
+    if only_at_hand:
         missing = [task for task in tasks if task.name not in left_out and not _has(task, split)]
         left_out |= {task.name: "rows not at hand" for task in missing}
     if len(left_out) == len(tasks):
@@ -100,8 +114,7 @@ def select_tasks(
             f"Of no task of {mixture!r} the rows of split {split!r} are at hand.",
             fix="Set T0REPRO_DATA_DIR (or --data) to the folder of the datasets.",
         )
-    names = [[t.name for t in kind if t.name not in left_out] for kind in (ranked, others)]
-    return Selection(tuple(names[0]), tuple(names[1]), left_out)
+    return left_out
 
 
 def _has(task: Any, split: str) -> bool:

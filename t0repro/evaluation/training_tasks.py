@@ -29,13 +29,16 @@ def load_prompts(modules: Sequence[str], *, into_seqio: bool = False) -> Mapping
 
 
 def training_tasks(mixtures: Sequence[str]) -> set[str]:
-    """Names of the tasks of registered mixtures, tasks of mixtures within them included.
+    """Names of the tasks of registered mixtures, or of tasks themselves.
 
     Raises:
-      UserError: if a mixture is not registered.
+      UserError: if one is not registered.
     """
-    of_mixture = _loading().tasks_of_mixture
-    return {task for mixture in mixtures for task in of_mixture(mixture, "--train-mixture")}
+    loading = _loading()
+    tasks = set(loading.registered_tasks()) & set(mixtures)
+    for mixture in set(mixtures) - tasks:
+        tasks |= set(loading.tasks_of_mixture(mixture, "--train-mixture"))
+    return tasks
 
 
 def _loading() -> Any:

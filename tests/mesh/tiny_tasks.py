@@ -14,7 +14,9 @@ from t5.data import postprocessors, preprocessors
 from t5.evaluation import metrics
 
 from t0repro.errors import UserError
-from t0repro.tasks.sources import PromptedSource, Split
+from t0repro.tasks.prompted_rows import PromptedRows
+from t0repro.tasks.sources import PromptedSource
+from t0repro.tasks.splits import Split
 
 COLOURS = ("red", "green", "blue", "white")
 THINGS = ("house", "car", "bird", "door", "stone", "lamp", "tree", "boat")
@@ -119,9 +121,8 @@ def register() -> None:
         preprocessors=tokenize,
         output_features=_features(),
     )
-    missing = PromptedSource(
-        "tiny", "super_glue", "rte", None, {"train": Split("train")}, Path("no")
-    )
+    no_rows = PromptedRows("tiny", "super_glue", "rte", None, {"train": Split("train")}, Path("no"))
+    missing = PromptedSource(no_rows)
     seqio.TaskRegistry.add(
         "tiny_missing_rows", missing, preprocessors=tokenize, output_features=_features()
     )

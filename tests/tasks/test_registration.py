@@ -10,9 +10,9 @@ from t5.evaluation import metrics
 from t0repro.errors import UserError
 from t0repro.tasks import prompted_tasks
 from t0repro.tasks.demo_specs import VOCABULARY
+from t0repro.tasks.prompted_rows import PromptedRows
 from t0repro.tasks.registration import add_prompted_task
 from t0repro.tasks.seqio_tasks import postprocess, task_metrics
-from t0repro.tasks.sources import PromptedSource
 from t0repro.tasks.splits import Split
 from t0repro.tasks.templates import load_template
 from t0repro.tasks.vocabulary import VocabularyFile
@@ -152,7 +152,8 @@ def test_a_row_without_a_column_is_named_by_file_and_line(tmp_path):
     row = '{"question": "Which?", "choices": ["a", "b"], "answer": "c"}\n'
     (folder / "train.jsonl").write_text(row)
     template = load_template("cos_e", "v1.11", "question_option_description_id")
-    source = PromptedSource("t", "cos_e", "v1.11", template, {"train": Split("train")}, tmp_path)
+    splits = {"train": Split("train")}
+    source = PromptedRows("t", "cos_e", "v1.11", template, splits, tmp_path)
     with pytest.raises(UserError, match=r"abstractive_explanation(.|\n)*train\.jsonl, line 1"):
         list(source.examples("train"))
 

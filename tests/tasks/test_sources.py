@@ -12,6 +12,7 @@ import pytest
 from t0repro.errors import UserError
 from t0repro.tasks import manual, rows
 from t0repro.tasks.catalogue import catalogue
+from t0repro.tasks.prompted_rows import PromptedRows
 from t0repro.tasks.sources import PromptedSource
 from t0repro.tasks.splits import Split
 from t0repro.tasks.templates import load_template, template_names
@@ -23,7 +24,7 @@ def source_of(dataset, subset, split="train", root=None, max_rows=None):
     """A source of a dataset's first template."""
     template = load_template(dataset, subset, template_names(dataset, subset)[0])
     splits = {split: Split(split, max_rows)}
-    return PromptedSource("task", dataset, subset, template, splits, root)
+    return PromptedSource(PromptedRows("task", dataset, subset, template, splits, root))
 
 
 @pytest.fixture
