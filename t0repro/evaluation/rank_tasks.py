@@ -171,7 +171,7 @@ def read_task(
         examples = list(rows if limit is None else _limited(rows, limit))
     else:
         examples = prompted_examples(description, split, lengths, limit)
-    task = seqio.TaskRegistry.get(name)
+    task: Any = seqio.TaskRegistry.get(name)
     return EvalTask(
         name=name,
         examples=examples,
