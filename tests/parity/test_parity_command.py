@@ -153,4 +153,5 @@ def test_bfloat16_is_reported_and_not_judged(tmp_path):
     found = json.loads((Path(tmp_path) / "parity.json").read_text())
     assert {finding["tolerance"] for finding in found["findings"]} == {None}
     by_name = {finding["name"]: finding for finding in found["findings"]}
-    assert 1e-4 < by_name["logits"]["quantiles"][0] < 1e-1
+    # By the RMS: most logits are equal, rounded to eight bits as they are.
+    assert 1e-4 < by_name["logits"]["error"] < 1e-1
