@@ -70,11 +70,11 @@ def check_tasks(tasks: Sequence[str], advance: Callable[[int], None]) -> list[Ch
 
 def without_twins(tasks: Sequence[str]) -> list[str]:
     """One task for each prompt: a twin is left out where its task is there as well."""
-    names = set(tasks)
+    names, known = set(tasks), task_descriptions()
     return [
         task
         for task in tasks
-        if not task.endswith(SCORE_EVAL_SUFFIX) or task.removesuffix(SCORE_EVAL_SUFFIX) not in names
+        if not known[task].prompt.score_eval or task.removesuffix(SCORE_EVAL_SUFFIX) not in names
     ]
 
 

@@ -75,7 +75,7 @@ def registered_tasks() -> list[str]:
     """Names of all tasks, those that only SeqIO knows included."""
     known = task_descriptions()
     seqio = sys.modules.get("seqio")
-    others = [] if seqio is None else [name for name in seqio.TaskRegistry.names()]
+    others = () if seqio is None else seqio.TaskRegistry.names()
     return [*known, *(name for name in others if name not in known)]
 
 

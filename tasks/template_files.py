@@ -27,7 +27,7 @@ import yaml
 from t0repro.errors import UserError, nearest_names
 from t0repro.tasks.catalogue import rounds_of
 from t0repro.tasks.registration import add_prompted_task
-from t0repro.tasks.registry import PromptedTask, prompted_tasks
+from t0repro.tasks.registry import PromptedTask, task_descriptions
 from t0repro.tasks.rows import data_folder, dataset_folder, splits_on_disk
 from t0repro.tasks.splits import Split
 from t0repro.tasks.templates import check_jinja, make_template, task_name
@@ -283,8 +283,9 @@ def _check_names(
 
 
 def _check_name_is_free(name: str, template: Any, content: TemplateFile) -> None:
-    other = prompted_tasks().get(name)
-    if other is not None and (other.prompt, other.template_id) != (template.jinja, template.id):
+    known = task_descriptions().get(name)
+    other = None if known is None else known.rows.template
+    if other is not None and (other.jinja, other.id) != (template.jinja, template.id):
         raise UserError(
             f"There is a task {name!r} already, of another template.",
             where=f"{content.path}, template {template.name!r}",

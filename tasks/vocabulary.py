@@ -49,16 +49,22 @@ class VocabularyFile:
         Raises:
           UserError: as `sp_model`.
         """
-        from sentencepiece import SentencePieceProcessor
-
-        processor = SentencePieceProcessor()
-        processor.LoadFromSerializedProto(self.sp_model)
-        return processor
+        return processor_of(self.sp_model)
 
     @property
     def eos_id(self) -> int:
         """The token that ends a target."""
         return self.processor().eos_id()
+
+
+@functools.lru_cache(maxsize=4)
+def processor_of(model: bytes) -> SentencePieceProcessor:
+    """The loaded form of a serialized model, kept: many tasks share one."""
+    from sentencepiece import SentencePieceProcessor
+
+    processor = SentencePieceProcessor()
+    processor.LoadFromSerializedProto(model)
+    return processor
 
 
 def default_vocabulary() -> VocabularyFile:

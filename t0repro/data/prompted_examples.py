@@ -7,16 +7,15 @@ tasks, most of an evaluation would be spent there.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from sentencepiece import SentencePieceProcessor
+from t0repro.tasks.vocabulary import processor_of
 
+if TYPE_CHECKING:
     from t0repro.tasks.registry import TaskDescription
 
 Example = dict[str, Any]
@@ -83,7 +82,7 @@ class _Tokens:
 
     def __init__(self, task: TaskDescription, lengths: Mapping[str, int]):
         assert task.sp_model is not None
-        self._processor = _processor(task.sp_model)
+        self._processor = processor_of(task.sp_model)
         self._lengths = lengths
         self._targets: dict[str, Example] = {}  # choices repeat
 
@@ -109,12 +108,3 @@ class _Tokens:
                 "targets_pretokenized": text.encode(),
             }
         return found
-
-
-@functools.lru_cache(maxsize=2)
-def _processor(model: bytes) -> SentencePieceProcessor:
-    from sentencepiece import SentencePieceProcessor
-
-    processor = SentencePieceProcessor()
-    processor.LoadFromSerializedProto(model)
-    return processor

@@ -8,6 +8,7 @@ TensorFlow take about a gigabyte.
 from __future__ import annotations
 
 import fnmatch
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -207,7 +208,7 @@ class _Planner:
 
     def _vocabulary(self, task: TaskDescription) -> str:
         model = _model_of(task)
-        digest = hashlib.sha256(model).hexdigest()
+        digest = _digest(model)
         self.vocabularies[digest] = model
         return digest
 
@@ -221,7 +222,7 @@ class _Planner:
         plain = PlainTemplate(template.name, "", template.jinja, template.answer_choices)
         now = {
             "template": plain.digest(),
-            "vocabulary": hashlib.sha256(_model_of(task)).hexdigest(),
+            "vocabulary": _digest(_model_of(task)),
             "seed": self.request.seed,
         }
         then = {
@@ -244,6 +245,11 @@ def _cached_splits(folder: Path) -> Sequence[str] | None:
     if not (folder / MARKER).is_file():
         return None
     return [path.name[len("info.") : -len(".json")] for path in folder.glob("info.*.json")]
+
+
+@functools.lru_cache(maxsize=4)
+def _digest(model: bytes) -> str:
+    return hashlib.sha256(model).hexdigest()
 
 
 def _model_of(task: TaskDescription) -> bytes:
