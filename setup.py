@@ -24,7 +24,7 @@ setup(
     package_dir=MAPPED,
     package_data={
         "": ["py.typed", "*.gin", "*.csv", "*.json", "*.jsonl", "*.model", "*.yaml"],
-        "t0repro.evaluation": ["templates/*", "data/*"],
+        "t0repro.reports": ["templates/*", "published.csv"],
         "t0repro.tasks": ["demo_data/**/*.jsonl"],
     },
     # The versions that are known to work together are in requirements.lock, which scripts/setup.sh
@@ -40,7 +40,7 @@ setup(
     entry_points={
         "console_scripts": [
             "t0repro = t0repro.cli.app:main",
-            "t5_mesh_transformer = t0repro.mesh.main:console_entry_point",
+            "t5_mesh_transformer = t0repro.cli.t5_mesh_transformer:console_entry_point",
         ]
     },
 )

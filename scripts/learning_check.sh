@@ -27,7 +27,7 @@ t0repro rank-eval --checkpoint "$run/model" --mixture learning_eval_score_eval \
 python -P - "$run/rank_eval" $((SECONDS - started)) <<'PYTHON'
 import sys
 
-from t0repro.evaluation import load_report
+from t0repro.reports import load_report
 
 (group,) = load_report(sys.argv[1]).groups
 low, high = group.interval.low, group.interval.high

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import seqio
 
-from t0repro.data.prompt_cache import folders
 from t0repro.errors import UserError, nearest_names
+from t0repro.tasks.prompt_cache import folders
 from t0repro.tasks.sources import PromptedSource
 
 

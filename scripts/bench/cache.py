@@ -135,9 +135,9 @@ def compare(tasks: str, folder: Path) -> None:
 
 def renderer(tasks: str) -> None:
     """Prints what one process renders, tokenizes and writes in a second, start-up left out."""
-    from t0repro.data.prompt_cache import shards
-    from t0repro.data.prompt_cache.plan import Request
-    from t0repro.data.prompt_cache.planning import make_plan
+    from t0repro.tasks.prompt_cache import shards
+    from t0repro.tasks.prompt_cache.plan import Request
+    from t0repro.tasks.prompt_cache.planning import make_plan
 
     folder = Path(tempfile.mkdtemp())
     plan = make_plan(Request((LOCAL,), tuple(tasks.split(",")), (), str(folder / "none")))

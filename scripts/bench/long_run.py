@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from t0repro.evaluation.compare import compare_scores
-from t0repro.evaluation.render import markdown_table
+from t0repro.reports.compare import compare_scores
+from t0repro.reports.render import markdown_table
 
 WINDOW = 20  # steps that a curve is averaged over
 STACKS = {"mtf": "Mesh TensorFlow", "jax": "JAX"}

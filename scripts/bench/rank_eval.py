@@ -374,7 +374,9 @@ def mesh_tensorflow(tasks, options: argparse.Namespace, work: Path, folder: Path
 
 
 def run_mesh_tensorflow(model_dir: Path, task: str, size: str, count: int, out: Path) -> None:
-    command = "from t0repro.mesh.main import console_entry_point; console_entry_point()"
+    command = (
+        "from t0repro.cli.t5_mesh_transformer import console_entry_point; console_entry_point()"
+    )
     here = str(Path(__file__).parent)
     params = [
         f"MIXTURE_NAME = '{task}'",

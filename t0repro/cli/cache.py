@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from t0repro.data.prompt_cache.cache import Summary
+    from t0repro.tasks.prompt_cache.cache import Summary
 
 _LISTED = 10
 
@@ -77,9 +77,9 @@ def cache(
             "Nothing was named to cache.",
             fix="Give --tasks 'super_glue_rte_*' or --mixture t0_eval_score_eval.",
         )
-    from t0repro.data.prompt_cache.cache import cache_tasks, default_workers
-    from t0repro.data.prompt_cache.plan import Request
     from t0repro.progress import count_progress
+    from t0repro.tasks.prompt_cache.cache import cache_tasks, default_workers
+    from t0repro.tasks.prompt_cache.plan import Request
 
     default = () if templates else ("t0repro.tasks.t0",)
     request = Request(

@@ -32,8 +32,8 @@ def losses(
 
     Example: t0repro compare losses runs/mtf/metrics.jsonl runs/jax/metrics.jsonl --tol 1e-4
     """
-    from t0repro.evaluation.compare import compare_losses
-    from t0repro.evaluation.terminal import print_losses
+    from t0repro.reports.compare import compare_losses
+    from t0repro.reports.terminal import print_losses
 
     name_a, name_b = _names(a, b)
     compared = compare_losses(a, b, label_a=label_a or name_a, label_b=label_b or name_b)
@@ -63,8 +63,8 @@ def scores(
 
     Example: t0repro compare scores runs/mtf/validation_eval runs/jax/validation_eval --tol 1e-4
     """
-    from t0repro.evaluation.compare import compare_scores
-    from t0repro.evaluation.terminal import print_scores
+    from t0repro.reports.compare import compare_scores
+    from t0repro.reports.terminal import print_scores
 
     name_a, name_b = _names(a, b)
     compared = compare_scores(

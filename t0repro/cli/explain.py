@@ -24,8 +24,9 @@ def explain(
         --gin_file demo/t5.1.1.demo.gin --gin_param "MIXTURE_NAME = 'demo_train'"
         --gin_param "run.train_steps = 100" --gin_param "utils.run.mesh_shape = []"
     """
-    from t0repro.config import checks, mtf_gin
+    from t0repro.config import checks
     from t0repro.config.explain import render
+    from t0repro.config.mtf import gin_files as mtf_gin
 
     inputs = mtf_gin.GinInputs(
         model_dir=model_dir,

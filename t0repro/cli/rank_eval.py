@@ -80,9 +80,9 @@ def rank_eval(
 
     from t0repro.evaluation import rank_eval as evaluation
     from t0repro.evaluation.opened import open_checkpoint
-    from t0repro.evaluation.results import write_results
-    from t0repro.evaluation.terminal import print_report
-    from t0repro.evaluation.training_tasks import load_prompts, training_tasks
+    from t0repro.reports.results import write_results
+    from t0repro.reports.terminal import print_report
+    from t0repro.reports.training_tasks import load_prompts, training_tasks
 
     prompts = load_prompts(module_import or (), into_seqio=True)
     trained = training_tasks(train_mixture or ())

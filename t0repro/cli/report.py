@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from t0repro.evaluation.report import Report
+    from t0repro.reports.report import Report
 
 app = typer.Typer(
     name="report",
@@ -73,10 +73,10 @@ def make(
     --module-import t0repro.tasks.demo --train-mixture demo_train
     --metrics runs/demo/metrics.jsonl --other mtf=runs/mtf/validation_eval
     """
-    from t0repro.evaluation.make_report import Beside, make_report
-    from t0repro.evaluation.render import write_report
-    from t0repro.evaluation.report import Bootstrap
-    from t0repro.evaluation.training_tasks import load_prompts, training_datasets, training_tasks
+    from t0repro.reports.make_report import Beside, make_report
+    from t0repro.reports.render import write_report
+    from t0repro.reports.report import Bootstrap
+    from t0repro.reports.training_tasks import load_prompts, training_datasets, training_tasks
 
     prompts = load_prompts(module_import or ())
     trained = training_tasks(train_mixture or ())
@@ -137,11 +137,11 @@ def compare_command(
     Example: t0repro report compare mtf=runs/mtf/eval jax=runs/jax/eval --out runs/compared
     """
     from t0repro.errors import UserError
-    from t0repro.evaluation.compare_runs import compare_runs, evaluation_of
-    from t0repro.evaluation.pages import comparison_sections, write_comparison
-    from t0repro.evaluation.report import Bootstrap
-    from t0repro.evaluation.terminal import print_sections
-    from t0repro.evaluation.training_tasks import load_prompts
+    from t0repro.reports.compare_runs import compare_runs, evaluation_of
+    from t0repro.reports.pages import comparison_sections, write_comparison
+    from t0repro.reports.report import Bootstrap
+    from t0repro.reports.terminal import print_sections
+    from t0repro.reports.training_tasks import load_prompts
 
     if len(runs) < 2:
         raise UserError("One run alone cannot be compared.", fix="Name two folders or more.")
@@ -170,11 +170,11 @@ def history(
 
     Example: t0repro report history runs/demo/model/validation_eval --out runs/demo/history
     """
-    from t0repro.evaluation.compare_runs import evaluation_of
-    from t0repro.evaluation.history import read_history
-    from t0repro.evaluation.pages import history_sections, write_history
-    from t0repro.evaluation.terminal import print_sections
-    from t0repro.evaluation.training_tasks import load_prompts
+    from t0repro.reports.compare_runs import evaluation_of
+    from t0repro.reports.history import read_history
+    from t0repro.reports.pages import history_sections, write_history
+    from t0repro.reports.terminal import print_sections
+    from t0repro.reports.training_tasks import load_prompts
 
     found = read_history(evaluation_of(eval_dir), load_prompts(module_import or ()))
     print_sections(history_sections(found))
@@ -197,7 +197,7 @@ def _text(path: Path) -> str:
 
 
 def _print(report: Report, paths: list[Path]) -> None:
-    from t0repro.evaluation.terminal import losses_in_words, print_report, scores_in_words
+    from t0repro.reports.terminal import losses_in_words, print_report, scores_in_words
 
     print_report(report)
     if report.stacks:

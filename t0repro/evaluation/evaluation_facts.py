@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from t0repro.evaluation.opened import Checkpoint
-from t0repro.evaluation.provenance import EVALUATION_FACTS, package_versions
 from t0repro.evaluation.records import digest_of_texts, read_records
 from t0repro.files import write_atomically
+from t0repro.reports.provenance import EVALUATION_FACTS, package_versions
 
 
 def write_facts(

@@ -32,7 +32,7 @@ from t0repro.evaluation.evaluation_facts import write_facts
 from t0repro.evaluation.journal import Journal
 from t0repro.evaluation.opened import Checkpoint
 from t0repro.evaluation.rank_run import RankRun
-from t0repro.evaluation.summary import PromptInfo
+from t0repro.reports.summary import PromptInfo
 
 CONTENT_FREE = "N/A"
 """The input of contextual calibration (Zhao et al. 2021, arXiv 2102.09690)."""

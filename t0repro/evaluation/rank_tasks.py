@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from t0repro.data.batches import EvalTask
-from t0repro.data.prompted_examples import prompted_examples
 from t0repro.errors import UserError
 from t0repro.evaluation.records import digest_of_texts
-from t0repro.evaluation.training_tasks import subtasks
+from t0repro.reports.training_tasks import subtasks
+from t0repro.tasks.prompted_examples import prompted_examples
 from t0repro.tasks.registry import task_descriptions
 
 # Mesh TensorFlow pads the vocabulary to a multiple of this (vocab_divisor).

@@ -48,7 +48,7 @@ def main() -> None:
 def run_job(job: MeshJob) -> None:
     """Runs one job and writes its results, the marker last."""
     import gin
-    from t0repro.config import mtf_gin
+    from t0repro.config.mtf import gin_files as mtf_gin
 
     mtf_gin.parse(job.inputs)
     with gin.unlock_config():

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from t0repro.evaluation.plots import ROLES, new_figure, plot_settings, to_inline_svg
 from t0repro.parity.findings import Finding
 from t0repro.parity.run import Parity
+from t0repro.reports.plots import ROLES, new_figure, plot_settings, to_inline_svg
 
 _SMALLEST = 1e-9  # errors below it are drawn as this, equality among them
 _MOST_BARS = 60

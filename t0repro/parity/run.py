@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from t0repro.config.mtf_gin import GinInputs
+from t0repro.config.mtf.gin_files import GinInputs
 from t0repro.config.run_config import EvalDataConfig, RunConfig
 from t0repro.data.batches import EvalTask, eval_tasks
 from t0repro.data.train_data import TrainBatches
@@ -109,7 +109,7 @@ def make_job(
     Raises:
       UserError: if the configuration has dropout, or anything in it is wrong.
     """
-    from t0repro.config import mtf_gin
+    from t0repro.config.mtf import gin_files as mtf_gin
 
     float32 = dtype == "float32"
     kinds = {"master": "float32", "slice": "float32", "activation": dtype}

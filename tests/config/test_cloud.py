@@ -4,7 +4,8 @@ import socket
 
 import pytest
 
-from t0repro.config import checks, cloud, mtf_gin
+from t0repro.config import checks, cloud
+from t0repro.config.mtf import gin_files as mtf_gin
 from t0repro.errors import UserError
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from t0repro.config import mtf_gin
+from t0repro.config.mtf import gin_files as mtf_gin
 
 pytestmark = pytest.mark.mtf
 

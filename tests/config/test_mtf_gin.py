@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from t0repro.config import mtf_gin
+from t0repro.config.mtf import gin_files as mtf_gin
 from t0repro.config.run_config import (
     AdamWeightDecayConfig,
     MomentumConfig,

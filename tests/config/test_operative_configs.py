@@ -3,8 +3,8 @@
 import pytest
 from absl import flags
 
-from t0repro.config import mtf_gin
-from t0repro.config.variables import mesh_variables
+from t0repro.config.mtf import gin_files as mtf_gin
+from t0repro.config.mtf.variables import mesh_variables
 
 from . import operative_configs as files
 

@@ -3,9 +3,9 @@
 import contextlib
 from pathlib import Path
 
-from t0repro.data.prompt_cache.cache import Summary, cache_tasks
-from t0repro.data.prompt_cache.plan import Request
-from t0repro.data.prompt_cache.planning import make_plan
+from t0repro.tasks.prompt_cache.cache import Summary, cache_tasks
+from t0repro.tasks.prompt_cache.plan import Request
+from t0repro.tasks.prompt_cache.planning import make_plan
 
 
 def silent(total):

@@ -5,8 +5,8 @@ import pickle
 import sys
 from pathlib import Path
 
-from t0repro.data.prompt_cache.cache import cache_tasks
 from t0repro.errors import UserError
+from t0repro.tasks.prompt_cache.cache import cache_tasks
 
 
 def silent(total):

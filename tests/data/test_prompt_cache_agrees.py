@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import seqio
 
-from t0repro.data.prompt_cache.records import RecordFile
+from t0repro.tasks.prompt_cache.records import RecordFile
 
 from .prompt_caches import make
 from .real_tasks import DATASETS, ROWS, register

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import seqio
 
-from t0repro.data.prompted_examples import prompted_examples
 from t0repro.errors import UserError
+from t0repro.tasks.prompted_examples import prompted_examples
 from t0repro.tasks.registry import task_descriptions
 
 from .real_tasks import ROWS, register

@@ -12,8 +12,8 @@ from t0repro.evaluation.generation import generate_tokens, texts_of
 from t0repro.evaluation.opened import open_checkpoint
 from t0repro.evaluation.rank_eval import Settings
 from t0repro.evaluation.records import read_records
-from t0repro.evaluation.report import load_report
-from t0repro.evaluation.results import write_results
+from t0repro.reports.report import load_report
+from t0repro.reports.results import write_results
 
 SETTINGS = Settings(lengths={"inputs": 64, "targets": 8}, limit=4, modes=("rank", "generate"))
 RANKED = "demo_ag_news_classify_with_choices_question_first"
@@ -98,10 +98,10 @@ def test_prompts_with_choices_are_ranked_and_others_decoded_in_one_report(
     expected = task.metric_fns[1](task.targets, texts)["sequence_accuracy"]
     assert record["metrics"]["sequence_accuracy"] == expected
     # What reads scores passes decoded tasks over
-    from t0repro.evaluation.compare_runs import compare_runs
-    from t0repro.evaluation.history import read_history
-    from t0repro.evaluation.make_report import make_report
-    from t0repro.evaluation.report import Bootstrap
+    from t0repro.reports.compare_runs import compare_runs
+    from t0repro.reports.history import read_history
+    from t0repro.reports.make_report import make_report
+    from t0repro.reports.report import Bootstrap
 
     runs = [("a", outcome.folder), ("b", outcome.folder)]
     assert compare_runs(runs, prompts, Bootstrap(100))[0].flipped == 0

@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 
 from t0repro.errors import UserError
-from t0repro.evaluation import code_version, engine, load_report, rank_eval, rank_tasks
+from t0repro.evaluation import code_version, engine, rank_eval, rank_tasks
 from t0repro.evaluation.engine import Engine
 from t0repro.evaluation.opened import open_checkpoint
 from t0repro.evaluation.outputs import read_task_scores
 from t0repro.evaluation.rank_eval import Settings
 from t0repro.evaluation.records import read_records
 from t0repro.evaluation.scoring import score_batches
+from t0repro.reports import load_report
 
 from .small_model import save_model
 
@@ -79,7 +80,7 @@ def test_metrics_are_t5s_under_t5s_names(evaluated):
 
 
 def rank_results(folder, task):
-    from t0repro.evaluation.summary import rank_folder
+    from t0repro.reports.summary import rank_folder
 
     return rank_folder(folder, {}, tasks=[task])
 
@@ -161,7 +162,7 @@ def test_memory_that_does_not_hold_a_batch_is_said(model_dir, prompts, tmp_path,
 def test_calibration_scores_every_choice_after_a_content_free_input(model_dir, prompts, tmp_path):
     settings = dataclasses.replace(SETTINGS, calibrated=True)
     outcome = evaluate(model_dir, tmp_path, prompts, settings, "demo_eval_score_eval")
-    from t0repro.evaluation.make_report import make_report
+    from t0repro.reports.make_report import make_report
 
     report = make_report(
         outcome.folder, prompts, label="jax", extras=["calibrated", "target_length"]

@@ -105,7 +105,7 @@ class CommandServer:
 
 
 def _serve() -> None:
-    from t0repro.mesh import main
+    from t0repro.cli import t5_mesh_transformer as main
 
     sys.argv[0] = "t5_mesh_transformer"
     main._define_flags()
@@ -127,7 +127,7 @@ def _run(flags: list[str], unpatched: str) -> None:
     """Runs the command and ends this process as it would end."""
     from mesh_tensorflow.transformer import utils
 
-    from t0repro.mesh import main
+    from t0repro.cli import t5_mesh_transformer as main
 
     if unpatched:
         setattr(utils, unpatched, getattr(utils, unpatched).__wrapped__)

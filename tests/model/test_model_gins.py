@@ -10,8 +10,8 @@ import flax.traverse_util
 import jax
 import pytest
 
-from t0repro.config import mtf_gin
-from t0repro.config.variables import mesh_variables
+from t0repro.config.mtf import gin_files as mtf_gin
+from t0repro.config.mtf.variables import mesh_variables
 from t0repro.converters import layout
 from t0repro.errors import UserError
 from t0repro.model.t5 import T5, initial_parameters

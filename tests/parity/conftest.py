@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 SHARED = Path(__file__).resolve().parents[3] / "shared"
-COMMAND = "from t0repro.mesh.main import console_entry_point; console_entry_point()"
+COMMAND = "from t0repro.cli.t5_mesh_transformer import console_entry_point; console_entry_point()"
 
 
 @dataclasses.dataclass(frozen=True)

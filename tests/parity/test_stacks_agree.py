@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from t0repro.converters.sources import load_any
-from t0repro.evaluation.compare import compare_scores
+from t0repro.reports.compare import compare_scores
 
 from .conftest import losses
 

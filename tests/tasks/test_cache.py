@@ -11,11 +11,11 @@ import pytest
 import seqio
 import tensorflow as tf
 
-from t0repro.data.prompt_cache.cache import cache_tasks
-from t0repro.data.prompt_cache.plan import Request
-from t0repro.data.prompt_cache.planning import make_plan
 from t0repro.errors import UserError
 from t0repro.tasks import cache_plan
+from t0repro.tasks.prompt_cache.cache import cache_tasks
+from t0repro.tasks.prompt_cache.plan import Request
+from t0repro.tasks.prompt_cache.planning import make_plan
 
 ROOT = Path(__file__).resolve().parents[2]
 TASK = "demo_glue_mrpc_want_to_know_score_eval"

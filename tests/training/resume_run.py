@@ -16,9 +16,9 @@ from pathlib import Path
 
 from t0repro.config.run_config import TrainDataConfig
 from t0repro.data.train_data import TrainBatches
+from t0repro.runs.train import train
 from t0repro.training.actions import Action
 from t0repro.training.checkpoints import list_checkpoints
-from t0repro.training.train import train
 from t0repro.training.train_state import to_flat_tree
 
 sys.path.append(str(Path(__file__).resolve().parent))

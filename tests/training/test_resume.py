@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from t0repro.errors import UserError
+from t0repro.runs.train import StoppedBySignal
 from t0repro.training.checkpoints import checkpoint_path, data_folder, list_checkpoints
-from t0repro.training.train import StoppedBySignal
 
 from . import resume_run
 from .resume_run import LAST_STEP, Behind, losses, run

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from t0repro.errors import UserError
+from t0repro.runs.train import train
 from t0repro.training.checkpoints import checkpoint_path, list_checkpoints, load_tree
-from t0repro.training.train import train
 from t0repro.training.train_state import to_flat_tree
 
 from . import tiny
@@ -132,7 +132,7 @@ import sys, pathlib
 sys.path.insert(0, sys.argv[1])
 import tiny
 from t0repro.evaluation.scoring import score_batches
-from t0repro.training.train import train
+from t0repro.runs.train import train
 state = train(tiny.run_config(sys.argv[2], 2), tiny.batches(2), say=lambda line: None)
 score_batches(state.params, tiny.model(), tiny.batches(1))
 names = ("tensorflow", "seqio", "gin", "mesh_tensorflow", "t5", "clu", "jaxtyping")

@@ -1,0 +1,1 @@
+"""The Mesh TensorFlow dialect: gin in, a RunConfig with provenance out."""

@@ -1,0 +1,360 @@
+"""Reads a ModelConfig off the model objects that Mesh TensorFlow's build_model makes.
+
+Whatever those objects hold that the JAX model does not do is refused by the name of the binding
+that asked for it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from t0repro.config.mtf.variables import SHARED_LAYERS
+from t0repro.config.provenance import Bindings
+from t0repro.config.run_config import ModelConfig
+from t0repro.errors import UserError
+
+_TRANSFORMER = "mesh_tensorflow.transformer.transformer"
+_LAYERS = "mesh_tensorflow.transformer.transformer_layers"
+_STACK = f"{_TRANSFORMER}.LayerStack"
+_UNITRANSFORMER = f"{_TRANSFORMER}.Unitransformer"
+
+_ENCODER_LAYERS = ("SelfAttention", "DenseReluDense")
+_DECODER_LAYERS = ("SelfAttention", "EncDecAttention", "DenseReluDense")
+_SIZES = {  # of a layer, the same in all layers of a kind
+    "SelfAttention": ("num_heads", "key_value_size", "relative_attention_num_buckets"),
+    "EncDecAttention": ("num_heads", "key_value_size"),
+    "DenseReluDense": ("hidden_size", "activation"),
+}
+# The sublayers around each layer, by function name and by what the norms' variables are called.
+# The legacy ones are those of T5 1.0's released checkpoints; nothing but names differs.
+_SUBLAYERS = {
+    "rms_norm": {
+        "sublayers_initial": ["sublayer_dropout"],
+        "sublayers_per_layer": [
+            "sublayer_rms_norm", "sublayer_call_layer", "sublayer_dropout", "sublayer_residual",
+        ],
+        "sublayers_final": ["sublayer_rms_norm", "sublayer_dropout"],
+    },
+    "layer_norm": {
+        "sublayers_initial": ["sublayer_dropout"],
+        "sublayers_per_layer": [
+            "sublayer_legacy_rms_norm", "sublayer_call_layer", "sublayer_dropout",
+            "sublayer_residual",
+        ],
+        "sublayers_final": ["sublayer_legacy_final_rms_norm", "sublayer_dropout"],
+    },
+}  # fmt: skip
+
+# For mtf_gin: configurables that make up the model, with the arguments read here.
+KNOWN_BINDINGS: Mapping[str, Any] = {
+    _UNITRANSFORMER: {
+        "d_model", "max_length", "shared_embedding_and_softmax_weights", "label_smoothing",
+        "z_loss", "vocab_divisor", "positional_embedding", "loss_denominator",
+        "input_full_attention", "loss_on_targets_only",
+    },
+    _STACK: {*_SUBLAYERS["rms_norm"], "dropout_rate", "norm_epsilon", "recompute_grads"},
+    f"{_TRANSFORMER}.make_layer_stack": {"layers", "num_layers"},
+    f"{_TRANSFORMER}.make_bitransformer": {"encoder_name", "decoder_name"},
+    f"{_TRANSFORMER}.Bitransformer": set(),
+    f"{_TRANSFORMER}.VocabEmbedding": set(),
+    f"{_TRANSFORMER}.get_vocab_embedding_cls": set(),
+    f"{_TRANSFORMER}.shift_targets": set(),
+    f"{_TRANSFORMER}.sublayer_dropout": {"dropout_rate"},
+    f"{_TRANSFORMER}.sublayer_rms_norm": set(),
+    f"{_TRANSFORMER}.sublayer_residual": set(),
+    f"{_TRANSFORMER}.sublayer_call_layer": set(),
+    f"{_TRANSFORMER}.sublayer_mask_padding": set(),
+    f"{_LAYERS}.DenseReluDense": {"hidden_size", "dropout_rate", "activation"},
+    f"{_LAYERS}.SelfAttention": {
+        "num_heads", "key_value_size", "dropout_rate", "relative_attention_type",
+        "relative_attention_num_buckets",
+    },
+    f"{_LAYERS}.EncDecAttention": {"num_heads", "key_value_size", "dropout_rate"},
+    f"{_LAYERS}.enc_dec_attention": set(),
+    f"{_LAYERS}.enc_dec_attention_bias": set(),
+}  # fmt: skip
+
+# ModelConfig field -> (configurable, argument, scopes from the outermost to the innermost).
+FIELD_SOURCES: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
+    "num_encoder_layers": (f"{_TRANSFORMER}.make_layer_stack", "num_layers", ("encoder",)),
+    "num_decoder_layers": (f"{_TRANSFORMER}.make_layer_stack", "num_layers", ("decoder",)),
+    "d_model": (_UNITRANSFORMER, "d_model", ("decoder",)),
+    "d_ff": (f"{_LAYERS}.DenseReluDense", "hidden_size", ("decoder",)),
+    "num_heads": (f"{_LAYERS}.SelfAttention", "num_heads", ("decoder",)),
+    "d_kv": (f"{_LAYERS}.SelfAttention", "key_value_size", ("decoder",)),
+    "vocab_size": (_UNITRANSFORMER, "vocab_divisor", ("decoder",)),
+    "activations": (f"{_LAYERS}.DenseReluDense", "activation", ("decoder",)),
+    "logits_from_embedding": (
+        _UNITRANSFORMER,
+        "shared_embedding_and_softmax_weights",
+        ("decoder",),
+    ),
+    "relative_attention_num_buckets": (
+        f"{_LAYERS}.SelfAttention",
+        "relative_attention_num_buckets",
+        ("decoder",),
+    ),
+    "dropout_rate": (f"{_TRANSFORMER}.sublayer_dropout", "dropout_rate", ("decoder",)),
+    "label_smoothing": (_UNITRANSFORMER, "label_smoothing", ("decoder",)),
+    "z_loss": (_UNITRANSFORMER, "z_loss", ("decoder",)),
+    "loss_denominator": (_UNITRANSFORMER, "loss_denominator", ("decoder",)),
+    "model_type": ("mesh_tensorflow.transformer.utils.run", "model_type", ()),
+    "input_full_attention": (_UNITRANSFORMER, "input_full_attention", ("decoder",)),
+    "loss_on_targets_only": (_UNITRANSFORMER, "loss_on_targets_only", ("decoder",)),
+    "shared_towers": (f"{_TRANSFORMER}.make_bitransformer", "encoder_name", ()),
+    "recompute_grads": (_STACK, "recompute_grads", ("decoder",)),
+    "norm_names": (_STACK, "norm_epsilon", ("decoder",)),
+}
+
+
+def read_model(model: Any, model_type: str, bindings: Bindings) -> ModelConfig:
+    """The ModelConfig of a Bitransformer, or of a Unitransformer that is a language model.
+
+    Args:
+      model: what mesh_tensorflow.transformer.utils.build_model returned.
+      model_type: what it was asked for.
+      bindings: for the place of a binding that is refused.
+
+    Raises:
+      UserError: if the model has a layer or an option that the JAX model lacks.
+    """
+    reader = _ModelReader(bindings)
+    two_towers = model_type == "bitransformer"
+    towers = {"encoder": model.encoder, "decoder": model.decoder} if two_towers else {"": model}
+    kinds = {"encoder": _ENCODER_LAYERS, "decoder": _DECODER_LAYERS, "": _ENCODER_LAYERS}
+    for scope, tower in towers.items():
+        reader.check_tower(tower, kinds[scope], scope)
+    if two_towers:
+        reader.check_bitransformer(model)
+    decoder = list(towers.values())[-1]
+    attention, *_, feed_forward = decoder.layer_stack._layers[: len(kinds[list(towers)[-1]])]
+    activation = feed_forward.activation
+    layers = {
+        scope: len(tower.layer_stack._layers) // len(kinds[scope])
+        for scope, tower in towers.items()
+    }
+    return ModelConfig(
+        num_encoder_layers=layers.pop("encoder", 0),
+        num_decoder_layers=layers.popitem()[1],
+        d_model=decoder.model_dim.size,
+        d_ff=feed_forward.hidden_size,
+        num_heads=attention.num_heads,
+        d_kv=attention.key_value_size,
+        vocab_size=decoder.output_vocab_dim.size,
+        activations=(activation,) if isinstance(activation, str) else tuple(activation),
+        logits_from_embedding=decoder.shared_embedding_and_softmax_weights,
+        relative_attention_num_buckets=attention.relative_attention_num_buckets,
+        dropout_rate=reader.dropout_rate(towers),
+        label_smoothing=decoder.label_smoothing,
+        z_loss=decoder.z_loss,
+        loss_denominator=decoder._loss_denominator,
+        model_type=model_type,  # pyright: ignore[reportArgumentType]
+        input_full_attention=decoder.input_full_attention,
+        loss_on_targets_only=decoder.loss_on_targets_only,
+        shared_towers=len({tower.name for tower in towers.values()}) < len(towers),
+        recompute_grads=any(tower.layer_stack._recompute_grads for tower in towers.values()),
+        norm_names=reader.norm_names(towers),
+    )
+
+
+class _ModelReader:
+    """Checks model objects against what the JAX model does."""
+
+    def __init__(self, bindings: Bindings):
+        self._bindings = bindings
+
+    def refuse(self, what: str, selector: str, argument: str, *scopes: str) -> NoReturn:
+        """Raises UserError; its place is the binding in the scopes given, or in either tower."""
+        raise UserError(
+            f"The JAX stack does not support {what} ({selector.rpartition('.')[2]}.{argument}).",
+            where=self._bindings.find(scopes[::-1] or ("decoder", "encoder"), selector, argument),
+            fix="Change the binding, or run with --backend=mtf.",
+        )
+
+    def check_bitransformer(self, model: Any) -> None:
+        """What an encoder and a decoder must share, and what is for language models only."""
+        encoder, decoder = model.encoder, model.decoder
+        if not model.shared_embedding or encoder.input_vocab_dim != decoder.output_vocab_dim:
+            self.refuse(
+                "separate embeddings of encoder and decoder", _UNITRANSFORMER, "vocab_divisor"
+            )
+        for argument in ("input_full_attention", "loss_on_targets_only"):
+            if getattr(decoder, argument):
+                self.refuse(f"{argument} with an encoder", _UNITRANSFORMER, argument)
+        names = (encoder.name, decoder.name)
+        if names not in (("encoder", "decoder"), ("decoder", "decoder")):
+            self.refuse(
+                f"towers called {names}", f"{_TRANSFORMER}.make_bitransformer", "encoder_name"
+            )
+        self.check_towers_agree(encoder, decoder)
+        shared = encoder.name == decoder.name
+        for tower, kinds, scope in (
+            (encoder, _ENCODER_LAYERS, "encoder"),
+            (decoder, _DECODER_LAYERS, "decoder"),
+        ):
+            if shared:
+                wanted = dict(zip(_DECODER_LAYERS, SHARED_LAYERS, strict=True))
+                names = [wanted[kind] for kind in kinds]
+            else:
+                names = [f"layer_{number:03d}" for number in range(len(kinds))]
+            self._check_layer_names(tower, names, scope)
+        if shared and len(encoder.layer_stack._layers) * 3 != len(decoder.layer_stack._layers) * 2:
+            self.refuse(
+                "shared towers of different depths",
+                f"{_TRANSFORMER}.make_layer_stack",
+                "num_layers",
+            )
+
+    def _check_layer_names(self, tower: Any, names: list[str], scope: str) -> None:
+        """The names that layers are given in gin are part of their variables' names."""
+        for index, layer in enumerate(tower.layer_stack._layers):
+            found, wanted = layer.name.rpartition("/")[2], names[index % len(names)]
+            if found != wanted:
+                self.refuse(
+                    f"a layer called {found!r} (expected {wanted!r})",
+                    f"{_TRANSFORMER}.make_layer_stack",
+                    "layers",
+                    scope,
+                )
+
+    def check_tower(self, tower: Any, kinds: tuple[str, ...], scope: str) -> None:
+        """Every layer, sublayer and option of a tower must be one that the JAX model has."""
+        if tower.positional_embedding:
+            self.refuse(
+                "learned position embeddings", _UNITRANSFORMER, "positional_embedding", scope
+            )
+        layers = tower.layer_stack._layers
+        for index, layer in enumerate(layers):
+            kind = kinds[index % len(kinds)]
+            if type(layer).__name__ != kind:
+                self._refuse_layer(f"{type(layer).__name__} ({index}, expected {kind})", scope)
+            self._check_layer(layer, kind, scope)
+            for size in _SIZES[kind]:
+                first, this = getattr(layers[kinds.index(kind)], size), getattr(layer, size)
+                if first != this:
+                    self._refuse_layer(
+                        f"{kind} with {size} = {this!r} ({index}) after one with {first!r}", scope
+                    )
+
+    def _refuse_layer(self, what: str, scope: str) -> NoReturn:
+        self.refuse(
+            f"the {scope + ' ' if scope else ''}layer {what}",
+            f"{_TRANSFORMER}.make_layer_stack",
+            "layers",
+            scope,
+        )
+
+    def norm_names(self, towers: Mapping[str, Any]) -> Any:
+        """Which of the two known sets of sublayers all towers have: "rms_norm" or "layer_norm"."""
+        found = {scope: self._sublayers(tower) for scope, tower in towers.items()}
+        first = next(iter(found.values()))
+        for scope, sublayers in found.items():
+            for argument, functions in sublayers.items():
+                known = [names[argument] for names in _SUBLAYERS.values()]
+                if functions not in known:
+                    self.refuse(f"the sublayers {functions}", _STACK, argument, scope)
+            if sublayers != first or sublayers not in _SUBLAYERS.values():
+                self.refuse(
+                    f"sublayers of two kinds in one model: {sublayers}",
+                    _STACK,
+                    "sublayers_per_layer",
+                    scope,
+                )
+        return next(name for name, sublayers in _SUBLAYERS.items() if sublayers == first)
+
+    def _sublayers(self, tower: Any) -> dict[str, list[str]]:
+        """Names of a tower's sublayer functions; both dropouts under the newer one's."""
+        return {
+            argument: [
+                function.__name__.replace("legacy_dropout", "dropout")
+                for function in getattr(tower.layer_stack, f"_{argument}")
+            ]
+            for argument in _SUBLAYERS["rms_norm"]
+        }
+
+    def _check_layer(self, layer: Any, kind: str, scope: str) -> None:
+        """Every option of a layer that the JAX model has not must be at its default."""
+        selector = f"{_LAYERS}.{kind}"
+        for name, parameter in inspect.signature(
+            type(layer).__mro__[0].__init__
+        ).parameters.items():
+            if name in KNOWN_BINDINGS[selector] or not hasattr(layer, name):
+                continue
+            value = getattr(layer, name)
+            if value != parameter.default and not (value == {} and parameter.default is None):
+                self.refuse(f"{name} = {value!r} of {kind}", selector, name, scope)
+        if kind == "SelfAttention" and layer.relative_attention_type != "bias_shared":
+            self.refuse(
+                f"relative_attention_type = {layer.relative_attention_type!r}",
+                selector,
+                "relative_attention_type",
+                scope,
+            )
+        if kind == "EncDecAttention" and layer.relative_attention_type is not None:
+            self.refuse(
+                "relative attention to the encoder", selector, "relative_attention_type", scope
+            )
+        if kind == "DenseReluDense":
+            self._check_activation(layer.activation, scope)
+
+    def _check_activation(self, activation: Any, scope: str) -> None:
+        names = (activation,) if isinstance(activation, str) else tuple(activation)
+        known = ("relu", "gelu", "linear")
+        if not all(isinstance(name, str) and name in known for name in names):
+            self.refuse(
+                f"the activation {activation!r} (known: {', '.join(known)})",
+                f"{_LAYERS}.DenseReluDense",
+                "activation",
+                scope,
+            )
+
+    def check_towers_agree(self, encoder: Any, decoder: Any) -> None:
+        """The JAX model has one size for both towers; only their depths may differ."""
+        facts = [
+            ("d_model", _UNITRANSFORMER, lambda tower, layers: tower.model_dim.size),
+            ("hidden_size", f"{_LAYERS}.DenseReluDense", lambda _, layers: layers[-1].hidden_size),
+            ("activation", f"{_LAYERS}.DenseReluDense", lambda _, layers: layers[-1].activation),
+            ("num_heads", f"{_LAYERS}.SelfAttention", lambda _, layers: layers[0].num_heads),
+            (
+                "key_value_size",
+                f"{_LAYERS}.SelfAttention",
+                lambda _, layers: layers[0].key_value_size,
+            ),
+            (
+                "relative_attention_num_buckets",
+                f"{_LAYERS}.SelfAttention",
+                lambda _, layers: layers[0].relative_attention_num_buckets,
+            ),
+        ]
+        for argument, selector, fact in facts:
+            values = [fact(tower, tower.layer_stack._layers) for tower in (encoder, decoder)]
+            if values[0] != values[1]:
+                self.refuse(
+                    f"{argument} = {values[0]!r} in the encoder and {values[1]!r} in the decoder",
+                    selector,
+                    argument,
+                )
+
+    def dropout_rate(self, towers: Mapping[str, Any]) -> float:
+        """The one rate that all dropouts share."""
+        import gin
+
+        rates = {
+            layer.dropout_rate for tower in towers.values() for layer in tower.layer_stack._layers
+        }
+        for scope, tower in towers.items():
+            if hasattr(tower.layer_stack, "dropout_rate"):  # the legacy mode's
+                rates.add(tower.layer_stack.dropout_rate)
+                continue
+            with gin.config_scope(scope or None):
+                bound = gin.get_bindings(f"{_TRANSFORMER}.sublayer_dropout")
+            rates.add(bound.get("dropout_rate", 0.0))
+        if len(rates) != 1:
+            self.refuse(
+                f"different dropout rates in one model ({sorted(rates)})",
+                f"{_TRANSFORMER}.sublayer_dropout",
+                "dropout_rate",
+            )
+        return rates.pop()

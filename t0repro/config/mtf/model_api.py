@@ -1,0 +1,216 @@
+"""--use_model_api: the flags of t5's Model API as the gin bindings of `run` that do the same.
+
+    --mode=train, finetune    run.mode = 'train'
+    --mode=eval               run.mode = 'eval'
+    --mode=predict            run.mode = 'infer'
+    --mode=score              run.mode = 'score_from_strings'
+
+As in t5.models.mtf_model.MtfModel, all but train read <model_dir>/operative_config.gin (finetune
+that of --pretrained_model_dir) after the gin files and parameters of the command line, and bindings
+of `MtfModel` stand in for those of `run`. The evaluation's files are those of mode eval.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from t0repro.config.mtf import gin_files as mtf_gin
+from t0repro.config.provenance import Bindings, record_bindings
+from t0repro.errors import UserError
+
+_MODEL = "t5.models.mtf_model.MtfModel"
+_FLAGS = "a flag of --use_model_api"
+_EXPORTS = ("export_predict", "export_score")
+# Arguments of MtfModel that `run` has under the same name; the rest comes from flags.
+_OF_RUN = (
+    "model_type", "autostack", "keep_checkpoint_max", "save_checkpoints_steps", "variable_filter",
+    "iterations_per_loop", "layout_rules", "mesh_shape", "learning_rate_schedule", "optimizer",
+)  # fmt: skip
+_NOT_SUPPORTED = ("predict_fn", "ensemble_inputs", "mesh_devices")
+_DEFAULTS = {
+    "save_checkpoints_steps": "5000",
+    "layout_rules": "'ensemble:ensemble,batch:batch,d_ff:model,heads:model,vocab:model,"
+    "experts:batch'",
+    "mesh_shape": "''",
+    "learning_rate_schedule": "@learning_rate_schedules.learning_rate_schedule_noam",
+    "optimizer": "@mesh_tensorflow.optimize.AdafactorOptimizer",
+}
+
+
+def parse(inputs: mtf_gin.GinInputs, flags: Any) -> Bindings:
+    """Fills gin's global configuration with what the flags of the Model API mean.
+
+    Args:
+      inputs: gin files, parameters and search paths of the command line.
+      flags: t5's parsed flags.
+
+    Raises:
+      UserError: for flags that do not fit together, or an export.
+    """
+    import gin
+
+    check_mode(flags)
+    steps = checkpoint_steps(flags)
+    places = dict(mtf_gin.parse(inputs).places)
+    with gin.unlock_config():
+        with record_bindings() as read:
+            _read_operative_config(flags)
+        places |= read.places
+        with record_bindings() as bound:
+            _bind_model()
+            gin.parse_config(_statements(flags, steps))
+        # They stand in no file.
+        places |= dict.fromkeys(bound.places, _FLAGS)
+        mesh_transformer = importlib.import_module("t5.models.mesh_transformer")
+        name = flags.mixture_or_task if flags.mode in ("train", "finetune", "eval") else None
+        gin.bind_parameter("run.vocabulary", mesh_transformer.get_vocabulary(name))
+    return Bindings(places)
+
+
+def check_mode(flags: Any) -> None:
+    """Refuses a missing mode, and exports, which say what to use instead."""
+    if not flags.mode:
+        raise UserError(
+            "--use_model_api needs a mode.",
+            where="--mode",
+            fix="Add --mode=train, finetune, eval, predict or score.",
+        )
+    if flags.mode in _EXPORTS:
+        raise refused_export(flags.mode, "--mode")
+
+
+def refused_export(mode: str, where: str | None) -> UserError:
+    """The error of a mode that writes a TensorFlow SavedModel."""
+    return UserError(
+        f"Mode {mode!r} writes a TensorFlow SavedModel, which the JAX stack does not.",
+        where=where,
+        fix="To serve or share the model, write it for Hugging Face: t0repro convert MODEL_DIR OUT"
+        " --to hf. A SavedModel: --backend=mtf, after t0repro convert MODEL_DIR OUT --to mtf.",
+    )
+
+
+def checkpoint_steps(flags: Any) -> int | str | list[int]:
+    """The step, or steps, that --checkpoint_mode and --checkpoint_steps mean."""
+    if flags.checkpoint_mode != "specific":
+        if flags.checkpoint_steps:
+            raise UserError(
+                f"--checkpoint_steps is given, and --checkpoint_mode is {flags.checkpoint_mode!r}.",
+                fix="Add --checkpoint_mode=specific, or drop --checkpoint_steps.",
+            )
+        return -1 if flags.checkpoint_mode == "latest" else "all"
+    try:
+        return [int(step) for step in flags.checkpoint_steps]
+    except ValueError as error:
+        raise UserError(
+            f"--checkpoint_steps holds {flags.checkpoint_steps!r}.", fix="Give numbers: 1000,2000."
+        ) from error
+
+
+def _read_operative_config(flags: Any) -> None:
+    import gin
+
+    if flags.mode == "train":
+        return
+    flag = "--pretrained_model_dir" if flags.mode == "finetune" else "--model_dir"
+    folder = flags.pretrained_model_dir if flags.mode == "finetune" else flags.model_dir
+    path = os.path.join(folder, "operative_config.gin")
+    if not folder or not os.path.isfile(path):
+        raise UserError(
+            f"There is no {path}, which mode {flags.mode!r} takes the model from.",
+            where=flag,
+            fix="Name the directory of a model that was trained.",
+        )
+    mesh_transformer = importlib.import_module("t5.models.mesh_transformer")
+    gin.parse_config_file(path, skip_unknown=mesh_transformer.DEPRECATED_GIN_REFERENCES)
+
+
+def _bind_model() -> None:
+    """Binds what MtfModel is bound to, or its defaults, to `run`."""
+    import gin.config
+
+    import gin
+
+    importlib.import_module("t5.models.mtf_model")
+    given: Mapping[str, Any] = gin.config._CONFIG.get(("", _MODEL), {})
+    for name in _NOT_SUPPORTED:
+        if given.get(name) is not None:
+            raise UserError(f"The JAX stack does not support MtfModel.{name}.", fix="Unbind it.")
+    if given.get("extra_gin_bindings"):
+        gin.parse_config(given["extra_gin_bindings"])
+    for name in _OF_RUN:
+        if name in given:
+            gin.bind_parameter(f"run.{name}", given[name])
+        elif name in _DEFAULTS:
+            gin.parse_config(f"run.{name} = {_DEFAULTS[name]}")
+
+
+def _statements(flags: Any, steps: int | str | list[int]) -> str:
+    """The gin bindings of the flags."""
+    lengths = {"inputs": flags.input_sequence_length, "targets": flags.target_sequence_length}
+    common = [f"run.batch_size = {flags.batch_size}"]
+    if flags.mode != "eval":
+        common += [f"run.sequence_length = {lengths}", "run.eval_dataset_fn = None"]
+    if flags.mode in ("train", "finetune"):
+        return "\n".join([*common, *_training(flags, steps)])
+    common += ["run.train_steps = 0", f"run.eval_checkpoint_step = {steps!r}"]
+    return "\n".join([*common, *_evaluation(flags)])
+
+
+def _training(flags: Any, steps: int | str | list[int]) -> list[str]:
+    train_steps, start = flags.train_steps, None
+    if flags.mode == "finetune":
+        ref = _pretrained(flags, steps)
+        train_steps, start = ref.step + train_steps, ref.path
+    return [
+        "run.mode = 'train'",
+        "run.dataset_split = 'train'",
+        "run.train_dataset_fn = @t5.models.mesh_transformer.mesh_train_dataset_fn",
+        f"mesh_train_dataset_fn.mixture_or_task_name = {flags.mixture_or_task!r}",
+        f"run.train_steps = {train_steps}",
+        f"run.init_checkpoint = {start!r}",
+    ]
+
+
+def _pretrained(flags: Any, steps: int | str | list[int]) -> Any:
+    from t0repro.converters import sources
+
+    if steps == "all" or (isinstance(steps, list) and len(steps) != 1):
+        raise UserError(
+            "Fine-tuning starts from a single checkpoint.",
+            where="--checkpoint_mode",
+            fix="Give --checkpoint_mode=latest, or specific with one of --checkpoint_steps.",
+        )
+    step = steps[0] if isinstance(steps, list) else None
+    return sources.find_checkpoint(flags.pretrained_model_dir, step)
+
+
+def _evaluation(flags: Any) -> list[str]:
+    if flags.mode == "eval":
+        return [
+            "run.mode = 'eval'",
+            # MtfModel.eval takes the longest example's, whatever the flags say.
+            "run.sequence_length = None",
+            f"run.dataset_split = {flags.eval_split!r}",
+            f"run.eval_summary_dir = {flags.eval_summary_dir or None!r}",
+            "run.eval_dataset_fn = @t5.models.mesh_transformer.mesh_eval_dataset_fn",
+            f"mesh_eval_dataset_fn.mixture_or_task_name = {flags.mixture_or_task!r}",
+        ]
+    if flags.mode == "predict":
+        return [
+            "run.mode = 'infer'",
+            f"Bitransformer.decode.beam_size = {flags.beam_size}",
+            f"Bitransformer.decode.temperature = {flags.temperature}",
+            f"Bitransformer.decode.sampling_keep_top_k = {flags.keep_top_k}",
+            f"utils.decode_from_file.input_filename = {flags.input_file!r}",
+            f"utils.decode_from_file.output_filename = {flags.output_file!r}",
+        ]
+    return [
+        "run.mode = 'score_from_strings'",
+        f"score_from_strings.inputs = {flags.input_file!r}",
+        f"score_from_strings.targets = {flags.target_file!r}",
+        "score_from_strings.score_postprocess_fn = @save_scores",
+        f"save_scores.scores_filename = {flags.output_file or None!r}",
+    ]

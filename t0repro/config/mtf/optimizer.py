@@ -1,0 +1,312 @@
+"""Reads the optimizer and the learning-rate schedule of a run off gin's bindings."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, NoReturn
+
+from t0repro.config.mtf.variables import mesh_variables
+from t0repro.config.provenance import Bindings
+from t0repro.config.run_config import (
+    AdafactorConfig,
+    AdamWeightDecayConfig,
+    ModelConfig,
+    MomentumConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+    SgdConfig,
+)
+from t0repro.errors import UserError
+
+_RUN = "mesh_tensorflow.transformer.utils.run"
+_OPTIMIZE = "mesh_tensorflow.optimize"
+_SCHEDULES = "mesh_tensorflow.transformer.learning_rate_schedules"
+_ADAFACTOR = f"{_OPTIMIZE}.AdafactorOptimizer"
+_ADAM = f"{_OPTIMIZE}.AdamWeightDecayOptimizer"
+_MOMENTUM = f"{_OPTIMIZE}.MomentumOptimizer"
+_SGD = f"{_OPTIMIZE}.SgdOptimizer"
+_DECAY = f"{_OPTIMIZE}.adafactor_decay_rate_pow"
+# The same function is configurable under two names.
+_PRODUCTS = (f"{_SCHEDULES}.product_learning_rate", f"{_OPTIMIZE}.product_learning_rate")
+# Dimensions of a T5's variables; of others, no optimizer option can mean anything.
+_DIMENSIONS = {"vocab", "d_model", "d_ff", "heads", "d_kv", "buckets"}
+
+_ADAFACTOR_FIELDS = (
+    "multiply_by_parameter_scale", "beta1", "clipping_threshold", "factored", "epsilon1",
+    "epsilon2", "min_dim_size_to_factor",
+)  # fmt: skip
+_ADAM_FIELDS = ("weight_decay_rate", "beta_1", "beta_2", "epsilon")
+
+# For mtf_gin. A binding of learning_rate changes nothing: the run passes its own.
+KNOWN_BINDINGS: Mapping[str, Any] = {
+    _ADAFACTOR: {
+        *_ADAFACTOR_FIELDS, "decay_rate", "exclude_from_parameter_scale", "stacked_dim_names",
+        "learning_rate",
+    },
+    _ADAM: {*_ADAM_FIELDS, "exclude_from_weight_decay", "learning_rate"},
+    _MOMENTUM: {"momentum", "learning_rate"},
+    _SGD: {"learning_rate"},
+    _DECAY: ...,
+    f"{_SCHEDULES}.product_learning_rate": {"factors", "offset"},
+    f"{_OPTIMIZE}.product_learning_rate": {"factors", "offset"},
+    f"{_SCHEDULES}.constant": {"value"},
+    f"{_SCHEDULES}.constant_learning_rate": {"learning_rate"},
+    f"{_SCHEDULES}.learning_rate_schedule_noam": {
+        "warmup_steps", "linear_decay_fraction", "multiplier", "offset",
+    },
+    f"{_SCHEDULES}.linear_decay": {"steps_or_fraction"},
+    f"{_SCHEDULES}.linear_decay_learning_rate": {"initial_lr", "offset"},
+    f"{_SCHEDULES}.linear_warmup": {"steps_or_fraction"},
+    f"{_SCHEDULES}.slanted_triangular": {
+        "cut_fraction", "ratio", "max_learning_rate", "start_step",
+    },
+    f"{_SCHEDULES}.truncated_rsqrt": {"warmup_steps"},
+}  # fmt: skip
+
+
+class Reference(NamedTuple):
+    """What `@scope/selector` in a gin file refers to."""
+
+    scope: str
+    selector: str
+
+    @property
+    def name(self) -> str:
+        """The configurable's own name."""
+        return self.selector.rpartition(".")[2]
+
+
+class OptimizerReader:
+    """Reads optimizer and schedule of a run.
+
+    Args:
+      bindings: for the places of values and of what is refused.
+      run: the arguments of `utils.run`.
+      provenance: field -> where its value was set; filled in.
+    """
+
+    def __init__(self, bindings: Bindings, run: Mapping[str, Any], provenance: dict[str, str]):
+        self._bindings, self._run, self._provenance = bindings, run, provenance
+
+    # ---- The optimizer ----
+
+    def optimizer(self, model: ModelConfig) -> OptimizerConfig | None:
+        """The optimizer with its options, names in them resolved to paths of the model."""
+        reference = referred_to("optimizer")
+        if reference is None:
+            if self._run["optimizer"] is not None:
+                self._refuse_run("optimizer", f"the optimizer {self._run['optimizer']!r}")
+            return None
+        readers: dict[str, Callable[..., OptimizerConfig]] = {
+            _ADAFACTOR: self._adafactor,
+            _ADAM: self._adam,
+            _MOMENTUM: self._momentum,
+            _SGD: lambda reference, names, frozen: SgdConfig(frozen),
+        }
+        if reference.selector not in readers:
+            self._refuse_run("optimizer", f"the optimizer {reference.name}")
+        names = mesh_variables(model)
+        return readers[reference.selector](reference, names, self._frozen(names))
+
+    def _frozen(self, names: Mapping[str, str]) -> tuple[str, ...]:
+        """Paths of the parameters that run.variable_filter leaves untrained."""
+        pattern = self._run["variable_filter"]
+        if pattern is None:
+            return ()
+        if not isinstance(pattern, str):
+            self._refuse_run("variable_filter", "a function as variable_filter")
+        self._note("optimizer.frozen", Reference("", _RUN), "variable_filter")
+        frozen = tuple(path for path, name in names.items() if not re.search(pattern, name))
+        if len(frozen) == len(names):
+            raise UserError(
+                f"run.variable_filter = {pattern!r} matches no variable: nothing would be trained.",
+                where=self._bindings.find((), _RUN, "variable_filter"),
+                fix=f"Names are for instance {', '.join(list(names.values())[:3])}.",
+            )
+        return frozen
+
+    def _adafactor(
+        self, reference: Reference, names: Mapping[str, str], frozen: tuple[str, ...]
+    ) -> AdafactorConfig:
+        arguments = self._arguments(reference)
+        stacked = set(arguments["stacked_dim_names"] or ()) & _DIMENSIONS
+        if stacked:
+            self._refuse(reference, "stacked_dim_names", f"{sorted(stacked)} as stacked dimensions")
+        rate = arguments["decay_rate"]
+        if rate is not None and not isinstance(rate, int | float):
+            self._refuse(reference, "decay_rate", f"decay_rate = {rate!r}")
+        for name in (*_ADAFACTOR_FIELDS, "decay_rate", "exclude_from_parameter_scale"):
+            self._note(f"optimizer.{name}", reference, name)
+        power = Reference(reference.scope, _DECAY)
+        decay = self._arguments(power)
+        self._note("optimizer.decay_exponent", power, "exponent")
+        self._note("optimizer.decay_offset", power, "offset")
+        excluded = arguments["exclude_from_parameter_scale"] or ()
+        return AdafactorConfig(
+            **{name: arguments[name] for name in _ADAFACTOR_FIELDS},
+            decay_exponent=decay["exponent"],
+            decay_offset=decay["offset"],
+            decay_rate=rate,
+            exclude_from_parameter_scale=tuple(
+                path for path, name in names.items() if any(part in name for part in excluded)
+            ),
+            frozen=frozen,
+        )
+
+    def _adam(
+        self, reference: Reference, names: Mapping[str, str], frozen: tuple[str, ...]
+    ) -> AdamWeightDecayConfig:
+        arguments = self._arguments(reference)
+        for name in (*_ADAM_FIELDS, "exclude_from_weight_decay"):
+            self._note(f"optimizer.{name}", reference, name)
+        patterns = arguments["exclude_from_weight_decay"] or ()
+        return AdamWeightDecayConfig(
+            **{name: arguments[name] for name in _ADAM_FIELDS},
+            exclude_from_weight_decay=tuple(
+                path
+                for path, name in names.items()
+                if any(re.search(pattern, name) for pattern in patterns)
+            ),
+            frozen=frozen,
+        )
+
+    def _momentum(
+        self, reference: Reference, names: Mapping[str, str], frozen: tuple[str, ...]
+    ) -> MomentumConfig:
+        arguments = self._arguments(reference)
+        if "momentum" not in arguments:
+            raise UserError(
+                "MomentumOptimizer.momentum is not bound, and it has no default.",
+                where=self._bindings.find((), _RUN, "optimizer"),
+                fix='Add --gin_param="MomentumOptimizer.momentum = 0.9".',
+            )
+        self._note("optimizer.momentum", reference, "momentum")
+        return MomentumConfig(arguments["momentum"], frozen)
+
+    # ---- The schedule ----
+
+    def schedule(
+        self, total_train_steps: int, optimizer: OptimizerConfig | None
+    ) -> ScheduleConfig | None:
+        """The schedule: a function, a constant, a list of factors, or Adafactor's own default."""
+        value = self._run["learning_rate_schedule"]
+        self._note("schedule.name", Reference("", _RUN), "learning_rate_schedule")
+        if value is None:
+            if not isinstance(optimizer, AdafactorConfig):
+                return None
+            scaled = {"multiply_by_parameter_scale": optimizer.multiply_by_parameter_scale}
+            return ScheduleConfig("adafactor_default", scaled, total_train_steps)
+        if isinstance(value, int | float):
+            return ScheduleConfig("constant", {"value": float(value)}, total_train_steps)
+        if isinstance(value, list | tuple):
+            factors = self._factors(raw_value(_RUN, "learning_rate_schedule"))
+            product = {"factors": factors, "offset": 0}
+            return ScheduleConfig("product_learning_rate", product, total_train_steps)
+        reference = referred_to("learning_rate_schedule")
+        if reference is None:
+            self._refuse_run("learning_rate_schedule", f"the schedule {value!r}")
+        name, arguments = self._function(reference, "schedule.arguments")
+        return ScheduleConfig(name, arguments, total_train_steps)
+
+    def _function(self, reference: Reference, field: str | None = None) -> tuple[str, dict]:
+        """A schedule's name and arguments."""
+        if reference.selector not in KNOWN_BINDINGS or not (
+            reference.selector.startswith(_SCHEDULES) or reference.selector in _PRODUCTS
+        ):
+            self._refuse_run("learning_rate_schedule", f"the schedule {reference.selector}")
+        arguments = self._arguments(reference)
+        for argument in arguments if field else ():
+            self._note(f"{field}.{argument}", reference, argument)
+        if reference.selector in _PRODUCTS:
+            raw = raw_value(reference.selector, "factors", reference.scope)
+            arguments["factors"] = self._factors(raw)
+        return reference.name, arguments
+
+    def _factors(self, raw: Any) -> list[Any]:
+        """The factors of a product: numbers, or names and arguments of functions."""
+        factors = []
+        for item in raw if isinstance(raw, list | tuple) else ():
+            reference = as_reference(item)
+            if reference is not None:
+                name, arguments = self._function(reference)
+                factors.append({"name": name, "arguments": arguments})
+            elif isinstance(number := _without_macro(item), int | float):
+                factors.append(number)
+            else:
+                self._refuse_run("learning_rate_schedule", f"the factor {item!r}")
+        return factors
+
+    # ---- Arguments and places ----
+
+    def _arguments(self, reference: Reference) -> dict[str, Any]:
+        """A configurable's arguments in its scope: defaults, then bindings."""
+        import gin
+
+        module, _, name = reference.selector.rpartition(".")
+        signature = inspect.signature(getattr(importlib.import_module(module), name))
+        with gin.config_scope(reference.scope or None):
+            bound = gin.get_bindings(reference.selector)
+        defaults = {
+            parameter.name: parameter.default
+            for parameter in signature.parameters.values()
+            if parameter.default is not parameter.empty
+            and not repr(parameter.default).startswith("<object object")  # gin.REQUIRED
+        }
+        return {**defaults, **bound}
+
+    def _note(self, field: str, reference: Reference, argument: str) -> None:
+        place = self._bindings.find(_scopes(reference), reference.selector, argument)
+        self._provenance[field] = place or f"default of {reference.name}.{argument}"
+
+    def _refuse_run(self, argument: str, what: str) -> NoReturn:
+        self._refuse(Reference("", _RUN), argument, what)
+
+    def _refuse(self, reference: Reference, argument: str, what: str) -> NoReturn:
+        raise UserError(
+            f"The JAX stack does not support {what} ({reference.name}.{argument}).",
+            where=self._bindings.find(_scopes(reference), reference.selector, argument),
+            fix="Change the binding, or run with --backend=mtf.",
+        )
+
+
+def _scopes(reference: Reference) -> tuple[str, ...]:
+    return (reference.scope,) if reference.scope else ()
+
+
+def referred_to(argument: str) -> Reference | None:
+    """The configurable that an argument of `utils.run` is bound to, not called."""
+    return as_reference(raw_value(_RUN, argument))
+
+
+def raw_value(selector: str, argument: str, scope: str = "") -> Any:
+    """What gin holds for an argument before it resolves references, macros followed."""
+    import gin.config
+
+    scopes = scope.split("/") if scope else []
+    for depth in range(len(scopes), -1, -1):  # the innermost scope that binds it
+        bound = gin.config._CONFIG.get(("/".join(scopes[:depth]), selector), {})
+        if argument in bound:
+            return _without_macro(bound[argument])
+    return None
+
+
+def _without_macro(value: Any) -> Any:
+    import gin.config
+
+    while isinstance(value, gin.config.ConfigurableReference) and value.selector == "gin.macro":
+        name = "/".join(value.scopes)
+        value = gin.config._CONFIG.get((name, "gin.macro"), {}).get("value")
+    return value
+
+
+def as_reference(value: Any) -> Reference | None:
+    """A raw value as a reference to a configurable that is not called, or None."""
+    import gin.config
+
+    value = _without_macro(value)
+    if isinstance(value, gin.config.ConfigurableReference) and not value.evaluate:
+        return Reference(*value.config_key)
+    return None

@@ -1,0 +1,87 @@
+"""What an accuracy hides: confused classes, how sure the model is, where prompts disagree."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from t0repro.evaluation.outputs import read_inputs_of
+from t0repro.evaluation.rank import RankResult
+from t0repro.reports.report import Calibration, CalibrationBin, Confusion, PromptFlip
+
+BINS = 10
+FLIPS_KEPT = 5
+
+
+def confusion(
+    results: Sequence[RankResult], choices: Mapping[str, tuple[str, ...] | None]
+) -> Confusion | None:
+    """Answers against predictions, over the prompts with the most common number of fixed choices.
+
+    Args:
+      results: of one dataset's prompts.
+      choices: task -> its fixed choices, None where they vary.
+    """
+    fixed = [result for result in results if choices.get(result.task)]
+    if not fixed:
+        return None
+    sizes = [len(choices[result.task] or ()) for result in fixed]
+    size = max(set(sizes), key=sizes.count)
+    members = [result for result, found in zip(fixed, sizes, strict=True) if found == size]
+    counts = np.zeros((size, size), np.int64)
+    for result in members:
+        known = result.answer >= 0
+        np.add.at(counts, (result.answer[known], result.predicted[known]), 1)
+    return Confusion(
+        labels=choices[members[0].task] or (),
+        counts=tuple(tuple(int(n) for n in row) for row in counts),
+        prompts=len(members),
+    )
+
+
+def calibration(results: Sequence[RankResult], bins: int = BINS) -> Calibration:
+    """Accuracy by confidence, over all prompts of a dataset."""
+    confidence = np.concatenate([result.confidence for result in results])
+    correct = np.concatenate([result.correct for result in results])
+    place = np.minimum((confidence * bins).astype(np.int64), bins - 1)
+    found = [
+        CalibrationBin(
+            confidence=float(100 * confidence[place == at].mean()),
+            accuracy=float(100 * correct[place == at].mean()),
+            examples=int((place == at).sum()),
+        )
+        for at in range(bins)
+        if (place == at).any()
+    ]
+    gaps = [abs(entry.accuracy - entry.confidence) * entry.examples for entry in found]
+    return Calibration(tuple(found), float(sum(gaps) / len(confidence)))
+
+
+def prompt_flips(
+    results: Sequence[RankResult], eval_dir: str | os.PathLike[str]
+) -> tuple[tuple[PromptFlip, ...], float]:
+    """The examples that prompts disagree on most, and the percentage that any two disagree on.
+
+    Right or wrong is compared rather than the choice, since prompts order and word their choices
+    differently. Only examples that every prompt has are compared.
+    """
+    if len(results) < 2:
+        return (), 0.0
+    shared = results[0].example
+    for result in results[1:]:
+        shared = np.intersect1d(shared, result.example)
+    if not shared.size:
+        return (), 0.0
+    right = sum(result.correct[np.searchsorted(result.example, shared)] for result in results)
+    right = np.asarray(right, np.int64)
+    disagreement = np.minimum(right, len(results) - right)
+    order = np.argsort(-disagreement, kind="stable")[:FLIPS_KEPT]
+    chosen = [at for at in order if disagreement[at]]
+    texts = read_inputs_of(eval_dir, results[0].task, [int(shared[at]) for at in chosen])
+    flips = tuple(
+        PromptFlip(int(shared[at]), int(right[at]), len(results), texts.get(int(shared[at])))
+        for at in chosen
+    )
+    return flips, float(100 * (disagreement > 0).mean())

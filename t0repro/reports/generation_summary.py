@@ -1,0 +1,49 @@
+"""What a report says of the tasks that were decoded."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from t0repro.evaluation.outputs import read_first_input, read_first_line
+from t0repro.reports.report import GenerationResult
+from t0repro.reports.summary import PromptInfo, dataset_label, group_of
+
+
+def generation_results(
+    eval_dir: str | os.PathLike[str],
+    records: Sequence[Mapping[str, Any]],
+    prompts: Mapping[str, PromptInfo],
+    training_datasets: Collection[str] | None,
+    training_tasks: Collection[str],
+) -> tuple[GenerationResult, ...]:
+    """The metrics of each decoded task, with its first example, by dataset and task.
+
+    Args:
+      eval_dir: the `<split>_eval` folder.
+      records: of the decoded tasks.
+      prompts: task name -> its prompt.
+      training_datasets: labels of the datasets that were trained on; None where unknown.
+      training_tasks: names of the tasks that were trained on.
+    """
+    found = []
+    for record in records:
+        task, step = record["key"]["task"], record["key"]["step"]
+        label, info = dataset_label(task, prompts), prompts.get(task)
+        found.append(
+            GenerationResult(
+                task=task,
+                dataset=label,
+                group=group_of(task, label, training_datasets, training_tasks),
+                template_name=info.template_name if info else task,
+                prompt=info.prompt if info else None,
+                examples=record["examples"],
+                metrics=dict(record["metrics"]),
+                first_input=read_first_input(eval_dir, task),
+                first_target=read_first_line(eval_dir, f"{task}_targets"),
+                first_output=read_first_line(eval_dir, f"{task}_{step}_predictions"),
+                seconds=record["seconds"],
+            )
+        )
+    return tuple(sorted(found, key=lambda result: (result.dataset, result.task)))

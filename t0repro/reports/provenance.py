@@ -1,0 +1,122 @@
+"""Where a report's numbers come from: versions, checkpoint, device, time, configuration."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+from pathlib import Path
+
+from t0repro.errors import UserError
+from t0repro.reports.report import Provenance
+
+# An evaluation may leave what only it knows beside its outputs: a JSON object with any of
+# checkpoint, checkpoint_hash, device, duration_seconds, energy_joules, energy_source, versions,
+# templates_hash, data_revision and data.
+EVALUATION_FACTS = "provenance.json"
+
+_PACKAGES = (
+    "t0repro",
+    "jax",
+    "jaxlib",
+    "flax",
+    "numpy",
+    "orbax-checkpoint",
+    "tensorflow",
+    "mesh-tensorflow",
+    "t5",
+    "seqio",
+    "promptsource",
+    "sentencepiece",
+)
+
+
+def collect(
+    eval_dir: str | os.PathLike[str],
+    *,
+    label: str,
+    step: int,
+    checkpoint: str | None = None,
+    device: str | None = None,
+    duration_seconds: float | None = None,
+) -> Provenance:
+    """What can be known about an evaluation: arguments first, then provenance.json in its folder.
+
+    The operative configuration is operative_config.gin in the folder, or in the model_dir above it.
+
+    Raises:
+      UserError: if provenance.json is there and is not a JSON object.
+    """
+    folder = Path(eval_dir)
+    facts = _facts(folder)
+    return Provenance(
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        label=label,
+        eval_dir=str(eval_dir),
+        checkpoint=checkpoint or facts.get("checkpoint"),
+        step=step,
+        device=device or facts.get("device"),
+        duration_seconds=facts.get("duration_seconds")
+        if duration_seconds is None
+        else duration_seconds,
+        versions=facts.get("versions") or package_versions(),
+        git_commit=git_commit(),
+        operative_config=_operative_config(folder),
+        checkpoint_hash=facts.get("checkpoint_hash"),
+        templates_hash=facts.get("templates_hash"),
+        data_revision=facts.get("data_revision"),
+        energy_joules=facts.get("energy_joules"),
+        energy_source=facts.get("energy_source"),
+        data=facts.get("data") or {},
+    )
+
+
+def package_versions() -> dict[str, str]:
+    """Versions of Python and of the packages that decide the numbers, those that are installed."""
+    versions = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def git_commit() -> str | None:
+    """The commit of the checkout that this code runs from, `-dirty` where it has changes."""
+    try:
+        found = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):  # no git, or no checkout
+        return None
+    return found.stdout.strip() or None
+
+
+def _facts(folder: Path) -> dict:
+    path = folder / EVALUATION_FACTS
+    if not path.is_file():
+        return {}
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"This is not JSON: {error}", where=str(path)) from error
+    if not isinstance(facts, dict):
+        raise UserError("This is not a JSON object.", where=str(path))
+    return facts
+
+
+def _operative_config(folder: Path) -> str | None:
+    for place in (folder, folder.resolve().parent):
+        path = place / "operative_config.gin"
+        if path.is_file():
+            return path.read_text(encoding="utf-8")
+    return None

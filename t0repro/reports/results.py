@@ -1,0 +1,71 @@
+"""The files of an evaluation's results: the report in three forms, and the table of scores."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
+from t0repro.evaluation.rank_eval import Outcome, reasons_in_words
+from t0repro.reports.make_report import make_report
+from t0repro.reports.render import write_report
+from t0repro.reports.report import Bootstrap, Report
+from t0repro.reports.summary import PromptInfo
+from t0repro.reports.tables import write_tables
+from t0repro.reports.training_tasks import training_datasets
+
+
+def write_results(
+    outcome: Outcome,
+    step: int,
+    out: str | os.PathLike[str],
+    prompts: Mapping[str, PromptInfo],
+    trained: Collection[str],
+    *,
+    label: str,
+    title: str,
+    resamples: int,
+    extras: Sequence[str],
+) -> tuple[Report, list[Path]]:
+    """Writes report.json, .md and .html, and scores.csv and .parquet of what was ranked.
+
+    Args:
+      outcome: of rank_eval.
+      step: of the checkpoint.
+      out: the folder of the results.
+      prompts: task name -> its prompt.
+      trained: names of the tasks that were trained on.
+      label: what to call the run.
+      title: the report's heading.
+      resamples: of the bootstrap.
+      extras: see make_report.
+
+    Returns:
+      The report, and the paths.
+    """
+    ranked = [name for name in outcome.tasks if name not in outcome.empty]
+    decoded = [name for name in outcome.generated if name not in outcome.empty]
+    report = make_report(
+        outcome.folder,
+        prompts,
+        label=label,
+        training_datasets=training_datasets(trained, prompts) or None,
+        training_tasks=trained,
+        step=step,
+        tasks=[*ranked, *decoded],
+        title=title,
+        bootstrap=Bootstrap(replicates=resamples),
+        extras=extras,
+        notes=_notes(outcome),
+    )
+    paths = write_report(report, out)
+    if ranked:
+        paths += write_tables(outcome.folder, step, prompts, out, ranked)
+    return report, paths
+
+
+def _notes(outcome: Outcome) -> list[str]:
+    notes = [f"No examples: {', '.join(outcome.empty)}."] if outcome.empty else []
+    if outcome.left_out:
+        notes.append(f"Left out: {reasons_in_words(outcome.left_out)}.")
+    return notes

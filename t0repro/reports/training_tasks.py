@@ -1,0 +1,74 @@
+"""What registered tasks tell a report: their prompts, and which datasets were trained on.
+
+Only here does the evaluation meet SeqIO's registry, and only when a module or mixture is named.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from t0repro.errors import UserError, nearest_names
+from t0repro.reports.summary import PromptInfo, dataset_label
+
+
+def load_prompts(modules: Sequence[str], *, into_seqio: bool = False) -> Mapping[str, PromptInfo]:
+    """Imports modules that register tasks; task name -> its prompt. Empty without a module.
+
+    Args:
+      modules: names of modules.
+      into_seqio: whether SeqIO is to have the tasks, to read their examples.
+
+    Raises:
+      UserError: if a module cannot be found.
+    """
+    if not modules:
+        return {}
+    return _loading().load_tasks(modules, into_seqio=into_seqio)
+
+
+def training_tasks(mixtures: Sequence[str]) -> set[str]:
+    """Names of the tasks of registered mixtures, or of tasks themselves.
+
+    Raises:
+      UserError: if one is not registered.
+    """
+    loading = _loading()
+    tasks = set(loading.registered_tasks()) & set(mixtures)
+    for mixture in set(mixtures) - tasks:
+        tasks |= set(loading.tasks_of_mixture(mixture, "--train-mixture"))
+    return tasks
+
+
+def _loading() -> Any:
+    # By name: type checkers do not follow the mapping of top-level folders into the package
+    return importlib.import_module("t0repro.tasks.loading")
+
+
+def subtasks(mixture: str, option: str) -> Sequence[Any]:
+    """The seqio tasks of a registered mixture or task.
+
+    Args:
+      mixture: its name.
+      option: of the command line, that named it.
+
+    Raises:
+      UserError: if it is not registered; the nearest names are listed.
+    """
+    import seqio
+
+    try:
+        return seqio.get_subtasks(seqio.get_mixture_or_task(mixture))
+    except ValueError as error:
+        known = [*seqio.MixtureRegistry.names(), *seqio.TaskRegistry.names()]
+        raise UserError(
+            f"There is no mixture or task {mixture!r}.",
+            where=option,
+            fix=f"Nearest names: {nearest_names(mixture, known)}; or name its --module-import.",
+        ) from error
+
+
+def training_datasets(tasks: Collection[str], prompts: Mapping[str, PromptInfo]) -> set[str]:
+    """Labels of the datasets that tasks belong to."""
+    return {dataset_label(task, prompts) for task in tasks}

@@ -1,0 +1,354 @@
+"""Caches prompted tasks with a few worker processes, and puts each in place when it is whole."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import errno
+import json
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from t0repro.errors import UserError
+from t0repro.files import write_atomically
+from t0repro.tasks.loading import needs_seqio
+from t0repro.tasks.prompt_cache import folders, provenance, shards
+from t0repro.tasks.prompt_cache.plan import CachedTask, Plan, Prompt, Request, RowsOfSplit
+from t0repro.tasks.prompt_cache.planning import make_plan
+from t0repro.tasks.prompt_cache.prompts import Statistics, features
+from t0repro.tasks.prompt_cache.shards import Piece, PieceResult, SpooledRows
+
+_ROWS_PER_PIECE = 1 << 12
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@dataclasses.dataclass
+class Summary:
+    """What a run did.
+
+    Attributes:
+      selected: tasks asked for.
+      cached: names of the tasks that it cached or added splits to.
+      examples: written, over all tasks.
+      dropped: rows that templates dropped, over all tasks.
+      left_out: (task, split, reason) of splits whose rows are not at hand.
+      seconds: from the plan's start to the end.
+    """
+
+    selected: int
+    cached: list[str]
+    examples: int
+    dropped: int
+    left_out: tuple[tuple[str, str, str], ...]
+    seconds: float
+
+
+def cache_tasks(
+    request: Request,
+    workers: int,
+    progress: Callable[[int], contextlib.AbstractContextManager[Callable[[int], None]]],
+    plan_for: Callable[[Request], Plan] | None = None,
+) -> Summary:
+    """Caches what was asked for and is not cached yet.
+
+    Args:
+      request: tasks, splits and folder.
+      workers: processes that render.
+      progress: given the number of renderings in all, gives within its context a function to be
+        told of each part.
+      plan_for: makes the plan, from tasks that this process has registered: `make_plan`; None lets
+        a worker do it.
+
+    Raises:
+      UserError: on bad names, rows or templates, when the disk is full, when another run holds
+        the folder, or when a worker was killed. Tasks finished before stay.
+    """
+    started = time.monotonic()
+    folder = Path(request.folder)
+    existed = folder.is_dir()
+    try:
+        with folders.locked(folder) as staging, _workers(workers) as pool:
+            plan = plan_for(request) if plan_for else _planned(request, pool, workers)
+            run = _Run(plan, request, folder, staging)
+            with progress(run.total) as advance:
+                run.work(pool, 2 * workers, advance)
+    except OSError as error:
+        if error.errno in _DISK_FULL:
+            raise _no_space(folder, error) from error
+        raise
+    except BrokenProcessPool as error:
+        raise UserError(
+            "A worker process was killed, perhaps because memory ran out.",
+            where=str(folder),
+            fix="Run the same command again, with fewer --workers; finished tasks are kept.",
+        ) from error
+    finally:
+        if not existed and folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
+    return Summary(
+        selected=plan.selected,
+        cached=run.done,
+        examples=run.examples,
+        dropped=run.dropped,
+        left_out=plan.left_out,
+        seconds=time.monotonic() - started,
+    )
+
+
+def _no_space(folder: Path, error: OSError) -> UserError:
+    whole = len(list(folder.glob(f"*/{folders.MARKER}")))
+    return UserError(
+        f"The disk is full ({error.strerror}).",
+        where=str(folder),
+        fix=f"Free some space and run the same command again; {whole} tasks there are whole and"
+        " are kept, and nothing unfinished was left.",
+    )
+
+
+def _pool(workers: int, **options: Any) -> ProcessPoolExecutor:
+    # Spawned: a fork of a process with threads, as a caller may be, can lock up.
+    return ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), **options)
+
+
+@contextlib.contextmanager
+def _workers(count: int) -> Iterator[ProcessPoolExecutor]:
+    # Processors that no worker has are SentencePiece's.
+    threads = max(1, default_workers() // count)
+    pool = _pool(count, initializer=shards.start_worker, initargs=(os.getpid(), threads))
+    try:
+        yield pool
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _planned(request: Request, pool: ProcessPoolExecutor, workers: int) -> Plan:
+    """The plan, made by a worker, or where it takes SeqIO by a process that has then ended."""
+    if needs_seqio(request.modules):
+        with _pool(1) as other:
+            return other.submit(make_plan, request).result()
+    plan = pool.submit(make_plan, request)
+    for _ in range(workers - 1):  # the other workers start meanwhile
+        pool.submit(shards.warm_up)
+    return plan.result()
+
+
+# The run ---------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class _Split:
+    """A prompt's split in the making."""
+
+    prompt: Prompt
+    split: str
+    rows: SpooledRows
+    num_shards: int
+    left: int = 0  # pieces
+    count: int = 0  # rows
+    statistics: dict[bool, Statistics] = dataclasses.field(default_factory=dict)
+    dropped: dict[str, list[int]] = dataclasses.field(default_factory=dict)
+    again: bool = False  # the twin is being written anew, with its rows' ordinals
+
+    def tasks(self) -> dict[bool, CachedTask]:
+        return {task.score_eval: task for task in self.prompt.wanting(self.split)}
+
+    def add(self, result: PieceResult) -> None:
+        self.left -= 1
+        self.count += result.rows
+        for form, statistics in result.statistics.items():
+            self.statistics.setdefault(form, Statistics()).merge(statistics)
+        for reason, places in result.dropped.items():
+            self.dropped.setdefault(reason, []).extend(places)
+
+    def dropped_places(self) -> list[int]:
+        return sorted(place for places in self.dropped.values() for place in places)
+
+
+class _Run:
+    """One run: what is queued, what is being written, what is done."""
+
+    def __init__(self, plan: Plan, request: Request, folder: Path, staging: Path):
+        self._plan, self._request = plan, request
+        self._folder, self._staging = folder, staging
+        self._groups: dict[RowsOfSplit, list[tuple[Prompt, str]]] = {}
+        for prompt in plan.prompts:
+            for split, rows in prompt.rows.items():
+                self._groups.setdefault(rows, []).append((prompt, split))
+        self.total = sum(rows.estimate * len(group) for rows, group in self._groups.items())
+        self._splits_left = {task.name: set(task.splits) for task in plan.tasks()}
+        self._described: dict[str, dict[str, Any]] = {task.name: {} for task in plan.tasks()}
+        self.done: list[str] = []
+        self.examples = self.dropped = 0
+
+    def work(self, pool: ProcessPoolExecutor, ahead: int, advance: Callable[[int], None]) -> None:
+        """Does all of it, with so many pieces ahead of the workers at any time."""
+        for digest, model in self._plan.vocabularies.items():
+            self._vocabulary(digest).write_bytes(model)
+        spooling: dict[Future[SpooledRows], RowsOfSplit] = {}
+        writing: dict[Future[PieceResult], _Split] = {}
+        queued: list[Iterator[tuple[_Split, Piece]]] = []
+        waiting = iter(enumerate(self._groups))
+        in_use: dict[int, int] = {}  # a spool's id -> splits that need it
+        while True:
+            # One dataset's rows are read while another's are rendered.
+            while len(queued) + len(spooling) < 2 and (entry := next(waiting, None)):
+                base = str(self._staging / f"rows-{entry[0]}")
+                spooling[pool.submit(shards.spool_rows, entry[1], base)] = entry[1]
+            while len(writing) < ahead and queued:
+                piece = next(queued[0], None)
+                if piece is None:
+                    queued.pop(0)
+                    break
+                writing[pool.submit(shards.write_piece, piece[1])] = piece[0]
+            futures = [*spooling, *writing]
+            if not futures and not queued:
+                return
+            for future in _finished(futures):
+                if future in spooling:
+                    rows = spooling.pop(future)
+                    spooled = future.result()
+                    in_use[id(spooled.spool)] = len(self._groups[rows])
+                    queued.append(self._pieces(rows, spooled))
+                else:
+                    split = writing.pop(future)
+                    result = future.result()
+                    split.add(result)
+                    if not split.again:
+                        advance(result.rows)
+                    if split.left == 0 and not self._needs_ordinals(split):
+                        self._finish(split)
+                        in_use[id(split.rows.spool)] -= 1
+                        if not in_use[id(split.rows.spool)]:
+                            split.rows.spool.remove()
+                    elif split.left == 0:
+                        queued.insert(0, self._rewrite_twin(split))
+
+    # Pieces ------------------------------------------------------------------------------------
+
+    def _pieces(self, rows: RowsOfSplit, spooled: SpooledRows) -> Iterator[tuple[_Split, Piece]]:
+        for prompt, name in self._groups[rows]:
+            number = shards.number_of_shards(spooled.spool.count, self._request.min_shards)
+            split = _Split(prompt, name, spooled, number)
+            yield from self._pieces_of(split, tuple(split.tasks()))
+
+    def _pieces_of(
+        self, split: _Split, forms: tuple[bool, ...], ordinals: str | None = None
+    ) -> Iterator[tuple[_Split, Piece]]:
+        tasks = split.tasks()
+        staged = {form: self._staged(tasks[form]) for form in forms}
+        for path in staged.values():
+            path.mkdir(parents=True, exist_ok=True)
+        per_shard = max(1, split.rows.spool.count // split.num_shards)
+        step = max(1, _ROWS_PER_PIECE // per_shard)
+        starts = range(0, split.num_shards, step)
+        split.left = len(starts)
+        for start in starts:
+            yield (
+                split,
+                Piece(
+                    prompt=split.prompt,
+                    split=split.split,
+                    spool=split.rows.spool,
+                    folders={form: str(path) for form, path in staged.items()},
+                    shards=range(start, min(start + step, split.num_shards)),
+                    num_shards=split.num_shards,
+                    vocabulary=str(self._vocabulary(split.prompt.vocabulary)),
+                    seed=self._request.seed,
+                    ordinals=ordinals,
+                ),
+            )
+
+    def _needs_ordinals(self, split: _Split) -> bool:
+        return True in split.tasks() and bool(split.dropped) and not split.again
+
+    def _rewrite_twin(self, split: _Split) -> Iterator[tuple[_Split, Piece]]:
+        """The twin's pieces once more: its `idx` counts the rows that the template keeps.
+
+        Few templates with choices drop rows, so that rows are first taken to be all kept.
+        """
+        kept = np.ones(split.rows.spool.count, bool)
+        kept[split.dropped_places()] = False
+        path = self._staging / f"ordinals-{split.prompt.source}-{split.split}.npy"
+        np.save(path, np.cumsum(kept) - 1)
+        split.again = True
+        del split.statistics[True]
+        split.count, split.dropped = 0, {}
+        yield from self._pieces_of(split, (True,), str(path))
+
+    # What is written last ----------------------------------------------------------------------
+
+    def _vocabulary(self, digest: str) -> Path:
+        return self._staging / f"{digest}.model"
+
+    def _staged(self, task: CachedTask) -> Path:
+        return self._staging / "tasks" / task.folder
+
+    def _finish(self, split: _Split) -> None:
+        dropped = sum(map(len, split.dropped.values()))
+        for form, task in split.tasks().items():
+            statistics = split.statistics[form]
+            self.examples += statistics.examples
+            self.dropped += dropped
+            self._write_json(task, f"stats.{split.split}.json", dataclasses.asdict(statistics))
+            self._write_json(task, f"info.{split.split}.json", self._info(split, form))
+            self._described[task.name][split.split] = _description(split, statistics)
+            self._splits_left[task.name].remove(split.split)
+            if not self._splits_left[task.name]:
+                self._complete(split.prompt, task)
+
+    def _info(self, split: _Split, score_eval: bool) -> Mapping[str, Any]:
+        return {
+            "num_shards": split.num_shards,
+            "features": features(score_eval, bool(split.prompt.template.answer_choices)),
+            "seqio_version": self._plan.seqio_version,
+        }
+
+    def _complete(self, prompt: Prompt, task: CachedTask) -> None:
+        folder, staged = self._folder / task.folder, self._staged(task)
+        described = self._described.pop(task.name)
+        before = folder / folders.PROVENANCE
+        if before.is_file():  # splits are added
+            described = {**json.loads(before.read_text())["splits"], **described}
+        content = provenance.describe(prompt, task, self._request.seed, described)
+        self._write_json(task, folders.PROVENANCE, content)
+        folders.put_in_place(staged, folder, task.splits)
+        self.done.append(task.name)
+
+    def _write_json(self, task: CachedTask, name: str, content: Mapping[str, Any]) -> None:
+        # As SeqIO's: sorted, indented, one line break at the end.
+        text = json.dumps(content, sort_keys=True, indent=2) + "\n"
+        write_atomically(self._staged(task) / name, text)
+
+
+def _description(split: _Split, statistics: Statistics) -> dict[str, Any]:
+    numbers = split.dropped
+    return {
+        "origin": dict(split.rows.origin),
+        "rows": split.count,
+        "examples": statistics.examples,
+        "shards": split.num_shards,
+        "dropped": {
+            reason: {"rows": len(places), "first": sorted(places)[: shards.NUMBERS_KEPT]}
+            for reason, places in sorted(numbers.items())
+        },
+    }
+
+
+def _finished(futures: list[Future[Any]]) -> set[Future[Any]]:
+    if not futures:
+        return set()
+    return concurrent.futures.wait(futures, return_when=concurrent.futures.FIRST_COMPLETED).done
+
+
+def default_workers() -> int:
+    """As many as this process may use processors."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

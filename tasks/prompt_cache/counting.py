@@ -1,0 +1,37 @@
+"""How many examples a split gives, without tokens or files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from t0repro.tasks.prompt_cache.plan import Prompt
+from t0repro.tasks.prompt_cache.rows import checked_rows, reader_of
+from t0repro.tasks.prompt_cache.shards import compiled_template, render_row
+from t0repro.tasks.templates import Drop
+
+
+class Count(NamedTuple):
+    """Examples of a task and, one for each answer choice, of its twin."""
+
+    examples: int
+    ranked: int
+
+
+def count_examples(prompts: Sequence[Prompt], split: str, seed: int = 0) -> dict[str, Count]:
+    """Prompt's source -> its count; the prompts are of one dataset, whose rows are read once."""
+    if not prompts:
+        return {}
+    rows = prompts[0].rows[split]
+    found: Sequence[tuple[int, Mapping[str, Any]]] = list(checked_rows(rows, reader_of(rows)))
+    counts = {}
+    for prompt in prompts:
+        template = compiled_template(prompt)
+        examples = ranked = 0
+        for number, row in found:
+            rendering = render_row(prompt, template, split, number, row, seed)
+            if not isinstance(rendering, Drop):
+                examples += 1
+                ranked += len(rendering.answer_choices or ())
+        counts[prompt.source] = Count(examples, ranked)
+    return counts

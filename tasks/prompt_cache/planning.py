@@ -1,0 +1,270 @@
+"""Makes the plan of a cache run: which tasks and splits are left to cache, from what rows.
+
+t0repro's own modules describe their tasks without SeqIO; a user's module may need it, and a plan
+from one is made in a process of its own, which has ended before the workers begin: SeqIO and
+TensorFlow take about a gigabyte.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import hashlib
+import importlib.metadata
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from t0repro.errors import UserError, nearest_names
+from t0repro.tasks.prompt_cache.folders import MARKER, PROVENANCE, remove_interrupted
+from t0repro.tasks.prompt_cache.plan import (
+    CachedTask,
+    PlainTemplate,
+    Plan,
+    Prompt,
+    Request,
+    RowsOfSplit,
+)
+
+if TYPE_CHECKING:
+    from t0repro.tasks.prompted_rows import PromptedRows
+    from t0repro.tasks.registry import TaskDescription
+
+
+def make_plan(request: Request) -> Plan:
+    """Registers the tasks, selects those asked for, and says what of them is not cached yet.
+
+    Raises:
+      UserError: if a name matches nothing, a task is not a prompted one, rows are missing, or a
+        task is cached already from other templates, another vocabulary or another seed.
+    """
+    from t0repro.tasks.loading import load_tasks
+    from t0repro.tasks.registry import task_descriptions
+
+    load_tasks(request.modules, request.templates, into_seqio=False)
+    names = _selected(request)
+    descriptions = task_descriptions()
+    _check_prompted(names, descriptions)
+    planner = _Planner(request)
+    for name in names:
+        planner.add(descriptions[name])
+    planner.check_at_hand(len(names))
+    return Plan(
+        prompts=planner.prompts(),
+        vocabularies=planner.vocabularies,
+        selected=len(names),
+        left_out=tuple(planner.left_out),
+        seqio_version=importlib.metadata.version("seqio"),
+    )
+
+
+def _selected(request: Request) -> list[str]:
+    from t0repro.tasks.loading import registered_tasks, tasks_of_mixture
+
+    names = [task for mixture in request.mixtures for task in tasks_of_mixture(mixture)]
+    tasks = registered_tasks()
+    for pattern in request.patterns:
+        matching = fnmatch.filter(tasks, pattern)
+        if not matching:
+            regex = " Write * for anything, not .*;" if ".*" in pattern else ""
+            raise UserError(
+                f"No task matches {pattern!r}.",
+                where="--tasks",
+                fix=f"{regex} nearest: {nearest_names(pattern, tasks)}.".strip(),
+            )
+        names += matching
+    return list(dict.fromkeys(names))
+
+
+def _check_prompted(names: Sequence[str], descriptions: Mapping[str, TaskDescription]) -> None:
+    for name in names:
+        if name not in descriptions:
+            raise UserError(
+                f"Task {name!r} is not one of t0repro's prompted tasks.",
+                where="--tasks, --mixture",
+                fix="Cache it with seqio_cache_tasks, which writes the same format.",
+            )
+
+
+class _Planner:
+    """Collects prompts task by task; a task and its twin share one."""
+
+    def __init__(self, request: Request):
+        self.request = request
+        self.folder = Path(request.folder)
+        self.vocabularies: dict[str, bytes] = {}
+        self.left_out: list[tuple[str, str, str]] = []
+        self._tasks: dict[str, list[CachedTask]] = {}
+        self._made_of: dict[str, TaskDescription] = {}
+        self._missing: dict[str, UserError] = {}
+
+    def add(self, task: TaskDescription) -> None:
+        """Adds what a task lacks."""
+        name, rows = task.prompt.name, task.rows
+        folder = name.replace(":", "/")  # as SeqIO names it
+        wanted = [
+            split
+            for split in rows.files_of_splits
+            if self.request.splits is None or split in self.request.splits
+        ]
+        cached = _cached_splits(self.folder / folder)
+        if cached is not None:
+            self._check_same(task, self.folder / folder)
+        splits = [split for split in wanted if split not in (cached or ())]
+        splits = [split for split in splits if self._at_hand(task, split)]
+        if not splits:
+            return
+        remove_interrupted(self.folder / folder, name)
+        self._tasks.setdefault(rows.name, []).append(
+            CachedTask(name, folder, tuple(splits), task.prompt.score_eval)
+        )
+        self._made_of[rows.name] = task
+
+    def check_at_hand(self, selected: int) -> None:
+        """Stops where rows are missing, unless such splits are to be left out."""
+        if self._missing and not self.request.at_hand:
+            first = next(iter(self._missing.values()))
+            places = sorted(self._missing)
+            raise UserError(
+                f"The rows of {len(places)} splits are missing: {', '.join(places[:8])}"
+                f"{', ...' if len(places) > 8 else ''}. The first: {first.what}",
+                where=first.where,
+                fix=f"{first.fix} Or leave such splits out with --at_hand, or name others with"
+                " --splits.",
+            )
+        if selected and not self._tasks and len(self.left_out) and not self._any_cached():
+            raise UserError(
+                "None of the rows that these tasks need are at hand.",
+                where=self.left_out[0][2],
+                fix="Set T0REPRO_DATA_DIR to the folder of the datasets.",
+            )
+
+    def _any_cached(self) -> bool:
+        return any(self.folder.glob(f"*/{MARKER}"))
+
+    def _at_hand(self, task: TaskDescription, split: str) -> bool:
+        try:
+            task.rows.reader(split)
+        except UserError as error:
+            place = "/".join(filter(None, (task.rows.dataset, task.rows.subset)))
+            self._missing.setdefault(f"{place} {split}", error)
+            self.left_out.append((task.prompt.name, split, error.what))
+            return False
+        return True
+
+    def prompts(self) -> tuple[Prompt, ...]:
+        """The prompts, those of a dataset together."""
+        rows = self._rows()
+        found = []
+        for source_name, tasks in self._tasks.items():
+            made_of = self._made_of[source_name]
+            source, template = made_of.rows, made_of.rows.template
+            splits = dict.fromkeys(split for each in tasks for split in each.splits)
+            found.append(
+                Prompt(
+                    source=source_name,
+                    dataset=source.dataset,
+                    subset=source.subset,
+                    template=PlainTemplate(
+                        template.name, template.id, template.jinja, template.answer_choices
+                    ),
+                    rows={split: rows[self._key(source, split)] for split in splits},
+                    tasks=tuple(tasks),
+                    vocabulary=self._vocabulary(made_of),
+                    eos=_eos(made_of),
+                )
+            )
+        return tuple(sorted(found, key=lambda prompt: (prompt.dataset, prompt.subset or "")))
+
+    @staticmethod
+    def _key(source: PromptedRows, split: str) -> tuple[Any, ...]:
+        return source.root, source.dataset, source.subset, source.files_of_splits[split]
+
+    def _rows(self) -> dict[tuple[Any, ...], RowsOfSplit]:
+        """Of each split's rows, once for all templates: the columns are those that any reads."""
+        from t0repro.tasks.columns import columns_read
+
+        columns: dict[tuple[Any, ...], set[str]] = {}
+        sources: dict[tuple[Any, ...], tuple[PromptedRows, str]] = {}
+        for source_name, tasks in self._tasks.items():
+            source = self._made_of[source_name].rows
+            for split in dict.fromkeys(split for each in tasks for split in each.splits):
+                key = self._key(source, split)
+                columns.setdefault(key, set()).update(columns_read(source.template))
+                sources[key] = (source, split)
+        return {
+            key: RowsOfSplit(
+                root=None if key[0] is None else str(key[0]),
+                dataset=key[1],
+                subset=key[2],
+                file=key[3].file,
+                max_rows=key[3].max_rows,
+                columns=tuple(sorted(columns[key])),
+                estimate=min(source.row_count(split), key[3].max_rows or 1 << 62),
+            )
+            for key, (source, split) in sources.items()
+        }
+
+    def _vocabulary(self, task: TaskDescription) -> str:
+        model = _model_of(task)
+        digest = _digest(model)
+        self.vocabularies[digest] = model
+        return digest
+
+    def _check_same(self, task: TaskDescription, folder: Path) -> None:
+        """A complete cache is kept as it is: it must be what would be made now."""
+        try:
+            made = json.loads((folder / PROVENANCE).read_text(encoding="utf-8"))
+        except FileNotFoundError:  # seqio_cache_tasks made it
+            return
+        template = task.rows.template
+        plain = PlainTemplate(template.name, "", template.jinja, template.answer_choices)
+        now = {
+            "template": plain.digest(),
+            "vocabulary": _digest(_model_of(task)),
+            "seed": self.request.seed,
+        }
+        then = {
+            "template": made["template"]["sha256"],
+            "vocabulary": made["vocabulary"]["sha256"],
+            "seed": made["seed"],
+        }
+        differing = [name for name in now if now[name] != then[name]]
+        if differing:
+            raise UserError(
+                f"Task {task.prompt.name} is cached already, with another"
+                f" {' and '.join(differing)}.",
+                where=str(folder / PROVENANCE),
+                fix="Use another --output_cache_dir, or remove that folder to have it made anew.",
+            )
+
+
+def _cached_splits(folder: Path) -> Sequence[str] | None:
+    """The splits that a task's complete cache has, or None if there is none."""
+    if not (folder / MARKER).is_file():
+        return None
+    return [path.name[len("info.") : -len(".json")] for path in folder.glob("info.*.json")]
+
+
+@functools.lru_cache(maxsize=4)
+def _digest(model: bytes) -> str:
+    return hashlib.sha256(model).hexdigest()
+
+
+def _model_of(task: TaskDescription) -> bytes:
+    model = task.sp_model
+    if model is None:
+        raise UserError(
+            f"The vocabulary of task {task.prompt.name!r} is not a SentencePiece model.",
+            where="--tasks",
+            fix="Cache it with seqio_cache_tasks.",
+        )
+    return model
+
+
+def _eos(task: TaskDescription) -> Mapping[str, int | None]:
+    from t0repro.tasks.registry import ADDS_EOS
+
+    eos = task.vocabulary.eos_id
+    return {feature: eos if adds_eos else None for feature, adds_eos in ADDS_EOS.items()}

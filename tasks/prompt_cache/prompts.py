@@ -1,0 +1,135 @@
+"""Rows to examples: a task's, and those of the twin that has one for each answer choice.
+
+The features are those that SeqIO caches for the tasks of t0repro.tasks.registration.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from t0repro.tasks.prompt_cache.records import FeatureEncoder, example, varint
+from t0repro.tasks.prompt_cache.tokens import Tokenizer, count
+from t0repro.tasks.templates import Rendering
+
+_TOKENS = {"shape": [None], "dtype": "int32"}
+_STRING = {"shape": [], "dtype": "string"}
+
+# Targets repeat: those of classification, and answer choices.
+_REMEMBERED_TARGETS = 1 << 14
+_SHORT = 200  # characters
+
+
+@dataclasses.dataclass
+class Statistics:
+    """What SeqIO's statistics file of a split tells: examples, and tokens but for EOS."""
+
+    examples: int = 0
+    inputs_tokens: int = 0
+    inputs_max_tokens: int = 0
+    targets_tokens: int = 0
+    targets_max_tokens: int = 0
+
+    def add(self, inputs: int, targets: int) -> None:
+        """Counts an example of so many tokens."""
+        self.examples += 1
+        self.inputs_tokens += inputs
+        self.targets_tokens += targets
+        self.inputs_max_tokens = max(self.inputs_max_tokens, inputs)
+        self.targets_max_tokens = max(self.targets_max_tokens, targets)
+
+    def merge(self, other: Statistics) -> None:
+        """Adds another part's counts."""
+        self.examples += other.examples
+        self.inputs_tokens += other.inputs_tokens
+        self.targets_tokens += other.targets_tokens
+        self.inputs_max_tokens = max(self.inputs_max_tokens, other.inputs_max_tokens)
+        self.targets_max_tokens = max(self.targets_max_tokens, other.targets_max_tokens)
+
+
+def features(score_eval: bool, has_choices: bool) -> dict[str, Mapping[str, Any]]:
+    """Name -> shape and type of a cached example's features, as SeqIO's info file has them."""
+    found: dict[str, Mapping[str, Any]] = {
+        "inputs": _TOKENS,
+        "inputs_pretokenized": _STRING,
+        "targets": _TOKENS,
+        "targets_pretokenized": _STRING,
+    }
+    if score_eval:
+        found["idx"] = _TOKENS
+        found["is_correct"] = {"shape": [], "dtype": "bool"}
+        found["weight"] = {"shape": [], "dtype": "float32"}
+    elif has_choices:
+        found["answer_choices"] = {"shape": [None], "dtype": "string"}
+    return found
+
+
+class ExampleWriter:
+    """Serializes renderings to Examples, in either form.
+
+    Args:
+      tokenizer: of inputs and targets.
+      eos: feature -> the token to append, or None.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, eos: Mapping[str, int | None]):
+        self._tokenizer = tokenizer
+        self._eos = {name: b"" if token is None else varint(token) for name, token in eos.items()}
+        names = [*features(True, True), *features(False, True)]
+        self._targets_seen: dict[str, tuple[bytes, int]] = {}
+        self._encoders = {name: FeatureEncoder(name) for name in names}
+        self._yes, self._no = (
+            self._encoders["is_correct"].varints(varint(value)) for value in (1, 0)
+        )
+        self._weight = self._encoders["weight"].floats([1.0])
+
+    def inputs(self, renderings: Sequence[Rendering]) -> list[tuple[bytes, int]]:
+        """Of each rendering, its input's two features and its number of tokens."""
+        texts = [rendering.inputs for rendering in renderings]
+        tokens, text = self._encoders["inputs"], self._encoders["inputs_pretokenized"]
+        return [
+            (
+                tokens.varints(encoded + self._eos["inputs"]) + text.strings([raw.encode()]),
+                count(encoded),
+            )
+            for raw, encoded in zip(texts, self._tokenizer.encode(texts), strict=True)
+        ]
+
+    def _targets(self, target: str) -> tuple[bytes, int]:
+        """A target's two features and its number of tokens; those of short ones are remembered."""
+        found = self._targets_seen.get(target)
+        if found is None:
+            (encoded,) = self._tokenizer.encode([target])
+            tokens, text = self._encoders["targets"], self._encoders["targets_pretokenized"]
+            packed = tokens.varints(encoded + self._eos["targets"])
+            found = packed + text.strings([target.encode()]), count(encoded)
+            if len(target) <= _SHORT and len(self._targets_seen) < _REMEMBERED_TARGETS:
+                self._targets_seen[target] = found
+        return found
+
+    def as_text(
+        self, rendering: Rendering, inputs: tuple[bytes, int], has_choices: bool, seen: Statistics
+    ) -> bytes:
+        """The task's example."""
+        targets, length = self._targets(rendering.targets)
+        seen.add(inputs[1], length)
+        entries = [inputs[0], targets]
+        if has_choices:
+            choices = [choice.encode() for choice in rendering.answer_choices or ()]
+            entries.insert(0, self._encoders["answer_choices"].strings(choices))
+        return example(entries)
+
+    def as_ranking(
+        self, rendering: Rendering, inputs: tuple[bytes, int], ordinal: int, seen: Statistics
+    ) -> Iterator[bytes]:
+        """The twin's examples: one for each choice, numbered [ordinal, choice].
+
+        Source: t5.data.preprocessors.rank_classification.
+        """
+        for index, choice in enumerate(rendering.answer_choices or ()):
+            targets, length = self._targets(choice)
+            seen.add(inputs[1], length)
+            idx = self._encoders["idx"].varints(varint(ordinal) + varint(index))
+            correct = self._yes if choice == rendering.targets else self._no
+            yield example([idx, inputs[0], correct, targets, self._weight])

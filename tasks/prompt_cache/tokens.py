@@ -1,0 +1,38 @@
+"""Text to tokens, as `seqio.SentencePieceVocabulary.encode_tf`, packed for an Example."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import sentencepiece
+
+from t0repro.tasks.prompt_cache.records import varint
+
+
+class Tokenizer:
+    """A SentencePiece model that gives tokens as joined varints (see `count`).
+
+    Args:
+      model: the serialized model, with the vocabulary's extra ids in it.
+      threads: of SentencePiece, for a batch of texts.
+    """
+
+    def __init__(self, model: bytes, threads: int = 1):
+        self._model = sentencepiece.SentencePieceProcessor()
+        self._model.LoadFromSerializedProto(model)
+        self._varints = [varint(token) for token in range(self._model.get_piece_size())]
+        self._threads = threads
+
+    def encode(self, texts: Sequence[str]) -> list[bytes]:
+        """Each text's tokens, without EOS."""
+        table = self._varints
+        encoded = self._model.encode(list(texts), num_threads=self._threads)
+        return [b"".join([table[token] for token in tokens]) for tokens in encoded]
+
+
+_CONTINUED = bytes(range(0x80, 0x100))
+
+
+def count(tokens: bytes) -> int:
+    """The number of tokens: each varint ends in one byte below 0x80."""
+    return len(tokens.translate(None, _CONTINUED))

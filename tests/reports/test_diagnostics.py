@@ -1,0 +1,101 @@
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from t0repro.reports.diagnostics import calibration, confusion, prompt_flips
+from t0repro.reports.make_report import make_report
+from t0repro.reports.published import published_figures
+from t0repro.reports.report import Bootstrap, load_report
+from t0repro.reports.summary import rank_folder
+
+from .scored_folder import write_scores
+
+HIGH, LOW = np.log(0.75), np.log(0.25)
+PROMPTS = {
+    f"super_glue_rte_{name}_score_eval": SimpleNamespace(
+        dataset="super_glue",
+        subset="rte",
+        template_name=name,
+        fixed_choices=("Yes", "No"),
+        prompt="{{premise}} ||| {{label}}",
+    )
+    for name in ("one", "two", "three")
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Three prompts of four examples: the second is flipped by one prompt, the third by none."""
+    yes, no = [HIGH, LOW], [LOW, HIGH]
+    scores = {"one": [yes, yes, no, yes], "two": [yes, no, no, yes], "three": [yes, yes, no, yes]}
+    for name, rows in scores.items():
+        write_scores(tmp_path, f"super_glue_rte_{name}_score_eval", rows, [0, 0, 1, -1])
+    return tmp_path
+
+
+def test_confusion_counts_answers_by_prediction_and_leaves_out_examples_without_answer(folder):
+    results = rank_folder(folder, PROMPTS)
+    found = confusion(results, {task: info.fixed_choices for task, info in PROMPTS.items()})
+    assert found is not None
+    assert (found.labels, found.prompts) == (("Yes", "No"), 3)
+    assert found.counts == ((5, 1), (0, 3))
+    assert confusion(results, {}) is None
+
+
+def test_calibration_compares_confidence_with_accuracy(folder):
+    (found,) = calibration(rank_folder(folder, PROMPTS)).bins
+    assert found.confidence == pytest.approx(75)
+    assert found.accuracy == pytest.approx(100 * 8 / 12)
+    assert found.examples == 12
+    assert calibration(rank_folder(folder, PROMPTS)).error == pytest.approx(75 - 100 * 8 / 12)
+
+
+def test_an_example_that_some_prompts_get_wrong_is_a_flip(folder):
+    flips, share = prompt_flips(rank_folder(folder, PROMPTS), folder)
+    assert share == 25.0
+    (flip,) = flips
+    assert (flip.example, flip.right, flip.prompts, flip.first_input) == (1, 2, 3, "input 1")
+    assert prompt_flips(rank_folder(folder, PROMPTS)[:1], folder) == ((), 0.0)
+
+
+def test_the_report_has_diagnostics_extras_and_published_figures(folder, tmp_path):
+    report = make_report(
+        folder, PROMPTS, label="jax", bootstrap=Bootstrap(100), extras=["target_length"]
+    )
+    (dataset,) = report.datasets
+    assert dataset.confusion and dataset.calibration and dataset.flips
+    assert dataset.prompts[0].extras == {"target_length": dataset.prompts[0].accuracy}
+    assert {found.value for found in report.published} >= {64.6, 81.2, 81.0, 84.0}
+    path = tmp_path / "report.json"
+    path.write_text(report.to_json())
+    assert load_report(path) == report
+
+
+def test_a_report_of_schema_1_still_loads(folder, tmp_path):
+    content = json.loads(make_report(folder, PROMPTS, label="jax").to_json())
+    content["schema_version"] = 1
+    for name in ("published", "tasks"):
+        del content[name]
+    for name in ("checkpoint_hash", "templates_hash", "data_revision", "energy_joules"):
+        del content["provenance"][name]
+    for dataset in content["datasets"]:
+        for name in ("confusion", "calibration", "flips", "flipped"):
+            del dataset[name]
+        for prompt in dataset["prompts"]:
+            del prompt["extras"]
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps(content))
+    loaded = load_report(path)
+    assert loaded.schema_version == 1
+    assert loaded.datasets[0].confusion is None and loaded.published == ()
+
+
+def test_every_published_figure_names_its_source():
+    names = ["anli/r1", "anli/r3", "hellaswag", "super_glue/rte", "winogrande/winogrande_xl"]
+    figures = published_figures(names)
+    assert all(found.source and found.statistic in ("mean", "median") for found in figures)
+    assert all(0 <= found.value <= 100 for found in figures)
+    assert len([found for found in figures if found.dataset == "anli"]) == 4
+    assert published_figures(["ag_news"]) == ()

@@ -1,0 +1,430 @@
+import dataclasses
+import html.parser
+import json
+import os
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import t0repro.reports
+from t0repro.cli.report import app
+from t0repro.errors import UserError
+from t0repro.reports.make_report import Beside, make_report
+from t0repro.reports.render import render_html, render_markdown, write_report
+from t0repro.reports.report import SCHEMA_VERSION, Bootstrap, load_report
+from t0repro.reports.summary import dataset_label
+
+from .scored_folder import write_scores
+
+QUICK = Bootstrap(replicates=200)
+
+
+class Evaluation:
+    """A folder of an evaluation's outputs and the prompts behind its tasks."""
+
+    def __init__(self, folder, seed=0):
+        self.folder, self.prompts = folder, {}
+        self.random = np.random.default_rng(seed)
+        folder.mkdir(parents=True)
+
+    def add(self, dataset, subset, template, examples, choices, skill, noise=0.0, step=20):
+        """Scores that favour the right choice by `skill` natural-logarithm units."""
+        label = f"{dataset}_{subset}" if subset else dataset
+        task = f"{label}_{template.replace(' ', '_')}_score_eval"
+        self.prompts[task] = SimpleNamespace(
+            dataset=dataset,
+            subset=subset,
+            template_name=template,
+            fixed_choices=tuple(f"choice {i}" for i in range(choices)),
+            prompt=f'{{{{premise}}}} <b>{template}</b> & "quoted"?|||{{{{label}}}}',
+        )
+        right = np.arange(examples) % choices
+        scores = self.random.normal(size=(examples, choices)) - 5
+        scores += skill * (right[:, None] == np.arange(choices))
+        targets = [
+            f"((np.int32({i}), np.int32({j})), np.{bool(j == right[i])}_, np.float32(1.0), 2)\n"
+            for i in range(examples)
+            for j in range(choices)
+        ]
+        texts = [f"input {i} <script>alert(1)</script>\n" for i in range(examples)]
+        predictions = (np.float32(scores) + np.float32(noise)).ravel()
+        (self.folder / f"{task}_targets").write_text("".join(targets))
+        (self.folder / f"{task}_inputs").write_text(
+            "".join(t for t in texts for _ in range(choices))
+        )
+        (self.folder / f"{task}_{step}_predictions").write_text(
+            "".join(f"{float(score)}\n" for score in predictions)
+        )
+        return task
+
+
+def small_suite(folder, noise=0.0):
+    evaluation = Evaluation(folder)
+    for template in ("classify", "which section", "recommend"):
+        evaluation.add("ag_news", None, template, 60, 4, 2.0, noise)
+    for template in ("GPT-3 style", "can we infer"):
+        evaluation.add("super_glue", "rte", template, 40, 2, 0.0, noise)
+    return evaluation
+
+
+@pytest.fixture
+def suite(tmp_path):
+    return small_suite(tmp_path / "jax" / "validation_eval")
+
+
+def report_of(evaluation, **options):
+    options = {"label": "jax", "training_datasets": {"ag_news"}, "bootstrap": QUICK} | options
+    return make_report(evaluation.folder, evaluation.prompts, **options)
+
+
+def full_report(evaluation, tmp_path):
+    """A report with every part: a second run, a loss curve, losses, a conversion, a note."""
+    other = small_suite(tmp_path / "mtf" / "validation_eval", noise=1e-3)
+    lines = [json.dumps({"split": "train", "step": s, "loss": 5 / s}) for s in range(1, 21)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    (evaluation.folder.parent / "operative_config.gin").write_text("run.train_steps = 20\n")
+    beside = Beside(
+        other_label="mtf",
+        other_eval_dir=other.folder,
+        metrics=tmp_path / "metrics.jsonl",
+        losses=(tmp_path / "metrics.jsonl", tmp_path / "metrics.jsonl"),
+        conversion="jax -> mtf -> jax: nothing changed",
+        notes=("A small model.",),
+    )
+    return report_of(evaluation, beside=beside, device="cpu", duration_seconds=1.5)
+
+
+# Figures -----------------------------------------------------------------------------------------
+
+
+def test_datasets_are_grouped_by_whether_they_were_trained_on(suite):
+    report = report_of(suite)
+    groups = {group.group: group for group in report.groups}
+    assert list(groups) == ["held_out_prompts", "held_out_datasets"]
+    assert (groups["held_out_prompts"].datasets, groups["held_out_prompts"].prompts) == (1, 3)
+    assert (groups["held_out_datasets"].datasets, groups["held_out_datasets"].prompts) == (1, 2)
+    assert {d.dataset: d.group for d in report.datasets} == {
+        "ag_news": "held_out_prompts",
+        "super_glue/rte": "held_out_datasets",
+    }
+
+
+def test_without_training_datasets_there_is_one_group(suite):
+    assert [g.group for g in report_of(suite, training_datasets=None).groups] == ["datasets"]
+
+
+def test_a_prompt_that_was_trained_on_is_not_called_held_out(suite):
+    report = report_of(suite, training_tasks={"ag_news_classify"})
+    assert [(g.group, g.prompts) for g in report.groups] == [
+        ("trained_prompts", 1),
+        ("held_out_prompts", 2),
+        ("held_out_datasets", 2),
+    ]
+    assert [d.dataset for d in report.datasets].count("ag_news") == 2
+
+
+def test_the_spread_over_prompts_is_that_of_their_accuracies(suite):
+    news = report_of(suite).datasets[0]
+    accuracy = [prompt.accuracy for prompt in news.prompts]
+    assert news.accuracy.mean == pytest.approx(np.mean(accuracy))
+    assert news.accuracy.median == pytest.approx(np.median(accuracy))
+    assert (news.accuracy.minimum, news.accuracy.maximum) == (min(accuracy), max(accuracy))
+    assert (news.chance, news.majority, news.examples) == (25.0, 25.0, 60)
+    assert report_of(suite).groups[0].mean == pytest.approx(news.accuracy.mean)
+
+
+def test_clearly_above_chance_means_that_the_interval_begins_above_it(suite):
+    news, rte = report_of(suite).datasets
+    assert news.above_chance and news.mean_interval.low > 25
+    assert not rte.above_chance and rte.mean_interval.low <= 50
+
+
+def test_the_bootstrap_agrees_with_the_binomial_standard_error(tmp_path):
+    evaluation = Evaluation(tmp_path / "eval")
+    evaluation.add("ag_news", None, "classify", 400, 2, 1.0)
+    (dataset,) = report_of(evaluation, bootstrap=Bootstrap(replicates=2000)).datasets
+    p = dataset.accuracy.mean / 100
+    expected = 100 * np.sqrt(p * (1 - p) / 400)
+    assert dataset.standard_error == pytest.approx(expected, rel=0.1)
+    assert dataset.mean_interval.low == pytest.approx(100 * p - 1.96 * expected, abs=0.5)
+    assert dataset.mean_interval.high == pytest.approx(100 * p + 1.96 * expected, abs=0.5)
+
+
+def test_prompts_of_a_dataset_are_resampled_together(tmp_path):
+    evaluation = Evaluation(tmp_path / "eval")
+    for template in ("one", "two"):
+        evaluation.random = np.random.default_rng(5)  # the same scores under both prompts
+        evaluation.add("ag_news", None, template, 50, 2, 0.5)
+    (dataset,) = report_of(evaluation).datasets
+    assert dataset.paired
+    assert dataset.standard_error == pytest.approx(dataset.prompts[0].standard_error)
+
+
+def test_prompts_with_other_numbers_of_examples_are_kept_and_said_not_to_be_paired(tmp_path):
+    evaluation = Evaluation(tmp_path / "eval")
+    evaluation.add("ag_news", None, "one", 50, 2, 0.5)
+    evaluation.add("ag_news", None, "two", 40, 2, 0.5)
+    (dataset,) = report_of(evaluation).datasets
+    assert (dataset.paired, dataset.examples) == (False, 50)
+
+
+def test_intervals_depend_on_the_seed_and_not_on_what_else_is_reported(suite, tmp_path):
+    alone = Evaluation(tmp_path / "alone")
+    for template in ("classify", "which section", "recommend"):
+        alone.add("ag_news", None, template, 60, 4, 2.0)
+    news = report_of(suite).datasets[0]
+    assert news == report_of(suite).datasets[0]
+    assert news == report_of(alone).datasets[0]
+    other = report_of(suite, bootstrap=dataclasses.replace(QUICK, seed=1)).datasets[0]
+    assert news.mean_interval != other.mean_interval
+
+
+def test_tasks_without_a_prompt_are_grouped_by_their_own_name(suite):
+    report = make_report(suite.folder, {}, label="jax", bootstrap=QUICK)
+    assert "super_glue_rte_GPT-3_style" in [d.dataset for d in report.datasets]
+    assert report.datasets[0].prompts[0].prompt is None
+
+
+def test_rounds_of_anli_are_datasets_of_their_own():
+    info = SimpleNamespace(dataset="anli", subset=None)
+    prompts = {"anli_GPT_3_style_r2_score_eval": info, "anli_GPT_3_style_r2": info}
+    assert [dataset_label(task, prompts) for task in prompts] == ["anli/r2", "anli/r2"]
+
+
+def test_the_operative_config_and_what_the_evaluation_recorded_are_found(suite):
+    (suite.folder / "operative_config.gin").write_text("run.train_steps = 20\n")
+    facts = {"checkpoint": "runs/checkpoint_20", "device": "cpu", "duration_seconds": 2.5}
+    (suite.folder / "provenance.json").write_text(json.dumps(facts))
+    source = report_of(suite).provenance
+    assert source.operative_config == "run.train_steps = 20\n"
+    assert (source.checkpoint, source.device, source.duration_seconds) == tuple(facts.values())
+    assert source.step == 20
+    assert "numpy" in source.versions
+    (suite.folder / "provenance.json").write_text("[")
+    with pytest.raises(UserError, match="not JSON"):
+        report_of(suite)
+
+
+def test_examples_whose_answer_is_no_choice_are_counted_and_listed(tmp_path):
+    folder = tmp_path / "validation_eval"
+    write_scores(folder, "t_score_eval", [[-1.0, -2.0]] * 30, [0, -1] * 15)
+    report = make_report(folder, {}, label="jax", bootstrap=QUICK)
+    (prompt,) = report.datasets[0].prompts
+    assert (prompt.unanswerable, prompt.accuracy) == (15, 50.0)  # they count as wrong, as with T0
+    listed = [(found.example, found.first_input) for found in prompt.unanswerable_examples]
+    assert listed[:2] == [(1, "input 1"), (3, "input 3")] and len(listed) == 15
+    assert "| t | t | 15 of 30 | 1, 3, 5," in render_markdown(report)
+    assert "15 of 30 examples" in " ".join(Page(render_html(report)).text)
+    write_report(report, tmp_path)
+    assert load_report(tmp_path) == report
+
+
+def test_data_and_energy_are_told_where_they_are_known(suite):
+    facts = {"data": {"super_glue/rte": "source local, sha256 ab12"}, "energy_joules": 12.4}
+    facts["energy_source"] = "1 CPU packages (RAPL)"
+    (suite.folder / "provenance.json").write_text(json.dumps(facts))
+    for text in (render_markdown(report_of(suite)), render_html(report_of(suite))):
+        assert "12 J, counted by 1 CPU packages (RAPL)" in text
+        assert "source local, sha256 ab12" in text
+    (suite.folder / "provenance.json").unlink()
+    assert "the device does not tell" in render_markdown(report_of(suite))
+
+
+def test_reports_of_the_schemas_before_are_still_read(suite, tmp_path):
+    content = json.loads(report_of(suite).to_json())
+    for name in ("generation", "published", "tasks"):
+        del content[name]
+    del content["provenance"]["data"], content["provenance"]["energy_source"]
+    for dataset in content["datasets"]:
+        for prompt in dataset["prompts"]:
+            del prompt["unanswerable_examples"]
+    (tmp_path / "report.json").write_text(json.dumps({**content, "schema_version": 1}))
+    assert load_report(tmp_path).datasets == report_of(suite).datasets
+
+
+def test_a_checkout_without_git_has_no_commit(suite, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    assert report_of(suite).provenance.git_commit is None
+
+
+# Files -------------------------------------------------------------------------------------------
+
+
+def test_a_report_loads_back_equal(suite, tmp_path):
+    report = full_report(suite, tmp_path)
+    assert report.stacks and report.losses and report.loss_curve
+    paths = write_report(report, tmp_path / "out")
+    assert [path.name for path in paths] == ["report.json", "report.md", "report.html"]
+    assert load_report(tmp_path / "out") == t0repro.reports.load_report(tmp_path / "out") == report
+    assert load_report(paths[0]) == report
+    plain = report_of(suite)
+    write_report(plain, tmp_path / "out")
+    assert load_report(tmp_path / "out") == plain
+    assert sorted(os.listdir(tmp_path / "out")) == ["report.html", "report.json", "report.md"]
+
+
+def test_a_newer_schema_and_a_file_that_is_no_report_are_refused(suite, tmp_path):
+    path = tmp_path / "report.json"
+    content = json.loads(report_of(suite).to_json())
+    path.write_text(json.dumps(content | {"schema_version": SCHEMA_VERSION + 1}))
+    with pytest.raises(UserError, match=f"has schema {SCHEMA_VERSION + 1}; this t0repro reads up"):
+        load_report(path)
+    path.write_text(json.dumps(content | {"unheard_of": 1}))
+    with pytest.raises(UserError, match="fields are not those of schema"):
+        load_report(path)
+    for text in ("{}", "[]", "not JSON"):
+        path.write_text(text)
+        with pytest.raises(UserError, match="not a report"):
+            load_report(path)
+    with pytest.raises(UserError, match="no report here"):
+        load_report(tmp_path / "absent")
+
+
+def test_markdown_has_every_dataset_prompt_and_comparison(suite, tmp_path):
+    text = render_markdown(full_report(suite, tmp_path))
+    for expected in ("ag_news", "super_glue/rte", "can we infer", "Predictions differ: nowhere"):
+        assert expected in text
+    assert "Largest relative difference: 0.00e+00" in text
+    assert "nothing changed" in text
+    widths = {line.count("|") for line in text.split("\n") if line.startswith("| ag_news |")}
+    assert len(widths) == 3  # rows of the datasets', of the prompts' and of the agreement's table
+
+
+class Page(html.parser.HTMLParser):
+    """What a page names, shows and nests."""
+
+    VOID = frozenset(("meta", "link", "img", "br", "input", "hr"))
+
+    def __init__(self, text):
+        super().__init__()
+        self.addresses, self.tags, self.text, self.ids = [], [], [], []
+        self.open, self.attributes = [], []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes.append((tag, dict(attrs)))
+        for name, value in attrs:
+            if name in ("src", "href", "xlink:href", "action", "data", "srcset", "poster"):
+                self.addresses.append(value)
+            if name == "id":
+                self.ids.append(value)
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.handle_starttag(tag, attrs)
+        if tag not in self.VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+@pytest.fixture
+def page(suite, tmp_path):
+    return Page(render_html(full_report(suite, tmp_path)))
+
+
+def test_the_page_requests_nothing(suite, tmp_path):
+    text = render_html(full_report(suite, tmp_path))
+    page = Page(text)
+    assert all(address.startswith("#") for address in page.addresses)
+    assert {"link", "img", "iframe", "object", "embed"}.isdisjoint(page.tags)
+    for word in ("@import", "url(http", "fetch(", "XMLHttpRequest", "//cdn"):
+        assert word not in text
+    # the namespace of SVG is a name, not a request
+    outside = [part for part in text.split("http")[1:] if not part.startswith("://www.w3.org/")]
+    assert outside == []
+
+
+def test_the_page_is_well_nested_with_a_title_and_unique_ids(page):
+    assert page.open == []
+    assert page.tags.count("title") > 1  # the page's own, and one for each mark of a plot
+    assert len(page.ids) == len(set(page.ids))
+    linked = {address.removeprefix("#") for address in page.addresses}
+    assert linked <= set(page.ids)
+
+
+def test_the_page_shows_every_dataset_and_every_prompts_text(page, suite):
+    text = " ".join(page.text)
+    for expected in (
+        "ag_news",
+        "super_glue/rte",
+        "Held-out datasets",
+        "not clearly",
+        "The two stacks",
+    ):
+        assert expected in text
+    tips = [attributes.get("data-tip") or "" for _, attributes in page.attributes]
+    for info in suite.prompts.values():
+        assert sum(info.prompt in tip for tip in tips) == 2  # in the plot and in the table
+
+
+def test_text_from_the_data_is_never_markup(page):
+    assert page.tags.count("script") == 1
+    assert "b" not in page.tags
+
+
+def test_tables_sort_by_buttons_and_plots_take_the_pages_colours(page):
+    headings = page.tags.count("th")
+    assert page.tags.count("button") > headings // 3
+    styles = " ".join(attributes.get("style") or "" for _, attributes in page.attributes)
+    assert all(f"var(--{role})" in styles for role in ("accent", "chance", "majority"))
+    assert "#0" not in styles and "#1" not in styles  # every stand-in colour was replaced
+
+
+def test_a_single_prompt_and_a_long_name_are_drawn(tmp_path):
+    evaluation = Evaluation(tmp_path / "eval")
+    evaluation.add("a" * 80, None, "only", 4, 2, 50.0)
+    report = report_of(evaluation, training_datasets=None)
+    assert report.datasets[0].mean_interval.low == 100
+    assert "a" * 80 in " ".join(Page(render_html(report)).text)
+
+
+# Command -----------------------------------------------------------------------------------------
+
+
+def test_report_make_writes_three_files_and_prints_a_summary(suite, tmp_path):
+    write_metrics = "\n".join(
+        json.dumps({"split": "train", "step": s, "loss": 1.0}) for s in range(3)
+    )
+    (tmp_path / "m.jsonl").write_text(write_metrics)
+    metrics = str(tmp_path / "m.jsonl")
+    arguments = ["make", str(suite.folder), "--out", str(tmp_path / "out"), "--label", "jax"]
+    arguments += ["--other", f"mtf={suite.folder}", "--metrics", metrics, "--resamples", "100"]
+    arguments += ["--losses", f"jax={metrics}", metrics, "--train-dataset", "ag_news_classify"]
+    arguments += ["--note", "First sentence.", "--note", "Second sentence."]
+    run = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert run.exit_code == 0
+    assert "Predictions differ: nowhere" in run.output
+    assert str(tmp_path / "out" / "report.html") in run.output.replace("\n", "")
+    report = load_report(tmp_path / "out")
+    assert report.notes == ("First sentence.", "Second sentence.")
+    assert [group.group for group in report.groups] == ["held_out_prompts", "held_out_datasets"]
+    assert report.losses is not None
+    assert (report.losses.label_a, report.losses.label_b) == ("jax", "mtf")
+
+
+def test_report_make_writes_nothing_on_bad_input(suite, tmp_path):
+    out = tmp_path / "out"
+    for arguments in (
+        [str(tmp_path), "--out", str(out)],
+        [str(suite.folder), "--out", str(out), "--metrics", str(tmp_path / "absent.jsonl")],
+        [str(suite.folder), "--out", str(out), "--conversion", str(tmp_path / "absent.txt")],
+        [str(suite.folder), "--out", str(out), "--module-import", "no_such_module"],
+    ):
+        run = CliRunner().invoke(app, ["make", *arguments])
+        assert isinstance(run.exception, UserError)
+    assert not out.exists()
+
+
+def test_report_make_help_shows_an_example():
+    run = CliRunner().invoke(app, ["make", "--help"])
+    assert "t0repro report make runs/demo/validation_eval" in " ".join(run.output.split())
