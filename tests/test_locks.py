@@ -1,0 +1,113 @@
+"""Locks of folders: one holder, whoever dies, on this machine and another."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import filelock
+import pytest
+
+from t0repro import locks
+from t0repro.errors import UserError
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from t0repro.locks import folder_lock
+with folder_lock(Path(sys.argv[1]), "training"):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def start_holder(folder: Path) -> subprocess.Popen:
+    command = [sys.executable, "-P", "-c", HOLDER, str(folder)]
+    holder = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+    return holder
+
+
+def end(holder: subprocess.Popen) -> None:
+    os.kill(holder.pid, signal.SIGKILL)
+    holder.communicate()
+
+
+def test_a_second_run_is_refused_at_once_and_told_who_holds_the_folder(tmp_path):
+    holder = start_holder(tmp_path)
+    try:
+        with pytest.raises(UserError, match=rf"for training \(process {holder.pid} on .*\)"):
+            with locks.folder_lock(tmp_path, "caching"):
+                pass
+    finally:
+        end(holder)
+
+
+def test_a_killed_holder_blocks_nobody(tmp_path):
+    holder = start_holder(tmp_path)
+    end(holder)
+    with locks.folder_lock(tmp_path, "caching"):
+        pass
+
+
+def test_a_refused_run_leaves_the_holder_its_lock(tmp_path):
+    holder = start_holder(tmp_path)
+    try:
+        for _ in range(2):
+            with pytest.raises(UserError), locks.folder_lock(tmp_path, "caching"):
+                pass
+        assert (tmp_path / locks.LEASE_FILE).exists()
+    finally:
+        end(holder)
+
+
+def test_nothing_but_the_lock_file_stays(tmp_path):
+    with locks.folder_lock(tmp_path / "new", "caching"):
+        assert (tmp_path / "new" / locks.COMMAND_FILE).exists()
+    assert {path.name for path in (tmp_path / "new").iterdir()} <= {locks.LOCK_FILE}
+
+
+@pytest.fixture
+def elsewhere(monkeypatch):
+    """Leases are taken as if by a machine of another name."""
+
+    def take(folder: Path, seconds: float):
+        monkeypatch.setattr("filelock._marker.host_name", lambda: "elsewhere")
+        lease = filelock.SoftFileLease(
+            folder / locks.LEASE_FILE, lease_duration=seconds, is_singleton=False
+        )
+        lease.acquire(timeout=0)
+        monkeypatch.undo()
+        monkeypatch.setattr(locks, "_LEASE_SECONDS", seconds)
+        return lease
+
+    return take
+
+
+def test_a_live_run_on_another_machine_is_refused(tmp_path, elsewhere):
+    lease = elsewhere(tmp_path, 0.6)  # refreshed every 0.2 s
+    said: list[str] = []
+    try:
+        with pytest.raises(UserError, match="elsewhere"):
+            with locks.folder_lock(tmp_path, "training", say=said.append):
+                pass
+    finally:
+        lease.release()
+    assert "still alive" in said[0]
+
+
+def test_a_dead_run_on_another_machine_is_told_apart(tmp_path, elsewhere):
+    lease = elsewhere(tmp_path, 0.6)
+    marker = (tmp_path / locks.LEASE_FILE).read_bytes()
+    lease.release()
+    (tmp_path / locks.LEASE_FILE).write_bytes(marker)  # as a dead machine leaves it
+    with locks.folder_lock(tmp_path, "training", say=lambda text: None):
+        pass
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be locked"):
+        with locks.folder_lock(tmp_path / "file", "training"):
+            pass
