@@ -29,3 +29,17 @@ def test_every_script_is_valid_bash():
     assert {path.name for path in scripts} >= {"setup.sh", "quickstart.sh", "test.sh", "run"}
     for path in scripts:
         subprocess.run(["bash", "-n", str(path)], check=True)
+
+
+def test_every_folder_with_modules_is_a_package_so_that_a_wheel_has_it():
+    tracked = subprocess.run(
+        ["git", "ls-files", "-z", "t0repro/*.py", "tasks/*.py", "converters/*.py", "gin/*.py"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split("\0")
+    modules = {Path(name) for name in tracked if name}
+    assert len(modules) > 100
+    missing = {str(path.parent) for path in modules if path.with_name("__init__.py") not in modules}
+    assert not missing
