@@ -10,12 +10,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from t0repro.runs import evaluation_modes
-from t0repro.runs.command_record import record_command
 from t0repro.config import checks
-from t0repro.config.mtf import model_api, gin_files as mtf_gin
+from t0repro.config.mtf import gin_files as mtf_gin
+from t0repro.config.mtf import model_api
 from t0repro.config.run_config import RunConfig
 from t0repro.errors import UserError
+from t0repro.runs import evaluation_modes
+from t0repro.runs.command_record import record_command
 
 
 def run(flags: Any) -> None:

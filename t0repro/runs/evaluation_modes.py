@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from t0repro.runs.command_record import record_command
 from t0repro.config.run_config import RunConfig
 from t0repro.data.batches import EvalTask
 from t0repro.errors import UserError
+from t0repro.runs.command_record import record_command
 
 Vocabularies = tuple[Any, Any]  # seqio's, of inputs and of targets
 Model = tuple[Any, dict, int]  # the T5, its parameters and the global step
