@@ -8,9 +8,9 @@ import os
 
 import numpy as np
 
-from t0repro.converters import layout
 from t0repro.converters.sources import find_checkpoint, open_checkpoint
 from t0repro.converters.tensors import CheckpointReader, CheckpointRef, total_bytes
+from t0repro.parameters import layout
 from t0repro.progress import byte_progress
 
 

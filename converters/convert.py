@@ -18,7 +18,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from t0repro.converters import gin_shapes, layout, plans, staging, storage, transforms
+from t0repro.converters import gin_shapes, plans, staging, storage, transforms
 from t0repro.converters.family import Family, recognise
 from t0repro.converters.options import Options
 from t0repro.converters.sources import (
@@ -38,6 +38,7 @@ from t0repro.converters.tensors import (
 )
 from t0repro.errors import UserError
 from t0repro.files import write_atomically
+from t0repro.parameters import layout
 from t0repro.progress import byte_progress
 
 # Orbax and the index file add little to the tensors' bytes.

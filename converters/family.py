@@ -7,8 +7,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from t0repro.converters import layout
 from t0repro.errors import UserError, nearest_names
+from t0repro.parameters import layout
 
 if TYPE_CHECKING:
     from t0repro.config.run_config import ModelConfig

@@ -14,11 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from t0repro.converters import layout, recycling, storage
+from t0repro.converters import recycling, storage
 from t0repro.converters.family import unknown_variable
 from t0repro.converters.safetensors_files import SafetensorsFile, shard_names
 from t0repro.converters.tensors import CheckpointRef, Output, TensorInfo
 from t0repro.errors import UserError
+from t0repro.parameters import layout
 
 INDEX = "model.safetensors.index.json"
 WEIGHTS = "model.safetensors"

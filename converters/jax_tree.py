@@ -14,10 +14,11 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from t0repro.converters import layout, scanning, storage, t5x_msgpack
+from t0repro.converters import scanning, storage, t5x_msgpack
 from t0repro.converters.family import Family, unknown_variable
 from t0repro.converters.orbax_dir import OrbaxArrays, OrbaxWriter, is_orbax
 from t0repro.converters.tensors import CheckpointRef, Output, TensorInfo
+from t0repro.parameters import layout
 
 _DUMMY_SHAPE = (1,)
 _OPTAX = {"mu": "adam_m", "nu": "adam_v"}

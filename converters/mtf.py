@@ -11,12 +11,13 @@ from pathlib import Path
 
 import numpy as np
 
-from t0repro.converters import layout, storage
+from t0repro.converters import storage
 from t0repro.converters.family import unknown_variable
 from t0repro.converters.tensor_bundle import BundleReader, BundleWriter
 from t0repro.converters.tensors import CheckpointRef, Output, TensorInfo
 from t0repro.errors import UserError
 from t0repro.files import write_atomically
+from t0repro.parameters import layout
 
 STATE_FILE = "checkpoint"  # names the latest checkpoint of a directory
 OPERATIVE_CONFIG = "operative_config.gin"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 
-from t0repro.converters import layout
+from t0repro.parameters import layout
 
 
 @dataclasses.dataclass(frozen=True)

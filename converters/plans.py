@@ -10,12 +10,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from t0repro.converters import hf, hf_files, jax_tree, layout, mtf, storage
+from t0repro.converters import hf, hf_files, jax_tree, mtf, storage
 from t0repro.converters.family import Family
 from t0repro.converters.options import Options
 from t0repro.converters.safetensors_files import SafetensorsWriter, index_text
 from t0repro.converters.tensors import CheckpointReader, CheckpointRef, Output, TensorInfo, Writer
 from t0repro.errors import UserError
+from t0repro.parameters import layout
 
 
 @dataclasses.dataclass(frozen=True)

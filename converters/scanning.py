@@ -16,9 +16,10 @@ from typing import Protocol
 
 import numpy as np
 
-from t0repro.converters import layout, recycling
+from t0repro.converters import recycling
 from t0repro.converters.tensors import Output, TensorInfo
 from t0repro.errors import UserError
+from t0repro.parameters import layout
 
 _RELATIVE_BIAS = "relpos_bias/rel_embedding"
 

@@ -9,10 +9,11 @@ from typing import get_args
 
 import numpy as np
 
-from t0repro.converters import hf, jax_tree, layout, mtf, storage
+from t0repro.converters import hf, jax_tree, mtf, storage
 from t0repro.converters.family import Family, check_parameters
 from t0repro.converters.tensors import CheckpointReader, CheckpointRef, Format, TensorInfo
 from t0repro.errors import UserError
+from t0repro.parameters import layout
 
 MANIFEST = "conversion.json"
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol, get_args
 import ml_dtypes  # noqa: F401  (registers bfloat16 with numpy: np.dtype("bfloat16"))
 import numpy as np
 
-from t0repro.converters.layout import NormNames
+from t0repro.parameters.layout import NormNames
 
 Format = Literal["mtf", "t5x", "jax", "hf"]
 FORMATS: tuple[Format, ...] = get_args(Format)

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from t0repro.converters import layout
-from t0repro.converters.layout import NormNames
 from t0repro.converters.tensors import CheckpointReader, TensorInfo
 from t0repro.errors import UserError
+from t0repro.parameters import layout
+from t0repro.parameters.layout import NormNames
 
 DTYPES = ("float32", "bfloat16")
 

@@ -37,9 +37,9 @@ def write_source(directory: Path, size: str) -> int:
     """Writes a Mesh TensorFlow checkpoint with random values, without slots; returns its bytes."""
     import numpy as np
 
-    from t0repro.converters import layout
     from t0repro.converters.family import Family
     from t0repro.converters.tensor_bundle import BundleWriter
+    from t0repro.parameters import layout
 
     layers, d_model, d_ff, heads, d_kv = SIZES[size]
     sizes = (d_model, d_ff, heads, d_kv, VOCABULARY, BUCKETS)

@@ -140,8 +140,8 @@ def start_tree(config: RunConfig, step: int) -> dict[str, np.ndarray]:
     import flax.traverse_util
     import jax
 
-    from t0repro.converters import layout
     from t0repro.model.t5 import T5, initial_parameters
+    from t0repro.parameters import layout
 
     model = T5(config.model, config.dtypes)
     shapes = jax.eval_shape(lambda: initial_parameters(model, jax.random.key(0)))

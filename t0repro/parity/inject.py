@@ -23,8 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from t0repro.config.run_config import RunConfig
-from t0repro.converters import layout
 from t0repro.errors import UserError
+from t0repro.parameters import layout
 from t0repro.training.train_state import FlatTree
 
 Error = Literal["slot-swap", "bucket-eps", "loss-denominator", "no-shift"]

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from t0repro.config.run_config import RunConfig
-from t0repro.converters import layout
 from t0repro.evaluation.engine import score_examples
 from t0repro.model.decoder_only import text_to_self
 from t0repro.model.t5 import T5, initial_parameters, nonpadding, segments_of
+from t0repro.parameters import layout
 from t0repro.training.loss import cross_entropy
 from t0repro.training.schedules import make_schedule
 from t0repro.training.train_state import FlatTree, from_flat_tree, new_train_state, to_flat_tree

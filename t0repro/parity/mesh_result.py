@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from t0repro.converters import layout
 from t0repro.converters.sources import load_any
+from t0repro.parameters import layout
 from t0repro.parity.jax_run import DECODER_SUBLAYERS, ENCODER_SUBLAYERS, StackResult
 from t0repro.parity.mesh_jobs import MeshResult
 

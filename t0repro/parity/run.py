@@ -160,8 +160,9 @@ def _input_of(target: Any) -> Any:
 
 def _mesh_checkpoint(start: str | None, out: Path) -> str | None:
     """A start's prefix as a Mesh TensorFlow checkpoint with float32 parameters."""
-    from t0repro.converters import layout, sources
+    from t0repro.converters import sources
     from t0repro.converters.convert import convert
+    from t0repro.parameters import layout
 
     if start is None:
         return None

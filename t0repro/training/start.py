@@ -10,9 +10,9 @@ import numpy as np
 
 from t0repro.config.mtf.variables import mesh_variables
 from t0repro.config.run_config import RunConfig
-from t0repro.converters import layout
 from t0repro.errors import UserError
 from t0repro.model.t5 import T5, initial_parameters
+from t0repro.parameters import layout
 from t0repro.training.train_state import TARGET, FlatTree
 
 

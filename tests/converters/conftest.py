@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from t0repro.converters import layout
 from t0repro.converters.family import Family
 from t0repro.converters.tensor_bundle import BundleWriter
+from t0repro.parameters import layout
 
 HERE = Path(__file__).parent
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from t0repro.converters import layout
 from t0repro.converters.convert import convert
 from t0repro.converters.sources import load_any
+from t0repro.parameters import layout
 
 from .checkpoint_files import assert_same_bits, read_variables
 from .older_t5x import write_by_older_t5x

@@ -15,9 +15,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from t0repro.converters import layout
 from t0repro.converters.convert import convert
 from t0repro.converters.sources import load_any
+from t0repro.parameters import layout
 
 from .checkpoint_files import assert_same_bits, read_variables
 from .conftest import DECODER_ONLY_BINDINGS

@@ -7,12 +7,13 @@ import struct
 import numpy as np
 import pytest
 
-from t0repro.converters import hf, layout
+from t0repro.converters import hf
 from t0repro.converters.convert import convert
 from t0repro.converters.family import Family
 from t0repro.converters.safetensors_files import SafetensorsFile
 from t0repro.converters.sources import find_checkpoint, open_checkpoint
 from t0repro.errors import UserError
+from t0repro.parameters import layout
 
 from .checkpoint_files import assert_same_bits, read_variables
 

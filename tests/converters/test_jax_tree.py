@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from t0repro.converters import layout
 from t0repro.converters.jax_tree import dummies, with_dummies
+from t0repro.parameters import layout
 
 
 def tree_of(shapes: list[tuple[int, ...]], factored: bool, momentum: bool) -> dict[str, np.ndarray]:

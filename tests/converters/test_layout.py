@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from t0repro.converters import layout
 from t0repro.converters.tensor_bundle import BundleReader
+from t0repro.parameters import layout
 
 SHAPES = st.lists(st.integers(1, 5), min_size=2, max_size=4).map(tuple)
 

@@ -92,7 +92,7 @@ print(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
 def test_a_model_larger_than_the_bound_is_converted_within_three_tensors_and_500_mb(
     tmp_path, write_mesh_checkpoint
 ):
-    from t0repro.converters import layout
+    from t0repro.parameters import layout
 
     family = Family(9, 9, 1024, 1024, 16, 64, 128, 32, ("wi_0", "wi_1"), False)
     values = np.random.default_rng(0).normal(size=1024 * 1024).astype(np.float32)

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from t0repro.converters import layout
 from t0repro.converters.convert import convert
 from t0repro.converters.family import Family
+from t0repro.parameters import layout
 
 from .checkpoint_files import assert_same_bits, read_variables
 

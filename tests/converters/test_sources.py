@@ -5,10 +5,10 @@ import shutil
 import numpy as np
 import pytest
 
-from t0repro.converters import layout
 from t0repro.converters.convert import convert
 from t0repro.converters.sources import find_checkpoint, list_checkpoints, load_any
 from t0repro.errors import UserError
+from t0repro.parameters import layout
 
 
 @pytest.fixture

@@ -9,11 +9,11 @@ import tensorstore as ts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from t0repro.converters import layout
 from t0repro.converters.convert import convert
 from t0repro.converters.family import Family
 from t0repro.converters.sources import find_checkpoint, load_any
 from t0repro.errors import UserError
+from t0repro.parameters import layout
 
 from .checkpoint_files import assert_same_bits, read_variables
 from .older_t5x import write_by_older_t5x

@@ -12,9 +12,9 @@ import pytest
 
 from t0repro.config.mtf import gin_files as mtf_gin
 from t0repro.config.mtf.variables import mesh_variables
-from t0repro.converters import layout
 from t0repro.errors import UserError
 from t0repro.model.t5 import T5, initial_parameters
+from t0repro.parameters import layout
 from t0repro.training.optimizers import slot_shapes
 
 pytestmark = pytest.mark.mtf

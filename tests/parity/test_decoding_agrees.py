@@ -22,10 +22,10 @@ import numpy as np
 import pytest
 
 from t0repro.config.run_config import DecodingConfig, DTypePolicy, ModelConfig
-from t0repro.converters import layout
 from t0repro.evaluation.generation import generate_tokens
 from t0repro.model.decoding import generate, search_limit
 from t0repro.model.t5 import T5
+from t0repro.parameters import layout
 
 from .conftest import _job
 

@@ -16,7 +16,7 @@ from t0repro.config.run_config import (
     ModelConfig,
     ScheduleConfig,
 )
-from t0repro.converters import layout
+from t0repro.parameters import layout
 
 SCRIPT = Path(__file__).with_name("run_mesh_model.py")
 FLOAT32 = DTypePolicy("float32", "float32", "float32")

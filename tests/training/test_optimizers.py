@@ -19,7 +19,7 @@ from t0repro.config.run_config import (
     ScheduleConfig,
     SgdConfig,
 )
-from t0repro.converters import layout
+from t0repro.parameters import layout
 from t0repro.training.optimizers import apply_gradients, initial_slots
 from t0repro.training.schedules import make_schedule
 from t0repro.training.slots import SLOT_NAMES, Slots

@@ -8,7 +8,7 @@ import pytest
 from t0repro.config.mtf import gin_files as mtf_gin
 from t0repro.config.mtf.variables import mesh_variables
 from t0repro.config.run_config import AdamWeightDecayConfig
-from t0repro.converters import layout
+from t0repro.parameters import layout
 from t0repro.parity.jax_run import run_jax
 from t0repro.parity.mesh_jobs import MeshJob, run_mesh, save_batches
 

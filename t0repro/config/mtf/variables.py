@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from t0repro.config.run_config import ModelConfig
-from t0repro.converters import layout
 from t0repro.converters.family import Family
+from t0repro.parameters import layout
 
 # bi_v1_shared names its layers by kind, so that encoder and decoder layers of a kind are the same
 # variables; other models number them.
