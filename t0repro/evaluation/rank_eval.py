@@ -133,7 +133,8 @@ def rank_eval(
     """
     from t0repro.evaluation.generate_tasks import generate_tasks
     from t0repro.evaluation.rank_tasks import check_vocabulary, select_tasks
-    from t0repro.training.metrics import MetricsManager, event_writer
+    from t0repro.event_files import event_writer
+    from t0repro.training.metrics import MetricsManager
 
     selected = select_tasks(
         mixture,

@@ -89,8 +89,8 @@ def train(config: RunConfig) -> None:
     """Trains from model_dir's latest checkpoint, else init_checkpoint, else random parameters."""
     from t0repro.converters import sources
     from t0repro.data.train_data import TrainBatches
+    from t0repro.event_files import event_writer
     from t0repro.runs import train as training
-    from t0repro.training.metrics import event_writer
 
     model_dir = Path(config.model_dir)
     has_checkpoint = model_dir.is_dir() and bool(sources.list_checkpoints(model_dir))

@@ -31,7 +31,8 @@ def evaluate(config: RunConfig, vocabularies: Vocabularies) -> None:
     """Modes eval and score_eval: judges the tasks at each chosen checkpoint."""
     from t0repro.evaluation import score_eval
     from t0repro.evaluation.checkpoint_choice import chosen_checkpoints
-    from t0repro.training.metrics import MetricsManager, event_writer
+    from t0repro.event_files import event_writer
+    from t0repro.training.metrics import MetricsManager
 
     tasks = _tasks(config)
     lengths = config.sequence_length or score_eval.longest(tasks)
@@ -118,7 +119,8 @@ def evaluate_perplexity(config: RunConfig, vocabularies: Vocabularies) -> None:
     from t0repro.data.eval_data import perplexity_batches
     from t0repro.evaluation.checkpoint_choice import chosen_checkpoints
     from t0repro.evaluation.perplexity import evaluate_perplexity
-    from t0repro.training.metrics import MetricsManager, event_writer
+    from t0repro.event_files import event_writer
+    from t0repro.training.metrics import MetricsManager
 
     del vocabularies
     steps = config.perplexity_eval_steps

@@ -1,7 +1,7 @@
 """Training and evaluation metrics, and the manager that writes them to model_dir.
 
-TensorBoard's event files are clu's (clu.metric_writers). It brings TensorFlow along, which the JAX
-core does without: callers that have it pass `event_writer(model_dir)` to the manager.
+TensorBoard's event files are written by clu, which imports TensorFlow. The JAX core does without
+both: callers that have them pass `t0repro.event_files.event_writer(model_dir)` to the manager.
 """
 
 from __future__ import annotations
@@ -89,13 +89,6 @@ class MetricsManager:
         self._lines.close()
         for writer in self._writers:
             writer.close()
-
-
-def event_writer(model_dir: str | os.PathLike[str]) -> Writer:
-    """A clu writer of TensorBoard event files into a directory; imports TensorFlow."""
-    from clu import metric_writers
-
-    return metric_writers.SummaryWriter(os.fspath(model_dir))
 
 
 class Writer(Protocol):

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
-from t0repro.training.metrics import JsonLines, MetricsManager, StepMetrics, event_writer
+from t0repro.event_files import event_writer
+from t0repro.training.metrics import JsonLines, MetricsManager, StepMetrics
 
 
 def read_events(directory):

@@ -1,0 +1,16 @@
+"""TensorBoard's event files, which commands hand to the JAX core: clu imports TensorFlow."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from clu.metric_writers import MetricWriter
+
+
+def event_writer(directory: str | os.PathLike[str]) -> MetricWriter:
+    """A writer of TensorBoard event files into a directory."""
+    from clu import metric_writers
+
+    return metric_writers.SummaryWriter(os.fspath(directory))
