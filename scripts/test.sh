@@ -1,25 +1,37 @@
 #!/usr/bin/env bash
-# Everything that must hold before a change goes in: lint, format, types, tests. Arguments go to pytest.
-#   bash scripts/test.sh                   # all but the slow
+# Everything that must hold before a change goes in: lint, format, imports, types, tests. Arguments go
+# to pytest.
+#   bash scripts/test.sh                   # all but the slow and the hard life
+#   bash scripts/test.sh --fast            # under 3 minutes on two idle cores: tests/fast_tier.txt
 #   bash scripts/test.sh tests/mesh -x     # these tests, after lint and types
-#   bash scripts/test.sh -m slow           # the ones of more than a minute, which are left out otherwise
+#   bash scripts/test.sh -m slow           # those that take more than a minute each
+#   bash scripts/test.sh -m hardlife       # kills, full disks, power loss, remote stores: nightly
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup.sh
 export PATH="$PWD/.venv/bin:$PATH"
 
+tests=()
+if [[ ${1:-} == --fast ]]; then
+  shift
+  mapfile -t tests < <(grep -v '^#' tests/fast_tier.txt)
+fi
+
 echo "== ruff"
 ruff check
 ruff format --check
+# Imports and types are checked on the package as it is installed: in the checkout, tasks/, converters/
+# and gin/ are not yet below t0repro, and gin/ would be taken for gin-config.
+built=build/typed
+rm -rf "$built"
+python -P setup.py --quiet build_py --build-lib "$built"
+cp pyproject.toml "$built"
+ln -s ../../.venv "$built/.venv"
+echo "== import contracts"
+(cd "$built" && PYTHONPATH=. lint-imports --no-logo)
 echo "== basedpyright"
-# On the package as it is installed: in the checkout, tasks/, converters/ and gin/ are not yet below
-# t0repro, and gin/ would be taken for gin-config.
-typed=build/typed
-rm -rf "$typed"
-python -P setup.py --quiet build_py --build-lib "$typed"
-cp pyproject.toml "$typed"
-ln -s ../../.venv "$typed/.venv"
-(cd "$typed" && basedpyright --level error t0repro)
+(cd "$built" && basedpyright --level error t0repro)
 echo "== pytest"
 # loadfile: the tests of a file share their fixtures, so that one training run serves them all.
-pytest -n "${TEST_WORKERS:-2}" --dist loadfile -m "not slow" "$@"
+pytest -n "${TEST_WORKERS:-2}" --dist loadfile -m "not slow and not hardlife" \
+  ${tests[@]+"${tests[@]}"} "$@"
