@@ -25,7 +25,7 @@ setup(
     package_data={
         "": ["py.typed", "*.gin", "*.csv", "*.json", "*.jsonl", "*.model", "*.yaml"],
         "t0repro.reports": ["templates/*", "published.csv"],
-        "t0repro.tasks": ["demo_data/**/*.jsonl"],
+        "t0repro.tasks": ["data/*", "demo/rows/**/*.jsonl"],
     },
     # The versions that are known to work together are in requirements.lock, which scripts/setup.sh
     # installs. t5, promptsource and tensorflow-estimator carry stale requirements of their own, so

@@ -33,7 +33,7 @@ trap 'rm -f "$plan" "$errors"; jobs -p | xargs -r kill 2>/dev/null || true' EXIT
 
 # -P: the folder gin/ at the top of the repository must not stand in for the library.
 status=0
-.venv/bin/python -P -W ignore -m t0repro.tasks.cache_plan --module_import="$MODULE" \
+.venv/bin/python -P -W ignore -m t0repro.tasks.prompt_cache.seqio_plan --module_import="$MODULE" \
   --mixtures="${MIXTURE:-}" --tasks="${TASKS:-}" --output_cache_dir="$CACHE_DIR" \
   --processes="$PROCESSES" >"$plan" 2>"$errors" || status=$?
 grep -vE '^(WARNING: All log|[IWE][0-9]{4} )' "$errors" >&2 || true

@@ -3,6 +3,9 @@
 datasets.csv: T0's table, after bigscience-workshop/t-zero.
 catalog.csv: splits and their sizes in T0's time, licence, today's repository.
 features.json: the features of each in `datasets` 1.12, which T0's templates were written for.
+p3_sizes.csv: examples of each task and split of the released P3. The counts are those of
+  google-research/FLAN at e9e4ec6e, flan/v2/constants_t0.py (Apache-2.0): what is left after a
+  template has dropped the rows that it has no prompt for.
 """
 
 from __future__ import annotations
@@ -16,11 +19,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from t0repro.tasks.schema import Alias
-
-TABLE = Path(__file__).parent / "datasets.csv"
-CATALOGUE = Path(__file__).parent / "catalog.csv"
-FEATURES = Path(__file__).parent / "features.json"
+_DATA = Path(__file__).parent / "data"
+TABLE = _DATA / "datasets.csv"
+CATALOGUE = _DATA / "catalog.csv"
+FEATURES = _DATA / "features.json"
+P3_SIZES = _DATA / "p3_sizes.csv"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +43,19 @@ class T0Dataset:
     train: str
     evaluate: str
     train_size: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Alias:
+    """Another name that a column goes by today.
+
+    Attributes:
+      name: of the column in the data.
+      after: the class names of the data have a prefix that ends so, as `NUM:date` has for `date`.
+    """
+
+    name: str
+    after: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,3 +180,13 @@ def rounds_of(dataset: str) -> Mapping[str, Mapping[str, str]]:
         }
         for number in (1, 2, 3)
     }
+
+
+@functools.cache
+def p3_sizes() -> Mapping[str, Mapping[str, int]]:
+    """Task -> split -> examples; tasks that P3 lacks, or whose size is not known, are not there."""
+    sizes: dict[str, dict[str, int]] = {}
+    with open(P3_SIZES, newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            sizes.setdefault(row["task"], {})[row["split"]] = int(row["examples"])
+    return sizes

@@ -2,17 +2,37 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from t0repro.tasks.job_specs import PromptedDataset
-from t0repro.tasks.prompted_rows import PromptedRows
 from t0repro.tasks.registration import add_mixture, add_prompted_task
-from t0repro.tasks.registry import SCORE_EVAL_SUFFIX
-from t0repro.tasks.splits import Split
+from t0repro.tasks.source import PromptedRows, Split
 from t0repro.tasks.t0_mixtures import MAX_EXAMPLES, t0_rate
+from t0repro.tasks.task import SCORE_EVAL_SUFFIX
 from t0repro.tasks.templates import task_name, template_names
 from t0repro.tasks.vocabulary import VocabularyFile
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptedDataset:
+    """A dataset of a job and the templates that it is used with.
+
+    Attributes:
+      dataset: the Hugging Face name.
+      subset: the configuration, or None.
+      train: templates of the training mixture.
+      evaluate: templates of the evaluation mixture; none of them is trained on.
+      validation: where the validation split comes from.
+      suffix: added to the tasks' names, for instance `_r1` for ANLI's first round.
+    """
+
+    dataset: str
+    subset: str | None
+    train: Sequence[str] = ()
+    evaluate: Sequence[str] = ()
+    validation: Split = Split("validation")
+    suffix: str = ""
 
 
 def register_job(

@@ -5,9 +5,8 @@ evaluated with and never sees. Rows come from T0REPRO_DATA_DIR; trec has no vali
 that all 500 rows of its test split are evaluated.
 """
 
-from t0repro.tasks.job_specs import PromptedDataset
-from t0repro.tasks.jobs import register_job
-from t0repro.tasks.splits import Split
+from t0repro.tasks.jobs import PromptedDataset, register_job
+from t0repro.tasks.source import Split
 
 DATASETS = (
     PromptedDataset(

@@ -15,7 +15,7 @@ from pathlib import Path
 from t0repro.tasks.catalogue import catalogue
 from t0repro.tasks.readers import local_reader
 from t0repro.tasks.rows import data_folder
-from t0repro.tasks.t0_registration import register_t0_tasks
+from t0repro.tasks.t0_mixtures import register_t0_tasks
 
 
 def register_local(root: Path) -> None:

@@ -26,11 +26,10 @@ from pathlib import Path
 
 from t0repro.errors import UserError, nearest_names
 from t0repro.files import write_atomically
+from t0repro.hub_files import HubFile, HubRepository
 from t0repro.progress import byte_progress, count_progress
-from t0repro.tasks.catalogue import rounds_of, t0_datasets
-from t0repro.tasks.hub_files import HubFile, HubRepository
-from t0repro.tasks.p3_sizes import p3_sizes
-from t0repro.tasks.registry import SCORE_EVAL_SUFFIX
+from t0repro.tasks.catalogue import p3_sizes, rounds_of, t0_datasets
+from t0repro.tasks.task import SCORE_EVAL_SUFFIX
 from t0repro.tasks.templates import load_template, task_name, template_datasets, template_names
 
 HUB = "https://huggingface.co"

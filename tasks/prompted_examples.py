@@ -16,7 +16,7 @@ import numpy as np
 from t0repro.tasks.vocabulary import processor_of
 
 if TYPE_CHECKING:
-    from t0repro.tasks.registry import TaskDescription
+    from t0repro.tasks.task import TaskDescription
 
 Example = dict[str, Any]
 

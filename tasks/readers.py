@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import itertools
 import os
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from t0repro.errors import UserError
-from t0repro.tasks import manual, rows
+from t0repro.tasks import rows
 from t0repro.tasks.catalogue import catalogue, label
 
 HUB_VARIABLE = "T0REPRO_DATA_HUB"
@@ -91,7 +92,7 @@ class StoryClozeReader(LocalReader):
 
     def read(self, start: int = 0, stop: int | None = None) -> Iterator[dict[str, Any]]:
         """Rows `start` to `stop`."""
-        return itertools.islice(manual.read_story_cloze(self.path), start, stop)
+        return itertools.islice(read_story_cloze(self.path), start, stop)
 
     def place(self, index: int) -> str:
         """The file and the row below its header."""
@@ -133,7 +134,7 @@ def local_reader(
     path = rows.find_rows_file(root, dataset, subset, split)
     if path is not None:
         return LocalReader.of(path)
-    path = manual.manual_file(root, dataset, subset, split)
+    path = manual_file(root, dataset, subset, split)
     return StoryClozeReader.of(path) if path is not None else None
 
 
@@ -174,10 +175,84 @@ def _missing(dataset: str, subset: str | None, split: str) -> UserError:
     if entry is None:
         return UserError(what, where=where, fix=put + ".")
     if entry.hub is None:
-        fix = manual.how_to_ask(dataset, subset, split, folder)
+        fix = how_to_ask(dataset, subset, split, folder)
         return UserError(what, where=where, fix=fix)
     fix = (
         f"{put}; or set {HUB_VARIABLE}=1 to let it be downloaded from"
         f" https://huggingface.co/datasets/{entry.hub.repository}."
     )
     return UserError(what, where=where, fix=fix)
+
+
+# Story Cloze ------------------------------------------------------------------------------------
+
+# The University of Rochester sends CSV files after a form is filled in. They are read as they are,
+# with the columns that `datasets` gave them.
+
+STORY_CLOZE_FORM = "https://cs.rochester.edu/nlp/rocstories/"
+
+# Names of the files as they are sent, by split, and of their columns; both from the loading script
+# story_cloze of `datasets` 2.4.0.
+STORY_CLOZE_FILES: Mapping[str, str] = {
+    "validation": "cloze_test_val__spring2016 - cloze_test_ALL_val.csv",
+    "test": "cloze_test_test__spring2016 - cloze_test_ALL_test.csv",
+}
+STORY_CLOZE_COLUMNS: Mapping[str, str] = {
+    "InputStoryid": "story_id",
+    "InputSentence1": "input_sentence_1",
+    "InputSentence2": "input_sentence_2",
+    "InputSentence3": "input_sentence_3",
+    "InputSentence4": "input_sentence_4",
+    "RandomFifthSentenceQuiz1": "sentence_quiz1",
+    "RandomFifthSentenceQuiz2": "sentence_quiz2",
+    "AnswerRightEnding": "answer_right_ending",
+}
+
+
+def manual_file(root: Path, dataset: str, subset: str | None, split: str) -> Path | None:
+    """The file of a split under the name that its authors gave it, or None."""
+    if dataset != "story_cloze" or subset != "2016" or split not in STORY_CLOZE_FILES:
+        return None
+    path = rows.dataset_folder(root, dataset, subset) / STORY_CLOZE_FILES[split]
+    return path if path.is_file() else None
+
+
+def how_to_ask(dataset: str, subset: str | None, split: str, folder: Path) -> str:
+    """Where a dataset that nobody may redistribute is to be had, and where to put it."""
+    if dataset == "story_cloze":
+        name = STORY_CLOZE_FILES.get(split, f"{split}.jsonl")
+        return (
+            f"Ask its authors by the form at {STORY_CLOZE_FORM} and put the file that they send,"
+            f" under its own name, here: {folder / name}"
+        )
+    return f"Ask its authors, and put the rows, one JSON object a line, into {folder}/{split}.jsonl"
+
+
+def read_story_cloze(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of one of the CSV files, with the columns of `datasets`.
+
+    Raises:
+      UserError: if a column is missing, a line is cut or the text is not UTF-8.
+    """
+    with open(path, newline="", encoding="utf-8-sig") as file:
+        reader = csv.DictReader(file)
+        try:
+            missing = set(STORY_CLOZE_COLUMNS) - set(reader.fieldnames or ())
+            if missing:
+                raise _broken(path, 1, f"the columns {sorted(missing)} are missing")
+            for row in reader:
+                brought = {new: row[old] for old, new in STORY_CLOZE_COLUMNS.items()}
+                answer = brought["answer_right_ending"]
+                if None in brought.values() or answer not in ("1", "2"):
+                    raise _broken(path, reader.line_num, "it is cut, or its answer is not 1 or 2")
+                yield {**brought, "answer_right_ending": int(answer)}
+        except (UnicodeDecodeError, csv.Error) as error:
+            raise _broken(path, reader.line_num + 1, str(error)) from error
+
+
+def _broken(path: Path, line: int, reason: str) -> UserError:
+    return UserError(
+        f"A line is not a row of Story Cloze: {reason}.",
+        where=f"{path}, line {line}",
+        fix="Save the file again as it was sent, as CSV with its first line, in UTF-8.",
+    )

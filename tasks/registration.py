@@ -1,19 +1,33 @@
-"""Registers a prompted task, and the twin that rank classification evaluates, as T0 did."""
+"""Registers prompted tasks, and the twin that rank classification evaluates, as T0 did.
+
+Tasks come from modules that call `add_prompted_task` and `add_mixture` when they are imported, and
+from files of one's own prompts.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from t0repro.errors import UserError
-from t0repro.tasks import registry
-from t0repro.tasks.metric_names import METRICS, OF_T5
-from t0repro.tasks.prompted_rows import PromptedRows
-from t0repro.tasks.registry import TaskDescription
-from t0repro.tasks.splits import Split
+from t0repro.errors import UserError, nearest_names
+from t0repro.tasks.catalogue import rounds_of
+from t0repro.tasks.mixture import PromptedMixture, record_mixture
+from t0repro.tasks.rows import data_folder, dataset_folder, splits_on_disk
+from t0repro.tasks.source import PromptedRows, Split
+from t0repro.tasks.task import (
+    METRICS,
+    OF_T5,
+    PromptedTask,
+    TaskDescription,
+    prompted_tasks,
+    record_task,
+    task_descriptions,
+)
+from t0repro.tasks.template_files import TemplateFile, read_template_file
 from t0repro.tasks.templates import fixed_choices, load_template, task_name
 from t0repro.tasks.vocabulary import VocabularyFile, default_vocabulary
 
@@ -25,7 +39,7 @@ _only_described = False
 
 @contextlib.contextmanager
 def describing() -> Iterator[None]:
-    """Within it, tasks and mixtures are described in `t0repro.tasks.registry`, not added to SeqIO.
+    """Within it, tasks and mixtures are described in `t0repro.tasks.task`, not added to SeqIO.
 
     SeqIO and TensorFlow take seconds and a gigabyte, and who only renders prompts needs neither.
     Where SeqIO has been imported, it gets them nevertheless; where it is imported later, it does
@@ -49,7 +63,7 @@ def add_prompted_task(
     vocabulary: VocabularyFile | seqio.Vocabulary | None = None,
     name: str | None = None,
     template: Any = None,
-) -> registry.PromptedTask:
+) -> PromptedTask:
     """Registers a task and, where its template has answer choices, `<name>_score_eval`.
 
     Nothing is read but the template. Registering the same task once more does nothing, unless it
@@ -87,7 +101,7 @@ def add_prompted_task(
             from t0repro.tasks.seqio_tasks import add_task
 
             add_task(each)
-        registry.record_task(each)
+        record_task(each)
     return description.prompt
 
 
@@ -108,7 +122,7 @@ def add_mixture(
 
         add_to_seqio(name, tasks, default_rate)
     rates = tasks if isinstance(tasks, Mapping) else {}
-    registry.record_mixture(registry.PromptedMixture(name, tuple(tasks), rates, default_rate))
+    record_mixture(PromptedMixture(name, tuple(tasks), rates, default_rate))
 
 
 def _seqio_wants_it() -> bool:
@@ -126,9 +140,9 @@ def _check_metrics(dataset: str, template: Any) -> None:
         )
 
 
-def _prompt(rows: PromptedRows) -> registry.PromptedTask:
+def _prompt(rows: PromptedRows) -> PromptedTask:
     template = rows.template
-    return registry.PromptedTask(
+    return PromptedTask(
         name=rows.name,
         dataset=rows.dataset,
         subset=rows.subset,
@@ -148,7 +162,7 @@ def _with_most_splits(description: TaskDescription) -> TaskDescription:
     t0repro.tasks.local takes what is at hand, t0repro.tasks.t0 all splits: in either order of their
     imports, the task has all.
     """
-    known = registry.task_descriptions().get(description.prompt.name)
+    known = task_descriptions().get(description.prompt.name)
     if known is None:
         return description
     ours, theirs = description.rows, known.rows
@@ -172,4 +186,132 @@ def name_is_taken(name: str) -> UserError:
     return UserError(
         f"A task {name!r} with other data or another prompt is registered already.",
         fix="Import only one of the modules that register it, or give this one another name.",
+    )
+
+
+# Modules ----------------------------------------------------------------------------------------
+
+_OWN = "t0repro.tasks."
+
+
+def needs_seqio(modules: Iterable[str]) -> bool:
+    """Whether a module may add to SeqIO what only SeqIO knows: any that is not t0repro's own."""
+    return not all(module.startswith(_OWN) for module in modules)
+
+
+def load_tasks(
+    modules: Sequence[str], templates: Sequence[str | Path] = (), *, into_seqio: bool
+) -> Mapping[str, PromptedTask]:
+    """Imports modules that register tasks, and registers those of template files.
+
+    Args:
+      modules: names of modules.
+      templates: files in promptsource's YAML format.
+      into_seqio: whether SeqIO is to have the tasks. Without it they are described alone, within a
+        second, unless a module needs SeqIO.
+
+    Returns:
+      Every prompted task registered so far.
+
+    Raises:
+      UserError: if a module cannot be found, or a file is broken.
+    """
+    for path in templates:
+        read_template_file(path)  # a broken file is told of before seconds of imports
+    with_seqio = into_seqio or needs_seqio(modules)
+    if with_seqio and modules:
+        from t0repro.mesh import compat
+
+        compat.quiet_logs()
+    with contextlib.nullcontext() if with_seqio else describing():
+        for module in modules:
+            _import(module)
+        for path in templates:
+            register_templates(path)
+    return prompted_tasks()
+
+
+def _import(module: str) -> None:
+    try:
+        importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not module.startswith(error.name):
+            raise
+        raise UserError(
+            f"There is no module {module!r}.",
+            where="--module_import",
+            fix="Name a module that registers tasks, for instance t0repro.tasks.t0.",
+        ) from error
+
+
+# Files of prompts -------------------------------------------------------------------------------
+
+
+def register_templates(path: str | Path) -> list[PromptedTask]:
+    """Registers a task for each template of a file, and its `_score_eval` twin, by T0's names.
+
+    The splits are those that the dataset's folder under T0REPRO_DATA_DIR holds; ANLI's rounds give
+    three tasks, as in T0. Registering the same file once more does nothing.
+
+    Returns:
+      The tasks, without the twins.
+
+    Raises:
+      UserError: if the file is broken, a name is taken, or the folder of the rows is missing.
+    """
+    content = read_template_file(path)
+    splits_of_suffix = _splits(content)
+    registered = []
+    for suffix, splits in splits_of_suffix.items():
+        for template in content.templates:
+            name = task_name(content.dataset, content.subset, template.name) + suffix
+            _check_name_is_free(name, template, content)
+            try:
+                task = add_prompted_task(
+                    content.dataset,
+                    content.subset,
+                    template.name,
+                    splits,
+                    name=name,
+                    template=template,
+                )
+            except UserError as error:
+                raise UserError(
+                    error.what, where=f"{path}, template {template.name!r}", fix=error.fix
+                ) from error
+            registered.append(task)
+    return registered
+
+
+def _check_name_is_free(name: str, template: Any, content: TemplateFile) -> None:
+    known = task_descriptions().get(name)
+    other = None if known is None else known.rows.template
+    if other is not None and (other.jinja, other.id) != (template.jinja, template.id):
+        raise UserError(
+            f"There is a task {name!r} already, of another template.",
+            where=f"{content.path}, template {template.name!r}",
+            fix="Give the template another name.",
+        )
+
+
+def _splits(content: TemplateFile) -> dict[str, dict[str, Split]]:
+    """Suffix of the tasks' names -> split -> where it comes from, of what lies on disk."""
+    root = data_folder()
+    folder = dataset_folder(root, content.dataset, content.subset)
+    held = splits_on_disk(folder)
+    rounds = rounds_of(content.dataset) or {"": {split: split for split in held}}
+    found = {
+        suffix: {split: Split(file) for split, file in splits.items() if file in held}
+        for suffix, splits in rounds.items()
+    }
+    found = {suffix: splits for suffix, splits in found.items() if splits}
+    if found:
+        return found
+    known = [str(path.parent.relative_to(root)) for path in sorted(root.glob("*/*/*.*l*"))]
+    raise UserError(
+        f"There are no rows for {content.path}: dataset {content.dataset!r}, subset"
+        f" {content.subset!r}.",
+        where=str(folder),
+        fix="Put <split>.jsonl or <split>.parquet there; folders there are, nearest: "
+        f"{nearest_names(str(folder.relative_to(root)), known)}.",
     )

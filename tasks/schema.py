@@ -7,9 +7,16 @@ template passes through it: two or three microseconds for a row of four columns.
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+
+import jinja2
+import jinja2.meta
+
+from t0repro.errors import UserError
+from t0repro.tasks.catalogue import Alias, catalogue, features_of
+from t0repro.tasks.templates import load_template, template_names
 
 HIDDEN = -1
 """The label of a row whose label is hidden."""
@@ -26,19 +33,6 @@ class SchemaError(ValueError):
     def __init__(self, column: str, reason: str):
         self.column, self.reason = column, reason
         super().__init__(f"Column {column!r}: {reason}.")
-
-
-@dataclasses.dataclass(frozen=True)
-class Alias:
-    """Another name that a column goes by today.
-
-    Attributes:
-      name: of the column in the data.
-      after: the class names of the data have a prefix that ends so, as `NUM:date` has for `date`.
-    """
-
-    name: str
-    after: str = ""
 
 
 Convert = Callable[[Any], Any]
@@ -345,3 +339,83 @@ def _rows_of(record: dict[str, Any]) -> list[dict[str, Any]]:
         raise _wrong(record, "a list of records")
     columns = list(record)
     return [dict(zip(columns, row, strict=True)) for row in zip(*record.values(), strict=True)]
+
+
+# Schemas of the catalogue's datasets ------------------------------------------------------------
+
+
+@functools.cache
+def schema_of(
+    dataset: str,
+    subset: str | None,
+    read: frozenset[str],
+    class_names: tuple[tuple[str, tuple[str, ...]], ...],
+) -> Schema | None:
+    """The schema of a dataset, or None where the catalogue has none.
+
+    Args:
+      dataset: the Hugging Face name.
+      subset: the configuration, or None.
+      read: what a template reads besides what promptsource's templates of the dataset do.
+      class_names: columns of the data and the names of their classes, as far as it tells them.
+    """
+    features = features_of(dataset, subset)
+    if features is None:
+        return None
+    return _compiled(dataset, subset, read | columns_of_dataset(dataset, subset), class_names)
+
+
+@functools.cache
+def _compiled(
+    dataset: str,
+    subset: str | None,
+    read: frozenset[str],
+    class_names: tuple[tuple[str, tuple[str, ...]], ...],
+) -> Schema:
+    # One object for all templates of a dataset that read no more than promptsource's do.
+    required = [
+        column for column in features_of(dataset, subset) or {} if column.replace("-", "_") in read
+    ]
+    aliases = catalogue()[dataset, subset].aliases
+    return Schema(features_of(dataset, subset) or {}, required, aliases, dict(class_names))
+
+
+def columns_read(template: Any) -> frozenset[str]:
+    """The variables of a template and of its answer choices, spelled as the template spells them.
+
+    Columns with hyphens are spelled with underscores there. A template that is not valid Jinja
+    reads nothing; rendering it says so.
+    """
+    if template is None:
+        return frozenset()
+    return _variables(template.jinja) | _variables(template.answer_choices or "")
+
+
+@functools.cache
+def columns_of_dataset(dataset: str, subset: str | None) -> frozenset[str]:
+    """What any of promptsource's templates of a dataset reads; nothing where it has none."""
+    try:
+        names = template_names(dataset, subset)
+    except UserError:
+        return frozenset()
+    return frozenset().union(
+        *(columns_read(load_template(dataset, subset, name)) for name in names)
+    )
+
+
+@functools.cache
+def _variables(jinja: str) -> frozenset[str]:
+    environment = jinja2.Environment()
+    # Filters of promptsource's own need not exist to see what a template reads.
+    environment.filters = _AnyFilter(environment.filters)
+    try:
+        found = jinja2.meta.find_undeclared_variables(environment.parse(jinja))
+    except jinja2.TemplateSyntaxError:
+        return frozenset()
+    # Globals of Jinja, and what promptsource adds.
+    return frozenset(found) - set(environment.globals) - {"answer_choices"}
+
+
+class _AnyFilter(dict):
+    def __contains__(self, name: object) -> bool:
+        return True

@@ -1,4 +1,4 @@
-"""Prompted tasks as SeqIO's, with T0's features, metrics and postprocessing."""
+"""Prompted tasks as SeqIO's: sources, tasks, mixtures and vocabularies, with T0's metrics."""
 
 from __future__ import annotations
 
@@ -11,13 +11,11 @@ import tensorflow as tf
 from t5.data import glue_utils, postprocessors, preprocessors
 from t5.evaluation import metrics
 
-from t0repro.tasks.metric_names import METRICS
-from t0repro.tasks.prompted_rows import PromptedRows
 from t0repro.tasks.registration import name_is_taken
-from t0repro.tasks.registry import ADDS_EOS, TaskDescription
-from t0repro.tasks.seqio_vocabulary import seqio_vocabulary
-from t0repro.tasks.sources import PromptedSource
+from t0repro.tasks.source import PromptedRows
+from t0repro.tasks.task import ADDS_EOS, METRICS, TaskDescription
 from t0repro.tasks.templates import fixed_choices
+from t0repro.tasks.vocabulary import VocabularyFile, local_copy, not_a_model
 
 # T5's metrics for these two want pre- and postprocessing that prompted tasks have not.
 ACCURACY_ONLY = ("wsc.fixed", "multirc")
@@ -87,6 +85,66 @@ def tokenize(dataset: tf.data.Dataset, output_features: Mapping[str, Any]) -> tf
         if load is not None:
             load()
     return seqio.preprocessors.tokenize(dataset, output_features=output_features)
+
+
+class PromptedSource(PromptedRows, seqio.FunctionDataSource):
+    """Prompted rows as SeqIO reads them.
+
+    Yields `inputs` and `targets`, strings, and `answer_choices`, strings of shape [choices], where
+    the template has them.
+    """
+
+    def __init__(self, rows: PromptedRows):
+        PromptedRows.__init__(
+            self,
+            rows.name,
+            rows.dataset,
+            rows.subset,
+            rows.template,
+            rows.files_of_splits,
+            rows.root,
+        )
+        seqio.FunctionDataSource.__init__(self, self._dataset, splits=tuple(rows.files_of_splits))
+
+    def _dataset(self, split: str, shuffle_files: bool, seed: int | None = None) -> tf.data.Dataset:
+        del shuffle_files, seed  # one file a split; SeqIO shuffles the examples
+        # Broken rows are found here, where a Python exception still reaches the user as it is.
+        self.checked_count(split)
+        signature: dict[str, tf.TensorSpec] = {
+            "inputs": tf.TensorSpec((), tf.string),
+            "targets": tf.TensorSpec((), tf.string),
+        }
+        if self.template.answer_choices:
+            signature["answer_choices"] = tf.TensorSpec((None,), tf.string)
+        return tf.data.Dataset.from_generator(
+            functools.partial(self.examples, split), output_signature=signature
+        )
+
+
+class LazyVocabulary(seqio.SentencePieceVocabulary):
+    """A SentencePiece vocabulary that says how to get its file when it cannot be read.
+
+    Equal to, and pickled like, `seqio.SentencePieceVocabulary` of the same address. An address in a
+    bucket is fetched once over HTTPS and kept in the user's cache folder: TensorFlow's own reader
+    retries for minutes on a machine without network or credentials.
+    """
+
+    def _model_context(self):
+        if self._model is None:
+            path = local_copy(self._sentencepiece_model_file)
+            try:
+                loaded = seqio.SentencePieceVocabulary(path, self._extra_ids)._model_context()
+            except Exception as error:
+                raise not_a_model(path, error) from error
+            self._model = loaded
+        return self._model
+
+
+def seqio_vocabulary(vocabulary: VocabularyFile | seqio.Vocabulary) -> seqio.Vocabulary:
+    """SeqIO's form of a task's vocabulary."""
+    if isinstance(vocabulary, VocabularyFile):
+        return LazyVocabulary(vocabulary.address, vocabulary.extra_ids)
+    return vocabulary
 
 
 # The task ----------------------------------------------------------------------------------------

@@ -6,9 +6,8 @@ rows of the larger sets, so that Mesh TensorFlow scores them all in minutes on a
 trec have no validation split: their test split is evaluated.
 """
 
-from t0repro.tasks.job_specs import PromptedDataset
-from t0repro.tasks.jobs import register_job
-from t0repro.tasks.splits import Split
+from t0repro.tasks.jobs import PromptedDataset, register_job
+from t0repro.tasks.source import Split
 
 ROWS = 100
 """Rows of a larger evaluation set that are scored."""

@@ -16,8 +16,7 @@ t0/seqio_tasks/tasks.py.
 from __future__ import annotations
 
 from t0repro.tasks.registration import add_mixture
-from t0repro.tasks.t0_mixtures import t0_mixtures
-from t0repro.tasks.t0_registration import evaluation_rate, register_t0_tasks
+from t0repro.tasks.t0_mixtures import evaluation_rate, register_t0_tasks, t0_mixtures
 
 
 def register_t0() -> None:

@@ -25,11 +25,6 @@ import jinja2
 import yaml
 
 from t0repro.errors import UserError, nearest_names
-from t0repro.tasks.catalogue import rounds_of
-from t0repro.tasks.registration import add_prompted_task
-from t0repro.tasks.registry import PromptedTask, task_descriptions
-from t0repro.tasks.rows import data_folder, dataset_folder, splits_on_disk
-from t0repro.tasks.splits import Split
 from t0repro.tasks.templates import check_jinja, make_template, task_name
 
 SEPARATOR = "|||"
@@ -54,42 +49,6 @@ class TemplateFile:
     dataset: str
     subset: str | None
     templates: tuple[Any, ...]
-
-
-def register_templates(path: str | Path) -> list[PromptedTask]:
-    """Registers a task for each template of a file, and its `_score_eval` twin, by T0's names.
-
-    The splits are those that the dataset's folder under T0REPRO_DATA_DIR holds; ANLI's rounds give
-    three tasks, as in T0. Registering the same file once more does nothing.
-
-    Returns:
-      The tasks, without the twins.
-
-    Raises:
-      UserError: if the file is broken, a name is taken, or the folder of the rows is missing.
-    """
-    content = read_template_file(path)
-    splits_of_suffix = _splits(content)
-    registered = []
-    for suffix, splits in splits_of_suffix.items():
-        for template in content.templates:
-            name = task_name(content.dataset, content.subset, template.name) + suffix
-            _check_name_is_free(name, template, content)
-            try:
-                task = add_prompted_task(
-                    content.dataset,
-                    content.subset,
-                    template.name,
-                    splits,
-                    name=name,
-                    template=template,
-                )
-            except UserError as error:
-                raise UserError(
-                    error.what, where=f"{path}, template {template.name!r}", fix=error.fix
-                ) from error
-            registered.append(task)
-    return registered
 
 
 def read_template_file(path: str | Path) -> TemplateFile:
@@ -282,17 +241,6 @@ def _check_names(
         seen[name] = (template.name, line)
 
 
-def _check_name_is_free(name: str, template: Any, content: TemplateFile) -> None:
-    known = task_descriptions().get(name)
-    other = None if known is None else known.rows.template
-    if other is not None and (other.jinja, other.id) != (template.jinja, template.id):
-        raise UserError(
-            f"There is a task {name!r} already, of another template.",
-            where=f"{content.path}, template {template.name!r}",
-            fix="Give the template another name.",
-        )
-
-
 def _check_keys(
     content: _Mapping, known: Sequence[str], required: Sequence[str], where: str, fix: str
 ) -> None:
@@ -317,29 +265,3 @@ def _text(content: _Mapping, key: str, where: str) -> str:
             fix="Put it in quotes." if value not in (None, "") else "Give it.",
         )
     return value
-
-
-# Rows ----------------------------------------------------------------------------------------
-
-
-def _splits(content: TemplateFile) -> dict[str, dict[str, Split]]:
-    """Suffix of the tasks' names -> split -> where it comes from, of what lies on disk."""
-    root = data_folder()
-    folder = dataset_folder(root, content.dataset, content.subset)
-    held = splits_on_disk(folder)
-    rounds = rounds_of(content.dataset) or {"": {split: split for split in held}}
-    found = {
-        suffix: {split: Split(file) for split, file in splits.items() if file in held}
-        for suffix, splits in rounds.items()
-    }
-    found = {suffix: splits for suffix, splits in found.items() if splits}
-    if found:
-        return found
-    known = [str(path.parent.relative_to(root)) for path in sorted(root.glob("*/*/*.*l*"))]
-    raise UserError(
-        f"There are no rows for {content.path}: dataset {content.dataset!r}, subset"
-        f" {content.subset!r}.",
-        where=str(folder),
-        fix="Put <split>.jsonl or <split>.parquet there; folders there are, nearest: "
-        f"{nearest_names(str(folder.relative_to(root)), known)}.",
-    )

@@ -94,7 +94,7 @@ def register_tasks() -> list[str]:
     """Registers T0's held-out evaluation tasks whose data is there; their names."""
     from t0repro.tasks import prompted_tasks
     from t0repro.tasks.registration import add_prompted_task
-    from t0repro.tasks.splits import Split
+    from t0repro.tasks.source import Split
     from t0repro.tasks.templates import load_template, task_name, template_names
 
     names = []

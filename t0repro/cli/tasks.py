@@ -34,7 +34,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 def _register(modules: list[str] | None, templates: list[Path] | None) -> None:
     """Loads the modules, or the default one where neither modules nor templates are named."""
-    from t0repro.tasks.loading import load_tasks
+    from t0repro.tasks.registration import load_tasks
 
     default = [] if templates else [DEFAULT_MODULE]
     load_tasks(modules or default, templates or (), into_seqio=False)
@@ -60,14 +60,14 @@ def list_tasks(
     Example: t0repro tasks ls --mixture t0_train --dataset trec --cache runs/cache
     """
     _register(module_import, templates)
-    from t0repro.tasks import listing, task_tables
+    from t0repro.tasks.inspect import listing, tables
 
     caches = list(cache or ())
     found = listing.list_tasks(mixture, dataset, caches)
     if as_json:
-        task_tables.print_json(listing.as_json(found))
+        tables.print_json(listing.as_json(found))
     else:
-        task_tables.print_list(found, caches)
+        tables.print_list(found, caches)
 
 
 @app.command("show")
@@ -88,13 +88,13 @@ def show_task(
     Example: t0repro tasks show super_glue_rte_GPT_3_style --split validation --rows 2
     """
     _register(module_import, templates)
-    from t0repro.tasks import showing, task_tables
+    from t0repro.tasks.inspect import showing, tables
 
     shown = showing.show_task(task, split, rows)
     if as_json:
-        task_tables.print_json(shown.to_json())
+        tables.print_json(shown.to_json())
     else:
-        task_tables.print_task(shown)
+        tables.print_task(shown)
 
 
 @app.command("check")
@@ -113,16 +113,16 @@ def check_tasks(
     """
     _register(module_import, templates)
     from t0repro.progress import count_progress
-    from t0repro.tasks import checking, task_tables
-    from t0repro.tasks.loading import select_tasks
+    from t0repro.tasks.inspect import checking, tables
+    from t0repro.tasks.mixture import select_tasks
 
     tasks = checking.without_twins(select_tasks(mixture, dataset))
     with count_progress(len(tasks), "checking", "tasks", "checked") as advance:
         checked = checking.check_tasks(tasks, advance)
     if as_json:
-        task_tables.print_json([task.to_json() for task in checked])
+        tables.print_json([task.to_json() for task in checked])
     else:
-        task_tables.print_checks(checked)
+        tables.print_checks(checked)
     if any(task.verdict is checking.Verdict.BROKEN for task in checked):
         raise typer.Exit(1)
 
@@ -144,8 +144,8 @@ def fetch_p3(
 
     Example: t0repro tasks fetch-p3 --tasks 'super_glue_rte_*' --to runs/p3
     """
+    from t0repro.hub_files import HubRepository
     from t0repro.tasks import p3
-    from t0repro.tasks.hub_files import HubRepository
 
     address = base_url or os.environ.get("HF_ENDPOINT") or p3.HUB
     patterns = [pattern for pattern in tasks.split(",") if pattern]

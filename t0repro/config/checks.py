@@ -171,7 +171,7 @@ def check_rows(name: str, split: str) -> None:
     """Raises UserError if the rows behind a prompted task of the mixture are missing."""
     import seqio
 
-    from t0repro.tasks.sources import PromptedSource
+    from t0repro.tasks.seqio_tasks import PromptedSource
 
     for task in seqio.get_subtasks(seqio.get_mixture_or_task(name)):
         if split in task.splits and isinstance(task.source, PromptedSource):

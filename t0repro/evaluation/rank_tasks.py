@@ -16,7 +16,7 @@ from t0repro.errors import UserError
 from t0repro.evaluation.records import digest_of_texts
 from t0repro.reports.training_tasks import subtasks
 from t0repro.tasks.prompted_examples import prompted_examples
-from t0repro.tasks.registry import task_descriptions
+from t0repro.tasks.task import task_descriptions
 
 # Mesh TensorFlow pads the vocabulary to a multiple of this (vocab_divisor).
 VOCABULARY_MULTIPLE = 128

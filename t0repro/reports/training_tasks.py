@@ -5,7 +5,6 @@ Only here does the evaluation meet SeqIO's registry, and only when a module or m
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -25,7 +24,9 @@ def load_prompts(modules: Sequence[str], *, into_seqio: bool = False) -> Mapping
     """
     if not modules:
         return {}
-    return _loading().load_tasks(modules, into_seqio=into_seqio)
+    from t0repro.tasks.registration import load_tasks
+
+    return load_tasks(modules, into_seqio=into_seqio)
 
 
 def training_tasks(mixtures: Sequence[str]) -> set[str]:
@@ -34,16 +35,13 @@ def training_tasks(mixtures: Sequence[str]) -> set[str]:
     Raises:
       UserError: if one is not registered.
     """
-    loading = _loading()
-    tasks = set(loading.registered_tasks()) & set(mixtures)
+    from t0repro.tasks.mixture import tasks_of_mixture
+    from t0repro.tasks.task import registered_tasks
+
+    tasks = set(registered_tasks()) & set(mixtures)
     for mixture in set(mixtures) - tasks:
-        tasks |= set(loading.tasks_of_mixture(mixture, "--train-mixture"))
+        tasks |= set(tasks_of_mixture(mixture, "--train-mixture"))
     return tasks
-
-
-def _loading() -> Any:
-    # By name: type checkers do not follow the mapping of top-level folders into the package
-    return importlib.import_module("t0repro.tasks.loading")
 
 
 def subtasks(mixture: str, option: str) -> Sequence[Any]:

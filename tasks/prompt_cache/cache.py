@@ -20,12 +20,12 @@ import numpy as np
 
 from t0repro.errors import UserError
 from t0repro.files import write_atomically
-from t0repro.tasks.loading import needs_seqio
 from t0repro.tasks.prompt_cache import folders, provenance, shards
 from t0repro.tasks.prompt_cache.plan import CachedTask, Plan, Prompt, Request, RowsOfSplit
 from t0repro.tasks.prompt_cache.planning import make_plan
 from t0repro.tasks.prompt_cache.prompts import Statistics, features
 from t0repro.tasks.prompt_cache.shards import Piece, PieceResult, SpooledRows
+from t0repro.tasks.registration import needs_seqio
 
 _ROWS_PER_PIECE = 1 << 12
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

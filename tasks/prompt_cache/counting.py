@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from t0repro.tasks.prompt_cache.plan import Prompt
-from t0repro.tasks.prompt_cache.rows import checked_rows, reader_of
-from t0repro.tasks.prompt_cache.shards import compiled_template, render_row
+from t0repro.tasks.prompt_cache.shards import compiled_template, reader_of, render_row, rows_of
 from t0repro.tasks.templates import Drop
 
 
@@ -23,7 +22,7 @@ def count_examples(prompts: Sequence[Prompt], split: str, seed: int = 0) -> dict
     if not prompts:
         return {}
     rows = prompts[0].rows[split]
-    found: Sequence[tuple[int, Mapping[str, Any]]] = list(checked_rows(rows, reader_of(rows)))
+    found: Sequence[tuple[int, Mapping[str, Any]]] = list(rows_of(rows, reader_of(rows)))
     counts = {}
     for prompt in prompts:
         template = compiled_template(prompt)

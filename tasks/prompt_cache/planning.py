@@ -28,8 +28,8 @@ from t0repro.tasks.prompt_cache.plan import (
 )
 
 if TYPE_CHECKING:
-    from t0repro.tasks.prompted_rows import PromptedRows
-    from t0repro.tasks.registry import TaskDescription
+    from t0repro.tasks.source import PromptedRows
+    from t0repro.tasks.task import TaskDescription
 
 
 def make_plan(request: Request) -> Plan:
@@ -39,8 +39,8 @@ def make_plan(request: Request) -> Plan:
       UserError: if a name matches nothing, a task is not a prompted one, rows are missing, or a
         task is cached already from other templates, another vocabulary or another seed.
     """
-    from t0repro.tasks.loading import load_tasks
-    from t0repro.tasks.registry import task_descriptions
+    from t0repro.tasks.registration import load_tasks
+    from t0repro.tasks.task import task_descriptions
 
     load_tasks(request.modules, request.templates, into_seqio=False)
     names = _selected(request)
@@ -60,7 +60,8 @@ def make_plan(request: Request) -> Plan:
 
 
 def _selected(request: Request) -> list[str]:
-    from t0repro.tasks.loading import registered_tasks, tasks_of_mixture
+    from t0repro.tasks.mixture import tasks_of_mixture
+    from t0repro.tasks.task import registered_tasks
 
     names = [task for mixture in request.mixtures for task in tasks_of_mixture(mixture)]
     tasks = registered_tasks()
@@ -183,7 +184,7 @@ class _Planner:
 
     def _rows(self) -> dict[tuple[Any, ...], RowsOfSplit]:
         """Of each split's rows, once for all templates: the columns are those that any reads."""
-        from t0repro.tasks.columns import columns_read
+        from t0repro.tasks.schema import columns_read
 
         columns: dict[tuple[Any, ...], set[str]] = {}
         sources: dict[tuple[Any, ...], tuple[PromptedRows, str]] = {}
@@ -264,7 +265,7 @@ def _model_of(task: TaskDescription) -> bytes:
 
 
 def _eos(task: TaskDescription) -> Mapping[str, int | None]:
-    from t0repro.tasks.registry import ADDS_EOS
+    from t0repro.tasks.task import ADDS_EOS
 
     eos = task.vocabulary.eos_id
     return {feature: eos if adds_eos else None for feature, adds_eos in ADDS_EOS.items()}

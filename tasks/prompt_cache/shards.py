@@ -18,9 +18,10 @@ from t0repro.errors import UserError
 from t0repro.tasks.prompt_cache.plan import Prompt, RowsOfSplit
 from t0repro.tasks.prompt_cache.prompts import ExampleWriter, Statistics
 from t0repro.tasks.prompt_cache.records import RecordFile
-from t0repro.tasks.prompt_cache.rows import checked_rows, reader_of
 from t0repro.tasks.prompt_cache.spool import Spool, SpoolReader, write_spool
 from t0repro.tasks.prompt_cache.tokens import Tokenizer
+from t0repro.tasks.readers import Reader, find_reader
+from t0repro.tasks.source import checked_rows, schema_of_rows
 from t0repro.tasks.templates import CompiledTemplate, Drop, Rendering, check_jinja
 
 ROWS_PER_SHARD = 1 << 14
@@ -62,6 +63,23 @@ class SpooledRows:
     origin: Mapping[str, Any]
 
 
+def reader_of(rows: RowsOfSplit) -> Reader:
+    """Where the rows are now: on this machine, or on the hub."""
+    root = None if rows.root is None else Path(rows.root)
+    return find_reader(root, rows.dataset, rows.subset, rows.file)
+
+
+def rows_of(rows: RowsOfSplit, reader: Reader) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The same rows as `t0repro.tasks.source.PromptedRows.rows`, for all templates of a run.
+
+    Raises:
+      UserError: as `t0repro.tasks.source.checked_rows`.
+    """
+    columns = frozenset(rows.columns)
+    schema = schema_of_rows(rows.dataset, rows.subset, reader, columns)
+    return checked_rows(rows.dataset, rows.subset, reader, schema, rows.max_rows)
+
+
 def spool_rows(rows: RowsOfSplit, base: str) -> SpooledRows:
     """Reads the rows of a split into a spool.
 
@@ -69,7 +87,7 @@ def spool_rows(rows: RowsOfSplit, base: str) -> SpooledRows:
       UserError: if a row is broken.
     """
     reader = reader_of(rows)
-    spool = write_spool(checked_rows(rows, reader), Path(base))
+    spool = write_spool(rows_of(rows, reader), Path(base))
     # Neither where the data lies nor when it was copied there makes another cache.
     origin = {
         key: value for key, value in reader.origin().items() if key not in ("path", "modified_ns")

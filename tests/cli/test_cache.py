@@ -51,7 +51,7 @@ def test_a_users_own_prompts_are_cached(tmp_path):
         f"--output_cache_dir={tmp_path / 'cache'}",
         T0REPRO_DATA_DIR=str(tmp_path / "data"),
         T0REPRO_VOCAB=str(
-            Path(__file__).resolve().parents[2] / "tasks" / "demo_data" / "sentencepiece.model"
+            Path(__file__).resolve().parents[2] / "tasks" / "demo" / "sentencepiece.model"
         ),
     )
     assert done.returncode == 0, done.stderr
@@ -60,7 +60,7 @@ def test_a_users_own_prompts_are_cached(tmp_path):
 
 SEQIO_MODULE = """
 import seqio
-from t0repro.tasks.demo_specs import FOLDER, VOCABULARY
+from t0repro.tasks.demo.datasets import FOLDER, VOCABULARY
 from t0repro.tasks.registration import add_prompted_task
 
 vocabulary = seqio.SentencePieceVocabulary(str(VOCABULARY), 100)

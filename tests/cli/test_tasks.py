@@ -35,7 +35,7 @@ def run(monkeypatch, capsys):
 def own(tmp_path, monkeypatch):
     """Writes rows and prompts of a dataset of one's own; the prompts' file."""
     monkeypatch.setenv("T0REPRO_DATA_DIR", str(tmp_path / "rows"))
-    monkeypatch.setenv("T0REPRO_VOCAB", str(ROOT / "tasks" / "demo_data" / "sentencepiece.model"))
+    monkeypatch.setenv("T0REPRO_VOCAB", str(ROOT / "tasks" / "demo" / "sentencepiece.model"))
 
     def write(dataset: str, rows: list[dict], **prompts: dict) -> Path:
         folder = tmp_path / "rows" / dataset / "default"
@@ -55,7 +55,7 @@ def own(tmp_path, monkeypatch):
     yield write
     import seqio
 
-    from t0repro.tasks import registry
+    from t0repro.tasks import task as registry
 
     for task in list(registry.prompted_tasks().values()):
         if task.dataset in written:

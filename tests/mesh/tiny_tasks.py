@@ -14,9 +14,8 @@ from t5.data import postprocessors, preprocessors
 from t5.evaluation import metrics
 
 from t0repro.errors import UserError
-from t0repro.tasks.prompted_rows import PromptedRows
-from t0repro.tasks.sources import PromptedSource
-from t0repro.tasks.splits import Split
+from t0repro.tasks.seqio_tasks import PromptedSource
+from t0repro.tasks.source import PromptedRows, Split
 
 COLOURS = ("red", "green", "blue", "white")
 THINGS = ("house", "car", "bird", "door", "stone", "lamp", "tree", "boat")

@@ -6,12 +6,11 @@ import random
 
 import pytest
 
-from t0repro.tasks.catalogue import rounds_of, t0_datasets
-from t0repro.tasks.columns import columns_read
-from t0repro.tasks.p3_sizes import p3_sizes
+from t0repro.tasks.catalogue import p3_sizes, rounds_of, t0_datasets
 from t0repro.tasks.prompt_cache.counting import count_examples
 from t0repro.tasks.prompt_cache.plan import PlainTemplate, Prompt, RowsOfSplit
 from t0repro.tasks.rows import read_rows
+from t0repro.tasks.schema import columns_read
 from t0repro.tasks.templates import (
     NO_LABEL,
     Drop,

@@ -7,8 +7,8 @@ import sentencepiece
 import seqio
 
 from t0repro.tasks import prompted_tasks
-from t0repro.tasks.demo_data import generate, train_vocabulary
-from t0repro.tasks.demo_specs import DEMO, FOLDER, VOCABULARY
+from t0repro.tasks.demo import generate, train_vocabulary
+from t0repro.tasks.demo.datasets import DEMO, FOLDER, VOCABULARY
 
 MAX_INPUTS, MAX_TARGETS = 128, 32
 

@@ -15,8 +15,8 @@ import seqio
 import tensorflow as tf
 
 from t0repro.errors import UserError
+from t0repro.hub_files import HubRepository
 from t0repro.tasks import p3
-from t0repro.tasks.hub_files import HubRepository
 
 from . import p3_server
 
@@ -253,7 +253,7 @@ def test_a_pattern_that_matches_nothing_is_answered_with_the_nearest(tmp_path):
 
 
 def test_every_name_of_p3s_counts_is_known():
-    from t0repro.tasks.p3_sizes import p3_sizes
+    from t0repro.tasks.catalogue import p3_sizes
 
     assert set(p3_sizes()) <= set(p3.known_names())
     assert p3_sizes()["trec_fine_grained_ABBR"] == {"train": 86, "test": 9}
@@ -302,7 +302,7 @@ def test_a_killed_fetch_leaves_nothing_whole_and_goes_on(server, tree, tmp_path)
     server.faults = [None] * 7 + [("cut", 1000)]
     code = (
         "import sys; from pathlib import Path; from t0repro.tasks import p3\n"
-        "from t0repro.tasks.hub_files import HubRepository\n"
+        "from t0repro.hub_files import HubRepository\n"
         f"hub = HubRepository({server.url!r}, p3.REPOSITORY, p3.REVISION, (600.0,))\n"
         f"p3.fetch([{TASK!r}], Path({str(to)!r}), hub)\n"
     )

@@ -9,11 +9,10 @@ from t5.evaluation import metrics
 
 from t0repro.errors import UserError
 from t0repro.tasks import prompted_tasks
-from t0repro.tasks.demo_specs import VOCABULARY
-from t0repro.tasks.prompted_rows import PromptedRows
+from t0repro.tasks.demo.datasets import VOCABULARY
 from t0repro.tasks.registration import add_prompted_task
 from t0repro.tasks.seqio_tasks import postprocess, task_metrics
-from t0repro.tasks.splits import Split
+from t0repro.tasks.source import PromptedRows, Split
 from t0repro.tasks.templates import load_template
 from t0repro.tasks.vocabulary import VocabularyFile
 
@@ -25,7 +24,7 @@ def add(rows_root, monkeypatch):
     """Registers tasks over the three rows for the time of a test, in registries that are empty."""
     for registry in (seqio.TaskRegistry, seqio.MixtureRegistry):
         monkeypatch.setattr(registry, "_REGISTRY", {})
-    monkeypatch.setattr("t0repro.tasks.registry._tasks", {})
+    monkeypatch.setattr("t0repro.tasks.task._tasks", {})
     vocabulary = VocabularyFile(str(VOCABULARY))
 
     def add_task(template="GPT-3 style", splits=SPLITS, **options):

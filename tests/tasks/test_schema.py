@@ -2,7 +2,8 @@
 
 import pytest
 
-from t0repro.tasks.schema import Alias, Schema, SchemaError
+from t0repro.tasks.catalogue import Alias
+from t0repro.tasks.schema import Schema, SchemaError
 
 TEXT = {"_type": "Value", "dtype": "string"}
 NUMBER = {"_type": "Value", "dtype": "int32"}

@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 
 from t0repro.errors import UserError
-from t0repro.tasks import manual, rows
+from t0repro.tasks import readers, rows
 from t0repro.tasks.catalogue import catalogue
-from t0repro.tasks.prompted_rows import PromptedRows
-from t0repro.tasks.sources import PromptedSource
-from t0repro.tasks.splits import Split
+from t0repro.tasks.seqio_tasks import PromptedSource
+from t0repro.tasks.source import PromptedRows, Split
 from t0repro.tasks.templates import load_template, template_names
 
 RTE = {"premise": "It rains.", "hypothesis": "It is wet.", "label": 0, "idx": 0}
@@ -150,7 +149,7 @@ def test_story_cloze_says_where_to_ask_and_is_read_as_it_is_sent(monkeypatch, tm
     with pytest.raises(UserError) as error:
         source.num_input_examples("validation")
     folder = tmp_path / "story_cloze" / "2016"
-    assert manual.STORY_CLOZE_FORM in str(error.value)
+    assert readers.STORY_CLOZE_FORM in str(error.value)
     file = folder / "cloze_test_val__spring2016 - cloze_test_ALL_val.csv"
     assert str(file) in str(error.value)
     folder.mkdir(parents=True)
@@ -187,7 +186,7 @@ ASK = """
 import json
 from t0repro.errors import UserError
 from t0repro.tasks.readers import find_reader
-from t0repro.tasks.schemas import schema_of
+from t0repro.tasks.schema import schema_of
 found = []
 for dataset, subset in (("trec", None), ("super_glue", "cb")):
     try:

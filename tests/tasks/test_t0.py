@@ -16,9 +16,9 @@ from t5.evaluation import metrics
 
 from t0repro.tasks import prompted_tasks
 from t0repro.tasks.catalogue import catalogue, features_of, rounds_of, t0_datasets
-from t0repro.tasks.columns import columns_of_dataset
-from t0repro.tasks.metric_names import metric_names
-from t0repro.tasks.registry import prompted_mixtures
+from t0repro.tasks.mixture import prompted_mixtures
+from t0repro.tasks.schema import columns_of_dataset
+from t0repro.tasks.task import metric_names
 from t0repro.tasks.templates import task_name, template_names
 
 TABLE = json.loads((Path(__file__).parent / "t0_mixtures.json").read_text())
@@ -183,7 +183,7 @@ def watch(event, arguments):
 sys.addaudithook(watch)
 import t0repro.tasks.t0
 folder = registration.__file__.rsplit("/", 1)[0]
-here = {folder + "/datasets.csv", folder + "/catalog.csv"}
+here = {folder + "/data/datasets.csv", folder + "/data/catalog.csv"}
 foreign = [path for path in opened if "site-packages" not in path and path not in here]
 assert not [path for path in foreign if not path.endswith((".py", ".pyc"))], foreign
 clients = {"datasets", "mesh_tensorflow", "t5.models", "t0repro.tasks.hub"} & set(sys.modules)
@@ -210,7 +210,7 @@ def test_what_is_at_hand_and_t0_can_be_imported_in_one_process_in_either_order(
     for order in ((local.register_local, t0.register_t0), (t0.register_t0, local.register_local)):
         for registry in (seqio.TaskRegistry, seqio.MixtureRegistry):
             monkeypatch.setattr(registry, "_REGISTRY", {})
-        monkeypatch.setattr("t0repro.tasks.registry._tasks", {})
+        monkeypatch.setattr("t0repro.tasks.task._tasks", {})
         for register in order:
             register(*([rows_root] if register is local.register_local else []))
             if register is order[0] is local.register_local:

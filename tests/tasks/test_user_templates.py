@@ -13,9 +13,10 @@ import seqio
 
 from t0repro.errors import UserError
 from t0repro.tasks import prompted_tasks
-from t0repro.tasks.template_files import read_template_file, register_templates
+from t0repro.tasks.registration import register_templates
+from t0repro.tasks.template_files import read_template_file
 
-VOCABULARY = Path(__file__).resolve().parents[2] / "tasks" / "demo_data" / "sentencepiece.model"
+VOCABULARY = Path(__file__).resolve().parents[2] / "tasks" / "demo" / "sentencepiece.model"
 
 REVIEWS = [
     {"text": "A fine soup.", "label": 1},
@@ -69,7 +70,7 @@ def forget():
     yield
     for name in [name for name in prompted_tasks() if name.startswith("my_reviews")]:
         seqio.TaskRegistry.remove(name)
-        from t0repro.tasks import registry
+        from t0repro.tasks import task as registry
 
         registry._tasks.pop(name)
 

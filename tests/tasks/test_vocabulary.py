@@ -9,8 +9,8 @@ import seqio
 
 from t0repro.errors import UserError
 from t0repro.tasks import vocabulary
-from t0repro.tasks.demo_specs import VOCABULARY
-from t0repro.tasks.seqio_vocabulary import LazyVocabulary, seqio_vocabulary
+from t0repro.tasks.demo.datasets import VOCABULARY
+from t0repro.tasks.seqio_tasks import LazyVocabulary, seqio_vocabulary
 from t0repro.tasks.vocabulary import VocabularyFile, default_vocabulary
 
 

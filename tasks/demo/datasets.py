@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from t0repro.tasks.job_specs import PromptedDataset
+from t0repro.tasks.jobs import PromptedDataset
 
-FOLDER = Path(__file__).parent / "demo_data"
-VOCABULARY = FOLDER / "sentencepiece.model"
+FOLDER = Path(__file__).parent / "rows"
+VOCABULARY = Path(__file__).parent / "sentencepiece.model"
 
 DEMO = (
     PromptedDataset(

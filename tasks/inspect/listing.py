@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from t0repro.errors import UserError
-from t0repro.tasks.loading import registered_mixtures, select_tasks
-from t0repro.tasks.metric_names import metric_names
-from t0repro.tasks.p3_sizes import p3_sizes
-from t0repro.tasks.registry import PromptedTask, prompted_mixtures, prompted_tasks
+from t0repro.tasks.catalogue import p3_sizes
+from t0repro.tasks.mixture import prompted_mixtures, registered_mixtures, select_tasks
+from t0repro.tasks.task import PromptedTask, metric_names, prompted_tasks
 
 OVERSAMPLED = 2.0
 """A rate above so many times the training examples is pointed out."""

@@ -1,4 +1,4 @@
-"""Writes the demo's rows: python -P -m t0repro.tasks.demo_data.generate [folder].
+"""Writes the demo's rows: python -P -m t0repro.tasks.demo.generate [folder].
 
 Every sentence is put together here from the words beside it, from a fixed seed, so that the files
 can be made again byte for byte. The rows are deliberately easy: their words tell most of the
@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from t0repro.files import write_atomically
-from t0repro.tasks.demo_data import words
+from t0repro.tasks.demo import words
+from t0repro.tasks.demo.datasets import FOLDER
 
 SEED = 20211015
 TRAIN_ROWS = 640
@@ -151,4 +152,4 @@ def generate(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    generate(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent)
+    generate(Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER)

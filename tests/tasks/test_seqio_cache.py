@@ -12,7 +12,7 @@ import seqio
 import tensorflow as tf
 
 from t0repro.errors import UserError
-from t0repro.tasks import cache_plan
+from t0repro.tasks.prompt_cache import seqio_plan
 from t0repro.tasks.prompt_cache.cache import cache_tasks
 from t0repro.tasks.prompt_cache.plan import Request
 from t0repro.tasks.prompt_cache.planning import make_plan
@@ -28,7 +28,7 @@ def registered():
 
 
 def test_tasks_are_selected_by_mixture_and_by_pattern_once():
-    tasks = cache_plan.selected_tasks(["demo_eval_score_eval"], ["demo_imdb_.*", TASK])
+    tasks = seqio_plan.selected_tasks(["demo_eval_score_eval"], ["demo_imdb_.*", TASK])
     names = [task.name for task in tasks]
     assert len(names) == len(set(names)) == 9 + 3  # imdb's three tasks beside their twins
     assert TASK in names
@@ -36,44 +36,44 @@ def test_tasks_are_selected_by_mixture_and_by_pattern_once():
 
 def test_an_unknown_mixture_or_pattern_is_answered_with_the_nearest_names():
     with pytest.raises(UserError, match="demo_train"):
-        cache_plan.selected_tasks(["demo_trian"], [])
+        seqio_plan.selected_tasks(["demo_trian"], [])
     with pytest.raises(UserError, match="demo_ag_news_classify"):
-        cache_plan.selected_tasks([], ["demo_ag_news_clasify"])
+        seqio_plan.selected_tasks([], ["demo_ag_news_clasify"])
 
 
 def test_an_interrupted_cache_is_removed_and_a_complete_one_kept(tmp_path):
-    whole, half, absent = cache_plan.selected_tasks([], ["demo_imdb_.*_score_eval"])
+    whole, half, absent = seqio_plan.selected_tasks([], ["demo_imdb_.*_score_eval"])
     for task in (whole, half):
         (tmp_path / task.name).mkdir()
         (tmp_path / task.name / "train.tfrecord-00000-of-00064").touch()
     (tmp_path / whole.name / "COMPLETED").touch()
-    left = cache_plan.uncached([whole, half, absent], tmp_path)
+    left = seqio_plan.uncached([whole, half, absent], tmp_path)
     assert left == [half, absent]
-    assert cache_plan.remove_interrupted(left, tmp_path) == [half.name]
+    assert seqio_plan.remove_interrupted(left, tmp_path) == [half.name]
     assert (tmp_path / whole.name).is_dir() and not (tmp_path / half.name).exists()
 
 
 def test_a_folder_with_other_files_is_not_removed(tmp_path):
-    (task,) = cache_plan.selected_tasks([], [TASK])
+    (task,) = seqio_plan.selected_tasks([], [TASK])
     (tmp_path / TASK).mkdir()
     (tmp_path / TASK / "thesis.tex").touch()
     with pytest.raises(UserError, match=r"thesis\.tex"):
-        cache_plan.remove_interrupted([task], tmp_path)
+        seqio_plan.remove_interrupted([task], tmp_path)
     assert (tmp_path / TASK / "thesis.tex").exists()
 
 
 def test_tasks_are_spread_evenly_by_splits():
-    tasks = cache_plan.selected_tasks(["demo_train", "demo_eval_score_eval"], [])
-    shares = cache_plan.spread(tasks, 2)
+    tasks = seqio_plan.selected_tasks(["demo_train", "demo_eval_score_eval"], [])
+    shares = seqio_plan.spread(tasks, 2)
     splits = [sum(len(seqio.TaskRegistry.get(name).splits) for name in share) for share in shares]
     assert sum(splits) == 14 + 9 and abs(splits[0] - splits[1]) <= 1
     assert sorted(name for share in shares for name in share) == sorted(t.name for t in tasks)
-    assert cache_plan.spread(tasks[:1], 2) == [[tasks[0].name]]
+    assert seqio_plan.spread(tasks[:1], 2) == [[tasks[0].name]]
 
 
 def plan(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, "-P", "-m", "t0repro.tasks.cache_plan", *arguments],
+        [sys.executable, "-P", "-m", "t0repro.tasks.prompt_cache.seqio_plan", *arguments],
         capture_output=True,
         text=True,
         env={**os.environ, **environment},
@@ -86,7 +86,7 @@ def test_missing_rows_end_with_one_message_and_exit_code_2(tmp_path):
         "--mixtures=small_train",
         f"--output_cache_dir={tmp_path / 'cache'}",
         T0REPRO_DATA_DIR=str(tmp_path),
-        T0REPRO_VOCAB=str(ROOT / "tasks" / "demo_data" / "sentencepiece.model"),
+        T0REPRO_VOCAB=str(ROOT / "tasks" / "demo" / "sentencepiece.model"),
     )
     assert done.returncode == 2 and done.stdout == ""
     assert "train.jsonl" in done.stderr and "to do:" in done.stderr

@@ -6,7 +6,7 @@ import seqio
 
 from t0repro.tasks.readers import local_reader
 from t0repro.tasks.registration import add_prompted_task
-from t0repro.tasks.splits import Split
+from t0repro.tasks.source import Split
 from t0repro.tasks.templates import load_template, template_names
 
 ROWS = 24

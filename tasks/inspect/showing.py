@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from t0repro.errors import UserError, nearest_names
-from t0repro.tasks.prompted_rows import PromptedRows
-from t0repro.tasks.registry import PromptedTask, task_descriptions
+from t0repro.tasks.source import PromptedRows
+from t0repro.tasks.task import PromptedTask, task_descriptions
 from t0repro.tasks.templates import CompiledTemplate, Drop, Rendering
 from t0repro.tasks.vocabulary import VocabularyFile
 

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from t0repro.errors import UserError
-from t0repro.tasks.prompted_rows import PromptedRows
-from t0repro.tasks.registry import SCORE_EVAL_SUFFIX, task_descriptions
-from t0repro.tasks.showing import ROWS_LOOKED_AT
+from t0repro.tasks.inspect.showing import ROWS_LOOKED_AT
+from t0repro.tasks.source import PromptedRows
+from t0repro.tasks.task import SCORE_EVAL_SUFFIX, task_descriptions
 from t0repro.tasks.templates import Drop
 
 ROWS = 20

@@ -14,9 +14,9 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from t0repro.tasks.checking import CheckedTask, Verdict
-from t0repro.tasks.listing import OVERSAMPLED, ListedTask
-from t0repro.tasks.showing import VARIABLE_LENGTH, ShownExample, ShownTask
+from t0repro.tasks.inspect.checking import CheckedTask, Verdict
+from t0repro.tasks.inspect.listing import OVERSAMPLED, ListedTask
+from t0repro.tasks.inspect.showing import VARIABLE_LENGTH, ShownExample, ShownTask
 
 # Of what goes to a file or another program: a list's lines stay whole, examples can be read.
 LIST_WIDTH, TEXT_WIDTH = 1_000, 100

@@ -1,6 +1,6 @@
 """Decides what a call of seqio_cache_tasks has left to do, and finds a user's mistakes before it.
 
-    python -P -m t0repro.tasks.cache_plan --module_import=t0repro.tasks.demo \
+    python -P -m t0repro.tasks.prompt_cache.seqio_plan --module_import=t0repro.tasks.demo \
         --mixtures=demo_train --output_cache_dir=runs/demo/cache --processes=2
 
 prints one line for each process to start: the tasks that it should cache, joined by commas. Rows,
@@ -21,7 +21,7 @@ import seqio
 
 from t0repro.errors import UserError, nearest_names
 from t0repro.tasks.prompt_cache import folders
-from t0repro.tasks.sources import PromptedSource
+from t0repro.tasks.seqio_tasks import PromptedSource
 
 
 def selected_tasks(mixtures: Sequence[str], patterns: Sequence[str]) -> list[seqio.Task]:

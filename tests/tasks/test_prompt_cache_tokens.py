@@ -19,7 +19,7 @@ ODD = [
     "<extra_id_0> x", "x<extra_id_0>", "▁a ▁", "☃☃ ☃", "== " * 40, "x" * 40, "word " * 2000,
     "\u3000full ｗｉｄｔｈ", "don't \u201cquote\u201d \u2014 dash", "𝔘𝔫𝔦 ﬁ ½", "\x00 \x1c \x7f",
 ]  # fmt: skip
-DEMO = Path(__file__).resolve().parents[2] / "tasks" / "demo_data" / "sentencepiece.model"
+DEMO = Path(__file__).resolve().parents[2] / "tasks" / "demo" / "sentencepiece.model"
 
 
 def unpacked(tokens: bytes) -> list[int]:

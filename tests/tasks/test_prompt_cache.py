@@ -48,7 +48,7 @@ def rte(root: Path, name: str, splits=("validation",), **row) -> Path:
     example = {"premise": "It rained.", "hypothesis": "It was wet.", "label": 0, "idx": 0} | row
     path.write_text("".join(json.dumps(example | {"idx": i}) + "\n" for i in range(40)))
     vocabulary = seqio.SentencePieceVocabulary(
-        str(ROOT / "tasks" / "demo_data" / "sentencepiece.model"), 100
+        str(ROOT / "tasks" / "demo" / "sentencepiece.model"), 100
     )
     add_prompted_task(
         "super_glue", "rte", "GPT-3 style", splits,

@@ -1,4 +1,4 @@
-"""Trains the demo's vocabulary: python -P -m t0repro.tasks.demo_data.train_vocabulary [model].
+"""Trains the demo's vocabulary: python -P -m t0repro.tasks.demo.train_vocabulary [model].
 
 A unigram SentencePiece model with T5's special pieces (pad 0, EOS 1, unknown 2) and normalization,
 trained on the demo's training rows as every template of the demo renders them.
@@ -14,7 +14,7 @@ from pathlib import Path
 import sentencepiece
 
 from t0repro.files import write_atomically
-from t0repro.tasks.demo_specs import DEMO, FOLDER, VOCABULARY
+from t0repro.tasks.demo.datasets import DEMO, FOLDER, VOCABULARY
 from t0repro.tasks.rows import dataset_folder, read_rows, splits_on_disk
 from t0repro.tasks.templates import load_template, render
 

@@ -1,17 +1,19 @@
-"""What was registered: the prompt behind each task, without SeqIO, so that reports stay light."""
+"""Prompted tasks: what each is made of, and which are registered. Light: imports no SeqIO."""
 
 from __future__ import annotations
 
 import dataclasses
+import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import seqio
 
-    from t0repro.tasks.prompted_rows import PromptedRows
+    from t0repro.tasks.source import PromptedRows
     from t0repro.tasks.vocabulary import VocabularyFile
+
 
 SCORE_EVAL_SUFFIX = "_score_eval"
 
@@ -78,35 +80,9 @@ class TaskDescription:
         return dataclasses.replace(self, prompt=self.prompt.twin())
 
 
-@dataclasses.dataclass(frozen=True)
-class PromptedMixture:
-    """A mixture of prompted tasks.
-
-    Attributes:
-      name: of the mixture.
-      tasks: their names.
-      rates: task -> its rate, in examples.
-      default_rate: a task's rows -> the rate of one that is not among `rates`.
-    """
-
-    name: str
-    tasks: tuple[str, ...]
-    rates: Mapping[str, float]
-    default_rate: Callable[[PromptedRows], float] | None
-
-    def rate(self, task: str) -> float:
-        """A task's rate.
-
-        Raises:
-          UserError: if it is the number of rows, and these are missing.
-        """
-        if task in self.rates or self.default_rate is None:
-            return self.rates[task]
-        return self.default_rate(_tasks[task].rows)
-
+# What is registered -----------------------------------------------------------------------------
 
 _tasks: dict[str, TaskDescription] = {}
-_mixtures: dict[str, PromptedMixture] = {}
 
 
 def prompted_tasks() -> Mapping[str, PromptedTask]:
@@ -119,16 +95,60 @@ def task_descriptions() -> Mapping[str, TaskDescription]:
     return types.MappingProxyType(_tasks)
 
 
-def prompted_mixtures() -> Mapping[str, PromptedMixture]:
-    """Every mixture of prompted tasks registered so far, by name."""
-    return types.MappingProxyType(_mixtures)
-
-
 def record_task(description: TaskDescription) -> None:
     """Adds a task, or puts it in the place of one of its name."""
     _tasks[description.prompt.name] = description
 
 
-def record_mixture(mixture: PromptedMixture) -> None:
-    """Adds a mixture."""
-    _mixtures[mixture.name] = mixture
+def registered_tasks() -> list[str]:
+    """Names of all tasks, those that only SeqIO knows included."""
+    known = task_descriptions()
+    seqio = sys.modules.get("seqio")
+    others = () if seqio is None else seqio.TaskRegistry.names()
+    return [*known, *(name for name in others if name not in known)]
+
+
+# Metrics ----------------------------------------------------------------------------------------
+
+METRICS = {
+    "Accuracy": "accuracy",
+    "AUC": "auc",
+    "BLEU": "bleu",
+    "COQA F1": "coqa_f1",
+    "Edit Distance": "edit_distance",
+    "MultiRC": "multirc_f1_over_all_answers",
+    "Other": "accuracy",
+    "Pearson Correlation": "pearson_corrcoef",
+    "ROUGE": "rouge",
+    "Sequence Accuracy": "sequence_accuracy",
+    "Span Squad": "span_squad",
+    "Spearman Correlation": "spearman_corrcoef",
+    "Squad": "squad",
+    "Trivia QA": "trivia_qa",
+}
+"""promptsource's names -> functions of t5.evaluation.metrics; "Other" counts as accuracy in T0."""
+
+OF_T5 = ("glue", "super_glue")
+"""Datasets whose tasks have T5's metrics, whatever the template names."""
+
+# Those that are not accuracy alone. Source: t5.data.glue_utils.
+_T5S: dict[tuple[str, str | None], tuple[str, ...]] = {
+    ("glue", "ax"): (),
+    ("glue", "cola"): ("matthews_corrcoef",),
+    ("glue", "mrpc"): ("f1_score_with_invalid", "accuracy"),
+    ("glue", "qqp"): ("f1_score_with_invalid", "accuracy"),
+    ("glue", "stsb"): ("pearson_corrcoef", "spearman_corrcoef"),
+    ("super_glue", "axb"): (),
+    ("super_glue", "axg"): (),
+    ("super_glue", "cb"): ("mean_3class_f1", "accuracy"),
+    ("super_glue", "record"): ("squad",),
+}
+
+
+def metric_names(task: PromptedTask) -> tuple[str, ...]:
+    """What a task is evaluated by; its twin by the rank of its choices."""
+    if task.score_eval:
+        return ("rank_classification",)
+    if task.dataset in OF_T5:
+        return _T5S.get((task.dataset, task.subset), ("accuracy",))
+    return tuple(METRICS[name] for name in task.metrics)

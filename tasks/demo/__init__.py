@@ -9,7 +9,7 @@ demo's vocabulary, targets 32. Use it as any module of tasks:
 
 from __future__ import annotations
 
-from t0repro.tasks.demo_specs import DEMO, FOLDER, VOCABULARY
+from t0repro.tasks.demo.datasets import DEMO, FOLDER, VOCABULARY
 from t0repro.tasks.jobs import register_job
 from t0repro.tasks.vocabulary import VocabularyFile
 

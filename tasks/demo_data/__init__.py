@@ -1,1 +1,0 @@
-"""The embedded demo: rows in the schemas of real datasets, all generated, and their vocabulary."""

@@ -1,0 +1,1 @@
+"""What people read of tasks: the list, examples of one task, verdicts, and their tables."""
