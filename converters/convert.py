@@ -19,8 +19,8 @@ from typing import Any, get_args
 import numpy as np
 
 from t0repro.converters import gin_shapes, plans, staging, storage, transforms
-from t0repro.converters.family import Family, recognise
 from t0repro.converters.options import Options
+from t0repro.converters.recognition import recognise
 from t0repro.converters.sources import (
     check_checkpoint,
     files_of,
@@ -39,6 +39,7 @@ from t0repro.converters.tensors import (
 from t0repro.errors import UserError
 from t0repro.files import write_atomically
 from t0repro.parameters import layout
+from t0repro.parameters.shape import ModelShape
 from t0repro.progress import byte_progress
 
 # Orbax and the index file add little to the tensors' bytes.
@@ -65,7 +66,7 @@ class ConversionReport:
 
     source: CheckpointRef
     target: CheckpointRef
-    family: Family
+    family: ModelShape
     tensors: int
     bytes: int
     slots: str

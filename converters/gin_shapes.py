@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from t0repro.converters.family import Family
 from t0repro.errors import UserError
+from t0repro.parameters.shape import ModelShape
 
 # Configurable and argument -> the family's field, in Mesh TensorFlow's words and in T5X's.
 _FIELDS = {
@@ -71,7 +71,7 @@ class _Delegate:
         return _Macro(macro_name)
 
 
-def check_gin_file(path: str | os.PathLike[str], family: Family) -> list[str]:
+def check_gin_file(path: str | os.PathLike[str], family: ModelShape) -> list[str]:
     """Checks that every size that a gin file binds is the checkpoint's.
 
     Args:
@@ -110,7 +110,7 @@ def check_gin_file(path: str | os.PathLike[str], family: Family) -> list[str]:
     return unseen
 
 
-def _family_fields(field: str, towers: Sequence[str], family: Family) -> list[str]:
+def _family_fields(field: str, towers: Sequence[str], family: ModelShape) -> list[str]:
     """The fields of the family that a binding is about: a stack's layers go by the tower."""
     if field != "layers":
         return [field]

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from t0repro.converters import recycling, storage
-from t0repro.converters.family import unknown_variable
+from t0repro.converters.recognition import unknown_variable
 from t0repro.converters.safetensors_files import SafetensorsFile, shard_names
 from t0repro.converters.tensors import CheckpointRef, Output, TensorInfo
 from t0repro.errors import UserError

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from t0repro.converters.family import Family, describe
 from t0repro.converters.tensor_bundle import protobuf_fields
 from t0repro.errors import UserError
+from t0repro.parameters.shape import ModelShape, describe
 
 _BYT5_VOCABULARY = 384
 _BYT5_EXTRA_IDS = 125
@@ -20,7 +20,7 @@ _T5_EXTRA_IDS = 100
 _MODEL_MAX_LENGTH = 512
 
 
-def model_config(family: Family, dtype: str, gin_text: str | None) -> dict[str, Any]:
+def model_config(family: ModelShape, dtype: str, gin_text: str | None) -> dict[str, Any]:
     """The content of config.json.
 
     Args:
@@ -71,7 +71,7 @@ def generation_config() -> dict[str, Any]:
 # --- Tokenizer -----------------------------------------------------------------------------------
 
 
-def tokenizer_files(vocabulary: Path | None, family: Family) -> dict[str, bytes]:
+def tokenizer_files(vocabulary: Path | None, family: ModelShape) -> dict[str, bytes]:
     """The tokenizer's files, by name; none if no vocabulary is given and the model needs one.
 
     Args:
@@ -194,7 +194,7 @@ def _added_token(token: int, text: str) -> dict[str, Any]:
 # --- Model card ----------------------------------------------------------------------------------
 
 
-def model_card(family: Family, provenance: Mapping[str, Any], dtype: str, slots: bool) -> str:
+def model_card(family: ModelShape, provenance: Mapping[str, Any], dtype: str, slots: bool) -> str:
     """README.md: what the model is and where it came from.
 
     Args:

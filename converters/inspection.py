@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from t0repro.converters.family import Family
 from t0repro.converters.sources import (
     check_checkpoint,
     find_checkpoint,
@@ -17,6 +16,7 @@ from t0repro.converters.sources import (
 )
 from t0repro.converters.tensors import CheckpointRef, total_bytes
 from t0repro.parameters import layout
+from t0repro.parameters.shape import ModelShape
 from t0repro.progress import byte_progress
 
 
@@ -49,7 +49,7 @@ class Inspection:
     """
 
     checkpoint: CheckpointRef
-    family: Family
+    family: ModelShape
     step: int
     parameters: int
     slots: bool

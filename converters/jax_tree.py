@@ -15,13 +15,13 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from t0repro.converters import scanning, storage, t5x_msgpack
-from t0repro.converters.family import Family, unknown_variable
 from t0repro.converters.orbax_dir import OrbaxArrays, OrbaxWriter, is_orbax
+from t0repro.converters.recognition import unknown_variable
 from t0repro.converters.tensors import CheckpointRef, Output, TensorInfo
 from t0repro.parameters import layout
+from t0repro.parameters.shape import ModelShape
 
 _DUMMY_SHAPE = (1,)
-_OPTAX = {"mu": "adam_m", "nu": "adam_v"}
 
 
 class _Shaped(Protocol):
@@ -69,8 +69,8 @@ class _Renamed:
         self._arrays = arrays
         self._names = {}
         for name in arrays.tensors:
-            key = _from_optax(name.removeprefix("optimizer/"))
-            if key is not None:
+            key = layout.from_optax(name.removeprefix("optimizer/"))
+            if key not in (None, "version"):
                 self._names[key] = name
         tensors = {key: arrays.tensors[name] for key, name in self._names.items()}
         absent = dummies(tensors)
@@ -78,23 +78,6 @@ class _Renamed:
 
     def read(self, name: str) -> np.ndarray:
         return self._arrays.read(self._names[name])
-
-
-def _from_optax(name: str) -> str | None:
-    """The flat key of a name that may be optax's; None for what is no tensor of the model."""
-    if match := re.fullmatch(r"state/param_states/((?:\d+/)+)(mu|nu)/(.+)", name):
-        return layout.slot_key(match[3], _OPTAX[match[2]])
-    if re.fullmatch(r"state/param_states/(\d+/)+count", name) or name == "version":
-        return None
-    return name
-
-
-def _to_optax(key: str) -> str:
-    path, slot = ("", None) if key == layout.STEP else layout.split_key(key)
-    if slot not in layout.ADAM_SLOTS:
-        return key
-    moment = {slot: moment for moment, slot in _OPTAX.items()}[slot]
-    return f"{layout.SLOTS}0/{moment}/{path}"
 
 
 def _check_keys(tree: Mapping[str, _Shaped], path: str) -> None:
@@ -143,7 +126,7 @@ def dummies(tree: Mapping[str, _Shaped]) -> set[str]:
 def _is_dummy(key: str, tree: Mapping[str, _Shaped], momentum: bool) -> bool:
     path, slot = layout.split_key(key)
     parameter = tree.get(layout.PARAMETERS + path)
-    if parameter is None or slot is None or slot not in layout.SLOT_NAMES:
+    if parameter is None or slot is None or slot not in layout.ADAFACTOR_SLOTS:
         return False
     # Parameters that are not trained have no slot at all.
     if slot == "m":
@@ -160,7 +143,7 @@ def _is_dummy(key: str, tree: Mapping[str, _Shaped], momentum: bool) -> bool:
 
 
 def jax_outputs(
-    tensors: Mapping[str, TensorInfo], family: Family, scan: bool = False
+    tensors: Mapping[str, TensorInfo], family: ModelShape, scan: bool = False
 ) -> Iterator[Output]:
     """The arrays of a tree with these tensors, dummies included; the step becomes an int32.
 
@@ -181,7 +164,7 @@ def jax_outputs(
     if any(key.endswith(layout.ADAM_SLOTS) for key in tensors):
         # What optax's adam corrects its bias by; Mesh TensorFlow's does not.
         yield Output(
-            f"{layout.SLOTS}0/count",
+            layout.OPTAX_COUNT,
             TensorInfo((), np.dtype(np.int32)),
             (layout.STEP,),
             lambda arrays: next(arrays).astype(np.int32),
@@ -192,7 +175,7 @@ def _named_by_optax(output: Output) -> Output:
     if output.name == layout.STEP:
         info = TensorInfo((), np.dtype(np.int32))
         return Output(output.name, info, output.keys, lambda arrays: next(arrays).astype(np.int32))
-    return Output(_to_optax(output.name), output.info, output.keys, output.build)
+    return Output(layout.to_optax(output.name), output.info, output.keys, output.build)
 
 
 def _missing_slots(tree: Mapping[str, Any]) -> Iterator[str]:
@@ -204,7 +187,7 @@ def _missing_slots(tree: Mapping[str, Any]) -> Iterator[str]:
     )
     for key in tree if adafactor else ():
         if key.startswith(layout.PARAMETERS):
-            for slot in layout.SLOT_NAMES:
+            for slot in layout.ADAFACTOR_SLOTS:
                 slot_key = layout.slot_key(key.removeprefix(layout.PARAMETERS), slot)
                 if slot_key not in tree:
                     yield slot_key

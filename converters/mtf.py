@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from t0repro.converters import storage
-from t0repro.converters.family import unknown_variable
+from t0repro.converters.recognition import unknown_variable
 from t0repro.converters.tensor_bundle import BundleReader, BundleWriter
 from t0repro.converters.tensors import CheckpointRef, Output, TensorInfo
 from t0repro.errors import UserError

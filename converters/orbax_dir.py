@@ -21,30 +21,26 @@ from typing import Any
 import numpy as np
 
 from t0repro.converters import recycling, storage
+from t0repro.converters.integrity import (
+    INTEGRITY,
+    Written,
+    check_contents,
+    damaged,
+    read_integrity,
+    write_integrity,
+)
 from t0repro.converters.tensors import Output, TensorInfo, bytes_of, sync_all
 from t0repro.errors import UserError
-from t0repro.files import write_atomically
 
-INTEGRITY = "integrity.json"  # see t0repro.training.checkpoints
 _METADATA = "_METADATA"
 _HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
 _ARRAY = ".zarray"
-_CHUNK_BYTES = 1 << 24
 
 
 def is_orbax(path: str) -> bool:
     """Whether a directory is a whole Orbax checkpoint, or one of this project's."""
     names = (INTEGRITY, _METADATA, "_CHECKPOINT_METADATA")
     return any(storage.is_file(storage.join(path, name)) for name in names)
-
-
-def damaged(path: os.PathLike[str] | str, reason: str) -> UserError:
-    """The error for a file that is not what was written."""
-    return UserError(
-        f"A file of the checkpoint is damaged: {reason}.",
-        where=os.fspath(path),
-        fix="Copy the file again, or choose another checkpoint.",
-    )
 
 
 class OrbaxArrays:
@@ -63,9 +59,10 @@ class OrbaxArrays:
         self._path = path if storage.is_remote(path) else os.path.abspath(path)
         self._ocdbt = storage.is_file(self._inside("manifest.ocdbt"))
         self._copy = storage.LocalCopy(self._path) if self._ocdbt else None
-        self._integrity = self._read_integrity()
-        if self._ocdbt:
-            self._check_all()
+        self._integrity = read_integrity(self._path)
+        if self._copy is not None:
+            # In OCDBT's store an array has no file of its own to be checked when it is read.
+            check_contents(self._copy.path, self._integrity)
         self._metadata = dict(self._list())
         self.tensors = {name: _info(value) for name, value in self._metadata.items()}
 
@@ -138,37 +135,6 @@ class OrbaxArrays:
         except Exception as error:  # TensorStore raises many kinds for a damaged store.
             raise damaged(self._path, str(error).splitlines()[0]) from error
 
-    def _read_integrity(self) -> dict[str, dict[str, int]]:
-        """Length and CRC-32 of each file, where the directory says; the lengths are checked."""
-        listing = self._inside(INTEGRITY)
-        if not storage.is_file(listing):
-            return {}
-        files = _parse(listing, storage.read(listing))["files"]
-        for name, written in files.items():
-            file = self._inside(name)
-            if not storage.is_file(file):
-                raise UserError(
-                    "A file of the checkpoint is missing.",
-                    where=file,
-                    fix="Copy the whole directory again, or choose another checkpoint.",
-                )
-            if (size := storage.size(file)) != written["bytes"]:
-                raise damaged(
-                    file, f"it has {size:,} bytes where {written['bytes']:,} were written"
-                )
-        return files
-
-    def _check_all(self) -> None:
-        """Checks all files' CRC-32: in OCDBT an array has no file of its own."""
-        for name, written in self._integrity.items():
-            value = 0
-            copy = self._copy.path if self._copy else self._path
-            with open(os.path.join(copy, name), "rb") as stream:
-                while block := stream.read(_CHUNK_BYTES):
-                    value = zlib.crc32(block, value)
-            if value != written["crc32"]:
-                raise damaged(self._inside(name), "its CRC-32 differs from what was written")
-
 
 def _parse(path: str, content: bytes) -> dict[str, Any]:
     try:
@@ -218,7 +184,7 @@ class OrbaxWriter:
         self._path = path
         self._extra_files = dict(extra_files or {})
         self._names: list[str] = []
-        self._files: dict[str, dict[str, int]] = {}
+        self._files: dict[str, Written] = {}
         path.mkdir(parents=True, exist_ok=True)
 
     def add(self, output: Output, array: np.ndarray) -> None:
@@ -256,8 +222,7 @@ class OrbaxWriter:
         for name, content in small.items():
             self._write(self._path / name, memoryview(content))
         sync_all([self._path / name for name in self._files])
-        listing = json.dumps({"files": dict(sorted(self._files.items()))}, indent=1)
-        write_atomically(self._path / INTEGRITY, listing)
+        write_integrity(self._path, self._files)
 
     def abandon(self) -> None:
         """Nothing is open between two arrays."""

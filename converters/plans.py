@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from t0repro.converters import hf, hf_files, jax_tree, mtf, storage
-from t0repro.converters.family import Family
 from t0repro.converters.options import Options
 from t0repro.converters.safetensors_files import SafetensorsWriter, index_text
 from t0repro.converters.tensors import CheckpointReader, CheckpointRef, Output, TensorInfo, Writer
 from t0repro.errors import UserError
 from t0repro.parameters import layout
+from t0repro.parameters.shape import ModelShape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Plan:
 def make_plan(
     reader: CheckpointReader,
     target: CheckpointRef,
-    family: Family,
+    family: ModelShape,
     tensors: Mapping[str, TensorInfo],
     options: Options,
 ) -> Plan:
@@ -91,7 +91,7 @@ def _gin_text(ref: CheckpointRef, options: Options) -> str | None:
 
 def _hf_plan(
     reader: CheckpointReader,
-    family: Family,
+    family: ModelShape,
     tensors: Mapping[str, TensorInfo],
     options: Options,
     gin_text: str | None,

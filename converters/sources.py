@@ -10,10 +10,11 @@ from typing import get_args
 import numpy as np
 
 from t0repro.converters import hf, jax_tree, mtf, storage
-from t0repro.converters.family import Family, check_parameters
+from t0repro.converters.recognition import check_parameters
 from t0repro.converters.tensors import CheckpointReader, CheckpointRef, Format, TensorInfo
 from t0repro.errors import UserError
 from t0repro.parameters import layout
+from t0repro.parameters.shape import ModelShape
 
 MANIFEST = "conversion.json"
 
@@ -161,7 +162,7 @@ def files_of(ref: CheckpointRef) -> list[str]:
     return sorted(storage.walk(ref.path))
 
 
-def check_checkpoint(reader: CheckpointReader) -> Family:
+def check_checkpoint(reader: CheckpointReader) -> ModelShape:
     """Checks that a checkpoint is one whole T5 and, if it has slots, that it has all of them.
 
     Raises:

@@ -115,6 +115,12 @@ def join(path: str, name: str) -> str:
     return f"{path.rstrip('/')}/{name}" if is_remote(path) else os.path.join(path, name)
 
 
+def is_inside(name: str) -> bool:
+    """Whether a name that a file gives stays in that file's own directory when it is joined."""
+    parts = name.split("/")
+    return bool(name) and not is_remote(name) and not os.path.isabs(name) and ".." not in parts
+
+
 def size(path: str) -> int:
     """Bytes of a file.
 

@@ -15,7 +15,8 @@ import ml_dtypes
 import numpy as np
 
 from t0repro.converters import storage
-from t0repro.converters.orbax_dir import OrbaxArrays, damaged
+from t0repro.converters.integrity import damaged
+from t0repro.converters.orbax_dir import OrbaxArrays
 from t0repro.converters.tensors import TensorInfo
 from t0repro.errors import UserError
 

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from t0repro.converters import hf, storage
-from t0repro.converters.family import Family
 from t0repro.converters.sources import MANIFEST, check_checkpoint, find_checkpoint, open_checkpoint
 from t0repro.converters.staging import describe
 from t0repro.converters.tensors import CheckpointReader, CheckpointRef, total_bytes
+from t0repro.parameters.shape import ModelShape
 from t0repro.progress import byte_progress
 
 
@@ -30,7 +30,7 @@ class Verification:
     """
 
     checkpoint: CheckpointRef
-    family: Family
+    family: ModelShape
     tensors: int
     checks: tuple[str, ...]
     problems: tuple[str, ...]

@@ -37,13 +37,13 @@ def write_source(directory: Path, size: str) -> int:
     """Writes a Mesh TensorFlow checkpoint with random values, without slots; returns its bytes."""
     import numpy as np
 
-    from t0repro.converters.family import Family
     from t0repro.converters.tensor_bundle import BundleWriter
     from t0repro.parameters import layout
+    from t0repro.parameters.shape import ModelShape
 
     layers, d_model, d_ff, heads, d_kv = SIZES[size]
     sizes = (d_model, d_ff, heads, d_kv, VOCABULARY, BUCKETS)
-    family = Family(layers, layers, *sizes, ("wi_0", "wi_1"), False)
+    family = ModelShape(layers, layers, *sizes, ("wi_0", "wi_1"), False)
     directory.mkdir()
     writer = BundleWriter(directory / "model.ckpt-1000")
     writer.add("global_step", np.asarray(1000, np.int64))

@@ -87,7 +87,7 @@ def verify(
 
 
 def _print_inspection(inspection: Inspection) -> None:
-    from t0repro.converters.family import describe
+    from t0repro.parameters.shape import describe
 
     rows = [("name", "shape", "type", "norm")]
     for item in inspection.tensors:

@@ -16,6 +16,8 @@ import typing
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from t0repro.parameters.shape import ModelShape
+
 Mode = Literal[
     "train",
     "eval",
@@ -79,6 +81,28 @@ class ModelConfig:
     def decoder_only(self) -> bool:
         """Whether there is no encoder."""
         return self.model_type != "bitransformer"
+
+    @property
+    def shape(self) -> ModelShape:
+        """The sizes that its parameters follow from; a checkpoint's are told from its tensors."""
+        gated = len(self.activations) > 1
+        return ModelShape(
+            num_encoder_layers=self.num_encoder_layers,
+            num_decoder_layers=self.num_decoder_layers,
+            d_model=self.d_model,
+            d_ff=self.d_ff,
+            num_heads=self.num_heads,
+            d_kv=self.d_kv,
+            vocab_size=self.vocab_size,
+            relative_attention_num_buckets=self.relative_attention_num_buckets,
+            wi_kernels=tuple(f"wi_{n}" for n in range(len(self.activations))) if gated else ("wi",),
+            tied=self.logits_from_embedding,
+            shared_towers=self.shared_towers,
+        )
+
+    def mesh_variables(self) -> dict[str, str]:
+        """T5X path -> Mesh TensorFlow's variable, which its filters and exceptions speak of."""
+        return self.shape.mesh_variables(self.norm_names)
 
 
 @dataclasses.dataclass(frozen=True)

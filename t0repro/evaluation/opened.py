@@ -48,7 +48,7 @@ def open_checkpoint(path: str, step: int | None, activation: DType) -> Checkpoin
       UserError: as converters.sources.load_any does, or for a model without an encoder.
     """
     from t0repro.converters import sources
-    from t0repro.converters.family import recognise
+    from t0repro.converters.recognition import recognise
     from t0repro.model.t5 import T5
     from t0repro.training.train_state import parameters_from_flat_tree
 

@@ -24,9 +24,16 @@ STEP = "state/step"
 MTF_STEP = "global_step"
 PARAMETERS = "target/"
 SLOTS = "state/param_states/"
-SLOT_NAMES = ("v_row", "v_col", "v", "m")
+ADAFACTOR_SLOTS = ("v_row", "v_col", "v", "m")  # in T5X's words
 ADAM_SLOTS = ("adam_m", "adam_v")  # of mesh_tensorflow.optimize.AdamWeightDecayOptimizer
 MOMENTUM_SLOT = "momentum_v"  # of mesh_tensorflow.optimize.MomentumOptimizer
+_OPTAX = {"adam_m": "mu", "adam_v": "nu"}
+OPTAX_COUNT = f"{SLOTS}0/count"
+SLOT_NAMES = (*ADAFACTOR_SLOTS, *ADAM_SLOTS, MOMENTUM_SLOT)
+
+# bi_v1_shared names the decoder's layers by kind, where other models number them, so that the
+# encoder's layers are the same variables.
+SHARED_LAYERS = ("self_attention", "enc_dec_attention", "dense_relu_dense")
 
 NormNames = Literal["rms_norm", "layer_norm"]
 Column = Literal["t5x", "mtf", "hf"]
@@ -40,7 +47,7 @@ class Row:
       t5x: path in T5X's tree; `{layer}` stands for the layer's number, as in `mtf`.
       mtf: name of Mesh TensorFlow's variable.
       hf: name in transformers' T5ForConditionalGeneration; "" where it has no such model.
-      axes: one size per axis, by the names of `t0repro.converters.family.Family`'s fields;
+      axes: one size per axis, by the names of `ModelShape`'s fields (t0repro.parameters.shape);
         `joined_kv` is num_heads * d_kv.
     """
 
@@ -203,13 +210,19 @@ def mtf_to_path(variable: str) -> str | None:
 
 
 def path_to_mtf(
-    path: str, norm_names: NormNames = "rms_norm", decoder_only: bool = False
+    path: str,
+    norm_names: NormNames = "rms_norm",
+    decoder_only: bool = False,
+    shared_towers: bool = False,
 ) -> str | None:
     """Mesh TensorFlow's name of the parameter at a T5X path; None if the path is unknown."""
     found = find_row(path, "t5x", decoder_only)
     if not found:
         return None
     name = name_of(*found, "mtf")
+    if shared_towers:
+        for number, layer in enumerate(SHARED_LAYERS):
+            name = name.replace(f"/layer_{number:03d}/", f"/{layer}/")
     return old_norm_name(name) if norm_names == "layer_norm" else name
 
 
@@ -276,9 +289,30 @@ def split_key(key: str) -> tuple[str, str | None]:
     if key.startswith(PARAMETERS):
         return key.removeprefix(PARAMETERS), None
     path, _, slot = key.removeprefix(SLOTS).rpartition("/")
-    if key.startswith(SLOTS) and path and slot in (*SLOT_NAMES, *ADAM_SLOTS, MOMENTUM_SLOT):
+    if key.startswith(SLOTS) and path and slot in SLOT_NAMES:
         return path, slot
     raise ValueError(f"{key!r} is neither a parameter nor a slot.")
+
+
+def to_optax(key: str) -> str:
+    """The name under which T5X's tree holds a flat key: Adam's moments are where optax.adam's are.
+
+    Raises:
+      ValueError: see `split_key`.
+    """
+    path, slot = ("", None) if key == STEP else split_key(key)
+    return f"{SLOTS}0/{_OPTAX[slot]}/{path}" if slot in _OPTAX else key
+
+
+def from_optax(name: str) -> str | None:
+    """The flat key of a name in T5X's tree; None for optax's counters, which are no tensors.
+
+    optax.adam may be anywhere in a chain of transformations, or in a chain in a chain.
+    """
+    if match := re.fullmatch(rf"{SLOTS}(?:\d+/)+(mu|nu)/(.+)", name):
+        slot = {moment: slot for slot, moment in _OPTAX.items()}[match[1]]
+        return slot_key(match[2], slot)
+    return None if re.fullmatch(rf"{SLOTS}(\d+/)+count", name) else name
 
 
 # --- Adafactor's factored slots ------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -119,14 +118,7 @@ def run_jax(
 
 def _by_parameter(tree: FlatTree) -> FlatTree:
     """A checkpoint's tree with Adam's moments under their parameters, not where optax has them."""
-    moments = {"mu": "adam_m", "nu": "adam_v"}
-    renamed = {}
-    for name, value in tree.items():
-        if found := re.fullmatch(r"state/param_states/0/(mu|nu)/(.+)", name):
-            name = layout.slot_key(found[2], moments[found[1]])
-        if name != "state/param_states/0/count":
-            renamed[name] = value
-    return renamed
+    return {key: value for name, value in tree.items() if (key := layout.from_optax(name))}
 
 
 def _gradients(model: T5, params: dict, batch: Arrays, num_microbatches: int) -> Arrays:

@@ -54,6 +54,7 @@ def run(flags: Any) -> None:
 def _config(flags: Any) -> RunConfig:
     """The RunConfig of the flags and of the gin files and parameters that they name."""
     from t0repro.cli.t5_mesh_transformer import gin_inputs
+    from t0repro.converters.sources import find_checkpoint
 
     inputs, float32 = gin_inputs(flags), not _has_accelerator()
     if not flags.use_model_api:
@@ -65,7 +66,7 @@ def _config(flags: Any) -> RunConfig:
             )
         return mtf_gin.load(inputs, float32_activations=float32)[0]
     with checks.configuration_errors():
-        bindings = model_api.parse(inputs, flags)
+        bindings = model_api.parse(inputs, flags, find_checkpoint)
         config = mtf_gin.read(flags.model_dir, bindings, float32_activations=float32)
     checks.check_run(flags.model_dir, jax=True)
     return config

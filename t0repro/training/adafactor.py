@@ -30,9 +30,9 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from t0repro.config.run_config import AdafactorConfig
+from t0repro.parameters import layout
 from t0repro.training.slots import Slots
 
 
@@ -40,22 +40,16 @@ def factored_axes(shape: tuple[int, ...], config: AdafactorConfig) -> tuple[int,
     """The axes (d0, d1) that v_row and v_col lack, or None if the parameter is not factored."""
     if not config.factored or len(shape) < 2:
         return None
-    order = np.argsort(shape, kind="stable")
-    d1, d0 = int(order[-2]), int(order[-1])
+    dropped = layout.t5x_dropped_axes(shape)
+    d0, d1 = dropped["v_row"], dropped["v_col"]
     return (d0, d1) if shape[d1] >= config.min_dim_size_to_factor else None
 
 
 def slot_shapes(shape: tuple[int, ...], config: AdafactorConfig) -> dict[str, tuple[int, ...]]:
     """The shape of each slot that a parameter of this shape has."""
-    axes = factored_axes(shape, config)
-    shapes = {"v": shape}
-    if axes is not None:
-        d0, d1 = axes
-        shapes = {
-            "v_row": tuple(np.delete(shape, d0).tolist()),
-            "v_col": tuple(np.delete(shape, d1).tolist()),
-        }
-    return shapes | ({"m": shape} if config.beta1 else {})
+    second_moment = ("v",) if factored_axes(shape, config) is None else ("v_row", "v_col")
+    names = (*second_moment, "m") if config.beta1 else second_moment
+    return {name: layout.slot_shape(name, shape) for name in names}
 
 
 def decay_rate(step: jax.Array, config: AdafactorConfig) -> jax.Array:

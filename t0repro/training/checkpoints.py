@@ -10,12 +10,9 @@ Trees are flat here: "target/encoder/encoder_norm/scale" -> array (t0repro.train
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import shutil
-import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import flax.traverse_util
@@ -23,13 +20,19 @@ import jax
 import numpy as np
 
 from t0repro.config.run_config import OptimizerConfig
+from t0repro.converters.integrity import (
+    check_contents,
+    describe_files,
+    read_integrity,
+    write_integrity,
+)
+from t0repro.converters.jax_tree import jax_refs
+from t0repro.converters.orbax_dir import is_orbax
 from t0repro.errors import UserError
-from t0repro.files import atomic_directory, write_atomically
+from t0repro.files import atomic_directory
 from t0repro.training.train_state import FlatTree, TrainState, from_flat_tree, to_flat_tree
 
-INTEGRITY = "integrity.json"
 DATA = "data"  # the folder with the data's position
-_ORBAX_MARKERS = ("_CHECKPOINT_METADATA", "_METADATA")
 _CHOOSE_ANOTHER = "Copy the checkpoint again from where it came from, or choose another step."
 
 PathLike = str | os.PathLike[str]
@@ -42,23 +45,13 @@ def checkpoint_path(model_dir: PathLike, step: int) -> Path:
 
 def list_checkpoints(model_dir: PathLike) -> list[int]:
     """Steps of the whole checkpoints in a directory, ascending; empty if there is no directory."""
-    root = Path(model_dir)
-    if not root.is_dir():
-        return []
-    names = (re.fullmatch(r"checkpoint_(\d+)", path.name) for path in root.iterdir())
-    steps = (int(match[1]) for match in names if match)
-    return sorted(step for step in steps if is_checkpoint(checkpoint_path(root, step)))
+    return [ref.step or 0 for ref in jax_refs(os.fspath(model_dir)) if ref.format == "jax"]
 
 
 def latest_step(model_dir: PathLike) -> int | None:
     """The step of the latest whole checkpoint in a directory, or None."""
     steps = list_checkpoints(model_dir)
     return steps[-1] if steps else None
-
-
-def is_checkpoint(path: PathLike) -> bool:
-    """Whether a directory is a whole Orbax checkpoint."""
-    return any((Path(path) / name).is_file() for name in (INTEGRITY, *_ORBAX_MARKERS))
 
 
 def save_checkpoint(
@@ -131,8 +124,7 @@ def save_tree(
             if save_data is not None:
                 (temporary / DATA).mkdir()
                 save_data(temporary / DATA)
-            listing = {"files": _describe_files(temporary)}
-            write_atomically(temporary / INTEGRITY, json.dumps(listing, indent=1))
+            write_integrity(temporary, describe_files(temporary))
     except FileExistsError as error:
         raise UserError(
             "There is a checkpoint already.",
@@ -172,54 +164,19 @@ def load_nested(path: PathLike) -> dict:
 
 def check_integrity(path: PathLike) -> None:
     """Raises a UserError unless a checkpoint is there and its files are as they were written."""
-    path = Path(path)
-    if not is_checkpoint(path):
+    if not is_orbax(os.fspath(path)):
         raise UserError(
             "There is no whole JAX checkpoint here.",
             where=str(path),
             fix="Name a checkpoint_<step> directory that a training run or a conversion wrote.",
         )
-    if not (path / INTEGRITY).is_file():
-        return
-    expected = json.loads((path / INTEGRITY).read_text())["files"]
-    for name, written in expected.items():
-        file = path / name
-        if not file.is_file():
-            problem = "A file of the checkpoint is missing."
-        elif file.stat().st_size != written["bytes"]:
-            problem = (
-                f"A file of the checkpoint has {file.stat().st_size:,} bytes;"
-                f" {written['bytes']:,} were written."
-            )
-        elif _crc32(file) != written["crc32"]:
-            problem = "A file of the checkpoint is not what was written (its CRC-32 differs)."
-        else:
-            continue
-        raise UserError(problem, where=str(file), fix=_CHOOSE_ANOTHER)
+    check_contents(path, read_integrity(os.fspath(path)))
 
 
 def remove_interrupted_saves(model_dir: PathLike) -> None:
     """Removes what saves that were killed left in a model_dir that no other process writes to."""
     for path in Path(model_dir).glob(".checkpoint_*.tmp*"):
         shutil.rmtree(path, ignore_errors=True)
-
-
-def _describe_files(path: Path) -> Mapping[str, Mapping[str, int]]:
-    """Length and CRC-32 of every file below a directory."""
-    files = sorted(file for file in path.rglob("*") if file.is_file())
-    return {
-        file.relative_to(path).as_posix(): {"bytes": file.stat().st_size, "crc32": _crc32(file)}
-        for file in files
-    }
-
-
-def _crc32(file: Path) -> int:
-    """CRC-32 of a file's bytes."""
-    value = 0
-    with open(file, "rb") as stream:
-        while block := stream.read(1 << 22):
-            value = zlib.crc32(block, value)
-    return value
 
 
 def _remove(path: Path) -> None:

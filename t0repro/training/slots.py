@@ -27,7 +27,3 @@ class Slots:
     adam_m: jax.Array | None = None
     adam_v: jax.Array | None = None
     momentum_v: jax.Array | None = None
-
-
-ADAFACTOR_SLOTS = ("v_row", "v_col", "v", "m")
-SLOT_NAMES = (*ADAFACTOR_SLOTS, "adam_m", "adam_v", "momentum_v")

@@ -8,12 +8,11 @@ import flax.traverse_util
 import jax
 import numpy as np
 
-from t0repro.config.mtf.variables import mesh_variables
 from t0repro.config.run_config import RunConfig
 from t0repro.errors import UserError
 from t0repro.model.t5 import T5, initial_parameters
 from t0repro.parameters import layout
-from t0repro.training.train_state import TARGET, FlatTree
+from t0repro.training.train_state import FlatTree
 
 
 def keep_matching(tree: FlatTree, config: RunConfig, seed: int = 0) -> dict[str, np.ndarray]:
@@ -32,7 +31,7 @@ def keep_matching(tree: FlatTree, config: RunConfig, seed: int = 0) -> dict[str,
     """
     if not config.init_variable_filter:
         return dict(tree)
-    names = mesh_variables(config.model)
+    names = config.model.mesh_variables()
     kept = {
         key: value
         for key, value in tree.items()
@@ -46,7 +45,7 @@ def keep_matching(tree: FlatTree, config: RunConfig, seed: int = 0) -> dict[str,
         )
     fresh = initial_parameters(T5(config.model, config.dtypes), jax.random.key(seed))
     for path, value in flax.traverse_util.flatten_dict(fresh, sep="/").items():
-        kept.setdefault(TARGET + path, np.asarray(value))
+        kept.setdefault(layout.PARAMETERS + path, np.asarray(value))
     return kept
 
 

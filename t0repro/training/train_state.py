@@ -27,14 +27,11 @@ import numpy as np
 
 from t0repro.config.run_config import OptimizerConfig
 from t0repro.errors import UserError
+from t0repro.parameters import layout
 from t0repro.training.optimizers import initial_slots, slot_shapes
-from t0repro.training.slots import ADAFACTOR_SLOTS, SLOT_NAMES, Slots
+from t0repro.training.slots import Slots
 
 FlatTree = Mapping[str, np.ndarray]
-
-TARGET = "target/"
-STEP = "state/step"
-PARAM_STATES = "state/param_states/"
 
 
 @flax.struct.dataclass
@@ -62,34 +59,33 @@ def new_train_state(params: Any, optimizer: OptimizerConfig, step: int = 0) -> T
 def to_flat_tree(state: TrainState) -> dict[str, np.ndarray]:
     """The state in the form of a checkpoint, on the host."""
     state = jax.device_get(state)
-    flat: dict[str, np.ndarray] = {STEP: np.asarray(state.step, np.int32)}
+    flat: dict[str, np.ndarray] = {layout.STEP: np.asarray(state.step, np.int32)}
     for path, value in flax.traverse_util.flatten_dict(state.params, sep="/").items():
-        flat[TARGET + path] = np.asarray(value)
+        flat[layout.PARAMETERS + path] = np.asarray(value)
     slots = flax.traverse_util.flatten_dict(
         state.slots, is_leaf=lambda _, value: isinstance(value, Slots), sep="/"
     )
     values = {
         (path, name): np.asarray(getattr(slot, name))
         for path, slot in slots.items()
-        for name in SLOT_NAMES
+        for name in layout.SLOT_NAMES
         if getattr(slot, name) is not None
     }
     names = {name for _, name in values}
-    if names & set(ADAFACTOR_SLOTS):  # T5X's Adafactor has an entry for every slot
-        for path, name in itertools.product(slots, ADAFACTOR_SLOTS):
+    if names & set(layout.ADAFACTOR_SLOTS):  # T5X's Adafactor has an entry for every slot
+        for path, name in itertools.product(slots, layout.ADAFACTOR_SLOTS):
             values.setdefault((path, name), np.zeros((1,), np.float32))
     flat |= {_slot_entries(path, name)[0]: value for (path, name), value in values.items()}
     if "adam_m" in names:
-        flat[f"{PARAM_STATES}0/count"] = flat[STEP]
+        flat[layout.OPTAX_COUNT] = flat[layout.STEP]
     return flat
 
 
 def _slot_entries(path: str, name: str) -> list[str]:
     """The names that a slot may have in a checkpoint; the first is the one that is written."""
-    entry = f"{PARAM_STATES}{path}/{name}"
-    moment = {"adam_m": "mu", "adam_v": "nu"}.get(name)
+    key = layout.slot_key(path, name)
     # A converter reads Mesh TensorFlow's Adam under the second.
-    return [f"{PARAM_STATES}0/{moment}/{path}", entry] if moment else [entry]
+    return list(dict.fromkeys([layout.to_optax(key), key]))
 
 
 def from_flat_tree(
@@ -113,7 +109,7 @@ def from_flat_tree(
     _check_parameters(tree, {path: tuple(value.shape) for path, value in shapes.items()}, where)
     params, slots = {}, {}
     for path, value in shapes.items():
-        params[path] = jnp.asarray(tree[TARGET + path], jnp.float32)
+        params[path] = jnp.asarray(tree[layout.PARAMETERS + path], jnp.float32)
         slots[path] = Slots(
             **{
                 name: _slot(tree, path, name, shape, where)
@@ -121,7 +117,7 @@ def from_flat_tree(
             }
         )
     return TrainState(
-        step=jnp.asarray(np.asarray(tree.get(STEP, 0)).astype(np.int32)),
+        step=jnp.asarray(np.asarray(tree.get(layout.STEP, 0)).astype(np.int32)),
         params=flax.traverse_util.unflatten_dict(params, sep="/"),
         slots=flax.traverse_util.unflatten_dict(slots, sep="/"),
     )
@@ -145,20 +141,26 @@ def parameters_from_flat_tree(
         _check_parameters(tree, {path: tuple(value.shape) for path, value in shapes.items()}, where)
         paths = list(shapes)
     else:
-        paths = [name.removeprefix(TARGET) for name in tree if name.startswith(TARGET)]
-    params = {path: jnp.asarray(tree[TARGET + path], jnp.float32) for path in paths}
+        paths = [
+            name.removeprefix(layout.PARAMETERS)
+            for name in tree
+            if name.startswith(layout.PARAMETERS)
+        ]
+    params = {path: jnp.asarray(tree[layout.PARAMETERS + path], jnp.float32) for path in paths}
     return flax.traverse_util.unflatten_dict(params, sep="/")
+
+
+def _parameter_paths(tree: FlatTree) -> list[str]:
+    return [
+        name.removeprefix(layout.PARAMETERS) for name in tree if name.startswith(layout.PARAMETERS)
+    ]
 
 
 def _check_parameters(tree: FlatTree, shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
     """Raises a UserError unless the checkpoint has every parameter in its shape."""
-    missing = [path for path in shapes if TARGET + path not in tree]
+    missing = [path for path in shapes if layout.PARAMETERS + path not in tree]
     if missing:
-        extra = [
-            name
-            for name in tree
-            if name.startswith(TARGET) and name.removeprefix(TARGET) not in shapes
-        ]
+        extra = [path for path in _parameter_paths(tree) if path not in shapes]
         raise UserError(
             f"The checkpoint lacks {len(missing)} of the model's {len(shapes)} parameters, for"
             f" instance {missing[0]}; {len(extra)} of its own are not in the model.",
@@ -166,7 +168,7 @@ def _check_parameters(tree: FlatTree, shapes: Mapping[str, tuple[int, ...]], whe
             fix="Give the gin files of the model that the checkpoint was trained with.",
         )
     for path, shape in shapes.items():
-        found = tuple(tree[TARGET + path].shape)
+        found = tuple(tree[layout.PARAMETERS + path].shape)
         if found != shape:
             vocabulary = path.startswith("token_embedder") or "logits_dense" in path
             raise UserError(

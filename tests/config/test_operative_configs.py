@@ -4,7 +4,6 @@ import pytest
 from absl import flags
 
 from t0repro.config.mtf import gin_files as mtf_gin
-from t0repro.config.mtf.variables import mesh_variables
 
 from . import operative_configs as files
 
@@ -29,7 +28,7 @@ def test_t5_1_0s_switches_mean_the_legacy_sublayers_with_their_rate_and_names(tm
     assert (model.d_model, model.d_ff, model.num_heads, model.d_kv) == (64, 96, 4, 16)
     assert model.dropout_rate == 0.1 and model.norm_names == "layer_norm"
     assert model.activations == ("relu",) and model.logits_from_embedding
-    names = mesh_variables(model).values()
+    names = model.mesh_variables().values()
     assert "encoder/block_001/layer_000/layer_norm/scale" in names
     assert "decoder/final_layer_norm/scale" in names
     assert config.schedule is not None and config.schedule.arguments["linear_decay_fraction"] == 0.0

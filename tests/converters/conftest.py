@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from t0repro.converters.family import Family
 from t0repro.converters.tensor_bundle import BundleWriter
 from t0repro.parameters import layout
+from t0repro.parameters.shape import ModelShape
 
 HERE = Path(__file__).parent
 
@@ -89,9 +89,9 @@ def mesh_checkpoints(train_mesh_tensorflow, tmp_path_factory) -> dict[str, Path]
 
 
 @pytest.fixture(scope="session")
-def tiny_family() -> Family:
+def tiny_family() -> ModelShape:
     """A T5 1.1 with square attention kernels that are factored, and few parameters."""
-    return Family(
+    return ModelShape(
         num_encoder_layers=1,
         num_decoder_layers=2,
         d_model=128,
@@ -110,7 +110,7 @@ def mesh_variables() -> Callable[..., dict[str, np.ndarray]]:
     """Makes the variables that Mesh TensorFlow would save for a family, with random values."""
 
     def make(
-        family: Family,
+        family: ModelShape,
         *,
         step: int = 7,
         dtype: str = "float32",

@@ -9,11 +9,11 @@ import pytest
 
 from t0repro.converters import hf
 from t0repro.converters.convert import convert
-from t0repro.converters.family import Family
 from t0repro.converters.safetensors_files import SafetensorsFile
 from t0repro.converters.sources import find_checkpoint, open_checkpoint
 from t0repro.errors import UserError
 from t0repro.parameters import layout
+from t0repro.parameters.shape import ModelShape
 
 from .checkpoint_files import assert_same_bits, read_variables
 
@@ -116,7 +116,7 @@ def test_the_model_card_says_where_the_model_came_from(tiny_checkpoint, tmp_path
 def test_mt5_and_byt5_are_recognised_by_their_vocabularies(
     mesh_variables, write_mesh_checkpoint, tmp_path, vocab_size, model_type, name
 ):
-    family = Family(1, 1, 2, 2, 1, 2, vocab_size, 4, ("wi_0", "wi_1"), False)
+    family = ModelShape(1, 1, 2, 2, 1, 2, vocab_size, 4, ("wi_0", "wi_1"), False)
     source = write_mesh_checkpoint(tmp_path / "source", mesh_variables(family))
     report = convert(source, tmp_path / "hf", "hf")
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
@@ -244,7 +244,7 @@ def test_another_architecture_and_a_missing_configuration_are_refused(hf_directo
 def test_a_decoder_only_model_is_refused_before_anything_is_written(
     mesh_variables, write_mesh_checkpoint, tmp_path
 ):
-    family = Family(0, 1, 4, 4, 1, 2, 8, 4, ("wi",), True)
+    family = ModelShape(0, 1, 4, 4, 1, 2, 8, 4, ("wi",), True)
     source = write_mesh_checkpoint(tmp_path / "source", mesh_variables(family))
     with pytest.raises(UserError, match="no decoder-only T5"):
         convert(source, tmp_path / "out", "hf")

@@ -9,7 +9,7 @@ import pytest
 
 from t0repro.converters import recycling
 from t0repro.converters.convert import convert
-from t0repro.converters.family import Family
+from t0repro.parameters.shape import ModelShape
 
 FLOAT32 = np.dtype(np.float32)
 MIB = 1 << 20
@@ -94,7 +94,7 @@ def test_a_model_larger_than_the_bound_is_converted_within_three_tensors_and_500
 ):
     from t0repro.parameters import layout
 
-    family = Family(9, 9, 1024, 1024, 16, 64, 128, 32, ("wi_0", "wi_1"), False)
+    family = ModelShape(9, 9, 1024, 1024, 16, 64, 128, 32, ("wi_0", "wi_1"), False)
     values = np.random.default_rng(0).normal(size=1024 * 1024).astype(np.float32)
     variables = {"global_step": np.asarray(7, np.int64)}
     for path, shape in family.parameters().items():

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from t0repro.converters.convert import convert
-from t0repro.converters.family import Family
 from t0repro.parameters import layout
+from t0repro.parameters.shape import ModelShape
 
 from .checkpoint_files import assert_same_bits, read_variables
 
@@ -27,7 +27,7 @@ def test_mesh_tensorflow_s_checkpoint_comes_back_from_jax_bit_for_bit(
 
 
 FAMILIES = st.builds(
-    Family,
+    ModelShape,
     num_encoder_layers=st.integers(1, 2),
     num_decoder_layers=st.integers(1, 2),
     d_model=st.sampled_from([1, 4, 6, 8]),

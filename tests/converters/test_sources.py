@@ -100,10 +100,10 @@ def test_load_any_gives_t5x_s_tree_with_dummies_for_slots_that_are_not_used(tiny
     query = "encoder/layers_0/attention/query/kernel"
     assert tree[layout.STEP] == 7
     assert tree[layout.STEP].dtype == np.int32
-    shapes = {slot: tree[layout.slot_key(query, slot)].shape for slot in layout.SLOT_NAMES}
+    shapes = {slot: tree[layout.slot_key(query, slot)].shape for slot in layout.ADAFACTOR_SLOTS}
     assert shapes == {"v_row": (128,), "v_col": (128,), "v": (1,), "m": (1,)}
     norm = "encoder/encoder_norm/scale"
-    shapes = {slot: tree[layout.slot_key(norm, slot)].shape for slot in layout.SLOT_NAMES}
+    shapes = {slot: tree[layout.slot_key(norm, slot)].shape for slot in layout.ADAFACTOR_SLOTS}
     assert shapes == {"v_row": (1,), "v_col": (1,), "v": (128,), "m": (1,)}
 
 

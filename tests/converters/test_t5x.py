@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from t0repro.converters.convert import convert
-from t0repro.converters.family import Family
 from t0repro.converters.sources import find_checkpoint, load_any
 from t0repro.errors import UserError
 from t0repro.parameters import layout
+from t0repro.parameters.shape import ModelShape
 
 from .checkpoint_files import assert_same_bits, read_variables
 from .older_t5x import write_by_older_t5x
@@ -33,7 +33,7 @@ def restore_by_orbax(path) -> dict[str, np.ndarray]:
 
 
 FAMILIES = st.builds(
-    Family,
+    ModelShape,
     num_encoder_layers=st.integers(0, 2),
     num_decoder_layers=st.integers(1, 3),
     d_model=st.sampled_from([2, 4, 6, 8]),
@@ -309,7 +309,7 @@ def test_a_hugging_face_vocabulary_is_padded_to_a_multiple_of_128(
 def test_a_decoder_only_model_has_t5x_s_decoder_and_mesh_tensorflow_s_transformer(
     mesh_variables, write_mesh_checkpoint, tmp_path
 ):
-    family = Family(0, 2, 4, 8, 2, 2, 16, 4, ("wi_0", "wi_1"), False)
+    family = ModelShape(0, 2, 4, 8, 2, 2, 16, 4, ("wi_0", "wi_1"), False)
     variables = mesh_variables(family)
     assert "transformer/block_001/layer_001/DenseReluDense/wi_0/kernel" in variables
     assert "transformer/embedding" in variables

@@ -136,9 +136,9 @@ def test_autotokenizer_gives_sentencepiece_s_tokens(
 ):
     import sentencepiece
 
-    from t0repro.converters.family import Family
+    from t0repro.parameters.shape import ModelShape
 
-    family = Family(1, 1, 4, 4, 1, 4, 32128, 4, ("wi_0", "wi_1"), False)
+    family = ModelShape(1, 1, 4, 4, 1, 4, 32128, 4, ("wi_0", "wi_1"), False)
     source = write_mesh_checkpoint(tmp_path / "source", mesh_variables(family))
     convert(source, tmp_path / "hf", "hf", vocabulary=vocabulary())
     pieces = sentencepiece.SentencePieceProcessor(str(vocabulary()))
@@ -159,9 +159,9 @@ def test_autotokenizer_gives_sentencepiece_s_tokens(
 def test_byt5_s_tokenizer_is_made_without_a_vocabulary(
     tmp_path, mesh_variables, write_mesh_checkpoint
 ):
-    from t0repro.converters.family import Family
+    from t0repro.parameters.shape import ModelShape
 
-    family = Family(2, 1, 4, 4, 1, 4, 384, 4, ("wi_0", "wi_1"), False)
+    family = ModelShape(2, 1, 4, 4, 1, 4, 384, 4, ("wi_0", "wi_1"), False)
     source = write_mesh_checkpoint(tmp_path / "source", mesh_variables(family))
     convert(source, tmp_path / "hf", "hf")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
@@ -175,7 +175,7 @@ def test_mt5_s_vocabulary_spells_unknown_characters_in_bytes_and_has_no_extra_id
 ):
     import sentencepiece
 
-    from t0repro.converters.family import Family
+    from t0repro.parameters.shape import ModelShape
 
     # As mT5's: byte pieces, and the extra ids among the pieces. (mT5's own has 250,100 pieces.)
     (tmp_path / "text").write_text("the quick brown fox jumps over the lazy dog\n" * 20)
@@ -194,7 +194,7 @@ def test_mt5_s_vocabulary_spells_unknown_characters_in_bytes_and_has_no_extra_id
     )
     vocabulary = tmp_path / "pieces.model"
     pieces = sentencepiece.SentencePieceProcessor(str(vocabulary))
-    family = Family(1, 1, 2, 2, 1, 2, 250_112, 4, ("wi_0", "wi_1"), False)
+    family = ModelShape(1, 1, 2, 2, 1, 2, 250_112, 4, ("wi_0", "wi_1"), False)
     source = write_mesh_checkpoint(tmp_path / "source", mesh_variables(family))
     convert(source, tmp_path / "hf", "hf", vocabulary=vocabulary)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")

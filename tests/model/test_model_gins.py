@@ -11,7 +11,6 @@ import jax
 import pytest
 
 from t0repro.config.mtf import gin_files as mtf_gin
-from t0repro.config.mtf.variables import mesh_variables
 from t0repro.errors import UserError
 from t0repro.model.t5 import T5, initial_parameters
 from t0repro.parameters import layout
@@ -83,7 +82,7 @@ def names_and_shapes(config) -> tuple[dict, dict]:
     """Mesh TensorFlow's names and shapes of the JAX model's parameters, and of its slots."""
     model, optimizer = T5(config.model, config.dtypes), config.optimizer
     shapes = jax.eval_shape(lambda: initial_parameters(model, jax.random.key(0)))
-    names = mesh_variables(config.model)
+    names = config.model.mesh_variables()
     parameters, slots = {}, {}
     for path, array in flax.traverse_util.flatten_dict(shapes, sep="/").items():
         parameters[names[path]] = list(array.shape)

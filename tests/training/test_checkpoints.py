@@ -8,6 +8,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
+from t0repro.converters.integrity import INTEGRITY
 from t0repro.errors import UserError
 from t0repro.training import checkpoints
 from t0repro.training.train_state import from_flat_tree, parameters_from_flat_tree, to_flat_tree
@@ -104,7 +105,7 @@ def test_an_interrupted_save_is_not_listed_and_leaves_the_one_before(tmp_path, m
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(checkpoints, "_describe_files", interrupt)
+    monkeypatch.setattr(checkpoints, "describe_files", interrupt)
     with pytest.raises(KeyboardInterrupt):
         checkpoints.save_checkpoint(tmp_path, state.replace(step=jnp.int32(8)))
     assert checkpoints.list_checkpoints(tmp_path) == [7]
@@ -143,7 +144,7 @@ def test_a_damaged_file_is_named(copy, harm):
 
 
 def test_damage_to_someone_elses_checkpoint_is_a_user_error(copy):
-    (copy / checkpoints.INTEGRITY).unlink()
+    (copy / INTEGRITY).unlink()
     shutil.rmtree(copy / "ocdbt.process_0")
     with pytest.raises(UserError, match="checkpoint_7"):
         checkpoints.load_tree(copy)
@@ -171,9 +172,9 @@ def test_nothing_is_listed_where_there_is_no_directory(tmp_path):
 
 
 def test_integrity_lists_every_other_file(saved):
-    listed = json.loads((saved / checkpoints.INTEGRITY).read_text())["files"]
+    listed = json.loads((saved / INTEGRITY).read_text())["files"]
     files = {p.relative_to(saved).as_posix() for p in saved.rglob("*") if p.is_file()}
-    assert set(listed) == files - {checkpoints.INTEGRITY}
+    assert set(listed) == files - {INTEGRITY}
 
 
 def test_a_vocabulary_of_another_size_is_named_as_such(state):

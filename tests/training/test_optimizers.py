@@ -22,7 +22,7 @@ from t0repro.config.run_config import (
 from t0repro.parameters import layout
 from t0repro.training.optimizers import apply_gradients, initial_slots
 from t0repro.training.schedules import make_schedule
-from t0repro.training.slots import SLOT_NAMES, Slots
+from t0repro.training.slots import Slots
 from t0repro.training.train_state import TrainState, from_flat_tree, to_flat_tree
 
 from . import tiny
@@ -238,7 +238,7 @@ def ours(case):
             slots, is_leaf=lambda _, value: isinstance(value, Slots), sep="/"
         )
         for path, slot in flat.items():
-            for name in SLOT_NAMES:
+            for name in layout.SLOT_NAMES:
                 if (x := getattr(slot, name)) is not None:
                     theirs = layout.slot_to_mtf(name, SHAPES[path])
                     results[f"{step}/{layout.join_mtf_slot(NAMES[path], theirs)}"] = np.asarray(x)

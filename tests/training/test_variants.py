@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from t0repro.config.mtf import gin_files as mtf_gin
-from t0repro.config.mtf.variables import mesh_variables
 from t0repro.config.run_config import AdamWeightDecayConfig
 from t0repro.parameters import layout
 from t0repro.parity.jax_run import run_jax
@@ -123,7 +122,7 @@ def read_tree(prefix, model):
     import tensorflow as tf
 
     reader = tf.train.load_checkpoint(prefix)
-    paths = {name: path for path, name in mesh_variables(model).items()}
+    paths = {name: path for path, name in model.mesh_variables().items()}
     shapes, tree = reader.get_variable_to_shape_map(), {}
     for name in shapes:
         variable, slot = layout.split_mtf_slot(name)

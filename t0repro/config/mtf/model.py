@@ -10,10 +10,10 @@ import inspect
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from t0repro.config.mtf.variables import SHARED_LAYERS
 from t0repro.config.provenance import Bindings
 from t0repro.config.run_config import ModelConfig
 from t0repro.errors import UserError
+from t0repro.parameters.layout import SHARED_LAYERS
 
 _TRANSFORMER = "mesh_tensorflow.transformer.transformer"
 _LAYERS = "mesh_tensorflow.transformer.transformer_layers"

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 from t0repro.config.mtf import gin_files as mtf_gin
 from t0repro.config.provenance import Bindings, record_bindings
@@ -40,12 +40,31 @@ _DEFAULTS = {
 }
 
 
-def parse(inputs: mtf_gin.GinInputs, flags: Any) -> Bindings:
+class FoundCheckpoint(Protocol):
+    """What fine-tuning needs to know of the checkpoint that it starts from."""
+
+    @property
+    def path(self) -> str:
+        """The checkpoint's own path, not its directory's."""
+        ...
+
+    @property
+    def step(self) -> int | None:
+        """Its global step; None where its name does not say."""
+        ...
+
+
+# From a directory and a step (None for the latest) to the checkpoint there.
+FindCheckpoint = Callable[[str, int | None], FoundCheckpoint]
+
+
+def parse(inputs: mtf_gin.GinInputs, flags: Any, find_checkpoint: FindCheckpoint) -> Bindings:
     """Fills gin's global configuration with what the flags of the Model API mean.
 
     Args:
       inputs: gin files, parameters and search paths of the command line.
       flags: t5's parsed flags.
+      find_checkpoint: finds the checkpoint that mode finetune starts from; called in no other mode.
 
     Raises:
       UserError: for flags that do not fit together, or an export.
@@ -61,7 +80,7 @@ def parse(inputs: mtf_gin.GinInputs, flags: Any) -> Bindings:
         places |= read.places
         with record_bindings() as bound:
             _bind_model()
-            gin.parse_config(_statements(flags, steps))
+            gin.parse_config(_statements(flags, steps, find_checkpoint))
         # They stand in no file.
         places |= dict.fromkeys(bound.places, _FLAGS)
         mesh_transformer = importlib.import_module("t5.models.mesh_transformer")
@@ -147,23 +166,31 @@ def _bind_model() -> None:
             gin.parse_config(f"run.{name} = {_DEFAULTS[name]}")
 
 
-def _statements(flags: Any, steps: int | str | list[int]) -> str:
+def _statements(flags: Any, steps: int | str | list[int], find_checkpoint: FindCheckpoint) -> str:
     """The gin bindings of the flags."""
     lengths = {"inputs": flags.input_sequence_length, "targets": flags.target_sequence_length}
     common = [f"run.batch_size = {flags.batch_size}"]
     if flags.mode != "eval":
         common += [f"run.sequence_length = {lengths}", "run.eval_dataset_fn = None"]
     if flags.mode in ("train", "finetune"):
-        return "\n".join([*common, *_training(flags, steps)])
+        return "\n".join([*common, *_training(flags, steps, find_checkpoint)])
     common += ["run.train_steps = 0", f"run.eval_checkpoint_step = {steps!r}"]
     return "\n".join([*common, *_evaluation(flags)])
 
 
-def _training(flags: Any, steps: int | str | list[int]) -> list[str]:
+def _training(
+    flags: Any, steps: int | str | list[int], find_checkpoint: FindCheckpoint
+) -> list[str]:
     train_steps, start = flags.train_steps, None
     if flags.mode == "finetune":
-        ref = _pretrained(flags, steps)
-        train_steps, start = ref.step + train_steps, ref.path
+        found = find_checkpoint(flags.pretrained_model_dir, _pretrained_step(steps))
+        if found.step is None:
+            raise UserError(
+                "The checkpoint's name does not say its step, from which training counts.",
+                where=found.path,
+                fix="Rename it to model.ckpt-<step>.",
+            )
+        train_steps, start = found.step + train_steps, found.path
     return [
         "run.mode = 'train'",
         "run.dataset_split = 'train'",
@@ -174,17 +201,14 @@ def _training(flags: Any, steps: int | str | list[int]) -> list[str]:
     ]
 
 
-def _pretrained(flags: Any, steps: int | str | list[int]) -> Any:
-    from t0repro.converters import sources
-
+def _pretrained_step(steps: int | str | list[int]) -> int | None:
     if steps == "all" or (isinstance(steps, list) and len(steps) != 1):
         raise UserError(
             "Fine-tuning starts from a single checkpoint.",
             where="--checkpoint_mode",
             fix="Give --checkpoint_mode=latest, or specific with one of --checkpoint_steps.",
         )
-    step = steps[0] if isinstance(steps, list) else None
-    return sources.find_checkpoint(flags.pretrained_model_dir, step)
+    return steps[0] if isinstance(steps, list) else None
 
 
 def _evaluation(flags: Any) -> list[str]:

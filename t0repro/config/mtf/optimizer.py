@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
-from t0repro.config.mtf.variables import mesh_variables
 from t0repro.config.provenance import Bindings
 from t0repro.config.run_config import (
     AdafactorConfig,
@@ -108,7 +107,7 @@ class OptimizerReader:
         }
         if reference.selector not in readers:
             self._refuse_run("optimizer", f"the optimizer {reference.name}")
-        names = mesh_variables(model)
+        names = model.mesh_variables()
         return readers[reference.selector](reference, names, self._frozen(names))
 
     def _frozen(self, names: Mapping[str, str]) -> tuple[str, ...]:

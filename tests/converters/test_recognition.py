@@ -5,15 +5,16 @@ import dataclasses
 import pytest
 
 from t0repro.config.run_config import ModelConfig
-from t0repro.converters.family import Family, check_fits, check_parameters, recognise
+from t0repro.converters.recognition import check_fits, check_parameters, recognise
 from t0repro.errors import UserError
 from t0repro.parameters import layout
+from t0repro.parameters.shape import ModelShape
 
-T5_1_1_XL = Family(24, 24, 2048, 5120, 32, 64, 32128, 32, ("wi_0", "wi_1"), False)
-T5_1_0_11B = Family(24, 24, 1024, 65536, 128, 128, 32128, 32, ("wi",), True)
+T5_1_1_XL = ModelShape(24, 24, 2048, 5120, 32, 64, 32128, 32, ("wi_0", "wi_1"), False)
+T5_1_0_11B = ModelShape(24, 24, 1024, 65536, 128, 128, 32128, 32, ("wi",), True)
 
 
-def model_config(family: Family, **changes) -> ModelConfig:
+def model_config(family: ModelShape, **changes) -> ModelConfig:
     return ModelConfig(
         num_encoder_layers=family.num_encoder_layers,
         num_decoder_layers=family.num_decoder_layers,
@@ -58,7 +59,7 @@ def test_what_mesh_tensorflow_trained_is_recognised(mesh_checkpoints, model, gat
     entries = BundleReader(mesh_checkpoints[model] / "model.ckpt-2").entries
     family = recognise({name: entry.shape for name, entry in entries.items()})
     wi_kernels = ("wi_0", "wi_1") if gated else ("wi",)
-    assert family == Family(2, 2, 128, 256, 2, 64, 256, 32, wi_kernels, tied=not gated)
+    assert family == ModelShape(2, 2, 128, 256, 2, 64, 256, 32, wi_kernels, tied=not gated)
 
 
 def test_shapes_that_fit_no_family_are_refused_with_the_two_that_disagree(tiny_family):
