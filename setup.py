@@ -24,6 +24,7 @@ setup(
     package_dir=MAPPED,
     package_data={
         "": ["py.typed", "*.gin", "*.csv", "*.json", "*.jsonl", "*.model", "*.yaml"],
+        "t0repro.gin": ["t5x/**/*.gin"],
         "t0repro.reports": ["templates/*", "published.csv"],
         "t0repro.tasks": ["data/*", "demo/rows/**/*.jsonl"],
     },

@@ -18,9 +18,11 @@ class Bindings:
     Attributes:
       places: (scope, selector, argument) -> "file:line" or "--gin_param '...'". gin's macros are
         bindings too, of the selector gin.macro.
+      macros: every macro that a binding refers to, including bindings overridden since.
     """
 
     places: dict[Key, str]
+    macros: set[str] = dataclasses.field(default_factory=set)
 
     def place(self, key: Key) -> str | None:
         """Where a binding was set, a macro followed to its definition; None if it was not set."""
@@ -58,15 +60,18 @@ def _macro_name(value: Any) -> str | None:
 
 
 @contextlib.contextmanager
-def record_bindings() -> Iterator[Bindings]:
+def record_bindings(flag: str = "--gin_param") -> Iterator[Bindings]:
     """Notes where every binding that gin parses inside the block comes from.
 
     gin 0.5.0 knows the line while it parses and then forgets it, so the two functions that see it,
     `try_with_location` (the statement's place) and `bind_parameter` (its effect), are wrapped.
+
+    Args:
+      flag: the command-line option that gives overrides, for their places.
     """
     import gin.config
 
-    places: dict[Key, str] = {}
+    bindings = Bindings({})
     location: list[Any] = []
     try_with_location, bind_parameter = (
         gin.config.utils.try_with_location,
@@ -85,23 +90,29 @@ def record_bindings() -> Iterator[Bindings]:
     def noting_binding(binding_key: Any, value: Any) -> None:
         bind_parameter(binding_key, value)
         key = gin.config.ParsedBindingKey.parse(binding_key)
-        places[(key.scope, key.complete_selector, key.arg_name)] = _describe(location)
+        bindings.places[(key.scope, key.complete_selector, key.arg_name)] = _describe(
+            location, flag
+        )
+        for part in gin.config._iterate_flattened_values(value):
+            macro = _macro_name(part)
+            if macro is not None:
+                bindings.macros.add(macro)
 
     gin.config.utils.try_with_location = noting_location
     gin.config.bind_parameter = noting_binding
     try:
-        yield Bindings(places)
+        yield bindings
     finally:
         gin.config.utils.try_with_location = try_with_location
         gin.config.bind_parameter = bind_parameter
 
 
-def _describe(locations: list[Any]) -> str:
+def _describe(locations: list[Any], flag: str) -> str:
     if not locations:
         return "set by t5_mesh_transformer"
     innermost = locations[-1]
     if innermost.filename is None:
-        return f"--gin_param {innermost.line_content.strip()!r}"
+        return f"{flag} {innermost.line_content.strip()!r}"
     return f"{_short(innermost.filename)}:{innermost.line_num}"
 
 

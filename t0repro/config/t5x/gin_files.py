@@ -1,0 +1,358 @@
+"""T5X's gin files and overrides, parsed into the record of the program that they configure."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+import logging
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from t0repro.config.provenance import Bindings, record_bindings
+from t0repro.config.t5x import modules
+from t0repro.errors import UserError, nearest_names
+
+_MACRO = "gin.macro"
+
+
+@dataclasses.dataclass(frozen=True)
+class GinInputs:
+    """What a T5X command line says of gin.
+
+    Attributes:
+      run_mode: a key of `modules.PROGRAMS`.
+      gin_bindings: statements such as `MODEL_DIR = 'runs/a'`; they win over files.
+      gin_search_paths: folders in which files and includes are looked for, first match wins;
+        the files of this package come last.
+    """
+
+    run_mode: str
+    gin_files: tuple[str, ...] = ()
+    gin_bindings: tuple[str, ...] = ()
+    gin_search_paths: tuple[str, ...] = (".",)
+
+
+@dataclasses.dataclass(frozen=True)
+class Value:
+    """One argument of the run: its name in gin, its value, and the place that set it."""
+
+    name: str
+    value: str
+    place: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Parsed:
+    """What the gin files and overrides of one run come to.
+
+    Attributes:
+      program: the record of `modules.PROGRAMS[run_mode]`.
+      values: every argument that the run reads, defaults included, in the order of the calls.
+      imports: modules that the files import beside T5X's and SeqIO's; they register tasks.
+      warnings: what a file binds and nothing reads.
+    """
+
+    program: Any
+    values: tuple[Value, ...]
+    imports: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+
+def shipped_files() -> Path:
+    """The folder below which `t5x/configs/runs/pretrain.gin` and the other gin files lie."""
+    import t0repro.gin
+
+    return Path(str(t0repro.gin.__file__)).parent
+
+
+def parse(inputs: GinInputs) -> Parsed:
+    """Parses and checks a run's gin files without importing anything heavy.
+
+    Raises:
+      UserError: if a macro has no value, nothing reads a macro or an override, or a name is
+        unknown; with the nearest right name.
+      ValueError, TypeError, SyntaxError, OSError: gin's own errors, with the file and line.
+    """
+    import gin.config
+
+    import gin
+
+    gin.clear_config()
+    with (
+        modules.served() as imports,
+        record_bindings("--gin_bindings") as bindings,
+        _looking_in(*inputs.gin_search_paths, str(shipped_files())),
+    ):
+        gin.parse_config_files_and_bindings(
+            list(inputs.gin_files), list(inputs.gin_bindings), finalize_config=False
+        )
+
+    program = _program(inputs.run_mode)
+    reached = _reached(program)
+    _check_macros(reached, bindings)
+    warnings = _check_overrides(reached, bindings)
+    gin.finalize()
+    return Parsed(
+        _call(program), tuple(_values(reached, bindings)), tuple(imports), tuple(warnings)
+    )
+
+
+@contextlib.contextmanager
+def _looking_in(*folders: str) -> Iterator[None]:
+    """Lets gin find files by their path, then in these folders, and nowhere else.
+
+    gin would look inside installed packages too, and there find the files of an installed T5X; and
+    it logs an error for each folder that lacks a file, although another one has it.
+    """
+    import gin.config
+
+    from gin import resource_reader
+
+    def is_worth_logging(line: logging.LogRecord) -> bool:
+        return not str(line.msg).startswith("Path not found")
+
+    prefixes, readers = gin.config._LOCATION_PREFIXES, gin.config._FILE_READERS
+    gin.config._LOCATION_PREFIXES = ["", *folders]
+    gin.config._FILE_READERS = [
+        pair for pair in readers if pair[0] is not resource_reader.system_path_reader
+    ]
+    logging.getLogger().addFilter(is_worth_logging)
+    try:
+        yield
+    finally:
+        gin.config._LOCATION_PREFIXES, gin.config._FILE_READERS = prefixes, readers
+        logging.getLogger().removeFilter(is_worth_logging)
+
+
+def _call(program: str) -> Any:
+    """The program's record.
+
+    Raises:
+      UserError: if arguments without a default are bound nowhere.
+    """
+    import gin
+
+    try:
+        return gin.get_configurable(program)()
+    except TypeError as error:
+        what, _, caller = str(error).partition("\n")
+        if "missing" not in what:
+            raise
+        names = re.findall(r"'(\w+)'", what)
+        called = re.search(r"configurable '(\w+)'", caller)
+        raise UserError(
+            f"{called[1] if called else program} lacks {', '.join(names)}: no gin file binds them.",
+            fix="Include the run file and the model file that this one adds to.",
+        ) from error
+
+
+# ---- What the program reads ----------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """A configurable as the program calls it: gin's scopes, its selector and its bindings."""
+
+    scopes: tuple[str, ...]
+    selector: str
+    arguments: Mapping[str, Any]
+
+
+def _program(run_mode: str) -> str:
+    """The selector of a run mode's function: its name follows how the file imports `__main__`.
+
+    Raises:
+      UserError: if no file configures it.
+    """
+    configured = {mode: _configured(record) for mode, (_, record) in modules.PROGRAMS.items()}
+    selector = configured[run_mode]
+    if selector:
+        return selector
+    others = [mode for mode, found in configured.items() if found]
+    raise UserError(
+        f"No gin file configures `{modules.PROGRAMS[run_mode][0]}`, which the run mode {run_mode}"
+        f" calls{f'; these files are for {others[0]}' if others else ''}.",
+        fix="Include a run file, such as t5x/configs/runs/pretrain.gin for training, or choose the"
+        " run mode that the files are for.",
+    )
+
+
+def _configured(record: type) -> str | None:
+    """The selector under which gin's configuration binds arguments of a record, if it does."""
+    import gin.config
+
+    registered = gin.config._inverse_lookup(record)
+    if registered and any(key == registered.selector for _, key in gin.config._CONFIG):
+        return registered.selector
+    return None
+
+
+def _reached(selector: str) -> list[_Call]:
+    """Every call that evaluating the program makes, macros included, in the order of its arguments.
+
+    A reference with scopes is called under those alone; one without, under its caller's.
+    """
+    import gin.config
+
+    calls: dict[tuple[tuple[str, ...], str], _Call] = {}
+
+    def visit(scopes: tuple[str, ...], selector: str) -> None:
+        if (scopes, selector) in calls:
+            return
+        arguments = gin.config._get_bindings(selector, scope_components=list(scopes))
+        calls[scopes, selector] = _Call(scopes, selector, arguments)
+        for value in gin.config._iterate_flattened_values(arguments):
+            if isinstance(value, gin.config.ConfigurableReference):
+                visit(tuple(value.scopes) or scopes, _referred_to(value))
+        # Arguments of a record's methods are read when the program calls them.
+        for _, other in gin.config._CONFIG:
+            if other.startswith(f"{selector}."):
+                visit(scopes, other)
+
+    visit((), selector)
+    return list(calls.values())
+
+
+def _check_macros(reached: Iterable[_Call], bindings: Bindings) -> None:
+    """Refuses macros that the program reads and nobody sets.
+
+    Raises:
+      UserError: naming all of them, and for each the nearest macro that is set but not read.
+    """
+    import gin.config
+
+    read = [call.scopes[-1] for call in reached if call.selector == _MACRO]
+    bound = {scope for scope, selector in gin.config._CONFIG if selector == _MACRO}
+    missing = [name for name in read if name not in bound or _is_required(name)]
+    if not missing:
+        _check_unread_macros(bound, bindings)
+        return
+    lines = []
+    for name in missing:
+        place = bindings.place((name, _MACRO, "value"))
+        stray = nearest_names(name, bound - set(read), count=1)
+        hint = "" if stray == "none is similar" else f", for which {stray} may be meant"
+        lines.append(f"{name}{f' (required at {place})' if place else ''}{hint}")
+    raise UserError(
+        f"{'Macros without a value' if len(lines) > 1 else 'A macro without a value'}:"
+        f" {'; '.join(lines)}.",
+        fix=_how_to_set(missing),
+    )
+
+
+def _how_to_set(missing: Sequence[str]) -> str:
+    if "MODEL" in missing:
+        return "Include a model's gin file before the run's: t5x/examples/t5/t5_1_1/small.gin, say."
+    return f"Set {missing[0]} in a gin file, or add --gin.{missing[0]}=VALUE."
+
+
+def _is_required(macro: str) -> bool:
+    """Whether a macro still has the value %gin.REQUIRED."""
+    import gin.config
+
+    value = gin.config._CONFIG[macro, _MACRO]["value"]
+    return (
+        isinstance(value, gin.config.ConfigurableReference)
+        and _referred_to(value) == "gin.constant"
+        and value.scoped_configurable_fn() is gin.config.REQUIRED
+    )
+
+
+def _check_unread_macros(bound: set[str], bindings: Bindings) -> None:
+    """Refuses macros that the user sets and nothing reads: most are misspelt.
+
+    The files of this package set macros that some runs have no use for; those pass.
+    """
+    for name in sorted(bound - bindings.macros):
+        place = bindings.places[name, _MACRO, "value"]
+        if not place.startswith(str(shipped_files())):
+            raise UserError(
+                f"Nothing reads the macro {name}.",
+                where=place,
+                fix="Remove it, or correct its name:"
+                f" {nearest_names(name, bindings.macros, count=3)}.",
+            )
+
+
+def _check_overrides(reached: Sequence[_Call], bindings: Bindings) -> list[str]:
+    """Refuses overrides on the command line that nothing reads.
+
+    Returns:
+      The bindings of the user's files that nothing reads, in words.
+    """
+    warnings = []
+    for key, place in bindings.places.items():
+        scope, selector, argument = key
+        if selector == _MACRO or any(_reads(call, scope, selector) for call in reached):
+            continue
+        name = f"{scope + '/' if scope else ''}{_short(selector)}.{argument}"
+        if place.startswith(str(shipped_files())):
+            continue
+        if not place.startswith("--gin"):
+            warnings.append(f"{place}: this run does not read {name}")
+            continue
+        known = {f"{'/'.join(call.scopes)}/{_short(call.selector)}".lstrip("/") for call in reached}
+        nearest = nearest_names(name.rpartition(".")[0], known, count=3)
+        raise UserError(
+            f"This run does not read {name}.",
+            where=place,
+            fix=f"Remove it, or correct it: {nearest}.",
+        )
+    return warnings
+
+
+def _reads(call: _Call, scope: str, selector: str) -> bool:
+    """Whether a call takes the bindings of a scope: its own scopes begin with it."""
+    parts = tuple(scope.split("/")) if scope else ()
+    return call.selector == selector and call.scopes[: len(parts)] == parts
+
+
+def _referred_to(reference: Any) -> str:
+    """The selector of the configurable that a gin reference names."""
+    return reference.configurable.selector
+
+
+def _short(selector: str) -> str:
+    """`utils.DatasetConfig` of `t5x.utils.DatasetConfig`, as gin files write it."""
+    module, _, name = selector.rpartition(".")
+    if module.rpartition(".")[2][:1].isupper():  # a method of a class
+        return f"{_short(module)}.{name}"
+    return f"{module.rpartition('.')[2]}.{name}"
+
+
+# ---- The program's arguments, for people ---------------------------------------------------------
+
+
+def _values(reached: Iterable[_Call], bindings: Bindings) -> Iterator[Value]:
+    import gin.config
+
+    for call in reached:
+        scope = "/".join(call.scopes)
+        if call.selector == _MACRO or call.selector == "gin.constant":
+            continue
+        signature = inspect.signature(gin.config._REGISTRY[call.selector].wrapped)
+        for argument, parameter in signature.parameters.items():
+            name = f"{scope + '/' if scope else ''}{_short(call.selector)}.{argument}"
+            if argument in call.arguments:
+                value = gin.config._format_value(_followed(call.arguments[argument]))
+                assert value is not None  # references and literals can always be written
+                place = bindings.find(_prefixes(call.scopes), call.selector, argument) or ""
+                yield Value(name, value, place)
+            elif parameter.default is not parameter.empty:
+                yield Value(name, repr(parameter.default), f"default of {_short(call.selector)}")
+
+
+def _prefixes(scopes: Sequence[str]) -> tuple[str, ...]:
+    return tuple("/".join(scopes[: end + 1]) for end in range(len(scopes)))
+
+
+def _followed(value: Any) -> Any:
+    """What a reference to a macro comes to in the end; any other value as it is."""
+    import gin.config
+
+    while isinstance(value, gin.config.ConfigurableReference) and _referred_to(value) == _MACRO:
+        value = gin.config._CONFIG[value.scopes[-1], _MACRO]["value"]
+    return value

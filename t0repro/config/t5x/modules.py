@@ -1,0 +1,189 @@
+"""The modules that a T5X gin file imports, served to gin alone.
+
+While a file is parsed, gin's own import function is replaced: names of T5X, SeqIO and `__main__`
+lead to the records of this package, and any other module is imported when something of it is first
+looked up. Nothing called `t5x` is ever put where Python finds it, and an installed T5X is not read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from t0repro.config.t5x import records
+from t0repro.errors import UserError, nearest_names
+
+# The function that each run mode's gin file configures, and its record.
+PROGRAMS = {
+    "train": ("train", records.TrainProgram),
+    "eval": ("evaluate", records.EvalProgram),
+    "infer": ("infer", records.InferProgram),
+    "precompile": ("precompile", records.PrecompileProgram),
+}
+
+_MODULES: Mapping[str, Mapping[str, Any]] = {
+    "__main__": {
+        **dict(PROGRAMS.values()),
+        "create_task_from_tfexample_file": records.TfExampleTask,
+    },
+    "t5x.utils": {
+        "DatasetConfig": records.DatasetConfig,
+        "SaveCheckpointConfig": records.SaveCheckpointConfig,
+        "RestoreCheckpointConfig": records.RestoreCheckpointConfig,
+        "CheckpointConfig": records.CheckpointConfig,
+        "create_learning_rate_scheduler": records.LearningRateSchedule,
+    },
+    "t5x.models": {
+        "EncoderDecoderModel": records.EncoderDecoderModel,
+        "get_input_vocabulary": records.InputVocabulary,
+        "get_output_vocabulary": records.OutputVocabulary,
+    },
+    "t5x.decoding": {
+        "beam_search": records.BeamSearch,
+        "temperature_sample": records.TemperatureSample,
+    },
+    "t5x.checkpoints": {"SaveBestCheckpointer": records.SaveBestCheckpointer},
+    "t5x.optimizers": {"chain": records.OptaxChain},
+    "t5x.adafactor": {
+        "Adafactor": records.Adafactor,
+        "standard_logical_factor_rules": records.StandardFactorRules,
+    },
+    "t5x.partitioning": {
+        "PjitPartitioner": records.PjitPartitioner,
+        "ModelBasedPjitPartitioner": records.PjitPartitioner,
+        "standard_logical_axis_rules": records.AxisRules,
+    },
+    "t5x.trainer": {
+        "Trainer": records.Trainer,
+        "WeightMetricsComputer": records.WeightMetrics,
+        "EarlyStoppingAction": records.EarlyStopping,
+        "TerminateOnNanAction": records.TerminateOnNan,
+    },
+    "t5x.gin_utils": {"summarize_gin_config": records.WriteConfig},
+    "t5x.examples.t5.network": {
+        "Transformer": records.Transformer,
+        "T5Config": records.T5Config,
+    },
+    "t5x.examples.scalable_t5.network": {
+        "Transformer": records.Transformer,
+        "T5Config": records.ScannedT5Config,
+    },
+    "seqio": {
+        "SentencePieceVocabulary": records.SentencePieceVocabulary,
+        "ByteVocabulary": records.ByteVocabulary,
+        "PassThroughVocabulary": records.PassThroughVocabulary,
+        "Feature": records.Feature,
+        "Evaluator": records.Evaluator,
+        "PyLoggingLogger": records.PyLoggingLogger,
+        "TensorBoardLogger": records.TensorBoardLogger,
+        "JSONLogger": records.JSONLogger,
+    },
+}
+
+
+class _Served:
+    """A module as gin sees it: records by name, and modules inside it."""
+
+    def __init__(self, name: str, contents: Mapping[str, Any]):
+        self._name = name
+        self.__dict__.update(contents)
+
+    def __getattr__(self, name: str) -> Any:
+        known = [key for key in self.__dict__ if not key.startswith("_")]
+        raise UserError(
+            f"{self._name}.{name} is nothing that t0repro does for a T5X gin file.",
+            fix=f"Known here: {nearest_names(name, known, count=3)} (of {', '.join(known)}).",
+        )
+
+
+class _Optax:
+    """optax, and T5X's wrappers of it, as gin sees them: calls are described, not made."""
+
+    def __init__(self, contents: Mapping[str, Any]):
+        self.__dict__.update(contents)
+
+    def __getattr__(self, name: str) -> Any:
+        return _described(name)
+
+
+@functools.cache
+def _described(name: str) -> Any:
+    """A function with the signature of optax's, which returns its arguments as an OptaxCall."""
+    import optax
+
+    function = getattr(optax, name, None)
+    if not callable(function):
+        raise UserError(
+            f"optax has no {name}.", fix=f"Its names: {nearest_names(name, dir(optax), count=3)}."
+        )
+
+    @functools.wraps(function)
+    def describe(*args: Any, **kwargs: Any) -> records.OptaxCall:
+        bound = inspect.signature(function).bind(*args, **kwargs)
+        return records.OptaxCall(function=name, arguments=dict(bound.arguments))
+
+    return describe
+
+
+class _Deferred:
+    """A module of the user's, imported when a gin file refers to something in it."""
+
+    def __init__(self, name: str):
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module(self._name), name)
+
+
+@contextlib.contextmanager
+def served() -> Iterator[list[str]]:
+    """Serves T5X's modules to gin within the block; yields the other modules that files import.
+
+    Those register tasks, and importing them may take seconds (TensorFlow, datasets); the caller
+    imports them once the files themselves are known to be sound.
+    """
+    import gin.config
+
+    imported: list[str] = []
+
+    def import_for_gin(name: str, *_: Any, fromlist: Any = None, **__: Any) -> Any:
+        root = name.partition(".")[0]
+        if root not in ("t5x", "seqio", "optax", "__main__"):
+            if importlib.util.find_spec(root) is None:
+                raise UserError(
+                    f"No module named {root!r}, which a gin file imports ({name}).",
+                    fix="Install it, or correct the import.",
+                )
+            if name not in imported:
+                imported.append(name)
+            return _Deferred(name if fromlist else root)
+        return _module(name) if fromlist else _module(root)
+
+    # A module's globals come before Python's builtins, where gin looks `__import__` up.
+    gin.config.__import__ = import_for_gin
+    try:
+        yield imported
+    finally:
+        delattr(gin.config, "__import__")
+
+
+def _module(name: str) -> _Served | _Optax:
+    if name in ("optax", "t5x.optimizers"):
+        return _Optax(_MODULES.get(name, {}))
+    contents: dict[str, Any] = dict(_MODULES.get(name, {}))
+    inside = {
+        key[len(name) + 1 :].partition(".")[0] for key in _MODULES if key.startswith(f"{name}.")
+    }
+    if not contents and not inside:
+        parent = name.rpartition(".")[0]
+        raise UserError(
+            f"t0repro knows no module {name}.",
+            fix=f"Known: {nearest_names(name, _MODULES, count=3)}"
+            + (f" (of {parent})." if parent else "."),
+        )
+    return _Served(name, contents | {child: _module(f"{name}.{child}") for child in inside})

@@ -1,0 +1,549 @@
+"""What T5X's gin files configure, as plain typed records under T5X's names.
+
+A T5X gin file binds the arguments of T5X's own classes and functions. The records here stand in
+for them: each has the arguments and defaults of its original (google-research/t5x at cc342d4) and
+does nothing but hold the values that gin gives it. Calling one, as gin does for
+`@utils.DatasetConfig()`, therefore yields a description of what T5X would have built.
+`t0repro.config.t5x.modules` says under which module each is served.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+# ---- t5x.utils -----------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DatasetConfig:
+    """Which examples a run reads, and in which batches.
+
+    Attributes:
+      mixture_or_task_name: a registered SeqIO task or mixture, or a `TfExampleTask`.
+      task_feature_lengths: tokens by feature; None stands for the longest example.
+      batch_size: examples over all devices; rows, when they are packed.
+      seed: None for another order at each start.
+    """
+
+    mixture_or_task_name: Any
+    task_feature_lengths: Mapping[str, int] | None
+    split: str
+    batch_size: int
+    shuffle: bool
+    seed: int | None
+    use_cached: bool = False
+    pack: bool = False
+    use_custom_packing_ops: bool = False
+    module: str | None = None
+    use_memory_cache: bool = True
+    trim_output_features: bool = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SaveCheckpointConfig:
+    """Which checkpoints a training keeps.
+
+    Attributes:
+      dtype: of parameters; slots stay float32. None keeps the parameters' own type.
+      period: steps between checkpoints; None saves none but at `checkpoint_steps`.
+      keep: how many of the latest are kept; None keeps all.
+    """
+
+    dtype: str | None = "float32"
+    period: int | None = None
+    checkpoint_steps: Sequence[int] | None = None
+    keep: int | None = None
+    keep_dataset_checkpoints: int | None = None
+    save_dataset: bool = False
+    checkpointer_cls: Any = None
+    state_transformation_fns: Sequence[Any] = ()
+    checkpoint_manager_cls: Any = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RestoreCheckpointConfig:
+    """Where parameters and slots come from.
+
+    Attributes:
+      path: a checkpoint, or (with mode "latest" or "all") a folder of checkpoints; an empty list
+        restores nothing.
+      mode: "specific", "latest" or "all".
+      assignment_map: (pattern, replacement) pairs, matched against whole parameter names; a
+        replacement of None leaves the parameter as it was initialised.
+      strict: whether every slot must be in the checkpoint.
+      fallback_to_scratch: whether parameters missing from the checkpoint are initialised.
+    """
+
+    path: str | Sequence[str]
+    mode: str = "latest"
+    assignment_map: Sequence[tuple[str, str | None]] | None = None
+    strict: bool = True
+    fallback_to_scratch: bool = False
+    dtype: str | None = None
+    restore_dataset: bool = False
+    checkpointer_cls: Any = None
+    state_transformation_fns: Sequence[Any] = ()
+    checkpoint_manager_cls: Any = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Saving and restoring; None turns either off."""
+
+    save: SaveCheckpointConfig | None = None
+    restore: RestoreCheckpointConfig | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LearningRateSchedule:
+    """`utils.create_learning_rate_scheduler`: the product of the factors named in `factors`."""
+
+    factors: str = "constant * linear_warmup * rsqrt_decay"
+    base_learning_rate: float = 0.5
+    warmup_steps: int = 1000
+    decay_factor: float = 0.5
+    steps_per_decay: int = 20000
+    steps_per_cycle: int = 100000
+    step_offset: int = 0
+    min_learning_rate: float = 1e-8
+
+
+# ---- t5x.models ----------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Decoding:
+    """How an encoder-decoder decodes: the arguments of `predict_batch_with_aux`.
+
+    Attributes:
+      num_decodes: beams, or samples; 1 decodes greedily.
+    """
+
+    decoder_params: Mapping[str, Any] | None = None
+    return_all_decodes: bool = False
+    num_decodes: int = 1
+    prompt_with_targets: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BeamSearch:
+    """`decoding.beam_search`; `alpha` is the exponent of the length penalty ((5 + length) / 6)."""
+
+    num_decodes: int = 4
+    alpha: float = 0.6
+    max_decode_len: int | None = None
+    max_decode_step: int = -1
+    min_log_prob: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TemperatureSample:
+    """`decoding.temperature_sample`; `topk` 1 is greedy, 0 samples from all tokens."""
+
+    temperature: float = 1.0
+    topk: int = 1
+    topp: float = 0.0
+    num_decodes: int = 1
+    max_decode_steps: int | None = None
+    max_decode_steps_hard_limit: int | None = None
+    rescale_log_probs: bool = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EncoderDecoderModel:
+    """A T5 with its loss, vocabularies and optimizer."""
+
+    module: Transformer
+    input_vocabulary: Any
+    output_vocabulary: Any
+    optimizer_def: Any
+    decode_fn: Any = None
+    feature_converter_cls: Any = None
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    loss_normalizing_factor: float | str | None = None
+    default_decoder_params: Any = None
+
+    def predict_batch_with_aux(
+        self,
+        decoder_params: Mapping[str, Any] | None = None,
+        return_all_decodes: bool = False,
+        num_decodes: int = 1,
+        prompt_with_targets: bool = False,
+    ) -> Decoding:
+        """How the model decodes; gin binds arguments of this method as of a function."""
+        return Decoding(
+            decoder_params=decoder_params,
+            return_all_decodes=return_all_decodes,
+            num_decodes=num_decodes,
+            prompt_with_targets=prompt_with_targets,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VocabularyOf:
+    """`models.get_input_vocabulary` and `get_output_vocabulary`: one of a model's vocabularies."""
+
+    model: EncoderDecoderModel
+
+
+class InputVocabulary(VocabularyOf):
+    """The vocabulary of a model's inputs."""
+
+
+class OutputVocabulary(VocabularyOf):
+    """The vocabulary of a model's outputs."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class T5Config:
+    """The shape of `t5x.examples.t5.network.Transformer`; lengths and sizes in T5X's names."""
+
+    vocab_size: int
+    dtype: Any = "float32"
+    emb_dim: int = 512
+    num_heads: int = 8
+    num_encoder_layers: int = 6
+    num_decoder_layers: int = 6
+    head_dim: int = 64
+    mlp_dim: int = 2048
+    mlp_activations: Sequence[str] = ("relu",)
+    dropout_rate: float = 0.1
+    logits_via_embedding: bool = False
+    float32_attention_logits: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScannedT5Config(T5Config):
+    """The shape of `t5x.examples.scalable_t5.network.Transformer`, whose layers are scanned."""
+
+    scan_layers: bool = True
+    param_scan_axis: int = 1
+    remat_policy: str = "none"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Transformer:
+    """A T5 network of the given shape."""
+
+    config: T5Config
+
+
+# ---- Optimizers ----------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StandardFactorRules:
+    """`adafactor.standard_logical_factor_rules`: which logical axes Adafactor's slots factor."""
+
+    rules: Mapping[str, Any] | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Adafactor:
+    """T5X's Adafactor; `beta1` None means no momentum, where Mesh TensorFlow says 0.0."""
+
+    learning_rate: float | None = None
+    factored: bool = True
+    multiply_by_parameter_scale: bool | Any = True
+    beta1: float | None = None
+    decay_rate: float = 0.8
+    step_offset: int = 0
+    clipping_threshold: float | None = 1.0
+    weight_decay_rate: float | None = None
+    min_dim_size_to_factor: int = 128
+    epsilon1: float = 1e-30
+    epsilon2: float = 1e-3
+    dtype_momentum: Any = "float32"
+    factor_map: Any = None
+    logical_factor_rules: Any = None
+    weight_decay_rate_lr_exponent: float | None = None
+    global_norm_clip_threshold: float | None = None
+    max_parameter_scale: float | None = None
+    skip_nan_updates: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptaxCall:
+    """A call of a function of optax: its name there, and its arguments without the defaults."""
+
+    function: str
+    arguments: Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptaxChain:
+    """`optimizers.chain`: transformations of optax, one after the other."""
+
+    transformations: Sequence[OptaxCall]
+
+
+# ---- t5x.checkpoints -----------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SaveBestCheckpointer:
+    """Keeps the checkpoints with the best value of a metric, and the latest.
+
+    Attributes:
+      metric_name_to_monitor: `<run>/<tag>` in the TensorBoard files, as "train/accuracy".
+      metric_mode: "max" or "min".
+    """
+
+    metric_name_to_monitor: str = "train/accuracy"
+    metric_mode: str = "max"
+    keep_checkpoints_without_metrics: bool = True
+    force_keep_period: int | None = None
+
+
+# ---- t5x.partitioning ----------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AxisRules:
+    """`partitioning.standard_logical_axis_rules`: logical axes of tensors to axes of the mesh."""
+
+    activation_partitioning_dims: int = 1
+    parameter_partitioning_dims: int = 1
+    additional_rules: Sequence[tuple[str, str | None]] | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PjitPartitioner:
+    """How tensors are divided between devices."""
+
+    num_partitions: int | None = None
+    model_parallel_submesh: Sequence[int] | None = None
+    params_on_devices: bool = True
+    backend: str | None = None
+    ici_mesh_shape: Mapping[str, int] | None = None
+    dcn_mesh_shape: Mapping[str, int] | None = None
+    logical_axis_rules: Any = None
+    use_cpu_pjit: bool = False
+
+
+# ---- t5x.trainer ---------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WeightMetrics:
+    """`trainer.WeightMetricsComputer`: norms of parameters, gradients and updates each step."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trainer:
+    """The train step: a schedule, microbatches, and what is measured of the parameters."""
+
+    learning_rate_fn: LearningRateSchedule | None = None
+    num_microbatches: int | None = None
+    weight_metrics_computer: WeightMetrics | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EarlyStopping:
+    """`trainer.EarlyStoppingAction`."""
+
+    metric: tuple[str, str]
+    mode: str
+    patience: int = 3
+    atol: float = 0.0
+    rtol: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TerminateOnNan:
+    """`trainer.TerminateOnNanAction`."""
+
+    task: str
+    metric: str = "loss"
+
+
+# ---- seqio ---------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SentencePieceVocabulary:
+    """A SentencePiece model's file; its extra ids stand at the end of the vocabulary."""
+
+    sentencepiece_model_file: str
+    extra_ids: int | None = None
+    use_fast_tokenizer: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ByteVocabulary:
+    """UTF-8 bytes as tokens, 3 to 258."""
+
+    extra_ids: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PassThroughVocabulary:
+    """Tokens as they are in the data."""
+
+    size: int
+    eos_id: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Feature:
+    """The vocabulary of a task's feature."""
+
+    vocabulary: Any
+    add_eos: bool = True
+    required: bool = True
+    dtype: Any = "int32"
+    rank: int = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PyLoggingLogger:
+    """Metrics as log lines."""
+
+    output_dir: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TensorBoardLogger:
+    """Metrics as TensorBoard events."""
+
+    output_dir: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class JSONLogger:
+    """Metrics and predictions as JSON lines; `write_n_results` None writes every prediction."""
+
+    output_dir: str | None = None
+    write_n_results: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Evaluator:
+    """Which loggers an evaluation with SeqIO's metrics has, and how many examples it takes."""
+
+    logger_cls: Sequence[Callable[..., Any]] = ()
+    num_examples: int | None = None
+    use_memory_cache: bool = True
+
+
+# ---- The programs --------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainProgram:
+    """What `train_script.train` is called with.
+
+    Attributes:
+      total_steps: the step at which training ends, restored steps included.
+      relative_steps: steps from wherever this run starts; wins over `total_steps`.
+      stats_period: steps between summaries; None stands for the shortest of the other periods.
+      random_seed: for initialisation and dropout; None takes another at each start.
+    """
+
+    model: EncoderDecoderModel
+    train_dataset_cfg: DatasetConfig
+    train_eval_dataset_cfg: DatasetConfig | None
+    infer_eval_dataset_cfg: DatasetConfig | None
+    checkpoint_cfg: CheckpointConfig
+    partitioner: PjitPartitioner
+    trainer_cls: Callable[..., Any]
+    model_dir: str
+    total_steps: int
+    eval_steps: int
+    eval_period: int
+    random_seed: int | None
+    summarize_config_fn: Any = None
+    relative_steps: int | None = None
+    stats_period: int | None = None
+    use_hardware_rng: bool = False
+    inference_evaluator_cls: Callable[..., Any] | None = None
+    get_dataset_fn: Any = None
+    concurrent_metrics: bool = True
+    actions: Mapping[str, Sequence[Any]] | None = None
+    train_eval_get_dataset_fn: Any = None
+    run_eval_before_training: bool = False
+    train_state_initializer_cls: Any = None
+    use_orbax: bool = True
+    verify_matching_vocabs_fn: Any = None
+    gc_period: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvalProgram:
+    """What `eval_script.evaluate` is called with."""
+
+    model: EncoderDecoderModel
+    dataset_cfg: DatasetConfig
+    restore_checkpoint_cfg: RestoreCheckpointConfig
+    partitioner: PjitPartitioner
+    output_dir: str
+    inference_evaluator_cls: Callable[..., Any] | None = None
+    training_evaluator_cls: Any = None
+    summarize_config_fn: Any = None
+    train_state_initializer_cls: Any = None
+    train_eval_get_dataset_fn: Any = None
+    fallback_init_rng: int | None = None
+    use_orbax: bool = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InferProgram:
+    """What `infer_script.infer` is called with.
+
+    Attributes:
+      checkpoint_period: batches between the points from which an interrupted job goes on.
+      shard_id: which of `num_shards` parts of the examples this job takes.
+    """
+
+    mode: str
+    model: EncoderDecoderModel
+    dataset_cfg: DatasetConfig
+    restore_checkpoint_cfg: RestoreCheckpointConfig
+    partitioner: PjitPartitioner
+    output_dir: str
+    checkpoint_period: int
+    shard_id: int = 0
+    num_shards: int = 1
+    merge_chunked_results: bool = True
+    write_fn: Any = None
+    checkpoint_ds_iter: bool = True
+    train_state_initializer_cls: Any = None
+    fallback_init_rng: int | None = None
+    merge_fn: Any = None
+    summarize_config_fn: Any = None
+    use_orbax: bool = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrecompileProgram:
+    """What `train_script.precompile` is called with."""
+
+    model: EncoderDecoderModel
+    train_dataset_cfg: DatasetConfig
+    partitioner: PjitPartitioner
+    model_dir: str
+    random_seed: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TfExampleTask:
+    """`infer_script.create_task_from_tfexample_file`: a task read from TFRecord files."""
+
+    paths: Sequence[str]
+    file_type: str
+    inputs_key: str
+    targets_key: str | None
+    features: Mapping[str, Feature]
+    task_id: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WriteConfig:
+    """`gin_utils.summarize_gin_config`: writes the configuration beside the results."""
+
+    model_dir: str | None = None
+    summary_writer: Any = None
+    step: int = 0
