@@ -26,9 +26,10 @@ def explain(
     """
     from t0repro.config import checks
     from t0repro.config.explain import render
-    from t0repro.config.mtf import gin_files as mtf_gin
+    from t0repro.config.mtf.dialect import load
+    from t0repro.config.mtf.parser import GinInputs
 
-    inputs = mtf_gin.GinInputs(
+    inputs = GinInputs(
         model_dir=model_dir,
         gin_files=gin_file or (),
         gin_params=gin_param or (),
@@ -36,5 +37,5 @@ def explain(
         module_imports=module_import or (),
     )
     with checks.configuration_errors():
-        config, _ = mtf_gin.load(inputs)
+        config, _ = load(inputs)
     typer.echo(config.to_json() if json else render(config))

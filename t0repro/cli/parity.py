@@ -69,7 +69,7 @@ def parity(
     from absl import logging
 
     from t0repro.config import checks
-    from t0repro.config.mtf.gin_files import GinInputs
+    from t0repro.config.mtf.parser import GinInputs
     from t0repro.parity import report, run
 
     logging.set_verbosity(logging.ERROR)  # SeqIO's advice on data that are not cached

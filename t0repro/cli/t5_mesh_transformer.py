@@ -114,10 +114,10 @@ def _check(options: Any) -> None:
     """Parses gin as t5's main will, and checks what it names."""
     import gin
     from t0repro.config import checks
-    from t0repro.config.mtf import gin_files as mtf_gin
+    from t0repro.config.mtf.parser import parse
 
     with checks.configuration_errors():
-        mtf_gin.parse(gin_inputs(options))
+        parse(gin_inputs(options))
     if not options.use_model_api:
         checks.check_run(options.model_dir, jax=options.backend == "jax")
     gin.clear_config()
@@ -125,7 +125,7 @@ def _check(options: Any) -> None:
 
 def gin_inputs(options: Any) -> Any:
     """The GinInputs of parsed flags."""
-    from t0repro.config.mtf.gin_files import GinInputs
+    from t0repro.config.mtf.parser import GinInputs
 
     return GinInputs(
         model_dir=options.model_dir,

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from t0repro.config.mtf.gin_files import GinInputs
+from t0repro.config.mtf.parser import GinInputs
 from t0repro.config.run_config import RunConfig
 from t0repro.parity.jax_run import StackResult, run_jax
 from t0repro.parity.mesh_jobs import MeshJob, run_mesh, save_batches
@@ -78,9 +78,9 @@ class Case:
 
     def config(self) -> RunConfig:
         """The JAX stack's configuration."""
-        from t0repro.config.mtf import gin_files as mtf_gin
+        from t0repro.config.mtf.dialect import load
 
-        return mtf_gin.load(self.inputs(), float32_activations=self.dtype == "float32")[0]
+        return load(self.inputs(), float32_activations=self.dtype == "float32")[0]
 
     def batches(self) -> list[dict[str, np.ndarray]]:
         """The same batches in every process; with dropout, one batch again and again."""

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from t0repro.config.mtf.gin_files import GinInputs
+from t0repro.config.mtf.parser import GinInputs
 from t0repro.errors import UserError
 from t0repro.files import write_atomically
 

@@ -48,9 +48,9 @@ def main() -> None:
 def run_job(job: MeshJob) -> None:
     """Runs one job and writes its results, the marker last."""
     import gin
-    from t0repro.config.mtf import gin_files as mtf_gin
+    from t0repro.config.mtf.parser import parse
 
-    mtf_gin.parse(job.inputs)
+    parse(job.inputs)
     with gin.unlock_config():
         if job.float32:
             for kind in ("slice", "activation"):

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from t0repro.config.mtf.gin_files import GinInputs
+from t0repro.config.mtf.parser import GinInputs
 from t0repro.config.run_config import EvalDataConfig, RunConfig
 from t0repro.data.batches import EvalTask, eval_tasks
 from t0repro.data.train_data import TrainBatches
@@ -109,13 +109,13 @@ def make_job(
     Raises:
       UserError: if the configuration has dropout, or anything in it is wrong.
     """
-    from t0repro.config.mtf import gin_files as mtf_gin
+    from t0repro.config.mtf.dialect import load
 
     float32 = dtype == "float32"
     kinds = {"master": "float32", "slice": "float32", "activation": dtype}
     settings = [f"utils.get_variable_dtype.{kind}_dtype = '{x}'" for kind, x in kinds.items()]
     inputs = dataclasses.replace(inputs, gin_params=[*inputs.gin_params, *settings])
-    config, _ = mtf_gin.load(inputs, float32_activations=float32)
+    config, _ = load(inputs, float32_activations=float32)
     if config.model.dropout_rate:
         raise UserError(
             f"The dropout rate is {config.model.dropout_rate}, and the stacks draw other noise.",

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from t0repro.config import checks
-from t0repro.config.mtf import gin_files as mtf_gin
-from t0repro.config.mtf import model_api
+from t0repro.config.mtf import dialect, model_api, reader
 from t0repro.config.run_config import RunConfig
 from t0repro.errors import UserError
 from t0repro.runs import evaluation_modes
@@ -64,10 +63,10 @@ def _config(flags: Any) -> RunConfig:
                 where="--mode",
                 fix='Add --use_model_api, or say it in gin: --gin_param="run.mode = ...".',
             )
-        return mtf_gin.load(inputs, float32_activations=float32)[0]
+        return dialect.load(inputs, float32_activations=float32)[0]
     with checks.configuration_errors():
         bindings = model_api.parse(inputs, flags, find_checkpoint)
-        config = mtf_gin.read(flags.model_dir, bindings, float32_activations=float32)
+        config = reader.read(flags.model_dir, bindings, float32_activations=float32)
     checks.check_run(flags.model_dir, jax=True)
     return config
 

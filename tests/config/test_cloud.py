@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from t0repro.config import checks, cloud
-from t0repro.config.mtf import gin_files as mtf_gin
+from t0repro.config.mtf.parser import GinInputs, parse
 from t0repro.errors import UserError
 
 
@@ -26,7 +26,7 @@ def no_credentials(monkeypatch, tmp_path):
 
 def inputs(*gin_files, **changes):
     params = ("MIXTURE_NAME = 'demo_train'", "utils.run.mesh_shape = []", "run.train_steps = 2")
-    return mtf_gin.GinInputs(
+    return GinInputs(
         "a_model_dir",
         ("dataset.gin", *gin_files),
         (*params, *changes.pop("params", ())),
@@ -44,17 +44,17 @@ def test_a_gin_file_in_a_bucket_is_refused_with_what_to_do(no_credentials, how):
         file = str(no_credentials / "mine.gin")
         (no_credentials / "mine.gin").write_text(f"include '{address}'\n")
     with pytest.raises(UserError, match="no Google Cloud credentials") as error:
-        mtf_gin.parse(inputs(file))
+        parse(inputs(file))
     assert address in str(error.value) and "gcloud auth" in str(error.value)
 
 
 @pytest.mark.mtf
 def test_a_checkpoint_a_cache_or_a_model_dir_in_a_bucket_is_refused_by_its_flag(no_credentials):
     with pytest.raises(UserError, match="gs://caches") as error:
-        mtf_gin.parse(inputs("models/t5.1.1.tiny.gin", cache_dirs=("gs://caches/all",)))
+        parse(inputs("models/t5.1.1.tiny.gin", cache_dirs=("gs://caches/all",)))
     assert error.value.where == "--additional_task_cache_dirs"
     params = ("run.init_checkpoint = 'gs://a-bucket/small/model.ckpt-1000000'",)
-    mtf_gin.parse(inputs("models/t5.1.1.tiny.gin", params=params))
+    parse(inputs("models/t5.1.1.tiny.gin", params=params))
     with pytest.raises(UserError, match="model.ckpt-1000000") as error:
         checks.check_run(str(no_credentials), jax=True)
     assert error.value.where == "run.init_checkpoint"

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from t0repro.config.mtf import gin_files as mtf_gin
+from t0repro.config.mtf import dialect
+from t0repro.config.mtf.parser import GinInputs, parse
+from t0repro.config.mtf.reader import KNOWN_BINDINGS
 
 pytestmark = pytest.mark.mtf
 
@@ -49,8 +51,8 @@ def rows():
 @pytest.fixture(scope="module")
 def bindings():
     """Scope, selector and argument of everything that the commands' files and overrides bind."""
-    inputs = mtf_gin.GinInputs("a_model_dir", FILES, PARAMS, module_imports=("t0repro.tasks.demo",))
-    return list(mtf_gin.parse(inputs).places)
+    inputs = GinInputs("a_model_dir", FILES, PARAMS, module_imports=("t0repro.tasks.demo",))
+    return list(parse(inputs).places)
 
 
 def written(scope: str, selector: str, argument: str) -> str:
@@ -82,11 +84,11 @@ def test_what_the_table_calls_the_same_is_known_to_the_reader(rows):
         if "same on both" not in says or "." not in name:
             continue
         selector, _, argument = name.rpartition("/")[2].rpartition(".")
-        matches = [known for known in mtf_gin._KNOWN if f".{known}".endswith(f".{selector}")]
+        matches = [known for known in KNOWN_BINDINGS if f".{known}".endswith(f".{selector}")]
         matches = [known for known in matches if known in gin.config._REGISTRY]
         assert matches, f"{name} is no configurable that the reader knows"
         for known in matches:
-            arguments = mtf_gin._KNOWN[known]
+            arguments = KNOWN_BINDINGS[known]
             if argument == "use_custom_ops":
                 continue  # known by its default alone
             assert arguments is ... or argument in arguments, name
@@ -97,13 +99,13 @@ def test_what_the_table_calls_the_same_is_known_to_the_reader(rows):
 def test_what_the_table_calls_without_effect_is_no_error(rows, bindings):
     """The T0 commands load as they are; so the bindings without effect in them are passed over."""
     assert any(says.startswith("no effect") for says in rows.values())
-    inputs = mtf_gin.GinInputs(
+    inputs = GinInputs(
         "a_model_dir",
         FILES[:3],
         [param for param in PARAMS if "dataset_split" not in param],
         module_imports=("t0repro.tasks.demo",),
     )
-    config, _ = mtf_gin.load(inputs)
+    config, _ = dialect.load(inputs)
     assert config.batch_size == 1024
     # 512 cores, 8 to a model: 64 replicas of 16 sequences, one sequence a microbatch.
     assert config.num_microbatches == 16

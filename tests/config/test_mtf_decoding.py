@@ -2,7 +2,8 @@
 
 import pytest
 
-from t0repro.config.mtf import gin_files as mtf_gin
+from t0repro.config.mtf import dialect
+from t0repro.config.mtf.parser import GinInputs
 from t0repro.config.run_config import (
     CheckpointChoice,
     DecodingConfig,
@@ -22,13 +23,13 @@ PARAMS = (
 
 
 def load(*params: str, files: tuple[str, ...] = ()) -> RunConfig:
-    inputs = mtf_gin.GinInputs(
+    inputs = GinInputs(
         "a_model_dir",
         ("dataset.gin", "demo/t5.1.1.demo.gin", *files),
         (*PARAMS, *params),
         module_imports=("t0repro.tasks.demo",),
     )
-    return mtf_gin.load(inputs)[0]
+    return dialect.load(inputs)[0]
 
 
 def test_nothing_bound_is_greedy_decoding_with_mesh_tensorflows_defaults():

@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 
-from t0repro.config.mtf import gin_files as mtf_gin
+from t0repro.config.mtf import dialect
+from t0repro.config.mtf.parser import GinInputs
 from t0repro.config.run_config import (
     AdamWeightDecayConfig,
     MomentumConfig,
@@ -26,10 +27,10 @@ PARAMS = (
 
 
 def load(*params: str, files: tuple[str, ...] = FILES) -> RunConfig:
-    inputs = mtf_gin.GinInputs(
+    inputs = GinInputs(
         "a_model_dir", files, (*PARAMS, *params), module_imports=("t0repro.tasks.demo",)
     )
-    return mtf_gin.load(inputs)[0]
+    return dialect.load(inputs)[0]
 
 
 def test_the_demo_recipe_becomes_the_run_that_its_gin_files_describe():
@@ -269,12 +270,12 @@ def test_sequence_length_is_a_number_or_a_dictionary(length):
 
 
 def test_sixteen_bit_weights_are_refused_in_training_on_an_accelerator():
-    inputs = mtf_gin.GinInputs(
+    inputs = GinInputs(
         "a_model_dir",
         FILES,
         (*PARAMS, "get_variable_dtype.slice_dtype = 'bfloat16'"),
         module_imports=("t0repro.tasks.demo",),
     )
     with pytest.raises(UserError, match="slice_dtype"):
-        mtf_gin.load(inputs, float32_activations=False)
-    assert mtf_gin.load(inputs)[0].dtypes.slice == "float32"
+        dialect.load(inputs, float32_activations=False)
+    assert dialect.load(inputs)[0].dtypes.slice == "float32"

@@ -3,7 +3,8 @@
 import pytest
 from absl import flags
 
-from t0repro.config.mtf import gin_files as mtf_gin
+from t0repro.config.mtf import dialect
+from t0repro.config.mtf.parser import GinInputs, parse
 
 from . import operative_configs as files
 
@@ -13,7 +14,7 @@ MIXTURE = "MIXTURE_NAME = 'demo_train'"
 
 def inputs(tmp_path, text, skip_unknown=(), name="operative_config.gin"):
     (tmp_path / name).write_text(text)
-    return mtf_gin.GinInputs(
+    return GinInputs(
         "a_model_dir",
         (str(tmp_path / name),),
         (MIXTURE, "run.train_steps = 20"),
@@ -23,7 +24,7 @@ def inputs(tmp_path, text, skip_unknown=(), name="operative_config.gin"):
 
 
 def test_t5_1_0s_switches_mean_the_legacy_sublayers_with_their_rate_and_names(tmp_path):
-    config, _ = mtf_gin.load(inputs(tmp_path, files.T5_1_0, files.T5_1_0_DEPRECATED))
+    config, _ = dialect.load(inputs(tmp_path, files.T5_1_0, files.T5_1_0_DEPRECATED))
     model = config.model
     assert (model.d_model, model.d_ff, model.num_heads, model.d_kv) == (64, 96, 4, 16)
     assert model.dropout_rate == 0.1 and model.norm_names == "layer_norm"
@@ -36,7 +37,7 @@ def test_t5_1_0s_switches_mean_the_legacy_sublayers_with_their_rate_and_names(tm
 
 
 def test_t5_1_1s_sublayers_spelled_out_mean_todays(tmp_path):
-    config, _ = mtf_gin.load(inputs(tmp_path, files.T5_1_1))
+    config, _ = dialect.load(inputs(tmp_path, files.T5_1_1))
     assert config.model.norm_names == "rms_norm" and config.model.dropout_rate == 0.0
     assert config.model.activations == ("gelu", "linear")
     # Eight cores share a batch of 8 rows: one row each, which needs no microbatches.
@@ -56,7 +57,7 @@ def test_gin_holds_the_same_after_t5s_own_command_has_parsed_it(tmp_path, monkey
 
     if fork:
         text += files.FORK.splitlines()[1] + "\n"
-    ours = mtf_gin.parse(inputs(tmp_path, text, skip_unknown=fork or files.T5_1_0_DEPRECATED))
+    ours = parse(inputs(tmp_path, text, skip_unknown=fork or files.T5_1_0_DEPRECATED))
     mine = dict(gin.config._CONFIG)
     gin.clear_config()
     seen = {}
@@ -98,14 +99,14 @@ def readable(config):
 def test_a_forks_names_fail_unless_they_are_given_as_deprecated_or_all_are_skipped(tmp_path):
     known = files.T5_1_1 + "our_own_loss.margin = 0.5\n"
     with pytest.raises(ValueError, match="our_own_loss"):
-        mtf_gin.load(inputs(tmp_path, known))
-    named, _ = mtf_gin.load(inputs(tmp_path, known, skip_unknown=("our_own_loss",)))
-    skipped, _ = mtf_gin.load(inputs(tmp_path, known, skip_unknown=True))
-    plain, _ = mtf_gin.load(inputs(tmp_path, files.T5_1_1))
+        dialect.load(inputs(tmp_path, known))
+    named, _ = dialect.load(inputs(tmp_path, known, skip_unknown=("our_own_loss",)))
+    skipped, _ = dialect.load(inputs(tmp_path, known, skip_unknown=True))
+    plain, _ = dialect.load(inputs(tmp_path, files.T5_1_1))
     assert named == skipped == plain
 
 
 def test_an_unknown_argument_of_a_known_function_fails_even_then(tmp_path):
     """gin skips unknown functions, not unknown arguments; so does t5_mesh_transformer."""
     with pytest.raises(ValueError, match="our_own_summary_steps"):
-        mtf_gin.load(inputs(tmp_path, files.T5_1_1 + files.FORK, skip_unknown=True))
+        dialect.load(inputs(tmp_path, files.T5_1_1 + files.FORK, skip_unknown=True))

@@ -10,7 +10,9 @@ import flax.traverse_util
 import jax
 import pytest
 
-from t0repro.config.mtf import gin_files as mtf_gin
+from t0repro.config.mtf import dialect
+from t0repro.config.mtf.parser import GinInputs
+from t0repro.config.mtf.reader import KNOWN_BINDINGS
 from t0repro.errors import UserError
 from t0repro.model.t5 import T5, initial_parameters
 from t0repro.parameters import layout
@@ -47,13 +49,13 @@ FAMILY = [name for name in shipped() if name not in OTHER_FAMILIES]
 
 def load(name: str, *params: str):
     """The RunConfig of the demo's data with a model gin."""
-    inputs = mtf_gin.GinInputs(
+    inputs = GinInputs(
         "a_model_dir",
         ("dataset.gin", f"models/{name}.gin"),
         ("MIXTURE_NAME = 'demo_train'", "utils.run.mesh_shape = []", *params),
         module_imports=("t0repro.tasks.demo",),
     )
-    return mtf_gin.load(inputs)[0]
+    return dialect.load(inputs)[0]
 
 
 def mesh(folder: Path, vocabulary: int, more: str, slots: bool) -> dict:
@@ -110,7 +112,7 @@ def test_so_it_has_in_every_layer(tmp_path):
 def test_everything_that_a_training_graph_consults_is_known_to_the_reader(shallow):
     consulted = {selector for result in shallow.values() for selector in result["consulted"]}
     assert len(consulted) > 20
-    assert consulted - set(mtf_gin._KNOWN) == {"gin.macro"}
+    assert consulted - set(KNOWN_BINDINGS) == {"gin.macro"}
 
 
 @pytest.mark.parametrize("name", OTHER_FAMILIES)

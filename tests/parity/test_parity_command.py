@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from t0repro.config.mtf.gin_files import GinInputs
+from t0repro.config.mtf.parser import GinInputs
 from t0repro.errors import UserError
 from t0repro.parity import inject, report, run
 from t0repro.parity.mesh_jobs import load_batches, read_result

@@ -5,7 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from t0repro.config.mtf import gin_files as mtf_gin
+from t0repro.config.mtf import dialect
+from t0repro.config.mtf.parser import GinInputs
 from t0repro.config.run_config import AdamWeightDecayConfig
 from t0repro.parameters import layout
 from t0repro.parity.jax_run import run_jax
@@ -97,7 +98,7 @@ def batches(variant):
 
 
 def inputs(variant):
-    return mtf_gin.GinInputs(
+    return GinInputs(
         "a_model_dir",
         ("dataset.gin", f"models/{variant.gin}.gin"),
         (*PARAMS, *variant.params),
@@ -138,7 +139,7 @@ def read_tree(prefix, model):
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
 def test_losses_and_the_state_after_a_step_agree_with_mesh_tensorflow(mesh, variant):
-    config, _ = mtf_gin.load(inputs(variant))
+    config, _ = dialect.load(inputs(variant))
     theirs = mesh[variant.name]
     start = read_tree(theirs.checkpoint(0), config.model)
     ours = run_jax(config, batches(variant), start, snapshots=(1,))

@@ -30,7 +30,7 @@ _STRINGS = f"{_UTILS}.score_from_strings"
 _DATASET = f"{_UTILS}.score_from_dataset"
 _ITERATOR = f"{_UTILS}.get_checkpoint_iterator"
 
-# For mtf_gin: configurables of these modes, with the arguments that are read here or that the
+# For the reader: configurables of these modes, with the arguments that are read here or that the
 # caller passes in any case. Any other may only be bound to its default.
 KNOWN_BINDINGS: Mapping[str, Any] = {
     DECODE: {

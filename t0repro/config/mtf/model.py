@@ -47,7 +47,7 @@ _SUBLAYERS = {
     },
 }  # fmt: skip
 
-# For mtf_gin: configurables that make up the model, with the arguments read here.
+# For the reader: configurables that make up the model, with the arguments read here.
 KNOWN_BINDINGS: Mapping[str, Any] = {
     _UNITRANSFORMER: {
         "d_model", "max_length", "shared_embedding_and_softmax_weights", "label_smoothing",

@@ -17,7 +17,8 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from t0repro.config.mtf import gin_files as mtf_gin
+from t0repro.config.mtf import parser
+from t0repro.config.mtf.parser import GinInputs
 from t0repro.config.provenance import Bindings, record_bindings
 from t0repro.errors import UserError
 
@@ -58,7 +59,7 @@ class FoundCheckpoint(Protocol):
 FindCheckpoint = Callable[[str, int | None], FoundCheckpoint]
 
 
-def parse(inputs: mtf_gin.GinInputs, flags: Any, find_checkpoint: FindCheckpoint) -> Bindings:
+def parse(inputs: GinInputs, flags: Any, find_checkpoint: FindCheckpoint) -> Bindings:
     """Fills gin's global configuration with what the flags of the Model API mean.
 
     Args:
@@ -73,7 +74,7 @@ def parse(inputs: mtf_gin.GinInputs, flags: Any, find_checkpoint: FindCheckpoint
 
     check_mode(flags)
     steps = checkpoint_steps(flags)
-    places = dict(mtf_gin.parse(inputs).places)
+    places = dict(parser.parse(inputs).places)
     with gin.unlock_config():
         with record_bindings() as read:
             _read_operative_config(flags)

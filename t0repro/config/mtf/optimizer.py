@@ -39,7 +39,7 @@ _ADAFACTOR_FIELDS = (
 )  # fmt: skip
 _ADAM_FIELDS = ("weight_decay_rate", "beta_1", "beta_2", "epsilon")
 
-# For mtf_gin. A binding of learning_rate changes nothing: the run passes its own.
+# For the reader. A binding of learning_rate changes nothing: the run passes its own.
 KNOWN_BINDINGS: Mapping[str, Any] = {
     _ADAFACTOR: {
         *_ADAFACTOR_FIELDS, "decay_rate", "exclude_from_parameter_scale", "stacked_dim_names",

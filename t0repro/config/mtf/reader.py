@@ -1,26 +1,18 @@
-"""The Mesh TensorFlow dialect: gin files and --gin_param overrides -> RunConfig.
-
-gin, Mesh TensorFlow and t5 do the parsing, so that a typo fails here in the words in which it fails
-there. The RunConfig is then read off what gin configured (the arguments of `utils.run`, the model
-that `build_model` makes, the optimizer class, the schedule function), not off the text. A binding
-that would change a Mesh TensorFlow run but that the JAX stack does not know is an error that names
-the binding and its place; none is ignored.
-"""
+"""Reads a RunConfig off what gin configured: objects and arguments, not the text."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
 import inspect
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from t0repro.config import cloud
 from t0repro.config.mtf import decoding as mtf_decoding
 from t0repro.config.mtf import model as mtf_model
 from t0repro.config.mtf import optimizer as mtf_optimizer
-from t0repro.config.provenance import Bindings, record_bindings
+from t0repro.config.mtf.parser import MESH_TRANSFORMER, UTILS
+from t0repro.config.provenance import Bindings
 from t0repro.config.run_config import (
     DTypePolicy,
     EvalDataConfig,
@@ -28,86 +20,6 @@ from t0repro.config.run_config import (
     TrainDataConfig,
 )
 from t0repro.errors import UserError
-
-_UTILS = "mesh_tensorflow.transformer.utils"
-_MESH_TRANSFORMER = "t5.models.mesh_transformer"
-
-
-@dataclasses.dataclass(frozen=True)
-class GinInputs:
-    """What the command line of t5_mesh_transformer says about gin.
-
-    Attributes:
-      skip_unknown: True to ignore every unknown configurable, or the names of those to ignore
-        beside t5's own list of deprecated references.
-    """
-
-    model_dir: str
-    gin_files: Sequence[str] = ()
-    gin_params: Sequence[str] = ()
-    location_prefixes: Sequence[str] = ()
-    module_imports: Sequence[str] = ()
-    cache_dirs: Sequence[str] = ()
-    skip_unknown: bool | Sequence[str] = ()
-
-
-def load(inputs: GinInputs, *, float32_activations: bool = True) -> tuple[RunConfig, Bindings]:
-    """Parses the gin inputs as t5_mesh_transformer does and reads the RunConfig off them.
-
-    Args:
-      inputs: files, overrides and search paths.
-      float32_activations: compute in float32 whatever gin says, which is what t5_mesh_transformer
-        does without --tpu. False follows get_variable_dtype.
-
-    Raises:
-      UserError: for a binding that the JAX stack does not support, or a mixture that is unknown.
-      ValueError, TypeError, SyntaxError: gin's own errors, with the file and line.
-    """
-    bindings = parse(inputs)
-    return read(inputs.model_dir, bindings, float32_activations=float32_activations), bindings
-
-
-def parse(inputs: GinInputs) -> Bindings:
-    """Fills gin's global configuration from the inputs, in mesh_transformer_main's order."""
-    import gin
-    from t0repro.mesh import compat
-
-    compat.install()
-    mesh_transformer = importlib.import_module(_MESH_TRANSFORMER)
-    utils = importlib.import_module(_UTILS)
-    seqio = importlib.import_module("seqio")
-    for module in inputs.module_imports:
-        importlib.import_module(module)
-
-    skip: Any = inputs.skip_unknown
-    if skip is not True:
-        skip = (*mesh_transformer.DEPRECATED_GIN_REFERENCES, *(skip or ()))
-    gin.clear_config()
-    own_gin_files = os.path.dirname(str(importlib.import_module("t0repro.gin").__file__))
-    for prefix in (_folder(mesh_transformer, "gin"), own_gin_files, *inputs.location_prefixes):
-        gin.add_config_file_search_path(prefix)
-    cloud.guard_gin()
-    for cache_dir in inputs.cache_dirs:
-        cloud.check_address(cache_dir, "--additional_task_cache_dirs")
-    with record_bindings() as bindings:
-        gin.parse_config_file(
-            os.path.join(_folder(utils, "gin"), "defaults.gin"), skip_unknown=skip
-        )
-        gin.parse_config_files_and_bindings(
-            list(inputs.gin_files),
-            list(inputs.gin_params),
-            skip_unknown=skip,
-            finalize_config=False,
-        )
-    # Released operative configs bind functions that are gone as the vocabulary; t5 overrides it.
-    gin.bind_parameter("run.vocabulary", mesh_transformer.get_vocabulary())
-    gin.finalize()
-    seqio.add_global_cache_dirs(list(inputs.cache_dirs))
-    return bindings
-
-
-def _folder(module: Any, name: str) -> str:
-    return os.path.join(os.path.dirname(module.__file__), name)
 
 
 def read(model_dir: str, bindings: Bindings, *, float32_activations: bool = True) -> RunConfig:
@@ -122,8 +34,8 @@ def read(model_dir: str, bindings: Bindings, *, float32_activations: bool = True
 # Configurables that a run on the JAX stack reads, with the arguments that it knows. Any other
 # argument of these may only be bound to its default. `...` admits every argument, because the real
 # function is called or because the value has no effect on what is computed.
-_KNOWN: Mapping[str, Any] = {
-    f"{_UTILS}.run": {
+KNOWN_BINDINGS: Mapping[str, Any] = {
+    f"{UTILS}.run": {
         "vocabulary", "train_dataset_fn", "eval_dataset_fn", "dataset_split", "autostack",
         "eval_checkpoint_step", "export_checkpoint_step", "export_path", "mode",
         "iterations_per_loop", "save_checkpoints_steps", "keep_checkpoint_max", "eval_summary_dir",
@@ -133,24 +45,24 @@ _KNOWN: Mapping[str, Any] = {
         "variable_filter", "skip_seen_data", "seen_data_init_step", "checkpoint_input_pipeline",
         "tpu_job_name", "tpu", "gcp_project", "tpu_zone", "model_dir",
     },
-    f"{_UTILS}.get_variable_dtype": ...,
-    f"{_UTILS}.serialize_num_microbatches": ...,
-    f"{_UTILS}.auto_train_steps": ...,
-    f"{_UTILS}.tpu_mesh_shape": ...,
-    f"{_UTILS}.tpu_estimator_model_fn": {
+    f"{UTILS}.get_variable_dtype": ...,
+    f"{UTILS}.serialize_num_microbatches": ...,
+    f"{UTILS}.auto_train_steps": ...,
+    f"{UTILS}.tpu_mesh_shape": ...,
+    f"{UTILS}.tpu_estimator_model_fn": {
         "model_info_file", "tpu_summaries", "init_variable_filter", "hierarchical_tiling_spec",
     },
-    f"{_UTILS}.score_with_estimator": set(),
-    f"{_UTILS}.init_checkpoint_variable_mapping": set(),
-    f"{_UTILS}.should_load_variable": set(),
-    f"{_MESH_TRANSFORMER}.mesh_train_dataset_fn": {
+    f"{UTILS}.score_with_estimator": set(),
+    f"{UTILS}.init_checkpoint_variable_mapping": set(),
+    f"{UTILS}.should_load_variable": set(),
+    f"{MESH_TRANSFORMER}.mesh_train_dataset_fn": {
         "mixture_or_task_name", "use_cached", "pack", "shuffle", "seed",
     },
-    f"{_MESH_TRANSFORMER}.mesh_eval_dataset_fn": {
+    f"{MESH_TRANSFORMER}.mesh_eval_dataset_fn": {
         "mixture_or_task_name", "use_cached", "pack", "num_eval_examples", "shuffle_eval_examples",
         "seed",
     },
-    f"{_MESH_TRANSFORMER}.get_vocabulary": ...,
+    f"{MESH_TRANSFORMER}.get_vocabulary": ...,
     "mesh_tensorflow.transformer.dataset.pack_dataset": set(),
     "mesh_tensorflow.layers.unit_scaling_convention": set(),
     "mesh_tensorflow.layers.VarianceScalingInitializer": set(),
@@ -167,20 +79,20 @@ class _Reader:
     def __init__(self, bindings: Bindings, float32_activations: bool):
         self._bindings = bindings
         self._float32 = float32_activations
-        self._utils = importlib.import_module(_UTILS)
+        self._utils = importlib.import_module(UTILS)
         self._provenance: dict[str, str] = {}
         self._run = self._run_arguments()
 
     def _run_arguments(self) -> dict[str, Any]:
         """The arguments of `utils.run`, with what gin calls for them, as for its mesh_shape."""
         try:
-            return self._arguments(f"{_UTILS}.run", self._utils.run)
+            return self._arguments(f"{UTILS}.run", self._utils.run)
         except RuntimeError as error:
             if "tpu_mesh_shape" not in str(error):
                 raise
             raise UserError(
                 f"{str(error).splitlines()[0]}.",
-                where=self._bindings.find((), f"{_UTILS}.run", "mesh_shape"),
+                where=self._bindings.find((), f"{UTILS}.run", "mesh_shape"),
                 fix='Add --gin_param="utils.run.mesh_shape = []"; or, to count a TPU\'s replicas,'
                 " --gin_param=\"utils.tpu_mesh_shape.tpu_topology = 'v3-8'\".",
             ) from error
@@ -211,7 +123,7 @@ class _Reader:
             "num_microbatches": self._num_microbatches(batch_size, sequence_length),
             "train_steps": train_steps,
             "eval_checkpoint_step": _hashable(run["eval_checkpoint_step"]),
-            "scores_filename": self._argument(f"{_UTILS}.save_scores", "scores_filename"),
+            "scores_filename": self._argument(f"{UTILS}.save_scores", "scores_filename"),
             "vocabulary": _vocabulary_path(run["vocabulary"]),
         }
         for name in (
@@ -221,9 +133,9 @@ class _Reader:
             fields[name] = run[name]
         for name in fields:
             if name in run:
-                self._note(name, f"{_UTILS}.run", name)
+                self._note(name, f"{UTILS}.run", name)
         fields["init_variable_filter"] = (
-            self._argument(f"{_UTILS}.tpu_estimator_model_fn", "init_variable_filter") or ""
+            self._argument(f"{UTILS}.tpu_estimator_model_fn", "init_variable_filter") or ""
         )
         return RunConfig(**fields, provenance=dict(sorted(self._provenance.items())))
 
@@ -251,7 +163,7 @@ class _Reader:
         place = self._bindings.find(scopes, selector, argument)
         self._provenance[field] = place or f"default of {selector.rpartition('.')[2]}.{argument}"
 
-    def _refuse(self, argument: str, what: str, selector: str = f"{_UTILS}.run") -> NoReturn:
+    def _refuse(self, argument: str, what: str, selector: str = f"{UTILS}.run") -> NoReturn:
         place = self._bindings.find(("decoder",), selector, argument)
         raise UserError(
             f"The JAX stack does not support {what} ({selector.rpartition('.')[2]}.{argument}).",
@@ -264,7 +176,7 @@ class _Reader:
         import gin.config
 
         for (scope, selector), arguments in gin.config._CONFIG.items():
-            known = _KNOWN.get(selector)
+            known = KNOWN_BINDINGS.get(selector)
             if known is None or known is ...:
                 continue
             configurable = gin.config._REGISTRY[selector]
@@ -288,13 +200,13 @@ class _Reader:
         if mode == "train" and run["dataset_split"] != "train":
             raise UserError(
                 f"run.mode is 'train', and run.dataset_split is {run['dataset_split']!r}.",
-                where=self._bindings.find((), f"{_UTILS}.run", "dataset_split"),
+                where=self._bindings.find((), f"{UTILS}.run", "dataset_split"),
                 fix="Training reads the split 'train'; remove the binding.",
             )
         if run["sequence_length"] is None and mode not in ("eval", "score_eval"):
             raise UserError(
                 f"run.sequence_length is None, and mode {mode!r} needs one.",
-                where=self._bindings.find((), f"{_UTILS}.run", "sequence_length"),
+                where=self._bindings.find((), f"{UTILS}.run", "sequence_length"),
                 fix="Bind run.sequence_length = {'inputs': N, 'targets': N}.",
             )
 
@@ -305,7 +217,7 @@ class _Reader:
         if sequence_length is None:
             raise UserError(
                 "run.train_steps counts tokens, and run.sequence_length is None.",
-                where=self._bindings.find((), f"{_UTILS}.run", "train_steps"),
+                where=self._bindings.find((), f"{UTILS}.run", "train_steps"),
                 fix="Bind run.train_steps to a number.",
             )
         return steps(batch_size, sequence_length)
@@ -321,7 +233,7 @@ class _Reader:
         if sequence_length is None and size[0].startswith("tokens"):
             raise UserError(
                 f"run.batch_size = {tuple(size)!r} counts tokens, and run.sequence_length is None.",
-                where=self._bindings.find((), f"{_UTILS}.run", "batch_size"),
+                where=self._bindings.find((), f"{UTILS}.run", "batch_size"),
                 fix="Bind run.batch_size to a number or to ('sequences_per_batch', N).",
             )
         return self._utils.compute_batch_size(
@@ -329,7 +241,7 @@ class _Reader:
         )
 
     def _num_microbatches(self, batch_size: int, sequence_length: Mapping[str, int] | None) -> int:
-        selector = f"{_UTILS}.serialize_num_microbatches"
+        selector = f"{UTILS}.serialize_num_microbatches"
         self._note("num_microbatches", selector, "tokens_per_microbatch_per_replica")
         if sequence_length is None or self._run["mode"] != "train":
             return 1
@@ -358,7 +270,7 @@ class _Reader:
         return mtf_model.read_model(model, model_type, self._bindings)
 
     def _dtypes(self) -> DTypePolicy:
-        selector = f"{_UTILS}.get_variable_dtype"
+        selector = f"{UTILS}.get_variable_dtype"
         arguments = self._arguments(selector, self._utils.get_variable_dtype)
         names = {}
         for field in ("master", "slice", "activation"):
@@ -391,7 +303,7 @@ class _Reader:
 
     def _data_resumption(self) -> dict[str, Any]:
         """Where a resumed run's data go on; skip_seen_data is None where nothing binds it."""
-        selector, run = f"{_UTILS}.run", self._run
+        selector, run = f"{UTILS}.run", self._run
         names = ("skip_seen_data", "seen_data_init_step", "checkpoint_input_pipeline")
         for name in names:
             self._note(f"train_data.{name}", selector, name)
@@ -414,20 +326,20 @@ class _Reader:
         if function.__name__ != "mesh_eval_dataset_fn":
             self._refuse("eval_dataset_fn", f"the dataset function {function.__name__}")
         arguments = self._dataset_arguments("eval_data", function)
-        self._note("eval_data.split", f"{_UTILS}.run", "dataset_split")
+        self._note("eval_data.split", f"{UTILS}.run", "dataset_split")
         return EvalDataConfig(
             split=self._run["dataset_split"], **_select(arguments, EvalDataConfig)
         )
 
     def _dataset_arguments(self, field: str, function: Any) -> dict[str, Any]:
-        selector = f"{_MESH_TRANSFORMER}.{function.__name__}"
+        selector = f"{MESH_TRANSFORMER}.{function.__name__}"
         arguments = self._arguments(selector, function)
         if "mixture_or_task_name" not in arguments:
             raise UserError(
                 f"{function.__name__}.mixture_or_task_name is not bound.",
                 fix="Add --gin_file=dataset.gin and --gin_param=\"MIXTURE_NAME = 'NAME'\".",
             )
-        for argument in _KNOWN[selector]:
+        for argument in KNOWN_BINDINGS[selector]:
             self._note(f"{field}.{argument}", selector, argument)
         return arguments
 

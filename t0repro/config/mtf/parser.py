@@ -1,0 +1,76 @@
+"""Parses gin files and --gin_param overrides as t5_mesh_transformer does, into gin's own state."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from t0repro.config import cloud
+from t0repro.config.provenance import Bindings, record_bindings
+
+UTILS = "mesh_tensorflow.transformer.utils"
+MESH_TRANSFORMER = "t5.models.mesh_transformer"
+
+
+@dataclasses.dataclass(frozen=True)
+class GinInputs:
+    """What the command line of t5_mesh_transformer says about gin.
+
+    Attributes:
+      skip_unknown: True to ignore every unknown configurable, or the names of those to ignore
+        beside t5's own list of deprecated references.
+    """
+
+    model_dir: str
+    gin_files: Sequence[str] = ()
+    gin_params: Sequence[str] = ()
+    location_prefixes: Sequence[str] = ()
+    module_imports: Sequence[str] = ()
+    cache_dirs: Sequence[str] = ()
+    skip_unknown: bool | Sequence[str] = ()
+
+
+def parse(inputs: GinInputs) -> Bindings:
+    """Fills gin's global configuration from the inputs, in mesh_transformer_main's order."""
+    import gin
+    from t0repro.mesh import compat
+
+    compat.install()
+    mesh_transformer = importlib.import_module(MESH_TRANSFORMER)
+    utils = importlib.import_module(UTILS)
+    seqio = importlib.import_module("seqio")
+    for module in inputs.module_imports:
+        importlib.import_module(module)
+
+    skip: Any = inputs.skip_unknown
+    if skip is not True:
+        skip = (*mesh_transformer.DEPRECATED_GIN_REFERENCES, *(skip or ()))
+    gin.clear_config()
+    own_gin_files = os.path.dirname(str(importlib.import_module("t0repro.gin").__file__))
+    for prefix in (_folder(mesh_transformer, "gin"), own_gin_files, *inputs.location_prefixes):
+        gin.add_config_file_search_path(prefix)
+    cloud.guard_gin()
+    for cache_dir in inputs.cache_dirs:
+        cloud.check_address(cache_dir, "--additional_task_cache_dirs")
+    with record_bindings() as bindings:
+        gin.parse_config_file(
+            os.path.join(_folder(utils, "gin"), "defaults.gin"), skip_unknown=skip
+        )
+        gin.parse_config_files_and_bindings(
+            list(inputs.gin_files),
+            list(inputs.gin_params),
+            skip_unknown=skip,
+            finalize_config=False,
+        )
+    # Released operative configs bind functions that are gone as the vocabulary; t5 overrides it.
+    gin.bind_parameter("run.vocabulary", mesh_transformer.get_vocabulary())
+    gin.finalize()
+    seqio.add_global_cache_dirs(list(inputs.cache_dirs))
+    return bindings
+
+
+def _folder(module: Any, name: str) -> str:
+    return os.path.join(os.path.dirname(module.__file__), name)
