@@ -99,7 +99,7 @@ def rank_eval(
         at_hand=at_hand,
     )
     opened = open_checkpoint(checkpoint, step, settings.activation)
-    outcome = evaluation.rank_eval(opened, mixture, out, prompts, settings)
+    outcome = evaluation.rank_eval(opened, mixture, out, settings)
     report, paths = write_results(
         outcome,
         opened.step,

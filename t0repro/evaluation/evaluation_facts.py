@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import json
 import os
+import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,26 @@ from typing import Any
 from t0repro.evaluation.opened import Checkpoint
 from t0repro.evaluation.records import digest_of_texts, read_records
 from t0repro.files import write_atomically
-from t0repro.reports.provenance import EVALUATION_FACTS, package_versions
+
+# An evaluation may leave what only it knows beside its outputs: a JSON object with any of
+# checkpoint, checkpoint_hash, device, duration_seconds, energy_joules, energy_source, versions,
+# templates_hash, data_revision and data.
+EVALUATION_FACTS = "provenance.json"
+
+_PACKAGES = (
+    "t0repro",
+    "jax",
+    "jaxlib",
+    "flax",
+    "numpy",
+    "orbax-checkpoint",
+    "tensorflow",
+    "mesh-tensorflow",
+    "t5",
+    "seqio",
+    "promptsource",
+    "sentencepiece",
+)
 
 
 def write_facts(
@@ -51,6 +72,17 @@ def operative_config(mixture: str, checkpoint: Checkpoint, settings: Any) -> str
     if training is not None:
         lines += ["", "# The training's operative_config.gin", training.rstrip()]
     return "\n".join(lines) + "\n"
+
+
+def package_versions() -> dict[str, str]:
+    """Versions of Python and of the packages that decide the numbers, those that are installed."""
+    versions = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
 
 
 def _facts(checkpoint: Checkpoint, used: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

@@ -32,7 +32,6 @@ from t0repro.evaluation.evaluation_facts import write_facts
 from t0repro.evaluation.journal import Journal
 from t0repro.evaluation.opened import Checkpoint
 from t0repro.evaluation.rank_run import RankRun
-from t0repro.reports.summary import PromptInfo
 
 CONTENT_FREE = "N/A"
 """The input of contextual calibration (Zhao et al. 2021, arXiv 2102.09690)."""
@@ -113,7 +112,6 @@ def rank_eval(
     checkpoint: Checkpoint,
     mixture: str,
     out: str | os.PathLike[str],
-    prompts: Mapping[str, PromptInfo],
     settings: Settings,
     say: Say = print_to_stderr,
 ) -> Outcome:
@@ -123,7 +121,6 @@ def rank_eval(
       checkpoint: of `opened.open_checkpoint`.
       mixture: a registered mixture or task.
       out: the folder of the results.
-      prompts: task name -> its prompt.
       settings: what to evaluate.
       say: is told what a person should know while it runs.
 
@@ -149,7 +146,7 @@ def rank_eval(
         say(f"Left out: {reasons_in_words(selected.left_out)}.")
     rows = checkpoint.model.config.vocab_size
     vocabulary = check_vocabulary(names, rows, checkpoint.path)
-    evaluation = _Evaluation(checkpoint, Path(out), prompts, settings, generated)
+    evaluation = _Evaluation(checkpoint, Path(out), settings, generated)
     finished = evaluation.finished(names)
     if finished:
         say(f"{len(finished)} of {len(names)} tasks are finished already.")
@@ -243,11 +240,10 @@ class _Evaluation:
         self,
         checkpoint: Checkpoint,
         out: Path,
-        prompts: Mapping[str, PromptInfo],
         settings: Settings,
         generated: Sequence[str],
     ):
-        self.checkpoint, self.out, self.prompts = checkpoint, out, prompts
+        self.checkpoint, self.out = checkpoint, out
         self.settings, self.generated = settings, frozenset(generated)
         self.folder = out / f"{settings.split}_eval"
 
@@ -260,8 +256,9 @@ class _Evaluation:
     def key(self, name: str) -> dict[str, Any]:
         """What a task's results depend on."""
         from t0repro.evaluation.rank_tasks import data_origin, vocabulary_digest
+        from t0repro.tasks.task import prompted_tasks
 
-        settings, prompt = self.settings, self.prompts.get(name)
+        settings, prompt = self.settings, prompted_tasks().get(name)
         generates = name in self.generated
         code = code_version.generation_digest() if generates else code_version.scoring_digest()
         return {

@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 
 from t0repro.data.batches import EvalTask
-from t0repro.errors import UserError
+from t0repro.errors import UserError, nearest_names
 from t0repro.evaluation.records import digest_of_texts
-from t0repro.reports.training_tasks import subtasks
 from t0repro.tasks.prompted_examples import prompted_examples
 from t0repro.tasks.task import task_descriptions
 
@@ -35,6 +34,29 @@ class Selection:
     ranked: tuple[str, ...]
     generated: tuple[str, ...]
     left_out: dict[str, str]
+
+
+def subtasks(mixture: str, option: str) -> Sequence[Any]:
+    """The seqio tasks of a registered mixture or task.
+
+    Args:
+      mixture: its name.
+      option: of the command line, that named it.
+
+    Raises:
+      UserError: if it is not registered; the nearest names are listed.
+    """
+    import seqio
+
+    try:
+        return seqio.get_subtasks(seqio.get_mixture_or_task(mixture))
+    except ValueError as error:
+        known = [*seqio.MixtureRegistry.names(), *seqio.TaskRegistry.names()]
+        raise UserError(
+            f"There is no mixture or task {mixture!r}.",
+            where=option,
+            fix=f"Nearest names: {nearest_names(mixture, known)}; or name its --module-import.",
+        ) from error
 
 
 def select_tasks(

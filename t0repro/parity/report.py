@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from t0repro.evaluation.evaluation_facts import package_versions
 from t0repro.parity.findings import Finding
 from t0repro.parity.plots import error_plot, losses_plot
 from t0repro.parity.run import Job, Parity, to_json
 from t0repro.reports import pages
-from t0repro.reports.provenance import git_commit, package_versions
+from t0repro.reports.provenance import git_commit
 
 # Kinds in the order of the computation, with what their section is called
 TITLES = {

@@ -3,35 +3,14 @@
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import json
 import os
-import platform
 import subprocess
 from pathlib import Path
 
 from t0repro.errors import UserError
+from t0repro.evaluation.evaluation_facts import EVALUATION_FACTS, package_versions
 from t0repro.reports.report import Provenance
-
-# An evaluation may leave what only it knows beside its outputs: a JSON object with any of
-# checkpoint, checkpoint_hash, device, duration_seconds, energy_joules, energy_source, versions,
-# templates_hash, data_revision and data.
-EVALUATION_FACTS = "provenance.json"
-
-_PACKAGES = (
-    "t0repro",
-    "jax",
-    "jaxlib",
-    "flax",
-    "numpy",
-    "orbax-checkpoint",
-    "tensorflow",
-    "mesh-tensorflow",
-    "t5",
-    "seqio",
-    "promptsource",
-    "sentencepiece",
-)
 
 
 def collect(
@@ -72,17 +51,6 @@ def collect(
         energy_source=facts.get("energy_source"),
         data=facts.get("data") or {},
     )
-
-
-def package_versions() -> dict[str, str]:
-    """Versions of Python and of the packages that decide the numbers, those that are installed."""
-    versions = {"python": platform.python_version()}
-    for name in _PACKAGES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions
 
 
 def git_commit() -> str | None:

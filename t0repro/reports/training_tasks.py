@@ -6,9 +6,7 @@ Only here does the evaluation meet SeqIO's registry, and only when a module or m
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
 
-from t0repro.errors import UserError, nearest_names
 from t0repro.reports.summary import PromptInfo, dataset_label
 
 
@@ -42,29 +40,6 @@ def training_tasks(mixtures: Sequence[str]) -> set[str]:
     for mixture in set(mixtures) - tasks:
         tasks |= set(tasks_of_mixture(mixture, "--train-mixture"))
     return tasks
-
-
-def subtasks(mixture: str, option: str) -> Sequence[Any]:
-    """The seqio tasks of a registered mixture or task.
-
-    Args:
-      mixture: its name.
-      option: of the command line, that named it.
-
-    Raises:
-      UserError: if it is not registered; the nearest names are listed.
-    """
-    import seqio
-
-    try:
-        return seqio.get_subtasks(seqio.get_mixture_or_task(mixture))
-    except ValueError as error:
-        known = [*seqio.MixtureRegistry.names(), *seqio.TaskRegistry.names()]
-        raise UserError(
-            f"There is no mixture or task {mixture!r}.",
-            where=option,
-            fix=f"Nearest names: {nearest_names(mixture, known)}; or name its --module-import.",
-        ) from error
 
 
 def training_datasets(tasks: Collection[str], prompts: Mapping[str, PromptInfo]) -> set[str]:

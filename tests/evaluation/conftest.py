@@ -14,7 +14,7 @@ def prompts():
         warnings.simplefilter("ignore")  # TensorFlow's and T5's own, at import
         from t0repro.reports.training_tasks import load_prompts
 
-        return load_prompts(["t0repro.tasks.demo"])
+        return load_prompts(["t0repro.tasks.demo"], into_seqio=True)
 
 
 @pytest.fixture(scope="session")

@@ -21,6 +21,7 @@ from t0repro.evaluation.rank_eval import Settings
 from t0repro.evaluation.records import read_records
 from t0repro.evaluation.scoring import score_batches
 from t0repro.reports import load_report
+from t0repro.tasks import task as registry
 
 from .small_model import save_model
 
@@ -29,18 +30,23 @@ SETTINGS = Settings(lengths={"inputs": 128, "targets": 32}, limit=3)
 COMMAND = "from t0repro.cli.app import main; main()"
 
 
-def evaluate(model_dir, out, prompts, settings=SETTINGS, mixture=MIXTURE, said=None):
+def evaluate(model_dir, out, settings=SETTINGS, mixture=MIXTURE, said=None):
     checkpoint = open_checkpoint(str(model_dir), None, settings.activation)
     say = (lambda text: None) if said is None else said.append
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # t5's metrics, of few examples
-        return rank_eval.rank_eval(checkpoint, mixture, out, prompts, settings, say)
+        return rank_eval.rank_eval(checkpoint, mixture, out, settings, say)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def demo_tasks(prompts):
+    """Registers the demo's tasks."""
 
 
 @pytest.fixture(scope="module")
-def evaluated(model_dir, prompts, tmp_path_factory):
+def evaluated(model_dir, tmp_path_factory):
     out = tmp_path_factory.mktemp("out")
-    return out, evaluate(model_dir, out, prompts)
+    return out, evaluate(model_dir, out)
 
 
 def test_every_task_has_files_that_agree_with_plain_scoring(evaluated, model_dir, prompts):
@@ -89,7 +95,7 @@ def test_finished_tasks_are_not_run_again(evaluated, model_dir, prompts, monkeyp
     out, outcome = evaluated
     monkeypatch.setattr(Engine, "_dispatch", None)  # nothing may be scored
     said = []
-    again = evaluate(model_dir, out, prompts, said=said)
+    again = evaluate(model_dir, out, said=said)
     assert again.finished == outcome.tasks and again.pairs == 0
     assert "9 of 9 tasks are finished already." in said
 
@@ -102,9 +108,11 @@ def test_a_task_is_finished_only_for_its_checkpoint_prompt_and_limit(
     checkpoint = open_checkpoint(str(model_dir), None, "float32")
 
     def finished(checkpoint=checkpoint, prompt=prompts[name], settings=SETTINGS):
-        known = {**prompts, name: prompt}
-        evaluation = rank_eval._Evaluation(checkpoint, out, known, settings, ())
-        return evaluation.finished([name]) == (name,)
+        description = registry.task_descriptions()[name]
+        with monkeypatch.context() as patch:
+            patch.setitem(registry._tasks, name, dataclasses.replace(description, prompt=prompt))
+            evaluation = rank_eval._Evaluation(checkpoint, out, settings, ())
+            return evaluation.finished([name]) == (name,)
 
     assert finished()
     other = open_checkpoint(str(save_model(tmp_path, seed=1)), None, "float32")
@@ -136,9 +144,9 @@ def test_after_a_failure_only_what_is_missing_is_scored(
 
     monkeypatch.setattr(Engine, "_dispatch", stops_at_the_third)
     with pytest.raises(KeyboardInterrupt):
-        evaluate(model_dir, tmp_path, prompts, settings)
+        evaluate(model_dir, tmp_path, settings)
     monkeypatch.setattr(Engine, "_dispatch", dispatch)
-    outcome = evaluate(model_dir, tmp_path, prompts, settings)
+    outcome = evaluate(model_dir, tmp_path, settings)
     assert 0 < outcome.scored < outcome.distinct
     for a, b in zip(read_task_scores(whole.folder), read_task_scores(outcome.folder), strict=True):
         assert (np.abs(a.score - b.score) / a.target_length).max() <= 1e-5
@@ -154,14 +162,14 @@ def test_memory_that_does_not_hold_a_batch_is_said(model_dir, prompts, tmp_path,
 
     monkeypatch.setattr(engine, "encode", small_device)
     said = []
-    outcome = evaluate(model_dir, tmp_path, prompts, said=said)
+    outcome = evaluate(model_dir, tmp_path, said=said)
     assert any(text.startswith("Out of memory with") for text in said)
     assert outcome.scored == outcome.distinct
 
 
 def test_calibration_scores_every_choice_after_a_content_free_input(model_dir, prompts, tmp_path):
     settings = dataclasses.replace(SETTINGS, calibrated=True)
-    outcome = evaluate(model_dir, tmp_path, prompts, settings, "demo_eval_score_eval")
+    outcome = evaluate(model_dir, tmp_path, settings, "demo_eval_score_eval")
     from t0repro.reports.make_report import make_report
 
     report = make_report(
@@ -188,7 +196,7 @@ def test_a_transformers_directory_gives_the_scores_of_the_checkpoint_it_was_made
     assert (tmp_path / "hf/model.safetensors").is_file() and (tmp_path / "hf/config.json").is_file()
     _, whole = evaluated
     task = whole.tasks[0]
-    outcome = evaluate(tmp_path / "hf", tmp_path / "out", prompts, mixture=task)
+    outcome = evaluate(tmp_path / "hf", tmp_path / "out", mixture=task)
     (expected,), (found,) = (
         read_task_scores(folder, tasks=[task]) for folder in (whole.folder, outcome.folder)
     )
@@ -219,25 +227,25 @@ def test_a_nan_score_stops_the_run_naming_task_example_and_step(prompts, tmp_pat
 
     model_dir = save_model(tmp_path / "model", step=9, spoil=spoil)
     with pytest.raises(UserError, match=r"demo_\w+_score_eval: the score of example \d+ at step 9"):
-        evaluate(model_dir, tmp_path / "out", prompts)
+        evaluate(model_dir, tmp_path / "out")
     assert not list((tmp_path / "out").rglob("*_predictions"))
 
 
 def test_a_checkpoint_of_another_vocabulary_is_refused(prompts, tmp_path):
     model_dir = save_model(tmp_path, vocabulary=256)
     with pytest.raises(UserError, match="a vocabulary of 256 and demo_ag_news"):
-        evaluate(model_dir, tmp_path / "out", prompts)
+        evaluate(model_dir, tmp_path / "out")
 
 
 def test_a_task_without_answer_choices_is_refused(model_dir, prompts, tmp_path):
     with pytest.raises(UserError, match="No answer choices to rank: demo_"):
-        evaluate(model_dir, tmp_path, prompts, mixture="demo_train")
+        evaluate(model_dir, tmp_path, mixture="demo_train")
 
 
 def test_a_split_that_is_not_there_is_refused(model_dir, prompts, tmp_path):
     settings = dataclasses.replace(SETTINGS, split="test")
     with pytest.raises(UserError, match=r"has a split 'test'"):
-        evaluate(model_dir, tmp_path, prompts, settings)
+        evaluate(model_dir, tmp_path, settings)
 
 
 def test_a_split_without_examples_is_refused_and_one_among_others_is_named(
@@ -261,10 +269,10 @@ def test_a_split_without_examples_is_refused_and_one_among_others_is_named(
     )
     empty = task.twin().name
     with pytest.raises(UserError, match=rf"The split 'validation' of '{empty}' has no examples"):
-        evaluate(model_dir, tmp_path / "out", prompts, mixture=empty)
+        evaluate(model_dir, tmp_path / "out", mixture=empty)
     other = "demo_ag_news_which_section_choices_score_eval"
     seqio.MixtureRegistry.add("with_an_empty_task", [empty, other], default_rate=1)
-    outcome = evaluate(model_dir, tmp_path / "out", prompts, mixture="with_an_empty_task")
+    outcome = evaluate(model_dir, tmp_path / "out", mixture="with_an_empty_task")
     assert outcome.empty == (empty,) and outcome.scored
 
 
@@ -285,19 +293,19 @@ def test_tasks_without_rows_here_are_an_error_or_left_out_and_named(model_dir, p
     absent, other = task.twin().name, "demo_ag_news_which_section_choices_score_eval"
     seqio.MixtureRegistry.add("with_a_task_without_rows", [absent, other], default_rate=1)
     with pytest.raises(UserError, match="copa"):
-        evaluate(model_dir, tmp_path / "out", prompts, mixture="with_a_task_without_rows")
+        evaluate(model_dir, tmp_path / "out", mixture="with_a_task_without_rows")
     settings, said = dataclasses.replace(SETTINGS, at_hand=True), []
     mixture = "with_a_task_without_rows"
-    outcome = evaluate(model_dir, tmp_path / "out", prompts, settings, mixture, said)
+    outcome = evaluate(model_dir, tmp_path / "out", settings, mixture, said)
     assert outcome.tasks == (other,)
     assert said[0] == f"Left out: 1 tasks ({absent}): rows not at hand."
     with pytest.raises(UserError, match="the rows of split 'validation' are at hand"):
-        evaluate(model_dir, tmp_path / "out", prompts, settings, absent)
+        evaluate(model_dir, tmp_path / "out", settings, absent)
 
 
 def test_a_mixture_that_is_not_registered_is_a_users_error(model_dir, prompts, tmp_path):
     with pytest.raises(UserError, match="There is no mixture or task 'demo_eval'"):
-        evaluate(model_dir, tmp_path, prompts, mixture="demo_eval")
+        evaluate(model_dir, tmp_path, mixture="demo_eval")
 
 
 # Command -----------------------------------------------------------------------------------------
