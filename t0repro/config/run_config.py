@@ -29,6 +29,9 @@ Mode = Literal[
 ]
 DType = Literal["float32", "bfloat16"]
 ModelType = Literal["bitransformer", "lm", "delimited_lm"]
+# Mesh TensorFlow's names, in which `gelu` is the tanh approximation. `gelu_exact` is the one with
+# the error function, which transformers calls "gelu"; `silu` is another name for `swish`.
+Activation = Literal["relu", "gelu", "gelu_exact", "swish", "silu", "sigmoid", "tanh", "linear"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,8 +43,7 @@ class ModelConfig:
       vocab_size: rows of the embedding, padded to a multiple of Mesh TensorFlow's vocab_divisor.
       activations: of the feed-forward layer; one name for T5 1.0 (`relu`), two for the gated form
         of T5 1.1 (`gelu`, `linear`), one kernel `wi_<n>` each.
-      logits_from_embedding: T5 1.0's tied softmax, scaled by d_model**-0.5; T5 1.1 has a kernel of
-        its own.
+      logits_from_embedding: T5 1.0's tied softmax; T5 1.1 has a separate kernel for logits.
       dropout_rate: of every dropout in the model; zero outside training.
       label_smoothing: mass spread evenly over the whole padded vocabulary, the target included.
       z_loss: coefficient of log(Z)**2, in training only.
@@ -54,6 +56,12 @@ class ModelConfig:
       shared_towers: the encoder has no parameters of its own but the decoder's (bi_v1_shared).
       recompute_grads: activations of a layer are not kept for the backward pass but computed again.
       norm_names: what Mesh TensorFlow's variables are called; `layer_norm` in T5 1.0's releases.
+      relative_attention_max_distance: distances from here on share a bucket of the position bias.
+      position_bias_per_layer: each layer has its own position bias, as in umT5; otherwise all
+        layers of a tower share one.
+      rms_norm_epsilon: added to the mean square in every layer norm.
+      scale_tied_logits: logits from the embedding are scaled by d_model**-0.5. False for the tied
+        mT5 and umT5 of transformers, which are not scaled.
     """
 
     num_encoder_layers: int
@@ -63,7 +71,7 @@ class ModelConfig:
     num_heads: int
     d_kv: int
     vocab_size: int
-    activations: tuple[str, ...]
+    activations: tuple[Activation, ...]
     logits_from_embedding: bool
     relative_attention_num_buckets: int
     dropout_rate: float
@@ -76,6 +84,10 @@ class ModelConfig:
     shared_towers: bool = False
     recompute_grads: bool = False
     norm_names: Literal["rms_norm", "layer_norm"] = "rms_norm"
+    relative_attention_max_distance: int = 128
+    position_bias_per_layer: bool = False
+    rms_norm_epsilon: float = 1e-6
+    scale_tied_logits: bool = True
 
     @property
     def decoder_only(self) -> bool:

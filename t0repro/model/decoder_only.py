@@ -56,13 +56,28 @@ class Layer(nn.Module):
     ) -> Float[Array, "batch length d_model"]:
         """Returns the residual stream after this layer."""
         dropout = Dropout(self.config.dropout_rate, -2)
-        y = RMSNorm(self.dtype, name="pre_self_attention_layer_norm")(x) * present
+        y = (
+            RMSNorm(self.dtype, self.config.rms_norm_epsilon, name="pre_self_attention_layer_norm")(
+                x
+            )
+            * present
+        )
+        if self.config.position_bias_per_layer:
+            bias = bias + _position_bias(self.config, self.dtype)(x.shape[1])
         attention = Attention(self.config, self.dtype, name="self_attention")
         y = attention(y, y, bias, deterministic=deterministic)
         x = x + dropout(y, deterministic=deterministic)
-        y = RMSNorm(self.dtype, name="pre_mlp_layer_norm")(x) * present
+        y = (
+            RMSNorm(self.dtype, self.config.rms_norm_epsilon, name="pre_mlp_layer_norm")(x)
+            * present
+        )
         y = MLP(self.config, self.dtype, name="mlp")(y, deterministic=deterministic)
         return x + dropout(y, deterministic=deterministic)
+
+
+def _position_bias(config: ModelConfig, dtype: jnp.dtype) -> RelativePositionBias:
+    """The position bias of the tower, or of the layer, that this is called in."""
+    return RelativePositionBias(config, dtype, config.input_full_attention, name="relpos_bias")
 
 
 class DecoderOnly(nn.Module):
@@ -88,11 +103,10 @@ class DecoderOnly(nn.Module):
         """
         config, length = self.config, targets.shape[1]
         dropout = Dropout(config.dropout_rate, -2)
-        embedder = Embedding(config.vocab_size, config.d_model, self.dtype, name="token_embedder")
-        relpos = RelativePositionBias(
-            config, self.dtype, config.input_full_attention, name="relpos_bias"
-        )
-        bias = relpos(length) + visibility_bias(_visible(config, targets))
+        embedder = Embedding(config, self.dtype, name="token_embedder")
+        bias = visibility_bias(_visible(config, targets))
+        if not config.position_bias_per_layer:
+            bias = _position_bias(config, self.dtype)(length) + bias
         present = jnp.ones((1, 1, 1), self.dtype)
         if segments is not None:
             bias = bias + segment_bias(segments, segments)
@@ -101,7 +115,7 @@ class DecoderOnly(nn.Module):
         for index in range(config.num_decoder_layers):
             layer = Layer(config, self.dtype, name=f"layers_{index}")
             x = recomputed(layer, deterministic)(x, bias, present)
-        x = RMSNorm(self.dtype, name="decoder_norm")(x)
+        x = RMSNorm(self.dtype, self.config.rms_norm_epsilon, name="decoder_norm")(x)
         x = dropout(x, deterministic=deterministic) * present
         if config.logits_from_embedding:
             return embedder.attend(x)

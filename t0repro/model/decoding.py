@@ -28,7 +28,6 @@ import numpy as np
 from t0repro.config.run_config import DecodingConfig
 from t0repro.model.layers import (
     INVISIBLE,
-    MAX_RELATIVE_DISTANCE,
     MLP,
     Attention,
     Dense,
@@ -115,12 +114,12 @@ class DecoderReads:
     Attributes:
       memory: keys and values of the encoder's outputs, by layer, [batch, heads, memory, d_kv].
       encoder_bias: 0 at inputs and -1e9 at padding: [batch, 1, 1, memory].
-      distance_bias: the bias of a key that lies so far back: [heads, distances].
+      distance_biases: of each decoder layer, the bias of a key so far back: [heads, distances].
     """
 
     memory: Memory
     encoder_bias: Float[Array, "batch 1 1 memory"]
-    distance_bias: Float[Array, "heads distances"]
+    distance_biases: tuple[Float[Array, "heads distances"], ...]
 
 
 def read_inputs(model: T5, params: Parameters, inputs: Int[Array, "batch memory"]) -> DecoderReads:
@@ -129,13 +128,21 @@ def read_inputs(model: T5, params: Parameters, inputs: Int[Array, "batch memory"
     encoded = model.apply({"params": params}, inputs, segments, method=T5.encode)
     assert isinstance(encoded, jax.Array)
     config = model.config
-    distances = np.arange(MAX_RELATIVE_DISTANCE + 1, dtype=np.int32)
-    bucket = relative_position_bucket(-distances, False, config.relative_attention_num_buckets)
-    values = params["decoder"]["relpos_bias"]["rel_embedding"]
+    furthest = config.relative_attention_max_distance
+    distances = np.arange(furthest + 1, dtype=np.int32)
+    bucket = relative_position_bucket(
+        -distances, False, config.relative_attention_num_buckets, furthest
+    )
+    dtype, decoder = jnp.dtype(model.dtypes.activation), params["decoder"]
+
+    def distance_bias(index: int) -> jax.Array:
+        owner = decoder[f"layers_{index}"] if config.position_bias_per_layer else decoder
+        return owner["relpos_bias"]["rel_embedding"].astype(dtype)[:, bucket]
+
     return DecoderReads(
         memory=cross_attention_memory(model, params, encoded),
         encoder_bias=segment_bias(jnp.ones((inputs.shape[0], 1), segments.dtype), segments),
-        distance_bias=values.astype(jnp.dtype(model.dtypes.activation))[:, bucket],
+        distance_biases=tuple(map(distance_bias, range(config.num_decoder_layers))),
     )
 
 
@@ -167,15 +174,15 @@ def decoder_step(
     config, dtype = model.config, jnp.dtype(model.dtypes.activation)
     decoder = params["decoder"]
     batch, beams = tokens.shape
-    bias = _causal_row(reads.distance_bias, position, cache[0].key.shape[2])
+    length = cache[0].key.shape[2]
 
     def norm(name: str, layer: Parameters, x: jax.Array) -> jax.Array:
-        return _applied(RMSNorm(dtype), layer[name], x)
+        return _applied(RMSNorm(dtype, config.rms_norm_epsilon), layer[name], x)
 
     def attend(name: str, layer: Parameters, *arguments: Any) -> jax.Array:
         return _applied(Attention(config, dtype), layer[name], *arguments, deterministic=True)
 
-    embed = Embedding(config.vocab_size, config.d_model, dtype)
+    embed = Embedding(config, dtype)
     x = _applied(embed, params["token_embedder"], tokens)  # [batch, beams, d_model]
     updated = []
     for index in range(config.num_decoder_layers):
@@ -188,6 +195,7 @@ def decoder_step(
             new,
         )
         updated.append(kept)
+        bias = _causal_row(reads.distance_biases[index], position, length)
         x = x + attend("self_attention", layer, y, kept, bias).reshape(x.shape)
         # The beams stand where a sequence's positions otherwise do: each reads the row's input.
         y = norm("pre_cross_attention_layer_norm", layer, x)
@@ -195,7 +203,7 @@ def decoder_step(
         x = x + attend("encoder_decoder_attention", layer, y, memory, encoder_bias)
         y = norm("pre_mlp_layer_norm", layer, x)
         x = x + _applied(MLP(config, dtype), layer["mlp"], y, deterministic=True)
-    x = _applied(RMSNorm(dtype), decoder["decoder_norm"], x)
+    x = norm("decoder_norm", decoder, x)
     if config.logits_from_embedding:
         logits = _applied(embed, params["token_embedder"], x, method=Embedding.attend)
     else:

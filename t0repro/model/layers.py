@@ -24,9 +24,6 @@ from t0repro.model.shapes import Array, Bool, Float, Int
 # What Mesh TensorFlow adds to the logits of positions that are not visible
 # (attention.visibility_mask_to_attention_bias).
 INVISIBLE = -1e9
-RMS_NORM_EPSILON = 1e-6
-# The distance from which on all positions share a bucket; no gin parameter of Mesh TensorFlow's.
-MAX_RELATIVE_DISTANCE = 128
 
 Initializer = Callable[..., jax.Array]
 Segments = Int[Array, "batch length"]
@@ -64,6 +61,7 @@ class RMSNorm(nn.Module):
     """
 
     dtype: jnp.dtype
+    epsilon: float = 1e-6
 
     @nn.compact
     def __call__(self, x: Float[Array, "*batch d_model"]) -> Float[Array, "*batch d_model"]:
@@ -71,19 +69,18 @@ class RMSNorm(nn.Module):
         scale = self.param("scale", nn.initializers.ones, (x.shape[-1],), jnp.float32)
         x = x.astype(jnp.float32)
         variance = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
-        return (x * jax.lax.rsqrt(variance + RMS_NORM_EPSILON) * scale).astype(self.dtype)
+        return (x * jax.lax.rsqrt(variance + self.epsilon) * scale).astype(self.dtype)
 
 
 class Embedding(nn.Module):
     """The vocabulary's vectors, [vocab_size, d_model], read as inputs and, in T5 1.0, as logits."""
 
-    vocab_size: int
-    d_model: int
+    config: ModelConfig
     dtype: jnp.dtype
 
     def setup(self) -> None:
         """Creates the table with standard deviation 1 (mtf.layers.embedding_weights)."""
-        shape = (self.vocab_size, self.d_model)
+        shape = (self.config.vocab_size, self.config.d_model)
         init = nn.initializers.normal(stddev=1.0)
         self.embedding = self.param("embedding", init, shape, jnp.float32)
 
@@ -96,8 +93,9 @@ class Embedding(nn.Module):
         return table.at[ids].get(mode="fill", fill_value=0, wrap_negative_indices=False)
 
     def attend(self, x: Float[Array, "batch length d_model"]) -> Float[Array, "batch length vocab"]:
-        """Float32 logits against the table; x is scaled by d_model**-0.5 before the product."""
-        x = x * jnp.asarray(self.d_model**-0.5, x.dtype)
+        """Float32 logits against the table; in T5, x is scaled by d_model**-0.5 before it."""
+        if self.config.scale_tied_logits:
+            x = x * jnp.asarray(self.config.d_model**-0.5, x.dtype)
         table = self.embedding.astype(self.dtype)
         return jnp.einsum("bld,vd->blv", x, table, preferred_element_type=jnp.float32)
 
@@ -246,7 +244,10 @@ def keys_and_values(
 
 
 class RelativePositionBias(nn.Module):
-    """One learned bias per head and bucket of relative position, shared by a tower's layers."""
+    """One learned bias per head and bucket of relative position.
+
+    A tower's layers share one, unless the model has `position_bias_per_layer`.
+    """
 
     config: ModelConfig
     dtype: jnp.dtype
@@ -255,14 +256,19 @@ class RelativePositionBias(nn.Module):
     @nn.compact
     def __call__(self, length: int) -> Float[Array, "1 heads length length"]:
         """The bias of each (query, key) pair of a sequence: [1, heads, length, length]."""
-        buckets = self.config.relative_attention_num_buckets
+        config = self.config
         # Mesh TensorFlow names no initializer, so TensorFlow's default applies: Glorot uniform.
         init = nn.initializers.glorot_uniform(in_axis=0, out_axis=1)
-        shape = (self.config.num_heads, buckets)
+        shape = (config.num_heads, config.relative_attention_num_buckets)
         values = self.param("rel_embedding", init, shape, jnp.float32).astype(self.dtype)
         position = np.arange(length, dtype=np.int32)
         offsets = position[None, :] - position[:, None]  # [query, key]
-        bucket = relative_position_bucket(offsets, self.bidirectional, buckets)
+        bucket = relative_position_bucket(
+            offsets,
+            self.bidirectional,
+            config.relative_attention_num_buckets,
+            config.relative_attention_max_distance,
+        )
         return values[:, bucket][None]
 
 
@@ -270,7 +276,7 @@ def relative_position_bucket(
     offset: np.ndarray,
     bidirectional: bool,
     num_buckets: int = 32,
-    max_distance: int = MAX_RELATIVE_DISTANCE,
+    max_distance: int = 128,
 ) -> np.ndarray:
     """Bucket of each relative position (key minus query): int32 in [0, num_buckets).
 
@@ -329,9 +335,10 @@ def visibility_bias(visible: Bool[Array, "*shape"]) -> Float[Array, "*shape"]:
 
 
 def activation(name: str) -> Callable[[jax.Array], jax.Array]:
-    """The activation that Mesh TensorFlow calls by this name.
+    """The activation of this name; see t0repro.config.run_config.Activation.
 
-    Its gelu is the tanh approximation (mesh_tensorflow.ops.gelu).
+    Mesh TensorFlow's gelu is the tanh approximation (mesh_tensorflow.ops.gelu), and so is T5X's;
+    transformers' "gelu" is the exact one, and its "gelu_new" is this gelu.
 
     Raises:
       KeyError: if the model has no such activation.
@@ -341,9 +348,11 @@ def activation(name: str) -> Callable[[jax.Array], jax.Array]:
 
 _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu": lambda x: jax.nn.gelu(x, approximate=True),
+    "gelu_exact": lambda x: jax.nn.gelu(x, approximate=False),
     "linear": lambda x: x,
     "relu": jax.nn.relu,
     "sigmoid": jax.nn.sigmoid,
+    "silu": jax.nn.silu,
     "swish": jax.nn.swish,
     "tanh": jnp.tanh,
 }

@@ -66,12 +66,20 @@ class EncoderLayer(nn.Module):
     ) -> Float[Array, "batch length d_model"]:
         """Returns the residual stream after this layer."""
         dropout = Dropout(self.config.dropout_rate, -2)
-        y = RMSNorm(self.dtype, name="pre_attention_layer_norm")(x) * present
+        y = (
+            RMSNorm(self.dtype, self.config.rms_norm_epsilon, name="pre_attention_layer_norm")(x)
+            * present
+        )
+        if self.config.position_bias_per_layer:
+            bias = bias + _position_bias(self.config, self.dtype, True)(x.shape[1])
         attention = Attention(self.config, self.dtype, name="attention")
         x = x + dropout(
             attention(y, y, bias, deterministic=deterministic), deterministic=deterministic
         )
-        y = RMSNorm(self.dtype, name="pre_mlp_layer_norm")(x) * present
+        y = (
+            RMSNorm(self.dtype, self.config.rms_norm_epsilon, name="pre_mlp_layer_norm")(x)
+            * present
+        )
         mlp = MLP(self.config, self.dtype, name="mlp")
         return x + dropout(mlp(y, deterministic=deterministic), deterministic=deterministic)
 
@@ -95,18 +103,40 @@ class DecoderLayer(nn.Module):
     ) -> Float[Array, "batch length d_model"]:
         """Returns the residual stream after this layer."""
         dropout = Dropout(self.config.dropout_rate, -2)
-        y = RMSNorm(self.dtype, name="pre_self_attention_layer_norm")(x) * present
+        y = (
+            RMSNorm(self.dtype, self.config.rms_norm_epsilon, name="pre_self_attention_layer_norm")(
+                x
+            )
+            * present
+        )
+        if self.config.position_bias_per_layer:
+            bias = bias + _position_bias(self.config, self.dtype, False)(x.shape[1])
         attention = Attention(self.config, self.dtype, name="self_attention")
         x = x + dropout(
             attention(y, y, bias, deterministic=deterministic), deterministic=deterministic
         )
-        y = RMSNorm(self.dtype, name="pre_cross_attention_layer_norm")(x) * present
+        y = (
+            RMSNorm(
+                self.dtype, self.config.rms_norm_epsilon, name="pre_cross_attention_layer_norm"
+            )(x)
+            * present
+        )
         attention = Attention(self.config, self.dtype, name="encoder_decoder_attention")
         y = attention(y, encoded, encoder_bias, deterministic=deterministic)
         x = x + dropout(y, deterministic=deterministic)
-        y = RMSNorm(self.dtype, name="pre_mlp_layer_norm")(x) * present
+        y = (
+            RMSNorm(self.dtype, self.config.rms_norm_epsilon, name="pre_mlp_layer_norm")(x)
+            * present
+        )
         mlp = MLP(self.config, self.dtype, name="mlp")
         return x + dropout(mlp(y, deterministic=deterministic), deterministic=deterministic)
+
+
+def _position_bias(
+    config: ModelConfig, dtype: jnp.dtype, bidirectional: bool
+) -> RelativePositionBias:
+    """The position bias of the tower, or of the layer, that this is called in."""
+    return RelativePositionBias(config, dtype, bidirectional, name="relpos_bias")
 
 
 class Encoder(nn.Module):
@@ -126,13 +156,14 @@ class Encoder(nn.Module):
         """Encodes embedded inputs; outputs at padding are zero."""
         dropout = Dropout(self.config.dropout_rate, -2)
         present = nonpadding(segments, self.dtype)
-        relpos = RelativePositionBias(self.config, self.dtype, True, name="relpos_bias")
-        bias = relpos(x.shape[1]) + segment_bias(segments, segments)
+        bias = segment_bias(segments, segments)
+        if not self.config.position_bias_per_layer:
+            bias = _position_bias(self.config, self.dtype, True)(x.shape[1]) + bias
         x = dropout(x, deterministic=deterministic)
         for index in range(self.config.num_encoder_layers):
             layer = EncoderLayer(self.config, self.dtype, name=f"layers_{index}")
             x = recomputed(layer, deterministic)(x, bias, present)
-        x = RMSNorm(self.dtype, name="encoder_norm")(x)
+        x = RMSNorm(self.dtype, self.config.rms_norm_epsilon, name="encoder_norm")(x)
         return dropout(x, deterministic=deterministic) * present
 
 
@@ -167,8 +198,10 @@ class Decoder(nn.Module):
         dropout = Dropout(config.dropout_rate, -2)
         present = nonpadding(segments, self.dtype)
         length = x.shape[1]
-        relpos = RelativePositionBias(config, self.dtype, False, name="relpos_bias")
-        bias = relpos(length) + causal_bias(length) + segment_bias(segments, segments)
+        bias = causal_bias(length)
+        if not config.position_bias_per_layer:
+            bias = _position_bias(config, self.dtype, False)(length) + bias
+        bias = bias + segment_bias(segments, segments)
         reads = segments if segments_read is None else segments_read
         encoder_bias = segment_bias(reads, encoder_segments)
         x = dropout(x, deterministic=deterministic)
@@ -176,7 +209,7 @@ class Decoder(nn.Module):
             layer = DecoderLayer(config, self.dtype, name=f"layers_{index}")
             memory = encoded[index] if isinstance(encoded, tuple) else encoded
             x = recomputed(layer, deterministic)(x, memory, bias, encoder_bias, present)
-        x = RMSNorm(self.dtype, name="decoder_norm")(x)
+        x = RMSNorm(self.dtype, self.config.rms_norm_epsilon, name="decoder_norm")(x)
         x = dropout(x, deterministic=deterministic) * present
         if config.logits_from_embedding:
             return x
@@ -221,7 +254,7 @@ class T5(nn.Module):
         if self.config.decoder_only:
             self.decoder = DecoderOnly(self.config, dtype)
             return
-        self.token_embedder = Embedding(self.config.vocab_size, self.config.d_model, dtype)
+        self.token_embedder = Embedding(self.config, dtype)
         self.encoder = Encoder(self.config, dtype)
         self.decoder = Decoder(self.config, dtype)
 
@@ -287,18 +320,19 @@ class T5(nn.Module):
 def encoder_of_decoder(decoder: Mapping[str, Any]) -> dict[str, Any]:
     """The decoder's parameters under the names of the encoder that shares them (bi_v1_shared)."""
     names = {
+        "relpos_bias": "relpos_bias",
         "pre_attention_layer_norm": "pre_self_attention_layer_norm",
         "attention": "self_attention",
         "pre_mlp_layer_norm": "pre_mlp_layer_norm",
         "mlp": "mlp",
     }
     layers = {
-        layer: {ours: parameters[theirs] for ours, theirs in names.items()}
+        layer: {ours: parameters[theirs] for ours, theirs in names.items() if theirs in parameters}
         for layer, parameters in decoder.items()
         if layer.startswith("layers_")
     }
-    ends = {"relpos_bias": decoder["relpos_bias"], "encoder_norm": decoder["decoder_norm"]}
-    return layers | ends
+    shared = {"relpos_bias": decoder["relpos_bias"]} if "relpos_bias" in decoder else {}
+    return layers | shared | {"encoder_norm": decoder["decoder_norm"]}
 
 
 def cross_attention_memory(

@@ -101,11 +101,20 @@ def test_batch_size_in_its_forms_counts_sequences(size, sequences):
     assert load(f"run.batch_size = {size}").batch_size == sequences
 
 
+def test_activation_and_epsilon_are_read_as_they_are_bound():
+    model = load(
+        "DenseReluDense.activation = ['swish', 'linear']", "sublayer_rms_norm.epsilon = 1e-5"
+    ).model
+    assert model.activations == ("swish", "linear")
+    assert model.rms_norm_epsilon == 1e-5
+    assert load().model.rms_norm_epsilon == 1e-6
+
+
 @pytest.mark.parametrize(
     ("param", "name"),
     [
         ("DenseReluDense.use_bias = True", "DenseReluDense.use_bias"),
-        ("DenseReluDense.activation = 'swish'", "DenseReluDense.activation"),
+        ("DenseReluDense.activation = 'elu'", "DenseReluDense.activation"),
         ("decoder/SelfAttention.num_memory_heads = 1", "SelfAttention.num_memory_heads"),
         ("Unitransformer.token_dropout_rate = 0.1", "Unitransformer.token_dropout_rate"),
         ("encoder/Unitransformer.positional_embedding = True", "positional_embedding"),
@@ -113,7 +122,7 @@ def test_batch_size_in_its_forms_counts_sequences(size, sequences):
         ("run.ensemble_inputs = 2", "run.ensemble_inputs"),
         ("run.model_type = 'aligned'", "run.model_type"),
         ("pack_dataset.use_custom_ops = True", "pack_dataset.use_custom_ops"),
-        ("sublayer_rms_norm.epsilon = 1e-5", "sublayer_rms_norm.epsilon"),
+        ("encoder/sublayer_rms_norm.epsilon = 1e-5", "sublayer_rms_norm.epsilon"),
         ("encoder/DenseReluDense.hidden_size = 512", "DenseReluDense.hidden_size"),
         ("encoder/sublayer_dropout.dropout_rate = 0.5", "sublayer_dropout.dropout_rate"),
     ],

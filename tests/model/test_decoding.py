@@ -8,28 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from t0repro.config.run_config import DecodingConfig, DTypePolicy, ModelConfig
+from t0repro.config.run_config import DecodingConfig
 from t0repro.model import decoding
 from t0repro.model.t5 import T5, initial_parameters
 
-FLOAT32 = DTypePolicy("float32", "float32", "float32")
-T5_1_1 = ModelConfig(
-    num_encoder_layers=1,
-    num_decoder_layers=2,
-    d_model=16,
-    d_ff=24,
-    num_heads=2,
-    d_kv=8,
-    vocab_size=24,
-    activations=("gelu", "linear"),
-    logits_from_embedding=False,
-    relative_attention_num_buckets=8,
-    dropout_rate=0.0,
-    label_smoothing=0.0,
-    z_loss=0.0,
-    loss_denominator=None,
-)
-T5_1_0 = dataclasses.replace(T5_1_1, activations=("relu",), logits_from_embedding=True)
+from ..tiny_models import FLOAT32, UMT5, model_config
+
+CONFIG = model_config(num_decoder_layers=2, d_kv=8, vocab_size=24)
+TIED = dataclasses.replace(CONFIG, activations=("relu",), logits_from_embedding=True)
+PER_LAYER = dataclasses.replace(UMT5, num_decoder_layers=2, d_kv=8, vocab_size=24)
 GREEDY = DecodingConfig(1, 0.6, 0.0, -1, 1.5, 10, None, 2, 1)
 BEAM = dataclasses.replace(GREEDY, beam_size=3)
 INPUTS = jnp.array([[5, 9, 3, 1, 0, 0], [7, 7, 2, 8, 4, 1], [3, 1, 0, 0, 0, 0]], jnp.int32)
@@ -37,7 +24,7 @@ LENGTH = 12
 ENDING = 73  # a seed whose model ends all three rows within LENGTH
 
 
-def make(config=T5_1_1, seed=0, scale=3.0):
+def make(config=CONFIG, seed=0, scale=3.0):
     """A model whose random logits are far enough apart for outputs to vary."""
     model = T5(config, FLOAT32)
     params = initial_parameters(model, jax.random.key(seed))
@@ -59,7 +46,7 @@ def cleaned(tokens):
     return np.where(after == 0, tokens, 0)
 
 
-@pytest.mark.parametrize("config", [T5_1_1, T5_1_0])
+@pytest.mark.parametrize("config", [CONFIG, TIED, PER_LAYER])
 def test_logits_with_the_cache_are_those_of_the_whole_sequence(config):
     model, params = make(config, scale=1.0)
     length = 140  # beyond the distance from which on all positions share a bucket
@@ -75,7 +62,7 @@ def test_logits_with_the_cache_are_those_of_the_whole_sequence(config):
         last = targets[:, position]
 
 
-@pytest.mark.parametrize("config", [T5_1_1, T5_1_0])
+@pytest.mark.parametrize("config", [CONFIG, TIED])
 @pytest.mark.parametrize("seed", range(3))
 def test_greedy_takes_the_likeliest_token_at_each_place_up_to_eos(config, seed):
     model, params = make(config, seed)
@@ -191,7 +178,7 @@ def best_sequence(model, params, inputs, length, alpha, vocab):
 
 
 def test_a_beam_wide_enough_finds_the_best_of_all_sequences():
-    config = dataclasses.replace(T5_1_1, vocab_size=5)
+    config = dataclasses.replace(CONFIG, vocab_size=5)
     inputs = jnp.array([[4, 3, 1]], jnp.int32)
     for seed in range(3):
         model, params = make(config, seed, scale=1.5)
@@ -203,7 +190,7 @@ def test_a_beam_wide_enough_finds_the_best_of_all_sequences():
 
 
 def test_alpha_divides_a_log_probability_by_the_length_penalty():
-    config = dataclasses.replace(T5_1_1, vocab_size=5)
+    config = dataclasses.replace(CONFIG, vocab_size=5)
     model, params = make(config, seed=0, scale=1.5)
     inputs = jnp.array([[4, 3, 1]], jnp.int32)
     best = []

@@ -1,4 +1,5 @@
 import math
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -7,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from t0repro.config.run_config import Activation
 from t0repro.model.layers import (
     Dropout,
     Embedding,
@@ -16,6 +18,8 @@ from t0repro.model.layers import (
     relative_position_bucket,
     segment_bias,
 )
+
+from ..tiny_models import model_config
 
 FLOAT32 = jnp.dtype("float32")
 
@@ -42,11 +46,14 @@ def mesh_bucket(offset, bidirectional, num_buckets, max_distance):
     offset=st.integers(-100_000, 100_000),
     bidirectional=st.booleans(),
     num_buckets=st.sampled_from([8, 16, 32, 64]),
+    max_distance=st.sampled_from([40, 128, 256]),
 )
-def test_relative_position_bucket_is_mesh_tensorflows_formula(offset, bidirectional, num_buckets):
+def test_relative_position_bucket_is_mesh_tensorflows_formula(
+    offset, bidirectional, num_buckets, max_distance
+):
     offsets = np.array([offset], np.int32)
-    (bucket,) = relative_position_bucket(offsets, bidirectional, num_buckets)
-    assert bucket == mesh_bucket(offset, bidirectional, num_buckets, 128)
+    (bucket,) = relative_position_bucket(offsets, bidirectional, num_buckets, max_distance)
+    assert bucket == mesh_bucket(offset, bidirectional, num_buckets, max_distance)
 
 
 @given(bidirectional=st.booleans(), num_buckets=st.sampled_from([8, 16, 32, 64]))
@@ -67,8 +74,25 @@ def test_gelu_is_the_tanh_approximation():
     np.testing.assert_allclose(activation("gelu")(jnp.asarray(x)), expected, atol=1e-6)
 
 
+def test_exact_gelu_weighs_by_the_normal_distribution():
+    x = np.linspace(-4, 4, 33, dtype=np.float32)
+    expected = [value * 0.5 * (1 + math.erf(value / math.sqrt(2))) for value in x.tolist()]
+    np.testing.assert_allclose(activation("gelu_exact")(jnp.asarray(x)), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["silu", "swish"])
+def test_silu_and_swish_are_x_times_its_sigmoid(name):
+    x = np.linspace(-4, 4, 33, dtype=np.float32)
+    np.testing.assert_allclose(activation(name)(jnp.asarray(x)), x / (1 + np.exp(-x)), atol=1e-6)
+
+
+def test_every_activation_of_a_configuration_is_there():
+    for name in get_args(Activation):
+        assert np.isfinite(activation(name)(jnp.linspace(-4, 4, 9))).all()
+
+
 def test_ids_outside_the_vocabulary_have_zero_embeddings():
-    embedding = Embedding(4, 3, FLOAT32)
+    embedding = Embedding(model_config(vocab_size=4, d_model=3), FLOAT32)
     variables = embedding.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
     vectors = embedding.apply(variables, jnp.array([[-1, -4, 4, 3]]))
     np.testing.assert_array_equal(vectors[0, :3], np.zeros((3, 3)))

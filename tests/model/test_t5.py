@@ -8,28 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from t0repro.config.run_config import DTypePolicy, ModelConfig
 from t0repro.model.t5 import T5, count_parameters, initial_parameters, segments_of, shift_right
 
-FLOAT32 = DTypePolicy("float32", "float32", "float32")
-BFLOAT16 = DTypePolicy("float32", "float32", "bfloat16")
-T5_1_1 = ModelConfig(
-    num_encoder_layers=1,
-    num_decoder_layers=1,
-    d_model=16,
-    d_ff=24,
-    num_heads=2,
-    d_kv=4,
-    vocab_size=128,
-    activations=("gelu", "linear"),
-    logits_from_embedding=False,
-    relative_attention_num_buckets=8,
-    dropout_rate=0.0,
-    label_smoothing=0.0,
-    z_loss=0.0,
-    loss_denominator=None,
-)
-T5_1_0 = dataclasses.replace(T5_1_1, activations=("relu",), logits_from_embedding=True)
+from ..tiny_models import BFLOAT16, FLOAT32, T5_1_0, T5_1_1, UMT5, model_config
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +70,51 @@ def test_t5_1_0_has_one_input_kernel_and_no_logits_kernel():
         for tower in ("encoder", "decoder")
         for index in (0, 1)
     } | {"decoder/logits_dense/kernel"}
+
+
+def test_a_position_bias_per_layer_stands_in_each_layer_and_in_no_tower():
+    biases = {name for name in shapes_of(UMT5) if "relpos_bias" in name}
+    assert biases == {
+        f"{tower}/layers_0/relpos_bias/rel_embedding" for tower in ("encoder", "decoder")
+    }
+
+
+def test_equal_biases_in_each_layer_are_one_that_the_layers_share():
+    shared = model_config(num_encoder_layers=2, num_decoder_layers=2)
+    params = initial_parameters(T5(shared, FLOAT32), jax.random.key(0))
+    batch = batch_of([[5, 6, 1]], [[7, 1]])
+    expected = T5(shared, FLOAT32).apply({"params": params}, batch)
+    for tower in (params["encoder"], params["decoder"]):
+        bias = tower.pop("relpos_bias")
+        tower["layers_0"]["relpos_bias"] = tower["layers_1"]["relpos_bias"] = bias
+    each = dataclasses.replace(shared, position_bias_per_layer=True)
+    logits = T5(each, FLOAT32).apply({"params": params}, batch)
+    np.testing.assert_allclose(logits, expected, atol=1e-6)
+    second = params["decoder"]["layers_1"]
+    second["relpos_bias"] = jax.tree.map(lambda x: x + jnp.arange(8), second["relpos_bias"])
+    changed = T5(each, FLOAT32).apply({"params": params}, batch)
+    assert np.abs(changed - expected)[0, 1].max() > 1e-3
+
+
+def test_unscaled_tied_logits_are_the_scaled_ones_times_the_root_of_the_width():
+    params = initial_parameters(T5(T5_1_0, FLOAT32), jax.random.key(0))
+    batch = batch_of([[5, 6, 1]], [[7, 1]])
+    scaled = T5(T5_1_0, FLOAT32).apply({"params": params}, batch)
+    unscaled = dataclasses.replace(T5_1_0, scale_tied_logits=False)
+    logits = T5(unscaled, FLOAT32).apply({"params": params}, batch)
+    np.testing.assert_allclose(logits, scaled * 4.0, rtol=1e-6)  # d_model is 16
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"relative_attention_max_distance": 6}, {"rms_norm_epsilon": 0.1}],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_field_that_transformers_has_changes_the_logits(params, change):
+    batch = batch_of([range(5, 25)], [range(30, 50)])
+    before = T5(T5_1_1, FLOAT32).apply({"params": params}, batch)
+    after = T5(model_config(**change), FLOAT32).apply({"params": params}, batch)
+    assert np.abs(before - after).max() > 1e-3
 
 
 def test_t5_1_1_base_has_as_many_parameters_as_the_released_model():

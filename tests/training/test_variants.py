@@ -52,6 +52,12 @@ class Variant:
 
 VARIANTS = [
     Variant(
+        "T5 1.1 gated by swish, with another epsilon in its norms",
+        "t5.1.1.small",
+        ("DenseReluDense.activation = ['swish', 'linear']", "sublayer_rms_norm.epsilon = 0.01"),
+        packed=True,
+    ),
+    Variant(
         "lm, packed, in microbatches, with a list of factors",
         "lm_v1",
         (*FACTORS, "serialize_num_microbatches.tokens_per_microbatch_per_replica = 32"),

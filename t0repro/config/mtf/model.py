@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from t0repro.config.provenance import Bindings
-from t0repro.config.run_config import ModelConfig
+from t0repro.config.run_config import Activation, ModelConfig
 from t0repro.errors import UserError
 from t0repro.parameters.layout import SHARED_LAYERS
 
@@ -62,7 +62,7 @@ KNOWN_BINDINGS: Mapping[str, Any] = {
     f"{_TRANSFORMER}.get_vocab_embedding_cls": set(),
     f"{_TRANSFORMER}.shift_targets": set(),
     f"{_TRANSFORMER}.sublayer_dropout": {"dropout_rate"},
-    f"{_TRANSFORMER}.sublayer_rms_norm": set(),
+    f"{_TRANSFORMER}.sublayer_rms_norm": {"epsilon"},
     f"{_TRANSFORMER}.sublayer_residual": set(),
     f"{_TRANSFORMER}.sublayer_call_layer": set(),
     f"{_TRANSFORMER}.sublayer_mask_padding": set(),
@@ -106,6 +106,22 @@ FIELD_SOURCES: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
     "shared_towers": (f"{_TRANSFORMER}.make_bitransformer", "encoder_name", ()),
     "recompute_grads": (_STACK, "recompute_grads", ("decoder",)),
     "norm_names": (_STACK, "norm_epsilon", ("decoder",)),
+    "rms_norm_epsilon": (f"{_TRANSFORMER}.sublayer_rms_norm", "epsilon", ()),
+    "relative_attention_max_distance": (
+        f"{_LAYERS}._relative_position_bucket",
+        "max_distance",
+        (),
+    ),
+    "scale_tied_logits": (
+        f"{_TRANSFORMER}.VocabEmbedding",
+        "scale_variable_like_classifier_weights",
+        (),
+    ),
+    "position_bias_per_layer": (
+        f"{_LAYERS}.SelfAttention",
+        "relative_attention_type",
+        ("decoder",),
+    ),
 }
 
 
@@ -130,7 +146,6 @@ def read_model(model: Any, model_type: str, bindings: Bindings) -> ModelConfig:
         reader.check_bitransformer(model)
     decoder = list(towers.values())[-1]
     attention, *_, feed_forward = decoder.layer_stack._layers[: len(kinds[list(towers)[-1]])]
-    activation = feed_forward.activation
     layers = {
         scope: len(tower.layer_stack._layers) // len(kinds[scope])
         for scope, tower in towers.items()
@@ -143,7 +158,7 @@ def read_model(model: Any, model_type: str, bindings: Bindings) -> ModelConfig:
         num_heads=attention.num_heads,
         d_kv=attention.key_value_size,
         vocab_size=decoder.output_vocab_dim.size,
-        activations=(activation,) if isinstance(activation, str) else tuple(activation),
+        activations=reader.activations(feed_forward),
         logits_from_embedding=decoder.shared_embedding_and_softmax_weights,
         relative_attention_num_buckets=attention.relative_attention_num_buckets,
         dropout_rate=reader.dropout_rate(towers),
@@ -156,6 +171,7 @@ def read_model(model: Any, model_type: str, bindings: Bindings) -> ModelConfig:
         shared_towers=len({tower.name for tower in towers.values()}) < len(towers),
         recompute_grads=any(tower.layer_stack._recompute_grads for tower in towers.values()),
         norm_names=reader.norm_names(towers),
+        rms_norm_epsilon=reader.norm_epsilon(towers),
     )
 
 
@@ -299,9 +315,15 @@ class _ModelReader:
         if kind == "DenseReluDense":
             self._check_activation(layer.activation, scope)
 
+    def activations(self, feed_forward: Any) -> tuple[Activation, ...]:
+        """The names of a feed-forward layer's activations."""
+        names = feed_forward.activation
+        return (names,) if isinstance(names, str) else tuple(names)
+
     def _check_activation(self, activation: Any, scope: str) -> None:
         names = (activation,) if isinstance(activation, str) else tuple(activation)
-        known = ("relu", "gelu", "linear")
+        # Those of T5 and its kin that Mesh TensorFlow has, which has none called silu.
+        known = ("relu", "gelu", "swish", "sigmoid", "tanh", "linear")
         if not all(isinstance(name, str) and name in known for name in names):
             self.refuse(
                 f"the activation {activation!r} (known: {', '.join(known)})",
@@ -336,6 +358,28 @@ class _ModelReader:
                     selector,
                     argument,
                 )
+
+    def norm_epsilon(self, towers: Mapping[str, Any]) -> float:
+        """What every layer norm adds to the mean square.
+
+        Mesh TensorFlow calls its sublayers outside the scopes `encoder` and `decoder`, so that a
+        binding in one of these has no effect there; it is refused if it says something else.
+        """
+        import gin
+
+        selector = f"{_TRANSFORMER}.sublayer_rms_norm"
+        epsilon = gin.get_bindings(selector).get("epsilon", 1e-6)
+        for scope in filter(None, towers):
+            with gin.config_scope(scope):
+                scoped = gin.get_bindings(selector).get("epsilon", epsilon)
+            if scoped != epsilon:
+                self.refuse(
+                    f"epsilon = {scoped!r} in one tower, which Mesh TensorFlow ignores",
+                    selector,
+                    "epsilon",
+                    scope,
+                )
+        return float(epsilon)
 
     def dropout_rate(self, towers: Mapping[str, Any]) -> float:
         """The one rate that all dropouts share."""
