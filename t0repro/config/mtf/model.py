@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from t0repro.config.provenance import Bindings
 from t0repro.config.run_config import Activation, ModelConfig
@@ -318,7 +318,8 @@ class _ModelReader:
     def activations(self, feed_forward: Any) -> tuple[Activation, ...]:
         """The names of a feed-forward layer's activations."""
         names = feed_forward.activation
-        return (names,) if isinstance(names, str) else tuple(names)
+        # `_check_activation` has refused every other name.
+        return cast(tuple[Activation, ...], (names,) if isinstance(names, str) else tuple(names))
 
     def _check_activation(self, activation: Any, scope: str) -> None:
         names = (activation,) if isinstance(activation, str) else tuple(activation)
