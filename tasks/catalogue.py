@@ -100,6 +100,23 @@ class CatalogueEntry:
         return label(self.dataset, self.subset)
 
 
+SYNTHETIC = "synthetic_"
+
+
+def is_synthetic(dataset: str) -> bool:
+    """Whether a dataset's rows are generated, which its name says: `synthetic_imdb`."""
+    return dataset.startswith(SYNTHETIC)
+
+
+def modelled_on(dataset: str) -> str:
+    """The dataset whose templates, columns and metrics a dataset has.
+
+    That is the dataset itself, except that `synthetic_imdb` has those of `imdb`: a name that says
+    that rows are generated must not stand in the way of finding the prompts for them.
+    """
+    return dataset.removeprefix(SYNTHETIC)
+
+
 def label(dataset: str, subset: str | None) -> str:
     """`dataset` or `dataset/subset`."""
     return dataset if subset is None else f"{dataset}/{subset}"
@@ -161,7 +178,7 @@ def _all_features() -> Mapping[str, Mapping[str, Any]]:
 
 def features_of(dataset: str, subset: str | None) -> Mapping[str, Any] | None:
     """Column -> feature, or None for a dataset that is not in the catalogue."""
-    return _all_features().get(label(dataset, subset))
+    return _all_features().get(label(modelled_on(dataset), subset))
 
 
 def rounds_of(dataset: str) -> Mapping[str, Mapping[str, str]]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from t0repro.errors import UserError, nearest_names
-from t0repro.tasks.catalogue import rounds_of
+from t0repro.tasks.catalogue import modelled_on, rounds_of
 from t0repro.tasks.mixture import PromptedMixture, record_mixture
 from t0repro.tasks.rows import data_folder, dataset_folder, splits_on_disk
 from t0repro.tasks.source import PromptedRows, Split
@@ -130,7 +130,7 @@ def _seqio_wants_it() -> bool:
 
 
 def _check_metrics(dataset: str, template: Any) -> None:
-    if dataset in OF_T5:
+    if modelled_on(dataset) in OF_T5:
         return
     unknown = [name for name in template.metadata.metrics or () if name not in METRICS]
     if unknown:

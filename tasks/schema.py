@@ -15,7 +15,7 @@ import jinja2
 import jinja2.meta
 
 from t0repro.errors import UserError
-from t0repro.tasks.catalogue import Alias, catalogue, features_of
+from t0repro.tasks.catalogue import Alias, catalogue, features_of, modelled_on
 from t0repro.tasks.templates import load_template, template_names
 
 HIDDEN = -1
@@ -376,7 +376,7 @@ def _compiled(
     required = [
         column for column in features_of(dataset, subset) or {} if column.replace("-", "_") in read
     ]
-    aliases = catalogue()[dataset, subset].aliases
+    aliases = catalogue()[modelled_on(dataset), subset].aliases
     return Schema(features_of(dataset, subset) or {}, required, aliases, dict(class_names))
 
 

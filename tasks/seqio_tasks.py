@@ -11,6 +11,7 @@ import tensorflow as tf
 from t5.data import glue_utils, postprocessors, preprocessors
 from t5.evaluation import metrics
 
+from t0repro.tasks.catalogue import modelled_on
 from t0repro.tasks.registration import name_is_taken
 from t0repro.tasks.source import PromptedRows
 from t0repro.tasks.task import ADDS_EOS, METRICS, TaskDescription
@@ -161,6 +162,7 @@ def _decoded(rows: PromptedRows) -> dict[str, Any]:
 
 def task_metrics(dataset: str, subset: str | None, template: Any) -> list[Callable[..., Any]]:
     """T0's metrics: T5's tables for GLUE and SuperGLUE, else those that the template names."""
+    dataset = modelled_on(dataset)
     if dataset == "glue":
         return glue_utils.get_glue_metric(subset)
     if dataset == "super_glue":

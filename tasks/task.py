@@ -8,6 +8,8 @@ import types
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from t0repro.tasks.catalogue import is_synthetic, modelled_on
+
 if TYPE_CHECKING:
     import seqio
 
@@ -27,7 +29,8 @@ class PromptedTask:
 
     Attributes:
       name: the SeqIO task's name.
-      dataset: the Hugging Face name, for instance `super_glue`.
+      dataset: the Hugging Face name, for instance `super_glue`; generated rows have a name of
+        their own, as `synthetic_imdb`.
       subset: the configuration of the dataset, or None where it has only one.
       template_name: promptsource's name of the template, as written there.
       template_id: promptsource's identifier of the template.
@@ -50,6 +53,11 @@ class PromptedTask:
     original_task: bool
     prompt: str
     score_eval: bool = False
+
+    @property
+    def synthetic(self) -> bool:
+        """Whether its rows are generated, as the demo's are: scores say nothing of real data."""
+        return is_synthetic(self.dataset)
 
     def twin(self) -> PromptedTask:
         """The same prompt as the task that rank classification evaluates."""
@@ -149,6 +157,7 @@ def metric_names(task: PromptedTask) -> tuple[str, ...]:
     """What a task is evaluated by; its twin by the rank of its choices."""
     if task.score_eval:
         return ("rank_classification",)
-    if task.dataset in OF_T5:
-        return _T5S.get((task.dataset, task.subset), ("accuracy",))
+    dataset = modelled_on(task.dataset)
+    if dataset in OF_T5:
+        return _T5S.get((dataset, task.subset), ("accuracy",))
     return tuple(METRICS[name] for name in task.metrics)

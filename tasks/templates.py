@@ -19,6 +19,7 @@ import jinja2.runtime
 import yaml
 
 from t0repro.errors import UserError, nearest_names
+from t0repro.tasks.catalogue import modelled_on
 
 SEPARATOR = "|||"
 """Stands between a template's input and its target, and between answer choices."""
@@ -254,7 +255,7 @@ def _loader() -> type:
 
 @functools.cache
 def _read_templates(dataset: str, subset: str | None) -> dict[str, Any]:
-    path = _templates_folder() / dataset / (subset or "") / "templates.yaml"
+    path = _templates_folder() / modelled_on(dataset) / (subset or "") / "templates.yaml"
     if not path.is_file():
         known = [_label(*pair) for pair in template_datasets()]
         raise UserError(

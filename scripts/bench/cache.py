@@ -33,7 +33,7 @@ BIN = Path(sys.executable).parent
 LOCAL = "t0repro.tasks.local"
 ANLI = ",".join(f"anli_{name}_r{n}" for name in ("GPT_3_style", "can_we_infer") for n in (1, 2, 3))
 TASKS = f"ag_news_classify,{ANLI}"
-IMDB = "demo_imdb_Reviewer_Enjoyment_Yes_No"
+IMDB = "demo_synthetic_imdb_Reviewer_Enjoyment_Yes_No"
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "TF_ENABLE_ONEDNN_OPTS": "0", "CUDA_VISIBLE_DEVICES": ""}
 
 

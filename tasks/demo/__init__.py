@@ -1,8 +1,12 @@
 """The embedded demo: 14 training tasks, 9 evaluation tasks, 0.4 MB of generated rows.
 
-Mixtures `demo_train` (ag_news, rotten_tomatoes, glue/mrpc, openbookqa) and `demo_eval_score_eval`
-(held-out prompts of these, and imdb, of which nothing is trained on). Inputs fit 128 tokens of the
-demo's vocabulary, targets 32. Use it as any module of tasks:
+Prompts are T0's; rows are put together by generate.py in the form of real datasets, whence names
+such as `synthetic_imdb`. Scores on them say that the machinery works, and nothing about language.
+
+Mixtures: `demo_train` (synthetic_ag_news, synthetic_rotten_tomatoes, synthetic_glue/mrpc and
+synthetic_openbookqa) and `demo_eval_score_eval` (held-out prompts of these, and synthetic_imdb, of
+which nothing is trained on). Inputs fit 128 tokens of the demo's vocabulary, targets 32. Import it
+like any module of tasks:
 
     seqio_cache_tasks --module_import=t0repro.tasks.demo ...
 """

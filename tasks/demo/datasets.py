@@ -11,13 +11,13 @@ VOCABULARY = Path(__file__).parent / "sentencepiece.model"
 
 DEMO = (
     PromptedDataset(
-        "ag_news",
+        "synthetic_ag_news",
         None,
         train=("classify", "classify_question_first", "classify_with_choices", "which_section"),
         evaluate=("classify_with_choices_question_first", "which_section_choices"),
     ),
     PromptedDataset(
-        "rotten_tomatoes",
+        "synthetic_rotten_tomatoes",
         None,
         train=(
             "Movie Expressed Sentiment",
@@ -28,17 +28,20 @@ DEMO = (
         evaluate=("Writer Expressed Sentiment", "Sentiment with choices "),
     ),
     PromptedDataset(
-        "glue", "mrpc", train=("same thing", "paraphrase", "replace"), evaluate=("want to know",)
+        "synthetic_glue",
+        "mrpc",
+        train=("same thing", "paraphrase", "replace"),
+        evaluate=("want to know",),
     ),
     PromptedDataset(
-        "openbookqa",
+        "synthetic_openbookqa",
         "main",
         train=("choices", "only_options", "which_correct"),
         evaluate=("pick_answer_with_options",),
     ),
     # Held out altogether: no row and no prompt of it is trained on.
     PromptedDataset(
-        "imdb",
+        "synthetic_imdb",
         None,
         evaluate=(
             "Movie Expressed Sentiment 2",

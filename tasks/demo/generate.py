@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from t0repro.files import write_atomically
+from t0repro.tasks.catalogue import SYNTHETIC
 from t0repro.tasks.demo import words
 from t0repro.tasks.demo.datasets import FOLDER
 
@@ -132,7 +133,8 @@ def distinct(make: Callable[[random.Random, int], Row], draw: random.Random) -> 
             yield row
 
 
-# Folder of each dataset, what makes its rows, rows of each split. imdb is held out of training.
+# What makes each dataset's rows, and rows of each split, by the dataset that the rows are modelled
+# on. imdb is held out of training.
 DATASETS = (
     ("ag_news/default", news, {"train": TRAIN_ROWS, "validation": VALIDATION_ROWS}),
     ("rotten_tomatoes/default", short_review, {"train": TRAIN_ROWS, "validation": VALIDATION_ROWS}),
@@ -143,12 +145,12 @@ DATASETS = (
 
 
 def generate(folder: Path) -> None:
-    """Writes every split of every dataset below the folder."""
+    """Writes every split of every dataset below the folder, `synthetic_<dataset>/<subset>/`."""
     for name, make, splits in DATASETS:
         rows = distinct(make, random.Random(f"{SEED}/{name}"))
         for split, count in splits.items():
             lines = [json.dumps(next(rows)) + "\n" for _ in range(count)]
-            write_atomically(folder / name / f"{split}.jsonl", "".join(lines))
+            write_atomically(folder / (SYNTHETIC + name) / f"{split}.jsonl", "".join(lines))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,11 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
 
 
 def test_tasks_are_cached_once_and_the_second_call_has_nothing_to_do(tmp_path):
-    arguments = (DEMO, "--tasks=demo_glue_*,demo_imdb_*", f"--output_cache_dir={tmp_path}")
+    arguments = (
+        DEMO,
+        "--tasks=demo_synthetic_glue_*,demo_synthetic_imdb_*",
+        f"--output_cache_dir={tmp_path}",
+    )
     first = run(*arguments, "--workers=2")
     assert first.returncode == 0, first.stderr
     assert "14 of 14 tasks cached now" in first.stdout
@@ -65,7 +69,8 @@ from t0repro.tasks.registration import add_prompted_task
 
 vocabulary = seqio.SentencePieceVocabulary(str(VOCABULARY), 100)
 task = add_prompted_task(
-    "glue", "mrpc", "replace", ["train"], root=FOLDER, vocabulary=vocabulary, name="mine_replace"
+    "synthetic_glue", "mrpc", "replace", ["train"],
+    root=FOLDER, vocabulary=vocabulary, name="mine_replace",
 )
 seqio.MixtureRegistry.add("mine", [task.name], default_rate=1.0)
 feature = seqio.Feature(vocabulary)
@@ -89,7 +94,10 @@ def test_a_module_that_adds_to_seqio_itself_is_cached_as_far_as_its_tasks_are_pr
     ("arguments", "said"),
     [
         ((), "--mixture t0_eval_score_eval"),
-        ((DEMO, "--tasks=demo_imdb_Reviewer_Sentiment_Feelin"), "demo_imdb_Reviewer_Sentiment"),
+        (
+            (DEMO, "--tasks=demo_synthetic_imdb_Reviewer_Sentiment_Feelin"),
+            "demo_synthetic_imdb_Reviewer_Sentiment",
+        ),
     ],
 )
 def test_mistakes_end_with_one_message_and_exit_code_2(tmp_path, arguments, said):

@@ -68,8 +68,8 @@ import contextlib, sys
 from t0repro.cli import app
 for arguments in (
     ["ls", "--mixture", "demo_train"],
-    ["show", "demo_imdb_Reviewer_Sentiment_Feeling"],
-    ["check", "--dataset", "imdb"],
+    ["show", "demo_synthetic_imdb_Reviewer_Sentiment_Feeling"],
+    ["check", "--dataset", "synthetic_imdb"],
 ):
     sys.argv = ["t0repro", "tasks", *arguments, "--module_import=t0repro.tasks.demo"]
     with contextlib.suppress(SystemExit):
@@ -89,24 +89,24 @@ def test_neither_list_nor_examples_nor_checks_import_seqio_or_tensorflow():
 
 
 def test_ls_shows_every_task_with_choices_metrics_and_rate(run):
-    code, out, _ = run("ls", DEMO, "--mixture", "demo_train", "--dataset", "glue/mrpc")
+    code, out, _ = run("ls", DEMO, "--mixture", "demo_train", "--dataset", "synthetic_glue/mrpc")
     assert code == 0 and "3 tasks of 1 datasets." in out
-    (line,) = [line for line in out.splitlines() if "demo_glue_mrpc_replace" in line]
-    cells = ["glue/mrpc", "replace", "no | yes", "f1_score_with_invalid, accuracy", "640"]
-    assert re.split(r"\s{2,}", line.strip()) == ["demo_glue_mrpc_replace", *cells]
+    (line,) = [line for line in out.splitlines() if "demo_synthetic_glue_mrpc_replace" in line]
+    cells = ["synthetic_glue/mrpc", "replace", "no | yes", "f1_score_with_invalid, accuracy", "640"]
+    assert re.split(r"\s{2,}", line.strip()) == ["demo_synthetic_glue_mrpc_replace", *cells]
 
 
 def test_ls_as_json_has_a_value_for_each_column(run):
     code, out, _ = run("ls", DEMO, "--mixture", "demo_eval_score_eval", "--json")
     tasks = {task["task"]: task for task in json.loads(out)}
     assert code == 0 and len(tasks) == 9
-    task = tasks["demo_openbookqa_main_pick_answer_with_options_score_eval"]
+    task = tasks["demo_synthetic_openbookqa_main_pick_answer_with_options_score_eval"]
     assert task["choices"] == "per example" and task["metrics"] == ["rank_classification"]
     assert task["rate"] == 64 and task["cached"] is None and task["original_task"]
 
 
 def test_ls_says_what_is_cached_and_what_is_drawn_too_often(run, tmp_path):
-    name = "demo_glue_mrpc_paraphrase"
+    name = "demo_synthetic_glue_mrpc_paraphrase"
     (tmp_path / name).mkdir()
     (tmp_path / name / "stats.train.json").write_text('{"examples": 10}')
     arguments = ("ls", DEMO, "--mixture", "demo_train", "--cache", tmp_path)
@@ -126,7 +126,10 @@ def test_ls_of_t0_points_at_the_prompt_that_is_drawn_63_times_too_often(run):
 
 @pytest.mark.parametrize(
     ("option", "value", "nearest"),
-    [("--mixture", "demo_trian", "demo_train"), ("--dataset", "glue/mprc", "glue/mrpc")],
+    [
+        ("--mixture", "demo_trian", "demo_train"),
+        ("--dataset", "synthetic_glue/mprc", "synthetic_glue/mrpc"),
+    ],
 )
 def test_ls_answers_an_unknown_name_with_the_nearest(run, option, value, nearest):
     code, _, err = run("ls", DEMO, option, value)
@@ -137,13 +140,15 @@ def test_ls_answers_an_unknown_name_with_the_nearest(run, option, value, nearest
 
 
 def test_show_marks_input_target_and_choices_and_counts_tokens(run):
-    code, out, _ = run("show", "demo_glue_mrpc_want_to_know", DEMO, "--split", "validation")
+    code, out, _ = run(
+        "show", "demo_synthetic_glue_mrpc_want_to_know", DEMO, "--split", "validation"
+    )
     assert code == 0 and out.count("input (") == 3 and "3 rows read, 3 examples." in out
     assert "* " in out and "target (2 tokens)" in out
 
 
 def test_show_of_a_twin_says_how_many_pairs_an_input_makes(run):
-    name = "demo_ag_news_which_section_choices_score_eval"
+    name = "demo_synthetic_ag_news_which_section_choices_score_eval"
     code, out, _ = run("show", name, DEMO, "--rows", "1")
     assert code == 0 and "(4 pairs)" in out
 
@@ -151,7 +156,7 @@ def test_show_of_a_twin_says_how_many_pairs_an_input_makes(run):
 def test_show_as_json_holds_what_the_task_itself_yields(run):
     import seqio
 
-    name = "demo_openbookqa_main_pick_answer_with_options"
+    name = "demo_synthetic_openbookqa_main_pick_answer_with_options"
     code, out, _ = run("show", name, DEMO, "--rows", "5", "--json")
     shown = json.loads(out)
     assert code == 0 and shown["split"] == "validation"
@@ -204,9 +209,9 @@ def test_show_works_without_the_vocabulary(run, own, monkeypatch, tmp_path):
 
 
 def test_show_answers_unknown_tasks_and_splits(run):
-    code, _, err = run("show", "demo_glue_mrpc_paraphrse", DEMO)
-    assert code == 2 and "demo_glue_mrpc_paraphrase" in err
-    code, _, err = run("show", "demo_glue_mrpc_paraphrase", DEMO, "--split", "test")
+    code, _, err = run("show", "demo_synthetic_glue_mrpc_paraphrse", DEMO)
+    assert code == 2 and "demo_synthetic_glue_mrpc_paraphrase" in err
+    code, _, err = run("show", "demo_synthetic_glue_mrpc_paraphrase", DEMO, "--split", "test")
     assert code == 2 and "Its splits: train." in err
 
 

@@ -16,7 +16,7 @@ from t0repro.reports.report import load_report
 from t0repro.reports.results import write_results
 
 SETTINGS = Settings(lengths={"inputs": 64, "targets": 8}, limit=4, modes=("rank", "generate"))
-RANKED = "demo_ag_news_classify_with_choices_question_first"
+RANKED = "demo_synthetic_ag_news_classify_with_choices_question_first"
 DECODED, MIXTURE = "headline_of_article", "news_of_both_kinds"
 
 
@@ -122,7 +122,11 @@ def test_a_mode_that_a_task_does_not_have_is_refused(
 ):
     for modes, task, message in (
         (("rank",), DECODED, "No answer choices to rank: headline_of_article"),
-        (("generate",), f"{RANKED}_score_eval", "Answer choices to rank: demo_ag_news_cl"),
+        (
+            ("generate",),
+            f"{RANKED}_score_eval",
+            "Answer choices to rank: demo_synthetic_ag_news_cl",
+        ),
     ):
         settings = Settings(modes=modes)
         with pytest.raises(UserError, match=message):

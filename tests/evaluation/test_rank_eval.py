@@ -233,7 +233,7 @@ def test_a_nan_score_stops_the_run_naming_task_example_and_step(prompts, tmp_pat
 
 def test_a_checkpoint_of_another_vocabulary_is_refused(prompts, tmp_path):
     model_dir = save_model(tmp_path, vocabulary=256)
-    with pytest.raises(UserError, match="a vocabulary of 256 and demo_ag_news"):
+    with pytest.raises(UserError, match="a vocabulary of 256 and demo_synthetic_ag_news"):
         evaluate(model_dir, tmp_path / "out")
 
 
@@ -270,7 +270,7 @@ def test_a_split_without_examples_is_refused_and_one_among_others_is_named(
     empty = task.twin().name
     with pytest.raises(UserError, match=rf"The split 'validation' of '{empty}' has no examples"):
         evaluate(model_dir, tmp_path / "out", mixture=empty)
-    other = "demo_ag_news_which_section_choices_score_eval"
+    other = "demo_synthetic_ag_news_which_section_choices_score_eval"
     seqio.MixtureRegistry.add("with_an_empty_task", [empty, other], default_rate=1)
     outcome = evaluate(model_dir, tmp_path / "out", mixture="with_an_empty_task")
     assert outcome.empty == (empty,) and outcome.scored
@@ -290,7 +290,7 @@ def test_tasks_without_rows_here_are_an_error_or_left_out_and_named(model_dir, p
         vocabulary=seqio.get_mixture_or_task(MIXTURE).output_features["targets"].vocabulary,
         name="copa_of_nowhere",
     )
-    absent, other = task.twin().name, "demo_ag_news_which_section_choices_score_eval"
+    absent, other = task.twin().name, "demo_synthetic_ag_news_which_section_choices_score_eval"
     seqio.MixtureRegistry.add("with_a_task_without_rows", [absent, other], default_rate=1)
     with pytest.raises(UserError, match="copa"):
         evaluate(model_dir, tmp_path / "out", mixture="with_a_task_without_rows")

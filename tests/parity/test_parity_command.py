@@ -29,7 +29,7 @@ GIN_PARAMS = [
     "utils.run.mesh_shape = []",
     "dropout_rate = 0.0",
 ]
-EVAL_TASK = "demo_glue_mrpc_want_to_know_score_eval"
+EVAL_TASK = "demo_synthetic_glue_mrpc_want_to_know_score_eval"
 STEPS = 3
 
 

@@ -7,8 +7,11 @@ import sentencepiece
 import seqio
 
 from t0repro.tasks import prompted_tasks
+from t0repro.tasks.catalogue import features_of
 from t0repro.tasks.demo import generate, train_vocabulary
 from t0repro.tasks.demo.datasets import DEMO, FOLDER, VOCABULARY
+from t0repro.tasks.task import metric_names
+from t0repro.tasks.templates import load_template
 
 MAX_INPUTS, MAX_TARGETS = 128, 32
 
@@ -26,8 +29,23 @@ def tasks_of(mixture: str):
 def test_it_trains_on_four_datasets_and_evaluates_a_fifth():
     trained = {(task.dataset, task.subset) for task in tasks_of("demo_train")}
     evaluated = {(task.dataset, task.subset) for task in tasks_of("demo_eval_score_eval")}
-    assert len(trained) == 4 and evaluated - trained == {("imdb", None)}
+    assert len(trained) == 4 and evaluated - trained == {("synthetic_imdb", None)}
     assert len(tasks_of("demo_train")) == 14 and len(tasks_of("demo_eval_score_eval")) == 9
+
+
+def test_every_name_says_that_its_rows_are_generated():
+    for mixture in ("demo_train", "demo_eval_score_eval"):
+        for task in tasks_of(mixture):
+            assert task.synthetic and task.dataset.startswith("synthetic_")
+            assert task.name.startswith("demo_synthetic_")
+    assert {path.name.split("_")[0] for path in FOLDER.iterdir()} == {"synthetic"}
+
+
+def test_templates_columns_and_metrics_are_those_of_the_dataset_that_rows_are_modelled_on():
+    task = prompted_tasks()["demo_synthetic_glue_mrpc_replace"]
+    assert task.prompt == load_template("glue", "mrpc", "replace").jinja
+    assert metric_names(task) == ("f1_score_with_invalid", "accuracy")
+    assert features_of("synthetic_glue", "mrpc") == features_of("glue", "mrpc")
 
 
 def test_no_prompt_is_both_trained_on_and_evaluated():

@@ -23,7 +23,7 @@ from t0repro.tasks.registration import add_prompted_task
 from .prompt_caches import files, make, request, silent
 
 ROOT = Path(__file__).resolve().parents[2]
-DEMO = ("demo_glue_*", "demo_openbookqa_*", "demo_imdb_*")
+DEMO = ("demo_synthetic_glue_*", "demo_synthetic_openbookqa_*", "demo_synthetic_imdb_*")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -74,7 +74,7 @@ def test_draws_are_decided_by_the_seed(tmp_path, monkeypatch):
     add_prompted_task(
         "sciq", None, "Multiple Choice (Closed Book)", ("train",),
         root=tmp_path / "rows", name="draws_sciq",
-        vocabulary=seqio.TaskRegistry.get("demo_imdb_Reviewer_Sentiment_Feeling")
+        vocabulary=seqio.TaskRegistry.get("demo_synthetic_imdb_Reviewer_Sentiment_Feeling")
         .output_features["inputs"].vocabulary,
     )  # fmt: skip
     made = []
@@ -199,10 +199,14 @@ def test_a_run_killed_at_any_moment_leaves_nothing_half_and_is_resumed(whole, tm
 
 
 def test_what_seqio_left_unfinished_is_made_anew(tmp_path):
-    (tmp_path / "demo_imdb_Reviewer_Sentiment_Feeling").mkdir()
-    stray = tmp_path / "demo_imdb_Reviewer_Sentiment_Feeling" / "train.tfrecord-00000-of-00064"
+    (tmp_path / "demo_synthetic_imdb_Reviewer_Sentiment_Feeling").mkdir()
+    stray = (
+        tmp_path
+        / "demo_synthetic_imdb_Reviewer_Sentiment_Feeling"
+        / "train.tfrecord-00000-of-00064"
+    )
     stray.write_bytes(b"half a record")
-    make(tmp_path, "demo_imdb_Reviewer_Sentiment_Feeling")
+    make(tmp_path, "demo_synthetic_imdb_Reviewer_Sentiment_Feeling")
     assert not stray.exists() and (stray.parent / MARKER).is_file()
 
 
@@ -212,7 +216,7 @@ def test_two_runs_on_one_folder_at_once_end_with_one_clear_error(tmp_path):
         pytest.raises(UserError, match=rf"Another run .* process {os.getpid()} "),
     ):
         make(tmp_path / "cache", *DEMO)
-    assert make(tmp_path / "cache", "demo_imdb_Reviewer_Sentiment_Feeling").cached
+    assert make(tmp_path / "cache", "demo_synthetic_imdb_Reviewer_Sentiment_Feeling").cached
 
 
 def test_an_interrupted_run_ends_its_workers(tmp_path):
@@ -319,17 +323,17 @@ def test_missing_rows_stop_the_run_unless_only_those_at_hand_are_wanted(tmp_path
 
 
 def test_unknown_names_are_answered_with_the_nearest(tmp_path):
-    with pytest.raises(UserError, match="demo_imdb_Reviewer_Sentiment_Feeling"):
-        make(tmp_path, "demo_imdb_Reviewer_Sentiment_Feelin")
+    with pytest.raises(UserError, match="demo_synthetic_imdb_Reviewer_Sentiment_Feeling"):
+        make(tmp_path, "demo_synthetic_imdb_Reviewer_Sentiment_Feelin")
     with pytest.raises(UserError, match=r"not \.\*"):
-        make(tmp_path, "demo_imdb_.*")
+        make(tmp_path, "demo_synthetic_imdb_.*")
     with pytest.raises(UserError, match="demo_train"):
         make(tmp_path, mixtures=("demo_trian",))
 
 
 def test_a_folder_with_other_files_is_not_touched(tmp_path):
-    (tmp_path / "demo_imdb_Reviewer_Sentiment_Feeling").mkdir()
-    (tmp_path / "demo_imdb_Reviewer_Sentiment_Feeling" / "thesis.tex").touch()
+    (tmp_path / "demo_synthetic_imdb_Reviewer_Sentiment_Feeling").mkdir()
+    (tmp_path / "demo_synthetic_imdb_Reviewer_Sentiment_Feeling" / "thesis.tex").touch()
     with pytest.raises(UserError, match=r"thesis\.tex"):
-        make(tmp_path, "demo_imdb_Reviewer_Sentiment_Feeling")
-    assert (tmp_path / "demo_imdb_Reviewer_Sentiment_Feeling" / "thesis.tex").exists()
+        make(tmp_path, "demo_synthetic_imdb_Reviewer_Sentiment_Feeling")
+    assert (tmp_path / "demo_synthetic_imdb_Reviewer_Sentiment_Feeling" / "thesis.tex").exists()

@@ -74,11 +74,11 @@ def test_every_feature_of_every_example_is_t5s_over_16_datasets(names):
 @pytest.mark.parametrize("lengths", [SHORT, LONG])
 @pytest.mark.parametrize("suffix", ["", "_score_eval"])
 def test_examples_of_the_demo_are_t5s(suffix, lengths):
-    check_equal(f"demo_openbookqa_main_pick_answer_with_options{suffix}", lengths)
+    check_equal(f"demo_synthetic_openbookqa_main_pick_answer_with_options{suffix}", lengths)
 
 
 def test_a_limit_counts_inputs_with_all_of_their_choices():
-    task = task_descriptions()["demo_openbookqa_main_pick_answer_with_options_score_eval"]
+    task = task_descriptions()["demo_synthetic_openbookqa_main_pick_answer_with_options_score_eval"]
     whole = prompted_examples(task, "validation", LONG)
     some = prompted_examples(task, "validation", LONG, limit=3)
     assert [comparable(each) for each in some] == [comparable(each) for each in whole[: len(some)]]

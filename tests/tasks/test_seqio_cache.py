@@ -18,7 +18,7 @@ from t0repro.tasks.prompt_cache.plan import Request
 from t0repro.tasks.prompt_cache.planning import make_plan
 
 ROOT = Path(__file__).resolve().parents[2]
-TASK = "demo_glue_mrpc_want_to_know_score_eval"
+TASK = "demo_synthetic_glue_mrpc_want_to_know_score_eval"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -28,7 +28,7 @@ def registered():
 
 
 def test_tasks_are_selected_by_mixture_and_by_pattern_once():
-    tasks = seqio_plan.selected_tasks(["demo_eval_score_eval"], ["demo_imdb_.*", TASK])
+    tasks = seqio_plan.selected_tasks(["demo_eval_score_eval"], ["demo_synthetic_imdb_.*", TASK])
     names = [task.name for task in tasks]
     assert len(names) == len(set(names)) == 9 + 3  # imdb's three tasks beside their twins
     assert TASK in names
@@ -37,12 +37,12 @@ def test_tasks_are_selected_by_mixture_and_by_pattern_once():
 def test_an_unknown_mixture_or_pattern_is_answered_with_the_nearest_names():
     with pytest.raises(UserError, match="demo_train"):
         seqio_plan.selected_tasks(["demo_trian"], [])
-    with pytest.raises(UserError, match="demo_ag_news_classify"):
-        seqio_plan.selected_tasks([], ["demo_ag_news_clasify"])
+    with pytest.raises(UserError, match="demo_synthetic_ag_news_classify"):
+        seqio_plan.selected_tasks([], ["demo_synthetic_ag_news_clasify"])
 
 
 def test_an_interrupted_cache_is_removed_and_a_complete_one_kept(tmp_path):
-    whole, half, absent = seqio_plan.selected_tasks([], ["demo_imdb_.*_score_eval"])
+    whole, half, absent = seqio_plan.selected_tasks([], ["demo_synthetic_imdb_.*_score_eval"])
     for task in (whole, half):
         (tmp_path / task.name).mkdir()
         (tmp_path / task.name / "train.tfrecord-00000-of-00064").touch()

@@ -24,7 +24,7 @@ from t0repro.training.train_state import to_flat_tree
 sys.path.append(str(Path(__file__).resolve().parent))
 import tiny  # noqa: E402 (in this folder)
 
-TASK = "demo_glue_mrpc_paraphrase"
+TASK = "demo_synthetic_glue_mrpc_paraphrase"
 LAST_STEP = 7
 
 
