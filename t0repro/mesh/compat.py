@@ -349,6 +349,37 @@ def decode_to_text_when_inferring() -> None:
     utils.decode = decode
 
 
+def sum_up_metrics_with_current_pandas() -> None:
+    """Lets t5.scripts.parse_tb sum up its table on pandas 2 and later.
+
+    `eval_utils.metric_group_max`, which only that script calls, picks columns by a set and walks
+    over a Series by `iteritems`; pandas 2.0 dropped both. Not among `install`'s patches, because it
+    has to import all of t5.
+    """
+    import pandas as pd
+    from t5.evaluation import eval_utils
+
+    if not hasattr(pd.Series, "iteritems"):
+        setattr(pd.Series, "iteritems", pd.Series.items)  # noqa: B010
+
+    original = eval_utils.metric_group_max
+    if getattr(original, "_t0repro_patch", False):
+        return
+
+    class _ColumnsBySet(pd.DataFrame):
+        """A table whose columns a set may name."""
+
+        def __getitem__(self, key: Any) -> Any:
+            return super().__getitem__(sorted(key) if isinstance(key, set) else key)
+
+    @functools.wraps(original)
+    def metric_group_max(df: Any, metric_names: Any = None) -> Any:
+        return original(_ColumnsBySet(df), metric_names)
+
+    vars(metric_group_max)["_t0repro_patch"] = True
+    eval_utils.metric_group_max = metric_group_max
+
+
 def _has_module(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None

@@ -1,6 +1,8 @@
 """The compatibility layer: each patch is needed; with all, the libraries import in silence."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 from mesh_commands import run_python
@@ -198,3 +200,39 @@ def test_without_torch_the_hugging_face_model_says_what_it_needs():
     )
     assert ended.returncode == 1
     assert "t0repro[hf]" in ended.stderr.splitlines()[-1]
+
+
+# MRPC, whose two metrics are one group, is best at step 200 and RTE at step 300.
+WRITE_EVENTS = """
+import sys
+import tensorflow as tf
+
+rows = {100: (50.0, 40.0), 200: (62.5, 65.0), 300: (75.0, 60.0)}
+with tf.Graph().as_default(), tf.compat.v1.summary.FileWriter(sys.argv[1]) as writer:
+    for step, (rte, mrpc) in rows.items():
+        summary = tf.compat.v1.Summary()
+        summary.value.add(tag="eval/glue_rte_v002/accuracy", simple_value=rte)
+        summary.value.add(tag="eval/glue_mrpc_v002/accuracy", simple_value=mrpc)
+        summary.value.add(tag="eval/glue_mrpc_v002/f1", simple_value=mrpc + 10.0)
+        writer.add_summary(summary, step)
+"""
+
+
+def test_t5s_parse_tb_writes_its_table_and_the_best_step_of_each_group(tmp_path):
+    events, table = tmp_path / "validation_eval", tmp_path / "table.csv"
+    written = subprocess.run(
+        [sys.executable, "-P", "-c", WRITE_EVENTS, events], capture_output=True, text=True
+    )
+    assert written.returncode == 0, written.stderr
+    flags = [f"--summary_dir={events}", f"--out_file={table}"]
+    command = [sys.executable, "-P", "-m", "t0repro.mesh", "t5.scripts.parse_tb", *flags]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert table.read_text().splitlines() == [
+        "step,MRPC (F1),MRPC (accuracy),GLUE RTE",
+        "100,50.000,40.000,50.000",
+        "200,75.000,65.000,62.500",
+        "300,70.000,60.000,75.000",
+        "max,75.000,65.000,75.000",
+        "step,200,200,300",
+    ]
