@@ -62,7 +62,7 @@ def distinct_pairs(
 
     Raises:
       ValueError: if a target holds an id below 1 before its end: its log-likelihood is not a sum
-        over consecutive tokens (scoring.score_batches takes such targets).
+        over consecutive tokens.
     """
     lengths = lengths or {}
     inputs: dict[bytes, int] = {}

@@ -4,14 +4,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from t0repro.config.run_config import DTypePolicy
 from t0repro.errors import UserError
 from t0repro.evaluation import engine, packing
 from t0repro.evaluation.engine import Engine, score_examples, score_pairs
 from t0repro.evaluation.grouping import make_plan
 from t0repro.evaluation.pairs import distinct_pairs
-from t0repro.evaluation.scoring import score_batches
+from t0repro.model.t5 import T5
 
-from .small_model import MODEL, small_parameters
+from ..plain_scoring import row_scores
+from .small_model import CONFIG, MODEL, small_parameters
 
 TOLERANCE = 1e-5  # absolute, per target token
 
@@ -37,13 +39,13 @@ def examples_of(seed, inputs, most_choices, longest=20):
 
 
 def plain_scores(params, examples):
-    """What scoring.score_batches gives in one batch, each example a row of its own."""
+    """The same scores by way of one batch in which each example has a row to itself."""
     batch = {}
     for name in ("inputs", "targets"):
         batch[name] = np.zeros((len(examples), max(1, *(len(e[name]) for e in examples))), np.int32)
         for row, example in zip(batch[name], examples, strict=True):
             row[: len(example[name])] = example[name]
-    return score_batches(params, MODEL, [batch])
+    return row_scores(params, MODEL, batch)
 
 
 def per_token(examples, a, b):
@@ -104,6 +106,13 @@ def test_a_choice_without_tokens_scores_zero(params):
     scores = score_examples(params, MODEL, examples, None)
     assert scores[0] == 0.0 and scores[1] < 0
     assert score_examples(params, MODEL, [], None).shape == (0,)
+
+
+def test_scores_under_bfloat16_are_near_those_of_float32(params):
+    half = T5(CONFIG, DTypePolicy("float32", "float32", "bfloat16"))
+    examples = examples_of(3, 4, 3)
+    exact = score_examples(params, MODEL, examples, None)
+    np.testing.assert_allclose(score_examples(params, half, examples, None), exact, rtol=0.05)
 
 
 class OutOfMemory:

@@ -19,10 +19,10 @@ from t0repro.evaluation.opened import open_checkpoint
 from t0repro.evaluation.outputs import read_task_scores
 from t0repro.evaluation.rank_eval import Settings
 from t0repro.evaluation.records import read_records
-from t0repro.evaluation.scoring import score_batches
 from t0repro.reports import load_report
 from t0repro.tasks import task as registry
 
+from ..plain_scoring import row_scores
 from .small_model import save_model
 
 MIXTURE = "demo_eval_score_eval"
@@ -62,7 +62,7 @@ def test_every_task_has_files_that_agree_with_plain_scoring(evaluated, model_dir
             name: np.array([np.pad(e[name], (0, n - len(e[name]))) for e in examples])
             for name, n in SETTINGS.lengths.items()
         }
-        plain = score_batches(checkpoint.params, checkpoint.model, [batch])
+        plain = row_scores(checkpoint.params, checkpoint.model, batch)
         assert (np.abs(plain - scores.score) / scores.target_length).max() <= 1e-5
 
 

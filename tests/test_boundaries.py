@@ -1,0 +1,70 @@
+"""The JAX core runs on a machine that has jax, flax, optax and orbax and nothing of the rest."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jaxtyping
+import numpy as np
+import pytest
+
+from t0repro.evaluation import engine
+from t0repro.model.t5 import T5, initial_parameters
+from t0repro.training import loss
+
+from .training import tiny
+
+TESTS = Path(__file__).resolve().parent
+
+# Trains, saves, goes on from the checkpoint and scores, by the modules that commands run through.
+CORE = """
+import sys
+from importlib.abc import MetaPathFinder
+
+BLOCKED = {
+    "tensorflow", "seqio", "gin", "mesh_tensorflow", "t5", "clu", "jaxtyping", "promptsource",
+    "datasets", "torch",
+}
+
+class Blocked(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in BLOCKED:
+            raise ModuleNotFoundError(f"{name} is blocked", name=name)
+
+sys.meta_path.insert(0, Blocked())
+sys.path.insert(0, sys.argv[1])
+import tiny
+from t0repro.evaluation.engine import score_examples
+from t0repro.runs.train import train
+
+model_dir = sys.argv[2]
+for last_step in (1, 2):
+    state = train(tiny.run_config(model_dir, last_step), tiny.batches(1), say=lambda line: None)
+examples = [{"inputs": [5, 6, 1], "targets": [7, 1]}, {"inputs": [5, 6, 1], "targets": [8, 1]}]
+scores = score_examples(state.params, tiny.model(), examples, None)
+assert int(state.step) == 2 and scores.shape == (2,) and (scores < 0).all(), (state.step, scores)
+"""
+
+
+def test_the_core_trains_resumes_and_scores_without_tensorflow_seqio_gin_and_clu(tmp_path):
+    command = [sys.executable, "-P", "-c", CORE, str(TESTS / "training"), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+MODEL = tiny.model()
+PARAMETERS = initial_parameters(MODEL, jax.random.key(0))
+TOKENS = np.ones((2, 3), np.int32)
+ROW = np.ones(3, np.int32)
+WRONG_SHAPES = {
+    "engine": lambda: engine.encode(MODEL, PARAMETERS, ROW, TOKENS),
+    "loss": lambda: loss.cross_entropy(np.zeros((2, 3, 4), np.float32), ROW),
+    "model": lambda: MODEL.apply({"params": PARAMETERS}, ROW, TOKENS, method=T5.encode),
+}
+
+
+@pytest.mark.parametrize("module", WRONG_SHAPES)
+def test_shapes_are_checked_in_the_modules_that_products_run_through(module):
+    with pytest.raises(jaxtyping.TypeCheckError):
+        WRONG_SHAPES[module]()
