@@ -1,9 +1,9 @@
 """Scores distinct (input, choice) pairs on the device: each input is encoded once for all choices.
 
 A pair's score is that of Mesh TensorFlow's mode "score": the sum over the choice's tokens, EOS
-included, of log p given the input. In float32 the two agree to rounding whatever the batch size, the
-grouping and the order, since rows of a batch do not see each other and segments of a row (packed
-inputs, and their choices) do not either.
+included, of log p given the input. In float32 the two agree to rounding whatever the batch size,
+the grouping and the order, since rows of a batch do not see each other and segments of a row
+(packed inputs, and their choices) do not either.
 """
 
 from __future__ import annotations

@@ -11,11 +11,11 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-from jaxtyping import Int
 
 from t0repro.evaluation import packing
 from t0repro.evaluation.packing import Item, Row
 from t0repro.evaluation.pairs import Pairs
+from t0repro.model.shapes import Int
 
 # Lengths are rounded up to these.
 INPUTS_MULTIPLE, TARGETS_MULTIPLE = 8, 4

@@ -16,7 +16,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float, Int
+
+from t0repro.model.shapes import Float, Int
 
 Tokens = Int[np.ndarray, " length"]
 
