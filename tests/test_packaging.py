@@ -1,5 +1,7 @@
 """What a checkout and its lock promise."""
 
+import ast
+import importlib.metadata
 import re
 import subprocess
 import sys
@@ -43,3 +45,38 @@ def test_every_folder_with_modules_is_a_package_so_that_a_wheel_has_it():
     assert len(modules) > 100
     missing = {str(path.parent) for path in modules if path.with_name("__init__.py") not in modules}
     assert not missing
+
+
+def third_party_imports(*folders: str) -> set[str]:
+    """Top-level modules that code in these folders imports, but for Python's and ours."""
+    found = set()
+    for path in (path for folder in folders for path in (ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                found.add((node.module or "").partition(".")[0])
+    return found - sys.stdlib_module_names - {"t0repro"}
+
+
+def asked_for() -> dict[str, set[str]]:
+    """The packages of requirements.in, by the comment that they stand under."""
+    sections: dict[str, set[str]] = {}
+    for line in (ROOT / "requirements.in").read_text().splitlines():
+        if line.startswith("#"):
+            sections[line] = packages = set()
+        elif line:
+            packages.add(normal_name(re.split(r"[=<>!\[;]", line)[0]))
+    return sections
+
+
+def normal_name(package: str) -> str:
+    return re.sub(r"[-_.]+", "-", package).lower()
+
+
+def test_every_package_that_is_imported_is_asked_for_by_name():
+    packages = {normal_name(name) for names in asked_for().values() for name in names}
+    extras = {"torch", "transformers"}
+    providers = importlib.metadata.packages_distributions()
+    for module in third_party_imports("t0repro", "tasks", "converters") - extras:
+        assert {normal_name(name) for name in providers[module]} & packages, module
