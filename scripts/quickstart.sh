@@ -54,13 +54,13 @@ for stack in mtf jax; do
     TRAIN_STEPS=$more_steps bash scripts/train.sh --backend=$stack "${exact[@]}" "$@" \
     --gin_param="mesh_train_dataset_fn.seed = 17"
 done
-t0repro compare losses "$run/continued_mtf/metrics.jsonl" "$run/continued_jax/metrics.jsonl"
+t0repro compare mtf="$run/continued_mtf/metrics.jsonl" jax="$run/continued_jax/metrics.jsonl"
 
 # ---- 5: rank classification on both stacks ---------------------------------------------------------------
 say "4/6  rank classification on both stacks"
 MODEL_DIR=$model bash scripts/rank_eval.sh --backend=jax
 MODEL_DIR=$run/model_mtf bash scripts/rank_eval.sh --backend=mtf
-t0repro compare scores "$run/model_mtf/validation_eval" "$model/validation_eval"
+t0repro compare mtf="$run/model_mtf/validation_eval" jax="$model/validation_eval"
 
 # ---- 6: conversion and report ------------------------------------------------------------------------------
 say "5/6  converting the checkpoint to Mesh TensorFlow and back"

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
-from t0repro.reports.compare import compare_scores
-from t0repro.reports.render import markdown_table
+from t0repro.reports.comparison import compare_runs
+from t0repro.reports.markdown import markdown_table
+from t0repro.reports.run import Run
 
 WINDOW = 20  # steps that a curve is averaged over
 STACKS = {"mtf": "Mesh TensorFlow", "jax": "JAX"}
@@ -60,7 +61,8 @@ def losses_table(mtf: np.ndarray, jax: np.ndarray) -> str:
 
 def accuracy_table(run: Path) -> str:
     """Accuracy of each task by each stack, and the examples that are predicted differently."""
-    compared = compare_scores(run / "mtf/validation_eval", run / "jax/validation_eval")
+    mtf, jax = (Run(stack, run / stack / "validation_eval") for stack in STACKS)
+    compared = compare_runs(mtf, jax, same_pairs=True)
     rows = [
         [
             task.task.removeprefix("small_").removesuffix("_score_eval"),

@@ -44,6 +44,7 @@ app.command()(cache.cache)
 app.command()(convert.convert)
 app.command()(parity.parity)
 app.command("rank-eval")(rank_eval.rank_eval)
+app.command()(compare.compare)
 checkpoints = typer.Typer(
     name="checkpoint",
     help="Look into checkpoints.",
@@ -56,7 +57,6 @@ checkpoints.command()(checkpoint.verify)
 app.add_typer(checkpoints)
 app.add_typer(report.app)
 app.add_typer(tasks.app)
-app.add_typer(compare.app)
 
 _settings = {"debug": False}
 

@@ -1,86 +1,150 @@
-"""`t0repro compare`: two runs' losses or scores side by side, with an exit code for scripts."""
+"""`t0repro compare`: runs side by side, with an exit code for scripts."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-app = typer.Typer(
-    name="compare",
-    help="Compare the losses or the scores of two runs.",
-    no_args_is_help=True,
-)
+if TYPE_CHECKING:
+    from t0repro.reports.page import Page
 
-_Tolerance = Annotated[
-    float | None, typer.Option("--tol", help="Exit with 1 if a difference is larger than this.")
-]
-_LabelA = Annotated[str | None, typer.Option(help="What to call the first run.")]
-_LabelB = Annotated[str | None, typer.Option(help="What to call the second run.")]
+Given = tuple[str | None, Path]
 
 
-@app.command()
-def losses(
-    a: Annotated[Path, typer.Argument(help="metrics.jsonl of the first run.")],
-    b: Annotated[Path, typer.Argument(help="metrics.jsonl of the second run.")],
-    tol: _Tolerance = None,
-    label_a: _LabelA = None,
-    label_b: _LabelB = None,
-) -> None:
-    """Print two runs' training losses step by step, with the largest relative difference.
-
-    Example: t0repro compare losses runs/mtf/metrics.jsonl runs/jax/metrics.jsonl --tol 1e-4
-    """
-    from t0repro.reports.compare import compare_losses
-    from t0repro.reports.terminal import print_losses
-
-    name_a, name_b = _names(a, b)
-    compared = compare_losses(a, b, label_a=label_a or name_a, label_b=label_b or name_b)
-    print_losses(compared)
-    if tol is not None and not compared.within(tol):
-        raise typer.Exit(1)
-
-
-@app.command()
-def scores(
-    a: Annotated[Path, typer.Argument(help="<split>_eval folder of the first run.")],
-    b: Annotated[Path, typer.Argument(help="<split>_eval folder of the second run.")],
+def compare(
+    runs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[LABEL=]A [LABEL=]B ...",
+            help="metrics.jsonl files, to compare losses; or evaluation folders, folders of"
+            " rank-eval or reports, to compare scores, predictions and accuracies. All are compared"
+            " with the first.",
+        ),
+    ],
     tol: Annotated[
         float | None,
         typer.Option(
             "--tol",
-            help="Exit with 1 if a score differs by more than this per target token, or if an"
-            " example is predicted differently.",
+            help="Exit with 1 if a loss differs by more (relative to the first run's), or a score"
+            " by more per target token, or if an example is predicted differently.",
         ),
     ] = None,
-    step_a: Annotated[int | None, typer.Option(help="Step of the first run; the latest.")] = None,
-    step_b: Annotated[int | None, typer.Option(help="Step of the second run; the latest.")] = None,
-    label_a: _LabelA = None,
-    label_b: _LabelB = None,
+    step: Annotated[
+        list[int] | None,
+        typer.Option(help="Step of a run, one for each in their order; the latest by default."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Folder for compare.json, .md and .html.")
+    ] = None,
+    module_import: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A module that registers the tasks, to group them by dataset; repeatable."
+        ),
+    ] = None,
+    resamples: Annotated[int, typer.Option(help="Bootstrap resamples.", min=100)] = 1000,
+    seed: Annotated[int, typer.Option(help="Seed of the bootstrap.")] = 0,
 ) -> None:
-    """Print where the predictions of two evaluations differ, and by how much their scores do.
+    """Compare runs: losses step by step, or scores, predictions and accuracies.
 
-    Example: t0repro compare scores runs/mtf/validation_eval runs/jax/validation_eval --tol 1e-4
+    What is compared depends on what is given. Accuracies come with a paired bootstrap interval and
+    McNemar's test for each dataset.
+
+    Example: t0repro compare mtf=runs/mtf/metrics.jsonl jax=runs/jax/metrics.jsonl --tol 1e-4
+
+    Example: t0repro compare mtf=runs/mtf/validation_eval jax=runs/jax/validation_eval
     """
-    from t0repro.reports.compare import compare_scores
-    from t0repro.reports.terminal import print_scores
+    from t0repro.errors import UserError
+    from t0repro.reports.bootstrap import Bootstrap
+    from t0repro.reports.run import labelled
+    from t0repro.words import counted
 
-    name_a, name_b = _names(a, b)
-    compared = compare_scores(
-        a,
-        b,
-        step_a=step_a,
-        step_b=step_b,
-        label_a=label_a or name_a,
-        label_b=label_b or name_b,
-    )
-    print_scores(compared)
-    if tol is not None and not compared.within(tol):
+    given = [labelled(run) for run in runs]
+    if len(given) < 2:
+        raise UserError("One run cannot be compared.", fix="Name two or more.")
+    if step and len(step) != len(given):
+        raise UserError(
+            f"--step is given {counted(len(step), 'time')} for {counted(len(given), 'run')}.",
+            fix="Give one for each run, in their order.",
+        )
+    kinds = {path.suffix == ".jsonl" for _, path in given}
+    if len(kinds) > 1:
+        raise UserError(
+            "Losses (metrics.jsonl files) cannot be compared with evaluations.",
+            where=" and ".join(str(path) for _, path in given),
+            fix="Name files of one kind.",
+        )
+    if kinds == {True}:
+        page, content, within = _losses(given, tol)
+    else:
+        bootstrap = Bootstrap(replicates=resamples, seed=seed)
+        page, content, within = _evaluations(given, step, tol, module_import or (), bootstrap)
+    _show(page, content, out)
+    if not within:
         raise typer.Exit(1)
 
 
-def _names(a: Path, b: Path) -> tuple[str, str]:
-    """The runs' folders as labels, or a and b where they do not tell the two apart."""
-    names = (a.resolve().parent.name, b.resolve().parent.name)
-    return names if names[0] != names[1] and all(names) else ("a", "b")
+def _losses(given: Sequence[Given], tol: float | None) -> tuple[Page, str, bool]:
+    from t0repro.reports.comparison_page import losses_page
+    from t0repro.reports.losses import compare_losses
+    from t0repro.reports.write import as_json
+
+    first, *others = zip(_labels(given), (path for _, path in given), strict=True)
+    compared = [
+        compare_losses(first[1], path, label_a=first[0], label_b=label) for label, path in others
+    ]
+    within = tol is None or all(found.within(tol) for found in compared)
+    return losses_page(compared), as_json(compared), within
+
+
+def _evaluations(
+    given: Sequence[Given],
+    steps: Sequence[int] | None,
+    tol: float | None,
+    modules: Sequence[str],
+    bootstrap,
+) -> tuple[Page, str, bool]:
+    from t0repro.reports.comparison import compare_runs, to_json
+    from t0repro.reports.comparison_page import comparison_page
+    from t0repro.reports.prompts import load_prompts
+    from t0repro.reports.run import Run, find_evaluation
+
+    prompts = load_prompts(modules)
+    found = [find_evaluation(path) for _, path in given]
+    runs = [
+        Run(label, folder, steps[at] if steps else step)
+        for at, (label, (folder, step)) in enumerate(zip(_labels(given), found, strict=True))
+    ]
+    compared = [
+        # To judge scores by a tolerance, both runs must have scored the same pairs
+        compare_runs(runs[0], run, prompts, bootstrap, same_pairs=tol is not None)
+        for run in runs[1:]
+    ]
+    within = tol is None or all(entry.within(tol) for entry in compared)
+    return comparison_page(compared), to_json(compared), within
+
+
+def _show(page: Page, content: str, out: Path | None) -> None:
+    from t0repro.reports.terminal import print_page
+    from t0repro.reports.write import write_page
+
+    print_page(page)
+    for path in write_page("compare", page, content, out) if out else []:
+        typer.echo(f"wrote {path}")
+
+
+def _labels(given: Sequence[Given]) -> list[str]:
+    """The labels, or the names of the runs' folders; a, b, ... where these are not distinct."""
+    labels = [label or _name(path) for label, path in given]
+    if len(set(labels)) == len(labels) and all(labels):
+        return labels
+    return [label or chr(ord("a") + at) for at, (label, _) in enumerate(given)]
+
+
+def _name(path: Path) -> str:
+    """The folder that tells runs apart: not `validation_eval`, which they all have."""
+    path = path.resolve()
+    return path.parent.name if path.suffix or "_eval" in path.name else path.name

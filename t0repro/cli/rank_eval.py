@@ -80,9 +80,10 @@ def rank_eval(
 
     from t0repro.evaluation import rank_eval as evaluation
     from t0repro.evaluation.opened import open_checkpoint
+    from t0repro.reports.prompts import load_prompts, training_tasks
+    from t0repro.reports.report_page import brief_page
     from t0repro.reports.results import write_results
-    from t0repro.reports.terminal import print_report
-    from t0repro.reports.training_tasks import load_prompts, training_tasks
+    from t0repro.reports.terminal import print_page
 
     prompts = load_prompts(module_import or (), into_seqio=True)
     trained = training_tasks(train_mixture or ())
@@ -111,7 +112,7 @@ def rank_eval(
         resamples=resamples,
         extras=extras,
     )
-    print_report(report)
+    print_page(brief_page(report))
     _print_speed(outcome)
     for path in paths:
         typer.echo(f"wrote {path}")

@@ -73,87 +73,41 @@ def make(
     --module-import t0repro.tasks.demo --train-mixture demo_train
     --metrics runs/demo/metrics.jsonl --other mtf=runs/mtf/validation_eval
     """
-    from t0repro.reports.make_report import Beside, make_report
-    from t0repro.reports.render import write_report
-    from t0repro.reports.report import Bootstrap
-    from t0repro.reports.training_tasks import load_prompts, training_datasets, training_tasks
+    from t0repro.reports.bootstrap import Bootstrap
+    from t0repro.reports.make_report import Beside, ReportOptions, make_report
+    from t0repro.reports.prompts import load_prompts, training_datasets, training_tasks
+    from t0repro.reports.run import Run, labelled
+    from t0repro.reports.write import write_report
 
     prompts = load_prompts(module_import or ())
     trained = training_tasks(train_mixture or ())
     datasets = training_datasets(trained, prompts) | set(train_dataset or ())
-    other_label, other_dir = _labelled(other) if other else (None, None)
-    pair = [_labelled(value) for value in losses] if losses else None
-    labels = ((pair[0][0] or label), (pair[1][0] or other_label or "other")) if pair else None
-    report = make_report(
-        eval_dir,
-        prompts,
-        label=label,
-        training_datasets=datasets or None,
-        training_tasks=trained,
-        step=step,
+    options = ReportOptions(
         title=title,
         bootstrap=Bootstrap(replicates=resamples, seed=seed),
+        training_datasets=datasets or None,
+        training_tasks=trained,
         checkpoint=checkpoint,
         device=device,
         duration_seconds=duration,
-        beside=Beside(
-            other_label=other_label,
-            other_eval_dir=other_dir,
-            metrics=metrics,
-            losses=(pair[0][1], pair[1][1]) if pair else None,
-            losses_labels=labels,
-            conversion=_text(conversion) if conversion else None,
-            notes=tuple(note or ()),
-        ),
+        notes=tuple(note or ()),
     )
+    other_label, other_path = labelled(other) if other else (None, None)
+    pair = [labelled(value) for value in losses] if losses else None
+    beside = Beside(
+        other=Run(other_label or "other", other_path) if other_path else None,
+        metrics=metrics,
+        losses=(
+            (pair[0][0] or label, pair[0][1]),
+            (pair[1][0] or other_label or "other", pair[1][1]),
+        )
+        if pair
+        else None,
+        conversion=_text(conversion) if conversion else None,
+    )
+    report = make_report(Run(label, eval_dir, step), prompts, options, beside)
     paths = write_report(report, out)
     _print(report, paths)
-
-
-_Modules = Annotated[
-    list[str] | None,
-    typer.Option(help="A module that registers the tasks, to group them by dataset; repeatable."),
-]
-
-
-@app.command("compare")
-def compare_command(
-    runs: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="[LABEL=]A [LABEL=]B ...",
-            help="Folders of rank-eval, or <split>_eval folders; all are compared with the first.",
-        ),
-    ],
-    out: Annotated[
-        Path | None, typer.Option("--out", help="Folder for compare.json, .md and .html.")
-    ] = None,
-    module_import: _Modules = None,
-    resamples: Annotated[int, typer.Option(help="Bootstrap resamples.", min=100)] = 1000,
-    seed: Annotated[int, typer.Option(help="Seed of the bootstrap.")] = 0,
-) -> None:
-    """Compare runs: paired bootstrap and McNemar's test per dataset, agreement, flipped examples.
-
-    Example: t0repro report compare mtf=runs/mtf/eval jax=runs/jax/eval --out runs/compared
-    """
-    from t0repro.errors import UserError
-    from t0repro.reports.compare_runs import compare_runs, evaluation_of
-    from t0repro.reports.pages import comparison_sections, write_comparison
-    from t0repro.reports.report import Bootstrap
-    from t0repro.reports.terminal import print_sections
-    from t0repro.reports.training_tasks import load_prompts
-
-    if len(runs) < 2:
-        raise UserError("One run alone cannot be compared.", fix="Name two folders or more.")
-    prompts = load_prompts(module_import or ())
-    found = [_labelled(run) for run in runs]
-    named = [(label or path.resolve().name, evaluation_of(path)) for label, path in found]
-    if len({label for label, _ in named}) < len(named):
-        named = [(chr(ord("A") + at), folder) for at, (_, folder) in enumerate(named)]
-    comparisons = compare_runs(named, prompts, Bootstrap(replicates=resamples, seed=seed))
-    print_sections(comparison_sections(comparisons))
-    for path in write_comparison(comparisons, out) if out else []:
-        typer.echo(f"wrote {path}")
 
 
 @app.command()
@@ -164,28 +118,30 @@ def history(
     out: Annotated[
         Path | None, typer.Option("--out", help="Folder for history.json, .md and .html.")
     ] = None,
-    module_import: _Modules = None,
+    module_import: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A module that registers the tasks, to group them by dataset; repeatable."
+        ),
+    ] = None,
 ) -> None:
     """Show accuracy by checkpoint, a curve for each dataset.
 
     Example: t0repro report history runs/demo/model/validation_eval --out runs/demo/history
     """
-    from t0repro.reports.compare_runs import evaluation_of
+    from t0repro.reports.comparison_page import history_page
     from t0repro.reports.history import read_history
-    from t0repro.reports.pages import history_sections, write_history
-    from t0repro.reports.terminal import print_sections
-    from t0repro.reports.training_tasks import load_prompts
+    from t0repro.reports.prompts import load_prompts
+    from t0repro.reports.run import find_evaluation
+    from t0repro.reports.terminal import print_page
+    from t0repro.reports.write import write_page
 
-    found = read_history(evaluation_of(eval_dir), load_prompts(module_import or ()))
-    print_sections(history_sections(found))
-    for path in write_history(found, out) if out else []:
+    folder, _ = find_evaluation(eval_dir)
+    found = read_history(folder, load_prompts(module_import or ()))
+    page = history_page(found)
+    print_page(page)
+    for path in write_page("history", page, found.to_json(), out) if out else []:
         typer.echo(f"wrote {path}")
-
-
-def _labelled(value: str) -> tuple[str | None, Path]:
-    """LABEL=PATH, or a path alone."""
-    label, separator, path = value.partition("=")
-    return (label, Path(path)) if separator else (None, Path(value))
 
 
 def _text(path: Path) -> str:
@@ -197,9 +153,11 @@ def _text(path: Path) -> str:
 
 
 def _print(report: Report, paths: list[Path]) -> None:
-    from t0repro.reports.terminal import losses_in_words, print_report, scores_in_words
+    from t0repro.reports.comparison_page import losses_in_words, scores_in_words
+    from t0repro.reports.report_page import brief_page
+    from t0repro.reports.terminal import print_page
 
-    print_report(report)
+    print_page(brief_page(report))
     if report.stacks:
         typer.echo("\n".join(scores_in_words(report.stacks)))
     if report.losses:

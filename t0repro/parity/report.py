@@ -13,8 +13,9 @@ from t0repro.evaluation.evaluation_facts import package_versions
 from t0repro.parity.findings import Finding
 from t0repro.parity.plots import error_plot, losses_plot
 from t0repro.parity.run import Job, Parity, to_json
-from t0repro.reports import pages
+from t0repro.reports.page import Page, Section
 from t0repro.reports.provenance import git_commit
+from t0repro.reports.write import write_page
 
 # Kinds in the order of the computation, with what their section is called
 TITLES = {
@@ -35,13 +36,8 @@ def write_report(parity: Parity, job: Job) -> list[Path]:
         "git_commit": git_commit(),
         "versions": package_versions(),
     }
-    return pages.write_page(
-        "parity",
-        "Mesh TensorFlow and JAX, compared",
-        sections(parity, job, facts),
-        to_json(parity, facts),
-        job.out,
-    )
+    page = Page("Mesh TensorFlow and JAX, compared", tuple(sections(parity, job, facts)))
+    return write_page("parity", page, to_json(parity, facts), job.out)
 
 
 def verdict(parity: Parity) -> str:
@@ -58,7 +54,7 @@ def verdict(parity: Parity) -> str:
     )
 
 
-def sections(parity: Parity, job: Job, facts: dict[str, Any]) -> list[pages.Section]:
+def sections(parity: Parity, job: Job, facts: dict[str, Any]) -> list[Section]:
     """What the page shows."""
     lines = [verdict(parity)]
     if parity.injected:
@@ -69,17 +65,17 @@ def sections(parity: Parity, job: Job, facts: dict[str, Any]) -> list[pages.Sect
     kinds = dict.fromkeys(finding.kind for finding in parity.findings)
     rows = [_summary(kind, [f for f in parity.findings if f.kind == kind]) for kind in kinds]
     header = ("quantity", "compared", "worst", "error", "tolerance", "departing")
-    found = [pages.Section("Outcome", tuple(lines), header=header, rows=tuple(rows))]
+    found = [Section("Outcome", tuple(lines), header=header, rows=tuple(rows))]
     found.append(
-        pages.Section("Training loss of both stacks", plot=losses_plot(parity), **_losses(parity))
+        Section("Training loss of both stacks", plot=losses_plot(parity), **_losses(parity))
     )
     for kind, title in TITLES.items():
         of_kind = [finding for finding in parity.findings if finding.kind == kind]
         if of_kind:
             plot = error_plot(of_kind, title)
-            found.append(pages.Section(title, plot=plot, **_table(of_kind)))
+            found.append(Section(title, plot=plot, **_table(of_kind)))
     rest = [finding for finding in parity.findings if finding.kind not in TITLES]
-    found.append(pages.Section("Losses, log-likelihoods and metrics", **_table(rest)))
+    found.append(Section("Losses, log-likelihoods and metrics", **_table(rest)))
     found.append(_sources(facts))
     return found
 
@@ -134,7 +130,7 @@ def _losses(parity: Parity) -> dict[str, Any]:
     return {"header": ("step", "Mesh TensorFlow", "JAX", "relative difference"), "rows": rows}
 
 
-def _sources(facts: dict[str, Any]) -> pages.Section:
+def _sources(facts: dict[str, Any]) -> Section:
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     lines = (
         f"Written {facts['created']}; code: {facts['git_commit'] or 'not a git checkout'}.",
@@ -142,4 +138,4 @@ def _sources(facts: dict[str, Any]) -> pages.Section:
         *(f"{param}" for param in facts["gin_params"]),
         f"Versions: {versions}.",
     )
-    return pages.Section("Where this comes from", lines)
+    return Section("Where this comes from", lines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 
@@ -9,10 +10,63 @@ import numpy as np
 
 from t0repro.evaluation.outputs import read_inputs_of
 from t0repro.evaluation.rank import RankResult
-from t0repro.reports.report import Calibration, CalibrationBin, Confusion, PromptFlip
 
 BINS = 10
 FLIPS_KEPT = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Confusion:
+    """How often each answer was predicted as each choice, summed over prompts.
+
+    Attributes:
+      labels: the choices, as the first prompt words them.
+      counts: [answer][prediction].
+      prompts: how many prompts have this number of fixed choices.
+    """
+
+    labels: tuple[str, ...]
+    counts: tuple[tuple[int, ...], ...]
+    prompts: int
+
+
+@dataclasses.dataclass(frozen=True)
+class CalibrationBin:
+    """Examples of a range of confidence: mean confidence and accuracy in percent."""
+
+    confidence: float
+    accuracy: float
+    examples: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibration:
+    """Whether a confidence of 80% is right in 80% of the cases.
+
+    Attributes:
+      bins: of equal width, empty ones left out; every example counts once per prompt.
+      error: expected calibration error, percentage points: mean |accuracy - confidence| over the
+        bins by their examples.
+    """
+
+    bins: tuple[CalibrationBin, ...]
+    error: float
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptFlip:
+    """An example that some prompts get right and others wrong.
+
+    Attributes:
+      example: its index in the task.
+      right: prompts that get it right, of `prompts`.
+      first_input: the example under the first prompt, None where inputs were not written.
+    """
+
+    example: int
+    right: int
+    prompts: int
+    first_input: str | None
 
 
 def confusion(

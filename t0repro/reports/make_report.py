@@ -1,4 +1,4 @@
-"""Builds a report: scores of one run, and what else there is to put beside them."""
+"""Builds a report: one run's scores, and whatever is to be shown with them."""
 
 from __future__ import annotations
 
@@ -10,177 +10,162 @@ from typing import Any
 from t0repro.evaluation.outputs import find_tasks, latest_step
 from t0repro.evaluation.records import read_records
 from t0repro.reports import provenance
-from t0repro.reports.compare import (
-    LossComparison,
-    ScoreComparison,
-    compare_losses,
-    compare_scores,
-)
-from t0repro.reports.generation_summary import generation_results
+from t0repro.reports.bootstrap import Bootstrap
+from t0repro.reports.comparison import RunComparison, compare_runs
+from t0repro.reports.generation_result import generation_results
+from t0repro.reports.losses import LossComparison, compare_losses, loss_curve
+from t0repro.reports.prompts import PromptInfo
 from t0repro.reports.published import published_figures
-from t0repro.reports.report import Bootstrap, Report, TaskCost
-from t0repro.reports.summary import (
-    PromptInfo,
-    fixed_classes,
-    loss_curve,
-    rank_folder,
-    summarize,
-)
+from t0repro.reports.ranking import rank_folder
+from t0repro.reports.report import Report
+from t0repro.reports.run import Run
+from t0repro.reports.summary import summarize
+from t0repro.reports.task_cost import task_costs
+
+_Path = str | os.PathLike[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class ReportOptions:
+    """What a report says beyond the scores of its run.
+
+    Attributes:
+      title: the report's heading.
+      bootstrap: how to make the intervals.
+      training_datasets: labels of the datasets that were trained on, as prompts.dataset_label gives
+        them; None where unknown.
+      training_tasks: names of the tasks that were trained on.
+      tasks: report only these of the folder's; all when None.
+      extras: definitions to report beside T0's: target_length (a score is divided by its choice's
+        tokens), calibrated (minus the score after a content-free input, where that was scored).
+      checkpoint: path of the checkpoint; like device and duration_seconds, what the evaluation
+        itself recorded when None.
+      device: what it was evaluated on.
+      duration_seconds: how long the evaluation took.
+      notes: sentences for the top of the report.
+    """
+
+    title: str = "Rank evaluation"
+    bootstrap: Bootstrap = dataclasses.field(default_factory=Bootstrap)
+    training_datasets: Collection[str] | None = None
+    training_tasks: Collection[str] = ()
+    tasks: Sequence[str] | None = None
+    extras: Collection[str] = ()
+    checkpoint: str | None = None
+    device: str | None = None
+    duration_seconds: float | None = None
+    notes: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class Beside:
-    """What a report may show beside its own run's scores.
+    """What a report may show beside its run's scores.
 
     Attributes:
-      other_label: what to call the second run.
-      other_eval_dir: the second run's `<split>_eval` folder.
+      other: a second run, whose scores are compared with the first one's.
       metrics: metrics.jsonl of the training, for its loss curve.
-      losses: two metrics.jsonl to compare, this run's stack first.
+      losses: label and metrics.jsonl of two trainings to compare, this run's stack first.
       conversion: what a conversion of the checkpoint and back gave, as text.
-      notes: sentences for the top of the report.
     """
 
-    other_label: str | None = None
-    other_eval_dir: str | os.PathLike[str] | None = None
-    metrics: str | os.PathLike[str] | None = None
-    losses: tuple[str | os.PathLike[str], str | os.PathLike[str]] | None = None
-    losses_labels: tuple[str, str] | None = None
+    other: Run | None = None
+    metrics: _Path | None = None
+    losses: tuple[tuple[str, _Path], tuple[str, _Path]] | None = None
     conversion: str | None = None
-    notes: tuple[str, ...] = ()
 
 
 def make_report(
-    eval_dir: str | os.PathLike[str],
+    run: Run,
     prompts: Mapping[str, PromptInfo],
-    *,
-    label: str,
-    training_datasets: Collection[str] | None = None,
-    training_tasks: Collection[str] = (),
-    step: int | None = None,
-    title: str = "Rank evaluation",
-    bootstrap: Bootstrap | None = None,
-    checkpoint: str | None = None,
-    device: str | None = None,
-    duration_seconds: float | None = None,
+    options: ReportOptions | None = None,
     beside: Beside | None = None,
-    tasks: Sequence[str] | None = None,
-    extras: Collection[str] = (),
-    notes: Sequence[str] = (),
 ) -> Report:
     """Ranks a folder's tasks and gathers the report; nothing is written.
 
     Args:
-      eval_dir: the `<split>_eval` folder.
+      run: what to report on.
       prompts: task name -> its prompt, as t0repro.tasks.prompted_tasks() gives them; may be empty.
-      label: what to call the run, for instance `jax`.
-      training_datasets: labels of the datasets that were trained on, as summary.dataset_label gives
-        them; None where unknown.
-      training_tasks: names of the tasks that were trained on.
-      step: the step to report, the latest in the folder when None.
-      title: the report's heading.
-      bootstrap: how to make the intervals.
-      checkpoint: path of the checkpoint.
-      device: what it was evaluated on.
-      duration_seconds: how long the evaluation took.
-      beside: a second run, losses and text.
-      tasks: report only these of the folder's.
-      extras: definitions to report beside T0's: target_length (a score is divided by its choice's
-        tokens), calibrated (less the score after a content-free input, where that was scored).
-      notes: further sentences for the top of the report.
+      options: what to say beyond the scores.
+      beside: a second run, losses and a conversion's result.
 
     Raises:
       UserError: if files are missing or cannot be read, or scores are NaN.
     """
-    bootstrap, beside = bootstrap or Bootstrap(), beside or Beside()
-    step = latest_step(eval_dir) if step is None else step
-    records = read_records(eval_dir, step)
-    ranked, decoded = _by_mode(eval_dir, records, tasks)
-    results = rank_folder(eval_dir, prompts, step=step, tasks=ranked)
+    options, beside = options or ReportOptions(), beside or Beside()
+    step = latest_step(run.eval_dir) if run.step is None else run.step
+    run = dataclasses.replace(run, step=step)
+    records = read_records(run.eval_dir, step)
+    ranked, decoded = _by_mode(run, records, options.tasks)
+    results = rank_folder(run.eval_dir, prompts, step=step, tasks=ranked)
     groups, datasets = summarize(
         results,
         prompts,
-        eval_dir=eval_dir,
-        training_datasets=training_datasets,
-        training_tasks=training_tasks,
-        bootstrap=bootstrap,
-        extras=_extras(eval_dir, prompts, step, ranked, extras, records),
+        eval_dir=run.eval_dir,
+        training_datasets=options.training_datasets,
+        training_tasks=options.training_tasks,
+        bootstrap=options.bootstrap,
+        extras=_extras(run, prompts, ranked, options.extras, records),
     )
-    stacks, losses = _compared(eval_dir, prompts, step, label, beside)
     return Report(
-        title=title,
+        title=options.title,
         provenance=provenance.collect(
-            eval_dir,
-            label=label,
-            step=step,
-            checkpoint=checkpoint,
-            device=device,
-            duration_seconds=duration_seconds,
+            run,
+            step,
+            checkpoint=options.checkpoint,
+            device=options.device,
+            duration_seconds=options.duration_seconds,
         ),
-        bootstrap=bootstrap,
+        bootstrap=options.bootstrap,
         groups=groups,
         datasets=datasets,
-        stacks=stacks,
-        losses=losses,
-        loss_curve=loss_curve(beside.metrics, label) if beside.metrics is not None else None,
+        stacks=_stacks(run, prompts, options.bootstrap, beside),
+        losses=_losses(beside),
+        loss_curve=None if beside.metrics is None else loss_curve(beside.metrics, run.label),
         conversion=beside.conversion,
-        notes=(*beside.notes, *notes),
+        notes=tuple(options.notes),
         published=published_figures({dataset.dataset for dataset in datasets}),
-        tasks=_costs(records, [result.task for result in results]),
+        tasks=task_costs(records, [result.task for result in results]),
         generation=generation_results(
-            eval_dir, decoded, prompts, training_datasets, training_tasks
+            run.eval_dir, decoded, prompts, options.training_datasets, options.training_tasks
         ),
     )
 
 
 def _by_mode(
-    eval_dir: str | os.PathLike[str],
-    records: Mapping[str, Mapping[str, Any]],
-    tasks: Sequence[str] | None,
+    run: Run, records: Mapping[str, Mapping[str, Any]], tasks: Sequence[str] | None
 ) -> tuple[list[str], list[Mapping[str, Any]]]:
     """The tasks that were ranked, and the records of those that were decoded."""
     decoded = {name: found for name, found in records.items() if found.get("mode") == "generate"}
     if tasks is None:
-        return list(find_tasks(eval_dir)), list(decoded.values())
+        return list(find_tasks(run.eval_dir)), list(decoded.values())
     ranked = [task for task in tasks if task not in decoded]
     return ranked, [decoded[task] for task in tasks if task in decoded]
 
 
-def _compared(
-    eval_dir: str | os.PathLike[str],
-    prompts: Mapping[str, PromptInfo],
-    step: int,
-    label: str,
-    beside: Beside,
-) -> tuple[ScoreComparison | None, LossComparison | None]:
-    """This run's scores and losses beside the other's, as far as there is one."""
-    other = beside.other_label or "other"
-    stacks = losses = None
-    if beside.other_eval_dir is not None:
-        stacks = compare_scores(
-            eval_dir,
-            beside.other_eval_dir,
-            step_a=step,
-            label_a=label,
-            label_b=other,
-            num_classes=fixed_classes(prompts),
-        )
-    if beside.losses is not None:
-        label_a, label_b = beside.losses_labels or (label, other)
-        losses = compare_losses(*beside.losses, label_a=label_a, label_b=label_b)
-    return stacks, losses
+def _stacks(
+    run: Run, prompts: Mapping[str, PromptInfo], bootstrap: Bootstrap, beside: Beside
+) -> RunComparison | None:
+    if beside.other is None:
+        return None
+    return compare_runs(run, beside.other, prompts, bootstrap, same_pairs=True)
+
+
+def _losses(beside: Beside) -> LossComparison | None:
+    if beside.losses is None:
+        return None
+    (label_a, metrics_a), (label_b, metrics_b) = beside.losses
+    return compare_losses(metrics_a, metrics_b, label_a=label_a, label_b=label_b)
 
 
 def _extras(
-    eval_dir: str | os.PathLike[str],
+    run: Run,
     prompts: Mapping[str, PromptInfo],
-    step: int,
     tasks: Sequence[str],
     names: Collection[str],
     records: Mapping[str, Mapping[str, Any]],
 ) -> dict[str, dict[str, float]]:
     """Task -> name of a definition -> accuracy under it, in percent."""
-    found: dict[str, dict[str, float]] = {}
+    accuracies: dict[str, dict[str, float]] = {}
     for name in names:
         less = None
         if name == "calibrated":
@@ -190,29 +175,13 @@ def _extras(
                 if record.get("content_free") is not None
             }
         results = rank_folder(
-            eval_dir,
+            run.eval_dir,
             prompts,
-            step=step,
+            step=run.step,
             tasks=list(tasks),
             normalize_by_target_length=name == "target_length",
             less=less,
         )
         for result in results:
-            found.setdefault(result.task, {})[name] = result.accuracy
-    return found
-
-
-def _costs(records: Mapping[str, Mapping[str, Any]], tasks: Sequence[str]) -> tuple[TaskCost, ...]:
-    """What each task took, the slowest first, where the evaluation recorded it."""
-    costs = [
-        TaskCost(
-            task=task,
-            pairs=records[task]["pairs"],
-            tokens=records[task]["input_tokens"] + records[task]["target_tokens"],
-            longest_input=records[task]["longest_input"],
-            seconds=records[task]["seconds"],
-        )
-        for task in tasks
-        if task in records
-    ]
-    return tuple(sorted(costs, key=lambda cost: -cost.seconds))
+            accuracies.setdefault(result.task, {})[name] = result.accuracy
+    return accuracies

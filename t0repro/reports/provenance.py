@@ -2,22 +2,43 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import json
-import os
 import subprocess
 from pathlib import Path
 
 from t0repro.errors import UserError
 from t0repro.evaluation.evaluation_facts import EVALUATION_FACTS, package_versions
-from t0repro.reports.report import Provenance
+from t0repro.reports.run import Run
+
+
+@dataclasses.dataclass(frozen=True)
+class Provenance:
+    """Where the numbers come from; None where it is not known."""
+
+    created: str
+    label: str
+    eval_dir: str
+    checkpoint: str | None
+    step: int
+    device: str | None
+    duration_seconds: float | None
+    versions: dict[str, str]
+    git_commit: str | None
+    operative_config: str | None
+    checkpoint_hash: str | None = None
+    templates_hash: str | None = None
+    data_revision: str | None = None
+    energy_joules: float | None = None
+    energy_source: str | None = None
+    data: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 def collect(
-    eval_dir: str | os.PathLike[str],
-    *,
-    label: str,
+    run: Run,
     step: int,
+    *,
     checkpoint: str | None = None,
     device: str | None = None,
     duration_seconds: float | None = None,
@@ -29,12 +50,12 @@ def collect(
     Raises:
       UserError: if provenance.json is there and is not a JSON object.
     """
-    folder = Path(eval_dir)
+    folder = Path(run.eval_dir)
     facts = _facts(folder)
     return Provenance(
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        label=label,
-        eval_dir=str(eval_dir),
+        label=run.label,
+        eval_dir=str(run.eval_dir),
         checkpoint=checkpoint or facts.get("checkpoint"),
         step=step,
         device=device or facts.get("device"),

@@ -8,12 +8,22 @@ medians has its place there; a row is added only with the source that it was rea
 from __future__ import annotations
 
 import csv
+import dataclasses
 from collections.abc import Collection
 from pathlib import Path
 
-from t0repro.reports.report import PublishedFigure
-
 _FILE = Path(__file__).parent / "published.csv"
+
+
+@dataclasses.dataclass(frozen=True)
+class PublishedFigure:
+    """A figure that others have published, in percent, and where it stands."""
+
+    model: str
+    dataset: str
+    statistic: str
+    value: float
+    source: str
 
 
 def published_figures(datasets: Collection[str]) -> tuple[PublishedFigure, ...]:

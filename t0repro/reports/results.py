@@ -7,12 +7,13 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from t0repro.evaluation.rank_eval import Outcome, reasons_in_words
-from t0repro.reports.make_report import make_report
-from t0repro.reports.render import write_report
-from t0repro.reports.report import Bootstrap, Report
-from t0repro.reports.summary import PromptInfo
+from t0repro.reports.bootstrap import Bootstrap
+from t0repro.reports.make_report import ReportOptions, make_report
+from t0repro.reports.prompts import PromptInfo, training_datasets
+from t0repro.reports.report import Report
+from t0repro.reports.run import Run
 from t0repro.reports.tables import write_tables
-from t0repro.reports.training_tasks import training_datasets
+from t0repro.reports.write import write_report
 
 
 def write_results(
@@ -45,27 +46,24 @@ def write_results(
     """
     ranked = [name for name in outcome.tasks if name not in outcome.empty]
     decoded = [name for name in outcome.generated if name not in outcome.empty]
-    report = make_report(
-        outcome.folder,
-        prompts,
-        label=label,
-        training_datasets=training_datasets(trained, prompts) or None,
-        training_tasks=trained,
-        step=step,
-        tasks=[*ranked, *decoded],
+    options = ReportOptions(
         title=title,
         bootstrap=Bootstrap(replicates=resamples),
+        training_datasets=training_datasets(trained, prompts) or None,
+        training_tasks=trained,
+        tasks=[*ranked, *decoded],
         extras=extras,
         notes=_notes(outcome),
     )
+    report = make_report(Run(label, outcome.folder, step), prompts, options)
     paths = write_report(report, out)
     if ranked:
         paths += write_tables(outcome.folder, step, prompts, out, ranked)
     return report, paths
 
 
-def _notes(outcome: Outcome) -> list[str]:
+def _notes(outcome: Outcome) -> tuple[str, ...]:
     notes = [f"No examples: {', '.join(outcome.empty)}."] if outcome.empty else []
     if outcome.left_out:
         notes.append(f"Left out: {reasons_in_words(outcome.left_out)}.")
-    return notes
+    return tuple(notes)

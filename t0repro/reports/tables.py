@@ -14,7 +14,7 @@ import numpy as np
 from t0repro.evaluation.outputs import TaskScores, read_task_scores
 from t0repro.evaluation.rank import rank_classification
 from t0repro.files import write_atomically
-from t0repro.reports.summary import PromptInfo, dataset_label, fixed_classes
+from t0repro.reports.prompts import PromptInfo, dataset_label, fixed_classes, template_name
 
 COLUMNS = (
     "task", "dataset", "template", "step", "example", "choice",
@@ -55,11 +55,10 @@ def _columns(scores: TaskScores, prompts: Mapping[str, PromptInfo]) -> dict[str,
     classes = fixed_classes(prompts).get(scores.task)
     ranked = rank_classification(scores, num_classes=classes)
     predicted = ranked.predicted[np.searchsorted(ranked.example, scores.input_index)]
-    info = prompts.get(scores.task)
     constants = {
         "task": scores.task,
         "dataset": dataset_label(scores.task, prompts),
-        "template": info.template_name if info else "",
+        "template": template_name(scores.task, prompts) if scores.task in prompts else "",
         "step": scores.step,
     }
     return {

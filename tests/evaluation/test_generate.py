@@ -98,15 +98,16 @@ def test_prompts_with_choices_are_ranked_and_others_decoded_in_one_report(
     expected = task.metric_fns[1](task.targets, texts)["sequence_accuracy"]
     assert record["metrics"]["sequence_accuracy"] == expected
     # What reads scores passes decoded tasks over
-    from t0repro.reports.compare_runs import compare_runs
+    from t0repro.reports.bootstrap import Bootstrap
+    from t0repro.reports.comparison import compare_runs
     from t0repro.reports.history import read_history
-    from t0repro.reports.make_report import make_report
-    from t0repro.reports.report import Bootstrap
+    from t0repro.reports.make_report import ReportOptions, make_report
+    from t0repro.reports.run import Run
 
-    runs = [("a", outcome.folder), ("b", outcome.folder)]
-    assert compare_runs(runs, prompts, Bootstrap(100))[0].flipped == 0
+    run, quick = Run("jax", outcome.folder), Bootstrap(100)
+    assert compare_runs(run, run, prompts, quick).flipped == 0
     assert read_history(outcome.folder, prompts).steps == (7,)
-    made = make_report(outcome.folder, prompts, label="jax", bootstrap=Bootstrap(100))
+    made = make_report(run, prompts, ReportOptions(bootstrap=quick))
     assert [found.task for found in made.generation] == [DECODED] and len(made.datasets) == 1
     _, again = evaluate(model_dir, tmp_path, prompts, SETTINGS, mixture)
     assert set(again.finished) == {f"{RANKED}_score_eval", DECODED}

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from t0repro.converters.sources import load_any
-from t0repro.reports.compare import compare_scores
+from t0repro.reports.comparison import compare_runs
+from t0repro.reports.run import Run
 
 from .conftest import losses
 
@@ -96,9 +97,9 @@ def test_all_log_likelihoods_of_an_evaluation_agree_and_so_do_the_predictions(
     stacks, twenty_steps, tmp_path
 ):
     model_dir = twenty_steps[0]
-    comparison = compare_scores(
-        stacks.score("mtf", model_dir, tmp_path / "mtf"),
-        stacks.score("jax", model_dir, tmp_path / "jax"),
+    comparison = compare_runs(
+        *(Run(stack, stacks.score(stack, model_dir, tmp_path / stack)) for stack in ("mtf", "jax")),
+        same_pairs=True,
     )
     assert comparison.pairs >= 32
     assert comparison.worst.max_difference_per_token <= PER_TOKEN

@@ -4,11 +4,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from t0repro.reports.bootstrap import Bootstrap
 from t0repro.reports.diagnostics import calibration, confusion, prompt_flips
-from t0repro.reports.make_report import make_report
+from t0repro.reports.make_report import ReportOptions, make_report
 from t0repro.reports.published import published_figures
-from t0repro.reports.report import Bootstrap, load_report
-from t0repro.reports.summary import rank_folder
+from t0repro.reports.ranking import rank_folder
+from t0repro.reports.report import load_report
+from t0repro.reports.run import Run
 
 from .scored_folder import write_scores
 
@@ -61,9 +63,8 @@ def test_an_example_that_some_prompts_get_wrong_is_a_flip(folder):
 
 
 def test_the_report_has_diagnostics_extras_and_published_figures(folder, tmp_path):
-    report = make_report(
-        folder, PROMPTS, label="jax", bootstrap=Bootstrap(100), extras=["target_length"]
-    )
+    options = ReportOptions(bootstrap=Bootstrap(100), extras=["target_length"])
+    report = make_report(Run("jax", folder), PROMPTS, options)
     (dataset,) = report.datasets
     assert dataset.confusion and dataset.calibration and dataset.flips
     assert dataset.prompts[0].extras == {"target_length": dataset.prompts[0].accuracy}
@@ -74,7 +75,7 @@ def test_the_report_has_diagnostics_extras_and_published_figures(folder, tmp_pat
 
 
 def test_a_report_of_schema_1_still_loads(folder, tmp_path):
-    content = json.loads(make_report(folder, PROMPTS, label="jax").to_json())
+    content = json.loads(make_report(Run("jax", folder), PROMPTS).to_json())
     content["schema_version"] = 1
     for name in ("published", "tasks"):
         del content[name]

@@ -6,16 +6,18 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from t0repro.reports.compare_runs import compare_runs
+from t0repro.reports.bootstrap import Bootstrap
+from t0repro.reports.comparison import compare_runs, to_json
+from t0repro.reports.comparison_page import comparison_page, history_page
 from t0repro.reports.history import read_history
-from t0repro.reports.make_report import make_report
-from t0repro.reports.pages import write_comparison, write_history
-from t0repro.reports.render import write_report
-from t0repro.reports.report import Bootstrap
+from t0repro.reports.make_report import ReportOptions, make_report
+from t0repro.reports.report import SCHEMA_VERSION
+from t0repro.reports.run import Run
+from t0repro.reports.write import write_page, write_report
 
 from .browser import ENTER, ESCAPE, HERE, SHIFT, SPACE, TAB, open_browser
 from .scored_folder import write_scores
-from .test_compare_runs import PROMPTS, write_run
+from .test_comparison import PROMPTS, write_run
 from .test_report import full_report, small_suite
 
 pytestmark = pytest.mark.skipif(not HERE, reason="Chromium and chromedriver are not here")
@@ -81,11 +83,12 @@ def pages(report, tmp_path_factory):
     marks = 5 + 2 + 2 + 2 + 5 + bins
     folder = tmp_path_factory.mktemp("pages")
     a, b = write_run(folder / "a", 20), write_run(folder / "b", 10)
-    compared = compare_runs([("first", a), ("second", b)], PROMPTS, Bootstrap(200))
-    write_comparison(compared, folder)
+    compared = [compare_runs(Run("first", a), Run("second", b), PROMPTS, Bootstrap(200))]
+    write_page("compare", comparison_page(compared), to_json(compared), folder)
     for step, wrong in ((20, 8), (30, 5)):
         write_run(a, wrong, step=step)
-    write_history(read_history(a, PROMPTS), folder)
+    history = read_history(a, PROMPTS)
+    write_page("history", history_page(history), history.to_json(), folder)
     return {
         "report": (path, marks),
         "compare": (folder / "compare.html", 0),
@@ -104,9 +107,11 @@ def test_a_page_shows_its_marks_and_nothing_sticks_out_or_is_requested(
     assert browser.run("return innerWidth") == width
     assert browser.run("return document.documentElement.scrollWidth") == width
     assert browser.run(OUTSIDE) == []
-    assert browser.run("return document.querySelectorAll('svg [data-tip]').length") == marks
-    empty = "return [...document.querySelectorAll('svg [data-tip]')].filter((mark) => "
-    assert browser.run(empty + "!mark.getBoundingClientRect().height).length") == 0
+    # Each plot is there in two sizes, of which the screen's width chooses one
+    drawn = "[...document.querySelectorAll('svg [data-tip]')].filter((m) => m.checkVisibility())"
+    assert browser.run(f"return {drawn}.length") == marks
+    empty = f"return {drawn}.filter((mark) => !mark.getBoundingClientRect().height).length"
+    assert browser.run(empty) == 0
     assert browser.run("return document.querySelectorAll('table').length") > 0
     assert browser.run(CONTRAST) >= 4.5
     page = browser.run("return getComputedStyle(document.body).backgroundColor")
@@ -192,9 +197,9 @@ def test_a_page_of_many_datasets_with_long_names_fits_a_narrow_screen(browser, t
     for number in range(12):
         name = f"a_dataset_with_a_very_long_name_number_{number}_and_its_configuration_score_eval"
         write_scores(folder, name, [[-1.0, -2.0]] * 10, [number % 2] * 10)
-    report = make_report(
-        folder, {}, label="jax", bootstrap=Bootstrap(200), notes=[f"Left out: {'a_task' * 30}."]
-    )
+    notes = (f"Left out: {'a_task' * 30}.",)
+    options = ReportOptions(bootstrap=Bootstrap(200), notes=notes)
+    report = make_report(Run("jax", folder), {}, options)
     write_report(report, tmp_path)
     browser.show(tmp_path / "report.html", 390, dark=True)
     assert browser.run(OUTSIDE) == []
@@ -207,4 +212,7 @@ def test_something_is_drawn(browser, report, tmp_path):
     picture = imread(tmp_path / "page.png")
     assert picture.shape[:2] == (900, 1280)
     assert len(np.unique(picture.reshape(-1, picture.shape[-1]), axis=0)) > 50
-    assert json.loads((report[1].parent / "report.json").read_text())["schema_version"] == 3
+    assert (
+        json.loads((report[1].parent / "report.json").read_text())["schema_version"]
+        == SCHEMA_VERSION
+    )

@@ -11,10 +11,15 @@ from typer.testing import CliRunner
 import t0repro.reports
 from t0repro.cli.report import app
 from t0repro.errors import UserError
-from t0repro.reports.make_report import Beside, make_report
-from t0repro.reports.render import render_html, render_markdown, write_report
-from t0repro.reports.report import SCHEMA_VERSION, Bootstrap, load_report
-from t0repro.reports.summary import dataset_label
+from t0repro.reports import html as html_page
+from t0repro.reports import markdown
+from t0repro.reports.bootstrap import Bootstrap
+from t0repro.reports.make_report import Beside, ReportOptions, make_report
+from t0repro.reports.prompts import dataset_label
+from t0repro.reports.report import SCHEMA_VERSION, load_report
+from t0repro.reports.report_page import report_page
+from t0repro.reports.run import Run
+from t0repro.reports.write import write_report
 
 from .scored_folder import write_scores
 
@@ -74,9 +79,17 @@ def suite(tmp_path):
     return small_suite(tmp_path / "jax" / "validation_eval")
 
 
-def report_of(evaluation, **options):
-    options = {"label": "jax", "training_datasets": {"ag_news"}, "bootstrap": QUICK} | options
-    return make_report(evaluation.folder, evaluation.prompts, **options)
+def report_of(evaluation, beside=None, **options):
+    options = ReportOptions(**{"training_datasets": {"ag_news"}, "bootstrap": QUICK} | options)
+    return make_report(Run("jax", evaluation.folder), evaluation.prompts, options, beside)
+
+
+def render_html(report):
+    return html_page.render_html(report_page(report))
+
+
+def render_markdown(report):
+    return markdown.render_markdown(report_page(report))
 
 
 def full_report(evaluation, tmp_path):
@@ -86,14 +99,13 @@ def full_report(evaluation, tmp_path):
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
     (evaluation.folder.parent / "operative_config.gin").write_text("run.train_steps = 20\n")
     beside = Beside(
-        other_label="mtf",
-        other_eval_dir=other.folder,
+        other=Run("mtf", other.folder),
         metrics=tmp_path / "metrics.jsonl",
-        losses=(tmp_path / "metrics.jsonl", tmp_path / "metrics.jsonl"),
+        losses=(("jax", tmp_path / "metrics.jsonl"), ("mtf", tmp_path / "metrics.jsonl")),
         conversion="jax -> mtf -> jax: nothing changed",
-        notes=("A small model.",),
     )
-    return report_of(evaluation, beside=beside, device="cpu", duration_seconds=1.5)
+    notes = ("A small model.",)
+    return report_of(evaluation, beside, device="cpu", duration_seconds=1.5, notes=notes)
 
 
 # Figures -----------------------------------------------------------------------------------------
@@ -182,7 +194,7 @@ def test_intervals_depend_on_the_seed_and_not_on_what_else_is_reported(suite, tm
 
 
 def test_tasks_without_a_prompt_are_grouped_by_their_own_name(suite):
-    report = make_report(suite.folder, {}, label="jax", bootstrap=QUICK)
+    report = make_report(Run("jax", suite.folder), {}, ReportOptions(bootstrap=QUICK))
     assert "super_glue_rte_GPT-3_style" in [d.dataset for d in report.datasets]
     assert report.datasets[0].prompts[0].prompt is None
 
@@ -210,12 +222,13 @@ def test_the_operative_config_and_what_the_evaluation_recorded_are_found(suite):
 def test_examples_whose_answer_is_no_choice_are_counted_and_listed(tmp_path):
     folder = tmp_path / "validation_eval"
     write_scores(folder, "t_score_eval", [[-1.0, -2.0]] * 30, [0, -1] * 15)
-    report = make_report(folder, {}, label="jax", bootstrap=QUICK)
+    report = make_report(Run("jax", folder), {}, ReportOptions(bootstrap=QUICK))
     (prompt,) = report.datasets[0].prompts
     assert (prompt.unanswerable, prompt.accuracy) == (15, 50.0)  # they count as wrong, as with T0
     listed = [(found.example, found.first_input) for found in prompt.unanswerable_examples]
     assert listed[:2] == [(1, "input 1"), (3, "input 3")] and len(listed) == 15
-    assert "| t | t | 15 of 30 | 1, 3, 5," in render_markdown(report)
+    text = render_markdown(report)
+    assert "### t, t: 15 of 30 examples" in text and "| 1 | input 1 |\n| 3 | input 3 |" in text
     assert "15 of 30 examples" in " ".join(Page(render_html(report)).text)
     write_report(report, tmp_path)
     assert load_report(tmp_path) == report
@@ -226,10 +239,10 @@ def test_data_and_energy_are_told_where_they_are_known(suite):
     facts["energy_source"] = "1 CPU packages (RAPL)"
     (suite.folder / "provenance.json").write_text(json.dumps(facts))
     for text in (render_markdown(report_of(suite)), render_html(report_of(suite))):
-        assert "12 J, counted by 1 CPU packages (RAPL)" in text
+        assert "12 J, measured by 1 CPU packages (RAPL)" in text
         assert "source local, sha256 ab12" in text
     (suite.folder / "provenance.json").unlink()
-    assert "the device does not tell" in render_markdown(report_of(suite))
+    assert "12 J" not in render_markdown(report_of(suite))
 
 
 def test_reports_of_the_schemas_before_are_still_read(suite, tmp_path):
@@ -289,7 +302,7 @@ def test_markdown_has_every_dataset_prompt_and_comparison(suite, tmp_path):
     assert "Largest relative difference: 0.00e+00" in text
     assert "nothing changed" in text
     widths = {line.count("|") for line in text.split("\n") if line.startswith("| ag_news |")}
-    assert len(widths) == 3  # rows of the datasets', of the prompts' and of the agreement's table
+    assert len(widths) == 4  # tables of datasets, prompts, agreement and disagreement
 
 
 class Page(html.parser.HTMLParser):
@@ -364,7 +377,9 @@ def test_the_page_shows_every_dataset_and_every_prompts_text(page, suite):
         assert expected in text
     tips = [attributes.get("data-tip") or "" for _, attributes in page.attributes]
     for info in suite.prompts.values():
-        assert sum(info.prompt in tip for tip in tips) == 2  # in the plot and in the table
+        assert (
+            sum(info.prompt in tip for tip in tips) == 3
+        )  # in both sizes of the plot and in the table
 
 
 def test_text_from_the_data_is_never_markup(page):

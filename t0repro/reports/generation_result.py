@@ -1,14 +1,38 @@
-"""What a report says of the tasks that were decoded."""
+"""Results of tasks that were decoded rather than ranked."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from t0repro.evaluation.outputs import read_first_input, read_first_line
-from t0repro.reports.report import GenerationResult
-from t0repro.reports.summary import PromptInfo, dataset_label, group_of
+from t0repro.reports.group_result import group_of
+from t0repro.reports.prompts import PromptInfo, dataset_label, template_name
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerationResult:
+    """One prompt without answer choices, decoded.
+
+    Attributes:
+      group: a key of GROUP_TITLES.
+      metrics: as the template's metrics give them, most in percent; each of all examples.
+      first_target: of the first example; first_output what was decoded for it.
+    """
+
+    task: str
+    dataset: str
+    group: str
+    template_name: str
+    prompt: str | None
+    examples: int
+    metrics: dict[str, float]
+    first_input: str | None
+    first_target: str | None
+    first_output: str | None
+    seconds: float
 
 
 def generation_results(
@@ -36,7 +60,7 @@ def generation_results(
                 task=task,
                 dataset=label,
                 group=group_of(task, label, training_datasets, training_tasks),
-                template_name=info.template_name if info else task,
+                template_name=template_name(task, prompts),
                 prompt=info.prompt if info else None,
                 examples=record["examples"],
                 metrics=dict(record["metrics"]),

@@ -1,0 +1,67 @@
+"""Percentile bootstrap over examples, from which a report's confidence intervals come."""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Float
+
+from t0repro.evaluation.rank import RankResult
+
+
+@dataclasses.dataclass(frozen=True)
+class Interval:
+    """A confidence interval, in percent."""
+
+    low: float
+    high: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Bootstrap:
+    """How intervals are made: percentiles over resamples of the examples, prompts held fixed."""
+
+    replicates: int = 1000
+    seed: int = 0
+    confidence: float = 0.95
+
+    def interval(self, values: Float[np.ndarray, " replicates"]) -> Interval:
+        """The central interval that holds `confidence` of the resampled values."""
+        tail = 50 * (1 - self.confidence)
+        low, high = np.percentile(values, [tail, 100 - tail])
+        return Interval(float(low), float(high))
+
+    def generator(self, name: str, *more: int) -> np.random.Generator:
+        """Random numbers for one dataset.
+
+        The seed includes a checksum of the name, so a dataset's intervals do not depend on which
+        other datasets are in the report.
+        """
+        return np.random.default_rng([self.seed, zlib.crc32(name.encode()), *more])
+
+
+def resampled_accuracy(
+    results: Sequence[RankResult], dataset: str, bootstrap: Bootstrap
+) -> tuple[Float[np.ndarray, "replicates prompts"], bool]:
+    """Accuracy in percent of each prompt in each resample, and whether one resample serves all.
+
+    Prompts with equally many examples are taken to have the same ones, in the same order, and are
+    resampled together, since an example that is hard under one prompt is hard under the next. A
+    template that drops examples is resampled separately.
+    """
+    sizes = [len(result.example) for result in results]
+    accuracy = np.empty((bootstrap.replicates, len(results)))
+    for size in sorted(set(sizes)):
+        columns = [i for i, count in enumerate(sizes) if count == size]
+        weight = np.stack([results[i].weight for i in columns], -1)
+        right = weight * np.stack([results[i].correct for i in columns], -1)
+        generator = bootstrap.generator(dataset, size)
+        for replicate in range(bootstrap.replicates):
+            drawn = generator.integers(0, size, size)
+            # [examples] how often each example was drawn; counts @ weight is the resample's total
+            counts = np.bincount(drawn, minlength=size)
+            accuracy[replicate, columns] = 100 * (counts @ right) / (counts @ weight)
+    return accuracy, len(set(sizes)) == 1

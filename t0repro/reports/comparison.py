@@ -1,0 +1,383 @@
+"""Two runs on the same tasks: scores, predictions and accuracies, each compared.
+
+Differences of scores are per (example, choice) pair, in natural-logarithm units, and per target
+token, which is how the agreement between the two stacks is defined (1e-4 absolute per token in
+float32). Differences of accuracy are paired: only tasks and examples that both runs have are
+compared, and a resample of the bootstrap takes the same examples from both. An example under
+several prompts is one cluster, because its outcomes are not independent.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from t0repro.errors import UserError
+from t0repro.evaluation.outputs import TaskScores, read_task_scores
+from t0repro.evaluation.rank import RankResult, rank_classification
+from t0repro.reports.bootstrap import Bootstrap, Interval
+from t0repro.reports.prompts import PromptInfo, dataset_label, fixed_classes
+from t0repro.reports.run import Run
+
+MAX_FLIPS_KEPT = 200
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskComparison:
+    """One task in two runs.
+
+    Attributes:
+      pairs: (example, choice) pairs whose scores are compared.
+      max_difference: largest absolute difference between a pair's scores.
+      max_difference_per_token: largest absolute difference divided by the pair's target tokens.
+      at: the (example, choice) with that difference per token.
+      flipped: examples whose predicted choice differs.
+      metrics_a: the first run's metrics, in percent.
+      metrics_b: the second run's metrics, in percent.
+      unpaired: pairs that only one run has, or whose targets differ in length.
+    """
+
+    task: str
+    pairs: int
+    max_difference: float
+    max_difference_per_token: float
+    at: tuple[int, int]
+    flipped: int
+    metrics_a: dict[str, float]
+    metrics_b: dict[str, float]
+    unpaired: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class DatasetDifference:
+    """Two runs on one dataset; accuracies and differences in percent, `b` minus `a`.
+
+    Attributes:
+      prompts: tasks that both runs have.
+      examples: distinct examples that both have.
+      accuracy_a: mean over prompts of the first run; accuracy_b of the second.
+      interval: of the difference, by the paired bootstrap over examples.
+      only_a: (example, prompt) outcomes that only the first run gets right; only_b the second.
+      p_value: of McNemar's test. With several prompts the examples are clusters: the statistic is
+        (sum of d)**2 / sum of d**2 with d an example's only_b minus only_a, chi-squared with one
+        degree of freedom; with one prompt that is McNemar's own, (b - c)**2 / (b + c).
+      agreement: percent of (example, prompt) outcomes that both predict alike.
+    """
+
+    dataset: str
+    prompts: int
+    examples: int
+    accuracy_a: float
+    accuracy_b: float
+    interval: Interval
+    only_a: int
+    only_b: int
+    p_value: float
+    agreement: float
+
+    @property
+    def difference(self) -> float:
+        """Percentage points by which the second run is better."""
+        return self.accuracy_b - self.accuracy_a
+
+
+@dataclasses.dataclass(frozen=True)
+class Flip:
+    """An example that the runs predict differently.
+
+    Attributes:
+      margin_a: best score minus the second best in the first run; None where there is one choice.
+      margin_b: the same in the second run.
+      right_a: whether the first run is right; None in reports written before schema 4.
+      right_b: whether the second run is right.
+    """
+
+    task: str
+    example: int
+    predicted_a: int
+    predicted_b: int
+    margin_a: float | None
+    margin_b: float | None
+    right_a: bool | None = None
+    right_b: bool | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class RunComparison:
+    """A second run (`b`) against a first one (`a`), on the tasks that both have.
+
+    Attributes:
+      label_a: what to call the first run; label_b the second.
+      step_a: the first run's step; step_b the second's.
+      only_a: tasks that the second run lacks; only_b those that the first lacks.
+      flips: the examples that are predicted differently, the first MAX_FLIPS_KEPT of them.
+      datasets: accuracies; empty in reports written before schema 4.
+    """
+
+    label_a: str
+    label_b: str
+    step_a: int
+    step_b: int
+    tasks: tuple[TaskComparison, ...]
+    only_a: tuple[str, ...]
+    only_b: tuple[str, ...]
+    flips: tuple[Flip, ...]
+    datasets: tuple[DatasetDifference, ...] = ()
+
+    @property
+    def pairs(self) -> int:
+        """(example, choice) pairs whose scores are compared."""
+        return sum(task.pairs for task in self.tasks)
+
+    @property
+    def unpaired(self) -> int:
+        """Pairs of the shared tasks whose scores cannot be compared."""
+        return sum(task.unpaired for task in self.tasks)
+
+    @property
+    def flipped(self) -> int:
+        """Examples whose predicted choice differs."""
+        return sum(task.flipped for task in self.tasks)
+
+    @property
+    def max_difference(self) -> float:
+        """Largest absolute difference between a pair's scores."""
+        return max(task.max_difference for task in self.tasks)
+
+    @property
+    def worst(self) -> TaskComparison:
+        """The task with the largest difference per target token."""
+        return max(self.tasks, key=lambda task: task.max_difference_per_token)
+
+    @property
+    def max_metric_difference(self) -> float:
+        """Largest absolute difference between metrics, in percentage points."""
+        return max(
+            abs(task.metrics_a[name] - task.metrics_b[name])
+            for task in self.tasks
+            for name in task.metrics_a.keys() & task.metrics_b.keys()
+        )
+
+    def within(self, tolerance: float) -> bool:
+        """Whether no score differs by more per token, and nothing is predicted differently."""
+        return self.worst.max_difference_per_token <= tolerance and self.flipped == 0
+
+
+def compare_runs(
+    a: Run,
+    b: Run,
+    prompts: Mapping[str, PromptInfo] | None = None,
+    bootstrap: Bootstrap | None = None,
+    *,
+    same_pairs: bool = False,
+) -> RunComparison:
+    """Compares two evaluations on the tasks that both have.
+
+    Args:
+      a: the first run.
+      b: the second run.
+      prompts: task name -> its prompt, to group tasks by dataset; may be empty.
+      bootstrap: how to make the intervals.
+      same_pairs: refuse tasks whose (example, choice) pairs are not the same in both runs, as they
+        must be where scores, not only accuracies, are to agree.
+
+    Raises:
+      UserError: if the runs share no task, or a task's examples have different answers.
+    """
+    prompts, bootstrap = prompts or {}, bootstrap or Bootstrap()
+    scores_a = {scores.task: scores for scores in read_task_scores(a.eval_dir, a.step)}
+    scores_b = {scores.task: scores for scores in read_task_scores(b.eval_dir, b.step)}
+    shared = sorted(scores_a.keys() & scores_b.keys())
+    if not shared:
+        raise UserError(
+            f"The two evaluations, {a.label} and {b.label}, have no task in common.",
+            where=f"{a.eval_dir} and {b.eval_dir}",
+            fix="Evaluate the same mixture on both.",
+        )
+    if same_pairs:
+        for task in shared:
+            _check_same_pairs(scores_a[task], scores_b[task])
+    classes = fixed_classes(prompts)
+    ranked = {task: _ranked(scores_a[task], scores_b[task], classes.get(task)) for task in shared}
+    by_dataset: dict[str, list[str]] = {}
+    for task in shared:
+        by_dataset.setdefault(dataset_label(task, prompts), []).append(task)
+    flips = [flip for task in shared for flip in _flips(*ranked[task])]
+    return RunComparison(
+        label_a=a.label,
+        label_b=b.label,
+        step_a=scores_a[shared[0]].step,
+        step_b=scores_b[shared[0]].step,
+        tasks=tuple(
+            _compare_task(scores_a[task], scores_b[task], *ranked[task]) for task in shared
+        ),
+        only_a=tuple(sorted(scores_a.keys() - scores_b.keys())),
+        only_b=tuple(sorted(scores_b.keys() - scores_a.keys())),
+        flips=tuple(flips[:MAX_FLIPS_KEPT]),
+        datasets=tuple(
+            _difference(dataset, [ranked[task] for task in tasks], bootstrap)
+            for dataset, tasks in sorted(by_dataset.items())
+        ),
+    )
+
+
+def to_json(comparisons: Sequence[RunComparison]) -> str:
+    """The comparisons as indented JSON."""
+    found = [{**dataclasses.asdict(entry), "flipped": entry.flipped} for entry in comparisons]
+    return json.dumps(found, indent=1) + "\n"
+
+
+# Scores ------------------------------------------------------------------------------------------
+
+
+def _check_same_pairs(a: TaskScores, b: TaskScores) -> None:
+    """Refuses a task unless both runs scored the same choices of the same examples."""
+    same = len(a) == len(b) and all(
+        np.array_equal(getattr(a, name), getattr(b, name))
+        for name in ("input_index", "choice_index", "is_correct", "target_length")
+    )
+    if not same:
+        raise UserError(
+            f"Task {a.task!r}: the two evaluations scored different pairs ({len(a)} and {len(b)}"
+            " pairs, or other answers or target lengths).",
+            fix="Evaluate the same cached task, with the same vocabulary and sequence lengths.",
+        )
+
+
+def _compare_task(
+    a: TaskScores, b: TaskScores, ranked_a: RankResult, ranked_b: RankResult
+) -> TaskComparison:
+    at_a, at_b = _shared_pairs(a, b)
+    score_a, score_b, length = a.score[at_a], b.score[at_b], a.target_length[at_a]
+    # Equal infinities do not differ; subtracting them would give NaN
+    same = score_a == score_b
+    difference = np.zeros(len(at_a))
+    difference[~same] = np.abs(score_a[~same] - score_b[~same])
+    per_token = difference / np.maximum(length, 1)
+    worst = at_a[per_token.argmax()] if len(at_a) else 0
+    return TaskComparison(
+        task=a.task,
+        pairs=len(at_a),
+        max_difference=float(difference.max(initial=0.0)),
+        max_difference_per_token=float(per_token.max(initial=0.0)),
+        at=(int(a.input_index[worst]), int(a.choice_index[worst])),
+        flipped=int((ranked_a.predicted != ranked_b.predicted).sum()),
+        metrics_a=ranked_a.metrics,
+        metrics_b=ranked_b.metrics,
+        unpaired=len(a) + len(b) - 2 * len(at_a),
+    )
+
+
+def _shared_pairs(a: TaskScores, b: TaskScores) -> tuple[np.ndarray, np.ndarray]:
+    """Where each run has the pairs that both scored with equally long targets."""
+    choices = 1 + max(a.choice_index.max(), b.choice_index.max())
+    keys_a, keys_b = (s.input_index * choices + s.choice_index for s in (a, b))
+    _, at_a, at_b = np.intersect1d(keys_a, keys_b, assume_unique=True, return_indices=True)
+    alike = a.target_length[at_a] == b.target_length[at_b]
+    return at_a[alike], at_b[alike]
+
+
+# Predictions -------------------------------------------------------------------------------------
+
+
+def _ranked(a: TaskScores, b: TaskScores, num_classes: int | None) -> tuple[RankResult, RankResult]:
+    """Both runs' predictions on the examples that both have."""
+    shared = np.intersect1d(a.input_index, b.input_index)
+    kept_a, kept_b = _on_examples(a, shared), _on_examples(b, shared)
+    if not shared.size or not _same_answers(kept_a, kept_b):
+        raise UserError(
+            f"Task {a.task!r}: the runs share no example, or an example has other answers.",
+            fix="Compare evaluations of the same rendered data.",
+        )
+    return (
+        rank_classification(kept_a, num_classes=num_classes),
+        rank_classification(kept_b, num_classes=num_classes),
+    )
+
+
+def _on_examples(scores: TaskScores, examples: np.ndarray) -> TaskScores:
+    keep = np.isin(scores.input_index, examples)
+    if keep.all():
+        return scores
+    names = (
+        "input_index", "choice_index", "is_correct", "weight", "target_length", "score"
+    )  # fmt: skip
+    kept = {name: getattr(scores, name)[keep] for name in names}
+    return dataclasses.replace(scores, inputs=None, **kept)
+
+
+def _same_answers(a: TaskScores, b: TaskScores) -> bool:
+    return len(a) == len(b) and all(
+        np.array_equal(getattr(a, name), getattr(b, name))
+        for name in ("input_index", "choice_index", "is_correct")
+    )
+
+
+def _flips(a: RankResult, b: RankResult) -> list[Flip]:
+    return [
+        Flip(
+            task=a.task,
+            example=int(a.example[at]),
+            predicted_a=int(a.predicted[at]),
+            predicted_b=int(b.predicted[at]),
+            margin_a=_finite_or_none(a.margin[at]),
+            margin_b=_finite_or_none(b.margin[at]),
+            right_a=bool(a.correct[at]),
+            right_b=bool(b.correct[at]),
+        )
+        for at in np.flatnonzero(a.predicted != b.predicted)
+    ]
+
+
+def _finite_or_none(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None
+
+
+# Accuracies --------------------------------------------------------------------------------------
+
+
+def _difference(
+    dataset: str, tasks: Sequence[tuple[RankResult, RankResult]], bootstrap: Bootstrap
+) -> DatasetDifference:
+    examples = np.unique(np.concatenate([a.example for a, _ in tasks]))
+    # [examples] each example's share of the difference in points, and its only_b minus only_a
+    share, count = np.zeros(len(examples)), np.zeros(len(examples))
+    same = total = only_a = only_b = 0
+    for a, b in tasks:
+        gain = b.correct.astype(np.int64) - a.correct
+        place = np.searchsorted(examples, a.example)
+        share[place] += 100 * gain / len(gain) / len(tasks)
+        count[place] += gain
+        same += int((a.predicted == b.predicted).sum())
+        total += len(gain)
+        only_a, only_b = only_a + int((gain < 0).sum()), only_b + int((gain > 0).sum())
+    generator = bootstrap.generator(dataset)
+    resampled = np.array(
+        [
+            share[generator.integers(0, len(share), len(share))].sum()
+            for _ in range(bootstrap.replicates)
+        ]
+    )
+    return DatasetDifference(
+        dataset=dataset,
+        prompts=len(tasks),
+        examples=len(examples),
+        accuracy_a=float(np.mean([100 * a.correct.mean() for a, _ in tasks])),
+        accuracy_b=float(np.mean([100 * b.correct.mean() for _, b in tasks])),
+        interval=bootstrap.interval(resampled),
+        only_a=only_a,
+        only_b=only_b,
+        p_value=mcnemar(count),
+        agreement=100 * same / total,
+    )
+
+
+def mcnemar(differences: np.ndarray) -> float:
+    """p-value of McNemar's test over clusters; see DatasetDifference. 1 where nothing differs."""
+    squares = float((differences**2).sum())
+    statistic = float(differences.sum()) ** 2 / squares if squares else 0.0
+    return math.erfc(math.sqrt(statistic / 2))

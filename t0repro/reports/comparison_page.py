@@ -1,0 +1,189 @@
+"""What the pages of comparisons and of a history say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from t0repro.reports.comparison import RunComparison
+from t0repro.reports.history import History
+from t0repro.reports.losses import LossComparison, LossRow, thinned_losses
+from t0repro.reports.page import Cell, Column, Page, Section
+from t0repro.reports.plots import history_plot
+from t0repro.words import counted
+
+
+def comparison_page(comparisons: Sequence[RunComparison]) -> Page:
+    """Runs compared with the first one: accuracies, scores, and examples predicted differently."""
+    sections = []
+    for compared in comparisons:
+        sections += [accuracy_section(compared), scores_section(compared, "Scores, task by task")]
+        sections += flips_section(compared)
+    return Page("Runs compared", (*sections, Section("How to read it", note=_METHOD)))
+
+
+_METHOD = (
+    "The difference is that between the means over prompts, in percentage points; its interval"
+    " resamples examples, the same ones for both runs. McNemar's test takes an example with all of"
+    " its prompts as one cluster. Nothing is corrected for looking at several datasets."
+)
+
+
+def losses_page(comparisons: Sequence[LossComparison]) -> Page:
+    """Training losses compared with the first run's."""
+    sections = (
+        losses_section(compared, f"{compared.label_a} and {compared.label_b}, step by step")
+        for compared in comparisons
+    )
+    return Page("Training losses compared", tuple(sections))
+
+
+def history_page(history: History) -> Page:
+    """Accuracy by checkpoint."""
+    lines = (f"Not at every step: {', '.join(history.skipped)}.",) if history.skipped else ()
+    rows = tuple(
+        (name, f"{history.chance[name]:.1f}", *(f"{value:.1f}" for value in values))
+        for name, values in history.curves.items()
+    )
+    section = Section(
+        "Mean accuracy over prompts, by step",
+        lines=lines,
+        plot=history_plot(history.steps, history.curves, "Accuracy by step"),
+        header=(Column("dataset"), "chance", *map(str, history.steps)),
+        rows=rows,
+    )
+    return Page("Accuracy by checkpoint", (section,))
+
+
+def accuracy_section(compared: RunComparison) -> Section:
+    """Accuracies by dataset, with the difference's interval and McNemar's test."""
+    a, b = compared.label_a, compared.label_b
+    header = (
+        Column("dataset"), "prompts", "examples", a, b, "difference", "95% interval", "McNemar p",
+        f"only {a} right", f"only {b} right", "agreement",
+    )  # fmt: skip
+    rows = tuple(
+        (
+            entry.dataset,
+            str(entry.prompts),
+            str(entry.examples),
+            f"{entry.accuracy_a:.1f}",
+            f"{entry.accuracy_b:.1f}",
+            f"{entry.difference:+.1f}",
+            Cell(f"{entry.interval.low:+.1f} to {entry.interval.high:+.1f}", entry.interval.low),
+            f"{entry.p_value:.3g}",
+            str(entry.only_a),
+            str(entry.only_b),
+            Cell(f"{entry.agreement:.1f}%", entry.agreement),
+        )
+        for entry in compared.datasets
+    )
+    return Section(f"{a} and {b}", header=header, rows=rows)
+
+
+def scores_section(compared: RunComparison, title: str) -> Section:
+    """The largest difference of each task's scores, and both runs' accuracies."""
+    header = (
+        Column("task"), "pairs", "largest difference", "per target token", "flipped",
+        f"accuracy {compared.label_a}", f"accuracy {compared.label_b}",
+    )  # fmt: skip
+    rows = tuple(
+        (
+            task.task,
+            str(task.pairs),
+            Cell(f"{task.max_difference:.1e}", task.max_difference),
+            Cell(f"{task.max_difference_per_token:.1e}", task.max_difference_per_token),
+            str(task.flipped),
+            f"{task.metrics_a['accuracy']:.2f}",
+            f"{task.metrics_b['accuracy']:.2f}",
+        )
+        for task in compared.tasks
+    )
+    bold = frozenset(at for at, task in enumerate(compared.tasks) if task.flipped)
+    lines = tuple(scores_in_words(compared))
+    return Section(title, lines=lines, header=header, rows=rows, bold=bold, level=3)
+
+
+def scores_in_words(compared: RunComparison) -> list[str]:
+    """Sentences: where predictions differ, the largest differences, tasks in one run only."""
+    worst = compared.worst
+    where = f"on {counted(compared.flipped, 'example')}" if compared.flipped else "nowhere"
+    lines = [
+        f"Predictions differ: {where} ({counted(compared.pairs, 'pair')} of"
+        f" {counted(len(compared.tasks), 'task')}).",
+        f"Largest difference of a score: {compared.max_difference:.2e};"
+        f" per target token {worst.max_difference_per_token:.2e}"
+        f" ({worst.task}, example {worst.at[0]}, choice {worst.at[1]});"
+        f" of a metric: {compared.max_metric_difference:.2e} points.",
+    ]
+    if compared.unpaired:
+        lines.append(
+            f"{counted(compared.unpaired, 'pair')} of these tasks could not be compared: only one"
+            " run has them, or their targets differ in length."
+        )
+    for label, tasks in ((compared.label_a, compared.only_a), (compared.label_b, compared.only_b)):
+        if tasks:
+            lines.append(f"Only {label} has: {', '.join(tasks)}.")
+    return lines
+
+
+def flips_section(compared: RunComparison) -> list[Section]:
+    """The examples that are predicted differently; no section where there are none."""
+    a, b = compared.label_a, compared.label_b
+    header = (
+        Column("task"), "example", f"choice of {a}", f"choice of {b}", f"margin of {a}",
+        f"margin of {b}", Column("right"),
+    )  # fmt: skip
+    rows = tuple(
+        (
+            flip.task,
+            str(flip.example),
+            str(flip.predicted_a),
+            str(flip.predicted_b),
+            "" if flip.margin_a is None else Cell(f"{flip.margin_a:.2e}", flip.margin_a),
+            "" if flip.margin_b is None else Cell(f"{flip.margin_b:.2e}", flip.margin_b),
+            _right(flip.right_a, flip.right_b, a, b),
+        )
+        for flip in compared.flips
+    )
+    shown = f", the first {len(rows)}" if len(rows) < compared.flipped else ""
+    title = f"Predicted differently: {counted(compared.flipped, 'example')}{shown}"
+    return [Section(title, header=header, rows=rows, level=3)] * bool(rows)
+
+
+def _right(right_a: bool | None, right_b: bool | None, a: str, b: str) -> str:
+    if right_a is None or right_b is None:
+        return ""
+    return "both" if right_a and right_b else a if right_a else b if right_b else "neither"
+
+
+def losses_section(compared: LossComparison, title: str, level: Literal[2, 3] = 2) -> Section:
+    """Two trainings' losses, thinned where there are many steps, the largest difference in bold."""
+    shown = thinned_losses(compared)
+    return Section(
+        title,
+        lines=(losses_in_words(compared),),
+        header=("step", compared.label_a, compared.label_b, "relative difference"),
+        rows=tuple(_loss_cells(row) for row in shown),
+        bold=frozenset(at for at, row in enumerate(shown) if row is compared.worst),
+        level=level,
+    )
+
+
+def _loss_cells(row: LossRow) -> tuple[str, str, str, Cell]:
+    """A row as text: losses to seven digits, as float32 has them."""
+    difference = Cell(f"{row.relative_difference:.2e}", row.relative_difference)
+    return str(row.step), f"{row.loss_a:#.7g}", f"{row.loss_b:#.7g}", difference
+
+
+def losses_in_words(compared: LossComparison) -> str:
+    """One sentence: the largest difference, where, and what could not be compared."""
+    worst = compared.worst
+    text = (
+        f"Largest relative difference: {worst.relative_difference:.2e} at step {worst.step}"
+        f" ({counted(len(compared.rows), 'step')} compared)."
+    )
+    alone = compared.only_a + compared.only_b
+    if not alone:
+        return text
+    return f"{text} {counted(alone, 'more step is', 'more steps are')} in one run only."

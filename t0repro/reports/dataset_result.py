@@ -1,0 +1,172 @@
+"""Results of one dataset over its prompts, and of each prompt."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from jaxtyping import Float
+
+from t0repro.evaluation.outputs import read_first_input, read_inputs_of
+from t0repro.evaluation.rank import RankResult
+from t0repro.reports.bootstrap import Bootstrap, Interval
+from t0repro.reports.diagnostics import Calibration, Confusion, PromptFlip
+from t0repro.reports.prompts import PromptInfo, template_name
+
+UNANSWERABLE_KEPT = 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Spread:
+    """Accuracy over the prompts of a dataset, in percent."""
+
+    mean: float
+    median: float
+    lower_quartile: float
+    upper_quartile: float
+    minimum: float
+    maximum: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Unanswerable:
+    """An example whose answer is none of its choices.
+
+    Attributes:
+      example: its index in the task.
+      first_input: its rendered input, None where inputs were not written.
+    """
+
+    example: int
+    first_input: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptResult:
+    """One prompt's rank classification.
+
+    Attributes:
+      prompt: the template's Jinja text, None where the task was not registered.
+      first_input: the first rendered input, None where inputs were not written.
+      ties: examples where another choice scores as high as the predicted one.
+      unanswerable: examples whose answer is none of the choices; they count as wrong.
+      unanswerable_examples: the first of them.
+    """
+
+    task: str
+    template_name: str
+    prompt: str | None
+    first_input: str | None
+    examples: int
+    accuracy: float
+    interval: Interval
+    standard_error: float
+    chance: float
+    majority: float
+    ties: int
+    unanswerable: int
+    metrics: dict[str, float]
+    extras: dict[str, float] = dataclasses.field(default_factory=dict)
+    unanswerable_examples: tuple[Unanswerable, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class DatasetResult:
+    """A dataset's results over its prompts.
+
+    Attributes:
+      group: a key of GROUP_TITLES.
+      examples: of the prompt that has most.
+      paired: whether all prompts have the same number of examples, so that one resample serves all.
+      standard_error: of the mean over prompts.
+      above_chance: whether the interval of the mean over prompts begins above chance.
+    """
+
+    dataset: str
+    group: str
+    examples: int
+    paired: bool
+    accuracy: Spread
+    mean_interval: Interval
+    median_interval: Interval
+    standard_error: float
+    chance: float
+    majority: float
+    above_chance: bool
+    prompts: tuple[PromptResult, ...]
+    confusion: Confusion | None = None
+    calibration: Calibration | None = None
+    flips: tuple[PromptFlip, ...] = ()
+    flipped: float = 0.0
+
+
+def prompt_result(
+    result: RankResult,
+    prompts: Mapping[str, PromptInfo],
+    eval_dir: str | os.PathLike[str],
+    resampled: Float[np.ndarray, " replicates"],
+    bootstrap: Bootstrap,
+) -> PromptResult:
+    """One prompt's result; `resampled` holds its accuracy in percent in each resample."""
+    info = prompts.get(result.task)
+    return PromptResult(
+        task=result.task,
+        template_name=template_name(result.task, prompts),
+        prompt=info.prompt if info else None,
+        first_input=read_first_input(eval_dir, result.task),
+        examples=len(result.example),
+        accuracy=result.accuracy,
+        interval=bootstrap.interval(resampled),
+        standard_error=float(resampled.std(ddof=1)),
+        chance=result.chance,
+        majority=result.majority,
+        ties=int(result.tie.sum()),
+        unanswerable=int((~result.answerable).sum()),
+        metrics=result.metrics,
+        unanswerable_examples=_unanswerable(result, eval_dir),
+    )
+
+
+def _unanswerable(result: RankResult, eval_dir: str | os.PathLike[str]) -> tuple[Unanswerable, ...]:
+    """The first examples whose answer is none of their choices."""
+    found = [int(example) for example in result.example[~result.answerable][:UNANSWERABLE_KEPT]]
+    texts = read_inputs_of(eval_dir, result.task, found)
+    return tuple(Unanswerable(example, texts.get(example)) for example in found)
+
+
+def dataset_result(
+    label: str,
+    group: str,
+    prompts: Sequence[PromptResult],
+    resampled: Float[np.ndarray, "replicates prompts"],
+    paired: bool,
+    bootstrap: Bootstrap,
+) -> DatasetResult:
+    """A dataset's result, without diagnostics; `paired` says whether one resample serves all."""
+    accuracy = np.array([prompt.accuracy for prompt in prompts])
+    spread = np.percentile(accuracy, [25, 50, 75])
+    chance = float(np.mean([prompt.chance for prompt in prompts]))
+    mean_interval = bootstrap.interval(resampled.mean(-1))
+    return DatasetResult(
+        dataset=label,
+        group=group,
+        examples=max(prompt.examples for prompt in prompts),
+        paired=paired,
+        accuracy=Spread(
+            mean=float(accuracy.mean()),
+            median=float(spread[1]),
+            lower_quartile=float(spread[0]),
+            upper_quartile=float(spread[2]),
+            minimum=float(accuracy.min()),
+            maximum=float(accuracy.max()),
+        ),
+        mean_interval=mean_interval,
+        median_interval=bootstrap.interval(np.median(resampled, axis=-1)),
+        standard_error=float(resampled.mean(-1).std(ddof=1)),
+        chance=chance,
+        majority=float(np.mean([prompt.majority for prompt in prompts])),
+        above_chance=mean_interval.low > chance,
+        prompts=tuple(prompts),
+    )

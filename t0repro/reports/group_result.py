@@ -1,0 +1,79 @@
+"""Results of a group of datasets: held-out ones, or ones that were trained on."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+
+import numpy as np
+from jaxtyping import Float
+
+from t0repro.reports.bootstrap import Bootstrap, Interval
+from t0repro.reports.dataset_result import DatasetResult
+
+GROUP_TITLES = {
+    "trained_prompts": "Prompts trained on",
+    "held_out_prompts": "Held-out prompts of training datasets",
+    "held_out_datasets": "Held-out datasets",
+    "datasets": "Datasets",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupResult:
+    """The mean over a group's datasets of each dataset's mean over prompts."""
+
+    group: str
+    datasets: int
+    prompts: int
+    mean: float
+    interval: Interval
+    standard_error: float
+    chance: float
+    majority: float
+    above_chance: bool
+
+    @property
+    def title(self) -> str:
+        """The group's heading."""
+        return GROUP_TITLES[self.group]
+
+
+def group_of(
+    task: str,
+    label: str,
+    training_datasets: Collection[str] | None,
+    training_tasks: Collection[str],
+) -> str:
+    """A key of GROUP_TITLES: what the task's dataset and prompt were to the training."""
+    if task.removesuffix("_score_eval") in training_tasks:
+        return "trained_prompts"
+    if training_datasets is None:
+        return "datasets"
+    return "held_out_prompts" if label in training_datasets else "held_out_datasets"
+
+
+def group_result(
+    group: str,
+    datasets: Sequence[DatasetResult],
+    means: Mapping[tuple[str, str], Float[np.ndarray, " replicates"]],
+    bootstrap: Bootstrap,
+) -> GroupResult | None:
+    """A group's aggregate; the datasets' resamples are independent of each other."""
+    members = [dataset for dataset in datasets if dataset.group == group]
+    if not members:
+        return None
+    resampled = np.mean([means[dataset.dataset, group] for dataset in members], axis=0)
+    interval = bootstrap.interval(resampled)
+    chance = float(np.mean([dataset.chance for dataset in members]))
+    return GroupResult(
+        group=group,
+        datasets=len(members),
+        prompts=sum(len(dataset.prompts) for dataset in members),
+        mean=float(np.mean([dataset.accuracy.mean for dataset in members])),
+        interval=interval,
+        standard_error=float(resampled.std(ddof=1)),
+        chance=chance,
+        majority=float(np.mean([dataset.majority for dataset in members])),
+        above_chance=interval.low > chance,
+    )

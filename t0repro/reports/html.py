@@ -1,0 +1,33 @@
+"""A page as one self-contained HTML file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from t0repro.reports.page import Page, as_cell, as_column
+
+_TEMPLATES = Path(__file__).parent / "templates"
+
+
+def render_html(page: Page) -> str:
+    """The page, with its style, script and plots inside it: it requests nothing."""
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_TEMPLATES),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        keep_trailing_newline=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"cell": as_cell, "column": as_column}
+    return environment.get_template("page.html").render(
+        page=page,
+        css=_asset("page.css"),
+        script=_asset("page.js"),
+    )
+
+
+def _asset(name: str) -> str:
+    return (_TEMPLATES / name).read_text(encoding="utf-8")

@@ -1,0 +1,177 @@
+"""Training losses: read from metrics.jsonl, compared between two runs, thinned for a plot.
+
+A difference between two losses is relative to the first run's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from t0repro.errors import UserError
+
+MAX_CURVE_POINTS = 1000
+MAX_ROWS = 40
+
+Item = TypeVar("Item")
+
+
+@dataclasses.dataclass(frozen=True)
+class LossCurve:
+    """Training losses, thinned evenly to what a plot can show."""
+
+    label: str
+    steps: tuple[int, ...]
+    losses: tuple[float, ...]
+    total_steps: int
+
+
+@dataclasses.dataclass(frozen=True)
+class LossRow:
+    """The losses of two runs after the same update.
+
+    Attributes:
+      relative_difference: to the first run's loss; absolute where that is zero.
+    """
+
+    step: int
+    loss_a: float
+    loss_b: float
+    relative_difference: float
+
+
+@dataclasses.dataclass(frozen=True)
+class LossComparison:
+    """The losses of two runs, step by step.
+
+    Attributes:
+      rows: the steps that both runs have, ascending.
+      only_a: number of steps that the second run lacks; only_b those that the first lacks.
+    """
+
+    label_a: str
+    label_b: str
+    rows: tuple[LossRow, ...]
+    only_a: int
+    only_b: int
+
+    @property
+    def worst(self) -> LossRow:
+        """The row with the largest relative difference."""
+        return max(self.rows, key=lambda row: row.relative_difference)
+
+    def within(self, tolerance: float) -> bool:
+        """Whether no step's relative difference is larger."""
+        return self.worst.relative_difference <= tolerance
+
+
+def read_losses(metrics: str | os.PathLike[str], split: str = "train") -> dict[int, float]:
+    """The loss of each step of a metrics.jsonl, ascending.
+
+    A step that comes twice, as it does after a restart from an earlier checkpoint, has the loss of
+    its last line. Lines of another split, or without a loss, are passed over; so is a last line
+    that a killed run left half-written.
+
+    Raises:
+      UserError: if the file is missing, or an earlier line of it is not JSON (file and line).
+    """
+    path = Path(metrics)
+    if not path.is_file():
+        raise UserError(
+            "There is no metrics file here.",
+            where=str(path),
+            fix="Training writes metrics.jsonl into its model_dir; name that file.",
+        )
+    losses: dict[int, float] = {}
+    lines = path.read_text(encoding="utf-8").split("\n")
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            if number == len(lines):  # no line feed after it: the writer was stopped in the middle
+                break
+            raise UserError(
+                f"This line is not JSON ({error.msg}).", where=f"{path}:{number}"
+            ) from error
+        if record.get("split") == split and record.get("loss") is not None:
+            losses[int(record["step"])] = float(record["loss"])
+    return dict(sorted(losses.items()))
+
+
+def compare_losses(
+    metrics_a: str | os.PathLike[str],
+    metrics_b: str | os.PathLike[str],
+    *,
+    label_a: str = "a",
+    label_b: str = "b",
+) -> LossComparison:
+    """Compares the training losses of two metrics.jsonl at the steps that both have.
+
+    Raises:
+      UserError: if they share no step, or a loss is not finite.
+    """
+    losses_a, losses_b = read_losses(metrics_a), read_losses(metrics_b)
+    shared = losses_a.keys() & losses_b.keys()
+    if not shared:
+        raise UserError(
+            f"The two runs have no training step in common ({_extent(losses_a)} and"
+            f" {_extent(losses_b)}).",
+            where=f"{metrics_a} and {metrics_b}",
+            fix="Start both from the same checkpoint, so that their global steps meet.",
+        )
+    for path, losses in ((metrics_a, losses_a), (metrics_b, losses_b)):
+        for step in sorted(shared):
+            if not math.isfinite(losses[step]):
+                raise UserError(f"The loss at step {step} is {losses[step]}.", where=str(path))
+    rows = (_loss_row(step, losses_a[step], losses_b[step]) for step in sorted(shared))
+    return LossComparison(
+        label_a=label_a,
+        label_b=label_b,
+        rows=tuple(rows),
+        only_a=len(losses_a.keys() - shared),
+        only_b=len(losses_b.keys() - shared),
+    )
+
+
+def loss_curve(metrics: str | os.PathLike[str], label: str) -> LossCurve | None:
+    """The training losses of a metrics.jsonl for a plot; None where it has no finite ones.
+
+    Raises:
+      UserError: as read_losses does.
+    """
+    found = [(step, loss) for step, loss in read_losses(metrics).items() if math.isfinite(loss)]
+    if not found:
+        return None
+    steps, losses = zip(*thinned(found, MAX_CURVE_POINTS), strict=True)
+    return LossCurve(label, steps, losses, len(found))
+
+
+def thinned_losses(compared: LossComparison, count: int = MAX_ROWS) -> list[LossRow]:
+    """The rows to show: evenly chosen ones where there are many, the worst always among them."""
+    rows = thinned(compared.rows, count)
+    if not any(row is compared.worst for row in rows):
+        rows = sorted([*rows, compared.worst], key=lambda row: row.step)
+    return rows
+
+
+def thinned(items: Sequence[Item], count: int) -> list[Item]:
+    """At most `count` of the items, evenly spaced, first and last among them."""
+    if len(items) <= count:
+        return list(items)
+    return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)]
+
+
+def _loss_row(step: int, loss_a: float, loss_b: float) -> LossRow:
+    difference = abs(loss_a - loss_b)
+    return LossRow(step, loss_a, loss_b, difference / abs(loss_a) if loss_a else difference)
+
+
+def _extent(losses: dict[int, float]) -> str:
+    return f"steps {min(losses)} to {max(losses)}" if losses else "no steps"

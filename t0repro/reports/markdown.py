@@ -1,0 +1,78 @@
+"""A page as GitHub-flavoured Markdown, in which no name can act as markup."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from t0repro.reports.page import Cell, Column, Page, Section, as_cell, as_column
+from t0repro.words import printable
+
+# What Markdown acts on in the middle of a line. An underscore inside a word does nothing, and names
+# are full of them. Escaping the colon keeps GitHub from making links of bare addresses.
+_ACTIVE = re.compile(r"[\\`*\[\]<>|~&]|(?<!\w)_|_(?!\w)|:(?=//)|(?<=www)\.|@(?=\w)")
+# What it acts on at the beginning of a line: headings, lists, rules
+_AT_START = re.compile(r"^(\s*)([#+=-]|\d+(?=[.)]))")
+
+
+def render_markdown(page: Page) -> str:
+    """The page's sentences, tables and texts; its plots are left out."""
+    parts = [f"# {escape(page.title)}"]
+    if page.warning:
+        parts.append(f"> **{escape(page.warning)}**")
+    parts += [escape(line) for line in (page.lead, *page.notes) if line]
+    if page.cards:
+        lines = [
+            f"- **{escape(card.title)}: {escape(card.figure)}**; {escape(' '.join(card.lines))}"
+            f" ({escape(card.verdict)})"
+            for card in page.cards
+        ]
+        parts.append("\n".join(lines))
+    for section in page.sections:
+        parts += _section(section)
+    return "\n\n".join(parts) + "\n"
+
+
+def markdown_table(header: Sequence[str | Column], rows: Iterable[Sequence[str | Cell]]) -> str:
+    """A Markdown table: the first column and columns of text to the left, numbers to the right."""
+    columns = [as_column(column) for column in header]
+    names = [name for name, _, _ in columns]
+    rule = ["---" if text or not at else "---:" for at, (_, text, _) in enumerate(columns)]
+    lines = [
+        "| " + " | ".join(escape(as_cell(cell).text) for cell in line) + " |"
+        for line in (names, *rows)
+    ]
+    return "\n".join([lines[0], "| " + " | ".join(rule) + " |", *lines[1:]])
+
+
+def escape(text: str) -> str:
+    """Text that Markdown shows as it is, on one line."""
+    text = _ACTIVE.sub(lambda match: "\\" + match[0], printable(text))
+    # A number loses its meaning when the full stop after it is escaped, other signs on their own
+    return _AT_START.sub(_without_start, text)
+
+
+def _without_start(match: re.Match[str]) -> str:
+    space, sign = match.groups()
+    return f"{space}{sign}\\" if sign.isdigit() else f"{space}\\{sign}"
+
+
+def _section(section: Section) -> list[str]:
+    parts = [f"{'#' * section.level} {escape(section.title)}"]
+    parts += [escape(line) for line in (*section.lines, section.note) if line]
+    if section.rows:
+        parts.append(markdown_table(section.header, section.rows))
+    if section.facts:
+        parts.append(
+            "\n".join(f"- {escape(name)}: {escape(value)}" for name, value in section.facts)
+        )
+    if section.text:
+        parts.append(_fenced(section.text))
+    return parts
+
+
+def _fenced(text: str) -> str:
+    """A code block whose fence is longer than any run of backticks inside it."""
+    longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"{fence}\n{printable(text, keep=chr(10))}\n{fence}"

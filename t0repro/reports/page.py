@@ -1,0 +1,118 @@
+"""A page for people to read, as data: what it says, however it is rendered.
+
+One description serves HTML, Markdown and the terminal, so that the three cannot disagree.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+Tone = Literal["", "good", "bad"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """A table's cell.
+
+    Attributes:
+      text: what is shown.
+      value: what HTML sorts the column by where that is not the text.
+      tip: what HTML shows on hover and focus.
+      tone: whether the text is good or bad news.
+    """
+
+    text: str
+    value: float | None = None
+    tip: str = ""
+    tone: Tone = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """A table's column of text, which wraps and is aligned to the left; numbers are plain strings.
+
+    Attributes:
+      name: the heading.
+      wide: whether the cells hold sentences, which need room.
+    """
+
+    name: str
+    wide: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """A heading, sentences, plots and a table; all but the heading may be empty.
+
+    Attributes:
+      title: the heading.
+      lines: paragraphs.
+      note: a remark in smaller type.
+      plot: HTML from svg.inline_plot.
+      legend: (CSS class of the key, what it stands for), below the plot.
+      header: the table's columns; the first is the key, which no rendering drops or cuts.
+      rows: the table's rows.
+      bold: indices of the rows that stand out.
+      facts: (name, value) pairs.
+      text: preformatted text.
+      level: 2 for a section, 3 for a part of the one before it.
+      folded: whether HTML shows the content only when asked to.
+    """
+
+    title: str
+    lines: tuple[str, ...] = ()
+    note: str = ""
+    plot: str = ""
+    legend: tuple[tuple[str, str], ...] = ()
+    header: tuple[str | Column, ...] = ()
+    rows: tuple[tuple[str | Cell, ...], ...] = ()
+    bold: frozenset[int] = frozenset()
+    facts: tuple[tuple[str, str], ...] = ()
+    text: str = ""
+    level: Literal[2, 3] = 2
+    folded: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Card:
+    """A headline figure: its title, the figure, and sentences on it."""
+
+    title: str
+    figure: str
+    lines: tuple[str, ...]
+    verdict: str
+    tone: Tone
+
+
+@dataclasses.dataclass(frozen=True)
+class Page:
+    """A page.
+
+    Attributes:
+      title: the heading.
+      sections: the body.
+      lead: a sentence on what the page is about.
+      warning: what a reader must know before believing a figure; shown as a banner.
+      notes: further sentences.
+      cards: headline figures.
+    """
+
+    title: str
+    sections: tuple[Section, ...]
+    lead: str = ""
+    warning: str = ""
+    notes: tuple[str, ...] = ()
+    cards: tuple[Card, ...] = ()
+
+
+def as_cell(cell: str | Cell) -> Cell:
+    """A cell, also of plain text."""
+    return Cell(cell) if isinstance(cell, str) else cell
+
+
+def as_column(column: str | Column) -> tuple[str, bool, bool]:
+    """A column's name, whether it holds text, and whether it holds sentences."""
+    if isinstance(column, Column):
+        return column.name, True, column.wide
+    return column, False, False

@@ -1,0 +1,77 @@
+"""A run to report on: what a path on the command line means."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+
+from t0repro.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """An evaluation and what to call it.
+
+    Attributes:
+      label: what to call it.
+      eval_dir: its `<split>_eval` folder.
+      step: the checkpoint's step; the latest in the folder when None.
+    """
+
+    label: str
+    eval_dir: str | os.PathLike[str]
+    step: int | None = None
+
+
+def labelled(text: str) -> tuple[str | None, Path]:
+    """Splits LABEL=PATH; a path alone, which may itself contain `=`, has no label."""
+    label, separator, path = text.partition("=")
+    if not separator or Path(text).exists():
+        return None, Path(text)
+    return label, Path(path)
+
+
+def find_evaluation(path: str | os.PathLike[str]) -> tuple[Path, int | None]:
+    """The `<split>_eval` folder that a path means, and the step if the path says so.
+
+    A path means itself if it holds an evaluation's files, the only evaluation in it, or, where it
+    is a report (or its folder), the evaluation that the report is about, at the report's step.
+
+    Raises:
+      UserError: if there is no evaluation, or more than one.
+    """
+    path = Path(path)
+    if any(path.glob("*_targets")):
+        return path, None
+    evaluations = sorted(
+        folder
+        for folder in path.glob("*_eval*")
+        if folder.is_dir() and any(folder.glob("*_targets"))
+    )
+    if len(evaluations) == 1:
+        return evaluations[0], None
+    report = path / "report.json" if path.is_dir() else path
+    if not evaluations and report.is_file():
+        return _evaluation_of_report(report)
+    raise UserError(
+        f"There are {len(evaluations)} evaluations here.",
+        where=str(path),
+        fix="Give the <split>_eval folder, the --out folder of rank-eval, or a report.json.",
+    )
+
+
+def _evaluation_of_report(path: Path) -> tuple[Path, int]:
+    try:
+        provenance = json.loads(path.read_text(encoding="utf-8"))["provenance"]
+        folder, step = Path(provenance["eval_dir"]), int(provenance["step"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError("This is not a report of t0repro.", where=str(path)) from error
+    if not any(folder.glob("*_targets")):
+        raise UserError(
+            f"The report's evaluation is no longer at {folder}.",
+            where=str(path),
+            fix="Give the <split>_eval folder; relative paths start where the report was made.",
+        )
+    return folder, step

@@ -1,0 +1,185 @@
+"""Plots as inline SVG that takes its colours from the page, light or dark.
+
+Matplotlib draws in stand-in colours; each is then replaced by the page's CSS variable of that role,
+and what an inline SVG has no use for (metadata, its own style sheet, ids) is taken out. Every plot
+is drawn twice, for wide and for narrow screens, because text that scales with the plot could not be
+read on a narrow one; the page's style sheet shows the one that fits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import re
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+Key = TypeVar("Key")
+
+_SVG = "http://www.w3.org/2000/svg"
+_XLINK = "http://www.w3.org/1999/xlink"
+
+# Role -> a colour that occurs nowhere else in a figure, so that it can be told apart afterwards.
+ROLES = {
+    "ink": "#010203",
+    "muted": "#040506",
+    "grid": "#070809",
+    "accent": "#0a0b0c",
+    "band": "#0d0e0f",
+    "chance": "#101112",
+    "majority": "#131415",
+}
+_SETTINGS: dict[Any, Any] = {
+    "svg.fonttype": "none",  # text stays text: searchable, and in the page's font
+    "text.parse_math": False,  # a dollar sign in a name is a dollar sign
+    "svg.hashsalt": "t0repro",  # the same figure gives the same bytes
+    "font.family": "sans-serif",
+    "font.size": 10.5,
+    "text.color": ROLES["ink"],
+    "axes.edgecolor": ROLES["grid"],
+    "xtick.color": ROLES["muted"],
+    "ytick.color": ROLES["muted"],
+    "xtick.labelcolor": ROLES["muted"],
+    "ytick.labelcolor": ROLES["ink"],
+    "axes.labelcolor": ROLES["muted"],
+    "grid.color": ROLES["grid"],
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.spines.left": False,
+}
+
+
+@dataclasses.dataclass
+class Drawing:
+    """A figure while it is drawn.
+
+    Attributes:
+      narrow: whether it is for a narrow screen.
+      figure: Matplotlib's figure, once `axes` has been called.
+      tips: group id of an artist -> what hovering over it shows.
+    """
+
+    narrow: bool
+    figure: Any = None
+    tips: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def inches(self) -> float:
+        """The figure's width; text of 10.5 points is then at least 10 px high on its screens."""
+        return 4.7 if self.narrow else 7.6
+
+    def axes(self, height: float, left: float, right: float = 0.15):
+        """New axes on a new figure, all in inches; pyplot, with its global state, is not involved.
+
+        Args:
+          height: of the figure.
+          left: room for labels to the left of the axes.
+          right: room to the right of them.
+        """
+        from matplotlib.backends.backend_svg import FigureCanvasSVG
+        from matplotlib.figure import Figure
+
+        self.figure = Figure(figsize=(self.inches, height))
+        FigureCanvasSVG(self.figure)
+        self.figure.patch.set_alpha(0)
+        bottom, top = 0.55 / height, 1 - 0.12 / height
+        width = (self.inches - left - right) / self.inches
+        axes = self.figure.add_axes((left / self.inches, bottom, width, top - bottom))
+        axes.patch.set_alpha(0)
+        axes.set_axisbelow(True)
+        axes.tick_params(length=0)
+        return axes
+
+
+def inline_plot(draw: Callable[[Drawing], None], label: str) -> str:
+    """A plot as HTML: its SVG for wide screens and its SVG for narrow ones.
+
+    Args:
+      draw: draws it, by `Drawing.axes`.
+      label: what assistive technology reads.
+    """
+    import matplotlib
+
+    parts = []
+    for name in ("wide", "narrow"):
+        drawing = Drawing(narrow=name == "narrow")
+        with matplotlib.rc_context(_SETTINGS):
+            draw(drawing)
+            svg = _inline_svg(drawing, label, f"{name} {label}")
+        parts.append(f'<div class="{name}">{svg}</div>')
+    return "".join(parts)
+
+
+def whole_steps(axes, count: int) -> None:
+    """Labels the horizontal axis with about `count` whole steps, written out."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(count, integer=True))
+    axes.ticklabel_format(axis="x", style="plain", useOffset=False)
+
+
+def spread_out(values: Mapping[Key, float], gap: float) -> dict[Key, float]:
+    """Places for labels in 0 to 100, near their values, at least `gap` apart where possible."""
+    places: dict[Key, float] = {}
+    lowest = 0.0
+    for key in sorted(values, key=lambda key: values[key]):
+        places[key] = max(values[key], lowest)
+        lowest = places[key] + gap
+    beyond = max(places.values(), default=0) - 100
+    return {key: place - max(beyond, 0) for key, place in places.items()}
+
+
+def _inline_svg(drawing: Drawing, label: str, prefix: str) -> str:
+    """The figure as an <svg> element that fits its page; its ids start with the prefix."""
+    buffer = io.StringIO()
+    # No creator, no date: nothing that names an address or differs between equal reports
+    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    drawing.figure.savefig(buffer, format="svg", transparent=True, metadata=nothing)
+    root = ElementTree.fromstring(buffer.getvalue())
+    for parent in list(root.iter()):
+        for child in list(parent):
+            if child.tag.endswith(("}metadata", "}style")) or child.tag in ("metadata", "style"):
+                parent.remove(child)
+    _add_tips(root, drawing.tips)
+    _tidy_ids(root, prefix=re.sub(r"\W+", "-", prefix.lower()))
+    for name in ("width", "height", "version"):
+        root.attrib.pop(name, None)
+    root.set("role", "group")
+    root.set("aria-label", label)
+    ElementTree.register_namespace("", _SVG)
+    text = ElementTree.tostring(root, encoding="unicode")
+    for role, colour in ROLES.items():
+        text = text.replace(colour, f"var(--{role})")
+    # The page's font; the size stays
+    return re.sub(r"(font(?:-family)?: (?:[\w.]+px )?)[^;\"]+", r"\1var(--font)", text)
+
+
+def _add_tips(root: ElementTree.Element, tips: Mapping[str, str]) -> None:
+    for element in root.iter():
+        tip = tips.get(element.get("id", ""))
+        if tip is not None:
+            element.set("data-tip", tip)
+            title = ElementTree.Element(f"{{{_SVG}}}title")
+            title.text = tip
+            element.insert(0, title)
+
+
+def _tidy_ids(root: ElementTree.Element, prefix: str) -> None:
+    """Keeps only the ids that are referred to, made unique to this figure on its page."""
+    link = f"{{{_XLINK}}}href"
+    used = set()
+    for element in root.iter():
+        if link in element.attrib:
+            used.add(element.attrib[link].removeprefix("#"))
+        for value in element.attrib.values():
+            used.update(re.findall(r"url\(#([^)]+)\)", value))
+    for element in root.iter():
+        name = element.attrib.pop("id", None)
+        if name in used:
+            element.set("id", f"{prefix}-{name}")
+        if link in element.attrib:
+            target = element.attrib.pop(link).removeprefix("#")
+            element.set("href", f"#{prefix}-{target}")
+        for key, value in element.attrib.items():
+            element.set(key, re.sub(r"url\(#([^)]+)\)", rf"url(#{prefix}-\1)", value))

@@ -1,0 +1,120 @@
+"""Tables on a terminal of any width; no key is dropped or cut, and no name is acted on."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from rich import box
+from rich.cells import cell_len
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from t0repro.words import printable
+
+# The narrowest column of text that can still be read when it folds
+_READABLE = 16
+_BETWEEN = 2
+
+
+def terminal(width: int = 120) -> Console:
+    """The terminal; where output goes to a file or another program, a console of this width.
+
+    Rich's markup and emoji codes are off: both would act on names.
+    """
+    console = Console(markup=False, emoji=False, highlight=False)
+    if console.is_terminal:
+        return console
+    return Console(markup=False, emoji=False, highlight=False, width=width)
+
+
+def print_table(
+    console: Console,
+    title: str,
+    header: Sequence[str],
+    rows: Sequence[Sequence[str | Text]],
+    *,
+    numbers: Collection[str] = (),
+    bold: Collection[int] = (),
+) -> None:
+    """Prints a table whose first column is its key.
+
+    Text folds where room is scarce. Where even folded columns do not fit, each row becomes its key
+    and, indented below it, its other cells by name.
+
+    Args:
+      console: where to.
+      title: above the table; may be empty.
+      header: the columns' names.
+      rows: their cells.
+      numbers: names of the columns of numbers, aligned to the right and never folded.
+      bold: indices of the rows that stand out.
+    """
+    cells = [[_safe(cell) for cell in row] for row in rows]
+    if _least_width(header, cells, numbers) > console.width:
+        _print_records(console, title, header, cells, bold)
+        return
+    table = Table(
+        title=Text(printable(title)) if title else None,
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    for name in header:
+        number = name in numbers
+        table.add_column(
+            Text(printable(name)),
+            justify="right" if number else "left",
+            overflow="fold",
+            min_width=_column_width(name, [row[len(table.columns)] for row in cells], number),
+        )
+    for at, row in enumerate(cells):
+        table.add_row(*row, style="bold" if at in bold else None)
+    console.print(table)
+
+
+def _safe(cell: str | Text) -> Text:
+    if isinstance(cell, Text):
+        return Text(printable(cell.plain), cell.style)
+    return Text(printable(cell))
+
+
+def _least_width(
+    header: Sequence[str], rows: Sequence[Sequence[Text]], numbers: Collection[str]
+) -> int:
+    """Characters that a row needs at least, with its text folded."""
+    widths = [
+        _column_width(name, [row[at] for row in rows], name in numbers)
+        for at, name in enumerate(header)
+    ]
+    return sum(widths) + _BETWEEN * len(widths)
+
+
+def _column_width(name: str, cells: Sequence[Text], number: bool) -> int:
+    """Characters that a column needs: a heading wraps at spaces; text, but no number, folds."""
+    longest = max((cell.cell_len for cell in cells), default=0)
+    heading = max(map(cell_len, printable(name).split()), default=0)
+    return max(heading, longest if number else min(longest, _READABLE))
+
+
+def _print_records(
+    console: Console,
+    title: str,
+    header: Sequence[str],
+    rows: Sequence[Sequence[Text]],
+    bold: Collection[int],
+) -> None:
+    if title:
+        console.print(Text(printable(title), "italic"))
+    for at, row in enumerate(rows):
+        key = row[0].copy()
+        if at in bold:
+            key.stylize("bold")
+        console.print(key, overflow="fold")
+        parts = [
+            Text.assemble((f"{printable(name)} ", "dim"), cell)
+            for name, cell in zip(header[1:], row[1:], strict=True)
+            if cell.plain
+        ]
+        for line in Text(", ").join(parts).wrap(console, console.width - 2):
+            console.print(Text("  ") + line, overflow="fold")

@@ -1,0 +1,210 @@
+import json
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from t0repro.cli.report import app
+from t0repro.errors import UserError
+from t0repro.reports.bootstrap import Bootstrap
+from t0repro.reports.comparison import compare_runs, mcnemar
+from t0repro.reports.comparison_page import comparison_page, history_page
+from t0repro.reports.history import read_history
+from t0repro.reports.html import render_html
+from t0repro.reports.run import Run
+
+from .scored_folder import write_scores
+
+RTE = "super_glue_rte_GPT_3_style_score_eval"
+CB = "super_glue_cb_GPT_3_style_score_eval"
+BOOTSTRAP = Bootstrap(replicates=400)
+TASKS = ("rte_one_score_eval", "rte_two_score_eval")
+PROMPTS = {
+    task: SimpleNamespace(
+        dataset="super_glue",
+        subset="rte",
+        template_name=task,
+        fixed_choices=("Yes", "No"),
+        prompt="{{premise}}",
+    )
+    for task in TASKS
+}
+
+
+def write_eval(folder, tasks, step=10):
+    """Outputs of tasks: name -> list of examples, each a list of (is_correct, length, score)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for task, examples in tasks.items():
+        pairs = [
+            (f"(({i}, {j}), {correct}, 1.0, {length})", score)
+            for i, example in enumerate(examples)
+            for j, (correct, length, score) in enumerate(example)
+        ]
+        (folder / f"{task}_targets").write_text("".join(f"{target}\n" for target, _ in pairs))
+        scores = "".join(f"{score}\n" for _, score in pairs)
+        (folder / f"{task}_{step}_predictions").write_text(scores)
+    return folder
+
+
+def two_examples(first=-1.0, second=-2.0):
+    return [
+        [(True, 2, first), (False, 4, second)],
+        [(False, 2, -5.0), (True, 4, -3.0)],
+    ]
+
+
+def write_run(folder, wrong, examples=50, tasks=TASKS, step=10):
+    """Two prompts that get all but the first `wrong` examples right."""
+    for task in tasks:
+        scores = [[-2.0, -1.0] if i < wrong else [-1.0, -2.0] for i in range(examples)]
+        write_scores(folder, task, scores, [0] * examples, step)
+    return folder
+
+
+def compare(a, b, prompts=None, **options):
+    """Two folders compared under the names a and b."""
+    return compare_runs(Run("a", a), Run("b", b), prompts, BOOTSTRAP, **options)
+
+
+def test_equal_evaluations_differ_nowhere(tmp_path):
+    a = write_eval(tmp_path / "a", {RTE: two_examples(), CB: two_examples()})
+    b = write_eval(tmp_path / "b", {RTE: two_examples(), CB: two_examples()})
+    compared = compare(a, b)
+    assert (compared.pairs, compared.flipped, compared.max_difference) == (8, 0, 0.0)
+    assert compared.max_metric_difference == 0
+    assert compared.within(0.0)
+
+
+def test_the_largest_difference_is_found_per_pair_and_per_token(tmp_path):
+    a = write_eval(tmp_path / "a", {RTE: two_examples(-1.0, -2.0)})
+    b = write_eval(tmp_path / "b", {RTE: two_examples(-1.3, -2.4)})
+    compared = compare(a, b)
+    assert compared.max_difference == pytest.approx(0.4)  # over four tokens: 0.1 a token
+    assert compared.worst.max_difference_per_token == pytest.approx(0.15)
+    assert compared.worst.at == (0, 0)
+    assert compared.flipped == 0
+    assert compared.within(0.151) and not compared.within(0.149)
+
+
+def test_flipped_predictions_are_listed_with_both_choices(tmp_path):
+    a = write_eval(tmp_path / "a", {RTE: two_examples(-1.0, -1.25)})
+    b = write_eval(tmp_path / "b", {RTE: two_examples(-1.0, -0.5)})
+    compared = compare(a, b, {RTE: PROMPTS[TASKS[0]]})
+    assert compared.flipped == 1
+    (flip,) = compared.flips
+    assert (flip.task, flip.example, flip.predicted_a, flip.predicted_b) == (RTE, 0, 0, 1)
+    assert (flip.margin_a, flip.margin_b) == (0.25, 0.5)
+    assert compared.max_metric_difference == 50
+    assert not compared.within(1e9)
+
+
+def test_tasks_of_one_run_only_are_named(tmp_path):
+    a = write_eval(tmp_path / "a", {RTE: two_examples(), CB: two_examples()})
+    b = write_eval(tmp_path / "b", {RTE: two_examples()})
+    assert compare(a, b).only_a == (CB,)
+    assert compare(b, a).only_b == (CB,)
+    c = write_eval(tmp_path / "c", {CB: two_examples()})
+    with pytest.raises(UserError, match="no task in common"):
+        compare(b, c)
+
+
+def test_different_pairs_are_refused_where_scores_must_agree(tmp_path):
+    a = write_eval(tmp_path / "a", {RTE: two_examples()})
+    b = write_eval(tmp_path / "b", {RTE: two_examples()[:1]})
+    with pytest.raises(UserError, match=r"scored different pairs \(4 and 2"):
+        compare(a, b, same_pairs=True)
+
+
+def test_scores_are_compared_where_both_runs_have_the_pair_with_targets_of_one_length(tmp_path):
+    other = [[(True, 2, -1.5), (False, 3, -2.0)], [(False, 2, -5.0), (True, 4, -3.0)]]
+    a = write_eval(tmp_path / "a", {RTE: two_examples()})
+    b = write_eval(tmp_path / "b", {RTE: other})
+    (task,) = compare(a, b).tasks
+    assert (task.pairs, task.unpaired, task.max_difference) == (3, 2, 0.5)
+    b = write_eval(tmp_path / "b", {RTE: two_examples()[:1]})
+    (task,) = compare(a, b).tasks
+    assert (task.pairs, task.unpaired) == (2, 2)
+
+
+def test_differences_are_paired_by_example_and_prompts_of_one_are_a_cluster(tmp_path):
+    a = write_run(tmp_path / "a", 20)
+    b = write_run(tmp_path / "b", 10)
+    found = compare(a, b, PROMPTS)
+    (entry,) = found.datasets
+    assert (entry.dataset, entry.prompts, entry.examples) == ("super_glue/rte", 2, 50)
+    assert (entry.accuracy_a, entry.accuracy_b) == (60.0, 80.0)
+    assert entry.difference == pytest.approx(20)
+    assert (entry.only_a, entry.only_b, entry.agreement) == (0, 20, 80.0)
+    # Ten examples, not twenty outcomes: the two prompts fail on the same ones
+    assert entry.p_value == pytest.approx(math.erfc(math.sqrt(10 / 2)))
+    error = 100 * math.sqrt(0.2 * 0.8 / 50)
+    assert entry.interval.low == pytest.approx(20 - 1.96 * error, abs=2.5)
+    assert entry.interval.high == pytest.approx(20 + 1.96 * error, abs=2.5)
+
+
+def test_mcnemar_of_one_prompt_is_mcnemars_chi_squared():
+    differences = np.array([1] * 12 + [-1] * 4 + [0] * 30)
+    assert mcnemar(differences) == pytest.approx(math.erfc(math.sqrt((12 - 4) ** 2 / 16 / 2)))
+    assert mcnemar(np.zeros(5)) == 1.0
+
+
+def test_accuracies_of_equal_runs_differ_nowhere(tmp_path):
+    found = compare(*(write_run(tmp_path / name, 5) for name in "ab"), PROMPTS)
+    (entry,) = found.datasets
+    assert (entry.difference, entry.p_value, entry.agreement) == (0.0, 1.0, 100.0)
+    assert (entry.interval.low, entry.interval.high) == (0.0, 0.0)
+    assert found.flips == ()
+
+
+def test_flipped_examples_say_who_is_right(tmp_path):
+    a, b = write_run(tmp_path / "a", 2), write_run(tmp_path / "b", 1)
+    found = compare(a, b, PROMPTS)
+    assert found.flipped == 2
+    flip = found.flips[0]
+    assert (flip.task, flip.example, flip.predicted_a, flip.predicted_b) == (TASKS[0], 1, 1, 0)
+    assert (flip.right_a, flip.right_b) == (False, True)
+
+
+def test_runs_that_share_nothing_or_have_other_answers_are_refused(tmp_path):
+    a = write_run(tmp_path / "a", 1, tasks=TASKS[:1])
+    b = write_run(tmp_path / "b", 1, tasks=TASKS[1:])
+    with pytest.raises(UserError, match="no task in common"):
+        compare(a, b)
+    c = tmp_path / "c"
+    write_scores(c, TASKS[0], [[-1.0, -2.0]] * 50, [1] * 50)
+    with pytest.raises(UserError, match="other answers"):
+        compare(a, c)
+
+
+def test_a_history_has_a_value_for_each_step(tmp_path):
+    for step, wrong in ((10, 25), (20, 5)):
+        write_run(tmp_path, wrong, step=step)
+    write_scores(tmp_path, "other_score_eval", [[-1.0, -2.0]], [0], 20)
+    history = read_history(tmp_path, PROMPTS)
+    assert history.steps == (10, 20)
+    assert history.curves == {"super_glue/rte": (50.0, 90.0)}
+    assert history.chance == {"super_glue/rte": 50.0}
+    assert history.skipped == ("other_score_eval",)
+    page = render_html(history_page(history))
+    assert (
+        page.count("data-tip=") == 2 * 2
+    )  # in both sizes of the plot and "other_score_eval" in page
+
+
+def test_the_command_shows_a_history(tmp_path):
+    for step in (10, 20, 30):
+        write_run(tmp_path / "validation_eval", 40 - step, step=step)
+    out = tmp_path / "out"
+    run = CliRunner().invoke(
+        app, ["history", str(tmp_path), "--out", str(out)], catch_exceptions=False
+    )
+    assert run.exit_code == 0
+    assert json.loads((out / "history.json").read_text())["steps"] == [10, 20, 30]
+    assert (out / "history.html").read_text().count("<svg") == 2
+
+
+def test_the_page_says_how_the_test_was_made(tmp_path):
+    a, b = (write_run(tmp_path / name, n) for n, name in enumerate("ab"))
+    assert "one cluster" in comparison_page([compare(a, b, PROMPTS)]).sections[-1].note

@@ -1,0 +1,50 @@
+import json
+
+import pytest
+
+from t0repro.errors import UserError
+from t0repro.reports.losses import compare_losses, read_losses
+
+
+def write_metrics(path, losses, split="train"):
+    lines = [json.dumps({"split": split, "step": s, "loss": x}) for s, x in losses.items()]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def test_losses_are_aligned_by_step(tmp_path):
+    a = write_metrics(tmp_path / "a.jsonl", {1: 4.0, 2: 2.0, 3: 1.0})
+    b = write_metrics(tmp_path / "b.jsonl", {2: 2.002, 3: 1.0, 4: 0.5})
+    compared = compare_losses(a, b)
+    assert [row.step for row in compared.rows] == [2, 3]
+    assert compared.worst.step == 2
+    assert compared.worst.relative_difference == pytest.approx(1e-3)
+    assert (compared.only_a, compared.only_b) == (1, 1)
+
+
+def test_a_step_done_again_after_a_restart_has_its_last_loss(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    lines = [
+        {"split": "train", "step": 2, "loss": 2.0},
+        {"split": "train", "step": 1, "loss": 3.0},
+        {"split": "train", "step": 2, "loss": 2.5},
+        {"split": "validation", "step": 2, "loss": 9.0},
+        {"split": "train", "step": 3, "learning_rate": 0.1},
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"split": "tr')
+    assert read_losses(path) == {1: 3.0, 2: 2.5}
+    assert list(read_losses(path)) == [1, 2]
+
+
+def test_unusable_losses_are_a_users_mistake(tmp_path):
+    a = write_metrics(tmp_path / "a.jsonl", {1: 4.0})
+    with pytest.raises(UserError, match="no metrics file"):
+        compare_losses(a, tmp_path / "absent.jsonl")
+    with pytest.raises(UserError, match=r"no training step in common \(steps 1 to 1 and no steps"):
+        compare_losses(a, write_metrics(tmp_path / "b.jsonl", {1: 4.0}, split="validation"))
+    with pytest.raises(UserError, match="loss at step 1 is nan"):
+        compare_losses(a, write_metrics(tmp_path / "c.jsonl", {1: float("nan")}))
+    broken = tmp_path / "d.jsonl"
+    broken.write_text('{"split"\n{"split": "train", "step": 1, "loss": 1.0}\n')
+    with pytest.raises(UserError, match="d.jsonl:1"):
+        compare_losses(a, broken)
