@@ -7,7 +7,6 @@ mistake of the user's. Command modules import nothing heavy, so that --help answ
 from __future__ import annotations
 
 import importlib.metadata
-import sys
 from typing import Annotated
 
 import typer
@@ -24,9 +23,7 @@ from t0repro.cli import (
     report,
     tasks,
 )
-from t0repro.errors import UserError
-
-FAILURE, USER_ERROR = 1, 2  # exit codes
+from t0repro.cli.gate import gate
 
 app = typer.Typer(
     name="t0repro",
@@ -84,17 +81,8 @@ def _global_options(
 def main() -> None:
     """Runs the command line in sys.argv and exits."""
     _settings["debug"] = False
-    try:
-        app()
-    except UserError as error:
-        if _settings["debug"]:
-            raise
-        print(f"t0repro: {error}", file=sys.stderr)
-        sys.exit(USER_ERROR)
-    except Exception as error:
-        if _settings["debug"]:
-            raise
-        text = " ".join(str(error).split()) or "no message"
-        print(f"t0repro: {type(error).__name__}: {text}", file=sys.stderr)
-        print("  to do: 't0repro --debug ...' shows where this happened.", file=sys.stderr)
-        sys.exit(FAILURE)
+    with gate("t0repro") as settings:
+        try:
+            app()
+        finally:
+            settings.debug = _settings["debug"]

@@ -24,7 +24,6 @@ def explain(
         --gin_file demo/t5.1.1.demo.gin --gin_param "MIXTURE_NAME = 'demo_train'"
         --gin_param "run.train_steps = 100" --gin_param "utils.run.mesh_shape = []"
     """
-    from t0repro.config import checks
     from t0repro.config.explain import render
     from t0repro.config.mtf.dialect import load
     from t0repro.config.mtf.parser import GinInputs
@@ -36,6 +35,5 @@ def explain(
         location_prefixes=gin_location_prefix or (),
         module_imports=module_import or (),
     )
-    with checks.configuration_errors():
-        config, _ = load(inputs)
+    config = load(inputs).run
     typer.echo(config.to_json() if json else render(config))

@@ -68,7 +68,6 @@ def parity(
     """
     from absl import logging
 
-    from t0repro.config import checks
     from t0repro.config.mtf.parser import GinInputs
     from t0repro.parity import report, run
 
@@ -80,10 +79,9 @@ def parity(
         location_prefixes=gin_location_prefix or (),
         module_imports=module_import or (),
     )
-    with checks.configuration_errors():
-        job = run.make_job(
-            inputs, out, steps=steps, start=start, dtype=dtype.value, eval_task=eval_task
-        )
+    job = run.make_job(
+        inputs, out, steps=steps, start=start, dtype=dtype.value, eval_task=eval_task
+    )
     typer.echo(f"Mesh TensorFlow: {len(job.batches)} steps", err=True)
     reference, start_step = run.run_mesh_side(job)
     typer.echo(f"JAX: {len(job.batches)} steps", err=True)

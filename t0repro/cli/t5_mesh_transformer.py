@@ -13,26 +13,39 @@ Example:
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from absl import app, flags, logging
 
+from t0repro.cli.gate import USER_ERROR, gate
 from t0repro.errors import UserError
 
-USER_ERROR = 2  # exit code
+if TYPE_CHECKING:
+    from t0repro.config.configuration import Configuration, RunInputs
+    from t0repro.config.mtf.parser import GinInputs
 
 
 def console_entry_point() -> None:
     """Runs the command with sys.argv."""
-    _define_flags()
-    sys.modules["__main__"].__doc__ = __doc__  # what absl prints above the flags on --help
-    app.run(main, flags_parser=_parse_flags)
+    with gate("t5_mesh_transformer", show_unexpected=True) as settings:
+        define_flags()
+        sys.modules["__main__"].__doc__ = __doc__  # what absl prints above the flags on --help
+
+        def main(arguments: Sequence[str]) -> None:
+            settings.debug = flags.FLAGS.debug
+            if len(arguments) > 1:
+                raise UserError(
+                    f"Unexpected argument {arguments[1]!r}.",
+                    fix='Write --flag=value; quote a binding: --gin_param="A.b = 1".',
+                )
+            run(flags.FLAGS)
+
+        app.run(main, flags_parser=_parse_flags)
 
 
-def _define_flags() -> None:
+def define_flags() -> None:
     """Defines t5's flags, by importing t5's command, and this project's."""
     from t0repro.mesh import compat
 
@@ -64,66 +77,89 @@ def _parse_flags(arguments: Sequence[str]) -> list[str]:
         sys.exit(USER_ERROR if end.code else 0)
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Checks the inputs and runs the chosen stack; exits with 2 for a mistake of the user's.
-
-    Anything else that fails keeps its traceback: it may come hours into a run.
-    """
-    options = flags.FLAGS
-    try:
-        if len(arguments) > 1:
-            raise UserError(
-                f"Unexpected argument {arguments[1]!r}.",
-                fix='Write --flag=value; quote a binding: --gin_param="A.b = 1".',
-            )
-        run(options)
-    except Exception as error:
-        mistake = find_user_error(error)
-        if mistake is None or options.debug:
-            raise
-        print(f"t5_mesh_transformer: {mistake}", file=sys.stderr)
-        sys.exit(USER_ERROR)
-
-
 def run(options: Any) -> None:
     """Runs t5_mesh_transformer for parsed flags.
 
     Raises:
       UserError: if a check of the inputs fails; nothing is written then.
     """
+    _check_flags(options)
     if options.vocab:
-        if not options.vocab.startswith("gs://") and not os.path.isfile(options.vocab):
-            raise UserError(
-                f"There is no vocabulary {options.vocab}.",
-                where="--vocab",
-                fix="Give the path of a SentencePiece model file.",
-            )
         os.environ["T0REPRO_VOCAB"] = options.vocab
     if not options.debug and not options["verbosity"].present:
         logging.set_verbosity(logging.WARNING)
     if options.backend == "jax":
-        _check(options)
-        from t0repro.runs import backend_jax
-
-        backend_jax.run(options)
+        _run_jax(options)
     else:
         _run_mesh_tensorflow(options)
 
 
-def _check(options: Any) -> None:
-    """Parses gin as t5's main will, and checks what it names."""
-    import gin
-    from t0repro.config import checks
-    from t0repro.config.mtf.parser import parse
+def _check_flags(options: Any) -> None:
+    vocab = options.vocab
+    if vocab and not vocab.startswith("gs://") and not os.path.isfile(vocab):
+        raise UserError(
+            f"There is no vocabulary {vocab}.",
+            where="--vocab",
+            fix="Give the path of a SentencePiece model file.",
+        )
+    if options.mode and not options.use_model_api:
+        raise UserError(
+            "--mode is a flag of the Model API.",
+            where="--mode",
+            fix='Add --use_model_api, or say it in gin: --gin_param="run.mode = ...".',
+        )
 
-    with checks.configuration_errors():
-        parse(gin_inputs(options))
-    if not options.use_model_api:
-        checks.check_run(options.model_dir, jax=options.backend == "jax")
-    gin.clear_config()
+
+def _run_jax(options: Any) -> None:
+    import jax
+
+    from t0repro.config.mtf import dialect
+    from t0repro.converters.sources import find_checkpoint
+    from t0repro.runs.run import run
+
+    float32 = jax.default_backend() == "cpu"
+    inputs = gin_inputs(options)
+    configuration: Configuration
+    if options.use_model_api:
+        configuration = dialect.load_model_api(
+            inputs, options, find_checkpoint, float32_activations=float32
+        )
+    else:
+        configuration = dialect.load(inputs, float32_activations=float32)
+    _check_inputs(configuration.inputs, jax=True)
+    run(configuration)
 
 
-def gin_inputs(options: Any) -> Any:
+def _run_mesh_tensorflow(options: Any) -> None:
+    import tensorflow
+
+    tf = tensorflow.compat.v1
+    tf.disable_v2_behavior()
+    tf.logging.set_verbosity(tf.logging.INFO if options.debug else tf.logging.WARN)
+    # absl's handler prints what TensorFlow's own handler prints too.
+    tf.get_logger().propagate = False
+
+    from t0repro.config.mtf import dialect, parser
+    from t0repro.mesh.run import run
+
+    if options.use_model_api:  # t5's MtfModel makes a run of the flags itself
+        parser.parse(gin_inputs(options))
+    else:
+        _check_inputs(dialect.load(gin_inputs(options)).inputs, jax=False)
+    run(options)
+
+
+def _check_inputs(inputs: RunInputs, *, jax: bool) -> None:
+    """Checks what the run will read, before anything is built or written."""
+    from t0repro.config import checks, cloud
+    from t0repro.data.checks import check_data
+
+    cloud.check_addresses(inputs, jax=jax)
+    check_data(inputs)
+    checks.check_checkpoints(inputs, jax=jax)
+
+
+def gin_inputs(options: Any) -> GinInputs:
     """The GinInputs of parsed flags."""
     from t0repro.config.mtf.parser import GinInputs
 
@@ -136,42 +172,3 @@ def gin_inputs(options: Any) -> Any:
         cache_dirs=options.additional_task_cache_dirs,
         skip_unknown=options.skip_all_gin_unknowns or options.additional_deprecated_gin_references,
     )
-
-
-def _run_mesh_tensorflow(options: Any) -> None:
-    """Runs t5's own main, with metrics.jsonl beside its files."""
-    import tensorflow
-
-    tf = tensorflow.compat.v1
-    tf.disable_v2_behavior()
-    tf.logging.set_verbosity(tf.logging.INFO if options.debug else tf.logging.WARN)
-    # absl's handler prints what TensorFlow's own handler prints too.
-    tf.get_logger().propagate = False
-    _check(options)
-
-    from t5.models import mesh_transformer_main
-
-    from t0repro.mesh import hooks
-
-    if not options.tpu:
-        hooks.install(options.model_dir)
-    mesh_transformer_main.main(sys.argv)
-
-
-# tf.data reports an exception of a Python function as an error of its own whose text begins with
-# the exception's, "UserError: ...", and goes on with its traceback.
-_WRAPPED = re.compile(r"UserError: (.*?)(?=\n+Traceback|\n\n|\Z)", re.DOTALL)
-
-
-def find_user_error(error: BaseException | None) -> str | None:
-    """The text of the UserError that an exception is, was caused by, or carries in its message."""
-    seen = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        if isinstance(error, UserError):
-            return str(error)
-        wrapped = _WRAPPED.search(str(error))
-        if wrapped:
-            return wrapped.group(1).strip()
-        error = error.__cause__ or error.__context__
-    return None

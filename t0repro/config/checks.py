@@ -1,22 +1,19 @@
-"""Checks of a run's inputs before any data is read, any graph is built or any file is written.
+"""Checks of the checkpoints that a run reads, before any graph is built or any file is written.
 
-`check_run` is what a command calls once gin is parsed; the functions below it take plain values, so
-that either stack can call them. Each raises UserError with what to do.
+Each raises UserError with what to do.
 """
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import glob
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from t0repro.config import cloud
-from t0repro.errors import UserError, nearest_names
+from t0repro.config.configuration import RunInputs
+from t0repro.errors import UserError
 
 _EVALUATION_MODES = (
     "eval",
@@ -29,156 +26,26 @@ _EVALUATION_MODES = (
 _EMBEDDINGS = ("shared/embedding", "encoder/embedding", "decoder/embedding")
 
 
-@contextlib.contextmanager
-def configuration_errors() -> Iterator[None]:
-    """Turns what fails while modules are imported and gin is parsed into UserErrors, words kept.
-
-    Whatever fails there is in a file or an override of the user's; the original exception stays
-    attached as the cause.
-    """
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        unknown = re.match(r"No Task or Mixture found with name '(.*)'", str(error))
-        if unknown:
-            raise _unknown_mixture(unknown.group(1)) from error
-        if isinstance(error, ModuleNotFoundError):
-            raise UserError(
-                f"{error}.",
-                where="--module_import, or an `import` line of a gin file",
-                fix="Check the module's name; its folder must be on PYTHONPATH or installed.",
-            ) from error
-        where = None
-        if isinstance(error, SyntaxError) and error.text:
-            where = f"{error.filename or '--gin_param'}: {error.text.strip()}"
-        # gin appends the whole configuration to what it says of an undefined macro.
-        message = str(error).partition(" in config string:")[0].strip() or repr(error)
-        raise UserError(message, where=where, fix="Mend the gin file or the override.") from error
-
-
-def check_run(model_dir: str, *, jax: bool) -> None:
-    """Checks everything that gin's finalized configuration names.
+def check_checkpoints(inputs: RunInputs, *, jax: bool) -> None:
+    """Checks the checkpoints that a run will read.
 
     Args:
-      model_dir: the run's directory.
+      inputs: of the run.
       jax: whether JAX checkpoints are accepted beside Mesh TensorFlow's.
 
     Raises:
-      UserError: for an unknown mixture, a missing cache, a missing or damaged checkpoint, or a
-        vocabulary that does not match the checkpoint.
+      UserError: for a missing or damaged checkpoint, or a vocabulary that does not match it.
     """
-    _check_addresses(model_dir, jax=jax)
-    mode = _bound("utils.run.mode", "train")
-    split = _bound("utils.run.dataset_split", "train")
-    if mode == "train":
-        _check_data("mesh_train_dataset_fn", split)
-    elif mode in ("eval", "score_eval", "perplexity_eval", "score_from_dataset"):
-        _check_data("mesh_eval_dataset_fn", split)
     checkpoints = []
-    if mode in _EVALUATION_MODES:
-        checkpoints = checkpoints_to_evaluate(
-            model_dir, _bound("utils.run.eval_checkpoint_step", None), jax=jax
-        )
-    elif mode == "train":
-        checkpoints = _checkpoints_to_start_from(model_dir, jax=jax)
+    if inputs.mode in _EVALUATION_MODES:
+        steps = inputs.eval_checkpoint_step
+        steps = list(steps) if isinstance(steps, tuple) else steps
+        checkpoints = checkpoints_to_evaluate(inputs.model_dir, steps, jax=jax)
+    elif inputs.mode == "train":
+        checkpoints = _checkpoints_to_start_from(inputs, jax=jax)
     for checkpoint in checkpoints:
         check_checkpoint(checkpoint)
-        check_vocabulary(
-            checkpoint,
-            _bound("utils.run.vocabulary", None),
-            _bound("Unitransformer.vocab_divisor", 128),
-        )
-
-
-def _check_addresses(model_dir: str, *, jax: bool) -> None:
-    """Refuses gs:// addresses that cannot be reached, before TensorFlow tries to for minutes."""
-    cloud.check_address(model_dir, "--model_dir")
-    cloud.check_address(_bound("utils.run.init_checkpoint", None), "run.init_checkpoint")
-    if jax and model_dir.startswith("gs://"):
-        raise UserError(
-            f"The JAX stack keeps its checkpoints in a local directory, not in {model_dir}.",
-            where="--model_dir",
-            fix="Give a local --model_dir; run.init_checkpoint may be an address.",
-        )
-
-
-def _bound(binding: str, default: Any) -> Any:
-    """The value that gin would pass for an argument: macros resolved, references evaluated."""
-    import gin
-
-    try:
-        return copy.deepcopy(gin.query_parameter(binding))
-    except ValueError:
-        return default
-
-
-# ---- Data ---------------------------------------------------------------------------------------
-
-
-def _check_data(dataset_fn: str, split: str) -> None:
-    name = _bound(f"{dataset_fn}.mixture_or_task_name", None)
-    if name is not None:  # else a function of another name provides the data
-        check_mixture(name)
-        if _bound(f"{dataset_fn}.use_cached", False):
-            check_cached(name, split)
-        else:
-            check_rows(name, split)
-
-
-def check_mixture(name: str) -> None:
-    """Raises UserError unless a task or mixture of this name is registered."""
-    import seqio
-
-    if name not in seqio.MixtureRegistry.names() and name not in seqio.TaskRegistry.names():
-        raise _unknown_mixture(name)
-
-
-def _unknown_mixture(name: str) -> UserError:
-    import seqio
-
-    known = sorted({*seqio.MixtureRegistry.names(), *seqio.TaskRegistry.names()})
-    return UserError(
-        f"There is no task or mixture {name!r}; most like it: {nearest_names(name, known)}.",
-        where=f"{len(known)} tasks and mixtures are registered by the imported modules",
-        fix="Correct MIXTURE_NAME, or name the module that registers it with --module_import.",
-    )
-
-
-def check_cached(name: str, split: str) -> None:
-    """Raises UserError if a task of the mixture that has the split is in no cache directory."""
-    import seqio
-
-    mixture = seqio.get_mixture_or_task(name)
-    tasks = [task for task in seqio.get_subtasks(mixture) if split in task.splits]
-    missing = [task.name for task in tasks if not task.cache_dir]
-    if not missing:
-        return
-    searched = list(seqio.get_global_cache_dirs())
-    shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
-    target = searched[0] if searched else "CACHE_DIR"
-    raise UserError(
-        f"use_cached = True, but {len(missing)} of {len(tasks)} tasks of {name!r} are not cached: "
-        f"{shown}.",
-        where="searched " + (", ".join(searched) or "nowhere: no --additional_task_cache_dirs"),
-        fix=f"seqio_cache_tasks --tasks='{','.join(missing[:5])}' --output_cache_dir={target} "
-        "--module_import=MODULE (scripts/cache.sh caches a whole mixture).",
-    )
-
-
-def check_rows(name: str, split: str) -> None:
-    """Raises UserError if the rows behind a prompted task of the mixture are missing."""
-    import seqio
-
-    from t0repro.tasks.seqio_tasks import PromptedSource
-
-    for task in seqio.get_subtasks(seqio.get_mixture_or_task(name)):
-        if split in task.splits and isinstance(task.source, PromptedSource):
-            task.source.reader(split)
-
-
-# ---- Checkpoints --------------------------------------------------------------------------------
+        check_vocabulary(checkpoint, inputs.vocabularies, inputs.vocab_divisor)
 
 
 def checkpoints_to_evaluate(model_dir: str, steps: Any, *, jax: bool) -> list[str]:
@@ -213,15 +80,15 @@ def checkpoints_to_evaluate(model_dir: str, steps: Any, *, jax: bool) -> list[st
     return chosen
 
 
-def _checkpoints_to_start_from(model_dir: str, *, jax: bool) -> list[str]:
+def _checkpoints_to_start_from(inputs: RunInputs, *, jax: bool) -> list[str]:
     """The checkpoints that training reads: the latest of model_dir, and init_checkpoint."""
     import tensorflow as tf
 
     chosen = []
-    latest = tf.train.latest_checkpoint(model_dir)
+    latest = tf.train.latest_checkpoint(inputs.model_dir)
     if latest:
         chosen.append(latest)
-    initial = _bound("utils.run.init_checkpoint", None)
+    initial = inputs.init_checkpoint
     if initial and not (jax and os.path.isdir(initial)):
         if os.path.isdir(initial):
             # Mesh TensorFlow's tf.train.list_variables takes a directory for its latest one.

@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 from typing import IO, Any
 
+from t0repro.config.configuration import RunInputs
 from t0repro.errors import UserError
 
 _MACHINE = Path("/sys/class/dmi/id/product_name")  # what the firmware calls the machine
@@ -32,6 +33,18 @@ def check_address(path: str | None, where: str | None) -> None:
         fix="Run `gcloud auth application-default login`, or copy it here with"
         f" `gcloud storage cp -r {path.rstrip('/')} .` and give the copy's path.",
     )
+
+
+def check_addresses(inputs: RunInputs, *, jax: bool) -> None:
+    """Refuses gs:// addresses that cannot be reached, before TensorFlow tries to for minutes."""
+    check_address(inputs.model_dir, "--model_dir")
+    check_address(inputs.init_checkpoint, "run.init_checkpoint")
+    if jax and inputs.model_dir.startswith("gs://"):
+        raise UserError(
+            f"The JAX stack keeps its checkpoints in a local directory, not in {inputs.model_dir}.",
+            where="--model_dir",
+            fix="Give a local --model_dir; run.init_checkpoint may be an address.",
+        )
 
 
 def has_credentials() -> bool:

@@ -80,7 +80,7 @@ class Case:
         """The JAX stack's configuration."""
         from t0repro.config.mtf.dialect import load
 
-        return load(self.inputs(), float32_activations=self.dtype == "float32")[0]
+        return load(self.inputs(), float32_activations=self.dtype == "float32").run
 
     def batches(self) -> list[dict[str, np.ndarray]]:
         """The same batches in every process; with dropout, one batch again and again."""

@@ -115,7 +115,7 @@ def make_job(
     kinds = {"master": "float32", "slice": "float32", "activation": dtype}
     settings = [f"utils.get_variable_dtype.{kind}_dtype = '{x}'" for kind, x in kinds.items()]
     inputs = dataclasses.replace(inputs, gin_params=[*inputs.gin_params, *settings])
-    config, _ = load(inputs, float32_activations=float32)
+    config = load(inputs, float32_activations=float32).run
     if config.model.dropout_rate:
         raise UserError(
             f"The dropout rate is {config.model.dropout_rate}, and the stacks draw other noise.",

@@ -1,1 +1,1 @@
-"""What a RunConfig is run by on JAX: one module for each mode."""
+"""The modes of a run on the JAX stack, one small module each; `run` picks one."""

@@ -6,20 +6,15 @@ import shlex
 import sys
 from pathlib import Path
 
-from t0repro.config.run_config import RunConfig
+from t0repro.config.configuration import Configuration
 from t0repro.files import write_atomically
 
 
-def record_command(config: RunConfig) -> None:
+def record_command(configuration: Configuration) -> None:
     """Writes commands/command[.N] and, when training, operative_config.gin."""
-    import gin
-
-    folder = Path(config.model_dir) / "commands"
-    names = ["command", *(f"command.{count}" for count in range(1, 1 + _count(folder)))]
-    write_atomically(folder / names[-1], shlex.join(sys.argv))
-    if config.mode == "train":
-        write_atomically(Path(config.model_dir) / "operative_config.gin", gin.config_str())
-
-
-def _count(folder: Path) -> int:
-    return len(list(folder.glob("command*"))) if folder.is_dir() else 0
+    model_dir = Path(configuration.inputs.model_dir)
+    folder = model_dir / "commands"
+    count = len(list(folder.glob("command*"))) if folder.is_dir() else 0
+    write_atomically(folder / (f"command.{count}" if count else "command"), shlex.join(sys.argv))
+    if configuration.inputs.mode == "train":
+        write_atomically(model_dir / "operative_config.gin", configuration.gin_text)

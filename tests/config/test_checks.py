@@ -3,6 +3,7 @@
 import pytest
 
 from t0repro.config import checks
+from t0repro.config.gin_errors import configuration_errors
 from t0repro.errors import UserError
 
 pytestmark = pytest.mark.mtf
@@ -74,14 +75,14 @@ def test_a_vocabulary_of_one_piece_too_many_is_found(checkpoint):
 def test_configuration_errors_keep_the_words_and_the_cause():
     original = ValueError("No configurable matching 'x'.")
     with pytest.raises(UserError, match="No configurable matching 'x'") as raised:
-        with checks.configuration_errors():
+        with configuration_errors():
             raise original
     assert raised.value.__cause__ is original
 
 
 def test_configuration_errors_let_a_user_error_through():
     original = UserError("Mine.")
-    with pytest.raises(UserError) as raised, checks.configuration_errors():
+    with pytest.raises(UserError) as raised, configuration_errors():
         raise original
     assert raised.value is original
 

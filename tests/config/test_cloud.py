@@ -1,10 +1,12 @@
 """Bucket addresses without credentials fail at once and say what to do; nothing asks a network."""
 
+import dataclasses
 import socket
 
 import pytest
 
-from t0repro.config import checks, cloud
+from t0repro.config import cloud
+from t0repro.config.mtf import dialect
 from t0repro.config.mtf.parser import GinInputs, parse
 from t0repro.errors import UserError
 
@@ -54,12 +56,12 @@ def test_a_checkpoint_a_cache_or_a_model_dir_in_a_bucket_is_refused_by_its_flag(
         parse(inputs("models/t5.1.1.tiny.gin", cache_dirs=("gs://caches/all",)))
     assert error.value.where == "--additional_task_cache_dirs"
     params = ("run.init_checkpoint = 'gs://a-bucket/small/model.ckpt-1000000'",)
-    parse(inputs("models/t5.1.1.tiny.gin", params=params))
+    run = dialect.load(inputs("models/t5.1.1.tiny.gin", params=params)).inputs
     with pytest.raises(UserError, match="model.ckpt-1000000") as error:
-        checks.check_run(str(no_credentials), jax=True)
+        cloud.check_addresses(run, jax=True)
     assert error.value.where == "run.init_checkpoint"
     with pytest.raises(UserError, match="gs://a-bucket/run") as error:
-        checks.check_run("gs://a-bucket/run", jax=False)
+        cloud.check_addresses(dataclasses.replace(run, model_dir="gs://a-bucket/run"), jax=False)
     assert error.value.where == "--model_dir"
 
 

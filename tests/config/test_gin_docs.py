@@ -105,7 +105,7 @@ def test_what_the_table_calls_without_effect_is_no_error(rows, bindings):
         [param for param in PARAMS if "dataset_split" not in param],
         module_imports=("t0repro.tasks.demo",),
     )
-    config, _ = dialect.load(inputs)
+    config = dialect.load(inputs).run
     assert config.batch_size == 1024
     # 512 cores, 8 to a model: 64 replicas of 16 sequences, one sequence a microbatch.
     assert config.num_microbatches == 16

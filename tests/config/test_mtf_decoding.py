@@ -29,7 +29,7 @@ def load(*params: str, files: tuple[str, ...] = ()) -> RunConfig:
         (*PARAMS, *params),
         module_imports=("t0repro.tasks.demo",),
     )
-    return dialect.load(inputs)[0]
+    return dialect.load(inputs).run
 
 
 def test_nothing_bound_is_greedy_decoding_with_mesh_tensorflows_defaults():

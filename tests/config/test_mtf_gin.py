@@ -30,7 +30,7 @@ def load(*params: str, files: tuple[str, ...] = FILES) -> RunConfig:
     inputs = GinInputs(
         "a_model_dir", files, (*PARAMS, *params), module_imports=("t0repro.tasks.demo",)
     )
-    return dialect.load(inputs)[0]
+    return dialect.load(inputs).run
 
 
 def test_the_demo_recipe_becomes_the_run_that_its_gin_files_describe():
@@ -148,7 +148,7 @@ def test_a_layer_of_another_family_is_refused_with_the_gin_file_that_asks_for_it
     ],
 )
 def test_a_typo_fails_in_gins_own_words(param, words):
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(UserError, match=words):
         load(param)
 
 
@@ -286,5 +286,5 @@ def test_sixteen_bit_weights_are_refused_in_training_on_an_accelerator():
         module_imports=("t0repro.tasks.demo",),
     )
     with pytest.raises(UserError, match="slice_dtype"):
-        dialect.load(inputs, float32_activations=False)
-    assert dialect.load(inputs)[0].dtypes.slice == "float32"
+        dialect.load(inputs, float32_activations=False).run  # noqa: B018
+    assert dialect.load(inputs).run.dtypes.slice == "float32"

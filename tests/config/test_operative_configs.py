@@ -5,6 +5,7 @@ from absl import flags
 
 from t0repro.config.mtf import dialect
 from t0repro.config.mtf.parser import GinInputs, parse
+from t0repro.errors import UserError
 
 from . import operative_configs as files
 
@@ -24,7 +25,7 @@ def inputs(tmp_path, text, skip_unknown=(), name="operative_config.gin"):
 
 
 def test_t5_1_0s_switches_mean_the_legacy_sublayers_with_their_rate_and_names(tmp_path):
-    config, _ = dialect.load(inputs(tmp_path, files.T5_1_0, files.T5_1_0_DEPRECATED))
+    config = dialect.load(inputs(tmp_path, files.T5_1_0, files.T5_1_0_DEPRECATED)).run
     model = config.model
     assert (model.d_model, model.d_ff, model.num_heads, model.d_kv) == (64, 96, 4, 16)
     assert model.dropout_rate == 0.1 and model.norm_names == "layer_norm"
@@ -37,7 +38,7 @@ def test_t5_1_0s_switches_mean_the_legacy_sublayers_with_their_rate_and_names(tm
 
 
 def test_t5_1_1s_sublayers_spelled_out_mean_todays(tmp_path):
-    config, _ = dialect.load(inputs(tmp_path, files.T5_1_1))
+    config = dialect.load(inputs(tmp_path, files.T5_1_1)).run
     assert config.model.norm_names == "rms_norm" and config.model.dropout_rate == 0.0
     assert config.model.activations == ("gelu", "linear")
     # Eight cores share a batch of 8 rows: one row each, which needs no microbatches.
@@ -98,15 +99,15 @@ def readable(config):
 
 def test_a_forks_names_fail_unless_they_are_given_as_deprecated_or_all_are_skipped(tmp_path):
     known = files.T5_1_1 + "our_own_loss.margin = 0.5\n"
-    with pytest.raises(ValueError, match="our_own_loss"):
+    with pytest.raises(UserError, match="our_own_loss"):
         dialect.load(inputs(tmp_path, known))
-    named, _ = dialect.load(inputs(tmp_path, known, skip_unknown=("our_own_loss",)))
-    skipped, _ = dialect.load(inputs(tmp_path, known, skip_unknown=True))
-    plain, _ = dialect.load(inputs(tmp_path, files.T5_1_1))
+    named = dialect.load(inputs(tmp_path, known, skip_unknown=("our_own_loss",))).run
+    skipped = dialect.load(inputs(tmp_path, known, skip_unknown=True)).run
+    plain = dialect.load(inputs(tmp_path, files.T5_1_1)).run
     assert named == skipped == plain
 
 
 def test_an_unknown_argument_of_a_known_function_fails_even_then(tmp_path):
     """gin skips unknown functions, not unknown arguments; so does t5_mesh_transformer."""
-    with pytest.raises(ValueError, match="our_own_summary_steps"):
+    with pytest.raises(UserError, match="our_own_summary_steps"):
         dialect.load(inputs(tmp_path, files.T5_1_1 + files.FORK, skip_unknown=True))

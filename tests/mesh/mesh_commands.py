@@ -108,7 +108,7 @@ def _serve() -> None:
     from t0repro.cli import t5_mesh_transformer as main
 
     sys.argv[0] = "t5_mesh_transformer"
-    main._define_flags()
+    main.define_flags()
     for line in sys.stdin:
         flags, unpatched = json.loads(line)
         with tempfile.TemporaryFile() as stderr:

@@ -55,7 +55,7 @@ def load(name: str, *params: str):
         ("MIXTURE_NAME = 'demo_train'", "utils.run.mesh_shape = []", *params),
         module_imports=("t0repro.tasks.demo",),
     )
-    return dialect.load(inputs)[0]
+    return dialect.load(inputs).run
 
 
 def mesh(folder: Path, vocabulary: int, more: str, slots: bool) -> dict:

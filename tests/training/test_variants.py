@@ -145,7 +145,7 @@ def read_tree(prefix, model):
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
 def test_losses_and_the_state_after_a_step_agree_with_mesh_tensorflow(mesh, variant):
-    config, _ = dialect.load(inputs(variant))
+    config = dialect.load(inputs(variant)).run
     theirs = mesh[variant.name]
     start = read_tree(theirs.checkpoint(0), config.model)
     ours = run_jax(config, batches(variant), start, snapshots=(1,))

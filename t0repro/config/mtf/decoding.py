@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+from t0repro.config.configuration import NotOnJax
 from t0repro.config.provenance import Bindings
 from t0repro.config.run_config import (
     CheckpointChoice,
@@ -205,7 +206,7 @@ class DecodingReader:
 
     def _refuse(self, selector: str, argument: str, what: str) -> None:
         short = f"{selector.rpartition('.')[2]}.{argument}"
-        raise UserError(
+        raise NotOnJax(
             f"{what} is not supported ({short}).",
             where=self._bindings.find((), selector, argument),
             fix="Change the binding.",

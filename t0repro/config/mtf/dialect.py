@@ -9,14 +9,14 @@ the binding and its place; none is ignored.
 
 from __future__ import annotations
 
-from t0repro.config.mtf import reader
+from t0repro.config.configuration import Configuration
+from t0repro.config.gin_errors import configuration_errors
+from t0repro.config.mtf import model_api, reader
 from t0repro.config.mtf.parser import GinInputs, parse
-from t0repro.config.provenance import Bindings
-from t0repro.config.run_config import RunConfig
 
 
-def load(inputs: GinInputs, *, float32_activations: bool = True) -> tuple[RunConfig, Bindings]:
-    """Parses the gin inputs as t5_mesh_transformer does and reads the RunConfig off them.
+def load(inputs: GinInputs, *, float32_activations: bool = True) -> Configuration:
+    """Parses the gin inputs as t5_mesh_transformer does and reads a run's configuration off them.
 
     Args:
       inputs: files, overrides and search paths.
@@ -24,10 +24,31 @@ def load(inputs: GinInputs, *, float32_activations: bool = True) -> tuple[RunCon
         does without --tpu. False follows get_variable_dtype.
 
     Raises:
-      UserError: for a binding that the JAX stack does not support, or a mixture that is unknown.
-      ValueError, TypeError, SyntaxError: gin's own errors, with the file and line.
+      UserError: for anything that is wrong in a file or an override, with its place.
     """
-    bindings = parse(inputs)
-    return reader.read(
-        inputs.model_dir, bindings, float32_activations=float32_activations
-    ), bindings
+    with configuration_errors():
+        bindings = parse(inputs)
+        return reader.read(inputs.model_dir, bindings, float32_activations=float32_activations)
+
+
+def load_model_api(
+    inputs: GinInputs,
+    flags: model_api.Flags,
+    find_checkpoint: model_api.FindCheckpoint,
+    *,
+    float32_activations: bool = True,
+) -> Configuration:
+    """`load` for --use_model_api, whose flags stand in for bindings of `run`.
+
+    Args:
+      inputs: as for `load`.
+      flags: t5's parsed flags.
+      find_checkpoint: finds the checkpoint that mode finetune starts from; called in no other mode.
+      float32_activations: as for `load`.
+
+    Raises:
+      UserError: as from `load`, and for flags that do not fit together.
+    """
+    with configuration_errors():
+        bindings = model_api.parse(inputs, flags, find_checkpoint)
+        return reader.read(inputs.model_dir, bindings, float32_activations=float32_activations)

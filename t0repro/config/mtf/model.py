@@ -10,9 +10,9 @@ import inspect
 from collections.abc import Mapping
 from typing import Any, NoReturn, cast
 
+from t0repro.config.configuration import NotOnJax
 from t0repro.config.provenance import Bindings
 from t0repro.config.run_config import Activation, ModelConfig
-from t0repro.errors import UserError
 from t0repro.parameters.layout import SHARED_LAYERS
 
 _TRANSFORMER = "mesh_tensorflow.transformer.transformer"
@@ -183,7 +183,7 @@ class _ModelReader:
 
     def refuse(self, what: str, selector: str, argument: str, *scopes: str) -> NoReturn:
         """Raises UserError; its place is the binding in the scopes given, or in either tower."""
-        raise UserError(
+        raise NotOnJax(
             f"The JAX stack does not support {what} ({selector.rpartition('.')[2]}.{argument}).",
             where=self._bindings.find(scopes[::-1] or ("decoder", "encoder"), selector, argument),
             fix="Change the binding, or run with --backend=mtf.",

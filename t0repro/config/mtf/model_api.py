@@ -55,6 +55,7 @@ class FoundCheckpoint(Protocol):
         ...
 
 
+Flags = Any  # absl's, of t5_mesh_transformer
 # From a directory and a step (None for the latest) to the checkpoint there.
 FindCheckpoint = Callable[[str, int | None], FoundCheckpoint]
 
@@ -73,6 +74,8 @@ def parse(inputs: GinInputs, flags: Any, find_checkpoint: FindCheckpoint) -> Bin
     import gin
 
     check_mode(flags)
+    if flags.mode in _EXPORTS:
+        raise refused_export(flags.mode, "--mode")
     steps = checkpoint_steps(flags)
     places = dict(parser.parse(inputs).places)
     with gin.unlock_config():
@@ -91,15 +94,13 @@ def parse(inputs: GinInputs, flags: Any, find_checkpoint: FindCheckpoint) -> Bin
 
 
 def check_mode(flags: Any) -> None:
-    """Refuses a missing mode, and exports, which say what to use instead."""
+    """Raises UserError unless --mode is given; absl has checked its name."""
     if not flags.mode:
         raise UserError(
             "--use_model_api needs a mode.",
             where="--mode",
             fix="Add --mode=train, finetune, eval, predict or score.",
         )
-    if flags.mode in _EXPORTS:
-        raise refused_export(flags.mode, "--mode")
 
 
 def refused_export(mode: str, where: str | None) -> UserError:

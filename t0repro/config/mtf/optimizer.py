@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
+from t0repro.config.configuration import NotOnJax
 from t0repro.config.provenance import Bindings
 from t0repro.config.run_config import (
     AdafactorConfig,
@@ -264,7 +265,7 @@ class OptimizerReader:
         self._refuse(Reference("", _RUN), argument, what)
 
     def _refuse(self, reference: Reference, argument: str, what: str) -> NoReturn:
-        raise UserError(
+        raise NotOnJax(
             f"The JAX stack does not support {what} ({reference.name}.{argument}).",
             where=self._bindings.find(_scopes(reference), reference.selector, argument),
             fix="Change the binding, or run with --backend=mtf.",

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from t0repro.config import cloud
+from t0repro.config.gin_errors import configuration_errors
 from t0repro.config.provenance import Bindings, record_bindings
 
 UTILS = "mesh_tensorflow.transformer.utils"
@@ -33,8 +34,13 @@ class GinInputs:
     skip_unknown: bool | Sequence[str] = ()
 
 
+@configuration_errors()
 def parse(inputs: GinInputs) -> Bindings:
-    """Fills gin's global configuration from the inputs, in mesh_transformer_main's order."""
+    """Fills gin's global configuration from the inputs, in mesh_transformer_main's order.
+
+    Raises:
+      UserError: for whatever gin's parser finds wrong, or a module that cannot be imported.
+    """
     import gin
     from t0repro.mesh import compat
 

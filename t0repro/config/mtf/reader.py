@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
+from t0repro.config.configuration import Configuration, NotOnJax, RunInputs
 from t0repro.config.mtf import decoding as mtf_decoding
 from t0repro.config.mtf import model as mtf_model
 from t0repro.config.mtf import optimizer as mtf_optimizer
@@ -22,13 +23,25 @@ from t0repro.config.run_config import (
 from t0repro.errors import UserError
 
 
-def read(model_dir: str, bindings: Bindings, *, float32_activations: bool = True) -> RunConfig:
-    """The RunConfig of gin's current configuration.
+def read(model_dir: str, bindings: Bindings, *, float32_activations: bool = True) -> Configuration:
+    """What gin's current configuration amounts to.
 
     Raises:
-      UserError: naming binding and place, when the JAX stack does not support what is configured.
+      UserError: naming binding and place, for what neither backend can run.
     """
-    return _Reader(bindings, float32_activations).run_config(model_dir)
+    import gin.config
+
+    import gin
+
+    reader = _Reader(bindings, float32_activations)
+    inputs = reader.inputs(model_dir)
+    try:
+        run = reader.run_config(inputs)
+    except NotOnJax as refusal:
+        run = refusal
+    # What was called here must not appear in the operative_config.gin of a Mesh TensorFlow run.
+    gin.config._OPERATIVE_CONFIG.clear()
+    return Configuration(inputs, run, gin.config_str())
 
 
 # Configurables that a run on the JAX stack reads, with the arguments that it knows. Any other
@@ -80,6 +93,7 @@ class _Reader:
         self._bindings = bindings
         self._float32 = float32_activations
         self._utils = importlib.import_module(UTILS)
+        self._mesh_transformer = importlib.import_module(MESH_TRANSFORMER)
         self._provenance: dict[str, str] = {}
         self._run = self._run_arguments()
 
@@ -97,20 +111,73 @@ class _Reader:
                 " --gin_param=\"utils.tpu_mesh_shape.tpu_topology = 'v3-8'\".",
             ) from error
 
-    def run_config(self, model_dir: str) -> RunConfig:
-        self._refuse_unknown_bindings()
+    def inputs(self, model_dir: str) -> RunInputs:
+        """What either backend checks before the run."""
         run = self._run
         self._check_run()
         sequence_length = self._sequence_length()
         batch_size = self._batch_size(sequence_length)
-        train_steps = self._train_steps(batch_size, sequence_length)
+        fields = {
+            "mode": run["mode"],
+            "init_checkpoint": run["init_checkpoint"],
+            "eval_checkpoint_step": _hashable(run["eval_checkpoint_step"]),
+            "batch_size": batch_size,
+            "sequence_length": sequence_length,
+        }
+        for name in fields:
+            self._note(name, f"{UTILS}.run", name)
+        name, use_cached = self._data_read()
+        vocabulary = run["vocabulary"]
+        return RunInputs(
+            **fields,
+            model_dir=model_dir,
+            split=run["dataset_split"],
+            mixture_or_task_name=name,
+            use_cached=use_cached,
+            vocabularies=vocabulary if isinstance(vocabulary, tuple) else (vocabulary, vocabulary),
+            vocab_divisor=self._vocab_divisor(),
+            num_microbatches=self._num_microbatches(batch_size, sequence_length),
+            provenance=self._provenance,
+        )
+
+    def _data_read(self) -> tuple[str | None, bool]:
+        """The mixture that the mode reads, and whether from a cache."""
+        mode = self._run["mode"]
+        if mode == "train":
+            function = "mesh_train_dataset_fn"
+        elif mode in ("eval", "score_eval", "perplexity_eval", "score_from_dataset"):
+            function = "mesh_eval_dataset_fn"
+        else:
+            return None, False
+        bound = self._arguments(
+            f"{MESH_TRANSFORMER}.{function}", getattr(self._mesh_transformer, function)
+        )
+        return bound.get("mixture_or_task_name"), bound["use_cached"]
+
+    def _vocab_divisor(self) -> int:
+        transformer = importlib.import_module("mesh_tensorflow.transformer.transformer")
+        bound = self._arguments(
+            "mesh_tensorflow.transformer.transformer.Unitransformer", transformer.Unitransformer
+        )
+        return bound["vocab_divisor"]
+
+    def run_config(self, inputs: RunInputs) -> RunConfig:
+        """The RunConfig.
+
+        Raises:
+          NotOnJax: naming binding and place, when the JAX stack does not do what is configured.
+        """
+        self._refuse_unknown_bindings()
+        self._refuse_model_types()
+        run = self._run
+        train_steps = self._train_steps(inputs.batch_size, inputs.sequence_length)
         model = self._model()
         training = mtf_optimizer.OptimizerReader(self._bindings, run, self._provenance)
         optimizer = training.optimizer(model)
         self._decoding = mtf_decoding.DecodingReader(self._bindings, run, self._provenance)
         fields: dict[str, Any] = {
-            "mode": run["mode"],
-            "model_dir": model_dir,
+            "mode": inputs.mode,
+            "model_dir": inputs.model_dir,
             "model": model,
             **self._decoding.fields(model.vocab_size),
             "dtypes": self._dtypes(),
@@ -118,17 +185,18 @@ class _Reader:
             "schedule": training.schedule(run["total_run_steps"] or train_steps, optimizer),
             "train_data": self._train_data(),
             "eval_data": self._eval_data(),
-            "sequence_length": sequence_length,
-            "batch_size": batch_size,
-            "num_microbatches": self._num_microbatches(batch_size, sequence_length),
+            "sequence_length": inputs.sequence_length,
+            "batch_size": inputs.batch_size,
+            "num_microbatches": inputs.num_microbatches,
             "train_steps": train_steps,
-            "eval_checkpoint_step": _hashable(run["eval_checkpoint_step"]),
+            "init_checkpoint": inputs.init_checkpoint,
+            "eval_checkpoint_step": inputs.eval_checkpoint_step,
             "scores_filename": self._argument(f"{UTILS}.save_scores", "scores_filename"),
-            "vocabulary": _vocabulary_path(run["vocabulary"]),
+            "vocabulary": getattr(inputs.vocabularies[0], "sentencepiece_model_file", None),
         }
         for name in (
-            "save_checkpoints_steps", "keep_checkpoint_max", "init_checkpoint",
-            "eval_summary_dir", "eval_dir_suffix", "output_eval_examples",
+            "save_checkpoints_steps", "keep_checkpoint_max", "eval_summary_dir", "eval_dir_suffix",
+            "output_eval_examples",
         ):  # fmt: skip
             fields[name] = run[name]
         for name in fields:
@@ -165,7 +233,7 @@ class _Reader:
 
     def _refuse(self, argument: str, what: str, selector: str = f"{UTILS}.run") -> NoReturn:
         place = self._bindings.find(("decoder",), selector, argument)
-        raise UserError(
+        raise NotOnJax(
             f"The JAX stack does not support {what} ({selector.rpartition('.')[2]}.{argument}).",
             where=place,
             fix="Remove the binding, or run with --backend=mtf.",
@@ -190,13 +258,16 @@ class _Reader:
 
     # ---- The parts of a RunConfig ----
 
-    def _check_run(self) -> None:
-        """Refuses what `run` would not do either, and what only the mtf backend does."""
+    def _refuse_model_types(self) -> None:
         run, mode = self._run, self._run["mode"]
         if run["model_type"] not in ("bitransformer", "lm", "delimited_lm"):
             self._refuse("model_type", f"model_type {run['model_type']!r}")
         if run["model_type"] != "bitransformer" and mode not in ("train", "perplexity_eval"):
             self._refuse("mode", f"mode {mode!r} of a model without an encoder")
+
+    def _check_run(self) -> None:
+        """Refuses what `run` would not do either."""
+        run, mode = self._run, self._run["mode"]
         if mode == "train" and run["dataset_split"] != "train":
             raise UserError(
                 f"run.mode is 'train', and run.dataset_split is {run['dataset_split']!r}.",
@@ -352,8 +423,3 @@ def _select(arguments: Mapping[str, Any], dataclass: Any) -> dict[str, Any]:
 
 def _hashable(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
-
-
-def _vocabulary_path(vocabulary: Any) -> str | None:
-    inputs = vocabulary[0] if isinstance(vocabulary, tuple) else vocabulary
-    return getattr(inputs, "sentencepiece_model_file", None)

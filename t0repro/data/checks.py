@@ -1,0 +1,62 @@
+"""Checks that the rows of a run's mixture are at hand, before anything is built or written."""
+
+from __future__ import annotations
+
+from t0repro.config.configuration import RunInputs
+from t0repro.config.gin_errors import unknown_mixture
+from t0repro.errors import UserError
+
+
+def check_data(inputs: RunInputs) -> None:
+    """Raises UserError unless the mixture that the run reads is registered, and its rows are there.
+
+    A run that reads text files, or a dataset function that is not t5's, names no mixture.
+    """
+    name = inputs.mixture_or_task_name
+    if name is None:
+        return
+    check_mixture(name)
+    if inputs.use_cached:
+        check_cached(name, inputs.split)
+    else:
+        check_rows(name, inputs.split)
+
+
+def check_mixture(name: str) -> None:
+    """Raises UserError unless a task or mixture of this name is registered."""
+    import seqio
+
+    if name not in seqio.MixtureRegistry.names() and name not in seqio.TaskRegistry.names():
+        raise unknown_mixture(name)
+
+
+def check_cached(name: str, split: str) -> None:
+    """Raises UserError if a task of the mixture that has the split is in no cache directory."""
+    import seqio
+
+    mixture = seqio.get_mixture_or_task(name)
+    tasks = [task for task in seqio.get_subtasks(mixture) if split in task.splits]
+    missing = [task.name for task in tasks if not task.cache_dir]
+    if not missing:
+        return
+    searched = list(seqio.get_global_cache_dirs())
+    shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+    target = searched[0] if searched else "CACHE_DIR"
+    raise UserError(
+        f"use_cached = True, but {len(missing)} of {len(tasks)} tasks of {name!r} are not cached: "
+        f"{shown}.",
+        where="searched " + (", ".join(searched) or "nowhere: no --additional_task_cache_dirs"),
+        fix=f"seqio_cache_tasks --tasks='{','.join(missing[:5])}' --output_cache_dir={target} "
+        "--module_import=MODULE (scripts/cache.sh caches a whole mixture).",
+    )
+
+
+def check_rows(name: str, split: str) -> None:
+    """Raises UserError if the rows behind a prompted task of the mixture are missing."""
+    import seqio
+
+    from t0repro.tasks.seqio_tasks import PromptedSource
+
+    for task in seqio.get_subtasks(seqio.get_mixture_or_task(name)):
+        if split in task.splits and isinstance(task.source, PromptedSource):
+            task.source.reader(split)

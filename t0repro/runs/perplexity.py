@@ -1,0 +1,33 @@
+"""Mode perplexity_eval: teacher-forced metrics of each task."""
+
+from __future__ import annotations
+
+from t0repro.config.configuration import Configuration
+from t0repro.runs.loaded_model import loaded
+
+
+def evaluate_perplexity(configuration: Configuration) -> None:
+    """Writes each task's metrics at each chosen checkpoint, as lines and as event files."""
+    from t0repro.data.eval_data import perplexity_batches
+    from t0repro.evaluation import perplexity
+    from t0repro.evaluation.checkpoint_choice import chosen_checkpoints
+    from t0repro.event_files import event_writer
+    from t0repro.training.metrics import MetricsManager
+
+    config = configuration.run
+    steps = config.perplexity_eval_steps
+    data = config.eval_data or config.train_data
+    split = data.split if data else "eval"
+    datasets = perplexity_batches(config)
+    for model, params, step in loaded(configuration, chosen_checkpoints(config)):
+        for task, batches in datasets:
+            values = perplexity.evaluate_perplexity(params, model, batches, steps)
+            # The name says how many examples were asked for, as Mesh TensorFlow's folder does.
+            name = f"{task}_{split}_{config.batch_size * steps}"
+            name += f"_{config.eval_dir_suffix}" if config.eval_dir_suffix is not None else ""
+            events = event_writer(f"{config.model_dir}/eval_{name}")
+            metrics = MetricsManager(config.model_dir)
+            metrics.write(split, step, values, task=task)
+            metrics.close()
+            events.write_scalars(step, values)
+            events.close()

@@ -1,0 +1,43 @@
+"""Runs a configuration on the JAX stack."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from t0repro.config.configuration import Configuration
+from t0repro.config.mtf.model_api import refused_export
+from t0repro.errors import UserError
+from t0repro.runs.evaluate import evaluate
+from t0repro.runs.infer import infer
+from t0repro.runs.perplexity import evaluate_perplexity
+from t0repro.runs.score import score_from_dataset, score_from_strings
+from t0repro.runs.start import start_training
+
+MODES: dict[str, Callable[[Configuration], None]] = {
+    "train": start_training,
+    "eval": evaluate,
+    "score_eval": evaluate,
+    "perplexity_eval": evaluate_perplexity,
+    "infer": infer,
+    "score_from_dataset": score_from_dataset,
+    "score_from_strings": score_from_strings,
+}
+
+
+def run(configuration: Configuration) -> None:
+    """Runs the mode that is configured.
+
+    Raises:
+      UserError: for a mode or an option that the JAX stack lacks, or bad input.
+    """
+    mode, place = configuration.inputs.mode, configuration.inputs.provenance.get("mode")
+    if mode in MODES:
+        MODES[mode](configuration)
+    elif str(mode).startswith("export"):
+        raise refused_export(mode, place)
+    else:
+        raise UserError(
+            f"There is no mode {mode!r}; there are {', '.join(MODES)}.",
+            where=place,
+            fix="Bind run.mode to one of these.",
+        )

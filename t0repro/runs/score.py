@@ -1,0 +1,88 @@
+"""Modes score_from_dataset and score_from_strings, and the files that scores are saved in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from t0repro.config.configuration import Configuration
+from t0repro.errors import UserError
+from t0repro.runs.loaded_model import loaded
+
+
+def score_from_dataset(configuration: Configuration) -> None:
+    """Mode score_from_dataset: scores every target of a dataset."""
+    from t0repro.data.eval_data import scored_examples
+
+    _score(configuration, scored_examples(configuration.run))
+
+
+def score_from_strings(configuration: Configuration) -> None:
+    """Mode score_from_strings: scores lines of text; targets are read by the inputs' vocabulary."""
+    from t0repro.evaluation import text_files
+
+    strings, lengths = configuration.run.score_strings, configuration.run.sequence_length
+    assert strings is not None and lengths is not None
+    vocabulary = configuration.vocabularies[0]
+    inputs, targets = text_files.strings_to_score(strings)
+    ends = {"inputs": strings.eos_id, "targets": strings.eos_id if strings.score_eos else 0}
+    columns = {
+        name: text_files.encode_lines(lines, vocabulary, ends[name], lengths[name])
+        for name, lines in (("inputs", inputs), ("targets", targets))
+    }
+    examples = [
+        {"inputs": source, "targets": target}
+        for source, target in zip(columns["inputs"], columns["targets"], strict=True)
+    ]
+    _score(configuration, examples)
+
+
+def _score(configuration: Configuration, examples: Sequence[Any]) -> None:
+    """Scores examples at the chosen checkpoint and saves what save_scores would."""
+    from t0repro.evaluation.checkpoint_choice import one_checkpoint
+    from t0repro.evaluation.engine import score_examples
+    from t0repro.evaluation.score_eval import check_finite
+
+    config = configuration.run
+    if config.scores_filename is None:
+        raise UserError(
+            "save_scores.scores_filename is not bound: the scores would be lost.",
+            where=config.provenance.get("mode"),
+            fix="Bind it to a prefix: scores are written to <prefix>.scores.",
+        )
+    lengths = config.sequence_length
+    assert lengths is not None
+    (model, params, step), *_ = loaded(configuration, iter([one_checkpoint(config)]))
+    tokens = config.batch_size * max(lengths.values())
+    scores = score_examples(params, model, examples, lengths, tokens_per_batch=tokens)
+    check_finite(scores, config.mode, step)
+    save_scores(configuration, list(scores), [example["targets"] for example in examples])
+
+
+def save_scores(
+    configuration: Configuration, scores: Sequence[Any], targets: Sequence[np.ndarray]
+) -> None:
+    """Writes `<prefix>.scores` and, with the text, `.targets` and `.lengths`, a line an example.
+
+    Lengths count the tokens before the first padding, up to and including EOS.
+
+    Source: mesh_tensorflow.transformer.utils.save_scores.
+    """
+    from t0repro.evaluation.text_files import write_lines
+
+    config, vocabulary = configuration.run, configuration.vocabularies[1]
+    prefix = config.scores_filename
+    write_lines(f"{prefix}.scores", [f"{score:g}" for score in scores])
+    if not config.save_example_text:
+        return
+    tokens = [_until_eos(ids) for ids in targets]
+    texts = [vocabulary.decode([token for token in ids if token > 0]) for ids in tokens]
+    write_lines(f"{prefix}.targets", texts)
+    write_lines(f"{prefix}.lengths", [len(ids) for ids in tokens])
+
+
+def _until_eos(ids: np.ndarray, eos: int = 1) -> list[int]:
+    tokens = np.trim_zeros(np.asarray(ids), "b").tolist()
+    return tokens[: tokens.index(eos) + 1] if eos in tokens else tokens

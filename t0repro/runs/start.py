@@ -1,0 +1,57 @@
+"""Mode train: opens the data, finds the checkpoint to start from, and trains."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from t0repro.config.configuration import Configuration
+from t0repro.config.run_config import RunConfig
+from t0repro.errors import UserError
+from t0repro.runs.command_record import record_command
+
+
+def start_training(configuration: Configuration) -> None:
+    """Trains from model_dir's latest checkpoint, else init_checkpoint, else random parameters."""
+    from t0repro.converters import sources
+    from t0repro.data.train_data import TrainBatches
+    from t0repro.event_files import event_writer
+    from t0repro.runs import train as training
+
+    config = configuration.run
+    model_dir = Path(config.model_dir)
+    has_checkpoint = model_dir.is_dir() and bool(sources.list_checkpoints(model_dir))
+    start = starting_point(config)
+    record_command(configuration)
+    training.train(
+        config,
+        TrainBatches(config, has_checkpoint=has_checkpoint),
+        restore_from=start,
+        writers=[event_writer(config.model_dir)],
+    )
+
+
+def starting_point(config: RunConfig) -> dict[str, Any] | None:
+    """The checkpoint that training starts from, as a flat T5X tree; None for a fresh start.
+
+    Mesh TensorFlow's order: what model_dir holds wins over init_checkpoint.
+    """
+    from t0repro.converters import sources
+    from t0repro.training.start import keep_matching
+
+    model_dir = Path(config.model_dir)
+    found = sources.list_checkpoints(model_dir) if model_dir.is_dir() else []
+    if not found:
+        if config.init_checkpoint is None:
+            return None
+        return keep_matching(sources.load_any(config.init_checkpoint), config)
+    latest = sources.find_checkpoint(model_dir)
+    if latest.format == "jax":
+        return None  # training finds its own
+    if any(ref.format == "jax" for ref in found):
+        raise UserError(
+            f"{latest.path} is later than the JAX checkpoints beside it.",
+            where=config.model_dir,
+            fix="Move one kind elsewhere, or continue with --backend=mtf.",
+        )
+    return sources.load_any(latest.path)
