@@ -1,7 +1,7 @@
 """What `t0repro doctor` finds out: versions, devices, whether the core works, what is missing.
 
-Each finding carries the command that mends it. Only the core's findings decide whether the
-installation works; extras and data are there to be told about.
+Each finding carries the command that fixes it. What is missing may stay missing: extras and data
+are a choice. What is broken is an error.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Finding:
 
     Attributes:
       state: `missing` for what was never installed or set, `broken` for what is there and fails.
-      fix: the command that mends it, or "".
+      fix: the command that fixes it, or "".
     """
 
     name: str
@@ -56,7 +56,7 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True)
 class Diagnosis:
-    """All findings; the installation works if every one of the core's is ok."""
+    """All findings: of the core, of the extras that can be installed, and of the data."""
 
     versions: Mapping[str, str | None]
     core: tuple[Finding, ...]
@@ -67,6 +67,12 @@ class Diagnosis:
     def works(self) -> bool:
         """Whether both stacks run."""
         return all(finding.state == "ok" for finding in self.core)
+
+    @property
+    def broken(self) -> tuple[Finding, ...]:
+        """What is there and fails, data and extras included."""
+        findings = (*self.core, *self.extras, *self.data)
+        return tuple(finding for finding in findings if finding.state == "broken")
 
     def to_json(self) -> str:
         """The findings as JSON, with `works`."""
@@ -81,8 +87,10 @@ class Diagnosis:
         for title, findings in (("Core", self.core), ("Extras", self.extras), ("Data", self.data)):
             rows = [[item.state, item.name, item.detail] for item in findings]
             blocks += ["", title, _align(rows)]
-            blocks += [f"  to mend {item.name}: {item.fix}" for item in findings if item.fix]
+            blocks += [f"  to fix {item.name}: {item.fix}" for item in findings if item.fix]
         verdict = "The core works." if self.works else "The core does not work."
+        if self.broken:
+            verdict += f" Broken: {', '.join(finding.name for finding in self.broken)}."
         return "\n".join([*blocks, "", verdict])
 
 

@@ -1,8 +1,4 @@
-"""The command `t0repro`: finds the subcommand, and turns errors into messages and exit codes.
-
-Exit codes: 0 all is well; 1 something failed (or, for commands that judge, the answer is no); 2 a
-mistake of the user's. Command modules import nothing heavy, so that --help answers at once.
-"""
+"""The command `t0repro`. Command modules import nothing heavy, so that --help answers at once."""
 
 from __future__ import annotations
 
@@ -24,6 +20,7 @@ from t0repro.cli import (
     tasks,
 )
 from t0repro.cli.gate import gate
+from t0repro.cli.spelling import canonical, show_canonical
 
 app = typer.Typer(
     name="t0repro",
@@ -32,6 +29,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,  # `main` says what to do instead
+    context_settings={"token_normalize_func": canonical},
     epilog="Example: t0repro doctor",
 )
 
@@ -55,7 +53,13 @@ app.add_typer(checkpoints)
 app.add_typer(report.app)
 app.add_typer(tasks.app)
 
-_settings = {"debug": False}
+# How a command that keeps what it has done goes on after Ctrl-C; any other starts over.
+_GOES_ON = {
+    "cache": "Start the same command again: the tasks that are cached are kept.",
+    "convert": "Start the same command again: the tensors that are written are kept.",
+    "rank-eval": "Start the same command again: the pairs that are scored are kept.",
+    "tasks": "Start the same command again: the files that were fetched are kept.",
+}
 
 
 def _print_version(wanted: bool) -> None:
@@ -66,6 +70,7 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def _global_options(
+    context: typer.Context,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
     version: Annotated[
         bool,
@@ -75,14 +80,14 @@ def _global_options(
     ] = False,
 ) -> None:
     del version
-    _settings["debug"] = debug
+    settings = context.obj
+    settings.debug = debug
+    settings.go_on = _GOES_ON.get(context.invoked_subcommand or "", settings.go_on)
 
 
 def main() -> None:
     """Runs the command line in sys.argv and exits."""
-    _settings["debug"] = False
     with gate("t0repro") as settings:
-        try:
-            app()
-        finally:
-            settings.debug = _settings["debug"]
+        command = typer.main.get_command(app)
+        show_canonical(command)
+        command(obj=settings)

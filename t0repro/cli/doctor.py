@@ -10,7 +10,7 @@ import typer
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Check the installation: versions, devices, Mesh TensorFlow, extras, data; exit 1 if broken.
+    """Check versions, devices, Mesh TensorFlow, extras and data; exit 1 if something is broken.
 
     Example: t0repro doctor --json
     """
@@ -18,5 +18,5 @@ def doctor(
 
     diagnosis = checks.diagnose()
     typer.echo(diagnosis.to_json() if as_json else diagnosis.to_text())
-    if not diagnosis.works:
+    if diagnosis.broken or not diagnosis.works:
         raise typer.Exit(1)

@@ -1,4 +1,4 @@
-"""The gate that every command runs inside: errors become messages and exit codes.
+"""The gate that every command runs inside: errors and Ctrl-C become messages and exit codes.
 
 Exit codes: 0 all is well; 1 something failed (or, for commands that judge, the answer is no); 2 a
 mistake of the user's; 130 interrupted.
@@ -8,29 +8,33 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import re
+import signal
 import sys
 from collections.abc import Iterator
 
 from t0repro.errors import UserError
 
-FAILURE, USER_ERROR = 1, 2
+FAILURE, USER_ERROR, INTERRUPTED = 1, 2, 130
 
 
 @dataclasses.dataclass
 class Settings:
-    """What a command learns from its options about its errors.
+    """What a command line says about errors; filled in once it is parsed.
 
     Attributes:
       debug: let every exception through, with its traceback.
+      go_on: how to go on after Ctrl-C.
     """
 
     debug: bool = False
+    go_on: str = "Start the same command again."
 
 
 @contextlib.contextmanager
 def gate(command: str, *, show_unexpected: bool = False) -> Iterator[Settings]:
-    """Runs a command's body; exits with a message where it fails.
+    """Runs a command's body; exits with a message where it fails or is interrupted.
 
     Args:
       command: the name to print before messages.
@@ -40,9 +44,15 @@ def gate(command: str, *, show_unexpected: bool = False) -> Iterator[Settings]:
     settings = Settings()
     try:
         yield settings
+    except (KeyboardInterrupt, SystemExit) as end:
+        if not _was_interrupted(end):
+            raise
+        _end_interrupted(command, settings.go_on)
     except Exception as error:
         if settings.debug:
             raise
+        if _was_interrupted(error):  # a library answered Ctrl-C with an error of its own
+            _end_interrupted(command, settings.go_on)
         mistake = find_user_error(error)
         if mistake is not None:
             print(f"{command}: {mistake}", file=sys.stderr)
@@ -55,6 +65,18 @@ def gate(command: str, *, show_unexpected: bool = False) -> Iterator[Settings]:
         sys.exit(FAILURE)
 
 
+def _end_interrupted(command: str, go_on: str) -> None:
+    # A second Ctrl-C, while threads and files are being closed, would end in a traceback.
+    signal.signal(signal.SIGINT, lambda number, frame: os._exit(INTERRUPTED))
+    print(f"\n{command}: interrupted.\n  to do: {go_on}", file=sys.stderr, flush=True)
+    sys.exit(INTERRUPTED)
+
+
+def _was_interrupted(error: BaseException | None) -> bool:
+    """Whether Ctrl-C caused an exception; Typer makes a SystemExit of it."""
+    return any(isinstance(cause, KeyboardInterrupt) for cause in _causes(error))
+
+
 # tf.data reports an exception of a Python function as an error of its own whose text begins with
 # the exception's, "UserError: ...", and goes on with its traceback.
 _WRAPPED = re.compile(r"UserError: (.*?)(?=\n+Traceback|\n\n|\Z)", re.DOTALL)
@@ -62,13 +84,19 @@ _WRAPPED = re.compile(r"UserError: (.*?)(?=\n+Traceback|\n\n|\Z)", re.DOTALL)
 
 def find_user_error(error: BaseException | None) -> str | None:
     """The text of the UserError that an exception is, was caused by, or carries in its message."""
+    for cause in _causes(error):
+        if isinstance(cause, UserError):
+            return str(cause)
+        wrapped = _WRAPPED.search(str(cause))
+        if wrapped:
+            return wrapped.group(1).strip()
+    return None
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An exception, what caused it, what caused that, and so on."""
     seen = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
-        if isinstance(error, UserError):
-            return str(error)
-        wrapped = _WRAPPED.search(str(error))
-        if wrapped:
-            return wrapped.group(1).strip()
+        yield error
         error = error.__cause__ or error.__context__
-    return None

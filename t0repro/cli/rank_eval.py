@@ -71,7 +71,7 @@ def rank_eval(
     first: the sum of log-likelihoods of a choice's tokens, EOS included.
 
     Example: t0repro rank-eval --checkpoint runs/demo/model --mixture demo_eval_score_eval
-    --module-import t0repro.tasks.demo --out runs/demo/rank_eval
+    --module_import t0repro.tasks.demo --out runs/demo/rank_eval
     """
     extras = [*(["target_length"] if normalize != "none" else []), *(also or [])]
     _check_options(normalize, also or [], activation)

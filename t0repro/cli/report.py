@@ -70,7 +70,7 @@ def make(
     """Write report.json, report.md and report.html of a rank evaluation.
 
     Example: t0repro report make runs/demo/validation_eval --out runs/demo/report
-    --module-import t0repro.tasks.demo --train-mixture demo_train
+    --module_import t0repro.tasks.demo --train_mixture demo_train
     --metrics runs/demo/metrics.jsonl --other mtf=runs/mtf/validation_eval
     """
     from t0repro.reports.bootstrap import Bootstrap

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from absl import app, flags, logging
 
 from t0repro.cli.gate import USER_ERROR, gate
+from t0repro.cli.spelling import canonical_arguments
 from t0repro.errors import UserError
 
 if TYPE_CHECKING:
@@ -35,6 +36,10 @@ def console_entry_point() -> None:
 
         def main(arguments: Sequence[str]) -> None:
             settings.debug = flags.FLAGS.debug
+            settings.go_on = (
+                "Start the same command again: training goes on from the latest checkpoint in"
+                f" {flags.FLAGS.model_dir}; an evaluation starts over."
+            )
             if len(arguments) > 1:
                 raise UserError(
                     f"Unexpected argument {arguments[1]!r}.",
@@ -72,7 +77,7 @@ def define_flags() -> None:
 
 def _parse_flags(arguments: Sequence[str]) -> list[str]:
     try:
-        return app.parse_flags_with_usage(list(arguments))
+        return app.parse_flags_with_usage(canonical_arguments(arguments))
     except SystemExit as end:  # absl exits with 1 for an unknown flag, after its usage message
         sys.exit(USER_ERROR if end.code else 0)
 
@@ -95,6 +100,15 @@ def run(options: Any) -> None:
 
 
 def _check_flags(options: Any) -> None:
+    if not (options.gin_file or options.gin_param or options.use_model_api):
+        raise UserError(
+            "There is nothing to run: no gin file and no parameter is given.",
+            where="the command line",
+            fix="Say what to run, for instance: t5_mesh_transformer --model_dir=DIR"
+            " --module_import=t0repro.tasks.demo --gin_file=dataset.gin"
+            " --gin_param=\"MIXTURE_NAME = 'demo_train'\" --gin_file=demo/t5.1.1.demo.gin"
+            ' --gin_param="utils.run.mesh_shape = []"; --help lists the flags.',
+        )
     vocab = options.vocab
     if vocab and not vocab.startswith("gs://") and not os.path.isfile(vocab):
         raise UserError(

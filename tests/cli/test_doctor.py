@@ -10,13 +10,13 @@ from t0repro import doctor
 from t0repro.doctor import Diagnosis, Finding
 
 
-def diagnosis(core_state: str) -> Diagnosis:
+def diagnosis(core_state: str, data_state: str = "broken") -> Diagnosis:
     return Diagnosis(
         versions={"python": "3.11.7", "torch": None},
         core=(Finding("jax", core_state, "cpu:cpu", "" if core_state == "ok" else "mend it"),),
         extras=(Finding("hf", "missing", "no torch", "EXTRAS=hf bash scripts/setup.sh"),),
         data=(
-            Finding("T0REPRO_VOCAB", "broken", "there is no file x", "export T0REPRO_VOCAB=FILE"),
+            Finding("T0REPRO_VOCAB", data_state, "there is no file x", "export T0REPRO_VOCAB=FILE"),
         ),
     )
 
@@ -30,7 +30,7 @@ def test_text_names_each_fix():
     text = diagnosis("broken").to_text()
     for part in ("mend it", "EXTRAS=hf bash scripts/setup.sh", "export T0REPRO_VOCAB=FILE"):
         assert part in text
-    assert text.endswith("The core does not work.")
+    assert text.endswith("The core does not work. Broken: jax, T0REPRO_VOCAB.")
 
 
 def test_json_holds_all_findings():
@@ -111,12 +111,18 @@ def test_the_real_doctor_trains_one_mesh_tensorflow_step_and_exits_with_0():
     assert core["jax"]["state"] == "ok"
 
 
-def test_a_broken_core_exits_with_1(monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("core", "data", "code"),
+    [("broken", "ok", 1), ("missing", "ok", 1), ("ok", "broken", 1), ("ok", "missing", 0)],
+)
+def test_what_is_broken_exits_with_1_and_what_is_missing_does_not(
+    monkeypatch, capsys, core, data, code
+):
     from t0repro.cli import app
 
-    monkeypatch.setattr("t0repro.doctor.diagnose", lambda: diagnosis("broken"))
+    monkeypatch.setattr("t0repro.doctor.diagnose", lambda: diagnosis(core, data))
     monkeypatch.setattr(sys, "argv", ["t0repro", "doctor"])
     with pytest.raises(SystemExit) as end:
         app.main()
-    assert end.value.code == 1
-    assert "The core does not work." in capsys.readouterr().out
+    assert (end.value.code or 0) == code
+    assert ("The core works." in capsys.readouterr().out) == (core == "ok")

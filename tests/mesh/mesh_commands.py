@@ -49,7 +49,9 @@ def evaluate(model_dir: Path, mode: str, mixture: str, *more: str) -> list[str]:
 
 def environment(vocabulary: Path) -> dict[str, str]:
     """A subprocess's environment, in which tiny_tasks can be imported."""
-    return {**os.environ, "PYTHONPATH": str(HERE), "T0REPRO_TINY_VOCAB": str(vocabulary)}
+    folders = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    more = {"PYTHONPATH": os.pathsep.join(folders), "T0REPRO_TINY_VOCAB": str(vocabulary)}
+    return {**os.environ, **more}
 
 
 def run_python(code: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
