@@ -2,12 +2,14 @@
 TensorFlow.
 
 A checkpoint with prefix P is P.index and P.data-00000-of-0000N. The index is a LevelDB-style sorted
-table: name -> BundleEntryProto (dtype, shape, shard, offset, size, masked crc32c), and the empty
-name -> BundleHeaderProto. Data files are the tensors' bytes, little-endian, one after the other.
-Formats as in tensorflow/core/util/tensor_bundle, tensorflow/core/protobuf/tensor_bundle.proto and
-tensorflow/core/lib/io/table_format.txt. Reading it here makes a tensor's bytes available without a
-graph, tells a file that was cut short before anything else is done, and lets tensors be written
-one by one, which tf.train.Saver cannot.
+table, its blocks compressed with Snappy or not: name -> BundleEntryProto (dtype, shape, shard,
+offset, size, masked crc32c), and the empty name -> BundleHeaderProto. Data files are the tensors'
+bytes, little-endian, one after the other. Formats as in tensorflow/core/util/tensor_bundle,
+tensorflow/core/protobuf/tensor_bundle.proto and tensorflow/core/lib/io/table_format.txt.
+
+Reading the format here gives a tensor's bytes without a graph and finds a truncated file before
+anything else is done; writing it here lets tensors be written one by one, which tf.train.Saver
+cannot do.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ from t0repro.errors import UserError
 
 _TABLE_MAGIC = 0xDB4775248B80FB57
 _FOOTER_BYTES = 48
-_BLOCK_TRAILER_BYTES = 5  # compression type, masked crc32c
+# Types of blocks. tf.train.Saver compresses none; an older TensorFlow that merged the shards of a
+# checkpoint into one did, so that many a released checkpoint's index is compressed.
+_UNCOMPRESSED, _SNAPPY = 0, 1
 _RESTART_INTERVAL = 16
 _BLOCK_BYTES = 4096
 
@@ -73,7 +77,7 @@ class BundleReader:
     def __init__(self, prefix: str | os.PathLike[str]):
         self._prefix = os.fspath(prefix)
         index = f"{self._prefix}.index"
-        table = _read_table(index)
+        table = table_of(index)
         header = dict(protobuf_fields(table.pop(b"", b"")))
         self._num_shards = header.get(1, 0)
         if self._num_shards < 1:
@@ -130,7 +134,12 @@ def _damaged(path: str, reason: str) -> UserError:
     )
 
 
-def _read_table(path: str) -> dict[bytes, bytes]:
+def table_of(path: str) -> dict[bytes, bytes]:
+    """Every item of a table file, such as a checkpoint's index, compressed or not.
+
+    Raises:
+      UserError: if the file cannot be read, is no such table, or a block's checksum is wrong.
+    """
     try:
         content = storage.read(path)
     except OSError as error:
@@ -154,14 +163,28 @@ def _read_table(path: str) -> dict[bytes, bytes]:
 
 
 def _block(path: str, content: bytes, offset: int, size: int) -> bytes:
-    """A block's bytes, its checksum verified."""
+    """A block's items and restarts, its checksum verified."""
     compression = content[offset + size]
     (crc,) = struct.unpack_from("<I", content, offset + size + 1)
+    # The checksum is that of the bytes in the file, compressed or not, and of the type after them.
     if _masked(google_crc32c.value(content[offset : offset + size + 1])) != crc:
         raise _damaged(path, "the checksum of a block is wrong")
-    if compression:
-        raise _damaged(path, "it is compressed, which tf.train.Saver never does")
-    return content[offset : offset + size]
+    block = content[offset : offset + size]
+    if compression == _SNAPPY:
+        return _decompressed(path, block)
+    if compression != _UNCOMPRESSED:
+        raise _damaged(path, f"TensorFlow knows no compression of type {compression}")
+    return block
+
+
+def _decompressed(path: str, block: bytes) -> bytes:
+    import pyarrow
+
+    length, _ = _varint(block, 0)  # Snappy's raw format begins with it
+    try:
+        return pyarrow.Codec("snappy").decompress(block, length, asbytes=True)
+    except (pyarrow.ArrowException, OSError):
+        raise _damaged(path, "a compressed block cannot be decompressed") from None
 
 
 def _block_items(block: bytes) -> Iterator[tuple[bytes, bytes]]:
@@ -365,6 +388,6 @@ def _append_block(output: bytearray, items: Mapping[bytes, bytes]) -> bytes:
     restarts = restarts or [0]
     block += struct.pack(f"<{len(restarts) + 1}I", *restarts, len(restarts))
     handle = _encode_varint(len(output)) + _encode_varint(len(block))
-    block.append(0)  # no compression
+    block.append(_UNCOMPRESSED)
     output += block + struct.pack("<I", _masked(google_crc32c.value(bytes(block))))
     return handle

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -9,6 +10,8 @@ from typer.testing import CliRunner
 
 from t0repro.cli import checkpoint, convert
 from t0repro.errors import UserError
+
+from . import tensorflow_tables
 
 
 @pytest.fixture
@@ -133,3 +136,19 @@ def test_a_format_to_read_that_is_not_there_is_told(run, tiny_checkpoint, tmp_pa
     result = run("convert", tiny_checkpoint, tmp_path / "out", "--to", "hf", "--from", "jax")
     assert isinstance(result.exception, UserError)
     assert "no checkpoint of the format jax" in str(result.exception)
+
+
+def test_every_command_takes_a_checkpoint_with_a_compressed_index(run, tiny_checkpoint, tmp_path):
+    compressed = tmp_path / "compressed"
+    shutil.copytree(tiny_checkpoint, compressed)
+    tensorflow_tables.compress_index(compressed / "model.ckpt-7")
+    assert run("diff", tiny_checkpoint, compressed).exit_code == 0
+    inspected = [
+        json.loads(run("inspect", path, "--json").output) for path in (compressed, tiny_checkpoint)
+    ]
+    assert inspected[0]["tensors"] == inspected[1]["tensors"]
+    for to in ("jax", "mtf"):
+        assert run("convert", compressed, tmp_path / to, "--to", to).exit_code == 0
+        assert run("verify", tmp_path / to).exit_code == 0
+        assert run("diff", tiny_checkpoint, tmp_path / to).exit_code == 0
+    assert run("verify", compressed).exit_code == 0

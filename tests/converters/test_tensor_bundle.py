@@ -9,8 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from t0repro.converters.tensor_bundle import BundleReader, BundleWriter
+from t0repro.converters.tensor_bundle import BundleReader, BundleWriter, table_of
 from t0repro.errors import UserError
+
+from . import tensorflow_tables as tables
 
 DTYPES = [np.float32, np.float64, np.int32, np.int64, np.float16]
 
@@ -124,6 +126,77 @@ def test_a_changed_byte_of_the_index_is_told(bundle, position):
     content[position % (len(content) - 48)] ^= 0xFF
     index_file(bundle).write_bytes(content)
     with pytest.raises(UserError, match=r"damaged: .*\n.*model\.ckpt-5\.index"):
+        BundleReader(bundle)
+
+
+def many_tensors() -> dict[str, np.ndarray]:
+    """Enough names for an index of several blocks, as T5s spell them."""
+    names = (f"encoder/block_{n:03d}/layer_000/SelfAttention/q" for n in range(9000))
+    return {name: np.float32(number) for number, name in enumerate(names)}
+
+
+@pytest.fixture(scope="module")
+def tensorflow_bundle(tmp_path_factory):
+    """A checkpoint of `many_tensors` that TensorFlow wrote."""
+    import tensorflow as tf
+
+    prefix = tmp_path_factory.mktemp("tensorflow") / "model.ckpt-3"
+    tensors = many_tensors()
+    tf.raw_ops.SaveV2(
+        prefix=str(prefix),
+        tensor_names=list(tensors),
+        shape_and_slices=[""] * len(tensors),
+        tensors=list(tensors.values()),
+    )
+    return prefix
+
+
+@pytest.mark.mtf
+def test_the_tests_tables_are_those_that_tensorflow_writes_byte_for_byte(tensorflow_bundle):
+    index = index_file(tensorflow_bundle)
+    assert tables.table(table_of(str(index))) == index.read_bytes()
+
+
+@pytest.mark.mtf
+def test_a_compressed_index_is_read_as_tensorflow_reads_it(tensorflow_bundle, tmp_path):
+    import tensorflow as tf
+
+    prefix = tmp_path / "model.ckpt-3"
+    for file in tensorflow_bundle.parent.glob("model.ckpt-3.*"):
+        shutil.copy(file, tmp_path)
+    tables.compress_index(prefix)
+    assert index_file(prefix).stat().st_size < index_file(tensorflow_bundle).stat().st_size // 2
+    ours, theirs = BundleReader(prefix), tf.train.load_checkpoint(str(prefix))
+    assert ours.entries.keys() == theirs.get_variable_to_shape_map().keys()
+    for name, value in list(many_tensors().items())[::500]:
+        assert ours.read(name) == theirs.get_tensor(name) == value
+
+
+@pytest.fixture
+def compressed_bundle(tmp_path):
+    prefix = tmp_path / "model.ckpt-5"
+    write(prefix, {f"decoder/block_{n:03d}/q": np.float32(n) for n in range(200)})
+    tables.compress_index(prefix)
+    return prefix
+
+
+@pytest.mark.parametrize("position", range(0, 1400, 47))
+def test_a_changed_byte_of_a_compressed_index_is_told(compressed_bundle, position):
+    content = bytearray(index_file(compressed_bundle).read_bytes())
+    content[position % (len(content) - 48)] ^= 0xFF
+    index_file(compressed_bundle).write_bytes(content)
+    with pytest.raises(UserError, match=r"checksum of a block is wrong.*\n.*model\.ckpt-5\.index"):
+        BundleReader(compressed_bundle)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [(1, "a compressed block cannot be decompressed"), (7, "no compression of type 7")],
+)
+def test_a_block_that_is_not_compressed_as_its_type_says_is_told(bundle, kind, reason):
+    index = index_file(bundle)
+    index.write_bytes(tables.table(table_of(str(index)), lambda block: (block, kind)))
+    with pytest.raises(UserError, match=rf"damaged: .*{reason}"):
         BundleReader(bundle)
 
 

@@ -9,6 +9,8 @@ import pytest
 
 from t0repro.evaluation.outputs import find_tasks, read_task_scores
 
+from ..converters.tensorflow_tables import compress_index
+
 pytestmark = pytest.mark.mtf
 
 JAX = "--backend=jax"
@@ -94,6 +96,27 @@ def test_a_model_dir_of_mesh_tensorflows_is_evaluated_and_trained_on(trained, se
     code, text = server.run([f"--model_dir={model_dir}", *commands.TRAIN, *more, JAX])
     assert code == 0, text
     assert (model_dir / "checkpoint_6").is_dir()
+
+
+def test_both_backends_score_a_checkpoint_with_a_compressed_index_as_without(
+    trained, server, tmp_path
+):
+    plain = shutil.copytree(trained[0], tmp_path / "plain")
+    compressed = shutil.copytree(trained[0], tmp_path / "compressed")
+    compress_index(compressed / "model.ckpt-4")
+    for backend in ("mtf", "jax"):
+        scores = []
+        for model_dir in (plain, compressed):
+            prefix = tmp_path / f"{backend}_{model_dir.name}"
+            flags = [
+                f"--backend={backend}",
+                f"--gin_param=save_scores.scores_filename = '{prefix}'",
+            ]
+            evaluate = commands.evaluate(model_dir, "score_eval", "tiny_eval", *flags)
+            code, text = server.run(evaluate)
+            assert code == 0, text
+            scores.append(prefix.with_name(prefix.name + ".scores").read_text())
+        assert scores[0] == scores[1] != ""
 
 
 @pytest.mark.parametrize(
