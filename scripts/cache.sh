@@ -8,7 +8,7 @@
 # CACHE_DIR is where (runs/<mixture's prefix>/cache), PROCESSES how many share the tasks, MIN_SHARDS
 # how many files a split has at least. Further arguments go to seqio_cache_tasks. Tasks that are cached
 # already are left alone; what an interrupted call left is made anew. The demo takes about a minute on
-# two cores.
+# two cores; `t0repro cache` writes the same examples in seconds.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -31,6 +31,8 @@ plan=$(mktemp)
 errors=$(mktemp)
 trap 'rm -f "$plan" "$errors"; jobs -p | xargs -r kill 2>/dev/null || true' EXIT
 
+say() { echo "  $1 [$((SECONDS - started)) s]"; }
+say "reading the list of tasks of $MODULE"
 # -P: the folder gin/ at the top of the repository must not stand in for the library.
 status=0
 .venv/bin/python -P -W ignore -m t0repro.tasks.prompt_cache.seqio_plan --module_import="$MODULE" \
@@ -39,6 +41,11 @@ status=0
 grep -vE '^(WARNING: All log|[IWE][0-9]{4} )' "$errors" >&2 || true
 if ((status)); then exit "$status"; fi
 
+planned=$(tr ',' '\n' <"$plan" | grep -c . || true)
+if ((planned)); then
+  say "caching $planned tasks in $(wc -l <"$plan") processes of seqio_cache_tasks; logs: $logs"
+  say "they import TensorFlow and Beam first, which takes 10 to 30 s"
+fi
 # DirectRunner first asks the network for another runner; the one that it falls back to is named.
 processes=()
 number=0
@@ -53,15 +60,20 @@ while read -r tasks; do
   processes+=($!)
 done <"$plan"
 
-# Beam writes a task's files at the very end: until then, how many splits it has begun to read.
+# Beam writes a task's files at the very end: until then, how many splits it has begun to read. A log
+# that still grows shows that a process is alive.
 count() { find "$CACHE_DIR" -mindepth 2 -maxdepth 2 -name COMPLETED 2>/dev/null | wc -l || true; }
 begun() { cat "$logs"/*.log | grep -c 'Processing shard' || true; }
 last=0
 while jobs -rp | grep -q .; do
   sleep 1
-  if ((SECONDS - started >= last + 10)); then
+  if ((SECONDS - started >= last + 5)); then
     last=$((SECONDS - started))
-    echo "  $(begun) splits read, $(count) tasks cached after $last s"
+    if (($(begun))); then
+      say "$(begun) splits read, $(count) tasks cached"
+    else
+      say "still importing: $(cat "$logs"/*.log | wc -l) lines in the logs"
+    fi
   fi
 done
 

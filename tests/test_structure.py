@@ -1,0 +1,35 @@
+"""docs/structure.md draws the house as it is, and as the import contract states it."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import t0repro
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def drawn_rooms() -> list[str]:
+    """The names at the left of the first drawing, from the top down."""
+    drawing = re.search(r"```\nt0repro/\n(.*?)```", (ROOT / "docs/structure.md").read_text(), re.S)
+    assert drawing
+    rooms = []
+    for line in drawing[1].splitlines():
+        if re.match(r"  \S", line):
+            rooms.append(re.split(r"\s{2,}", line.strip())[0])
+    return rooms
+
+
+def test_the_drawing_has_the_contracts_layers_in_its_order():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    (rooms,) = [contract for contract in settings["contracts"] if contract["id"] == "rooms"]
+    assert drawn_rooms() == rooms["layers"]
+
+
+def test_the_drawing_names_every_package_and_module_and_no_other():
+    inside = Path(t0repro.__file__).parent
+    modules = {path.stem for path in inside.glob("*.py")} - {"__init__"}
+    packages = {path.parent.name for path in inside.glob("*/__init__.py")}
+    mapped = {"tasks", "converters", "gin"}
+    drawn = {name for layer in drawn_rooms() for name in layer.split(" | ")}
+    assert drawn == modules | packages | mapped
