@@ -101,6 +101,11 @@ class DatasetResult:
     flips: tuple[PromptFlip, ...] = ()
     flipped: float = 0.0
 
+    @property
+    def above_majority(self) -> bool:
+        """Whether the interval of the mean begins above the majority class."""
+        return self.mean_interval.low > self.majority
+
 
 def prompt_result(
     result: RankResult,

@@ -34,6 +34,11 @@ class GroupResult:
     above_chance: bool
 
     @property
+    def above_majority(self) -> bool:
+        """Whether the interval of the mean begins above the majority class."""
+        return self.interval.low > self.majority
+
+    @property
     def title(self) -> str:
         """The group's heading."""
         return GROUP_TITLES[self.group]

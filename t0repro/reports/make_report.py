@@ -14,7 +14,7 @@ from t0repro.reports.bootstrap import Bootstrap
 from t0repro.reports.comparison import RunComparison, compare_runs
 from t0repro.reports.generation_result import generation_results
 from t0repro.reports.losses import LossComparison, compare_losses, loss_curve
-from t0repro.reports.prompts import PromptInfo
+from t0repro.reports.prompts import PromptInfo, dataset_label, synthetic_datasets
 from t0repro.reports.published import published_figures
 from t0repro.reports.ranking import rank_folder
 from t0repro.reports.report import Report
@@ -106,6 +106,10 @@ def make_report(
         bootstrap=options.bootstrap,
         extras=_extras(run, prompts, ranked, options.extras, records),
     )
+    generation = generation_results(
+        run.eval_dir, decoded, prompts, options.training_datasets, options.training_tasks
+    )
+    evaluated = [result.task for result in results] + [result.task for result in generation]
     return Report(
         title=options.title,
         provenance=provenance.collect(
@@ -124,10 +128,9 @@ def make_report(
         conversion=beside.conversion,
         notes=tuple(options.notes),
         published=published_figures({dataset.dataset for dataset in datasets}),
-        tasks=task_costs(records, [result.task for result in results]),
-        generation=generation_results(
-            run.eval_dir, decoded, prompts, options.training_datasets, options.training_tasks
-        ),
+        tasks=task_costs(records, evaluated),
+        generation=generation,
+        synthetic=synthetic_datasets({dataset_label(task, prompts) for task in evaluated}),
     )
 
 

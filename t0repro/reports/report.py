@@ -9,7 +9,8 @@ What each schema added, so that readers know what older reports lack:
     2   provenance: checkpoint_hash, templates_hash, data_revision, energy_joules; datasets:
         confusion, calibration, flips, flipped; datasets.prompts: extras; published; tasks
     3   provenance: data, energy_source; datasets.prompts: unanswerable_examples; generation
-    4   stacks: datasets, and right_a and right_b of its flips
+    4   stacks: datasets, and right_a and right_b of its flips; synthetic; tasks: inputs, available,
+        cut_inputs, cut_targets, and an entry for each decoded task
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ class Report:
       published: figures by others for the same datasets.
       tasks: what each task took, the slowest first.
       generation: prompts that were decoded.
+      synthetic: datasets whose rows were generated.
     """
 
     title: str
@@ -66,11 +68,14 @@ class Report:
     published: tuple[PublishedFigure, ...] = ()
     tasks: tuple[TaskCost, ...] = ()
     generation: tuple[GenerationResult, ...] = ()
+    synthetic: tuple[str, ...] = ()
     schema_version: int = SCHEMA_VERSION
 
     def to_json(self) -> str:
         """The report as indented JSON."""
-        return json.dumps(dataclasses.asdict(self), indent=2, ensure_ascii=False) + "\n"
+        text = json.dumps(dataclasses.asdict(self), indent=2, ensure_ascii=False) + "\n"
+        # A file's name that is not UTF-8 comes as lone surrogates, which JSON can only escape
+        return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 # JSON has lists for tuples, and 5 where Python wrote 5.0 for some other writers

@@ -53,6 +53,14 @@ return [...document.querySelectorAll("h1, p, td, th, summary, dt, dd, svg text")
   return (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
 }).sort((x, y) => x - y)[0]
 """
+# Heights in pixels of the screen, smallest first: an SVG's text scales with the plot
+TEXT_HEIGHTS = """
+return [...document.querySelectorAll("svg text, td, th, dt, dd, p")]
+  .filter((e) => e.checkVisibility() && e.textContent.trim())
+  .map((e) => parseFloat(getComputedStyle(e).fontSize)
+    * (e.ownerSVGElement ? e.ownerSVGElement.getScreenCTM().a : 1))
+  .sort((a, b) => a - b)
+"""
 FOCUSED = "return document.activeElement.textContent.trim()"
 TOOLTIP = "const t = document.getElementById('tooltip'); return t.hidden ? null : t.textContent"
 
@@ -164,16 +172,30 @@ def test_a_prompts_text_is_shown_on_focus_and_closed_by_escape(browser, report):
     assert browser.run(TOOLTIP) is None
 
 
-def test_details_open_and_wide_plots_scroll_by_the_keyboard(browser, report):
-    browser.show(report[1], 390)
+def test_details_open_and_wide_tables_scroll_by_the_keyboard(browser, report):
+    browser.show(report[1], 700)
     focus_on(browser, "Package versions")
     browser.press(ENTER)
     assert browser.run("return document.activeElement.parentElement.open") is True
-    plot = "document.querySelector('.plot')"
-    browser.run(f"{plot}.focus()")
+    table = "document.querySelector('.table')"
+    browser.run(f"{table}.focus()")
     browser.press(*["\ue014"] * 3)  # the right arrow
-    scrolled = f"return new Promise((done) => setTimeout(() => done({plot}.scrollLeft), 500))"
+    scrolled = f"return new Promise((done) => setTimeout(() => done({table}.scrollLeft), 500))"
     assert browser.run(scrolled) > 0
+
+
+@pytest.mark.parametrize("width", [400, 680, 1280])
+@pytest.mark.parametrize("name", ["report", "compare", "history"])
+def test_the_text_of_charts_and_tables_can_be_read_at_every_width(browser, pages, name, width):
+    browser.show(pages[name][0], width)
+    assert browser.run("return document.documentElement.scrollWidth") == width
+    heights = browser.run(TEXT_HEIGHTS)
+    assert len(heights) > 10 and heights[0] >= 10
+    # Charts fit; at 400 px tables of many columns do too, since their rows become blocks
+    wider = "[...document.querySelectorAll(%r)].filter((e) => e.scrollWidth > e.clientWidth + 1)"
+    assert browser.run(f"return {wider % '.plot'}.length") == 0
+    if width == 400:
+        assert browser.run(f"return {wider % '.table:has(.many)'}.length") == 0
 
 
 def test_a_marks_prompt_is_shown_under_the_pointer(browser, report):

@@ -1,0 +1,157 @@
+"""Sections of a report's page: accuracies by dataset and prompt, and what others published."""
+
+from __future__ import annotations
+
+from t0repro.reports.accuracy_plot import accuracy_plot, prompt_tip, published_letters
+from t0repro.reports.dataset_result import DatasetResult, PromptResult
+from t0repro.reports.group_result import GROUP_TITLES, GroupResult
+from t0repro.reports.page import Cell, Column, Section
+from t0repro.reports.report import Report
+
+EXTRA_TITLES = {
+    "target_length": "divided by target length",
+    "calibrated": "calibrated by a content-free input",
+}
+
+
+def verdict(result: DatasetResult | GroupResult) -> Cell:
+    """What the interval of the mean lies clearly above: chance, and always one answer."""
+    if not result.above_chance:
+        return Cell("neither", tone="bad")
+    if not result.above_majority:
+        return Cell("chance only", tone="bad")
+    return Cell("chance and majority", tone="good")
+
+
+def verdict_in_words(result: DatasetResult | GroupResult) -> str:
+    """The same as a clause."""
+    if not result.above_chance:
+        return "not clearly above chance"
+    if not result.above_majority:
+        return "above chance, but not clearly above always answering with the majority class"
+    return "clearly above chance and the majority class"
+
+
+def accuracy_sections(report: Report) -> list[Section]:
+    """A plot for each group, and the table of datasets."""
+    plots = []
+    for group in report.groups:
+        members = [dataset for dataset in report.datasets if dataset.group == group.group]
+        plot = accuracy_plot(members, f"Accuracy, {group.title}", report.published)
+        plots.append(Section(group.title, plot=plot, level=3, legend=_legend(report)))
+    if not plots:
+        return []
+    header = (
+        Column("dataset"), Column("group"), "prompts", "examples", "mean", "interval", "s.e.",
+        "chance", "majority", Column("clearly above"), "median", "quartiles", "range",
+    )  # fmt: skip
+    rows = tuple(_dataset_row(dataset) for dataset in report.datasets)
+    table = Section("By dataset", header=header, rows=rows, level=3)
+    return [Section("Accuracy by dataset"), *plots, table]
+
+
+def _legend(report: Report) -> tuple[tuple[str, str], ...]:
+    entries = [
+        ("dot", "a prompt (hover for its text)"),
+        ("box", "quartiles, median and range over prompts"),
+        ("mean", f"mean over prompts and its {confidence(report)} interval"),
+        ("line", "chance"),
+        ("majority", "majority class"),
+    ]
+    letters = published_letters(report.published)
+    entries += [
+        ("letter", f"{letter}: {model}, {statistic}")
+        for (model, statistic), letter in letters.items()
+    ]
+    return tuple(entries)
+
+
+def _dataset_row(dataset: DatasetResult) -> tuple[str | Cell, ...]:
+    spread = dataset.accuracy
+    return (
+        dataset.dataset,
+        GROUP_TITLES[dataset.group],
+        str(len(dataset.prompts)),
+        str(dataset.examples),
+        percent(spread.mean),
+        _interval(dataset.mean_interval.low, dataset.mean_interval.high),
+        f"{dataset.standard_error:.2f}",
+        percent(dataset.chance),
+        percent(dataset.majority),
+        verdict(dataset),
+        percent(spread.median),
+        _interval(spread.lower_quartile, spread.upper_quartile),
+        _interval(spread.minimum, spread.maximum),
+    )
+
+
+def prompts_section(report: Report) -> Section:
+    """Every prompt; HTML shows its text on hover."""
+    extras = _extra_names(report)
+    header = (
+        Column("dataset"), Column("prompt"), "examples", "accuracy", "interval", "s.e.", "chance",
+        "majority", "ties", "not a choice",
+        *(EXTRA_TITLES.get(name, name) for name in extras),
+    )  # fmt: skip
+    rows = tuple(
+        (
+            dataset.dataset,
+            Cell(prompt.template_name, tip=prompt_tip(prompt)),
+            str(prompt.examples),
+            percent(prompt.accuracy),
+            _interval(prompt.interval.low, prompt.interval.high),
+            f"{prompt.standard_error:.2f}",
+            percent(prompt.chance),
+            percent(prompt.majority),
+            str(prompt.ties),
+            str(prompt.unanswerable),
+            *(percent(prompt.extras[name]) if name in prompt.extras else "" for name in extras),
+        )
+        for dataset, prompt in prompts_of(report)
+    )
+    return Section("Prompts", header=header, rows=rows)
+
+
+def _extra_names(report: Report) -> list[str]:
+    """The definitions of accuracy that are reported beside T0's."""
+    return list(dict.fromkeys(name for _, prompt in prompts_of(report) for name in prompt.extras))
+
+
+def prompts_of(report: Report) -> list[tuple[DatasetResult, PromptResult]]:
+    """Every prompt with its dataset."""
+    return [(dataset, prompt) for dataset in report.datasets for prompt in dataset.prompts]
+
+
+def published_sections(report: Report) -> list[Section]:
+    """The published figures that the plots show; no section where there are none."""
+    letters = published_letters(report.published)
+    header = (
+        Column("dataset"), Column("letter"), Column("model"), Column("statistic"), "percent",
+        Column("source", wide=True),
+    )  # fmt: skip
+    rows = tuple(
+        (
+            figure.dataset,
+            letters.get((figure.model, figure.statistic), ""),
+            figure.model,
+            f"{figure.statistic} over prompts",
+            Cell(f"{figure.value:g}", figure.value),
+            figure.source,
+        )
+        for figure in report.published
+    )
+    return [Section("Published figures", header=header, rows=rows)] * bool(rows)
+
+
+def confidence(report: Report) -> str:
+    """The intervals' confidence, as in `95%`."""
+    return f"{100 * report.bootstrap.confidence:g}%"
+
+
+def percent(value: float) -> Cell:
+    """A percentage with one decimal."""
+    return Cell(f"{value:.1f}", value)
+
+
+def _interval(low: float, high: float) -> Cell:
+    return Cell(f"{low:.1f}\u2013{high:.1f}", low)

@@ -1,0 +1,34 @@
+"""Sections of a report's page: the training, the other stack, and a conversion."""
+
+from __future__ import annotations
+
+from t0repro.reports.comparison_page import flips_section, losses_section, scores_section
+from t0repro.reports.page import Section
+from t0repro.reports.plots import loss_plot
+from t0repro.reports.report import Report
+from t0repro.words import counted
+
+
+def training_sections(report: Report) -> list[Section]:
+    """The training's losses, the other stack's scores and losses, and a conversion's result."""
+    sections = []
+    if curve := report.loss_curve:
+        total = counted(curve.total_steps, "step")
+        sections.append(
+            Section(
+                "Training loss",
+                note=f"{curve.label}, {total}.",
+                plot=loss_plot(curve, "Training loss by step"),
+            )
+        )
+    if report.stacks or report.losses:
+        sections.append(Section("The two stacks"))
+    if report.stacks:
+        title = "Scores of the same checkpoint"
+        sections += [scores_section(report.stacks, title), *flips_section(report.stacks)]
+    if report.losses:
+        title = "Losses from one checkpoint and the same gin parameters"
+        sections.append(losses_section(report.losses, title, level=3))
+    if report.conversion:
+        sections.append(Section("Conversion", text=report.conversion))
+    return sections
