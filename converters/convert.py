@@ -18,7 +18,8 @@ from typing import Any, get_args
 
 import numpy as np
 
-from t0repro.converters import gin_shapes, plans, staging, storage, transforms
+from t0repro.converters import gin_shapes, jax_tree, plans, staging, storage, transforms
+from t0repro.converters.jax_tree import JaxReader
 from t0repro.converters.options import Options
 from t0repro.converters.recognition import recognise
 from t0repro.converters.sources import (
@@ -145,7 +146,7 @@ def _planned(
         tensors=len(reader.tensors),
         bytes=nbytes,
         slots="none" if not has_slots(original) else "kept" if options.slots else "dropped",
-        notes=(*notes, *plan.notes),
+        notes=(*notes, *_left_behind(original), *plan.notes),
         resumed=0,
         dry_run=False,
     )
@@ -185,6 +186,16 @@ def _prepare(
     return reader, notes
 
 
+def _left_behind(reader: CheckpointReader) -> list[str]:
+    """What a T5X checkpoint holds beside the model, which no other format has a place for."""
+    files = jax_tree.dataset_state(reader.ref.path) if isinstance(reader, JaxReader) else []
+    return [
+        f"T5X's place in its training data ({storage.name(file)}) is left out: it is one of"
+        " tf.data's iterators, which only the same SeqIO pipeline can take up again."
+        for file in files[:1]
+    ]
+
+
 def _target(directory: Path, to: Format, step: int) -> CheckpointRef:
     if to == "hf":
         return CheckpointRef(to, str(directory), step)
@@ -208,6 +219,8 @@ def _check_request(to: Format, options: Options) -> None:
         raise UserError(
             "Layers are stacked (--scan) in T5X's checkpoints only.", fix="Add --to t5x."
         )
+    if options.layout and to != "t5x":
+        raise UserError("Only T5X's checkpoints have layouts (--layout).", fix="Add --to t5x.")
 
 
 def _check_target_absent(directory: Path, force: bool) -> None:

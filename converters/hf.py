@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from t0repro.converters import recycling, storage
+from t0repro.converters.manifest import MANIFEST, Manifest, read_manifest
 from t0repro.converters.recognition import unknown_variable
 from t0repro.converters.safetensors_files import SafetensorsFile, shard_names
 from t0repro.converters.tensors import CheckpointRef, Output, TensorInfo
@@ -42,11 +43,8 @@ def hf_ref(path: str) -> CheckpointRef | None:
 
 def _step(path: str) -> int:
     """The step that a conversion kept of the checkpoint that the model came from, or 0."""
-    try:
-        manifest = json.loads(storage.read(storage.join(path, "conversion.json")))
-        return int(manifest["target"]["step"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return 0
+    manifest = read_manifest(path)
+    return manifest.step if manifest else 0
 
 
 class HfReader:
@@ -55,13 +53,20 @@ class HfReader:
     Args:
       ref: the directory.
       norm_names: what the directory's conversion manifest says of Mesh TensorFlow's spelling.
+      manifest: what a conversion wrote, which every tensor is compared with when it is read.
 
     Raises:
       UserError: if a file is missing or damaged, the model is no T5, or a tensor is in no row of
         the table.
     """
 
-    def __init__(self, ref: CheckpointRef, norm_names: layout.NormNames | None = None):
+    def __init__(
+        self,
+        ref: CheckpointRef,
+        norm_names: layout.NormNames | None = None,
+        manifest: Manifest | None = None,
+    ):
+        self._manifest = manifest
         self.norm_names: layout.NormNames | None = norm_names
         self.ref = ref
         self.config = _config(ref.path)
@@ -70,6 +75,7 @@ class HfReader:
         self.tensors: dict[str, TensorInfo] = {layout.STEP: TensorInfo((), np.dtype(np.int32))}
         self._enter_weights()
         self._enter_slots()
+        self._check_complete()
 
     def read(self, key: str) -> np.ndarray:
         """One tensor, transposed where the layout asks for it; the step as an int32."""
@@ -77,6 +83,8 @@ class HfReader:
             return np.asarray(self.ref.step or 0, np.int32)
         file, name = self._places[key]
         array = file.read(name)
+        if self._manifest:
+            self._manifest.check(name, array, self.ref.path)
         return recycling.transposed(array) if is_transposed(key) else array
 
     def native_name(self, key: str) -> str:
@@ -150,6 +158,21 @@ class HfReader:
             for key, info in file.tensors.items():
                 self.tensors[key] = info
                 self._places[key] = file, key
+
+    def _check_complete(self) -> None:
+        """Checks that what a conversion wrote is still there, slots in a file of their own too."""
+        there = {name for _, name in self._places.values()}
+        gone = [
+            name for name in (self._manifest.tensors if self._manifest else ()) if name not in there
+        ]
+        if gone:
+            raise UserError(
+                f"{len(gone)} of the tensors that the conversion wrote are gone, for instance"
+                f" {gone[0]}.",
+                where=self.ref.path,
+                fix=f"Copy all of the directory's files, {SLOTS_FILE} too if it had one. If they"
+                f" were left out on purpose, remove {MANIFEST}; the step is then taken for 0.",
+            )
 
 
 def is_transposed(key: str) -> bool:

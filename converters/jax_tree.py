@@ -1,5 +1,9 @@
 """Checkpoints with T5X's tree, `checkpoint_<step>/`: this project's JAX ones and T5X's own.
 
+T5X's are of two layouts. The legacy one has T5X's msgpack file `checkpoint` and Zarr arrays beside
+it; Orbax's, T5X's default since 2023, has the folder `state` and, if T5X saved how far its data had
+been read, the folder `dataset`. T5X tells them apart by `_METADATA`, which only Orbax writes.
+
 T5X's tree holds all four slots of every parameter; those that the optimizer does not use are zeros
 of shape (1,). They are taken out on reading and put in on writing, so that the rest of this
 package knows only slots that mean something. Adam's moments are where optax's adam keeps them.
@@ -21,6 +25,8 @@ from t0repro.converters.tensors import CheckpointRef, Output, TensorInfo
 from t0repro.parameters import layout
 from t0repro.parameters.shape import ModelShape
 
+Layout = Literal["legacy", "orbax"]  # of T5X's checkpoints
+STATE = "state"  # the item of T5X's Orbax checkpoints that holds the tree
 _DUMMY_SHAPE = (1,)
 
 
@@ -43,10 +49,12 @@ class JaxReader:
     def __init__(self, ref: CheckpointRef, norm_names: layout.NormNames | None = None):
         self.norm_names: layout.NormNames | None = norm_names
         self.ref = ref
-        path = ref.path
+        path = _tree_directory(ref.path)
         msgpack = storage.is_file(storage.join(path, t5x_msgpack.FILE))
-        arrays = t5x_msgpack.MsgpackArrays(path) if msgpack else OrbaxArrays(path)
-        arrays = _Renamed(arrays)
+        stored = t5x_msgpack.MsgpackArrays(path) if msgpack else OrbaxArrays(path)
+        self.has_integrity = stored.has_integrity
+        self.unchecked = stored.unchecked()  # see OrbaxArrays
+        arrays: scanning.Arrays = _Renamed(stored)
         if scanning.is_scanned(arrays.tensors):
             arrays = scanning.UnscannedArrays(arrays, ref.path)
         self._arrays: scanning.Arrays = arrays
@@ -152,9 +160,8 @@ def jax_outputs(
       family: the model.
       scan: whether the layers of a tower are stacked.
     """
-    layers = {"encoder": family.num_encoder_layers, "decoder": family.num_decoder_layers}
     plain = (Output(key, info, (key,), next) for key, info in tensors.items())
-    outputs = list(scanning.scanned_outputs(tensors, layers) if scan else plain)
+    outputs = list(scanning.scanned_outputs(tensors, family) if scan else plain)
     for output in outputs:
         yield _named_by_optax(output)
     shapes = {output.name: output.info for output in outputs}
@@ -203,7 +210,7 @@ def with_dummies(tree: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def jax_writer(
-    directory: Path, step: int, outputs: list[Output], to: Literal["jax", "t5x"]
+    directory: Path, step: int, outputs: list[Output], layout: Layout | None
 ) -> OrbaxWriter:
     """A writer of `checkpoint_<step>/` into a directory.
 
@@ -211,13 +218,20 @@ def jax_writer(
       directory: an existing directory.
       step: the global step.
       outputs: all that will be written.
-      to: "t5x" adds the file that T5X finds its arrays by.
+      layout: None for this project's own; otherwise which of T5X's.
     """
-    extra = {}
-    if to == "t5x":
+    path = directory / f"checkpoint_{step}"
+    if layout == "orbax":
+        return OrbaxWriter(path, item=STATE)
+    if layout == "legacy":
+        # Orbax's `_METADATA` must not be there: T5X takes a directory that has it for Orbax's.
         tensors = {output.name: output.info for output in outputs}
-        extra[t5x_msgpack.FILE] = t5x_msgpack.msgpack_file(tensors, step)
-    return OrbaxWriter(directory / f"checkpoint_{step}", extra)
+        file = t5x_msgpack.msgpack_file(tensors, step)
+        return OrbaxWriter(path, {t5x_msgpack.FILE: file}, metadata=False)
+    return OrbaxWriter(path)
+
+
+# --- Finding -------------------------------------------------------------------------------------
 
 
 def jax_refs(directory: str) -> list[CheckpointRef]:
@@ -230,10 +244,31 @@ def jax_refs(directory: str) -> list[CheckpointRef]:
     return sorted(refs, key=lambda ref: ref.step or 0)
 
 
-def jax_ref(path: str, step: int) -> CheckpointRef | None:
-    """The checkpoint that a directory is, or None: T5X's if it has T5X's file or no other mark."""
-    if storage.is_file(storage.join(path, t5x_msgpack.FILE)):
+def jax_ref(path: str, step: int | None) -> CheckpointRef | None:
+    """The checkpoint that a directory is, or None: T5X's if it is of one of T5X's layouts.
+
+    T5X's legacy layout has the file `checkpoint`, its Orbax layout the folder `state`; this
+    project's has the tree in the directory itself.
+    """
+    tree = _tree_directory(path)
+    if storage.is_file(storage.join(tree, t5x_msgpack.FILE)) or (tree != path and is_orbax(tree)):
         return CheckpointRef("t5x", path, step)
-    if is_orbax(path):
-        return CheckpointRef("jax", path, step)
-    return None
+    return CheckpointRef("jax", path, step) if tree == path and is_orbax(path) else None
+
+
+def orbax_ref(path: str) -> CheckpointRef | None:
+    """The checkpoint that a directory of any name is; one of Orbax's only, by Orbax's own marks."""
+    ref = jax_ref(path, None)
+    return ref if is_orbax(_tree_directory(path)) else None
+
+
+def _tree_directory(path: str) -> str:
+    """The directory with a checkpoint's arrays: the folder `state` of T5X's Orbax layout."""
+    state = storage.join(path, STATE)
+    return state if storage.is_directory(state) else path
+
+
+def dataset_state(path: str) -> list[str]:
+    """The files in which T5X kept how far its training data had been read, by name."""
+    own = [storage.join(path, name) for name in storage.names(path) if name.startswith("train_ds-")]
+    return sorted(own + list(storage.walk(storage.join(path, "dataset"))))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 
+from t0repro.converters.jax_tree import Layout
 from t0repro.parameters import layout
 
 
@@ -19,6 +20,8 @@ class Options:
         its manifest says so, and else "rms_norm".
       dtype: "float32" or "bfloat16": the type of the parameters in the target; None keeps them.
       scan: stack the layers as T5X's scalable_t5 does; only for t5x.
+      layout: "legacy" (msgpack and Zarr) or "orbax" (T5X's default since 2023); only for t5x, whose
+        managers read both. By default legacy, which T5X of any age reads.
       t5x_importer_slots: the T5X side, source or target, has the slots of square matrices as T5X's
         own importer of Mesh TensorFlow's checkpoints leaves them.
       vocab_size: pad the vocabulary with zeros, or cut it, to this size. By default one that comes
@@ -33,6 +36,7 @@ class Options:
     norm_names: layout.NormNames | None = None
     dtype: str | None = None
     scan: bool = False
+    layout: Layout | None = None
     t5x_importer_slots: bool = False
     vocab_size: int | None = None
     vocabulary: str | os.PathLike[str] | None = None

@@ -31,15 +31,17 @@ from t0repro.converters.integrity import (
 )
 from t0repro.converters.tensors import Output, TensorInfo, bytes_of, sync_all
 from t0repro.errors import UserError
+from t0repro.files import write_atomically
 
-_METADATA = "_METADATA"
+METADATA = "_METADATA"
+_CHECKPOINT_METADATA = "_CHECKPOINT_METADATA"
 _HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
 _ARRAY = ".zarray"
 
 
 def is_orbax(path: str) -> bool:
     """Whether a directory is a whole Orbax checkpoint, or one of this project's."""
-    names = (INTEGRITY, _METADATA, "_CHECKPOINT_METADATA")
+    names = (INTEGRITY, METADATA, _CHECKPOINT_METADATA)
     return any(storage.is_file(storage.join(path, name)) for name in names)
 
 
@@ -63,8 +65,29 @@ class OrbaxArrays:
         if self._copy is not None:
             # In OCDBT's store an array has no file of its own to be checked when it is read.
             check_contents(self._copy.path, self._integrity)
+        self._chunks: dict[str, set[str]] = {}  # array -> its chunks, of an OCDBT store
         self._metadata = dict(self._list())
-        self.tensors = {name: _info(value) for name, value in self._metadata.items()}
+        self.tensors = {
+            name: _info(self._inside(name.replace("/", ".")), value)
+            for name, value in self._metadata.items()
+        }
+
+    @property
+    def has_integrity(self) -> bool:
+        """Whether there is a list of all files with their checksums."""
+        return bool(self._integrity)
+
+    def unchecked(self) -> list[str]:
+        """The arrays whose chunks may be missing without a sign of it: those with a fill value.
+
+        TensorStore leaves out chunks that hold nothing but the fill value, and reads it where a
+        chunk is gone. Without a fill value every chunk is written, so that each can be missed.
+        """
+        return [
+            name
+            for name, metadata in self._metadata.items()
+            if metadata.get("fill_value") is not None and not self._integrity
+        ]
 
     def read(self, name: str) -> np.ndarray:
         """One array as it is stored.
@@ -94,9 +117,18 @@ class OrbaxArrays:
         directory = self._inside(name.replace("/", "."))
         if self._copy is not None:
             store = self._ocdbt_store(self._copy.path, name.replace("/", "."))
+            chunks = self._chunks.get(name, set())
         else:
             copy = storage.LocalCopy(directory)
             store = {"driver": "file", "path": f"{copy.path}/"}
+            chunks = {os.path.relpath(file, copy.path) for file in storage.walk(copy.path)}
+        for chunk in _chunk_names(self._metadata[name]):
+            if chunk not in chunks:
+                raise UserError(
+                    f"A chunk of {name} is missing.",
+                    where=storage.join(directory, chunk),
+                    fix="Copy the whole directory again, or choose another checkpoint.",
+                )
         spec = {"driver": self._driver(name), "kvstore": store}
         try:
             return np.asarray(ts.open(spec, read=True).result().read().result())
@@ -124,12 +156,12 @@ class OrbaxArrays:
         try:
             store = ts.KvStore.open(self._ocdbt_store(self._copy.path)).result()
             for key in store.list().result():
-                array, _, name = key.decode().rpartition("/")
+                # No array's name has a slash, but a chunk's may.
+                array, _, name = key.decode().partition("/")
+                array = array.replace(".", "/")
+                self._chunks.setdefault(array, set()).add(name)
                 if name in (_ARRAY, "zarr.json"):
-                    yield (
-                        array.replace(".", "/"),
-                        _parse(self._path, store.read(key).result().value),
-                    )
+                    yield array, _parse(self._path, store.read(key).result().value)
         except UserError:
             raise
         except Exception as error:  # TensorStore raises many kinds for a damaged store.
@@ -138,14 +170,43 @@ class OrbaxArrays:
 
 def _parse(path: str, content: bytes) -> dict[str, Any]:
     try:
-        return json.loads(content)
+        parsed = json.loads(content)
     except ValueError:
         raise damaged(path, "it is no JSON") from None
+    if not isinstance(parsed, dict):
+        raise damaged(path, "it is no description of an array")
+    return parsed
 
 
-def _info(metadata: Mapping[str, Any]) -> TensorInfo:
-    name = metadata.get("dtype") or metadata["data_type"]
-    return TensorInfo(tuple(metadata["shape"]), np.dtype(name))
+def _info(path: str, metadata: Mapping[str, Any]) -> TensorInfo:
+    """Shape and type of an array.
+
+    Raises:
+      UserError: if the description gives none that an array of numbers can have.
+    """
+    try:
+        name = metadata["dtype"] if "dtype" in metadata else metadata["data_type"]
+        dtype = np.dtype(str(name))
+        shape = tuple(metadata["shape"])
+    except (KeyError, TypeError, ValueError):
+        raise damaged(path, "its description has no shape or no type") from None
+    # Numbers only: an array of objects ("O") would be unpickled, which can run any code.
+    is_number = dtype.kind in "biuf" or dtype == np.dtype("bfloat16")
+    if not is_number or not all(type(size) is int and size >= 0 for size in shape):
+        raise damaged(path, f"it describes an array of {name!r} and shape {list(shape)}")
+    return TensorInfo(shape, dtype)
+
+
+def _chunk_names(metadata: Mapping[str, Any]) -> Iterator[str]:
+    """The chunks that an array must have: all if no fill value stands for those left out."""
+    if metadata.get("zarr_format") != 2 or metadata.get("fill_value") is not None:
+        return
+    counts = [
+        -(-size // chunk) for size, chunk in zip(metadata["shape"], metadata["chunks"], strict=True)
+    ]
+    separator = metadata.get("dimension_separator", ".")
+    for place in np.ndindex(*counts):
+        yield separator.join(map(str, place)) or "0"
 
 
 def _is_plain(metadata: Mapping[str, Any]) -> bool:
@@ -178,14 +239,26 @@ class OrbaxWriter:
     Args:
       path: the directory, made if it is not there; what an interrupted writer left there is used.
       extra_files: name -> content of further files, written at the end.
+      item: a folder inside that the tree goes to, as Orbax's CheckpointManager has one for each
+        item of a checkpoint; by default the tree is all that there is.
+      metadata: whether Orbax shall know the directory; False where another reader goes by a file of
+        its own.
     """
 
-    def __init__(self, path: Path, extra_files: Mapping[str, bytes] | None = None):
-        self._path = path
+    def __init__(
+        self,
+        path: Path,
+        extra_files: Mapping[str, bytes] | None = None,
+        *,
+        item: str = "",
+        metadata: bool = True,
+    ):
+        self._root, self._path = path, path / item
         self._extra_files = dict(extra_files or {})
+        self._metadata = metadata
         self._names: list[str] = []
         self._files: dict[str, Written] = {}
-        path.mkdir(parents=True, exist_ok=True)
+        self._path.mkdir(parents=True, exist_ok=True)
 
     def add(self, output: Output, array: np.ndarray) -> None:
         """Writes an array under its tree path."""
@@ -214,11 +287,13 @@ class OrbaxWriter:
 
     def close(self) -> None:
         """Writes the metadata, and the list of all files last."""
-        small = {
-            _METADATA: _tree_metadata(self._names),
-            "_CHECKPOINT_METADATA": _checkpoint_metadata(),
-            **self._extra_files,
-        }
+        small = dict(self._extra_files)
+        if self._metadata:
+            small[METADATA] = _tree_metadata(self._names)
+            if self._root == self._path:
+                small[_CHECKPOINT_METADATA] = _checkpoint_metadata(_HANDLER)
+            else:
+                write_atomically(self._root / _CHECKPOINT_METADATA, _checkpoint_metadata(None))
         for name, content in small.items():
             self._write(self._path / name, memoryview(content))
         sync_all([self._path / name for name in self._files])
@@ -273,14 +348,15 @@ def _tree_metadata(names: list[str]) -> bytes:
     return json.dumps(description).encode()
 
 
-def _checkpoint_metadata() -> bytes:
+def _checkpoint_metadata(handler: str | None) -> bytes:
+    """Orbax's mark of a finished checkpoint; the handler is named where it is one for all."""
     now = time.time_ns()
-    description = {
-        "item_handlers": _HANDLER,
-        "metrics": {},
-        "performance_metrics": {},
-        "init_timestamp_nsecs": now,
-        "commit_timestamp_nsecs": now,
-        "custom_metadata": {},
-    }
+    description: dict[str, Any] = {"init_timestamp_nsecs": now, "commit_timestamp_nsecs": now}
+    if handler:
+        description |= {
+            "item_handlers": handler,
+            "metrics": {},
+            "performance_metrics": {},
+            "custom_metadata": {},
+        }
     return json.dumps(description).encode()

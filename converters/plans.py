@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from t0repro.converters import hf, hf_files, jax_tree, mtf, storage
+from t0repro.converters import hf, hf_files, jax_tree, mtf, scanning, storage
 from t0repro.converters.options import Options
 from t0repro.converters.safetensors_files import SafetensorsWriter, index_text
 from t0repro.converters.tensors import CheckpointReader, CheckpointRef, Output, TensorInfo, Writer
@@ -68,10 +68,20 @@ def make_plan(
     if target.format == "hf":
         return _hf_plan(reader, family, tensors, options, gin_text, norm_names, step)
     outputs = list(jax_tree.jax_outputs(tensors, family, options.scan))
-    to = "t5x" if target.format == "t5x" else "jax"
+    of_t5x = (options.layout or "legacy") if target.format == "t5x" else None
     small = {mtf.OPERATIVE_CONFIG: gin_text.encode()} if gin_text else {}
+    notes = []
+    if options.scan and (averaged := scanning.averaged_kernels(tensors)):
+        notes.append(
+            f"The slots v of {len(averaged)} kernels are averaged into v_row and v_col, as"
+            " scalable_t5 keeps them; converting back cannot restore them."
+        )
     return Plan(
-        outputs, lambda path: jax_tree.jax_writer(path, step, outputs, to), norm_names, small
+        outputs,
+        lambda path: jax_tree.jax_writer(path, step, outputs, of_t5x),
+        norm_names,
+        small,
+        tuple(notes),
     )
 
 

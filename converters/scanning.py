@@ -1,14 +1,24 @@
 """T5X's scanned trees: those of scalable_t5, with the layers of a tower stacked in one array.
 
 `encoder/layers_{0,1,...}/mlp/wo/kernel` of shape [d_ff, d_model] are there one array
-`encoder/encoder/mlp/wo/kernel` of shape [d_ff, layers, d_model] (param_scan_axis is 1). Each layer
-has its own relative position bias; the shared one of other models is repeated. The factored slots
-go by the names of the axes, not by their sizes: v_row averages over the axis that is not d_model,
-v_col over d_model (t5x/adafactor.py, standard_logical_factor_rules; t5x/examples/scalable_t5).
+`encoder/encoder/mlp/wo/kernel` of shape [d_ff, layers, d_model] (param_scan_axis is 1), and the
+heads of attention have an axis to themselves: query, key and value are
+[d_model, layers, heads, kv], out is [heads, layers, kv, d_model]. Each layer has its own relative
+position bias; the shared one of other models is repeated.
+
+Adafactor's factored slots go by the names of the axes, not by their sizes: v_row averages over the
+axes that are not d_model, v_col over d_model (t5x/adafactor.py, standard_logical_factor_rules). A
+mean over heads and kv is the mean over the two joined, so slots that are factored in both trees are
+the same numbers. scalable_t5 factors every kernel of a layer, however small; other trees keep the
+second moment of a kernel whole if one of its sides is below 128 (min_dim_size_to_factor). Of such a
+kernel the means are taken, which are what T5X would have kept, but for rounding: Adafactor averages
+the squared gradients over time, and a mean of averages is the average of the means. The way back
+from the means to the whole is lost.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from collections.abc import Iterator, Mapping
@@ -20,8 +30,13 @@ from t0repro.converters import recycling
 from t0repro.converters.tensors import Output, TensorInfo
 from t0repro.errors import UserError
 from t0repro.parameters import layout
+from t0repro.parameters.shape import ModelShape
 
 _RELATIVE_BIAS = "relpos_bias/rel_embedding"
+_LAYERS = "layers"
+_FACTORED = ("v_row", "v_col")
+# What Mesh TensorFlow's and T5X's Adafactor ask of the second longest side of a matrix.
+MIN_DIM_SIZE_TO_FACTOR = 128
 
 
 class Arrays(Protocol):
@@ -44,24 +59,38 @@ def is_scanned(names: Mapping[str, TensorInfo]) -> bool:
     )
 
 
-def _dropped_axis(slot: str, axes: tuple[str, ...]) -> int:
-    """The axis of a layer's parameter that a factored slot of a scanned tree averages over."""
-    # Only relative position biases have no d_model; T5X never factors theirs.
-    d_model = axes.index("d_model") if "d_model" in axes else 0
-    return d_model if slot == "v_col" else 1 - d_model
+def scanned_axes(row: layout.Row, slot: str | None = None, joined: bool = False) -> tuple[str, ...]:
+    """The axes of a parameter, or of one of its slots, in a scanned tree.
+
+    Args:
+      row: of the parameter; its own axes are those of the tree that is not scanned.
+      slot: None for the parameter itself; "v_row" and "v_col" lack some of its axes.
+      joined: whether heads and kv are one axis, as this package wrote scanned trees once.
+    """
+    axes: list[str] = []
+    for axis in row.axes:
+        axes += ("num_heads", "d_kv") if axis == "joined_kv" and not joined else (axis,)
+    axes.insert(1, _LAYERS)
+    if slot == "v_row":
+        return tuple(axis for axis in axes if axis in (_row_axis(row), _LAYERS))
+    return tuple(axis for axis in axes if slot != "v_col" or axis != _row_axis(row))
+
+
+def _row_axis(row: layout.Row) -> str:
+    """The axis that v_row keeps and v_col averages over: T5X's ROW axis, embed."""
+    # Relative position biases have none. T5X never factors them, other optimizers may.
+    return "d_model" if "d_model" in row.axes else row.axes[0]
 
 
 def _scanned_slot(slot: str | None, row: layout.Row, shape: tuple[int, ...]) -> str | None:
     """The scanned tree's name of a slot; also the inverse: two slots can only change places."""
-    if slot not in ("v_row", "v_col"):
+    if slot not in _FACTORED:
         return slot
-    straight = layout.t5x_dropped_axes(shape)[slot] == _dropped_axis(slot, row.axes)
-    return slot if straight else {"v_row": "v_col", "v_col": "v_row"}[slot]
-
-
-def _stack_axis(slot: str | None, row: layout.Row) -> int:
-    """Where the layers are in the scanned array of a parameter, or of a scanned tree's slot."""
-    return 0 if slot in ("v_row", "v_col") and _dropped_axis(slot, row.axes) == 0 else 1
+    kept = row.axes.index(_row_axis(row))
+    averaged = kept if slot == "v_col" else 1 - kept
+    if layout.t5x_dropped_axes(shape)[slot] == averaged:
+        return slot
+    return {"v_row": "v_col", "v_col": "v_row"}[slot]
 
 
 def _key(path: str, slot: str | None) -> str:
@@ -71,53 +100,106 @@ def _key(path: str, slot: str | None) -> str:
 # --- Writing -------------------------------------------------------------------------------------
 
 
-def scanned_outputs(
-    tensors: Mapping[str, TensorInfo], layers: Mapping[str, int]
-) -> Iterator[Output]:
+def scanned_outputs(tensors: Mapping[str, TensorInfo], shape: ModelShape) -> Iterator[Output]:
     """The arrays of the scanned tree, each from the layers' tensors.
 
     Args:
       tensors: flat key -> shape and type, not scanned.
-      layers: tower -> number of its layers.
+      shape: the model.
     """
-    decoder_only = layout.is_decoder_only(tensors)
+    to_average = averaged_kernels(tensors)
     for key, info in tensors.items():
         path, slot = (key, None) if key == layout.STEP else layout.split_key(key)
-        row, layer = layout.find_row(path, "t5x", decoder_only) or (None, None)
-        tower, _, rest = path.partition("/")
+        row, layer = layout.find_row(path, "t5x", shape.decoder_only) or (None, None)
+        _, _, rest = path.partition("/")
         if row is None or not (row.tower or rest == _RELATIVE_BIAS):
             yield Output(key, info, (key,), next)
+        elif layer in (None, 0) and slot == "v" and path in to_average:
+            for name in _FACTORED:
+                yield _stacked(path, slot, name, row, info, shape)
         elif layer in (None, 0):
-            rest = rest.removeprefix("layers_0/")
-            parameter = tensors[layout.PARAMETERS + path]
-            name = _scanned_slot(slot, row, parameter.shape)
-            axis = _stack_axis(name, row)
-            count = layers[tower]
-            paths = [f"{tower}/layers_{n}/{rest}" for n in range(count)] if row.tower else [path]
-            stacked = TensorInfo((*info.shape[:axis], count, *info.shape[axis:]), info.dtype)
-            yield Output(
-                _key(f"{tower}/{tower}/{rest}", name),
-                stacked,
-                tuple(_key(layer_path, slot) for layer_path in paths),
-                functools.partial(_stack, info=stacked, axis=axis),
-            )
+            name = _scanned_slot(slot, row, tensors[layout.PARAMETERS + path].shape)
+            yield _stacked(path, slot, name, row, info, shape)
 
 
-def _stack(arrays: Iterator[np.ndarray], info: TensorInfo, axis: int) -> np.ndarray:
+def averaged_kernels(tensors: Mapping[str, TensorInfo]) -> set[str]:
+    """The layers' kernels whose whole second moment a scanned tree holds as two means.
+
+    None if the optimizer factored nothing though it could, which Adafactor's `factored` forbids.
+    """
+    kernels = {}
+    for key, info in tensors.items():
+        path, slot = (key, None) if key == layout.STEP else layout.split_key(key)
+        if slot == "v" and len(info.shape) == 2:
+            kernels[path] = info.shape
+    if any(min(shape) >= MIN_DIM_SIZE_TO_FACTOR for shape in kernels.values()):
+        return set()
+    return {path for path in kernels if path.endswith("/kernel") and "/layers_" in path}
+
+
+def _stacked(
+    path: str, slot: str | None, name: str | None, row: layout.Row, info: TensorInfo, of: ModelShape
+) -> Output:
+    """The array of a scanned tree that holds what all layers have at a path.
+
+    Args:
+      path: the parameter's in the first layer, or one that is there once.
+      slot: the slot that is read, None for the parameter itself.
+      name: the slot that is written.
+      row: the parameter's.
+      info: shape and type in one layer.
+      of: the model.
+    """
+    tower, _, rest = path.partition("/")
+    rest = rest.removeprefix("layers_0/")
+    count = of.num_encoder_layers if tower == "encoder" else of.num_decoder_layers
+    paths = [f"{tower}/layers_{n}/{rest}" for n in range(count)] if row.tower else [path]
+    axes = scanned_axes(row, name)
+    sizes = tuple(count if axis == _LAYERS else getattr(of, axis) for axis in axes)
+    stacked = TensorInfo(sizes, info.dtype)
+    mean_over = None
+    if name != slot and slot == "v":
+        kept = row.axes.index(_row_axis(row))
+        mean_over = kept if name == "v_col" else 1 - kept
+    return Output(
+        _key(f"{tower}/{tower}/{rest}", name),
+        stacked,
+        tuple(_key(layer_path, slot) for layer_path in paths),
+        functools.partial(_stack, info=stacked, axis=axes.index(_LAYERS), mean_over=mean_over),
+    )
+
+
+def _stack(
+    arrays: Iterator[np.ndarray], info: TensorInfo, axis: int, mean_over: int | None
+) -> np.ndarray:
     """The layers' arrays side by side; one alone, which all layers share, again and again."""
     result = recycling.empty(info.shape, info.dtype)
     places, array = np.moveaxis(result, axis, 0), np.empty(())
     for place in places:
         array = next(arrays, array)
-        place[...] = array
+        if mean_over is not None:
+            array = array.mean(axis=mean_over, dtype=np.float64).astype(info.dtype)
+        place[...] = array.reshape(place.shape)
     return result
 
 
 # --- Reading -------------------------------------------------------------------------------------
 
 
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Where one layer's array is in a scanned tree; `layer` is None for one that layers share."""
+
+    name: str
+    axis: int
+    layer: int | None
+
+
 class UnscannedArrays:
     """A scanned tree's arrays, layer by layer. The last array that was read is kept.
+
+    Heads may have their own axis, as in scalable_t5, or be joined with kv, as this package wrote
+    scanned trees once.
 
     Args:
       arrays: the scanned tree's, without dummies.
@@ -126,7 +208,7 @@ class UnscannedArrays:
 
     def __init__(self, arrays: Arrays, where: str):
         self._arrays, self._where = arrays, where
-        self._places: dict[str, tuple[str, int, int]] = {}  # key -> array, axis, layer
+        self._places: dict[str, _Place] = {}
         self._last: tuple[str, np.ndarray] | None = None
         self.tensors: dict[str, TensorInfo] = {}
         for name, info in arrays.tensors.items():
@@ -140,43 +222,68 @@ class UnscannedArrays:
         """
         if name not in self._places:
             return self._arrays.read(name)
-        scanned, axis, layer = self._places[name]
-        if self._last is None or self._last[0] != scanned:
+        place = self._places[name]
+        if self._last is None or self._last[0] != place.name:
             self._last = None  # first make room
-            self._last = scanned, self._arrays.read(scanned)
-        stacked = np.moveaxis(self._last[1], axis, 0)
-        if layer < 0 and any(one.tobytes() != stacked[0].tobytes() for one in stacked[1:]):
+            self._last = place.name, self._arrays.read(place.name)
+        stacked = np.moveaxis(self._last[1], place.axis, 0)
+        if place.layer is None and any(x.tobytes() != stacked[0].tobytes() for x in stacked[1:]):
             raise UserError(
-                f"The layers differ in {scanned}; only one relative position bias that all layers"
-                " of a tower share can be kept.",
+                f"The layers differ in {place.name}; only one relative position bias that all"
+                " layers of a tower share can be kept.",
                 where=self._where,
             )
+        layer = stacked[place.layer or 0]
         result = recycling.empty(self.tensors[name].shape, stacked.dtype)
-        result[...] = stacked[max(layer, 0)]
+        result.reshape(layer.shape)[...] = layer
         return result
 
     def _enter(self, name: str, info: TensorInfo) -> None:
-        match = re.fullmatch(
-            r"(target|state/param_states)/(encoder|decoder)/\2/(.+?)(/(?:v_row|v_col|v|m|adam_m|adam_v|momentum_v))?",
-            name,
-        )
-        if not match:
+        found = self._scanned(name)
+        if found is None:
+            self.tensors[name] = info  # as in other trees, or to be named as unknown
+            return
+        tower, rest, slot, row = found
+        parameter = self._arrays.tensors.get(f"{layout.PARAMETERS}{tower}/{tower}/{rest}")
+        joined = parameter is not None and len(parameter.shape) == len(row.axes) + 1
+        axes, parameter_axes = scanned_axes(row, slot, joined), scanned_axes(row, None, joined)
+        if (
+            parameter is None
+            or len(info.shape) != len(axes)
+            or len(parameter.shape) != len(parameter_axes)
+        ):
             self.tensors[name] = info
             return
-        _, tower, rest, slot = match.groups()
-        slot = slot and slot[1:]
+        axis = axes.index(_LAYERS)
+        shape = _plain_shape(info.shape, axes)
+        plain_slot = _scanned_slot(slot, row, _plain_shape(parameter.shape, parameter_axes))
         shared = rest == _RELATIVE_BIAS
-        path = f"{tower}/{rest}" if shared else f"{tower}/layers_0/{rest}"
-        found = layout.find_row(path, "t5x") or layout.find_row(path, "t5x", decoder_only=True)
-        if not found:
-            self.tensors[name] = info  # to be named as unknown
-            return
-        axis = _stack_axis(slot, found[0])
-        shape = (*info.shape[:axis], *info.shape[axis + 1 :])
-        parameter = self._arrays.tensors[f"{layout.PARAMETERS}{tower}/{tower}/{rest}"].shape
-        plain_slot = _scanned_slot(slot, found[0], (parameter[0], *parameter[2:]))
-        for layer in range(1 if shared else info.shape[axis]):
-            layer_path = path if shared else f"{tower}/layers_{layer}/{rest}"
-            key = _key(layer_path, plain_slot)
-            self._places[key] = name, axis, -1 if shared else layer
+        for layer in [None] if shared else range(info.shape[axis]):
+            path = f"{tower}/{rest}" if shared else f"{tower}/layers_{layer}/{rest}"
+            key = _key(path, plain_slot)
+            self._places[key] = _Place(name, axis, layer)
             self.tensors[key] = TensorInfo(shape, info.dtype)
+
+    @staticmethod
+    def _scanned(name: str) -> tuple[str, str, str | None, layout.Row] | None:
+        """Tower, rest of the path, slot and row of an array with stacked layers, else None."""
+        slots = "|".join(layout.SLOT_NAMES)
+        match = re.fullmatch(
+            rf"(?:target|state/param_states)/(encoder|decoder)/\1/(.+?)(?:/({slots}))?", name
+        )
+        if not match:
+            return None
+        tower, rest, slot = match.groups()
+        path = f"{tower}/{rest}" if rest == _RELATIVE_BIAS else f"{tower}/layers_0/{rest}"
+        found = layout.find_row(path, "t5x") or layout.find_row(path, "t5x", decoder_only=True)
+        return (tower, rest, slot, found[0]) if found else None
+
+
+def _plain_shape(shape: tuple[int, ...], axes: tuple[str, ...]) -> tuple[int, ...]:
+    """One layer's shape in the plain tree: no axis of layers, heads and kv as one."""
+    sizes = dict(zip(axes, shape, strict=True))
+    del sizes[_LAYERS]
+    if "d_kv" in sizes:
+        heads = sizes.pop("num_heads")
+        sizes["d_kv"] *= heads
+    return tuple(sizes.values())

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-from typing import get_args
 
 import numpy as np
 
 from t0repro.converters import hf, jax_tree, mtf, storage
+from t0repro.converters.manifest import manifest_path, read_manifest
 from t0repro.converters.recognition import check_parameters
 from t0repro.converters.tensors import CheckpointReader, CheckpointRef, Format, TensorInfo
 from t0repro.errors import UserError
 from t0repro.parameters import layout
 from t0repro.parameters.shape import ModelShape
-
-MANIFEST = "conversion.json"
 
 
 def find_checkpoint(
@@ -84,14 +81,17 @@ def _exact(path: str) -> CheckpointRef | None:
     if storage.is_file(f"{prefix}.index"):
         match = re.search(r"-(\d+)$", prefix)
         return CheckpointRef("mtf", prefix, int(match[1]) if match else None)
-    name = os.path.basename(path.rstrip("/"))
-    if (match := re.fullmatch(r"checkpoint_(\d+)", name)) and storage.is_directory(path):
-        path = path.rstrip("/") if storage.is_remote(path) else os.path.normpath(path)
-        ref = jax_tree.jax_ref(path, int(match[1]))
+    directory = path.rstrip("/") if storage.is_remote(path) else os.path.normpath(path)
+    if os.path.basename(directory) == jax_tree.STATE:
+        directory = os.path.dirname(directory)  # T5X's Orbax checkpoint, by its item
+    match = re.fullmatch(r"checkpoint_(\d+)", os.path.basename(directory))
+    if match and storage.is_directory(directory):
+        ref = jax_tree.jax_ref(directory, int(match[1]))
         if ref is None:
-            raise _not_found("The directory holds no whole checkpoint.", path)
+            raise _not_found("The directory holds no whole checkpoint.", directory)
         return ref
-    return hf.hf_ref(path)
+    # A checkpoint that was renamed, or an item of one that was copied alone.
+    return hf.hf_ref(path) or (jax_tree.orbax_ref(path) if storage.is_directory(path) else None)
 
 
 def _latest(path: str, refs: list[CheckpointRef], source: Format | None) -> CheckpointRef:
@@ -133,19 +133,12 @@ def open_checkpoint(ref: CheckpointRef) -> CheckpointReader:
     """
     if ref.format == "mtf":
         return mtf.MtfReader(ref.path)
-    if ref.format == "hf":
-        return hf.HfReader(ref, _norm_names_of_manifest(ref.path))
-    return jax_tree.JaxReader(ref, _norm_names_of_manifest(os.path.dirname(ref.path)))
-
-
-def _norm_names_of_manifest(directory: str) -> layout.NormNames | None:
-    """How the Mesh TensorFlow checkpoint that a model came from spelled its norms, or None."""
-    try:
-        manifest = json.loads(storage.read(storage.join(directory, MANIFEST)))
-    except (OSError, ValueError):
-        return None
-    known = {name: name for name in get_args(layout.NormNames)}
-    return known.get(manifest.get("mtf_norm_names"))
+    manifest = read_manifest(os.path.dirname(manifest_path(ref)))
+    norm_names = manifest.norm_names if manifest else None
+    if ref.format != "hf":
+        return jax_tree.JaxReader(ref, norm_names)
+    # The other formats have checksums of their own; safetensors has none.
+    return hf.HfReader(ref, norm_names, manifest if manifest and manifest.is_of(ref) else None)
 
 
 def files_of(ref: CheckpointRef) -> list[str]:

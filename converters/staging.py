@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
-import hashlib
 import json
 import os
 import shutil
@@ -24,8 +23,8 @@ from typing import Any
 import numpy as np
 
 from t0repro.converters import mtf
-from t0repro.converters.sources import MANIFEST
-from t0repro.converters.tensors import CheckpointRef, Output, bytes_of
+from t0repro.converters.manifest import MANIFEST, describe
+from t0repro.converters.tensors import CheckpointRef, Output
 from t0repro.errors import UserError
 from t0repro.files import write_atomically
 
@@ -59,15 +58,6 @@ class Staged:
                 file.flush()
 
             yield enter
-
-
-def describe(array: np.ndarray) -> dict[str, Any]:
-    """What the manifest says of a tensor."""
-    return {
-        "shape": list(array.shape),
-        "dtype": array.dtype.name,
-        "sha256": hashlib.sha256(bytes_of(array)).hexdigest(),
-    }
 
 
 def staging_directory(directory: Path) -> Path:

@@ -115,6 +115,11 @@ def join(path: str, name: str) -> str:
     return f"{path.rstrip('/')}/{name}" if is_remote(path) else os.path.join(path, name)
 
 
+def name(path: str) -> str:
+    """The last part of a path."""
+    return path.rstrip("/").rpartition("/")[2]
+
+
 def is_inside(name: str) -> bool:
     """Whether a name that a file gives stays in that file's own directory when it is joined."""
     parts = name.split("/")

@@ -1,9 +1,10 @@
-"""The file `checkpoint` of T5X's own directories: a tree in msgpack that points to Zarr arrays.
+"""The file `checkpoint`: a tree in msgpack that points to Zarr arrays.
 
-Both T5X's older Checkpointer and its Orbax CheckpointManager write it (t5x/checkpoints.py, versions
-2 and 3): {"version": 3, "optimizer": {"target": ..., "state": ...}}. A leaf is an array itself, or
-a TensorStore specification whose path, relative to the directory, names a Zarr array beside the
-file.
+T5X's own Checkpointer writes it into `checkpoint_<step>/` (t5x/checkpoints.py, versions 2 and 3):
+{"version": 3, "optimizer": {"target": ..., "state": ...}}. A leaf is an array itself, or a
+TensorStore specification whose path, relative to the directory, names a Zarr array beside the file.
+Orbax wrote one until 2023, the tree alone, where an array beside the file is a leaf
+"PLACEHOLDER://<name>".
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from t0repro.converters.tensors import TensorInfo
 from t0repro.errors import UserError
 
 FILE = "checkpoint"
+_PLACEHOLDER = "PLACEHOLDER://"
 _VERSION = 3
 
 
@@ -35,17 +37,20 @@ class MsgpackArrays:
     """
 
     def __init__(self, path: str):
-        content = _load(storage.join(path, FILE))
+        file = storage.join(path, FILE)
+        tree, version = _load(file)
         self._arrays = OrbaxArrays(path)
         self._inline: dict[str, np.ndarray] = {}
         self._places: dict[str, str] = {}
         # Version 2 kept bfloat16's bits as uint16.
-        self._bits_as_uint16 = content["version"] < _VERSION
-        for name, leaf in _leaves(content["optimizer"]):
+        self._bits_as_uint16 = version < _VERSION
+        for name, leaf in _leaves(tree):
             if isinstance(leaf, dict):
-                self._places[name] = self._find(path, name, leaf)
+                self._places[name] = self._find(path, name, _path_of(leaf, file, name))
+            elif isinstance(leaf, str) and leaf.startswith(_PLACEHOLDER):
+                self._places[name] = self._find(path, name, leaf.removeprefix(_PLACEHOLDER))
             elif leaf is not None:
-                self._inline[name] = np.asarray(leaf)
+                self._inline[name] = _numbers(leaf, file, name)
         self.tensors = {
             name: self._info(self._arrays.tensors[place]) for name, place in self._places.items()
         } | {name: TensorInfo(array.shape, array.dtype) for name, array in self._inline.items()}
@@ -61,10 +66,18 @@ class MsgpackArrays:
         array = self._arrays.read(self._places[name])
         return array.view(self._info(self._arrays.tensors[self._places[name]]).dtype)
 
-    def _find(self, path: str, name: str, spec: Mapping[str, Any]) -> str:
-        """The array's name among the directories."""
-        # Written to a bucket, the path stands beside `kvstore`, otherwise in it.
-        place = spec.get("path") or spec["kvstore"]["path"]
+    @property
+    def has_integrity(self) -> bool:
+        """See `OrbaxArrays.has_integrity`."""
+        return self._arrays.has_integrity
+
+    def unchecked(self) -> list[str]:
+        """See `OrbaxArrays.unchecked`."""
+        missing = set(self._arrays.unchecked())
+        return [name for name, place in self._places.items() if place in missing]
+
+    def _find(self, path: str, name: str, place: str) -> str:
+        """The array's name among the directories; of a path only the last part counts."""
         directory = place.rstrip("/").rpartition("/")[2]
         if (array := directory.replace(".", "/")) not in self._arrays.tensors:
             raise UserError(
@@ -80,21 +93,42 @@ class MsgpackArrays:
         return info
 
 
-def _load(path: str) -> dict[str, Any]:
+def _load(path: str) -> tuple[dict[str, Any], int]:
+    """The tree in a file, and T5X's version of it; Orbax's count as today's."""
     # flax takes a second to import, which only these files need.
     from flax import serialization
 
     try:
+        # It makes arrays of bytes and shapes; an array of objects is an error, never unpickled.
         content: Any = serialization.msgpack_restore(storage.read(path))
     except Exception as error:  # msgpack raises many kinds for a damaged file.
         raise damaged(path, f"it cannot be unpacked ({type(error).__name__})") from error
+    if isinstance(content, dict) and isinstance(content.get("target"), dict):
+        return content, _VERSION
     version = content.get("version", 0) if isinstance(content, dict) else 0
-    if version < 2 or "optimizer" not in content:
+    tree = content.get("optimizer") if isinstance(content, dict) else None
+    if version not in (2, 3) or not isinstance(tree, dict):
         raise UserError(
             f"T5X's checkpoint is of version {version}; versions 2 and 3 can be read.",
             where=path,
         )
-    return content
+    return tree, version
+
+
+def _path_of(spec: Mapping[str, Any], file: str, name: str) -> str:
+    """The path in a TensorStore specification: beside `kvstore` for a bucket, otherwise in it."""
+    kvstore = spec["kvstore"]
+    place = spec.get("path") or (kvstore.get("path") if isinstance(kvstore, dict) else None)
+    if not isinstance(place, str):
+        raise damaged(file, f"{name} has no path")
+    return place
+
+
+def _numbers(leaf: Any, file: str, name: str) -> np.ndarray:
+    array = np.asarray(leaf) if isinstance(leaf, np.ndarray | np.generic | int | float) else None
+    if array is None or (array.dtype.kind not in "biuf" and array.dtype.name != "bfloat16"):
+        raise damaged(file, f"{name} is no array of numbers")
+    return array
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

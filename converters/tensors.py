@@ -36,7 +36,7 @@ class TensorInfo:
 class CheckpointRef:
     """A checkpoint that is there: its format, its path (a prefix for mtf) and its global step.
 
-    `step` is None only for a Mesh TensorFlow prefix that ends in no number.
+    `step` is None only where the name does not say it.
     """
 
     format: Format

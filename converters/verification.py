@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 
-from t0repro.converters import hf, storage
-from t0repro.converters.sources import MANIFEST, check_checkpoint, find_checkpoint, open_checkpoint
-from t0repro.converters.staging import describe
+from t0repro.converters.integrity import INTEGRITY
+from t0repro.converters.jax_tree import JaxReader
+from t0repro.converters.manifest import MANIFEST, Mismatch, manifest_path, read_manifest
+from t0repro.converters.sources import check_checkpoint, find_checkpoint, open_checkpoint
 from t0repro.converters.tensors import CheckpointReader, CheckpointRef, total_bytes
 from t0repro.parameters.shape import ModelShape
 from t0repro.progress import byte_progress
@@ -26,6 +26,7 @@ class Verification:
       family: the model that it holds.
       tensors: how many were read.
       checks: what was checked, in words.
+      unchecked: what could not be checked, a sentence each.
       problems: what is wrong, a sentence each.
     """
 
@@ -33,6 +34,7 @@ class Verification:
     family: ModelShape
     tensors: int
     checks: tuple[str, ...]
+    unchecked: tuple[str, ...]
     problems: tuple[str, ...]
 
 
@@ -40,7 +42,8 @@ def verify(path: str | os.PathLike[str], step: int | None = None) -> Verificatio
     """Reads all of a checkpoint.
 
     Files, their sizes, the tensors' names and shapes, the checksums that the format has, NaN and
-    infinity are checked; and each tensor's SHA-256 where a conversion's manifest has it.
+    infinity are checked; and each tensor's SHA-256 where a conversion's manifest has it. What
+    cannot be checked is said.
 
     Args:
       path: see `sources.find_checkpoint`.
@@ -51,41 +54,65 @@ def verify(path: str | os.PathLike[str], step: int | None = None) -> Verificatio
     """
     reader = open_checkpoint(find_checkpoint(path, step))
     family = check_checkpoint(reader)
-    manifest = _manifest(reader.ref)
+    manifest = read_manifest(os.path.dirname(manifest_path(reader.ref)))
+    if manifest and not manifest.is_of(reader.ref):
+        manifest = None  # of another checkpoint in its directory
     problems, compared = [], 0
     with byte_progress("Verifying", total_bytes(reader.tensors)) as done:
         for key, info in reader.tensors.items():
-            array = reader.read(key)
             name = reader.native_name(key)
-            problems += _values(name, array)
-            expected = manifest.get(name)
-            if expected:
-                compared += 1
-                problems += _digest(name, key, reader, array, expected)
+            compared += bool(manifest and name in manifest.tensors)
+            try:
+                array = reader.read(key)  # compares by itself what has no other checksum
+                if manifest and reader.ref.format != "hf":
+                    manifest.check(name, array, reader.ref.path)
+                problems += _values(name, array)
+            except Mismatch as error:  # all of them are told, not only the first
+                problems.append(error.what)
             done(info.nbytes)
-    checks = ["files and sizes", "names and shapes", _CHECKSUMS[reader.ref.format], "NaN and Inf"]
+    checks = ["files and sizes", "names and shapes", *_checksums(reader), "NaN and Inf"]
     if compared:
         checks.append(f"SHA-256 of {compared} tensors in {MANIFEST}")
-    return Verification(reader.ref, family, len(reader.tensors), tuple(checks), tuple(problems))
+    return Verification(
+        reader.ref,
+        family,
+        len(reader.tensors),
+        tuple(checks),
+        tuple(_unchecked(reader, compared)),
+        tuple(problems),
+    )
 
 
-_CHECKSUMS = {
-    "mtf": "CRC-32C of every tensor",
-    "jax": "CRC-32 of every file that integrity.json lists",
-    "t5x": "CRC-32 of every file that integrity.json lists",
-    "hf": "no checksums (safetensors has none)",
-}
+def _checksums(reader: CheckpointReader) -> list[str]:
+    """The checksums that a checkpoint has by itself, which reading it compares."""
+    if reader.ref.format == "mtf":
+        return ["CRC-32C of every tensor"]
+    if isinstance(reader, JaxReader):
+        if reader.has_integrity:
+            return [f"CRC-32 of every file that {INTEGRITY} lists"]
+        return ["that no chunk is missing"] if not reader.unchecked else []
+    return []
 
 
-def _manifest(ref: CheckpointRef) -> dict[str, Any]:
-    """Digests by the target's names, where a conversion wrote this very checkpoint."""
-    directory = ref.path if ref.format == "hf" else os.path.dirname(ref.path)
-    try:
-        manifest = json.loads(storage.read(storage.join(directory, MANIFEST)))
-        same = manifest["target"] == {"format": ref.format, "step": ref.step}
-        return manifest["tensors"] if same else {}
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
+def _unchecked(reader: CheckpointReader, compared: int) -> Iterator[str]:
+    """What nothing in the checkpoint tells."""
+    if compared == len(reader.tensors):
+        return
+    if reader.ref.format == "hf" and not compared:
+        yield f"flipped bits: safetensors has no checksums, and there is no {MANIFEST}."
+    if not isinstance(reader, JaxReader) or reader.has_integrity:
+        return
+    if reader.unchecked:
+        yield (
+            f"missing chunks of {len(reader.unchecked)} arrays, for instance {reader.unchecked[0]}:"
+            " they have a fill value, which stands for a chunk that is gone as for one that was"
+            " never written."
+        )
+    if not compared:
+        yield (
+            f"flipped bits that its compression does not notice: there is no {INTEGRITY} and no"
+            f" {MANIFEST}."
+        )
 
 
 def _values(name: str, array: np.ndarray) -> list[str]:
@@ -97,12 +124,3 @@ def _values(name: str, array: np.ndarray) -> list[str]:
             return []
     bad = int(np.count_nonzero(~np.isfinite(array)))
     return [f"{name} has {bad} values that are NaN or infinite."] if bad else []
-
-
-def _digest(
-    name: str, key: str, reader: CheckpointReader, array: np.ndarray, expected: dict[str, Any]
-) -> list[str]:
-    stored = array.T if reader.ref.format == "hf" and hf.is_transposed(key) else array
-    if describe(np.asarray(stored, order="C")) == expected:
-        return []
-    return [f"{name} is not what the conversion wrote (its SHA-256 differs)."]

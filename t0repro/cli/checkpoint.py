@@ -79,11 +79,13 @@ def verify(
     ref, family = verification.checkpoint, verification.family
     typer.echo(f"{ref.path} ({ref.format}): {family.name}, {verification.tensors} tensors")
     typer.echo(f"Checked: {'; '.join(verification.checks)}.")
+    for gap in verification.unchecked:
+        typer.echo(f"Could not be checked: {gap}")
     for problem in verification.problems:
         typer.echo(f"Problem: {problem}")
     if verification.problems:
         raise typer.Exit(1)
-    typer.echo("All is well.")
+    typer.echo("All that was checked is well." if verification.unchecked else "All is well.")
 
 
 def _print_inspection(inspection: Inspection) -> None:

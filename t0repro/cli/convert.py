@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import enum
 from typing import Annotated
 
 import typer
+
+
+class Layout(enum.Enum):
+    """T5X's layouts of a checkpoint."""
+
+    legacy = "legacy"
+    orbax = "orbax"
 
 
 def convert(
@@ -38,6 +46,13 @@ def convert(
     scan: Annotated[
         bool, typer.Option(help="Stack the layers, as T5X's scalable_t5 does (t5x only).")
     ] = False,
+    layout: Annotated[
+        Layout | None,
+        typer.Option(
+            help="Of T5X's checkpoints: legacy (msgpack and Zarr) or orbax (t5x only). By default"
+            " legacy; T5X's managers read both."
+        ),
+    ] = None,
     slots: Annotated[bool, typer.Option(help="Take the optimizer's slots along.")] = True,
     t5x_importer_slots: Annotated[
         bool,
@@ -102,6 +117,7 @@ def convert(
             norm_names=mtf_norm_names,
             dtype=dtype,
             scan=scan,
+            layout=layout.value if layout else None,  # pyright: ignore[reportArgumentType]
             t5x_importer_slots=t5x_importer_slots,
             vocab_size=vocab_size,
             vocabulary=vocab,

@@ -6,7 +6,9 @@ import numpy as np
 import tensorstore as ts
 
 
-def write_by_older_t5x(directory, tree, version=3, inline=("v_row", "v_col")) -> None:
+def write_by_older_t5x(
+    directory, tree, version=3, inline=("v_row", "v_col"), fill_value=None
+) -> None:
     """What T5X's older Checkpointer leaves: gzipped Zarr in chunks, small tensors in msgpack."""
     from flax import serialization
 
@@ -31,6 +33,8 @@ def write_by_older_t5x(directory, tree, version=3, inline=("v_row", "v_col")) ->
                 "compressor": {"id": "gzip"},
             },
         }
+        if fill_value is not None:
+            spec["metadata"] |= {"fill_value": fill_value, "dtype": stored.dtype.str}
         node[leaf] = spec
         place = {"driver": "file", "path": f"{directory / name.replace('/', '.')}/"}
         ts.open(spec | {"kvstore": place}, create=True).result().write(stored).result()

@@ -15,6 +15,7 @@ from t0repro.parameters import layout
 
 from .checkpoint_files import assert_same_bits, read_variables
 from .older_t5x import write_by_older_t5x
+from .t5x_reader import restore_as_t5x
 
 STEP = 7
 
@@ -103,9 +104,7 @@ def test_optax_restores_mesh_tensorflow_s_moments_and_makes_its_update(
 
     source = write_mesh_checkpoint(tmp_path / "source", adam_variables)
     convert(source, tmp_path / "t5x", "t5x")
-    from .test_t5x import restore_by_orbax
-
-    tree = restore_by_orbax(tmp_path / "t5x" / "checkpoint_7")
+    tree = restore_as_t5x(tmp_path / "t5x", STEP)
     params = nested(tree, layout.PARAMETERS)
     optimizer = optax.adam(1.0, b1=0.9, b2=0.999, eps=1e-6)
     saved = nested(tree, layout.SLOTS) | {"1": {}}  # T5X puts the empty ones back

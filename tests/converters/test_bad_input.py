@@ -201,12 +201,12 @@ def test_an_unknown_format_is_told_with_those_that_there_are(tiny_checkpoint, tm
 @pytest.mark.parametrize("to", ["t5x", "jax"])
 @pytest.mark.parametrize("change", ["unknown", "missing"])
 def test_unknown_and_missing_arrays_of_a_tree_are_named(tiny_checkpoint, tmp_path, to, change):
-    convert(tiny_checkpoint, tmp_path / "model", to, slots=False)
-    directory = tmp_path / "model" / "checkpoint_7"
+    item, choices = ("", {}) if to == "jax" else ("state", {"layout": "orbax"})
+    convert(tiny_checkpoint, tmp_path / "model", to, slots=False, **choices)
+    directory = tmp_path / "model" / "checkpoint_7" / item
     name = "target/encoder/layers_0/mlp/wi_1/kernel"
     other = name.replace("wi_1", "wi_l")
-    (directory / "integrity.json").unlink()  # it, and T5X's file, would tell before
-    (directory / "checkpoint").unlink(missing_ok=True)
+    (directory / "integrity.json").unlink()  # it would tell before
     places = [directory / key.replace("/", ".") for key in (name, other)]
     if change == "unknown":
         shutil.copytree(*places)

@@ -102,7 +102,7 @@ def test_help_shows_an_example(run):
 
 @pytest.mark.parametrize("to", ["mtf", "t5x", "jax", "hf"])
 def test_every_format_can_be_inspected_compared_and_verified(run, tiny_checkpoint, tmp_path, to):
-    flags = ["--scan"] if to == "t5x" else []
+    flags = ["--layout", "orbax"] if to == "t5x" else []
     run("convert", tiny_checkpoint, tmp_path / "out", "--to", to, *flags)
     inspection = json.loads(run("inspect", tmp_path / "out", "--json").output)
     assert inspection["checkpoint"]["format"] == to

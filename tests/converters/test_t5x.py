@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 
 import numpy as np
@@ -17,6 +18,7 @@ from t0repro.parameters.shape import ModelShape
 
 from .checkpoint_files import assert_same_bits, read_variables
 from .older_t5x import write_by_older_t5x
+from .t5x_reader import restore_as_t5x
 
 
 def restore_by_orbax(path) -> dict[str, np.ndarray]:
@@ -74,16 +76,21 @@ def test_any_t5_goes_mtf_t5x_jax_mtf_bit_for_bit(
     convert(root / "t5x", root / "jax", "jax", **flag)
     assert find_checkpoint(root / "jax").format == "jax"
     convert(root / "jax", root / "mtf", "mtf")
-    assert_same_bits(variables, read_variables(root / "mtf"))
+    result = read_variables(root / "mtf")
+    if scan:  # what a scanned tree holds as means only is tested below
+        lost = {name for name in variables if name not in result}
+        assert all(name.endswith("/kernel_slot_v") or name[-7:-1] == "_slot_" for name in lost)
+        result = {name: array for name, array in result.items() if name in variables}
+        variables = {name: array for name, array in variables.items() if name in result}
+    assert_same_bits(variables, result)
 
 
-@pytest.mark.parametrize("to", ["t5x", "jax"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_orbax_restores_what_is_written(
-    tiny_family, mesh_variables, write_mesh_checkpoint, tmp_path, to, dtype
+    tiny_family, mesh_variables, write_mesh_checkpoint, tmp_path, dtype
 ):
     source = write_mesh_checkpoint(tmp_path / "source", mesh_variables(tiny_family, dtype=dtype))
-    convert(source, tmp_path / "out", to)
+    convert(source, tmp_path / "out", "jax")
     assert_same_bits(load_any(source), restore_by_orbax(tmp_path / "out" / "checkpoint_7"))
 
 
@@ -168,17 +175,24 @@ def test_the_msgpack_s_specifications_open_as_t5x_opens_them(tiny_checkpoint, tm
 
 @pytest.fixture
 def scanned(tiny_family, mesh_variables, write_mesh_checkpoint, tmp_path):
-    """A scanned tree of two decoder layers, and the tree that it was made from."""
+    """A scanned tree of two decoder layers as T5X reads it, and the tree that it was made from."""
     source = write_mesh_checkpoint(tmp_path / "source", mesh_variables(tiny_family))
     convert(source, tmp_path / "t5x", "t5x", scan=True)
-    return restore_by_orbax(tmp_path / "t5x" / "checkpoint_7"), load_any(source)
+    return restore_as_t5x(tmp_path / "t5x", 7), load_any(source)
 
 
-def test_layers_are_stacked_on_axis_1(scanned):
+def test_layers_are_stacked_on_axis_1_and_heads_have_their_own(scanned):
+    """t5x/examples/scalable_t5: [embed, layers, heads, kv], and [heads, layers, kv, embed]."""
     tree, plain = scanned
-    for name in ("mlp/wo/kernel", "self_attention/query/kernel", "pre_mlp_layer_norm/scale"):
+    for name, shape in (
+        ("mlp/wo/kernel", (16, 128)),
+        ("self_attention/query/kernel", (128, 2, 64)),
+        ("encoder_decoder_attention/value/kernel", (128, 2, 64)),
+        ("self_attention/out/kernel", (2, 64, 128)),
+        ("pre_mlp_layer_norm/scale", (128,)),
+    ):
         stacked = tree[f"target/decoder/decoder/{name}"]
-        layers = [plain[f"target/decoder/layers_{n}/{name}"] for n in range(2)]
+        layers = [plain[f"target/decoder/layers_{n}/{name}"].reshape(shape) for n in range(2)]
         np.testing.assert_array_equal(stacked, np.stack(layers, axis=1))
     bias = plain["target/decoder/relpos_bias/rel_embedding"]
     repeated = tree["target/decoder/decoder/relpos_bias/rel_embedding"]
@@ -186,18 +200,79 @@ def test_layers_are_stacked_on_axis_1(scanned):
 
 
 def test_factored_slots_of_a_scanned_tree_go_by_the_names_of_the_axes(scanned):
-    """t5x/adafactor.py: v_row is the mean over the COLUMN axis, v_col over the ROW axis, embed."""
+    """t5x/adafactor.py: v_row is the mean over the COLUMN axes, v_col over the ROW axis, embed."""
     tree, plain = scanned
-    query = "decoder/layers_{}/self_attention/query/kernel"  # [embed, joined_kv], a square
+
+    def layers(name, slot, shape):
+        keys = [layout.slot_key(f"decoder/layers_{n}/{name}", slot) for n in range(2)]
+        return [plain[key].reshape(shape) for key in keys]
+
+    query = "self_attention/query/kernel"  # a square, in the plain tree [embed, joined_kv]
+    key = layout.slot_key(f"decoder/decoder/{query}", "v_row")
     # In the plain tree the square's v_row is the mean over the last axis: over joined_kv.
-    rows = [plain[layout.slot_key(query.format(n), "v_row")] for n in range(2)]
-    key = layout.slot_key("decoder/decoder/self_attention/query/kernel", "v_row")
-    np.testing.assert_array_equal(tree[key], np.stack(rows, axis=1))  # [embed, layers]
-    out = "decoder/layers_{}/self_attention/out/kernel"  # [joined_kv, embed]
+    expected = np.stack(layers(query, "v_row", (128,)), axis=1)
+    np.testing.assert_array_equal(tree[key], expected)  # [embed, layers]
+    key = layout.slot_key(f"decoder/decoder/{query}", "v_col")
+    expected = np.stack(layers(query, "v_col", (2, 64)), axis=0)
+    np.testing.assert_array_equal(tree[key], expected)  # [layers, heads, kv]
+    out = "self_attention/out/kernel"  # [joined_kv, embed]
     # There the mean over the last axis is over embed: the scanned tree's v_col.
-    rows = [plain[layout.slot_key(out.format(n), "v_row")] for n in range(2)]
-    key = layout.slot_key("decoder/decoder/self_attention/out/kernel", "v_col")
-    np.testing.assert_array_equal(tree[key], np.stack(rows, axis=1))  # [joined_kv, layers]
+    key = layout.slot_key(f"decoder/decoder/{out}", "v_col")
+    expected = np.stack(layers(out, "v_row", (2, 64)), axis=1)
+    np.testing.assert_array_equal(tree[key], expected)  # [heads, layers, kv]
+    key = layout.slot_key(f"decoder/decoder/{out}", "v_row")
+    expected = np.stack(layers(out, "v_col", (128,)), axis=0)
+    np.testing.assert_array_equal(tree[key], expected)  # [layers, embed]
+
+
+def test_a_scanned_tree_has_means_of_what_other_trees_keep_whole(scanned):
+    """scalable_t5 factors every kernel of a layer; others only if both sides are 128 or more."""
+    tree, plain = scanned
+    whole = [plain[layout.slot_key(f"decoder/layers_{n}/mlp/wo/kernel", "v")] for n in range(2)]
+    key = functools.partial(layout.slot_key, "decoder/decoder/mlp/wo/kernel")  # [d_ff, embed]
+    assert tree[key("v")].shape == (1,)
+    np.testing.assert_allclose(
+        tree[key("v_row")], np.stack([v.mean(axis=0) for v in whole], axis=0), rtol=0, atol=1e-6
+    )  # [layers, embed]
+    np.testing.assert_allclose(
+        tree[key("v_col")], np.stack([v.mean(axis=1) for v in whole], axis=1), rtol=0, atol=1e-6
+    )  # [d_ff, layers]
+
+
+def test_slots_that_only_means_are_left_of_are_counted(tiny_checkpoint, tmp_path):
+    report = convert(tiny_checkpoint, tmp_path / "t5x", "t5x", scan=True)
+    assert any("slots v of 9 kernels are averaged" in note for note in report.notes)
+    no_slots = convert(tiny_checkpoint, tmp_path / "bare", "t5x", scan=True, slots=False)
+    assert no_slots.notes == ()
+
+
+def test_an_optimizer_that_factors_nothing_keeps_its_slots_whole_in_a_scanned_tree(
+    tiny_family, mesh_variables, write_mesh_checkpoint, tmp_path
+):
+    variables = mesh_variables(tiny_family, factor_at=10_000)
+    source = write_mesh_checkpoint(tmp_path / "source", variables)
+    convert(source, tmp_path / "t5x", "t5x", scan=True)
+    convert(tmp_path / "t5x", tmp_path / "mtf", "mtf")
+    assert_same_bits(variables, read_variables(tmp_path / "mtf"))
+
+
+def test_a_scanned_tree_with_heads_joined_with_kv_is_read_too(tiny_checkpoint, tmp_path):
+    """As this project wrote scanned trees before it wrote scalable_t5's."""
+    convert(tiny_checkpoint, tmp_path / "t5x", "t5x", scan=True, slots=False)
+    tree = restore_as_t5x(tmp_path / "t5x", 7)
+    for name, array in tree.items():
+        if array.ndim == 4:
+            heads_first = name.endswith("/out/kernel")
+            joined = np.moveaxis(array, 1, 0 if heads_first else 1)
+            if heads_first:  # [layers, heads, kv, embed]
+                joined = np.moveaxis(joined.reshape(len(joined), -1, joined.shape[-1]), 0, 1)
+            else:
+                joined = joined.reshape(*array.shape[:2], -1)
+            tree[name] = joined
+    write_by_older_t5x(tmp_path / "joined" / "checkpoint_7", tree)
+    convert(tmp_path / "joined", tmp_path / "mtf", "mtf")
+    expected = {n: x for n, x in read_variables(tiny_checkpoint).items() if "_slot_" not in n}
+    assert_same_bits(expected, read_variables(tmp_path / "mtf"))
 
 
 def test_layers_whose_relative_biases_differ_are_refused(tiny_checkpoint, tmp_path):

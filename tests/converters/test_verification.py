@@ -7,6 +7,7 @@ import pytest
 
 from t0repro.converters.convert import convert
 from t0repro.converters.safetensors_files import SafetensorsFile
+from t0repro.converters.sources import load_any
 from t0repro.converters.verification import verify
 from t0repro.errors import UserError
 
@@ -70,3 +71,57 @@ def test_a_manifest_of_another_step_is_not_held_against_a_checkpoint(tiny_checkp
     manifest["target"]["step"] = 8
     (tmp_path / "out" / "conversion.json").write_text(json.dumps(manifest))
     assert not any("SHA-256" in check for check in verify(tmp_path / "out").checks)
+
+
+# --- The manifest, compared by whoever reads ------------------------------------------------------
+
+
+@pytest.fixture
+def hugging_face(tiny_checkpoint, tmp_path):
+    convert(tiny_checkpoint, tmp_path / "hf", "hf")
+    return tmp_path / "hf"
+
+
+def test_a_flipped_bit_of_a_hugging_face_model_is_seen_by_convert_as_by_verify(
+    hugging_face, tmp_path
+):
+    file = hugging_face / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(UserError, match="not what the conversion wrote"):
+        convert(hugging_face, tmp_path / "mtf", "mtf")
+    with pytest.raises(UserError, match="not what the conversion wrote"):
+        load_any(hugging_face)
+    (problem,) = verify(hugging_face).problems
+    assert "SHA-256 differs" in problem
+
+
+def test_slots_that_were_deleted_are_missed(hugging_face, tmp_path):
+    (hugging_face / "optimizer_slots.safetensors").unlink()
+    with pytest.raises(UserError, match=r"(?s)tensors .* gone.*optimizer_slots.safetensors"):
+        convert(hugging_face, tmp_path / "mtf", "mtf")
+
+
+@pytest.mark.parametrize("kept", [0, 40, 400])
+def test_a_cut_record_of_a_conversion_is_no_step_0(hugging_face, tmp_path, kept):
+    record = hugging_face / "conversion.json"
+    record.write_bytes(record.read_bytes()[:kept])
+    with pytest.raises(UserError, match=r"(?s)record is damaged.*conversion\.json"):
+        convert(hugging_face, tmp_path / "mtf", "mtf")
+
+
+def test_a_cut_record_is_told_for_every_format_that_needs_it(tiny_checkpoint, tmp_path):
+    for to in ("jax", "t5x"):
+        convert(tiny_checkpoint, tmp_path / to, to)
+        record = tmp_path / to / "conversion.json"
+        record.write_text(record.read_text()[:100])
+        with pytest.raises(UserError, match="record is damaged"):
+            convert(tmp_path / to, tmp_path / "mtf", "mtf")
+
+
+def test_a_model_without_a_record_is_verified_and_what_could_not_be_is_said(hugging_face):
+    (hugging_face / "conversion.json").unlink()
+    verification = verify(hugging_face)
+    assert verification.problems == ()
+    assert any("no checksums" in gap for gap in verification.unchecked)

@@ -1,0 +1,106 @@
+"""`conversion.json`: what a conversion wrote, for whoever reads it to compare.
+
+It lies beside a checkpoint, never inside: T5X, Orbax and Mesh TensorFlow look into a directory
+`checkpoint_<step>`, and at names of their own in the one above it. A directory of transformers is
+the checkpoint itself; there the record tells what else no file of it does, the global step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from typing import Any, get_args
+
+import numpy as np
+
+from t0repro.converters import storage
+from t0repro.converters.tensors import CheckpointRef, Format, bytes_of
+from t0repro.errors import UserError
+from t0repro.parameters import layout
+
+MANIFEST = "conversion.json"
+
+
+class Mismatch(UserError):
+    """A tensor is another than the one that was written."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """What a conversion noted of the checkpoint that it wrote.
+
+    Attributes:
+      format: of the checkpoint.
+      step: its global step.
+      norm_names: how Mesh TensorFlow spells the model's norms.
+      tensors: name in the checkpoint -> shape, dtype and sha256.
+    """
+
+    format: Format
+    step: int
+    norm_names: layout.NormNames | None
+    tensors: Mapping[str, Mapping[str, Any]]
+
+    def is_of(self, ref: CheckpointRef) -> bool:
+        """Whether this very checkpoint is meant: others may have come into its directory."""
+        return (self.format, self.step) == (ref.format, ref.step)
+
+    def check(self, name: str, array: np.ndarray, where: str) -> None:
+        """Compares a tensor, as it is stored, with what was written; names that are new pass.
+
+        Raises:
+          Mismatch: if it is another.
+        """
+        if name in self.tensors and describe(array) != self.tensors[name]:
+            raise Mismatch(
+                f"{name} is not what the conversion wrote (its SHA-256 differs).",
+                where=where,
+                fix="Copy the files again. If the model was changed on purpose since it was"
+                f" converted, remove {MANIFEST}; its step is then taken for 0.",
+            )
+
+
+def describe(array: np.ndarray) -> dict[str, Any]:
+    """What the manifest says of a tensor."""
+    return {
+        "shape": list(array.shape),
+        "dtype": array.dtype.name,
+        "sha256": hashlib.sha256(bytes_of(array)).hexdigest(),
+    }
+
+
+def manifest_path(ref: CheckpointRef) -> str:
+    """Where the manifest of a checkpoint is, if it has one."""
+    directory = ref.path if ref.format == "hf" else os.path.dirname(ref.path)
+    return storage.join(directory, MANIFEST)
+
+
+def read_manifest(directory: str) -> Manifest | None:
+    """The manifest in a directory, None if there is none.
+
+    Raises:
+      UserError: if it is damaged.
+    """
+    path = storage.join(directory, MANIFEST)
+    if not storage.is_file(path):
+        return None
+    try:
+        content = json.loads(storage.read(path))
+        norm_names = {name: name for name in get_args(layout.NormNames)}
+        formats: dict[str, Format] = {name: name for name in get_args(Format)}
+        return Manifest(
+            format=formats[content["target"]["format"]],
+            step=int(content["target"]["step"]),
+            norm_names=norm_names.get(content.get("mtf_norm_names")),
+            tensors={name: dict(expected) for name, expected in content["tensors"].items()},
+        )
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise UserError(
+            "The conversion's record is damaged; it has the step and what each tensor must be.",
+            where=path,
+            fix="Copy the file again. Without it (remove it) a Hugging Face model counts as step 0"
+            " and nothing is compared.",
+        ) from None
