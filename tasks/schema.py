@@ -16,7 +16,7 @@ import jinja2.meta
 
 from t0repro.errors import UserError
 from t0repro.tasks.catalogue import Alias, catalogue, features_of, modelled_on
-from t0repro.tasks.templates import load_template, template_names
+from t0repro.tasks.templates import is_own, load_template, promptsource_environment, template_names
 
 HIDDEN = -1
 """The label of a row whose label is hidden."""
@@ -388,7 +388,10 @@ def columns_read(template: Any) -> frozenset[str]:
     """
     if template is None:
         return frozenset()
-    return _variables(template.jinja) | _variables(template.answer_choices or "")
+    read = _variables
+    if is_own(template):
+        from t0repro.tasks.sandbox import variables as read
+    return read(template.jinja) | read(template.answer_choices or "")
 
 
 @functools.cache
@@ -405,17 +408,10 @@ def columns_of_dataset(dataset: str, subset: str | None) -> frozenset[str]:
 
 @functools.cache
 def _variables(jinja: str) -> frozenset[str]:
-    environment = jinja2.Environment()
-    # Filters of promptsource's own need not exist to see what a template reads.
-    environment.filters = _AnyFilter(environment.filters)
+    environment = promptsource_environment()
     try:
         found = jinja2.meta.find_undeclared_variables(environment.parse(jinja))
     except jinja2.TemplateSyntaxError:
         return frozenset()
-    # Globals of Jinja, and what promptsource adds.
+    # Jinja's own globals, and what promptsource adds.
     return frozenset(found) - set(environment.globals) - {"answer_choices"}
-
-
-class _AnyFilter(dict):
-    def __contains__(self, name: object) -> bool:
-        return True

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,14 @@ from t0repro.tasks.catalogue import label
 from t0repro.tasks.readers import Reader
 from t0repro.tasks.rows import kept_row
 from t0repro.tasks.schema import Schema, SchemaError, columns_read, schema_of
-from t0repro.tasks.templates import Drop, Rendering, compiled
+from t0repro.tasks.templates import (
+    Drop,
+    Rendering,
+    TemplateFailure,
+    UndefinedVariable,
+    compiled,
+    is_own,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,15 +170,29 @@ class PromptedRows:
         return checked_rows(self.dataset, self.subset, reader, schema, limit, start, stop)
 
     def examples(self, split: str) -> Iterator[dict[str, Any]]:
-        """The split's prompted examples in the file's order."""
+        """The split's prompted examples in the file's order.
+
+        Rows that one's own prompt makes no example of are counted by reason in the log.
+        """
+        dropped: Counter[Drop] = Counter()
         for index, row in self.rows(split):
             rendering = self.render(split, index, row)
             if isinstance(rendering, Drop):
+                dropped[rendering] += 1
                 continue
             example: dict[str, Any] = {"inputs": rendering.inputs, "targets": rendering.targets}
             if self.template.answer_choices:
                 example["answer_choices"] = rendering.answer_choices
             yield example
+        if is_own(self.template):
+            for reason, count in dropped.items():
+                logging.warning(
+                    "%s, split %s: %d rows give no example: %s",
+                    self.name,
+                    split,
+                    count,
+                    reason.value,
+                )
 
     def render(self, split: str, index: int, row: Mapping[str, Any]) -> Rendering | Drop:
         """Renders one row of a split, or says why T0 drops the example.
@@ -182,11 +205,8 @@ class PromptedRows:
         except UserError:  # the template itself is broken
             raise
         except Exception as error:
-            raise UserError(
-                f"Template {self.template.name!r} cannot render a row: {error!r}.",
-                where=self.reader(split).place(index),
-                fix="Mend the template, or give the row the fields, of the types, that the dataset"
-                " had in datasets 1.12.",
+            raise cannot_render(
+                self.template.name, error, row, self.reader(split).place(index)
             ) from error
 
     def _schema(self, reader: Reader) -> Schema | None:
@@ -200,6 +220,24 @@ class PromptedRows:
             found = checked_rows(self.dataset, self.subset, reader, key[1])
             _checked[key] = sum(1 for _ in found)
         return _checked[key]
+
+
+def cannot_render(template: str, error: Exception, row: Mapping[str, Any], where: str) -> UserError:
+    """The error about a template that fails on a row."""
+    if isinstance(error, UndefinedVariable):
+        return UserError(
+            f"Template {template!r} reads what a row does not have: {error}.",
+            where=where,
+            fix=f"Fix the name (the row has {', '.join(map(repr, row))}), or write"
+            " {{ name | default('') }} where it may be missing.",
+        )
+    reason = str(error) if isinstance(error, TemplateFailure) else repr(error)
+    return UserError(
+        f"Template {template!r} cannot render a row: {reason}.",
+        where=where,
+        fix="Fix the template, or give the row the fields, of the types, that the dataset had in"
+        " datasets 1.12.",
+    )
 
 
 # Rows that were read once and found to fit, counted: every template of a dataset reads them again.

@@ -25,7 +25,8 @@ import jinja2
 import yaml
 
 from t0repro.errors import UserError, nearest_names
-from t0repro.tasks.templates import check_jinja, make_template, task_name
+from t0repro.tasks.sandbox import check_jinja
+from t0repro.tasks.templates import TemplateFailure, make_template, task_name
 
 SEPARATOR = "|||"
 FILE_KEYS = ("dataset", "subset", "templates")
@@ -219,7 +220,13 @@ def _check_jinja(text: str, field: str, where: str) -> None:
         raise UserError(
             f"The {field} is not a Jinja template{of_line}: {error.message}.",
             where=where,
-            fix="Mend it; promptsource's filters are Jinja's, choice and most_frequent.",
+            fix="Fix it; promptsource's filters are Jinja's, choice and most_frequent.",
+        ) from error
+    except TemplateFailure as error:
+        raise UserError(
+            f"The {field} cannot be compiled: {error}.",
+            where=where,
+            fix="Write a prompt; what it reads comes from a row.",
         ) from error
 
 

@@ -10,12 +10,13 @@ import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jinja2
 import jinja2.meta
 import jinja2.nodes
 import jinja2.runtime
+import jinja2.sandbox
 import yaml
 
 from t0repro.errors import UserError, nearest_names
@@ -37,10 +38,20 @@ class Rendering(NamedTuple):
 
 
 class Drop(enum.Enum):
-    """Why a rendering is no example."""
+    """Why a rendering is no example; the last two apply to one's own prompts alone."""
 
     NOT_A_PAIR = "the template does not render it to one input and one target"
     EMPTY_INPUT = "its input is empty"
+    NO_TARGET = "its target is empty"
+    NO_LABEL = "its label is hidden (-1) or null"
+
+
+class TemplateFailure(Exception):
+    """Why a template cannot render a row, in words for its author."""
+
+
+class UndefinedVariable(TemplateFailure):
+    """A template reads what the row does not have."""
 
 
 def task_name(dataset: str, subset: str | None, template_name: str) -> str:
@@ -93,24 +104,26 @@ def make_template(
     identifier: str,
     reference: str,
 ) -> Any:
-    """A promptsource `Template` from its fields, as its own files would give it."""
+    """A promptsource `Template` from its fields, which only the sandbox will render."""
     kind = _promptsource().Template
     template = kind(name, jinja, reference, kind.Metadata(**metadata), answer_choices)
     template.id = identifier
+    template.own = True
     return template
 
 
-def check_jinja(text: str) -> None:
-    """Compiles a text in promptsource's Jinja, which finds unknown filters too.
-
-    Raises:
-      jinja2.TemplateError: with the line, if it is not valid.
-    """
-    _promptsource().env.compile(text)
+def is_own(template: Any) -> bool:
+    """Whether a template is somebody's own: not one that promptsource 0.1.0 brings along."""
+    return getattr(template, "own", False)
 
 
 def fixed_choices(template: Any) -> tuple[str, ...] | None:
     """The answer choices where they do not depend on the example, else None."""
+    if is_own(template):
+        from t0repro.tasks import sandbox
+
+        choices = sandbox.fixed_choices(template.answer_choices or "")
+        return choices if template.answer_choices else None
     choices = template.get_fixed_answer_choices_list()
     return tuple(choices) if choices else None
 
@@ -124,14 +137,18 @@ class CompiledTemplate:
     Args:
       template: a promptsource `Template`, or anything with its `name`, `jinja`, `answer_choices`.
       cut: False leaves long variables whole, to show what the rule cuts.
+      environment: Jinja's; None is promptsource's.
 
     Raises:
       UserError: if its Jinja cannot be compiled.
     """
 
-    def __init__(self, template: Any, cut: bool = True):
+    def __init__(
+        self, template: Any, cut: bool = True, environment: jinja2.Environment | None = None
+    ):
         module = _promptsource()
         self.name: str = template.name
+        self._environment = environment or module.env
         self._escaped = module.Template.pipe_protector
         end = f" | string | truncate({module.TEXT_VAR_LENGTH}) }}}}" if cut else "}}"
         self._body = self._compile(template.jinja.replace("}}", end))
@@ -139,7 +156,7 @@ class CompiledTemplate:
         if template.answer_choices is not None:
             choices = self._compile(template.answer_choices)
             self._choices = lambda fields: self._split(choices.render(fields))
-            if _is_constant(template.answer_choices):
+            if self._is_constant(template.answer_choices):
                 fixed = self._split(choices.render())
                 self._choices = lambda fields: list(fixed)
 
@@ -169,13 +186,19 @@ class CompiledTemplate:
 
     def _compile(self, jinja: str) -> jinja2.Template:
         try:
-            return _promptsource().env.from_string(jinja)
+            return self._environment.from_string(jinja)
         except jinja2.TemplateError as error:
             raise UserError(
                 f"Template {self.name!r} is not valid Jinja: {error}.",
                 where=f"line {getattr(error, 'lineno', 1)} of the template",
-                fix="Mend the template; promptsource's Jinja has no includes or macros of others.",
+                fix="Fix the template; promptsource's Jinja has no includes or macros of others.",
             ) from error
+
+    def _is_constant(self, jinja: str) -> bool:
+        """Whether the text renders alike for every row: it reads no variable and draws nothing."""
+        parsed = self._environment.parse(jinja)
+        draws = any(node.name == "choice" for node in parsed.find_all(jinja2.nodes.Filter))
+        return not draws and not jinja2.meta.find_undeclared_variables(parsed)
 
     def _split(self, rendered: str) -> list[str]:
         parts = rendered.split(SEPARATOR)
@@ -184,17 +207,37 @@ class CompiledTemplate:
         return [part.strip() for part in parts]
 
 
-def _is_constant(jinja: str) -> bool:
-    """Whether the text renders alike for every row: it reads no variable and draws nothing."""
-    parsed = _promptsource().env.parse(jinja)
-    draws = any(node.name == "choice" for node in parsed.find_all(jinja2.nodes.Filter))
-    return not draws and not jinja2.meta.find_undeclared_variables(parsed)
+class Renderer(Protocol):
+    """What renders rows by one template: here, or in the sandbox."""
+
+    name: str
+
+    def render(self, row: Mapping[str, Any], draw_key: str | None = None) -> Rendering | Drop:
+        """Renders one row, or says why it gives no example."""
+        ...
+
+
+def compile_template(template: Any, cut: bool = True) -> Renderer:
+    """The renderer of a template: promptsource's own are rendered here, others in the sandbox.
+
+    Args:
+      template: a promptsource `Template`, or anything with its `name`, `jinja`, `answer_choices`.
+      cut: False leaves long variables whole.
+
+    Raises:
+      UserError: if its Jinja cannot be compiled.
+    """
+    if is_own(template):
+        from t0repro.tasks.sandbox import SandboxedTemplate
+
+        return SandboxedTemplate(template, cut)
+    return CompiledTemplate(template, cut)
 
 
 @functools.cache
-def compiled(template: Any) -> CompiledTemplate:
-    """The compiled form of a template object, kept."""
-    return CompiledTemplate(template)
+def compiled(template: Any) -> Renderer:
+    """The renderer of a template object, kept."""
+    return compile_template(template)
 
 
 def render(template: Any, row: Mapping[str, Any], draw_key: str | None = None) -> Rendering | None:
@@ -219,7 +262,7 @@ def render(template: Any, row: Mapping[str, Any], draw_key: str | None = None) -
 
 @functools.cache
 def _promptsource() -> Any:
-    """promptsource.templates, its one Jinja environment made seedable.
+    """promptsource.templates, its one Jinja environment sandboxed and made seedable.
 
     `promptsource.utils` is never imported: it asks the network for a list of datasets.
     """
@@ -227,8 +270,17 @@ def _promptsource() -> Any:
         # It finds its folder by pkg_resources, which warns about itself on import.
         warnings.simplefilter("ignore")
         import promptsource.templates as module
-    module.env.filters["choice"] = _choice
+    sandboxed = jinja2.sandbox.SandboxedEnvironment(loader=jinja2.BaseLoader())
+    sandboxed.filters.update(module.env.filters)
+    sandboxed.filters["choice"] = _choice
+    sandboxed.globals.update(module.env.globals)
+    module.env = sandboxed
     return module
+
+
+def promptsource_environment() -> jinja2.Environment:
+    """The Jinja environment of promptsource's templates, with its filters."""
+    return _promptsource().env
 
 
 def _templates_folder() -> Path:

@@ -112,6 +112,7 @@ def _print(summary: Summary, folder: str) -> None:
     rate = summary.examples / max(summary.seconds, 1e-9)
     typer.echo(
         f"{len(summary.cached)} of {summary.selected} tasks cached now: {summary.examples:,}"
-        f" examples in {summary.seconds:.1f} s ({rate:,.0f}/s, start included),"
-        f" {summary.dropped:,} renderings dropped. {folder}"
+        f" examples in {summary.seconds:.1f} s ({rate:,.0f}/s, start included). {folder}"
     )
+    for reason, count in sorted(summary.dropped.items()):
+        typer.echo(f"{count:,} renderings gave no example: {reason}.")

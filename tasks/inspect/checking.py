@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 import enum
 import itertools
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from t0repro.errors import UserError
+from t0repro.tasks.catalogue import label
 from t0repro.tasks.inspect.showing import ROWS_LOOKED_AT
 from t0repro.tasks.source import PromptedRows
 from t0repro.tasks.task import SCORE_EVAL_SUFFIX, task_descriptions
-from t0repro.tasks.templates import Drop
+from t0repro.tasks.templates import Drop, Rendering, UndefinedVariable
 
 ROWS = 20
 """Rows of each split that are rendered; more only where none of them gives an example."""
@@ -39,6 +41,7 @@ class CheckedTask:
       splits: those looked at.
       rows: rendered.
       examples: that came of them.
+      no_example: reason -> rows that gave no example for it.
     """
 
     task: str
@@ -48,6 +51,7 @@ class CheckedTask:
     splits: tuple[str, ...]
     rows: int
     examples: int
+    no_example: Mapping[str, int]
 
     def to_json(self) -> dict[str, Any]:
         """As values for JSON."""
@@ -80,51 +84,106 @@ def without_twins(tasks: Sequence[str]) -> list[str]:
 
 def _check(name: str) -> CheckedTask:
     description = task_descriptions()[name]
-    task, prompted = description.prompt, description.rows
-    dataset = task.dataset if task.subset is None else f"{task.dataset}/{task.subset}"
+    prompted = description.rows
     splits = tuple(prompted.splits_at_hand())
-    rows = examples = 0
-    never_correct = []
+    seen = [_Seen(prompted, split) for split in splits]
+    try:
+        for each in seen:
+            each.render_first()
+        verdict, reason = _judge(seen, description.prompt.has_answer_choices)
+    except UserError as error:
+        where = f" ({error.where})" if error.where else ""
+        verdict, reason = Verdict.BROKEN, error.what + where
+    return CheckedTask(
+        task=name,
+        dataset=label(prompted.dataset, prompted.subset),
+        verdict=verdict,
+        reason=reason,
+        splits=splits,
+        rows=sum(each.rows for each in seen),
+        examples=sum(each.examples for each in seen),
+        no_example=dict(sum((each.no_example for each in seen), Counter())),
+    )
 
-    def found(verdict: Verdict, reason: str = "") -> CheckedTask:
-        return CheckedTask(task.name, dataset, verdict, reason, splits, rows, examples)
 
-    if not splits:
-        return found(Verdict.NO_ROWS, "its rows are not at hand")
-    for split in splits:
-        try:
-            count, rendered, correct = _render_first(prompted, split)
-        except UserError as error:
-            where = f" ({error.where})" if error.where else ""
-            return found(Verdict.BROKEN, error.what + where)
-        rows, examples = rows + count, examples + rendered
-        if task.has_answer_choices and rendered and not correct and _is_labelled(split):
-            never_correct.append(split)
-    if not examples:
-        return found(Verdict.BROKEN, f"none of the first {rows:,} rows gives an input and a target")
-    if never_correct:
-        splits_in_words = ", ".join(never_correct)
-        return found(
-            Verdict.SUSPECT, f"the target is never among the answer choices ({splits_in_words})"
+def _judge(seen: Sequence[_Seen], has_answer_choices: bool) -> tuple[Verdict, str]:
+    """A task's verdict and its reason, from what its splits' first rows gave."""
+    if not seen:
+        return Verdict.NO_ROWS, "its rows are not at hand"
+    undefined = [each.undefined for each in seen if each.undefined]
+    if undefined:
+        return Verdict.BROKEN, undefined[0]
+    rows = sum(each.rows for each in seen)
+    no_example = sum((each.no_example for each in seen), Counter())
+    if not any(each.examples for each in seen):
+        counts = f": {_in_words(no_example)}" if no_example else ""
+        return (
+            Verdict.BROKEN,
+            f"none of the first {rows:,} rows gives an input and a target{counts}",
         )
-    return found(Verdict.OK)
+    # Labels of test splits are hidden in many datasets: no target is among the choices there.
+    labelled = [each for each in seen if each.split != "test"]
+    unlabelled = sum((each.no_example for each in labelled), Counter())
+    unlabelled = Counter({why: n for why, n in unlabelled.items() if why in _OF_OWN_PROMPTS})
+    if unlabelled:
+        return Verdict.SUSPECT, f"of {rows:,} rows looked at, {_in_words(unlabelled)}"
+    never = [each.split for each in labelled if each.examples and not each.correct]
+    if has_answer_choices and never:
+        return (
+            Verdict.SUSPECT,
+            f"the target is never among the answer choices ({', '.join(never)})",
+        )
+    return Verdict.OK, ""
 
 
-def _is_labelled(split: str) -> bool:
-    """Labels of test splits are hidden in many datasets: no target is among the choices there."""
-    return split != "test"
+_OF_OWN_PROMPTS = (Drop.NO_TARGET.value, Drop.NO_LABEL.value)
 
 
-def _render_first(source: PromptedRows, split: str) -> tuple[int, int, int]:
-    """Rows rendered, examples that came of them, examples whose target is one of the choices."""
-    count = examples = correct = 0
-    for index, row in itertools.islice(source.rows(split), ROWS_LOOKED_AT):
-        if count >= ROWS and examples:
-            break
-        count += 1
-        rendering = source.render(split, index, row)
+def _in_words(counts: Counter[str]) -> str:
+    return "; ".join(f"{count:,} give no example: {why}" for why, count in counts.most_common())
+
+
+class _Seen:
+    """What the first rows of a split gave.
+
+    Attributes:
+      split: its name.
+      rows: rendered.
+      examples: that came of them.
+      correct: examples whose target is one of the choices.
+      no_example: reason -> rows that gave none.
+      undefined: what the template reads that rows do not have, in words; empty if nothing.
+    """
+
+    def __init__(self, source: PromptedRows, split: str):
+        self._source, self.split = source, split
+        self.rows = self.examples = self.correct = 0
+        self.no_example: Counter[str] = Counter()
+        self.undefined = ""
+
+    def render_first(self) -> None:
+        """Renders the first rows, more where none of them gives an example.
+
+        Raises:
+          UserError: if a row is broken or the template fails on it.
+        """
+        for index, row in itertools.islice(self._source.rows(self.split), ROWS_LOOKED_AT):
+            if self.rows >= ROWS and (self.examples or self.undefined):
+                break
+            self.rows += 1
+            try:
+                self._count(self._source.render(self.split, index, row))
+            except UserError as error:
+                if not isinstance(error.__cause__, UndefinedVariable):
+                    raise
+                self.no_example[f"the row lacks a variable, {error.__cause__}"] += 1
+                self.undefined = self.undefined or f"{error.what} ({error.where})"
+        if self.undefined:
+            self.undefined += f" Of {self.rows} rows looked at, {_in_words(self.no_example)}"
+
+    def _count(self, rendering: Rendering | Drop) -> None:
         if isinstance(rendering, Drop):
-            continue
-        examples += 1
-        correct += rendering.targets in (rendering.answer_choices or ())
-    return count, examples, correct
+            self.no_example[rendering.value] += 1
+            return
+        self.examples += 1
+        self.correct += rendering.targets in (rendering.answer_choices or ())

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from t0repro.errors import UserError, nearest_names
 from t0repro.tasks.source import PromptedRows
 from t0repro.tasks.task import PromptedTask, task_descriptions
-from t0repro.tasks.templates import CompiledTemplate, Drop, Rendering
+from t0repro.tasks.templates import Drop, Rendering, compile_template
 from t0repro.tasks.vocabulary import VocabularyFile
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def show_task(
     lengths = lengths or {"inputs": 1024, "targets": 256}
     source = description.rows
     split = chosen_split(source, name, split)
-    uncut = CompiledTemplate(source.template, cut=False)
+    uncut = compile_template(source.template, cut=False)
     tokenizer, error = _tokenizer(description.vocabulary)
     dropped: Counter[str] = Counter()
     examples: list[ShownExample] = []

@@ -10,6 +10,7 @@ import json
 import multiprocessing
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -39,7 +40,7 @@ class Summary:
       selected: tasks asked for.
       cached: names of the tasks that it cached or added splits to.
       examples: written, over all tasks.
-      dropped: rows that templates dropped, over all tasks.
+      dropped: reason -> rows that templates dropped, over all tasks.
       left_out: (task, split, reason) of splits whose rows are not at hand.
       seconds: from the plan's start to the end.
     """
@@ -47,7 +48,7 @@ class Summary:
     selected: int
     cached: list[str]
     examples: int
-    dropped: int
+    dropped: Mapping[str, int]
     left_out: tuple[tuple[str, str, str], ...]
     seconds: float
 
@@ -98,7 +99,7 @@ def cache_tasks(
         selected=plan.selected,
         cached=run.done,
         examples=run.examples,
-        dropped=run.dropped,
+        dropped=dict(run.dropped),
         left_out=plan.left_out,
         seconds=time.monotonic() - started,
     )
@@ -187,7 +188,8 @@ class _Run:
         self._splits_left = {task.name: set(task.splits) for task in plan.tasks()}
         self._described: dict[str, dict[str, Any]] = {task.name: {} for task in plan.tasks()}
         self.done: list[str] = []
-        self.examples = self.dropped = 0
+        self.examples = 0
+        self.dropped: Counter[str] = Counter()
 
     def work(self, pool: ProcessPoolExecutor, ahead: int, advance: Callable[[int], None]) -> None:
         """Does all of it, with so many pieces ahead of the workers at any time."""
@@ -293,11 +295,12 @@ class _Run:
         return self._staging / "tasks" / task.folder
 
     def _finish(self, split: _Split) -> None:
-        dropped = sum(map(len, split.dropped.values()))
+        _check_gives_examples(split)
+        dropped = {reason: len(places) for reason, places in split.dropped.items()}
         for form, task in split.tasks().items():
             statistics = split.statistics[form]
             self.examples += statistics.examples
-            self.dropped += dropped
+            self.dropped.update(dropped)
             self._write_json(task, f"stats.{split.split}.json", dataclasses.asdict(statistics))
             self._write_json(task, f"info.{split.split}.json", self._info(split, form))
             self._described[task.name][split.split] = _description(split, statistics)
@@ -341,6 +344,24 @@ def _description(split: _Split, statistics: Statistics) -> dict[str, Any]:
             for reason, places in sorted(numbers.items())
         },
     }
+
+
+def _check_gives_examples(split: _Split) -> None:
+    """Refuses one's own prompt that makes nothing of a split's rows, whose labels are not hidden.
+
+    T0 has prompts that fit no row of a split; of one's own it is a mistake.
+    """
+    gives = any(statistics.examples for statistics in split.statistics.values())
+    if gives or not split.count or not split.prompt.template.own or split.split == "test":
+        return
+    reasons = "; ".join(f"{len(places):,}: {why}" for why, places in split.dropped.items())
+    raise UserError(
+        f"Template {split.prompt.template.name!r} makes no example of the {split.count:,} rows of"
+        f" split {split.split!r}. Rows by reason: {reasons}.",
+        where=f"task {split.prompt.source}",
+        fix="Fix the template ('t0repro tasks show' shows what it makes of rows), or leave the"
+        " split out with --splits.",
+    )
 
 
 def _finished(futures: list[Future[Any]]) -> set[Future[Any]]:

@@ -9,12 +9,13 @@ from collections.abc import Mapping
 
 @dataclasses.dataclass(frozen=True)
 class PlainTemplate:
-    """What rendering needs of a template."""
+    """What rendering needs of a template; `own` ones are rendered in the sandbox."""
 
     name: str
     id: str
     jinja: str
     answer_choices: str | None
+    own: bool = False
 
     def digest(self) -> str:
         """SHA-256 of the Jinja of prompt and answer choices."""

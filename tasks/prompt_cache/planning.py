@@ -156,6 +156,8 @@ class _Planner:
 
     def prompts(self) -> tuple[Prompt, ...]:
         """The prompts, those of a dataset together."""
+        from t0repro.tasks.templates import is_own
+
         rows = self._rows()
         found = []
         for source_name, tasks in self._tasks.items():
@@ -168,7 +170,11 @@ class _Planner:
                     dataset=source.dataset,
                     subset=source.subset,
                     template=PlainTemplate(
-                        template.name, template.id, template.jinja, template.answer_choices
+                        template.name,
+                        template.id,
+                        template.jinja,
+                        template.answer_choices,
+                        is_own(template),
                     ),
                     rows={split: rows[self._key(source, split)] for split in splits},
                     tasks=tuple(tasks),

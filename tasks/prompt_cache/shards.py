@@ -21,8 +21,14 @@ from t0repro.tasks.prompt_cache.records import RecordFile
 from t0repro.tasks.prompt_cache.spool import Spool, SpoolReader, write_spool
 from t0repro.tasks.prompt_cache.tokens import Tokenizer
 from t0repro.tasks.readers import Reader, find_reader
-from t0repro.tasks.source import checked_rows, schema_of_rows
-from t0repro.tasks.templates import CompiledTemplate, Drop, Rendering, check_jinja
+from t0repro.tasks.source import cannot_render, checked_rows, schema_of_rows
+from t0repro.tasks.templates import (
+    Drop,
+    Renderer,
+    Rendering,
+    compile_template,
+    promptsource_environment,
+)
 
 ROWS_PER_SHARD = 1 << 14
 """A larger split has more shards than asked for, so that each is written from bounded memory."""
@@ -49,7 +55,7 @@ def start_worker(parent: int, threads: int) -> None:
 
 def warm_up() -> None:
     """Imports what rendering takes."""
-    check_jinja("")
+    promptsource_environment()
 
 
 # Rows --------------------------------------------------------------------------------------------
@@ -206,7 +212,7 @@ def _renderings(
 
 def render_row(
     prompt: Prompt,
-    template: CompiledTemplate,
+    template: Renderer,
     split: str,
     number: int,
     row: Mapping[str, Any],
@@ -223,12 +229,8 @@ def render_row(
             rendering.inputs.encode(), rendering.targets.encode()
         return rendering
     except Exception as error:
-        raise UserError(
-            f"Template {template.name!r} of task {prompt.source} cannot render a row: {error!r}.",
-            where=reader_of(prompt.rows[split]).place(number),
-            fix="Give the row the fields, of the types, that the dataset had in datasets 1.12, or"
-            " mend the template.",
-        ) from error
+        place = reader_of(prompt.rows[split]).place(number)
+        raise cannot_render(template.name, error, row, f"task {prompt.source}, {place}") from error
 
 
 def _write_batch(
@@ -264,15 +266,15 @@ def _batches(items: Iterator[Any], size: int) -> Iterator[list[Any]]:
 # What a worker keeps between pieces -------------------------------------------------------------
 
 
-def compiled_template(prompt: Prompt) -> CompiledTemplate:
+def compiled_template(prompt: Prompt) -> Renderer:
     """The prompt's template, compiled and kept; a Jinja error names template and task."""
     return _compile(prompt.template, prompt.source)
 
 
 @functools.lru_cache(maxsize=64)
-def _compile(template: Any, task: str) -> CompiledTemplate:
+def _compile(template: Any, task: str) -> Renderer:
     try:
-        return CompiledTemplate(template)
+        return compile_template(template)
     except UserError as error:
         raise UserError(error.what, where=f"task {task}, {error.where}", fix=error.fix) from error
 

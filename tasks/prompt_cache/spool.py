@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import pickle
 from array import array
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from t0repro.tasks import row_codec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +40,7 @@ def write_spool(rows: Iterable[tuple[int, dict[str, Any]]], base: Path) -> Spool
     offsets, numbers = array("Q", [0]), array("Q")
     with open(f"{base}.rows", "wb", buffering=1 << 20) as file:
         for number, row in rows:
-            data = pickle.dumps(row, protocol=pickle.HIGHEST_PROTOCOL)
+            data = row_codec.encode(row)
             file.write(data)
             offsets.append(offsets[-1] + len(data))
             numbers.append(number)
@@ -70,5 +71,5 @@ class SpoolReader:
         for place in places.tolist():
             start, end = int(self._offsets[place]), int(self._offsets[place + 1])
             # Read, not mapped: mapped pages would count as this process's memory.
-            row = pickle.loads(os.pread(self._file, end - start, start))
+            row = row_codec.decode(os.pread(self._file, end - start, start))
             yield place, int(self._numbers[place]), row

@@ -13,8 +13,13 @@ import seqio
 
 from t0repro.errors import UserError
 from t0repro.tasks import prompted_tasks
+from t0repro.tasks.inspect.checking import Verdict, check_tasks
 from t0repro.tasks.registration import register_templates
+from t0repro.tasks.task import task_descriptions
 from t0repro.tasks.template_files import read_template_file
+from t0repro.tasks.templates import Drop
+
+from .prompt_caches import make
 
 VOCABULARY = Path(__file__).resolve().parents[2] / "tasks" / "demo" / "sentencepiece.model"
 
@@ -219,6 +224,76 @@ def test_a_missing_file_and_a_binary_one_are_named(tmp_path):
     (tmp_path / "my.yaml").write_bytes(b"dataset: \xff\xfe")
     with pytest.raises(UserError, match="cannot be read"):
         read_template_file(tmp_path / "my.yaml")
+
+
+# Prompts that are broken although they are valid -----------------------------------------------
+
+TYPO = GOOD.replace("{{text}}", "{{txet}}")
+TYPO_IN_A_BRANCH = GOOD.replace("{{text}}", "{{text}}{% if label == 1 %}{{txet}}{% endif %}")
+NO_TARGET = OPEN_ENDED.replace("{{text}}'", "{{text[:0]}}'")
+
+
+def checked(path: Path):
+    """What `tasks check` says of a file's one prompt."""
+    (task,) = register_templates(path)
+    (found,) = check_tasks([task.name], lambda count: None)
+    return found
+
+
+@pytest.mark.parametrize(("text", "rows"), [(TYPO, 4), (TYPO_IN_A_BRANCH, 2)])
+def test_check_names_a_variable_that_rows_lack_and_counts_them(data, tmp_path, forget, text, rows):
+    found = checked(write(tmp_path, HEAD + text))
+    assert found.verdict is Verdict.BROKEN and "'txet' is undefined" in found.reason
+    assert "train.jsonl, line" in found.reason and f"{rows} give no example" in found.reason
+    assert found.no_example == {"the row lacks a variable, 'txet' is undefined": 2 * rows}
+
+
+def test_check_counts_rows_without_a_label_and_targets_without_text(data, tmp_path, forget):
+    file = data / "my_reviews" / "default" / "train.jsonl"
+    hidden = [{"text": "Soup.", "label": -1}, {"text": "Tea.", "label": None}]
+    file.write_text("".join(json.dumps(row) + "\n" for row in [*REVIEWS, *hidden]))
+    found = checked(write(tmp_path, HEAD + GOOD))
+    assert found.verdict is Verdict.SUSPECT and found.examples == 8
+    assert found.reason == (
+        "of 10 rows looked at, 2 give no example: its label is hidden (-1) or null"
+    )
+
+
+def test_check_calls_a_prompt_broken_that_never_has_a_target(data, tmp_path, forget):
+    found = checked(write(tmp_path, HEAD + NO_TARGET))
+    assert found.verdict is Verdict.BROKEN
+    assert found.reason.endswith("8 give no example: its target is empty")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (TYPO, r"'txet' is undefined(.|\n)*train\.jsonl, line 1"),
+        (TYPO_IN_A_BRANCH, r"'txet' is undefined(.|\n)*train\.jsonl, line [14]"),
+        (NO_TARGET, "no example of the 4 rows of split 'train'.*4: its target is empty"),
+    ],
+)
+def test_the_cache_refuses_a_prompt_that_is_broken(data, tmp_path, forget, text, message):
+    register_templates(write(tmp_path, HEAD + text))
+    with pytest.raises(UserError, match=message):
+        make(tmp_path / "cache", "my_reviews_*", splits=("train",))
+    assert not (tmp_path / "cache").exists()
+
+
+def test_the_cache_counts_by_reason_the_rows_that_it_leaves_out(data, tmp_path, forget):
+    file = data / "my_reviews" / "default" / "train.jsonl"
+    hidden = {"text": "Soup.", "label": -1}
+    file.write_text("".join(json.dumps(row) + "\n" for row in [*REVIEWS, hidden]))
+    register_templates(write(tmp_path, HEAD + GOOD))
+    summary = make(tmp_path / "cache", "my_reviews_was_it_good_", splits=("train",))
+    assert summary.examples == 4 and summary.dropped == {Drop.NO_LABEL.value: 1}
+
+
+def test_training_and_evaluation_refuse_a_variable_that_rows_lack(data, tmp_path, forget):
+    (task,) = register_templates(write(tmp_path, HEAD + TYPO))
+    rows = task_descriptions()[task.name].rows
+    with pytest.raises(UserError, match=r"'txet' is undefined(.|\n)*line 1(.|\n)*'text', 'label'"):
+        list(rows.examples("train"))
 
 
 # As a module of tasks ----------------------------------------------------------------------------

@@ -1,0 +1,81 @@
+"""Rows as JSON bytes and back, value for value; reading them can never run code, as pickle would.
+
+JSON has no bytes, dates, decimals or tuples, which Parquet files hold. Such a value is written as a
+mapping with one key, `_TAG`; a mapping that really has this key is tagged itself.
+"""
+
+from __future__ import annotations
+
+import base64
+import datetime
+import decimal
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+_TAG = "\0t0repro"
+_PLAIN = (str, int, float, bool, type(None))
+
+
+def encode(value: Any) -> bytes:
+    """One line of ASCII without its line break.
+
+    Raises:
+      TypeError: if the value holds something that no row holds.
+    """
+    return json.dumps(_tagged(value)).encode("ascii")
+
+
+def decode(data: bytes) -> Any:
+    """The value that was encoded, types included."""
+    return json.loads(data, object_hook=_untagged)
+
+
+def _tagged(value: Any) -> Any:
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if kind is list:
+        return [_tagged(item) for item in value]
+    if kind is dict and all(type(key) is str for key in value) and _TAG not in value:
+        return {key: _tagged(item) for key, item in value.items()}
+    if kind is dict:
+        return _tag("dict", [[_tagged(key), _tagged(item)] for key, item in value.items()])
+    if kind is tuple:
+        return _tag("tuple", [_tagged(item) for item in value])
+    for name, (of_kind, write, _) in _OTHERS.items():
+        if kind is of_kind:
+            return _tag(name, write(value))
+    raise TypeError(f"A row cannot hold a {kind.__name__}.")
+
+
+def _tag(name: str, content: Any) -> dict[str, Any]:
+    return {_TAG: [name, content]}
+
+
+def _untagged(mapping: dict[str, Any]) -> Any:
+    if _TAG not in mapping:
+        return mapping
+    name, content = mapping[_TAG]
+    if name == "dict":
+        return {key: item for key, item in content}
+    if name == "tuple":
+        return tuple(content)
+    return _OTHERS[name][2](content)
+
+
+_MICROSECOND = datetime.timedelta(microseconds=1)
+
+# Name -> type, what is written, and how that is read.
+_OTHERS: Mapping[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "bytes": (bytes, lambda data: base64.b64encode(data).decode(), base64.b64decode),
+    "datetime": (datetime.datetime, str, datetime.datetime.fromisoformat),
+    "date": (datetime.date, str, datetime.date.fromisoformat),
+    "time": (datetime.time, str, datetime.time.fromisoformat),
+    "microseconds": (
+        datetime.timedelta,
+        lambda span: span // _MICROSECOND,
+        lambda count: datetime.timedelta(microseconds=count),
+    ),
+    "decimal": (decimal.Decimal, str, decimal.Decimal),
+}

@@ -1,0 +1,349 @@
+"""Templates that are not promptsource's own, rendered in a process that can do nothing else.
+
+A template file may come from a stranger, and Jinja is a programming language. Three walls stand
+around such a template:
+
+  Jinja's sandbox: no attribute that leads to Python's internals;
+  a process without the right to write files, ended after SECONDS of processor time for a row, and
+    with BYTES of memory beyond what it starts with (`"a" * (4 * 10**9)` needs no attribute at all);
+  answers in JSON: whatever becomes of the process, nothing that it sends is ever executed.
+
+Such templates are also held to more than promptsource's: a variable that a row does not have is an
+error (write `{{ text | default("") }}` where it may be missing), and rows without a label or with
+an empty target are dropped, where T0 would train on a wrong answer or on "<NO LABEL>".
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import jinja2
+import jinja2.meta
+import jinja2.nodes
+import jinja2.sandbox
+
+from t0repro.errors import UserError
+from t0repro.tasks import row_codec
+from t0repro.tasks.templates import (
+    NO_LABEL,
+    CompiledTemplate,
+    Drop,
+    Rendering,
+    TemplateFailure,
+    UndefinedVariable,
+    promptsource_environment,
+)
+
+SECONDS = 2.0
+"""Of processor time that one row may take; usual templates take a thousandth of a second."""
+BYTES = 1 << 29
+"""Of memory that rendering may take."""
+CHARACTERS = 1 << 24
+"""That a rendering may have; sequence lengths keep a few thousand."""
+
+
+class SandboxedTemplate:
+    """A template that the sandbox's process compiles and renders; see `CompiledTemplate`.
+
+    Args:
+      template: anything with `name`, `jinja` and `answer_choices`.
+      cut: False leaves long variables whole.
+    """
+
+    def __init__(self, template: Any, cut: bool = True):
+        self.name: str = template.name
+        self._request = {
+            "name": template.name,
+            "jinja": template.jinja,
+            "answer_choices": template.answer_choices,
+            "cut": cut,
+        }
+
+    def render(self, row: Mapping[str, Any], draw_key: str | None = None) -> Rendering | Drop:
+        """Renders one row, or says why it gives no example.
+
+        Raises:
+          TemplateFailure: if the template cannot render the row, or takes too much for it.
+        """
+        answer = _process.ask("render", **self._request, row=dict(row), draw_key=draw_key)
+        return Drop[answer] if isinstance(answer, str) else Rendering(*answer)
+
+
+def check_jinja(text: str) -> None:
+    """Compiles a stranger's Jinja, which evaluates what is constant in it.
+
+    Raises:
+      jinja2.TemplateSyntaxError: with the line, if it is not valid.
+      TemplateFailure: if that takes too much.
+    """
+    _process.ask("check", text=text)
+
+
+def variables(text: str) -> frozenset[str]:
+    """What a stranger's Jinja reads; nothing where it is not valid."""
+    return frozenset(_process.ask("variables", text=text))
+
+
+def fixed_choices(text: str) -> tuple[str, ...] | None:
+    """Answer choices that no row changes, else None."""
+    found = _process.ask("fixed_choices", text=text)
+    return None if found is None else tuple(found)
+
+
+# This side -------------------------------------------------------------------------------------
+
+
+class _Process:
+    """The sandbox's process, started on first use and again after it was ended."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._owner = 0
+        self._lock = threading.Lock()
+
+    def ask(self, operation: str, **arguments: Any) -> Any:
+        """Sends one request and waits for its answer.
+
+        Raises:
+          TemplateFailure, jinja2.TemplateSyntaxError: what the template did wrong.
+        """
+        with self._lock:
+            process = self._started()
+            assert process.stdin is not None and process.stdout is not None
+            try:
+                process.stdin.write(row_codec.encode([operation, arguments]) + b"\n")
+                process.stdin.flush()
+                line = process.stdout.readline()
+            except BrokenPipeError:
+                line = b""
+            if not line.endswith(b"\n"):
+                raise self._ended(process)
+        answer = json.loads(line)
+        if "answer" in answer:
+            return answer["answer"]
+        raise _failure(answer["failure"], answer["message"], answer.get("line"))
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        # After a fork, the pipes are the parent's: its requests and ours would mix.
+        if self._process is None or self._owner != os.getpid():
+            self._owner = os.getpid()
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-W", "ignore", "-m", "t0repro.tasks.sandbox"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,  # Ctrl-C is for the run; this ends when its input does
+            )
+        return self._process
+
+    def _ended(self, process: subprocess.Popen[bytes]) -> TemplateFailure:
+        """The error about a process that is gone; the next request starts another."""
+        self.close()
+        if process.returncode == -signal.SIGPROF:
+            return TemplateFailure(f"it ran for more than {SECONDS:g} s of processor time")
+        return TemplateFailure(
+            f"its process was ended (status {process.returncode}), perhaps for want of memory"
+        )
+
+    def close(self) -> None:
+        """Ends the process."""
+        process, self._process = self._process, None
+        if process is None or self._owner != os.getpid():
+            return
+        for pipe in (process.stdin, process.stdout):
+            assert pipe is not None
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+        try:
+            process.wait(timeout=SECONDS)  # it ends by itself when its input does
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+_process = _Process()
+atexit.register(_process.close)
+
+
+def _failure(kind: str, message: str, line: int | None) -> Exception:
+    if kind == "syntax":
+        return jinja2.TemplateSyntaxError(message, line or 1)
+    if kind == "undefined":
+        return UndefinedVariable(message)
+    return TemplateFailure(message)
+
+
+# The other side --------------------------------------------------------------------------------
+
+
+class _NoLabel(Exception):
+    """A choice was looked up by a label that the row does not have."""
+
+
+class _HiddenLabel(int):
+    """-1 that stands for a hidden label, told apart from the -1 of `words[-1]`."""
+
+
+class StrictEnvironment(jinja2.sandbox.SandboxedEnvironment):
+    """Jinja with promptsource's filters, in which nothing that is missing passes for text."""
+
+    # An operator that is intercepted is not evaluated while a template is compiled.
+    intercepted_binops = frozenset({"*", "**"})
+
+    def __init__(self) -> None:
+        promptsource = promptsource_environment()
+        super().__init__(loader=jinja2.BaseLoader(), undefined=jinja2.StrictUndefined)
+        self.filters = {**promptsource.filters, "string": _text_of}
+        self.globals = dict(promptsource.globals)
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        """As Jinja, but that a label's -1 is not the last choice and null is no place in a list."""
+        if isinstance(argument, _HiddenLabel) or (argument is None and isinstance(obj, list)):
+            raise _NoLabel
+        return super().getitem(obj, argument)
+
+
+def _text_of(value: Any) -> Any:
+    if value is None:
+        raise UndefinedVariable("it prints a field that is null")
+    return jinja2.filters.soft_str(value)
+
+
+class _StrictTemplate:
+    """A template in the strict environment."""
+
+    def __init__(self, template: Any, cut: bool):
+        environment = _environment()
+        self._compiled = CompiledTemplate(template, cut, environment)
+        # The variables that choose an answer: {{ answer_choices[label] }}.
+        self._labels = {
+            item.arg.name
+            for text in (template.jinja, template.answer_choices or "")
+            for item in environment.parse(text).find_all(jinja2.nodes.Getitem)
+            if isinstance(item.arg, jinja2.nodes.Name)
+        }
+
+    def render(self, row: Mapping[str, Any], draw_key: str | None) -> Rendering | Drop:
+        hidden = {
+            name: _HiddenLabel(-1)
+            for name, value in row.items()
+            if name.replace("-", "_") in self._labels and type(value) is int and value == -1
+        }
+        try:
+            rendering = self._compiled.render({**row, **hidden}, draw_key)
+        except _NoLabel:
+            return Drop.NO_LABEL
+        if isinstance(rendering, Rendering) and rendering.targets == NO_LABEL:
+            return Drop.NO_TARGET
+        return rendering
+
+
+@functools.cache
+def _environment() -> StrictEnvironment:
+    return StrictEnvironment()
+
+
+class _Text:
+    """The fields of a template."""
+
+    def __init__(self, name: str, jinja: str, answer_choices: str | None):
+        self.name, self.jinja, self.answer_choices = name, jinja, answer_choices
+
+
+@functools.lru_cache(maxsize=256)
+def _strict(name: str, jinja: str, answer_choices: str | None, cut: bool) -> _StrictTemplate:
+    return _StrictTemplate(_Text(name, jinja, answer_choices), cut)
+
+
+def _render(
+    name: str,
+    jinja: str,
+    answer_choices: str | None,
+    cut: bool,
+    row: dict[str, Any],
+    draw_key: str | None,
+) -> Any:
+    rendering = _strict(name, jinja, answer_choices, cut).render(row, draw_key)
+    if isinstance(rendering, Drop):
+        return rendering.name
+    length = sum(map(len, (rendering.inputs, rendering.targets, *(rendering.answer_choices or ()))))
+    if length > CHARACTERS:
+        raise TemplateFailure(f"it renders to {length:,} characters")
+    return rendering
+
+
+def _check(text: str) -> None:
+    _environment().compile(text)
+
+
+def _variables(text: str) -> list[str]:
+    environment = _environment()
+    try:
+        found = jinja2.meta.find_undeclared_variables(environment.parse(text))
+    except jinja2.TemplateSyntaxError:
+        return []
+    return sorted(found - set(environment.globals) - {"answer_choices"})
+
+
+def _fixed_choices(text: str) -> list[str] | None:
+    if _variables(text):
+        return None
+    return [choice.strip() for choice in _environment().from_string(text).render().split("|||")]
+
+
+_OPERATIONS = {
+    "render": _render,
+    "check": _check,
+    "variables": _variables,
+    "fixed_choices": _fixed_choices,
+}
+
+
+def _answer(operation: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return {"answer": _OPERATIONS[operation](**arguments)}
+    except jinja2.TemplateSyntaxError as error:
+        return {"failure": "syntax", "message": error.message, "line": error.lineno}
+    except (UndefinedVariable, jinja2.UndefinedError) as error:
+        return {"failure": "undefined", "message": str(error)}
+    except MemoryError:
+        return {"failure": "template", "message": f"it needs more than {BYTES >> 20} MB of memory"}
+    except UserError as error:  # Jinja that is not valid
+        return {"failure": "template", "message": error.what}
+    except (TemplateFailure, jinja2.sandbox.SecurityError) as error:
+        return {"failure": "template", "message": str(error)}
+    except Exception as error:  # whatever else an expression raises
+        return {"failure": "template", "message": repr(error)}
+
+
+def _serve() -> None:
+    """Answers requests, a line of JSON each, until there are no more."""
+    import resource
+
+    _environment()  # imported and built before memory is limited
+    with open("/proc/self/statm") as file:
+        held = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (held + BYTES, held + BYTES))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    # The kernel's doing, not Python's, which looks at signals only between its instructions.
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    for line in sys.stdin.buffer:
+        operation, arguments = row_codec.decode(line)
+        signal.setitimer(signal.ITIMER_PROF, SECONDS)
+        answer = json.dumps(_answer(operation, arguments))
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        sys.stdout.buffer.write(answer.encode("ascii") + b"\n")
+        sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    _serve()
