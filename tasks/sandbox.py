@@ -28,6 +28,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jinja2
+import jinja2.exceptions
 import jinja2.meta
 import jinja2.nodes
 import jinja2.sandbox
@@ -319,7 +320,7 @@ def _answer(operation: str, arguments: dict[str, Any]) -> dict[str, Any]:
         return {"failure": "template", "message": f"it needs more than {BYTES >> 20} MB of memory"}
     except UserError as error:  # Jinja that is not valid
         return {"failure": "template", "message": error.what}
-    except (TemplateFailure, jinja2.sandbox.SecurityError) as error:
+    except (TemplateFailure, jinja2.exceptions.SecurityError) as error:
         return {"failure": "template", "message": str(error)}
     except Exception as error:  # whatever else an expression raises
         return {"failure": "template", "message": repr(error)}
