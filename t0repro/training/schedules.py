@@ -1,4 +1,4 @@
-"""Learning-rate schedules by their names in mesh_tensorflow.transformer.learning_rate_schedules.
+"""Learning-rate schedules by their names in Mesh TensorFlow's learning_rate_schedules, and T5X's.
 
 A schedule is a function from the global step before an update (an int32 scalar) to the update's
 learning rate (a float32 scalar), computed on the device in float32 as Mesh TensorFlow does. Each of
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from t0repro.config.run_config import ScheduleConfig
 from t0repro.errors import UserError, nearest_names
+from t0repro.training.learning_rate_factors import create_learning_rate_scheduler
 
 Schedule = Callable[[jax.Array], jax.Array]
 Number = int | float  # gin's 0 stands for 0.0
@@ -175,6 +176,7 @@ SCHEDULES: dict[str, Callable[..., jax.Array]] = {
     function.__name__: function
     for function in (
         adafactor_default,
+        create_learning_rate_scheduler,
         constant,
         constant_learning_rate,
         learning_rate_schedule_noam,

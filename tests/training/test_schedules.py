@@ -86,11 +86,12 @@ def test_argument_that_a_schedule_does_not_take_is_named():
         make_schedule(ScheduleConfig("constant", {"warmup": 3}, TOTAL))
 
 
-def test_every_schedule_of_mesh_tensorflow_0_1_21_is_there_and_adafactors_own():
+def test_every_schedule_of_mesh_tensorflow_0_1_21_is_there_with_adafactors_own_and_t5xs():
     assert sorted(SCHEDULES) == [
         "adafactor_default",
         "constant",
         "constant_learning_rate",
+        "create_learning_rate_scheduler",
         "learning_rate_schedule_noam",
         "linear_decay",
         "linear_decay_learning_rate",
