@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import sys
 from typing import Annotated
 
 import typer
@@ -20,7 +21,7 @@ from t0repro.cli import (
     tasks,
 )
 from t0repro.cli.gate import gate
-from t0repro.cli.spelling import canonical, show_canonical
+from t0repro.cli.spelling import canonical, show_canonical, with_t5x_overrides
 
 app = typer.Typer(
     name="t0repro",
@@ -90,4 +91,4 @@ def main() -> None:
     with gate("t0repro") as settings:
         command = typer.main.get_command(app)
         show_canonical(command)
-        command(obj=settings)
+        command(args=with_t5x_overrides(sys.argv[1:]), obj=settings)

@@ -1,5 +1,6 @@
-"""The options by which a command takes a run's gin, as `t5_mesh_transformer` does."""
+"""The options by which a command takes a run's gin, as `t5_mesh_transformer` and T5X do."""
 
+import enum
 from typing import Annotated
 
 import typer
@@ -15,4 +16,30 @@ GinFolders = Annotated[
 Modules = Annotated[
     list[str] | None,
     typer.Option("--module_import", help="A module that registers tasks; repeatable."),
+]
+
+
+class RunMode(enum.StrEnum):
+    """T5X's run modes that this project reads gin files of."""
+
+    TRAIN = "train"
+    EVAL = "eval"
+    INFER = "infer"
+    PRECOMPILE = "precompile"
+
+
+RunModes = Annotated[
+    RunMode | None, typer.Option("--run_mode", help="Read the gin files as T5X does in this mode.")
+]
+GinBindings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--gin_bindings", help="An override of a T5X run, or --gin.NAME=VALUE; repeatable."
+    ),
+]
+GinSearchPaths = Annotated[
+    str,
+    typer.Option(
+        "--gin_search_paths", help="Folders to find a T5X run's gin files in, joined by commas."
+    ),
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from t0repro.config.run_config import RunConfig
@@ -16,6 +16,11 @@ def render(config: RunConfig) -> str:
         for field, value in flatten(config)
         if not field.startswith("provenance")
     ]
+    return in_columns(rows)
+
+
+def in_columns(rows: Sequence[tuple[str, str, str]]) -> str:
+    """Names, values and places in three columns; a long value pushes its place to the right."""
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     return "\n".join(
         f"{field:<{widths[0]}}  {value:<{min(widths[1], 40)}}  {place}".rstrip()

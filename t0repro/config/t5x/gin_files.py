@@ -235,7 +235,8 @@ def _check_macros(reached: Iterable[_Call], bindings: Bindings) -> None:
         place = bindings.place((name, _MACRO, "value"))
         stray = nearest_names(name, bound - set(read), count=1)
         hint = "" if stray == "none is similar" else f", for which {stray} may be meant"
-        lines.append(f"{name}{f' (required at {place})' if place else ''}{hint}")
+        required = f" (required at {_without_folder(place)})" if place else ""
+        lines.append(f"{name}{required}{hint}")
     raise UserError(
         f"{'Macros without a value' if len(lines) > 1 else 'A macro without a value'}:"
         f" {'; '.join(lines)}.",
@@ -340,9 +341,14 @@ def _values(reached: Iterable[_Call], bindings: Bindings) -> Iterator[Value]:
                 value = gin.config._format_value(_followed(call.arguments[argument]))
                 assert value is not None  # references and literals can always be written
                 place = bindings.find(_prefixes(call.scopes), call.selector, argument) or ""
-                yield Value(name, value, place)
+                yield Value(name, value, _without_folder(place))
             elif parameter.default is not parameter.empty:
                 yield Value(name, repr(parameter.default), f"default of {_short(call.selector)}")
+
+
+def _without_folder(place: str) -> str:
+    """A place as people write it, `t5x/configs/runs/pretrain.gin:17` for a file of this package."""
+    return place.replace(f"{shipped_files()}/", "")
 
 
 def _prefixes(scopes: Sequence[str]) -> tuple[str, ...]:

@@ -1,0 +1,53 @@
+"""`t0repro explain` of T5X's gin files, as a user calls it."""
+
+import json
+import subprocess
+import sys
+
+FILES = [
+    "--gin_file",
+    "t5x/examples/t5/t5_1_1/small.gin",
+    "--gin_file=t5x/configs/runs/pretrain.gin",
+]
+MACROS = [
+    "--gin.MODEL_DIR='runs/a'",
+    "--gin.MIXTURE_OR_TASK_NAME='a_task'",
+    "--gin.TRAIN_STEPS=10",
+    "--gin.TASK_FEATURE_LENGTHS={'inputs': 8, 'targets': 8}",
+    "--gin.DROPOUT_RATE=0.0",
+]
+
+
+def explain(*arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-P", "-m", "t0repro.cli", "explain", "--run_mode", "train"]
+    return subprocess.run([*command, *FILES, *arguments], capture_output=True, text=True)
+
+
+def test_each_value_stands_beside_its_place():
+    done = explain(*MACROS)
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = {line.split()[0]: line for line in done.stdout.splitlines()}
+    steps = lines["train_script.train.total_steps"]
+    assert " 10 " in steps and "--gin_bindings 'TRAIN_STEPS = 10'" in steps
+    period = lines["train_script.train.eval_period"]
+    assert " 1000 " in period and "  t5x/configs/runs/pretrain.gin:" in period
+
+
+def test_json_has_every_value_and_what_the_files_import(tmp_path):
+    (tmp_path / "mine.gin").write_text("import t5.data.mixtures\n")
+    folder = f"--gin_search_paths=nowhere,{tmp_path}"
+    done = explain(*MACROS, "--gin_file=mine.gin", folder, "--json")
+    shown = json.loads(done.stdout)
+    assert shown["imports"] == ["t5.data.mixtures"]
+    assert shown["values"]["MODEL/network.T5Config.emb_dim"]["value"] == "512"
+
+
+def test_a_misspelt_macro_is_answered_without_importing_tensorflow_or_jax():
+    done = explain(*MACROS[1:], "--gin.MODEL_DRI='runs/a'")
+    assert done.returncode == 2 and done.stdout == ""
+    assert "MODEL_DIR" in done.stderr and "'MODEL_DRI' may be meant" in done.stderr
+
+
+def test_a_flag_without_a_value_says_how_to_write_it():
+    done = explain(*MACROS, "--gin.BATCH_SIZE")
+    assert done.returncode == 2 and "--gin.BATCH_SIZE=VALUE" in done.stderr
