@@ -21,8 +21,9 @@ import numpy as np
 from t0repro.errors import UserError
 from t0repro.evaluation.grouping import DecoderRows, Plan, PlannedBatch, make_plan
 from t0repro.evaluation.pairs import Pairs, distinct_pairs
+from t0repro.model.blocks import Memory
 from t0repro.model.shapes import Array, Float, Int
-from t0repro.model.t5 import T5, Memory, cross_attention_memory
+from t0repro.model.t5 import T5, cross_attention_memory
 from t0repro.training.loss import cross_entropy
 
 TOKENS_PER_BATCH = {"cpu": 4096, "gpu": 65536, "tpu": 65536}

@@ -15,128 +15,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from t0repro.config.run_config import ModelConfig
-from t0repro.model.layers import (
-    MLP,
-    Attention,
-    Dense,
-    Dropout,
-    Embedding,
-    RelativePositionBias,
-    RMSNorm,
-    fan_in_truncated_normal,
-    recomputed,
-    segment_bias,
-    visibility_bias,
-)
-from t0repro.model.shapes import Array, Bool, Float, Int
+from t0repro.model.layers import same_segment
+from t0repro.model.shapes import Array, Bool, Int
 
 EOS = 1
-
-
-class Layer(nn.Module):
-    """Self-attention and feed-forward layer, each on a normalised input and with a residual."""
-
-    config: ModelConfig
-    dtype: jnp.dtype
-
-    @nn.compact
-    def __call__(
-        self,
-        x: Float[Array, "batch length d_model"],
-        bias: Float[Array, "#batch heads length length"],
-        present: Float[Array, "#batch #length 1"],
-        *,
-        deterministic: bool,
-    ) -> Float[Array, "batch length d_model"]:
-        """Returns the residual stream after this layer."""
-        dropout = Dropout(self.config.dropout_rate, -2)
-        y = (
-            RMSNorm(self.dtype, self.config.rms_norm_epsilon, name="pre_self_attention_layer_norm")(
-                x
-            )
-            * present
-        )
-        if self.config.position_bias_per_layer:
-            bias = bias + _position_bias(self.config, self.dtype)(x.shape[1])
-        attention = Attention(self.config, self.dtype, name="self_attention")
-        y = attention(y, y, bias, deterministic=deterministic)
-        x = x + dropout(y, deterministic=deterministic)
-        y = (
-            RMSNorm(self.dtype, self.config.rms_norm_epsilon, name="pre_mlp_layer_norm")(x)
-            * present
-        )
-        y = MLP(self.config, self.dtype, name="mlp")(y, deterministic=deterministic)
-        return x + dropout(y, deterministic=deterministic)
-
-
-def _position_bias(config: ModelConfig, dtype: jnp.dtype) -> RelativePositionBias:
-    """The position bias of the tower, or of the layer, that this is called in."""
-    return RelativePositionBias(config, dtype, config.input_full_attention, name="relpos_bias")
-
-
-class DecoderOnly(nn.Module):
-    """The only tower of a language model, its embedding included."""
-
-    config: ModelConfig
-    dtype: jnp.dtype
-
-    @nn.compact
-    def __call__(
-        self,
-        targets: Int[Array, "batch length"],
-        segments: Int[Array, "batch length"] | None,
-        *,
-        deterministic: bool,
-    ) -> Float[Array, "batch length vocab"]:
-        """Float32 logits of each target given those before it.
-
-        Args:
-          targets: what `text_to_self` makes; shifted right here.
-          segments: of the targets when rows are packed.
-          deterministic: False draws dropout.
-        """
-        config, length = self.config, targets.shape[1]
-        dropout = Dropout(config.dropout_rate, -2)
-        embedder = Embedding(config, self.dtype, name="token_embedder")
-        bias = visibility_bias(_visible(config, targets))
-        if not config.position_bias_per_layer:
-            bias = _position_bias(config, self.dtype)(length) + bias
-        present = jnp.ones((1, 1, 1), self.dtype)
-        if segments is not None:
-            bias = bias + segment_bias(segments, segments)
-            present = (segments != 0).astype(self.dtype)[..., None]
-        x = dropout(embedder(shifted(targets, segments)), deterministic=deterministic)
-        for index in range(config.num_decoder_layers):
-            layer = Layer(config, self.dtype, name=f"layers_{index}")
-            x = recomputed(layer, deterministic)(x, bias, present)
-        x = RMSNorm(self.dtype, self.config.rms_norm_epsilon, name="decoder_norm")(x)
-        x = dropout(x, deterministic=deterministic) * present
-        if config.logits_from_embedding:
-            return embedder.attend(x)
-        init = fan_in_truncated_normal
-        return Dense(
-            config.vocab_size, self.dtype, init, jnp.dtype("float32"), name="logits_dense"
-        )(x)
-
-
-def shifted(
-    targets: Int[Array, "batch length"], segments: Int[Array, "batch length"] | None
-) -> Int[Array, "batch length"]:
-    """What the model reads: each target one place later (transformer.autoregressive_inputs)."""
-    inputs = jnp.abs(_delayed(targets))
-    if segments is not None:
-        inputs = inputs * (segments == _delayed(segments)).astype(inputs.dtype)
-    return inputs
-
-
-def _delayed(x: Array) -> Array:
-    return jnp.pad(x[:, :-1], ((0, 0), (1, 0)))
 
 
 def of_inputs(targets: Int[Array, "batch length"]) -> Bool[Array, "batch length"]:
@@ -148,20 +35,28 @@ def of_inputs(targets: Int[Array, "batch length"]) -> Bool[Array, "batch length"
     return (jnp.cumsum(ends, axis=-1) - ends) % 2 == 0
 
 
-def _visible(
-    config: ModelConfig, targets: Int[Array, "batch length"]
+def visible_targets(
+    config: ModelConfig,
+    targets: Int[Array, "batch length"],
+    segments: Int[Array, "batch length"] | None,
 ) -> Bool[Array, "#batch 1 length length"]:
-    """Which position (third axis) sees which (fourth axis), segments apart.
+    """Which position (third axis) sees which (fourth axis).
 
-    With full attention inputs have priority 0, and so has the position after them, where their EOS
+    With full attention, inputs have priority 0, and so has the position after them, where their EOS
     is read and the first target predicted. As in Mesh TensorFlow, inputs of *any* example of a row
     have it, and the segments keep examples apart.
     """
-    position = jnp.arange(targets.shape[1])[None]
+    priority = jnp.arange(targets.shape[1])[None]
     if config.input_full_attention:
         inputs = of_inputs(targets)
-        position = position * ~(inputs | _delayed(inputs))
-    return (position[:, :, None] >= position[:, None, :])[:, None]
+        priority = priority * ~(inputs | delayed(inputs))
+    visible = (priority[:, :, None] >= priority[:, None, :])[:, None]
+    return visible if segments is None else visible & same_segment(segments, segments)
+
+
+def delayed(x: Array) -> Array:
+    """Each row one place later, with a zero in front."""
+    return jnp.pad(x[:, :-1], ((0, 0), (1, 0)))
 
 
 def text_to_self(

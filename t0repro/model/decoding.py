@@ -26,20 +26,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from t0repro.config.run_config import DecodingConfig
-from t0repro.model.layers import (
-    INVISIBLE,
-    MLP,
-    Attention,
-    Dense,
-    Embedding,
-    KeysAndValues,
-    RMSNorm,
-    keys_and_values,
-    relative_position_bucket,
-    segment_bias,
-)
-from t0repro.model.shapes import Array, Float, Int
-from t0repro.model.t5 import T5, Memory, cross_attention_memory, segments_of
+from t0repro.model.blocks import Memory
+from t0repro.model.layers import same_segment
+from t0repro.model.shapes import Array, Bool, Float, Int
+from t0repro.model.t5 import T5, cross_attention_memory, segments_of
 
 EOS = 1
 # Mesh TensorFlow's infinity (beam_search.INF): what a beam that does not exist scores.
@@ -48,6 +38,7 @@ _NEVER = 1e7
 _DROPPED = -1e6
 
 Parameters = Mapping[str, Any]
+Cache = Mapping[str, Any]  # Flax's collection "cache" of the model
 
 
 class Decoded(NamedTuple):
@@ -113,54 +104,44 @@ class DecoderReads:
 
     Attributes:
       memory: keys and values of the encoder's outputs, by layer, [batch, heads, memory, d_kv].
-      encoder_bias: 0 at inputs and -1e9 at padding: [batch, 1, 1, memory].
-      distance_biases: of each decoder layer, the bias of a key so far back: [heads, distances].
+      visible: which inputs are no padding, [batch, 1, 1, memory].
     """
 
     memory: Memory
-    encoder_bias: Float[Array, "batch 1 1 memory"]
-    distance_biases: tuple[Float[Array, "heads distances"], ...]
+    visible: Bool[Array, "batch 1 1 memory"]
 
 
 def read_inputs(model: T5, params: Parameters, inputs: Int[Array, "batch memory"]) -> DecoderReads:
-    """Encodes the inputs, and looks up what does not depend on the position."""
+    """Encodes the inputs, once for all positions."""
     segments = segments_of(inputs, None)
     encoded = model.apply({"params": params}, inputs, segments, method=T5.encode)
     assert isinstance(encoded, jax.Array)
-    config = model.config
-    furthest = config.relative_attention_max_distance
-    distances = np.arange(furthest + 1, dtype=np.int32)
-    bucket = relative_position_bucket(
-        -distances, False, config.relative_attention_num_buckets, furthest
-    )
-    dtype, decoder = jnp.dtype(model.dtypes.activation), params["decoder"]
-
-    def distance_bias(index: int) -> jax.Array:
-        owner = decoder[f"layers_{index}"] if config.position_bias_per_layer else decoder
-        return owner["relpos_bias"]["rel_embedding"].astype(dtype)[:, bucket]
-
     return DecoderReads(
         memory=cross_attention_memory(model, params, encoded),
-        encoder_bias=segment_bias(jnp.ones((inputs.shape[0], 1), segments.dtype), segments),
-        distance_biases=tuple(map(distance_bias, range(config.num_decoder_layers))),
+        visible=same_segment(jnp.ones((inputs.shape[0], 1), segments.dtype), segments),
     )
 
 
-def empty_cache(model: T5, rows: int, length: int) -> Memory:
+def empty_cache(model: T5, rows: int, length: int) -> Cache:
     """Zeros for the keys and values of `length` positions in each decoder layer."""
     config, dtype = model.config, jnp.dtype(model.dtypes.activation)
     zeros = jnp.zeros((rows, config.num_heads, length, config.d_kv), dtype)
-    return (KeysAndValues(zeros, zeros),) * config.num_decoder_layers
+    return {
+        "decoder": {
+            f"layers_{index}": {"self_attention": {"cached_key": zeros, "cached_value": zeros}}
+            for index in range(config.num_decoder_layers)
+        }
+    }
 
 
 def decoder_step(
     model: T5,
     params: Parameters,
     reads: DecoderReads,
-    cache: Memory,
+    cache: Cache,
     tokens: Int[Array, "batch beams"],
     position: Int[Array, ""],
-) -> tuple[Float[Array, "batch beams vocab"], Memory]:
+) -> tuple[Float[Array, "batch beams vocab"], Cache]:
     """Float32 logits of the targets at a position, and the cache with that position.
 
     Args:
@@ -171,64 +152,18 @@ def decoder_step(
       tokens: what the decoder reads there: the targets one position before, 0 at the first.
       position: from 0 on, less than length.
     """
-    config, dtype = model.config, jnp.dtype(model.dtypes.activation)
-    decoder = params["decoder"]
-    batch, beams = tokens.shape
-    length = cache[0].key.shape[2]
-
-    def norm(name: str, layer: Parameters, x: jax.Array) -> jax.Array:
-        return _applied(RMSNorm(dtype, config.rms_norm_epsilon), layer[name], x)
-
-    def attend(name: str, layer: Parameters, *arguments: Any) -> jax.Array:
-        return _applied(Attention(config, dtype), layer[name], *arguments, deterministic=True)
-
-    embed = Embedding(config, dtype)
-    x = _applied(embed, params["token_embedder"], tokens)  # [batch, beams, d_model]
-    updated = []
-    for index in range(config.num_decoder_layers):
-        layer = decoder[f"layers_{index}"]
-        y = norm("pre_self_attention_layer_norm", layer, x).reshape(batch * beams, 1, -1)
-        new = keys_and_values(layer["self_attention"], y, config.num_heads, dtype)
-        kept = jax.tree.map(
-            lambda old, value: old.at[:, :, position].set(value[:, :, 0]),
-            cache[index],
-            new,
-        )
-        updated.append(kept)
-        bias = _causal_row(reads.distance_biases[index], position, length)
-        x = x + attend("self_attention", layer, y, kept, bias).reshape(x.shape)
-        # The beams stand where a sequence's positions otherwise do: each reads the row's input.
-        y = norm("pre_cross_attention_layer_norm", layer, x)
-        memory, encoder_bias = reads.memory[index], reads.encoder_bias
-        x = x + attend("encoder_decoder_attention", layer, y, memory, encoder_bias)
-        y = norm("pre_mlp_layer_norm", layer, x)
-        x = x + _applied(MLP(config, dtype), layer["mlp"], y, deterministic=True)
-    x = norm("decoder_norm", decoder, x)
-    if config.logits_from_embedding:
-        logits = _applied(embed, params["token_embedder"], x, method=Embedding.attend)
-    else:
-        dense = Dense(
-            config.vocab_size, dtype, jax.nn.initializers.zeros, output_dtype=jnp.dtype("float32")
-        )
-        logits = _applied(dense, decoder["logits_dense"], x)
-    return logits, tuple(updated)
-
-
-def _applied(module: Any, params: Parameters, *arguments: Any, **options: Any) -> jax.Array:
-    result = module.apply({"params": params}, *arguments, **options)
-    assert isinstance(result, jax.Array)
-    return result
-
-
-def _causal_row(
-    distance_bias: Float[Array, "heads distances"], position: Int[Array, ""], length: int
-) -> Float[Array, "1 heads 1 length"]:
-    """A query's relative and causal bias for every cached position."""
-    distance = position - jnp.arange(length)
-    # Beyond the largest distance all share a bucket, as they do at it.
-    bias = distance_bias[:, jnp.clip(distance, 0, distance_bias.shape[1] - 1)]
-    visible = jnp.where(distance >= 0, 0.0, INVISIBLE)
-    return (bias.astype(jnp.float32) + visible)[None, :, None, :]
+    logits, updated = model.apply(
+        {"params": params, "cache": cache},
+        tokens.reshape(-1, 1),
+        position,
+        jax.tree.leaves(cache)[0].shape[2],
+        reads.memory,
+        reads.visible,
+        method=T5.decode_step,
+        mutable=["cache"],
+    )
+    assert isinstance(logits, jax.Array)
+    return logits.reshape(*tokens.shape, -1), updated["cache"]
 
 
 # ---- Greedy decoding and sampling ---------------------------------------------------------------

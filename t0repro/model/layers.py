@@ -7,7 +7,6 @@ than that, the docstring says so. Distributions of the initial values are Mesh T
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -26,7 +25,6 @@ from t0repro.model.shapes import Array, Bool, Float, Int
 INVISIBLE = -1e9
 
 Initializer = Callable[..., jax.Array]
-Segments = Int[Array, "batch length"]
 
 
 class Dense(nn.Module):
@@ -121,22 +119,6 @@ class Dropout(nn.Module):
         return x * (kept.astype(x.dtype) / jnp.asarray(keep, x.dtype))
 
 
-def recomputed(layer: nn.Module, deterministic: bool) -> Callable[..., jax.Array]:
-    """The layer's call, its activations computed again in the backward pass if the model says so.
-
-    Args:
-      layer: with a `config`; it takes arrays, and `deterministic` by name.
-      deterministic: of the call, bound here because it decides what is traced.
-    """
-
-    def call(module: nn.Module, *arrays: Any) -> Any:
-        return module(*arrays, deterministic=deterministic)  # pyright: ignore[reportCallIssue]
-
-    if layer.config.recompute_grads:  # pyright: ignore[reportAttributeAccessIssue]
-        call = nn.remat(call)
-    return functools.partial(call, layer)
-
-
 class MLP(nn.Module):
     """The feed-forward layer: the product of one activated projection per activation, then `wo`.
 
@@ -187,11 +169,22 @@ class Attention(nn.Module):
         self,
         x: Float[Array, "batch length d_model"],
         memory: Float[Array, "batch memory d_model"] | KeysAndValues,
-        bias: Float[Array, "#batch #heads #length memory"],
+        bias: Float[Array, "#batch #heads #length keys"],
         *,
         deterministic: bool,
+        position: Int[Array, ""] | None = None,
     ) -> Float[Array, "batch length d_model"]:
-        """Attends from x to memory, or to its `keys_and_values`; `bias` is added to the logits."""
+        """Attends from x to memory.
+
+        Args:
+          x: where queries come from.
+          memory: where keys and values come from, or its `keys_and_values`.
+          bias: added to the logits.
+          deterministic: False draws dropout.
+          position: when decoding with a cache, the position of the one token in each row. Its key
+            and value are written there into the collection "cache", [batch, heads, length, d_kv],
+            and all keys in the cache are attended to.
+        """
         config = self.config
         heads, d_kv = config.num_heads, config.d_kv
         fan_in = config.d_model**-0.5
@@ -207,6 +200,9 @@ class Attention(nn.Module):
         else:
             key = project("key", memory, fan_in)
             value = project("value", memory, fan_in)
+        if position is not None:
+            key = self._with_earlier("cached_key", key, position)
+            value = self._with_earlier("cached_value", value, position)
         query, key = query.astype(jnp.float32), key.astype(jnp.float32)
         logits = jnp.einsum("bhqd,bhkd->bhqk", query, key)
         weights = attention_weights(logits + bias.astype(jnp.float32)).astype(self.dtype)
@@ -216,6 +212,15 @@ class Attention(nn.Module):
         y = y.reshape(*y.shape[:-2], heads * d_kv)
         init = nn.initializers.normal((heads * d_kv) ** -0.5)
         return Dense(config.d_model, self.dtype, init, name="out")(y)
+
+    def _with_earlier(
+        self, name: str, x: Float[Array, "batch heads 1 d_kv"], position: Int[Array, ""]
+    ) -> Float[Array, "batch heads keys d_kv"]:
+        """The cache of this name with x at its position."""
+        # Only decoding passes a position, and it passes the cache: there is nothing to initialise.
+        cache = self.variable("cache", name)
+        cache.value = cache.value.at[:, :, position].set(x[:, :, 0])
+        return cache.value
 
 
 def split_heads(
@@ -254,22 +259,38 @@ class RelativePositionBias(nn.Module):
     bidirectional: bool
 
     @nn.compact
-    def __call__(self, length: int) -> Float[Array, "1 heads length length"]:
-        """The bias of each (query, key) pair of a sequence: [1, heads, length, length]."""
+    def __call__(
+        self, length: int, position: Int[Array, ""] | None = None
+    ) -> Float[Array, "1 heads queries length"]:
+        """The bias of each (query, key) pair of a sequence.
+
+        Args:
+          length: of the sequence.
+          position: of the only query, whose bias for later keys means nothing; None for all.
+        """
         config = self.config
         # Mesh TensorFlow names no initializer, so TensorFlow's default applies: Glorot uniform.
         init = nn.initializers.glorot_uniform(in_axis=0, out_axis=1)
         shape = (config.num_heads, config.relative_attention_num_buckets)
         values = self.param("rel_embedding", init, shape, jnp.float32).astype(self.dtype)
-        position = np.arange(length, dtype=np.int32)
-        offsets = position[None, :] - position[:, None]  # [query, key]
-        bucket = relative_position_bucket(
-            offsets,
-            self.bidirectional,
-            config.relative_attention_num_buckets,
-            config.relative_attention_max_distance,
-        )
-        return values[:, bucket][None]
+
+        def of_offsets(offsets: np.ndarray) -> Array:
+            bucket = relative_position_bucket(
+                offsets,
+                self.bidirectional,
+                config.relative_attention_num_buckets,
+                config.relative_attention_max_distance,
+            )
+            return values[:, bucket]
+
+        places = np.arange(length, dtype=np.int32)
+        if position is None:
+            return of_offsets(places[None, :] - places[:, None])[None]
+        # Buckets are computed while the model is traced, the position is known on the device alone:
+        # it looks its keys up among all distances that differ in their bucket.
+        furthest = config.relative_attention_max_distance
+        by_distance = of_offsets(-np.arange(furthest + 1, dtype=np.int32))
+        return by_distance[:, jnp.clip(position - places, 0, furthest)][None, :, None, :]
 
 
 def relative_position_bucket(
@@ -316,17 +337,16 @@ def attention_weights(
     return jnp.exp(logits - log_z)
 
 
-def segment_bias(
+def same_segment(
     query: Int[Array, "batch length"], key: Int[Array, "batch memory"]
-) -> Float[Array, "batch 1 length memory"]:
-    """Zero where query and key are of one segment, -1e9 elsewhere; padding sees only padding."""
-    return visibility_bias(query[:, None, :, None] == key[:, None, None, :])
+) -> Bool[Array, "batch 1 length memory"]:
+    """Whether query and key are of one segment; padding, segment 0, sees only padding."""
+    return query[:, None, :, None] == key[:, None, None, :]
 
 
-def causal_bias(length: int) -> Float[Array, "1 1 length length"]:
-    """Zero where the key's position is at most the query's, -1e9 elsewhere."""
-    position = np.arange(length)
-    return visibility_bias(jnp.asarray(position[:, None] >= position[None, :])[None, None])
+def causal(length: int) -> Bool[Array, "1 1 length length"]:
+    """Whether the key's position is at most the query's."""
+    return jnp.asarray(np.tri(length, dtype=bool))[None, None]
 
 
 def visibility_bias(visible: Bool[Array, "*shape"]) -> Float[Array, "*shape"]:

@@ -27,196 +27,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from t0repro.config.run_config import DTypePolicy, ModelConfig
-from t0repro.model.decoder_only import DecoderOnly, text_to_self
+from t0repro.model.blocks import Memory, Tower
+from t0repro.model.decoder_only import delayed, text_to_self, visible_targets
 from t0repro.model.layers import (
-    MLP,
-    Attention,
-    Dense,
-    Dropout,
     Embedding,
-    KeysAndValues,
-    RelativePositionBias,
-    RMSNorm,
-    causal_bias,
-    fan_in_truncated_normal,
+    causal,
     keys_and_values,
-    recomputed,
-    segment_bias,
+    same_segment,
 )
-from t0repro.model.shapes import Array, Float, Int
+from t0repro.model.shapes import Array, Bool, Float, Int
 
 Batch = Mapping[str, jax.Array | np.ndarray]
-Memory = tuple[KeysAndValues, ...]  # of each decoder layer, first to last
-
-
-class EncoderLayer(nn.Module):
-    """Self-attention and feed-forward layer, each on a normalised input and with a residual."""
-
-    config: ModelConfig
-    dtype: jnp.dtype
-
-    @nn.compact
-    def __call__(
-        self,
-        x: Float[Array, "batch length d_model"],
-        bias: Float[Array, "batch heads length length"],
-        present: Float[Array, "batch length 1"],
-        *,
-        deterministic: bool,
-    ) -> Float[Array, "batch length d_model"]:
-        """Returns the residual stream after this layer."""
-        dropout = Dropout(self.config.dropout_rate, -2)
-        y = (
-            RMSNorm(self.dtype, self.config.rms_norm_epsilon, name="pre_attention_layer_norm")(x)
-            * present
-        )
-        if self.config.position_bias_per_layer:
-            bias = bias + _position_bias(self.config, self.dtype, True)(x.shape[1])
-        attention = Attention(self.config, self.dtype, name="attention")
-        x = x + dropout(
-            attention(y, y, bias, deterministic=deterministic), deterministic=deterministic
-        )
-        y = (
-            RMSNorm(self.dtype, self.config.rms_norm_epsilon, name="pre_mlp_layer_norm")(x)
-            * present
-        )
-        mlp = MLP(self.config, self.dtype, name="mlp")
-        return x + dropout(mlp(y, deterministic=deterministic), deterministic=deterministic)
-
-
-class DecoderLayer(nn.Module):
-    """Self-attention, attention to the encoder and feed-forward layer, with residuals."""
-
-    config: ModelConfig
-    dtype: jnp.dtype
-
-    @nn.compact
-    def __call__(
-        self,
-        x: Float[Array, "batch length d_model"],
-        encoded: Float[Array, "batch memory d_model"] | KeysAndValues,
-        bias: Float[Array, "batch heads length length"],
-        encoder_bias: Float[Array, "batch 1 length memory"],
-        present: Float[Array, "batch length 1"],
-        *,
-        deterministic: bool,
-    ) -> Float[Array, "batch length d_model"]:
-        """Returns the residual stream after this layer."""
-        dropout = Dropout(self.config.dropout_rate, -2)
-        y = (
-            RMSNorm(self.dtype, self.config.rms_norm_epsilon, name="pre_self_attention_layer_norm")(
-                x
-            )
-            * present
-        )
-        if self.config.position_bias_per_layer:
-            bias = bias + _position_bias(self.config, self.dtype, False)(x.shape[1])
-        attention = Attention(self.config, self.dtype, name="self_attention")
-        x = x + dropout(
-            attention(y, y, bias, deterministic=deterministic), deterministic=deterministic
-        )
-        y = (
-            RMSNorm(
-                self.dtype, self.config.rms_norm_epsilon, name="pre_cross_attention_layer_norm"
-            )(x)
-            * present
-        )
-        attention = Attention(self.config, self.dtype, name="encoder_decoder_attention")
-        y = attention(y, encoded, encoder_bias, deterministic=deterministic)
-        x = x + dropout(y, deterministic=deterministic)
-        y = (
-            RMSNorm(self.dtype, self.config.rms_norm_epsilon, name="pre_mlp_layer_norm")(x)
-            * present
-        )
-        mlp = MLP(self.config, self.dtype, name="mlp")
-        return x + dropout(mlp(y, deterministic=deterministic), deterministic=deterministic)
-
-
-def _position_bias(
-    config: ModelConfig, dtype: jnp.dtype, bidirectional: bool
-) -> RelativePositionBias:
-    """The position bias of the tower, or of the layer, that this is called in."""
-    return RelativePositionBias(config, dtype, bidirectional, name="relpos_bias")
-
-
-class Encoder(nn.Module):
-    """The encoder tower, from embedded inputs to normalised outputs."""
-
-    config: ModelConfig
-    dtype: jnp.dtype
-
-    @nn.compact
-    def __call__(
-        self,
-        x: Float[Array, "batch length d_model"],
-        segments: Int[Array, "batch length"],
-        *,
-        deterministic: bool,
-    ) -> Float[Array, "batch length d_model"]:
-        """Encodes embedded inputs; outputs at padding are zero."""
-        dropout = Dropout(self.config.dropout_rate, -2)
-        present = nonpadding(segments, self.dtype)
-        bias = segment_bias(segments, segments)
-        if not self.config.position_bias_per_layer:
-            bias = _position_bias(self.config, self.dtype, True)(x.shape[1]) + bias
-        x = dropout(x, deterministic=deterministic)
-        for index in range(self.config.num_encoder_layers):
-            layer = EncoderLayer(self.config, self.dtype, name=f"layers_{index}")
-            x = recomputed(layer, deterministic)(x, bias, present)
-        x = RMSNorm(self.dtype, self.config.rms_norm_epsilon, name="encoder_norm")(x)
-        return dropout(x, deterministic=deterministic) * present
-
-
-class Decoder(nn.Module):
-    """The decoder tower, from embedded, shifted targets to normalised outputs or to logits."""
-
-    config: ModelConfig
-    dtype: jnp.dtype
-
-    @nn.compact
-    def __call__(
-        self,
-        x: Float[Array, "batch length d_model"],
-        encoded: Float[Array, "batch memory d_model"] | Memory,
-        segments: Int[Array, "batch length"],
-        encoder_segments: Int[Array, "batch memory"],
-        *,
-        deterministic: bool,
-        segments_read: Int[Array, "batch length"] | None = None,
-    ) -> Float[Array, "batch length outputs"]:
-        """Float32 logits when the model has a kernel for them, else what gives them.
-
-        Args:
-          x: embedded targets, shifted right.
-          encoded: the encoder's outputs, or what `cross_attention_memory` makes of them.
-          segments: of the targets; a position attends to earlier ones of its own segment.
-          encoder_segments: of the inputs.
-          deterministic: False draws dropout.
-          segments_read: the segment of the inputs that each target attends to; its own by default.
-        """
-        config = self.config
-        dropout = Dropout(config.dropout_rate, -2)
-        present = nonpadding(segments, self.dtype)
-        length = x.shape[1]
-        bias = causal_bias(length)
-        if not config.position_bias_per_layer:
-            bias = _position_bias(config, self.dtype, False)(length) + bias
-        bias = bias + segment_bias(segments, segments)
-        reads = segments if segments_read is None else segments_read
-        encoder_bias = segment_bias(reads, encoder_segments)
-        x = dropout(x, deterministic=deterministic)
-        for index in range(config.num_decoder_layers):
-            layer = DecoderLayer(config, self.dtype, name=f"layers_{index}")
-            memory = encoded[index] if isinstance(encoded, tuple) else encoded
-            x = recomputed(layer, deterministic)(x, memory, bias, encoder_bias, present)
-        x = RMSNorm(self.dtype, self.config.rms_norm_epsilon, name="decoder_norm")(x)
-        x = dropout(x, deterministic=deterministic) * present
-        if config.logits_from_embedding:
-            return x
-        init = fan_in_truncated_normal
-        return Dense(
-            config.vocab_size, self.dtype, init, jnp.dtype("float32"), name="logits_dense"
-        )(x)
 
 
 class T5(nn.Module):
@@ -252,11 +73,11 @@ class T5(nn.Module):
         """Creates the shared embedding and the two towers."""
         dtype = jnp.dtype(self.dtypes.activation)
         if self.config.decoder_only:
-            self.decoder = DecoderOnly(self.config, dtype)
+            self.decoder = Tower(self.config, dtype, encoder=False)
             return
         self.token_embedder = Embedding(self.config, dtype)
-        self.encoder = Encoder(self.config, dtype)
-        self.decoder = Decoder(self.config, dtype)
+        self.encoder = Tower(self.config, dtype, encoder=True, embedder=self.token_embedder)
+        self.decoder = Tower(self.config, dtype, encoder=False, embedder=self.token_embedder)
 
     def __call__(
         self, batch: Batch, *, deterministic: bool = True
@@ -270,9 +91,13 @@ class T5(nn.Module):
         """
         if self.config.decoder_only:
             batch = text_to_self(self.config, batch)
-            segments = batch.get("targets_segmentation")
-            language_model: Any = self.decoder
-            return language_model(batch["targets"], segments, deterministic=deterministic)
+            targets, segments = batch["targets"], batch.get("targets_segmentation")
+            return self.decoder(
+                shift_right(targets, segments),
+                visible_targets(self.config, targets, segments),
+                nonpadding(segments, self.dtypes),
+                deterministic=deterministic,
+            )
         batch = {name: jnp.asarray(x) for name, x in batch.items()}
         inputs, targets = batch["inputs"], batch["targets"]
         input_segments = segments_of(inputs, batch.get("inputs_segmentation"))
@@ -290,8 +115,12 @@ class T5(nn.Module):
         deterministic: bool = True,
     ) -> Float[Array, "batch length d_model"]:
         """Encoder outputs of the inputs, zero at padding, in the activation type."""
-        embedded = self.token_embedder(inputs)
-        return self.encoder(embedded, segments, deterministic=deterministic)
+        return self.encoder(
+            inputs,
+            same_segment(segments, segments),
+            nonpadding(segments, self.dtypes),
+            deterministic=deterministic,
+        )
 
     def decode(
         self,
@@ -303,18 +132,54 @@ class T5(nn.Module):
         deterministic: bool = True,
         segments_read: Int[Array, "batch length"] | None = None,
     ) -> Float[Array, "batch length vocab"]:
-        """Float32 logits of the targets, which are shifted right here; see `Decoder`."""
-        embedded = self.token_embedder(shift_right(targets, segments))
-        decoder: Any = self.decoder
-        y = decoder(
-            embedded,
+        """Float32 logits of the targets given the encoder's outputs.
+
+        Args:
+          encoded: the encoder's outputs, or what `cross_attention_memory` makes of them.
+          encoder_segments: of the inputs.
+          targets: shifted right here.
+          segments: of the targets; a position attends to earlier ones of its own segment.
+          deterministic: False draws dropout.
+          segments_read: the segment of the inputs that each target attends to; its own by default.
+        """
+        reads = segments if segments_read is None else segments_read
+        return self.decoder(
+            shift_right(targets, segments),
+            causal(targets.shape[1]) & same_segment(segments, segments),
+            nonpadding(segments, self.dtypes),
             encoded,
-            segments,
-            encoder_segments,
+            same_segment(reads, encoder_segments),
             deterministic=deterministic,
-            segments_read=segments_read,
         )
-        return self.token_embedder.attend(y) if self.config.logits_from_embedding else y
+
+    def decode_step(
+        self,
+        tokens: Int[Array, "rows 1"],
+        position: Int[Array, ""],
+        length: int,
+        encoded: Memory | None,
+        encoded_visible: Bool[Array, "batch 1 1 memory"] | None,
+    ) -> Float[Array, "rows 1 vocab"]:
+        """Float32 logits of one position, given the collection "cache" of the earlier ones.
+
+        Args:
+          tokens: what the decoder reads there.
+          position: from 0 on.
+          length: positions that the cache has room for.
+          encoded: of `cross_attention_memory`; None in a model without an encoder. Beams are rows
+            next to each other that share a row of it.
+          encoded_visible: which inputs are no padding.
+        """
+        earlier = jnp.arange(length) <= position
+        return self.decoder(
+            tokens,
+            earlier[None, None, None],
+            nonpadding(None, self.dtypes),
+            encoded,
+            encoded_visible,
+            deterministic=True,
+            position=position,
+        )
 
 
 def encoder_of_decoder(decoder: Mapping[str, Any]) -> dict[str, Any]:
@@ -363,22 +228,30 @@ def segments_of(
 
 
 def shift_right(
-    targets: Int[Array, "batch length"], segments: Int[Array, "batch length"]
+    targets: Int[Array, "batch length"], segments: Int[Array, "batch length"] | None
 ) -> Int[Array, "batch length"]:
-    """What the decoder reads: each segment's targets one place later, beginning with 0."""
-    inputs = jnp.abs(_delayed(targets))
-    return inputs * (segments == _delayed(segments)).astype(inputs.dtype)
+    """What the decoder reads: each segment's targets one place later, beginning with 0.
 
+    Without segments, as in a language model whose rows are not packed, the row is one sequence.
 
-def _delayed(x: Int[Array, "batch length"]) -> Int[Array, "batch length"]:
-    """Each row one place later, with a zero in front."""
-    return jnp.pad(x[:, :-1], ((0, 0), (1, 0)))
+    Source: mesh_tensorflow.transformer.transformer.autoregressive_inputs.
+    """
+    inputs = jnp.abs(delayed(targets))
+    if segments is not None:
+        inputs = inputs * (segments == delayed(segments)).astype(inputs.dtype)
+    return inputs
 
 
 def nonpadding(
-    segments: Int[Array, "batch length"], dtype: jnp.dtype
-) -> Float[Array, "batch length 1"]:
-    """One where there is a token and zero at padding, by which Mesh TensorFlow multiplies."""
+    segments: Int[Array, "batch length"] | None, dtypes: DTypePolicy
+) -> Float[Array, "#batch #length 1"]:
+    """One where there is a token and zero at padding, by which Mesh TensorFlow multiplies.
+
+    Without segments nothing is known to be padding, and there is a single one for all.
+    """
+    dtype = jnp.dtype(dtypes.activation)
+    if segments is None:
+        return jnp.ones((1, 1, 1), dtype)
     return (segments != 0).astype(dtype)[..., None]
 
 

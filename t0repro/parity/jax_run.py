@@ -151,20 +151,18 @@ def _forward(model: T5, params: dict, batch: Arrays) -> tuple[Arrays, np.ndarray
         feature = "inputs" if tower == "encoder" else "targets"
         activations |= _residual_stream(tower, modules, x)
         x = modules[f"{tower}_norm"]["__call__"][0]
-        activations[f"{tower}/output"] = x * _present(model, batch, feature, x.dtype)
+        activations[f"{tower}/output"] = x * _present(model, batch, feature)
     activations["logits"] = logits
     return {name: x.astype(np.float32) for name, x in activations.items()}, losses
 
 
-def _present(model: T5, batch: Arrays, feature: str, dtype: Any) -> Any:
+def _present(model: T5, batch: Arrays, feature: str) -> Any:
     """What a tower's output is multiplied by: 0 at padding, [batch, length, 1]."""
     segmentation = batch.get(f"{feature}_segmentation")
-    if model.config.decoder_only and segmentation is None:
-        return np.ones((1, 1, 1), dtype)  # an unpacked language model does not know its padding
-    if segmentation is not None:
-        segmentation = jnp.asarray(segmentation)
-    segments = segments_of(jnp.asarray(batch[feature]), segmentation)
-    return np.asarray(nonpadding(segments, dtype))
+    segments = None if segmentation is None else jnp.asarray(segmentation)
+    if not model.config.decoder_only:  # an unpacked language model does not know its padding
+        segments = segments_of(jnp.asarray(batch[feature]), segments)
+    return np.asarray(nonpadding(segments, model.dtypes))
 
 
 def _residual_stream(tower: str, modules: Mapping[str, Any], x: np.ndarray) -> Arrays:

@@ -14,9 +14,9 @@ from t0repro.model.layers import (
     Embedding,
     activation,
     attention_weights,
-    causal_bias,
+    causal,
     relative_position_bucket,
-    segment_bias,
+    same_segment,
 )
 
 from ..tiny_models import model_config
@@ -131,6 +131,6 @@ def test_attention_weights_are_one_each_where_nothing_is_visible():
 
 def test_masks_show_what_is_in_the_segment_and_not_later():
     segments = jnp.array([[1, 1, 2, 0]])
-    visible = (segment_bias(segments, segments) + causal_bias(4))[0, 0] == 0
+    visible = (same_segment(segments, segments) & causal(4))[0, 0]
     expected = [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]
     np.testing.assert_array_equal(visible, np.array(expected, bool))

@@ -1,0 +1,197 @@
+"""The T5 block, and the tower of blocks that is an encoder, a decoder or a language model.
+
+One block serves all of them, in training, in scoring and when decoding with a cache:
+
+    x -> x + self_attention(norm(x)) -> x + attention(norm(x), encoded) -> x + mlp(norm(x))
+
+where the step in the middle belongs to a decoder that has an encoder. Parameters have T5X's names,
+in which an encoder's self-attention is `attention` and a decoder's `self_attention`.
+
+Mesh TensorFlow multiplies each normalised input by 0 at padding and by 1 elsewhere (`present`), and
+so does the block: positions that nobody reads then have the same values on both stacks.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from t0repro.config.run_config import ModelConfig
+from t0repro.model.layers import (
+    MLP,
+    Attention,
+    Dense,
+    Dropout,
+    Embedding,
+    KeysAndValues,
+    RelativePositionBias,
+    RMSNorm,
+    fan_in_truncated_normal,
+    visibility_bias,
+)
+from t0repro.model.shapes import Array, Bool, Float, Int
+
+Memory = tuple[KeysAndValues, ...]  # what each decoder layer reads of the encoder, first to last
+
+
+class Block(nn.Module):
+    """One layer of a tower, each of its parts on a normalised input and with a residual.
+
+    Attributes:
+      config: the model's shape.
+      dtype: of activations.
+      encoder: whether this is an encoder's block.
+    """
+
+    config: ModelConfig
+    dtype: jnp.dtype
+    encoder: bool
+
+    @nn.compact
+    def __call__(
+        self,
+        x: Float[Array, "batch length d_model"],
+        bias: Float[Array, "#batch #heads length keys"],
+        present: Float[Array, "#batch #length 1"],
+        encoded: Float[Array, "inputs memory d_model"] | KeysAndValues | None,
+        encoded_bias: Float[Array, "inputs 1 queries memory"] | None,
+        position: Int[Array, ""] | None,
+        *,
+        deterministic: bool,
+    ) -> Float[Array, "batch length d_model"]:
+        """Returns the residual stream after this layer.
+
+        Args:
+          x: the residual stream before it.
+          bias: of self-attention; without the position bias if each layer has its own.
+          present: 0 at padding.
+          encoded: the encoder's outputs, or their `keys_and_values`; None if there is no encoder.
+            Beams of one input share a row of it: x then has a multiple of its rows.
+          encoded_bias: of attention to the encoder.
+          position: of the one token in each row of x when decoding with a cache (see `Attention`).
+          deterministic: False draws dropout.
+        """
+        config = self.config
+        dropout = Dropout(config.dropout_rate, -2)
+
+        def normalised(name: str) -> Array:
+            norm = RMSNorm(self.dtype, config.rms_norm_epsilon, name=f"pre_{name}_layer_norm")
+            return norm(x) * present
+
+        def attention(name: str) -> Callable[..., Array]:
+            module = Attention(config, self.dtype, name=name)
+            return functools.partial(module, deterministic=deterministic)
+
+        name = "attention" if self.encoder else "self_attention"
+        if config.position_bias_per_layer:
+            bias = position_bias(config, self.dtype, self.encoder)(bias.shape[-1], position) + bias
+        y = normalised(name)
+        y = attention(name)(y, y, bias, position=position)
+        x = x + dropout(y, deterministic=deterministic)
+
+        if encoded is not None:
+            rows = jax.tree.leaves(encoded)[0].shape[0]
+            # Beams stand where a sequence's positions otherwise do: each reads its row's input.
+            queries = normalised("cross_attention").reshape(rows, -1, x.shape[-1])
+            y = attention("encoder_decoder_attention")(queries, encoded, encoded_bias)
+            x = x + dropout(y.reshape(x.shape), deterministic=deterministic)
+
+        mlp = MLP(config, self.dtype, name="mlp")
+        y = mlp(normalised("mlp"), deterministic=deterministic)
+        return x + dropout(y, deterministic=deterministic)
+
+
+class Tower(nn.Module):
+    """Blocks between an embedding and a norm: an encoder, a decoder or a language model.
+
+    Attributes:
+      config: the model's shape.
+      dtype: of activations.
+      encoder: whether this is the encoder.
+      embedder: the embedding that the towers share; None if this tower has its own.
+    """
+
+    config: ModelConfig
+    dtype: jnp.dtype
+    encoder: bool
+    embedder: Embedding | None = None
+
+    @nn.compact
+    def __call__(
+        self,
+        tokens: Int[Array, "batch length"],
+        visible: Bool[Array, "#batch 1 length keys"],
+        present: Float[Array, "#batch #length 1"],
+        encoded: Float[Array, "inputs memory d_model"] | Memory | None = None,
+        encoded_visible: Bool[Array, "inputs 1 queries memory"] | None = None,
+        *,
+        deterministic: bool,
+        position: Int[Array, ""] | None = None,
+    ) -> Float[Array, "batch length features"]:
+        """An encoder's normalised outputs, zero at padding, or else float32 logits.
+
+        Args:
+          tokens: what the tower reads; of a decoder the targets, shifted right.
+          visible: whether a position (third axis) attends to another (fourth axis).
+          present: 0 at padding; outputs there are zero.
+          encoded: of a decoder, the encoder's outputs, or the keys and values that each layer makes
+            of them (`t0repro.model.t5.cross_attention_memory`).
+          encoded_visible: whether a position attends to one of the encoder's.
+          deterministic: False draws dropout.
+          position: of the one token in each row when decoding with a cache.
+        """
+        config = self.config
+        dropout = Dropout(config.dropout_rate, -2)
+        embedder = self.embedder or Embedding(config, self.dtype, name="token_embedder")
+        bias = visibility_bias(visible)
+        if not config.position_bias_per_layer:
+            bias = position_bias(config, self.dtype, self.encoder)(bias.shape[-1], position) + bias
+        encoded_bias = None if encoded_visible is None else visibility_bias(encoded_visible)
+
+        x = dropout(embedder(tokens), deterministic=deterministic)
+        for index in range(
+            config.num_encoder_layers if self.encoder else config.num_decoder_layers
+        ):
+            block = Block(config, self.dtype, self.encoder, name=f"layers_{index}")
+            memory = encoded[index] if isinstance(encoded, tuple) else encoded
+            x = recomputed(block, deterministic)(x, bias, present, memory, encoded_bias, position)
+        norm = "encoder_norm" if self.encoder else "decoder_norm"
+        x = RMSNorm(self.dtype, config.rms_norm_epsilon, name=norm)(x)
+        x = dropout(x, deterministic=deterministic) * present
+
+        if self.encoder:
+            return x
+        if config.logits_from_embedding:
+            return embedder.attend(x)
+        init, float32 = fan_in_truncated_normal, jnp.dtype("float32")
+        return Dense(config.vocab_size, self.dtype, init, float32, name="logits_dense")(x)
+
+
+def position_bias(config: ModelConfig, dtype: jnp.dtype, encoder: bool) -> RelativePositionBias:
+    """The position bias of the tower or the block that calls this.
+
+    A language model whose inputs see each other needs buckets for both directions, as an encoder.
+    """
+    bidirectional = encoder or config.input_full_attention
+    return RelativePositionBias(config, dtype, bidirectional, name="relpos_bias")
+
+
+def recomputed(block: Block, deterministic: bool) -> Callable[..., jax.Array]:
+    """The block's call, its activations computed again in the backward pass if the model says so.
+
+    Args:
+      block: the block.
+      deterministic: bound here because it decides what is traced; the call takes arrays alone.
+    """
+
+    def call(module: nn.Module, *arrays: Any) -> Any:
+        return module(*arrays, deterministic=deterministic)  # pyright: ignore[reportCallIssue]
+
+    if block.config.recompute_grads:
+        call = nn.remat(call)
+    return functools.partial(call, block)
