@@ -17,6 +17,7 @@ from t0repro.model.decoder_only import text_to_self
 from t0repro.model.t5 import T5, initial_parameters, nonpadding, segments_of
 from t0repro.parameters import layout
 from t0repro.training.loss import cross_entropy
+from t0repro.training.optimizers import make_optimizer
 from t0repro.training.schedules import make_schedule
 from t0repro.training.train_state import FlatTree, from_flat_tree, new_train_state, to_flat_tree
 from t0repro.training.train_step import loss_and_gradients, make_train_step
@@ -79,12 +80,12 @@ def run_jax(
     Raises:
       UserError: if the checkpoint does not fit the model.
     """
-    model, optimizer = T5(config.model, config.dtypes), config.optimizer
-    assert optimizer is not None and config.schedule is not None
+    assert config.optimizer is not None and config.schedule is not None
+    model, optimizer = T5(config.model, config.dtypes), make_optimizer(config.optimizer)
     fresh = jax.eval_shape(
         lambda: new_train_state(initial_parameters(model, jax.random.key(0)), optimizer)
     )
-    state = from_flat_tree(start, fresh, optimizer)
+    state = from_flat_tree(start, fresh)
     batches = [{name: b[name] for name in FEATURES if name in b} for b in batches]
     found: dict[str, Any] = {}
     if tensors:

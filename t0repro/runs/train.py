@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 
 import jax
 
-from t0repro.config.run_config import OptimizerConfig, RunConfig
+from t0repro.config.run_config import RunConfig
 from t0repro.errors import UserError
 from t0repro.model.t5 import T5, count_parameters, initial_parameters
 from t0repro.training.actions import Action, SaveCheckpoints, ShowProgress, StopOnSignal
@@ -21,6 +21,7 @@ from t0repro.training.checkpoints import (
     remove_interrupted_saves,
 )
 from t0repro.training.metrics import MetricsManager, Writer
+from t0repro.training.optimizers import Optimizer, make_optimizer
 from t0repro.training.schedules import make_schedule
 from t0repro.training.train_state import FlatTree, TrainState, from_flat_tree, new_train_state
 from t0repro.training.trainer import NumpyBatch, Trainer
@@ -95,7 +96,7 @@ def train(
             where="utils.run",
             fix="Bind utils.run.optimizer and utils.run.learning_rate_schedule.",
         )
-    model, optimizer = T5(config.model, config.dtypes), config.optimizer
+    model, optimizer = T5(config.model, config.dtypes), make_optimizer(config.optimizer)
     schedule = make_schedule(config.schedule)
     fresh = jax.eval_shape(lambda: _fresh_state(model, optimizer, seed))
     device = f"{jax.devices()[0].device_kind} ({jax.default_backend()})"
@@ -117,7 +118,7 @@ def train(
         where = "init_checkpoint"
         if isinstance(restore_from, str | Path):
             where, restore_from = str(restore_from), load_tree(restore_from)
-        state = from_flat_tree(restore_from, fresh, optimizer, where=where)
+        state = from_flat_tree(restore_from, fresh, where=where)
         say(f"start: step {int(state.step):,} of {where}")
 
     # ---------------------------------------------------------------- anything to do?
@@ -164,6 +165,6 @@ def train(
     return trainer.train_state
 
 
-def _fresh_state(model: T5, optimizer: OptimizerConfig, seed: int) -> TrainState:
+def _fresh_state(model: T5, optimizer: Optimizer, seed: int) -> TrainState:
     """Parameters drawn from the seed, zero slots, step 0."""
     return new_train_state(initial_parameters(model, jax.random.key(seed)), optimizer)

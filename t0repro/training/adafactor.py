@@ -26,14 +26,12 @@ and v_col have the same mean.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 
 from t0repro.config.run_config import AdafactorConfig
 from t0repro.parameters import layout
-from t0repro.training.slots import Slots
+from t0repro.training.slots import Gradient, Slots
 
 
 def factored_axes(shape: tuple[int, ...], config: AdafactorConfig) -> tuple[int, int] | None:
@@ -64,32 +62,21 @@ def decay_rate(step: jax.Array, config: AdafactorConfig) -> jax.Array:
     return 1.0 - jnp.power(count + 1.0, -config.decay_exponent)
 
 
-def make_update(
-    config: AdafactorConfig, step: jax.Array, learning_rate: jax.Array
-) -> Callable[[jax.Array, Slots, jax.Array, str], tuple[jax.Array, Slots]]:
-    """One parameter's update at a global step (AdafactorOptimizer.apply_grad).
-
-    The function takes the parameter, its slots, its float32 gradient and its path.
-    """
-    decay = decay_rate(step, config)
-
-    def update(
-        parameter: jax.Array, slots: Slots, gradient: jax.Array, path: str
-    ) -> tuple[jax.Array, Slots]:
-        scale = learning_rate
-        if config.multiply_by_parameter_scale and path not in config.exclude_from_parameter_scale:
-            scale = scale * jnp.maximum(_rms(parameter), config.epsilon2)
-        direction, second_moment = _normalised(gradient, slots, decay, config)
-        if config.clipping_threshold is not None:
-            direction = direction / jnp.maximum(1.0, _rms(direction) / config.clipping_threshold)
-        change = direction * scale
-        momentum = None
-        if config.beta1:
-            assert slots.m is not None, "beta1 is not zero, so the slots have m"
-            momentum = change = slots.m * config.beta1 + change * (1.0 - config.beta1)
-        return parameter - change, second_moment.replace(m=momentum)
-
-    return update
+def update(gradient: Gradient, config: AdafactorConfig) -> tuple[jax.Array, Slots]:
+    """What is added to one parameter, and its new slots (AdafactorOptimizer.apply_grad)."""
+    scale, path = gradient.learning_rate, gradient.path
+    if config.multiply_by_parameter_scale and path not in config.exclude_from_parameter_scale:
+        scale = scale * jnp.maximum(_rms(gradient.parameter), config.epsilon2)
+    decay = decay_rate(gradient.step, config)
+    direction, second_moment = _normalised(gradient.value, gradient.slots, decay, config)
+    if config.clipping_threshold is not None:
+        direction = direction / jnp.maximum(1.0, _rms(direction) / config.clipping_threshold)
+    change = direction * scale
+    momentum = None
+    if config.beta1:
+        assert gradient.slots.m is not None, "beta1 is not zero, so the slots have m"
+        momentum = change = gradient.slots.m * config.beta1 + change * (1.0 - config.beta1)
+    return -change, second_moment.replace(m=momentum)
 
 
 def _normalised(

@@ -19,7 +19,6 @@ import flax.traverse_util
 import jax
 import numpy as np
 
-from t0repro.config.run_config import OptimizerConfig
 from t0repro.converters.integrity import (
     check_contents,
     describe_files,
@@ -78,18 +77,17 @@ def save_checkpoint(
     return path
 
 
-def restore_checkpoint(path: PathLike, like: TrainState, optimizer: OptimizerConfig) -> TrainState:
+def restore_checkpoint(path: PathLike, like: TrainState) -> TrainState:
     """The state that a checkpoint holds, on the device.
 
     Args:
       path: a checkpoint_<step> directory.
       like: a state, or its shapes, of the model and optimizer.
-      optimizer: says which slots there are.
 
     Raises:
       UserError: if the checkpoint is not whole or is not of this model.
     """
-    return from_flat_tree(load_tree(path), like, optimizer, where=str(path))
+    return from_flat_tree(load_tree(path), like, where=str(path))
 
 
 def data_folder(path: PathLike) -> Path | None:

@@ -1,140 +1,153 @@
-"""Mesh TensorFlow's optimizers: Adafactor, Adam with weight decay, momentum and plain descent.
+"""Mesh TensorFlow's optimizers as optax transformations: Adafactor, Adam, momentum, plain descent.
 
-Source: mesh_tensorflow/optimize.py. Adafactor has a module of its own (t0repro.training.adafactor);
-the others are here. All of them update float32 parameters from float32 gradients, and leave the
-parameters that a configuration calls frozen as they are.
+Each is an optax.GradientTransformationExtraArgs whose `update` takes two keywords beside optax's
+arguments, because Mesh TensorFlow's formulas contain them: `step`, the global step before the
+update, and `learning_rate`. The rate is not applied afterwards, as optax would: Adafactor scales it
+by each parameter's size, and momentum accumulates what it has been multiplied with.
+
+    optimizer = make_optimizer(config)
+    slots = optimizer.init(params)  # the tree of parameters, a Slots in place of each array
+    updates, slots = optimizer.update(gradients, slots, params, step=step, learning_rate=rate)
+    params = optax.apply_updates(params, updates)
+
+Source: mesh_tensorflow/optimize.py. Adafactor has its own module (t0repro.training.adafactor).
+Parameters and gradients are float32; parameters that a configuration freezes have no slots and get
+updates of zero.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
-import flax.traverse_util
 import jax
 import jax.numpy as jnp
+import optax
 
 from t0repro.config.run_config import (
     AdafactorConfig,
     AdamWeightDecayConfig,
     MomentumConfig,
     OptimizerConfig,
+    SgdConfig,
 )
 from t0repro.training import adafactor
-from t0repro.training.slots import Slots
+from t0repro.training.slots import Gradient, Slots
 
-# From parameter, slots, gradient and the parameter's path to the new parameter and slots.
-Update = Callable[[jax.Array, Slots, jax.Array, str], tuple[jax.Array, Slots]]
-
-
-def slot_shapes(
-    shape: tuple[int, ...], config: OptimizerConfig, path: str = ""
-) -> dict[str, tuple[int, ...]]:
-    """The shape of each slot that a parameter of this shape, at this path, has."""
-    if path in config.frozen:
-        return {}
-    if isinstance(config, AdafactorConfig):
-        return adafactor.slot_shapes(shape, config)
-    if isinstance(config, AdamWeightDecayConfig):
-        return {"adam_m": shape, "adam_v": shape}
-    return {"momentum_v": shape} if isinstance(config, MomentumConfig) else {}
+Optimizer = optax.GradientTransformationExtraArgs
 
 
-def initial_slots(parameters: Any, config: OptimizerConfig) -> Any:
-    """Zero slots for each parameter: the tree of parameters with a Slots in place of each array."""
+class _Formula(NamedTuple):
+    """One of Mesh TensorFlow's optimizers, as it treats a single parameter.
 
-    def zeros(path: str, parameter: jax.Array) -> Slots:
-        shapes = slot_shapes(parameter.shape, config, path)
+    Attributes:
+      slot_shapes: the shape of each slot of a parameter of this shape, given the options.
+      update: what is added to the parameter, and its new slots.
+    """
+
+    slot_shapes: Callable[[tuple[int, ...], Any], Mapping[str, tuple[int, ...]]]
+    update: Callable[[Gradient, Any], tuple[jax.Array, Slots]]
+
+
+def make_optimizer(config: OptimizerConfig) -> Optimizer:
+    """The optimizer that a configuration describes."""
+    formula = _FORMULAS[type(config)]
+
+    def new_slots(path: Any, parameter: jax.Array) -> Slots:
+        frozen = _name(path) in config.frozen
+        shapes = {} if frozen else formula.slot_shapes(parameter.shape, config)
         return Slots(**{name: jnp.zeros(shape, jnp.float32) for name, shape in shapes.items()})
 
-    flat = _flatten(parameters)
-    slots = {path: zeros(path, parameter) for path, parameter in flat.items()}
-    return flax.traverse_util.unflatten_dict(slots, sep="/")
-
-
-def apply_gradients(
-    parameters: Any,
-    slots: Any,
-    gradients: Any,
-    *,
-    step: jax.Array,
-    learning_rate: jax.Array,
-    config: OptimizerConfig,
-) -> tuple[Any, Any]:
-    """New parameters and new slots after one update.
-
-    Args:
-      parameters: a tree of float32 arrays.
-      slots: the same tree with Slots for leaves.
-      gradients: the same tree of float32 arrays.
-      step: the global step before the update.
-      learning_rate: of this update.
-      config: the optimizer's options.
-    """
-    update = _update(config, step, learning_rate)
-    flat, flat_gradients, flat_slots = map(_flatten, (parameters, gradients, slots))
-    pairs = {
-        path: (parameter, flat_slots[path])
-        if path in config.frozen
-        else update(parameter, flat_slots[path], flat_gradients[path].astype(jnp.float32), path)
-        for path, parameter in flat.items()
-    }
-    new_parameters = {path: parameter for path, (parameter, _) in pairs.items()}
-    new_slots = {path: slot for path, (_, slot) in pairs.items()}
-    return (
-        flax.traverse_util.unflatten_dict(new_parameters, sep="/"),
-        flax.traverse_util.unflatten_dict(new_slots, sep="/"),
-    )
-
-
-def _flatten(tree: Any) -> dict[str, Any]:
-    """A nested dictionary's arrays, or Slots, by their paths."""
-    flat: Any = flax.traverse_util.flatten_dict(
-        tree, is_leaf=lambda _, value: isinstance(value, Slots), sep="/"
-    )
-    return flat
-
-
-def _update(config: OptimizerConfig, step: jax.Array, learning_rate: jax.Array) -> Update:
-    """The update of one parameter, with all that is the same for every parameter."""
-    if isinstance(config, AdafactorConfig):
-        return adafactor.make_update(config, step, learning_rate)
-    if isinstance(config, AdamWeightDecayConfig):
-        return _adam_update(config, learning_rate)
-    if isinstance(config, MomentumConfig):
-        return _momentum_update(config, learning_rate)
-    return lambda parameter, slots, gradient, path: (parameter - gradient * learning_rate, slots)
-
-
-def _adam_update(config: AdamWeightDecayConfig, learning_rate: jax.Array) -> Update:
-    """Adam; its moments begin at zero and are not corrected for that."""
+    def init(params: Any) -> Any:
+        return jax.tree_util.tree_map_with_path(new_slots, params)
 
     def update(
-        parameter: jax.Array, slots: Slots, gradient: jax.Array, path: str
-    ) -> tuple[jax.Array, Slots]:
-        assert slots.adam_m is not None and slots.adam_v is not None
-        m = config.beta_1 * slots.adam_m + (1.0 - config.beta_1) * gradient
-        v = config.beta_2 * slots.adam_v + (1.0 - config.beta_2) * jnp.square(gradient)
-        change = m / (jnp.sqrt(v) + config.epsilon)
-        if config.weight_decay_rate and path not in config.exclude_from_weight_decay:
-            change = change + config.weight_decay_rate * parameter
-        return parameter - learning_rate * change, Slots(adam_m=m, adam_v=v)
+        gradients: Any,
+        state: Any,
+        params: Any = None,
+        *,
+        step: jax.Array,
+        learning_rate: jax.Array,
+        **_: Any,
+    ) -> tuple[Any, Any]:
+        leaves, tree = jax.tree_util.tree_flatten_with_path(params)
+        slots, values = tree.flatten_up_to(state), tree.flatten_up_to(gradients)
+        updates, new_slots = [], []
+        for (path, parameter), slot, gradient in zip(leaves, slots, values, strict=True):
+            if _name(path) in config.frozen:
+                change = jnp.zeros_like(parameter)
+            else:
+                change, slot = formula.update(
+                    Gradient(
+                        gradient.astype(jnp.float32),
+                        parameter,
+                        slot,
+                        _name(path),
+                        step,
+                        learning_rate,
+                    ),
+                    config,
+                )
+            updates.append(change)
+            new_slots.append(slot)
+        return tree.unflatten(updates), tree.unflatten(new_slots)
 
-    return update
+    # optax declares the constructor for transformations without extra arguments.
+    return Optimizer(init, update)  # pyright: ignore[reportArgumentType]
 
 
-def _momentum_update(config: MomentumConfig, learning_rate: jax.Array) -> Update:
+def _name(path: Any) -> str:
+    """A parameter's path as T5X writes it, "encoder/layers_0/mlp/wo/kernel"."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def _adam_slots(shape: tuple[int, ...], config: AdamWeightDecayConfig) -> dict[str, Any]:
+    del config
+    return {"adam_m": shape, "adam_v": shape}
+
+
+def _adam(gradient: Gradient, config: AdamWeightDecayConfig) -> tuple[jax.Array, Slots]:
+    """Adam; its moments begin at zero and are not corrected for that."""
+    slots, value = gradient.slots, gradient.value
+    assert slots.adam_m is not None and slots.adam_v is not None
+    m = config.beta_1 * slots.adam_m + (1.0 - config.beta_1) * value
+    v = config.beta_2 * slots.adam_v + (1.0 - config.beta_2) * jnp.square(value)
+    change = m / (jnp.sqrt(v) + config.epsilon)
+    if config.weight_decay_rate and gradient.path not in config.exclude_from_weight_decay:
+        change = change + config.weight_decay_rate * gradient.parameter
+    return -(gradient.learning_rate * change), Slots(adam_m=m, adam_v=v)
+
+
+def _momentum_slots(shape: tuple[int, ...], config: MomentumConfig) -> dict[str, Any]:
+    del config
+    return {"momentum_v": shape}
+
+
+def _momentum(gradient: Gradient, config: MomentumConfig) -> tuple[jax.Array, Slots]:
     """Momentum: the velocity that is subtracted is the one before this step's gradient.
 
     Mesh TensorFlow assigns the new velocity and subtracts the variable's value, which is the one
     before. On a CPU it does not order the two: each parameter moves, by chance, by either.
     """
+    before = gradient.slots.momentum_v
+    assert before is not None
+    velocity = gradient.value * gradient.learning_rate + before * config.momentum
+    return -before, Slots(momentum_v=velocity)
 
-    def update(
-        parameter: jax.Array, slots: Slots, gradient: jax.Array, path: str
-    ) -> tuple[jax.Array, Slots]:
-        assert slots.momentum_v is not None
-        velocity = gradient * learning_rate + slots.momentum_v * config.momentum
-        return parameter - slots.momentum_v, Slots(momentum_v=velocity)
 
-    return update
+def _no_slots(shape: tuple[int, ...], config: SgdConfig) -> dict[str, Any]:
+    del shape, config
+    return {}
+
+
+def _descent(gradient: Gradient, config: SgdConfig) -> tuple[jax.Array, Slots]:
+    del config
+    return -(gradient.value * gradient.learning_rate), Slots()
+
+
+_FORMULAS: Mapping[type, _Formula] = {
+    AdafactorConfig: _Formula(adafactor.slot_shapes, adafactor.update),
+    AdamWeightDecayConfig: _Formula(_adam_slots, _adam),
+    MomentumConfig: _Formula(_momentum_slots, _momentum),
+    SgdConfig: _Formula(_no_slots, _descent),
+}

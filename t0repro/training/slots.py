@@ -1,6 +1,8 @@
-"""The optimizers' state of one parameter, of whichever optimizer."""
+"""What an optimizer keeps, and what it is given, of one parameter."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import flax.struct
 import jax
@@ -27,3 +29,23 @@ class Slots:
     adam_m: jax.Array | None = None
     adam_v: jax.Array | None = None
     momentum_v: jax.Array | None = None
+
+
+class Gradient(NamedTuple):
+    """What one parameter's update is computed from.
+
+    Attributes:
+      value: the gradient, float32.
+      parameter: the parameter before the update.
+      slots: its slots before the update.
+      path: its path in T5X's tree, by which options make exceptions.
+      step: the global step before the update.
+      learning_rate: of this update.
+    """
+
+    value: jax.Array
+    parameter: jax.Array
+    slots: Slots
+    path: str
+    step: jax.Array
+    learning_rate: jax.Array

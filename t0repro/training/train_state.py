@@ -25,10 +25,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from t0repro.config.run_config import OptimizerConfig
 from t0repro.errors import UserError
 from t0repro.parameters import layout
-from t0repro.training.optimizers import initial_slots, slot_shapes
+from t0repro.training.optimizers import Optimizer
 from t0repro.training.slots import Slots
 
 FlatTree = Mapping[str, np.ndarray]
@@ -41,7 +40,7 @@ class TrainState:
     Attributes:
       step: int32 scalar, the global step.
       params: nested dictionary of float32 arrays with T5X's names.
-      slots: the same dictionary with a Slots per array.
+      slots: the optimizer's state, the same dictionary with a Slots per array.
     """
 
     step: jax.Array
@@ -49,11 +48,18 @@ class TrainState:
     slots: Any
 
 
-def new_train_state(params: Any, optimizer: OptimizerConfig, step: int = 0) -> TrainState:
+def new_train_state(params: Any, optimizer: Optimizer, step: int = 0) -> TrainState:
     """A state with zero slots."""
-    return TrainState(
-        step=jnp.asarray(step, jnp.int32), params=params, slots=initial_slots(params, optimizer)
+    step_count = jnp.asarray(step, jnp.int32)
+    return TrainState(step=step_count, params=params, slots=optimizer.init(params))
+
+
+def flat_slots(slots: Any) -> dict[str, Slots]:
+    """An optimizer's state by its parameters' paths."""
+    flat: Any = flax.traverse_util.flatten_dict(
+        slots, is_leaf=lambda _, value: isinstance(value, Slots), sep="/"
     )
+    return flat
 
 
 def to_flat_tree(state: TrainState) -> dict[str, np.ndarray]:
@@ -62,9 +68,7 @@ def to_flat_tree(state: TrainState) -> dict[str, np.ndarray]:
     flat: dict[str, np.ndarray] = {layout.STEP: np.asarray(state.step, np.int32)}
     for path, value in flax.traverse_util.flatten_dict(state.params, sep="/").items():
         flat[layout.PARAMETERS + path] = np.asarray(value)
-    slots = flax.traverse_util.flatten_dict(
-        state.slots, is_leaf=lambda _, value: isinstance(value, Slots), sep="/"
-    )
+    slots = flat_slots(state.slots)
     values = {
         (path, name): np.asarray(getattr(slot, name))
         for path, slot in slots.items()
@@ -89,7 +93,7 @@ def _slot_entries(path: str, name: str) -> list[str]:
 
 
 def from_flat_tree(
-    tree: FlatTree, like: TrainState, optimizer: OptimizerConfig, *, where: str = "the checkpoint"
+    tree: FlatTree, like: TrainState, *, where: str = "the checkpoint"
 ) -> TrainState:
     """A state on the device with a checkpoint's values.
 
@@ -99,7 +103,6 @@ def from_flat_tree(
     Args:
       tree: a checkpoint's entries.
       like: a state of the model and optimizer, for its shapes (jax.eval_shape's will do).
-      optimizer: says which slots there are.
       where: the checkpoint's path, for messages.
 
     Raises:
@@ -107,15 +110,17 @@ def from_flat_tree(
     """
     shapes = flax.traverse_util.flatten_dict(like.params, sep="/")
     _check_parameters(tree, {path: tuple(value.shape) for path, value in shapes.items()}, where)
-    params, slots = {}, {}
-    for path, value in shapes.items():
-        params[path] = jnp.asarray(tree[layout.PARAMETERS + path], jnp.float32)
-        slots[path] = Slots(
+    params = {path: jnp.asarray(tree[layout.PARAMETERS + path], jnp.float32) for path in shapes}
+    slots = {
+        path: Slots(
             **{
-                name: _slot(tree, path, name, shape, where)
-                for name, shape in slot_shapes(tuple(value.shape), optimizer, path).items()
+                name: _slot(tree, path, name, tuple(getattr(slot, name).shape), where)
+                for name in layout.SLOT_NAMES
+                if getattr(slot, name) is not None
             }
         )
+        for path, slot in flat_slots(like.slots).items()
+    }
     return TrainState(
         step=jnp.asarray(np.asarray(tree.get(layout.STEP, 0)).astype(np.int32)),
         params=flax.traverse_util.unflatten_dict(params, sep="/"),

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
-from t0repro.config.run_config import OptimizerConfig
 from t0repro.model.shapes import Array, Float
 from t0repro.model.t5 import T5, Batch
 from t0repro.training.loss import loss_denominator, training_loss
-from t0repro.training.optimizers import apply_gradients
+from t0repro.training.optimizers import Optimizer
 from t0repro.training.schedules import Schedule
 from t0repro.training.train_state import TrainState
 
@@ -20,7 +21,7 @@ TrainStep = Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]
 
 def make_train_step(
     model: T5,
-    optimizer: OptimizerConfig,
+    optimizer: Optimizer,
     schedule: Schedule,
     *,
     num_microbatches: int = 1,
@@ -33,7 +34,7 @@ def make_train_step(
 
     Args:
       model: the model, which brings its loss's options.
-      optimizer: the optimizer and its options.
+      optimizer: of t0repro.training.optimizers.
       schedule: from the step before the update to its learning rate.
       num_microbatches: equal parts of the batch.
       dropout_key: needed when the model's dropout rate is not zero.
@@ -46,14 +47,10 @@ def make_train_step(
             model, state.params, batch, num_microbatches=num_microbatches, dropout_key=step_key
         )
         learning_rate = schedule(state.step)
-        params, slots = apply_gradients(
-            state.params,
-            state.slots,
-            gradients,
-            step=state.step,
-            learning_rate=learning_rate,
-            config=optimizer,
+        updates, slots = optimizer.update(
+            gradients, state.slots, state.params, step=state.step, learning_rate=learning_rate
         )
+        params: Any = optax.apply_updates(state.params, updates)
         state = TrainState(step=state.step + 1, params=params, slots=slots)
         return state, {"loss": loss, "learning_rate": learning_rate}
 

@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from t0repro.config.run_config import OptimizerConfig
 from t0repro.errors import UserError
 from t0repro.model.t5 import T5
 from t0repro.training.actions import Action
@@ -26,6 +25,7 @@ from t0repro.training.loss import (
     loss_denominator,
 )
 from t0repro.training.metrics import MetricsManager, StepMetrics
+from t0repro.training.optimizers import Optimizer
 from t0repro.training.schedules import Schedule
 from t0repro.training.train_state import TrainState
 from t0repro.training.train_step import make_train_step
@@ -58,7 +58,7 @@ class Trainer:
     Args:
       model: the model.
       state: where to start. It belongs to the trainer from now on: its buffers are reused.
-      optimizer: the optimizer and its options.
+      optimizer: of t0repro.training.optimizers.
       schedule: learning rate of each global step.
       num_microbatches: equal parts of a batch.
       seed: of dropout.
@@ -71,7 +71,7 @@ class Trainer:
         model: T5,
         state: TrainState,
         *,
-        optimizer: OptimizerConfig,
+        optimizer: Optimizer,
         schedule: Schedule,
         num_microbatches: int = 1,
         seed: int = 0,

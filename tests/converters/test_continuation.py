@@ -57,19 +57,22 @@ class JaxStack:
             ScheduleConfig,
         )
         from t0repro.model.t5 import T5, initial_parameters
+        from t0repro.training.optimizers import make_optimizer
         from t0repro.training.schedules import make_schedule
         from t0repro.training.train_state import new_train_state
         from t0repro.training.train_step import make_train_step
 
-        self.optimizer = AdafactorConfig(True, 0.8, 0.0, 0.0, 1.0, True, 1e-30, 1e-3, 128)
+        optimizer = make_optimizer(
+            AdafactorConfig(True, 0.8, 0.0, 0.0, 1.0, True, 1e-30, 1e-3, 128)
+        )
         config = ModelConfig(
             2, 2, 128, 256, 2, 64, 256, ("gelu", "linear"), False, 32, 0.0, 0.0, 1e-4, None
         )
         model = T5(config, DTypePolicy("float32", "float32", "float32"))
         schedule = ScheduleConfig("constant_learning_rate", {"learning_rate": 0.001}, 100)
-        self.step = jax.jit(make_train_step(model, self.optimizer, make_schedule(schedule)))
+        self.step = jax.jit(make_train_step(model, optimizer, make_schedule(schedule)))
         self.fresh = jax.eval_shape(
-            lambda: new_train_state(initial_parameters(model, jax.random.key(0)), self.optimizer)
+            lambda: new_train_state(initial_parameters(model, jax.random.key(0)), optimizer)
         )
 
     def go_on(self, tree) -> tuple[list[float], dict[str, np.ndarray]]:
@@ -81,7 +84,7 @@ class JaxStack:
             name: generator.integers(2, 250, (16, 8)).astype(np.int32)
             for name in ("inputs", "targets")
         }
-        state, losses = from_flat_tree(tree, self.fresh, self.optimizer), []
+        state, losses = from_flat_tree(tree, self.fresh), []
         for n in range(STEPS):
             batch = {name: x[4 * n : 4 * n + 4] for name, x in tokens.items()}
             state, metrics = self.step(state, batch)

@@ -16,7 +16,8 @@ from t0repro.config.mtf.reader import KNOWN_BINDINGS
 from t0repro.errors import UserError
 from t0repro.model.t5 import T5, initial_parameters
 from t0repro.parameters import layout
-from t0repro.training.optimizers import slot_shapes
+from t0repro.training.optimizers import make_optimizer
+from t0repro.training.train_state import flat_slots
 
 pytestmark = pytest.mark.mtf
 
@@ -85,12 +86,14 @@ def names_and_shapes(config) -> tuple[dict, dict]:
     model, optimizer = T5(config.model, config.dtypes), config.optimizer
     shapes = jax.eval_shape(lambda: initial_parameters(model, jax.random.key(0)))
     names = config.model.mesh_variables()
+    of_optimizer = flat_slots(jax.eval_shape(make_optimizer(optimizer).init, shapes))
     parameters, slots = {}, {}
     for path, array in flax.traverse_util.flatten_dict(shapes, sep="/").items():
         parameters[names[path]] = list(array.shape)
-        for slot, shape in slot_shapes(array.shape, optimizer, path).items():
-            theirs = layout.join_mtf_slot(names[path], layout.slot_to_mtf(slot, array.shape))
-            slots[theirs] = list(shape)
+        for slot in layout.SLOT_NAMES:
+            if (zeros := getattr(of_optimizer[path], slot)) is not None:
+                theirs = layout.join_mtf_slot(names[path], layout.slot_to_mtf(slot, array.shape))
+                slots[theirs] = list(zeros.shape)
     return parameters, slots
 
 

@@ -3,12 +3,13 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from t0repro.training.adafactor import decay_rate, factored_axes, slot_shapes
-from t0repro.training.optimizers import apply_gradients, initial_slots
+from t0repro.training.optimizers import make_optimizer
 from t0repro.training.slots import Slots
 
 from .tiny import ADAFACTOR
@@ -19,16 +20,17 @@ STANDARD = dataclasses.replace(ADAFACTOR, min_dim_size_to_factor=128)
 def update(parameter, gradients, config=ADAFACTOR, step=0, learning_rate=0.1):
     """The parameter and its slots after one update per gradient."""
     parameters = {"w": jnp.asarray(parameter)}
-    slots = initial_slots(parameters, config)
+    optimizer = make_optimizer(config)
+    slots = optimizer.init(parameters)
     for index, gradient in enumerate(gradients):
-        parameters, slots = apply_gradients(
-            parameters,
-            slots,
+        updates, slots = optimizer.update(
             {"w": jnp.asarray(gradient)},
+            slots,
+            parameters,
             step=jnp.int32(step + index),
             learning_rate=jnp.float32(learning_rate),
-            config=config,
         )
+        parameters = optax.apply_updates(parameters, updates)
     return np.asarray(parameters["w"]), slots["w"]
 
 
@@ -122,12 +124,12 @@ def test_updates_follow_the_paper(seed, shape, beta1, clip, scaled):
 
 
 def test_slots_that_are_not_used_are_none():
-    slots = initial_slots({"matrix": jnp.ones((8, 8)), "vector": jnp.ones(8)}, ADAFACTOR)
+    slots = make_optimizer(ADAFACTOR).init({"matrix": jnp.ones((8, 8)), "vector": jnp.ones(8)})
     assert slots["matrix"].v is None and slots["matrix"].m is None
     assert slots["vector"].v_row is None and slots["vector"].v_col is None
     assert isinstance(slots["vector"], Slots)
-    with_momentum = initial_slots(
-        {"matrix": jnp.ones((8, 8))}, dataclasses.replace(ADAFACTOR, beta1=0.9)
+    with_momentum = make_optimizer(dataclasses.replace(ADAFACTOR, beta1=0.9)).init(
+        {"matrix": jnp.ones((8, 8))}
     )
     assert with_momentum["matrix"].m.shape == (8, 8)
 

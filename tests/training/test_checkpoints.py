@@ -45,7 +45,7 @@ def assert_equal_trees(ours, expected):
 
 
 def test_a_state_is_restored_as_it_was_saved(saved, state):
-    restored = checkpoints.restore_checkpoint(saved, tiny.new_state(1), tiny.ADAFACTOR)
+    restored = checkpoints.restore_checkpoint(saved, tiny.new_state(1))
     assert jax.tree.structure(restored) == jax.tree.structure(state)
     assert_equal_trees(to_flat_tree(restored), to_flat_tree(state))
 
@@ -179,7 +179,7 @@ def test_integrity_lists_every_other_file(saved):
 
 def test_a_vocabulary_of_another_size_is_named_as_such(state):
     with pytest.raises(UserError, match="vocabulary") as error:
-        from_flat_tree(to_flat_tree(state), tiny.new_state(vocab_size=256), tiny.ADAFACTOR)
+        from_flat_tree(to_flat_tree(state), tiny.new_state(vocab_size=256))
     assert "128" in str(error.value) and "256" in str(error.value)
 
 
@@ -187,14 +187,14 @@ def test_a_parameter_that_the_checkpoint_lacks_is_named(state):
     tree = to_flat_tree(state)
     del tree["target/decoder/logits_dense/kernel"]
     with pytest.raises(UserError, match="decoder/logits_dense/kernel"):
-        from_flat_tree(tree, tiny.new_state(), tiny.ADAFACTOR)
+        from_flat_tree(tree, tiny.new_state())
     with pytest.raises(UserError, match="decoder/logits_dense/kernel"):
         parameters_from_flat_tree(tree, tiny.new_state().params)
 
 
 def test_slots_that_a_checkpoint_lacks_are_zero_and_its_step_too(state):
     tree = {name: x for name, x in to_flat_tree(state).items() if name.startswith("target/")}
-    restored = from_flat_tree(tree, tiny.new_state(), tiny.ADAFACTOR)
+    restored = from_flat_tree(tree, tiny.new_state())
     assert int(restored.step) == 0
     assert not any(x.any() for x in jax.tree.leaves(restored.slots))
     np.testing.assert_array_equal(
@@ -207,7 +207,7 @@ def test_momentum_is_saved_and_restored(tmp_path):
     state = tiny.new_state(optimizer=optimizer)
     state = state.replace(slots=jax.tree.map(lambda x: x + 1, state.slots))
     path = checkpoints.save_checkpoint(tmp_path, state)
-    restored = checkpoints.restore_checkpoint(path, tiny.new_state(1, optimizer), optimizer)
+    restored = checkpoints.restore_checkpoint(path, tiny.new_state(1, optimizer))
     assert_equal_trees(to_flat_tree(restored), to_flat_tree(state))
 
 
@@ -216,4 +216,4 @@ def test_slots_of_another_optimizer_are_refused(state):
     tree = to_flat_tree(state)
     tree["state/param_states/encoder/encoder_norm/scale/v"] = np.zeros(5, np.float32)
     with pytest.raises(UserError, match="slot v of encoder/encoder_norm/scale"):
-        from_flat_tree(tree, tiny.new_state(optimizer=other), other)
+        from_flat_tree(tree, tiny.new_state(optimizer=other))

@@ -7,6 +7,7 @@ import pytest
 
 from t0repro.model.layers import relative_position_bucket
 from t0repro.model.t5 import T5, initial_parameters
+from t0repro.training.optimizers import make_optimizer
 from t0repro.training.schedules import make_schedule
 from t0repro.training.train_state import from_flat_tree, new_train_state, to_flat_tree
 from t0repro.training.train_step import loss_and_gradients, make_train_step
@@ -15,6 +16,8 @@ from ..plain_scoring import row_scores
 from . import mesh_reference as reference
 
 pytestmark = pytest.mark.mtf
+
+OPTIMIZER = make_optimizer(reference.ADAFACTOR)
 
 
 @pytest.fixture(scope="session")
@@ -38,10 +41,10 @@ def start(case, run):
     """The state that Mesh TensorFlow started from."""
     model = T5(case.model, reference.FLOAT32)
     fresh = jax.eval_shape(
-        lambda: new_train_state(initial_parameters(model, jax.random.key(0)), reference.ADAFACTOR)
+        lambda: new_train_state(initial_parameters(model, jax.random.key(0)), OPTIMIZER)
     )
     tree = reference.flat_tree(run, "initial", case.start_step)
-    return from_flat_tree(tree, fresh, reference.ADAFACTOR)
+    return from_flat_tree(tree, fresh)
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +63,7 @@ def steps(case, start, batches):
     step = jax.jit(
         make_train_step(
             model,
-            reference.ADAFACTOR,
+            OPTIMIZER,
             make_schedule(case.schedule),
             num_microbatches=case.num_microbatches,
         )

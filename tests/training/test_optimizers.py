@@ -10,6 +10,7 @@ import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from t0repro.config.run_config import (
@@ -20,10 +21,10 @@ from t0repro.config.run_config import (
     SgdConfig,
 )
 from t0repro.parameters import layout
-from t0repro.training.optimizers import apply_gradients, initial_slots
+from t0repro.training.optimizers import make_optimizer
 from t0repro.training.schedules import make_schedule
 from t0repro.training.slots import Slots
-from t0repro.training.train_state import TrainState, from_flat_tree, to_flat_tree
+from t0repro.training.train_state import TrainState, flat_slots, from_flat_tree, to_flat_tree
 
 from . import tiny
 
@@ -217,16 +218,18 @@ def ours(case):
     """Parameters and slots after each step, by Mesh TensorFlow's names."""
     inputs, config = arrays(), case.config
     parameters = unflatten({path: jnp.asarray(inputs[f"parameters/{path}"]) for path in SHAPES})
-    slots = initial_slots(parameters, config)
+    optimizer = make_optimizer(config)
+    slots = optimizer.init(parameters)
     schedule = make_schedule(ScheduleConfig("constant", {"value": case.learning_rate}, 100))
     results = {}
 
     @jax.jit
     def update(parameters, slots, gradients, step):
         rate = schedule(step)
-        return apply_gradients(
-            parameters, slots, gradients, step=step, learning_rate=rate, config=config
+        updates, slots = optimizer.update(
+            gradients, slots, parameters, step=step, learning_rate=rate
         )
+        return optax.apply_updates(parameters, updates), slots
 
     for step in range(STEPS):
         gradients = unflatten({path: jnp.asarray(inputs[f"{step}/{path}"]) for path in SHAPES})
@@ -234,10 +237,7 @@ def ours(case):
         parameters, slots = update(parameters, slots, gradients, count)
         for path, x in flax.traverse_util.flatten_dict(parameters, sep="/").items():
             results[f"{step}/{NAMES[path]}"] = np.asarray(x)
-        flat = flax.traverse_util.flatten_dict(
-            slots, is_leaf=lambda _, value: isinstance(value, Slots), sep="/"
-        )
-        for path, slot in flat.items():
+        for path, slot in flat_slots(slots).items():
             for name in layout.SLOT_NAMES:
                 if (x := getattr(slot, name)) is not None:
                     theirs = layout.slot_to_mtf(name, SHAPES[path])
@@ -311,7 +311,7 @@ def state_of(config, seed=0):
     params = unflatten(parameters)
     slots = jax.tree.map(
         lambda x: jnp.asarray(generator.normal(size=x.shape), jnp.float32),
-        initial_slots(params, config),
+        make_optimizer(config).init(params),
     )
     return TrainState(step=jnp.int32(7), params=params, slots=slots)
 
@@ -320,7 +320,7 @@ def state_of(config, seed=0):
 def test_slots_of_every_optimizer_come_back_from_a_checkpoint(config):
     state = state_of(config)
     tree = to_flat_tree(state)
-    read = from_flat_tree(tree, jax.eval_shape(lambda: state), config)
+    read = from_flat_tree(tree, jax.eval_shape(lambda: state))
     assert jax.tree.structure(read) == jax.tree.structure(state)
     jax.tree.map(np.testing.assert_array_equal, read, state)
 
@@ -329,22 +329,15 @@ def test_slots_of_every_optimizer_come_back_from_a_checkpoint(config):
 def test_frozen_parameters_stay_and_have_no_slots(config):
     state = state_of(config)
     gradients = jax.tree.map(jnp.ones_like, state.params)
-    params, slots = apply_gradients(
-        state.params,
-        state.slots,
-        gradients,
-        step=state.step,
-        learning_rate=jnp.float32(0.1),
-        config=config,
+    updates, slots = make_optimizer(config).update(
+        gradients, state.slots, state.params, step=state.step, learning_rate=jnp.float32(0.1)
     )
+    params = optax.apply_updates(state.params, updates)
     before = flax.traverse_util.flatten_dict(state.params, sep="/")
-    flat_slots = flax.traverse_util.flatten_dict(
-        slots, is_leaf=lambda _, value: isinstance(value, Slots), sep="/"
-    )
     for path, after in flax.traverse_util.flatten_dict(params, sep="/").items():
         assert np.array_equal(after, before[path]) == (path in config.frozen), path
         if path in config.frozen:
-            assert flat_slots[path] == Slots()
+            assert flat_slots(slots)[path] == Slots()
 
 
 def test_a_model_trains_with_every_optimizer():
@@ -352,8 +345,9 @@ def test_a_model_trains_with_every_optimizer():
     from t0repro.training.train_step import make_train_step
 
     for config in OTHERS[:3]:
-        state = new_train_state(tiny.new_state().params, config)
-        step = jax.jit(make_train_step(tiny.model(), config, tiny.schedule()))
+        optimizer = make_optimizer(config)
+        state = new_train_state(tiny.new_state().params, optimizer)
+        step = jax.jit(make_train_step(tiny.model(), optimizer, tiny.schedule()))
         losses = []
         for _ in range(8):
             state, metrics = step(state, tiny.batches(1)[0])

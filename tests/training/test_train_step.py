@@ -52,7 +52,7 @@ def test_each_microbatch_and_each_step_has_noise_of_its_own():
     single = loss(batch, 1, jax.random.key(0))
     assert loss(repeated, 4, key) != pytest.approx(single, rel=1e-3)
     assert loss(repeated, 4, key) == loss(repeated, 4, key)
-    step = jax.jit(make_train_step(model, tiny.ADAFACTOR, tiny.schedule(), dropout_key=key))
+    step = jax.jit(make_train_step(model, tiny.OPTIMIZER, tiny.schedule(), dropout_key=key))
     state = tiny.new_state()
     _, first = step(state, batch)
     _, second = step(state.replace(step=state.step + 1), batch)
@@ -62,7 +62,7 @@ def test_each_microbatch_and_each_step_has_noise_of_its_own():
 def test_a_step_reports_the_loss_before_it_and_the_rate_of_its_update():
     state, batch = tiny.new_state(), tiny.batches(1)[0]
     loss, _ = run(tiny.model(), state.params, batch, 1)
-    step = jax.jit(make_train_step(tiny.model(), tiny.ADAFACTOR, lambda step: 0.5 / (step + 1.0)))
+    step = jax.jit(make_train_step(tiny.model(), tiny.OPTIMIZER, lambda step: 0.5 / (step + 1.0)))
     after, metrics = step(state.replace(step=jnp.int32(4)), batch)
     assert int(after.step) == 5
     np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-6)
@@ -70,7 +70,7 @@ def test_a_step_reports_the_loss_before_it_and_the_rate_of_its_update():
 
 
 def test_fifty_steps_on_one_batch_learn_it():
-    step = jax.jit(make_train_step(tiny.model(), tiny.ADAFACTOR, lambda _: jnp.float32(0.05)))
+    step = jax.jit(make_train_step(tiny.model(), tiny.OPTIMIZER, lambda _: jnp.float32(0.05)))
     state, batch = tiny.new_state(), tiny.batches(1)[0]
     losses = []
     for _ in range(50):

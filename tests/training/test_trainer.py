@@ -19,7 +19,7 @@ def make_trainer(**options):
     return Trainer(
         options.pop("model", tiny.model()),
         options.pop("state", tiny.new_state()),
-        optimizer=tiny.ADAFACTOR,
+        optimizer=tiny.OPTIMIZER,
         schedule=options.pop("schedule", tiny.schedule()),
         **options,
     )

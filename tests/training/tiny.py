@@ -17,6 +17,7 @@ from t0repro.config.run_config import (
     ScheduleConfig,
 )
 from t0repro.model.t5 import T5, initial_parameters
+from t0repro.training.optimizers import make_optimizer
 from t0repro.training.schedules import make_schedule
 from t0repro.training.train_state import new_train_state
 
@@ -32,6 +33,7 @@ ADAFACTOR = AdafactorConfig(
     epsilon2=1e-3,
     min_dim_size_to_factor=8,
 )
+OPTIMIZER = make_optimizer(ADAFACTOR)
 MODEL = ModelConfig(
     num_encoder_layers=1,
     num_decoder_layers=1,
@@ -56,7 +58,9 @@ def model(**changes) -> T5:
 
 
 def new_state(seed: int = 0, optimizer: AdafactorConfig = ADAFACTOR, **changes):
-    return new_train_state(initial_parameters(model(**changes), jax.random.key(seed)), optimizer)
+    return new_train_state(
+        initial_parameters(model(**changes), jax.random.key(seed)), make_optimizer(optimizer)
+    )
 
 
 def schedule():
