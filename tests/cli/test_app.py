@@ -82,7 +82,7 @@ COMMANDS = list(_commands(typer.main.get_command(app.app)))
 def test_all_commands_are_there():
     for path in (
         ("doctor",), ("explain",), ("convert",), ("checkpoint", "inspect"), ("checkpoint", "diff"),
-        ("report", "make"), ("compare", "losses"), ("compare", "scores"),
+        ("report", "make"), ("compare",), ("rank-eval",), ("cache",), ("tasks", "check"),
     ):  # fmt: skip
         assert path in COMMANDS
 
