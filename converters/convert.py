@@ -128,6 +128,7 @@ def _planned(
     original = open_checkpoint(ref)
     reader, notes = _prepare(original, to, options)
     family = check_checkpoint(reader)
+    _check_form_exists(family, to, ref)
     if options.gin_file is not None:
         notes += [
             f"{name}, which the gin file includes, is not here; what it binds is not checked."
@@ -221,6 +222,17 @@ def _check_request(to: Format, options: Options) -> None:
         )
     if options.layout and to != "t5x":
         raise UserError("Only T5X's checkpoints have layouts (--layout).", fix="Add --to t5x.")
+
+
+def _check_form_exists(shape: ModelShape, to: Format, ref: CheckpointRef) -> None:
+    """Refuses a model that the target's own code has no form of."""
+    if shape.shared_towers and to in ("t5x", "hf"):
+        peer = "T5X" if to == "t5x" else "transformers"
+        raise UserError(
+            f"{peer} has no T5 whose encoder has the decoder's parameters (bi_v1_shared).",
+            where=ref.path,
+            fix="Convert to mtf or jax.",
+        )
 
 
 def _check_target_absent(directory: Path, force: bool) -> None:

@@ -44,6 +44,14 @@ class MtfReader:
         self.norm_names: layout.NormNames = "rms_norm"
         if any(layout.modern_norm_name(name) != name for name in self._bundle.entries):
             self.norm_names = "layer_norm"
+        shared = any(map(layout.names_shared_layer, self._bundle.entries))
+        if layout.has_shared_towers(self.tensors) and not shared:
+            raise UserError(
+                "The encoder's variables are missing; the decoder's layers are not those of a model"
+                " whose towers share theirs (bi_v1_shared).",
+                where=prefix,
+                fix="The checkpoint is incomplete; get it again from where it came from.",
+            )
         step = int(self._bundle.read(layout.MTF_STEP)) if layout.STEP in self._names else None
         self.ref = CheckpointRef("mtf", prefix, step)
 
@@ -117,7 +125,8 @@ def mtf_name(
     if key == layout.STEP:
         return layout.MTF_STEP
     path, slot = layout.split_key(key)
-    name = layout.path_to_mtf(path, norm_names, layout.is_decoder_only(tensors))
+    shared = layout.has_shared_towers(tensors)
+    name = layout.path_to_mtf(path, norm_names, layout.is_decoder_only(tensors), shared)
     if name is None:
         raise KeyError(key)
     if slot is None:

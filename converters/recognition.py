@@ -27,8 +27,9 @@ def recognise(names_and_shapes: Mapping[str, Iterable[int]]) -> ModelShape:
     """
     shapes = dict(_parameter_shapes(names_and_shapes))
     decoder_only = layout.DECODER_ONLY[0].t5x in shapes
-    tower = "decoder" if decoder_only else "encoder"
-    attention = f"{tower}/layers_0/{'self_attention' if decoder_only else 'attention'}"
+    shared = layout.has_shared_towers({layout.PARAMETERS + path for path in shapes})
+    tower = "decoder" if decoder_only or shared else "encoder"
+    attention = f"{tower}/layers_0/{'attention' if tower == 'encoder' else 'self_attention'}"
     embedding = _matrix(shapes, ("decoder/" if decoder_only else "") + "token_embedder/embedding")
     bias = _matrix(shapes, f"{tower}/relpos_bias/rel_embedding")
     query = _matrix(shapes, f"{attention}/query/kernel")
@@ -42,7 +43,7 @@ def recognise(names_and_shapes: Mapping[str, Iterable[int]]) -> ModelShape:
             where=f"{attention}/query/kernel, {tower}/relpos_bias/rel_embedding",
         )
     return ModelShape(
-        num_encoder_layers=_count_layers(shapes, "encoder"),
+        num_encoder_layers=_count_layers(shapes, "decoder" if shared else "encoder"),
         num_decoder_layers=_count_layers(shapes, "decoder"),
         d_model=embedding[1],
         d_ff=output[0],
@@ -52,6 +53,7 @@ def recognise(names_and_shapes: Mapping[str, Iterable[int]]) -> ModelShape:
         relative_attention_num_buckets=bias[1],
         wi_kernels=("wi_0", "wi_1") if gated else ("wi",),
         tied="decoder/logits_dense/kernel" not in shapes,
+        shared_towers=shared,
     )
 
 

@@ -70,6 +70,7 @@ def open_checkpoint(path: str, step: int | None, activation: DType) -> Checkpoin
         vocab_size=family.vocab_size,
         activations=("gelu", "linear") if family.gated else ("relu",),
         logits_from_embedding=family.tied,
+        shared_towers=family.shared_towers,
         relative_attention_num_buckets=family.relative_attention_num_buckets,
         dropout_rate=0.0,
         label_smoothing=0.0,

@@ -205,7 +205,7 @@ def name_of(row: Row, layer: int | None, column: Column) -> str:
 def mtf_to_path(variable: str) -> str | None:
     """T5X's path of a Mesh TensorFlow parameter, old norm names included; None if it is unknown."""
     decoder_only = variable.startswith("transformer/")
-    found = find_row(modern_norm_name(variable), "mtf", decoder_only)
+    found = find_row(_numbered_layers(modern_norm_name(variable)), "mtf", decoder_only)
     return found and name_of(*found, "t5x")
 
 
@@ -224,6 +224,24 @@ def path_to_mtf(
         for number, layer in enumerate(SHARED_LAYERS):
             name = name.replace(f"/layer_{number:03d}/", f"/{layer}/")
     return old_norm_name(name) if norm_names == "layer_norm" else name
+
+
+def names_shared_layer(variable: str) -> bool:
+    """Whether a Mesh TensorFlow variable is in a layer that the towers share (bi_v1_shared)."""
+    return _numbered_layers(variable) != variable
+
+
+def _numbered_layers(variable: str) -> str:
+    """The name that a variable of a shared layer would have in a decoder of its own."""
+    for number, layer in enumerate(SHARED_LAYERS):
+        variable = re.sub(rf"^(decoder/block_\d+)/{layer}/", rf"\1/layer_{number:03d}/", variable)
+    return variable
+
+
+def has_shared_towers(names: Collection[str]) -> bool:
+    """Whether flat keys are a bi_v1_shared's, whose encoder has no parameters of its own."""
+    encoder = PARAMETERS + "encoder/"
+    return PARAMETERS + TABLE[0].t5x in names and not any(n.startswith(encoder) for n in names)
 
 
 def is_decoder_only(names: Collection[str]) -> bool:
@@ -247,7 +265,7 @@ def modern_norm_name(variable: str) -> str:
     Mesh TensorFlow uses the old names when gin binds LayerStack.norm_epsilon (its legacy mode).
     """
     tower = "(encoder|decoder|transformer)"
-    if re.fullmatch(rf"{tower}/block_\d+/layer_\d+/layer_norm/scale", variable):
+    if re.fullmatch(rf"{tower}/block_\d+/\w+/layer_norm/scale", variable):
         return variable.replace("/layer_norm/", "/rms_norm/")
     if re.fullmatch(rf"{tower}/final_layer_norm/scale", variable):
         return variable.replace("/final_layer_norm/", "/rms_norm/")

@@ -121,9 +121,9 @@ def mesh_variables() -> Callable[..., dict[str, np.ndarray]]:
     ) -> dict[str, np.ndarray]:
         generator = np.random.default_rng(seed)
         variables = {"global_step": np.asarray(step, np.int64)}
+        names = family.mesh_variables(norm_names)
         for path, shape in family.parameters().items():
-            name = layout.path_to_mtf(path, norm_names, family.decoder_only)
-            assert name is not None
+            name = names[path]
             variables[name] = generator.normal(size=shape).astype(np.float32).astype(dtype)
             for slot, slot_shape in _mesh_slot_shapes(shape, factor_at).items():
                 variables[f"{name}_slot_{slot}"] = generator.normal(size=slot_shape)
