@@ -128,12 +128,16 @@ def _evaluations(
 
 
 def _show(page: Page, content: str, out: Path | None) -> None:
+    from t0repro.locks import folder_lock
     from t0repro.reports.terminal import print_page
     from t0repro.reports.write import write_page
 
     print_page(page)
-    for path in write_page("compare", page, content, out) if out else []:
-        typer.echo(f"wrote {path}")
+    if out:
+        with folder_lock(out, "writing a comparison"):
+            paths = write_page("compare", page, content, out)
+        for path in paths:
+            typer.echo(f"wrote {path}")
 
 
 def _labels(given: Sequence[Given]) -> list[str]:

@@ -73,6 +73,7 @@ def make(
     --module_import t0repro.tasks.demo --train_mixture demo_train
     --metrics runs/demo/metrics.jsonl --other mtf=runs/mtf/validation_eval
     """
+    from t0repro.locks import folder_lock
     from t0repro.reports.bootstrap import Bootstrap
     from t0repro.reports.make_report import Beside, ReportOptions, make_report
     from t0repro.reports.prompts import load_prompts, training_datasets, training_tasks
@@ -106,7 +107,8 @@ def make(
         conversion=_text(conversion) if conversion else None,
     )
     report = make_report(Run(label, eval_dir, step), prompts, options, beside)
-    paths = write_report(report, out)
+    with folder_lock(out, "writing a report"):
+        paths = write_report(report, out)
     _print(report, paths)
 
 
@@ -129,6 +131,7 @@ def history(
 
     Example: t0repro report history runs/demo/model/validation_eval --out runs/demo/history
     """
+    from t0repro.locks import folder_lock
     from t0repro.reports.comparison_page import history_page
     from t0repro.reports.history import read_history
     from t0repro.reports.prompts import load_prompts
@@ -140,8 +143,11 @@ def history(
     found = read_history(folder, load_prompts(module_import or ()))
     page = history_page(found)
     print_page(page)
-    for path in write_page("history", page, found.to_json(), out) if out else []:
-        typer.echo(f"wrote {path}")
+    if out:
+        with folder_lock(out, "writing a history"):
+            paths = write_page("history", page, found.to_json(), out)
+        for path in paths:
+            typer.echo(f"wrote {path}")
 
 
 def _text(path: Path) -> str:

@@ -8,11 +8,12 @@ from collections.abc import Mapping, Sequence
 from t0repro.reports.dataset_result import DatasetResult, PromptResult
 from t0repro.reports.published import PublishedFigure, family_of
 from t0repro.reports.svg import ROLES, Drawing, inline_plot, spread_out
-from t0repro.words import counted, shortened
+from t0repro.words import counted, printable, shortened
 
-# Heights above the middle of a row, in rows: the parts of a row from its top to its bottom
-_LETTERS, _PUBLISHED, _DOTS, _MEAN = 0.46, (0.22, 0.37), 0.06, -0.28
-_LINES = (-0.38, 0.37)
+# Heights above the middle of a row, in inches: the parts of a row from its top to its bottom
+_LETTERS, _PUBLISHED, _DOTS, _MEAN = 0.33, (0.16, 0.26), 0.045, -0.2
+_LINES = (-0.27, 0.26)
+_BOX = 0.22
 
 
 def accuracy_plot(
@@ -27,21 +28,21 @@ def accuracy_plot(
     """
 
     def draw(drawing: Drawing) -> None:
-        names = [shortened(dataset.dataset, 30) for dataset in datasets]
+        names = [shortened(printable(dataset.dataset), 30) for dataset in datasets]
         # On a narrow screen a name stands above its row, since beside it no room would be left
-        pitch, left = (0.98, 0.15) if drawing.narrow else (0.72, 0.3 + 0.085 * max(map(len, names)))
-        axes = drawing.axes(0.9 + pitch * len(datasets), left)
+        pitch, left = (0.92, 0.15) if drawing.narrow else (0.72, 0.3 + 0.085 * max(map(len, names)))
+        axes = drawing.axes(0.8 + pitch * len(datasets), left)
         for row, (name, dataset) in enumerate(zip(names, datasets, strict=True)):
-            y = len(datasets) - 1 - row
+            y = pitch * (len(datasets) - 1 - row)
             _draw_dataset(drawing, axes, y, row, dataset)
             _draw_published(drawing, axes, y, row, dataset, published)
             if drawing.narrow:
-                axes.text(-1, y + 0.62, name, va="center", color=ROLES["ink"])
+                axes.text(-1, y + 0.5, name, va="center", color=ROLES["ink"])
         if drawing.narrow:
             axes.set_yticks([])
         else:
-            axes.set_yticks(range(len(datasets)), names[::-1])
-        axes.set_ylim(-0.5, len(datasets) - (0.2 if drawing.narrow else 0.4))
+            axes.set_yticks([pitch * at for at in range(len(datasets))], names[::-1])
+        axes.set_ylim(-0.34, pitch * (len(datasets) - 1) + (0.62 if drawing.narrow else 0.42))
         axes.set_xlim(-2, 102)
         axes.set_xlabel("accuracy, percent")
         axes.grid(axis="x", linewidth=0.7)
@@ -109,7 +110,7 @@ def _draw_dataset(drawing: Drawing, axes, y: float, row: int, dataset: DatasetRe
         _draw_box(axes, y + _DOTS, dataset)
     for i, prompt in enumerate(dataset.prompts):
         # Neighbours are shifted by a fixed pattern, so that equal accuracies stay apart.
-        shift = 0.09 * ((i * 2) % 5 - 2) / 2 if len(dataset.prompts) > 1 else 0
+        shift = 0.065 * ((i * 2) % 5 - 2) / 2 if len(dataset.prompts) > 1 else 0
         name = f"prompt-{row}-{i}"
         axes.plot(
             [prompt.accuracy],
@@ -146,7 +147,7 @@ def _draw_box(axes, y: float, dataset: DatasetResult) -> None:
         [box],
         positions=[y],
         orientation="horizontal",
-        widths=0.3,
+        widths=_BOX,
         showfliers=False,
         patch_artist=True,
         boxprops={"facecolor": ROLES["band"], "edgecolor": ROLES["muted"], "linewidth": 1},

@@ -6,6 +6,7 @@ from t0repro.reports.accuracy_plot import accuracy_plot, prompt_tip, published_l
 from t0repro.reports.dataset_result import DatasetResult, PromptResult
 from t0repro.reports.group_result import GROUP_TITLES, GroupResult
 from t0repro.reports.page import Cell, Column, Section
+from t0repro.reports.published import family_of
 from t0repro.reports.report import Report
 
 EXTRA_TITLES = {
@@ -34,36 +35,46 @@ def verdict_in_words(result: DatasetResult | GroupResult) -> str:
 
 def accuracy_sections(report: Report) -> list[Section]:
     """A plot for each group, and the table of datasets."""
-    plots = []
-    for group in report.groups:
-        members = [dataset for dataset in report.datasets if dataset.group == group.group]
-        plot = accuracy_plot(members, f"Accuracy, {group.title}", report.published)
-        plots.append(Section(group.title, plot=plot, level=3, legend=_legend(report)))
-    if not plots:
+    if not report.groups:
         return []
     header = (
         Column("dataset"), Column("group"), "prompts", "examples", "mean", "interval", "s.e.",
         "chance", "majority", Column("clearly above"), "median", "quartiles", "range",
     )  # fmt: skip
     rows = tuple(_dataset_row(dataset) for dataset in report.datasets)
-    table = Section("By dataset", header=header, rows=rows, level=3)
-    return [Section("Accuracy by dataset"), *plots, table]
+    return [
+        Section("Accuracy by dataset", legend=_legend(report)),
+        *(_plot_section(report, group) for group in report.groups),
+        Section("By dataset", header=header, rows=rows, level=3),
+    ]
 
 
 def _legend(report: Report) -> tuple[tuple[str, str], ...]:
-    entries = [
-        ("dot", "a prompt (hover for its text)"),
+    return (
+        ("dot", "a prompt (hover or tap for its text)"),
         ("box", "quartiles, median and range over prompts"),
         ("mean", f"mean over prompts and its {confidence(report)} interval"),
         ("line", "chance"),
         ("majority", "majority class"),
-    ]
-    letters = published_letters(report.published)
-    entries += [
+    )
+
+
+def _plot_section(report: Report, group: GroupResult) -> Section:
+    """The group's plot, with a legend of the published figures that are drawn in it."""
+    members = [dataset for dataset in report.datasets if dataset.group == group.group]
+    families = {family_of(dataset.dataset) for dataset in members}
+    drawn = {
+        (figure.model, figure.statistic)
+        for figure in report.published
+        if figure.dataset in families
+    }
+    legend = tuple(
         ("letter", f"{letter}: {model}, {statistic}")
-        for (model, statistic), letter in letters.items()
-    ]
-    return tuple(entries)
+        for (model, statistic), letter in published_letters(report.published).items()
+        if (model, statistic) in drawn
+    )
+    plot = accuracy_plot(members, f"Accuracy, {group.title}", report.published)
+    return Section(group.title, plot=plot, level=3, legend=legend)
 
 
 def _dataset_row(dataset: DatasetResult) -> tuple[str | Cell, ...]:
@@ -125,16 +136,12 @@ def prompts_of(report: Report) -> list[tuple[DatasetResult, PromptResult]]:
 def published_sections(report: Report) -> list[Section]:
     """The published figures that the plots show; no section where there are none."""
     letters = published_letters(report.published)
-    header = (
-        Column("dataset"), Column("letter"), Column("model"), Column("statistic"), "percent",
-        Column("source", wide=True),
-    )  # fmt: skip
+    header = (Column("dataset"), Column("model"), "percent", Column("source", wide=True))
     rows = tuple(
         (
             figure.dataset,
-            letters.get((figure.model, figure.statistic), ""),
-            figure.model,
-            f"{figure.statistic} over prompts",
+            f"{letters.get((figure.model, figure.statistic), '')}: {figure.model},"
+            f" {figure.statistic} over prompts",
             Cell(f"{figure.value:g}", figure.value),
             figure.source,
         )

@@ -111,10 +111,10 @@ def scores_in_words(compared: RunComparison) -> list[str]:
     lines = [
         f"Predictions differ: {where} ({counted(compared.pairs, 'pair')} of"
         f" {counted(len(compared.tasks), 'task')}).",
-        f"Largest difference of a score: {compared.max_difference:.2e};"
+        f"Largest difference between scores: {compared.max_difference:.2e};"
         f" per target token {worst.max_difference_per_token:.2e}"
         f" ({worst.task}, example {worst.at[0]}, choice {worst.at[1]});"
-        f" of a metric: {compared.max_metric_difference:.2e} points.",
+        f" between metrics: {compared.max_metric_difference:.2e} points.",
     ]
     if compared.unpaired:
         lines.append(

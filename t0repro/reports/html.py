@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from t0repro.reports.page import Page, as_cell, as_column
+from t0repro.words import printable
 
 _TEMPLATES = Path(__file__).parent / "templates"
 
@@ -18,6 +20,7 @@ def render_html(page: Page) -> str:
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         keep_trailing_newline=True,
+        finalize=_shown,
         trim_blocks=True,
         lstrip_blocks=True,
     )
@@ -27,6 +30,15 @@ def render_html(page: Page) -> str:
         css=_asset("page.css"),
         script=_asset("page.js"),
     )
+
+
+def _shown(value: Any) -> Any:
+    """Text with control characters made visible; what is HTML already stays as it is."""
+    import markupsafe
+
+    if isinstance(value, str) and not isinstance(value, markupsafe.Markup):
+        return printable(value, keep="\n\t")
+    return value
 
 
 def _asset(name: str) -> str:

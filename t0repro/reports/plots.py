@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from t0repro.reports.dataset_result import DatasetResult
 from t0repro.reports.losses import LossCurve
 from t0repro.reports.svg import ROLES, Drawing, inline_plot, spread_out, whole_steps
-from t0repro.words import counted, shortened
+from t0repro.words import counted, printable, shortened
 
 _LEFT = 0.68  # inches for the numbers and the name of a vertical axis
 
@@ -49,12 +49,12 @@ def history_plot(steps: Sequence[int], curves: Mapping[str, Sequence[float]], la
 
     def draw(drawing: Drawing) -> None:
         height = 0.9 + max(2.8, 0.25 * len(curves))
-        names = {name: shortened(name, 14 if drawing.narrow else 26) for name in curves}
+        names = {name: shortened(printable(name), 14 if drawing.narrow else 26) for name in curves}
         right = 0.2 + 0.085 * max(map(len, names.values()))
         axes = drawing.axes(height, _LEFT, right)
         # A line of text is a quarter of an inch high
         places = spread_out(
-            {name: values[-1] for name, values in curves.items()}, 25 / (height - 0.67)
+            {name: values[-1] for name, values in curves.items()}, 25 / (height - 0.56)
         )
         for number, (name, values) in enumerate(curves.items()):
             axes.plot(steps, values, color=ROLES["accent"], linewidth=1.4, alpha=0.75)
@@ -76,7 +76,10 @@ def history_plot(steps: Sequence[int], curves: Mapping[str, Sequence[float]], la
         axes.set_xlabel("step")
         axes.set_ylabel("accuracy, percent")
         axes.grid(axis="y", linewidth=0.7)
-        whole_steps(axes, 3 if drawing.narrow else 6)
+        if len(steps) <= (4 if drawing.narrow else 8):
+            axes.set_xticks(steps)
+        else:
+            whole_steps(axes, 4 if drawing.narrow else 8)
 
     return inline_plot(draw, label)
 

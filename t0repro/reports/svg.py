@@ -15,6 +15,8 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from t0repro.words import printable
+
 Key = TypeVar("Key")
 
 _SVG = "http://www.w3.org/2000/svg"
@@ -83,7 +85,7 @@ class Drawing:
         self.figure = Figure(figsize=(self.inches, height))
         FigureCanvasSVG(self.figure)
         self.figure.patch.set_alpha(0)
-        bottom, top = 0.55 / height, 1 - 0.12 / height
+        bottom, top = 0.48 / height, 1 - 0.08 / height
         width = (self.inches - left - right) / self.inches
         axes = self.figure.add_axes((left / self.inches, bottom, width, top - bottom))
         axes.patch.set_alpha(0)
@@ -159,6 +161,7 @@ def _add_tips(root: ElementTree.Element, tips: Mapping[str, str]) -> None:
     for element in root.iter():
         tip = tips.get(element.get("id", ""))
         if tip is not None:
+            tip = printable(tip, keep="\n")  # XML has no way to write control characters
             element.set("data-tip", tip)
             title = ElementTree.Element(f"{{{_SVG}}}title")
             title.text = tip

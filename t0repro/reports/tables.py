@@ -13,8 +13,8 @@ import numpy as np
 
 from t0repro.evaluation.outputs import TaskScores, read_task_scores
 from t0repro.evaluation.rank import rank_classification
-from t0repro.files import write_atomically
 from t0repro.reports.prompts import PromptInfo, dataset_label, fixed_classes, template_name
+from t0repro.reports.write import write_files
 
 COLUMNS = (
     "task", "dataset", "template", "step", "example", "choice",
@@ -32,23 +32,37 @@ def write_tables(
     """Writes scores.csv and scores.parquet, a row for each pair of the tasks; returns their paths.
 
     Scores are natural-logarithm units; `predicted` says whether the choice is its example's
-    prediction.
+    prediction. In the CSV file a name that a spreadsheet would take for a formula starts with an
+    apostrophe.
+
+    Raises:
+      UserError: if the files cannot be read or written.
     """
     import pyarrow
     import pyarrow.parquet
 
     parts = [_columns(scores, prompts) for scores in read_task_scores(eval_dir, step, tasks)]
     columns = {name: np.concatenate([part[name] for part in parts]) for name in COLUMNS}
+    buffer = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.table(columns), buffer, compression="zstd")
+    return write_files({"scores.csv": _csv(columns), "scores.parquet": buffer.getvalue()}, out)
+
+
+def _csv(columns: Mapping[str, np.ndarray]) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(COLUMNS)
-    writer.writerows(zip(*(columns[name].tolist() for name in COLUMNS), strict=True))
-    buffer = io.BytesIO()
-    pyarrow.parquet.write_table(pyarrow.table(columns), buffer, compression="zstd")
-    paths = [Path(out) / "scores.csv", Path(out) / "scores.parquet"]
-    write_atomically(paths[0], text.getvalue())
-    write_atomically(paths[1], buffer.getvalue())
-    return paths
+    cells = [
+        [_plain(cell) if isinstance(cell, str) else cell for cell in columns[name].tolist()]
+        for name in COLUMNS
+    ]
+    writer.writerows(zip(*cells, strict=True))
+    return text.getvalue()
+
+
+def _plain(text: str) -> str:
+    """A name that no spreadsheet takes for a formula: an apostrophe in front makes it text."""
+    return f"'{text}" if text.startswith(("=", "+", "-", "@", "\t", "\r", "\n")) else text
 
 
 def _columns(scores: TaskScores, prompts: Mapping[str, PromptInfo]) -> dict[str, Any]:

@@ -19,6 +19,8 @@ def print_page(page: Page, console: Console | None = None) -> None:
     console = console or terminal()
     if page.warning:
         console.print(Text(printable(page.warning), "bold yellow"))
+    for note in page.notes:
+        console.print(printable(note))
     for section in page.sections:
         _print_section(section, console)
 

@@ -1,14 +1,17 @@
-"""Writes a page in its three forms."""
+"""Writes the files of a report together: all of them, or none."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import os
-from collections.abc import Sequence
+import shutil
+import uuid
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from t0repro.errors import UserError
 from t0repro.files import write_atomically
 from t0repro.reports.html import render_html
 from t0repro.reports.markdown import render_markdown
@@ -17,27 +20,59 @@ from t0repro.reports.report import Report
 from t0repro.reports.report_page import report_page
 
 
-def as_json(values: Sequence[Any]) -> str:
-    """Dataclasses as an indented JSON list."""
-    return json.dumps([dataclasses.asdict(value) for value in values], indent=1) + "\n"
-
-
 def write_report(report: Report, out: str | os.PathLike[str]) -> list[Path]:
-    """Writes report.json, report.md and report.html into a folder; returns their paths."""
+    """Writes report.json, report.md and report.html into a folder; returns their paths.
+
+    Raises:
+      UserError: as write_files does.
+    """
     return write_page("report", report_page(report), report.to_json(), out)
 
 
 def write_page(name: str, page: Page, content: str, out: str | os.PathLike[str]) -> list[Path]:
     """Writes <name>.json with the content, and the page as <name>.md and <name>.html.
 
-    All three are rendered before the first is written, and each is renamed into place.
+    Raises:
+      UserError: as write_files does.
     """
-    contents = {
+    files = {
         f"{name}.json": content,
         f"{name}.md": render_markdown(page),
         f"{name}.html": render_html(page),
     }
-    paths = [Path(out) / file for file in contents]
-    for path in paths:
-        write_atomically(path, contents[path.name])
-    return paths
+    return write_files(files, out)
+
+
+def write_files(files: Mapping[str, str | bytes], out: str | os.PathLike[str]) -> list[Path]:
+    """Writes files into a folder and returns their paths.
+
+    All are written and synced beside their places before the first is renamed into its own, so a
+    full disk leaves the files of an earlier report as they were.
+
+    Raises:
+      UserError: if one cannot be written; the file is named.
+    """
+    out = Path(out)
+    staging = out / f".{uuid.uuid4().hex[:8]}.tmp"
+    path = out
+    try:
+        for name, content in files.items():
+            path = out / name
+            write_atomically(staging / name, content)
+        for name in files:
+            path = out / name
+            os.replace(staging / name, path)
+    except OSError as error:
+        raise UserError(
+            f"{path.name} cannot be written: {error.strerror or error}.",
+            where=str(path),
+            fix="Free some space, or name another folder with --out, and run the command again.",
+        ) from error
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return [out / name for name in files]
+
+
+def as_json(values: Sequence[Any]) -> str:
+    """Dataclasses as an indented JSON list."""
+    return json.dumps([dataclasses.asdict(value) for value in values], indent=1) + "\n"

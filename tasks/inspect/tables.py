@@ -8,25 +8,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.console import Console
 from rich.panel import Panel
-from rich.table import Table
 from rich.text import Text
 
 from t0repro.tasks.inspect.checking import CheckedTask, Verdict
 from t0repro.tasks.inspect.listing import OVERSAMPLED, ListedTask
 from t0repro.tasks.inspect.showing import VARIABLE_LENGTH, ShownExample, ShownTask
+from t0repro.terminal import print_table, terminal
+from t0repro.words import counted
 
 # Of what goes to a file or another program: a list's lines stay whole, examples can be read.
 LIST_WIDTH, TEXT_WIDTH = 1_000, 100
-
-
-def _console(width: int = LIST_WIDTH) -> Console:
-    console = Console(markup=False, highlight=False)
-    if console.is_terminal:
-        return console
-    return Console(markup=False, highlight=False, width=width)
 
 
 def print_json(values: Any) -> None:
@@ -38,20 +30,13 @@ def print_json(values: Any) -> None:
 
 
 def print_list(tasks: Sequence[ListedTask], caches: Sequence[Path]) -> None:
-    """Prints a line for each task, and in words what they come to."""
-    console = _console()
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("task", no_wrap=True)
-    for name in ("dataset", "template", "choices", "metrics"):
-        table.add_column(name, overflow="fold")
-    for name in ("rate", "examples"):
-        table.add_column(name, justify="right", no_wrap=True)
-    if caches:
-        table.add_column("cached")
-    for task in tasks:
-        cells = _cells(task)
-        table.add_row(*cells, *([task.cached or "no"] if caches else []))
-    console.print(table)
+    """Prints a row for each task and sums them up in words."""
+    console = terminal(LIST_WIDTH)
+    header = ["task", "dataset", "template", "choices", "metrics", "rate", "examples"]
+    cached = [[task.cached or "no"] if caches else [] for task in tasks]
+    rows = [[*_cells(task), *more] for task, more in zip(tasks, cached, strict=True)]
+    header += ["cached"] if caches else []
+    print_table(console, "", header, rows, numbers=("rate", "examples"))
     for line in list_in_words(tasks, caches):
         console.print(line)
 
@@ -83,7 +68,7 @@ def _choices_in_words(choices: tuple[str, ...] | None) -> str:
 def list_in_words(tasks: Sequence[ListedTask], caches: Sequence[Path]) -> list[str]:
     """Sentences: how many there are, how many are cached, which are drawn far too often."""
     datasets = {(task.dataset, task.subset) for task in tasks}
-    lines = [f"{len(tasks)} tasks of {len(datasets)} datasets."]
+    lines = [f"{counted(len(tasks), 'task')} of {counted(len(datasets), 'dataset')}."]
     if caches:
         lines.append(f"{sum(task.cached is not None for task in tasks)} of them are cached.")
     over = [task for task in tasks if (task.oversampled or 0.0) > OVERSAMPLED]
@@ -103,7 +88,7 @@ def list_in_words(tasks: Sequence[ListedTask], caches: Sequence[Path]) -> list[s
 
 def print_task(shown: ShownTask) -> None:
     """Prints a task's examples: input, target, choices, tokens, and what is cut."""
-    console, task = _console(TEXT_WIDTH), shown.task
+    console, task = terminal(TEXT_WIDTH), shown.task
     dataset = task.dataset if task.subset is None else f"{task.dataset}/{task.subset}"
     console.print(Text(task.name, style="bold"), f"split {shown.split}")
     console.print(f"{dataset}, template {task.template_name!r} ({task.template_id})")
@@ -111,9 +96,11 @@ def print_task(shown: ShownTask) -> None:
         console.print(f"No token counts: {shown.vocabulary_error}")
     for example in shown.examples:
         console.print(_panel(example, shown))
-    console.print(f"{shown.rows_read} rows read, {len(shown.examples)} examples.")
+    console.print(
+        f"{counted(shown.rows_read, 'row')} read, {counted(len(shown.examples), 'example')}."
+    )
     for reason, count in shown.dropped.items():
-        console.print(f"{count} rows give none: {reason}.")
+        console.print(f"{counted(count, 'row gives', 'rows give')} none: {reason}.")
 
 
 def _panel(example: ShownExample, shown: ShownTask) -> Panel:
@@ -137,7 +124,7 @@ def _panel(example: ShownExample, shown: ShownTask) -> Panel:
 
 
 def _count(tokens: int | None) -> str:
-    return "" if tokens is None else f" ({tokens} tokens)"
+    return "" if tokens is None else f" ({counted(tokens, 'token')})"
 
 
 def _choice_lines(example: ShownExample, shown: ShownTask) -> list[tuple[str, str]]:
@@ -145,7 +132,7 @@ def _choice_lines(example: ShownExample, shown: ShownTask) -> list[tuple[str, st
         return []
     heading = "choices"
     if shown.task.score_eval:
-        heading += f", each a pair with the input ({len(example.choices)} pairs)"
+        heading += f", each a pair with the input ({counted(len(example.choices), 'pair')})"
     lines = [("", ""), (heading, "bold magenta")]
     for number, choice in enumerate(example.choices):
         tokens = None if example.choice_tokens is None else example.choice_tokens[number]
@@ -165,13 +152,15 @@ def cuts_in_words(example: ShownExample, shown: ShownTask) -> list[str]:
         if lost:
             fields = f" (long: {', '.join(example.long_fields)})" if example.long_fields else ""
             lines.append(
-                f"cut: {lost:,} characters of the {name}; a variable has {VARIABLE_LENGTH:,} at"
-                f" most{fields}"
+                f"cut: {counted(lost, 'character')} of the {name}; a variable has at most"
+                f" {VARIABLE_LENGTH:,}{fields}"
             )
     pairs = zip(("inputs", "targets"), example.lost_tokens, strict=True)
     for feature, lost in pairs:
         if lost:
-            lines.append(f"cut: {lost:,} tokens beyond {shown.lengths[feature]:,} of {feature}")
+            lines.append(
+                f"cut: {counted(lost, 'token')} beyond {shown.lengths[feature]:,} of {feature}"
+            )
     if example.kept_end:
         lines.append(f"  the input then ends: ...{example.kept_end}")
     return lines
@@ -182,7 +171,7 @@ def cuts_in_words(example: ShownExample, shown: ShownTask) -> list[str]:
 
 def print_checks(checked: Sequence[CheckedTask]) -> None:
     """Prints the tasks that are not well, each with its reason, and how many of each kind."""
-    console = _console()
+    console = terminal(LIST_WIDTH)
     for verdict in (Verdict.SUSPECT, Verdict.BROKEN):
         for task in checked:
             if task.verdict is verdict:
@@ -193,4 +182,4 @@ def print_checks(checked: Sequence[CheckedTask]) -> None:
         console.print(f"no rows at hand: {', '.join(absent)}", soft_wrap=True)
     counts = Counter(task.verdict for task in checked)
     kinds = ", ".join(f"{counts[verdict]} {verdict.value}" for verdict in Verdict)
-    console.print(f"{len(checked)} tasks: {kinds}.")
+    console.print(f"{counted(len(checked), 'task')}: {kinds}.")
