@@ -4,7 +4,7 @@ It is the waist of the project. The dialects in this folder turn gin files and o
 RunConfig; everything behind it (model, optimizer, train step, scorer, checkpoints) takes a
 RunConfig and never hears of gin. Defaults live in the dialects, where they have a source. The few
 fields with a default here are what sets a variant apart from a plain encoder-decoder trained with
-Adafactor.
+Adafactor. Each number's range stands beside it; `ranges.check` holds a RunConfig against them.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from t0repro.config.ranges import Range, by_name, number
 from t0repro.parameters.shape import ModelShape
 
 Mode = Literal[
@@ -64,29 +65,29 @@ class ModelConfig:
         mT5 and umT5 of transformers, which are not scaled.
     """
 
-    num_encoder_layers: int
-    num_decoder_layers: int
-    d_model: int
-    d_ff: int
-    num_heads: int
-    d_kv: int
-    vocab_size: int
+    num_encoder_layers: int = number(at_least=0)
+    num_decoder_layers: int = number(at_least=1)
+    d_model: int = number(at_least=1)
+    d_ff: int = number(at_least=1)
+    num_heads: int = number(at_least=1)
+    d_kv: int = number(at_least=1)
+    vocab_size: int = number(at_least=1)
     activations: tuple[Activation, ...]
     logits_from_embedding: bool
-    relative_attention_num_buckets: int
-    dropout_rate: float
-    label_smoothing: float
-    z_loss: float
-    loss_denominator: float | None
+    relative_attention_num_buckets: int = number(at_least=4)
+    dropout_rate: float = number(at_least=0, below=1)
+    label_smoothing: float = number(at_least=0, below=1)
+    z_loss: float = number(at_least=0)
+    loss_denominator: float | None = number(above=0)
     model_type: ModelType = "bitransformer"
     input_full_attention: bool = False
     loss_on_targets_only: bool = False
     shared_towers: bool = False
     recompute_grads: bool = False
     norm_names: Literal["rms_norm", "layer_norm"] = "rms_norm"
-    relative_attention_max_distance: int = 128
+    relative_attention_max_distance: int = number(at_least=2, default=128)
     position_bias_per_layer: bool = False
-    rms_norm_epsilon: float = 1e-6
+    rms_norm_epsilon: float = number(at_least=0, default=1e-6)
     scale_tied_logits: bool = True
 
     @property
@@ -141,15 +142,15 @@ class AdafactorConfig:
     """
 
     multiply_by_parameter_scale: bool
-    decay_exponent: float
-    decay_offset: float
-    beta1: float
-    clipping_threshold: float | None
+    decay_exponent: float = number(at_least=0)
+    decay_offset: float = number()
+    beta1: float = number(at_least=0, below=1)
+    clipping_threshold: float | None = number(above=0)
     factored: bool
-    epsilon1: float
-    epsilon2: float
-    min_dim_size_to_factor: int
-    decay_rate: float | None = None
+    epsilon1: float = number(at_least=0)
+    epsilon2: float = number(at_least=0)
+    min_dim_size_to_factor: int = number(at_least=0)
+    decay_rate: float | None = number(at_least=0, below=1, default=None)
     exclude_from_parameter_scale: tuple[str, ...] = ()
     frozen: tuple[str, ...] = ()
 
@@ -162,10 +163,10 @@ class AdamWeightDecayConfig:
       exclude_from_weight_decay: paths of parameters that do not decay.
     """
 
-    weight_decay_rate: float
-    beta_1: float
-    beta_2: float
-    epsilon: float
+    weight_decay_rate: float = number(at_least=0)
+    beta_1: float = number(at_least=0, below=1)
+    beta_2: float = number(at_least=0, below=1)
+    epsilon: float = number(at_least=0)
     exclude_from_weight_decay: tuple[str, ...] = ()
     frozen: tuple[str, ...] = ()
 
@@ -174,7 +175,7 @@ class AdamWeightDecayConfig:
 class MomentumConfig:
     """Mesh TensorFlow's MomentumOptimizer, which subtracts the velocity *before* its update."""
 
-    momentum: float
+    momentum: float = number(at_least=0, below=1)
     frozen: tuple[str, ...] = ()
 
 
@@ -186,6 +187,22 @@ class SgdConfig:
 
 
 OptimizerConfig = AdafactorConfig | AdamWeightDecayConfig | MomentumConfig | SgdConfig
+
+
+_SCHEDULE_RANGES = {
+    "value": Range(at_least=0),
+    "learning_rate": Range(at_least=0),
+    "initial_lr": Range(at_least=0),
+    "max_learning_rate": Range(at_least=0),
+    "multiplier": Range(at_least=0),
+    "warmup_steps": Range(above=0),
+    "steps_or_fraction": Range(above=0),
+    "linear_decay_fraction": Range(at_least=0, at_most=1),
+    "cut_fraction": Range(above=0, below=1),
+    "ratio": Range(above=0),
+    "start_step": Range(at_least=0),
+    "offset": Range(),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,8 +217,8 @@ class ScheduleConfig:
     """
 
     name: str
-    arguments: Mapping[str, Any]
-    total_train_steps: int
+    arguments: Mapping[str, Any] = by_name(_SCHEDULE_RANGES)
+    total_train_steps: int = number(at_least=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,9 +239,9 @@ class TrainDataConfig:
     use_cached: bool
     pack: bool
     shuffle: bool
-    seed: int | None
+    seed: int | None = number(at_least=0)
     skip_seen_data: bool | None
-    seen_data_init_step: int
+    seen_data_init_step: int = number(at_least=0)
     checkpoint_input_pipeline: bool
 
 
@@ -236,9 +253,9 @@ class EvalDataConfig:
     split: str
     use_cached: bool
     pack: bool
-    num_eval_examples: int
+    num_eval_examples: int | None = number(at_least=1, also=(-1,))
     shuffle_eval_examples: bool
-    seed: int | None
+    seed: int | None = number(at_least=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,15 +274,15 @@ class DecodingConfig:
       vocab_parts: parts that the vocabulary is split in for that: the mesh's size along it.
     """
 
-    beam_size: int
-    alpha: float
-    temperature: float
-    keep_top_k: int
-    length_multiplier: float
-    length_constant: float
-    max_length: int | None
-    prefilter: int
-    vocab_parts: int
+    beam_size: int = number(at_least=1)
+    alpha: float = number(at_least=0)
+    temperature: float = number(at_least=0)
+    keep_top_k: int = number(at_least=1, also=(-1,))
+    length_multiplier: float = number(at_least=0)
+    length_constant: float = number(at_least=0)
+    max_length: int | None = number(at_least=1)
+    prefilter: int = number(at_least=0)
+    vocab_parts: int = number(at_least=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -274,8 +291,8 @@ class InferConfig:
 
     input_filename: str
     output_filename: str
-    eos_id: int
-    repeats: int
+    eos_id: int = number(at_least=0)
+    repeats: int = number(at_least=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -284,7 +301,7 @@ class ScoreStringsConfig:
 
     inputs: str | tuple[str, ...] | None
     targets: str | tuple[str, ...]
-    eos_id: int
+    eos_id: int = number(at_least=0)
     score_eos: bool
 
 
@@ -298,8 +315,8 @@ class CheckpointChoice:
       find_closest: a step that is not there stands for the nearest that is; else it is left out.
     """
 
-    skip_until: int
-    stop_after: int | None
+    skip_until: int = number(at_least=0)
+    stop_after: int | None = number(at_least=0)
     find_closest: bool
 
 
@@ -340,19 +357,19 @@ class RunConfig:
     schedule: ScheduleConfig | None
     train_data: TrainDataConfig | None
     eval_data: EvalDataConfig | None
-    sequence_length: Mapping[str, int] | None
-    batch_size: int
-    num_microbatches: int
-    train_steps: int
-    save_checkpoints_steps: int
-    keep_checkpoint_max: int | None
+    sequence_length: Mapping[str, int] | None = number(at_least=1)
+    batch_size: int = number(at_least=1)
+    num_microbatches: int = number(at_least=1)
+    train_steps: int = number(at_least=0)
+    save_checkpoints_steps: int = number(at_least=1)
+    keep_checkpoint_max: int | None = number(at_least=0)
     init_checkpoint: str | None
-    eval_checkpoint_step: int | tuple[int, ...] | str | None
+    eval_checkpoint_step: int | tuple[int, ...] | str | None = number(at_least=0, also=(-1,))
     eval_summary_dir: str | None
     eval_dir_suffix: str | None
     output_eval_examples: bool
     checkpoint_choice: CheckpointChoice
-    perplexity_eval_steps: int
+    perplexity_eval_steps: int = number(at_least=1)
     decoding: DecodingConfig
     infer: InferConfig | None
     score_strings: ScoreStringsConfig | None

@@ -13,6 +13,7 @@ from typing import Any, NoReturn, cast
 from t0repro.config.configuration import NotOnJax
 from t0repro.config.provenance import Bindings
 from t0repro.config.run_config import Activation, ModelConfig
+from t0repro.errors import UserError
 from t0repro.parameters.layout import SHARED_LAYERS
 
 _TRANSFORMER = "mesh_tensorflow.transformer.transformer"
@@ -141,6 +142,7 @@ def read_model(model: Any, model_type: str, bindings: Bindings) -> ModelConfig:
     towers = {"encoder": model.encoder, "decoder": model.decoder} if two_towers else {"": model}
     kinds = {"encoder": _ENCODER_LAYERS, "decoder": _DECODER_LAYERS, "": _ENCODER_LAYERS}
     for scope, tower in towers.items():
+        reader.check_depth(tower, scope)
         reader.check_tower(tower, kinds[scope], scope)
     if two_towers:
         reader.check_bitransformer(model)
@@ -234,6 +236,18 @@ class _ModelReader:
                     "layers",
                     scope,
                 )
+
+    def check_depth(self, tower: Any, scope: str) -> None:
+        """Raises UserError for a tower without layers, whose sizes could not be read."""
+        if not tower.layer_stack._layers:
+            selector = f"{_TRANSFORMER}.make_layer_stack"
+            field = "num_encoder_layers" if scope == "encoder" else "num_decoder_layers"
+            where = self._bindings.find((scope,), selector, "num_layers")
+            raise UserError(
+                f"model.{field} is 0; it must be a whole number, at least 1.",
+                where=where,
+                fix="Bind num_layers to a number of layers, or make_layer_stack.layers to a list.",
+            )
 
     def check_tower(self, tower: Any, kinds: tuple[str, ...], scope: str) -> None:
         """Every layer, sublayer and option of a tower must be one that the JAX model has."""

@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
+from t0repro.config import ranges
 from t0repro.config.configuration import Configuration, NotOnJax, RunInputs
 from t0repro.config.mtf import decoding as mtf_decoding
 from t0repro.config.mtf import model as mtf_model
@@ -84,6 +85,11 @@ KNOWN_BINDINGS: Mapping[str, Any] = {
     **mtf_optimizer.KNOWN_BINDINGS,
     **mtf_decoding.KNOWN_BINDINGS,
 }  # fmt: skip
+
+
+_BATCH_METHODS = (
+    "tokens_per_batch", "sequences_per_batch", "tokens_per_replica", "sequences_per_replica",
+)  # fmt: skip
 
 
 class _Reader:
@@ -205,7 +211,9 @@ class _Reader:
         fields["init_variable_filter"] = (
             self._argument(f"{UTILS}.tpu_estimator_model_fn", "init_variable_filter") or ""
         )
-        return RunConfig(**fields, provenance=dict(sorted(self._provenance.items())))
+        config = RunConfig(**fields, provenance=dict(sorted(self._provenance.items())))
+        ranges.check(config, config.provenance)
+        return config
 
     # ---- Arguments and where they came from ----
 
@@ -283,7 +291,8 @@ class _Reader:
 
     def _train_steps(self, batch_size: int, sequence_length: Mapping[str, int] | None) -> int:
         steps = self._run["train_steps"]
-        if isinstance(steps, int):
+        if not callable(steps):
+            ranges.check_field(RunConfig, "train_steps", steps, self._place_of_run("train_steps"))
             return steps
         if sequence_length is None:
             raise UserError(
@@ -295,21 +304,59 @@ class _Reader:
 
     def _sequence_length(self) -> dict[str, int] | None:
         length = self._run["sequence_length"]
-        return {"inputs": length, "targets": length} if isinstance(length, int) else length
+        if isinstance(length, int):
+            length = {"inputs": length, "targets": length}
+        where = self._place_of_run("sequence_length")
+        if length is not None and not isinstance(length, Mapping):
+            raise UserError(
+                f"run.sequence_length is {length!r}.",
+                where=where,
+                fix="Bind run.sequence_length = {'inputs': N, 'targets': N}.",
+            )
+        ranges.check_field(RunConfig, "sequence_length", length, where)
+        return length
 
     def _batch_size(self, sequence_length: Mapping[str, int] | None) -> int:
-        size = self._run["batch_size"]
+        size, where = self._run["batch_size"], self._place_of_run("batch_size")
         if isinstance(size, int):
+            ranges.check_field(RunConfig, "batch_size", size, where)
             return size
-        if sequence_length is None and size[0].startswith("tokens"):
+        if not isinstance(size, tuple | list) or len(size) != 2 or size[0] not in _BATCH_METHODS:
             raise UserError(
-                f"run.batch_size = {tuple(size)!r} counts tokens, and run.sequence_length is None.",
-                where=self._bindings.find((), f"{UTILS}.run", "batch_size"),
-                fix="Bind run.batch_size to a number or to ('sequences_per_batch', N).",
+                f"run.batch_size is {size!r}.",
+                where=where,
+                fix=f"Bind it to a number or to (METHOD, N), with one of {list(_BATCH_METHODS)}.",
             )
+        method, amount = size
+        ranges.check_field(RunConfig, "batch_size", amount, where, shown=f"batch_size ({method})")
+        if method.startswith("tokens"):
+            self._check_tokens(method, amount, sequence_length, where)
         return self._utils.compute_batch_size(
             sequence_length, self._run["mesh_shape"], self._run["layout_rules"], size
         )
+
+    def _check_tokens(
+        self, method: str, amount: int, sequence_length: Mapping[str, int] | None, where: str | None
+    ) -> None:
+        """Raises UserError unless so many tokens are one sequence or several."""
+        bound = f"run.batch_size = {(method, amount)!r}"
+        if sequence_length is None:
+            raise UserError(
+                f"{bound} counts tokens, and run.sequence_length is None.",
+                where=where,
+                fix="Bind run.batch_size to a number or to ('sequences_per_batch', N).",
+            )
+        longest = max(sequence_length.values())
+        if amount % longest:
+            raise UserError(
+                f"{bound} is not a whole number of sequences of {longest} tokens.",
+                where=where,
+                fix=f"Bind a multiple of {longest}: ({method!r},"
+                f" {max(1, round(amount / longest)) * longest}).",
+            )
+
+    def _place_of_run(self, argument: str) -> str | None:
+        return self._bindings.find((), f"{UTILS}.run", argument)
 
     def _num_microbatches(self, batch_size: int, sequence_length: Mapping[str, int] | None) -> int:
         selector = f"{UTILS}.serialize_num_microbatches"

@@ -1,0 +1,168 @@
+"""Ranges of numbers, stated beside the fields of dataclasses and checked in one place.
+
+A field says its range once, in its metadata:
+
+    d_model: int = number(at_least=1)
+    dropout_rate: float = number(at_least=0, below=1)
+
+`check` holds every number of a configuration against its field's range and type.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import typing
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from t0repro.errors import UserError
+
+_RANGE = "range"
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """The numbers that a field may be.
+
+    Attributes:
+      above, below: bounds that are left out.
+      also: numbers outside the bounds that have a meaning of their own, as -1 for "all" has.
+    """
+
+    at_least: float | None = None
+    at_most: float | None = None
+    above: float | None = None
+    below: float | None = None
+    also: tuple[float, ...] = ()
+
+    def __contains__(self, value: float) -> bool:
+        if value in self.also:
+            return True
+        return (
+            math.isfinite(value)
+            and (self.at_least is None or value >= self.at_least)
+            and (self.at_most is None or value <= self.at_most)
+            and (self.above is None or value > self.above)
+            and (self.below is None or value < self.below)
+        )
+
+    def __str__(self) -> str:
+        bounds = [
+            f"{words} {bound}"
+            for words, bound in (
+                ("at least", self.at_least),
+                ("above", self.above),
+                ("at most", self.at_most),
+                ("below", self.below),
+            )
+            if bound is not None
+        ]
+        words = " and ".join(bounds) or "finite"
+        return f"{words}, or {' or '.join(map(str, self.also))}" if self.also else words
+
+
+def number(
+    *,
+    at_least: float | None = None,
+    at_most: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+    also: tuple[float, ...] = (),
+    default: Any = dataclasses.MISSING,
+) -> Any:
+    """A dataclass field that holds a number, a tuple of them, or a mapping to them, in a range."""
+    limits = Range(at_least, at_most, above, below, also)
+    return dataclasses.field(default=default, metadata={_RANGE: limits})
+
+
+def by_name(limits: Mapping[str, Range]) -> Any:
+    """A dataclass field that holds a mapping whose numbers have ranges of their own, by key."""
+    return dataclasses.field(metadata={_RANGE: dict(limits)})
+
+
+def check(value: Any, provenance: Mapping[str, str], prefix: str = "") -> None:
+    """Checks every number of a dataclass, and of the dataclasses that it holds.
+
+    Args:
+      value: the dataclass.
+      provenance: dotted field -> where its value was set.
+      prefix: of the dotted names, for a dataclass within another.
+
+    Raises:
+      UserError: for the first number that is outside its field's range, with its place.
+    """
+    for field in dataclasses.fields(value):
+        name, item = f"{prefix}{field.name}", getattr(value, field.name)
+        limits = field.metadata.get(_RANGE)
+        if dataclasses.is_dataclass(item):
+            check(item, provenance, f"{name}.")
+        elif isinstance(limits, dict):
+            _check_arguments(name, item, limits, provenance)
+        elif limits is not None:
+            check_field(type(value), field.name, item, _place(name, provenance), shown=name)
+
+
+def check_field(kind: type, field: str, value: Any, where: str | None, shown: str = "") -> None:
+    """Checks a value that a field of a dataclass is about to have.
+
+    Args:
+      kind: the dataclass.
+      field: the field's name.
+      value: a number, or a tuple or mapping of them.
+      where: what set it.
+      shown: the name to show; the field's own by default.
+
+    Raises:
+      UserError: if the value, or one in it, is no number or is outside the field's range.
+    """
+    limits = {item.name: item for item in dataclasses.fields(kind)}[field].metadata[_RANGE]
+    hint = typing.get_type_hints(kind)[field]
+    allowed = typing.get_args(hint)
+    if value is None and type(None) in allowed or isinstance(value, str) and str in allowed:
+        return  # a word may stand for numbers, as "all" does
+    whole = float not in (hint, *allowed)
+    for name, item in _parts(shown or field, value):
+        _check_number(name, item, limits, where, whole)
+
+
+def _check_arguments(
+    name: str, arguments: Mapping[str, Any], limits: Mapping[str, Range], provenance: Any
+) -> None:
+    """Checks a function's arguments, and those of the functions that are its factors."""
+    for key, value in arguments.items():
+        place = _place(f"{name}.{key}", provenance)
+        if key in limits and value is not None:
+            _check_number(f"{name}.{key}", value, limits[key], place, whole=False)
+        for factor in value if isinstance(value, list) else ():
+            if isinstance(factor, Mapping):
+                _check_arguments(f"{name}.{key}", factor["arguments"], limits, provenance)
+            else:
+                _check_number(f"{name}.{key}", factor, Range(), place, whole=False)
+
+
+def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """The numbers in a field's value, each with a name."""
+    if isinstance(value, Mapping):
+        yield from ((f"{name}[{key!r}]", item) for key, item in value.items())
+    elif isinstance(value, list | tuple):
+        yield from ((name, item) for item in value)
+    else:
+        yield name, value
+
+
+def _check_number(name: str, number: Any, limits: Range, where: str | None, whole: bool) -> None:
+    kinds = int if whole else (int, float)
+    if isinstance(number, kinds) and not isinstance(number, bool) and number in limits:
+        return
+    wanted = f"{'a whole number' if whole else 'a number'}, {limits}"
+    raise UserError(
+        f"{name} is {number!r}; it must be {wanted}.", where=where, fix=f"Bind {wanted}."
+    )
+
+
+def _place(name: str, provenance: Mapping[str, str]) -> str | None:
+    """Where a field was set, or else the part of the configuration that it belongs to."""
+    while name and name not in provenance:
+        name = name.rpartition(".")[0]
+    return provenance.get(name)

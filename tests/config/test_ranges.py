@@ -1,0 +1,129 @@
+"""Ranges of numbers: each stated beside its field, each refused with the place that bound it."""
+
+import dataclasses
+import typing
+
+import pytest
+
+from t0repro.config import run_config
+from t0repro.config.ranges import Range, check, number
+from t0repro.config.run_config import RunConfig
+from t0repro.errors import UserError
+
+from .test_mtf_gin import load
+
+CONFIGS = [
+    kind
+    for kind in vars(run_config).values()
+    if dataclasses.is_dataclass(kind) and kind.__module__ == run_config.__name__
+]
+
+
+def is_numeric(hint) -> bool:
+    parts = typing.get_args(hint)
+    if hint in (int, float):
+        return True
+    return typing.get_origin(hint) is not typing.Literal and any(map(is_numeric, parts))
+
+
+@pytest.mark.parametrize("kind", CONFIGS, ids=lambda kind: kind.__name__)
+def test_every_number_of_a_run_has_a_range(kind):
+    hints = typing.get_type_hints(kind)
+    without = [
+        field.name
+        for field in dataclasses.fields(kind)
+        if is_numeric(hints[field.name]) and "range" not in field.metadata
+    ]
+    assert without == []
+
+
+@pytest.mark.mtf
+@pytest.mark.parametrize(
+    ("param", "words"),
+    [
+        ("run.sequence_length = 0", "at least 1"),
+        ("run.sequence_length = {'inputs': 64, 'targets': -1}", "sequence_length['targets'] is -1"),
+        ("run.sequence_length = 'long'", "sequence_length is 'long'"),
+        ("run.batch_size = 0", "batch_size is 0"),
+        ("run.batch_size = 8.5", "batch_size is 8.5"),
+        ("run.batch_size = ('tokens_per_batch', 0)", "tokens_per_batch"),
+        ("run.batch_size = ('tokens_per_batch', 100)", "whole number of sequences of 64"),
+        ("run.batch_size = ('tokens_per_bach', 512)", "tokens_per_batch"),
+        ("run.train_steps = -1", "train_steps is -1"),
+        ("run.train_steps = 'many'", "train_steps is 'many'"),
+        ("run.save_checkpoints_steps = 0", "save_checkpoints_steps is 0"),
+        ("run.keep_checkpoint_max = -1", "keep_checkpoint_max is -1"),
+        ("run.eval_checkpoint_step = -2", "eval_checkpoint_step is -2"),
+        ("run.perplexity_eval_steps = 0", "perplexity_eval_steps is 0"),
+        ("d_model = 0", "d_model is 0"),
+        ("d_model = 12.5", "d_model is 12.5"),
+        ("d_ff = -4", "d_ff is -4"),
+        ("num_layers = 0", "is 0"),
+        ("dropout_rate = 1.5", "dropout_rate is 1.5"),
+        ("dropout_rate = 1.0", "below 1"),
+        ("decoder/Unitransformer.label_smoothing = 2.0", "label_smoothing is 2.0"),
+        ("Unitransformer.z_loss = -1.0", "z_loss is -1.0"),
+        ("Unitransformer.loss_denominator = 0.0", "loss_denominator is 0.0"),
+        ("AdafactorOptimizer.beta1 = 1.0", "beta1 is 1.0"),
+        ("AdafactorOptimizer.clipping_threshold = 0.0", "clipping_threshold is 0.0"),
+        ("constant_learning_rate.learning_rate = -0.001", "learning_rate is -0.001"),
+        ("constant_learning_rate.learning_rate = 1e999", "learning_rate is inf"),
+        ("mesh_train_dataset_fn.seed = -1", "seed is -1"),
+        ("Bitransformer.decode.beam_size = 0", "beam_size is 0"),
+        ("Bitransformer.decode.temperature = -1.0", "temperature is -1.0"),
+        ("run.mode = 'nonsense'", None),
+    ],
+)
+def test_a_number_out_of_range_is_refused_with_the_place_that_bound_it(param, words):
+    if words is None:  # a mode that neither backend knows is refused where the modes are
+        assert load(param).mode == "nonsense"
+        return
+    with pytest.raises(UserError) as error:
+        load(param)
+    assert words in f"{error.value}"
+    assert error.value.where and param in error.value.where
+    assert error.value.fix
+
+
+@pytest.mark.mtf
+def test_a_number_out_of_range_in_a_file_is_refused_by_its_line(tmp_path):
+    file = tmp_path / "mine.gin"
+    file.write_text("include 'demo/t5.1.1.demo.gin'\n\ndropout_rate = 1.5\n")
+    with pytest.raises(UserError) as error:
+        load(files=("dataset.gin", str(file)))
+    assert f"{file}:3" in str(error.value.where)
+
+
+@pytest.mark.mtf
+@pytest.mark.parametrize(
+    "param",
+    [
+        "run.keep_checkpoint_max = None",
+        "run.eval_checkpoint_step = 'all'",
+        "run.eval_checkpoint_step = [1, 2]",
+        "AdafactorOptimizer.clipping_threshold = None",
+        "constant_learning_rate.learning_rate = 0",
+        "mesh_train_dataset_fn.seed = None",
+    ],
+)
+def test_what_has_a_meaning_of_its_own_passes(param):
+    assert isinstance(load(param), RunConfig)
+
+
+def test_whole_numbers_and_truth_values_are_told_apart():
+    @dataclasses.dataclass
+    class Sizes:
+        count: int = number(at_least=0)
+        share: float | None = number(at_least=0, at_most=1, default=None)
+
+    check(Sizes(0), {})
+    check(Sizes(3, 1), {})
+    for wrong in (Sizes(True), Sizes(1.0), Sizes("1"), Sizes(1, float("nan")), Sizes(1, [0.5, 2])):  # type: ignore
+        with pytest.raises(UserError):
+            check(wrong, {})
+
+
+def test_a_range_says_its_bounds_in_words():
+    assert str(Range(at_least=0, below=1)) == "at least 0 and below 1"
+    assert str(Range(at_least=1, also=(-1,))) == "at least 1, or -1"
+    assert str(Range()) == "finite"
