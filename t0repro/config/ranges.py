@@ -1,9 +1,9 @@
 """Ranges of numbers, stated beside the fields of dataclasses and checked in one place.
 
-A field says its range once, in its metadata:
+A field says its range once, in its annotation:
 
-    d_model: int = number(at_least=1)
-    dropout_rate: float = number(at_least=0, below=1)
+    d_model: Annotated[int, Range(at_least=1)]
+    dropout_rate: Annotated[float, Range(at_least=0, below=1)]
 
 `check` holds every number of a configuration against its field's range and type.
 """
@@ -17,8 +17,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from t0repro.errors import UserError
-
-_RANGE = "range"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,23 +60,10 @@ class Range:
         return f"{words}, or {' or '.join(map(str, self.also))}" if self.also else words
 
 
-def number(
-    *,
-    at_least: float | None = None,
-    at_most: float | None = None,
-    above: float | None = None,
-    below: float | None = None,
-    also: tuple[float, ...] = (),
-    default: Any = dataclasses.MISSING,
-) -> Any:
-    """A dataclass field that holds a number, a tuple of them, or a mapping to them, in a range."""
-    limits = Range(at_least, at_most, above, below, also)
-    return dataclasses.field(default=default, metadata={_RANGE: limits})
-
-
-def by_name(limits: Mapping[str, Range]) -> Any:
-    """A dataclass field that holds a mapping whose numbers have ranges of their own, by key."""
-    return dataclasses.field(metadata={_RANGE: dict(limits)})
+def range_of(kind: type, field: str) -> Range | Mapping[str, Range] | None:
+    """The range of a dataclass's field; for a mapping of arguments, each argument's by name."""
+    hint = typing.get_type_hints(kind, include_extras=True)[field]
+    return next(iter(getattr(hint, "__metadata__", ())), None)
 
 
 def check(value: Any, provenance: Mapping[str, str], prefix: str = "") -> None:
@@ -94,10 +79,10 @@ def check(value: Any, provenance: Mapping[str, str], prefix: str = "") -> None:
     """
     for field in dataclasses.fields(value):
         name, item = f"{prefix}{field.name}", getattr(value, field.name)
-        limits = field.metadata.get(_RANGE)
+        limits = range_of(type(value), field.name)
         if dataclasses.is_dataclass(item):
             check(item, provenance, f"{name}.")
-        elif isinstance(limits, dict):
+        elif isinstance(limits, Mapping):
             _check_arguments(name, item, limits, provenance)
         elif limits is not None:
             check_field(type(value), field.name, item, _place(name, provenance), shown=name)
@@ -116,8 +101,8 @@ def check_field(kind: type, field: str, value: Any, where: str | None, shown: st
     Raises:
       UserError: if the value, or one in it, is no number or is outside the field's range.
     """
-    limits = {item.name: item for item in dataclasses.fields(kind)}[field].metadata[_RANGE]
-    hint = typing.get_type_hints(kind)[field]
+    limits, hint = range_of(kind, field), typing.get_type_hints(kind)[field]
+    assert isinstance(limits, Range)
     allowed = typing.get_args(hint)
     if value is None and type(None) in allowed or isinstance(value, str) and str in allowed:
         return  # a word may stand for numbers, as "all" does

@@ -14,9 +14,9 @@ import json
 import types
 import typing
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from t0repro.config.ranges import Range, by_name, number
+from t0repro.config.ranges import Range
 from t0repro.parameters.shape import ModelShape
 
 Mode = Literal[
@@ -29,6 +29,7 @@ Mode = Literal[
     "score_from_strings",
 ]
 DType = Literal["float32", "bfloat16"]
+Steps = int | tuple[int, ...] | str | None
 ModelType = Literal["bitransformer", "lm", "delimited_lm"]
 # Mesh TensorFlow's names, in which `gelu` is the tanh approximation. `gelu_exact` is the one with
 # the error function, which transformers calls "gelu"; `silu` is another name for `swish`.
@@ -65,29 +66,29 @@ class ModelConfig:
         mT5 and umT5 of transformers, which are not scaled.
     """
 
-    num_encoder_layers: int = number(at_least=0)
-    num_decoder_layers: int = number(at_least=1)
-    d_model: int = number(at_least=1)
-    d_ff: int = number(at_least=1)
-    num_heads: int = number(at_least=1)
-    d_kv: int = number(at_least=1)
-    vocab_size: int = number(at_least=1)
+    num_encoder_layers: Annotated[int, Range(at_least=0)]
+    num_decoder_layers: Annotated[int, Range(at_least=1)]
+    d_model: Annotated[int, Range(at_least=1)]
+    d_ff: Annotated[int, Range(at_least=1)]
+    num_heads: Annotated[int, Range(at_least=1)]
+    d_kv: Annotated[int, Range(at_least=1)]
+    vocab_size: Annotated[int, Range(at_least=1)]
     activations: tuple[Activation, ...]
     logits_from_embedding: bool
-    relative_attention_num_buckets: int = number(at_least=4)
-    dropout_rate: float = number(at_least=0, below=1)
-    label_smoothing: float = number(at_least=0, below=1)
-    z_loss: float = number(at_least=0)
-    loss_denominator: float | None = number(above=0)
+    relative_attention_num_buckets: Annotated[int, Range(at_least=4)]
+    dropout_rate: Annotated[float, Range(at_least=0, below=1)]
+    label_smoothing: Annotated[float, Range(at_least=0, below=1)]
+    z_loss: Annotated[float, Range(at_least=0)]
+    loss_denominator: Annotated[float | None, Range(above=0)]
     model_type: ModelType = "bitransformer"
     input_full_attention: bool = False
     loss_on_targets_only: bool = False
     shared_towers: bool = False
     recompute_grads: bool = False
     norm_names: Literal["rms_norm", "layer_norm"] = "rms_norm"
-    relative_attention_max_distance: int = number(at_least=2, default=128)
+    relative_attention_max_distance: Annotated[int, Range(at_least=2)] = 128
     position_bias_per_layer: bool = False
-    rms_norm_epsilon: float = number(at_least=0, default=1e-6)
+    rms_norm_epsilon: Annotated[float, Range(at_least=0)] = 1e-6
     scale_tied_logits: bool = True
 
     @property
@@ -142,15 +143,15 @@ class AdafactorConfig:
     """
 
     multiply_by_parameter_scale: bool
-    decay_exponent: float = number(at_least=0)
-    decay_offset: float = number()
-    beta1: float = number(at_least=0, below=1)
-    clipping_threshold: float | None = number(above=0)
+    decay_exponent: Annotated[float, Range(at_least=0)]
+    decay_offset: Annotated[float, Range()]
+    beta1: Annotated[float, Range(at_least=0, below=1)]
+    clipping_threshold: Annotated[float | None, Range(above=0)]
     factored: bool
-    epsilon1: float = number(at_least=0)
-    epsilon2: float = number(at_least=0)
-    min_dim_size_to_factor: int = number(at_least=0)
-    decay_rate: float | None = number(at_least=0, below=1, default=None)
+    epsilon1: Annotated[float, Range(at_least=0)]
+    epsilon2: Annotated[float, Range(at_least=0)]
+    min_dim_size_to_factor: Annotated[int, Range(at_least=0)]
+    decay_rate: Annotated[float | None, Range(at_least=0, below=1)] = None
     exclude_from_parameter_scale: tuple[str, ...] = ()
     frozen: tuple[str, ...] = ()
 
@@ -163,10 +164,10 @@ class AdamWeightDecayConfig:
       exclude_from_weight_decay: paths of parameters that do not decay.
     """
 
-    weight_decay_rate: float = number(at_least=0)
-    beta_1: float = number(at_least=0, below=1)
-    beta_2: float = number(at_least=0, below=1)
-    epsilon: float = number(at_least=0)
+    weight_decay_rate: Annotated[float, Range(at_least=0)]
+    beta_1: Annotated[float, Range(at_least=0, below=1)]
+    beta_2: Annotated[float, Range(at_least=0, below=1)]
+    epsilon: Annotated[float, Range(at_least=0)]
     exclude_from_weight_decay: tuple[str, ...] = ()
     frozen: tuple[str, ...] = ()
 
@@ -175,7 +176,7 @@ class AdamWeightDecayConfig:
 class MomentumConfig:
     """Mesh TensorFlow's MomentumOptimizer, which subtracts the velocity *before* its update."""
 
-    momentum: float = number(at_least=0, below=1)
+    momentum: Annotated[float, Range(at_least=0, below=1)]
     frozen: tuple[str, ...] = ()
 
 
@@ -217,8 +218,8 @@ class ScheduleConfig:
     """
 
     name: str
-    arguments: Mapping[str, Any] = by_name(_SCHEDULE_RANGES)
-    total_train_steps: int = number(at_least=0)
+    arguments: Annotated[Mapping[str, Any], _SCHEDULE_RANGES]
+    total_train_steps: Annotated[int, Range(at_least=0)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,9 +240,9 @@ class TrainDataConfig:
     use_cached: bool
     pack: bool
     shuffle: bool
-    seed: int | None = number(at_least=0)
+    seed: Annotated[int | None, Range(at_least=0)]
     skip_seen_data: bool | None
-    seen_data_init_step: int = number(at_least=0)
+    seen_data_init_step: Annotated[int, Range(at_least=0)]
     checkpoint_input_pipeline: bool
 
 
@@ -253,9 +254,9 @@ class EvalDataConfig:
     split: str
     use_cached: bool
     pack: bool
-    num_eval_examples: int | None = number(at_least=1, also=(-1,))
+    num_eval_examples: Annotated[int, Range(at_least=1, also=(-1,))]
     shuffle_eval_examples: bool
-    seed: int | None = number(at_least=0)
+    seed: Annotated[int | None, Range(at_least=0)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -274,15 +275,15 @@ class DecodingConfig:
       vocab_parts: parts that the vocabulary is split in for that: the mesh's size along it.
     """
 
-    beam_size: int = number(at_least=1)
-    alpha: float = number(at_least=0)
-    temperature: float = number(at_least=0)
-    keep_top_k: int = number(at_least=1, also=(-1,))
-    length_multiplier: float = number(at_least=0)
-    length_constant: float = number(at_least=0)
-    max_length: int | None = number(at_least=1)
-    prefilter: int = number(at_least=0)
-    vocab_parts: int = number(at_least=1)
+    beam_size: Annotated[int, Range(at_least=1)]
+    alpha: Annotated[float, Range(at_least=0)]
+    temperature: Annotated[float, Range(at_least=0)]
+    keep_top_k: Annotated[int, Range(at_least=1, also=(-1,))]
+    length_multiplier: Annotated[float, Range(at_least=0)]
+    length_constant: Annotated[float, Range(at_least=0)]
+    max_length: Annotated[int | None, Range(at_least=1)]
+    prefilter: Annotated[int, Range(at_least=0)]
+    vocab_parts: Annotated[int, Range(at_least=1)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -291,8 +292,8 @@ class InferConfig:
 
     input_filename: str
     output_filename: str
-    eos_id: int = number(at_least=0)
-    repeats: int = number(at_least=1)
+    eos_id: Annotated[int, Range(at_least=0)]
+    repeats: Annotated[int, Range(at_least=1)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -301,7 +302,7 @@ class ScoreStringsConfig:
 
     inputs: str | tuple[str, ...] | None
     targets: str | tuple[str, ...]
-    eos_id: int = number(at_least=0)
+    eos_id: Annotated[int, Range(at_least=0)]
     score_eos: bool
 
 
@@ -315,8 +316,8 @@ class CheckpointChoice:
       find_closest: a step that is not there stands for the nearest that is; else it is left out.
     """
 
-    skip_until: int = number(at_least=0)
-    stop_after: int | None = number(at_least=0)
+    skip_until: Annotated[int, Range(at_least=0)]
+    stop_after: Annotated[int | None, Range(at_least=0)]
     find_closest: bool
 
 
@@ -357,19 +358,21 @@ class RunConfig:
     schedule: ScheduleConfig | None
     train_data: TrainDataConfig | None
     eval_data: EvalDataConfig | None
-    sequence_length: Mapping[str, int] | None = number(at_least=1)
-    batch_size: int = number(at_least=1)
-    num_microbatches: int = number(at_least=1)
-    train_steps: int = number(at_least=0)
-    save_checkpoints_steps: int = number(at_least=1)
-    keep_checkpoint_max: int | None = number(at_least=0)
+    sequence_length: Annotated[Mapping[str, int] | None, Range(at_least=1)]
+    batch_size: Annotated[int, Range(at_least=1)]
+    num_microbatches: Annotated[int, Range(at_least=1)]
+    train_steps: Annotated[int, Range(at_least=0)]
+    save_checkpoints_steps: Annotated[int, Range(at_least=1)]
+    keep_checkpoint_max: Annotated[int | None, Range(at_least=0)]
     init_checkpoint: str | None
-    eval_checkpoint_step: int | tuple[int, ...] | str | None = number(at_least=0, also=(-1,))
+    eval_checkpoint_step: Annotated[
+        int | tuple[int, ...] | str | None, Range(at_least=0, also=(-1,))
+    ]
     eval_summary_dir: str | None
     eval_dir_suffix: str | None
     output_eval_examples: bool
     checkpoint_choice: CheckpointChoice
-    perplexity_eval_steps: int = number(at_least=1)
+    perplexity_eval_steps: Annotated[int, Range(at_least=1)]
     decoding: DecodingConfig
     infer: InferConfig | None
     score_strings: ScoreStringsConfig | None

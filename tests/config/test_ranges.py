@@ -6,7 +6,7 @@ import typing
 import pytest
 
 from t0repro.config import run_config
-from t0repro.config.ranges import Range, check, number
+from t0repro.config.ranges import Range, check, range_of
 from t0repro.config.run_config import RunConfig
 from t0repro.errors import UserError
 
@@ -32,7 +32,7 @@ def test_every_number_of_a_run_has_a_range(kind):
     without = [
         field.name
         for field in dataclasses.fields(kind)
-        if is_numeric(hints[field.name]) and "range" not in field.metadata
+        if is_numeric(hints[field.name]) and range_of(kind, field.name) is None
     ]
     assert without == []
 
@@ -113,8 +113,8 @@ def test_what_has_a_meaning_of_its_own_passes(param):
 def test_whole_numbers_and_truth_values_are_told_apart():
     @dataclasses.dataclass
     class Sizes:
-        count: int = number(at_least=0)
-        share: float | None = number(at_least=0, at_most=1, default=None)
+        count: typing.Annotated[int, Range(at_least=0)]
+        share: typing.Annotated[float | None, Range(at_least=0, at_most=1)] = None
 
     check(Sizes(0), {})
     check(Sizes(3, 1), {})

@@ -3,9 +3,11 @@
 A script for a process of its own. No graph is lowered or run, so the largest model costs no memory.
 
     python mesh_variables.py '{"out": FILE, "vocabulary": N, "slots": BOOL, "gins": {NAME: TEXT}}'
+    python mesh_variables.py @JOB.json
 
 Writes JSON: {NAME: {"variables": {name: shape}, "slots": {name: shape}, "consulted": [...]}}, where
-`consulted` has every configurable that was called while the training graph was built.
+`consulted` has every configurable that was called while the training graph was built. With
+"may_fail" in the job, a model that cannot be built gives {"error": TEXT} instead.
 """
 
 from __future__ import annotations
@@ -28,12 +30,21 @@ def main() -> None:
     tf.disable_v2_behavior()
     for module in (t5.models, utils):
         gin.add_config_file_search_path(os.path.join(os.path.dirname(module.__file__), "gin"))
-    job = json.loads(sys.argv[1])
+    text = sys.argv[1]
+    if text.startswith("@"):  # a file, as a long list is too much for a command line
+        with open(text[1:]) as file:
+            text = file.read()
+    job = json.loads(text)
     results = {}
     for name, bindings in job["gins"].items():
         gin.clear_config()
-        gin.parse_config(bindings)
-        results[name] = variables_of(job["vocabulary"], job["slots"])
+        try:
+            gin.parse_config(bindings)
+            results[name] = variables_of(job["vocabulary"], job["slots"])
+        except Exception as error:
+            if not job.get("may_fail"):
+                raise
+            results[name] = {"error": f"{type(error).__name__}: {error}"}
     with open(job["out"], "w") as file:
         json.dump(results, file)
 

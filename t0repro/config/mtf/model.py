@@ -207,6 +207,7 @@ class _ModelReader:
                 f"towers called {names}", f"{_TRANSFORMER}.make_bitransformer", "encoder_name"
             )
         self.check_towers_agree(encoder, decoder)
+        self._check_cross_attention(decoder)
         shared = encoder.name == decoder.name
         for tower, kinds, scope in (
             (encoder, _ENCODER_LAYERS, "encoder"),
@@ -346,6 +347,20 @@ class _ModelReader:
                 "activation",
                 scope,
             )
+
+    def _check_cross_attention(self, decoder: Any) -> None:
+        """The JAX model has one size for both kinds of attention."""
+        attention, cross_attention = decoder.layer_stack._layers[:2]
+        for argument in _SIZES["EncDecAttention"]:
+            sizes = getattr(attention, argument), getattr(cross_attention, argument)
+            if sizes[0] != sizes[1]:
+                self.refuse(
+                    f"{argument} = {sizes[0]!r} in SelfAttention and {sizes[1]!r} in"
+                    " EncDecAttention",
+                    f"{_LAYERS}.EncDecAttention",
+                    argument,
+                    "decoder",
+                )
 
     def check_towers_agree(self, encoder: Any, decoder: Any) -> None:
         """The JAX model has one size for both towers; only their depths may differ."""

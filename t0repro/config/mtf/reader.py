@@ -290,8 +290,8 @@ class _Reader:
             )
 
     def _train_steps(self, batch_size: int, sequence_length: Mapping[str, int] | None) -> int:
-        steps = self._run["train_steps"]
-        if not callable(steps):
+        steps: Any = self._run["train_steps"]
+        if not callable(steps):  # a number, or nonsense
             ranges.check_field(RunConfig, "train_steps", steps, self._place_of_run("train_steps"))
             return steps
         if sequence_length is None:
@@ -302,7 +302,7 @@ class _Reader:
             )
         return steps(batch_size, sequence_length)
 
-    def _sequence_length(self) -> dict[str, int] | None:
+    def _sequence_length(self) -> Mapping[str, int] | None:
         length = self._run["sequence_length"]
         if isinstance(length, int):
             length = {"inputs": length, "targets": length}
