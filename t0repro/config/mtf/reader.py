@@ -290,7 +290,7 @@ class _Reader:
             )
 
     def _train_steps(self, batch_size: int, sequence_length: Mapping[str, int] | None) -> int:
-        steps: Any = self._run["train_steps"]
+        steps = function = self._run["train_steps"]
         if not callable(steps):  # a number, or nonsense
             ranges.check_field(RunConfig, "train_steps", steps, self._place_of_run("train_steps"))
             return steps
@@ -300,7 +300,7 @@ class _Reader:
                 where=self._bindings.find((), f"{UTILS}.run", "train_steps"),
                 fix="Bind run.train_steps to a number.",
             )
-        return steps(batch_size, sequence_length)
+        return function(batch_size, sequence_length)
 
     def _sequence_length(self) -> Mapping[str, int] | None:
         length = self._run["sequence_length"]
