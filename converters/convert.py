@@ -39,6 +39,7 @@ from t0repro.converters.tensors import (
 )
 from t0repro.errors import UserError
 from t0repro.files import write_atomically
+from t0repro.locks import LOCK_FILES
 from t0repro.parameters import layout
 from t0repro.parameters.shape import ModelShape
 from t0repro.progress import byte_progress
@@ -238,7 +239,8 @@ def _check_form_exists(shape: ModelShape, to: Format, ref: CheckpointRef) -> Non
 def _check_target_absent(directory: Path, force: bool) -> None:
     if directory.is_dir():
         own = staging.staging_directory(directory.absolute())
-        if force or all(path.name == own.name for path in directory.iterdir()):
+        ours = {own.name, *LOCK_FILES}
+        if force or all(path.name in ours for path in directory.iterdir()):
             return
     elif not directory.exists():
         return

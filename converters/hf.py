@@ -194,15 +194,17 @@ def hf_name(key: str) -> str | None:
 def _config(path: str) -> Mapping[str, Any]:
     file = storage.join(path, CONFIG)
     try:
-        config = json.loads(storage.read(file))
+        config = _json(file)
     except OSError:
         raise UserError(
             f"The directory has weights but no {CONFIG}.",
             where=path,
             fix="Copy all of its files.",
         ) from None
-    except ValueError:
-        raise UserError(f"{CONFIG} is no JSON.", where=file, fix="Copy the file again.") from None
+    except (ValueError, TypeError):
+        raise UserError(
+            f"{CONFIG} is no JSON object.", where=file, fix="Copy the file again."
+        ) from None
     if config.get("model_type") not in ("t5", "mt5"):
         raise UserError(
             f"The model is of the type {config.get('model_type')!r}, no T5.",
@@ -216,6 +218,23 @@ def _config(path: str) -> Mapping[str, Any]:
     return config
 
 
+def _json(path: str) -> dict[str, Any]:
+    """A JSON object in a file.
+
+    Raises:
+      OSError: if it cannot be read.
+      ValueError: if it is no JSON, or nests deeper than Python follows.
+      TypeError: if it is JSON of another kind.
+    """
+    try:
+        content = json.loads(storage.read(path))
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    if not isinstance(content, dict):
+        raise TypeError(type(content).__name__)
+    return content
+
+
 def _weights(path: str) -> Iterator[tuple[str, SafetensorsFile]]:
     """Name and file of each tensor."""
     index = storage.join(path, INDEX)
@@ -224,11 +243,17 @@ def _weights(path: str) -> Iterator[tuple[str, SafetensorsFile]]:
         yield from ((name, file) for name in file.tensors)
         return
     try:
-        names: dict[str, str] = json.loads(storage.read(index))["weight_map"]
-    except (ValueError, KeyError):
+        names = {str(name): str(file) for name, file in _json(index)["weight_map"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise UserError(
             f"{INDEX} is no index of tensors.", where=index, fix="Copy the file again."
         ) from None
+    if outside := [file for file in names.values() if not storage.is_inside(file)]:
+        raise UserError(
+            f"{INDEX} names the file {outside[0]!r}, which is not in its own directory.",
+            where=index,
+            fix="Do not trust this model; get it again from where it came from.",
+        )
     files = {
         name: SafetensorsFile(storage.join(path, name)) for name in sorted(set(names.values()))
     }

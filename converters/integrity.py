@@ -96,7 +96,7 @@ def _parse(listing: str) -> dict[str, Written]:
             name: {"bytes": int(written["bytes"]), "crc32": int(written["crc32"])}
             for name, written in files.items()
         }
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise damaged(listing, "it is no list of files") from None
     # A listing never points out of its own directory.
     if outside := [name for name in parsed if not storage.is_inside(name)]:

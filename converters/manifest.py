@@ -97,7 +97,7 @@ def read_manifest(directory: str) -> Manifest | None:
             norm_names=norm_names.get(content.get("mtf_norm_names")),
             tensors={name: dict(expected) for name, expected in content["tensors"].items()},
         )
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise UserError(
             "The conversion's record is damaged; it has the step and what each tensor must be.",
             where=path,

@@ -171,7 +171,7 @@ class OrbaxArrays:
 def _parse(path: str, content: bytes) -> dict[str, Any]:
     try:
         parsed = json.loads(content)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise damaged(path, "it is no JSON") from None
     if not isinstance(parsed, dict):
         raise damaged(path, "it is no description of an array")
@@ -273,7 +273,9 @@ class OrbaxWriter:
         """What is there of an array; its metadata is written after its values."""
         directory = self._path / output.name.replace("/", ".")
         chunk = directory / _chunk_name({"shape": output.info.shape})
-        if not (directory / _ARRAY).is_file() or chunk.stat().st_size != output.info.nbytes:
+        if not (directory / _ARRAY).is_file() or not chunk.is_file():
+            return None
+        if chunk.stat().st_size != output.info.nbytes:
             return None
         array = recycling.empty(output.info.shape, output.info.dtype)
         return array if _fill(array, chunk) else None

@@ -81,21 +81,31 @@ def _read_header(path: str) -> tuple[dict[str, Any], int]:
         raise _damaged(path, "it does not begin as a safetensors file does")
     try:
         header = json.loads(storage.read_range(path, 8, length))
-    except ValueError:
+    except (ValueError, RecursionError):
         raise _damaged(path, "its header is no JSON") from None
+    if not isinstance(header, dict):
+        raise _damaged(path, "its header is no list of tensors")
     return header, 8 + length
 
 
 def _info(path: str, name: str, entry: Mapping[str, Any]) -> TensorInfo:
-    dtype = _DTYPES.get(entry["dtype"])
+    try:
+        given, shape = str(entry["dtype"]), tuple(entry["shape"])
+        begin, end = entry["data_offsets"]
+    except (KeyError, TypeError, ValueError):
+        raise _damaged(path, f"its header does not describe {name}") from None
+    sizes = (*shape, begin, end)
+    # A bool is an int to Python, and a negative place would be counted from the file's end.
+    if not all(type(size) is int and size >= 0 for size in sizes):
+        raise _damaged(path, f"its header gives {name} the shape {list(shape)} at {begin} to {end}")
+    dtype = _DTYPES.get(given)
     if dtype is None:
         raise UserError(
-            f"{name} is of the type {entry['dtype']}, which no T5 is kept in.",
+            f"{name} is of the type {given}, which no T5 is kept in.",
             where=path,
             fix="Save the model in float32, bfloat16 or float16, without quantisation.",
         )
-    info = TensorInfo(tuple(entry["shape"]), dtype)
-    begin, end = entry["data_offsets"]
+    info = TensorInfo(shape, dtype)
     if end - begin != info.nbytes:
         raise _damaged(
             path, f"{name} takes {end - begin:,} bytes where its shape calls for {info.nbytes:,}"

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import json
 import os
 import shutil
@@ -25,10 +24,11 @@ import numpy as np
 from t0repro.converters import mtf
 from t0repro.converters.manifest import MANIFEST, describe
 from t0repro.converters.tensors import CheckpointRef, Output
-from t0repro.errors import UserError
 from t0repro.files import write_atomically
+from t0repro.locks import LOCK_FILES, folder_lock
 
 REQUEST, DIGESTS = "request.json", "digests.jsonl"
+_PURPOSE = "converting a checkpoint"
 
 
 @dataclasses.dataclass
@@ -73,31 +73,30 @@ def staged(directory: Path, request: dict[str, Any]) -> Iterator[Staged]:
     After an exception what was written stays, so that the conversion can be resumed.
 
     Args:
-      directory: the destination.
+      directory: the destination, which no other run may hold meanwhile.
       request: all that decides what is written.
 
     Raises:
-      UserError: if another conversion to the same destination is running.
+      UserError: if the destination is held by another run, a conversion or a training.
     """
     directory = directory.absolute()
     root = staging_directory(directory)
-    root.mkdir(parents=True, exist_ok=True)
-    with open(root / "lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise UserError(
-                "Another conversion to this destination is running.",
-                where=str(directory),
-                fix="Wait for it, or name another destination.",
-            ) from None
-        text = json.dumps(request, sort_keys=True)
-        if _read(root / REQUEST) != text:
+    with contextlib.ExitStack() as held:
+        if directory.exists():
+            held.enter_context(folder_lock(directory, _PURPOSE))
+        held.enter_context(folder_lock(root, _PURPOSE))
+        text, files = json.dumps(request, sort_keys=True), root / "files"
+        # A cleaning that was interrupted may have left the request without the files, or parts.
+        if _read(root / REQUEST) != text or not files.is_dir():
             _empty(root)
-            (root / "files").mkdir()
+            files.mkdir()
             write_atomically(root / REQUEST, text)
-        yield Staged(root, root / "files", dict(_lines(root / DIGESTS)))
-        shutil.rmtree(root, ignore_errors=True)
+        yield Staged(root, files, dict(_lines(root / DIGESTS)))
+        _empty(root)
+    with contextlib.suppress(OSError):  # where another run has taken the directory since
+        for name in LOCK_FILES:
+            (root / name).unlink(missing_ok=True)
+        root.rmdir()
 
 
 def _read(path: Path) -> str | None:
@@ -108,10 +107,12 @@ def _read(path: Path) -> str | None:
 
 
 def _empty(root: Path) -> None:
+    """Removes all but the lock; the request first, so that what is left is never resumed from."""
+    (root / REQUEST).unlink(missing_ok=True)
     for path in root.iterdir():
         if path.is_dir():
             shutil.rmtree(path)
-        elif path.name != "lock":
+        elif path.name not in LOCK_FILES:
             path.unlink()
 
 

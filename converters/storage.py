@@ -123,7 +123,7 @@ def name(path: str) -> str:
 def is_inside(name: str) -> bool:
     """Whether a name that a file gives stays in that file's own directory when it is joined."""
     parts = name.split("/")
-    return bool(name) and not is_remote(name) and not os.path.isabs(name) and ".." not in parts
+    return bool(name) and "://" not in name and not os.path.isabs(name) and ".." not in parts
 
 
 def size(path: str) -> int:

@@ -15,6 +15,7 @@ from t0repro.errors import UserError
 LOCK_FILE = ".t0repro.lock"
 LEASE_FILE = ".t0repro.lease"
 COMMAND_FILE = ".t0repro.holder"
+LOCK_FILES = (LOCK_FILE, LEASE_FILE, COMMAND_FILE)
 
 # The holder refreshes its lease every 20 s; another machine may take a lease that it has watched
 # for a minute without seeing it refreshed.

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import shutil
 
@@ -11,6 +10,7 @@ import pytest
 from t0repro.converters import mtf
 from t0repro.converters.convert import convert
 from t0repro.errors import UserError
+from t0repro.locks import folder_lock
 
 from .checkpoint_files import assert_same_bits, read_variables
 
@@ -140,12 +140,17 @@ def test_a_checkpoint_that_is_not_finished_is_told(tmp_path, name):
 
 
 def test_another_conversion_to_the_same_destination_is_told(tiny_checkpoint, tmp_path):
-
-    (tmp_path / ".out.conversion").mkdir()
-    with open(tmp_path / ".out.conversion" / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(UserError, match="Another conversion to this destination"):
+    with folder_lock(tmp_path / ".out.conversion", "converting a checkpoint"):
+        with pytest.raises(UserError, match="Another run holds .* converting a checkpoint"):
             convert(tiny_checkpoint, tmp_path / "out", "jax")
+
+
+def test_nothing_is_converted_into_a_directory_that_a_training_holds(tiny_checkpoint, tmp_path):
+    with folder_lock(tmp_path / "model", "training"):
+        with pytest.raises(UserError, match="Another run holds .* training"):
+            convert(tiny_checkpoint, tmp_path / "model", "jax", force=True)
+    assert not list((tmp_path / "model").glob("checkpoint_*"))
+    convert(tiny_checkpoint, tmp_path / "model", "jax")  # its lock's files are no content
 
 
 def test_no_space_left_in_the_middle_is_told_and_the_conversion_can_go_on(

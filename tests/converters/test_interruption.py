@@ -12,6 +12,7 @@ from t0repro.converters import mtf
 from t0repro.converters.convert import convert
 from t0repro.converters.sources import find_checkpoint
 from t0repro.errors import UserError
+from t0repro.locks import LOCK_FILE
 
 from .checkpoint_files import assert_same_bits, read_variables
 
@@ -44,7 +45,8 @@ def test_an_exception_in_the_middle_leaves_nothing_that_looks_whole_and_is_gone_
 
     report = convert(tiny_checkpoint, out, to)
     assert report.resumed == 19  # the step was read once before, to be checked
-    assert not [name for name in os.listdir(tmp_path) + os.listdir(out) if name.startswith(".")]
+    left = [name for name in os.listdir(tmp_path) + os.listdir(out) if name.startswith(".")]
+    assert left == ([LOCK_FILE] if there else [])  # of a directory that others may hold as well
     convert(out, tmp_path / "back", "mtf")
     assert_same_bits(read_variables(tiny_checkpoint), read_variables(tmp_path / "back"))
 
@@ -61,6 +63,37 @@ def test_another_conversion_does_not_go_on_from_an_interrupted_one(
     report = convert(tmp_path / "source_1", tmp_path / "out", "mtf")
     assert report.resumed == 0
     assert_same_bits(read_variables(tmp_path / "source_1"), read_variables(tmp_path / "out"))
+
+
+@pytest.mark.parametrize("to", ["mtf", "jax", "t5x", "hf"])
+@pytest.mark.parametrize("lost", ["files", "a part of the files", "request.json", "digests.jsonl"])
+def test_a_staging_directory_that_was_half_cleaned_is_gone_on_from_or_begun_anew(
+    tiny_checkpoint, tmp_path, monkeypatch, to, lost
+):
+    read, count = mtf.MtfReader.read, 0
+
+    def failing_read(self, key):
+        nonlocal count
+        count += 1
+        if count == 21:
+            raise KeyboardInterrupt
+        return read(self, key)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mtf.MtfReader, "read", failing_read)
+        with pytest.raises(KeyboardInterrupt):
+            convert(tiny_checkpoint, tmp_path / "out", to)
+    root = tmp_path / ".out.conversion"
+    if lost == "files":
+        shutil.rmtree(root / "files")
+    elif lost == "a part of the files":
+        for path in sorted(path for path in root.glob("files/**/*") if path.is_file())[::2]:
+            path.unlink()
+    else:
+        (root / lost).unlink()
+    convert(tiny_checkpoint, tmp_path / "out", to)
+    convert(tmp_path / "out", tmp_path / "back", "mtf")
+    assert_same_bits(read_variables(tiny_checkpoint), read_variables(tmp_path / "back"))
 
 
 # Forks a conversion for each moment and kills it there: before the n-th of the calls that change
