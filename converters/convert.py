@@ -172,11 +172,10 @@ def _prepare(
         reader = transforms.ExchangedSlots(reader)
         side = "The source's" if reader.ref.format in trees else "The target's"
         notes.append(f"{side} slots of square matrices are as T5X's importer leaves them.")
-    reader = cast = transforms.Cast(reader, options.dtype)
-    if options.dtype and cast.lossy:
-        notes.append(
-            f"{len(cast.lossy)} parameters are rounded to {options.dtype}, as --dtype asks."
-        )
+    dtype, asked_by = _dtype(to, options)
+    reader = cast = transforms.Cast(reader, dtype)
+    if dtype and cast.lossy:
+        notes.append(f"{len(cast.lossy)} parameters are rounded to {dtype}, as {asked_by} asks.")
     size = recognise({key: info.shape for key, info in before.tensors.items()}).vocab_size
     wanted = options.vocab_size
     if wanted is None and reader.ref.format == "hf" and to != "hf" and size > VOCAB_DIVISOR:
@@ -186,6 +185,17 @@ def _prepare(
         how = "padded with zeros" if wanted > size else "cut, its last rows lost,"
         notes.append(f"The vocabulary is {how} from {size} to {wanted}.")
     return reader, notes
+
+
+def _dtype(to: Format, options: Options) -> tuple[str | None, str]:
+    """The type of the target's parameters, None to keep the source's, and who asks for it."""
+    if options.dtype:
+        return options.dtype, "--dtype"
+    if options.master_dtype:
+        return options.master_dtype, "--master_dtype"
+    if to == "mtf" and options.gin_file is not None:
+        return gin_shapes.master_dtype(options.gin_file), f"master_dtype in {options.gin_file}"
+    return None, ""
 
 
 def _left_behind(reader: CheckpointReader) -> list[str]:
@@ -220,6 +230,16 @@ def _check_request(to: Format, options: Options) -> None:
     if options.scan and to != "t5x":
         raise UserError(
             "Layers are stacked (--scan) in T5X's checkpoints only.", fix="Add --to t5x."
+        )
+    if options.master_dtype and to != "mtf":
+        raise UserError(
+            "Only Mesh TensorFlow has masters (--master_dtype).",
+            fix="Use --dtype for other formats.",
+        )
+    if options.master_dtype and options.dtype not in (None, options.master_dtype):
+        raise UserError(
+            f"--dtype asks for {options.dtype}, --master_dtype for {options.master_dtype}.",
+            fix="Give one of them.",
         )
     if options.layout and to != "t5x":
         raise UserError("Only T5X's checkpoints have layouts (--layout).", fix="Add --to t5x.")

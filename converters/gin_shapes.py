@@ -110,6 +110,19 @@ def check_gin_file(path: str | os.PathLike[str], family: ModelShape) -> list[str
     return unseen
 
 
+def master_dtype(path: str | os.PathLike[str]) -> str | None:
+    """The type that a gin file asks Mesh TensorFlow's checkpoints to be in, None if it does not.
+
+    Raises:
+      UserError: if the file cannot be read or is no gin.
+    """
+    bindings: dict[tuple[str, str, str], _Binding] = {}
+    list(_read(Path(path), bindings, [Path(path)]))
+    binding = bindings.get(("", "get_variable_dtype", "master_dtype"))
+    value = _resolve(binding, bindings).value if binding else None
+    return value if isinstance(value, str) else None
+
+
 def _family_fields(field: str, towers: Sequence[str], family: ModelShape) -> list[str]:
     """The fields of the family that a binding is about: a stack's layers go by the tower."""
     if field != "layers":

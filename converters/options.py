@@ -19,6 +19,8 @@ class Options:
         1.0's released checkpoints. By default as in the checkpoint that the model came from, where
         its manifest says so, and else "rms_norm".
       dtype: "float32" or "bfloat16": the type of the parameters in the target; None keeps them.
+      master_dtype: the same, for mtf only, by the name that gin has for it. By default what
+        `gin_file` binds, since Mesh TensorFlow restores into variables of that type alone.
       scan: stack the layers as T5X's scalable_t5 does; only for t5x.
       layout: "legacy" (msgpack and Zarr) or "orbax" (T5X's default since 2023); only for t5x, whose
         managers read both. By default legacy, which T5X of any age reads.
@@ -35,6 +37,7 @@ class Options:
     slots: bool = True
     norm_names: layout.NormNames | None = None
     dtype: str | None = None
+    master_dtype: str | None = None
     scan: bool = False
     layout: Layout | None = None
     t5x_importer_slots: bool = False

@@ -43,6 +43,15 @@ def convert(
         str | None,
         typer.Option(help="Type of the parameters: float32 or bfloat16. By default SRC's."),
     ] = None,
+    master_dtype: Annotated[
+        str | None,
+        typer.Option(
+            "--master_dtype",
+            "--master-dtype",
+            help="The same by Mesh TensorFlow's name (mtf only). By default what --gin_file binds:"
+            " Mesh TensorFlow restores its checkpoints in that type alone.",
+        ),
+    ] = None,
     scan: Annotated[
         bool, typer.Option(help="Stack the layers, as T5X's scalable_t5 does (t5x only).")
     ] = False,
@@ -116,6 +125,7 @@ def convert(
             slots=slots,
             norm_names=mtf_norm_names,
             dtype=dtype,
+            master_dtype=master_dtype,
             scan=scan,
             layout=layout.value if layout else None,  # pyright: ignore[reportArgumentType]
             t5x_importer_slots=t5x_importer_slots,

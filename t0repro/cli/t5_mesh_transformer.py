@@ -165,12 +165,13 @@ def _run_mesh_tensorflow(options: Any) -> None:
 
 def _check_inputs(inputs: RunInputs, *, jax: bool) -> None:
     """Checks what the run will read, before anything is built or written."""
-    from t0repro.config import checks, cloud
+    from t0repro.config import cloud
+    from t0repro.converters import run_checks
     from t0repro.data.checks import check_data
 
     cloud.check_addresses(inputs, jax=jax)
     check_data(inputs)
-    checks.check_checkpoints(inputs, jax=jax)
+    run_checks.check_checkpoints(inputs, jax=jax)
 
 
 def gin_inputs(options: Any) -> GinInputs:

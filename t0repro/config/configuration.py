@@ -29,6 +29,7 @@ class RunInputs:
       mixture_or_task_name: what the mode reads; None for text files and other dataset functions.
       eval_checkpoint_step: as in RunConfig.
       vocab_divisor: the embedding's rows are a multiple of it.
+      master_dtype: the type of Mesh TensorFlow's variables, and so of its checkpoints' parameters.
       batch_size: sequences in a global batch.
       sequence_length: tokens per feature, or None to take the longest example's.
       provenance: field -> where its value was set.
@@ -43,6 +44,7 @@ class RunInputs:
     eval_checkpoint_step: int | tuple[int, ...] | str | None
     vocabularies: Vocabularies
     vocab_divisor: int
+    master_dtype: str
     batch_size: int
     sequence_length: Mapping[str, int] | None
     num_microbatches: int

@@ -9,6 +9,8 @@ from t0repro.converters.convert import convert
 from t0repro.converters.gin_shapes import check_gin_file
 from t0repro.errors import UserError
 
+from .checkpoint_files import assert_same_bits, read_variables
+
 FITTING = """
 include 'models/t5.1.1.base.gin'
 d_model = 128
@@ -96,3 +98,24 @@ def test_a_file_that_is_no_gin_is_told(tiny_family, gin_file):
 def test_a_gin_file_that_is_not_there_is_told(tiny_checkpoint, tmp_path):
     with pytest.raises(UserError, match="cannot be read"):
         convert(tiny_checkpoint, tmp_path / "out", "jax", gin_file=tmp_path / "absent.gin")
+
+
+def test_mesh_tensorflow_s_checkpoint_gets_the_type_that_the_gin_file_asks_for(
+    tiny_checkpoint, tmp_path, gin_file
+):
+    convert(tiny_checkpoint, tmp_path / "jax", "jax")
+    asked = gin_file("utils.get_variable_dtype.master_dtype = %KIND\nKIND = 'bfloat16'\n")
+    report = convert(tmp_path / "jax", tmp_path / "mtf", "mtf", gin_file=asked)
+    assert any("rounded to bfloat16, as master_dtype in" in note for note in report.notes)
+    types = {
+        name: array.dtype.name
+        for name, array in read_variables(tmp_path / "mtf").items()
+        if name != "global_step"
+    }
+    assert {kind for name, kind in types.items() if "_slot_" not in name} == {"bfloat16"}
+    assert {kind for name, kind in types.items() if "_slot_" in name} == {"float32"}
+    # What is asked for by name comes first, and no other format has masters.
+    convert(tmp_path / "jax", tmp_path / "wide", "mtf", gin_file=asked, master_dtype="float32")
+    assert_same_bits(read_variables(tiny_checkpoint), read_variables(tmp_path / "wide"))
+    with pytest.raises(UserError, match="Only Mesh TensorFlow has masters"):
+        convert(tiny_checkpoint, tmp_path / "out", "jax", master_dtype="bfloat16")

@@ -142,6 +142,7 @@ class _Reader:
             use_cached=use_cached,
             vocabularies=vocabulary if isinstance(vocabulary, tuple) else (vocabulary, vocabulary),
             vocab_divisor=self._vocab_divisor(),
+            master_dtype=self._master_dtype(),
             num_microbatches=self._num_microbatches(batch_size, sequence_length),
             provenance=self._provenance,
         )
@@ -386,6 +387,12 @@ class _Reader:
                 scopes = ()  # there is one tower, which no scope is made for
             self._note(f"model.{field}", selector, argument, scopes)
         return mtf_model.read_model(model, model_type, self._bindings)
+
+    def _master_dtype(self) -> str:
+        selector = f"{UTILS}.get_variable_dtype"
+        value = self._arguments(selector, self._utils.get_variable_dtype)["master_dtype"]
+        self._note("master_dtype", selector, "master_dtype")
+        return value if isinstance(value, str) else value.name
 
     def _dtypes(self) -> DTypePolicy:
         selector = f"{UTILS}.get_variable_dtype"

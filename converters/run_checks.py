@@ -1,0 +1,193 @@
+"""Checks of the checkpoints that a run reads, before any graph is built or any file is written.
+
+Each raises UserError with what to do.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from t0repro.config.configuration import RunInputs
+from t0repro.converters import mtf, sources, storage
+from t0repro.converters.tensor_bundle import BundleReader
+from t0repro.converters.tensors import CheckpointRef
+from t0repro.errors import UserError
+from t0repro.parameters import layout
+
+_EVALUATION_MODES = (
+    "eval",
+    "score_eval",
+    "perplexity_eval",
+    "infer",
+    "score_from_dataset",
+    "score_from_strings",
+)
+_EMBEDDINGS = ("shared/embedding", "encoder/embedding", "decoder/embedding")
+
+
+def check_checkpoints(inputs: RunInputs, *, jax: bool) -> None:
+    """Checks the checkpoints that a run will read.
+
+    Args:
+      inputs: of the run.
+      jax: whether the run is JAX's, which reads every format, or Mesh TensorFlow's.
+
+    Raises:
+      UserError: for a checkpoint that is missing or damaged, whose vocabulary does not match, or
+        that Mesh TensorFlow cannot restore.
+    """
+    checkpoints = []
+    if inputs.mode in _EVALUATION_MODES:
+        steps = inputs.eval_checkpoint_step
+        steps = list(steps) if isinstance(steps, tuple) else steps
+        found = sources.list_checkpoints(inputs.model_dir)
+        if not jax and found and all(ref.format != "mtf" for ref in found):
+            raise _of_another_stack(found[-1], "The latest of model_dir", inputs.master_dtype)
+        checkpoints = checkpoints_to_evaluate(inputs.model_dir, steps, jax=jax)
+    elif inputs.mode == "train":
+        checkpoints = _checkpoints_to_start_from(inputs, jax=jax)
+    for checkpoint in checkpoints:
+        bundle = check_checkpoint(checkpoint)
+        check_vocabulary(checkpoint, inputs.vocabularies, inputs.vocab_divisor)
+        if not jax:
+            check_types(checkpoint, bundle, inputs)
+
+
+def checkpoints_to_evaluate(model_dir: str, steps: Any, *, jax: bool) -> list[str]:
+    """Mesh TensorFlow checkpoints (prefixes) in model_dir that eval_checkpoint_step chooses.
+
+    Empty when other formats' take their place, or when evaluation is to wait for new ones (None).
+
+    Raises:
+      UserError: if model_dir holds no checkpoint.
+    """
+    from mesh_tensorflow.transformer import utils
+
+    if not _saved_steps(model_dir):
+        if jax and _has_jax_checkpoint(model_dir):
+            return []
+        if steps is None and os.path.isdir(model_dir):
+            return []
+        raise UserError(
+            f"No checkpoint to evaluate in {model_dir}.",
+            where="looked for model.ckpt-<step>.index" + (" and checkpoint_<step>/" if jax else ""),
+            fix="Train first, or correct --model_dir.",
+        )
+    if steps is None:
+        return []
+    chosen = [path for path in utils.get_checkpoint_iterator(steps, model_dir) if path]
+    if not chosen:
+        raise UserError(
+            f"The latest checkpoint of {model_dir} is not known.",
+            where=f"{os.path.join(model_dir, 'checkpoint')}, the file that names it",
+            fix='Give the step: --gin_param="eval_checkpoint_step = STEP".',
+        )
+    return chosen
+
+
+def _checkpoints_to_start_from(inputs: RunInputs, *, jax: bool) -> list[str]:
+    """The checkpoints that training reads: the latest of model_dir, and init_checkpoint."""
+    found = sources.list_checkpoints(inputs.model_dir)
+    chosen = [mtf.latest_mtf_prefix(inputs.model_dir)]
+    if not jax and found and found[-1].format != "mtf":
+        raise _of_another_stack(found[-1], "The latest of model_dir", inputs.master_dtype)
+    if inputs.init_checkpoint:
+        chosen.append(_initial(inputs.init_checkpoint, inputs, jax))
+    return [prefix for prefix in chosen if prefix]
+
+
+def _initial(path: str, inputs: RunInputs, jax: bool) -> str | None:
+    """The prefix of an init_checkpoint of Mesh TensorFlow's; None for another that JAX reads."""
+    if storage.is_file(f"{path}.index") or not storage.is_directory(path):
+        return path
+    if jax:
+        return None
+    # Mesh TensorFlow's tf.train.list_variables takes a directory for its latest one.
+    if prefix := mtf.latest_mtf_prefix(path):
+        return prefix
+    raise _of_another_stack(sources.find_checkpoint(path), "init_checkpoint", inputs.master_dtype)
+
+
+def _of_another_stack(ref: CheckpointRef, what: str, master_dtype: str) -> UserError:
+    """The error for a checkpoint that Mesh TensorFlow would pass over, or fail on."""
+    then = "with init_checkpoint = 'OUT'" if what == "init_checkpoint" else "with --model_dir=OUT"
+    return UserError(
+        f"{what} is a checkpoint of the format {ref.format}; Mesh TensorFlow reads only its own.",
+        where=ref.path,
+        fix=f"t0repro convert {ref.path} OUT --to mtf --master_dtype {master_dtype}, then run"
+        f" {then}; or --backend=jax.",
+    )
+
+
+def _saved_steps(model_dir: str) -> set[int]:
+    return set(mtf.mtf_steps(model_dir))
+
+
+def _has_jax_checkpoint(model_dir: str) -> bool:
+    return any(ref.format != "mtf" for ref in sources.list_checkpoints(model_dir))
+
+
+def check_checkpoint(prefix: str) -> BundleReader:
+    """Opens a checkpoint of Mesh TensorFlow, whose files must be there in their full length.
+
+    Raises:
+      UserError: if its index or a data file is missing, damaged or cut, naming the file.
+    """
+    if not storage.is_file(f"{prefix}.index"):
+        raise UserError(
+            f"There is no checkpoint {prefix}.",
+            where=f"{prefix}.index is missing",
+            fix="Give the path up to and without '.index', e.g. DIR/model.ckpt-1000.",
+        )
+    return BundleReader(prefix)
+
+
+def check_types(prefix: str, bundle: BundleReader, inputs: RunInputs) -> None:
+    """Raises UserError unless a checkpoint's parameters have the type that the run has masters in.
+
+    Mesh TensorFlow restores into variables of that type, and TensorFlow casts nothing.
+    """
+    masters = {
+        entry.dtype.name
+        for name, entry in bundle.entries.items()
+        if layout.split_mtf_slot(name)[1] is None
+        and entry.dtype is not None
+        and name != layout.MTF_STEP
+    }
+    if masters <= {inputs.master_dtype}:
+        return
+    stored = ", ".join(sorted(masters))
+    raise UserError(
+        f"The checkpoint's parameters are {stored}; this run has masters in {inputs.master_dtype}.",
+        where=f"{prefix}; master_dtype: {inputs.provenance.get('master_dtype', 'a default')}",
+        fix=f"Add --gin_param=\"utils.get_variable_dtype.master_dtype = '{sorted(masters)[-1]}'\","
+        f" or t0repro convert {prefix} OUT --to mtf --master_dtype {inputs.master_dtype}.",
+    )
+
+
+def check_vocabulary(prefix: str, vocabulary: Any, divisor: int) -> None:
+    """Raises UserError unless the checkpoint's embedding has the padded vocabulary's rows.
+
+    Args:
+      prefix: a Mesh TensorFlow checkpoint.
+      vocabulary: a SeqIO vocabulary, or a pair of them for inputs and targets.
+      divisor: Mesh TensorFlow pads the number of pieces to a multiple of it (vocab_divisor).
+    """
+    if vocabulary is None:
+        return
+    inputs, targets = vocabulary if isinstance(vocabulary, tuple) else (vocabulary, vocabulary)
+    entries = BundleReader(prefix).entries
+    for name in _EMBEDDINGS:
+        if name not in entries:
+            continue
+        used = targets if name.startswith("decoder") else inputs
+        rows, padded = entries[name].shape[-2], -(-used.vocab_size // divisor) * divisor
+        if rows != padded:
+            raise UserError(
+                f"The vocabulary does not match the checkpoint: {name} has {rows} rows, and "
+                f"{used.vocab_size} pieces are padded to {padded}.",
+                where=f"{prefix}; {getattr(used, 'sentencepiece_model_file', used)}",
+                fix="Use the vocabulary that the checkpoint was trained with (--vocab or "
+                "T0REPRO_VOCAB), or a mixture of its features.",
+            )
