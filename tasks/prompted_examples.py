@@ -8,7 +8,7 @@ tasks, most of an evaluation would be spent there.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,20 +19,27 @@ if TYPE_CHECKING:
     from t0repro.tasks.task import TaskDescription
 
 Example = dict[str, Any]
+Numbered = Iterator[tuple[int, Example]]
+
+_ROWS_AT_ONCE = 512  # tokenized together, which is faster, and no more than these in memory
+_CHOICES_KEPT = 4096
 
 
 def prompted_examples(
-    task: TaskDescription, split: str, lengths: Mapping[str, int], limit: int | None = None
-) -> list[Example]:
+    task: TaskDescription,
+    split: str,
+    lengths: Mapping[str, int],
+    choose: Callable[[Numbered], Numbered] = iter,
+) -> Iterator[Example]:
     """The examples of a split in the order of its rows; of the twin one for each choice.
 
     Args:
       task: of a SentencePiece vocabulary.
       split: of the task.
       lengths: tokens per feature; what is longer is cut, targets then end in EOS.
-      limit: the most inputs, each with all of its choices; None takes all.
+      choose: takes the rendered rows with their numbers and gives those that are wanted.
 
-    Returns:
+    Yields:
       Examples with `inputs` and `targets`, int32 without padding, the texts of both as bytes
       (`*_pretokenized`), and `answer_choices` or, of the twin, `idx` int32 [2], `is_correct` and
       `weight`.
@@ -40,19 +47,16 @@ def prompted_examples(
     Raises:
       UserError: if a row is missing or broken, or the vocabulary cannot be read.
     """
-    rendered = list(itertools.islice(task.rows.examples(split), limit))
-    tokens = _Tokens(task, lengths)
-    inputs = tokens.of_inputs([example["inputs"] for example in rendered])
-    ranks = task.prompt.score_eval
-    return [
-        each
-        for ordinal, (example, encoded) in enumerate(zip(rendered, inputs, strict=True))
-        for each in (
-            _of_choices(example, encoded, ordinal, tokens)
-            if ranks
-            else [_of_target(example, encoded, tokens)]
-        )
-    ]
+    rendered = choose(enumerate(task.rows.examples(split)))
+    tokens, ranks = None, task.prompt.score_eval
+    while block := list(itertools.islice(rendered, _ROWS_AT_ONCE)):
+        tokens = tokens or _Tokens(task, lengths)  # missing rows are reported before anything else
+        inputs = tokens.of_inputs([example["inputs"] for _, example in block])
+        for (number, example), encoded in zip(block, inputs, strict=True):
+            if ranks:
+                yield from _of_choices(example, encoded, number, tokens)
+            else:
+                yield _of_target(example, encoded, tokens)
 
 
 def _of_target(example: Example, inputs: Example, tokens: _Tokens) -> Example:
@@ -99,6 +103,8 @@ class _Tokens:
     def of_target(self, text: str) -> Example:
         found = self._targets.get(text)
         if found is None:
+            if len(self._targets) >= _CHOICES_KEPT:
+                self._targets.clear()
             eos, length = self._processor.eos_id(), self._lengths["targets"]
             tokens = [*self._processor.encode(text), eos]
             if len(tokens) > length:

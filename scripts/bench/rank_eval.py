@@ -80,10 +80,10 @@ def read_tasks(work: Path, limit: int) -> list[tuple[str, list[dict]]]:
     """(task, examples) of every held-out template at hand; kept in the folder."""
     path = work / f"pairs_{limit}.pickle"
     if not path.is_file():
-        from t0repro.evaluation.rank_tasks import read_task
+        from t0repro.evaluation.reading import TaskReader
 
         tasks = [
-            (name, read_task(name, "validation", LENGTHS, limit).examples)
+            (name, list(TaskReader(name, "validation", LENGTHS, limit).examples()))
             for name in register_tasks()
         ]
         path.write_bytes(pickle.dumps(tasks))

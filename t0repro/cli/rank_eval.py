@@ -39,7 +39,9 @@ def rank_eval(
     at_hand: Annotated[
         bool, typer.Option("--at-hand", help="Leave out tasks whose rows are not here, and say so.")
     ] = False,
-    limit: Annotated[int | None, typer.Option(min=1, help="The most inputs of a task.")] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Evaluate a sample: the most inputs of a task.")
+    ] = None,
     inputs_length: Annotated[int, typer.Option(min=1, help="Tokens of an input.")] = 1024,
     targets_length: Annotated[
         int, typer.Option(min=1, help="Tokens of a choice, or of what is decoded.")
@@ -78,8 +80,10 @@ def rank_eval(
     if data is not None:
         os.environ["T0REPRO_DATA_DIR"] = str(data)
 
-    from t0repro.evaluation import rank_eval as evaluation
+    from t0repro.evaluation.evaluation_folder import Settings
     from t0repro.evaluation.opened import open_checkpoint
+    from t0repro.evaluation.rank_eval import rank_eval as evaluate
+    from t0repro.locks import folder_lock
     from t0repro.reports.prompts import load_prompts, training_tasks
     from t0repro.reports.report_page import brief_page
     from t0repro.reports.results import write_results
@@ -88,7 +92,7 @@ def rank_eval(
     prompts = load_prompts(module_import or (), into_seqio=True)
     trained = training_tasks(train_mixture or ())
     _add_cache(cache_dir)
-    settings = evaluation.Settings(
+    settings = Settings(
         split=split,
         limit=limit,
         lengths={"inputs": inputs_length, "targets": targets_length},
@@ -99,19 +103,21 @@ def rank_eval(
         modes=_modes(modes),
         at_hand=at_hand,
     )
-    opened = open_checkpoint(checkpoint, step, settings.activation)
-    outcome = evaluation.rank_eval(opened, mixture, out, settings)
-    report, paths = write_results(
-        outcome,
-        opened.step,
-        out,
-        prompts,
-        trained,
-        label=label,
-        title=title,
-        resamples=resamples,
-        extras=extras,
-    )
+    # The report reads what the evaluation wrote, so that one lock has to cover both.
+    with folder_lock(out, "rank evaluation", fix="Wait for it to end, or choose another --out."):
+        opened = open_checkpoint(checkpoint, step, settings.activation)
+        outcome = evaluate(opened, mixture, out, settings)
+        report, paths = write_results(
+            outcome,
+            opened.step,
+            out,
+            prompts,
+            trained,
+            label=label,
+            title=title,
+            resamples=resamples,
+            extras=extras,
+        )
     print_page(brief_page(report))
     _print_speed(outcome)
     for path in paths:
@@ -131,7 +137,7 @@ def _check_options(normalize: str, also: Sequence[str], activation: str | None) 
 
 def _modes(text: str) -> tuple[str, ...]:
     from t0repro.errors import UserError
-    from t0repro.evaluation.rank_eval import MODES
+    from t0repro.evaluation.selection import MODES
 
     found = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
     if not set(found) <= set(MODES):

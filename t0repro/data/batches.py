@@ -38,14 +38,12 @@ class EvalTask:
     Attributes:
       examples: each with `inputs` and `targets` (int32 [length], padded with 0 when lengths are
         given) and the task's other features.
-      targets: what each example's target is to the metrics, after postprocessing.
       postprocess: turns a score or a decoded text into what the metrics compare.
       metric_fns: each called as metric(targets, predictions) -> {name: value}.
     """
 
     name: str
     examples: Sequence[Mapping[str, Any]]
-    targets: Sequence[Any]
     postprocess: Callable[..., Any]
     metric_fns: Sequence[Callable[..., Mapping[str, float]]]
 
@@ -79,7 +77,6 @@ def eval_tasks(
         yield EvalTask(
             name=dataset.name,
             examples=examples,
-            targets=[_postprocessed_target(dataset.postprocess_fn, ex) for ex in examples],
             postprocess=dataset.postprocess_fn,
             metric_fns=dataset.metric_fns,
         )
@@ -91,9 +88,3 @@ def targets_vocabulary(data: EvalDataConfig) -> Any:
 
     provider = seqio.get_mixture_or_task(data.mixture_or_task_name)
     return provider.output_features["targets"].vocabulary
-
-
-def _postprocessed_target(postprocess: Callable[..., Any], example: Mapping[str, Any]) -> Any:
-    text = example["targets_pretokenized"]
-    text = text.decode("utf-8") if isinstance(text, bytes) else text
-    return postprocess(text, example=example, is_target=True)

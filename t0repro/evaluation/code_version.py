@@ -1,62 +1,137 @@
-"""Digests of the code that results depend on: what other code computed is not taken over."""
+"""Digests of the code that results depend on: what other code computed is not taken over.
+
+Which code that is is read off the import statements, so that no list has to be kept in step with
+it: a digest covers the modules named here, whatever of t0repro they import, directly or through
+others, at the top of a module or within a function, and the versions of the packages that compute.
+"""
 
 from __future__ import annotations
 
+import ast
 import functools
 import hashlib
 import importlib.metadata
-from collections.abc import Iterable
+import importlib.util
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-_PACKAGE = Path(__file__).parent.parent
+_ROOT = "t0repro"
 
-# What a pair's score depends on beside the checkpoint and the pair's tokens.
+# A pair's score: from tokens to log-likelihood, and how the journal keeps it.
 _SCORING = (
-    "model/layers.py",
-    "model/t5.py",
-    "evaluation/engine.py",
-    "evaluation/grouping.py",
-    "evaluation/journal.py",
-    "evaluation/packing.py",
-    "evaluation/pairs.py",
+    "t0repro.evaluation.engine",
+    "t0repro.evaluation.pairs",
+    "t0repro.evaluation.journal",
 )
-# What a generated text depends on.
-_GENERATION = ("model/layers.py", "model/t5.py", "model/decoding.py", "evaluation/generation.py")
-# The packages that turn rows into tokens, and tokens into metrics, beside t0repro.tasks.
+# A decoded text: from tokens to text.
+_GENERATION = ("t0repro.evaluation.generate_tasks",)
+# An example: from rows to tokens. All of t0repro.tasks is added, for who registers a task is known
+# only when the command runs.
+_RENDERING = ("t0repro.evaluation.reading",)
+
+# Packages whose versions decide what the modules compute.
+_COMPUTING_PACKAGES = ("jax", "jaxlib", "flax", "numpy")
 _RENDERING_PACKAGES = ("promptsource", "jinja2", "seqio", "t5", "sentencepiece")
+
+ReadSource = Callable[[str], str | None]
 
 
 @functools.cache
 def scoring_digest() -> str:
     """16 hexadecimal digits that stand for the model's and the engine's code."""
-    return _digest(_PACKAGE / name for name in _SCORING)
+    return code_digest(_SCORING, _COMPUTING_PACKAGES)
 
 
 @functools.cache
 def generation_digest() -> str:
     """16 hexadecimal digits that stand for the code of the model and of decoding."""
-    return _digest(_PACKAGE / name for name in _GENERATION)
+    return code_digest(_GENERATION, _COMPUTING_PACKAGES)
 
 
 @functools.cache
 def rendering_digest() -> str:
-    """16 hexadecimal digits that stand for what makes examples of rows: code and versions."""
-    import t0repro.tasks
+    """16 hexadecimal digits that stand for what makes examples of rows."""
+    spec = importlib.util.find_spec("t0repro.tasks")
+    assert spec is not None and spec.origin is not None
+    tasks = Path(spec.origin).parent
+    modules = [path.relative_to(tasks).with_suffix("") for path in tasks.rglob("*.py")]
+    names = [".".join(("t0repro.tasks", *module.parts)) for module in modules]
+    return code_digest([*_RENDERING, *names], _RENDERING_PACKAGES)
 
-    # In a checkout the folder is not below the package
-    folder = Path(t0repro.tasks.__path__[0])
-    files = [*sorted(folder.glob("*.py")), _PACKAGE / "evaluation/rank_tasks.py"]
-    versions = [f"{name} {_version(name)}" for name in _RENDERING_PACKAGES]
-    return _digest(files, versions)
 
+def code_digest(
+    modules: Iterable[str], packages: Iterable[str], read: ReadSource | None = None
+) -> str:
+    """16 hexadecimal digits that stand for modules, all that they import, and packages' versions.
 
-def _digest(files: Iterable[Path], texts: Iterable[str] = ()) -> str:
+    Args:
+      modules: full names of modules of t0repro.
+      packages: distributions; one that is not installed counts as such.
+      read: gives a module's source by its full name, None if there is no such module; by default
+        that of what is installed.
+    """
     digest = hashlib.blake2b(digest_size=8)
-    for path in files:
-        digest.update(path.read_bytes())
-    for text in texts:
-        digest.update(text.encode())
+    for name, source in sorted(imported_modules(modules, read or read_source).items()):
+        digest.update(f"{name} {hashlib.blake2b(source.encode()).hexdigest()}\n".encode())
+    for name in packages:
+        digest.update(f"{name} {_version(name)}\n".encode())
     return digest.hexdigest()
+
+
+def imported_modules(modules: Iterable[str], read: ReadSource) -> dict[str, str]:
+    """Full name -> source of modules of t0repro and of all that they import of it."""
+    found: dict[str, str] = {}
+    waiting = list(modules)
+    while waiting:
+        name = waiting.pop()
+        source = None if name in found else read(name)
+        if source is not None:
+            found[name] = source
+            waiting += _imports(source)
+            waiting += [name.rpartition(".")[0]] if name != _ROOT else []
+    return found
+
+
+def _imports(source: str) -> Iterator[str]:
+    """Modules of t0repro that a source may import; names within them, which are none, too."""
+    for node in _executed(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            # `from package import module` and `from module import name` look alike.
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        else:
+            continue
+        yield from (name for name in names if name.split(".")[0] == _ROOT)
+
+
+def _executed(tree: ast.AST) -> Iterator[ast.AST]:
+    """All nodes but those that only type checkers read."""
+    for node in ast.iter_child_nodes(tree):
+        if not (isinstance(node, ast.If) and _named(node.test) == "TYPE_CHECKING"):
+            yield node
+            yield from _executed(node)
+
+
+def _named(node: ast.expr) -> str | None:
+    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", None)
+
+
+@functools.cache
+def read_source(name: str) -> str | None:
+    """The source of an installed module, which is not imported; None if there is no such module."""
+    parts = name.split(".")
+    # The first two parts find the folder, for t0repro.tasks may lie elsewhere than t0repro.
+    spec = importlib.util.find_spec(".".join(parts[:2]))
+    if spec is None or spec.origin is None:
+        return None
+    if not spec.submodule_search_locations:
+        return Path(spec.origin).read_text(encoding="utf-8") if len(parts) == 2 else None
+    place = Path(spec.origin).parent.joinpath(*parts[2:])
+    for path in (place / "__init__.py", place.with_suffix(".py")):
+        if path.is_file():
+            return path.read_text(encoding="utf-8")
+    return None
 
 
 def _version(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Joules that an evaluation took, where the machine tells: NVIDIA's counters and the CPUs' RAPL.
+"""Energy used by an evaluation, if the hardware reports it: GPUs through NVML, CPUs through RAPL.
 
 Both count everything that runs on the device meanwhile, ours or not. RAPL's files are readable by
 root alone on many systems; what cannot be read is left out, and the report then says nothing.
@@ -7,12 +7,13 @@ root alone on many systems; what cannot be read is left out, and the report then
 from __future__ import annotations
 
 import contextlib
-import ctypes
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import pynvml
 
 POWERCAP = Path("/sys/class/powercap")
-_NVML = "libnvidia-ml.so.1"
 
 
 class EnergyMeter:
@@ -72,36 +73,34 @@ def _microjoules(path: Path) -> int | None:
 
 
 def _nvml_counters() -> list[Callable[[], float]]:
-    """A counter for each GPU that has one (Volta and later)."""
-    with contextlib.suppress(OSError, AttributeError):
-        nvml = ctypes.CDLL(_NVML)
-        count = ctypes.c_uint()
-        if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
-            return []
-        found = [_nvml_counter(nvml, index) for index in range(count.value)]
-        return [counter for counter in found if counter is not None]
-    return []
+    """A counter for each GPU that has one (Volta and later); none without NVIDIA's driver."""
+    found = []
+    with contextlib.suppress(pynvml.NVMLError):
+        pynvml.nvmlInit()
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            device = pynvml.nvmlDeviceGetHandleByIndex(index)
+            if _millijoules(device) is not None:
+                found.append(_nvml_counter(device))
+    return found
 
 
-def _nvml_counter(nvml: ctypes.CDLL, index: int) -> Callable[[], float] | None:
-    device = ctypes.c_void_p()
-    if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)):
-        return None
-
-    def millijoules() -> int | None:
-        value = ctypes.c_ulonglong()
-        failed = nvml.nvmlDeviceGetTotalEnergyConsumption(device, ctypes.byref(value))
-        return None if failed else value.value
-
-    last = millijoules()
-    if last is None:
-        return None
+def _nvml_counter(device: Any) -> Callable[[], float]:
+    last = _millijoules(device) or 0
 
     def joules() -> float:
         nonlocal last
-        now = millijoules()
-        since = 0 if now is None or last is None else now - last
-        last = last if now is None else now
+        now = _millijoules(device)
+        if now is None:
+            return 0.0
+        since, last = now - last, now
         return since / 1e3
 
     return joules
+
+
+def _millijoules(device: Any) -> int | None:
+    """Energy that a GPU has used since its driver was loaded."""
+    try:
+        return pynvml.nvmlDeviceGetTotalEnergyConsumption(device)
+    except pynvml.NVMLError:
+        return None

@@ -16,8 +16,8 @@ from t0repro.evaluation.records import digest_of_texts, read_records
 from t0repro.files import write_atomically
 
 # An evaluation may leave what only it knows beside its outputs: a JSON object with any of
-# checkpoint, checkpoint_hash, device, duration_seconds, energy_joules, energy_source, versions,
-# templates_hash, data_revision and data.
+# step, checkpoint, checkpoint_hash, device, duration_seconds, energy_joules, energy_source,
+# versions, templates_hash, data_revision and data.
 EVALUATION_FACTS = "provenance.json"
 
 _PACKAGES = (
@@ -36,25 +36,18 @@ _PACKAGES = (
 )
 
 
-def write_facts(
-    folder: Path, mixture: str, names: Sequence[str], checkpoint: Checkpoint, settings: Any
-) -> None:
-    """Writes provenance.json and operative_config.gin into an evaluation's folder.
+def write_facts(folder: Path, checkpoint: Checkpoint, names: Sequence[str]) -> None:
+    """Writes provenance.json into an evaluation's folder.
 
     Args:
       folder: the `<split>_eval` folder, with a record of each finished task.
-      mixture: what was evaluated.
-      names: its tasks.
       checkpoint: that was evaluated.
-      settings: rank_eval.Settings.
+      names: the tasks.
     """
     records = read_records(folder, checkpoint.step)
     used = {name: records[name] for name in names if name in records}
     facts = {**_facts(checkpoint, used), **_energy(list(used.values()))}
     write_atomically(folder / EVALUATION_FACTS, json.dumps(facts, indent=1))
-    write_atomically(
-        folder / "operative_config.gin", operative_config(mixture, checkpoint, settings)
-    )
 
 
 def operative_config(mixture: str, checkpoint: Checkpoint, settings: Any) -> str:
@@ -91,6 +84,7 @@ def _facts(checkpoint: Checkpoint, used: Mapping[str, Mapping[str, Any]]) -> dic
     device = jax.devices()[0]
     records = list(used.values())
     return {
+        "step": checkpoint.step,
         "checkpoint": checkpoint.path,
         "checkpoint_hash": checkpoint.digest,
         "device": f"{jax.device_count()} x {device.device_kind}, {os.cpu_count()} CPU cores",

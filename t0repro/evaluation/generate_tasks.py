@@ -1,15 +1,16 @@
-"""Tasks without answer choices: decoded greedily, judged by their templates' metrics."""
+"""Greedy decoding of tasks without answer choices, as T0 decodes them."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from t0repro.config.run_config import DecodingConfig
-from t0repro.data.batches import EvalTask
 from t0repro.evaluation.energy import EnergyMeter
-from t0repro.evaluation.opened import Checkpoint
+
+if TYPE_CHECKING:
+    from t0repro.evaluation.opened import Checkpoint
 
 # As T0 decodes: Mesh TensorFlow's decode with beam_size 1 and temperature 0 (t5's eval.gin).
 GREEDY = DecodingConfig(
@@ -25,47 +26,42 @@ GREEDY = DecodingConfig(
 )
 _BATCH = {"cpu": 32, "gpu": 256, "tpu": 256}
 
-Record = Callable[[EvalTask, Sequence[str], Mapping[str, Any]], None]
 
-
-def generate_tasks(
+def decode_examples(
     checkpoint: Checkpoint,
-    tasks: Sequence[EvalTask],
+    examples: Sequence[Mapping[str, Any]],
     lengths: Mapping[str, int],
     vocabulary: Any,
-    record: Record,
-) -> Iterator[tuple[int, float]]:
-    """Decodes each task's inputs greedily and hands the texts to `record`.
+) -> tuple[list[str], dict[str, Any]]:
+    """Decodes a task's inputs greedily.
 
     Args:
       checkpoint: to decode with.
-      tasks: with their examples.
+      examples: of the task, at least one.
       lengths: tokens of an input, and that an output has room for (`targets`).
       vocabulary: a seqio vocabulary.
-      record: is called with each task, its texts and what it cost.
 
-    Yields:
-      Of each task, its examples and the seconds that decoding them took.
+    Returns:
+      The texts in the order of the examples, and what they cost: seconds and, where the hardware
+      counts them, joules.
     """
     import jax
 
     from t0repro.evaluation.generation import generate_tokens, texts_of
 
     meter = EnergyMeter()
-    for task in tasks:
-        started = time.monotonic()
-        tokens = generate_tokens(
-            checkpoint.params,
-            checkpoint.model,
-            [example["inputs"] for example in task.examples],
-            GREEDY,
-            length=lengths["targets"],
-            batch_size=min(_BATCH.get(jax.default_backend(), 32), len(task.examples)),
-            inputs_length=lengths["inputs"],
-        )
-        seconds, joules = time.monotonic() - started, meter.joules()
-        cost: dict[str, Any] = {"seconds": seconds}
-        if joules is not None:
-            cost |= {"joules": joules, "energy_source": meter.source}
-        record(task, texts_of(tokens, vocabulary), cost)
-        yield len(task.examples), seconds
+    started = time.monotonic()
+    tokens = generate_tokens(
+        checkpoint.params,
+        checkpoint.model,
+        [example["inputs"] for example in examples],
+        GREEDY,
+        length=lengths["targets"],
+        batch_size=min(_BATCH.get(jax.default_backend(), 32), len(examples)),
+        inputs_length=lengths["inputs"],
+    )
+    cost: dict[str, Any] = {"seconds": time.monotonic() - started}
+    joules = meter.joules()
+    if joules is not None:
+        cost |= {"joules": joules, "energy_source": meter.source}
+    return texts_of(tokens, vocabulary), cost

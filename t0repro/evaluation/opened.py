@@ -80,13 +80,13 @@ def open_checkpoint(path: str, step: int | None, activation: DType) -> Checkpoin
     return Checkpoint(
         path=path,
         step=int(tree.get("state/step", 0)),
-        digest=_digest_of(tree),
+        digest=parameters_digest(tree),
         params=parameters_from_flat_tree(tree, where=path),
         model=T5(config, DTypePolicy("float32", "float32", activation)),
     )
 
 
-def _digest_of(tree: Mapping[str, np.ndarray]) -> str:
+def parameters_digest(tree: Mapping[str, np.ndarray]) -> str:
     """32 hexadecimal digits that stand for the parameters."""
     digest = hashlib.blake2b(digest_size=16)
     for name in sorted(tree):

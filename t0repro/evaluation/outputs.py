@@ -18,49 +18,18 @@ would take for line ends.
 from __future__ import annotations
 
 import ast
-import dataclasses
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-from jaxtyping import Bool, Float, Int
 
 from t0repro.errors import UserError, nearest_names
-from t0repro.evaluation.records import decoded_tasks
+from t0repro.evaluation.records import check_files, decoded_tasks
+from t0repro.evaluation.scores import TaskScores
 
 _RUN_AGAIN = "Run the evaluation again; it writes the files of a task together."
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class TaskScores:
-    """The scored (input, choice) pairs of one task at one step, sorted by input, then choice.
-
-    Attributes:
-      task: the SeqIO task's name.
-      step: the checkpoint's global step.
-      input_index: which example of the task a pair belongs to.
-      choice_index: which answer choice of the example.
-      is_correct: whether the choice is a right answer; several may be, or none.
-      weight: the example's weight.
-      target_length: tokens of the choice, EOS included.
-      score: log-likelihood of the choice, natural logarithm, summed over its tokens.
-      inputs: the rendered input of each pair, or None where it was not asked for or not written.
-    """
-
-    task: str
-    step: int
-    input_index: Int[np.ndarray, " pairs"]
-    choice_index: Int[np.ndarray, " pairs"]
-    is_correct: Bool[np.ndarray, " pairs"]
-    weight: Float[np.ndarray, " pairs"]
-    target_length: Int[np.ndarray, " pairs"]
-    score: Float[np.ndarray, " pairs"]
-    inputs: tuple[str, ...] | None = None
-
-    def __len__(self) -> int:
-        return len(self.score)
 
 
 def find_tasks(eval_dir: str | os.PathLike[str]) -> dict[str, list[int]]:
@@ -146,6 +115,30 @@ def read_task_scores(
     return [_read_task(Path(eval_dir), task, step, with_inputs) for task in wanted]
 
 
+def task_scores(
+    eval_dir: str | os.PathLike[str],
+    step: int | None,
+    tasks: Sequence[str] | None,
+    in_memory: Mapping[str, TaskScores] | None = None,
+) -> list[TaskScores]:
+    """The scores of tasks: from memory where they are there, else from the folder's files.
+
+    Args:
+      eval_dir: the `<split>_eval` folder.
+      step: as of read_task_scores.
+      tasks: as of read_task_scores.
+      in_memory: scores at this step that this process computed, by task.
+
+    Raises:
+      UserError: as read_task_scores does.
+    """
+    if not in_memory or tasks is None:
+        return read_task_scores(eval_dir, step, tasks)
+    others = [task for task in tasks if task not in in_memory]
+    read = {scores.task: scores for scores in read_task_scores(eval_dir, step, others)}
+    return [in_memory.get(task) or read[task] for task in tasks]
+
+
 def read_first_input(eval_dir: str | os.PathLike[str], task: str) -> str | None:
     """The first rendered input of a task, None where none was written."""
     path = Path(eval_dir) / f"{task}_inputs"
@@ -188,6 +181,7 @@ def _steps_of(task: str, predictions: list[str]) -> list[int]:
 
 
 def _read_task(folder: Path, task: str, step: int, with_inputs: bool) -> TaskScores:
+    check_files(folder, task, step)
     targets_path = folder / f"{task}_targets"
     scores_path = folder / f"{task}_{step}_predictions"
     targets = [_parse_target(line, targets_path, n) for n, line in _lines(targets_path)]

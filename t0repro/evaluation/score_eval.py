@@ -1,23 +1,13 @@
-"""score_eval and eval on JAX: an evaluation's tasks judged, in Mesh TensorFlow's files.
+"""score_eval and eval on JAX: an evaluation's tasks judged at one checkpoint.
 
-For each task and checkpoint step, into the evaluation's folder (by default
-`<model_dir>/<split>_eval`), one line for each example:
-
-    <task>_inputs               the rendered input, newlines replaced by spaces
-    <task>_targets              the postprocessed target; for rank classification
-                                ((input, choice), is_correct, weight, target length)
-    <task>_<step>_predictions   of score_eval the score: natural log, summed over target tokens, EOS
-                                included; of eval the generated text, postprocessed
-
-Source: mesh_tensorflow.transformer.utils, eval_model and save_scores.
+The files are Mesh TensorFlow's (see task_output). Beside them lies what a report has to know of the
+evaluation: a record of each task, and provenance.json.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,74 +15,125 @@ import numpy as np
 
 from t0repro.config.run_config import RunConfig
 from t0repro.data.batches import EvalTask
-from t0repro.errors import UserError
-from t0repro.files import write_atomically
-
-# Examples and the sequence lengths -> a log-likelihood, or a text, for each, in their order
-Scorer = Callable[[Sequence[Mapping[str, Any]], Mapping[str, int]], Sequence[Any] | np.ndarray]
+from t0repro.evaluation.evaluation_facts import write_facts
+from t0repro.evaluation.evaluation_folder import EvaluationFolder, Settings
+from t0repro.evaluation.opened import Checkpoint
+from t0repro.evaluation.rank_run import RankRun, ScoredPart, print_to_stderr
+from t0repro.evaluation.reading import Part
+from t0repro.evaluation.task_output import TaskOutput, TaskResult, judge_of
+from t0repro.evaluation.truncation import TruncationCounter
 
 
 @dataclasses.dataclass(frozen=True)
-class TaskResult:
-    """One task evaluated at one step: scores (or texts) in the examples' order, and its metrics."""
+class Outputs:
+    """What a model gave for a task's examples.
 
-    task: str
-    step: int
-    scores: Sequence[Any] | np.ndarray
-    metrics: Mapping[str, float]
+    Attributes:
+      values: a score or a text for each example.
+      cost: seconds, and joules and energy_source where the hardware counts them.
+    """
+
+    values: Sequence[Any] | np.ndarray
+    cost: Mapping[str, Any]
 
 
-def evaluate(
-    config: RunConfig, tasks: Sequence[EvalTask], step: int, score: Scorer
-) -> Iterator[TaskResult]:
-    """Scores all tasks, or generates for them, then writes each one's files and yields its metrics.
+def scored(
+    checkpoint: Checkpoint,
+    tasks: Sequence[EvalTask],
+    lengths: Mapping[str, int],
+    tokens_per_batch: int,
+) -> list[Outputs]:
+    """Log-likelihoods of all tasks' targets; what tasks have in common is scored once.
+
+    Raises:
+      UserError: for a score that is not finite, naming task, example and step.
+    """
+    parts = [Part(task.name, task.examples) for task in tasks]
+    found: dict[int, ScoredPart] = {}
+    run = RankRun(checkpoint, parts, lengths, tokens_per_batch=tokens_per_batch)
+    run.score(print_to_stderr, lambda part: found.update({id(part.part): part}))
+    return [Outputs(each.scores, each.cost) for each in (found[id(part)] for part in parts)]
+
+
+def generated(tasks: Sequence[EvalTask], texts: Sequence[str], seconds: float) -> list[Outputs]:
+    """Decoded texts of all tasks' examples, by task.
+
+    Args:
+      tasks: in the order of the texts.
+      texts: one for each example.
+      seconds: that decoding all of them took; tasks share them by their examples.
+    """
+    found, start = [], 0
+    for task in tasks:
+        end = start + len(task.examples)
+        share = seconds * len(task.examples) / max(len(texts), 1)
+        found.append(Outputs(texts[start:end], {"seconds": share}))
+        start = end
+    return found
+
+
+def write_results(
+    config: RunConfig,
+    tasks: Sequence[EvalTask],
+    checkpoint: Checkpoint,
+    outputs: Sequence[Outputs],
+) -> list[TaskResult]:
+    """Writes each task's files, its record and the evaluation's facts; computes the metrics.
 
     Args:
       config: for the folder and the sequence lengths.
       tasks: the evaluation's tasks with their examples.
-      step: the checkpoint's global step.
-      score: called once, with the examples of all tasks, so that what is the same is scored once.
-
-    Raises:
-      UserError: for a score that is not a number, naming task, example and step.
+      checkpoint: that was evaluated.
+      outputs: of the tasks.
     """
-    folder = evaluation_folder(config)
-    lengths = config.sequence_length or longest(tasks)
-    all_scores = score([example for task in tasks for example in task.examples], lengths)
-    start = 0
-    for task in tasks:
-        scores = all_scores[start : (start := start + len(task.examples))]
-        if isinstance(scores, np.ndarray):
-            check_finite(scores, task.name, step)
-        yield task_result(task, step, scores, folder if config.output_eval_examples else None)
+    path = evaluation_folder(config)
+    settings = _settings(config)
+    ranks = config.mode == "score_eval"
+    names = [task.name for task in tasks]
+    folder = EvaluationFolder(path, checkpoint, settings, () if ranks else names, config.mode)
+    results = []
+    for task, output in zip(tasks, outputs, strict=True):
+        writer = TaskOutput(
+            judge_of(task),
+            checkpoint.step,
+            path if config.output_eval_examples else None,
+            TruncationCounter(_features(task.name), config.sequence_length),
+        )
+        writer.add(task.examples, output.values)
+        result = writer.finish()
+        if config.output_eval_examples:
+            folder.record(result, {**_details(task, settings, ranks, result), **output.cost})
+        results.append(result)
+    if config.output_eval_examples:
+        write_facts(path, checkpoint, names)
+    return results
 
 
-def task_result(
-    task: EvalTask, step: int, scores: Sequence[Any] | np.ndarray, folder: Path | None
-) -> TaskResult:
-    """Writes a task's files into the folder, if there is one, and computes its metrics.
+def _settings(config: RunConfig) -> Settings:
+    data = config.eval_data
+    assert data is not None
+    wanted = data.num_eval_examples
+    return Settings(
+        split=data.split,
+        # Mesh TensorFlow counts (input, choice) pairs and takes the first ones.
+        limit=None if wanted is None or wanted < 0 else wanted,
+        lengths=config.sequence_length or {},
+        activation=config.dtypes.activation,
+        use_cached=data.use_cached,
+    )
 
-    Args:
-      task: with its examples.
-      step: of the checkpoint.
-      scores: of the examples in their order; or their decoded texts.
-      folder: for the files; None writes none.
-    """
-    predictions = [
-        task.postprocess(value, example=example)
-        for value, example in zip(scores, task.examples, strict=True)
-    ]
-    if folder is not None:
-        _write_lines(folder / f"{task.name}_targets", task.targets)
-        _write_lines(folder / f"{task.name}_inputs", _texts(task, "inputs"))
-        _write_lines(folder / f"{task.name}_{step}_predictions", predictions)
-    metrics: dict[str, float] = {}
-    with warnings.catch_warnings():
-        # Of metrics that few examples leave undefined; they say it by being NaN
-        warnings.filterwarnings("ignore", module=r"sklearn\.")
-        for metric in task.metric_fns:
-            metrics |= {name: float(v) for name, v in metric(task.targets, predictions).items()}
-    return TaskResult(task.name, step, scores, metrics)
+
+def _details(task: EvalTask, settings: Settings, ranks: bool, result: TaskResult) -> dict[str, Any]:
+    """Sizes of a task for its record; how much more the split has is known only without a limit."""
+    available = result.statistics["inputs"] if settings.limit is None else None
+    counted = "pairs" if ranks else "examples"
+    return {counted: len(task.examples), "available": available}
+
+
+def _features(name: str) -> Mapping[str, Any]:
+    import seqio
+
+    return seqio.get_mixture_or_task(name).output_features
 
 
 def evaluation_folder(config: RunConfig) -> Path:
@@ -108,34 +149,3 @@ def longest(tasks: Iterable[EvalTask]) -> dict[str, int]:
         feature: max((len(ex[feature]) for task in tasks for ex in task.examples), default=1)
         for feature in ("inputs", "targets")
     }
-
-
-def metrics_line(result: TaskResult, split: str) -> str:
-    """One line of metrics.jsonl for a task's result."""
-    head = {"split": split, "step": result.step, "task": result.task}
-    return json.dumps({**head, **result.metrics})
-
-
-def _texts(task: EvalTask, feature: str) -> list[str]:
-    texts = [ex.get(f"{feature}_pretokenized", b"") for ex in task.examples]
-    return [text.decode("utf-8") if isinstance(text, bytes) else str(text) for text in texts]
-
-
-def _write_lines(path: Path, lines: Iterable[Any]) -> None:
-    text = "".join(str(line).replace("\n", " ") + "\n" for line in lines)
-    write_atomically(path, text)
-
-
-def check_finite(scores: np.ndarray, task: str, step: int) -> None:
-    """Refuses scores that cannot be ranked.
-
-    Raises:
-      UserError: naming task, example and step.
-    """
-    broken = np.flatnonzero(~np.isfinite(scores))
-    if broken.size:
-        raise UserError(
-            f"{task}: the score of example {broken[0]} at step {step} is {scores[broken[0]]}"
-            f" ({broken.size} of {scores.size} are not finite).",
-            fix="Check the checkpoint with `t0repro checkpoint inspect`, or compute in float32.",
-        )

@@ -15,7 +15,6 @@ before the update, in float32's full precision.
 from __future__ import annotations
 
 import functools
-import inspect
 import json
 import os
 import sys
@@ -27,6 +26,7 @@ from typing import Any
 import tensorflow
 
 from t0repro.files import write_atomically
+from t0repro.training.metrics import drop_half_line
 
 tf = tensorflow.compat.v1
 
@@ -42,10 +42,12 @@ def install(model_dir: str) -> None:
     from mesh_tensorflow.transformer import utils
     from tensorflow.python.tpu import tpu_estimator
 
+    from t0repro.mesh import evaluation_hooks
+
     metrics = MetricsFile(os.path.join(model_dir, METRICS_FILE))
     record_training(tpu_estimator.TPUEstimator, metrics)
     record_perplexity(tpu_estimator.TPUEstimator, metrics)
-    record_evaluation(utils, metrics)
+    evaluation_hooks.record_evaluation(utils, metrics)
     silence_loss_print()
 
 
@@ -54,10 +56,14 @@ class MetricsFile:
 
     def __init__(self, path: str):
         self._path = Path(path)
+        self._appended = False
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Appends one record, written through at once."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
+        if not self._appended:
+            drop_half_line(self._path)
+            self._appended = True
         with open(self._path, "a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
 
@@ -236,72 +242,6 @@ def silence_loss_print() -> None:
 # ---- Evaluation ---------------------------------------------------------------------------------
 
 
-def record_evaluation(utils: Any, metrics: MetricsFile) -> None:
-    """Writes a metrics line per task and checkpoint of `eval` and `score_eval`.
-
-    `eval_model` computes the metrics of a checkpoint while it iterates over the checkpoints, so the
-    step is noted there, and each dataset's metric functions are wrapped to note their results.
-    """
-    original_iterator, original_eval = utils.get_checkpoint_iterator, utils.eval_model
-    signature = inspect.signature(original_eval)
-    current = {"step": 0}
-
-    @functools.wraps(original_iterator)
-    def get_checkpoint_iterator(*args: Any, **kwargs: Any) -> Iterator[str]:
-        for path in original_iterator(*args, **kwargs):
-            current["step"] = int(utils.get_step_from_checkpoint_path(path))
-            yield path
-
-    @functools.wraps(original_eval)
-    def eval_model(*args: Any, **kwargs: Any) -> Any:
-        call = signature.bind(*args, **kwargs)
-        datasets_fn = call.arguments["eval_dataset_fn"]
-        split = call.arguments["dataset_split"]
-
-        @functools.wraps(datasets_fn)
-        def noting_datasets_fn(*args: Any, **kwargs: Any) -> list[Any]:
-            return [
-                _noting_metrics(dataset, split, current, metrics)
-                for dataset in datasets_fn(*args, **kwargs)
-            ]
-
-        if datasets_fn is not None:
-            call.arguments["eval_dataset_fn"] = noting_datasets_fn
-        return original_eval(*call.args, **call.kwargs)
-
-    utils.get_checkpoint_iterator = get_checkpoint_iterator
-    utils.eval_model = eval_model
-
-
-def _noting_metrics(
-    dataset: Any, split: str, current: Mapping[str, int], metrics: MetricsFile
-) -> Any:
-    """The EvalDataset with metric functions that also write their results, as one line."""
-    from mesh_tensorflow.transformer.dataset import EvalDataset
-
-    dataset = EvalDataset(*dataset)
-    results: dict[str, Any] = {}
-
-    def noting(metric_fn: Callable[..., Any], last: bool) -> Callable[..., Any]:
-        @functools.wraps(metric_fn)
-        def compute(targets: Any, predictions: Any) -> Any:
-            result = metric_fn(targets, predictions)
-            if isinstance(result, Mapping):
-                results.update(_numbers(result.items()))
-            if last:
-                head = {"split": split, "step": current["step"], "task": dataset.name}
-                metrics.append({**head, **results})
-                results.clear()
-            return result
-
-        return compute
-
-    functions = list(dataset.metric_fns or ())
-    return dataset._replace(
-        metric_fns=[noting(fn, fn is functions[-1]) for fn in functions] or dataset.metric_fns
-    )
-
-
 def record_perplexity(estimator_class: Any, metrics: MetricsFile) -> None:
     """Writes a metrics line per task and checkpoint of `perplexity_eval`."""
     original = estimator_class.evaluate
@@ -314,7 +254,7 @@ def record_perplexity(estimator_class: Any, metrics: MetricsFile) -> None:
         name = kwargs.get("name") or ""
         task = dataset.name if dataset is not None else name
         split = name.removeprefix(f"{task}_").split("_")[0] or "eval"
-        values = dict(_numbers(result.items()))
+        values = dict(numbers(result.items()))
         step = int(values.pop("global_step"))
         metrics.append({"split": split, "step": step, "task": task, **values})
         return result
@@ -322,7 +262,7 @@ def record_perplexity(estimator_class: Any, metrics: MetricsFile) -> None:
     estimator_class.evaluate = evaluate
 
 
-def _numbers(items: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, float]]:
+def numbers(items: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, float]]:
     """The entries that are numbers, as Python floats."""
     for name, value in items:
         try:

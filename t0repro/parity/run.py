@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -145,17 +144,15 @@ def _task(name: str, config: RunConfig) -> EvalTask:
         )
     count = min(PAIRS, len(task.examples))
     if count < len(task.examples):
-        # The first of a target's numbers is the input's: do not cut between its choices.
-        while count > 1 and _input_of(task.targets[count]) == _input_of(task.targets[count - 1]):
+        # Do not cut between the choices of an input.
+        while count > 1 and _input_of(task.examples[count]) == _input_of(task.examples[count - 1]):
             count -= 1
-    return dataclasses.replace(task, examples=task.examples[:count], targets=task.targets[:count])
+    return dataclasses.replace(task, examples=task.examples[:count])
 
 
-def _input_of(target: Any) -> Any:
-    """The number of a ranked target's input; the target itself where it is of another kind."""
-    with contextlib.suppress(TypeError, IndexError, KeyError):
-        return int(target[0][0])
-    return id(target)
+def _input_of(example: Mapping[str, Any]) -> int:
+    """The number of a ranked example's input; one for each example of another kind."""
+    return int(example["idx"][0]) if "idx" in example else id(example)
 
 
 def _mesh_checkpoint(start: str | None, out: Path) -> str | None:
@@ -268,11 +265,12 @@ def compare_sides(
 
 
 def _metrics(task: EvalTask, reference: StackResult, ours: StackResult, float32: bool) -> Finding:
-    from t0repro.evaluation.score_eval import task_result
+    from t0repro.evaluation.task_output import judge_of
 
     assert reference.scores is not None and ours.scores is not None
+    judge = judge_of(task)
     by_stack = [
-        task_result(task, 0, scores, None).metrics for scores in (reference.scores, ours.scores)
+        judge.metrics_of(task.examples, scores) for scores in (reference.scores, ours.scores)
     ]
     return metrics_finding(task.name, *by_stack, float32=float32)
 

@@ -17,8 +17,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from t0repro.errors import UserError
-from t0repro.evaluation.outputs import TaskScores, read_task_scores
+from t0repro.evaluation.outputs import read_task_scores
 from t0repro.evaluation.rank import RankResult, rank_classification
+from t0repro.evaluation.scores import TaskScores
 from t0repro.reports.bootstrap import Bootstrap, Interval
 from t0repro.reports.prompts import PromptInfo, dataset_label, fixed_classes
 from t0repro.reports.run import Run

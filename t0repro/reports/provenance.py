@@ -51,7 +51,7 @@ def collect(
       UserError: if provenance.json is there and is not a JSON object.
     """
     folder = Path(run.eval_dir)
-    facts = _facts(folder)
+    facts = _facts(folder, step)
     return Provenance(
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         label=run.label,
@@ -90,7 +90,8 @@ def git_commit() -> str | None:
     return found.stdout.strip() or None
 
 
-def _facts(folder: Path) -> dict:
+def _facts(folder: Path, step: int) -> dict:
+    """What the evaluation of a step recorded; nothing where it was another step's."""
     path = folder / EVALUATION_FACTS
     if not path.is_file():
         return {}
@@ -100,7 +101,7 @@ def _facts(folder: Path) -> dict:
         raise UserError(f"This is not JSON: {error}", where=str(path)) from error
     if not isinstance(facts, dict):
         raise UserError("This is not a JSON object.", where=str(path))
-    return facts
+    return facts if facts.get("step", step) == step else {}
 
 
 def _operative_config(folder: Path) -> str | None:

@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from t0repro.evaluation.outputs import read_task_scores
+from t0repro.evaluation.outputs import task_scores
 from t0repro.evaluation.rank import RankResult, rank_classification
+from t0repro.evaluation.scores import TaskScores
 from t0repro.reports.prompts import PromptInfo, fixed_classes
 
 
@@ -21,6 +22,7 @@ def rank_folder(
     normalize_by_target_length: bool = False,
     tasks: Sequence[str] | None = None,
     less: Mapping[str, Sequence[float]] | None = None,
+    in_memory: Mapping[str, TaskScores] | None = None,
 ) -> list[RankResult]:
     """Rank classification of every task of a folder at one step (the latest when None).
 
@@ -32,12 +34,13 @@ def rank_folder(
       tasks: only these.
       less: task -> what to take from each pair's score, in TaskScores' order; tasks that are not
         there are left out.
+      in_memory: scores at this step that need not be read, by task.
 
     Raises:
       UserError: as read_task_scores and rank_classification do.
     """
     classes = fixed_classes(prompts)
-    found = read_task_scores(eval_dir, step, tasks)
+    found = task_scores(eval_dir, step, tasks, in_memory)
     if less is not None:
         found = [
             dataclasses.replace(scores, score=scores.score - np.asarray(less[scores.task]))

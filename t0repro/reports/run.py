@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from t0repro.errors import UserError
+from t0repro.evaluation.scores import TaskScores
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,11 +20,13 @@ class Run:
       label: what to call it.
       eval_dir: its `<split>_eval` folder.
       step: the checkpoint's step; the latest in the folder when None.
+      scores: of tasks at this step that this process has scored; others are read from the folder.
     """
 
     label: str
     eval_dir: str | os.PathLike[str]
     step: int | None = None
+    scores: Mapping[str, TaskScores] = dataclasses.field(default_factory=dict)
 
 
 def labelled(text: str) -> tuple[str | None, Path]:

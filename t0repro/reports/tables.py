@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from t0repro.evaluation.outputs import TaskScores, read_task_scores
+from t0repro.evaluation.outputs import task_scores
 from t0repro.evaluation.rank import rank_classification
+from t0repro.evaluation.scores import TaskScores
 from t0repro.reports.prompts import PromptInfo, dataset_label, fixed_classes, template_name
 from t0repro.reports.write import write_files
 
@@ -28,12 +29,13 @@ def write_tables(
     prompts: Mapping[str, PromptInfo],
     out: str | os.PathLike[str],
     tasks: Sequence[str] | None = None,
+    in_memory: Mapping[str, TaskScores] | None = None,
 ) -> list[Path]:
     """Writes scores.csv and scores.parquet, a row for each pair of the tasks; returns their paths.
 
     Scores are natural-logarithm units; `predicted` says whether the choice is its example's
     prediction. In the CSV file a name that a spreadsheet would take for a formula starts with an
-    apostrophe.
+    apostrophe. Scores of tasks that are `in_memory` are not read from the folder.
 
     Raises:
       UserError: if the files cannot be read or written.
@@ -41,7 +43,8 @@ def write_tables(
     import pyarrow
     import pyarrow.parquet
 
-    parts = [_columns(scores, prompts) for scores in read_task_scores(eval_dir, step, tasks)]
+    found = task_scores(eval_dir, step, tasks, in_memory)
+    parts = [_columns(scores, prompts) for scores in found]
     columns = {name: np.concatenate([part[name] for part in parts]) for name in COLUMNS}
     buffer = io.BytesIO()
     pyarrow.parquet.write_table(pyarrow.table(columns), buffer, compression="zstd")

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from t0repro.config.configuration import Configuration
 from t0repro.runs.command_record import record_command
 
-
-class LoadedModel(NamedTuple):
-    """A T5, its parameters and the global step that they are of."""
-
-    model: Any
-    params: dict
-    step: int
+if TYPE_CHECKING:
+    from t0repro.evaluation.opened import Checkpoint
 
 
-def loaded(configuration: Configuration, checkpoints: Iterator[Any]) -> Iterator[LoadedModel]:
-    """Each checkpoint's model, loaded when its turn comes."""
+def loaded(configuration: Configuration, checkpoints: Iterator[Any]) -> Iterator[Checkpoint]:
+    """Each checkpoint with the configured model, loaded when its turn comes."""
     import jax
 
     from t0repro.converters import sources
+    from t0repro.evaluation.opened import Checkpoint, parameters_digest
     from t0repro.model.t5 import T5, initial_parameters
     from t0repro.training.train_state import parameters_from_flat_tree
 
@@ -33,13 +29,18 @@ def loaded(configuration: Configuration, checkpoints: Iterator[Any]) -> Iterator
     shapes = jax.eval_shape(lambda: initial_parameters(model, jax.random.key(0)))
     for checkpoint in checkpoints:
         tree = sources.load_any(checkpoint.path, slots=False)
-        params = parameters_from_flat_tree(tree, shapes, where=checkpoint.path)
-        yield LoadedModel(model, params, int(tree["state/step"]))
+        yield Checkpoint(
+            path=str(checkpoint.path),
+            step=int(tree["state/step"]),
+            digest=parameters_digest(tree),
+            params=parameters_from_flat_tree(tree, shapes, where=checkpoint.path),
+            model=model,
+        )
 
 
 def generated_texts(
     configuration: Configuration,
-    loaded_model: LoadedModel,
+    checkpoint: Checkpoint,
     inputs: Sequence[np.ndarray],
     inputs_length: int,
     fill_with_first: int = 0,
@@ -48,7 +49,7 @@ def generated_texts(
 
     Args:
       configuration: says how to decode.
-      loaded_model: generates.
+      checkpoint: generates.
       inputs: token ids of each input.
       inputs_length: tokens that inputs are padded to.
       fill_with_first: as of `generate_tokens`.
@@ -57,8 +58,8 @@ def generated_texts(
 
     config = configuration.run
     tokens = generate_tokens(
-        loaded_model.params,
-        loaded_model.model,
+        checkpoint.params,
+        checkpoint.model,
         inputs,
         config.decoding,
         # Outputs have as much room as the padded inputs unless the length is bound.

@@ -19,7 +19,8 @@ def evaluate_perplexity(configuration: Configuration) -> None:
     data = config.eval_data or config.train_data
     split = data.split if data else "eval"
     datasets = perplexity_batches(config)
-    for model, params, step in loaded(configuration, chosen_checkpoints(config)):
+    for checkpoint in loaded(configuration, chosen_checkpoints(config)):
+        params, model, step = checkpoint.params, checkpoint.model, checkpoint.step
         for task, batches in datasets:
             values = perplexity.evaluate_perplexity(params, model, batches, steps)
             # The name says how many examples were asked for, as Mesh TensorFlow's folder does.

@@ -43,7 +43,7 @@ def _score(configuration: Configuration, examples: Sequence[Any]) -> None:
     """Scores examples at the chosen checkpoint and saves what save_scores would."""
     from t0repro.evaluation.checkpoint_choice import one_checkpoint
     from t0repro.evaluation.engine import score_examples
-    from t0repro.evaluation.score_eval import check_finite
+    from t0repro.evaluation.task_output import check_finite
 
     config = configuration.run
     if config.scores_filename is None:
@@ -54,10 +54,12 @@ def _score(configuration: Configuration, examples: Sequence[Any]) -> None:
         )
     lengths = config.sequence_length
     assert lengths is not None
-    (model, params, step), *_ = loaded(configuration, iter([one_checkpoint(config)]))
+    (checkpoint,) = loaded(configuration, iter([one_checkpoint(config)]))
     tokens = config.batch_size * max(lengths.values())
-    scores = score_examples(params, model, examples, lengths, tokens_per_batch=tokens)
-    check_finite(scores, config.mode, step)
+    scores = score_examples(
+        checkpoint.params, checkpoint.model, examples, lengths, tokens_per_batch=tokens
+    )
+    check_finite(scores, config.mode, checkpoint.step)
     save_scores(configuration, list(scores), [example["targets"] for example in examples])
 
 

@@ -121,6 +121,7 @@ class JsonLines:
             kept = [line for line in lines if _is_until(line, start_step)]
             if kept != lines:
                 write_atomically(path, "".join(kept))
+        drop_half_line(path)
         self._file = open(path, "a")  # noqa: SIM115 (closed by close())
 
     def write(self, row: Mapping[str, object]) -> None:
@@ -131,6 +132,15 @@ class JsonLines:
     def close(self) -> None:
         """Closes the file."""
         self._file.close()
+
+
+def drop_half_line(path: Path) -> None:
+    """Cuts off a last line that a killed run did not finish: the next line would be glued to it."""
+    if not path.exists():
+        return
+    with open(path, "rb+") as file:
+        content = file.read()
+        file.truncate(content.rfind(b"\n") + 1)
 
 
 def _is_until(line: str, step: int) -> bool:

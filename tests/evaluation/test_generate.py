@@ -7,10 +7,11 @@ import pytest
 
 from t0repro.errors import UserError
 from t0repro.evaluation import rank_eval
+from t0repro.evaluation.evaluation_folder import Settings
 from t0repro.evaluation.generate_tasks import GREEDY
 from t0repro.evaluation.generation import generate_tokens, texts_of
 from t0repro.evaluation.opened import open_checkpoint
-from t0repro.evaluation.rank_eval import Settings
+from t0repro.evaluation.reading import TaskReader
 from t0repro.evaluation.records import read_records
 from t0repro.reports.report import load_report
 from t0repro.reports.results import write_results
@@ -77,13 +78,12 @@ def test_prompts_with_choices_are_ranked_and_others_decoded_in_one_report(
     assert "<h2>Decoded</h2>" in (tmp_path / "report.html").read_text()
     assert '"headline_of_article/rouge1"' in (tmp_path / "metrics.jsonl").read_text()
     # The texts are those of greedy decoding, and the metrics t5's of them
-    from t0repro.evaluation.rank_tasks import read_task
-
-    task = read_task(DECODED, "validation", SETTINGS.lengths, 4)
+    reader = TaskReader(DECODED, "validation", SETTINGS.lengths, 4)
+    examples = list(reader.examples())
     tokens = generate_tokens(
         checkpoint.params,
         checkpoint.model,
-        [example["inputs"] for example in task.examples],
+        [example["inputs"] for example in examples],
         GREEDY,
         length=8,
         batch_size=4,
@@ -95,7 +95,7 @@ def test_prompts_with_choices_are_ranked_and_others_decoded_in_one_report(
     lines = (outcome.folder / f"{DECODED}_7_predictions").read_text().split("\n")[:-1]
     assert lines == [text.replace("\n", " ") for text in texts]
     record = read_records(outcome.folder, 7)[DECODED]
-    expected = task.metric_fns[1](task.targets, texts)["sequence_accuracy"]
+    expected = reader.judge.metrics_of(examples, texts)["sequence_accuracy"]
     assert record["metrics"]["sequence_accuracy"] == expected
     # What reads scores passes decoded tasks over
     from t0repro.reports.bootstrap import Bootstrap

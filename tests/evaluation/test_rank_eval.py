@@ -2,6 +2,7 @@ import csv
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,13 +14,18 @@ import numpy as np
 import pytest
 
 from t0repro.errors import UserError
-from t0repro.evaluation import code_version, engine, rank_eval, rank_tasks
+from t0repro.evaluation import code_version, engine, rank_eval, reading
 from t0repro.evaluation.engine import Engine
+from t0repro.evaluation.evaluation_folder import EvaluationFolder, Settings
 from t0repro.evaluation.opened import open_checkpoint
 from t0repro.evaluation.outputs import read_task_scores
-from t0repro.evaluation.rank_eval import Settings
 from t0repro.evaluation.records import read_records
+from t0repro.locks import folder_lock
 from t0repro.reports import load_report
+from t0repro.reports.bootstrap import Bootstrap
+from t0repro.reports.make_report import ReportOptions, make_report
+from t0repro.reports.results import write_results
+from t0repro.reports.run import Run
 from t0repro.tasks import task as registry
 
 from ..plain_scoring import row_scores
@@ -53,11 +59,11 @@ def test_every_task_has_files_that_agree_with_plain_scoring(evaluated, model_dir
     out, outcome = evaluated
     assert len(outcome.tasks) == 9 and outcome.finished == outcome.empty == ()
     checkpoint = open_checkpoint(str(model_dir), None, "float32")
-    from t0repro.evaluation.rank_tasks import read_task
 
     for scores in read_task_scores(outcome.folder):
-        assert set(scores.input_index.tolist()) == {0, 1, 2}
-        examples = read_task(scores.task, "validation", SETTINGS.lengths, 3).examples
+        assert len(set(scores.input_index.tolist())) == 3
+        reader = reading.TaskReader(scores.task, "validation", SETTINGS.lengths, 3)
+        examples = list(reader.examples())
         batch = {
             name: np.array([np.pad(e[name], (0, n - len(e[name]))) for e in examples])
             for name, n in SETTINGS.lengths.items()
@@ -111,8 +117,8 @@ def test_a_task_is_finished_only_for_its_checkpoint_prompt_and_limit(
         description = registry.task_descriptions()[name]
         with monkeypatch.context() as patch:
             patch.setitem(registry._tasks, name, dataclasses.replace(description, prompt=prompt))
-            evaluation = rank_eval._Evaluation(checkpoint, out, settings, ())
-            return evaluation.finished([name]) == (name,)
+            folder = EvaluationFolder(out / "validation_eval", checkpoint, settings)
+            return folder.finished([name]) == (name,)
 
     assert finished()
     other = open_checkpoint(str(save_model(tmp_path, seed=1)), None, "float32")
@@ -124,7 +130,7 @@ def test_a_task_is_finished_only_for_its_checkpoint_prompt_and_limit(
             patch.setattr(code_version, part, lambda: "other code")
             assert not finished()
     with monkeypatch.context() as patch:
-        patch.setattr(rank_tasks, "data_origin", lambda *arguments: {"sha256": "other rows"})
+        patch.setattr(reading, "data_origin", lambda *arguments: {"sha256": "other rows"})
         assert not finished()
     assert finished()
 
@@ -170,11 +176,8 @@ def test_memory_that_does_not_hold_a_batch_is_said(model_dir, prompts, tmp_path,
 def test_calibration_scores_every_choice_after_a_content_free_input(model_dir, prompts, tmp_path):
     settings = dataclasses.replace(SETTINGS, calibrated=True)
     outcome = evaluate(model_dir, tmp_path, settings, "demo_eval_score_eval")
-    from t0repro.reports.make_report import make_report
-
-    report = make_report(
-        outcome.folder, prompts, label="jax", extras=["calibrated", "target_length"]
-    )
+    options = ReportOptions(extras=["calibrated", "target_length"], bootstrap=Bootstrap(100))
+    report = make_report(Run("jax", outcome.folder), prompts, options)
     extras = [prompt.extras for dataset in report.datasets for prompt in dataset.prompts]
     assert all(set(found) == {"calibrated", "target_length"} for found in extras)
     (scores,) = read_task_scores(outcome.folder, tasks=outcome.tasks[:1])
@@ -216,6 +219,140 @@ def test_the_operative_config_and_the_datas_version_are_recorded(evaluated, prom
     assert all("sha256" in origin for origin in facts["data"].values())
     record = read_records(outcome.folder, 7)[outcome.tasks[0]]
     assert record["key"]["vocabulary"] and record["key"]["rendering"]
+
+
+# Samples, cuts and windows ------------------------------------------------------------------------
+
+
+def test_a_limit_takes_the_same_sample_in_every_run_and_counts_the_whole(evaluated):
+    _, outcome = evaluated
+    taken = {
+        scores.task: tuple(np.unique(scores.input_index).tolist())
+        for scores in read_task_scores(outcome.folder)
+    }
+    records = read_records(outcome.folder, 7)
+    by_size = {}
+    for task, inputs in taken.items():
+        record = records[task]
+        assert len(inputs) == record["inputs"] == 3 < record["available"]
+        assert max(inputs) < record["available"]
+        by_size.setdefault(record["available"], set()).add(inputs)
+    assert all(len(samples) == 1 for samples in by_size.values())  # prompts share their inputs
+    assert (0, 1, 2) not in by_size.values()  # the first rows of a file are no sample
+
+
+@pytest.mark.parametrize("lengths", [{"inputs": 24, "targets": 3}, {"inputs": 24, "targets": 32}])
+def test_inputs_and_choices_that_were_cut_are_counted(model_dir, prompts, tmp_path, lengths):
+    task = "demo_synthetic_ag_news_which_section_choices_score_eval"
+    settings = dataclasses.replace(SETTINGS, lengths=lengths, limit=None)
+    outcome = evaluate(model_dir, tmp_path, settings, task)
+    whole = reading.TaskReader(task, "validation", {"inputs": 1024, "targets": 256}).examples()
+    expected = {"inputs": 0, "targets": 0}
+    for example in whole:
+        first = example["idx"][1] == 0
+        expected["inputs"] += int(first and len(example["inputs"]) > lengths["inputs"])
+        expected["targets"] += int(len(example["targets"]) > lengths["targets"])
+    record = read_records(outcome.folder, 7)[task]
+    assert (record["cut_inputs"], record["cut_targets"]) == tuple(expected.values())
+    assert expected["inputs"] and bool(expected["targets"]) == (lengths["targets"] == 3)
+    report, _ = write_results(
+        outcome, 7, tmp_path, prompts, (), label="jax", title="Cut", resamples=100, extras=()
+    )
+    (cost,) = report.tasks
+    assert (cost.cut_inputs, cost.cut_targets) == tuple(expected.values())
+    text = f"{expected['inputs']:,} of {record['inputs']:,} inputs"
+    for name in ("report.md", "report.html"):
+        assert text in (tmp_path / name).read_text(), name
+
+
+def test_windows_give_the_scores_of_one_window(evaluated, model_dir, tmp_path, monkeypatch):
+    _, whole = evaluated
+    monkeypatch.setattr(rank_eval, "PAIRS_IN_MEMORY", 7)  # less than a task has
+    outcome = evaluate(model_dir, tmp_path)
+    assert set(outcome.scores) == set(outcome.tasks) == set(whole.tasks)
+    assert outcome.pairs == whole.pairs
+    read = {scores.task: scores for scores in read_task_scores(whole.folder)}
+    for scores in read_task_scores(outcome.folder):
+        one = read[scores.task]
+        assert scores.input_index.tolist() == one.input_index.tolist()
+        assert (np.abs(scores.score - one.score) / one.target_length).max() <= 1e-5
+        inputs = f"{scores.task}_inputs"
+        assert (outcome.folder / inputs).read_text() == (whole.folder / inputs).read_text()
+
+
+def test_a_reports_scores_from_memory_are_those_of_the_files(evaluated):
+    _, outcome = evaluated
+    for read in read_task_scores(outcome.folder):
+        memory = outcome.scores[read.task]
+        assert memory.score.tobytes() == read.score.tobytes()
+        assert memory.target_length.tolist() == read.target_length.tolist()
+
+
+# Damage ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: text[:5] + chr(ord(text[5]) ^ 1) + text[6:],  # edited
+        lambda text: text[: len(text) // 2],  # cut within a line
+        lambda text: "-inf\n" + text.split("\n", 1)[1],
+        lambda text: "",
+        None,  # removed
+    ],
+    ids=["edited", "cut", "infinite", "empty", "removed"],
+)
+@pytest.mark.parametrize("kind", ["7_predictions", "targets", "inputs"])
+def test_a_damaged_file_is_never_believed_and_redone(evaluated, model_dir, tmp_path, damage, kind):
+    out = tmp_path / "out"
+    shutil.copytree(evaluated[0], out)
+    task = evaluated[1].tasks[0]
+    path = out / "validation_eval" / f"{task}_{kind}"
+    whole = path.read_text()
+    if damage is None:
+        path.unlink()
+    else:
+        path.write_text(damage(whole))
+    if damage is not None and kind != "inputs":
+        with pytest.raises(UserError, match="is not what the evaluation of step 7 wrote"):
+            read_task_scores(out / "validation_eval", tasks=[task])
+    again = evaluate(model_dir, out)
+    assert set(again.tasks) - set(again.finished) == {task} and again.scored == 0
+    assert path.read_text() == whole
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"key": {}}'])
+def test_a_damaged_record_is_written_again(evaluated, model_dir, tmp_path, content):
+    out = tmp_path / "out"
+    shutil.copytree(evaluated[0], out)
+    task = evaluated[1].tasks[0]
+    path = out / "validation_eval" / "results" / f"{task}_7.json"
+    path.write_text(content)
+    again = evaluate(model_dir, out)
+    assert set(again.tasks) - set(again.finished) == {task} and again.scored == 0
+    assert task in read_records(again.folder, 7)
+
+
+def test_an_edited_record_is_written_again(evaluated, model_dir, tmp_path):
+    out = tmp_path / "out"
+    shutil.copytree(evaluated[0], out)
+    task = evaluated[1].tasks[0]
+    path = out / "validation_eval" / "results" / f"{task}_7.json"
+    record = json.loads(path.read_text())
+    path.write_text(json.dumps({**record, "cut_inputs": 1}))
+    again = evaluate(model_dir, out)
+    assert task not in again.finished
+    assert read_records(again.folder, 7)[task]["cut_inputs"] == record["cut_inputs"]
+
+
+def test_results_of_two_checkpoints_do_not_mix_in_one_folder(evaluated, tmp_path):
+    out = tmp_path / "out"
+    shutil.copytree(evaluated[0], out)
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    other = save_model(tmp_path / "other", seed=1)
+    with pytest.raises(UserError, match="results of another checkpoint of step 7"):
+        evaluate(other, out)
+    assert {path: path.read_bytes() for path in before} == before
 
 
 # Bad input ---------------------------------------------------------------------------------------
@@ -298,7 +435,7 @@ def test_tasks_without_rows_here_are_an_error_or_left_out_and_named(model_dir, p
     mixture = "with_a_task_without_rows"
     outcome = evaluate(model_dir, tmp_path / "out", settings, mixture, said)
     assert outcome.tasks == (other,)
-    assert said[0] == f"Left out: 1 tasks ({absent}): rows not at hand."
+    assert said[0] == f"Left out: 1 task ({absent}): rows not at hand."
     with pytest.raises(UserError, match="the rows of split 'validation' are at hand"):
         evaluate(model_dir, tmp_path / "out", settings, absent)
 
@@ -347,3 +484,12 @@ def test_the_command_goes_on_after_a_kill_and_writes_a_report(model_dir, tmp_pat
     assert [row["score"] for row in table] == [float(row["score"]) for row in rows]
     predicted = {(row["task"], row["example"]) for row in table if row["predicted"]}
     assert len(predicted) == sum(p.examples for d in report.datasets for p in d.prompts)
+
+
+def test_a_second_run_into_the_same_folder_is_refused_at_once(model_dir, tmp_path):
+    with folder_lock(tmp_path, "rank evaluation"):
+        second = start(model_dir, tmp_path, "--limit=1")
+        output, _ = second.communicate(timeout=120)
+    assert second.returncode == 2, output
+    assert "Another run holds this folder for rank evaluation" in output
+    assert "choose another --out" in output and not (tmp_path / "metrics.jsonl").exists()

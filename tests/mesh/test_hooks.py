@@ -28,6 +28,15 @@ def test_a_resumed_run_drops_the_training_lines_that_it_will_repeat(tmp_path):
     ]
 
 
+def test_a_line_is_never_appended_to_half_a_line(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"split": "validation", "step": 1}\n{"split": "vali')
+    metrics = MetricsFile(str(path))
+    metrics.append({"split": "validation", "step": 2})
+    metrics.append({"split": "validation", "step": 3})
+    assert [line["step"] for line in _lines(path)] == [1, 2, 3]
+
+
 def test_dropping_from_a_file_that_is_not_there_writes_none(tmp_path):
     MetricsFile(str(tmp_path / "metrics.jsonl")).drop_training_after(3)
     assert not list(tmp_path.iterdir())

@@ -51,7 +51,7 @@ def comparable(example, lengths=None):
 
 
 def check_equal(name, lengths):
-    ours = prompted_examples(task_descriptions()[name], "validation", lengths)
+    ours = list(prompted_examples(task_descriptions()[name], "validation", lengths))
     theirs = by_t5(name, lengths)
     assert len(ours) == len(theirs), name
     for one, other in zip(ours, theirs, strict=True):
@@ -77,13 +77,14 @@ def test_examples_of_the_demo_are_t5s(suffix, lengths):
     check_equal(f"demo_synthetic_openbookqa_main_pick_answer_with_options{suffix}", lengths)
 
 
-def test_a_limit_counts_inputs_with_all_of_their_choices():
+def test_only_the_chosen_rows_come_with_all_of_their_choices_and_their_numbers():
     task = task_descriptions()["demo_synthetic_openbookqa_main_pick_answer_with_options_score_eval"]
     whole = prompted_examples(task, "validation", LONG)
-    some = prompted_examples(task, "validation", LONG, limit=3)
-    assert [comparable(each) for each in some] == [comparable(each) for each in whole[: len(some)]]
-    assert {int(each["idx"][0]) for each in some} == {0, 1, 2}
-    assert len(some) == 12
+    wanted = [comparable(each) for each in whole if each["idx"][0] in (1, 4)]
+    some = prompted_examples(
+        task, "validation", LONG, lambda rows: (row for row in rows if row[0] in (1, 4))
+    )
+    assert [comparable(each) for each in some] == wanted and len(wanted) == 8
 
 
 def test_missing_rows_are_named(tmp_path):
@@ -91,4 +92,4 @@ def test_missing_rows_are_named(tmp_path):
 
     add_prompted_task("super_glue", "rte", "GPT-3 style", ["train"], root=tmp_path, name="no_rows")
     with pytest.raises(UserError, match="missing"):
-        prompted_examples(task_descriptions()["no_rows"], "train", LONG)
+        list(prompted_examples(task_descriptions()["no_rows"], "train", LONG))

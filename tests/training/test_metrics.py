@@ -33,6 +33,18 @@ def test_tensorboard_reads_what_is_written(tmp_path):
     ]
 
 
+def test_a_line_is_never_appended_to_half_a_line(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    whole = json.dumps({"split": "eval", "step": 1}) + "\n"
+    for torn in (whole + '{"split": "ev', '{"split": "ev', "", whole):
+        path.write_text(torn)
+        writer = JsonLines(path)
+        writer.write({"split": "eval", "step": 2})
+        writer.close()
+        kept = whole if torn.startswith(whole) else ""
+        assert path.read_text() == kept + '{"split": "eval", "step": 2}\n', torn
+
+
 def test_training_lines_of_later_steps_and_torn_lines_are_dropped(tmp_path):
     path = tmp_path / "metrics.jsonl"
     lines = [json.dumps({"split": "train", "step": step}) for step in (1, 2, 3)]

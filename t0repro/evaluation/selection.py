@@ -1,21 +1,15 @@
-"""The tasks of a mixture, to rank or to decode, read one at a time."""
+"""Which tasks of a mixture are evaluated: those to rank, those to decode, those left out."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
-from t0repro.data.batches import EvalTask
 from t0repro.errors import UserError, nearest_names
-from t0repro.evaluation.records import digest_of_texts
-from t0repro.tasks.prompted_examples import prompted_examples
-from t0repro.tasks.task import task_descriptions
+from t0repro.evaluation.task_output import Judge
+
+MODES = ("rank", "generate")
 
 # Mesh TensorFlow pads the vocabulary to a multiple of this (vocab_divisor).
 VOCABULARY_MULTIPLE = 128
@@ -75,7 +69,7 @@ def select_tasks(
     Args:
       mixture: a registered mixture or task.
       split: of every task.
-      modes: of rank_eval.MODES.
+      modes: of MODES.
       use_cached: whether cached tasks are read.
       at_hand: leave out tasks whose rows are not here; otherwise they are an error when read.
 
@@ -164,111 +158,7 @@ def _some(tasks: Sequence[Any]) -> str:
 
 
 def _ranks(task: Any) -> bool:
-    """Whether a task's metric is t5's rank_classification, partial application allowed."""
-    names = set()
-    for metric in task.metric_fns:
-        while isinstance(metric, functools.partial):
-            metric = metric.func
-        names.add(getattr(metric, "__name__", ""))
-    return "rank_classification" in names
-
-
-def read_task(
-    name: str, split: str, lengths: Mapping[str, int], limit: int | None, use_cached: bool = False
-) -> EvalTask:
-    """A task's (input, choice) pairs as Mesh TensorFlow's mode score_eval reads them.
-
-    Args:
-      name: the task's.
-      split: of the task.
-      lengths: tokens per feature; what is longer is cut, targets keep their EOS.
-      limit: the most inputs, each with all of its choices; None takes all.
-      use_cached: read the cached task.
-    """
-    import seqio
-
-    description = None if use_cached else task_descriptions().get(name)
-    if description is None or description.sp_model is None:
-        rows = _rows_of_seqio(name, split, lengths, use_cached)
-        examples = list(rows if limit is None else _limited(rows, limit))
-    else:
-        examples = prompted_examples(description, split, lengths, limit)
-    task: Any = seqio.TaskRegistry.get(name)
-    return EvalTask(
-        name=name,
-        examples=examples,
-        targets=[_postprocessed(task.postprocess_fn, example) for example in examples],
-        postprocess=task.postprocess_fn,
-        metric_fns=task.metric_fns,
-    )
-
-
-def _rows_of_seqio(
-    name: str, split: str, lengths: Mapping[str, int], use_cached: bool
-) -> Iterator[dict[str, Any]]:
-    from t0repro.mesh import compat
-
-    compat.install()
-    from t5.models import mesh_transformer
-
-    (dataset,) = mesh_transformer.mesh_eval_dataset_fn(
-        mixture_or_task_name=name,
-        sequence_length=dict(lengths),
-        dataset_split=split,
-        use_cached=use_cached,
-    )
-    return map(_without_padding, dataset.dataset_fn().as_numpy_iterator())
-
-
-def _limited(rows: Iterable[dict[str, Any]], limit: int) -> Iterator[dict[str, Any]]:
-    """The first `limit` inputs, with all of their choices where answers are ranked."""
-    for count, row in enumerate(rows):
-        if (row["idx"][0] if "idx" in row else count) >= limit:
-            return
-        yield row
-
-
-def data_origin(name: str, split: str, use_cached: bool) -> dict[str, Any] | None:
-    """Which version of which rows a task's split is made of; None where nothing tells.
-
-    A local file is known by its size and checksum, not by where it lies; rows of the hub by
-    repository and commit; a cached task by the digest of what its cache says of itself.
-    """
-    import seqio
-
-    task = seqio.TaskRegistry.get(name)
-    if use_cached and task.cache_dir:
-        files = sorted(Path(task.cache_dir).glob(f"*.{split}.json"))
-        return {"cache": digest_of_texts(path.read_text(encoding="utf-8") for path in files)}
-    source = task.source
-    if not hasattr(source, "origin"):
-        return None
-    hidden = ("path", "modified_ns")
-    origin = {key: value for key, value in source.origin(split).items() if key not in hidden}
-    subset = f"/{source.subset}" if source.subset else ""
-    return {"dataset": f"{source.dataset}{subset}", **origin}
-
-
-def vocabulary_digest(name: str) -> str | None:
-    """16 hexadecimal digits that stand for a task's SentencePiece model; None where it has none."""
-    import seqio
-
-    vocabulary = seqio.get_mixture_or_task(name).output_features["targets"].vocabulary
-    model = getattr(vocabulary, "sp_model", None)
-    return None if model is None else hashlib.blake2b(model, digest_size=8).hexdigest()
-
-
-def _without_padding(example: Mapping[str, Any]) -> dict[str, Any]:
-    """An example without the zeros that fill its sequences, which are most of its bytes."""
-    row = dict(example)
-    for name in ("inputs", "targets"):
-        row[name] = np.trim_zeros(row[name], "b").astype(np.int32)
-    return row
-
-
-def _postprocessed(postprocess: Any, example: Mapping[str, Any]) -> Any:
-    text = example["targets_pretokenized"].decode("utf-8")
-    return postprocess(text, example=example, is_target=True)
+    return Judge(task.name, task.postprocess_fn, task.metric_fns).ranks
 
 
 def check_vocabulary(names: Sequence[str], rows: int, where: str) -> Any:

@@ -1,0 +1,48 @@
+"""The last words of score_eval and eval: results, where they lie, how to get a report of them."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+
+
+def print_results(
+    metrics: Mapping[str, Mapping[str, float]], step: int, folder: str | os.PathLike[str]
+) -> None:
+    """Prints each task's metrics, the files of the tasks, and the command for a report.
+
+    Args:
+      metrics: task -> name of a metric -> its value.
+      step: of the checkpoint.
+      folder: the `<split>_eval` folder that the files are in.
+    """
+    print("\n".join(result_lines(metrics, step, Path(folder))), flush=True)
+
+
+def result_lines(metrics: Mapping[str, Mapping[str, float]], step: int, folder: Path) -> list[str]:
+    """The lines that `print_results` prints."""
+    width = max(map(len, metrics), default=0)
+    lines = [f"step {step}"]
+    for task, values in sorted(metrics.items()):
+        words = "  ".join(f"{name} {value:.2f}" for name, value in values.items())
+        lines.append(f"  {task:{width}}  {words}")
+    written = [
+        path
+        for task in metrics
+        for path in (
+            folder / f"{task}_inputs",
+            folder / f"{task}_targets",
+            folder / f"{task}_{step}_predictions",
+        )
+        if path.is_file()
+    ]
+    if written:
+        out = shlex.quote(str(folder.parent / "report"))
+        lines.append(f"wrote {len(written)} files into {folder}: inputs, targets, predictions")
+        lines.append(
+            f"for a report: t0repro report make {shlex.quote(str(folder))} --out {out}"
+            " (with --module-import and the tasks' module, grouped by dataset)"
+        )
+    return lines

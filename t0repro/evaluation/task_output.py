@@ -1,0 +1,251 @@
+"""One task's outputs, whoever made them: its files, its metrics and what is recorded of it.
+
+For each task and checkpoint step, into the evaluation's folder, one line for each example:
+
+    <task>_inputs               the rendered input, newlines replaced by spaces
+    <task>_targets              the postprocessed target; for rank classification
+                                ((input, choice), is_correct, weight, target length)
+    <task>_<step>_predictions   when scoring, the score: natural log, summed over target tokens, EOS
+                                included; when generating, the generated text, postprocessed
+
+Source: mesh_tensorflow.transformer.utils, eval_model and save_scores.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import os
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from t0repro.data.batches import EvalTask
+from t0repro.errors import UserError
+from t0repro.evaluation.scores import ScoredPairs, TaskScores
+from t0repro.evaluation.truncation import TruncationCounter
+
+Example = Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Judge:
+    """How a task's outputs are judged.
+
+    Attributes:
+      task: the SeqIO task's name.
+      postprocess: turns a score or a decoded text into what the metrics compare, and an example's
+        target too.
+      metric_fns: each called as metric(targets, predictions) -> {name: value}.
+    """
+
+    task: str
+    postprocess: Callable[..., Any]
+    metric_fns: Sequence[Callable[..., Mapping[str, float]]]
+
+    @property
+    def ranks(self) -> bool:
+        """Whether a metric is t5's rank_classification, partial application allowed."""
+        return any(_name(metric) == "rank_classification" for metric in self.metric_fns)
+
+    def target(self, example: Example) -> Any:
+        """What an example's target is to the metrics."""
+        text = example["targets_pretokenized"]
+        text = text.decode("utf-8") if isinstance(text, bytes) else text
+        return self.postprocess(text, example=example, is_target=True)
+
+    def metrics_of(self, examples: Sequence[Example], outputs: Iterable[Any]) -> dict[str, float]:
+        """The metrics of outputs, which are scores or decoded texts, one for each example."""
+        pairs = zip(outputs, examples, strict=True)
+        predictions = [self.postprocess(output, example=example) for output, example in pairs]
+        return self.metrics([self.target(example) for example in examples], predictions)
+
+    def metrics(self, targets: Sequence[Any], predictions: Sequence[Any]) -> dict[str, float]:
+        """The task's metrics, by name."""
+        found: dict[str, float] = {}
+        with warnings.catch_warnings():
+            # sklearn warns of metrics that few examples leave undefined; they are NaN then.
+            warnings.filterwarnings("ignore", module=r"sklearn\.")
+            for metric in self.metric_fns:
+                values = metric(targets, predictions).items()
+                found |= {name: float(value) for name, value in values}
+        return found
+
+
+def judge_of(task: EvalTask) -> Judge:
+    """How the outputs of an evaluation's task are judged."""
+    return Judge(task.name, task.postprocess, task.metric_fns)
+
+
+def _name(metric: Any) -> str:
+    while isinstance(metric, functools.partial):
+        metric = metric.func
+    return getattr(metric, "__name__", "")
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskResult:
+    """One task evaluated at one step.
+
+    Attributes:
+      metrics: of the task, by name.
+      statistics: sizes of the data, for the task's record.
+      files: digest of each file that was written, by name; empty if none was.
+      scores: the scored pairs, where the task ranks answers.
+    """
+
+    task: str
+    step: int
+    metrics: Mapping[str, float]
+    statistics: Mapping[str, Any]
+    files: Mapping[str, str]
+    scores: TaskScores | None = None
+
+
+class TaskOutput:
+    """Collects a task's examples and their outputs part by part.
+
+    The lines of the files go to disk at once, so that memory does not hold the texts of a whole
+    task; the files appear under their names only when the task is finished.
+
+    Args:
+      judge: of the task.
+      step: of the checkpoint.
+      folder: for the files; None writes none.
+      truncation: counts what was cut to the lengths.
+
+    Attributes:
+      examples: how many have been added.
+    """
+
+    def __init__(self, judge: Judge, step: int, folder: Path | None, truncation: TruncationCounter):
+        self.judge, self.step, self.examples = judge, step, 0
+        self._statistics = Statistics(truncation)
+        self._pairs = ScoredPairs() if judge.ranks else None
+        self._targets: list[Any] = []
+        self._predictions: list[Any] = []
+        names = (f"{judge.task}_targets", f"{judge.task}_inputs", self.predictions_file)
+        self._files = [LineFile(folder / name) for name in names] if folder else []
+
+    @property
+    def predictions_file(self) -> str:
+        """Name of the file of scores or texts."""
+        return f"{self.judge.task}_{self.step}_predictions"
+
+    def add(self, examples: Sequence[Example], outputs: Iterable[Any]) -> None:
+        """Adds examples with the score, or the decoded text, of each."""
+        self.examples += len(examples)
+        targets = [self.judge.target(example) for example in examples]
+        predictions = [
+            self.judge.postprocess(output, example=example)
+            for output, example in zip(outputs, examples, strict=True)
+        ]
+        inputs = map(_input_text, examples)
+        for file, lines in zip(self._files, (targets, inputs, predictions), strict=False):
+            file.write(lines)
+        self._statistics.add(examples)
+        if self._pairs is not None:
+            self._pairs.add(targets, predictions)
+        else:
+            self._targets += targets
+            self._predictions += predictions
+
+    def finish(self) -> TaskResult:
+        """Puts the files in place and computes the metrics."""
+        scores, compared = None, (self._targets, self._predictions)
+        if self._pairs is not None:
+            scores = self._pairs.task_scores(self.judge.task, self.step)
+            compared = self._pairs.for_metrics()
+        metrics = self.judge.metrics(*compared)
+        files = {file.path.name: file.commit() for file in self._files}
+        return TaskResult(
+            self.judge.task, self.step, metrics, self._statistics.as_record(), files, scores
+        )
+
+    def discard(self) -> None:
+        """Removes what was written so far of a task that will not be finished."""
+        for file in self._files:
+            file.discard()
+
+
+class Statistics:
+    """Sizes of a task's data, and a digest of its tokens."""
+
+    def __init__(self, truncation: TruncationCounter):
+        self._truncation = truncation
+        self._rows = hashlib.blake2b(digest_size=8)
+        self._counts = {"input_tokens": 0, "target_tokens": 0, "longest_input": 0}
+
+    def add(self, examples: Sequence[Example]) -> None:
+        """Counts examples; zeros at the end of their tokens are padding."""
+        for example in examples:
+            source, target = (
+                np.trim_zeros(np.asarray(example[name], np.int32), "b")
+                for name in ("inputs", "targets")
+            )
+            self._rows.update(source.tobytes() + b"|" + target.tobytes())
+            self._counts["input_tokens"] += len(source)
+            self._counts["target_tokens"] += len(target)
+            self._counts["longest_input"] = max(self._counts["longest_input"], len(source))
+        self._truncation.add(examples)
+
+    def as_record(self) -> dict[str, Any]:
+        """The counts by name."""
+        return {**self._counts, "rows": self._rows.hexdigest(), **self._truncation.as_record()}
+
+
+class LineFile:
+    """A text file of one line for each value, complete or not there at all."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._temporary = path.with_name(f".{path.name}.tmp")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(self._temporary, "wb")  # noqa: SIM115 (closed by commit or discard)
+        self._digest = hashlib.blake2b(digest_size=8)
+
+    def write(self, values: Iterable[Any]) -> None:
+        """Appends lines; a newline within a value becomes a space."""
+        for value in values:
+            line = (str(value).replace("\n", " ") + "\n").encode()
+            self._digest.update(line)
+            self._file.write(line)
+
+    def commit(self) -> str:
+        """Syncs the file and gives it its name. Returns 16 hexadecimal digits of its content."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        os.replace(self._temporary, self.path)
+        return self._digest.hexdigest()
+
+    def discard(self) -> None:
+        """Removes what was written."""
+        self._file.close()
+        with contextlib.suppress(FileNotFoundError):
+            self._temporary.unlink()
+
+
+def _input_text(example: Example) -> str:
+    text = example.get("inputs_pretokenized", b"")
+    return text.decode("utf-8") if isinstance(text, bytes) else str(text)
+
+
+def check_finite(scores: np.ndarray, task: str, step: int) -> None:
+    """Refuses scores that cannot be ranked.
+
+    Raises:
+      UserError: naming task, example and step.
+    """
+    broken = np.flatnonzero(~np.isfinite(scores))
+    if broken.size:
+        raise UserError(
+            f"{task}: the score of example {broken[0]} at step {step} is {scores[broken[0]]}"
+            f" ({broken.size} of {scores.size} are not finite).",
+            fix="Check the checkpoint with `t0repro checkpoint inspect`, or compute in float32.",
+        )

@@ -1,0 +1,185 @@
+"""What eval and score_eval on Mesh TensorFlow leave beyond its files: metrics, records, last words.
+
+A record of each scored task says what the report cannot tell from Mesh TensorFlow's files: how many
+inputs and targets were cut to the sequence length.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from t0repro.evaluation import records
+from t0repro.evaluation.closing import print_results
+from t0repro.evaluation.task_output import Statistics
+from t0repro.evaluation.truncation import TruncationCounter
+from t0repro.mesh.hooks import MetricsFile, numbers
+
+
+def record_evaluation(utils: Any, metrics: MetricsFile) -> None:
+    """Writes a metrics line and a record per task and checkpoint of `eval` and `score_eval`.
+
+    `eval_model` computes the metrics of a checkpoint while it iterates over the checkpoints, so the
+    step is noted there, and each dataset's functions are wrapped to note what passes through them.
+    """
+    original_iterator, original_eval = utils.get_checkpoint_iterator, utils.eval_model
+    signature = inspect.signature(original_eval)
+    current: list[_Evaluation] = []
+
+    @functools.wraps(original_iterator)
+    def get_checkpoint_iterator(*args: Any, **kwargs: Any) -> Iterator[str]:
+        for path in original_iterator(*args, **kwargs):
+            for evaluation in current:
+                evaluation.begin(int(utils.get_step_from_checkpoint_path(path)))
+            yield path
+            for evaluation in current:
+                evaluation.end()
+
+    @functools.wraps(original_eval)
+    def eval_model(*args: Any, **kwargs: Any) -> Any:
+        call = signature.bind(*args, **kwargs)
+        call.apply_defaults()
+        datasets_fn = call.arguments["eval_dataset_fn"]
+        evaluation = _Evaluation(call.arguments, metrics)
+
+        @functools.wraps(datasets_fn)
+        def noting_datasets_fn(*args: Any, **kwargs: Any) -> list[Any]:
+            return [evaluation.noting(dataset) for dataset in datasets_fn(*args, **kwargs)]
+
+        if datasets_fn is not None:
+            call.arguments["eval_dataset_fn"] = noting_datasets_fn
+        current[:] = [evaluation]
+        try:
+            return original_eval(*call.args, **call.kwargs)
+        finally:
+            current.clear()
+
+    utils.get_checkpoint_iterator = get_checkpoint_iterator
+    utils.eval_model = eval_model
+
+
+class _Evaluation:
+    """One call of eval_model.
+
+    Args:
+      arguments: of the call, by name.
+      metrics: where the metrics' lines go.
+    """
+
+    def __init__(self, arguments: Mapping[str, Any], metrics: MetricsFile):
+        self._metrics, self._split = metrics, arguments["dataset_split"]
+        self._lengths: Mapping[str, int] | None = arguments["sequence_length"]
+        self._scores, self._writes = arguments["eval_with_score"], arguments["output_eval_examples"]
+        # As eval_model names it.
+        folder = arguments["eval_summary_dir"] or f"{arguments['model_dir']}/{self._split}_eval"
+        suffix = arguments["eval_dir_suffix"]
+        self._folder = Path(folder if suffix is None else f"{folder}_{suffix}")
+        self._statistics: dict[str, Statistics] = {}
+        self._examples: dict[str, int] = {}
+        self._results: dict[str, dict[str, float]] = {}
+        self._step, self._began, self._seconds = 0, 0.0, 0.0
+
+    def begin(self, step: int) -> None:
+        """Begins with a checkpoint, whose outputs are computed before any task's metrics."""
+        self._step, self._began, self._seconds = step, time.monotonic(), 0.0
+
+    def end(self) -> None:
+        """Says what came out of a checkpoint."""
+        if self._results:
+            print_results(self._results, self._step, self._folder)
+        self._results = {}
+
+    def noting(self, dataset: Any) -> Any:
+        """The EvalDataset with functions that note examples and results as well."""
+        from mesh_tensorflow.transformer.dataset import EvalDataset
+
+        dataset = EvalDataset(*dataset)
+        functions = list(dataset.metric_fns or ())
+        if not functions:
+            return dataset
+        return dataset._replace(
+            postprocess_fn=self._noting_targets(dataset.name, dataset.postprocess_fn),
+            metric_fns=[
+                self._noting_results(dataset.name, each, each is functions[-1])
+                for each in functions
+            ],
+        )
+
+    def _noting_targets(self, task: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Counts the examples as eval_model postprocesses their targets, each once."""
+        import seqio
+
+        features = seqio.get_mixture_or_task(task).output_features
+        statistics = Statistics(TruncationCounter(features, self._lengths))
+        self._statistics[task], self._examples[task] = statistics, 0
+
+        @functools.wraps(original)
+        def postprocess(value: Any, **kwargs: Any) -> Any:
+            if kwargs.get("is_target") and "example" in kwargs:
+                statistics.add([kwargs["example"]])
+                self._examples[task] += 1
+            return original(value, **kwargs)
+
+        return postprocess
+
+    def _noting_results(
+        self, task: str, metric_fn: Callable[..., Any], last: bool
+    ) -> Callable[..., Any]:
+        @functools.wraps(metric_fn)
+        def compute(targets: Sequence[Any], predictions: Sequence[Any]) -> Any:
+            self._seconds = self._seconds or time.monotonic() - self._began
+            result = metric_fn(targets, predictions)
+            results = self._results.setdefault(task, {})
+            if isinstance(result, Mapping):
+                results.update(numbers(result.items()))
+            if last:
+                head = {"split": self._split, "step": self._step, "task": task}
+                self._metrics.append({**head, **results})
+                self._record(task)
+            return result
+
+        return compute
+
+    def _record(self, task: str) -> None:
+        """Writes a scored task's record in place of what another run left."""
+        records.remove_record(self._folder, task, self._step)
+        if not (self._scores and self._writes):
+            return
+        names = (f"{task}_targets", f"{task}_inputs", f"{task}_{self._step}_predictions")
+        files = {name: records.file_digest(self._folder / name) for name in names}
+        if None in files.values():
+            return  # not on this machine's file systems, where records would be looked for
+        limit, statistics = _num_eval_examples(), self._statistics[task].as_record()
+        record = {
+            "key": {
+                "command": "score_eval on Mesh TensorFlow",
+                "task": task,
+                "step": self._step,
+                "limit": limit,
+                "lengths": dict(self._lengths or {}),
+            },
+            "mode": "rank",
+            "metrics": self._results[task],
+            "files": files,
+            "pairs": self._examples[task],
+            "available": None if limit else statistics["inputs"],
+            # All tasks are scored together; each has its share by its examples.
+            "seconds": self._seconds * self._examples[task] / max(sum(self._examples.values()), 1),
+            **statistics,
+        }
+        records.write_record(self._folder, record)
+
+
+def _num_eval_examples() -> int | None:
+    """How many of a task's first examples gin asks for; None where it asks for all."""
+    import gin
+
+    try:
+        count = gin.query_parameter("mesh_eval_dataset_fn.num_eval_examples")
+    except ValueError:  # not bound
+        return None
+    return count if isinstance(count, int) and count >= 0 else None
