@@ -24,7 +24,7 @@ import numpy as np
 from t0repro.converters import mtf
 from t0repro.converters.manifest import MANIFEST, describe
 from t0repro.converters.tensors import CheckpointRef, Output
-from t0repro.files import write_atomically
+from t0repro.files import sync_directory, sync_tree, write_atomically
 from t0repro.locks import LOCK_FILES, folder_lock
 
 REQUEST, DIGESTS = "request.json", "digests.jsonl"
@@ -133,7 +133,9 @@ def publish(staged: Staged, directory: Path, target: CheckpointRef, manifest: st
     if not directory.exists():
         write_atomically(staged.path / MANIFEST, manifest)
         directory.parent.mkdir(parents=True, exist_ok=True)
+        sync_tree(staged.path)
         os.rename(staged.path, directory)
+        sync_directory(directory.parent)
         return
     if target.format == "hf":
         _publish_hf(staged.path, directory, manifest)
@@ -167,3 +169,4 @@ def _publish_hf(staged: Path, directory: Path, manifest: str) -> None:
             os.replace(staged / name, directory / name)
     write_atomically(directory / MANIFEST, manifest)
     os.replace(staged / "config.json", directory / "config.json")
+    sync_directory(directory)

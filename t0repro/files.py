@@ -3,11 +3,54 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+
+from t0repro.errors import UserError
+
+# What a storage error means to a person, and what to do about it.
+_FULL = ("The disk is full.", "Free some space, or choose a folder on another disk.")
+_CLOSED = ("The folder cannot be written to.", "Choose one that can, or change its permissions.")
+_GONE = (
+    "A file or folder is not there.",
+    "If it was there when the command started, it was moved or deleted since.",
+)
+_BROKEN = ("The disk failed to read or write.", "Check the disk, or choose another.")
+_BY_NUMBER = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), _FULL),
+    **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), _CLOSED),
+    **dict.fromkeys((errno.ENOENT, errno.ENOTDIR, errno.ESTALE), _GONE),
+    errno.EIO: _BROKEN,
+}
+# TensorStore and TensorFlow raise errors of their own, which carry the system's words.
+_BY_WORDS = (
+    (re.compile(r"No space left on device|Disk quota exceeded|File too large"), _FULL),
+    (re.compile(r"Read-only file system|Permission denied"), _CLOSED),
+    (re.compile(r"No such file or directory|Not a directory|Stale file handle"), _GONE),
+    (re.compile(r"Input/output error"), _BROKEN),
+)
+
+
+def storage_error(error: BaseException) -> UserError | None:
+    """What an error of the disk means and what to do; None for an error of another kind."""
+    if isinstance(error, OSError) and error.errno in _BY_NUMBER:
+        what, fix = _BY_NUMBER[error.errno]
+        name = error.filename
+        where = os.fspath(name) if isinstance(name, str | os.PathLike) else None
+    else:
+        text = str(error)
+        meanings = [meaning for words, meaning in _BY_WORDS if words.search(text)]
+        if not meanings:
+            return None
+        what, fix = meanings[0]
+        path = re.search(r"""(?<![\w/])/[^\s"';:,\]]+""", text)
+        where = path[0] if path else None
+    return UserError(what, where=where, fix=f"{fix} Then start the same command again: it goes on.")
 
 
 def write_atomically(path: str | os.PathLike[str], content: str | bytes) -> None:
@@ -22,13 +65,20 @@ def write_atomically(path: str | os.PathLike[str], content: str | bytes) -> None
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
+        sync_directory(path.parent)
+    except OSError as error:
+        # Writing to an open file fails without the file's name.
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
 def atomic_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yields a temporary directory that becomes `path` when the block ends without an exception.
+
+    Whatever was written into it, by libraries too, is on the disk before its name is.
 
     Raises:
       FileExistsError: if `path` exists already.
@@ -41,6 +91,33 @@ def atomic_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
     temporary.mkdir()
     try:
         yield temporary
+        sync_tree(temporary)
         os.rename(temporary, path)
+        sync_directory(path.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def sync_tree(folder: str | os.PathLike[str]) -> None:
+    """Waits until every file below a folder, and every name, is on the disk.
+
+    A rename may reach the disk before the content of what it renames: after a power failure there
+    would be a whole name with empty files.
+    """
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            _sync(os.path.join(parent, name))
+        sync_directory(parent)
+
+
+def sync_directory(folder: str | os.PathLike[str]) -> None:
+    """Waits until the names in a folder are on the disk, after one was made, renamed or removed."""
+    _sync(folder)
+
+
+def _sync(path: str | os.PathLike[str]) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

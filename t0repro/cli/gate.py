@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator
 
 from t0repro.errors import UserError
+from t0repro.files import storage_error
 
 FAILURE, USER_ERROR, INTERRUPTED = 1, 2, 130
 
@@ -83,13 +84,21 @@ _WRAPPED = re.compile(r"UserError: (.*?)(?=\n+Traceback|\n\n|\Z)", re.DOTALL)
 
 
 def find_user_error(error: BaseException | None) -> str | None:
-    """The text of the UserError that an exception is, was caused by, or carries in its message."""
+    """What to tell a user of an exception; None if it is nobody's mistake and not the disk's.
+
+    That is the text of the UserError that the exception is, was caused by or carries in its
+    message, or what a full, read-only or vanished disk means.
+    """
     for cause in _causes(error):
         if isinstance(cause, UserError):
             return str(cause)
         wrapped = _WRAPPED.search(str(cause))
         if wrapped:
             return wrapped.group(1).strip()
+    for cause in _causes(error):
+        of_disk = storage_error(cause)
+        if of_disk:
+            return str(of_disk)
     return None
 
 

@@ -80,7 +80,8 @@ class MetricsManager:
             writer.write_scalars(step, {f"{tag}/{name}": x for name, x in values.items()})
 
     def flush(self) -> None:
-        """Makes what was written visible to readers."""
+        """Puts what was written on the disk, and makes it visible to readers."""
+        self._lines.sync()
         for writer in self._writers:
             writer.flush()
 
@@ -129,8 +130,13 @@ class JsonLines:
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()
 
+    def sync(self) -> None:
+        """Waits until every line is on the disk."""
+        os.fsync(self._file.fileno())
+
     def close(self) -> None:
-        """Closes the file."""
+        """Closes the file, with every line on the disk."""
+        self.sync()
         self._file.close()
 
 

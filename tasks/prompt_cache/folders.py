@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from t0repro.errors import UserError
-from t0repro.files import write_atomically
+from t0repro.files import sync_directory, write_atomically
 
 MARKER = "COMPLETED"
 PROVENANCE = "provenance.json"
@@ -108,9 +108,9 @@ def put_in_place(staged: Path, folder: Path, splits: Sequence[str]) -> None:
     if not folder.exists():
         write_atomically(staged / MARKER, "tfrecord")  # as seqio_cache_tasks
         folder.parent.mkdir(parents=True, exist_ok=True)
-        sync_folder(staged)
+        sync_directory(staged)
         os.rename(staged, folder)
-        sync_folder(folder.parent)
+        sync_directory(folder.parent)
         return
     for split in splits:
         for stray in folder.glob(f"{split}.tfrecord-*"):
@@ -119,16 +119,7 @@ def put_in_place(staged: Path, folder: Path, splits: Sequence[str]) -> None:
             os.rename(path, folder / path.name)
         for name in (f"stats.{split}.json", PROVENANCE, f"info.{split}.json"):
             if (staged / name).exists():
-                sync_folder(folder)
+                sync_directory(folder)
                 os.rename(staged / name, folder / name)
-    sync_folder(folder)
+    sync_directory(folder)
     shutil.rmtree(staged)
-
-
-def sync_folder(folder: Path) -> None:
-    """Syncs a folder's entries to the disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
