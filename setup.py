@@ -36,7 +36,8 @@ setup(
         "hf": ["torch==2.13.0", "transformers==5.23.0"],
         "gpu": ["jax[cuda13]==0.10.2"],
         "tpu": ["jax[tpu]==0.10.2"],
-        "vertex": ["google-cloud-aiplatform"],
+        "s3": ["s3fs"],  # checkpoints at s3:// addresses
+        "hardlife": ["moto[server]"],  # a loopback S3 for tests/hardlife/test_remote.py
     },
     entry_points={
         "console_scripts": [

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes .venv with exactly requirements.lock and this package. Run it again at no cost.
 #   PYTHON=python3.12 bash scripts/setup.sh     # another interpreter
-#   EXTRAS=hf,vertex bash scripts/setup.sh      # the package's extras too; they stay until EXTRAS= is given
+#   EXTRAS=hf,s3 bash scripts/setup.sh      # the package's extras too; they stay until EXTRAS= is given
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

@@ -31,7 +31,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "hf": ("torch", "transformers"),
     "gpu": ("jax_cuda13_plugin",),
     "tpu": ("libtpu",),
-    "vertex": ("google.cloud.aiplatform",),
+    "s3": ("s3fs",),
 }
 
 _SETUP = "bash scripts/setup.sh"
