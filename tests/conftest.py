@@ -29,3 +29,11 @@ def shared_data() -> Path:
 def shared_vocab() -> Path:
     """T5's SentencePiece model."""
     return _shared("T0REPRO_VOCAB", "vocab/t5.cc_all.32000.model", "T5's vocabulary")
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Prints the outcomes that tests/hardlife reports, at the end."""
+    reports = terminalreporter.stats.get("passed", [])
+    for name, line in (pair for report in reports for pair in report.user_properties):
+        if name == "outcome":
+            terminalreporter.write_line(line)

@@ -1,0 +1,78 @@
+"""Jobs and their results without any death, made once for each file of tests."""
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from . import jobs
+from .jobs import Job, Result, timed
+
+NAMES = ("cache", "convert to mtf", "convert to hf", "convert to jax", "train", "rank-eval")
+
+
+@pytest.fixture(scope="session")
+def deaths() -> int:
+    """How often each job dies: T0REPRO_DEATHS, or 4."""
+    return int(os.environ.get("T0REPRO_DEATHS", "4"))
+
+
+@pytest.fixture(scope="session")
+def whole(tmp_path_factory):
+    """A function from a job's name to the job, its result and the seconds that it takes."""
+    folder = tmp_path_factory.mktemp("whole")
+    checkpoint = jobs.write_checkpoint(folder / "checkpoint")
+    done: dict[str, tuple[Job, Result, float]] = {}
+
+    def job_named(name: str) -> Job:
+        if name == "cache":
+            return jobs.cache_job()
+        if name.startswith("convert to "):
+            return jobs.convert_job(checkpoint, name.removeprefix("convert to "))
+        if name == "train":
+            run("cache")
+            return jobs.train_job(folder / "cache")
+        return jobs.rank_eval_job(checkpoint)
+
+    def run(name: str) -> tuple[Job, Result, float]:
+        if name not in done:
+            job = job_named(name)
+            done[name] = (job, *timed(job, folder / name.replace(" ", "_")))
+        return done[name]
+
+    return run
+
+
+@pytest.fixture
+def moments(request):
+    """Draws moments of death; the seed is in the test's outcome, T0REPRO_SEED chooses another."""
+    seed = int(os.environ.get("T0REPRO_SEED", "0"))
+    return random.Random(f"{request.node.name} {seed}")
+
+
+@pytest.fixture
+def outcome(request):
+    """Takes a line for the summary at the end, which docs/reliability.md quotes."""
+
+    def say(line: str) -> None:
+        request.node.user_properties.append(("outcome", line))
+
+    return say
+
+
+@pytest.fixture
+def on_tmpfs(tmp_path):
+    """A function that mounts a file system of some bytes; skips where that is not permitted."""
+    mounted: list[Path] = []
+
+    def mount(size: int) -> Path:
+        folder = tmp_path / f"disk_{len(mounted)}"
+        folder.mkdir()
+        jobs.mount("-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder))
+        mounted.append(folder)
+        return folder
+
+    yield mount
+    for folder in mounted:
+        jobs.unmount(folder)
