@@ -12,6 +12,8 @@ from t0repro.errors import UserError, nearest_names
 from t0repro.tasks.task import PromptedTask, prompted_tasks, task_descriptions
 
 if TYPE_CHECKING:
+    import seqio
+
     from t0repro.tasks.source import PromptedRows
 
 
@@ -117,3 +119,75 @@ def select_tasks(mixture: str | None = None, dataset: str | None = None) -> list
 def _labels(task: PromptedTask) -> tuple[str, ...]:
     label = task.dataset if task.subset is None else f"{task.dataset}/{task.subset}"
     return (task.dataset, label)
+
+
+# What is at hand -------------------------------------------------------------------------------
+
+
+def missing_rows(rows: PromptedRows, split: str) -> UserError | None:
+    """Why the rows of a task's split cannot be read, or None where they can."""
+    try:
+        rows.reader(split)
+    except UserError as error:
+        return error
+    return None
+
+
+def not_at_hand(tasks: Iterable[seqio.Task], split: str, *, use_cached: bool) -> dict[str, str]:
+    """Task -> why its split cannot be read here; tasks that lack the split are not among them.
+
+    Args:
+      tasks: of SeqIO's registry.
+      split: of each.
+      use_cached: whether their caches are read, rather than their rows.
+    """
+    found = {}
+    for task in tasks:
+        if split not in task.splits:
+            continue
+        if use_cached:
+            if not task.cache_dir:
+                found[task.name] = "not cached"
+        elif hasattr(task.source, "reader") and missing_rows(task.source, split):
+            found[task.name] = "rows not at hand"
+    return found
+
+
+def keep_at_hand(name: str, split: str, *, use_cached: bool, say: Callable[[str], None]) -> None:
+    """Takes out of a SeqIO mixture the tasks that cannot be read here; the others keep their rates.
+
+    Args:
+      name: of the mixture; of a task, nothing is taken out.
+      split: that is read.
+      use_cached: whether caches are read, rather than rows.
+      say: receives a line that names what is left out.
+
+    Raises:
+      UserError: if nothing of the mixture is at hand.
+    """
+    import seqio
+
+    if name not in seqio.MixtureRegistry.names():
+        return
+    mixture = seqio.MixtureRegistry.get(name)
+    missing = not_at_hand(mixture.tasks, split, use_cached=use_cached)
+    if not missing:
+        return
+    kept = [task for task in mixture.tasks if task.name not in missing]
+    if not any(split in task.splits for task in kept):
+        raise UserError(
+            f"Nothing of {name!r} is at hand: its {len(missing)} tasks with a split {split!r} are"
+            f" {' or '.join(sorted(set(missing.values())))}.",
+            where="--at_hand",
+            fix="Set T0REPRO_DATA_DIR to the folder of the datasets, or name a folder of caches by"
+            " --additional_task_cache_dirs.",
+        )
+    # A rate that is a number of rows is counted here, of what is kept.
+    rates = [(task.name, mixture.get_rate(task)) for task in kept]
+    seqio.MixtureRegistry.remove(name)
+    seqio.MixtureRegistry.add(name, rates)
+    left_out = "; ".join(f"{task} ({why})" for task, why in missing.items())
+    say(
+        f"{name}: {len(kept)} of {len(kept) + len(missing)} tasks, with the rates that they have in"
+        f" the whole mixture. Left out: {left_out}"
+    )

@@ -13,22 +13,23 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-import fcntl
 import fnmatch
 import functools
 import json
 import os
 import re
 import shutil
-import struct
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from t0repro.errors import UserError, nearest_names
 from t0repro.files import write_atomically
 from t0repro.hub_files import HubFile, HubRepository
+from t0repro.locks import folder_lock
 from t0repro.progress import byte_progress, count_progress
 from t0repro.tasks.catalogue import p3_sizes, rounds_of, t0_datasets
+from t0repro.tasks.prompt_cache.integrity import P3_SOURCE
+from t0repro.tasks.prompt_cache.records import read_records
 from t0repro.tasks.task import SCORE_EVAL_SUFFIX
 from t0repro.tasks.templates import load_template, task_name, template_datasets, template_names
 
@@ -37,7 +38,6 @@ REPOSITORY = "bigscience/P3"
 REVISION = "eebf82105ad8b692635572bcb5ba58e1b6d3c473"
 UNFINISHED = ".p3_unfinished"
 """Folder, in the one that is fetched to, of tasks that are not whole yet."""
-SOURCE = "p3_source.json"
 MARKER = "COMPLETED"
 
 
@@ -116,7 +116,7 @@ def fetch(patterns: Sequence[str], to: Path, repository: HubRepository) -> Fetch
         raise UserError(
             f"The folder cannot be made: {error.strerror}.", where=str(to), fix="Name another."
         ) from error
-    with _alone(to):
+    with folder_lock(to, "fetching P3"):
         present = [name for name in names if _is_whole(to / name)]
         wanted = [name for name in names if name not in set(present)]
         listed = _list(wanted, repository)
@@ -202,7 +202,7 @@ def _fetch_task(
         "revision": repository.revision,
         "fetched_from": repository.base_url,
         "records": {
-            file.name: count_records(folder / file.name)
+            file.name: sum(1 for _ in read_records(folder / file.name))  # each is checked
             for file in files
             if ".tfrecord-" in file.name
         },
@@ -211,7 +211,7 @@ def _fetch_task(
             for file in files
         },
     }
-    write_atomically(folder / SOURCE, json.dumps(source, indent=1) + "\n")
+    write_atomically(folder / P3_SOURCE, json.dumps(source, indent=1) + "\n")
     for file in files:
         _sync(folder / file.name)
     write_atomically(folder / MARKER, b"")
@@ -225,64 +225,7 @@ def _sync(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-# TFRecord ------------------------------------------------------------------------------------
-
-
-def count_records(path: Path) -> int:
-    """Number of records of a TFRecord file, the checksums of all of them found right.
-
-    A record is: length (8 bytes, little endian), masked CRC32C of these, the bytes, masked CRC32C
-    of them (tensorflow/core/lib/io/record_writer.h).
-
-    Raises:
-      UserError: naming the file and the byte where it is broken.
-    """
-    count, place, end = 0, 0, path.stat().st_size
-    with open(path, "rb", buffering=1 << 20) as file:
-        while head := file.read(12):
-            size = _checked(head, 8, path, place)
-            length = struct.unpack("<Q", size)[0]
-            if length > end - place:  # no such record: nothing so long is read
-                raise _broken_record(path, place)
-            _checked(file.read(length + 4), length, path, place)
-            count, place = count + 1, place + length + 16
-    return count
-
-
-def _checked(data: bytes, length: int, path: Path, place: int) -> bytes:
-    import google_crc32c
-
-    if len(data) != length + 4:
-        raise _broken_record(path, place)
-    value = google_crc32c.value(data[:length])
-    masked = (((value >> 15) | (value << 17)) + 0xA282EAD8) & 0xFFFFFFFF
-    if masked != struct.unpack("<I", data[length:])[0]:
-        raise _broken_record(path, place)
-    return data[:length]
-
-
-def _broken_record(path: Path, place: int) -> UserError:
-    return UserError(
-        "A record is cut or its checksum is wrong.",
-        where=f"{path}, byte {place}",
-        fix="Remove the file and start the command again.",
-    )
-
-
 # The folder ----------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _alone(to: Path) -> Iterator[None]:
-    """Holds the folder's lock, which ends with the process however that ends."""
-    with open(to / ".p3_lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise UserError(
-                "Another fetch is writing there.", where=str(to), fix="Wait for its end."
-            ) from error
-        yield
 
 
 def _check_space(to: Path, sizes: dict[str, list[HubFile]], total: int) -> None:

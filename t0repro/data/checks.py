@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
+import sys
+
 from t0repro.config.configuration import RunInputs
 from t0repro.config.gin_errors import unknown_mixture
 from t0repro.errors import UserError
+from t0repro.tasks.mixture import keep_at_hand
 
 
-def check_data(inputs: RunInputs) -> None:
+def check_data(inputs: RunInputs, *, at_hand: bool = False) -> None:
     """Raises UserError unless the mixture that the run reads is registered, and its rows are there.
 
     A run that reads text files, or a dataset function that is not t5's, names no mixture.
+
+    Args:
+      inputs: of the run.
+      at_hand: take tasks that cannot be read here out of the mixture, and name them on stderr.
     """
     name = inputs.mixture_or_task_name
     if name is None:
         return
     check_mixture(name)
+    if at_hand:
+        keep_at_hand(name, inputs.split, use_cached=inputs.use_cached, say=_say)
     if inputs.use_cached:
         check_cached(name, inputs.split)
     else:
         check_rows(name, inputs.split)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)
 
 
 def check_mixture(name: str) -> None:
@@ -31,13 +44,19 @@ def check_mixture(name: str) -> None:
 
 
 def check_cached(name: str, split: str) -> None:
-    """Raises UserError if a task of the mixture that has the split is in no cache directory."""
+    """Raises UserError if a task of the mixture that has the split is not cached, or not whole.
+
+    What does not stop a run, such as rows that have changed since, is said on stderr.
+    """
     import seqio
+
+    from t0repro.tasks.prompt_cache.integrity import check_caches
 
     mixture = seqio.get_mixture_or_task(name)
     tasks = [task for task in seqio.get_subtasks(mixture) if split in task.splits]
     missing = [task.name for task in tasks if not task.cache_dir]
     if not missing:
+        check_caches(tasks, split, _say)
         return
     searched = list(seqio.get_global_cache_dirs())
     shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")

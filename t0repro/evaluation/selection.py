@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 from t0repro.errors import UserError, nearest_names
 from t0repro.evaluation.task_output import Judge
+from t0repro.tasks.mixture import not_at_hand
+from t0repro.tasks.prompt_cache.integrity import check_caches
 
 MODES = ("rank", "generate")
 
@@ -84,6 +87,8 @@ def select_tasks(
     others = [task for task in tasks if not _ranks(task)]
     _check_modes(mixture, modes, ranked, others)
     left_out = _left_out(mixture, tasks, split, only_at_hand=at_hand and not use_cached)
+    if use_cached:
+        check_caches(tasks, split, lambda text: print(text, file=sys.stderr))
     names = [[t.name for t in kind if t.name not in left_out] for kind in (ranked, others)]
     return Selection(tuple(names[0]), tuple(names[1]), left_out)
 
@@ -123,25 +128,13 @@ def _left_out(mixture: str, tasks: Sequence[Any], split: str, only_at_hand: bool
         )
     left_out = {task.name: f"no split {split}" for task in tasks if split not in task.splits}
     if only_at_hand:
-        missing = [task for task in tasks if task.name not in left_out and not _has(task, split)]
-        left_out |= {task.name: "rows not at hand" for task in missing}
+        left_out |= not_at_hand(tasks, split, use_cached=False)
     if len(left_out) == len(tasks):
         raise UserError(
             f"Of no task of {mixture!r} the rows of split {split!r} are at hand.",
             fix="Set T0REPRO_DATA_DIR (or --data) to the folder of the datasets.",
         )
     return left_out
-
-
-def _has(task: Any, split: str) -> bool:
-    """Whether the rows of a task's split can be read; a task of another kind has its own."""
-    if not hasattr(task.source, "reader"):
-        return True
-    try:
-        task.source.reader(split)
-    except UserError:
-        return False
-    return True
 
 
 def _ranking_twin(task: Any) -> Any:

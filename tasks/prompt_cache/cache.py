@@ -75,7 +75,6 @@ def cache_tasks(
     """
     started = time.monotonic()
     folder = Path(request.folder)
-    existed = folder.is_dir()
     try:
         with folders.locked(folder) as staging, _workers(workers) as pool:
             plan = plan_for(request) if plan_for else _planned(request, pool, workers)
@@ -92,9 +91,6 @@ def cache_tasks(
             where=str(folder),
             fix="Run the same command again, with fewer --workers; finished tasks are kept.",
         ) from error
-    finally:
-        if not existed and folder.is_dir() and not any(folder.iterdir()):
-            folder.rmdir()
     return Summary(
         selected=plan.selected,
         cached=run.done,
@@ -157,6 +153,7 @@ class _Split:
     count: int = 0  # rows
     statistics: dict[bool, Statistics] = dataclasses.field(default_factory=dict)
     dropped: dict[str, list[int]] = dataclasses.field(default_factory=dict)
+    files: dict[bool, dict[str, dict[str, int]]] = dataclasses.field(default_factory=dict)
     again: bool = False  # the twin is being written anew, with its rows' ordinals
 
     def tasks(self) -> dict[bool, CachedTask]:
@@ -167,6 +164,8 @@ class _Split:
         self.count += result.rows
         for form, statistics in result.statistics.items():
             self.statistics.setdefault(form, Statistics()).merge(statistics)
+        for form, files in result.files.items():
+            self.files.setdefault(form, {}).update(files)
         for reason, places in result.dropped.items():
             self.dropped.setdefault(reason, []).extend(places)
 
@@ -303,7 +302,7 @@ class _Run:
             self.dropped.update(dropped)
             self._write_json(task, f"stats.{split.split}.json", dataclasses.asdict(statistics))
             self._write_json(task, f"info.{split.split}.json", self._info(split, form))
-            self._described[task.name][split.split] = _description(split, statistics)
+            self._described[task.name][split.split] = _description(split, form, statistics)
             self._splits_left[task.name].remove(split.split)
             if not self._splits_left[task.name]:
                 self._complete(split.prompt, task)
@@ -332,13 +331,14 @@ class _Run:
         write_atomically(self._staged(task) / name, text)
 
 
-def _description(split: _Split, statistics: Statistics) -> dict[str, Any]:
+def _description(split: _Split, score_eval: bool, statistics: Statistics) -> dict[str, Any]:
     numbers = split.dropped
     return {
         "origin": dict(split.rows.origin),
         "rows": split.count,
         "examples": statistics.examples,
         "shards": split.num_shards,
+        "files": split.files[score_eval],
         "dropped": {
             reason: {"rows": len(places), "first": sorted(places)[: shards.NUMBERS_KEPT]}
             for reason, places in sorted(numbers.items())

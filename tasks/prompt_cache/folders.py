@@ -1,7 +1,8 @@
 """The cache folder: one run at a time, tasks staged beside it and put in place whole.
 
 <output_cache_dir>/
-  .t0repro-cache/        this run's staging: rows, and tasks not finished; removed at its end
+  .t0repro.lock          what a run holds; it stays, empty, since removing a lock would break it
+  .t0repro-cache/        the holder's staging: rows, and tasks not finished; removed at its end
   <task>/                <split>.tfrecord-*, info.<split>.json, stats.<split>.json,
                          provenance.json, COMPLETED
 """
@@ -9,17 +10,16 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import re
 import shutil
-import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from t0repro.errors import UserError
 from t0repro.files import sync_directory, write_atomically
+from t0repro.locks import folder_lock
 
 MARKER = "COMPLETED"
 PROVENANCE = "provenance.json"
@@ -35,46 +35,20 @@ CACHE_FILE = re.compile(
 def locked(folder: Path) -> Iterator[Path]:
     """Holds the cache folder for one run; yields its empty staging folder.
 
-    The system lets go of the lock when the process ends, however it ends.
+    Only the holder of the lock makes, empties or removes the staging folder: who is refused leaves
+    it alone, since it is another run's.
 
     Raises:
-      UserError: if another run holds it; that run is named.
+      UserError: if another run holds the folder; that run is named.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError as error:
-        raise UserError(
-            f"The cache folder cannot be made: {error.strerror}.",
-            where=str(folder),
-            fix="Give another --output_cache_dir.",
-        ) from error
-    staging = folder / STAGING
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(
-                f"Another run is caching into this folder{_holder(staging)}.",
-                where=str(folder),
-                fix="Wait for it, or give another --output_cache_dir.",
-            ) from error
+    with folder_lock(folder, "caching", fix="Wait for it, or give another --output_cache_dir."):
+        staging = folder / STAGING
         shutil.rmtree(staging, ignore_errors=True)  # of a run that was killed
         staging.mkdir()
-        owner = {"host": socket.gethostname(), "pid": os.getpid()}
-        (staging / "owner.json").write_text(json.dumps(owner))
-        yield staging
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-        os.close(handle)
-
-
-def _holder(staging: Path) -> str:
-    try:
-        owner = json.loads((staging / "owner.json").read_text())
-    except (OSError, ValueError):  # it has only begun
-        return ""
-    return f": process {owner['pid']} on {owner['host']}"
+        try:
+            yield staging
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
 
 
 def remove_interrupted(folder: Path, task: str) -> bool:
@@ -105,6 +79,7 @@ def put_in_place(staged: Path, folder: Path, splits: Sequence[str]) -> None:
     A new task's folder is renamed whole. Splits are added to a complete task file by file, the
     info file last: SeqIO begins with it, and a later run takes a split without it as not cached.
     """
+    _check_shards(staged, splits)
     if not folder.exists():
         write_atomically(staged / MARKER, "tfrecord")  # as seqio_cache_tasks
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -123,3 +98,21 @@ def put_in_place(staged: Path, folder: Path, splits: Sequence[str]) -> None:
                 os.rename(staged / name, folder / name)
     sync_directory(folder)
     shutil.rmtree(staged)
+
+
+def shard_names(split: str, num_shards: int) -> list[str]:
+    """The files of a cached split, by SeqIO's names."""
+    return [f"{split}.tfrecord-{shard:05d}-of-{num_shards:05d}" for shard in range(num_shards)]
+
+
+def _check_shards(staged: Path, splits: Sequence[str]) -> None:
+    """Makes sure that no split is put in place without its shards, whatever became of them."""
+    for split in splits:
+        number = json.loads((staged / f"info.{split}.json").read_text())["num_shards"]
+        missing = [name for name in shard_names(split, number) if not (staged / name).is_file()]
+        if missing:
+            raise UserError(
+                f"{len(missing)} shards of split {split!r} are gone from the staging folder.",
+                where=str(staged / missing[0]),
+                fix="Run the same command again, and let nothing else write there.",
+            )

@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from t0repro.errors import UserError, nearest_names
+from t0repro.tasks.mixture import missing_rows
 from t0repro.tasks.prompt_cache.folders import MARKER, PROVENANCE, remove_interrupted
+from t0repro.tasks.prompt_cache.integrity import damage, rows_changed, template_digest
 from t0repro.tasks.prompt_cache.plan import (
     CachedTask,
     PlainTemplate,
@@ -111,7 +113,7 @@ class _Planner:
         ]
         cached = _cached_splits(self.folder / folder)
         if cached is not None:
-            self._check_same(task, self.folder / folder)
+            self._check_same(task, self.folder / folder, [s for s in wanted if s in cached])
         splits = [split for split in wanted if split not in (cached or ())]
         splits = [split for split in splits if self._at_hand(task, split)]
         if not splits:
@@ -145,9 +147,8 @@ class _Planner:
         return any(self.folder.glob(f"*/{MARKER}"))
 
     def _at_hand(self, task: TaskDescription, split: str) -> bool:
-        try:
-            task.rows.reader(split)
-        except UserError as error:
+        error = missing_rows(task.rows, split)
+        if error is not None:
             place = "/".join(filter(None, (task.rows.dataset, task.rows.subset)))
             self._missing.setdefault(f"{place} {split}", error)
             self.left_out.append((task.prompt.name, split, error.what))
@@ -219,16 +220,23 @@ class _Planner:
         self.vocabularies[digest] = model
         return digest
 
-    def _check_same(self, task: TaskDescription, folder: Path) -> None:
-        """A complete cache is kept as it is: it must be what would be made now."""
+    def _check_same(self, task: TaskDescription, folder: Path, splits: Sequence[str]) -> None:
+        """A complete cache is kept as it is: it must be whole, and what would be made now."""
+        for split in splits:
+            found = damage(folder, split)
+            if found:
+                raise UserError(
+                    f"The cache of task {task.prompt.name}, split {split!r}, is not whole:"
+                    f" {found}.",
+                    where=str(folder),
+                    fix="Remove this folder to have it made anew.",
+                )
         try:
             made = json.loads((folder / PROVENANCE).read_text(encoding="utf-8"))
         except FileNotFoundError:  # seqio_cache_tasks made it
             return
-        template = task.rows.template
-        plain = PlainTemplate(template.name, "", template.jinja, template.answer_choices)
         now = {
-            "template": plain.digest(),
+            "template": template_digest(task),
             "vocabulary": _digest(_model_of(task)),
             "seed": self.request.seed,
         }
@@ -238,6 +246,8 @@ class _Planner:
             "seed": made["seed"],
         }
         differing = [name for name in now if now[name] != then[name]]
+        if any(rows_changed(task, split, made["splits"].get(split, {})) for split in splits):
+            differing.append("version of its rows")
         if differing:
             raise UserError(
                 f"Task {task.prompt.name} is cached already, with another"

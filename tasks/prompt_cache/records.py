@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import google_crc32c
+
+from t0repro.errors import UserError
 
 _BYTES_LIST, _FLOAT_LIST, _INT64_LIST = 1, 2, 3  # fields of Feature
 _BUFFER_BYTES = 1 << 18
@@ -69,17 +72,24 @@ def _masked_crc(data: bytes) -> bytes:
 
 
 class RecordFile:
-    """A TFRecord file being written; `close` syncs it to the disk."""
+    """A TFRecord file being written; `close` syncs it to the disk.
+
+    Attributes:
+      records: written so far.
+      bytes: written so far.
+    """
 
     def __init__(self, path: Path):
+        self.records = self.bytes = 0
         self._file = open(path, "wb", buffering=_BUFFER_BYTES)
 
     def write(self, record: bytes) -> None:
         """Adds one record: its length, the length's checksum, the record, its checksum."""
         length = len(record).to_bytes(8, "little")
-        self._file.write(
+        self.bytes += self._file.write(
             b"".join((length, _masked_crc(length), record, _masked_crc(record))),
         )
+        self.records += 1
 
     def close(self) -> None:
         """Syncs and closes the file."""
@@ -93,3 +103,58 @@ class RecordFile:
             self._file.close()
         except OSError:  # what is left in the buffer finds no space either
             pass
+
+
+# Reading ---------------------------------------------------------------------------------------
+
+
+def read_records(path: Path) -> Iterator[bytes]:
+    """The records of a TFRecord file, their checksums found right.
+
+    Raises:
+      UserError: naming the file and the byte where it is broken.
+    """
+    for place, length, file in _heads(path):
+        data = file.read(length + 4)
+        _check(data, length, path, place)
+        yield data[:length]
+
+
+def count_records(path: Path) -> int:
+    """Number of records of a TFRecord file; lengths are checked, what they hold is passed over.
+
+    Raises:
+      UserError: naming the file and the byte where it is broken.
+    """
+    count = 0
+    for _, length, file in _heads(path):
+        file.seek(length + 4, os.SEEK_CUR)
+        count += 1
+    return count
+
+
+def _heads(path: Path) -> Iterator[tuple[int, int, BinaryIO]]:
+    """(place, length, the file after them) of each record; the caller reads or skips the record."""
+    end = path.stat().st_size
+    with open(path, "rb", buffering=_BUFFER_BYTES) as file:
+        place = 0
+        while head := file.read(12):
+            _check(head, 8, path, place)
+            length = int.from_bytes(head[:8], "little")
+            if length + 16 > end - place:  # no such record: nothing so long is read
+                raise _broken(path, place)
+            yield place, length, file
+            place += length + 16
+
+
+def _check(data: bytes, length: int, path: Path, place: int) -> None:
+    if len(data) != length + 4 or _masked_crc(data[:length]) != data[length:]:
+        raise _broken(path, place)
+
+
+def _broken(path: Path, place: int) -> UserError:
+    return UserError(
+        "A record is cut or its checksum is wrong.",
+        where=f"{path}, byte {place}",
+        fix="Remove the file and make it again.",
+    )

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from t0repro.errors import UserError
+from t0repro.tasks.prompt_cache.folders import shard_names
 from t0repro.tasks.prompt_cache.plan import Prompt, RowsOfSplit
 from t0repro.tasks.prompt_cache.prompts import ExampleWriter, Statistics
 from t0repro.tasks.prompt_cache.records import RecordFile
@@ -135,11 +136,13 @@ class PieceResult:
     Attributes:
       statistics: by the form of the examples.
       dropped: reason -> places in the spool.
+      files: by the form of the examples, each shard's records and bytes.
     """
 
     rows: int
     statistics: dict[bool, Statistics]
     dropped: dict[str, list[int]]
+    files: dict[bool, dict[str, dict[str, int]]]
 
 
 def number_of_shards(rows: int, min_shards: int) -> int:
@@ -171,7 +174,12 @@ def write_piece(piece: Piece) -> PieceResult:
     Raises:
       UserError: if the template cannot render a row, which is named.
     """
-    result = PieceResult(0, {form: Statistics() for form in piece.folders}, {})
+    result = PieceResult(
+        rows=0,
+        statistics={form: Statistics() for form in piece.folders},
+        dropped={},
+        files={form: {} for form in piece.folders},
+    )
     ordinals = np.load(piece.ordinals, mmap_mode="r") if piece.ordinals else None
     with piece.spool.open() as reader:
         for shard in piece.shards:
@@ -182,8 +190,10 @@ def write_piece(piece: Piece) -> PieceResult:
             try:
                 for batch in _batches(_renderings(piece, reader, shard, result), _BATCH):
                     _write_batch(piece, batch, ordinals, files, result.statistics)
-                for file in files.values():
+                for form, file in files.items():
                     file.close()
+                    written = {"records": file.records, "bytes": file.bytes}
+                    result.files[form][_file_name(piece, shard)] = written
             finally:
                 for file in files.values():
                     file.abandon()
@@ -191,7 +201,7 @@ def write_piece(piece: Piece) -> PieceResult:
 
 
 def _file_name(piece: Piece, shard: int) -> str:
-    return f"{piece.split}.tfrecord-{shard:05d}-of-{piece.num_shards:05d}"
+    return shard_names(piece.split, piece.num_shards)[shard]
 
 
 def _renderings(

@@ -3,6 +3,7 @@
 import contextlib
 from pathlib import Path
 
+from t0repro.locks import LOCK_FILE
 from t0repro.tasks.prompt_cache.cache import Summary, cache_tasks
 from t0repro.tasks.prompt_cache.plan import Request
 from t0repro.tasks.prompt_cache.planning import make_plan
@@ -27,6 +28,6 @@ def make(folder: Path, *patterns: str, workers: int = 1, **settings) -> Summary:
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    """Every file below a folder, by its path there."""
-    paths = [path for path in folder.rglob("*") if path.is_file()]
+    """Every file below a folder, by its path there; what stays of its lock is not among them."""
+    paths = [path for path in folder.rglob("*") if path.is_file() and path.name != LOCK_FILE]
     return {str(path.relative_to(folder)): path.read_bytes() for path in paths}

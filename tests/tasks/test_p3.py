@@ -16,7 +16,10 @@ import tensorflow as tf
 
 from t0repro.errors import UserError
 from t0repro.hub_files import HubRepository
+from t0repro.locks import folder_lock
 from t0repro.tasks import p3
+from t0repro.tasks.prompt_cache.integrity import P3_SOURCE
+from t0repro.tasks.prompt_cache.records import count_records, read_records
 
 from . import p3_server
 
@@ -94,7 +97,7 @@ def repository(server, delays=(0.01, 0.01)) -> HubRepository:
 
 def assert_whole(folder: Path, tree: Path, task: str = TASK) -> None:
     names = {path.name for path in (tree / "data" / task).iterdir()}
-    assert {path.name for path in (folder / task).iterdir()} == names | {p3.SOURCE}
+    assert {path.name for path in (folder / task).iterdir()} == names | {P3_SOURCE}
     for name in names:
         assert (folder / task / name).read_bytes() == (tree / "data" / task / name).read_bytes()
     assert not (folder / p3.UNFINISHED).exists()
@@ -105,7 +108,7 @@ def test_chosen_tasks_are_fetched_as_they_are(server, tree, tmp_path):
     assert done.fetched == [TASK, TWIN] and not done.present and not done.absent
     assert_whole(tmp_path, tree)
     assert_whole(tmp_path, tree, TWIN)
-    source = json.loads((tmp_path / TASK / p3.SOURCE).read_text())
+    source = json.loads((tmp_path / TASK / P3_SOURCE).read_text())
     assert source["revision"] == p3.REVISION and source["records"][RECORD] == 40
 
 
@@ -200,15 +203,16 @@ def test_a_wrong_beginning_on_disk_is_found_and_fetched_anew(server, tree, tmp_p
 
 def test_records_with_a_wrong_checksum_are_named_with_their_byte(tree, tmp_path):
     good = tree / "data" / TASK / RECORD
-    assert p3.count_records(good) == 40
+    assert count_records(good) == len(list(read_records(good))) == 40
     data = bytearray(good.read_bytes())
     data[20] ^= 1
     (tmp_path / "flipped").write_bytes(data)
     with pytest.raises(UserError, match=r"flipped, byte 0"):
-        p3.count_records(tmp_path / "flipped")
+        list(read_records(tmp_path / "flipped"))
     (tmp_path / "cut").write_bytes(good.read_bytes()[:-3])
-    with pytest.raises(UserError, match=r"cut, byte \d{3,}"):
-        p3.count_records(tmp_path / "cut")
+    for read in (read_records, count_records):
+        with pytest.raises(UserError, match=r"cut, byte \d{3,}"):
+            list(read(tmp_path / "cut"))
 
 
 def test_a_hub_whose_own_records_are_broken_leaves_no_whole_task(tree, tmp_path):
@@ -292,7 +296,7 @@ def test_a_file_where_the_folder_should_be_is_told(server, tmp_path):
 
 
 def test_two_fetches_to_one_folder_are_told_apart(server, tmp_path):
-    with p3._alone(tmp_path), pytest.raises(UserError, match="Another fetch"):
+    with folder_lock(tmp_path, "test"), pytest.raises(UserError, match="Another run holds"):
         p3.fetch([TASK], tmp_path, repository(server))
 
 

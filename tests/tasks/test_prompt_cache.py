@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import random
 import resource
 import signal
 import subprocess
@@ -16,7 +17,7 @@ import seqio
 from t0repro.errors import UserError
 from t0repro.tasks.prompt_cache import shards
 from t0repro.tasks.prompt_cache.cache import cache_tasks
-from t0repro.tasks.prompt_cache.folders import MARKER, STAGING, locked
+from t0repro.tasks.prompt_cache.folders import MARKER, STAGING, locked, put_in_place
 from t0repro.tasks.prompt_cache.planning import make_plan
 from t0repro.tasks.registration import add_prompted_task
 
@@ -187,7 +188,7 @@ def test_a_run_killed_at_any_moment_leaves_nothing_half_and_is_resumed(whole, tm
         time.sleep(moment * length * 0.9)
         process.kill()  # the workers end with it
         process.communicate(timeout=20)
-        tasks = [path for path in resumed.iterdir() if path.name != STAGING]
+        tasks = [path for path in resumed.glob("*") if path.is_dir() and path.name != STAGING]
         seen.add(len(tasks))
         for task in tasks:
             assert (task / MARKER).is_file()
@@ -213,10 +214,58 @@ def test_what_seqio_left_unfinished_is_made_anew(tmp_path):
 def test_two_runs_on_one_folder_at_once_end_with_one_clear_error(tmp_path):
     with (
         locked(tmp_path / "cache"),
-        pytest.raises(UserError, match=rf"Another run .* process {os.getpid()} "),
+        pytest.raises(UserError, match=rf"Another run .* caching \(process {os.getpid()} "),
     ):
         make(tmp_path / "cache", *DEMO)
     assert make(tmp_path / "cache", "demo_synthetic_imdb_Reviewer_Sentiment_Feeling").cached
+
+
+def test_who_is_refused_leaves_the_holders_staging_alone(tmp_path):
+    with locked(tmp_path) as staging:
+        (staging / "rows").touch()
+        with pytest.raises(UserError, match="Another run"):
+            make(tmp_path, *DEMO)
+        assert (staging / "rows").exists()
+    assert not staging.exists()
+
+
+def check_race(tmp_path: Path, whole: dict[str, bytes], delays: list[float]) -> None:
+    """Starts pairs of runs on one folder, so many seconds apart; every whole task is whole."""
+    refused = 0
+    for number, delay in enumerate(delays):
+        folder = tmp_path / f"race-{number}"
+        processes = [start(tmp_path, folder, workers=1)]
+        time.sleep(delay)
+        processes.append(start(tmp_path, folder, workers=1))
+        for process in processes:
+            _, error = process.communicate(timeout=120)
+            assert process.returncode in (0, 2), error
+            if process.returncode:
+                assert "Another run holds this folder for caching" in error
+                refused += 1
+        assert files(folder) == whole, delay
+        assert not (folder / STAGING).exists()
+    assert refused
+
+
+def test_two_processes_on_one_folder_leave_one_whole_cache(whole, tmp_path):
+    check_race(tmp_path, whole[1], [0.0, 0.2, 0.9])
+
+
+@pytest.mark.slow
+@pytest.mark.hardlife
+def test_two_processes_on_one_folder_leave_one_whole_cache_whenever_they_start(whole, tmp_path):
+    draw = random.Random(13)
+    check_race(tmp_path, whole[1], [draw.uniform(0, 2.5) for _ in range(40)])
+
+
+def test_a_task_is_not_put_in_place_without_its_shards(tmp_path):
+    make(tmp_path / "made", "demo_synthetic_imdb_Reviewer_Sentiment_Feeling")
+    (task,) = (path for path in (tmp_path / "made").iterdir() if path.is_dir())
+    (task / "validation.tfrecord-00003-of-00016").unlink()
+    with pytest.raises(UserError, match="shards of split 'validation' are gone"):
+        put_in_place(task, tmp_path / "cache" / task.name, ["validation"])
+    assert not (tmp_path / "cache").exists()
 
 
 def test_an_interrupted_run_ends_its_workers(tmp_path):
@@ -226,7 +275,7 @@ def test_an_interrupted_run_ends_its_workers(tmp_path):
     process.communicate(timeout=20)  # ends when the last worker has closed the pipe
     with locked(tmp_path / "cache") as staging:
         time.sleep(0.3)
-        assert [path.name for path in staging.iterdir()] == ["owner.json"]
+        assert list(staging.iterdir()) == []
 
 
 # No space ----------------------------------------------------------------------------------------
@@ -249,7 +298,7 @@ def check_full(process: subprocess.Popen, folder: Path, whole: dict[str, bytes])
     assert process.returncode == 2, error
     assert "disk is full" in error and "Traceback" not in error
     assert not (folder / STAGING).exists()
-    for task in folder.iterdir():
+    for task in (path for path in folder.iterdir() if path.is_dir()):
         assert (task / MARKER).is_file()
         for path in task.iterdir():
             assert path.read_bytes() == whole[f"{task.name}/{path.name}"]
@@ -281,7 +330,7 @@ def test_a_template_that_is_not_jinja_is_named_with_its_task(tmp_path):
     with pytest.raises(UserError, match=r"'GPT-3 style' is not valid Jinja") as caught:
         cache_tasks(asked, 1, silent, lambda _: plan)
     assert "broken_rte" in str(caught.value)
-    assert not (tmp_path / "cache").exists()
+    assert files(tmp_path / "cache") == {}
 
 
 def test_a_template_that_fails_on_a_row_is_named_with_task_and_row(tmp_path):
@@ -299,7 +348,7 @@ def test_a_cut_line_is_named_by_file_and_number(tmp_path):
     with pytest.raises(UserError, match="not a row in JSON") as caught:
         make(tmp_path / "cache", "cut_rte*")
     assert str(caught.value.where) == f"{path}, line 40"
-    assert not (tmp_path / "cache").exists()
+    assert files(tmp_path / "cache") == {}
 
 
 @pytest.mark.parametrize(("column", "value"), [("premise", None), ("label", 5), ("label", "maybe")])

@@ -1,0 +1,231 @@
+"""Cached tasks before they are used: whole, of the vocabulary at hand, of rows that are unchanged.
+
+SeqIO finds shards by a pattern, so that it reads a cache that lacks one, or has an emptied one,
+without a word; and it takes tokens of another vocabulary for what they are not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from t0repro.errors import UserError
+from t0repro.tasks.prompt_cache.folders import MARKER, PROVENANCE, shard_names
+from t0repro.tasks.prompt_cache.records import count_records, read_records
+from t0repro.tasks.task import TaskDescription, task_descriptions
+
+if TYPE_CHECKING:
+    import seqio
+
+P3_SOURCE = "p3_source.json"
+"""What `tasks fetch-p3` writes beside the files that it fetched."""
+SAMPLES = 3
+"""Examples of a cache without provenance whose tokens are compared with their text."""
+
+
+def check_caches(tasks: Sequence[seqio.Task], split: str, say: Callable[[str], None]) -> None:
+    """Checks the cached split of each task, before anything reads it.
+
+    Args:
+      tasks: those of a run; what is not cached, or lies in a bucket, is not looked at.
+      split: of each.
+      say: receives warnings: caches of changed rows, and caches that do not say what they are of.
+
+    Raises:
+      UserError: if a cache is not whole, or was made with another vocabulary or template.
+    """
+    changed, unknown = [], []
+    for task in tasks:
+        if not task.cache_dir or "://" in task.cache_dir or split not in task.splits:
+            continue
+        folder = Path(task.cache_dir)
+        found = damage(folder, split)
+        if found:
+            raise UserError(
+                f"The cache of task {task.name}, split {split!r}, is not whole: {found}.",
+                where=str(folder),
+                fix="Remove this folder and cache the task again.",
+            )
+        provenance = _json(folder / PROVENANCE)
+        if provenance is None:
+            _check_samples(task, folder, split)
+            unknown.append(task.name)
+            continue
+        _check_made_of(task, provenance, folder)
+        description = task_descriptions().get(task.name)
+        if description and rows_changed(description, split, provenance["splits"].get(split, {})):
+            changed.append(task.name)
+    if changed:
+        say(
+            f"warning: the rows of split {split!r} have changed since {_some(changed)} was cached;"
+            " the cache is read as it is. Cache to another folder to have the new rows."
+        )
+    if unknown:
+        say(
+            f"warning: no provenance.json says which vocabulary {_some(unknown)} was cached with."
+            f" The tokens of up to {SAMPLES} examples of each were compared with their text and"
+            " agree."
+        )
+
+
+def damage(folder: Path, split: str) -> str | None:
+    """What a cached split lacks, in words, or None if it is whole as far as its files say.
+
+    Caches of `t0repro cache` and of `tasks fetch-p3` say how many bytes and records each shard has.
+    Of one that SeqIO made, the records are counted and compared with its statistics.
+    """
+    if not (folder / MARKER).is_file():
+        return f"there is no {MARKER}"
+    info, stats = _json(folder / f"info.{split}.json"), _json(folder / f"stats.{split}.json")
+    if not isinstance(info, dict) or not isinstance(info.get("num_shards"), int):
+        return f"info.{split}.json is missing or damaged"
+    names = shard_names(split, info["num_shards"])
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        return f"{len(missing)} of {len(names)} shards are missing, {missing[0]} first"
+    try:
+        declared = _declared(folder, split)
+        records = 0
+        for name in names:
+            count = _records(folder / name, declared.get(name))
+            if isinstance(count, str):
+                return count
+            records += count
+    except (KeyError, TypeError, AttributeError, ValueError):
+        return f"{PROVENANCE} is damaged"
+    examples = None if stats is None else stats.get("examples")
+    if examples is not None and examples != records:
+        return f"its shards hold {records:,} examples and its statistics count {examples:,}"
+    return None
+
+
+def _declared(folder: Path, split: str) -> Mapping[str, Mapping[str, int]]:
+    """Shard -> its records and bytes, as far as the cache says; empty for SeqIO's own."""
+    if (folder / PROVENANCE).is_file():
+        return json.loads((folder / PROVENANCE).read_text())["splits"][split].get("files", {})
+    if (folder / P3_SOURCE).is_file():
+        source = json.loads((folder / P3_SOURCE).read_text())
+        return {
+            name: {"records": count, "bytes": source["files"][name]["bytes"]}
+            for name, count in source["records"].items()
+        }
+    return {}
+
+
+def _records(path: Path, declared: Mapping[str, int] | None) -> int | str:
+    """A shard's records: declared, where its size is as declared; counted otherwise."""
+    if declared is not None:
+        size = path.stat().st_size
+        if size != declared["bytes"]:
+            return f"{path.name} has {size:,} of {declared['bytes']:,} bytes"
+        return declared["records"]
+    try:
+        return count_records(path)
+    except UserError as error:
+        return f"{error.what.rstrip('.')} ({error.where})"
+
+
+def rows_changed(description: TaskDescription, split: str, made: Mapping[str, Any]) -> bool:
+    """Whether rows that lie here are others than those that a split was cached from.
+
+    Args:
+      description: of the task.
+      split: of the task.
+      made: what the cache's provenance says of the split.
+    """
+    then = made.get("origin", {})
+    if "sha256" not in then or split not in description.rows.splits_at_hand():
+        return False
+    reader = description.rows.reader(split)
+    # The size tells most changes without reading the file.
+    if getattr(reader, "size", then["bytes"]) != then["bytes"]:
+        return True
+    return reader.origin().get("sha256") != then["sha256"]
+
+
+def _check_made_of(task: seqio.Task, provenance: Mapping[str, Any], folder: Path) -> None:
+    """Refuses tokens of another vocabulary, and the text of another template."""
+    model = getattr(_vocabulary(task), "sp_model", None)
+    differing = []
+    if model is not None and _sha256(model) != provenance["vocabulary"]["sha256"]:
+        differing.append("vocabulary")
+    description = task_descriptions().get(task.name)
+    if description is not None and template_digest(description) != provenance["template"]["sha256"]:
+        differing.append("template")
+    if differing:
+        raise UserError(
+            f"Task {task.name} was cached with another {' and '.join(differing)}.",
+            where=str(folder / PROVENANCE),
+            fix="Give the vocabulary that it was cached with (T0REPRO_VOCAB), or cache the task"
+            " again, to another folder.",
+        )
+
+
+def template_digest(description: TaskDescription) -> str:
+    """SHA-256 of the Jinja of prompt and answer choices, as provenance files have it."""
+    from t0repro.tasks.prompt_cache.plan import PlainTemplate
+
+    template = description.rows.template
+    return PlainTemplate(template.name, "", template.jinja, template.answer_choices).digest()
+
+
+def _check_samples(task: seqio.Task, folder: Path, split: str) -> None:
+    """Detokenizes a few examples and compares them with the text that lies beside the tokens."""
+    import tensorflow as tf
+
+    vocabulary = _vocabulary(task)
+    for record in itertools.islice(_all_records(folder, split), SAMPLES):
+        features = tf.train.Example.FromString(record).features.feature
+        for name in ("inputs", "targets"):
+            tokens = list(features[name].int64_list.value)
+            texts = features[f"{name}_pretokenized"].bytes_list.value
+            wrong = [token for token in tokens if not 0 <= token < vocabulary.vocab_size]
+            text = texts[0].decode("utf-8", "replace") if texts else None
+            if wrong or (text is not None and not _agree(vocabulary, tokens, text)):
+                raise UserError(
+                    f"Task {task.name} was cached with another vocabulary: the tokens of an example"
+                    f" spell {vocabulary.decode(tokens)[:80]!r}, and its text is"
+                    f" {(text or '')[:80]!r}.",
+                    where=str(folder),
+                    fix="Give the vocabulary that it was cached with (T0REPRO_VOCAB), or cache the"
+                    " task again.",
+                )
+
+
+def _agree(vocabulary: Any, tokens: Sequence[int], text: str) -> bool:
+    """Whether tokens spell a text, as far as the vocabulary can spell it; they may be cut."""
+
+    def spelt(numbers: Sequence[int]) -> str:
+        return " ".join(vocabulary.decode([n for n in numbers if n != vocabulary.eos_id]).split())
+
+    return spelt(vocabulary.encode(text)).startswith(spelt(tokens))
+
+
+def _all_records(folder: Path, split: str) -> Iterator[bytes]:
+    for path in sorted(folder.glob(f"{split}.tfrecord-*")):
+        yield from read_records(path)
+
+
+def _vocabulary(task: seqio.Task) -> Any:
+    return task.output_features["targets"].vocabulary
+
+
+def _sha256(model: bytes) -> str:
+    return hashlib.sha256(model).hexdigest()
+
+
+def _json(path: Path) -> Any:
+    """The file's content; None where there is no file, or what it holds is not JSON."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more

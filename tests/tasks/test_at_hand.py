@@ -1,0 +1,71 @@
+"""The part of a mixture that is at hand: rates kept, what is missing named."""
+
+import pytest
+import seqio
+
+from t0repro.errors import UserError
+from t0repro.tasks.demo.datasets import FOLDER
+from t0repro.tasks.mixture import keep_at_hand
+from t0repro.tasks.registration import add_mixture, add_prompted_task
+
+
+def task(name: str, root, dataset: str = "synthetic_imdb") -> str:
+    template = "Reviewer Sentiment Feeling"
+    add_prompted_task(dataset, None, template, ["validation"], root=root, name=name)
+    return name
+
+
+@pytest.fixture
+def mixture(tmp_path, request):
+    """A mixture of two tasks whose rows are here and one whose rows are not."""
+    prefix = f"{request.node.name}_"
+    here, also = task(f"{prefix}here", FOLDER), task(f"{prefix}also", FOLDER)
+    away = task(f"{prefix}away", tmp_path)
+    add_mixture(f"{prefix}mixture", {here: 3.0, away: 100.0, also: 7.0})
+    return f"{prefix}mixture", here, also, away
+
+
+def rates(name: str) -> dict[str, float]:
+    found = seqio.MixtureRegistry.get(name)
+    return {task.name: found.get_rate(task) for task in found.tasks}
+
+
+def test_what_is_missing_is_taken_out_and_named_and_rates_are_kept(mixture):
+    name, here, also, away = mixture
+    said = []
+    keep_at_hand(name, "validation", use_cached=False, say=said.append)
+    assert rates(name) == {here: 3.0, also: 7.0}
+    assert said == [
+        f"{name}: 2 of 3 tasks, with the rates that they have in the whole mixture."
+        f" Left out: {away} (rows not at hand)"
+    ]
+
+
+def test_rates_that_count_rows_are_those_of_what_is_kept(tmp_path):
+    here, away = task("counts_here", FOLDER), task("counts_away", tmp_path)
+    add_mixture("counts", [here, away], lambda rows: rows.num_input_examples("validation"))
+    keep_at_hand("counts", "validation", use_cached=False, say=lambda text: None)
+    assert rates("counts") == {here: 64}
+
+
+def test_of_cached_tasks_those_that_are_cached_are_kept(mixture, tmp_path, monkeypatch):
+    name, here, also, away = mixture
+    monkeypatch.setattr(seqio.TaskRegistry.get(also), "_cache_dir", str(tmp_path))
+    said = []
+    keep_at_hand(name, "validation", use_cached=True, say=said.append)
+    assert rates(name) == {also: 7.0} and f"{here} (not cached)" in said[0]
+
+
+def test_a_whole_mixture_is_left_as_it_is(tmp_path):
+    here = task("whole_here", FOLDER)
+    add_mixture("whole_mixture", {here: 2.0})
+    before = seqio.MixtureRegistry.get("whole_mixture")
+    keep_at_hand("whole_mixture", "validation", use_cached=False, say=pytest.fail)
+    assert seqio.MixtureRegistry.get("whole_mixture") is before
+
+
+def test_nothing_at_hand_is_an_error(tmp_path):
+    away = task("nothing_away", tmp_path)
+    add_mixture("nothing", {away: 2.0})
+    with pytest.raises(UserError, match="Nothing of 'nothing' is at hand"):
+        keep_at_hand("nothing", "validation", use_cached=False, say=pytest.fail)
