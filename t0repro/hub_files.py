@@ -12,7 +12,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+import urllib.parse
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ TIMEOUT_SECONDS = (5.0, 30.0)
 DELAYS_SECONDS = (0.5, 1.0, 2.0, 4.0)
 """Before each further attempt after a server's error or a cut transfer."""
 _BLOCK = 1 << 20
+_MOST_PAGES = 1000  # of a listing; a page has a thousand files
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,14 +86,35 @@ class HubRepository:
           UserError: if the hub cannot be reached or answers with an error.
         """
         url: str | None = f"{self.base_url}/api/datasets/{self.name}/tree/{self.revision}/{folder}"
-        found = []
+        found, pages = [], set()
         while url:
+            pages.add(url)
             answer = self._ask(url)
             if answer.status_code == 404:
                 return None
             found += [_hub_file(entry, url) for entry in self._entries(answer, url)]
-            url = answer.links.get("next", {}).get("url")
+            url = self._next_page(answer, url, pages)
         return [file for file in found if file is not None]
+
+    def _next_page(self, answer: Any, url: str, pages: Collection[str]) -> str | None:
+        """The address of a listing's next page, which must be another one of the same server."""
+        following = answer.links.get("next", {}).get("url")
+        if following is None:
+            return None
+        following = urllib.parse.urljoin(url, following)
+        if following in pages:
+            reason = "its next page is one that was read already"
+        elif len(pages) >= _MOST_PAGES:
+            reason = f"it has more than {_MOST_PAGES:,} pages"
+        elif not following.startswith(self.base_url + "/"):
+            reason = f"its next page is on another server, {following}"
+        else:
+            return following
+        raise UserError(
+            f"The listing cannot be followed: {reason}.",
+            where=url,
+            fix="Give the address of the hub, or of a mirror of it, as --base-url.",
+        )
 
     def download(self, file: HubFile, to: Path, advance: Callable[[int], None]) -> None:
         """Fetches a file; what lies at `to` already is taken for its beginning.

@@ -15,7 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from t0repro.errors import UserError, nearest_names
 from t0repro.tasks.catalogue import modelled_on, rounds_of
-from t0repro.tasks.mixture import PromptedMixture, record_mixture
+from t0repro.tasks.mixture import (
+    PromptedMixture,
+    prompted_mixtures,
+    record_mixture,
+    registered_mixtures,
+)
 from t0repro.tasks.rows import data_folder, dataset_folder, splits_on_disk
 from t0repro.tasks.source import PromptedRows, Split
 from t0repro.tasks.task import (
@@ -25,6 +30,7 @@ from t0repro.tasks.task import (
     TaskDescription,
     prompted_tasks,
     record_task,
+    registered_tasks,
     task_descriptions,
 )
 from t0repro.tasks.template_files import TemplateFile, read_template_file
@@ -248,10 +254,11 @@ def _import(module: str) -> None:
 
 
 def register_templates(path: str | Path) -> list[PromptedTask]:
-    """Registers a task for each template of a file, and its `_score_eval` twin, by T0's names.
+    """Registers a task for each template of a file, its `_score_eval` twin, and its mixtures.
 
-    The splits are those that the dataset's folder under T0REPRO_DATA_DIR holds; ANLI's rounds give
-    three tasks, as in T0. Registering the same file once more does nothing.
+    Names are by T0's rule. The splits are those that the dataset's folder under T0REPRO_DATA_DIR
+    holds; ANLI's rounds give three tasks, as in T0. Registering the same file once more does
+    nothing.
 
     Returns:
       The tasks, without the twins.
@@ -280,7 +287,30 @@ def register_templates(path: str | Path) -> list[PromptedTask]:
                     error.what, where=f"{path}, template {template.name!r}", fix=error.fix
                 ) from error
             registered.append(task)
+    for name, rates in content.mixtures.items():
+        _register_mixture(name, rates, content)
     return registered
+
+
+def _register_mixture(name: str, rates: Mapping[str, float], content: TemplateFile) -> None:
+    where = f"{content.path}, mixture {name!r}"
+    known = registered_tasks()
+    for task in rates:
+        if task not in known:
+            raise UserError(
+                f"There is no task {task!r}.",
+                where=where,
+                fix=f"Nearest: {nearest_names(task, known)}; or name its --module_import.",
+            )
+    mixtures = registered_mixtures()
+    before = prompted_mixtures().get(name)
+    if name in known or (
+        name in mixtures and (before is None or dict(before.rates) != dict(rates))
+    ):
+        raise UserError(
+            f"There is a task or mixture {name!r} already.", where=where, fix="Give another name."
+        )
+    add_mixture(name, rates)
 
 
 def _check_name_is_free(name: str, template: Any, content: TemplateFile) -> None:

@@ -15,6 +15,9 @@ from t0repro.errors import UserError
 
 DATA_VARIABLE = "T0REPRO_DATA_DIR"
 SUFFIXES = (".jsonl", ".parquet")
+DEPTH = 100
+"""How deep lists and objects of a row may lie in each other."""
+_TOO_DEEP = f"its lists and objects lie more than {DEPTH} deep in each other"
 
 
 def data_folder() -> Path:
@@ -104,16 +107,32 @@ def _read_jsonl(path: Path, start: int, stop: int | None) -> Iterator[dict[str, 
                 json.dumps(row, ensure_ascii=False).encode("utf-8")
         except ValueError as error:  # a broken encoding is one too
             raise _broken_line(path, number, str(error)) from error
+        except RecursionError as error:
+            raise _broken_line(path, number, _TOO_DEEP) from error
+        if line.count(b"[") + line.count(b"{") > DEPTH and _depth(row) > DEPTH:
+            raise _broken_line(path, number, _TOO_DEEP)
         if not isinstance(row, dict):
             raise _broken_line(path, number, "it is not an object of field names and values")
         yield row
+
+
+def _depth(value: Any) -> int:
+    """How deep lists and objects lie in each other; counted without recursion."""
+    deepest, waiting = 0, [(value, 0)]
+    while waiting:
+        item, depth = waiting.pop()
+        if isinstance(item, dict | list):
+            deepest = max(deepest, depth + 1)
+            inside = item.values() if isinstance(item, dict) else item
+            waiting += [(each, depth + 1) for each in inside]
+    return deepest
 
 
 def _broken_line(path: Path, number: int, reason: str) -> UserError:
     return UserError(
         f"A line is not a row in JSON: {reason}.",
         where=f"{path}, line {number}",
-        fix="Mend or remove that line; each line must be one JSON object in UTF-8.",
+        fix="Fix or remove that line; each line must be one JSON object in UTF-8.",
     )
 
 

@@ -10,6 +10,11 @@ r"""Prompts of one's own: files in promptsource's YAML format, registered as T0 
         answer_choices: no ||| yes
         metadata: !TemplateMetadata {original_task: true, metrics: [Accuracy]}
 
+It may also have mixtures, of these and of other registered tasks, with rates:
+
+    mixtures:
+      my_train: {my_reviews_was_it_good: 4000, super_glue_rte_GPT_3_style: 2490}
+
 A file is read by a loader that makes text, numbers, lists and mappings and knows these two tags:
 it can name no Python object.
 """
@@ -17,6 +22,8 @@ it can name no Python object.
 from __future__ import annotations
 
 import dataclasses
+import math
+import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,7 +36,9 @@ from t0repro.tasks.sandbox import check_jinja
 from t0repro.tasks.templates import TemplateFailure, make_template, task_name
 
 SEPARATOR = "|||"
-FILE_KEYS = ("dataset", "subset", "templates")
+LONGEST_NAME = 200
+"""Bytes of a task's name: file systems allow 255, of which suffixes take some."""
+FILE_KEYS = ("dataset", "subset", "templates", "mixtures")
 TEMPLATE_KEYS = ("name", "jinja", "answer_choices", "id", "metadata", "reference")
 METADATA_KEYS = ("original_task", "choices_in_prompt", "metrics")
 FORMAT = "The format is promptsource's: keys dataset, subset (if any) and templates."
@@ -44,12 +53,14 @@ class TemplateFile:
       dataset: the dataset's name, its folder under T0REPRO_DATA_DIR.
       subset: the configuration, or None.
       templates: promptsource `Template`s in the file's order.
+      mixtures: name -> the rate of each of its tasks.
     """
 
     path: Path
     dataset: str
     subset: str | None
     templates: tuple[Any, ...]
+    mixtures: Mapping[str, Mapping[str, float]]
 
 
 def read_template_file(path: str | Path) -> TemplateFile:
@@ -61,8 +72,8 @@ def read_template_file(path: str | Path) -> TemplateFile:
     path = Path(path)
     content = _load(path)
     _check_keys(content, FILE_KEYS, ("dataset", "templates"), str(path), FORMAT)
-    dataset = _text(content, "dataset", str(path))
-    subset = None if content.get("subset") is None else _text(content, "subset", str(path))
+    dataset = _folder_name(content, "dataset", path)
+    subset = None if content.get("subset") is None else _folder_name(content, "subset", path)
     entries = content["templates"]
     if not isinstance(entries, _Mapping) or not entries:
         raise UserError(
@@ -72,7 +83,44 @@ def read_template_file(path: str | Path) -> TemplateFile:
         )
     templates = [_template(path, key, entry, entries) for key, entry in entries.items()]
     _check_names(path, dataset, subset, templates, entries)
-    return TemplateFile(path, dataset, subset, tuple(templates))
+    return TemplateFile(path, dataset, subset, tuple(templates), _mixtures(path, content))
+
+
+def _folder_name(content: _Mapping, key: str, path: Path) -> str:
+    """A dataset or subset, which also names a folder below T0REPRO_DATA_DIR and nowhere else."""
+    value = _text(content, key, str(path))
+    if value.startswith("/") or ".." in value.split("/") or "\0" in value:
+        raise UserError(
+            f"{key} is {value!r}, which leads out of the folder of datasets.",
+            where=f"{path}, line {content.line_of(key)}",
+            fix="Name a folder below T0REPRO_DATA_DIR.",
+        )
+    return value
+
+
+def _mixtures(path: Path, content: _Mapping) -> dict[str, dict[str, float]]:
+    """The file's mixtures, checked but for whether their tasks are there."""
+    entries = content.get("mixtures")
+    if entries is None:
+        return {}
+    where = f"{path}, line {content.line_of('mixtures')}"
+    fix = "Write, below mixtures:, a name and below it a line `<task>: <rate>` for each task."
+    if not isinstance(entries, _Mapping) or not entries:
+        raise UserError("mixtures are not names and tasks.", where=where, fix=fix)
+    for name, tasks in entries.items():
+        where = f"{path}, line {entries.line_of(name)}"
+        if not isinstance(tasks, _Mapping) or not tasks:
+            raise UserError(f"Mixture {name!r} has no tasks with rates.", where=where, fix=fix)
+        for task, rate in tasks.items():
+            if type(rate) not in (int, float) or not 0 < rate < math.inf:
+                raise UserError(
+                    f"The rate of {task} in mixture {name!r} is {reprlib.repr(rate)}.",
+                    where=f"{path}, line {tasks.line_of(task)}",
+                    fix="Write a number above 0; T0's rates are numbers of examples.",
+                )
+    return {
+        name: {task: float(rate) for task, rate in tasks.items()} for name, tasks in entries.items()
+    }
 
 
 # YAML ----------------------------------------------------------------------------------------
@@ -137,14 +185,19 @@ def _load(path: Path) -> _Mapping:
         raise UserError(
             f"The template file is not the YAML that is wanted: {reason}.",
             where=f"{path}{line}",
-            fix="Mend that line. The tags that a file may have are !Template and"
-            " !TemplateMetadata.",
+            fix="Fix that line. The tags that a file may have are !Template and !TemplateMetadata.",
+        ) from error
+    except RecursionError as error:
+        raise UserError(
+            "The template file nests lists and mappings deeper than any template file does.",
+            where=str(path),
+            fix=FORMAT,
         ) from error
     except (yaml.YAMLError, ValueError) as error:  # a character, or a date, that there is not
         raise UserError(
             f"The template file is not YAML: {' '.join(str(error).split())}.",
             where=str(path),
-            fix="Mend it.",
+            fix="Fix it.",
         ) from error
     if not isinstance(content, _Mapping):
         raise UserError("The template file has no keys.", where=str(path), fix=FORMAT)
@@ -199,14 +252,18 @@ def _metadata(entry: Any, where: str) -> dict[str, Any]:
     for key in ("original_task", "choices_in_prompt"):
         if entry.get(key) not in (None, True, False):
             raise UserError(
-                f"{key} is {entry[key]!r}.", where=where, fix="Write true, false or null."
+                f"{key} is {reprlib.repr(entry[key])}.",
+                where=where,
+                fix="Write true, false or null.",
             )
     metrics = entry.get("metrics")
     if metrics is not None and not (
         isinstance(metrics, list) and all(isinstance(metric, str) for metric in metrics)
     ):
         raise UserError(
-            f"metrics is {metrics!r}.", where=where, fix="Write a list of names: [Accuracy]."
+            f"metrics is {reprlib.repr(metrics)}.",
+            where=where,
+            fix="Write a list of names: [Accuracy].",
         )
     return dict(entry)
 
@@ -237,6 +294,14 @@ def _check_names(
     seen: dict[str, tuple[str, int]] = {}
     for template, line in zip(templates, lines, strict=True):
         name = task_name(dataset, subset, template.name)
+        if len(name.encode()) > LONGEST_NAME:
+            raise UserError(
+                f"Template {template.name[:60]!r}... would be a task whose name has"
+                f" {len(name.encode())} bytes; a cached task is a folder, whose name has"
+                f" {LONGEST_NAME} at most.",
+                where=f"{path}, line {line}",
+                fix="Give the template a shorter name.",
+            )
         if name in seen:
             first, first_line = seen[name]
             raise UserError(
@@ -267,7 +332,7 @@ def _text(content: _Mapping, key: str, where: str) -> str:
     value = content[key]
     if not isinstance(value, str) or not value.strip():
         raise UserError(
-            f"{key} is {value!r}, not text.",
+            f"{key} is {reprlib.repr(value)}, not text.",
             where=f"{where.partition(', line')[0]}, line {content.line_of(key)}",
             fix="Put it in quotes." if value not in (None, "") else "Give it.",
         )

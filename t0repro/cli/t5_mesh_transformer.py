@@ -67,6 +67,12 @@ def define_flags() -> None:
             None,
             "A local copy of the SentencePiece model that the tasks use (sets T0REPRO_VOCAB).",
         )
+        flags.DEFINE_boolean(
+            "at_hand",
+            False,
+            "Use the part of the mixture whose rows or caches are here, with its rates; the rest is"
+            " named.",
+        )
         flags.DEFINE_boolean("debug", False, "Show tracebacks and Mesh TensorFlow's own log.")
     by_module = flags.FLAGS.flags_by_module_dict()
     for module in (mesh_transformer_main, utils, sys.modules[__name__]):
@@ -140,7 +146,7 @@ def _run_jax(options: Any) -> None:
         )
     else:
         configuration = dialect.load(inputs, float32_activations=float32)
-    _check_inputs(configuration.inputs, jax=True)
+    _check_inputs(configuration.inputs, jax=True, at_hand=options.at_hand)
     run(configuration)
 
 
@@ -159,18 +165,19 @@ def _run_mesh_tensorflow(options: Any) -> None:
     if options.use_model_api:  # t5's MtfModel makes a run of the flags itself
         parser.parse(gin_inputs(options))
     else:
-        _check_inputs(dialect.load(gin_inputs(options)).inputs, jax=False)
+        inputs = dialect.load(gin_inputs(options)).inputs
+        _check_inputs(inputs, jax=False, at_hand=options.at_hand)
     run(options)
 
 
-def _check_inputs(inputs: RunInputs, *, jax: bool) -> None:
+def _check_inputs(inputs: RunInputs, *, jax: bool, at_hand: bool) -> None:
     """Checks what the run will read, before anything is built or written."""
     from t0repro.config import cloud
     from t0repro.converters import run_checks
     from t0repro.data.checks import check_data
 
     cloud.check_addresses(inputs, jax=jax)
-    check_data(inputs)
+    check_data(inputs, at_hand=at_hand)
     run_checks.check_checkpoints(inputs, jax=jax)
 
 

@@ -15,7 +15,7 @@ from t0repro.tasks.inspect.checking import CheckedTask, Verdict
 from t0repro.tasks.inspect.listing import OVERSAMPLED, ListedTask
 from t0repro.tasks.inspect.showing import VARIABLE_LENGTH, ShownExample, ShownTask
 from t0repro.terminal import print_table, terminal
-from t0repro.words import counted
+from t0repro.words import counted, printable
 
 # Of what goes to a file or another program: a list's lines stay whole, examples can be read.
 LIST_WIDTH, TEXT_WIDTH = 1_000, 100
@@ -48,8 +48,8 @@ def _cells(task: ListedTask) -> list[str | Text]:
     return [
         task.task,
         task.dataset if task.subset is None else f"{task.dataset}/{task.subset}",
-        task.template,
-        _choices_in_words(task.choices),
+        printable(task.template),
+        printable(_choices_in_words(task.choices)),
         ", ".join(task.metrics),
         Text(f"{rate} ({times:.0f}x)", style="yellow") if times > OVERSAMPLED else rate,
         examples,
@@ -91,7 +91,7 @@ def print_task(shown: ShownTask) -> None:
     console, task = terminal(TEXT_WIDTH), shown.task
     dataset = task.dataset if task.subset is None else f"{task.dataset}/{task.subset}"
     console.print(Text(task.name, style="bold"), f"split {shown.split}")
-    console.print(f"{dataset}, template {task.template_name!r} ({task.template_id})")
+    console.print(printable(f"{dataset}, template {task.template_name!r} ({task.template_id})"))
     if shown.vocabulary_error:
         console.print(f"No token counts: {shown.vocabulary_error}")
     for example in shown.examples:
@@ -107,13 +107,13 @@ def _panel(example: ShownExample, shown: ShownTask) -> Panel:
     body = Text()
     body.append("input", style="bold cyan")
     body.append(_count(example.input_tokens) + "\n")
-    inputs = Text(example.inputs)
+    inputs = Text(_shown(example.inputs))
     for choice in set(example.choices or ()):
-        inputs.highlight_words([choice], style="underline")
+        inputs.highlight_words([_shown(choice)], style="underline")
     body.append_text(inputs)
     body.append("\n\ntarget", style="bold green")
     body.append(_count(example.target_tokens) + "\n")
-    body.append(example.targets, style="green")
+    body.append(_shown(example.targets), style="green")
     for line, style in _choice_lines(example, shown):
         body.append("\n")
         body.append(line, style=style)
@@ -121,6 +121,11 @@ def _panel(example: ShownExample, shown: ShownTask) -> Panel:
         body.append("\n")
         body.append(line, style="yellow")
     return Panel(body, title=f"row {example.row}", title_align="left")
+
+
+def _shown(text: str) -> str:
+    """A text with its lines, and nothing that a terminal would act on."""
+    return printable(text, keep="\n\t")
 
 
 def _count(tokens: int | None) -> str:
@@ -138,7 +143,10 @@ def _choice_lines(example: ShownExample, shown: ShownTask) -> list[tuple[str, st
         tokens = None if example.choice_tokens is None else example.choice_tokens[number]
         right = number == example.correct
         lines.append(
-            (f"{'*' if right else ' '} {choice}{_count(tokens)}", "green" if right else "")
+            (
+                f"{'*' if right else ' '} {printable(choice)}{_count(tokens)}",
+                "green" if right else "",
+            )
         )
     if example.correct is None:
         lines.append(("The target is none of them: ranking counts this example as wrong.", "red"))
@@ -162,7 +170,7 @@ def cuts_in_words(example: ShownExample, shown: ShownTask) -> list[str]:
                 f"cut: {counted(lost, 'token')} beyond {shown.lengths[feature]:,} of {feature}"
             )
     if example.kept_end:
-        lines.append(f"  the input then ends: ...{example.kept_end}")
+        lines.append(f"  the input then ends: ...{printable(example.kept_end)}")
     return lines
 
 
@@ -175,7 +183,7 @@ def print_checks(checked: Sequence[CheckedTask]) -> None:
     for verdict in (Verdict.SUSPECT, Verdict.BROKEN):
         for task in checked:
             if task.verdict is verdict:
-                line = f"{verdict.value}: {task.task}: {task.reason}"
+                line = printable(f"{verdict.value}: {task.task}: {task.reason}")
                 console.print(line, soft_wrap=True)
     absent = sorted({task.dataset for task in checked if task.verdict is Verdict.NO_ROWS})
     if absent:

@@ -29,6 +29,7 @@ class P3Server(ThreadingHTTPServer):
         self.asked: list[tuple[str, str]] = []  # (file name, Range)
         self.listings = 0
         self.listing_faults: list = []
+        self.next_page = ""  # named by every listing, in place of the right one
         self.large: bool = True  # tell SHA-256 of TFRecords, as of files in large file storage
 
     @property
@@ -66,9 +67,11 @@ class _Handler(BaseHTTPRequestHandler):
         if not path.is_dir():
             return self._send(404, b'{"error": "not found"}')
         entries = [self._entry(file) for file in sorted(path.iterdir())]
-        headers = {}
+        headers, following = {}, ""
         if first + PAGE < len(entries):
             following = f"{self.server.url}{urlparse(self.path).path}?cursor={first + PAGE}"
+        following = self.server.next_page or following
+        if following:
             headers["Link"] = f'<{following}>; rel="next"'
         self._send(200, json.dumps(entries[first : first + PAGE]).encode(), headers)
 

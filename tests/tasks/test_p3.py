@@ -295,6 +295,24 @@ def test_a_file_where_the_folder_should_be_is_told(server, tmp_path):
         p3.fetch([TASK], tmp_path / "file", repository(server))
 
 
+@pytest.mark.parametrize(
+    ("following", "message"),
+    [
+        ("{url}/api/datasets/bigscience/P3/tree/{revision}/data/{task}", "read already"),
+        ("?cursor=0", "read already"),
+        ("http://127.0.0.1:9/api/datasets/bigscience/P3/tree/main/data", "on another server"),
+    ],
+)
+def test_a_listing_whose_next_page_is_itself_or_elsewhere_is_refused(
+    tree, tmp_path, following, message
+):
+    with p3_server.serving(tree) as server:
+        server.next_page = following.format(url=server.url, revision=p3.REVISION, task=TASK)
+        with pytest.raises(UserError, match=f"listing cannot be followed(.|\n)*{message}"):
+            p3.fetch([TASK], tmp_path, repository(server))
+        assert server.listings <= 2
+
+
 def test_two_fetches_to_one_folder_are_told_apart(server, tmp_path):
     with folder_lock(tmp_path, "test"), pytest.raises(UserError, match="Another run holds"):
         p3.fetch([TASK], tmp_path, repository(server))

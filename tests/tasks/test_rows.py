@@ -1,5 +1,7 @@
 """Rows on disk: both formats, and what is said when they are missing or broken."""
 
+import json
+
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -91,3 +93,20 @@ def test_kept_rows_are_evenly_spaced_and_as_many_as_asked_for():
     gaps = {second - first for first, second in zip(kept, kept[1:], strict=False)}
     assert len(kept) == 100 and gaps <= {10, 11}
     assert all(rows.kept_row(index, 50, 100) for index in range(50))
+
+
+@pytest.mark.parametrize("depth", [101, 100_000])
+@pytest.mark.parametrize(("start", "end"), [("[", "]"), ('{"a":', "}")])
+def test_a_row_that_is_nested_too_deep_is_named(tmp_path, depth, start, end):
+    inside = start * depth + "1" + end * depth
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"a": 1}\n{"a": ' + inside + "}\n")
+    with pytest.raises(UserError, match="more than 100 deep") as caught:
+        list(rows.read_rows(path))
+    assert caught.value.where == f"{path}, line 2"
+
+
+def test_a_row_with_many_brackets_that_is_not_deep_is_read(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"a": [[1]] * 500, "text": "[" * 500}) + "\n")
+    assert len(list(rows.read_rows(path))) == 1

@@ -14,6 +14,7 @@ import seqio
 from t0repro.errors import UserError
 from t0repro.tasks import prompted_tasks
 from t0repro.tasks.inspect.checking import Verdict, check_tasks
+from t0repro.tasks.mixture import prompted_mixtures
 from t0repro.tasks.registration import register_templates
 from t0repro.tasks.task import task_descriptions
 from t0repro.tasks.template_files import read_template_file
@@ -73,6 +74,11 @@ def write(folder: Path, text: str) -> Path:
 def forget():
     """Takes the registered tasks of my_reviews back, so that tests do not meet."""
     yield
+    from t0repro.tasks import mixture
+
+    for name in {"my_mixture", "m"} & set(seqio.MixtureRegistry.names()):
+        seqio.MixtureRegistry.remove(name)
+        mixture._mixtures.pop(name, None)
     for name in [name for name in prompted_tasks() if name.startswith("my_reviews")]:
         seqio.TaskRegistry.remove(name)
         from t0repro.tasks import task as registry
@@ -179,6 +185,20 @@ BROKEN = [
         HEAD + GOOD.replace("original_task: true", "original_task: 'so'"),
         "original_task is 'so'",
     ),
+    (
+        "long name",
+        HEAD + GOOD.replace("was it good?", "w" * 300),
+        "a task whose name has 311 bytes",
+    ),
+    ("a way out", "dataset: ../../etc\ntemplates:\n" + GOOD, "leads out(.|\n)*line 1"),
+    ("deep", "dataset: " + "[" * 9000, "deeper than|not the YAML"),
+    ("empty mixtures", HEAD + GOOD + "mixtures: {}\n", "not names and tasks(.|\n)*line 14"),
+    ("rate", HEAD + GOOD + "mixtures:\n  m:\n    a: 0\n", "rate of a(.|\n)*line 16"),
+    (
+        "task of a mixture",
+        HEAD + GOOD + "mixtures: {m: {my_reviews_was_it_god_: 1}}\n",
+        "no task 'my_reviews_was_it_god_'(.|\n)*'my_reviews_was_it_good_'",
+    ),
     ("key twice", HEAD + GOOD + GOOD, "second time(.|\n)*line 14"),
     (
         "name twice",
@@ -224,6 +244,26 @@ def test_a_missing_file_and_a_binary_one_are_named(tmp_path):
     (tmp_path / "my.yaml").write_bytes(b"dataset: \xff\xfe")
     with pytest.raises(UserError, match="cannot be read"):
         read_template_file(tmp_path / "my.yaml")
+
+
+MIXED = """\
+mixtures:
+  my_mixture:
+    my_reviews_was_it_good_: 30
+    my_reviews_write_one: 10
+"""
+
+
+def test_a_file_can_mix_its_tasks_with_rates(data, tmp_path, forget):
+    path = write(tmp_path, HEAD + GOOD + OPEN_ENDED + MIXED)
+    register_templates(path), register_templates(path)
+    mixture = seqio.MixtureRegistry.get("my_mixture")
+    rates = {task.name: mixture.get_rate(task) for task in mixture.tasks}
+    assert rates == {"my_reviews_was_it_good_": 30.0, "my_reviews_write_one": 10.0}
+    assert prompted_mixtures()["my_mixture"].rate("my_reviews_write_one") == 10.0
+    write(tmp_path, HEAD + GOOD + OPEN_ENDED + MIXED.replace("30", "31"))
+    with pytest.raises(UserError, match="mixture 'my_mixture' already"):
+        register_templates(path)
 
 
 # Prompts that are broken although they are valid -----------------------------------------------
@@ -326,12 +366,12 @@ def command(name: str, *arguments: str, cwd: Path, templates: Path) -> str:
 def test_seqio_caches_ones_own_prompts_and_both_read_the_cache_as_it_renders(
     data, tmp_path, forget, monkeypatch
 ):
-    path = write(tmp_path, HEAD + GOOD)
+    path = write(tmp_path, HEAD + GOOD + OPEN_ENDED + MIXED)
     module = "--module_import=t0repro.tasks.user_templates"
     command(
         "seqio_cache_tasks",
         module,
-        "--tasks=my_reviews_.*",
+        "--tasks=my_reviews_was_it_good_.*",
         f"--output_cache_dir={tmp_path / 'cache'}",
         "--pipeline_options=--runner=FnApiRunner",
         cwd=tmp_path,
@@ -362,7 +402,8 @@ def test_seqio_caches_ones_own_prompts_and_both_read_the_cache_as_it_renders(
         "--model_dir=model",
         f"--additional_task_cache_dirs={tmp_path / 'cache'}",
         "--gin_file=dataset.gin",
-        "--gin_param=MIXTURE_NAME = 'my_reviews_was_it_good_'",
+        "--at_hand",  # the other task of the mixture is not cached
+        "--gin_param=MIXTURE_NAME = 'my_mixture'",
         "--gin_file=demo/t5.1.1.demo.gin",
         "--gin_file=learning_rate_schedules/constant_0_001.gin",
         "--gin_param=run.train_steps = 2",
@@ -374,4 +415,7 @@ def test_seqio_caches_ones_own_prompts_and_both_read_the_cache_as_it_renders(
         cwd=tmp_path,
         templates=path,
     )
+    assert "my_mixture: 1 of 2 tasks" in printed
+    assert "Left out: my_reviews_write_one (not cached)" in printed
+    assert "which vocabulary my_reviews_was_it_good_ was cached with" in printed
     assert "step 2 of 2" in printed and (tmp_path / "model" / "checkpoint_2").is_dir()
