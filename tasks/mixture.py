@@ -6,7 +6,7 @@ import dataclasses
 import sys
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from t0repro.errors import UserError, nearest_names
 from t0repro.tasks.task import PromptedTask, prompted_tasks, task_descriptions
@@ -145,10 +145,12 @@ def not_at_hand(tasks: Iterable[seqio.Task], split: str, *, use_cached: bool) ->
     for task in tasks:
         if split not in task.splits:
             continue
+        source: Any = task.source
         if use_cached:
             if not task.cache_dir:
                 found[task.name] = "not cached"
-        elif hasattr(task.source, "reader") and missing_rows(task.source, split):
+        # A source that is not of prompted rows says itself what it lacks, when it is read.
+        elif hasattr(source, "reader") and missing_rows(source, split):
             found[task.name] = "rows not at hand"
     return found
 
