@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING
 
 from t0repro.errors import UserError, nearest_names
 from t0repro.parameters import layout
 from t0repro.parameters.shape import ModelShape, describe
-
-if TYPE_CHECKING:
-    from t0repro.config.run_config import ModelConfig
 
 
 def recognise(names_and_shapes: Mapping[str, Iterable[int]]) -> ModelShape:
@@ -150,47 +145,3 @@ def _hint(path: str) -> str:
     if path == "decoder/logits_dense/kernel":
         return " The vocabularies of the embedding and of the logits differ."
     return ""
-
-
-def check_fits(family: ModelShape, model: ModelConfig, where: str) -> None:
-    """Checks that a checkpoint is of the model that a run describes.
-
-    Args:
-      family: what `recognise` found in the checkpoint.
-      model: the run's model.
-      where: the checkpoint's path, for the message.
-
-    Raises:
-      UserError: naming every size that differs, with both values; a vocabulary's size first.
-    """
-    pairs = {
-        "vocabulary": "vocab_size",
-        "encoder layers": "num_encoder_layers",
-        "decoder layers": "num_decoder_layers",
-        "d_model": "d_model",
-        "d_ff": "d_ff",
-        "heads": "num_heads",
-        "d_kv": "d_kv",
-        "relative attention buckets": "relative_attention_num_buckets",
-        "input kernels of the feed-forward layer": "wi_kernels",
-        "logits from the embedding": "tied",
-    }
-    checkpoint, run = dataclasses.asdict(family), dataclasses.asdict(model.shape)
-    differences = [
-        f"{name}: {checkpoint[field]} in the checkpoint, {run[field]} in this run"
-        for name, field in pairs.items()
-        if checkpoint[field] != run[field]
-    ]
-    if not differences:
-        return
-    fix = "Give the gin file of the model that the checkpoint holds."
-    if family.vocab_size != model.vocab_size:
-        fix = (
-            "Give the vocabulary that the checkpoint was trained with (sizes are padded to a"
-            " multiple of 128), or another checkpoint."
-        )
-    raise UserError(
-        f"The checkpoint does not fit this run's model; {'; '.join(differences)}.",
-        where=where,
-        fix=fix,
-    )
