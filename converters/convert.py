@@ -108,8 +108,9 @@ def convert(
       **choices: fields of `Options`, instead of `options`.
 
     Raises:
-      UserError: if the source is missing, damaged, incomplete, no T5 or being written to, if `dst`
-        is there, if space lacks, or if a value does not fit the target's type.
+      UserError: if the source is missing, damaged, incomplete, not a T5 or being written to, if
+        `dst` exists, if there is not enough disk space, or if a value does not fit the target's
+        type.
     """
     options = options or Options(**choices)
     _check_request(to, options)
@@ -158,7 +159,7 @@ def _planned(
 def _prepare(
     reader: CheckpointReader, to: Format, options: Options
 ) -> tuple[CheckpointReader, list[str]]:
-    """A reader that makes the changes that are asked for, and what to say of them."""
+    """A reader that makes the requested changes, and a note on each of them."""
     notes = []
     trees, before = ("t5x", "jax"), reader
     if not options.slots:
@@ -216,7 +217,7 @@ def _target(directory: Path, to: Format, step: int) -> CheckpointRef:
 
 
 def _fingerprint(ref: CheckpointRef) -> dict[str, Any]:
-    """What tells whether a source is still the same: sizes and times of its files."""
+    """Sizes and times of a source's files, which change if it is written to meanwhile."""
     storage.refresh(ref.path)
     return {file: storage.stamp(file) for file in files_of(ref)}
 
@@ -265,9 +266,9 @@ def _check_target_absent(directory: Path, force: bool) -> None:
     elif not directory.exists():
         return
     raise UserError(
-        "The destination is there already.",
+        "The destination already exists.",
         where=str(directory),
-        fix="Name a directory that is not, or add --force to write into it."
+        fix="Name a directory that does not exist, or add --force to write into this one."
         if directory.is_dir()
         else "Name a directory.",
     )

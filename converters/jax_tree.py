@@ -108,7 +108,7 @@ def _is_known(key: str, decoder_only: bool) -> bool:
 
 
 def dummies(tree: Mapping[str, _Shaped]) -> set[str]:
-    """The slots of a tree that stand for slots that are not there: zeros of shape (1,).
+    """The placeholders among a tree's slots: zeros of shape (1,) for slots that are not used.
 
     A slot of that shape is a dummy unless its parameter's own slots have that shape: `v` and `m`
     of a parameter of shape (1,), or the factored slots of a matrix of which one side is 1.

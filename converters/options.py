@@ -11,13 +11,13 @@ from t0repro.parameters import layout
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What a conversion shall do beside changing the format.
+    """What a conversion does besides changing the format.
 
     Attributes:
       slots: False leaves the optimizer's slots out. hf keeps them in a file beside the weights.
-      norm_names: how Mesh TensorFlow shall spell the norms: "rms_norm", or "layer_norm" as in T5
-        1.0's released checkpoints. By default as in the checkpoint that the model came from, where
-        its manifest says so, and else "rms_norm".
+      norm_names: how Mesh TensorFlow's variables spell the norms: "rms_norm", or "layer_norm" as in
+        T5 1.0's released checkpoints. By default as in the checkpoint that the model came from,
+        where its manifest says so, and else "rms_norm".
       dtype: "float32" or "bfloat16": the type of the parameters in the target; None keeps them.
       master_dtype: the same, for mtf only, by the name that gin has for it. By default what
         `gin_file` binds, since Mesh TensorFlow restores into variables of that type alone.

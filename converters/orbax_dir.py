@@ -1,10 +1,10 @@
 """Orbax directories, one tensor at a time.
 
-`ocp.PyTreeCheckpointHandler` saves and restores whole trees; here a tensor is read or written by
-itself, so that a checkpoint need not fit into memory. Written is the layout that Orbax calls "not
-OCDBT": a directory per array, named by its path with dots, a Zarr 2 array of one chunk without
-compression, and two JSON files. Orbax restores it like its own. Read are both that layout, with any
-chunks and compression (through TensorStore), and OCDBT's single key-value store.
+`ocp.PyTreeCheckpointHandler` saves and restores whole trees; here tensors are read and written one
+at a time, so that a checkpoint need not fit into memory. What is written is the layout that Orbax
+calls "not OCDBT": a directory per array, named by its path with dots, a Zarr 2 array of one chunk
+without compression, and two JSON files. Orbax restores it like its own. What can be read is that
+layout, with any chunks and compression (through TensorStore), and OCDBT's single key-value store.
 """
 
 from __future__ import annotations
@@ -241,8 +241,8 @@ class OrbaxWriter:
       extra_files: name -> content of further files, written at the end.
       item: a folder inside that the tree goes to, as Orbax's CheckpointManager has one for each
         item of a checkpoint; by default the tree is all that there is.
-      metadata: whether Orbax shall know the directory; False where another reader goes by a file of
-        its own.
+      metadata: whether to write Orbax's own metadata; False for directories that another reader
+        must not take for Orbax's.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Finding and opening checkpoints of any format by the paths that people give."""
+"""Finds and opens checkpoints of any format by the paths that people give."""
 
 from __future__ import annotations
 

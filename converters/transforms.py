@@ -1,6 +1,6 @@
 """What a conversion may change on the way: types, the vocabulary's size, exchanged slots.
 
-Each is a reader around a reader, so that the formats know nothing of it.
+Each change is a reader that wraps another reader, so the formats need not know about it.
 """
 
 from __future__ import annotations
@@ -107,7 +107,9 @@ class Resized(_Around):
     def __init__(self, reader: CheckpointReader, vocab_size: int):
         super().__init__(reader)
         if vocab_size < 1:
-            raise UserError(f"A vocabulary of {vocab_size} is none.")
+            raise UserError(
+                f"A vocabulary cannot have {vocab_size} entries.", fix="Give at least 1."
+            )
         self._size = vocab_size
         _check_order(reader, vocab_size)
         self._axes = {

@@ -1,6 +1,6 @@
 """The one table of names and axes that every checkpoint format is read and written by.
 
-A checkpoint is spoken of inside this package by T5X's tree paths, as flat keys:
+Inside the package every tensor of a checkpoint goes by its path in T5X's tree, as a flat key:
 
     target/<path>                          a parameter
     state/param_states/<path>/<slot>       an optimizer slot: v, v_row, v_col or m

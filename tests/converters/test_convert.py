@@ -50,7 +50,7 @@ def test_a_dry_run_reports_the_same_and_writes_nothing(tiny_checkpoint, tmp_path
 @pytest.mark.parametrize("to", ["mtf", "jax"])
 def test_a_destination_that_is_there_is_an_error_without_force(tiny_checkpoint, tmp_path, to):
     convert(tiny_checkpoint, tmp_path / "out", to)
-    with pytest.raises(UserError, match="there already"):
+    with pytest.raises(UserError, match="already exists"):
         convert(tiny_checkpoint, tmp_path / "out", to)
 
 
