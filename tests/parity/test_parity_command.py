@@ -81,7 +81,8 @@ def test_a_decoder_that_reads_its_target_is_found_by_the_command(shifted):
 
 def test_the_page_shows_both_curves_and_the_errors_and_asks_for_nothing(shifted):
     page = (shifted[0] / "parity.html").read_text()
-    assert page.count("<svg") == 5 and "decoder/layers_0/mlp" in page
+    # Five plots, each drawn for wide and for narrow screens
+    assert page.count("<svg") == 2 * 5 and "decoder/layers_0/mlp" in page
     assert "http://" not in page.replace("http://www.w3.org", "") and "https://" not in page
     text = (shifted[0] / "parity.md").read_text()
     assert "| gradient |" in text and "The error no-shift was put into the JAX side." in text
