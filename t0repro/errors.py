@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 class UserError(Exception):
-    """A mistake that the user can mend; commands print it without a traceback and exit with 2.
+    """A mistake that the user can fix; commands print it without a traceback and exit with 2.
 
     Args:
       what: what is wrong, in one sentence.

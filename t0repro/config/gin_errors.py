@@ -1,41 +1,194 @@
-"""The one gate that errors of gin's parser, and of the modules that gin files import, pass."""
+"""The one gate that errors of gin's parser, and of what gin calls, pass: what, where, what to do.
+
+gin raises whatever the file, the tokenizer or a configurable raised, with the place in the text of
+the message, in an attribute or nowhere. Behind the gate there is a UserError with all three parts.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import re
+import tokenize
 from collections.abc import Iterator
+from typing import Any
 
+from t0repro.config.provenance import Bindings
 from t0repro.errors import UserError, nearest_names
+
+_ANYWHERE = "the gin files and --gin_param of this run"
+_FIX = "Correct the gin file or the override."
+_LONGEST = 400  # characters of an exception's own words
 
 
 @contextlib.contextmanager
-def configuration_errors() -> Iterator[None]:
-    """Turns what fails while modules are imported and gin is parsed into UserErrors, words kept.
+def configuration_errors(bindings: Bindings | None = None) -> Iterator[None]:
+    """Turns whatever fails inside the block into UserErrors with a place, gin's words kept.
 
     Whatever fails there is in a file or an override of the user's; the original exception stays
     attached as the cause.
+
+    Args:
+      bindings: where the bindings were set, once they are parsed; for errors that come when gin
+        calls what it configured.
     """
+    with _noting_files() as files:
+        try:
+            yield
+        except UserError as error:
+            if error.where and error.fix:
+                raise
+            where, fix = error.where or _ANYWHERE, error.fix or _FIX
+            raise type(error)(error.what, where=where, fix=fix) from error
+        except Exception as error:
+            raise _described(error, files, bindings) from error
+
+
+@contextlib.contextmanager
+def _noting_files() -> Iterator[list[str]]:
+    """The gin files that are being parsed, outermost first; an exception leaves them as they are.
+
+    gin does not say which file could not be decoded, or ended in the middle of a statement.
+    """
+    import gin.config
+
+    files: list[str] = []
+    parse_config_file = gin.config.parse_config_file
+
+    def noting(config_file: str, *args: Any, **kwargs: Any) -> Any:
+        files.append(config_file)
+        result = parse_config_file(config_file, *args, **kwargs)
+        files.pop()
+        return result
+
+    gin.config.parse_config_file = noting
     try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        unknown = re.match(r"No Task or Mixture found with name '(.*)'", str(error))
-        if unknown:
-            raise unknown_mixture(unknown.group(1)) from error
-        if isinstance(error, ModuleNotFoundError):
-            raise UserError(
-                f"{error}.",
-                where="--module_import, or an `import` line of a gin file",
-                fix="Check the module's name; its folder must be on PYTHONPATH or installed.",
-            ) from error
-        where = None
-        if isinstance(error, SyntaxError) and error.text:
-            where = f"{error.filename or '--gin_param'}: {error.text.strip()}"
-        # gin appends the whole configuration to what it says of an undefined macro.
-        message = str(error).partition(" in config string:")[0].strip() or repr(error)
-        raise UserError(message, where=where, fix="Mend the gin file or the override.") from error
+        yield files
+    finally:
+        gin.config.parse_config_file = parse_config_file
+
+
+def _described(error: Exception, files: list[str], bindings: Bindings | None) -> UserError:
+    """The UserError of an exception that came while files were parsed, the innermost last."""
+    text, file = str(error), files[-1] if files else None
+    unknown = re.match(r"No Task or Mixture found with name '(.*)'", text)
+    if unknown:
+        return unknown_mixture(unknown.group(1))
+    if isinstance(error, ModuleNotFoundError):
+        return UserError(
+            f"{error.msg}.",
+            where=_place_in(text) or "--module_import, or an `import` line of a gin file",
+            fix="Check the module's name; its folder must be on PYTHONPATH or installed.",
+        )
+    missing = re.match(r"Unable to open file: (.*?)\. Searched config paths: (.*?)\.(\n|$)", text)
+    if missing:
+        return UserError(
+            f"There is no gin file {missing.group(1)}.",
+            where=_place_in(text) or "--gin_file",
+            fix="Correct the name, or name the file's folder with --gin_location_prefix."
+            f" Searched config paths: {_short(missing.group(2))}.",
+        )
+    if isinstance(error, UnicodeDecodeError):
+        return UserError(
+            f"The gin file is not UTF-8 text: {error.reason} at byte {error.start}.",
+            where=file,
+            fix="Save the file as UTF-8, or check that it is a gin file.",
+        )
+    if isinstance(error, RecursionError):
+        return UserError(
+            "Gin files include each other, or values are nested, without end.",
+            where=next((name for name in files if files.count(name) > 1), file) or _ANYWHERE,
+            fix="Remove the `include` that leads back to the file itself.",
+        )
+    where = _place_of(error, file) or _place_of_call(text, bindings) or _ANYWHERE
+    return UserError(_words(error), where=where, fix=_nearest_parameter(text) or _FIX)
+
+
+def _words(error: Exception) -> str:
+    """What an exception says, without the place and the configuration that gin appends."""
+    if isinstance(error, tokenize.TokenError):
+        return f"The text ends in the middle of a statement: {error.args[0]}."
+    if isinstance(error, SyntaxError):
+        return f"This is no gin statement: {_short(error.msg)}."
+    text = re.split(r"\n  In (?:file|bindings)| in config string:", str(error))[0]
+    return _short(text) or f"{type(error).__name__}."
+
+
+def _short(text: str) -> str:
+    """An exception's words on one line, cut where they run on."""
+    line = " ".join(text.split())
+    return line if len(line) <= _LONGEST else f"{line[:_LONGEST]}..."
+
+
+_IN_FILE = re.compile(
+    r'\n  In (?:file "(?P<file>[^"]+)",|bindings string) line (?P<line>\d+)\n(?P<text>.*)'
+)
+
+
+def _place_in(text: str) -> str | None:
+    """The place that gin appended to a message: the innermost is the first."""
+    found = _IN_FILE.search(text)
+    if found is None:
+        return None
+    if found["file"]:
+        return f"{found['file']}:{found['line']}: {_short(found['text'])}"
+    return f"--gin_param {_short(found['text'])!r}, line {found['line']}"
+
+
+def _place_of(error: Exception, file: str | None) -> str | None:
+    """The file and line of an exception of the parser."""
+    if isinstance(error, SyntaxError):
+        line = f"{error.lineno}" if error.lineno else "?"
+        text = _short(error.text or "")
+        name = error.filename or file
+        return f"{name}:{line}: {text}" if name else f"--gin_param {text!r}, line {line}"
+    if isinstance(error, tokenize.TokenError):
+        line = error.args[1][0] if len(error.args) > 1 else "?"
+        return f"{file}:{line}" if file else f"--gin_param, line {line}"
+    return _place_in(str(error)) or file
+
+
+def _place_of_call(text: str, bindings: Bindings | None) -> str | None:
+    """The bindings of the configurables that gin was calling when an exception came."""
+    called = set(re.findall(r"configurable '([\w./]+)'", text))
+    places = {} if bindings is None else bindings.places
+    found = [
+        place
+        for (_, selector, argument), place in places.items()
+        if called & {selector, selector.rpartition(".")[2]} and argument
+    ]
+    # Overrides come first: a shipped file is seldom what is wrong.
+    found.sort(key=lambda place: not place.startswith("--"))
+    return "; ".join(dict.fromkeys(found[:3])) or None
+
+
+def _nearest_parameter(text: str) -> str | None:
+    """What to do about a misspelt argument or configurable: the nearest right name."""
+    import gin.config
+
+    argument = re.search(
+        r"[Cc]onfigurable '([\w./]+)' doesn't have a parameter named '(\w+)'", text
+    )
+    if argument:
+        selector = argument.group(1)
+        known = _parameters(selector)
+        return f"Nearest: {nearest_names(argument.group(2), known, 3)}. {_FIX}" if known else None
+    name = re.search(r"No configurable matching (?:reference )?'@?([\w./]+?)(?:\(\))?'", text)
+    if name:
+        wanted = name.group(1).rpartition(".")[2]
+        known = {selector.rpartition(".")[2] for selector, _ in gin.config._REGISTRY.items()}
+        return f"Nearest: {nearest_names(wanted, known, 3)}. {_FIX}"
+    return None
+
+
+def _parameters(selector: str) -> list[str]:
+    """The arguments of a configurable, however much of its name is given."""
+    import inspect
+
+    import gin.config
+
+    with contextlib.suppress(Exception):
+        return list(inspect.signature(gin.config._REGISTRY.get_match(selector).wrapped).parameters)
+    return []
 
 
 def unknown_mixture(name: str) -> UserError:
@@ -48,3 +201,93 @@ def unknown_mixture(name: str) -> UserError:
         where=f"{len(known)} tasks and mixtures are registered by the imported modules",
         fix="Correct MIXTURE_NAME, or name the module that registers it with --module_import.",
     )
+
+
+# ---- Macros and references ----------------------------------------------------------------------
+
+_MACRO = "gin.macro"
+# Macros that T0's commands set, and what to bind where the model's file does not read them.
+_BIND_INSTEAD = {
+    "tokens_per_batch": "run.batch_size = ('tokens_per_batch', N)",
+    "model_info": "tpu_estimator_model_fn.model_info_file = 'FILE'",
+}
+
+
+def check_references(
+    bindings: Bindings, *, read_by_t5: tuple[str, ...] = (), overrides: str = "--gin_param"
+) -> list[str]:
+    """Checks that what bindings refer to is there, and that the macros that are set are read.
+
+    Args:
+      bindings: of the parsed configuration, which is not yet finalized.
+      read_by_t5: macros that code asks for by name.
+      overrides: how the places of command-line overrides begin.
+
+    Returns:
+      Warnings: macros in the user's files that nothing reads.
+
+    Raises:
+      UserError: for a reference to nothing, and for a macro on the command line that nothing reads,
+        which most of the time is misspelt; with the nearest right names.
+    """
+    import gin.config
+
+    macros = {scope for scope, selector in gin.config._CONFIG if selector == _MACRO}
+    read = set(read_by_t5)
+    for (scope, selector), arguments in gin.config._CONFIG.items():
+        for argument, value in arguments.items():
+            place = bindings.places.get((scope, selector, argument)) or _ANYWHERE
+            for part in gin.config._iterate_flattened_values(value):
+                read |= _checked_reference(part, macros, place)
+    warnings, refused = [], []
+    for (scope, selector, _), place in bindings.places.items():
+        if selector != _MACRO or scope in read:
+            continue
+        if place.startswith(overrides):
+            refused.append((scope, place))
+        elif scope not in bindings.macros and not _is_shipped(place):
+            warnings.append(f"{place}: nothing reads the macro {scope}; {_instead(scope, read)}")
+    if refused:
+        names = ", ".join(name for name, _ in refused)
+        raise UserError(
+            f"Nothing reads {'the macro' if len(refused) == 1 else 'the macros'} {names}.",
+            where="; ".join(place for _, place in refused),
+            fix=" ".join(f"{name}: {_instead(name, read)}." for name, _ in refused),
+        )
+    return warnings
+
+
+def _checked_reference(value: Any, macros: set[str], place: str) -> set[str]:
+    """The macro that a value refers to, if any; raises UserError for a reference to nothing."""
+    import gin.config
+
+    if isinstance(value, gin.config._UnknownConfigurableReference):
+        raise UserError(
+            f"No configurable matching '@{value.selector}'.",
+            where=place,
+            fix=_nearest_parameter(f"No configurable matching '{value.selector}'"),
+        )
+    if not isinstance(value, gin.config.ConfigurableReference) or value.selector != _MACRO:
+        return set()
+    name = "/".join(value.scopes)
+    if name not in macros:
+        raise UserError(
+            f"The macro {name} has no value.",
+            where=place,
+            fix=f'Add --gin_param="{name} = ..."; macros that have one, nearest first:'
+            f" {nearest_names(name, macros, 3)}.",
+        )
+    return {name}
+
+
+def _instead(name: str, read: set[str]) -> str:
+    """What to bind in place of a macro that nothing reads."""
+    if name in _BIND_INSTEAD:
+        return f"bind {_BIND_INSTEAD[name]}"
+    known = [*read, *(f"run.{argument}" for argument in _parameters("utils.run"))]
+    return f"nearest: {nearest_names(name, known, 3)}"
+
+
+def _is_shipped(place: str) -> bool:
+    """Whether a file came with t5, Mesh TensorFlow or this package, whose macros suit many runs."""
+    return place.startswith(("t5/", "mesh_tensorflow/", "t0repro/")) or "/t0repro/gin/" in place

@@ -82,7 +82,7 @@ def test_configuration_errors_keep_the_words_and_the_cause():
 
 
 def test_configuration_errors_let_a_user_error_through():
-    original = UserError("Mine.")
+    original = UserError("Mine.", where="here", fix="So.")
     with pytest.raises(UserError) as raised, configuration_errors():
         raise original
     assert raised.value is original

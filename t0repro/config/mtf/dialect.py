@@ -26,8 +26,8 @@ def load(inputs: GinInputs, *, float32_activations: bool = True) -> Configuratio
     Raises:
       UserError: for anything that is wrong in a file or an override, with its place.
     """
-    with configuration_errors():
-        bindings = parse(inputs)
+    bindings = parse(inputs)
+    with configuration_errors(bindings):
         return reader.read(inputs.model_dir, bindings, float32_activations=float32_activations)
 
 
@@ -51,4 +51,5 @@ def load_model_api(
     """
     with configuration_errors():
         bindings = model_api.parse(inputs, flags, find_checkpoint)
+    with configuration_errors(bindings):
         return reader.read(inputs.model_dir, bindings, float32_activations=float32_activations)

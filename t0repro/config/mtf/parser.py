@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import os
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 from t0repro.config import cloud
-from t0repro.config.gin_errors import configuration_errors
+from t0repro.config.gin_errors import check_references, configuration_errors
 from t0repro.config.provenance import Bindings, record_bindings
 
 UTILS = "mesh_tensorflow.transformer.utils"
@@ -34,17 +35,25 @@ class GinInputs:
     skip_unknown: bool | Sequence[str] = ()
 
 
-@configuration_errors()
 def parse(inputs: GinInputs) -> Bindings:
     """Fills gin's global configuration from the inputs, in mesh_transformer_main's order.
 
     Raises:
-      UserError: for whatever gin's parser finds wrong, or a module that cannot be imported.
+      UserError: for whatever gin's parser finds wrong, a module that cannot be imported, or a
+        macro on the command line that nothing reads.
     """
-    import gin
     from t0repro.mesh import compat
 
     compat.install()
+    with configuration_errors():
+        return _parse(inputs)
+
+
+def _parse(inputs: GinInputs) -> Bindings:
+    import gin.config
+
+    import gin
+
     mesh_transformer = importlib.import_module(MESH_TRANSFORMER)
     utils = importlib.import_module(UTILS)
     seqio = importlib.import_module("seqio")
@@ -62,15 +71,18 @@ def parse(inputs: GinInputs) -> Bindings:
     for cache_dir in inputs.cache_dirs:
         cloud.check_address(cache_dir, "--additional_task_cache_dirs")
     with record_bindings() as bindings:
-        gin.parse_config_file(
+        gin.config.parse_config_file(
             os.path.join(_folder(utils, "gin"), "defaults.gin"), skip_unknown=skip
         )
-        gin.parse_config_files_and_bindings(
+        gin.config.parse_config_files_and_bindings(
             list(inputs.gin_files),
             list(inputs.gin_params),
             skip_unknown=skip,
             finalize_config=False,
         )
+    # t5 asks for the mixture by its macro's name, to find the vocabulary.
+    for warning in check_references(bindings, read_by_t5=("MIXTURE_NAME",)):
+        print(f"warning: {warning}", file=sys.stderr)
     # Released operative configs bind functions that are gone as the vocabulary; t5 overrides it.
     gin.bind_parameter("run.vocabulary", mesh_transformer.get_vocabulary())
     gin.finalize()

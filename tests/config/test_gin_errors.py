@@ -1,0 +1,197 @@
+"""Whatever is wrong with gin's inputs ends in a RunConfig or an error of what, where and fix."""
+
+import contextlib
+import io
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from t0repro.config.mtf import dialect
+from t0repro.config.mtf.parser import GinInputs
+from t0repro.config.run_config import RunConfig
+from t0repro.errors import UserError
+
+pytestmark = pytest.mark.mtf
+
+TEXT = """\
+# A recipe.
+import t5.models.mesh_transformer
+include 'demo/t5.1.1.demo.gin'
+include 'learning_rate_schedules/constant_0_001.gin'
+
+MIXTURE_NAME = 'demo_train'
+width = 64
+d_model = %width
+dropout_rate = 0.1
+decoder/Unitransformer.label_smoothing = 0.1
+mesh_train_dataset_fn.seed = 1
+serialize_num_microbatches.tokens_per_microbatch_per_replica = 256
+utils.run.mesh_shape = []
+utils.run.optimizer = @optimize.AdafactorOptimizer
+AdafactorOptimizer.beta1 = 0.0
+run.train_steps = 20
+run.batch_size = ('tokens_per_batch', 512)
+run.sequence_length = {'inputs': 64,
+                       'targets': 16}
+run.learning_rate_schedule = [0.5, @learning_rate_schedules.linear_decay]
+"""
+
+
+def load(text: str | bytes, folder: Path, *params: str) -> RunConfig:
+    file = folder / "mine.gin"
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    inputs = GinInputs(
+        "a_model_dir", ("dataset.gin", str(file)), params, module_imports=("t0repro.tasks.demo",)
+    )
+    return dialect.load(inputs).run
+
+
+def refusal(text: str | bytes, folder: Path, *params: str) -> UserError:
+    with pytest.raises(UserError) as error:
+        load(text, folder, *params)
+    assert error.value.what and error.value.where and error.value.fix
+    assert len(str(error.value)) < 2000
+    return error.value
+
+
+def test_the_recipe_itself_is_a_run(tmp_path):
+    assert load(TEXT, tmp_path).model.d_model == 64
+
+
+@pytest.mark.parametrize(
+    ("line", "what", "where", "fix"),
+    [
+        ("run.train_steps = %NOSUCH", "NOSUCH has no value", "mine.gin:21", "NOSUCH = ..."),
+        ("include 'no_such.gin'", "no gin file no_such.gin", "mine.gin:21", "location_prefix"),
+        ("run.train_steps = (1,", "ends in the middle", "mine.gin:2", "Correct"),
+        ("run.train_steps = = 3", "no gin statement", "mine.gin:21", "Correct"),
+        ("run.train_stepz = 3", "'train_stepz'", "mine.gin:21", "'train_steps'"),
+        ("runn.train_steps = 3", "'runn'", "mine.gin:21", "'run'"),
+        ("run.optimizer = @AdafactorOptimiser", "AdafactorOptimiser", "mine.gin", "'Adafactor"),
+        ("include 'mine.gin'", "include each other", "mine.gin", "Remove"),
+        ("run.mesh_shape = @tpu_mesh_shape()", "tpu_topology", "mine.gin:21", "tpu_topology"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_named_by_file_and_line(tmp_path, line, what, where, fix):
+    folders = {"include 'mine.gin'": f"include '{tmp_path / 'mine.gin'}'"}
+    error = refusal(f"{TEXT}{folders.get(line, line)}\n", tmp_path)
+    assert what in error.what
+    assert where in str(error.where)
+    assert fix in str(error.fix)
+
+
+def test_a_file_that_is_not_utf_8_is_named(tmp_path):
+    error = refusal(TEXT.encode() + b"\nx = '\xff\xfe'\n", tmp_path)
+    assert "UTF-8" in error.what and "mine.gin" in str(error.where)
+
+
+def test_a_file_that_was_cut_is_named(tmp_path):
+    error = refusal(TEXT[: TEXT.index("'targets'")], tmp_path)
+    assert "mine.gin" in str(error.where)
+
+
+# ---- Macros -------------------------------------------------------------------------------------
+
+
+def test_a_misspelt_macro_on_the_command_line_is_refused_with_the_nearest_name(tmp_path):
+    error = refusal(TEXT, tmp_path, "d_modle = 10")
+    assert "d_modle" in error.what and "'d_model'" in str(error.fix)
+    assert error.where == "--gin_param 'd_modle = 10'"
+
+
+def test_a_macro_whose_reader_was_overridden_is_refused(tmp_path):
+    error = refusal(TEXT, tmp_path, "width = 32", "d_model = 48")
+    assert "width" in error.what
+
+
+def test_t0s_macros_that_the_model_file_does_not_read_say_what_to_bind(tmp_path):
+    error = refusal(TEXT, tmp_path, "tokens_per_batch = 1048576", "model_info = 'info.txt'")
+    assert "tokens_per_batch, model_info" in error.what
+    assert "run.batch_size = ('tokens_per_batch', N)" in str(error.fix)
+    assert "model_info_file" in str(error.fix)
+
+
+def test_a_name_without_its_configurable_is_given_one(tmp_path):
+    assert "'run.train_steps'" in str(refusal(TEXT, tmp_path, "train_steps = 5").fix)
+
+
+def test_an_unread_macro_in_a_file_is_warned_of_by_its_line(tmp_path, capsys):
+    assert load(f"{TEXT}d_modle = 10\n", tmp_path).model.d_model == 64
+    warned = capsys.readouterr().err
+    assert "mine.gin:21: nothing reads the macro d_modle" in warned and "'d_model'" in warned
+    load(TEXT, tmp_path)
+    assert capsys.readouterr().err == ""
+
+
+# ---- Fuzz ---------------------------------------------------------------------------------------
+
+PIECES = st.sampled_from(
+    ["'", '"', "(", ")", "[", "]", "{", "}", "@", "%", "/", ".", ",", "=", ":", "\n", "\\", "#",
+     " ", "-", "0", "9", "1e9", "None", "True", "nan", "()", "\t", "\x00", "\U0001f642", "é",
+     "include", "import ", "run.", "d_model", "encoder/", "''", "  ", "*", ";"]
+)  # fmt: skip
+
+
+@st.composite
+def mutated(draw) -> bytes:
+    """The recipe with one to four changes: pieces cut, put in, doubled or swapped, or bad bytes."""
+    text = TEXT
+    for _ in range(draw(st.integers(1, 4))):
+        start = draw(st.integers(0, len(text)))
+        end = min(len(text), start + draw(st.integers(0, 12)))
+        kind = draw(st.sampled_from(["cut", "put", "replace", "double", "line", "end"]))
+        if kind == "cut":
+            text = text[:start] + text[end:]
+        elif kind == "put":
+            text = text[:start] + draw(PIECES) + text[start:]
+        elif kind == "replace":
+            text = text[:start] + draw(PIECES) + text[end:]
+        elif kind == "double":
+            text = text[:end] + text[start:]
+        elif kind == "line":
+            lines = text.split("\n")
+            index = draw(st.integers(0, len(lines) - 1))
+            lines.insert(draw(st.integers(0, len(lines) - 1)), lines.pop(index))
+            text = "\n".join(lines)
+        else:
+            text = text[:start]
+    data = text.encode()
+    if draw(st.integers(0, 19)) == 0:
+        at = draw(st.integers(0, len(data)))
+        data = data[:at] + draw(st.binary(min_size=1, max_size=3)) + data[at:]
+    return data
+
+
+def check_ends_well(text: bytes, folder: Path) -> None:
+    with contextlib.redirect_stderr(io.StringIO()):  # warnings of macros
+        try:
+            config = load(text, folder)
+        except UserError as error:
+            assert error.what and error.where and error.fix
+            assert len(str(error)) < 3000
+        else:
+            assert isinstance(config, RunConfig)
+
+
+FUZZ = {"deadline": None, "suppress_health_check": list(HealthCheck), "database": None}
+
+
+@settings(max_examples=500, derandomize=True, **FUZZ)
+@given(text=mutated())
+def test_a_mutated_file_is_a_run_or_an_error_of_what_where_and_fix(tmp_path_factory, text):
+    check_ends_well(text, _folder(tmp_path_factory))
+
+
+@pytest.mark.slow
+@settings(max_examples=20_000, **FUZZ)
+@given(text=mutated())
+def test_20_000_mutated_files_are_runs_or_errors_of_what_where_and_fix(tmp_path_factory, text):
+    check_ends_well(text, _folder(tmp_path_factory))
+
+
+def _folder(factory) -> Path:
+    folder = factory.getbasetemp() / "fuzz"
+    folder.mkdir(exist_ok=True)
+    return folder
