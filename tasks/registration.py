@@ -21,6 +21,7 @@ from t0repro.tasks.mixture import (
     record_mixture,
     registered_mixtures,
 )
+from t0repro.tasks.module_names import resolved
 from t0repro.tasks.rows import data_folder, dataset_folder, splits_on_disk
 from t0repro.tasks.source import PromptedRows, Split
 from t0repro.tasks.task import (
@@ -222,6 +223,7 @@ def load_tasks(
     Raises:
       UserError: if a module cannot be found, or a file is broken.
     """
+    modules = resolved(modules)
     for path in templates:
         read_template_file(path)  # a broken file is told of before seconds of imports
     with_seqio = into_seqio or needs_seqio(modules)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from absl import app, flags, logging
 
 from t0repro.cli.gate import USER_ERROR, gate
+from t0repro.cli.machine import say_what_runs_here
 from t0repro.cli.spelling import canonical_arguments
 from t0repro.errors import UserError
 
@@ -147,6 +148,7 @@ def _run_jax(options: Any) -> None:
     else:
         configuration = dialect.load(inputs, float32_activations=float32)
     _check_inputs(configuration.inputs, jax=True, at_hand=options.at_hand)
+    say_what_runs_here(options, configuration, on_jax=True)
     run(configuration)
 
 
@@ -164,10 +166,12 @@ def _run_mesh_tensorflow(options: Any) -> None:
 
     if options.use_model_api:  # t5's MtfModel makes a run of the flags itself
         parser.parse(gin_inputs(options))
+        run(options, None)
     else:
-        inputs = dialect.load(gin_inputs(options)).inputs
-        _check_inputs(inputs, jax=False, at_hand=options.at_hand)
-    run(options)
+        configuration = dialect.load(gin_inputs(options))
+        _check_inputs(configuration.inputs, jax=False, at_hand=options.at_hand)
+        say_what_runs_here(options, configuration, on_jax=False)
+        run(options, configuration.inputs)
 
 
 def _check_inputs(inputs: RunInputs, *, jax: bool, at_hand: bool) -> None:

@@ -32,6 +32,8 @@ class RunInputs:
       master_dtype: the type of Mesh TensorFlow's variables, and so of its checkpoints' parameters.
       batch_size: sequences in a global batch.
       sequence_length: tokens per feature, or None to take the longest example's.
+      tpu_mesh: the mesh that run.mesh_shape = @tpu_mesh_shape() makes of a TPU's topology, as
+        "batch:64,model:8"; None where the mesh is given itself, or has one device.
       provenance: field -> where its value was set.
     """
 
@@ -48,6 +50,7 @@ class RunInputs:
     batch_size: int
     sequence_length: Mapping[str, int] | None
     num_microbatches: int
+    tpu_mesh: str | None
     provenance: Mapping[str, str]
 
 

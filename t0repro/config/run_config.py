@@ -66,8 +66,8 @@ class ModelConfig:
         mT5 and umT5 of transformers, which are not scaled.
     """
 
-    num_encoder_layers: Annotated[int, Range(at_least=0)]
-    num_decoder_layers: Annotated[int, Range(at_least=1)]
+    num_encoder_layers: Annotated[int, Range(at_least=0, at_most=1000)]
+    num_decoder_layers: Annotated[int, Range(at_least=1, at_most=1000)]
     d_model: Annotated[int, Range(at_least=1)]
     d_ff: Annotated[int, Range(at_least=1)]
     num_heads: Annotated[int, Range(at_least=1)]

@@ -10,38 +10,40 @@ import os
 import sys
 from typing import Any
 
+from t0repro.config.configuration import RunInputs
 from t0repro.mesh import hooks, model_api
 
 # t5's main forces these types on every run without --tpu.
 _FLOAT32_ON_CPU = ("slice", "activation")
 
 
-def run(flags: Any) -> None:
-    """Runs t5's command for parsed flags.
+def run(flags: Any, inputs: RunInputs | None) -> None:
+    """Runs t5's command on this machine's CPU: no TensorFlow that installs today drives a TPU.
 
     Args:
       flags: absl's, of t5_mesh_transformer. gin's configuration is parsed and locked.
+      inputs: what gin configured; None with --use_model_api.
     """
     from mesh_tensorflow.transformer import utils
 
     import gin
 
+    flags.tpu = None
     record_command(flags.model_dir)
-    if not flags.tpu:
-        hooks.install(flags.model_dir)
-    if flags.use_model_api:
+    hooks.install(flags.model_dir)
+    if inputs is None:
         model_api.run(flags)
         return
-    if not flags.tpu:
-        with gin.unlock_config():
-            for kind in _FLOAT32_ON_CPU:
-                gin.bind_parameter(f"utils.get_variable_dtype.{kind}_dtype", "float32")
+    with gin.unlock_config():
+        for kind in _FLOAT32_ON_CPU:
+            gin.bind_parameter(f"utils.get_variable_dtype.{kind}_dtype", "float32")
+        if inputs.tpu_mesh:
+            # A TPU's mesh has more parts than most sizes divide into. The sizes per replica have
+            # been counted with it.
+            gin.bind_parameter("run.mesh_shape", [])
+            gin.bind_parameter("run.batch_size", inputs.batch_size)
     utils.run(
-        tpu_job_name=flags.tpu_job_name,
-        tpu=flags.tpu,
-        gcp_project=flags.gcp_project,
-        tpu_zone=flags.tpu_zone,
-        model_dir=flags.model_dir,
+        tpu_job_name=None, tpu=None, gcp_project=None, tpu_zone=None, model_dir=flags.model_dir
     )
 
 

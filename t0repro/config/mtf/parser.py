@@ -12,6 +12,7 @@ from typing import Any
 from t0repro.config import cloud
 from t0repro.config.gin_errors import check_references, configuration_errors
 from t0repro.config.provenance import Bindings, record_bindings
+from t0repro.tasks.module_names import resolved
 
 UTILS = "mesh_tensorflow.transformer.utils"
 MESH_TRANSFORMER = "t5.models.mesh_transformer"
@@ -57,7 +58,7 @@ def _parse(inputs: GinInputs) -> Bindings:
     mesh_transformer = importlib.import_module(MESH_TRANSFORMER)
     utils = importlib.import_module(UTILS)
     seqio = importlib.import_module("seqio")
-    for module in inputs.module_imports:
+    for module in resolved(inputs.module_imports):
         importlib.import_module(module)
 
     skip: Any = inputs.skip_unknown

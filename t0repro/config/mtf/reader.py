@@ -18,6 +18,7 @@ from t0repro.config.provenance import Bindings
 from t0repro.config.run_config import (
     DTypePolicy,
     EvalDataConfig,
+    ModelConfig,
     RunConfig,
     TrainDataConfig,
 )
@@ -144,6 +145,7 @@ class _Reader:
             vocab_divisor=self._vocab_divisor(),
             master_dtype=self._master_dtype(),
             num_microbatches=self._num_microbatches(batch_size, sequence_length),
+            tpu_mesh=self._tpu_mesh(),
             provenance=self._provenance,
         )
 
@@ -160,6 +162,18 @@ class _Reader:
             f"{MESH_TRANSFORMER}.{function}", getattr(self._mesh_transformer, function)
         )
         return bound.get("mixture_or_task_name"), bound["use_cached"]
+
+    def _tpu_mesh(self) -> str | None:
+        """The mesh of a TPU's topology, if run.mesh_shape calls for one."""
+        import gin.config
+
+        bound = mtf_optimizer.raw_value(f"{UTILS}.run", "mesh_shape")
+        if not isinstance(bound, gin.config.ConfigurableReference):
+            return None
+        if bound.configurable.name != "tpu_mesh_shape":
+            return None
+        dimensions = self._run["mesh_shape"].dims
+        return ",".join(f"{item.name}:{item.size}" for item in dimensions) or None
 
     def _vocab_divisor(self) -> int:
         transformer = importlib.import_module("mesh_tensorflow.transformer.transformer")
@@ -365,14 +379,27 @@ class _Reader:
         if sequence_length is None or self._run["mode"] != "train":
             return 1
         mtf = importlib.import_module("mesh_tensorflow")
-        return self._utils.serialize_num_microbatches(
-            mtf.Dimension("batch", batch_size),
-            sequence_length,
-            mtf.convert_to_shape(self._run["mesh_shape"]),
-            mtf.convert_to_layout_rules(self._run["layout_rules"]),
-        )
+        batch = mtf.Dimension("batch", batch_size)
+        shape = mtf.convert_to_shape(self._run["mesh_shape"])
+        rules = mtf.convert_to_layout_rules(self._run["layout_rules"])
+        if self._tpu_mesh() and batch_size % mtf.tensor_dim_to_mesh_dim_size(rules, shape, batch):
+            shape = mtf.Shape([])  # a batch too small for the TPU is one device's all the same
+        return self._utils.serialize_num_microbatches(batch, sequence_length, shape, rules)
+
+    def _check_depth(self) -> None:
+        """Checks numbers of layers before Mesh TensorFlow makes an object for each."""
+        import gin
+
+        selector = "mesh_tensorflow.transformer.transformer.make_layer_stack"
+        for scope in ("", "encoder", "decoder"):
+            with gin.config_scope(scope or None):
+                depth = gin.get_bindings(selector).get("num_layers")
+            place = self._bindings.find((scope,), selector, "num_layers")
+            if depth is not None:
+                ranges.check_field(ModelConfig, "num_decoder_layers", depth, place, "num_layers")
 
     def _model(self) -> Any:
+        self._check_depth()
         vocabulary = self._run["vocabulary"]
         model = self._utils.build_model(
             model_type=self._run["model_type"],

@@ -1,0 +1,65 @@
+"""What the flags for TPUs become on this machine, and whether the batch fits, said before a run."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from t0repro.config.configuration import Configuration, NotOnJax
+
+_TPU_FLAGS = ("tpu", "gcp_project", "tpu_zone", "tpu_job_name")
+
+
+def say_what_runs_here(options: Any, configuration: Configuration, *, on_jax: bool) -> None:
+    """Prints a line for each flag that means something else here, and one for the memory.
+
+    Args:
+      options: t5_mesh_transformer's flags.
+      configuration: of the run.
+      on_jax: whether the JAX stack runs it; Mesh TensorFlow runs on the CPU.
+
+    Raises:
+      UserError: if the run certainly does not fit into the device's memory.
+    """
+    name, total, free = _device(on_jax)
+    lines = tpu_lines(options, configuration, name)
+    run = configuration.run_or_refusal
+    if not isinstance(run, NotOnJax):
+        from t0repro.config.memory import check_fits
+
+        fit = check_fits(run, total, free)
+        if lines or not fit.endswith("it fits."):
+            lines.append(fit)
+    for line in lines:
+        print(f"t5_mesh_transformer: {line}", file=sys.stderr)
+
+
+def tpu_lines(options: Any, configuration: Configuration, device: str) -> list[str]:
+    """What each flag and binding for a TPU becomes on a machine without one."""
+    given = [f"--{flag}={getattr(options, flag)}" for flag in _TPU_FLAGS if getattr(options, flag)]
+    lines = []
+    if given and "tpu" not in device.lower():
+        lines.append(f"{', '.join(given)}: no effect without a TPU; this runs on {device}.")
+    inputs = configuration.inputs
+    if inputs.tpu_mesh:
+        lines.append(
+            f"mesh_shape {inputs.tpu_mesh}, of tpu_mesh_shape: one device here; the batch stays"
+            f" {inputs.batch_size:,} sequences."
+        )
+    return lines
+
+
+def _device(on_jax: bool) -> tuple[str, int, int]:
+    """The device that computes, its bytes of memory and how many of them are free."""
+    if on_jax:
+        import jax
+
+        device = jax.local_devices()[0]
+        statistics = device.memory_stats() or {}
+        if "bytes_limit" in statistics:
+            total = statistics["bytes_limit"]
+            return device.device_kind, total, total - statistics.get("bytes_in_use", 0)
+    import psutil
+
+    memory = psutil.virtual_memory()
+    return "the CPU", memory.total, memory.available

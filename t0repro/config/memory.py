@@ -1,0 +1,132 @@
+"""How much memory a run needs, estimated from its configuration before anything starts."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from t0repro.config.run_config import (
+    AdafactorConfig,
+    AdamWeightDecayConfig,
+    ModelConfig,
+    MomentumConfig,
+    OptimizerConfig,
+    RunConfig,
+)
+from t0repro.errors import UserError
+
+_FLOAT32 = 4
+_LENGTH = 512  # tokens of a feature whose length is the longest example's, not known yet
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes that a run needs on one device.
+
+    Attributes:
+      parameters: float32.
+      training: gradients and optimizer slots; 0 outside training.
+      activations: of one microbatch, by a rule of thumb.
+    """
+
+    parameters: int
+    training: int
+    activations: int
+
+    @property
+    def certain(self) -> int:
+        """What no batch size can change."""
+        return self.parameters + self.training
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.certain + self.activations
+
+
+def estimate(run: RunConfig) -> Memory:
+    """The memory that a run needs on one device."""
+    parameters = run.model.shape.parameter_count() * _FLOAT32
+    trains = run.mode == "train"
+    lengths = run.sequence_length or {}
+    rows = -(-run.batch_size // run.num_microbatches)
+    return Memory(
+        parameters=parameters,
+        training=parameters * (1 + _slots(run.optimizer)) if trains else 0,
+        activations=_activations(
+            run.model,
+            rows,
+            lengths.get("inputs", _LENGTH),
+            lengths.get("targets", _LENGTH),
+            bytes_each=2 if run.dtypes.activation == "bfloat16" else 4,
+            keep_all=trains and not run.model.recompute_grads,
+        ),
+    )
+
+
+def _slots(optimizer: OptimizerConfig | None) -> int:
+    """Slots of the parameters' own size; Adafactor's rows and columns are next to nothing."""
+    if isinstance(optimizer, AdafactorConfig):
+        return (not optimizer.factored) + (optimizer.beta1 > 0)
+    if isinstance(optimizer, AdamWeightDecayConfig):
+        return 2
+    return int(isinstance(optimizer, MomentumConfig))
+
+
+def _activations(
+    model: ModelConfig, rows: int, inputs: int, targets: int, *, bytes_each: int, keep_all: bool
+) -> int:
+    """Bytes of the activations that are there at once.
+
+    Counts, for each layer and token, the residual stream and its norms, the attention's four
+    projections and the feed-forward layer's; and each head's weights. The backward pass needs those
+    of all layers, a forward pass alone those of one.
+    """
+    per_token = 4 * model.d_model + 4 * model.num_heads * model.d_kv
+    per_token += (len(model.activations) + 1) * model.d_ff
+    encoder = rows * inputs * (per_token + 2 * model.num_heads * inputs)
+    decoder = rows * targets * (2 * per_token + 2 * model.num_heads * (targets + inputs))
+    if keep_all:
+        layers = model.num_encoder_layers * encoder + model.num_decoder_layers * decoder
+    else:
+        layers = max(encoder, decoder)
+    logits = 2 * rows * targets * model.vocab_size * _FLOAT32
+    return layers * bytes_each + logits
+
+
+def check_fits(run: RunConfig, total: int, free: int) -> str:
+    """One line that says whether a run fits into a device's memory.
+
+    Args:
+      run: what is to be run.
+      total: bytes that the device has.
+      free: bytes of them that are not in use.
+
+    Raises:
+      UserError: if parameters, gradients and slots alone are more than the device has.
+    """
+    memory = estimate(run)
+    lengths = run.sequence_length or {}
+    tokens = " + ".join(str(length) for length in lengths.values()) or "the longest example's"
+    batch = f"{run.batch_size:,} sequences of {tokens} tokens"
+    if run.num_microbatches > 1:
+        batch += f" in {run.num_microbatches:,} microbatches"
+    need = (
+        f"{batch} need about {_gigabytes(memory.total)}"
+        f" ({_gigabytes(memory.parameters)} parameters,"
+        f" {_gigabytes(memory.training)} gradients and slots,"
+        f" {_gigabytes(memory.activations)} activations); {_gigabytes(free)} of"
+        f" {_gigabytes(total)} are free"
+    )
+    if memory.certain > total:
+        raise UserError(
+            f"The model does not fit into memory: {need}.",
+            where=run.provenance.get("model.d_model"),
+            fix="Run it on a device with more memory, or choose a smaller model.",
+        )
+    if memory.total > free:
+        return f"{need}: this may not fit; lower tokens_per_microbatch_per_replica or the batch."
+    return f"{need}: it fits."
+
+
+def _gigabytes(count: int) -> str:
+    return f"{count / 1e9:,.1f} GB"
