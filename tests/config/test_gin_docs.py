@@ -69,6 +69,10 @@ def test_every_binding_of_the_t0_commands_and_of_defaults_gin_is_in_the_table(ro
     assert missing == []
 
 
+def test_macros_that_t0s_own_commands_set_are_in_the_table(rows):
+    assert {"MIXTURE_NAME", "tokens_per_batch", "model_info", "eval_checkpoint_step"} <= set(rows)
+
+
 def test_overrides_of_the_scripts_are_in_the_table(rows):
     for script in ("train.sh", "rank_eval.sh"):
         text = (ROOT / "scripts" / script).read_text()
