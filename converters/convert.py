@@ -43,6 +43,7 @@ from t0repro.locks import LOCK_FILES
 from t0repro.parameters import layout
 from t0repro.parameters.shape import ModelShape
 from t0repro.progress import byte_progress
+from t0repro.words import counted
 
 # Orbax and the index file add little to the tensors' bytes.
 _SPACE_MARGIN = 1.02
@@ -176,7 +177,8 @@ def _prepare(
     dtype, asked_by = _dtype(to, options)
     reader = cast = transforms.Cast(reader, dtype)
     if dtype and cast.lossy:
-        notes.append(f"{len(cast.lossy)} parameters are rounded to {dtype}, as {asked_by} asks.")
+        count = counted(len(cast.lossy), "parameter is", "parameters are")
+        notes.append(f"{count} rounded to {dtype}, as {asked_by} asks.")
     size = recognise({key: info.shape for key, info in before.tensors.items()}).vocab_size
     wanted = options.vocab_size
     if wanted is None and reader.ref.format == "hf" and to != "hf" and size > VOCAB_DIVISOR:

@@ -18,6 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from t0repro.words import counted
+
 State = Literal["ok", "missing", "broken"]
 
 PACKAGES = (
@@ -204,7 +206,11 @@ def _data_dir() -> tuple[State, str, str]:
     datasets = {path.parent for path in files}
     if not files:
         return "broken", f"{value} holds no <dataset>/<subset>/<split> files", fix
-    return "ok", f"{value}: {len(files)} splits of {len(datasets)} datasets", ""
+    return (
+        "ok",
+        f"{value}: {counted(len(files), 'split')} of {counted(len(datasets), 'dataset')}",
+        "",
+    )
 
 
 def _vocabulary() -> tuple[State, str, str]:

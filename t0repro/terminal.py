@@ -12,9 +12,10 @@ from rich.text import Text
 
 from t0repro.words import printable
 
-# The narrowest column of text that can still be read when it folds
-_READABLE = 16
-_BETWEEN = 2
+# The narrowest columns that can still be read when they fold: the key, and other text
+_READABLE_KEY, _READABLE = 22, 12
+# Rich puts a space on either side of a cell and one between cells
+_BETWEEN = 3
 
 
 def terminal(width: int = 120) -> Console:
@@ -51,7 +52,8 @@ def print_table(
       bold: indices of the rows that stand out.
     """
     cells = [[_safe(cell) for cell in row] for row in rows]
-    if _least_width(header, cells, numbers) > console.width:
+    widths = _widths(header, cells, numbers, console.width - _BETWEEN * len(header))
+    if widths is None:
         _print_records(console, title, header, cells, bold)
         return
     table = Table(
@@ -60,13 +62,12 @@ def print_table(
         box=box.SIMPLE_HEAD,
         pad_edge=False,
     )
-    for name in header:
-        number = name in numbers
+    for at, name in enumerate(header):
         table.add_column(
             Text(printable(name)),
-            justify="right" if number else "left",
+            justify="right" if name in numbers else "left",
             overflow="fold",
-            min_width=_column_width(name, [row[len(table.columns)] for row in cells], number),
+            width=widths[at],
         )
     for at, row in enumerate(cells):
         table.add_row(*row, style="bold" if at in bold else None)
@@ -79,22 +80,30 @@ def _safe(cell: str | Text) -> Text:
     return Text(printable(cell))
 
 
-def _least_width(
-    header: Sequence[str], rows: Sequence[Sequence[Text]], numbers: Collection[str]
-) -> int:
-    """Characters that a row needs at least, with its text folded."""
-    widths = [
-        _column_width(name, [row[at] for row in rows], name in numbers)
-        for at, name in enumerate(header)
-    ]
-    return sum(widths) + _BETWEEN * len(widths)
+def _widths(
+    header: Sequence[str], rows: Sequence[Sequence[Text]], numbers: Collection[str], room: int
+) -> list[int] | None:
+    """The columns' widths in characters, the key served first; None where there is no room.
 
-
-def _column_width(name: str, cells: Sequence[Text], number: bool) -> int:
-    """Characters that a column needs: a heading wraps at spaces; text, but no number, folds."""
-    longest = max((cell.cell_len for cell in cells), default=0)
-    heading = max(map(cell_len, printable(name).split()), default=0)
-    return max(heading, longest if number else min(longest, _READABLE))
+    Rich's own division of the room drops columns where numbers take most of it.
+    """
+    wanted, least = [], []
+    for at, name in enumerate(header):
+        longest = max((row[at].cell_len for row in rows), default=0)
+        readable = longest if name in numbers else min(longest, _READABLE if at else _READABLE_KEY)
+        # A heading wraps at spaces, text at any character
+        words = max(map(cell_len, printable(name).split()), default=0)
+        wanted.append(max(longest, cell_len(printable(name))))
+        least.append(max(readable, words))
+    spare = room - sum(least)
+    if spare < 0:
+        return None
+    widths = []
+    for most, width in zip(wanted, least, strict=True):
+        more = min(most - width, spare)
+        widths.append(width + more)
+        spare -= more
+    return widths
 
 
 def _print_records(
@@ -112,7 +121,7 @@ def _print_records(
             key.stylize("bold")
         console.print(key, overflow="fold")
         parts = [
-            Text.assemble((f"{printable(name)} ", "dim"), cell)
+            Text.assemble((f"{printable(name)}: ", "dim"), cell)
             for name, cell in zip(header[1:], row[1:], strict=True)
             if cell.plain
         ]

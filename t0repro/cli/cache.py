@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from t0repro.words import counted
+
 if TYPE_CHECKING:
     from t0repro.tasks.prompt_cache.cache import Summary
 
@@ -106,13 +108,14 @@ def _print(summary: Summary, folder: str) -> None:
     missing = sorted({reason for _, _, reason in summary.left_out})
     if missing:
         tasks = {task for task, _, _ in summary.left_out}
-        typer.echo(f"Left out, of {len(tasks)} tasks, splits whose rows are not here:")
+        typer.echo(f"Left out, of {counted(len(tasks), 'task')}, splits whose rows are not here:")
         for reason in missing:
             typer.echo(f"  {reason}")
     rate = summary.examples / max(summary.seconds, 1e-9)
     typer.echo(
-        f"{len(summary.cached)} of {summary.selected} tasks cached now: {summary.examples:,}"
-        f" examples in {summary.seconds:.1f} s ({rate:,.0f}/s, start included). {folder}"
+        f"{len(summary.cached)} of {counted(summary.selected, 'task')} cached now:"
+        f" {counted(summary.examples, 'example')} in {summary.seconds:.1f} s"
+        f" ({rate:,.0f}/s, start included). {folder}"
     )
     for reason, count in sorted(summary.dropped.items()):
-        typer.echo(f"{count:,} renderings gave no example: {reason}.")
+        typer.echo(f"{counted(count, 'rendering')} gave no example: {reason}.")

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from t0repro.words import counted
+
 if TYPE_CHECKING:
     from t0repro.converters.compare import Comparison
     from t0repro.converters.inspection import Inspection
@@ -77,7 +79,9 @@ def verify(
 
     verification = verify_checkpoint(path, step)
     ref, family = verification.checkpoint, verification.family
-    typer.echo(f"{ref.path} ({ref.format}): {family.name}, {verification.tensors} tensors")
+    typer.echo(
+        f"{ref.path} ({ref.format}): {family.name}, {counted(verification.tensors, 'tensor')}"
+    )
     typer.echo(f"Checked: {'; '.join(verification.checks)}.")
     for gap in verification.unchecked:
         typer.echo(f"Could not be checked: {gap}")
@@ -101,7 +105,8 @@ def _print_inspection(inspection: Inspection) -> None:
     typer.echo(f"\n{ref.path} ({ref.format}), step {inspection.step}")
     typer.echo(f"{family.name}: {describe(family)}")
     typer.echo(
-        f"{inspection.parameters:,} parameters, {len(inspection.tensors)} tensors,"
+        f"{counted(inspection.parameters, 'parameter')},"
+        f" {counted(len(inspection.tensors), 'tensor')},"
         f" {inspection.bytes / 1e6:.1f} MB, {slots}"
     )
 

@@ -46,7 +46,7 @@ def compare(
         ),
     ] = None,
     resamples: Annotated[int, typer.Option(help="Bootstrap resamples.", min=100)] = 1000,
-    seed: Annotated[int, typer.Option(help="Seed of the bootstrap.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed for the bootstrap.")] = 0,
 ) -> None:
     """Compare runs: losses step by step, or scores, predictions and accuracies.
 

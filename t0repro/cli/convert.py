@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from t0repro.words import counted
+
 
 class Layout(enum.Enum):
     """T5X's layouts of a checkpoint."""
@@ -140,5 +142,6 @@ def convert(
     resumed = f" ({report.resumed} of them before an interruption)" if report.resumed else ""
     typer.echo(
         f"{verb} {report.target.path}: {report.family.name}, step {report.target.step},"
-        f" {report.tensors} tensors{resumed}, {report.bytes / 1e6:.1f} MB, slots {report.slots}."
+        f" {counted(report.tensors, 'tensor')}{resumed}, {report.bytes / 1e6:.1f} MB,"
+        f" slots {report.slots}."
     )

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from t0repro.cli.gin_options import GinFiles, GinFolders, GinParams, Modules
+from t0repro.words import counted
 
 
 class Activations(StrEnum):
@@ -82,9 +83,9 @@ def parity(
     job = run.make_job(
         inputs, out, steps=steps, start=start, dtype=dtype.value, eval_task=eval_task
     )
-    typer.echo(f"Mesh TensorFlow: {len(job.batches)} steps", err=True)
+    typer.echo(f"Mesh TensorFlow: {counted(len(job.batches), 'step')}", err=True)
     reference, start_step = run.run_mesh_side(job)
-    typer.echo(f"JAX: {len(job.batches)} steps", err=True)
+    typer.echo(f"JAX: {counted(len(job.batches), 'step')}", err=True)
     found = run.compare_sides(job, reference, start_step, inject.value if inject else None)
     for path in report.write_report(found, job):
         typer.echo(path)

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from t0repro.words import counted
+
 if TYPE_CHECKING:
     from t0repro.evaluation.rank_eval import Outcome
 
@@ -161,12 +163,12 @@ def _add_cache(folder: Path | None) -> None:
 def _print_speed(outcome: Outcome) -> None:
     if outcome.scored:
         typer.echo(
-            f"Scored {outcome.scored} pairs in {outcome.seconds:.1f} s"
+            f"Scored {counted(outcome.scored, 'pair')} in {outcome.seconds:.1f} s"
             f" ({outcome.scored / outcome.seconds:.1f}/s), {100 * outcome.padding:.1f}% padding,"
-            f" {outcome.shapes} shapes."
+            f" {counted(outcome.shapes, 'shape')}."
         )
     if outcome.decoded:
         typer.echo(
-            f"Decoded {outcome.decoded} inputs in {outcome.decoding_seconds:.1f} s"
+            f"Decoded {counted(outcome.decoded, 'input')} in {outcome.decoding_seconds:.1f} s"
             f" ({outcome.decoded / outcome.decoding_seconds:.1f}/s)."
         )

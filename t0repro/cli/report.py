@@ -26,9 +26,9 @@ def _group() -> None:
 def make(
     eval_dir: Annotated[Path, typer.Argument(help="The <split>_eval folder to report on.")],
     out: Annotated[Path, typer.Option("--out", help="Folder for the three files.")],
-    label: Annotated[str, typer.Option(help="What to call the run, for instance jax.")] = "jax",
+    label: Annotated[str, typer.Option(help="Name of the run, for instance jax.")] = "jax",
     title: Annotated[str, typer.Option(help="Heading of the report.")] = "Rank evaluation",
-    step: Annotated[int | None, typer.Option(help="Step to report; the latest there.")] = None,
+    step: Annotated[int | None, typer.Option(help="Step to report; the latest by default.")] = None,
     other: Annotated[
         str | None,
         typer.Option(metavar="LABEL=EVAL_DIR", help="A second run to compare the scores with."),
@@ -40,7 +40,7 @@ def make(
         tuple[str, str] | None,
         typer.Option(
             metavar="[LABEL=]A.jsonl [LABEL=]B.jsonl",
-            help="Two metrics.jsonl whose losses to put side by side.",
+            help="Two metrics.jsonl files whose losses to compare.",
         ),
     ] = None,
     module_import: Annotated[
@@ -51,23 +51,25 @@ def make(
     ] = None,
     train_mixture: Annotated[
         list[str] | None,
-        typer.Option(help="What was trained on: its prompts are not held out; repeatable."),
+        typer.Option(help="A mixture trained on, whose prompts are not held out; repeatable."),
     ] = None,
     train_dataset: Annotated[
         list[str] | None,
-        typer.Option(help="A dataset trained on, as super_glue/rte or ag_news; repeatable."),
+        typer.Option(help="A dataset that was trained on, such as super_glue/rte; repeatable."),
     ] = None,
     checkpoint: Annotated[str | None, typer.Option(help="The evaluated checkpoint.")] = None,
-    device: Annotated[str | None, typer.Option(help="What it was evaluated on.")] = None,
-    duration: Annotated[float | None, typer.Option(help="The evaluation's seconds.")] = None,
+    device: Annotated[str | None, typer.Option(help="The device that it was evaluated on.")] = None,
+    duration: Annotated[
+        float | None, typer.Option(help="How long the evaluation took, in seconds.")
+    ] = None,
     conversion: Annotated[
-        Path | None, typer.Option(help="Text file with a conversion's result.")
+        Path | None, typer.Option(help="Text file with the result of a conversion.")
     ] = None,
     note: Annotated[list[str] | None, typer.Option(help="A sentence to add; repeatable.")] = None,
     resamples: Annotated[int, typer.Option(help="Bootstrap resamples.", min=100)] = 1000,
-    seed: Annotated[int, typer.Option(help="Seed of the bootstrap.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed for the bootstrap.")] = 0,
 ) -> None:
-    """Write report.json, report.md and report.html of a rank evaluation.
+    """Write report.json, report.md and report.html for a rank evaluation.
 
     Example: t0repro report make runs/demo/validation_eval --out runs/demo/report
     --module_import t0repro.tasks.demo --train_mixture demo_train
@@ -127,7 +129,7 @@ def history(
         ),
     ] = None,
 ) -> None:
-    """Show accuracy by checkpoint, a curve for each dataset.
+    """Show accuracy by checkpoint, one curve per dataset.
 
     Example: t0repro report history runs/demo/model/validation_eval --out runs/demo/history
     """
@@ -154,7 +156,7 @@ def _text(path: Path) -> str:
     from t0repro.errors import UserError
 
     if not path.is_file():
-        raise UserError("There is no file with a conversion's result here.", where=str(path))
+        raise UserError("There is no file with the result of a conversion here.", where=str(path))
     return path.read_text(encoding="utf-8").strip()
 
 

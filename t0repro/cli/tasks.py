@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from t0repro.words import counted
+
 app = typer.Typer(
     name="tasks",
     help="Prompted tasks: list them, look at them, check them, fetch the released P3.",
@@ -150,7 +152,7 @@ def fetch_p3(
     address = base_url or os.environ.get("HF_ENDPOINT") or p3.HUB
     patterns = [pattern for pattern in tasks.split(",") if pattern]
     done = p3.fetch(patterns, to, HubRepository(address, p3.REPOSITORY, p3.REVISION))
-    typer.echo(f"{len(done.fetched)} tasks fetched to {to} ({done.bytes / 1e6:.1f} MB).")
+    typer.echo(f"{counted(len(done.fetched), 'task')} fetched to {to} ({done.bytes / 1e6:.1f} MB).")
     if done.present:
         typer.echo(f"{len(done.present)} were there already.")
     if done.absent:

@@ -26,6 +26,7 @@ from t0repro.data.batches import MODEL_FEATURES
 from t0repro.errors import UserError
 from t0repro.files import write_atomically
 from t0repro.progress import count_progress
+from t0repro.words import counted
 
 POSITION, ITERATOR = "position.json", "iterator"
 _FEW = 50  # batches are passed over without a bar
@@ -109,12 +110,13 @@ class TrainBatches:
 
     def _go_on(self, saved: Path | None, position: dict[str, Any], say: Say) -> None:
         """Brings the iterator behind the batches taken."""
+        taken = counted(self._taken, "batch", "batches")
         if self._data.checkpoint_input_pipeline and position.get("iterator"):
             assert saved is not None
-            say(f"data: behind {self._taken:,} batches, by the input pipeline's state")
+            say(f"data: after {taken}, by the input pipeline's state")
             self._tracked().read(str(saved / ITERATOR)).assert_consumed()
             return
-        say(f"data: behind {self._taken:,} batches, which are made again and passed over")
+        say(f"data: after {taken}, which are made again and skipped")
         if self._taken < _FEW:
             for _ in range(self._taken):
                 next(self._iterator)

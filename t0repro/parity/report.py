@@ -16,6 +16,7 @@ from t0repro.parity.run import Job, Parity, to_json
 from t0repro.reports.page import Page, Section
 from t0repro.reports.provenance import git_commit
 from t0repro.reports.write import write_page
+from t0repro.words import counted
 
 # Kinds in the order of the computation, with what their section is called
 TITLES = {
@@ -60,7 +61,8 @@ def sections(parity: Parity, job: Job, facts: dict[str, Any]) -> list[Section]:
     if parity.injected:
         lines.append(f"The error {parity.injected} was put into the JAX side.")
     lines.append(
-        f"{len(parity.mesh_losses)} steps from step {parity.start_step}; start: {parity.start}."
+        f"{counted(len(parity.mesh_losses), 'step')} from step {parity.start_step};"
+        f" start: {parity.start}."
     )
     kinds = dict.fromkeys(finding.kind for finding in parity.findings)
     rows = [_summary(kind, [f for f in parity.findings if f.kind == kind]) for kind in kinds]

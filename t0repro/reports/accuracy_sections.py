@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from t0repro.reports.accuracy_plot import accuracy_plot, prompt_tip, published_letters
 from t0repro.reports.dataset_result import DatasetResult, PromptResult
-from t0repro.reports.group_result import GROUP_TITLES, GroupResult
+from t0repro.reports.group_result import GroupResult, group_name
 from t0repro.reports.page import Cell, Column, Section
 from t0repro.reports.published import family_of
 from t0repro.reports.report import Report
@@ -81,7 +81,7 @@ def _dataset_row(dataset: DatasetResult) -> tuple[str | Cell, ...]:
     spread = dataset.accuracy
     return (
         dataset.dataset,
-        GROUP_TITLES[dataset.group],
+        group_name(dataset.group),
         str(len(dataset.prompts)),
         str(dataset.examples),
         percent(spread.mean),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from t0repro.reports.accuracy_sections import percent, prompts_of
 from t0repro.reports.dataset_result import UNANSWERABLE_KEPT
 from t0repro.reports.generation_result import GenerationResult
-from t0repro.reports.group_result import GROUP_TITLES
+from t0repro.reports.group_result import group_name
 from t0repro.reports.page import Cell, Column, Section
 from t0repro.reports.plots import calibration_plot
 from t0repro.reports.report import Report
@@ -51,7 +51,7 @@ def generation_sections(report: Report) -> list[Section]:
         (
             result.dataset,
             Cell(result.template_name, tip=_generation_tip(result)),
-            GROUP_TITLES[result.group],
+            group_name(result.group),
             str(result.examples),
             ", ".join(f"{name} {value:.2f}" for name, value in result.metrics.items()),
             shortened(result.first_output or "", 160),

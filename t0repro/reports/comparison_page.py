@@ -10,6 +10,7 @@ from t0repro.reports.history import History
 from t0repro.reports.losses import LossComparison, LossRow, thinned_losses
 from t0repro.reports.page import Cell, Column, Page, Section
 from t0repro.reports.plots import history_plot
+from t0repro.reports.synthetic import synthetic_datasets, synthetic_warning
 from t0repro.words import counted
 
 
@@ -19,7 +20,9 @@ def comparison_page(comparisons: Sequence[RunComparison]) -> Page:
     for compared in comparisons:
         sections += [accuracy_section(compared), scores_section(compared, "Scores, task by task")]
         sections += flips_section(compared)
-    return Page("Runs compared", (*sections, Section("How to read it", note=_METHOD)))
+    sections.append(Section("How to read it", note=_METHOD))
+    datasets = [entry.dataset for compared in comparisons for entry in compared.datasets]
+    return Page("Runs compared", tuple(sections), warning=_warning(datasets))
 
 
 _METHOD = (
@@ -52,7 +55,11 @@ def history_page(history: History) -> Page:
         header=(Column("dataset"), "chance", *map(str, history.steps)),
         rows=rows,
     )
-    return Page("Accuracy by checkpoint", (section,))
+    return Page("Accuracy by checkpoint", (section,), warning=_warning(list(history.curves)))
+
+
+def _warning(datasets: Sequence[str]) -> str:
+    return synthetic_warning(datasets, synthetic_datasets(datasets))
 
 
 def accuracy_section(compared: RunComparison) -> Section:

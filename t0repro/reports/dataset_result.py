@@ -78,9 +78,10 @@ class DatasetResult:
 
     Attributes:
       group: a key of GROUP_TITLES.
-      examples: of the prompt that has most.
+      examples: of the prompt that has the most.
       paired: whether all prompts have the same number of examples, so that one resample serves all.
       standard_error: of the mean over prompts.
+      majority: accuracy of always choosing the position that is right most often.
       above_chance: whether the interval of the mean over prompts begins above chance.
     """
 

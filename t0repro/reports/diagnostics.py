@@ -1,4 +1,4 @@
-"""What an accuracy hides: confused classes, how sure the model is, where prompts disagree."""
+"""What an accuracy hides: confused classes, calibration, examples that prompts disagree on."""
 
 from __future__ import annotations
 

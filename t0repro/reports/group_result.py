@@ -44,6 +44,11 @@ class GroupResult:
         return GROUP_TITLES[self.group]
 
 
+def group_name(group: str) -> str:
+    """A group's short name, for a table's cell: `held-out prompts`."""
+    return group.replace("held_out", "held-out").replace("_", " ")
+
+
 def group_of(
     task: str,
     label: str,

@@ -73,9 +73,9 @@ class LossComparison:
 def read_losses(metrics: str | os.PathLike[str], split: str = "train") -> dict[int, float]:
     """The loss of each step of a metrics.jsonl, ascending.
 
-    A step that comes twice, as it does after a restart from an earlier checkpoint, has the loss of
-    its last line. Lines of another split, or without a loss, are passed over; so is a last line
-    that a killed run left half-written.
+    Where a step comes twice, as it does after a restart from an earlier checkpoint, its last line
+    counts. Lines of another split, or without a loss, are skipped; so is a last line that a killed
+    run left half-written.
 
     Raises:
       UserError: if the file is missing, or an earlier line of it is not JSON (file and line).
@@ -100,6 +100,8 @@ def read_losses(metrics: str | os.PathLike[str], split: str = "train") -> dict[i
             raise UserError(
                 f"This line is not JSON ({error.msg}).", where=f"{path}:{number}"
             ) from error
+        if not isinstance(record, dict):
+            raise UserError("This line is not a JSON object.", where=f"{path}:{number}")
         if record.get("split") == split and record.get("loss") is not None:
             losses[int(record["step"])] = float(record["loss"])
     return dict(sorted(losses.items()))

@@ -58,13 +58,6 @@ def template_name(task: str, prompts: Mapping[str, PromptInfo]) -> str:
     return info.template_name if info else task.removesuffix("_score_eval")
 
 
-def synthetic_datasets(labels: Collection[str]) -> tuple[str, ...]:
-    """Those of the datasets whose rows were generated, which their names say."""
-    from t0repro.tasks.catalogue import is_synthetic
-
-    return tuple(sorted(label for label in labels if is_synthetic(label)))
-
-
 def fixed_classes(prompts: Mapping[str, PromptInfo]) -> dict[str, int]:
     """Task name -> number of choices, for the tasks where it is fixed."""
     return {name: len(info.fixed_choices) for name, info in prompts.items() if info.fixed_choices}

@@ -1,8 +1,8 @@
 """Figures that others have published for T0's evaluation sets, each with its source.
 
-They stand in published.csv: model, dataset (as summary.dataset_label names it, ANLI's rounds
-together), statistic over prompts (mean or median), percent, source. The paper's own table of
-medians has its place there; a row is added only with the source that it was read in.
+They are in published.csv: model, dataset (as prompts.dataset_label names it, ANLI's rounds
+together), statistic over prompts (mean or median), percent, source. Further figures, such as the
+paper's own table of medians, are added there, each with the source that it was read in.
 """
 
 from __future__ import annotations

@@ -31,15 +31,15 @@ def write_results(
     """Writes report.json, .md and .html, and scores.csv and .parquet of what was ranked.
 
     Args:
-      outcome: of rank_eval.
-      step: of the checkpoint.
-      out: the folder of the results.
+      outcome: what rank_eval did.
+      step: the checkpoint's step.
+      out: folder for the results.
       prompts: task name -> its prompt.
       trained: names of the tasks that were trained on.
       label: what to call the run.
       title: the report's heading.
-      resamples: of the bootstrap.
-      extras: see make_report.
+      resamples: number of the bootstrap's resamples.
+      extras: see ReportOptions.
 
     Returns:
       The report, and the paths.

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from t0repro.errors import UserError
-from t0repro.files import write_atomically
+from t0repro.files import sync_directory, write_atomically
 from t0repro.reports.html import render_html
 from t0repro.reports.markdown import render_markdown
 from t0repro.reports.page import Page
@@ -62,6 +62,7 @@ def write_files(files: Mapping[str, str | bytes], out: str | os.PathLike[str]) -
         for name in files:
             path = out / name
             os.replace(staging / name, path)
+        sync_directory(out)
     except OSError as error:
         raise UserError(
             f"{path.name} cannot be written: {error.strerror or error}.",

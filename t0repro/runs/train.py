@@ -25,6 +25,7 @@ from t0repro.training.optimizers import Optimizer, make_optimizer
 from t0repro.training.schedules import make_schedule
 from t0repro.training.train_state import FlatTree, TrainState, from_flat_tree, new_train_state
 from t0repro.training.trainer import NumpyBatch, Trainer
+from t0repro.words import counted
 
 
 @runtime_checkable
@@ -100,7 +101,7 @@ def train(
     schedule = make_schedule(config.schedule)
     fresh = jax.eval_shape(lambda: _fresh_state(model, optimizer, seed))
     device = f"{jax.devices()[0].device_kind} ({jax.default_backend()})"
-    count = f"{count_parameters(fresh.params):,} parameters"
+    count = counted(count_parameters(fresh.params), "parameter")
     say(f"model: {count}, activations {config.dtypes.activation}; device: {device}")
 
     # ---------------------------------------------------------------- where to start
@@ -128,7 +129,8 @@ def train(
         return state
 
     # ---------------------------------------------------------------- the loop
-    parts = f"{config.batch_size} sequences in {config.num_microbatches} microbatches"
+    microbatches = counted(config.num_microbatches, "microbatch", "microbatches")
+    parts = f"{counted(config.batch_size, 'sequence')} in {microbatches}"
     say(f"train: steps {start_step:,} to {config.train_steps:,}, a batch is {parts}")
     source = batches if isinstance(batches, BatchSource) else None
     signals = StopOnSignal()
@@ -160,7 +162,7 @@ def train(
         say(f"stopped by a signal: {checkpoint_path(model_dir, trainer.step)} is where to go on")
         raise StoppedBySignal(signals.received)
     if trainer.step < config.train_steps:
-        say(f"the batches ended after {done:,} steps, at step {trainer.step:,}")
+        say(f"the batches ended after {counted(done, 'step')}, at step {trainer.step:,}")
     say(f"checkpoint: {checkpoint_path(model_dir, trainer.step)}")
     return trainer.train_state
 

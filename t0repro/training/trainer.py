@@ -29,6 +29,7 @@ from t0repro.training.optimizers import Optimizer
 from t0repro.training.schedules import Schedule
 from t0repro.training.train_state import TrainState
 from t0repro.training.train_step import make_train_step
+from t0repro.words import counted
 
 NumpyBatch = Mapping[str, np.ndarray]
 
@@ -204,7 +205,8 @@ class Trainer:
             rows = batch["targets"].shape[0]
             if rows % self._num_microbatches:
                 raise UserError(
-                    f"A batch of {rows} rows has no {self._num_microbatches} equal microbatches.",
+                    f"A batch of {counted(rows, 'row')} has no {self._num_microbatches} equal"
+                    " microbatches.",
                     where="utils.run.batch_size",
                     fix="Choose a batch size that is a multiple of the number of microbatches.",
                 )

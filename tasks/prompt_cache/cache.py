@@ -27,6 +27,7 @@ from t0repro.tasks.prompt_cache.planning import make_plan
 from t0repro.tasks.prompt_cache.prompts import Statistics, features
 from t0repro.tasks.prompt_cache.shards import Piece, PieceResult, SpooledRows
 from t0repro.tasks.registration import needs_seqio
+from t0repro.words import counted
 
 _ROWS_PER_PIECE = 1 << 12
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -106,8 +107,9 @@ def _no_space(folder: Path, error: OSError) -> UserError:
     return UserError(
         f"The disk is full ({error.strerror}).",
         where=str(folder),
-        fix=f"Free some space and run the same command again; {whole} tasks there are whole and"
-        " are kept, and nothing unfinished was left.",
+        fix="Free some space and run the same command again;"
+        f" {counted(whole, 'finished task is', 'finished tasks are')} kept, and nothing unfinished"
+        " was left.",
     )
 
 

@@ -28,6 +28,7 @@ from t0repro.tasks.prompt_cache.plan import (
     Request,
     RowsOfSplit,
 )
+from t0repro.words import counted
 
 if TYPE_CHECKING:
     from t0repro.tasks.source import PromptedRows
@@ -130,7 +131,7 @@ class _Planner:
             first = next(iter(self._missing.values()))
             places = sorted(self._missing)
             raise UserError(
-                f"The rows of {len(places)} splits are missing: {', '.join(places[:8])}"
+                f"The rows of {counted(len(places), 'split')} are missing: {', '.join(places[:8])}"
                 f"{', ...' if len(places) > 8 else ''}. The first: {first.what}",
                 where=first.where,
                 fix=f"{first.fix} Or leave such splits out with --at_hand, or name others with"

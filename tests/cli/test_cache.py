@@ -84,7 +84,7 @@ def test_a_module_that_adds_to_seqio_itself_is_cached_as_far_as_its_tasks_are_pr
     arguments = ("--module_import=mine_tasks", f"--output_cache_dir={tmp_path / 'cache'}")
     done = run(*arguments, "--mixture=mine", PYTHONPATH=str(tmp_path))
     assert done.returncode == 0, done.stderr
-    assert "1 of 1 tasks cached now" in done.stdout
+    assert "1 of 1 task cached now" in done.stdout
     assert (tmp_path / "cache" / "mine_replace" / "COMPLETED").is_file()
     done = run(*arguments, "--tasks=plain", PYTHONPATH=str(tmp_path))
     assert done.returncode == 2 and "seqio_cache_tasks" in done.stderr

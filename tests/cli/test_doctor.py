@@ -62,7 +62,7 @@ def test_an_extra_whose_modules_are_absent_is_missing_with_its_command():
         (None, "missing", "not set"),
         ("absent", "broken", "not a directory"),
         ("empty", "broken", "holds no"),
-        ("full", "ok", "1 splits of 1 datasets"),
+        ("full", "ok", "1 split of 1 dataset"),
     ],
 )
 def test_data_folder(tmp_path, monkeypatch, make, state, part):

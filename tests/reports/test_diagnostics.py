@@ -1,15 +1,20 @@
+import html
 import json
+import re
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from t0repro.reports.accuracy_plot import published_letters
 from t0repro.reports.bootstrap import Bootstrap
 from t0repro.reports.diagnostics import calibration, confusion, prompt_flips
+from t0repro.reports.html import render_html
 from t0repro.reports.make_report import ReportOptions, make_report
 from t0repro.reports.published import published_figures
 from t0repro.reports.ranking import rank_folder
 from t0repro.reports.report import load_report
+from t0repro.reports.report_page import report_page
 from t0repro.reports.run import Run
 
 from .scored_folder import write_scores
@@ -100,3 +105,17 @@ def test_every_published_figure_names_its_source():
     assert all(0 <= found.value <= 100 for found in figures)
     assert len([found for found in figures if found.dataset == "anli"]) == 4
     assert published_figures(["ag_news"]) == ()
+
+
+def test_published_figures_are_named_in_the_plot_without_hovering(folder):
+    report = make_report(Run("jax", folder), PROMPTS, ReportOptions(bootstrap=Bootstrap(100)))
+    letters = published_letters(report.published)
+    assert letters["T0 3B", "mean"] == "a" and len(set(letters.values())) == len(letters)
+    page = render_html(report_page(report))
+    drawn = re.findall(r"<text[^>]*>([a-z])</text>", page)
+    # Once in the wide chart and once in the narrow one
+    assert sorted(drawn) == sorted(list(letters.values()) * 2)
+    for (model, statistic), letter in letters.items():
+        assert f"</span>{html.escape(f'{letter}: {model}, {statistic}', quote=True)}" in (
+            page.replace("&#39;", "&#x27;")
+        )

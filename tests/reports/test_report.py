@@ -484,6 +484,10 @@ def test_generated_rows_are_called_synthetic_before_any_figure(tmp_path):
     # Also where the tasks' module was not named: the tasks' names say it
     unknown = make_report(Run("jax", tmp_path / "all"), {}, ReportOptions(bootstrap=Bootstrap(100)))
     assert unknown.synthetic == ("synthetic_imdb_sentiment",)
+    folder = tmp_path / "demo" / "validation_eval"
+    write_scores(folder, "demo_synthetic_imdb_sentiment_score_eval", [[-1.0, -2.0]] * 4, [0] * 4)
+    report = make_report(Run("jax", folder), {}, ReportOptions(bootstrap=Bootstrap(100)))
+    assert report.synthetic == ("demo_synthetic_imdb_sentiment",)
 
 
 def test_rows_of_real_datasets_are_not_called_synthetic(suite):

@@ -13,6 +13,7 @@ import pytest
 from t0repro.errors import UserError
 from t0repro.runs.train import StoppedBySignal
 from t0repro.training.checkpoints import checkpoint_path, data_folder, list_checkpoints
+from t0repro.words import counted
 
 from . import resume_run
 from .resume_run import LAST_STEP, Behind, losses, run
@@ -72,7 +73,9 @@ def test_a_run_stopped_by_sigterm_is_saved_there_and_goes_on_bit_for_bit(uncache
     assert stopped.value.code == 128 + signal.SIGTERM
     assert list_checkpoints(tmp_path)[-1] == step
     tree, said = run(tmp_path, seed=3)
-    passed_over = f"data: behind {step:,} batches, which are made again and passed over"
+    passed_over = (
+        f"data: after {counted(step, 'batch', 'batches')}, which are made again and skipped"
+    )
     assert passed_over in said and f"start: step {step}" in said[1]
     assert_same(tmp_path, tree, uncached)
 
@@ -104,7 +107,7 @@ def test_the_input_pipelines_state_goes_on_without_making_batches_again(cached, 
     options = {"use_cached": True, "seed": 3, "checkpoint_input_pipeline": True}
     run(tmp_path, last_step=3, **options)
     tree, said = run(tmp_path, **options)
-    assert "data: behind 3 batches, by the input pipeline's state" in said
+    assert "data: after 3 batches, by the input pipeline's state" in said
     assert_same(tmp_path, tree, cached)
 
 
@@ -135,7 +138,7 @@ def test_skip_seen_data_counts_from_seen_data_init_step_as_in_mesh_tensorflow(tm
     run(tmp_path, last_step=2, seed=3)
     options = {"skip_seen_data": True, "seen_data_init_step": 1}
     _, said = run(tmp_path, last_step=3, seed=3, **options)
-    assert [line for line in said if line.startswith("data: behind 1 batches")]
+    assert [line for line in said if line.startswith("data: after 1 batch,")]
 
 
 def test_data_of_another_shape_start_over_and_say_why(tmp_path):
