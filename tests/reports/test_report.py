@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 import t0repro.reports
 from t0repro.cli.report import app
 from t0repro.errors import UserError
+from t0repro.evaluation.records import write_record
 from t0repro.reports import html as html_page
 from t0repro.reports import markdown
 from t0repro.reports.bootstrap import Bootstrap
@@ -525,7 +526,6 @@ def test_clearly_above_both_is_said_only_where_the_interval_begins_above_both(su
 
 def with_records(suite, **counts):
     """The suite's folder with a record of each task, as rank-eval leaves them."""
-    (suite.folder / "results").mkdir()
     for task in suite.prompts:
         record = {
             "key": {"task": task, "step": 20},
@@ -535,8 +535,9 @@ def with_records(suite, **counts):
             "target_tokens": 80,
             "longest_input": 30,
             "seconds": 1.5,
+            "files": {},
         }
-        (suite.folder / "results" / f"{task}_20.json").write_text(json.dumps(record | counts))
+        write_record(suite.folder, record | counts)
     return report_of(suite)
 
 
