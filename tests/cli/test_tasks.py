@@ -90,7 +90,7 @@ def test_neither_list_nor_examples_nor_checks_import_seqio_or_tensorflow():
 
 def test_ls_shows_every_task_with_choices_metrics_and_rate(run):
     code, out, _ = run("ls", DEMO, "--mixture", "demo_train", "--dataset", "synthetic_glue/mrpc")
-    assert code == 0 and "3 tasks of 1 datasets." in out
+    assert code == 0 and "3 tasks of 1 dataset." in out
     (line,) = [line for line in out.splitlines() if "demo_synthetic_glue_mrpc_replace" in line]
     cells = ["synthetic_glue/mrpc", "replace", "no | yes", "f1_score_with_invalid, accuracy", "640"]
     assert re.split(r"\s{2,}", line.strip()) == ["demo_synthetic_glue_mrpc_replace", *cells]
@@ -121,7 +121,7 @@ def test_ls_of_t0_points_at_the_prompt_that_is_drawn_63_times_too_often(run):
     code, out, _ = run("ls", "--mixture", "t0_train", "--dataset", "trec")
     (line,) = [line for line in out.splitlines() if "trec_fine_grained_ABBR " in line]
     assert code == 0 and re.split(r"\s{2,}", line.strip())[-2:] == ["5,452 (63x)", "86"]
-    assert "18 tasks of 1 datasets." in out
+    assert "18 tasks of 1 dataset." in out
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_show_tells_what_variables_and_sequences_lose(run, own):
     assert example["lost_tokens"][0] == example["input_tokens"] - 1024 > 0
     assert example["lost_tokens"][1] == example["target_tokens"] - 256 > 0
     code, out, _ = run("show", "long_reads_whole", "--templates", prompts)
-    assert code == 0 and "2,048 at most (long: a)" in out
+    assert code == 0 and "at most 2,048 (long: a)" in out
     assert f"cut: {example['lost_tokens'][0]:,} tokens beyond 1,024 of inputs" in out
     assert f"cut: {example['lost_tokens'][1]:,} tokens beyond 256 of targets" in out
 
