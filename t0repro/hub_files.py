@@ -1,21 +1,26 @@
-"""Files of a repository on the Hugging Face hub: listed, fetched where a cut left off, and checked.
+"""Files of a hub's repository or of a bucket: listed, fetched where a cut left off, and checked.
 
 huggingface_hub does not do this work: it checks sizes but no checksums, and its errors without a
-network come after retries. Two requests of the hub's HTTP interface are used:
+network come after retries. Two requests of the hub's HTTP interface are used (for a model without
+`datasets/`), and two of Google Cloud Storage's JSON interface:
 
     GET /api/datasets/<repository>/tree/<revision>/<folder>        names, sizes, checksums
     GET /datasets/<repository>/resolve/<revision>/<path>           the bytes, Range allowed
+
+    GET /storage/v1/b/<bucket>/o?prefix=<folder>/                  names, sizes, checksums
+    GET /storage/v1/b/<bucket>/o/<name>?alt=media                  the bytes, Range allowed
 """
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import hashlib
 import time
 import urllib.parse
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from t0repro.errors import UserError
 
@@ -29,19 +34,23 @@ _MOST_PAGES = 1000  # of a listing; a page has a thousand files
 
 @dataclasses.dataclass(frozen=True)
 class HubFile:
-    """A file of a repository.
+    """A file of a repository or of a bucket, with the one checksum that the server tells.
 
     Attributes:
-      path: in the repository.
+      path: in the repository or the bucket.
       size: in bytes.
-      sha256: of the bytes, in hexadecimal, where the hub tells it (large files).
-      blob: Git's SHA-1 of the bytes with their length before them, of the others.
+      sha256: of the bytes, in hexadecimal: the hub's large files.
+      blob: Git's SHA-1 of the bytes with their length before them: the hub's other files.
+      md5: of the bytes, in hexadecimal: a bucket's objects.
+      crc32c: of the bytes, in hexadecimal: a bucket's objects that were put together from parts.
     """
 
     path: str
     size: int
-    sha256: str | None
-    blob: str | None
+    sha256: str | None = None
+    blob: str | None = None
+    md5: str | None = None
+    crc32c: str | None = None
 
     @property
     def name(self) -> str:
@@ -49,30 +58,43 @@ class HubFile:
         return self.path.rpartition("/")[2]
 
     def checksum_of(self, path: Path) -> str:
-        """The checksum of a local file, of the kind that the hub tells of this one."""
-        digest = hashlib.sha256() if self.sha256 else hashlib.sha1(b"blob %d\0" % self.size)
+        """The checksum of a local file, of the kind that the server tells of this one."""
+        if self.sha256:
+            digest = hashlib.sha256()
+        elif self.blob:
+            digest = hashlib.sha1(b"blob %d\0" % self.size)
+        elif self.md5:
+            digest = hashlib.md5()
+        else:
+            import google_crc32c
+
+            digest = google_crc32c.Checksum()
         with open(path, "rb") as file:
             while block := file.read(_BLOCK):
                 digest.update(block)
-        return digest.hexdigest()
+        checksum = digest.hexdigest()
+        return checksum if isinstance(checksum, str) else checksum.decode()
+
+    @property
+    def checksum(self) -> str:
+        """The checksum that the server tells."""
+        return self.sha256 or self.blob or self.md5 or self.crc32c or ""
 
 
-class HubRepository:
-    """A dataset's repository at one revision.
+class RemoteFiles:
+    """A server's files; subclasses know how it is asked.
 
     Args:
-      base_url: the hub, or a mirror of it.
-      name: `owner/name`.
-      revision: a commit or branch.
+      base_url: the server, or a mirror of it.
       delays: seconds before each further attempt.
     """
 
-    def __init__(
-        self, base_url: str, name: str, revision: str, delays: Sequence[float] = DELAYS_SECONDS
-    ):
+    unreachable_fix = "This command needs the network; --base-url names a mirror."
+
+    def __init__(self, base_url: str, delays: Sequence[float] = DELAYS_SECONDS):
         import requests
 
-        self.base_url, self.name, self.revision = base_url.rstrip("/"), name, revision
+        self.base_url = base_url.rstrip("/")
         self._delays = delays
         self._session = requests.Session()
         # Sizes are those of the files, not of what was squeezed for the journey.
@@ -83,38 +105,12 @@ class HubRepository:
         """The files of a folder, or None where there is no such folder.
 
         Raises:
-          UserError: if the hub cannot be reached or answers with an error.
+          UserError: if the server cannot be reached or answers with an error.
         """
-        url: str | None = f"{self.base_url}/api/datasets/{self.name}/tree/{self.revision}/{folder}"
-        found, pages = [], set()
-        while url:
-            pages.add(url)
-            answer = self._ask(url)
-            if answer.status_code == 404:
-                return None
-            found += [_hub_file(entry, url) for entry in self._entries(answer, url)]
-            url = self._next_page(answer, url, pages)
-        return [file for file in found if file is not None]
+        raise NotImplementedError
 
-    def _next_page(self, answer: Any, url: str, pages: Collection[str]) -> str | None:
-        """The address of a listing's next page, which must be another one of the same server."""
-        following = answer.links.get("next", {}).get("url")
-        if following is None:
-            return None
-        following = urllib.parse.urljoin(url, following)
-        if following in pages:
-            reason = "its next page is one that was read already"
-        elif len(pages) >= _MOST_PAGES:
-            reason = f"it has more than {_MOST_PAGES:,} pages"
-        elif not following.startswith(self.base_url + "/"):
-            reason = f"its next page is on another server, {following}"
-        else:
-            return following
-        raise UserError(
-            f"The listing cannot be followed: {reason}.",
-            where=url,
-            fix="Give the address of the hub, or of a mirror of it, as --base-url.",
-        )
+    def _url(self, file: HubFile) -> str:
+        raise NotImplementedError
 
     def download(self, file: HubFile, to: Path, advance: Callable[[int], None]) -> None:
         """Fetches a file; what lies at `to` already is taken for its beginning.
@@ -125,7 +121,7 @@ class HubRepository:
           advance: told of each number of bytes that is there, negative where some are discarded.
 
         Raises:
-          UserError: if the hub fails again and again, or sends other bytes twice.
+          UserError: if the server fails again and again, or sends other bytes twice.
         """
         self._resume(file, to, advance)
         if self._is_right(file, to):
@@ -137,32 +133,16 @@ class HubRepository:
         if not self._is_right(file, to):
             to.unlink()
             raise UserError(
-                f"The bytes that came are not those that the hub lists ({file.size} bytes,"
-                f" checksum {file.sha256 or file.blob}), twice.",
+                f"The bytes that came are not those that the server lists ({file.size} bytes,"
+                f" checksum {file.checksum}), twice.",
                 where=self._url(file),
-                fix="Try again later, or from the hub itself if --base-url names a mirror.",
+                fix="Try again later, or from the server itself if --base-url names a mirror.",
             )
 
     def _is_right(self, file: HubFile, path: Path) -> bool:
         if path.stat().st_size != file.size:
             return False
-        return file.checksum_of(path) == (file.sha256 or file.blob)
-
-    def _url(self, file: HubFile) -> str:
-        return f"{self.base_url}/datasets/{self.name}/resolve/{self.revision}/{file.path}"
-
-    def _entries(self, answer: Any, url: str) -> list[dict[str, Any]]:
-        try:
-            entries = answer.json()
-        except ValueError:
-            entries = None
-        if not isinstance(entries, list):
-            raise UserError(
-                "The answer is not a listing of the hub's.",
-                where=url,
-                fix="Give the address of the hub, or of a mirror of it, as --base-url.",
-            )
-        return entries
+        return file.checksum_of(path) == file.checksum
 
     # Requests --------------------------------------------------------------------------------
 
@@ -177,7 +157,7 @@ class HubRepository:
             except requests.RequestException as error:
                 # Nothing has come from there yet: no network, most likely, and waiting is in vain.
                 if not self._reached or delay is None:
-                    raise _unreachable(self.base_url, error) from error
+                    raise self._unreachable(error) from error
             else:
                 if answer.status_code < 400 or answer.status_code in (404, 416):
                     return answer
@@ -192,7 +172,7 @@ class HubRepository:
         raise AssertionError("the last attempt returns or raises")
 
     def _resume(self, file: HubFile, to: Path, advance: Callable[[int], None]) -> None:
-        """Appends to `to` until it has the size that the hub lists."""
+        """Appends to `to` until it has the size that the server lists."""
         to.touch()
         have = to.stat().st_size
         if have > file.size:
@@ -251,6 +231,160 @@ class HubRepository:
                     error = type(cut).__name__
         return came - have, error
 
+    def _unreachable(self, error: Exception) -> UserError:
+        return UserError(
+            f"The server cannot be reached ({type(error).__name__}).",
+            where=self.base_url,
+            fix=self.unreachable_fix,
+        )
+
+
+class HubRepository(RemoteFiles):
+    """A repository of the Hugging Face hub at one revision.
+
+    Args:
+      base_url: the hub, or a mirror of it.
+      name: `owner/name`.
+      revision: a commit or branch.
+      delays: seconds before each further attempt.
+      kind: `datasets` or `models`.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        name: str,
+        revision: str,
+        delays: Sequence[float] = DELAYS_SECONDS,
+        kind: Literal["datasets", "models"] = "datasets",
+    ):
+        super().__init__(base_url, delays)
+        self.name, self.revision, self._kind = name, revision, kind
+        if kind == "datasets":
+            self.unreachable_fix += (
+                " Without either, copy the tasks' folders from a machine that has them, or make"
+                " them from the datasets: seqio_cache_tasks --module_import=t0repro.tasks.t0."
+            )
+
+    def files(self, folder: str) -> list[HubFile] | None:
+        """The files of a folder, or None where there is no such folder.
+
+        Raises:
+          UserError: if the hub cannot be reached or answers with an error.
+        """
+        url: str | None = (
+            f"{self.base_url}/api/{self._kind}/{self.name}/tree/{self._revision}/{folder}"
+        )
+        found, pages = [], set()
+        while url:
+            pages.add(url)
+            answer = self._ask(url)
+            if answer.status_code == 404:
+                return None
+            found += [_hub_file(entry, url) for entry in self._entries(answer, url)]
+            url = self._next_page(answer, url, pages)
+        return [file for file in found if file is not None]
+
+    def _next_page(self, answer: Any, url: str, pages: Collection[str]) -> str | None:
+        """The address of a listing's next page, which must be another one of the same server."""
+        following = answer.links.get("next", {}).get("url")
+        if following is None:
+            return None
+        following = urllib.parse.urljoin(url, following)
+        if following in pages:
+            reason = "its next page is one that was read already"
+        elif len(pages) >= _MOST_PAGES:
+            reason = f"it has more than {_MOST_PAGES:,} pages"
+        elif not following.startswith(self.base_url + "/"):
+            reason = f"its next page is on another server, {following}"
+        else:
+            return following
+        raise UserError(
+            f"The listing cannot be followed: {reason}.",
+            where=url,
+            fix="Give the address of the hub, or of a mirror of it, as --base-url.",
+        )
+
+    @property
+    def _revision(self) -> str:
+        return urllib.parse.quote(self.revision, safe="")  # refs/pr/1 has slashes
+
+    def _url(self, file: HubFile) -> str:
+        prefix = "datasets/" if self._kind == "datasets" else ""
+        return f"{self.base_url}/{prefix}{self.name}/resolve/{self._revision}/{file.path}"
+
+    def _entries(self, answer: Any, url: str) -> list[dict[str, Any]]:
+        try:
+            entries = answer.json()
+        except ValueError:
+            entries = None
+        if not isinstance(entries, list):
+            raise UserError(
+                "The answer is not a listing of the hub's.",
+                where=url,
+                fix="Give the address of the hub, or of a mirror of it, as --base-url.",
+            )
+        return entries
+
+
+class Bucket(RemoteFiles):
+    """A public bucket of Google Cloud Storage.
+
+    Args:
+      base_url: https://storage.googleapis.com, or a mirror of it.
+      name: of the bucket.
+      delays: seconds before each further attempt.
+    """
+
+    def __init__(self, base_url: str, name: str, delays: Sequence[float] = DELAYS_SECONDS):
+        super().__init__(base_url, delays)
+        self.name = name
+
+    def files(self, folder: str) -> list[HubFile] | None:
+        """The objects below a folder, however deep, or None where there are none.
+
+        Raises:
+          UserError: if the server cannot be reached or answers with an error.
+        """
+        url = f"{self.base_url}/storage/v1/b/{self.name}/o"
+        query = {"prefix": f"{folder.rstrip('/')}/"}
+        found, pages = [], set()
+        while True:
+            page = f"{url}?{urllib.parse.urlencode(query)}"
+            answer = self._ask(page)
+            if answer.status_code == 404:
+                return None
+            try:
+                listing = answer.json()
+                found += [_bucket_file(item) for item in listing.get("items", ())]
+            except (AttributeError, KeyError, TypeError, ValueError):
+                raise UserError(
+                    "The answer is not a listing of Google Cloud Storage's.",
+                    where=page,
+                    fix="Give the address of the server, or of a mirror of it, as --base-url.",
+                ) from None
+            if "nextPageToken" not in listing:
+                return [file for file in found if not file.path.endswith("/")] or None
+            pages.add(query.get("pageToken"))
+            query["pageToken"] = listing["nextPageToken"]
+            if query["pageToken"] in pages or len(pages) >= _MOST_PAGES:
+                raise UserError(
+                    "The listing does not come to an end.",
+                    where=page,
+                    fix="Give the address of the server, or of a mirror of it, as --base-url.",
+                )
+
+    def _url(self, file: HubFile) -> str:
+        name = urllib.parse.quote(file.path, safe="")
+        return f"{self.base_url}/storage/v1/b/{self.name}/o/{name}?alt=media"
+
+
+def _bucket_file(item: dict[str, Any]) -> HubFile:
+    md5 = item.get("md5Hash")
+    crc32c = None if md5 else base64.b64decode(item["crc32c"]).hex()
+    size = int(item["size"])
+    return HubFile(item["name"], size, md5=md5 and base64.b64decode(md5).hex(), crc32c=crc32c)
+
 
 def _hub_file(entry: dict[str, Any], url: str) -> HubFile | None:
     if entry.get("type") != "file":
@@ -266,13 +400,3 @@ def _hub_file(entry: dict[str, Any], url: str) -> HubFile | None:
             where=url,
             fix="Give the address of the hub, or of a mirror of it, as --base-url.",
         ) from error
-
-
-def _unreachable(base_url: str, error: Exception) -> UserError:
-    return UserError(
-        f"The hub cannot be reached ({type(error).__name__}).",
-        where=base_url,
-        fix="This command needs the network; --base-url names a mirror. Without either, copy the"
-        " tasks' folders from a machine that has them, or make them from the datasets:"
-        " seqio_cache_tasks --module_import=t0repro.tasks.t0.",
-    )

@@ -43,13 +43,16 @@ app.command("rank-eval")(rank_eval.rank_eval)
 app.command()(compare.compare)
 checkpoints = typer.Typer(
     name="checkpoint",
-    help="Look into checkpoints.",
+    help="Look into checkpoints; fetch released ones.",
     no_args_is_help=True,
     epilog="Example: t0repro checkpoint inspect runs/demo/model",
 )
 checkpoints.command()(checkpoint.inspect)
 checkpoints.command()(checkpoint.diff)
 checkpoints.command()(checkpoint.verify)
+checkpoints.command()(checkpoint.released)
+checkpoints.command()(checkpoint.fetch)
+checkpoints.command()(checkpoint.plan)
 app.add_typer(checkpoints)
 app.add_typer(report.app)
 app.add_typer(tasks.app)
@@ -59,6 +62,7 @@ _GOES_ON = {
     "cache": "Start the same command again: the tasks that are cached are kept.",
     "convert": "Start the same command again: the tensors that are written are kept.",
     "rank-eval": "Start the same command again: the pairs that are scored are kept.",
+    "checkpoint": "Start the same command again: what was fetched is kept.",
     "tasks": "Start the same command again: the files that were fetched are kept.",
 }
 

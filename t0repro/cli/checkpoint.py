@@ -1,7 +1,8 @@
-"""`t0repro checkpoint inspect`, `diff` and `verify`: what checkpoints hold, and if it is sound."""
+"""`t0repro checkpoint ...`: what checkpoints hold, if it is sound, and released ones by name."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -90,6 +91,88 @@ def verify(
     if verification.problems:
         raise typer.Exit(1)
     typer.echo("All that was checked is well." if verification.unchecked else "All is well.")
+
+
+def released(
+    family: Annotated[
+        str | None, typer.Option(help="Only names or families that contain this.")
+    ] = None,
+) -> None:
+    """List the released checkpoints that `fetch` and `plan` know by name.
+
+    Example: t0repro checkpoint released --family lm100k
+    """
+    from t0repro.converters.released import catalogue
+
+    rows = [("name", "family", "format", "parameters", "licence", "address")]
+    for entry in catalogue().values():
+        if family and family.lower() not in f"{entry.name} {entry.family}".lower():
+            continue
+        count = f"{entry.parameter_count():,}"
+        licence = entry.license or "not stated"
+        rows.append((entry.name, entry.family, entry.format, count, licence, entry.address))
+    _print_table(rows)
+
+
+def fetch(
+    name: Annotated[str, typer.Argument(help="A name of `t0repro checkpoint released`.")],
+    to: Annotated[Path, typer.Option(help="The folder to fetch to.")],
+    step: Annotated[
+        int | None, typer.Option(help="This step of a Mesh TensorFlow folder, not the latest.")
+    ] = None,
+    revision: Annotated[str, typer.Option(help="Of a Hugging Face repository.")] = "main",
+    base_url: Annotated[
+        str | None,
+        typer.Option(help="A mirror of the Hugging Face hub or of Google Cloud Storage."),
+    ] = None,
+) -> None:
+    """Fetch a released checkpoint, only with T0REPRO_CHECKPOINT_HUB=1; it goes on after a stop.
+
+    Example: T0REPRO_CHECKPOINT_HUB=1 t0repro checkpoint fetch t5.1.1.lm100k.xl --to runs/lm100k
+    """
+    from t0repro.converters import released as released_checkpoints
+
+    found = released_checkpoints.find(name)
+    done = released_checkpoints.fetch(found, to, base_url=base_url, revision=revision, step=step)
+    what = "is there already" if done.present else "fetched"
+    typer.echo(f"{name} {what}: {done.path} ({done.files} files, {done.bytes / 1e9:.2f} GB).")
+    typer.echo(f"Licence: {found.license or f'not stated in the catalogue; see {found.source}'}.")
+
+
+def plan(
+    name: Annotated[str, typer.Argument(help="A name of `t0repro checkpoint released`.")],
+    to: Annotated[Path, typer.Option(help="Where it would be fetched to.")] = Path(),
+) -> None:
+    """Say what a released checkpoint needs on disk and in memory, and whether this machine has it.
+
+    Example: t0repro checkpoint plan bigscience/T0_3B
+    """
+    from t0repro.converters import needs as needs_
+    from t0repro.converters.released import find
+    from t0repro.parameters.shape import describe
+
+    found = find(name)
+    needs, machine = needs_.needs_of(found), needs_.this_machine(to)
+    typer.echo(f"{found.name} ({found.family}, {found.format}): {describe(found.shape)}")
+    typer.echo(f"{needs.parameters:,} parameters")
+    rows = [("", "needs", "here", "")]
+    for what, needed, has in (
+        ("disk, the checkpoint in float32", needs.disk, machine.disk),
+        ("disk, a checkpoint of training", needs.training_disk, machine.disk),
+        ("memory, evaluation", needs.evaluation, machine.memory),
+        ("memory, training with Adafactor", needs.training, machine.memory),
+    ):
+        fits = "fits" if needed <= has else "does not fit"
+        rows.append((what, f"{needed / 1e9:.2f} GB", f"{has / 1e9:.2f} GB", fits))
+    _print_table(rows)
+    for accelerator, memory in machine.accelerators:
+        one = f"{accelerator}, {memory / 1e9:.2f} GB"
+        for what, needed in (("evaluation", needs.evaluation), ("training", needs.training)):
+            devices = -(-needed // memory)
+            typer.echo(f"{one}: {what} takes {devices} or more of them.")
+    if not machine.accelerators:
+        typer.echo("This machine has no NVIDIA accelerator.")
+    typer.echo("Activations, which depend on batch and lengths, come on top.")
 
 
 def _print_inspection(inspection: Inspection) -> None:

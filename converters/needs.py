@@ -1,0 +1,106 @@
+"""What a released checkpoint needs: bytes on disk and in memory, beside what this machine has."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import shutil
+from pathlib import Path
+
+from t0repro.converters.released import Released
+from t0repro.parameters import layout
+
+_FLOAT32 = 4
+_MIN_SIZE_TO_FACTOR = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Needs:
+    """Bytes that a model takes; activations, which depend on batch and length, come on top.
+
+    Attributes:
+      parameters: number of parameters.
+      disk: of the checkpoint in float32, without slots.
+      training_disk: of one checkpoint of a training run: parameters and Adafactor's slots.
+      evaluation: memory for float32 parameters.
+      training: memory for float32 parameters, gradients and Adafactor's slots.
+    """
+
+    parameters: int
+    disk: int
+    training_disk: int
+    evaluation: int
+    training: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """What this machine has, in bytes.
+
+    Attributes:
+      disk: free in the folder that was asked about.
+      memory: available to a new process.
+      accelerators: name and memory of each.
+    """
+
+    disk: int
+    memory: int
+    accelerators: tuple[tuple[str, int], ...]
+
+
+def needs_of(released: Released) -> Needs:
+    """What a released checkpoint needs, computed from its shapes.
+
+    Parameters and Adafactor's slots are float32, as both stacks train and evaluate.
+    """
+    shapes = list(released.shape.parameters().values())
+    unlisted = released.parameter_count() - released.shape.parameter_count()
+    weights = _FLOAT32 * released.parameter_count()
+    slots = _FLOAT32 * (sum(map(_slot_count, shapes)) + unlisted)
+    return Needs(
+        parameters=released.parameter_count(),
+        disk=weights,
+        training_disk=weights + slots,
+        evaluation=weights,
+        training=2 * weights + slots,
+    )
+
+
+def _slot_count(shape: tuple[int, ...]) -> int:
+    """Numbers in Adafactor's second moments of a parameter (no momentum, as T5 is trained)."""
+    # Both stacks factor a matrix whose shorter side is long enough (min_dim_size_to_factor).
+    if len(shape) < 2 or sorted(shape)[-2] < _MIN_SIZE_TO_FACTOR:
+        return math.prod(shape)
+    return sum(math.prod(layout.slot_shape(slot, shape)) for slot in ("v_row", "v_col"))
+
+
+def this_machine(folder: Path) -> Machine:
+    """Looks at this machine, and at the disk that a folder is or would be on."""
+    import psutil
+
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    return Machine(
+        disk=shutil.disk_usage(there).free,
+        memory=psutil.virtual_memory().available,
+        accelerators=tuple(_accelerators()),
+    )
+
+
+def _accelerators() -> list[tuple[str, int]]:
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return []
+    try:
+        handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
+        return [
+            (
+                str(pynvml.nvmlDeviceGetName(handle)),
+                int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
+            )
+            for handle in handles
+        ]
+    finally:
+        pynvml.nvmlShutdown()

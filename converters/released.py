@@ -1,0 +1,306 @@
+"""Released checkpoints by name: what they are, where they lie, and fetching them.
+
+`released.csv` lists them, each row with its source; what no source says is left empty. Files are
+fetched only where the user has opted in, with T0REPRO_CHECKPOINT_HUB=1.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import functools
+import importlib.resources
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Literal
+
+from t0repro.errors import UserError, nearest_names
+from t0repro.files import write_atomically
+from t0repro.hub_files import DELAYS_SECONDS, Bucket, HubFile, HubRepository, RemoteFiles
+from t0repro.locks import folder_lock
+from t0repro.parameters.shape import ModelShape
+from t0repro.progress import byte_progress
+
+OPT_IN = "T0REPRO_CHECKPOINT_HUB"
+HUB, STORAGE = "https://huggingface.co", "https://storage.googleapis.com"
+UNFINISHED = ".fetching"
+"""Folder, in the one that is fetched to, of files that are not all there yet."""
+SOURCE = "fetched.json"
+
+# What conversions and transformers read; a repository has the weights in other forms too.
+_HUB_FILES = re.compile(
+    r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json|config\.json"
+    r"|generation_config\.json|spiece\.model|tokenizer\.json|tokenizer_config\.json"
+    r"|special_tokens_map\.json|added_tokens\.json|README\.md"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Released:
+    """A released checkpoint.
+
+    Attributes:
+      name: as users name it: Mesh TensorFlow's or T5X's folder, or the hub's repository.
+      family: for instance "T5 1.1 LM-adapted".
+      format: mtf, t5x or hf.
+      address: gs://bucket/folder or hf://owner/name.
+      step: None where the source does not say; the latest is fetched.
+      license: of the checkpoint; empty where the source does not say.
+      shape: the model's sizes.
+      position_bias_per_layer: umT5's; not in `shape`.
+      source: the page that lists the checkpoint.
+    """
+
+    name: str
+    family: str
+    format: Literal["mtf", "t5x", "hf"]
+    address: str
+    step: int | None
+    license: str
+    shape: ModelShape
+    position_bias_per_layer: bool
+    source: str
+
+    def parameter_count(self) -> int:
+        """Number of parameters, of every layer's position bias too."""
+        extra = 0
+        if self.position_bias_per_layer:
+            layers = self.shape.num_encoder_layers + self.shape.num_decoder_layers
+            biases = self.shape.num_heads * self.shape.relative_attention_num_buckets
+            extra = (layers - 2) * biases
+        return self.shape.parameter_count() + extra
+
+
+@functools.cache
+def catalogue() -> dict[str, Released]:
+    """Every released checkpoint that is known, by name."""
+    text = importlib.resources.files("t0repro.converters").joinpath("released.csv").read_text()
+    return {row["name"]: _released(row) for row in csv.DictReader(text.splitlines())}
+
+
+def _released(row: dict[str, str]) -> Released:
+    yes = {"yes": True, "no": False}
+    sizes = ("num_encoder_layers", "num_decoder_layers", "d_model", "d_ff", "num_heads", "d_kv")
+    shape = ModelShape(
+        **{size: int(row[size]) for size in sizes},
+        vocab_size=int(row["vocab_size"]),
+        relative_attention_num_buckets=32,
+        wi_kernels=("wi_0", "wi_1") if yes[row["gated"]] else ("wi",),
+        tied=yes[row["tied"]],
+    )
+    formats: dict[str, Literal["mtf", "t5x", "hf"]] = {"mtf": "mtf", "t5x": "t5x", "hf": "hf"}
+    return Released(
+        name=row["name"],
+        family=row["family"],
+        format=formats[row["format"]],
+        address=row["address"],
+        step=int(row["step"]) if row["step"] else None,
+        license=row["license"],
+        shape=shape,
+        position_bias_per_layer=yes[row["position_bias_per_layer"]],
+        source=row["source"],
+    )
+
+
+def find(name: str) -> Released:
+    """The released checkpoint of this name.
+
+    Raises:
+      UserError: if there is none; the nearest names are listed.
+    """
+    known = catalogue()
+    if name not in known:
+        raise UserError(
+            f"No released checkpoint is called {name!r}.",
+            fix=f"Nearest: {nearest_names(name, known)}; 't0repro checkpoint released' lists all.",
+        )
+    return known[name]
+
+
+@dataclasses.dataclass(frozen=True)
+class Fetched:
+    """What a fetch came to.
+
+    Attributes:
+      path: of the checkpoint, as `convert` takes it.
+      files: number of files.
+      bytes: of the files.
+      present: whether all of it was there already.
+    """
+
+    path: Path
+    files: int
+    bytes: int
+    present: bool
+
+
+def fetch(
+    released: Released,
+    to: Path,
+    *,
+    base_url: str | None = None,
+    revision: str = "main",
+    step: int | None = None,
+    delays: Sequence[float] = DELAYS_SECONDS,
+) -> Fetched:
+    """Fetches a checkpoint into a folder; started again after any end, it goes on where it was.
+
+    The checkpoint appears in `to` when all of it has come and every checksum was right.
+
+    Args:
+      released: of the catalogue.
+      to: the folder, made if it is not there.
+      base_url: a mirror of the hub or of Google Cloud Storage.
+      revision: of a hub's repository.
+      step: of a Mesh TensorFlow checkpoint, where a folder has several; by default the latest.
+      delays: seconds before each further attempt.
+
+    Raises:
+      UserError: without the opt-in, or if the server cannot be reached, lists no checkpoint or
+        sends wrong bytes, the disk is too small, or `to` holds something else.
+    """
+    wanted = {"name": released.name, "revision": revision if released.format == "hf" else None}
+    if (done := _done(to, wanted, step)) is not None:
+        return done
+    if os.environ.get(OPT_IN) != "1":
+        raise UserError(
+            f"Fetching {released.name} needs the network, which is used only if you ask for it.",
+            where=released.address,
+            fix=f"Set {OPT_IN}=1 and start the command again.",
+        )
+    server, folder = _server(released, base_url, revision, delays)
+    with folder_lock(to, "fetching"):
+        listed = server.files(folder)
+        if not listed:
+            raise UserError(
+                "The server has no such folder or repository.",
+                where=f"{released.address}, asked of {server.base_url}",
+                fix="Check --revision and --base-url.",
+            )
+        chosen = _chosen(released, listed, folder, step)
+        _check_space(to, chosen)
+        total = sum(file.size for file in chosen.values())
+        partial = to / UNFINISHED
+        with byte_progress(f"fetching {released.name}", total) as advance:
+            for name, file in chosen.items():
+                (partial / name).parent.mkdir(parents=True, exist_ok=True)
+                server.download(file, partial / name, advance)
+        _publish(partial, to, chosen)
+        record = {
+            **wanted,
+            "address": released.address,
+            "fetched_from": server.base_url,
+            "license": released.license or None,
+            "files": {
+                name: {"bytes": file.size, "checksum": file.checksum}
+                for name, file in chosen.items()
+            },
+        }
+        write_atomically(to / SOURCE, json.dumps(record, indent=1) + "\n")
+    return Fetched(_checkpoint_path(to, chosen), len(chosen), total, present=False)
+
+
+def _server(
+    released: Released, base_url: str | None, revision: str, delays: Sequence[float]
+) -> tuple[RemoteFiles, str]:
+    kind, _, place = released.address.partition("://")
+    if kind == "hf":
+        address = base_url or os.environ.get("HF_ENDPOINT") or HUB
+        return HubRepository(address, place, revision, delays, kind="models"), ""
+    bucket, _, folder = place.partition("/")
+    return Bucket(base_url or STORAGE, bucket, delays), folder
+
+
+def _chosen(
+    released: Released, listed: Sequence[HubFile], folder: str, step: int | None
+) -> dict[str, HubFile]:
+    """The files to fetch, by their places in the folder that is fetched to."""
+    if released.format == "hf":
+        chosen = {file.path: file for file in listed if _HUB_FILES.fullmatch(file.path)}
+        if not any(name.endswith(".safetensors") for name in chosen):
+            raise UserError(
+                "The repository has no safetensors at this revision, and t0repro reads no others.",
+                where=released.address,
+                fix="Name a revision that has them, if there is one: --revision refs/pr/1.",
+            )
+        return chosen
+    names = {file.path.removeprefix(f"{folder}/"): file for file in listed}
+    if released.format == "t5x":
+        # The folder is one checkpoint; its name tells the step.
+        return {f"{folder.rpartition('/')[2]}/{name}": file for name, file in names.items()}
+    matches = [re.fullmatch(r"model\.ckpt-(\d+)\.index", name) for name in names]
+    steps = sorted(int(match[1]) for match in matches if match)
+    if not steps or (step is not None and step not in steps):
+        raise UserError(
+            f"The folder has no checkpoint{f' of step {step}' if step is not None else ''};"
+            f" it has {', '.join(map(str, steps)) or 'none'}.",
+            where=released.address,
+            fix="Choose one of these with --step.",
+        )
+    prefix = f"model.ckpt-{steps[-1] if step is None else step}."
+    return {
+        name: file
+        for name, file in names.items()
+        if name.startswith(prefix) or name == "operative_config.gin"
+    }
+
+
+def _check_space(to: Path, chosen: dict[str, HubFile]) -> None:
+    held = sum(
+        (to / UNFINISHED / name).stat().st_size
+        for name in chosen
+        if (to / UNFINISHED / name).exists()
+    )
+    needed = sum(file.size for file in chosen.values()) - held
+    free = shutil.disk_usage(to).free
+    if needed > free:
+        raise UserError(
+            f"{needed / 1e9:.2f} GB are to be fetched and {free / 1e9:.2f} GB are free.",
+            where=str(to),
+            fix="Choose another folder, or make room.",
+        )
+
+
+def _publish(partial: Path, to: Path, chosen: dict[str, HubFile]) -> None:
+    """Moves the files to their places, the ones that readers look for first last."""
+    last = ("config.json", ".index", "/checkpoint", "/.zmetadata", "/_METADATA")
+    for name in sorted(chosen, key=lambda name: (name.endswith(last), name)):
+        with open(partial / name, "rb") as file:
+            os.fsync(file.fileno())
+        (to / name).parent.mkdir(parents=True, exist_ok=True)
+        os.replace(partial / name, to / name)
+    shutil.rmtree(partial)
+
+
+def _done(to: Path, wanted: dict[str, str | None], step: int | None) -> Fetched | None:
+    """What an earlier fetch left, if it was of the same checkpoint."""
+    if not (to / SOURCE).is_file():
+        return None
+    record = json.loads((to / SOURCE).read_text())
+    files = {name: int(entry["bytes"]) for name, entry in record["files"].items()}
+    same = all(record.get(key) == value for key, value in wanted.items())
+    if step is not None and f"model.ckpt-{step}.index" not in files:
+        same = False
+    if not same:
+        raise UserError(
+            f"The folder holds {record['name']}, fetched from {record['address']}.",
+            where=str(to),
+            fix="Choose another folder.",
+        )
+    for name, size in files.items():
+        if not (to / name).is_file() or (to / name).stat().st_size != size:
+            return None  # fetched again, all of it
+    return Fetched(_checkpoint_path(to, files), len(files), sum(files.values()), present=True)
+
+
+def _checkpoint_path(to: Path, names: Iterable[str]) -> Path:
+    for name in names:
+        if name.endswith(".index"):
+            return to / name.removesuffix(".index")
+        if name.startswith("checkpoint_"):
+            return to / name.partition("/")[0]
+    return to
