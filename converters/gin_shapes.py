@@ -45,14 +45,28 @@ _DEFAULTS = {
     ("SelfAttention", "key_value_size"): "d_kv",
     ("make_layer_stack", "num_layers"): "num_layers",
 }
+# What the weights do not tell.
+_ARITHMETIC = {
+    ("DenseReluDense", "activation"): "activations",
+    ("sublayer_rms_norm", "epsilon"): "epsilon",
+    ("T5Config", "mlp_activations"): "activations",
+}
 _TOWERS = ("encoder", "decoder")
 
 
 @dataclasses.dataclass(frozen=True)
-class _Binding:
+class Bound:
+    """A value that a gin file binds.
+
+    Attributes:
+      value: the value, macros resolved.
+      line: the statement.
+      place: `file:line`.
+    """
+
     value: Any
-    line: str  # the statement
-    place: str  # file:line
+    line: str
+    place: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +100,7 @@ def check_gin_file(path: str | os.PathLike[str], family: ModelShape) -> list[str
         binding and its line.
     """
     bindings = {
-        ("", *argument): _Binding(_Macro(name), f"{'.'.join(argument)} = %{name}", "defaults.gin")
+        ("", *argument): Bound(_Macro(name), f"{'.'.join(argument)} = %{name}", "defaults.gin")
         for argument, name in _DEFAULTS.items()
     }
     unseen = list(_read(Path(path), bindings, [Path(path)]))
@@ -116,11 +130,39 @@ def master_dtype(path: str | os.PathLike[str]) -> str | None:
     Raises:
       UserError: if the file cannot be read or is no gin.
     """
-    bindings: dict[tuple[str, str, str], _Binding] = {}
+    bindings: dict[tuple[str, str, str], Bound] = {}
     list(_read(Path(path), bindings, [Path(path)]))
     binding = bindings.get(("", "get_variable_dtype", "master_dtype"))
     value = _resolve(binding, bindings).value if binding else None
     return value if isinstance(value, str) else None
+
+
+def bound_arithmetic(text: str, path: Path) -> dict[str, Bound]:
+    """What gin text binds of a model's arithmetic that its weights do not tell.
+
+    Args:
+      text: of either dialect; files that it includes count where they are here.
+      path: where the text is from, for messages and for what it includes.
+
+    Returns:
+      `activations` and `epsilon`, each if it is bound for the whole model.
+    """
+    bindings: dict[tuple[str, str, str], Bound] = {}
+    for _ in _read_text(text, path, bindings, [path]):
+        pass  # an include that is not here
+    bound = {}
+    for (scope, configurable, argument), binding in bindings.items():
+        field = _ARITHMETIC.get((configurable, argument))
+        resolved = _resolve(binding, bindings)
+        if field is None or scope or isinstance(resolved.value, _Macro):
+            continue
+        value = resolved.value
+        if field == "activations":
+            names = (value,) if isinstance(value, str) else value
+            # `silu` is what the field calls Mesh TensorFlow's `swish`.
+            value = tuple("swish" if name == "silu" else name for name in names)
+        bound[field] = Bound(value, resolved.line, resolved.place)
+    return bound
 
 
 def _family_fields(field: str, towers: Sequence[str], family: ModelShape) -> list[str]:
@@ -132,7 +174,7 @@ def _family_fields(field: str, towers: Sequence[str], family: ModelShape) -> lis
     return [f"num_{tower}_layers" for tower in towers]
 
 
-def _resolve(binding: _Binding, bindings: dict[tuple[str, str, str], _Binding]) -> _Binding:
+def _resolve(binding: Bound, bindings: dict[tuple[str, str, str], Bound]) -> Bound:
     """The binding of the macro that a binding refers to, at last."""
     for _ in range(10):  # a macro may refer to a macro; one that refers to itself ends here
         if not isinstance(binding.value, _Macro):
@@ -146,16 +188,27 @@ def _resolve(binding: _Binding, bindings: dict[tuple[str, str, str], _Binding]) 
 
 
 def _read(
-    path: Path, bindings: dict[tuple[str, str, str], _Binding], including: Sequence[Path]
+    path: Path, bindings: dict[tuple[str, str, str], Bound], including: Sequence[Path]
 ) -> Iterator[str]:
     """Enters a file's bindings, later ones over earlier ones; yields includes that are not here."""
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise UserError("The gin file cannot be read.", where=str(path), fix=str(error)) from None
+    yield from _read_text(text, path, bindings, including)
+
+
+def _read_text(
+    text: str,
+    path: Path,
+    bindings: dict[tuple[str, str, str], Bound],
+    including: Sequence[Path],
+) -> Iterator[str]:
     from gin import config_parser
 
     try:
         # Materialised, since the parser raises where it comes to the error.
-        statements = list(config_parser.ConfigParser(path.read_text(), _Delegate()))
-    except OSError as error:
-        raise UserError("The gin file cannot be read.", where=str(path), fix=str(error)) from None
+        statements = list(config_parser.ConfigParser(text, _Delegate()))
     except (SyntaxError, ValueError) as error:
         raise UserError("The file is no gin.", where=str(path), fix=str(error)) from None
     for statement in statements:
@@ -168,7 +221,7 @@ def _read(
         elif isinstance(statement, config_parser.BindingStatement):
             location = statement.location
             configurable = statement.selector.rpartition(".")[2]
-            bindings[statement.scope, configurable, statement.arg_name] = _Binding(
+            bindings[statement.scope, configurable, statement.arg_name] = Bound(
                 statement.value, location.line_content.strip(), f"{path}:{location.line_num}"
             )
 

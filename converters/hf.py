@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from t0repro.converters import recycling, storage
+from t0repro.converters import hf_config, recycling, storage
 from t0repro.converters.manifest import MANIFEST, Manifest, read_manifest
 from t0repro.converters.recognition import unknown_variable
 from t0repro.converters.safetensors_files import SafetensorsFile, shard_names
@@ -70,6 +70,7 @@ class HfReader:
         self.norm_names: layout.NormNames | None = norm_names
         self.ref = ref
         self.config = _config(ref.path)
+        hf_config.arithmetic_of(self.config, storage.join(ref.path, CONFIG))
         self._files: dict[str, SafetensorsFile] = {}
         self._places: dict[str, tuple[SafetensorsFile, str]] = {}
         self.tensors: dict[str, TensorInfo] = {layout.STEP: TensorInfo((), np.dtype(np.int32))}
@@ -96,7 +97,9 @@ class HfReader:
     def _enter_weights(self) -> None:
         unknown = []
         files = dict(_weights(self.ref.path))
-        if self._is_tied():
+        config_file = storage.join(self.ref.path, CONFIG)
+        logits = hf_config.logits_of(self.config, "lm_head.weight" in files, config_file)
+        if logits == "scaled embedding":
             self._check_copy(files.pop("lm_head.weight", None), files)
         for name, file in files.items():
             if name in _COPIES:
@@ -116,24 +119,14 @@ class HfReader:
             shape = info.shape[::-1] if found[0].transposed_in_hf else info.shape
             self.tensors[key] = TensorInfo(shape, info.dtype)
             self._places[key] = file, name
-        if "lm_head.weight" not in files and "shared.weight" in files and not self._is_tied():
-            # The logits come from the embedding, but not scaled as T5 1.0's are: for the others
-            # that is a kernel of its own.
+        if logits == "embedding" and "shared.weight" in files:
+            # Not scaled as T5 1.0's: Mesh TensorFlow and T5X need a kernel for that.
             embedding = self.tensors[layout.PARAMETERS + layout.TABLE[0].t5x]
             self.tensors[_LOGITS] = TensorInfo(embedding.shape[::-1], embedding.dtype)
             self._places[_LOGITS] = files["shared.weight"], "shared.weight"
         if unknown:
             numbers = [int(n) for name in unknown for n in re.findall(r"\.block\.(\d+)\.", name)]
             raise unknown_variable(unknown, layout.known_names("hf", numbers), self.ref.path)
-
-    def _is_tied(self) -> bool:
-        """Whether the logits come from the embedding, times d_model^-0.5.
-
-        transformers 4 says tie_word_embeddings; 5 says scale_decoder_outputs, ties always, and lets
-        an lm_head.weight in the file override it.
-        """
-        tied = self.config.get("tie_word_embeddings", True)
-        return bool(self.config.get("scale_decoder_outputs", tied))
 
     def _check_copy(
         self, file: SafetensorsFile | None, files: Mapping[str, SafetensorsFile]
@@ -191,6 +184,11 @@ def hf_name(key: str) -> str | None:
     return found and layout.name_of(*found, "hf")
 
 
+def read_arithmetic(path: str) -> hf_config.Arithmetic:
+    """What a directory's config.json says of the arithmetic; see `hf_config.arithmetic_of`."""
+    return hf_config.arithmetic_of(_config(path), storage.join(path, CONFIG))
+
+
 def _config(path: str) -> Mapping[str, Any]:
     file = storage.join(path, CONFIG)
     try:
@@ -205,16 +203,6 @@ def _config(path: str) -> Mapping[str, Any]:
         raise UserError(
             f"{CONFIG} is no JSON object.", where=file, fix="Copy the file again."
         ) from None
-    if config.get("model_type") not in ("t5", "mt5"):
-        raise UserError(
-            f"The model is of the type {config.get('model_type')!r}, no T5.",
-            where=file,
-            fix="Give a directory whose config.json says t5 or mt5 (umT5 and LongT5 differ).",
-        )
-    if config.get("quantization_config"):
-        raise UserError(
-            "The weights are quantised.", where=file, fix="Save the model without quantisation."
-        )
     return config
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import base64
 import json
-import re
 import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from t0repro.converters.hf_config import Arithmetic, feed_forward_proj
 from t0repro.converters.tensor_bundle import protobuf_fields
 from t0repro.errors import UserError
 from t0repro.parameters.shape import ModelShape, describe
@@ -20,19 +20,14 @@ _T5_EXTRA_IDS = 100
 _MODEL_MAX_LENGTH = 512
 
 
-def model_config(family: ModelShape, dtype: str, gin_text: str | None) -> dict[str, Any]:
+def model_config(family: ModelShape, dtype: str, arithmetic: Arithmetic) -> dict[str, Any]:
     """The content of config.json.
 
     Args:
       family: the model.
       dtype: of the parameters, as numpy names it.
-      gin_text: the configuration that the model was trained with, if it is known; it tells a gated
-        layer's activation, which the weights do not (T5 1.1's is gelu).
+      arithmetic: what the weights do not tell.
     """
-    activation = "relu"
-    if family.gated:
-        silu = re.search(r"DenseReluDense\.activation\s*=.*(silu|swish)", gin_text or "")
-        activation = "gated-silu" if silu else "gated-gelu"
     multilingual = family.vocab_size >= 250_000
     return {
         "architectures": ["MT5ForConditionalGeneration" if multilingual else _ARCHITECTURE],
@@ -45,11 +40,11 @@ def model_config(family: ModelShape, dtype: str, gin_text: str | None) -> dict[s
         "num_decoder_layers": family.num_decoder_layers,
         "num_heads": family.num_heads,
         "relative_attention_num_buckets": family.relative_attention_num_buckets,
-        "relative_attention_max_distance": 128,
+        "relative_attention_max_distance": arithmetic.max_distance,
         "dropout_rate": 0.1,
-        "layer_norm_epsilon": 1e-6,
+        "layer_norm_epsilon": arithmetic.epsilon,
         "initializer_factor": 1.0,
-        "feed_forward_proj": activation,
+        **feed_forward_proj(arithmetic),
         "is_encoder_decoder": True,
         "use_cache": True,
         "tie_word_embeddings": family.tied,

@@ -10,7 +10,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from t0repro.converters import hf, hf_files, jax_tree, mtf, scanning, storage
+from t0repro.converters import (
+    gin_shapes,
+    hf,
+    hf_config,
+    hf_files,
+    jax_tree,
+    mtf,
+    scanning,
+    storage,
+)
 from t0repro.converters.options import Options
 from t0repro.converters.safetensors_files import SafetensorsWriter, index_text
 from t0repro.converters.tensors import CheckpointReader, CheckpointRef, Output, TensorInfo, Writer
@@ -62,15 +71,26 @@ def make_plan(
     norm_names = options.norm_names or reader.norm_names or "rms_norm"
     step = target.step or 0
     gin_text = _gin_text(reader.ref, options)
+    arithmetic = _arithmetic(reader.ref, family, options, gin_text)
+    if target.format == "hf":
+        return _hf_plan(reader, family, tensors, options, gin_text, arithmetic, norm_names, step)
+    notes = []
+    if reader.ref.format == "hf":
+        hf_config.check_gin_can_say(arithmetic, storage.join(reader.ref.path, hf.CONFIG))
+        if gin_text is None:
+            gin_text = hf_config.gin_text(arithmetic, family, reader.ref.path)
+            notes.append(f"{mtf.OPERATIVE_CONFIG} is made from config.json; run the model with it.")
     if target.format == "mtf":
         outputs = list(mtf.mtf_outputs(tensors, norm_names))
-        return Plan(outputs, lambda path: mtf.MtfWriter(path, step, gin_text), norm_names)
-    if target.format == "hf":
-        return _hf_plan(reader, family, tensors, options, gin_text, norm_names, step)
+        return Plan(
+            outputs,
+            lambda path: mtf.MtfWriter(path, step, gin_text),
+            norm_names,
+            notes=tuple(notes),
+        )
     outputs = list(jax_tree.jax_outputs(tensors, family, options.scan))
     of_t5x = (options.layout or "legacy") if target.format == "t5x" else None
     small = {mtf.OPERATIVE_CONFIG: gin_text.encode()} if gin_text else {}
-    notes = []
     if options.scan and (averaged := scanning.averaged_kernels(tensors)):
         notes.append(
             f"The slots v of {len(averaged)} kernels are averaged into v_row and v_col, as"
@@ -94,9 +114,38 @@ def _gin_text(ref: CheckpointRef, options: Options) -> str | None:
             raise UserError(
                 "The gin file cannot be read.", where=str(options.gin_file), fix=str(error)
             ) from None
-    directory = ref.path if ref.format == "hf" else os.path.dirname(ref.path)
-    file = storage.join(directory, mtf.OPERATIVE_CONFIG)
+    file = storage.join(_folder(ref), mtf.OPERATIVE_CONFIG)
     return storage.read(file).decode() if storage.is_file(file) else None
+
+
+def _arithmetic(
+    ref: CheckpointRef, family: ModelShape, options: Options, gin_text: str | None
+) -> hf_config.Arithmetic:
+    """What the source, and the gin text that goes with it, say of the model's arithmetic.
+
+    Raises:
+      UserError: if config.json and the gin text differ.
+    """
+    path = Path(options.gin_file or storage.join(_folder(ref), mtf.OPERATIVE_CONFIG))
+    bound = gin_shapes.bound_arithmetic(gin_text, path) if gin_text else {}
+    if ref.format != "hf":
+        default = ("gelu", "linear") if family.gated else ("relu",)
+        said = {field: found.value for field, found in bound.items()}
+        return dataclasses.replace(hf_config.Arithmetic(default), **said)
+    arithmetic = hf.read_arithmetic(ref.path)
+    for field, found in bound.items():
+        if found.value != getattr(arithmetic, field):
+            raise UserError(
+                f"`{found.line}` does not fit the model, whose {hf.CONFIG} says"
+                f" {getattr(arithmetic, field)!r}.",
+                where=found.place,
+                fix="Give the gin file of the model that the checkpoint holds.",
+            )
+    return arithmetic
+
+
+def _folder(ref: CheckpointRef) -> str:
+    return ref.path if ref.format == "hf" else os.path.dirname(ref.path)
 
 
 def _hf_plan(
@@ -105,6 +154,7 @@ def _hf_plan(
     tensors: Mapping[str, TensorInfo],
     options: Options,
     gin_text: str | None,
+    arithmetic: hf_config.Arithmetic,
     norm_names: layout.NormNames,
     step: int,
 ) -> Plan:
@@ -121,7 +171,7 @@ def _hf_plan(
         "step": step,
         "versions": versions(),
     }
-    config = hf_files.model_config(family, dtype, gin_text)
+    config = hf_files.model_config(family, dtype, arithmetic)
     small = {
         "README.md": hf_files.model_card(family, provenance, dtype, slots).encode(),
         "generation_config.json": json.dumps(hf_files.generation_config(), indent=2).encode(),

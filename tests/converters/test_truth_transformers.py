@@ -35,9 +35,8 @@ dropout_rate = 0.0
 def mesh_logits(run_script, tmp_path):
     """Mesh TensorFlow's logits for tokens, from a checkpoint."""
 
-    def compute(prefix: Path, tokens: dict[str, np.ndarray], model: str, vocab_size: int):
+    def compute(prefix: Path, tokens: dict[str, np.ndarray], bindings: str):
         np.savez(tmp_path / "tokens.npz", **tokens)
-        bindings = BINDINGS.format(model=model, vocab_size=vocab_size)
         (tmp_path / "model.gin").write_text(bindings)
         names = ("tokens.npz", "logits.npy", "model.gin")
         run_script("mesh_logits.py", str(prefix), *(str(tmp_path / name) for name in names))
@@ -58,13 +57,7 @@ def tokens() -> dict[str, np.ndarray]:
 
 def torch_logits(directory: Path, tokens: dict[str, np.ndarray]) -> np.ndarray:
     model = transformers.T5ForConditionalGeneration.from_pretrained(directory).eval()
-    shifted = np.pad(tokens["targets"], ((0, 0), (1, 0)))[:, :-1]
-    with torch.no_grad():
-        output = model(
-            input_ids=torch.from_numpy(tokens["inputs"]).long(),
-            decoder_input_ids=torch.from_numpy(shifted).long(),
-        )
-    return output.logits.numpy()
+    return logits_of(model, tokens)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +75,11 @@ def test_pytorch_s_logits_agree_with_mesh_tensorflow_s_within_1e_4(
         norm_names="rms_norm",
     )
     convert(tmp_path / "float32", tmp_path / "hf", "hf")
-    expected = mesh_logits(tmp_path / "float32" / "model.ckpt-2", tokens, model, 250)
+    expected = mesh_logits(
+        tmp_path / "float32" / "model.ckpt-2",
+        tokens,
+        BINDINGS.format(model=model, vocab_size=250),
+    )
     np.testing.assert_allclose(
         torch_logits(tmp_path / "hf", tokens), expected, rtol=0, atol=LOGITS_TOLERANCE
     )
@@ -115,10 +112,113 @@ def test_a_random_model_that_transformers_saved_gives_mesh_tensorflow_the_same_l
     report = convert(tmp_path / "hf", tmp_path / "mtf", "mtf")
     assert report.family.name == ("T5 1.1" if gated else "T5 1.0")
     name = "t5.1.1.small" if gated else "t5.1.0.small"
-    ours = mesh_logits(tmp_path / "mtf" / "model.ckpt-0", tokens, name, 256)
+    ours = mesh_logits(
+        tmp_path / "mtf" / "model.ckpt-0", tokens, BINDINGS.format(model=name, vocab_size=256)
+    )
     np.testing.assert_allclose(
         torch_logits(tmp_path / "hf", tokens), ours, rtol=0, atol=LOGITS_TOLERANCE
     )
+
+
+SIZES = dict(d_model=128, d_kv=64, d_ff=256, num_layers=2, num_heads=2, decoder_start_token_id=0)
+
+UNTIED = {"tie_word_embeddings": False}
+
+# Class and fields of the configurations that transformers makes random models of.
+MODELS = {
+    "T5 1.0": ("T5", {}),
+    "T5 1.1, unscaled tie": (
+        "T5",
+        {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+    ),
+    "gated silu": ("T5", {"feed_forward_proj": "gated-silu", **UNTIED}),
+    "tanh gelu, not gated": ("T5", {"feed_forward_proj": "gelu_new"}),
+    "epsilon": ("T5", {"layer_norm_epsilon": 1e-2}),
+    "vocabulary without padding": ("T5", {"vocab_size": 250}),
+    "mT5": ("MT5", {}),
+    "mT5 of a vocabulary without padding": ("MT5", {"vocab_size": 250}),
+}
+
+
+def random_model(name: str, kernel: bool, directory: Path, dtype: str = "float32"):
+    """A model with large random weights, as the installed transformers saves it in shards."""
+    family, fields = MODELS[name]
+    config = getattr(transformers, f"{family}Config")(**SIZES, **{"vocab_size": 256, **fields})
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{family}ForConditionalGeneration")(config).eval()
+    for path, parameter in model.named_parameters():
+        # Norms stay at one. Attention is not scaled: larger kernels would enlarge rounding errors.
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.1 if "shared" in path else 0.05)
+    if kernel:
+        model.lm_head.weight = torch.nn.Parameter(torch.randn(config.vocab_size, 128) / 10)
+    model = model.to(getattr(torch, dtype))
+    model.save_pretrained(directory, max_shard_size="300KB")
+    assert len(list(directory.glob("*.safetensors"))) > 1
+    return model.float()
+
+
+def as_transformers_4_saves(directory: Path, tied: bool) -> None:
+    """Rewrites config.json as transformers 4.57.1 has it; the weights' files are the same."""
+    config = json.loads((directory / "config.json").read_text())
+    config.pop("scale_decoder_outputs", None)
+    config |= {"tie_word_embeddings": tied, "transformers_version": "4.57.1"}
+    if tied and config["model_type"] == "t5":
+        del config["tie_word_embeddings"]  # T5's default is not written
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+def logits_of(model, tokens: dict[str, np.ndarray]) -> np.ndarray:
+    shifted = np.pad(tokens["targets"], ((0, 0), (1, 0)))[:, :-1]
+    with torch.no_grad():
+        output = model(
+            input_ids=torch.from_numpy(tokens["inputs"]).long(),
+            decoder_input_ids=torch.from_numpy(shifted).long(),
+        )
+    return output.logits.numpy()
+
+
+def converted_logits(directory: Path, tokens, mesh_logits, tmp_path: Path) -> np.ndarray:
+    """Mesh TensorFlow's, under the gin file that the conversion wrote."""
+    convert(directory, tmp_path / "mtf", "mtf", dtype="float32")
+    own = (tmp_path / "mtf" / "operative_config.gin").read_text()
+    bindings = f"include 'defaults.gin'\nvocab_size = 256\n{own}\ndropout_rate = 0.0\n"
+    return mesh_logits(tmp_path / "mtf" / "model.ckpt-0", tokens, bindings)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_transformers_5_saves_computes_the_same_logits_under_the_gin_file_that_goes_with_it(
+    name, tokens, mesh_logits, tmp_path
+):
+    expected = logits_of(random_model(name, False, tmp_path / "hf"), tokens)
+    ours = converted_logits(tmp_path / "hf", tokens, mesh_logits, tmp_path)
+    np.testing.assert_allclose(
+        ours[..., : expected.shape[-1]], expected, rtol=0, atol=LOGITS_TOLERANCE
+    )
+    assert np.std(expected) > 0.05
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["T5 1.1, unscaled tie", "mT5", "gated silu"])
+@pytest.mark.parametrize("generation", [4, 5])
+def test_a_kernel_for_the_logits_counts_as_it_does_in_transformers(
+    name, generation, dtype, tokens, mesh_logits, tmp_path
+):
+    expected = logits_of(random_model(name, True, tmp_path / "hf", dtype), tokens)
+    if generation == 4:
+        as_transformers_4_saves(tmp_path / "hf", tied=False)
+    ours = converted_logits(tmp_path / "hf", tokens, mesh_logits, tmp_path)
+    np.testing.assert_allclose(ours, expected, rtol=0, atol=LOGITS_TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["T5 1.0", "mT5"])
+def test_transformers_4_scales_every_tied_model(name, tokens, mesh_logits, tmp_path):
+    expected = logits_of(random_model(name, False, tmp_path / "hf"), tokens)
+    if name == "mT5":
+        expected *= SIZES["d_model"] ** -0.5  # transformers 5, which computed them, does not
+    as_transformers_4_saves(tmp_path / "hf", tied=True)
+    ours = converted_logits(tmp_path / "hf", tokens, mesh_logits, tmp_path)
+    np.testing.assert_allclose(ours, expected, rtol=0, atol=LOGITS_TOLERANCE)
 
 
 def vocabulary() -> Path:

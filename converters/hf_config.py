@@ -1,0 +1,211 @@
+"""What a T5's config.json says of its arithmetic that its weights do not.
+
+transformers' T5, mT5 and umT5 compute other logits from the same weights under another
+activation, norm epsilon, reach of the position bias, or scale before the logits. `arithmetic_of`
+reads all of it as transformers 4 and 5 wrote it, and refuses by name what no T5 here computes;
+docs/checkpoints.md has the table.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from t0repro.config.run_config import Activation
+from t0repro.errors import UserError
+from t0repro.parameters.shape import ModelShape
+
+# transformers' names of activations (transformers/activations.py, ACT2FN). Its "gelu" is the one
+# with the error function; Mesh TensorFlow's is the tanh form, which transformers calls "gelu_new".
+_ACTIVATIONS: dict[str, Activation] = {
+    "relu": "relu",
+    "gelu": "gelu_exact",
+    "gelu_new": "gelu",
+    "gelu_pytorch_tanh": "gelu",
+    "silu": "swish",
+    "swish": "swish",
+    "sigmoid": "sigmoid",
+    "tanh": "tanh",
+    "linear": "linear",
+}
+_GIN_ACTIVATIONS = ("relu", "gelu", "swish", "sigmoid", "tanh", "linear")  # Mesh TensorFlow's
+_MAX_DISTANCE, _EPSILON = 128, 1e-6  # of Mesh TensorFlow and T5X
+
+# Fields that have one value here, with what another would mean.
+_FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "pad_token_id": ((0, None), "padding is id 0"),
+    "decoder_start_token_id": ((0, None), "the decoder's first input is id 0"),
+    "quantization_config": ((None,), "weights are not quantised"),
+    "pruned_heads": (({}, None), "all layers have all heads"),
+}
+
+Logits = Literal["scaled embedding", "embedding", "kernel"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Arithmetic:
+    """How a T5 computes, beyond the shapes of its weights.
+
+    Attributes:
+      activations: of the feed-forward layer, in the names of `ModelConfig`.
+      max_distance: distances from here on share a bucket of the position bias.
+      epsilon: added to the mean square in every layer norm.
+    """
+
+    activations: tuple[Activation, ...]
+    max_distance: int = _MAX_DISTANCE
+    epsilon: float = _EPSILON
+
+
+def arithmetic_of(config: Mapping[str, Any], where: str) -> Arithmetic:
+    """Reads the arithmetic from the content of config.json.
+
+    Args:
+      config: the content, as transformers 4 or 5 wrote it.
+      where: the file, for messages.
+
+    Raises:
+      UserError: naming the field whose value no T5 here can have.
+    """
+    kind = config.get("model_type")
+    if kind == "umt5":
+        raise UserError(
+            "The model is a umT5, whose every layer has a position bias of its own; the formats"
+            " that t0repro converts between have one for each tower.",
+            where=f"{where}, model_type",
+            fix="Run it with transformers.",
+        )
+    if kind not in ("t5", "mt5"):
+        raise UserError(
+            f"The model is of the type {kind!r}, no T5.",
+            where=f"{where}, model_type",
+            fix="Give a directory whose config.json says t5 or mt5.",
+        )
+    for field, (values, meaning) in _FIXED.items():
+        if config.get(field) not in values:
+            raise UserError(
+                f"{field} is {config[field]!r}, but here {meaning}.",
+                where=f"{where}, {field}",
+                fix="Convert a model that was trained and saved without it.",
+            )
+    return Arithmetic(
+        _activations(config, where),
+        int(config.get("relative_attention_max_distance", _MAX_DISTANCE)),
+        float(config.get("layer_norm_epsilon", _EPSILON)),
+    )
+
+
+def _activations(config: Mapping[str, Any], where: str) -> tuple[Activation, ...]:
+    default = "relu" if config["model_type"] == "t5" else "gated-gelu"
+    projection = str(config.get("feed_forward_proj", default))
+    *gate, name = projection.split("-", 1) if projection.startswith("gated-") else [projection]
+    # transformers gives "gated-gelu" the tanh form, for T5 1.1's sake, and "gelu" the exact one.
+    # Both generations also save what they made of feed_forward_proj, and believe it when they load.
+    name = str(config.get("dense_act_fn", "gelu_new" if gate and name == "gelu" else name))
+    gated = bool(config.get("is_gated_act", gate))
+    if name not in _ACTIVATIONS:
+        raise UserError(
+            f"The activation {name!r} is none that a T5 here has.",
+            where=f"{where}, feed_forward_proj",
+            fix=f"Convert a model with one of these: {', '.join(_ACTIVATIONS)}.",
+        )
+    return (_ACTIVATIONS[name], "linear") if gated else (_ACTIVATIONS[name],)
+
+
+def logits_of(config: Mapping[str, Any], has_kernel: bool, where: str) -> Logits:
+    """Where the logits come from: a kernel, or the embedding, times d_model**-0.5 or not.
+
+    transformers 4 scales a tied T5 and mT5 and gives an untied one a kernel. transformers 5 ties
+    all of them and lets an lm_head.weight in the file override the tie: its T5 says
+    scale_decoder_outputs, and its mT5 never scales.
+
+    Args:
+      config: the content of config.json.
+      has_kernel: whether there is an lm_head.weight.
+      where: the file, for messages.
+
+    Raises:
+      UserError: if it cannot be told which of them wrote a tied mT5.
+    """
+    unscaled: Logits = "kernel" if has_kernel else "embedding"
+    tied = bool(config.get("tie_word_embeddings", config["model_type"] == "t5"))
+    if config["model_type"] == "t5":
+        return "scaled embedding" if config.get("scale_decoder_outputs", tied) else unscaled
+    if not tied:
+        return unscaled
+    version = re.match(r"(\d+)\.", str(config.get("transformers_version")))
+    if version is None:
+        raise UserError(
+            "The mT5 is tied, and config.json does not say which transformers wrote it;"
+            " transformers 4 scales its logits, 5 does not.",
+            where=f"{where}, transformers_version",
+            fix='Add it: "transformers_version": "4.57.0", for instance.',
+        )
+    return unscaled if int(version[1]) >= 5 else "scaled embedding"
+
+
+def check_gin_can_say(arithmetic: Arithmetic, where: str) -> None:
+    """Checks that a gin file can bind what a model computes; such a file configures every run.
+
+    Raises:
+      UserError: naming the field of config.json.
+    """
+    if arithmetic.max_distance != _MAX_DISTANCE:
+        raise UserError(
+            f"relative_attention_max_distance is {arithmetic.max_distance}; in Mesh TensorFlow and"
+            f" T5X it is {_MAX_DISTANCE}, and no gin file can change it.",
+            where=f"{where}, relative_attention_max_distance",
+            fix="Run the model with transformers; t0repro can only write it as hf again.",
+        )
+    if unknown := [name for name in arithmetic.activations if name not in _GIN_ACTIVATIONS]:
+        raise UserError(
+            f'The activation is {unknown[0]}, transformers\' "gelu" with the error function; Mesh'
+            " TensorFlow and T5X have its tanh form alone, under the same name.",
+            where=f"{where}, feed_forward_proj",
+            fix="Run the model with transformers; t0repro can only write it as hf again.",
+        )
+
+
+def gin_text(arithmetic: Arithmetic, shape: ModelShape, source: str) -> str:
+    """A gin file of the model in Mesh TensorFlow's words, on which either stack runs it.
+
+    Args:
+      arithmetic: what `check_gin_can_say` has let pass.
+      shape: the sizes.
+      source: where the model came from, for the first line.
+    """
+    names = arithmetic.activations
+    activation = list(names) if len(names) > 1 else names[0]
+    return f"""\
+# The model of {source}, from its config.json and its weights.
+include 'models/t5.1.0.base.gin'
+
+d_model = {shape.d_model}
+d_ff = {shape.d_ff}
+d_kv = {shape.d_kv}
+num_heads = {shape.num_heads}
+encoder/transformer.make_layer_stack.num_layers = {shape.num_encoder_layers}
+decoder/transformer.make_layer_stack.num_layers = {shape.num_decoder_layers}
+SelfAttention.relative_attention_num_buckets = {shape.relative_attention_num_buckets}
+DenseReluDense.activation = {activation!r}
+transformer.sublayer_rms_norm.epsilon = {arithmetic.epsilon!r}
+Unitransformer.shared_embedding_and_softmax_weights = {shape.tied}
+"""
+
+
+def feed_forward_proj(arithmetic: Arithmetic) -> dict[str, Any]:
+    """The fields of config.json that say which activation a feed-forward layer has."""
+    name, *gate = arithmetic.activations
+    theirs = {"gelu": "gelu_new", "gelu_exact": "gelu", "swish": "silu"}.get(name, name)
+    if gate:
+        # "gated-gelu" is the tanh form; the exact one has no name of its own but dense_act_fn.
+        projection = "gated-gelu" if name in ("gelu", "gelu_exact") else f"gated-{theirs}"
+    else:
+        projection = theirs
+    return {
+        "feed_forward_proj": projection,
+        "dense_act_fn": theirs,
+        "is_gated_act": bool(gate),
+    }

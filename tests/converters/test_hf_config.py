@@ -1,0 +1,209 @@
+"""What transformers' config.json says of a T5's arithmetic: carried out, or refused by its name."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from t0repro.converters.convert import convert
+from t0repro.converters.hf_config import Arithmetic, arithmetic_of, feed_forward_proj, logits_of
+from t0repro.errors import UserError
+
+from .checkpoint_files import read_variables
+
+
+def t5(**fields):
+    return {"model_type": "t5", **fields}
+
+
+@pytest.mark.parametrize(
+    ("config", "activations"),
+    [
+        (t5(), ("relu",)),
+        (t5(feed_forward_proj="relu"), ("relu",)),
+        (t5(feed_forward_proj="gated-gelu"), ("gelu", "linear")),
+        # transformers 4 saves what it makes of feed_forward_proj too.
+        (
+            t5(feed_forward_proj="gated-gelu", dense_act_fn="gelu_new", is_gated_act=True),
+            ("gelu", "linear"),
+        ),
+        (t5(feed_forward_proj="gated-gelu", dense_act_fn="gelu"), ("gelu_exact", "linear")),
+        (t5(feed_forward_proj="gelu"), ("gelu_exact",)),
+        (t5(feed_forward_proj="gelu_new"), ("gelu",)),
+        (t5(feed_forward_proj="gated-silu"), ("swish", "linear")),
+        (t5(feed_forward_proj="gated-relu"), ("relu", "linear")),
+        ({"model_type": "mt5"}, ("gelu", "linear")),
+    ],
+)
+def test_the_activation_is_the_one_that_transformers_takes(config, activations):
+    assert arithmetic_of(config, "config.json").activations == activations
+
+
+def test_distance_and_epsilon_are_read():
+    config = t5(relative_attention_max_distance=64, layer_norm_epsilon=1e-5)
+    assert arithmetic_of(config, "config.json") == Arithmetic(("relu",), 64, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("field", "config"),
+    [
+        ("feed_forward_proj", t5(feed_forward_proj="gated-mish")),
+        ("feed_forward_proj", t5(feed_forward_proj="quick_gelu")),
+        ("pad_token_id", t5(pad_token_id=1)),
+        ("decoder_start_token_id", t5(decoder_start_token_id=259)),
+        ("quantization_config", t5(quantization_config={"load_in_8bit": True})),
+        ("pruned_heads", t5(pruned_heads={"0": [1]})),
+        ("model_type", {"model_type": "umt5"}),
+        ("model_type", {"model_type": "longt5"}),
+        ("model_type", {}),
+    ],
+)
+def test_what_no_t5_here_computes_is_refused_by_its_field(field, config):
+    with pytest.raises(UserError) as caught:
+        arithmetic_of(config, "some/config.json")
+    assert caught.value.where == f"some/config.json, {field}"
+
+
+OLD, NEW = {"transformers_version": "4.57.1"}, {"transformers_version": "5.23.0"}
+
+
+@pytest.mark.parametrize(
+    ("config", "with_kernel", "without"),
+    [
+        # transformers 4: tied or not, by one field.
+        (t5(**OLD), "scaled embedding", "scaled embedding"),
+        (t5(tie_word_embeddings=True, **OLD), "scaled embedding", "scaled embedding"),
+        (t5(tie_word_embeddings=False, **OLD), "kernel", "embedding"),
+        # transformers 5: always tied, and scaled by another.
+        (
+            t5(tie_word_embeddings=True, scale_decoder_outputs=True, **NEW),
+            "scaled embedding",
+            "scaled embedding",
+        ),
+        (t5(scale_decoder_outputs=False, **NEW), "kernel", "embedding"),
+        # An mT5: transformers 5 never scales.
+        ({"model_type": "mt5", **OLD}, "kernel", "embedding"),
+        ({"model_type": "mt5", "tie_word_embeddings": False}, "kernel", "embedding"),
+        (
+            {"model_type": "mt5", "tie_word_embeddings": True, **OLD},
+            "scaled embedding",
+            "scaled embedding",
+        ),
+        ({"model_type": "mt5", "tie_word_embeddings": True, **NEW}, "kernel", "embedding"),
+        ({"model_type": "mt5", **NEW}, "kernel", "embedding"),
+    ],
+)
+def test_the_logits_come_from_where_the_transformers_that_saved_the_model_takes_them(
+    config, with_kernel, without
+):
+    assert logits_of(config, True, "config.json") == with_kernel
+    assert logits_of(config, False, "config.json") == without
+
+
+def test_a_tied_mt5_of_an_unknown_transformers_is_refused():
+    config = {"model_type": "mt5", "tie_word_embeddings": True}
+    with pytest.raises(UserError, match="which transformers wrote it"):
+        logits_of(config, True, "config.json")
+
+
+@pytest.mark.parametrize("gate", [(), ("linear",)])
+@pytest.mark.parametrize("name", ["relu", "gelu", "gelu_exact", "swish", "tanh", "sigmoid"])
+def test_a_written_activation_is_read_as_the_same(name, gate):
+    arithmetic = Arithmetic((name, *gate))
+    assert arithmetic_of(t5(**feed_forward_proj(arithmetic)), "config.json") == arithmetic
+
+
+# --- Through a conversion ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hf_directory(tiny_checkpoint, tmp_path):
+    convert(tiny_checkpoint, tmp_path / "hf", "hf", slots=False)
+    return tmp_path / "hf"
+
+
+def change_config(directory, **changes) -> None:
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | changes))
+
+
+SILU = {"feed_forward_proj": "gated-silu", "dense_act_fn": "silu", "layer_norm_epsilon": 1e-5}
+
+
+@pytest.mark.parametrize("to", ["mtf", "jax", "t5x"])
+def test_the_gin_file_beside_the_target_binds_what_the_configuration_says(
+    hf_directory, tmp_path, to
+):
+    change_config(hf_directory, **SILU)
+    report = convert(hf_directory, tmp_path / "out", to)
+    assert any("operative_config.gin" in note for note in report.notes)
+    lines = (tmp_path / "out" / "operative_config.gin").read_text().splitlines()
+    assert "DenseReluDense.activation = ['swish', 'linear']" in lines
+    assert "transformer.sublayer_rms_norm.epsilon = 1e-05" in lines
+    convert(tmp_path / "out", tmp_path / "back", "hf")
+    back = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert SILU.items() <= back.items()
+
+
+def test_hugging_face_to_hugging_face_keeps_even_what_no_gin_file_can_say(hf_directory, tmp_path):
+    change_config(
+        hf_directory, relative_attention_max_distance=64, dense_act_fn="gelu", is_gated_act=True
+    )
+    convert(hf_directory, tmp_path / "out", "hf", dtype="bfloat16")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["relative_attention_max_distance"] == 64
+    assert config["dense_act_fn"] == "gelu"
+
+
+@pytest.mark.parametrize(
+    ("field", "changes"),
+    [
+        ("relative_attention_max_distance", {"relative_attention_max_distance": 64}),
+        ("feed_forward_proj", {"feed_forward_proj": "gated-gelu", "dense_act_fn": "gelu"}),
+    ],
+)
+@pytest.mark.parametrize("to", ["mtf", "jax", "t5x"])
+def test_what_no_gin_file_can_say_is_refused_by_its_field(
+    hf_directory, tmp_path, to, field, changes
+):
+    change_config(hf_directory, **changes)
+    with pytest.raises(UserError, match=rf"config\.json, {field}"):
+        convert(hf_directory, tmp_path / "out", to)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "DenseReluDense.activation = ['gelu', 'linear']",
+        "transformer.sublayer_rms_norm.epsilon = 1e-6",
+    ],
+)
+def test_a_gin_file_that_says_otherwise_is_refused_with_its_line(hf_directory, tmp_path, line):
+    change_config(hf_directory, **SILU)
+    (tmp_path / "own.gin").write_text(f"# mine\n{line}\n")
+    with pytest.raises(UserError) as caught:
+        convert(hf_directory, tmp_path / "out", "jax", gin_file=tmp_path / "own.gin")
+    assert line in caught.value.what
+    assert caught.value.where == f"{tmp_path}/own.gin:2"
+
+
+def test_a_tied_mt5_of_transformers_5_gets_a_kernel_that_is_its_embedding(hf_directory, tmp_path):
+    import safetensors.numpy
+
+    weights = hf_directory / "model.safetensors"
+    tensors = safetensors.numpy.load_file(weights)
+    del tensors["lm_head.weight"]
+    safetensors.numpy.save_file(tensors, weights)
+    (hf_directory / "conversion.json").unlink()
+    change_config(hf_directory, model_type="mt5", tie_word_embeddings=True, **NEW)
+    convert(hf_directory, tmp_path / "new", "mtf")
+    variables = read_variables(tmp_path / "new")
+    np.testing.assert_array_equal(
+        variables["decoder/logits/kernel"], variables["shared/embedding"].T
+    )
+    change_config(hf_directory, **OLD)
+    convert(hf_directory, tmp_path / "old", "mtf")
+    assert "decoder/logits/kernel" not in read_variables(tmp_path / "old")
