@@ -176,8 +176,8 @@ def gin_text(arithmetic: Arithmetic, shape: ModelShape, source: str) -> str:
       shape: the sizes.
       source: where the model came from, for the first line.
     """
-    names = arithmetic.activations
-    activation = list(names) if len(names) > 1 else names[0]
+    name, *gate = arithmetic.activations
+    activation = [name, *gate] if gate else name
     return f"""\
 # The model of {source}, from its config.json and its weights.
 include 'models/t5.1.0.base.gin'

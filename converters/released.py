@@ -84,9 +84,13 @@ def catalogue() -> dict[str, Released]:
 
 def _released(row: dict[str, str]) -> Released:
     yes = {"yes": True, "no": False}
-    sizes = ("num_encoder_layers", "num_decoder_layers", "d_model", "d_ff", "num_heads", "d_kv")
     shape = ModelShape(
-        **{size: int(row[size]) for size in sizes},
+        num_encoder_layers=int(row["num_encoder_layers"]),
+        num_decoder_layers=int(row["num_decoder_layers"]),
+        d_model=int(row["d_model"]),
+        d_ff=int(row["d_ff"]),
+        num_heads=int(row["num_heads"]),
+        d_kv=int(row["d_kv"]),
         vocab_size=int(row["vocab_size"]),
         relative_attention_num_buckets=32,
         wi_kernels=("wi_0", "wi_1") if yes[row["gated"]] else ("wi",),
