@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import enum
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,7 +12,36 @@ import typer
 from t0repro.words import counted
 
 if TYPE_CHECKING:
+    from t0repro.config.run_config import DType
     from t0repro.evaluation.rank_eval import Outcome
+
+
+class Modes(enum.Enum):
+    """What is done with a mixture's tasks: answers are ranked, other tasks are decoded."""
+
+    rank = "rank"
+    both = "rank,generate"
+    generate = "generate"
+
+
+class Activation(enum.Enum):
+    """Types of activations."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+class Normalization(enum.Enum):
+    """What a score may be divided by."""
+
+    none = "none"
+    target_length = "target_length"
+
+
+class Extra(enum.Enum):
+    """Definitions of a score that can be reported beside T0's."""
+
+    calibrated = "calibrated"
 
 
 def rank_eval(
@@ -26,11 +55,8 @@ def rank_eval(
     ] = None,
     split: Annotated[str, typer.Option(help="Split of every task.")] = "validation",
     modes: Annotated[
-        str,
-        typer.Option(
-            help="rank; or rank,generate, which decodes tasks without answer choices; or generate."
-        ),
-    ] = "rank",
+        Modes, typer.Option(help="generate decodes the tasks that have no answer choices.")
+    ] = Modes.rank,
     step: Annotated[int | None, typer.Option(help="Step of the checkpoint; the latest.")] = None,
     data: Annotated[
         Path | None, typer.Option(help="Folder of the datasets; T0REPRO_DATA_DIR by default.")
@@ -52,14 +78,14 @@ def rank_eval(
         int | None, typer.Option(min=1, help="Input tokens of a batch; what suits the device.")
     ] = None,
     activation: Annotated[
-        str | None, typer.Option(help="float32 (default on CPU) or bfloat16 (elsewhere).")
+        Activation | None, typer.Option(help="Type of activations; float32 on CPU by default.")
     ] = None,
     normalize: Annotated[
-        str, typer.Option(help="none (T0's definition), or target_length: reported beside it.")
-    ] = "none",
+        Normalization, typer.Option(help="target_length is reported beside T0's definition, none.")
+    ] = Normalization.none,
     also: Annotated[
-        list[str] | None,
-        typer.Option(help="calibrated: contextual calibration, reported beside T0's definition."),
+        list[Extra] | None,
+        typer.Option(help="Contextual calibration, reported beside T0's definition."),
     ] = None,
     label: Annotated[str, typer.Option(help="What to call the run.")] = "jax",
     title: Annotated[str, typer.Option(help="Heading of the report.")] = "Rank evaluation",
@@ -77,8 +103,9 @@ def rank_eval(
     Example: t0repro rank-eval --checkpoint runs/demo/model --mixture demo_eval_score_eval
     --module_import t0repro.tasks.demo --out runs/demo/rank_eval
     """
-    extras = [*(["target_length"] if normalize != "none" else []), *(also or [])]
-    _check_options(normalize, also or [], activation)
+    extras = [each.value for each in also or ()]
+    if normalize is not Normalization.none:
+        extras.insert(0, normalize.value)
     if data is not None:
         os.environ["T0REPRO_DATA_DIR"] = str(data)
 
@@ -98,11 +125,11 @@ def rank_eval(
         split=split,
         limit=limit,
         lengths={"inputs": inputs_length, "targets": targets_length},
-        activation=activation or _usual_activation(),  # type: ignore[reportArgumentType] - checked above
+        activation=activation.value if activation else _usual_activation(),
         tokens_per_batch=tokens_per_batch,
         use_cached=cache_dir is not None,
         calibrated="calibrated" in extras,
-        modes=_modes(modes),
+        modes=tuple(modes.value.split(",")),
         at_hand=at_hand,
     )
     # The report reads what the evaluation wrote, so that one lock has to cover both.
@@ -126,28 +153,7 @@ def rank_eval(
         typer.echo(f"wrote {path}")
 
 
-def _check_options(normalize: str, also: Sequence[str], activation: str | None) -> None:
-    from t0repro.errors import UserError
-
-    if normalize not in ("none", "target_length"):
-        raise UserError(f"--normalize is {normalize!r}.", fix="Give none or target_length.")
-    if unknown := set(also) - {"calibrated"}:
-        raise UserError(f"--also is {sorted(unknown)[0]!r}.", fix="Give calibrated.")
-    if activation not in (None, "float32", "bfloat16"):
-        raise UserError(f"--activation is {activation!r}.", fix="Give float32 or bfloat16.")
-
-
-def _modes(text: str) -> tuple[str, ...]:
-    from t0repro.errors import UserError
-    from t0repro.evaluation.selection import MODES
-
-    found = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
-    if not set(found) <= set(MODES):
-        raise UserError(f"--modes is {text!r}.", fix="Give rank, generate or rank,generate.")
-    return found
-
-
-def _usual_activation() -> str:
+def _usual_activation() -> DType:
     import jax
 
     return "float32" if jax.default_backend() == "cpu" else "bfloat16"

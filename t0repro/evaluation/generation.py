@@ -11,6 +11,7 @@ examples, the last batch filled up.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -48,7 +49,7 @@ def generate_tokens(
       length: tokens that an output has room for.
       batch_size: rows that are decoded together.
       inputs_length: tokens of an input beyond this are cut off.
-      seed: of a sampling.
+      seed: Seed for sampling.
       fill_with_first: how many copies of the first input follow the last one in a beam search; its
         last batch is filled with empty rows otherwise.
     """
@@ -61,36 +62,42 @@ def generate_tokens(
         rows += [np.zeros(0, np.int32)] * (-len(rows) % batch_size)
         batches = _consecutive(count, batch_size)
     limits = _search_limits(rows, config, batch_size)
-    waiting: list[tuple[np.ndarray, Any]] = []
     key = jax.random.key(seed)
 
-    def finish() -> None:
-        members, decoded = waiting.pop(0)
-        tokens = np.asarray(decoded.tokens)
-        real = members[members < len(outputs)]
-        for member, row in zip(real, tokens, strict=False):
-            outputs[member] = np.trim_zeros(row, "b").tolist()
-        advance(len(real))
-
-    with count_progress(len(outputs), "decoding", "examples", "decoded") as advance:
+    def started() -> Iterator[tuple[np.ndarray, Any]]:
+        """Each batch's members and its tokens, which the device may still be computing."""
         for number, members in enumerate(batches):
             # A batch that is not full repeats its first row, which costs no further step.
             full = np.concatenate([members, np.full(batch_size - len(members), members[0])])
+            padded = _padded([rows[member] for member in full])
+            batch_key = jax.random.fold_in(key, number)
+            steps = limits[full]
             decoded = generate(
-                model,
-                params,
-                _padded([rows[member] for member in full]),
-                config,
-                length=length,
-                search_steps=limits[full],
-                key=jax.random.fold_in(key, number),
+                model, params, padded, config, length=length, search_steps=steps, key=batch_key
             )
-            waiting.append((members, decoded))
-            if len(waiting) >= _IN_FLIGHT:
-                finish()
-        while waiting:
-            finish()
+            yield members, decoded.tokens
+
+    with count_progress(len(outputs), "decoding", "examples", "decoded") as advance:
+        for members, tokens in _in_flight(started()):
+            real = members[members < len(outputs)]
+            for member, row in zip(real, tokens, strict=False):
+                outputs[member] = np.trim_zeros(row, "b").tolist()
+            advance(len(real))
     return outputs
+
+
+def _in_flight(
+    started: Iterator[tuple[np.ndarray, Any]],
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Fetches each batch after the next one has been started, so that the device never waits."""
+    waiting: deque[tuple[np.ndarray, Any]] = deque()
+    for batch in started:
+        waiting.append(batch)
+        if len(waiting) >= _IN_FLIGHT:
+            members, tokens = waiting.popleft()
+            yield members, np.asarray(tokens)
+    for members, tokens in waiting:
+        yield members, np.asarray(tokens)
 
 
 def texts_of(tokens: Sequence[Sequence[int]], vocabulary: Any) -> list[str]:
@@ -98,8 +105,8 @@ def texts_of(tokens: Sequence[Sequence[int]], vocabulary: Any) -> list[str]:
 
     Args:
       tokens: of each example.
-      vocabulary: a seqio vocabulary. Its `decode_tf` is used, which treats ids outside the
-        vocabulary (the model's is padded) in its own way, and `decode` where it has none.
+      vocabulary: a seqio vocabulary. Its `decode_tf` is used, which handles ids beyond the
+        vocabulary (the model's is padded) differently, and `decode` where it has none.
     """
     if not hasattr(vocabulary, "decode_tf"):
         return [vocabulary.decode(list(ids)) for ids in tokens]

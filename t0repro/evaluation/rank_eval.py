@@ -219,6 +219,7 @@ class _Evaluation:
                 )
                 seconds = run.score(say, lambda part: self._add(tasks, readers, part))
                 self._count(run, seconds)
+                del parts, run  # before the next window is read
         finally:
             journal.close()
             for task in tasks.values():

@@ -8,12 +8,16 @@ import mesh_commands as commands
 import pytest
 
 from t0repro.evaluation.outputs import find_tasks, read_task_scores
+from t0repro.reports.bootstrap import Bootstrap
+from t0repro.reports.make_report import ReportOptions, make_report
+from t0repro.reports.run import Run
 
 from ..converters.tensorflow_tables import compress_index
 
 pytestmark = pytest.mark.mtf
 
 JAX = "--backend=jax"
+QUICK = ReportOptions(bootstrap=Bootstrap(100))
 
 
 def rows(model_dir: Path) -> list[dict]:
@@ -59,6 +63,52 @@ def test_evaluation_leaves_mesh_tensorflows_files_and_a_metrics_line_for_each_ta
         (task, step) for task in tasks for step in (2, 4)
     }
     assert all("accuracy" in row for row in judged)
+
+
+def test_a_report_finds_what_the_evaluation_recorded(run):
+    report = make_report(Run("jax", run / "validation_eval"), {}, QUICK)
+    provenance = report.provenance
+    assert provenance.step == 4 and provenance.duration_seconds > 0
+    assert provenance.checkpoint == str(run / "checkpoint_4")
+    assert all((provenance.checkpoint_hash, provenance.templates_hash, provenance.data_revision)), (
+        "not recorded"
+    )
+    assert "CPU cores" in provenance.device
+    (cost,) = report.tasks
+    assert (cost.inputs, cost.available, cost.cut_inputs, cost.cut_targets) == (5, 5, 0, 0)
+
+
+def test_the_command_ends_with_accuracies_files_and_the_command_for_a_report(
+    trained, server, tmp_path
+):
+    for backend in ("jax", "mtf"):
+        model_dir = shutil.copytree(trained[0], tmp_path / backend)
+        flags = commands.evaluate(model_dir, "score_eval", "tiny_eval", f"--backend={backend}")
+        code, text = server.run(flags)
+        assert code == 0, text
+        (line,) = [row for row in rows(model_dir) if row["split"] == "validation"]
+        assert f"{line['task']}  accuracy {line['accuracy']:.2f}" in text, backend
+        folder = model_dir / "validation_eval"
+        assert f"wrote 3 files into {folder}" in text, backend
+        assert f"t0repro report make {folder} --out {model_dir / 'report'}" in text, backend
+        (cost,) = make_report(Run(backend, folder), {}, QUICK).tasks
+        assert (cost.inputs, cost.available, cost.cut_inputs, cost.cut_targets) == (5, 5, 0, 0)
+
+
+@pytest.mark.parametrize("backend", ["jax", "mtf"])
+def test_cut_inputs_are_recorded_on_both_stacks(trained, server, tmp_path, backend):
+    model_dir = shutil.copytree(trained[0], tmp_path / "model")
+    flags = commands.evaluate(
+        model_dir,
+        "score_eval",
+        "tiny_eval",
+        f"--backend={backend}",
+        "--gin_param=run.sequence_length = {'inputs': 3, 'targets': 2}",
+    )
+    code, text = server.run(flags)
+    assert code == 0, text
+    (cost,) = make_report(Run(backend, model_dir / "validation_eval"), {}, QUICK).tasks
+    assert (cost.inputs, cost.cut_inputs, cost.cut_targets) == (5, 5, 0)
 
 
 def test_save_scores_writes_a_score_a_target_and_a_length_for_each_pair(run):
