@@ -43,7 +43,7 @@ _TRIAL_SECONDS = 300
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at.
+    """One thing that was checked.
 
     Attributes:
       state: `missing` for what was never installed or set, `broken` for what is there and fails.
@@ -97,7 +97,7 @@ class Diagnosis:
 
 
 def _align(rows: Sequence[Sequence[str]]) -> str:
-    """Rows as left-aligned columns, two spaces in front and between; the last column runs free."""
+    """Rows as left-aligned columns, indented and two spaces apart; the last one is not padded."""
     widths = [max(map(len, column), default=0) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:

@@ -29,7 +29,7 @@ from t0repro.converters.jax_tree import jax_refs
 from t0repro.converters.orbax_dir import is_orbax
 from t0repro.errors import UserError
 from t0repro.files import atomic_directory
-from t0repro.training.train_state import FlatTree, TrainState, from_flat_tree, to_flat_tree
+from t0repro.training.train_state import FlatTree, TrainState, to_flat_tree
 
 DATA = "data"  # the folder with the data's position
 _CHOOSE_ANOTHER = "Copy the checkpoint again from where it came from, or choose another step."
@@ -75,19 +75,6 @@ def save_checkpoint(
     for step in list_checkpoints(model_dir)[:-keep] if keep else []:
         _remove(checkpoint_path(model_dir, step))
     return path
-
-
-def restore_checkpoint(path: PathLike, like: TrainState) -> TrainState:
-    """The state that a checkpoint holds, on the device.
-
-    Args:
-      path: a checkpoint_<step> directory.
-      like: a state, or its shapes, of the model and optimizer.
-
-    Raises:
-      UserError: if the checkpoint is not whole or is not of this model.
-    """
-    return from_flat_tree(load_tree(path), like, where=str(path))
 
 
 def data_folder(path: PathLike) -> Path | None:
@@ -153,11 +140,6 @@ def load_tree(path: PathLike) -> dict[str, np.ndarray]:
         ) from error
     flat = flax.traverse_util.flatten_dict(nested, sep="/")
     return {name: np.asarray(value) for name, value in flat.items() if value is not None}
-
-
-def load_nested(path: PathLike) -> dict:
-    """`load_tree` as nested dictionaries: {"target": {"encoder": ...}, "state": {"step": ...}}."""
-    return flax.traverse_util.unflatten_dict(load_tree(path), sep="/")
 
 
 def check_integrity(path: PathLike) -> None:

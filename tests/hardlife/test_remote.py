@@ -19,7 +19,7 @@ from . import jobs
 
 pytestmark = pytest.mark.hardlife
 
-FORMATS = ("mtf", "hf", "jax")
+FORMATS = ("mtf", "hf")
 
 
 class Relay:
@@ -134,14 +134,14 @@ def test_a_store_that_cuts_connections_ends_a_conversion_clearly_and_it_goes_on(
     source, relay = store
     expected = parameters(source)
     cut = 0
-    for number in range(4):
+    for _ in range(2):
         relay.limit, before = int(10 ** moments.uniform(3, 6.5)), relay.cuts
         code, said = convert(f"s3://bucket/{to}", tmp_path / "out", relay)
         if code == 0:
             break
         cut += 1
         assert relay.cuts > before and "Traceback" not in said, said[-3000:]
-        assert not (tmp_path / "out").exists(), number
+        assert not (tmp_path / "out").exists()
     relay.limit = None
     code, said = convert(f"s3://bucket/{to}", tmp_path / "again", relay)
     assert code == 0, said[-3000:]

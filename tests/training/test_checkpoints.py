@@ -45,7 +45,7 @@ def assert_equal_trees(ours, expected):
 
 
 def test_a_state_is_restored_as_it_was_saved(saved, state):
-    restored = checkpoints.restore_checkpoint(saved, tiny.new_state(1))
+    restored = from_flat_tree(checkpoints.load_tree(saved), tiny.new_state(1))
     assert jax.tree.structure(restored) == jax.tree.structure(state)
     assert_equal_trees(to_flat_tree(restored), to_flat_tree(state))
 
@@ -54,11 +54,6 @@ def test_a_checkpoint_is_read_without_a_model(saved, state):
     tree = checkpoints.load_tree(saved)
     assert_equal_trees(tree, to_flat_tree(state))
     assert all(isinstance(x, np.ndarray) for x in tree.values())
-    nested = checkpoints.load_nested(saved)
-    assert int(nested["state"]["step"]) == 7
-    np.testing.assert_array_equal(
-        nested["target"]["encoder"]["encoder_norm"]["scale"], np.ones(8, np.float32)
-    )
 
 
 def test_the_tree_is_t5xs_with_zeros_for_slots_that_are_not_used(saved):
@@ -207,7 +202,7 @@ def test_momentum_is_saved_and_restored(tmp_path):
     state = tiny.new_state(optimizer=optimizer)
     state = state.replace(slots=jax.tree.map(lambda x: x + 1, state.slots))
     path = checkpoints.save_checkpoint(tmp_path, state)
-    restored = checkpoints.restore_checkpoint(path, tiny.new_state(1, optimizer))
+    restored = from_flat_tree(checkpoints.load_tree(path), tiny.new_state(1, optimizer))
     assert_equal_trees(to_flat_tree(restored), to_flat_tree(state))
 
 
