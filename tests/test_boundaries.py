@@ -13,7 +13,7 @@ from t0repro.evaluation import engine
 from t0repro.model.t5 import T5, initial_parameters
 from t0repro.training import loss
 
-from .training import tiny
+from . import tiny_models as tiny
 
 TESTS = Path(__file__).resolve().parent
 
@@ -38,7 +38,7 @@ class WithoutThem:
 
 sys.meta_path = [WithoutThem(finder) for finder in sys.meta_path]
 sys.path.insert(0, sys.argv[1])
-import tiny
+import tiny_models as tiny
 from t0repro.evaluation.engine import score_examples
 from t0repro.runs.train import train
 
@@ -52,7 +52,7 @@ assert int(state.step) == 2 and scores.shape == (2,) and (scores < 0).all(), (st
 
 
 def test_the_core_trains_resumes_and_scores_without_tensorflow_seqio_gin_and_clu(tmp_path):
-    command = [sys.executable, "-P", "-c", CORE, str(TESTS / "training"), str(tmp_path)]
+    command = [sys.executable, "-P", "-c", CORE, str(TESTS), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 

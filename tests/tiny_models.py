@@ -1,11 +1,26 @@
-"""Small model configurations that tests share; each test changes the fields that it is about."""
+"""Small models, options, batches and runs that tests share; a test changes what it is about."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any
 
-from t0repro.config.run_config import DTypePolicy, ModelConfig
+import jax
+import numpy as np
+
+from t0repro.config.run_config import (
+    AdafactorConfig,
+    CheckpointChoice,
+    DecodingConfig,
+    DTypePolicy,
+    ModelConfig,
+    RunConfig,
+    ScheduleConfig,
+)
+from t0repro.model.t5 import T5, initial_parameters
+from t0repro.training.optimizers import make_optimizer
+from t0repro.training.schedules import make_schedule
+from t0repro.training.train_state import new_train_state
 
 FLOAT32 = DTypePolicy("float32", "float32", "float32")
 BFLOAT16 = DTypePolicy("float32", "float32", "bfloat16")
@@ -42,3 +57,80 @@ UMT5 = dataclasses.replace(
 def model_config(**changes: Any) -> ModelConfig:
     """T5_1_1 with other values in some fields."""
     return dataclasses.replace(T5_1_1, **changes)
+
+
+# ---- Training -----------------------------------------------------------------------------------
+
+MODEL = model_config(d_model=8, d_ff=12, z_loss=1e-4)
+ADAFACTOR = AdafactorConfig(
+    multiply_by_parameter_scale=True,
+    decay_exponent=0.8,
+    decay_offset=0.0,
+    beta1=0.0,
+    clipping_threshold=1.0,
+    factored=True,
+    epsilon1=1e-30,
+    epsilon2=1e-3,
+    min_dim_size_to_factor=8,
+)
+OPTIMIZER = make_optimizer(ADAFACTOR)
+SCHEDULE = ScheduleConfig("constant_learning_rate", {"learning_rate": 0.01}, 100)
+
+
+def model(**changes) -> T5:
+    return T5(dataclasses.replace(MODEL, **changes), FLOAT32)
+
+
+def new_state(seed: int = 0, optimizer: AdafactorConfig = ADAFACTOR, **changes):
+    return new_train_state(
+        initial_parameters(model(**changes), jax.random.key(seed)), make_optimizer(optimizer)
+    )
+
+
+def schedule():
+    return make_schedule(SCHEDULE)
+
+
+def batches(count: int, rows: int = 4, seed: int = 0) -> list[dict[str, np.ndarray]]:
+    """Unpacked batches [rows, 6] and [rows, 5] with some padding."""
+    generator = np.random.default_rng(seed)
+
+    def tokens(length):
+        x = generator.integers(2, 128, (rows, length)).astype(np.int32)
+        x[np.arange(length) >= generator.integers(1, length + 1, (rows, 1))] = 0
+        return x
+
+    return [{"inputs": tokens(6), "targets": tokens(5)} for _ in range(count)]
+
+
+def run_config(model_dir, train_steps: int, **changes) -> RunConfig:
+    config = RunConfig(
+        mode="train",
+        model_dir=str(model_dir),
+        model=MODEL,
+        dtypes=FLOAT32,
+        optimizer=ADAFACTOR,
+        schedule=SCHEDULE,
+        train_data=None,
+        eval_data=None,
+        sequence_length={"inputs": 6, "targets": 5},
+        batch_size=4,
+        num_microbatches=2,
+        train_steps=train_steps,
+        save_checkpoints_steps=3,
+        keep_checkpoint_max=None,
+        init_checkpoint=None,
+        eval_checkpoint_step=None,
+        eval_summary_dir=None,
+        eval_dir_suffix=None,
+        output_eval_examples=False,
+        checkpoint_choice=CheckpointChoice(0, None, True),
+        perplexity_eval_steps=100,
+        decoding=DecodingConfig(1, 0.6, 0.0, -1, 1.5, 10, None, 2, 1),
+        infer=None,
+        score_strings=None,
+        scores_filename=None,
+        save_example_text=True,
+        vocabulary=None,
+    )
+    return dataclasses.replace(config, **changes)

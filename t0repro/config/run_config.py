@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import types
-import typing
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from t0repro.config.ranges import Range
+from t0repro.errors import UserError
 from t0repro.parameters.shape import ModelShape
 
 Mode = Literal[
@@ -387,34 +386,29 @@ class RunConfig:
         return json.dumps(dataclasses.asdict(self), indent=2)
 
     @classmethod
-    def from_json(cls, text: str) -> RunConfig:
+    def from_json(cls, text: str, where: str | None = None) -> RunConfig:
         """Reads what `to_json` wrote.
 
+        Args:
+          text: the JSON.
+          where: where the text is from, for messages.
+
         Raises:
-          KeyError: if a field is missing.
-          TypeError: if a field is unknown.
+          UserError: naming the field that is missing, unknown or of another type.
         """
-        return _build(cls, json.loads(text))
+        # The accelerator machines, which need no JSON, have no dacite.
+        import dacite
 
-
-def _build(kind: Any, value: Any) -> Any:
-    """Rebuilds a value of the annotated type from what JSON made of it."""
-    if value is None:
-        return None
-    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-        hints = typing.get_type_hints(kind)
-        return kind(**{name: _build(hints[name], item) for name, item in value.items()})
-    origin = typing.get_origin(kind)
-    if origin in (types.UnionType, typing.Union):
-        choices = typing.get_args(kind)
-        if isinstance(value, dict):
-            # Of several dataclasses, the one with these fields.
-            kinds = [choice for choice in choices if dataclasses.is_dataclass(choice)]
-            for choice in kinds:
-                names = {field.name for field in dataclasses.fields(choice)}
-                if len(kinds) == 1 or names == value.keys():
-                    return _build(choice, value)
-        return tuple(value) if isinstance(value, list) else value
-    if origin is tuple:
-        return tuple(value)
-    return value
+        # A dataclass of another optimizer must not match for want of the fields that it lacks.
+        options = dacite.Config(cast=[tuple], strict=True)
+        try:
+            values = json.loads(text)
+            if not isinstance(values, dict):
+                raise ValueError("it is no JSON object")
+            return dacite.from_dict(cls, values, options)
+        except (ValueError, dacite.DaciteError) as error:
+            raise UserError(
+                f"This is no run configuration: {error}.",
+                where=where,
+                fix="Give what RunConfig.to_json wrote, with this version of t0repro.",
+            ) from error

@@ -1,6 +1,7 @@
 """RunConfig survives JSON, and nothing in it is lost or invented on the way."""
 
 import dataclasses
+import json
 
 import pytest
 from hypothesis import given
@@ -18,6 +19,9 @@ from t0repro.config.run_config import (
     SgdConfig,
     TrainDataConfig,
 )
+from t0repro.errors import UserError
+
+from ..tiny_models import run_config
 
 # For the fields that no strategy is given for below: a NaN is not equal to itself.
 st.register_type_strategy(float, st.floats(allow_nan=False, allow_infinity=False))
@@ -126,6 +130,26 @@ def test_a_run_config_read_back_from_json_is_equal_in_every_field(config):
     assert dataclasses.asdict(read) == dataclasses.asdict(config)
 
 
-def test_an_unknown_field_in_json_is_refused():
-    with pytest.raises(KeyError, match="nosuch"):
-        RunConfig.from_json('{"nosuch": 1}')
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda values: values.pop("batch_size"), 'missing value for field "batch_size"'),
+        (lambda values: values.update(nosuch=1), "nosuch"),
+        (lambda values: values["model"].update(d_model="wide"), "model.d_model"),
+        (lambda values: values["model"].update(activations=["nosuch"]), "model.activations"),
+        (lambda values: values["optimizer"].update(beta3=0.5), "optimizer"),
+    ],
+    ids=["missing", "unknown", "type", "name", "unknown in an optimizer"],
+)
+def test_a_field_that_json_has_wrong_is_named(change, message):
+    values = json.loads(run_config("a_model_dir", 10).to_json())
+    change(values)
+    with pytest.raises(UserError, match=message):
+        RunConfig.from_json(json.dumps(values))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '"text"', "{}"])
+def test_text_that_is_no_configuration_is_refused(text):
+    with pytest.raises(UserError, match="no run configuration") as error:
+        RunConfig.from_json(text, where="a_file.json")
+    assert error.value.where == "a_file.json"

@@ -52,8 +52,6 @@ class JaxStack:
 
         from t0repro.config.run_config import (
             AdafactorConfig,
-            DTypePolicy,
-            ModelConfig,
             ScheduleConfig,
         )
         from t0repro.model.t5 import T5, initial_parameters
@@ -62,13 +60,22 @@ class JaxStack:
         from t0repro.training.train_state import new_train_state
         from t0repro.training.train_step import make_train_step
 
+        from ..tiny_models import FLOAT32, model_config
+
         optimizer = make_optimizer(
             AdafactorConfig(True, 0.8, 0.0, 0.0, 1.0, True, 1e-30, 1e-3, 128)
         )
-        config = ModelConfig(
-            2, 2, 128, 256, 2, 64, 256, ("gelu", "linear"), False, 32, 0.0, 0.0, 1e-4, None
+        config = model_config(
+            num_encoder_layers=2,
+            num_decoder_layers=2,
+            d_model=128,
+            d_ff=256,
+            d_kv=64,
+            vocab_size=256,
+            relative_attention_num_buckets=32,
+            z_loss=1e-4,
         )
-        model = T5(config, DTypePolicy("float32", "float32", "float32"))
+        model = T5(config, FLOAT32)
         schedule = ScheduleConfig("constant_learning_rate", {"learning_rate": 0.001}, 100)
         self.step = jax.jit(make_train_step(model, optimizer, make_schedule(schedule)))
         self.fresh = jax.eval_shape(

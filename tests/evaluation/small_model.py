@@ -6,29 +6,17 @@ import flax.traverse_util
 import jax
 import numpy as np
 
-from t0repro.config.run_config import DTypePolicy, ModelConfig
 from t0repro.model.t5 import T5, initial_parameters
 from t0repro.training.checkpoints import save_tree
 
+from ..tiny_models import FLOAT32, model_config
+
 VOCABULARY = 1408  # the demo's pieces, padded to a multiple of 128
 
-CONFIG = ModelConfig(
-    num_encoder_layers=1,
-    num_decoder_layers=2,
-    d_model=8,
-    d_ff=12,
-    num_heads=2,
-    d_kv=4,
-    vocab_size=128,
-    activations=("gelu", "linear"),
-    logits_from_embedding=False,
-    relative_attention_num_buckets=8,
-    dropout_rate=0.5,
-    label_smoothing=0.1,
-    z_loss=0.1,
-    loss_denominator=None,
+CONFIG = model_config(
+    d_model=8, d_ff=12, num_decoder_layers=2, dropout_rate=0.5, label_smoothing=0.1, z_loss=0.1
 )
-MODEL = T5(CONFIG, DTypePolicy("float32", "float32", "float32"))
+MODEL = T5(CONFIG, FLOAT32)
 
 
 def small_parameters():
@@ -38,7 +26,7 @@ def small_parameters():
 def save_model(folder, seed=0, step=7, vocabulary=VOCABULARY, spoil=None):
     """Writes a JAX checkpoint of random parameters; `spoil` may change its tensors."""
     config = dataclasses.replace(CONFIG, vocab_size=vocabulary)
-    model = T5(config, DTypePolicy("float32", "float32", "float32"))
+    model = T5(config, FLOAT32)
     params = initial_parameters(model, jax.random.key(seed))
     tree = {
         f"target/{path}": np.array(value)

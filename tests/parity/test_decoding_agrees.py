@@ -21,12 +21,13 @@ import jax
 import numpy as np
 import pytest
 
-from t0repro.config.run_config import DecodingConfig, DTypePolicy, ModelConfig
+from t0repro.config.run_config import DecodingConfig
 from t0repro.evaluation.generation import generate_tokens
 from t0repro.model.decoding import generate, search_limit
 from t0repro.model.t5 import T5
 from t0repro.parameters import layout
 
+from ..tiny_models import FLOAT32, model_config
 from .conftest import _job
 
 pytestmark = pytest.mark.mtf
@@ -103,7 +104,7 @@ def model(decoded) -> tuple[T5, dict]:
         for name, x in decoded.items()
         if name.startswith("variables/")
     }
-    config = ModelConfig(
+    config = model_config(
         num_encoder_layers=2,
         num_decoder_layers=2,
         d_model=64,
@@ -111,16 +112,9 @@ def model(decoded) -> tuple[T5, dict]:
         num_heads=4,
         d_kv=16,
         vocab_size=params["token_embedder/embedding"].shape[0],
-        activations=("gelu", "linear"),
-        logits_from_embedding=False,
         relative_attention_num_buckets=32,
-        dropout_rate=0.0,
-        label_smoothing=0.0,
-        z_loss=0.0,
-        loss_denominator=None,
     )
-    dtypes = DTypePolicy("float32", "float32", "float32")
-    return T5(config, dtypes), flax.traverse_util.unflatten_dict(params, sep="/")
+    return T5(config, FLOAT32), flax.traverse_util.unflatten_dict(params, sep="/")
 
 
 def test_the_outputs_are_worth_comparing(decoded):

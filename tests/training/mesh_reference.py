@@ -12,14 +12,14 @@ import numpy as np
 
 from t0repro.config.run_config import (
     AdafactorConfig,
-    DTypePolicy,
     ModelConfig,
     ScheduleConfig,
 )
 from t0repro.parameters import layout
 
+from ..tiny_models import T5_1_1
+
 SCRIPT = Path(__file__).with_name("run_mesh_model.py")
-FLOAT32 = DTypePolicy("float32", "float32", "float32")
 ADAFACTOR = AdafactorConfig(True, 0.8, 0.0, 0.0, 1.0, True, 1e-30, 1e-3, 128)
 STEPS = 20
 
@@ -58,21 +58,16 @@ class Case:
 
 def model_config(**changes) -> ModelConfig:
     """A T5 1.1 that is small and has factored slots, of square and of oblong matrices."""
-    config = ModelConfig(
+    config = dataclasses.replace(
+        T5_1_1,
         num_encoder_layers=2,
         num_decoder_layers=2,
         d_model=128,
         d_ff=160,
-        num_heads=2,
         d_kv=64,
         vocab_size=256,
-        activations=("gelu", "linear"),
-        logits_from_embedding=False,
         relative_attention_num_buckets=32,
-        dropout_rate=0.0,
-        label_smoothing=0.0,
         z_loss=1e-4,
-        loss_denominator=None,
     )
     return dataclasses.replace(config, **changes)
 

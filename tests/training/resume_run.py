@@ -21,8 +21,8 @@ from t0repro.training.actions import Action
 from t0repro.training.checkpoints import list_checkpoints
 from t0repro.training.train_state import to_flat_tree
 
-sys.path.append(str(Path(__file__).resolve().parent))
-import tiny  # noqa: E402 (in this folder)
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+import tiny_models as tiny  # noqa: E402 (in the folder above)
 
 TASK = "demo_synthetic_glue_mrpc_paraphrase"
 LAST_STEP = 7

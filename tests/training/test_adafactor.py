@@ -12,7 +12,7 @@ from t0repro.training.adafactor import decay_rate, factored_axes, slot_shapes
 from t0repro.training.optimizers import make_optimizer
 from t0repro.training.slots import Slots
 
-from .tiny import ADAFACTOR
+from ..tiny_models import ADAFACTOR
 
 STANDARD = dataclasses.replace(ADAFACTOR, min_dim_size_to_factor=128)
 

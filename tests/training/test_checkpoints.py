@@ -13,7 +13,7 @@ from t0repro.errors import UserError
 from t0repro.training import checkpoints
 from t0repro.training.train_state import from_flat_tree, parameters_from_flat_tree, to_flat_tree
 
-from . import tiny
+from .. import tiny_models as tiny
 
 
 @pytest.fixture(scope="module")

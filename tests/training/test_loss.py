@@ -15,7 +15,7 @@ from t0repro.training.loss import (
     training_loss,
 )
 
-from . import tiny
+from .. import tiny_models as tiny
 
 loss = jax.jit(training_loss, static_argnums=0)
 evaluate = jax.jit(evaluation_sums, static_argnums=0)

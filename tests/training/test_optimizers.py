@@ -26,7 +26,7 @@ from t0repro.training.schedules import make_schedule
 from t0repro.training.slots import Slots
 from t0repro.training.train_state import TrainState, flat_slots, from_flat_tree, to_flat_tree
 
-from . import tiny
+from .. import tiny_models as tiny
 
 SCRIPT = Path(__file__).with_name("run_mesh_optimizers.py")
 STEPS = 4

@@ -12,7 +12,7 @@ from t0repro.runs.train import train
 from t0repro.training.start import keep_matching
 from t0repro.training.train_state import to_flat_tree
 
-from . import tiny
+from .. import tiny_models as tiny
 
 
 def checkpoint():

@@ -12,7 +12,7 @@ from t0repro.training.metrics import MetricsManager, StepMetrics
 from t0repro.training.train_state import to_flat_tree
 from t0repro.training.trainer import Trainer
 
-from . import tiny
+from .. import tiny_models as tiny
 
 
 def make_trainer(**options):
