@@ -12,6 +12,7 @@ Example:
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 from collections.abc import Sequence
@@ -75,6 +76,12 @@ def define_flags() -> None:
             " named.",
         )
         flags.DEFINE_boolean("debug", False, "Show tracebacks and Mesh TensorFlow's own log.")
+        flags.DEFINE_boolean(
+            "allow_changed",
+            False,
+            "Train on in a model_dir although the optimizer, the model's settings or a checkpoint's"
+            " name changed.",
+        )
     by_module = flags.FLAGS.flags_by_module_dict()
     for module in (mesh_transformer_main, utils, sys.modules[__name__]):
         for flag in by_module.get(module.__name__, []):
@@ -149,7 +156,7 @@ def _run_jax(options: Any) -> None:
         configuration = dialect.load(inputs, float32_activations=float32)
     _check_inputs(configuration.inputs, jax=True, at_hand=options.at_hand)
     say_what_runs_here(options, configuration, on_jax=True)
-    run(configuration)
+    run(dataclasses.replace(configuration, allow_changed=options.allow_changed))
 
 
 def _run_mesh_tensorflow(options: Any) -> None:
@@ -171,7 +178,7 @@ def _run_mesh_tensorflow(options: Any) -> None:
         configuration = dialect.load(gin_inputs(options))
         _check_inputs(configuration.inputs, jax=False, at_hand=options.at_hand)
         say_what_runs_here(options, configuration, on_jax=False)
-        run(options, configuration.inputs)
+        run(options, configuration)
 
 
 def _check_inputs(inputs: RunInputs, *, jax: bool, at_hand: bool) -> None:

@@ -63,11 +63,13 @@ class Configuration:
       run_or_refusal: the RunConfig; or, where only Mesh TensorFlow does what is configured, the
         error that says so.
       gin_text: the whole configuration as gin writes it, for operative_config.gin.
+      allow_changed: train on in a model_dir although settings changed (--allow_changed).
     """
 
     inputs: RunInputs
     run_or_refusal: RunConfig | NotOnJax
     gin_text: str
+    allow_changed: bool = False
 
     @property
     def run(self) -> RunConfig:

@@ -6,24 +6,49 @@ t0repro.mesh.model_api does, by --mode. Neither library is copied: both are call
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from typing import Any
 
-from t0repro.config.configuration import RunInputs
+from t0repro.config.configuration import Configuration, RunInputs
+from t0repro.config.run_config import RunConfig
 from t0repro.mesh import hooks, model_api
 
 # t5's main forces these types on every run without --tpu.
 _FLOAT32_ON_CPU = ("slice", "activation")
 
 
-def run(flags: Any, inputs: RunInputs | None) -> None:
+def run(flags: Any, configuration: Configuration | None) -> None:
     """Runs t5's command on this machine's CPU: no TensorFlow that installs today drives a TPU.
 
     Args:
       flags: absl's, of t5_mesh_transformer. gin's configuration is parsed and locked.
-      inputs: what gin configured; None with --use_model_api.
+      configuration: what gin configures; None with --use_model_api.
+
+    Raises:
+      UserError: if training cannot go on in model_dir.
     """
+    mode = flags.mode if configuration is None else configuration.inputs.mode
+    with contextlib.ExitStack() as held:
+        # An address that only TensorFlow writes to has no locks.
+        if mode in ("train", "finetune") and "://" not in flags.model_dir:
+            # It brings JAX along, which no other mode needs.
+            from t0repro.training.model_dir import held_for_training
+
+            config = None if configuration is None else configuration.run_or_refusal
+            held.enter_context(
+                held_for_training(
+                    flags.model_dir,
+                    "mtf",
+                    config if isinstance(config, RunConfig) else None,
+                    allow_changed=flags.allow_changed,
+                )
+            )
+        _run(flags, None if configuration is None else configuration.inputs)
+
+
+def _run(flags: Any, inputs: RunInputs | None) -> None:
     from mesh_tensorflow.transformer import utils
 
     import gin

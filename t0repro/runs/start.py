@@ -7,7 +7,6 @@ from typing import Any
 
 from t0repro.config.configuration import Configuration
 from t0repro.config.run_config import RunConfig
-from t0repro.errors import UserError
 from t0repro.runs.command_record import record_command
 
 
@@ -17,18 +16,21 @@ def start_training(configuration: Configuration) -> None:
     from t0repro.data.train_data import TrainBatches
     from t0repro.event_files import event_writer
     from t0repro.runs import train as training
+    from t0repro.training.model_dir import held_for_training
 
     config = configuration.run
-    model_dir = Path(config.model_dir)
-    has_checkpoint = model_dir.is_dir() and bool(sources.list_checkpoints(model_dir))
-    start = starting_point(config)
-    record_command(configuration)
-    training.train(
-        config,
-        TrainBatches(config, has_checkpoint=has_checkpoint),
-        restore_from=start,
-        writers=[event_writer(config.model_dir)],
-    )
+    model_dir, allow_changed = Path(config.model_dir), configuration.allow_changed
+    # Nothing in model_dir is read or written before it is ours alone, and fits.
+    with held_for_training(model_dir, "jax", config, allow_changed=allow_changed):
+        has_checkpoint = bool(sources.list_checkpoints(model_dir))
+        start = starting_point(config)
+        record_command(configuration)
+        training.train(
+            config,
+            TrainBatches(config, has_checkpoint=has_checkpoint),
+            restore_from=start,
+            writers=[event_writer(config.model_dir)],
+        )
 
 
 def starting_point(config: RunConfig) -> dict[str, Any] | None:
@@ -48,10 +50,4 @@ def starting_point(config: RunConfig) -> dict[str, Any] | None:
     latest = sources.find_checkpoint(model_dir)
     if latest.format == "jax":
         return None  # training finds its own
-    if any(ref.format == "jax" for ref in found):
-        raise UserError(
-            f"{latest.path} is later than the JAX checkpoints beside it.",
-            where=config.model_dir,
-            fix="Move one kind elsewhere, or continue with --backend=mtf.",
-        )
     return sources.load_any(latest.path)

@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 
 import jax
 
-from t0repro.config.run_config import RunConfig
+from t0repro.config.run_config import RunConfig, TrainDataConfig
 from t0repro.errors import UserError
 from t0repro.model.t5 import T5, count_parameters, initial_parameters
 from t0repro.training.actions import Action, SaveCheckpoints, ShowProgress, StopOnSignal
@@ -133,7 +133,7 @@ def train(
     parts = f"{counted(config.batch_size, 'sequence')} in {microbatches}"
     say(f"train: steps {start_step:,} to {config.train_steps:,}, a batch is {parts}")
     source = batches if isinstance(batches, BatchSource) else None
-    signals = StopOnSignal()
+    signals = StopOnSignal(say)
     saving = SaveCheckpoints(
         model_dir,
         config.save_checkpoints_steps,
@@ -154,17 +154,34 @@ def train(
         metrics=MetricsManager(model_dir, start_step, writers),
         actions=[ShowProgress(), saving, *actions, signals],
     )
-    with trainer:
-        done = trainer.train(batches, config.train_steps - start_step)
+    try:
+        with trainer:
+            done = trainer.train(batches, config.train_steps - start_step)
+    except KeyboardInterrupt:  # the second Ctrl-C
+        saved = latest_step(model_dir)
+        place = "the start" if saved is None else f"{checkpoint_path(model_dir, saved)}"
+        say(f"stopped at once, without saving: the same command goes on from {place}")
+        raise
 
     # ---------------------------------------------------------------- the end
     if signals.received is not None and trainer.step < config.train_steps:
-        say(f"stopped by a signal: {checkpoint_path(model_dir, trainer.step)} is where to go on")
+        saved = checkpoint_path(model_dir, trainer.step)
+        say(f"stopped by a signal: the same command goes on from {saved}")
         raise StoppedBySignal(signals.received)
+    if not done:
+        raise UserError(
+            "There was not one batch to train on, and nothing was saved.",
+            where="the training data" if config.train_data is None else _data_of(config.train_data),
+            fix="Check that the task has rows in this split, and that they are not filtered out.",
+        )
     if trainer.step < config.train_steps:
         say(f"the batches ended after {counted(done, 'step')}, at step {trainer.step:,}")
     say(f"checkpoint: {checkpoint_path(model_dir, trainer.step)}")
     return trainer.train_state
+
+
+def _data_of(data: TrainDataConfig) -> str:
+    return f"{data.mixture_or_task_name}, split {data.split!r}"
 
 
 def _fresh_state(model: T5, optimizer: Optimizer, seed: int) -> TrainState:

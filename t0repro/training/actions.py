@@ -79,15 +79,19 @@ class SaveCheckpoints(Action):
 
 
 class StopOnSignal(Action):
-    """Ends training behind the step in which SIGTERM or SIGINT arrives, so that it is saved.
+    """Ends training after the step in which SIGTERM or SIGINT arrives, so that it is saved.
 
     A second signal acts as if this were not there.
+
+    Args:
+      say: receives a line when the signal arrives.
 
     Attributes:
       received: the signal's number, or None.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, say: Callable[[str], None]):
+        self._say = say
         self.received: int | None = None
         self._before: dict[int, Any] = {}
 
@@ -112,6 +116,8 @@ class StopOnSignal(Action):
         del frame
         self.received = number
         self._restore()
+        again = " (Ctrl-C again stops at once)" if number == signal.SIGINT else ""
+        self._say(f"stopping: the current step is finished and saved first{again}")
 
     def _restore(self) -> None:
         while self._before:

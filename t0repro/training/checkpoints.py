@@ -30,6 +30,7 @@ from t0repro.converters.orbax_dir import is_orbax
 from t0repro.errors import UserError
 from t0repro.files import atomic_directory
 from t0repro.training.train_state import FlatTree, TrainState, to_flat_tree
+from t0repro.training.writing import writing
 
 DATA = "data"  # the folder with the data's position
 _CHOOSE_ANOTHER = "Copy the checkpoint again from where it came from, or choose another step."
@@ -68,12 +69,15 @@ def save_checkpoint(
       save_data: writes the data's position into the folder that it is given, `data_folder` later.
 
     Raises:
-      UserError: if there is a checkpoint of that step already.
+      UserError: if there is a checkpoint of that step already, or the disk is full; nothing of the
+        checkpoint is left then.
     """
     path = checkpoint_path(model_dir, int(jax.device_get(state.step)))
-    save_tree(path, to_flat_tree(state), save_data)
-    for step in list_checkpoints(model_dir)[:-keep] if keep else []:
-        _remove(checkpoint_path(model_dir, step))
+    with writing(path):
+        save_tree(path, to_flat_tree(state), save_data)
+        # A negative number, with which tf.train.Saver deletes what it has just saved, keeps all.
+        for step in list_checkpoints(model_dir)[:-keep] if keep and keep > 0 else []:
+            _remove(checkpoint_path(model_dir, step))
     return path
 
 
@@ -103,9 +107,16 @@ def save_tree(
     arrays = {name: np.asarray(value) for name, value in tree.items()}
     try:
         with atomic_directory(path) as temporary:
-            with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-                nested = flax.traverse_util.unflatten_dict(arrays, sep="/")
-                checkpointer.save(temporary, nested, force=True)
+            nested = flax.traverse_util.unflatten_dict(arrays, sep="/")
+            try:
+                with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+                    checkpointer.save(temporary, nested, force=True)
+            except BaseException:
+                # Orbax writes beside its target, and leaves what it wrote when it fails. On a full
+                # disk that would stay in the way.
+                for partial in path.parent.glob(f"{temporary.name}.*"):
+                    shutil.rmtree(partial, ignore_errors=True)
+                raise
             if save_data is not None:
                 (temporary / DATA).mkdir()
                 save_data(temporary / DATA)

@@ -7,6 +7,7 @@ both: callers that have them pass `t0repro.event_files.event_writer(model_dir)` 
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 from t0repro.files import write_atomically
+from t0repro.training.writing import writing
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -123,12 +125,22 @@ class JsonLines:
             if kept != lines:
                 write_atomically(path, "".join(kept))
         drop_half_line(path)
-        self._file = open(path, "a")  # noqa: SIM115 (closed by close())
+        self._path = path
+        # Without a buffer: what a full disk refused must not be written when the file is closed.
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (closed by close())
 
     def write(self, row: Mapping[str, object]) -> None:
-        """Writes one line."""
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
+        """Writes one line.
+
+        Raises:
+          UserError: if the disk is full; no part of the line is left then.
+        """
+        line = (json.dumps(row) + "\n").encode()
+        with writing(self._path):
+            size = os.fstat(self._file.fileno()).st_size
+            if self._file.write(line) != len(line):
+                self._file.truncate(size)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), os.fspath(self._path))
 
     def sync(self) -> None:
         """Waits until every line is on the disk."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import flax.struct
 import flax.traverse_util
@@ -109,7 +109,7 @@ def from_flat_tree(
       UserError: if a parameter is missing or an entry has another shape than the model's.
     """
     shapes = flax.traverse_util.flatten_dict(like.params, sep="/")
-    _check_parameters(tree, {path: tuple(value.shape) for path, value in shapes.items()}, where)
+    check_parameters(tree, {path: tuple(value.shape) for path, value in shapes.items()}, where)
     params = {path: jnp.asarray(tree[layout.PARAMETERS + path], jnp.float32) for path in shapes}
     slots = {
         path: Slots(
@@ -143,7 +143,7 @@ def parameters_from_flat_tree(
     """
     if like is not None:
         shapes = flax.traverse_util.flatten_dict(like, sep="/")
-        _check_parameters(tree, {path: tuple(value.shape) for path, value in shapes.items()}, where)
+        check_parameters(tree, {path: tuple(value.shape) for path, value in shapes.items()}, where)
         paths = list(shapes)
     else:
         paths = [
@@ -155,14 +155,27 @@ def parameters_from_flat_tree(
     return flax.traverse_util.unflatten_dict(params, sep="/")
 
 
-def _parameter_paths(tree: FlatTree) -> list[str]:
+def _parameter_paths(tree: Mapping[str, Any]) -> list[str]:
     return [
         name.removeprefix(layout.PARAMETERS) for name in tree if name.startswith(layout.PARAMETERS)
     ]
 
 
-def _check_parameters(tree: FlatTree, shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
-    """Raises a UserError unless the checkpoint has every parameter in its shape."""
+class _Shaped(Protocol):
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+def check_parameters(
+    tree: Mapping[str, _Shaped], shapes: Mapping[str, tuple[int, ...]], where: str
+) -> None:
+    """Raises a UserError unless the checkpoint has every parameter in its shape.
+
+    Args:
+      tree: a checkpoint's entries, or their descriptions.
+      shapes: of the model's parameters, by path.
+      where: the checkpoint's path.
+    """
     missing = [path for path in shapes if layout.PARAMETERS + path not in tree]
     if missing:
         extra = [path for path in _parameter_paths(tree) if path not in shapes]

@@ -286,7 +286,12 @@ class _Reader:
         if run["model_type"] not in ("bitransformer", "lm", "delimited_lm"):
             self._refuse("model_type", f"model_type {run['model_type']!r}")
         if run["model_type"] != "bitransformer" and mode not in ("train", "perplexity_eval"):
-            self._refuse("mode", f"mode {mode!r} of a model without an encoder")
+            self._refuse(
+                "mode",
+                f"mode {mode!r} of a model without an encoder: it trains such a model and measures"
+                " its perplexity, but cannot go on from a partial sequence, as decoding has to, or"
+                " score one",
+            )
 
     def _check_run(self) -> None:
         """Refuses what `run` would not do either."""

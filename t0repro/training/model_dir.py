@@ -1,0 +1,254 @@
+"""What a model_dir holds, held against the run that is about to train in it.
+
+Training that goes on from the wrong state does not fail: Mesh TensorFlow starts at step 0 beside
+the JAX stack's checkpoints, which it does not see; slots of another optimizer become zeros; two
+activations in another order have the same parameters. `check_model_dir` names each of these before
+anything is computed or written. Both backends train inside `held_for_training`, which calls it.
+
+`trained_with.json` in model_dir has the settings that last trained there. Without it, as where
+another program made the checkpoint, only what its tensors tell is checked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import flax.traverse_util
+import jax
+import numpy as np
+
+from t0repro.config.run_config import ModelConfig, OptimizerConfig, RunConfig
+from t0repro.converters import sources
+from t0repro.converters.tensors import CheckpointReader, CheckpointRef
+from t0repro.errors import UserError
+from t0repro.files import write_atomically
+from t0repro.locks import folder_lock
+from t0repro.parameters import layout
+from t0repro.training.optimizers import make_optimizer
+from t0repro.training.train_state import check_parameters, flat_slots
+from t0repro.training.writing import writing
+
+Backend = Literal["mtf", "jax"]
+
+RECORD = "trained_with.json"
+# Fields of ModelConfig that a run may change on the way: they are of the loss, of dropout or of
+# memory, and `norm_names` is a spelling.
+_MAY_CHANGE = frozenset(
+    ["dropout_rate", "label_smoothing", "z_loss", "loss_denominator", "recompute_grads"]
+    + ["loss_on_targets_only", "norm_names"]
+)
+
+
+@contextlib.contextmanager
+def held_for_training(
+    model_dir: str | os.PathLike[str],
+    backend: Backend,
+    config: RunConfig | None,
+    *,
+    allow_changed: bool = False,
+) -> Iterator[None]:
+    """Holds model_dir's lock, once what the folder holds has been checked and noted.
+
+    Args:
+      model_dir: a local folder, made if it is not there.
+      backend: see `check_model_dir`, as for the others.
+      config: what is trained.
+      allow_changed: whether settings may have changed.
+
+    Raises:
+      UserError: if another run holds the folder, or as from `check_model_dir`.
+    """
+    fix = "Wait for it to end, or train in another --model_dir."
+    with folder_lock(Path(model_dir), "training", fix=fix):
+        check_model_dir(model_dir, backend, config, allow_changed=allow_changed)
+        if config is not None:
+            with writing(Path(model_dir) / RECORD):
+                settings = json.dumps(_settings(config), indent=1)
+                write_atomically(Path(model_dir) / RECORD, settings + "\n")
+        yield
+
+
+def check_model_dir(
+    model_dir: str | os.PathLike[str],
+    backend: Backend,
+    config: RunConfig | None,
+    *,
+    allow_changed: bool = False,
+) -> None:
+    """Checks that training can go on from what is in model_dir, if there are checkpoints.
+
+    Args:
+      model_dir: the run's folder; it need not be there.
+      backend: who is about to train.
+      config: what is about to be trained; None where only Mesh TensorFlow does what is configured,
+        of which this knows too little to compare.
+      allow_changed: go on with another optimizer, other settings or a renamed checkpoint. Another
+        stack's or another model's checkpoints are refused even so: training cannot read them.
+
+    Raises:
+      UserError: naming what does not fit.
+    """
+    refs = sources.list_checkpoints(model_dir) if os.path.isdir(model_dir) else []
+    if not refs:
+        return
+    _check_stack(refs, backend, os.fspath(model_dir))
+    ref = sources.find_checkpoint(model_dir)
+    reader = _open(ref, backend)
+    if reader is not None and config is not None:
+        _check_model(reader, config.model)
+    if allow_changed:
+        return
+    _check_step(ref, reader)
+    if config is None:
+        return
+    if reader is not None and config.optimizer is not None:
+        _check_slots(reader, config.model, config.optimizer)
+    _check_record(Path(model_dir) / RECORD, config)
+
+
+# ---- Checkpoints --------------------------------------------------------------------------------
+
+
+def _check_stack(refs: list[CheckpointRef], backend: Backend, model_dir: str) -> None:
+    """Refuses checkpoints that this backend would pass over although they are the later ones."""
+    latest: dict[bool, CheckpointRef] = {ref.format == "mtf": ref for ref in refs}
+    mesh, ours = latest.get(True), latest.get(False)
+    if ours is None:
+        return  # JAX goes on from Mesh TensorFlow's checkpoints too
+    if backend == "mtf" and (mesh is None or (ours.step or 0) >= (mesh.step or 0)):
+        start = "new parameters" if mesh is None else f"step {mesh.step:,}"
+        raise UserError(
+            f"The folder holds checkpoints of the JAX stack, the latest of step {ours.step:,}."
+            f" Mesh TensorFlow does not read them: it would start from {start}.",
+            where=ours.path,
+            fix="Go on with --backend=jax. To go on with Mesh TensorFlow: t0repro convert"
+            f" {model_dir} NEW_DIR --to mtf, then --model_dir=NEW_DIR.",
+        )
+    if backend == "jax" and mesh is not None and (mesh.step or 0) > (ours.step or 0):
+        raise UserError(
+            f"{mesh.path} is later than the JAX checkpoints beside it.",
+            where=model_dir,
+            fix="Move one kind elsewhere, or go on with --backend=mtf.",
+        )
+
+
+def _open(ref: CheckpointRef, backend: Backend) -> CheckpointReader | None:
+    """The checkpoint's reader; None for a model of Mesh TensorFlow that is no T5 known here."""
+    try:
+        return sources.open_checkpoint(ref)
+    except UserError:
+        if backend == "mtf" and ref.format == "mtf":
+            return None
+        raise
+
+
+def _check_step(ref: CheckpointRef, reader: CheckpointReader | None) -> None:
+    if reader is None or ref.step is None or layout.STEP not in reader.tensors:
+        return
+    step = int(reader.read(layout.STEP))
+    if step != ref.step:
+        name = os.path.basename(ref.path)
+        raise UserError(
+            f"{name} holds step {step:,}: it was renamed, or its contents were replaced.",
+            where=ref.path,
+            fix=f"Give it its own name, {name.replace(str(ref.step), str(step))}; or add"
+            f" --allow_changed to go on from step {step:,}.",
+        )
+
+
+def _check_model(reader: CheckpointReader, model: ModelConfig) -> None:
+    """Refuses a checkpoint that lacks a parameter of the model or has it in another shape."""
+    check_parameters(reader.tensors, model.shape.parameters(), reader.ref.path)
+
+
+def _check_slots(reader: CheckpointReader, model: ModelConfig, optimizer: OptimizerConfig) -> None:
+    """Refuses slots that this optimizer would pass over, or begin anew as zeros."""
+    found = {
+        key: info.shape for key, info in reader.tensors.items() if key.startswith(layout.SLOTS)
+    }
+    if not found:
+        return  # parameters alone, as a conversion may write
+    wanted = _slot_shapes(model, optimizer)
+    wrong = sorted({key for key in found.keys() | wanted if found.get(key) != wanted.get(key)})
+    if not wrong:
+        return
+    key = wrong[0]
+    path, slot = layout.split_key(key)
+    then, now = (
+        "none" if shape is None else f"one of shape {list(shape)}"
+        for shape in (found.get(key), wanted.get(key))
+    )
+    raise UserError(
+        f"The checkpoint was trained with another optimizer, or with other options of it:"
+        f" {len(wrong)} slots differ. Of {path}, the slot {slot}: {then} there, {now} now.",
+        where=reader.ref.path,
+        fix="Bind run.optimizer and its options as they were; or add --allow_changed to go on, with"
+        " zeros for the slots that are not there.",
+    )
+
+
+def _slot_shapes(model: ModelConfig, optimizer: OptimizerConfig) -> dict[str, tuple[int, ...]]:
+    """Flat key -> shape of every slot that the optimizer keeps."""
+    parameters = {
+        path: jax.ShapeDtypeStruct(shape, np.float32)
+        for path, shape in model.shape.parameters().items()
+    }
+    nested = flax.traverse_util.unflatten_dict(parameters, sep="/")
+    slots = flat_slots(jax.eval_shape(make_optimizer(optimizer).init, nested))
+    return {
+        layout.slot_key(path, name): tuple(value.shape)
+        for path, slot in slots.items()
+        for name in layout.SLOT_NAMES
+        if (value := getattr(slot, name)) is not None
+    }
+
+
+# ---- Settings -----------------------------------------------------------------------------------
+
+
+def _settings(config: RunConfig) -> dict[str, Any]:
+    """What a checkpoint depends on: dotted field -> value, as JSON has it."""
+    parts = {"model": config.model, "optimizer": config.optimizer}
+    settings: dict[str, Any] = {"optimizer": type(config.optimizer).__name__}
+    for part, value in parts.items():
+        for name, item in (dataclasses.asdict(value) if value is not None else {}).items():
+            if not (part == "model" and name in _MAY_CHANGE):
+                settings[f"{part}.{name}"] = item
+    return json.loads(json.dumps(settings))
+
+
+def _check_record(path: Path, config: RunConfig) -> None:
+    """Refuses settings of model or optimizer other than those that trained the checkpoints."""
+    if not path.is_file():
+        return
+    try:
+        before = dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise UserError(
+            f"The record of this folder's training cannot be read: {error}.",
+            where=str(path),
+            fix="Delete it to go on without comparing settings.",
+        ) from error
+    now, places = _settings(config), config.provenance
+    # A setting that only one side has is of another version of this program, or of the other
+    # optimizer, which is itself named.
+    changed = [name for name in now if name in before and now[name] != before[name]]
+    if changed:
+        shown = "; ".join(
+            f"{name} was {before[name]!r} and is {now[name]!r}"
+            + (f" ({places[name]})" if name in places else "")
+            for name in changed[:5]
+        )
+        raise UserError(
+            "The checkpoints of this folder were trained with other settings:"
+            f" {shown}{'; ...' if len(changed) > 5 else ''}.",
+            where=str(path),
+            fix="Bind these as they were, or give another --model_dir; or add --allow_changed to go"
+            " on with the new settings.",
+        )

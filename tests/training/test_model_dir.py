@@ -1,0 +1,189 @@
+"""What is refused before training goes on in a model_dir, and what the folder holds afterwards."""
+
+import dataclasses
+import shutil
+
+import numpy as np
+import pytest
+
+from t0repro.config.configuration import Configuration, RunInputs
+from t0repro.config.run_config import AdamWeightDecayConfig, MomentumConfig, SgdConfig
+from t0repro.errors import UserError
+from t0repro.runs.start import start_training
+from t0repro.runs.train import train
+from t0repro.training.checkpoints import load_tree, save_tree
+from t0repro.training.model_dir import check_model_dir, held_for_training
+
+from .. import tiny_models as tiny
+from . import resume_run
+
+
+def trained(model_dir, **changes):
+    config = tiny.run_config(model_dir, 2, **changes)
+    with held_for_training(model_dir, "jax", config):
+        train(config, tiny.batches(2), say=lambda line: None)
+    return config
+
+
+@pytest.fixture(scope="module")
+def once(tmp_path_factory):
+    model_dir = tmp_path_factory.mktemp("model")
+    trained(model_dir)
+    return model_dir
+
+
+@pytest.fixture
+def model_dir(once, tmp_path):
+    """A folder with a checkpoint of step 2, to do harm to."""
+    return shutil.copytree(once, tmp_path / "model")
+
+
+def check(model_dir, backend="jax", allow_changed=False, **changes):
+    config = tiny.run_config(model_dir, 4, **changes)
+    check_model_dir(model_dir, backend, config, allow_changed=allow_changed)
+
+
+def contents(folder):
+    return {
+        path.relative_to(folder): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and not path.name.startswith(".t0repro")
+    }
+
+
+def test_the_same_run_goes_on_and_so_does_one_with_another_loss_or_schedule(model_dir):
+    check(model_dir)
+    softer = dataclasses.replace(tiny.MODEL, dropout_rate=0.1, label_smoothing=0.1, z_loss=0.0)
+    schedule = dataclasses.replace(tiny.SCHEDULE, arguments={"learning_rate": 0.1})
+    check(model_dir, model=softer, schedule=schedule)
+
+
+OTHERS = {
+    "another optimizer": AdamWeightDecayConfig(0.0, 0.9, 0.99, 1e-6),
+    "one with fewer slots": SgdConfig(),
+    "momentum": dataclasses.replace(tiny.ADAFACTOR, beta1=0.9),
+    "not factored": dataclasses.replace(tiny.ADAFACTOR, factored=False),
+    "factored from another size on": dataclasses.replace(tiny.ADAFACTOR, min_dim_size_to_factor=9),
+    "a frozen parameter": dataclasses.replace(tiny.ADAFACTOR, frozen=("token_embedder/embedding",)),
+}
+
+
+@pytest.mark.parametrize("recorded", [True, False], ids=["recorded", "slots alone"])
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_optimizer_or_setting_of_it_is_refused(model_dir, name, recorded):
+    if not recorded:
+        (model_dir / "trained_with.json").unlink()
+    with pytest.raises(UserError, match="optimizer") as error:
+        check(model_dir, optimizer=OTHERS[name])
+    assert "--allow_changed" in (error.value.fix or "")
+    check(model_dir, optimizer=OTHERS[name], allow_changed=True)
+
+
+def test_an_optimizer_without_slots_is_told_from_another_by_the_record(tmp_path):
+    trained(tmp_path, optimizer=SgdConfig())
+    check(tmp_path, optimizer=SgdConfig())
+    with pytest.raises(UserError, match="'SgdConfig' and is 'MomentumConfig'"):
+        check(tmp_path, optimizer=MomentumConfig(0.9))
+
+
+def test_activations_in_another_order_are_refused_with_their_place(model_dir):
+    swapped = dataclasses.replace(tiny.MODEL, activations=("linear", "gelu"))
+    places = {"model.activations": "my.gin:7"}
+    with pytest.raises(UserError, match=r"model\.activations was .*my\.gin:7"):
+        check(model_dir, model=swapped, provenance=places)
+    check(model_dir, model=swapped, provenance=places, allow_changed=True)
+
+
+def test_a_checkpoint_renamed_to_another_step_is_refused(model_dir):
+    (model_dir / "checkpoint_2").rename(model_dir / "checkpoint_9")
+    with pytest.raises(UserError, match="checkpoint_9 holds step 2") as error:
+        check(model_dir)
+    assert "checkpoint_2" in (error.value.fix or "")
+    check(model_dir, allow_changed=True)
+
+
+@pytest.mark.parametrize("allow_changed", [False, True])
+def test_another_models_checkpoint_is_refused_whatever_is_allowed(model_dir, allow_changed):
+    wider = dataclasses.replace(tiny.MODEL, d_ff=24)
+    with pytest.raises(UserError, match="mlp/wi_0/kernel has shape"):
+        check(model_dir, model=wider, allow_changed=allow_changed)
+
+
+@pytest.mark.parametrize("allow_changed", [False, True])
+def test_mesh_tensorflow_does_not_start_over_beside_jaxs_checkpoints(model_dir, allow_changed):
+    with pytest.raises(UserError, match="JAX stack, the latest of step 2.*new parameters") as error:
+        check(model_dir, "mtf", allow_changed=allow_changed)
+    assert f"t0repro convert {model_dir} NEW_DIR --to mtf" in (error.value.fix or "")
+
+
+def test_parameters_without_slots_are_gone_on_from(model_dir):
+    tree = load_tree(model_dir / "checkpoint_2")
+    shutil.rmtree(model_dir / "checkpoint_2")
+    bare = {name: x for name, x in tree.items() if "param_states" not in name}
+    save_tree(model_dir / "checkpoint_2", {name: np.asarray(x) for name, x in bare.items()})
+    check(model_dir)
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "{"])
+def test_a_record_that_cannot_be_read_is_named(model_dir, text):
+    (model_dir / "trained_with.json").write_text(text)
+    with pytest.raises(UserError, match="cannot be read") as error:
+        check(model_dir)
+    assert str(error.value.where).endswith("trained_with.json")
+
+
+def test_a_folder_without_checkpoints_passes(tmp_path):
+    check(tmp_path / "none")
+    check(tmp_path, "mtf")
+
+
+# ---- The command's way in ------------------------------------------------------------------------
+
+
+def configuration(model_dir, gin_text, allow_changed=False, **changes):
+    config = dataclasses.replace(resume_run.config(model_dir, 2, seed=3), **changes)
+    data = config.train_data
+    assert data is not None
+    inputs = RunInputs(
+        mode="train",
+        model_dir=str(model_dir),
+        split=data.split,
+        mixture_or_task_name=data.mixture_or_task_name,
+        use_cached=False,
+        init_checkpoint=None,
+        eval_checkpoint_step=None,
+        vocabularies=(None, None),
+        vocab_divisor=128,
+        batch_size=config.batch_size,
+        sequence_length=config.sequence_length,
+        num_microbatches=config.num_microbatches,
+        provenance={},
+    )
+    return Configuration(inputs, config, gin_text, allow_changed)
+
+
+def test_a_refused_run_leaves_every_file_as_it_was(tmp_path):
+    import t0repro.tasks.demo  # noqa: F401 (registers the task)
+
+    start_training(configuration(tmp_path, "first"))
+    before = contents(tmp_path)
+    assert (tmp_path / "operative_config.gin").read_text() == "first"
+    config = resume_run.config(tmp_path, 2)
+    swapped = dataclasses.replace(config.model, activations=("linear", "gelu"))
+    with pytest.raises(UserError, match="activations"):
+        start_training(configuration(tmp_path, "second", model=swapped, train_steps=4))
+    assert contents(tmp_path) == before
+    start_training(configuration(tmp_path, "second", True, model=swapped, train_steps=4))
+    assert (tmp_path / "operative_config.gin").read_text() == "second"
+    assert sorted(resume_run.losses(tmp_path)) == [1, 2, 3, 4]
+
+
+def test_a_second_training_is_refused_at_once_and_touches_nothing(once, tmp_path):
+    model_dir = shutil.copytree(once, tmp_path / "model")
+    running = model_dir / ".checkpoint_4.0a1b2c3d.tmp"
+    running.mkdir()
+    with held_for_training(model_dir, "jax", tiny.run_config(model_dir, 4)):
+        before = contents(model_dir)
+        with pytest.raises(UserError, match="Another run holds this folder for training"):
+            start_training(configuration(model_dir, "second"))
+        assert contents(model_dir) == before and running.is_dir()
