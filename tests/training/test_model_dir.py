@@ -144,21 +144,18 @@ def configuration(model_dir, gin_text, allow_changed=False, **changes):
     config = dataclasses.replace(resume_run.config(model_dir, 2, seed=3), **changes)
     data = config.train_data
     assert data is not None
-    inputs = RunInputs(
-        mode="train",
-        model_dir=str(model_dir),
-        split=data.split,
-        mixture_or_task_name=data.mixture_or_task_name,
-        use_cached=False,
-        init_checkpoint=None,
-        eval_checkpoint_step=None,
-        vocabularies=(None, None),
-        vocab_divisor=128,
-        batch_size=config.batch_size,
-        sequence_length=config.sequence_length,
-        num_microbatches=config.num_microbatches,
-        provenance={},
-    )
+    known = {
+        "mode": "train",
+        "model_dir": str(model_dir),
+        "split": data.split,
+        "mixture_or_task_name": data.mixture_or_task_name,
+        "batch_size": config.batch_size,
+        "sequence_length": config.sequence_length,
+        "num_microbatches": config.num_microbatches,
+        "provenance": {},
+    }
+    # What only the checks of a command line read is left out.
+    inputs = RunInputs(**{field.name: None for field in dataclasses.fields(RunInputs)} | known)
     return Configuration(inputs, config, gin_text, allow_changed)
 
 
