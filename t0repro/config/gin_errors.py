@@ -224,7 +224,8 @@ def check_references(
       overrides: how the places of command-line overrides begin.
 
     Returns:
-      Warnings: macros in the user's files that nothing reads.
+      Warnings: macros in the user's files that nothing reads, and macros on the command line whose
+      readers were overridden.
 
     Raises:
       UserError: for a reference to nothing, and for a macro on the command line that nothing reads,
@@ -243,9 +244,13 @@ def check_references(
     for (scope, selector, _), place in bindings.places.items():
         if selector != _MACRO or scope in read:
             continue
-        if place.startswith(overrides):
+        if scope in bindings.macros:
+            # A wrapper's macro beside an override of what reads it is no mistake.
+            if place.startswith(overrides):
+                warnings.append(f"{place}: what reads the macro {scope} is overridden")
+        elif place.startswith(overrides):
             refused.append((scope, place))
-        elif scope not in bindings.macros and not _is_shipped(place):
+        elif not _is_shipped(place):
             warnings.append(f"{place}: nothing reads the macro {scope}; {_instead(scope, read)}")
     if refused:
         names = ", ".join(name for name, _ in refused)
