@@ -3,7 +3,7 @@
 One position at a time with the keys and values of the earlier ones kept, under jit with static
 shapes; a loop ends as soon as no row has anything left to do. In float32 the outputs are Mesh
 TensorFlow's (0.1.21, Bitransformer.decode, Unitransformer.sample_autoregressive,
-beam_search.beam_search), its ways at the edges included:
+beam_search.beam_search), edge cases included:
 
 - Sampling adds Gumbel noise times the temperature to the logits; top-k keeps what is above the
   (k+1)-th largest logit.
@@ -11,7 +11,7 @@ beam_search.beam_search), its ways at the edges included:
   2 * beam best continuations from the `prefilter` best of each beam; those that end are finished.
 - A finished beam can take the place of an alive one that does not exist yet, and go on; what
   follows its EOS is removed from outputs (clean_decodes). How far it goes, and so which output is
-  best, depends on when all rows of the batch are done: only there does a row depend on the others.
+  best, depends on when all rows of the batch are done. Nowhere else does a row depend on others.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Decoded(NamedTuple):
     """Generated targets.
 
     Attributes:
-      tokens: int32 [batch, length], 0 behind the first EOS.
-      scores: of a beam search, the best beam's score; zeros otherwise.
+      tokens: int32 [batch, length], 0 after the first EOS.
+      scores: the best beam's score after a beam search; zeros otherwise.
     """
 
     tokens: Int[Array, "batch length"]
@@ -63,16 +63,16 @@ def generate(
     search_steps: Int[Array | np.ndarray, " batch"] | None = None,
     key: jax.Array | None = None,
 ) -> Decoded:
-    """The targets that a model gives for inputs, on the device.
+    """Generates targets for inputs, on the device.
 
     Args:
       model: the model; logits are float32 whatever its activations are.
       params: its parameters.
       inputs: one example a row; zeros are padding.
       config: greedy (temperature 0), sampling, or beam search.
-      length: tokens that an output has room for.
-      search_steps: of a beam search, the most steps for each row; see `search_limit`.
-      key: of a sampling; by default that of seed 0.
+      length: the most tokens of an output.
+      search_steps: the most steps of a beam search, for each row; see `search_limit`.
+      key: PRNG key for sampling; defaults to `jax.random.key(0)`.
     """
     inputs = jnp.asarray(inputs, jnp.int32)
     if config.beam_size > 1:

@@ -221,8 +221,8 @@ def segments_of(
 ) -> Int[Array, "batch length"]:
     """The segment of each position: as given, or min(id, 1) of an unpacked row.
 
-    Mesh TensorFlow makes the latter up in Bitransformer.call_simple. A negative id becomes a
-    segment of its own, as there.
+    Mesh TensorFlow does the latter in Bitransformer.call_simple. There, too, a negative id becomes
+    a separate segment.
     """
     return jnp.minimum(ids, 1) if segmentation is None else segmentation
 

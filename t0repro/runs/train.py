@@ -30,18 +30,18 @@ from t0repro.words import counted
 
 @runtime_checkable
 class BatchSource(Protocol):
-    """Batches whose position is kept in checkpoints, so that a resumed run goes on behind it."""
+    """Batches whose position is kept in checkpoints, so that a resumed run continues after it."""
 
     def open(
         self, step: int, saved: Path | None, say: Callable[[str], None]
     ) -> Iterable[NumpyBatch]:
-        """The batches for the updates behind a global step.
+        """Batches for the updates after a global step.
 
         Args:
-          step: where training goes on.
-          saved: the folder that `save` wrote to in the checkpoint that model_dir goes on from; None
-            if it has no such folder, or if training begins in this model_dir.
-          say: takes one line of what is being done.
+          step: the global step that training starts from.
+          saved: the folder that `save` wrote, in the checkpoint that training resumes from; None if
+            there is no such folder, or if training begins in this model_dir.
+          say: receives one line about what is being done.
         """
         ...
 
@@ -78,10 +78,10 @@ def train(
         called only when there is a step to do, or a source that knows its position.
       restore_from: a flat tree, as a converter reads it off any checkpoint, or the path of a JAX
         checkpoint: config.init_checkpoint in a form that this stack can read.
-      seed: of the parameters' first values and of dropout.
-      actions: run between steps beside those of every run (checkpoints, the progress line).
-      writers: of metrics, beside metrics.jsonl and TensorBoard's event files.
-      say: takes one line of what is being done; standard error by default.
+      seed: Seed for the initial parameters and for dropout.
+      actions: run between steps, in addition to those of every run (saving, the progress line).
+      writers: receive metrics too, beside metrics.jsonl; TensorBoard's event files, for instance.
+      say: receives one line about what is being done; writes to standard error by default.
 
     Raises:
       UserError: if the configuration cannot be trained, a checkpoint does not fit, or a loss is not

@@ -1,4 +1,4 @@
-"""What happens between training steps: checkpoints, the progress line."""
+"""What happens between training steps: saving, stopping on a signal, the progress line."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class SaveCheckpoints(Action):
     Args:
       model_dir: where checkpoint_<step> is made.
       every: steps between checkpoints.
-      keep: how many of the latest stay; None or 0 keeps all.
-      save_data: writes the data's position into a folder of the checkpoint.
+      keep: how many of the latest checkpoints to keep; None or 0 keeps all.
+      save_data: writes the position in the data into a folder of the checkpoint.
     """
 
     def __init__(

@@ -53,7 +53,7 @@ def slot_shapes(shape: tuple[int, ...], config: AdafactorConfig) -> dict[str, tu
 def decay_rate(step: jax.Array, config: AdafactorConfig) -> jax.Array:
     """Decay of the second moment at a global step: 1 - (step - offset + 1)**-exponent.
 
-    A configuration with a decay rate of its own has that one at every step.
+    If the configuration has a fixed `decay_rate`, every step has that.
     """
     if config.decay_rate is not None:
         return jnp.float32(config.decay_rate)

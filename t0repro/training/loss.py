@@ -1,9 +1,9 @@
-"""Mesh TensorFlow's loss, and the sums that evaluation metrics are made of.
+"""Mesh TensorFlow's loss, and the sums that evaluation metrics are computed from.
 
     loss = sum over targets > 0 of (cross entropy + z_loss * log(Z)**2) / denominator
 
 The denominator is the number of entries of `targets` in the whole batch, padding included, unless
-the model has one of its own. z_loss is a term of training only (Unitransformer._compute_loss).
+the model fixes another. z_loss is added in training only (Unitransformer._compute_loss).
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ def training_loss(
 
     Args:
       model: gives label smoothing and z_loss too.
-      parameters: of the model.
+      parameters: the model's parameters.
       batch: int32 arrays [batch, length].
       denominator: the whole batch's, so that the losses of its microbatches add up.
-      dropout_key: of this microbatch's noise.
+      dropout_key: PRNG key for this microbatch's dropout.
     """
     rngs = {} if dropout_key is None else {"dropout": dropout_key}
     batch = text_to_self(model.config, batch)
@@ -102,7 +102,7 @@ def evaluation_sums(
     *,
     denominator: float | Float[Array, ""],
 ) -> dict[str, Array]:
-    """Sums over one batch, float32 scalars, that `evaluation_metrics` makes means of.
+    """Per-batch sums, float32 scalars, that `evaluation_metrics` averages.
 
     They are those of Mesh TensorFlow's teacher-forced evaluation (tpu_estimator_model_fn): its
     loss, and the plain cross entropy and hits of the targets > 0.

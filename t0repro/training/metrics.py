@@ -49,10 +49,10 @@ class MetricsManager:
     `<split>/<metric>`.
 
     Args:
-      model_dir: the directory, created if it is not there.
-      start_step: the step that training starts from; training lines of later steps are those of
-        an interrupted run and are dropped. None keeps every line.
-      writers: of clu.metric_writers, or of their kind.
+      model_dir: The directory; created if it does not exist.
+      start_step: the step that training starts from. Training lines of later steps are left over
+        from an interrupted run and are dropped. None keeps every line.
+      writers: clu.metric_writers, or objects with the same methods.
     """
 
     def __init__(

@@ -29,15 +29,15 @@ def make_train_step(
 ) -> TrainStep:
     """A function to jit, from state and batch to the next state and {"loss", "learning_rate"}.
 
-    The loss is that of the parameters before the update. Its dropout key is folded with the step
-    and with the microbatch's index, so that no two draws of a run are the same.
+    The loss is computed with the parameters before the update. The dropout key is folded with the
+    step and with the microbatch's index, so that no two draws of a run are the same.
 
     Args:
-      model: the model, which brings its loss's options.
-      optimizer: of t0repro.training.optimizers.
-      schedule: from the step before the update to its learning rate.
+      model: the model; its configuration has the options of the loss.
+      optimizer: from t0repro.training.optimizers.
+      schedule: maps the step before an update to its learning rate.
       num_microbatches: equal parts of the batch.
-      dropout_key: needed when the model's dropout rate is not zero.
+      dropout_key: PRNG key; needed when the model's dropout rate is not zero.
     """
     key = dropout_key if model.config.dropout_rate else None
 

@@ -48,7 +48,7 @@ class _Pending:
 
 
 class Trainer:
-    """Trains and evaluates one model.
+    """Trains and evaluates a model.
 
         with Trainer(model, state, optimizer=..., schedule=...) as trainer:
             trainer.train(batches, num_steps=1000)
@@ -58,11 +58,11 @@ class Trainer:
 
     Args:
       model: the model.
-      state: where to start. It belongs to the trainer from now on: its buffers are reused.
-      optimizer: of t0repro.training.optimizers.
+      state: where to start. The trainer owns it from now on and reuses its buffers.
+      optimizer: from t0repro.training.optimizers.
       schedule: learning rate of each global step.
       num_microbatches: equal parts of a batch.
-      seed: of dropout.
+      seed: Seed for dropout.
       metrics: where metrics are written, if anywhere.
       actions: run in this order.
     """
@@ -82,7 +82,7 @@ class Trainer:
         self._model, self._state = model, state
         self._metrics, self._actions = metrics, actions
         self._num_microbatches = num_microbatches
-        # Apart from the key that parameters are drawn with, which is that of the seed itself.
+        # Folded, because parameters are drawn with the seed's key itself.
         key = jax.random.fold_in(jax.random.key(seed), 1) if model.config.dropout_rate else None
         train_step = make_train_step(
             model, optimizer, schedule, num_microbatches=num_microbatches, dropout_key=key
@@ -174,7 +174,7 @@ class Trainer:
         return metrics
 
     def stop(self) -> None:
-        """Lets `train` end behind the current step, as if there were no more batches."""
+        """Makes `train` end after the current step, as if there were no more batches."""
         self._stopping = True
 
     def flush(self) -> None:
