@@ -187,7 +187,8 @@ def _parameters(selector: str) -> list[str]:
     import gin.config
 
     with contextlib.suppress(Exception):
-        return list(inspect.signature(gin.config._REGISTRY.get_match(selector).wrapped).parameters)
+        configurable: Any = gin.config._REGISTRY.get_match(selector)
+        return list(inspect.signature(configurable.wrapped).parameters)
     return []
 
 

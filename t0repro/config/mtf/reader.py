@@ -170,7 +170,8 @@ class _Reader:
         bound = mtf_optimizer.raw_value(f"{UTILS}.run", "mesh_shape")
         if not isinstance(bound, gin.config.ConfigurableReference):
             return None
-        if bound.configurable.name != "tpu_mesh_shape":
+        configurable: Any = bound.configurable
+        if configurable.name != "tpu_mesh_shape":
             return None
         dimensions = self._run["mesh_shape"].dims
         return ",".join(f"{item.name}:{item.size}" for item in dimensions) or None
