@@ -12,6 +12,7 @@ import seqio
 import tensorflow as tf
 
 from t0repro.errors import UserError
+from t0repro.locks import folder_lock
 from t0repro.tasks.prompt_cache import seqio_plan
 from t0repro.tasks.prompt_cache.cache import cache_tasks
 from t0repro.tasks.prompt_cache.plan import Request
@@ -93,18 +94,22 @@ def test_missing_rows_end_with_one_message_and_exit_code_2(tmp_path):
     assert "Traceback" not in done.stderr and not (tmp_path / "cache").exists()
 
 
+def run_script(folder: Path) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        ["bash", str(ROOT / "scripts" / "cache.sh")],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "TASKS": TASK, "CACHE_DIR": str(folder), "PROCESSES": "1"},
+    )
+
+
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
     """A cache of one task, made by the command, over an interrupted call's shards."""
     folder = tmp_path_factory.mktemp("cache")
     (folder / TASK).mkdir()
     (folder / TASK / "validation.tfrecord-00000-of-00064").write_bytes(b"half a record")
-    done = subprocess.run(
-        ["bash", str(ROOT / "scripts" / "cache.sh")],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "TASKS": TASK, "CACHE_DIR": str(folder), "PROCESSES": "1"},
-    )
+    done = run_script(folder)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1 tasks are cached" in done.stdout
     return folder
@@ -143,6 +148,20 @@ def test_t0repro_cache_writes_what_seqio_cache_tasks_writes(cache, tmp_path):
     for name in ("info.validation.json", "stats.validation.json", "COMPLETED"):
         assert (ours / name).read_bytes() == (theirs / name).read_bytes()
     assert records(ours) == records(theirs) and len(records(ours)) == 128
+
+
+def test_neither_command_caches_into_a_folder_that_the_other_holds(tmp_path):
+    with folder_lock(tmp_path, "caching"):
+        done = run_script(tmp_path)
+    assert done.returncode == 2 and "another run is caching into" in done.stderr
+
+    # The script's lock, as a worker of seqio_cache_tasks inherits it.
+    hold = f'exec 9>"{tmp_path}/.t0repro.lock"; flock --nonblock 9; echo held; exec sleep 60'
+    with subprocess.Popen(["bash", "-c", hold], stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == b"held\n"
+        with pytest.raises(UserError, match="holds this folder"), folder_lock(tmp_path, "caching"):
+            pass
+        holder.kill()
 
 
 def test_a_complete_cache_is_left_alone(cache):
