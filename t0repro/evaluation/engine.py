@@ -1,9 +1,9 @@
 """Scores distinct (input, choice) pairs on the device: each input is encoded once for all choices.
 
-A pair's score is that of Mesh TensorFlow's mode "score": the sum over the choice's tokens, EOS
-included, of log p given the input. In float32 the two agree to rounding whatever the batch size,
-the grouping and the order, since rows of a batch do not see each other and segments of a row
-(packed inputs, and their choices) do not either.
+A pair's score is the one that Mesh TensorFlow's mode "score" gives: the sum over the choice's
+tokens, EOS included, of log p given the input. In float32 the two agree to rounding for any batch
+size, grouping and order, because neither the rows of a batch nor the segments of a row (packed
+inputs, and their choices) attend to each other.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _IN_FLIGHT = 2  # batches dispatched before the oldest one's scores are waited f
 
 @dataclasses.dataclass(frozen=True)
 class Scored:
-    """What a batch gave: float64 [pairs] log-likelihoods, natural logarithm, and the pairs."""
+    """A batch's pairs and their log-likelihoods: float64 [pairs], natural log."""
 
     pairs: Int[np.ndarray, " pairs"]
     scores: Float[np.ndarray, " pairs"]
@@ -44,7 +44,7 @@ class Engine:
     Args:
       params: the model's parameters, a nested dictionary.
       model: the model; its dtype policy governs activations, the log-softmax is float32.
-      say: is told, in a sentence, when the device's memory did not hold a batch.
+      say: called with a message when a batch does not fit in the device's memory.
     """
 
     def __init__(self, params: dict, model: T5, say: Callable[[str], None] | None = None):
@@ -53,13 +53,13 @@ class Engine:
         self._halved: dict[tuple[int, int], int] = {}
 
     def run(self, pairs: Pairs, plan: Plan) -> Iterator[Scored]:
-        """Yields the scores of one batch after the other.
+        """Yields each batch's scores, in the plan's order.
 
-        While the device works on a batch the host prepares the next one. A batch that does not fit
-        into the device's memory is done in two halves, and so is every later one of its size.
+        While the device works on one batch, the host prepares the next. A batch that does not fit
+        in the device's memory is split in two, and so is every later batch of that size.
 
         Raises:
-          UserError: if not even one input fits.
+          UserError: if not even one row fits.
         """
         waiting: deque[tuple[PlannedBatch, Any]] = deque()
         for batch in plan.batches:
@@ -70,7 +70,7 @@ class Engine:
             yield self._finish(*waiting.popleft(), pairs)
 
     def _attempt(self, batch: PlannedBatch, pairs: Pairs) -> Any:
-        """Starts a batch; None where that alone was too much for the memory."""
+        """Starts a batch; None if it is known not to fit, or starting it ran out of memory."""
         limit = self._halved.get((batch.inputs_length, batch.targets_length))
         if limit is not None and batch.size > limit:
             return None
@@ -81,9 +81,10 @@ class Engine:
             return None
 
     def _finish(self, batch: PlannedBatch, started: Any, pairs: Pairs) -> Scored:
-        """The scores of a batch that was started, waiting for them; in halves where need be."""
+        """Waits for a started batch's scores; scores it in halves if it did not fit."""
         if started is not None:
             try:
+                # Dispatch is asynchronous: running out of memory may surface only at this fetch.
                 return _summed(batch, [(rows, np.asarray(log_p)) for rows, log_p in started])
             except jax.errors.JaxRuntimeError as error:
                 self._too_large(batch, error)
@@ -98,7 +99,7 @@ class Engine:
         )
 
     def _too_large(self, batch: PlannedBatch, error: Exception) -> None:
-        """Notes that a size does not fit; another error than that goes on."""
+        """Records that a batch size does not fit; re-raises errors of any other kind."""
         if "RESOURCE_EXHAUSTED" not in str(error) and "out of memory" not in str(error).lower():
             raise error
         where = f"{batch.inputs_length} input and {batch.targets_length} target tokens"
@@ -112,7 +113,7 @@ class Engine:
         self.say(f"Out of memory with {batch.size} rows of {where}: going on with {half}.")
 
     def _dispatch(self, batch: PlannedBatch, pairs: Pairs) -> list[tuple[DecoderRows, jax.Array]]:
-        """Puts a batch on the device's queue; returns at once."""
+        """Queues a batch on the device and returns without waiting for it."""
         inputs, segments = batch.inputs(pairs)
         memory = encode(self.model, self.params, inputs, segments)
         return [
@@ -134,7 +135,7 @@ def score_pairs(
       params: the model's parameters.
       model: the model.
       pairs: what to score.
-      tokens_per_batch: see grouping.make_plan; by default what suits the device.
+      tokens_per_batch: see grouping.make_plan; defaults to a size for the device.
       say: see Engine.
     """
     tokens = tokens_per_batch or TOKENS_PER_BATCH.get(jax.default_backend(), 4096)
@@ -151,13 +152,13 @@ def score_examples(
     lengths: Mapping[str, int] | None,
     tokens_per_batch: int | None = None,
 ) -> Float[np.ndarray, " examples"]:
-    """Log-likelihoods of examples in their order, float32; what score_eval.evaluate calls.
+    """Log-likelihood of each example's target given its input: float32 [examples], natural log.
 
     Args:
       params: the model's parameters.
       model: the model.
-      examples: with `inputs` and `targets`, of any number of tasks.
-      lengths: tokens beyond these are cut off.
+      examples: token ids under `inputs` and `targets`; of any number of tasks.
+      lengths: maximum tokens per feature, beyond which they are cut off; None keeps all.
       tokens_per_batch: see grouping.make_plan.
     """
     pairs = distinct_pairs(examples, lengths)
@@ -165,7 +166,7 @@ def score_examples(
 
 
 def _summed(batch: PlannedBatch, parts: Sequence[tuple[DecoderRows, np.ndarray]]) -> Scored:
-    """Sums the tokens' log-probabilities by pair, in float64."""
+    """Sums the tokens' log-probabilities for each pair, in float64."""
     pairs = batch.pairs
     place = {int(pair): at for at, pair in enumerate(pairs)}
     scores = np.zeros(len(pairs))
@@ -187,7 +188,7 @@ def encode(
     inputs: Int[Array, "batch length"],
     segments: Int[Array, "batch length"],
 ) -> Memory:
-    """What the decoder's layers read of the inputs: keys and values, on the device."""
+    """Encodes inputs: the decoder's cross-attention keys and values, on the device."""
     encoded = model.apply(
         {"params": params}, jnp.asarray(inputs), jnp.asarray(segments), method=T5.encode
     )
@@ -210,11 +211,11 @@ def decode(
     Args:
       model: the model.
       params: its parameters.
-      memory: of `encode`.
-      encoded_segments: of what was encoded.
-      targets: the choices of the row's inputs, packed.
-      segments: 1, 2, ... by choice, 0 at padding.
-      reads: the segment of the inputs that each target's choice is one of.
+      memory: what `encode` returned.
+      encoded_segments: the encoder's segment ids.
+      targets: token ids of the choices of the row's inputs, packed.
+      segments: segment ids of the choices, from 1; 0 at padding.
+      reads: the input segment that each target token attends to.
     """
     logits = model.apply(
         {"params": params},

@@ -1,12 +1,12 @@
 """Rank classification: the answer choice with the highest log-likelihood is the prediction.
 
-Defined as t5.evaluation.metrics.rank_classification (t5 0.9.4) defines it, so that both give the
-same numbers: pairs are sorted by idx, the first choice wins a tie (np.argmax), any correct choice
-is right where several are, an example with no correct choice is wrong whatever is predicted, and
-scores are compared as float32 where the number of choices is fixed (as they come where it varies).
+This follows t5.evaluation.metrics.rank_classification (t5 0.9.4), so that both give the same
+numbers: pairs are sorted by idx; the first choice wins a tie (np.argmax); if several choices are
+correct, any of them counts as right; an example with no correct choice is always wrong; and scores
+are compared as float32 if the number of choices is fixed, and in their own type if it varies.
 T0 sums a choice's log-likelihood over its tokens and does not normalise by length.
 
-Beside the metric, this keeps what a report needs to be defended: what was predicted for each
+Besides the metric, the result keeps what a reader needs to check it: the prediction for each
 example, ties, margins, examples whose answer is none of the choices, chance and the majority class.
 """
 
@@ -29,21 +29,21 @@ class RankResult:
     Attributes:
       task: the SeqIO task's name.
       step: the checkpoint's global step.
-      example: the examples' index in the task.
+      example: each example's index in the task.
       predicted: the index of the predicted choice.
       correct: whether that choice is a right answer.
       tie: whether another choice has the same score as the predicted one.
-      margin: best score less the second best, natural logarithm; inf where there is one choice.
+      margin: best score minus the second best, natural log; inf if there is only one choice.
       answerable: whether any choice is a right answer.
-      num_choices: choices of each example.
+      num_choices: number of choices of each example.
       num_correct: right answers among them.
-      weight: the weight that the metric gives the example.
+      weight: the example's weight in the metric.
       metrics: t5's metrics in percent: `accuracy`, and with a fixed number of classes `f1`,
-        `auc-roc`, `auc-pr` (two) or `mean_<n>class_f1` (more). One that is undefined (one class
-        only among the answers) is absent.
-      majority: accuracy, in percent, of always choosing the choice index that is right most often.
-      answer: the index of the first right choice, -1 where there is none.
-      confidence: the predicted choice's share of the choices' probability, in [0, 1].
+        `auc-roc`, `auc-pr` (two) or `mean_<n>class_f1` (more). An undefined metric (all answers
+        are of one class) is absent.
+      majority: accuracy, in percent, of always picking the choice index that is right most often.
+      answer: the index of the first right choice, -1 if there is none.
+      confidence: softmax over the choices' scores at the predicted choice, in [0, 1].
     """
 
     task: str
@@ -64,15 +64,15 @@ class RankResult:
 
     @property
     def accuracy(self) -> float:
-        """Percent of examples, by weight, whose predicted choice is right."""
+        """Weighted percentage of examples whose predicted choice is right."""
         return self.metrics["accuracy"]
 
     @property
     def chance(self) -> float:
         """Expected accuracy of choosing at random, in percent: the mean of 1 / number of choices.
 
-        Where several choices are right, their number takes the place of 1. An example with no right
-        answer still counts 1 / number, so that chance is never understated.
+        If several choices are right, their number replaces the 1. An example with no right answer
+        still counts as 1 / number of choices, so that chance is never understated.
         """
         expected = np.maximum(self.num_correct, 1) / self.num_choices
         return float(100 * np.average(expected, weights=self.weight))
@@ -80,11 +80,11 @@ class RankResult:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Table:
-    """A task's pairs as rows of examples; `real` is false where an example has fewer choices.
+    """A task's pairs laid out as [examples, choices]; `real` is false for padding.
 
     Attributes:
-      choice: the choices' index.
-      value: what is compared; -inf where not `real`.
+      choice: each choice's index in its example.
+      value: the number that is compared; -inf for padding.
     """
 
     example: Int[np.ndarray, " examples"]
@@ -102,18 +102,18 @@ def rank_classification(
 
     Args:
       scores: the task's pairs, in any order.
-      num_classes: the number of choices where it is the same for every example by the task's
-        definition, which adds t5's metrics for fixed classes; None where it varies.
-      normalize_by_target_length: divide each score by its choice's tokens first (T0 does not).
+      num_classes: the number of choices, if the task fixes it for every example; this adds t5's
+        metrics for fixed classes. None if it varies.
+      normalize_by_target_length: divide each score by its choice's token count first (T0 does not).
 
     Raises:
-      UserError: if a score is NaN, an idx comes twice, the weights sum to zero, or an example has
-        another number of choices than `num_classes`.
+      UserError: if there are no pairs, a score is NaN, an idx occurs twice, the weights sum to
+        zero, or an example does not have `num_classes` choices.
     """
     table = _tabulate(scores, num_classes, normalize_by_target_length)
     best = table.value.argmax(-1)
     rows = np.arange(len(best))
-    # t5 takes the first choice's weight with fixed classes, the predicted one's without
+    # t5 weights an example by its first choice with fixed classes, else by the predicted choice.
     weight = table.weight[rows, 0 if num_classes else best]
     if not weight.sum() > 0:
         raise UserError(f"The weights of {scores.task!r} sum to zero.", where=f"step {scores.step}")
@@ -144,6 +144,7 @@ def rank_classification(
 
 def _tabulate(scores: TaskScores, num_classes: int | None, normalize: bool) -> _Table:
     """Sorts the pairs by idx and lays them out as [examples, choices]."""
+    # lexsort's last key is the primary one: by input, then by choice.
     order = np.lexsort((scores.choice_index, scores.input_index))
     _check_pairs(scores, order)
     example, start, count = np.unique(
@@ -158,9 +159,11 @@ def _tabulate(scores: TaskScores, num_classes: int | None, normalize: bool) -> _
         )
     place = np.arange(count.max())
     real = place < count[:, None]
+    # Padding points at some pair of a later example (or the last pair); `real` masks it below.
     pair = order[np.minimum(start[:, None] + place, len(order) - 1)]
     values = scores.score / scores.target_length if normalize else scores.score
     if num_classes:
+        # As t5 does: scores that differ only beyond float32 are a tie, which the first choice wins.
         values = values.astype(np.float32)
     return _Table(
         example=example,
@@ -173,7 +176,7 @@ def _tabulate(scores: TaskScores, num_classes: int | None, normalize: bool) -> _
 
 
 def _check_pairs(scores: TaskScores, order: np.ndarray) -> None:
-    """Refuses what has no ranking: no pairs, NaN scores, one idx twice."""
+    """Refuses scores that cannot be ranked: no pairs, NaN scores, or a repeated idx."""
     if not len(scores):
         raise UserError(
             f"Task {scores.task!r} has no (input, choice) pairs.",
@@ -199,7 +202,7 @@ def _check_pairs(scores: TaskScores, order: np.ndarray) -> None:
 
 
 def _ties_and_margins(table: _Table, best: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Whether the best score comes twice, and best less second best: [examples] each."""
+    """Whether the best score is tied, and its margin over the second best: [examples] each."""
     top = np.take_along_axis(table.value, best[:, None], -1)
     tie = ((table.value == top) & table.real).sum(-1) > 1
     margin = np.where(tie, 0.0, np.inf)
@@ -211,17 +214,17 @@ def _ties_and_margins(table: _Table, best: np.ndarray) -> tuple[np.ndarray, np.n
 
 
 def _confidence(table: _Table, best: np.ndarray) -> np.ndarray:
-    """The softmax over the choices' values at the best one: [examples], float64."""
+    """Softmax over each example's choices, at the best choice: float64 [examples]."""
     top = np.take_along_axis(table.value, best[:, None], -1).astype(np.float64)
     with np.errstate(invalid="ignore"):  # -inf - -inf where no choice is possible at all
         return 1 / np.nansum(np.exp(table.value - top), axis=-1).clip(1)
 
 
 def _class_metrics(table: _Table, weight: np.ndarray) -> dict[str, float]:
-    """t5's further metrics, in percent, for fixed classes with one right answer at most.
+    """t5's additional metrics, in percent, for fixed classes with at most one right answer.
 
-    Computed with scikit-learn, as t5 does, from the same arrays. A metric that is undefined because
-    one class only is among the answers is NaN there, with a warning, and left out here.
+    Computed with scikit-learn from the same arrays, as t5 does. If all answers are of one class,
+    a metric may be undefined: scikit-learn warns and returns NaN, and it is left out here.
     """
     from sklearn.exceptions import UndefinedMetricWarning
 
@@ -263,7 +266,7 @@ def _multiclass_metrics(table: _Table, weight: np.ndarray) -> dict[str, float]:
 
 
 def _majority(table: _Table, weight: np.ndarray) -> float:
-    """Accuracy in percent of the best constant choice index."""
+    """Accuracy, in percent, of always predicting the single best choice index."""
     right = np.bincount(
         table.choice[table.real], weights=(weight[:, None] * table.is_correct)[table.real]
     )

@@ -1,12 +1,12 @@
 """Evaluation of one checkpoint on a whole mixture: what `t0repro rank-eval` does.
 
-Results go into a folder (see evaluation_folder), metrics to <out>/metrics.jsonl and TensorBoard's
-events, under T5's names `eval/<task>/accuracy`.
+Results go into a folder (see evaluation_folder); metrics go to <out>/metrics.jsonl and TensorBoard
+event files, under T5's names `eval/<task>/accuracy`.
 
-A finished task whose key (checkpoint, task, prompt text, data, split, limit, lengths, activations,
-code that renders and that scores) is that of its record is not read again; a pair that the journal
-has is not scored again. Tasks are read, scored and written a window at a time, so that memory does
-not grow with their number or size.
+A task is skipped if its record's key (checkpoint, task, prompt text, data, split, limit, lengths,
+activations, rendering and scoring code) still matches, and a pair that is in the journal is not
+scored again. Tasks are read, scored and written one window at a time, so that the texts and tokens
+in memory do not grow with the number or size of tasks.
 """
 
 from __future__ import annotations
@@ -40,28 +40,30 @@ from t0repro.files import write_atomically
 CONTENT_FREE = "N/A"
 """The input of contextual calibration (Zhao et al. 2021, arXiv 2102.09690)."""
 
-# About 2 KB each. Fewer would mean more shapes to compile and less choice in packing rows.
+# About 2.5 KB each. Smaller windows would mean more shapes to compile and looser packing.
 PAIRS_IN_MEMORY = 131_072
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What an evaluation did.
+    """Summary of what one run of `rank_eval` did.
 
     Attributes:
       folder: the `<split>_eval` folder.
-      tasks: those that are ranked.
-      generated: those that are decoded.
+      tasks: names of the ranked tasks.
+      generated: names of the decoded tasks.
       finished: tasks that an earlier run had finished.
-      empty: tasks whose split has no example.
-      left_out: tasks without the split, or without its rows, each with why.
-      scores: of the tasks that were ranked by this run.
-      pairs: (input, choice) pairs of the tasks that were read.
-      distinct: distinct ones among them; scored: those that the journal did not have.
-      padding: share of padding in what was scored.
-      shapes: that were compiled.
-      seconds: of scoring.
-      decoded: inputs that were decoded, in decoding_seconds.
+      empty: tasks whose split has no examples.
+      left_out: tasks that lack the split or its rows, each with the reason.
+      scores: scores of the tasks that this run ranked, by task.
+      pairs: number of (input, choice) pairs in the tasks that were read.
+      distinct: number of distinct pairs, summed over windows.
+      scored: number of pairs that were not in the journal and were scored.
+      padding: fraction of array entries that were padding, in [0, 1].
+      shapes: number of distinct batch shapes.
+      seconds: time spent scoring.
+      decoded: number of inputs decoded.
+      decoding_seconds: time spent decoding.
     """
 
     folder: Path
@@ -88,21 +90,24 @@ def rank_eval(
     settings: Settings,
     say: Say = print_to_stderr,
 ) -> Outcome:
-    """Evaluates what is not evaluated yet and writes every task's files.
+    """Evaluates a checkpoint on the tasks that are not finished yet and writes their files.
 
-    The caller holds the folder: no other evaluation may write to it meanwhile.
+    The caller must hold the folder's lock: no other evaluation may write to it meanwhile.
 
     Args:
-      checkpoint: of `opened.open_checkpoint`.
+      checkpoint: from `opened.open_checkpoint`.
       mixture: a registered mixture or task.
-      out: the folder of the results.
+      out: the results folder.
       settings: what to evaluate.
-      say: receives progress, in sentences.
+      say: called with progress messages.
+
+    Returns:
+      What was done, with the scores of the tasks that this run ranked.
 
     Raises:
-      UserError: for a task without answer choices in mode rank alone, an empty split, a checkpoint
-        of another vocabulary, a folder of another checkpoint's results, or a NaN score (naming
-        task, example and step).
+      UserError: if a task has no answer choices and the mode is rank alone, the split is empty, the
+        checkpoint has another vocabulary size, the folder holds another checkpoint's results for
+        this step, or a score is not finite (naming task, example and step).
     """
     from t0repro.event_files import event_writer
     from t0repro.training.metrics import MetricsManager
@@ -119,6 +124,7 @@ def rank_eval(
     names = (*selected.ranked, *selected.generated)
     rows = checkpoint.model.config.vocab_size
     vocabulary = check_vocabulary(names, rows, checkpoint.path)
+    # Before anything is written, so that two checkpoints of one step cannot mix their results.
     claim_step(Path(out), checkpoint)
     metrics = MetricsManager(out, writers=[event_writer(out)])
     try:
@@ -138,7 +144,7 @@ def rank_eval(
 
 
 def reasons_in_words(left_out: Mapping[str, str]) -> str:
-    """How many tasks were left out for each reason, and the first of them."""
+    """For each reason, the number of tasks left out and the first three names."""
     by_reason: dict[str, list[str]] = {}
     for name, reason in left_out.items():
         by_reason.setdefault(reason, []).append(name)
@@ -150,15 +156,15 @@ def reasons_in_words(left_out: Mapping[str, str]) -> str:
 
 
 class _Evaluation:
-    """One run of rank_eval: reads, scores or decodes, and writes the tasks that are not finished.
+    """One run of rank_eval: reads, scores or decodes, and writes each unfinished task.
 
     Args:
-      checkpoint: to evaluate.
-      out: the folder of the results.
+      checkpoint: the checkpoint to evaluate.
+      out: the results folder.
       settings: what to evaluate.
-      selected: the mixture's tasks.
-      vocabulary: of all tasks.
-      metrics: where the tasks' metrics go.
+      selected: the mixture's tasks, by mode.
+      vocabulary: the tasks' vocabulary.
+      metrics: writer of the tasks' metrics.
     """
 
     def __init__(
@@ -181,7 +187,7 @@ class _Evaluation:
         self._shapes: set[tuple[int, int, int]] = set()
 
     def run(self, say: Say) -> Outcome:
-        """Does what is left to do."""
+        """Ranks and decodes the tasks that are not finished; returns the summary."""
         selected = self.selected
         names = (*selected.ranked, *selected.generated)
         finished = self.folder.finished(names)
@@ -198,7 +204,7 @@ class _Evaluation:
     # Ranking -----------------------------------------------------------------------------------
 
     def _rank(self, names: Sequence[str], say: Say) -> None:
-        """Scores the tasks' pairs and writes each task when its last pair is scored."""
+        """Scores the tasks' pairs and writes each task as soon as its last pair is scored."""
         if not names:
             return
         settings, free = self.settings, None
@@ -219,7 +225,7 @@ class _Evaluation:
                 )
                 seconds = run.score(say, lambda part: self._add(tasks, readers, part))
                 self._count(run, seconds)
-                del parts, run  # before the next window is read
+                del parts, run  # free this window's memory before the next one is read
         finally:
             journal.close()
             for task in tasks.values():
@@ -237,7 +243,7 @@ class _Evaluation:
         readers: Mapping[str, TaskReader],
         scored: ScoredPart,
     ) -> None:
-        """Takes a part's scores; writes the task if it is the last one."""
+        """Adds a part's scores to its task; writes the task if this is its last part."""
         name = scored.part.task
         task = tasks.setdefault(name, _RankedTask(self._output(readers[name])))
         task.add(scored)
@@ -260,7 +266,8 @@ class _Evaluation:
         return TaskOutput(reader.judge, step, path, reader.truncation())
 
     def _record(self, result: TaskResult, details: Mapping[str, Any]) -> None:
-        """Writes a task's metrics and, last, its record."""
+        """Writes a task's metrics, then its record."""
+        # The record marks the task as finished, so it must be the last thing written.
         values = {f"{result.task}/{name}": value for name, value in result.metrics.items()}
         self.metrics.write("eval", result.step, values)
         self.folder.record(result, details)
@@ -303,7 +310,7 @@ class _Evaluation:
 
 
 class _RankedTask:
-    """What is known of a task some of whose pairs are scored."""
+    """Accumulates a task's output and cost until all of its pairs are scored."""
 
     def __init__(self, output: TaskOutput):
         self.output = output
@@ -314,11 +321,12 @@ class _RankedTask:
         self._free: list[np.ndarray] = []
 
     def add(self, scored: ScoredPart) -> None:
-        """Takes a part's scores."""
+        """Adds one part's scores and cost."""
         examples = scored.part.examples
         self.output.add(examples, scored.scores)
         self._seconds += scored.seconds
         if self._joules is not None:
+            # One part of unknown energy makes the task's total unknown.
             self._joules = None if scored.joules is None else self._joules + scored.joules
         self._source = scored.energy_source
         if scored.content_free is not None:
@@ -326,7 +334,7 @@ class _RankedTask:
             self._free.append(scored.content_free)
 
     def details(self) -> dict[str, Any]:
-        """Cost and content-free scores, for the task's record."""
+        """Cost and content-free scores, as they go into the task's record."""
         found: dict[str, Any] = {"seconds": self._seconds, "content_free": None}
         if self._joules is not None:
             found |= {"joules": self._joules, "energy_source": self._source}

@@ -1,4 +1,4 @@
-"""Scores a window of an evaluation: the pairs of parts of tasks, except those that are known."""
+"""Scores one window of an evaluation, skipping pairs whose scores are already in the journal."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from t0repro.evaluation.opened import Checkpoint
     from t0repro.evaluation.reading import Part
 
+# Looking for finished parts scans every waiting part's scores, so it is not done after each batch.
 _SECONDS_BETWEEN_PARTS = 2.0
 
 Say = Callable[[str], None]
@@ -32,11 +33,11 @@ class ScoredPart:
     """A part with its scores.
 
     Attributes:
-      scores: of the examples, float32, natural logarithm.
-      content_free: float64 scores of the same choices after the content-free input, or None.
-      seconds: that scoring its pairs took; a pair of several tasks counts for each.
-      joules: likewise; None where the device does not tell.
-      energy_source: what the joules are counted by; empty where nothing counts them.
+      scores: log-likelihood of each example's choice, float32, natural log.
+      content_free: float64 scores of the same choices given the content-free input, or None.
+      seconds: time spent scoring its pairs; a pair that tasks share counts for each of them.
+      joules: energy, counted the same way; None if the hardware does not report it.
+      energy_source: what measured the joules; empty if nothing did.
     """
 
     part: Part
@@ -48,7 +49,7 @@ class ScoredPart:
 
     @property
     def cost(self) -> dict[str, Any]:
-        """Seconds, and joules with their source where they are known, as a record holds them."""
+        """Seconds and, if known, joules with their source, as they go into a record."""
         found: dict[str, Any] = {"seconds": self.seconds}
         if self.joules is not None:
             found |= {"joules": self.joules, "energy_source": self.energy_source}
@@ -57,7 +58,7 @@ class ScoredPart:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Place:
-    """Which pairs a part's examples are, and which they are after the content-free input."""
+    """Maps a part's examples to pairs, with their own and with the content-free input."""
 
     part: Part
     index: Int[np.ndarray, " examples"]
@@ -65,15 +66,15 @@ class _Place:
 
 
 class RankRun:
-    """Scores the pairs of parts and hands out each part as soon as all of its pairs are known.
+    """Scores the pairs of parts and hands over each part once all of its pairs are scored.
 
     Args:
-      checkpoint: to score with.
-      parts: of any number of tasks.
-      lengths: tokens per feature; None cuts nothing.
-      journal: of scores that are known, and of those to come; None keeps none.
-      tokens_per_batch: see grouping.make_plan; None is what suits the device.
-      content_free: tokens of an input after which every choice is scored too.
+      checkpoint: the checkpoint to score with.
+      parts: parts of any number of tasks.
+      lengths: maximum tokens per feature; None truncates nothing.
+      journal: known scores are read from it and new ones appended; None keeps no journal.
+      tokens_per_batch: see grouping.make_plan; defaults to a size for the device.
+      content_free: tokens of a content-free input given which every choice is scored as well.
     """
 
     def __init__(
@@ -95,13 +96,14 @@ class RankRun:
         self._recall()
         unknown = np.flatnonzero(np.isnan(self.scores))
         self.plan: Plan = make_plan(self.pairs, tokens_per_batch or suited_tokens(), unknown)
+        # A choice without tokens is not in the plan; its sum over no tokens is 0.
         without = [pair for pair in unknown if not len(self.pairs.targets[pair])]
         self.scores[np.array(without, np.int64)] = 0.0
         self.scored = 0
         self._meter = EnergyMeter()
 
     def score(self, say: Say, done: Callable[[ScoredPart], None]) -> float:
-        """Scores everything; `done` gets each part. Returns the seconds that it took."""
+        """Scores all pairs, calling `done` with each finished part; returns the seconds taken."""
         from t0repro.evaluation.engine import Engine
 
         total = sum(len(batch.pairs) for batch in self.plan.batches)
@@ -111,7 +113,7 @@ class RankRun:
             f" {100 * self.plan.padding:.1f}% padding"
         )
         engine = Engine(self.checkpoint.params, self.checkpoint.model, say)
-        self._meter.joules()
+        self._meter.joules()  # Starts the count here: what was used until now is not scoring.
         started = last = handed_out = time.monotonic()
         waiting = self._hand_out(self._places, done)
         with count_progress(total, "scoring", "pairs", "scored") as advance:
@@ -127,7 +129,7 @@ class RankRun:
         return time.monotonic() - started
 
     def _recall(self) -> None:
-        """Takes from the journal what it knows; other scores are NaN."""
+        """Loads known scores from the journal; the others are NaN."""
         count = len(self.pairs)
         self._digests = np.array([self.pairs.digest(pair) for pair in range(count)], DIGEST)
         known = np.zeros((3, count))
@@ -137,7 +139,7 @@ class RankRun:
         self.scores, self._seconds, self._joules = known
 
     def _keep(self, pairs: np.ndarray, scores: np.ndarray, seconds: float) -> None:
-        """Notes the scores of a batch's pairs, which shared its seconds and its joules evenly."""
+        """Stores a batch's scores; its seconds and joules are split evenly among its pairs."""
         joules = self._meter.joules()
         each = None if joules is None else joules / len(pairs)
         if self.journal is not None:
@@ -150,7 +152,7 @@ class RankRun:
     def _hand_out(
         self, waiting: Sequence[_Place], done: Callable[[ScoredPart], None]
     ) -> list[_Place]:
-        """Hands out the parts whose pairs are all known; returns the others."""
+        """Calls `done` for each part whose pairs are all scored; returns the other parts."""
         left = []
         for place in waiting:
             if np.isnan(self.scores[place.index]).any() or np.isnan(self.scores[place.free]).any():
@@ -160,6 +162,7 @@ class RankRun:
         return left
 
     def _scored(self, place: _Place) -> ScoredPart:
+        # A pair that several of the part's examples share was paid for once.
         pairs = np.unique(place.index)
         joules = float(self._joules[pairs].sum())
         return ScoredPart(
@@ -172,7 +175,7 @@ class RankRun:
         )
 
     def _check(self, pairs: np.ndarray, scores: np.ndarray) -> None:
-        """Stops at a score that is not finite, naming a task and an example that has it."""
+        """Raises UserError for a non-finite score, naming a task and an example that has it."""
         broken = pairs[~np.isfinite(scores)]
         if not broken.size:
             return
@@ -194,7 +197,7 @@ def print_to_stderr(text: str) -> None:
 def _places(
     parts: Sequence[Part], index: Int[np.ndarray, " examples"], with_free: bool
 ) -> list[_Place]:
-    """Where each part's pairs are; the second half of `index` is after the content-free input."""
+    """Each part's pairs; the second half of `index` belongs to the content-free input."""
     half, start, found = len(index) // 2, 0, []
     for part in parts:
         end = start + len(part.examples)
@@ -205,7 +208,7 @@ def _places(
 
 
 def suited_tokens() -> int:
-    """Tokens of a batch that suit the device."""
+    """Default number of tokens per batch for the device."""
     import jax
 
     from t0repro.evaluation.engine import TOKENS_PER_BATCH
