@@ -3,9 +3,9 @@
 Importing one of the modules below registers its tasks; nothing is read and no socket is opened.
 
   t0: T0's tasks and its eight mixtures, `t0_train`, `t0_eval_score_eval` and the others.
-  demo: generated data, its own vocabulary, mixtures `demo_train` and `demo_eval_score_eval`.
-  small: the same job on real rows, mixtures `small_train` and `small_eval_score_eval`.
-  local: those of T0's tasks whose dataset lies under T0REPRO_DATA_DIR, with the splits there.
+  demo: generated data with its own vocabulary; mixtures `demo_train` and `demo_eval_score_eval`.
+  small: the same job on real rows; mixtures `small_train` and `small_eval_score_eval`.
+  local: those of T0's tasks whose dataset is under T0REPRO_DATA_DIR, with the splits found there.
 """
 
 from t0repro.tasks.task import PromptedTask, prompted_tasks

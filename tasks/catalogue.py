@@ -1,10 +1,10 @@
-"""T0's datasets: its own table, and what is known of each dataset and of where its data is today.
+"""T0's datasets: its own table, what is known about each, and where its data is today.
 
-datasets.csv: T0's table, after bigscience-workshop/t-zero.
+datasets.csv: T0's table, from bigscience-workshop/t-zero.
 catalog.csv: splits and their sizes in T0's time, licence, today's repository.
-features.json: the features of each in `datasets` 1.12, which T0's templates were written for.
-p3_sizes.csv: examples of each task and split of the released P3. The counts are those of
-  google-research/FLAN at e9e4ec6e, flan/v2/constants_t0.py (Apache-2.0): what is left after a
+features.json: each dataset's features in `datasets` 1.12, which T0's templates were written for.
+p3_sizes.csv: number of examples per task and split of the released P3. The counts are those of
+  google-research/FLAN at e9e4ec6e, flan/v2/constants_t0.py (Apache-2.0): what is left after each
   template has dropped the rows that it has no prompt for.
 """
 
@@ -28,14 +28,14 @@ P3_SIZES = _DATA / "p3_sizes.csv"
 
 @dataclasses.dataclass(frozen=True)
 class T0Dataset:
-    """A dataset configuration of T0.
+    """A row of T0's table: one dataset configuration.
 
     Attributes:
-      dataset: the Hugging Face name.
-      subset: the configuration, or None.
-      train: which training mixture it entered with: BASE (T0), GPT_EVAL (T0+), SGLUE (T0++), or "".
+      dataset: The Hugging Face name.
+      subset: The configuration, or None.
+      train: The first model trained on it: BASE (T0), GPT_EVAL (T0+), SGLUE (T0++), or "" if none.
       evaluate: BASE, BIAS_FAIRNESS, or "".
-      train_size: the number of training examples, 0 where it is not trained on and has no count.
+      train_size: Number of training examples; 0 where the table has no count.
     """
 
     dataset: str
@@ -50,8 +50,9 @@ class Alias:
     """Another name that a column goes by today.
 
     Attributes:
-      name: of the column in the data.
-      after: the class names of the data have a prefix that ends so, as `NUM:date` has for `date`.
+      name: The column's name in the data.
+      after: What ends the prefix that the data's class names have, if any: `:` where the data says
+        `NUM:date` for `date`.
     """
 
     name: str
@@ -60,13 +61,13 @@ class Alias:
 
 @dataclasses.dataclass(frozen=True)
 class HubPlace:
-    """Where a dataset lies on the Hugging Face hub today.
+    """Where a dataset is on the Hugging Face hub today.
 
     Attributes:
       repository: `owner/name`.
-      configuration: folder of the configuration in the revision, `*` where there is only one.
-      revision: a branch; `refs/convert/parquet` is the one that the hub itself keeps in Parquet,
-        `<configuration>/<split>/NNNN.parquet`, loading scripts or not.
+      configuration: The configuration's folder in the revision, `*` if there is only one.
+      revision: A branch. `refs/convert/parquet` is the one that the hub itself keeps in Parquet, as
+        `<configuration>/<split>/NNNN.parquet`, whether or not there is a loading script.
     """
 
     repository: str
@@ -76,15 +77,15 @@ class HubPlace:
 
 @dataclasses.dataclass(frozen=True)
 class CatalogueEntry:
-    """What is known of a dataset configuration.
+    """What is known about a dataset configuration.
 
     Attributes:
-      dataset: the Hugging Face name in T0's time.
-      subset: the configuration, or None.
-      splits: split -> number of rows, as in `datasets` 1.12.
-      licence: of the data, as far as it is known; empty where it is not.
-      hub: where it lies today, or None where it is only to be had from its authors.
-      aliases: column -> other names that it goes by today.
+      dataset: The Hugging Face name in T0's time.
+      subset: The configuration, or None.
+      splits: Split -> number of rows, as in `datasets` 1.12.
+      licence: The data's licence; empty if not known.
+      hub: Where it is today, or None if it can only be had from its authors.
+      aliases: Column -> other names that it goes by today.
     """
 
     dataset: str
@@ -96,7 +97,7 @@ class CatalogueEntry:
 
     @property
     def label(self) -> str:
-        """The dataset and its subset, for a person."""
+        """The dataset and its subset, as shown to users."""
         return label(self.dataset, self.subset)
 
 
@@ -104,15 +105,15 @@ SYNTHETIC = "synthetic_"
 
 
 def is_synthetic(dataset: str) -> bool:
-    """Whether a dataset's rows are generated, which its name says: `synthetic_imdb`."""
+    """Whether a dataset's rows are generated, as names such as `synthetic_imdb` say."""
     return dataset.startswith(SYNTHETIC)
 
 
 def modelled_on(dataset: str) -> str:
-    """The dataset whose templates, columns and metrics a dataset has.
+    """The dataset whose templates, columns and metrics a dataset uses.
 
-    That is the dataset itself, except that `synthetic_imdb` has those of `imdb`: a name that says
-    that rows are generated must not stand in the way of finding the prompts for them.
+    That is the dataset itself, except that `synthetic_imdb` uses those of `imdb`, so that T0's
+    prompts are found for generated rows too.
     """
     return dataset.removeprefix(SYNTHETIC)
 
@@ -123,7 +124,7 @@ def label(dataset: str, subset: str | None) -> str:
 
 
 def t0_datasets() -> list[T0Dataset]:
-    """The rows of the table in its order."""
+    """The rows of T0's table, in its order."""
     with open(TABLE, newline="", encoding="utf-8") as file:
         return [
             T0Dataset(
@@ -139,7 +140,7 @@ def t0_datasets() -> list[T0Dataset]:
 
 @functools.cache
 def catalogue() -> Mapping[tuple[str, str | None], CatalogueEntry]:
-    """Every dataset configuration of T0's table, by dataset and subset."""
+    """Every dataset configuration of T0's table, keyed by (dataset, subset)."""
     with open(CATALOGUE, newline="", encoding="utf-8") as file:
         entries = [_entry(row) for row in csv.DictReader(file)]
     return types.MappingProxyType({(entry.dataset, entry.subset): entry for entry in entries})
@@ -162,7 +163,7 @@ def _entry(row: Mapping[str, str]) -> CatalogueEntry:
 
 
 def _aliases(text: str) -> dict[str, list[Alias]]:
-    """`column=other`, or `column=other:` where class names carry a prefix that ends in a colon."""
+    """Parses `column=other`, or `column=other:` if class names have a prefix ending in a colon."""
     found: dict[str, list[Alias]] = {}
     for item in filter(None, text.split(";")):
         column, other = item.split("=")
@@ -182,10 +183,10 @@ def features_of(dataset: str, subset: str | None) -> Mapping[str, Any] | None:
 
 
 def rounds_of(dataset: str) -> Mapping[str, Mapping[str, str]]:
-    """Suffix of the tasks' names -> {split of the task: split of ANLI}; empty for other datasets.
+    """Task name suffix -> {split of the task: split of ANLI}; empty for other datasets.
 
-    ANLI's three rounds are splits of one dataset (train_r1, dev_r1, test_r1, ...); T0 makes a task
-    of each.
+    ANLI's three rounds are splits of one dataset (train_r1, dev_r1, test_r1, ...); T0 makes each
+    round a task.
     """
     if dataset != "anli":
         return {}
@@ -201,7 +202,7 @@ def rounds_of(dataset: str) -> Mapping[str, Mapping[str, str]]:
 
 @functools.cache
 def p3_sizes() -> Mapping[str, Mapping[str, int]]:
-    """Task -> split -> examples; tasks that P3 lacks, or whose size is not known, are not there."""
+    """Task -> split -> number of examples; omits tasks that P3 lacks or whose size is not known."""
     sizes: dict[str, dict[str, int]] = {}
     with open(P3_SIZES, newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):

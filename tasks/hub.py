@@ -1,8 +1,8 @@
 """Rows from the Hugging Face hub, read by `datasets` from the branch that the hub keeps in Parquet.
 
-Loading scripts are gone, and with them the names of T0's time: the catalogue says where each
-dataset lies today. Nothing here runs unless the user asked for the network (T0REPRO_DATA_HUB=1).
-What was downloaded stays in Hugging Face's cache (HF_HOME) and is read from there offline.
+`datasets` no longer runs loading scripts, and most repositories were renamed: the catalogue says
+where each dataset is today. Nothing here runs unless the user asks for it (T0REPRO_DATA_HUB=1).
+Downloads stay in Hugging Face's cache (HF_HOME) and are read from there when offline.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def user_cache() -> Path:
 
 @dataclasses.dataclass(frozen=True)
 class HubReader:
-    """A split of a repository, at the commit that the branch stood at."""
+    """A split of a repository, at the commit that the branch pointed to."""
 
     place_on_hub: HubPlace
     split: str
@@ -62,7 +62,7 @@ class HubReader:
         )
 
     def class_names(self) -> Mapping[str, Sequence[str]]:
-        """Of every column of class labels."""
+        """Column -> names of its classes, for every column of class labels."""
         import datasets
 
         features = self.data.features
@@ -86,10 +86,10 @@ class HubReader:
 
 
 def hub_reader(entry: CatalogueEntry, split: str) -> HubReader:
-    """Downloads a split, or takes it from the cache, and returns its reader.
+    """Returns the reader of a split, downloaded or taken from the cache.
 
     Raises:
-      UserError: if the hub cannot be reached or does not hold it.
+      UserError: If the hub cannot be reached or does not have the split.
     """
     assert entry.hub is not None
     return _load(entry.dataset, entry.subset, entry.hub, split, entry.splits.get(split))
@@ -104,7 +104,7 @@ def _load(
 
     try:
         commit, files = _resolve(place, split)
-        # A file of a commit never changes: one in the cache is taken without asking the network.
+        # A commit's files never change, so those in the cache are used without a request.
         paths = [
             huggingface_hub.hf_hub_download(
                 place.repository, name, repo_type="dataset", revision=commit
@@ -137,7 +137,7 @@ def _load(
 
 
 def _resolve(place: HubPlace, split: str) -> tuple[str, list[str]]:
-    """The branch's commit and the split's files; of the last download where no network is."""
+    """The branch's commit and the split's files; those of the last download when offline."""
     import huggingface_hub
 
     try:
@@ -170,7 +170,7 @@ def _files(place: HubPlace, split: str, held: Sequence[str]) -> list[str]:
 
 
 def _record(place: HubPlace, split: str) -> Path:
-    """Remembers which commit and files were downloaded, for a machine that is offline later."""
+    """The file that records which commit and files were downloaded, for later use offline."""
     name = f"{place.repository}@{place.revision}/{place.configuration}/{split}.json"
     return user_cache() / "hub" / name.replace("*", "_")
 

@@ -1,4 +1,4 @@
-"""A job: some datasets to train on, prompts and datasets held out of training, two mixtures."""
+"""Jobs: datasets to train on, prompts and datasets held out of training, and two mixtures."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from t0repro.tasks.vocabulary import VocabularyFile
 
 @dataclasses.dataclass(frozen=True)
 class PromptedDataset:
-    """A dataset of a job and the templates that it is used with.
+    """A dataset in a job, and the templates that it is used with.
 
     Attributes:
-      dataset: the Hugging Face name.
-      subset: the configuration, or None.
-      train: templates of the training mixture.
-      evaluate: templates of the evaluation mixture; none of them is trained on.
-      validation: where the validation split comes from.
-      suffix: added to the tasks' names, for instance `_r1` for ANLI's first round.
+      dataset: The Hugging Face name.
+      subset: The configuration, or None.
+      train: Templates in the training mixture.
+      evaluate: Templates in the evaluation mixture; none of them is trained on.
+      validation: Where the validation split comes from.
+      suffix: Appended to the tasks' names, for instance `_r1` for ANLI's first round.
     """
 
     dataset: str
@@ -44,15 +44,15 @@ def register_job(
 ) -> None:
     """Registers a job's tasks and its mixtures `<job>_train` and `<job>_eval_score_eval`.
 
-    Tasks are named `<job>_` and T0's name: their rows and splits are the job's, so that neither a
-    process nor a cache folder can take them for T0's. Those trained on have a training split alone
-    and those evaluated a validation split, which keeps their caches small.
+    Task names are T0's with the prefix `<job>_`: their rows and splits are the job's own, so they
+    must not be mistaken for T0's in a process or a cache folder. Training tasks have only a
+    training split and evaluation tasks only a validation split, which keeps their caches small.
 
     Args:
-      job: prefix of all names.
-      datasets: what the job uses.
-      root: the folder of the datasets; None is the one that T0REPRO_DATA_DIR names.
-      vocabulary: of all tasks; None is T5's.
+      job: Prefix of all names.
+      datasets: What the job uses.
+      root: The folder of datasets; defaults to the one that T0REPRO_DATA_DIR names.
+      vocabulary: Vocabulary of all tasks; defaults to `default_vocabulary()`.
     """
     rates: dict[str, int] = {}
     evaluated: list[str] = []
@@ -73,6 +73,7 @@ def register_job(
                     vocabulary=vocabulary,
                     name=f"{job}_{t0_name}{entry.suffix}",
                 )
+                # T0 shares a dataset's rate among all of its templates, used here or not.
                 if "train" in splits:
                     rates[task.name] = len(template_names(entry.dataset, entry.subset))
                 else:
@@ -86,5 +87,5 @@ def register_job(
 
 
 def evaluation_rate(rows: PromptedRows) -> float:
-    """Validation rows, up to 500,000; used only if one trains on the mixture."""
+    """Number of validation rows, up to 500,000; matters only if the mixture is trained on."""
     return min(rows.num_input_examples("validation"), MAX_EXAMPLES)

@@ -1,8 +1,8 @@
-"""Questions of trec by their kind: mixtures `learning_train` and `learning_eval_score_eval`.
+"""Classifying trec's questions: mixtures `learning_train` and `learning_eval_score_eval`.
 
-What scripts/learning_check.sh trains a small T5 on from scratch, and the two prompts that it is
-evaluated with and never sees. Rows come from T0REPRO_DATA_DIR; trec has no validation split, so
-that all 500 rows of its test split are evaluated.
+scripts/learning_check.sh trains a small T5 on the first from scratch, and evaluates it with two
+prompts that it has never seen. Rows come from T0REPRO_DATA_DIR; trec has no validation split, so
+all 500 rows of its test split are evaluated.
 """
 
 from t0repro.tasks.jobs import PromptedDataset, register_job

@@ -1,11 +1,11 @@
-"""Registers every task of T0's table, by T0's name, whose dataset lies under T0REPRO_DATA_DIR.
+"""Registers T0's tasks, by T0's names, for each dataset that is under T0REPRO_DATA_DIR.
 
     T0REPRO_DATA_DIR=../shared/data seqio_cache_tasks --module_import=t0repro.tasks.local \
         --tasks='super_glue_rte_.*' --output_cache_dir=...
 
-A task has those splits that are there, so that a whole mixture need not be at hand to cache what
-is. File names are listed; no row is read. Where t0repro.tasks.t0 is imported as well, its tasks,
-with all their splits, stay.
+A task has the splits that are there, so that part of a mixture can be cached. File names are
+listed, but no rows are read. If t0repro.tasks.t0 is imported as well, its tasks, with all their
+splits, stay.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from t0repro.tasks.t0_mixtures import register_t0_tasks
 
 
 def register_local(root: Path) -> None:
-    """Registers the tasks of every dataset of T0's table that the folder holds."""
+    """Registers the tasks of every dataset in T0's table that the folder has."""
     register_t0_tasks(
         lambda entry: [
             split

@@ -1,4 +1,4 @@
-"""Mixtures of prompted tasks: which are registered, their rates, and choosing tasks by them."""
+"""Mixtures of prompted tasks: which are registered, their rates, and selecting tasks by mixture."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class PromptedMixture:
     """A mixture of prompted tasks.
 
     Attributes:
-      name: of the mixture.
-      tasks: their names.
-      rates: task -> its rate, in examples.
-      default_rate: a task's rows -> the rate of one that is not among `rates`.
+      name: The mixture's name.
+      tasks: Names of its tasks.
+      rates: Task -> its rate, in examples.
+      default_rate: Computes, from its rows, the rate of a task that is not in `rates`.
     """
 
     name: str
@@ -37,7 +37,7 @@ class PromptedMixture:
         """A task's rate.
 
         Raises:
-          UserError: if it is the number of rows, and these are missing.
+          UserError: If the rate is a number of rows, and the rows are missing.
         """
         if task in self.rates or self.default_rate is None:
             return self.rates[task]
@@ -58,10 +58,11 @@ def record_mixture(mixture: PromptedMixture) -> None:
 
 
 def registered_mixtures() -> Mapping[str, Sequence[str]]:
-    """Name of each mixture -> its tasks, those that only SeqIO knows included."""
+    """Name of each mixture -> its tasks, including mixtures that only SeqIO knows."""
     found: dict[str, Sequence[str]] = {
         name: mixture.tasks for name, mixture in prompted_mixtures().items()
     }
+    # Never imported here: that takes seconds, and if nobody has, it holds no mixtures yet.
     seqio = sys.modules.get("seqio")
     if seqio is not None:
         for name in seqio.MixtureRegistry.names():
@@ -73,11 +74,11 @@ def tasks_of_mixture(name: str, option: str = "--mixture") -> Sequence[str]:
     """Names of a mixture's tasks.
 
     Args:
-      name: of the mixture.
-      option: of the command line, that named it.
+      name: The mixture's name.
+      option: The command-line option that named it, for the error.
 
     Raises:
-      UserError: if there is no such mixture; the nearest names are listed.
+      UserError: If there is no such mixture; lists the nearest names.
     """
     mixtures = registered_mixtures()
     if name not in mixtures:
@@ -93,11 +94,11 @@ def select_tasks(mixture: str | None = None, dataset: str | None = None) -> list
     """Names of prompted tasks, sorted.
 
     Args:
-      mixture: only its tasks.
-      dataset: only this one's, `dataset` or `dataset/subset`.
+      mixture: Only tasks of this mixture; defaults to all.
+      dataset: Only tasks of this dataset, given as `dataset` or `dataset/subset`.
 
     Raises:
-      UserError: if the mixture or the dataset is not there; the nearest names are listed.
+      UserError: If the mixture or the dataset is not there; lists the nearest names.
     """
     known = prompted_tasks()
     names: Iterable[str] = known
@@ -125,7 +126,7 @@ def _labels(task: PromptedTask) -> tuple[str, ...]:
 
 
 def missing_rows(rows: PromptedRows, split: str) -> UserError | None:
-    """Why the rows of a task's split cannot be read, or None where they can."""
+    """The reason why the rows of a task's split cannot be read, or None if they can."""
     try:
         rows.reader(split)
     except UserError as error:
@@ -134,12 +135,12 @@ def missing_rows(rows: PromptedRows, split: str) -> UserError | None:
 
 
 def not_at_hand(tasks: Iterable[seqio.Task], split: str, *, use_cached: bool) -> dict[str, str]:
-    """Task -> why its split cannot be read here; tasks that lack the split are not among them.
+    """Task -> why its split cannot be read here; tasks that have no such split are skipped.
 
     Args:
-      tasks: of SeqIO's registry.
-      split: of each.
-      use_cached: whether their caches are read, rather than their rows.
+      tasks: Tasks from SeqIO's registry.
+      split: The split to be read.
+      use_cached: Whether caches are read, rather than rows.
     """
     found = {}
     for task in tasks:
@@ -149,23 +150,23 @@ def not_at_hand(tasks: Iterable[seqio.Task], split: str, *, use_cached: bool) ->
         if use_cached:
             if not task.cache_dir:
                 found[task.name] = "not cached"
-        # A source that is not of prompted rows says itself what it lacks, when it is read.
+        # A source without prompted rows reports what it lacks by itself, when it is read.
         elif hasattr(source, "reader") and missing_rows(source, split):
             found[task.name] = "rows not at hand"
     return found
 
 
 def keep_at_hand(name: str, split: str, *, use_cached: bool, say: Callable[[str], None]) -> None:
-    """Takes out of a SeqIO mixture the tasks that cannot be read here; the others keep their rates.
+    """Drops the tasks that cannot be read here from a SeqIO mixture; the others keep their rates.
 
     Args:
-      name: of the mixture; of a task, nothing is taken out.
-      split: that is read.
-      use_cached: whether caches are read, rather than rows.
-      say: receives a line that names what is left out.
+      name: The mixture's name; if it is a task's, nothing is done.
+      split: The split to be read.
+      use_cached: Whether caches are read, rather than rows.
+      say: Called with a line that lists what was left out.
 
     Raises:
-      UserError: if nothing of the mixture is at hand.
+      UserError: If none of the mixture's tasks can be read.
     """
     import seqio
 
@@ -184,7 +185,8 @@ def keep_at_hand(name: str, split: str, *, use_cached: bool, say: Callable[[str]
             fix="Set T0REPRO_DATA_DIR to the folder of the datasets, or name a folder of caches by"
             " --additional_task_cache_dirs.",
         )
-    # A rate that is a number of rows is counted here, of what is kept.
+    # Rates that are numbers of rows are counted here, for the tasks that are kept: counting those
+    # of the whole mixture would fail on the missing rows.
     rates = [(task.name, mixture.get_rate(task)) for task in kept]
     seqio.MixtureRegistry.remove(name)
     seqio.MixtureRegistry.add(name, rates)

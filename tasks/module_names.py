@@ -1,4 +1,4 @@
-"""T0's own names of the module that registers its tasks, and the module that does so here."""
+"""Maps T0's own names for the module that registers its tasks to the module that does so here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ALIASES = {
 
 
 def resolved(modules: Iterable[str]) -> list[str]:
-    """Modules with T0's names replaced by this project's; says so on standard error."""
+    """The modules, with T0's names replaced by this project's; each change is noted on stderr."""
     found = []
     for module in modules:
         name = _ALIASES.get(module, module)

@@ -3,7 +3,7 @@
     t0repro tasks fetch-p3 --tasks 'super_glue_rte_*' --to p3
     t5_mesh_transformer --module_import=t0repro.tasks.t0 --additional_task_cache_dirs=p3 ...
 
-The branch `main` holds Parquet since 2024. Before that, `data/<task>/` was SeqIO's cache itself:
+The branch `main` has held Parquet since 2024. Before that, `data/<task>/` was SeqIO's cache itself:
 COMPLETED, info.<split>.json, stats.<split>.json and <split>.tfrecord-00000-of-00001. REVISION is
 the last commit of that form (25 January 2023).
 """
@@ -43,13 +43,13 @@ MARKER = "COMPLETED"
 
 @dataclasses.dataclass(frozen=True)
 class Fetched:
-    """What a fetch came to.
+    """The outcome of a fetch.
 
     Attributes:
-      fetched: tasks that were fetched.
-      present: tasks that were there already, whole.
-      absent: tasks that P3 does not hold.
-      bytes: of the files of those fetched.
+      fetched: Tasks that were fetched.
+      present: Tasks that were there already, complete.
+      absent: Tasks that P3 does not have.
+      bytes: Total size of the fetched tasks' files.
     """
 
     fetched: list[str]
@@ -60,7 +60,7 @@ class Fetched:
 
 @functools.cache
 def known_names() -> tuple[str, ...]:
-    """T0's tasks and their twins, and what else P3 is known to hold, sorted."""
+    """T0's tasks and their twins, and whatever else P3 is known to have, sorted."""
     prompted = set(template_datasets())
     names = list(p3_sizes())
     for entry in t0_datasets():
@@ -77,10 +77,10 @@ def known_names() -> tuple[str, ...]:
 
 
 def matching_names(patterns: Sequence[str]) -> list[str]:
-    """T0's task names that match a pattern of `*`, `?` and `[...]`, sorted, each once.
+    """T0's task names that match any pattern of `*`, `?` and `[...]`, sorted, without duplicates.
 
     Raises:
-      UserError: if a pattern matches none; the nearest names are listed.
+      UserError: If a pattern matches none; lists the nearest names.
     """
     found: set[str] = set()
     for pattern in patterns:
@@ -100,14 +100,19 @@ def matching_names(patterns: Sequence[str]) -> list[str]:
 
 
 def fetch(patterns: Sequence[str], to: Path, repository: HubRepository) -> Fetched:
-    """Fetches the tasks that match into `to`, a folder for `--additional_task_cache_dirs`.
+    """Fetches the matching tasks into `to`, a folder for `--additional_task_cache_dirs`.
 
-    A task's folder appears when all of it has come and been checked. Started again after any end,
-    it goes on at the byte where it was; whole tasks are left alone, and need no network.
+    A task's folder appears once all of it has arrived and been checked. However a fetch ended, the
+    next one continues at the same byte. Complete tasks are left alone and need no network.
+
+    Args:
+      patterns: Patterns of task names, as for `matching_names`.
+      to: The folder to fetch to; created if it does not exist.
+      repository: P3 on the hub, or on a mirror.
 
     Raises:
-      UserError: if no name matches, the hub cannot be reached, bytes are wrong, the disk is full,
-        or another fetch is writing there.
+      UserError: If no name matches, the hub cannot be reached, a checksum is wrong, the disk is
+        full, or another fetch is writing to the folder.
     """
     names = matching_names(patterns)
     try:
@@ -139,7 +144,7 @@ def fetch(patterns: Sequence[str], to: Path, repository: HubRepository) -> Fetch
 
 
 def _list(names: Sequence[str], repository: HubRepository) -> dict[str, list[HubFile] | None]:
-    """Task -> its files on the hub, or None; one request a task, so that hundreds take minutes."""
+    """Task -> its files on the hub, or None; makes one request per task: hundreds take minutes."""
     listed = {}
     with count_progress(len(names), "listing", "tasks", "listed") as advance:
         for name in names:
@@ -161,7 +166,7 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _checked_listing(name: str, files: Sequence[HubFile]) -> list[HubFile]:
-    """The files less the marker, after making sure that no shard or description is missing."""
+    """The files without the marker, after checking that no shard or info file is missing."""
     names = {file.name for file in files}
     problems = [] if MARKER in names else ["COMPLETED is missing"]
     shards = [re.fullmatch(r"(.+)\.tfrecord-(\d+)-of-(\d+)", name) for name in names]
@@ -193,7 +198,7 @@ def _fetch_task(
     folder.mkdir(parents=True, exist_ok=True)
     wanted = {file.name for file in files}
     for path in folder.iterdir():
-        if path.name not in wanted:  # of another listing
+        if path.name not in wanted:  # left over from a different listing
             path.unlink()
     for file in files:
         repository.download(file, folder / file.name, advance)
@@ -212,11 +217,13 @@ def _fetch_task(
         },
     }
     write_atomically(folder / P3_SOURCE, json.dumps(source, indent=1) + "\n")
+    # The marker comes after everything else is on the disk, and the rename after the marker, so
+    # that a folder of the task's name is complete even after a power cut.
     for file in files:
         _sync(folder / file.name)
     write_atomically(folder / MARKER, b"")
     os.rename(folder, to / name)
-    with contextlib.suppress(OSError):  # others are unfinished still
+    with contextlib.suppress(OSError):  # not empty: other tasks are still unfinished
         (to / UNFINISHED).rmdir()
 
 

@@ -1,7 +1,7 @@
-"""Registers prompted tasks, and the twin that rank classification evaluates, as T0 did.
+"""Registers prompted tasks, and their twins for rank classification, as T0 did.
 
 Tasks come from modules that call `add_prompted_task` and `add_mixture` when they are imported, and
-from files of one's own prompts.
+from users' own template files.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ _only_described = False
 
 @contextlib.contextmanager
 def describing() -> Iterator[None]:
-    """Within it, tasks and mixtures are described in `t0repro.tasks.task`, not added to SeqIO.
+    """Context in which tasks and mixtures are recorded in `t0repro.tasks.task` but not in SeqIO.
 
-    SeqIO and TensorFlow take seconds and a gigabyte, and who only renders prompts needs neither.
-    Where SeqIO has been imported, it gets them nevertheless; where it is imported later, it does
-    not: modules are imported once.
+    SeqIO and TensorFlow take seconds and a gigabyte to import, and rendering prompts needs neither.
+    If SeqIO has already been imported, the tasks are added to it anyway. If it is imported later,
+    they are not, because a module registers its tasks only on its first import.
     """
     global _only_described
     before, _only_described = _only_described, True
@@ -73,24 +73,27 @@ def add_prompted_task(
 ) -> PromptedTask:
     """Registers a task and, where its template has answer choices, `<name>_score_eval`.
 
-    Nothing is read but the template. Registering the same task once more does nothing, unless it
-    has splits besides: then it stands in for the first.
+    Only the template is read, no rows. Registering the same task again does nothing, unless it now
+    has more splits: then it replaces the first.
 
     Args:
-      dataset: the Hugging Face name.
-      subset: the configuration, or None.
-      template_name: promptsource's name of the template.
-      splits: the task's splits, by name -> where each comes from; a sequence of names stands for
-        files of the same names.
-      root: the folder of the datasets; None is the one that T0REPRO_DATA_DIR names.
-      vocabulary: of both features; None is `default_vocabulary()`.
-      name: of the task; None is T0's.
-      template: a promptsource `Template` that promptsource does not hold, a user's own; None is
-        the one of that name.
+      dataset: The Hugging Face name.
+      subset: The configuration, or None.
+      template_name: promptsource's name for the template.
+      splits: Split name -> where its rows come from; a sequence of names means files of the same
+        names.
+      root: The folder of datasets; defaults to the one that T0REPRO_DATA_DIR names.
+      vocabulary: Vocabulary of both features; defaults to `default_vocabulary()`.
+      name: Name of the task; defaults to T0's name for it.
+      template: A user's own `Template`, which promptsource does not have; defaults to
+        promptsource's template of that name.
+
+    Returns:
+      The task, without its twin.
 
     Raises:
-      UserError: if the dataset or the template does not exist, the template names a metric that t5
-        has not, or another task has the name.
+      UserError: If the dataset or the template does not exist, the template names a metric that t5
+        does not have, or the name is taken by another task.
     """
     if template is None:
         template = load_template(dataset, subset, template_name)
@@ -117,12 +120,12 @@ def add_mixture(
     tasks: Sequence[str] | Mapping[str, float],
     default_rate: Callable[[PromptedRows], float] | None = None,
 ) -> None:
-    """Registers a mixture of prompted tasks; once more does nothing.
+    """Registers a mixture of prompted tasks; registering it again has no effect.
 
     Args:
-      name: of the mixture.
-      tasks: their names, with a rate each where there is no default.
-      default_rate: a task's rows -> its rate.
+      name: The mixture's name.
+      tasks: Task names, each mapped to its rate unless there is a default.
+      default_rate: Computes a task's rate from its rows.
     """
     if _seqio_wants_it():
         from t0repro.tasks.seqio_tasks import add_mixture as add_to_seqio
@@ -164,10 +167,10 @@ def _prompt(rows: PromptedRows) -> PromptedTask:
 
 
 def _with_most_splits(description: TaskDescription) -> TaskDescription:
-    """The task, or the same one as registered before where that has more splits.
+    """The task, or its earlier registration if that one already has all of its splits.
 
-    t0repro.tasks.local takes what is at hand, t0repro.tasks.t0 all splits: in either order of their
-    imports, the task has all.
+    t0repro.tasks.local registers the splits on disk, t0repro.tasks.t0 all of them: whichever is
+    imported first, the task ends up with all of them.
     """
     known = task_descriptions().get(description.prompt.name)
     if known is None:
@@ -183,13 +186,13 @@ def _with_most_splits(description: TaskDescription) -> TaskDescription:
 
 
 def _agree(one: Mapping[str, Split], other: Mapping[str, Split]) -> bool:
-    """Whether one has all splits of the other, of the same rows."""
+    """Whether one has all of the other's splits, from the same rows."""
     few, many = sorted((one, other), key=len)
     return few.items() <= many.items()
 
 
 def name_is_taken(name: str) -> UserError:
-    """The error about two tasks of one name."""
+    """The error for two different tasks with one name."""
     return UserError(
         f"A task {name!r} with other data or another prompt is registered already.",
         fix="Import only one of the modules that register it, or give this one another name.",
@@ -202,30 +205,30 @@ _OWN = "t0repro.tasks."
 
 
 def needs_seqio(modules: Iterable[str]) -> bool:
-    """Whether a module may add to SeqIO what only SeqIO knows: any that is not t0repro's own."""
+    """Whether a module may register things with SeqIO directly, as any but t0repro's own may."""
     return not all(module.startswith(_OWN) for module in modules)
 
 
 def load_tasks(
     modules: Sequence[str], templates: Sequence[str | Path] = (), *, into_seqio: bool
 ) -> Mapping[str, PromptedTask]:
-    """Imports modules that register tasks, and registers those of template files.
+    """Imports modules that register tasks, and registers the tasks of template files.
 
     Args:
-      modules: names of modules.
-      templates: files in promptsource's YAML format.
-      into_seqio: whether SeqIO is to have the tasks. Without it they are described alone, within a
-        second, unless a module needs SeqIO.
+      modules: Module names.
+      templates: Files in promptsource's YAML format.
+      into_seqio: Whether to add the tasks to SeqIO. If not, they are only described, which takes
+        under a second unless a module needs SeqIO.
 
     Returns:
       Every prompted task registered so far.
 
     Raises:
-      UserError: if a module cannot be found, or a file is broken.
+      UserError: If a module cannot be found, or a file is broken.
     """
     modules = resolved(modules)
     for path in templates:
-        read_template_file(path)  # a broken file is told of before seconds of imports
+        read_template_file(path)  # so that a broken file is reported before seconds of imports
     with_seqio = into_seqio or needs_seqio(modules)
     if with_seqio and modules:
         from t0repro.mesh import compat
@@ -243,6 +246,7 @@ def _import(module: str) -> None:
     try:
         importlib.import_module(module)
     except ModuleNotFoundError as error:
+        # The module exists, but something that it imports does not: that is not the user's typo.
         if error.name is None or not module.startswith(error.name):
             raise
         raise UserError(
@@ -256,17 +260,17 @@ def _import(module: str) -> None:
 
 
 def register_templates(path: str | Path) -> list[PromptedTask]:
-    """Registers a task for each template of a file, its `_score_eval` twin, and its mixtures.
+    """Registers a task and its `_score_eval` twin for each template of a file, and its mixtures.
 
-    Names are by T0's rule. The splits are those that the dataset's folder under T0REPRO_DATA_DIR
-    holds; ANLI's rounds give three tasks, as in T0. Registering the same file once more does
+    Tasks are named by T0's rule. Their splits are the files in the dataset's folder under
+    T0REPRO_DATA_DIR; ANLI's rounds give three tasks, as in T0. Registering the same file again does
     nothing.
 
     Returns:
       The tasks, without the twins.
 
     Raises:
-      UserError: if the file is broken, a name is taken, or the folder of the rows is missing.
+      UserError: If the file is broken, a name is taken, or the folder of the rows is missing.
     """
     content = read_template_file(path)
     splits_of_suffix = _splits(content)
@@ -327,7 +331,7 @@ def _check_name_is_free(name: str, template: Any, content: TemplateFile) -> None
 
 
 def _splits(content: TemplateFile) -> dict[str, dict[str, Split]]:
-    """Suffix of the tasks' names -> split -> where it comes from, of what lies on disk."""
+    """Task name suffix -> split -> where its rows come from, for the splits on disk."""
     root = data_folder()
     folder = dataset_folder(root, content.dataset, content.subset)
     held = splits_on_disk(folder)

@@ -1,15 +1,15 @@
-"""The batches of a run as numpy arrays, from the very functions that Mesh TensorFlow's stack calls.
+"""A run's batches as numpy arrays, from the same functions that Mesh TensorFlow's stack calls.
 
 Both stacks get their data from t5.models.mesh_transformer (mesh_train_dataset_fn and
-mesh_eval_dataset_fn) with the same arguments, so that with a seed they see the same packed batches
-in the same order. A packed batch, each row the tokens of several examples, 0 where nothing is left:
+mesh_eval_dataset_fn) with the same arguments, so with a seed they see the same packed batches in
+the same order. In a packed batch each row holds the tokens of several examples, padded with 0:
 
     inputs               [batch, inputs_length]   3  8  5  1  7  2  9  1  0  0
     inputs_segmentation                           1  1  1  1  2  2  2  2  0  0
     inputs_position                               0  1  2  3  0  1  2  3  0  0
     targets              [batch, targets_length]  ...with targets_segmentation, targets_position
 
-Unpacked batches have inputs and targets alone.
+Unpacked batches have only inputs and targets.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ MODEL_FEATURES = (
 
 @dataclasses.dataclass(frozen=True)
 class EvalTask:
-    """One task of an evaluation: its examples and how they are judged.
+    """One task of an evaluation: its examples and how they are scored.
 
     Attributes:
-      examples: each with `inputs` and `targets` (int32 [length], padded with 0 when lengths are
+      name: The task's name.
+      examples: Dicts with `inputs` and `targets` (int32 [length], padded with 0 when lengths are
         given) and the task's other features.
-      postprocess: turns a score or a decoded text into what the metrics compare.
-      metric_fns: each called as metric(targets, predictions) -> {name: value}.
+      postprocess: Turns a score or a decoded text into what the metrics compare.
+      metric_fns: Each is called as metric(targets, predictions) -> {name: value}.
     """
 
     name: str
@@ -51,10 +52,15 @@ class EvalTask:
 def eval_tasks(
     data: EvalDataConfig, sequence_length: Mapping[str, int] | None
 ) -> Iterator[EvalTask]:
-    """The tasks of the evaluation mixture that have the split and metrics, one at a time.
+    """Yields, one at a time, the mixture's tasks that have both the split and metrics.
+
+    Args:
+      data: The evaluation mixture, its split and how it is read.
+      sequence_length: Tokens per feature; None leaves examples unpadded.
 
     Source: mesh_tensorflow.transformer.utils.eval_model.
     """
+    # compat has to be installed before anything imports t5 or seqio.
     from t0repro.mesh import compat
 
     compat.install()
@@ -83,7 +89,7 @@ def eval_tasks(
 
 
 def targets_vocabulary(data: EvalDataConfig) -> Any:
-    """The seqio vocabulary of the evaluation's targets."""
+    """The SeqIO vocabulary that the evaluation's targets are encoded with."""
     import seqio
 
     provider = seqio.get_mixture_or_task(data.mixture_or_task_name)

@@ -1,4 +1,4 @@
-"""Checks that the rows of a run's mixture are at hand, before anything is built or written."""
+"""Checks that the rows of a run's mixture are available, before anything is built or written."""
 
 from __future__ import annotations
 
@@ -11,13 +11,17 @@ from t0repro.tasks.mixture import keep_at_hand
 
 
 def check_data(inputs: RunInputs, *, at_hand: bool = False) -> None:
-    """Raises UserError unless the mixture that the run reads is registered, and its rows are there.
+    """Checks that the mixture that the run reads is registered and that its rows are there.
 
-    A run that reads text files, or a dataset function that is not t5's, names no mixture.
+    A run that reads text files, or uses a dataset function other than t5's, names no mixture and
+    is not checked.
 
     Args:
-      inputs: of the run.
-      at_hand: take tasks that cannot be read here out of the mixture, and name them on stderr.
+      inputs: What the run reads.
+      at_hand: Drop tasks that cannot be read here from the mixture, and list them on stderr.
+
+    Raises:
+      UserError: If there is no such mixture, or rows or caches are missing.
     """
     name = inputs.mixture_or_task_name
     if name is None:
@@ -44,9 +48,9 @@ def check_mixture(name: str) -> None:
 
 
 def check_cached(name: str, split: str) -> None:
-    """Raises UserError if a task of the mixture that has the split is not cached, or not whole.
+    """Raises UserError if a task of the mixture that has the split is not cached, or incompletely.
 
-    What does not stop a run, such as rows that have changed since, is said on stderr.
+    What need not stop a run, such as rows that have changed since, is a warning on stderr.
     """
     import seqio
 
@@ -71,11 +75,12 @@ def check_cached(name: str, split: str) -> None:
 
 
 def check_rows(name: str, split: str) -> None:
-    """Raises UserError if the rows behind a prompted task of the mixture are missing."""
+    """Raises UserError if the rows of a prompted task in the mixture are missing."""
     import seqio
 
     from t0repro.tasks.seqio_tasks import PromptedSource
 
     for task in seqio.get_subtasks(seqio.get_mixture_or_task(name)):
         if split in task.splits and isinstance(task.source, PromptedSource):
+            # Finding the reader is enough: it raises if there is none, and reads no rows.
             task.source.reader(split)

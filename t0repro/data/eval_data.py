@@ -1,6 +1,6 @@
-"""The batches of a perplexity evaluation and the examples that score_from_dataset scores.
+"""Batches for perplexity evaluation, and the examples that score_from_dataset scores.
 
-They come from the very functions that Mesh TensorFlow's stack calls, as in t0repro.data.batches.
+They come from the same functions that Mesh TensorFlow's stack calls, as in t0repro.data.batches.
 """
 
 from __future__ import annotations
@@ -19,23 +19,22 @@ Batch = dict[str, np.ndarray]
 
 
 def perplexity_batches(config: RunConfig) -> list[tuple[str, list[Batch]]]:
-    """The batches of each task, by name: int32 [batch_size, length], perplexity_eval_steps at most.
+    """Up to perplexity_eval_steps batches of each task, with its name: int32 [batch_size, length].
 
-    Where a task has fewer examples the last batch is filled with empty rows, and there are no
-    batches of empty rows alone. Without an evaluation dataset the training one is evaluated, by the
-    name "eval".
+    If a task runs out of examples, its last batch is filled up with empty rows; no batch is all
+    empty. Without an evaluation dataset, the training dataset is evaluated under the name "eval".
 
     Source: mesh_tensorflow.transformer.utils.run, mode perplexity_eval.
 
     Raises:
-      UserError: if neither dataset is bound.
+      UserError: If neither dataset is bound.
     """
     named = _eval_datasets(config) if config.eval_data else [("eval", _train_dataset(config))]
     return [(name, list(_batches(dataset, config))) for name, dataset in named]
 
 
 def scored_examples(config: RunConfig) -> list[Batch]:
-    """The examples of all datasets of score_from_dataset, one after the other, padded."""
+    """The padded examples of all of score_from_dataset's datasets, one dataset after another."""
     return [
         {name: np.asarray(example[name], np.int32) for name in MODEL_FEATURES if name in example}
         for _, dataset in _eval_datasets(config)

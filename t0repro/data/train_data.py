@@ -1,14 +1,14 @@
-"""Training batches that know how far they have been taken, so that a resumed run goes on exactly.
+"""Training batches that track their position, so that a resumed run continues exactly.
 
 A checkpoint's folder `data/` holds position.json:
 
-    batches     trained on since the data began
-    seed        of the order of the data: bound in gin, or else drawn when the run began
+    batches     number trained on since the data began
+    seed        for the order of the data: bound in gin, or drawn when the run began
     arguments   what else decides the order (the mixture, lengths, the batch size, ...)
 
-and, with run.checkpoint_input_pipeline = True, the state of tf.data's iterator. Without it the
-batches before the position are made again and passed over, which is exact on every path: the data
-of a seed are the same in every process.
+and, with run.checkpoint_input_pipeline = True, the state of tf.data's iterator. Without that state
+the batches before the position are made again and skipped. This is exact on every path, because a
+given seed produces the same data in every process.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from t0repro.progress import count_progress
 from t0repro.words import counted
 
 POSITION, ITERATOR = "position.json", "iterator"
-_FEW = 50  # batches are passed over without a bar
+_FEW = 50  # skipping fewer batches than this shows no progress bar
 
 Say = Callable[[str], None]
 
 
 class TrainBatches:
-    """The batches of a RunConfig's training data; a training.train.BatchSource.
+    """The batches of a RunConfig's training data; implements training.train.BatchSource.
 
     Args:
-      config: of mode "train".
-      has_checkpoint: whether model_dir has a checkpoint of any kind, which is what makes a run a
-        resumed one to Mesh TensorFlow.
+      config: A configuration of mode "train".
+      has_checkpoint: Whether model_dir has a checkpoint of any kind, which is what Mesh TensorFlow
+        takes to mean that a run is resumed.
     """
 
     def __init__(self, config: RunConfig, *, has_checkpoint: bool = False):
@@ -52,13 +52,14 @@ class TrainBatches:
         self._iterator: Any = None
 
     def open(self, step: int, saved: Path | None, say: Say) -> Iterator[dict[str, np.ndarray]]:
-        """Batches from where the run goes on; see `training.train.BatchSource`.
+        """Batches from where the run continues; see `training.train.BatchSource`.
 
         Raises:
-          UserError: if the state of the input pipeline is wanted, and the data are not cached.
+          UserError: If the input pipeline's state is to be saved but the data are not cached.
         """
         position = self._position(saved, say)
         if self._seed is None:
+            # Drawn here and saved: without a seed, a resumed run could not make its batches again.
             self._seed = position.get("seed") or secrets.randbits(31) + 1
         self._taken = self._first(step, position)
         if self._data.checkpoint_input_pipeline:
@@ -69,7 +70,7 @@ class TrainBatches:
         return self._batches()
 
     def save(self, folder: Path) -> None:
-        """Writes the position behind the last batch taken, and the pipeline's state if wanted."""
+        """Writes the position after the last batch taken, and the pipeline's state if asked for."""
         position = {"batches": self._taken, "seed": self._seed, "arguments": self._arguments()}
         if self._data.checkpoint_input_pipeline:
             self._tracked().write(str(folder / ITERATOR))
@@ -86,7 +87,7 @@ class TrainBatches:
             }
 
     def _position(self, saved: Path | None, say: Say) -> dict[str, Any]:
-        """What a checkpoint says, or {} where the data begin; says why they do."""
+        """The position that a checkpoint records, or {} to start over, with the reason reported."""
         if self._data.skip_seen_data is not None or not self._has_checkpoint:
             return {}
         if saved is None or not (saved / POSITION).is_file():
@@ -103,13 +104,13 @@ class TrainBatches:
         return position
 
     def _first(self, step: int, position: dict[str, Any]) -> int:
-        """How many batches come before the first one."""
+        """Number of batches to skip before the first one."""
         if self._data.skip_seen_data and self._has_checkpoint:
             return max(0, step - self._data.seen_data_init_step)
         return int(position.get("batches", 0))
 
     def _go_on(self, saved: Path | None, position: dict[str, Any], say: Say) -> None:
-        """Brings the iterator behind the batches taken."""
+        """Moves the iterator past the batches already taken."""
         taken = counted(self._taken, "batch", "batches")
         if self._data.checkpoint_input_pipeline and position.get("iterator"):
             assert saved is not None
@@ -132,7 +133,9 @@ class TrainBatches:
         return tf.train.Checkpoint(iterator=self._iterator)
 
     def _check_iterator(self) -> None:
-        """Refuses a pipeline without a state to save; tf.data would save it all the same."""
+        """Refuses to save the state of a pipeline that runs Python functions."""
+        # tf.data saves the state of Python generators without complaint, even with the
+        # external-state policy FAIL (tried; see docs/decisions.md).
         if not self._data.use_cached:
             raise UserError(
                 "The input pipeline cannot be saved: it runs Python functions.",
@@ -142,7 +145,7 @@ class TrainBatches:
             )
 
     def _arguments(self) -> dict[str, Any]:
-        """What decides the batches beside the seed."""
+        """What decides the batches, apart from the seed."""
         data = self._data
         return {
             "mixture_or_task_name": data.mixture_or_task_name,
@@ -158,7 +161,7 @@ class TrainBatches:
 def _dataset(config: RunConfig, seed: int | None) -> Any:
     """Endless batches as `train_model` makes them: a tf.data.Dataset of int tensors by feature.
 
-    Source: mesh_tensorflow.transformer.utils.train_model, which repeats the dataset and drops a
+    Source: mesh_tensorflow.transformer.utils.train_model, which repeats the dataset and drops any
     remainder that does not fill a batch.
     """
     from t0repro.mesh import compat
