@@ -1,4 +1,4 @@
-"""Errors that a person reads: what is wrong, where, and what to do next."""
+"""Errors written for users: what is wrong, where, and what to do next."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ class UserError(Exception):
     """A mistake that the user can fix; commands print it without a traceback and exit with 2.
 
     Args:
-      what: what is wrong, in one sentence.
-      where: the file, key or line concerned.
-      fix: what to do next.
+      what: What is wrong, in one sentence.
+      where: The file, key or line concerned.
+      fix: What to do next.
     """
 
     def __init__(self, what: str, *, where: str | None = None, fix: str | None = None):
@@ -29,6 +29,6 @@ class UserError(Exception):
 
 
 def nearest_names(name: str, known: Iterable[str], count: int = 5) -> str:
-    """The known names most like a mistyped one, for an error's text; or 'none is similar'."""
+    """Up to `count` known names closest to a mistyped one, quoted; or 'none is similar'."""
     matches = difflib.get_close_matches(name, list(known), n=count, cutoff=0.5)
     return ", ".join(repr(match) for match in matches) or "none is similar"

@@ -1,7 +1,7 @@
-"""What a dialect of gin makes of a command line, once; no run reads gin after it.
+"""What a gin dialect returns for a command line; nothing reads gin after that.
 
 `RunInputs` is what either backend checks before anything is computed. `Configuration` adds what the
-JAX stack computes by.
+JAX stack needs to compute.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from typing import Any
 from t0repro.config.run_config import RunConfig
 from t0repro.errors import UserError
 
-Vocabularies = tuple[Any, Any]  # SeqIO's, of inputs and of targets
+Vocabularies = tuple[Any, Any]  # SeqIO's, for inputs and for targets
 
 
 class NotOnJax(UserError):
-    """A binding asks for what Mesh TensorFlow does and the JAX stack does not."""
+    """A binding asks for something that only Mesh TensorFlow supports, not the JAX stack."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RunInputs:
-    """What a run reads and how much of it at a time, the same on both backends.
+    """What a run reads and in what batches, the same on both backends.
 
     Attributes:
-      mode: `utils.run`'s; a mode that neither backend knows is refused by the backend.
-      mixture_or_task_name: what the mode reads; None for text files and other dataset functions.
-      eval_checkpoint_step: as in RunConfig.
-      vocab_divisor: the embedding's rows are a multiple of it.
-      master_dtype: the type of Mesh TensorFlow's variables, and so of its checkpoints' parameters.
-      batch_size: sequences in a global batch.
-      sequence_length: tokens per feature, or None to take the longest example's.
-      tpu_mesh: the mesh that run.mesh_shape = @tpu_mesh_shape() makes of a TPU's topology, as
-        "batch:64,model:8"; None where the mesh is given itself, or has one device.
-      provenance: field -> where its value was set.
+      mode: The mode of `utils.run`; the backend refuses a mode that it does not know.
+      mixture_or_task_name: What the mode reads; None for text files and other dataset functions.
+      eval_checkpoint_step: As in RunConfig.
+      vocab_divisor: The embedding's rows are padded to a multiple of it.
+      master_dtype: The type of Mesh TensorFlow's variables, and so of its checkpoints' parameters.
+      batch_size: Sequences in a global batch.
+      sequence_length: Tokens per feature, or None for the longest example's.
+      tpu_mesh: The mesh that run.mesh_shape = @tpu_mesh_shape() makes of a TPU's topology, such as
+        "batch:64,model:8"; None if the mesh is given directly or has one device.
+      provenance: Field -> where its value was set.
     """
 
     mode: str
@@ -59,11 +59,12 @@ class Configuration:
     """A run as configured.
 
     Attributes:
-      inputs: what is checked first.
-      run_or_refusal: the RunConfig; or, where only Mesh TensorFlow does what is configured, the
-        error that says so.
-      gin_text: the whole configuration as gin writes it, for operative_config.gin.
-      allow_changed: train on in a model_dir although settings changed (--allow_changed).
+      inputs: What is checked first.
+      run_or_refusal: The RunConfig; or the error that says so, if only Mesh TensorFlow can do what
+        is configured. The error is kept rather than raised because the run may be for that stack.
+      gin_text: The whole configuration as gin writes it, for operative_config.gin.
+      allow_changed: Whether to continue training in a model_dir although settings changed
+        (--allow_changed).
     """
 
     inputs: RunInputs
@@ -73,10 +74,10 @@ class Configuration:
 
     @property
     def run(self) -> RunConfig:
-        """What the JAX stack runs.
+        """The RunConfig for the JAX stack.
 
         Raises:
-          NotOnJax: naming the binding that only Mesh TensorFlow does.
+          NotOnJax: If only Mesh TensorFlow supports a binding, which the error names.
         """
         if isinstance(self.run_or_refusal, NotOnJax):
             raise self.run_or_refusal
@@ -84,5 +85,5 @@ class Configuration:
 
     @property
     def vocabularies(self) -> Vocabularies:
-        """SeqIO's vocabularies, of inputs and of targets."""
+        """SeqIO's vocabularies for inputs and for targets."""
         return self.inputs.vocabularies

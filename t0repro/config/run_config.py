@@ -1,10 +1,11 @@
 """RunConfig: one typed, frozen, JSON-serialisable description of a run.
 
 It is the waist of the project. The dialects in this folder turn gin files and overrides into a
-RunConfig; everything behind it (model, optimizer, train step, scorer, checkpoints) takes a
-RunConfig and never hears of gin. Defaults live in the dialects, where they have a source. The few
-fields with a default here are what sets a variant apart from a plain encoder-decoder trained with
-Adafactor. Each number's range stands beside it; `ranges.check` holds a RunConfig against them.
+RunConfig; everything after it (model, optimizer, train step, scorer, checkpoints) takes a
+RunConfig and knows nothing about gin. Defaults live in the dialects, where they have a source. The
+few fields with a default here are what sets a variant apart from a plain encoder-decoder trained
+with Adafactor. Each number's range is in its annotation; `ranges.check` checks a RunConfig against
+them.
 """
 
 from __future__ import annotations
@@ -40,29 +41,32 @@ class ModelConfig:
     """The shape of a T5 (1.0 or 1.1), with an encoder or without one.
 
     Attributes:
-      num_encoder_layers: 0 in a model without an encoder.
-      vocab_size: rows of the embedding, padded to a multiple of Mesh TensorFlow's vocab_divisor.
-      activations: of the feed-forward layer; one name for T5 1.0 (`relu`), two for the gated form
-        of T5 1.1 (`gelu`, `linear`), one kernel `wi_<n>` each.
-      logits_from_embedding: T5 1.0's tied softmax; T5 1.1 has a separate kernel for logits.
-      dropout_rate: of every dropout in the model; zero outside training.
-      label_smoothing: mass spread evenly over the whole padded vocabulary, the target included.
-      z_loss: coefficient of log(Z)**2, in training only.
-      loss_denominator: divides the summed loss; None stands for targets.size * num_microbatches.
-      model_type: Mesh TensorFlow's. The two language models have no encoder; `delimited_lm` reads
-        inputs and targets, one after the other, as one sequence.
-      input_full_attention: in a language model, positions up to an example's first EOS see each
-        other whatever their order.
-      loss_on_targets_only: in a language model, no loss up to an example's first EOS.
-      shared_towers: the encoder has no parameters of its own but the decoder's (bi_v1_shared).
-      recompute_grads: activations of a layer are not kept for the backward pass but computed again.
-      norm_names: what Mesh TensorFlow's variables are called; `layer_norm` in T5 1.0's releases.
-      relative_attention_max_distance: distances from here on share a bucket of the position bias.
-      position_bias_per_layer: each layer has its own position bias, as in umT5; otherwise all
-        layers of a tower share one.
-      rms_norm_epsilon: added to the mean square in every layer norm.
-      scale_tied_logits: logits from the embedding are scaled by d_model**-0.5. False for the tied
-        mT5 and umT5 of transformers, which are not scaled.
+      num_encoder_layers: Number of encoder layers; 0 in a model without an encoder.
+      vocab_size: Rows of the embedding, padded to a multiple of Mesh TensorFlow's vocab_divisor.
+      activations: Activations of the feed-forward layer: one name for T5 1.0 (`relu`), two for the
+        gated form of T5 1.1 (`gelu`, `linear`), with one kernel `wi_<n>` each.
+      logits_from_embedding: Whether the softmax is tied to the embedding, as in T5 1.0; T5 1.1 has
+        a separate kernel for the logits.
+      dropout_rate: Rate of every dropout in the model; zero outside training.
+      label_smoothing: Mass spread evenly over the whole padded vocabulary, the target included.
+      z_loss: Coefficient of log(Z)**2, in training only.
+      loss_denominator: Divides the summed loss; None stands for targets.size * num_microbatches.
+      model_type: Mesh TensorFlow's model_type. The two language models have no encoder;
+        `delimited_lm` reads inputs and targets, one after the other, as one sequence.
+      input_full_attention: In a language model, whether positions up to an example's first EOS
+        attend to each other in both directions.
+      loss_on_targets_only: In a language model, no loss up to an example's first EOS.
+      shared_towers: Whether the encoder uses the decoder's parameters (bi_v1_shared).
+      recompute_grads: Whether a layer's activations are recomputed in the backward pass instead of
+        being kept.
+      norm_names: What Mesh TensorFlow's norm variables are called; `layer_norm` in T5 1.0's
+        releases.
+      relative_attention_max_distance: Distances from here on share one bucket of the position bias.
+      position_bias_per_layer: Whether each layer has its own position bias, as in umT5; otherwise
+        all layers of a tower share one.
+      rms_norm_epsilon: Added to the mean square in every layer norm.
+      scale_tied_logits: Whether logits from the embedding are scaled by d_model**-0.5. False for
+        the tied mT5 and umT5 of transformers, which do not scale them.
     """
 
     num_encoder_layers: Annotated[int, Range(at_least=0, at_most=1000)]
@@ -97,7 +101,7 @@ class ModelConfig:
 
     @property
     def shape(self) -> ModelShape:
-        """The sizes that its parameters follow from; a checkpoint's are told from its tensors."""
+        """The sizes that determine the parameters; a checkpoint's are inferred from its tensors."""
         gated = len(self.activations) > 1
         return ModelShape(
             num_encoder_layers=self.num_encoder_layers,
@@ -114,13 +118,13 @@ class ModelConfig:
         )
 
     def mesh_variables(self) -> dict[str, str]:
-        """T5X path -> Mesh TensorFlow's variable, which its filters and exceptions speak of."""
+        """T5X path -> Mesh TensorFlow variable, the name that its filters and exceptions use."""
         return self.shape.mesh_variables(self.norm_names)
 
 
 @dataclasses.dataclass(frozen=True)
 class DTypePolicy:
-    """Types of a run: what checkpoints hold, what memory holds, what is computed in."""
+    """Types used by a run: in checkpoints (master), in memory (slice), in computation."""
 
     master: DType
     slice: DType
@@ -132,13 +136,14 @@ class AdafactorConfig:
     """Mesh TensorFlow's AdafactorOptimizer, option by option.
 
     Attributes:
-      decay_exponent: the second-moment decay is 1 - (step - decay_offset + 1)**-decay_exponent,
-        of the *global* step.
-      beta1: 0 means no momentum slot.
-      clipping_threshold: of the update's RMS; None means no clipping.
-      decay_rate: a second-moment decay that stays the same, in place of the power of the step.
-      exclude_from_parameter_scale: paths of parameters whose update is not scaled by their size.
-      frozen: paths of parameters that are not trained and have no slots, as of any optimizer.
+      decay_exponent: The second-moment decay is 1 - (step - decay_offset + 1)**-decay_exponent,
+        where step is the *global* step.
+      beta1: Decay of the momentum; 0 means no momentum slot.
+      clipping_threshold: Limit for the update's RMS; None means no clipping.
+      decay_rate: A constant second-moment decay, used instead of the power of the step.
+      exclude_from_parameter_scale: Paths of parameters whose update is not scaled by their size.
+      frozen: Paths of parameters that are not trained and have no slots, as in every optimizer
+        below.
     """
 
     multiply_by_parameter_scale: bool
@@ -157,10 +162,10 @@ class AdafactorConfig:
 
 @dataclasses.dataclass(frozen=True)
 class AdamWeightDecayConfig:
-    """Mesh TensorFlow's AdamWeightDecayOptimizer: Adam without bias correction, decay apart.
+    """Mesh TensorFlow's AdamWeightDecayOptimizer: Adam without bias correction, decoupled decay.
 
     Attributes:
-      exclude_from_weight_decay: paths of parameters that do not decay.
+      exclude_from_weight_decay: Paths of parameters that do not decay.
     """
 
     weight_decay_rate: Annotated[float, Range(at_least=0)]
@@ -210,10 +215,10 @@ class ScheduleConfig:
     """A function of mesh_tensorflow.transformer.learning_rate_schedules with its arguments.
 
     Attributes:
-      name: the function's name there, for instance `constant_learning_rate`.
-      arguments: its keyword arguments with all defaults filled in. The `factors` of a product are
+      name: The function's name there, for instance `constant_learning_rate`.
+      arguments: Its keyword arguments with all defaults filled in. The `factors` of a product are
         numbers or {"name": ..., "arguments": ...}.
-      total_train_steps: what `run` passes for it: total_run_steps, or else train_steps.
+      total_train_steps: The value that `run` passes: total_run_steps, or else train_steps.
     """
 
     name: str
@@ -226,12 +231,11 @@ class TrainDataConfig:
     """The arguments of t5.models.mesh_transformer.mesh_train_dataset_fn, and of resuming.
 
     Attributes:
-      seed: None draws one.
-      skip_seen_data: where the data of a resumed run go on. None, where nothing is bound: exactly
-        behind the last batch. True: behind as many batches as the global step is above
-        `seen_data_init_step`, as in Mesh TensorFlow. False: the data start over, as in Mesh
-        TensorFlow.
-      checkpoint_input_pipeline: keep the state of the input pipeline itself in checkpoints.
+      seed: Seed for the data; None draws one.
+      skip_seen_data: Where the data of a resumed run continue. None, when nothing is bound: exactly
+        after the last batch. True: after (global step - `seen_data_init_step`) batches, as in Mesh
+        TensorFlow. False: the data start over, as in Mesh TensorFlow.
+      checkpoint_input_pipeline: Whether checkpoints hold the state of the input pipeline itself.
     """
 
     mixture_or_task_name: str
@@ -260,18 +264,20 @@ class EvalDataConfig:
 
 @dataclasses.dataclass(frozen=True)
 class DecodingConfig:
-    """How targets are generated: the arguments of Bitransformer.decode, and of its beam search.
+    """How targets are generated: the arguments of Bitransformer.decode and of its beam search.
 
     Attributes:
       beam_size: 1 for greedy decoding or sampling, more for beam search.
-      alpha: of the length penalty ((5 + length) / 6)**alpha that divides a beam's log-probability.
-      temperature: 0 takes the likeliest token; otherwise Gumbel noise times it is added to logits.
-      keep_top_k: sample among this many likeliest tokens only; -1 keeps all.
-      length_multiplier: a beam search ends after this times the longest input of its batch...
+      alpha: Exponent of the length penalty ((5 + length) / 6)**alpha, which divides a beam's
+        log-probability.
+      temperature: 0 takes the likeliest token; otherwise Gumbel noise, multiplied by the
+        temperature, is added to the logits.
+      keep_top_k: Sample among only this many of the likeliest tokens; -1 keeps all.
+      length_multiplier: A beam search ends after this times the longest input of its batch...
       length_constant: ...plus this.
-      max_length: tokens that an output has room for; None stands for the inputs' length.
-      prefilter: candidates of each beam, and part of the vocabulary, that compete (0: all needed).
-      vocab_parts: parts that the vocabulary is split in for that: the mesh's size along it.
+      max_length: Tokens that an output has room for; None stands for the inputs' length.
+      prefilter: Candidates that compete per beam and per part of the vocabulary (0: all needed).
+      vocab_parts: Parts that the vocabulary is split into for that: the mesh's size along it.
     """
 
     beam_size: Annotated[int, Range(at_least=1)]
@@ -307,12 +313,13 @@ class ScoreStringsConfig:
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointChoice:
-    """The arguments of get_checkpoint_iterator beside the step itself.
+    """The arguments of get_checkpoint_iterator other than the step itself.
 
     Attributes:
-      skip_until: "all" and None pass over steps up to this one.
-      stop_after: None, waiting for checkpoints, ends at the first of this step or a later one.
-      find_closest: a step that is not there stands for the nearest that is; else it is left out.
+      skip_until: When the step is "all" or None, steps up to this one are skipped.
+      stop_after: When the step is None, waiting ends with the first checkpoint at or after this
+        step.
+      find_closest: Whether a missing step is replaced by the nearest one; otherwise it is skipped.
     """
 
     skip_until: Annotated[int, Range(at_least=0)]
@@ -322,30 +329,30 @@ class CheckpointChoice:
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
-    """Everything that a run is, each value with where it came from.
+    """Everything that defines a run, with the place that set each value.
 
     Attributes:
-      batch_size: sequences in a global batch.
-      num_microbatches: equal parts of a batch whose gradients are added before one update.
-      sequence_length: tokens per feature, or None to take the longest example's (evaluation only).
-      train_steps: the global step at which training ends, not a number of steps to do.
-      save_checkpoints_steps: steps between checkpoints.
-      keep_checkpoint_max: the most recent checkpoints to keep; None or 0 keeps all.
-      init_checkpoint: a checkpoint to start from when model_dir has none; its slots and step come
-        too.
-      init_variable_filter: regular expression on Mesh TensorFlow's names of what is taken from
-        init_checkpoint; "" takes all.
-      eval_checkpoint_step: a step, a list of steps, "all", -1 for the latest, or None to wait for
+      batch_size: Sequences in a global batch.
+      num_microbatches: Equal parts of a batch whose gradients are added before one update.
+      sequence_length: Tokens per feature, or None for the longest example's (evaluation only).
+      train_steps: The global step at which training ends, not the number of steps to take.
+      save_checkpoints_steps: Steps between checkpoints.
+      keep_checkpoint_max: How many of the most recent checkpoints to keep; None or 0 keeps all.
+      init_checkpoint: A checkpoint to start from when model_dir has none; its slots and step are
+        taken too.
+      init_variable_filter: Regular expression, on Mesh TensorFlow's names, of the variables taken
+        from init_checkpoint; "" takes all.
+      eval_checkpoint_step: A step, a list of steps, "all", -1 for the latest, or None to wait for
         each new one.
-      checkpoint_choice: what else says which checkpoints are evaluated.
-      perplexity_eval_steps: batches of a perplexity evaluation.
-      decoding: how eval and infer generate.
-      infer: what infer reads and writes, where it is bound.
-      score_strings: what score_from_strings scores, where it is bound.
-      scores_filename: prefix of the files that save_scores writes, or None.
-      save_example_text: whether save_scores writes targets and their lengths beside the scores.
-      vocabulary: path or address of the SentencePiece model, None where no data is bound.
-      provenance: dotted field -> where its value was set ("t5.1.1.base.gin:9", "--gin_param ...",
+      checkpoint_choice: The other settings that decide which checkpoints are evaluated.
+      perplexity_eval_steps: Number of batches in a perplexity evaluation.
+      decoding: How eval and infer generate.
+      infer: What infer reads and writes, if it is bound.
+      score_strings: What score_from_strings scores, if it is bound.
+      scores_filename: Prefix of the files that save_scores writes, or None.
+      save_example_text: Whether save_scores writes targets and their lengths as well as scores.
+      vocabulary: Path or address of the SentencePiece model; None if no data is bound.
+      provenance: Dotted field -> where its value was set ("t5.1.1.base.gin:9", "--gin_param ...",
         "default").
     """
 
@@ -390,16 +397,17 @@ class RunConfig:
         """Reads what `to_json` wrote.
 
         Args:
-          text: the JSON.
-          where: where the text is from, for messages.
+          text: The JSON.
+          where: Where the text comes from, for messages.
 
         Raises:
           UserError: naming the field that is missing, unknown or of another type.
         """
-        # The accelerator machines, which need no JSON, have no dacite.
+        # Imported here because accelerator machines, which need no JSON, do not have dacite.
         import dacite
 
-        # A dataclass of another optimizer must not match for want of the fields that it lacks.
+        # strict: the optimizers are a union, and without it dacite could match another optimizer's
+        # dataclass by ignoring the fields that it lacks.
         options = dacite.Config(cast=[tuple], strict=True)
         try:
             values = json.loads(text)
