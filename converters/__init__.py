@@ -1,7 +1,8 @@
-"""Checkpoints of any format, read and written around one table of names and layouts.
+"""Reads and writes checkpoints of every format through one table of names and layouts.
 
-`layout` has the table; `mtf`, `jax_tree` (with `orbax_dir`, `t5x_msgpack` and `scanning`) and `hf`
-read and write a format each, in T5X's flat keys; `sources` finds and opens what a path means;
-`plans` and `staging` say what a conversion writes and where until it is whole; `convert`,
-`compare`, `inspection` and `verification` work on whatever is open.
+`parameters.layout` holds the table. `mtf`, `jax_tree` (with `orbax_dir`, `t5x_msgpack` and
+`scanning`) and `hf` each read and write one format, in T5X's flat keys. `sources` finds and opens
+the checkpoint that a path refers to. `plans` decides what a conversion writes, and `staging` where
+it is kept until it is complete. `convert`, `compare`, `inspection` and `verification` work on any
+open checkpoint.
 """

@@ -1,6 +1,4 @@
-"""Converting a checkpoint from one format to another, tensor by tensor, with a manifest at the
-end.
-"""
+"""Converts a checkpoint from one format to another, tensor by tensor; the manifest comes last."""
 
 from __future__ import annotations
 
@@ -56,15 +54,15 @@ class ConversionReport:
     """What a conversion did, or with `dry_run` would do.
 
     Attributes:
-      source: the checkpoint that was read.
-      target: the checkpoint that was written.
-      family: the model that it holds.
-      tensors: number of tensors written, the step included and T5X's dummies not.
-      bytes: of those tensors.
-      slots: "kept", "dropped" (by request) or "none" (the source has none).
-      notes: what was changed, dropped or is missing, a sentence each.
-      resumed: number of tensors that an interrupted conversion had written.
-      dry_run: whether nothing was written.
+      source: The checkpoint that was read.
+      target: The checkpoint that was written.
+      family: Shape of the model in both.
+      tensors: Number of tensors in the source that are converted, including the global step.
+      bytes: Total size of those tensors, in bytes.
+      slots: "kept", "dropped" (on request) or "none" (the source has none).
+      notes: What was changed, dropped or is missing, one sentence each.
+      resumed: Number of tensors that an interrupted conversion had already written.
+      dry_run: True if nothing was written.
     """
 
     source: CheckpointRef
@@ -90,28 +88,29 @@ def convert(
     options: Options | None = None,
     **choices: Any,
 ) -> ConversionReport:
-    """Converts a checkpoint, bit for bit unless a type is asked for: values, slots and the step.
+    """Converts parameters, optimizer slots and the global step to another format.
 
-    The files appear in `dst` under their names only when they are whole, the manifest last. What an
-    interrupted conversion wrote stays in a hidden directory, and the same conversion goes on there.
+    Values are copied bit for bit unless `options` ask for another type. Files get their final names
+    in `dst` only once they are complete, the manifest last. If the conversion is interrupted, what
+    it wrote stays in a hidden directory, and the same call resumes from there.
 
     Args:
-      src: see `sources.find_checkpoint`.
-      dst: a directory, made if it is not there. It is what a model_dir is and gets
-        `model.ckpt-<step>.*` and `checkpoint`, or `checkpoint_<step>/`; for hf, the model's files.
-      to: the format to write.
-      step: see `sources.find_checkpoint`.
-      source: see `sources.find_checkpoint`.
-      force: write into `dst` though it is there, replacing a checkpoint of the same step and
-        format; its other files stay.
-      dry_run: check everything, write nothing.
-      options: see `Options`.
-      **choices: fields of `Options`, instead of `options`.
+      src: See `sources.find_checkpoint`.
+      dst: Local directory, created if missing. Like a model_dir, it receives `model.ckpt-<step>.*`
+        and `checkpoint`, or `checkpoint_<step>/`; for hf, the model's files.
+      to: Format to write.
+      step: See `sources.find_checkpoint`.
+      source: See `sources.find_checkpoint`.
+      force: Write into `dst` even if it exists, replacing a checkpoint of the same step and format;
+        other files there are kept.
+      dry_run: Check everything, write nothing.
+      options: See `Options`.
+      **choices: Fields of `Options`, as an alternative to `options`.
 
     Raises:
-      UserError: if the source is missing, damaged, incomplete, not a T5 or being written to, if
-        `dst` exists, if there is not enough disk space, or if a value does not fit the target's
-        type.
+      UserError: If the source is missing, damaged, incomplete, not a T5 or written to during the
+        conversion; if `dst` exists and `force` is not set; if there is not enough disk space; or
+        if the global step does not fit int32.
     """
     options = options or Options(**choices)
     _check_request(to, options)
@@ -127,7 +126,7 @@ def convert(
 def _planned(
     ref: CheckpointRef, directory: Path, to: Format, options: Options
 ) -> tuple[ConversionReport, CheckpointReader, plans.Plan]:
-    """Opens and checks the source: what will be done, a reader of the values, and the plan."""
+    """Opens and checks the source; returns the report so far, a reader of its values, the plan."""
     original = open_checkpoint(ref)
     reader, notes = _prepare(original, to, options)
     family = check_checkpoint(reader)
@@ -160,7 +159,8 @@ def _planned(
 def _prepare(
     reader: CheckpointReader, to: Format, options: Options
 ) -> tuple[CheckpointReader, list[str]]:
-    """A reader that makes the requested changes, and a note on each of them."""
+    """Wraps the source in the requested changes; returns the reader and a note on each change."""
+    # Slots are dropped first: Resized refuses a vocabulary size that would rename factored slots.
     notes = []
     trees, before = ("t5x", "jax"), reader
     if not options.slots:
@@ -181,6 +181,7 @@ def _prepare(
         notes.append(f"{count} rounded to {dtype}, as {asked_by} asks.")
     size = recognise({key: info.shape for key, info in before.tensors.items()}).vocab_size
     wanted = options.vocab_size
+    # transformers leaves a vocabulary at its own size; the other formats expect it padded.
     if wanted is None and reader.ref.format == "hf" and to != "hf" and size > VOCAB_DIVISOR:
         wanted = -(-size // VOCAB_DIVISOR) * VOCAB_DIVISOR
     if wanted is not None and wanted != size:
@@ -191,7 +192,7 @@ def _prepare(
 
 
 def _dtype(to: Format, options: Options) -> tuple[str | None, str]:
-    """The type of the target's parameters, None to keep the source's, and who asks for it."""
+    """The dtype for the target's parameters (None keeps the source's) and which option set it."""
     if options.dtype:
         return options.dtype, "--dtype"
     if options.master_dtype:
@@ -202,7 +203,7 @@ def _dtype(to: Format, options: Options) -> tuple[str | None, str]:
 
 
 def _left_behind(reader: CheckpointReader) -> list[str]:
-    """What a T5X checkpoint holds beside the model, which no other format has a place for."""
+    """Notes on what a T5X checkpoint holds besides the model and no other format has room for."""
     files = jax_tree.dataset_state(reader.ref.path) if isinstance(reader, JaxReader) else []
     return [
         f"T5X's place in its training data ({storage.name(file)}) is left out: it is one of"
@@ -219,7 +220,8 @@ def _target(directory: Path, to: Format, step: int) -> CheckpointRef:
 
 
 def _fingerprint(ref: CheckpointRef) -> dict[str, Any]:
-    """Sizes and times of a source's files, which change if it is written to meanwhile."""
+    """Sizes and modification times of the source's files, to detect a concurrent writer."""
+    # Remote file systems cache listings, which would hide the change.
     storage.refresh(ref.path)
     return {file: storage.stamp(file) for file in files_of(ref)}
 
@@ -249,7 +251,7 @@ def _check_request(to: Format, options: Options) -> None:
 
 
 def _check_form_exists(shape: ModelShape, to: Format, ref: CheckpointRef) -> None:
-    """Refuses a model that the target's own code has no form of."""
+    """Raises UserError if the target's own software cannot represent the model."""
     if shape.shared_towers and to in ("t5x", "hf"):
         peer = "T5X" if to == "t5x" else "transformers"
         raise UserError(
@@ -309,7 +311,9 @@ def _write(
     directory: Path,
     fingerprint: dict[str, Any],
 ) -> ConversionReport:
-    """Writes to a hidden directory, puts the checkpoint in its place and then the manifest."""
+    """Writes to a hidden directory, then moves the checkpoint and the manifest into place."""
+    # Everything that decides the output's content. A staged directory is resumed only if its
+    # request equals this one, so a setting left out here could mix two different conversions.
     request = {
         "source": [report.source.format, _absolute(report.source.path), report.source.step],
         "files": fingerprint,
@@ -321,6 +325,7 @@ def _write(
         writer = plan.open_writer(staged.path)
         try:
             resumed = _write_tensors(reader, report, plan, writer, staged)
+            # A training run may have saved over the source while it was being read.
             if _fingerprint(report.source) != fingerprint:
                 raise UserError(
                     "The source was written to while it was read.",
@@ -358,7 +363,7 @@ def _write_tensors(
     writer: Writer,
     staged: staging.Staged,
 ) -> int:
-    """Writes each tensor that is not there yet; returns how many were."""
+    """Writes the tensors that are still missing; returns how many were already there."""
     description = f"Converting step {report.target.step} to {report.target.format}"
     resumed = 0
     noted = set(staged.digests)
@@ -369,8 +374,8 @@ def _write_tensors(
     ):
         build = functools.partial(_build, reader)
         new = [output for output in plan.outputs if output.name not in noted]
-        # While one tensor is written, the next is read: two are in memory, and no more; only one of
-        # stacks of layers, which may have gigabytes.
+        # Read the next tensor while the current one is written, so at most two are in memory. Large
+        # ones (a scanned tree stacks all layers into gigabytes) are read one at a time.
         ahead = {output.name: pool.submit(build, output) for output in new[:1]}
         following = dict(zip((output.name for output in new), new[1:], strict=False))
         for output in plan.outputs:
@@ -382,7 +387,7 @@ def _write_tensors(
                 if after and output.info.nbytes + after.info.nbytes <= _BYTES_AHEAD:
                     ahead[after.name] = pool.submit(build, after)
                 enter(output, array, functools.partial(writer.add, output, array))
-                del array  # before another is read
+                del array  # free its memory before the next one is read
             done(output.info.nbytes)
     return resumed
 
@@ -392,7 +397,7 @@ def _build(reader: CheckpointReader, output: Output) -> np.ndarray:
 
 
 def _kept(writer: Writer, output: Output, staged: staging.Staged) -> bool:
-    """Takes what an interrupted conversion wrote of a tensor, if it is what it noted of it."""
+    """Keeps a tensor from an interrupted conversion if its bytes match the recorded digest."""
     expected = staged.digests.get(output.name)
     if expected is None or (array := writer.stored(output)) is None:
         return False
@@ -405,7 +410,7 @@ def _kept(writer: Writer, output: Output, staged: staging.Staged) -> bool:
 def _manifest(
     report: ConversionReport, norm_names: layout.NormNames, digests: Mapping[str, Any]
 ) -> str:
-    """The manifest's text: where the checkpoint came from and what each tensor must be."""
+    """Returns the manifest's JSON: the source, what changed, and each tensor's digest."""
     return json.dumps(
         {
             "source": {

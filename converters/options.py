@@ -1,4 +1,4 @@
-"""What a conversion is asked to do."""
+"""Options of a conversion."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ class Options:
     """What a conversion does besides changing the format.
 
     Attributes:
-      slots: False leaves the optimizer's slots out. hf keeps them in a file beside the weights.
-      norm_names: how Mesh TensorFlow's variables spell the norms: "rms_norm", or "layer_norm" as in
-        T5 1.0's released checkpoints. By default as in the checkpoint that the model came from,
-        where its manifest says so, and else "rms_norm".
-      dtype: "float32" or "bfloat16": the type of the parameters in the target; None keeps them.
-      master_dtype: the same, for mtf only, by the name that gin has for it. By default what
-        `gin_file` binds, since Mesh TensorFlow restores into variables of that type alone.
-      scan: stack the layers as T5X's scalable_t5 does; only for t5x.
-      layout: "legacy" (msgpack and Zarr) or "orbax" (T5X's default since 2023); only for t5x, whose
-        managers read both. By default legacy, which T5X of any age reads.
-      t5x_importer_slots: the T5X side, source or target, has the slots of square matrices as T5X's
+      slots: False leaves the optimizer slots out. hf keeps them in a file beside the weights.
+      norm_names: How Mesh TensorFlow's variables spell the norms: "rms_norm", or "layer_norm" as in
+        T5 1.0's released checkpoints. Defaults to what the source or its manifest says, else to
+        "rms_norm".
+      dtype: Type of the target's parameters, "float32" or "bfloat16"; None keeps the source's.
+      master_dtype: The same under gin's name for it; only for mtf. Defaults to what `gin_file`
+        binds, because Mesh TensorFlow restores only into variables of that type.
+      scan: Stack the layers as T5X's scalable_t5 does; only for t5x.
+      layout: "legacy" (msgpack and Zarr) or "orbax" (T5X's default since 2023); only for t5x.
+        Defaults to legacy, which T5X of any age reads.
+      t5x_importer_slots: The T5X side, source or target, has the slots of square matrices as T5X's
         own importer of Mesh TensorFlow's checkpoints leaves them.
-      vocab_size: pad the vocabulary with zeros, or cut it, to this size. By default one that comes
-        from hf and is no multiple of 128 is padded to the next, as the others want.
-      vocabulary: a SentencePiece model for hf's tokenizer files.
-      gin_file: the configuration that the model was trained with, put beside the target as
-        operative_config.gin; by default the source's own. The sizes that it binds must be the
+      vocab_size: Pad the vocabulary with zeros, or cut it, to this size. By default a vocabulary
+        from hf is padded to a multiple of 128, which the other formats expect.
+      vocabulary: SentencePiece model for hf's tokenizer files.
+      gin_file: Configuration that the model was trained with, written beside the target as
+        operative_config.gin; defaults to the source's own. The sizes that it binds must match the
         checkpoint's.
     """
 

@@ -1,4 +1,4 @@
-"""What a conversion writes: the target's tensors in order, their writer, and the small files."""
+"""Plans a conversion: the target's tensors in order, their writer, and the small files."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from t0repro.parameters.shape import ModelShape
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What is written.
+    """Everything that a conversion will write.
 
     Attributes:
-      outputs: the tensors, in the order of writing.
-      open_writer: makes the writer for a directory.
-      norm_names: how Mesh TensorFlow spells the model's norms.
-      small_files: name -> content of further files of the destination.
-      notes: what is missing or dropped, a sentence each.
+      outputs: The tensors, in the order they are written.
+      open_writer: Opens the writer for a directory.
+      norm_names: How Mesh TensorFlow spells the model's norms.
+      small_files: Name -> content of the destination's other files.
+      notes: What is missing or dropped, one sentence each.
     """
 
     outputs: list[Output]
@@ -48,7 +48,7 @@ class Plan:
 
     @property
     def identity(self) -> list[Any]:
-        """What decides the content besides the tensors' names and shapes."""
+        """Everything besides the tensors' names and shapes that decides the content, as JSON."""
         return [self.norm_names, sorted(self.small_files), list(self.notes)]
 
 
@@ -59,14 +59,18 @@ def make_plan(
     tensors: Mapping[str, TensorInfo],
     options: Options,
 ) -> Plan:
-    """The plan for a target.
+    """Plans what to write for one target.
 
     Args:
-      reader: the source.
-      target: what is written.
-      family: the model.
-      tensors: the flat keys that are taken along.
-      options: see `Options`.
+      reader: The source.
+      target: The checkpoint to write.
+      family: The model's shape.
+      tensors: Flat key -> shape and type of the tensors to convert.
+      options: See `Options`.
+
+    Raises:
+      UserError: If the gin file cannot be read or contradicts config.json, or if the target
+        cannot express the model's arithmetic.
     """
     norm_names = options.norm_names or reader.norm_names or "rms_norm"
     step = target.step or 0
@@ -106,7 +110,7 @@ def make_plan(
 
 
 def _gin_text(ref: CheckpointRef, options: Options) -> str | None:
-    """The configuration that the model was trained with, where it is known."""
+    """The gin text that the model was trained with; None if unknown."""
     if options.gin_file is not None:
         try:
             return Path(options.gin_file).read_text()
@@ -121,14 +125,16 @@ def _gin_text(ref: CheckpointRef, options: Options) -> str | None:
 def _arithmetic(
     ref: CheckpointRef, family: ModelShape, options: Options, gin_text: str | None
 ) -> hf_config.Arithmetic:
-    """What the source, and the gin text that goes with it, say of the model's arithmetic.
+    """Activation, epsilon and the like, from the source and the gin text that goes with it.
 
     Raises:
-      UserError: if config.json and the gin text differ.
+      UserError: If config.json and the gin text disagree.
     """
     path = Path(options.gin_file or storage.join(_folder(ref), mtf.OPERATIVE_CONFIG))
     bound = gin_shapes.bound_arithmetic(gin_text, path) if gin_text else {}
     if ref.format != "hf":
+        # Only gin says which activation such a checkpoint was trained with; without it, assume the
+        # published ones: T5 1.1's gated GELU and T5 1.0's ReLU.
         default = ("gelu", "linear") if family.gated else ("relu",)
         said = {field: found.value for field, found in bound.items()}
         return dataclasses.replace(hf_config.Arithmetic(default), **said)
@@ -198,7 +204,7 @@ def _hf_plan(
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of the packages that take part."""
+    """Versions of the packages involved, None for those not installed; kept in the manifest."""
     packages = ("t0repro", "numpy", "jax", "orbax-checkpoint", "mesh-tensorflow", "tensorflow")
     return {name: _version(name) for name in packages}
 

@@ -19,19 +19,23 @@ from t0repro.parameters.shape import ModelShape
 def find_checkpoint(
     path: str | os.PathLike[str], step: int | None = None, source: Format | None = None
 ) -> CheckpointRef:
-    """The checkpoint that a path means.
+    """Finds the checkpoint that a path refers to.
 
     Args:
-      path: a directory with checkpoints (the latest step counts; a directory that holds several
-        formats gives the highest step, and JAX's or T5X's at the same step), a `checkpoint_<step>`
-        directory, a Mesh TensorFlow prefix (`model.ckpt-<step>`, with or without `.index`), or a
-        directory that transformers loads. All may be at any address that fsspec or etils.epath
-        opens (gs://...).
-      step: this step instead of the latest; only with a directory of checkpoints.
-      source: only a checkpoint of this format; by default of any.
+      path: One of
+        - a directory of checkpoints: the latest one is taken. If it holds several formats, the
+          highest step wins, and JAX or T5X wins over Mesh TensorFlow at the same step;
+        - a `checkpoint_<step>` directory;
+        - a Mesh TensorFlow prefix (`model.ckpt-<step>`, with or without `.index`);
+        - a directory that transformers loads.
+        Any of them may be remote, at an address that fsspec or etils.epath opens (gs://...).
+      step: Take this step instead of the latest. If `path` already names one checkpoint, its step
+        must be this one.
+      source: Accept only this format ("t5x" and "jax" stand for each other); defaults to any.
 
     Raises:
-      UserError: if there is no such checkpoint; the message says what is there.
+      UserError: If there is no such checkpoint, or a Mesh TensorFlow state file names one that is
+        gone.
     """
     path = storage.local_path(path)
     if (ref := _exact(path)) and _is_of(ref, source):
@@ -45,7 +49,7 @@ def find_checkpoint(
     refs = [ref for ref in list_checkpoints(path) if _is_of(ref, source)]
     if not refs:
         if source in (None, "mtf"):
-            # Raises where a state file names a checkpoint that is gone, which says more.
+            # Raises if a state file names a checkpoint that is gone: a more useful message.
             mtf.latest_mtf_prefix(path)
         what = f"The directory holds no checkpoint{f' of the format {source}' if source else ''}."
         raise _not_found(what + _unfinished(path), path)
@@ -59,7 +63,7 @@ def find_checkpoint(
 
 
 def list_checkpoints(directory: str | os.PathLike[str]) -> list[CheckpointRef]:
-    """All whole checkpoints of a directory by ascending step; at the same step JAX's comes last."""
+    """Lists a directory's complete checkpoints by ascending step, JAX's last within a step."""
     path = storage.local_path(directory)
     refs = [
         CheckpointRef("mtf", storage.join(path, f"model.ckpt-{step}"), step)
@@ -70,32 +74,33 @@ def list_checkpoints(directory: str | os.PathLike[str]) -> list[CheckpointRef]:
 
 
 def _is_of(ref: CheckpointRef, source: Format | None) -> bool:
-    # Both have T5X's tree; which of the two wrote it does not matter to their reader.
+    # Both hold T5X's tree, and one reader reads both, so either name may be asked for.
     trees = ("jax", "t5x")
     return source in (None, ref.format) or (source in trees and ref.format in trees)
 
 
 def _exact(path: str) -> CheckpointRef | None:
-    """The checkpoint of which this is the very name, if it is one's."""
+    """The checkpoint that the path names directly; None if it names none."""
     prefix = path.removesuffix(".index")
     if storage.is_file(f"{prefix}.index"):
         match = re.search(r"-(\d+)$", prefix)
         return CheckpointRef("mtf", prefix, int(match[1]) if match else None)
     directory = path.rstrip("/") if storage.is_remote(path) else os.path.normpath(path)
     if os.path.basename(directory) == jax_tree.STATE:
-        directory = os.path.dirname(directory)  # T5X's Orbax checkpoint, by its item
+        directory = os.path.dirname(directory)  # an item inside T5X's Orbax checkpoint
     match = re.fullmatch(r"checkpoint_(\d+)", os.path.basename(directory))
     if match and storage.is_directory(directory):
         ref = jax_tree.jax_ref(directory, int(match[1]))
         if ref is None:
             raise _not_found("The directory holds no whole checkpoint.", directory)
         return ref
-    # A checkpoint that was renamed, or an item of one that was copied alone.
+    # A checkpoint that was renamed, or one item that was copied out of it.
     return hf.hf_ref(path) or (jax_tree.orbax_ref(path) if storage.is_directory(path) else None)
 
 
 def _latest(path: str, refs: list[CheckpointRef], source: Format | None) -> CheckpointRef:
-    """The latest checkpoint; among Mesh TensorFlow's the one that the state file names."""
+    """The checkpoint with the highest step; of Mesh TensorFlow's, the one its state file names."""
+    # tf.train.Saver restores what its state file names, even if a higher step lies beside it.
     candidates = [ref for ref in refs if ref.format != "mtf"][-1:]
     prefix = mtf.latest_mtf_prefix(path) if source in (None, "mtf") else None
     if prefix is not None and (named := _exact(prefix)):
@@ -104,7 +109,7 @@ def _latest(path: str, refs: list[CheckpointRef], source: Format | None) -> Chec
 
 
 def _unfinished(path: str) -> str:
-    """What to say of a directory in which a checkpoint is being written."""
+    """A sentence about a checkpoint that is still being written, or ""."""
     names = storage.names(path)
     partial = [
         name
@@ -126,10 +131,10 @@ def _not_found(what: str, path: str) -> UserError:
 
 
 def open_checkpoint(ref: CheckpointRef) -> CheckpointReader:
-    """Opens a checkpoint; names, shapes and files are checked, values not yet.
+    """Opens a checkpoint; checks its files, names and shapes, but not yet its values.
 
     Raises:
-      UserError: if it is damaged or holds an unknown variable.
+      UserError: If it is damaged or holds an unknown variable.
     """
     if ref.format == "mtf":
         return mtf.MtfReader(ref.path)
@@ -142,7 +147,7 @@ def open_checkpoint(ref: CheckpointRef) -> CheckpointReader:
 
 
 def files_of(ref: CheckpointRef) -> list[str]:
-    """The files that a checkpoint is read from."""
+    """Lists the files that a checkpoint is read from."""
     if ref.format == "mtf":
         directory, _, prefix = ref.path.rpartition("/")
         names = storage.names(directory or ".")
@@ -156,10 +161,13 @@ def files_of(ref: CheckpointRef) -> list[str]:
 
 
 def check_checkpoint(reader: CheckpointReader) -> ModelShape:
-    """Checks that a checkpoint is one whole T5 and, if it has slots, that it has all of them.
+    """Checks that a checkpoint holds one complete T5, with all of its slots if it has any.
+
+    Returns:
+      The model's shape.
 
     Raises:
-      UserError: naming what is missing or of another shape.
+      UserError: Naming what is missing or has the wrong shape.
     """
     where = reader.ref.path
     keys = (key for key in reader.tensors if key.startswith(layout.PARAMETERS))
@@ -188,8 +196,8 @@ def _check_slots(reader: CheckpointReader, shapes: dict[str, tuple[int, ...]]) -
     adam = any(key.endswith(layout.ADAM_SLOTS) for key in reader.tensors)
     velocity = any(key.endswith(f"/{layout.MOMENTUM_SLOT}") for key in reader.tensors)
     momentum = any("m" in present for present in slots.values())
-    # A matrix without any slot was not trained (utils.run.variable_filter). Where all matrices have
-    # theirs, a vector without one is a loss.
+    # A matrix without any slot was excluded from training (utils.run.variable_filter), and vectors
+    # without one are then fine too. If every matrix has its slots, a vector without one lost it.
     partly_trained = any(len(shapes[path]) > 1 and not slots[path] for path in shapes)
     for path, shape in shapes.items():
         present = slots[path]
@@ -218,26 +226,27 @@ def _check_slots(reader: CheckpointReader, shapes: dict[str, tuple[int, ...]]) -
 
 
 def has_slots(reader: CheckpointReader) -> bool:
-    """Whether a checkpoint holds optimizer slots."""
+    """Returns whether a checkpoint holds optimizer slots."""
     return any(key.startswith(layout.SLOTS) for key in reader.tensors)
 
 
 def load_any(
     path: str | os.PathLike[str], step: int | None = None, *, slots: bool = True
 ) -> dict[str, np.ndarray]:
-    """Reads a checkpoint of either format as T5X's flat tree, types as stored (the step as int32).
+    """Reads a whole checkpoint of any format into memory as T5X's flat tree.
 
     Args:
-      path: see `find_checkpoint`.
-      step: see `find_checkpoint`.
-      slots: False leaves the optimizer's slots out.
+      path: See `find_checkpoint`.
+      step: See `find_checkpoint`.
+      slots: False leaves the optimizer slots out.
 
     Returns:
-      `target/...`, `state/step` and, if the checkpoint has slots, `state/param_states/...` with
-      zeros of shape (1,) for those that are not used.
+      Flat key -> array: `target/...`, `state/step` (int32) and, if the checkpoint has Adafactor
+      slots, `state/param_states/...` with zeros of shape (1,) for unused slots, as T5X has them.
+      Other dtypes are as stored.
 
     Raises:
-      UserError: if there is no checkpoint, or it is damaged, incomplete or no T5.
+      UserError: If there is no checkpoint, or it is damaged, incomplete or not a T5.
     """
     reader = open_checkpoint(find_checkpoint(path, step))
     check_checkpoint(reader)

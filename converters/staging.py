@@ -1,10 +1,10 @@
-"""Where a conversion writes before its files get their names, so that it can be resumed.
+"""The hidden directory that a conversion writes to before publishing, so that it can be resumed.
 
-The hidden directory `.<name>.conversion` stands beside a destination that is not there yet, or in
-one that is. It holds the target's files, `request.json` (what is converted from what) and
-`digests.jsonl`, a line for each tensor that is written. A conversion that finds its own request
-there goes on: what the lines describe is checked against them and kept. Nothing that looks for
-checkpoints looks into it.
+It is called `.<name>.conversion` and lies beside a destination that does not exist yet, or inside
+one that does. It holds the target's files, `request.json` (what is converted to what) and
+`digests.jsonl`, one line per tensor written. A conversion that finds an identical request there
+resumes: tensors that match their digest are kept. Nothing that looks for
+checkpoints looks inside.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _PURPOSE = "converting a checkpoint"
 
 @dataclasses.dataclass
 class Staged:
-    """A directory to write to.
+    """A staging directory that is locked and ready to be written to.
 
     Attributes:
-      root: the hidden directory.
-      path: where the target's files go, inside it.
-      digests: what is written: name -> shape, dtype, sha256; T5X's dummies too until the end.
+      root: The hidden directory.
+      path: Directory inside `root` for the target's files.
+      digests: Tensors written so far: name -> shape, dtype and SHA-256.
     """
 
     root: Path
@@ -47,12 +47,13 @@ class Staged:
 
     @contextlib.contextmanager
     def log(self) -> Iterator[Callable[[Output, np.ndarray, Callable[[], None]], None]]:
-        """Yields a function that writes a tensor while it takes its digest, and notes that."""
+        """Yields a function that writes a tensor, hashes it meanwhile, and logs the digest."""
         with open(self.root / DIGESTS, "a") as file, ThreadPoolExecutor(1) as pool:
 
             def enter(output: Output, array: np.ndarray, write: Callable[[], None]) -> None:
                 description = pool.submit(describe, array)
                 write()
+                # The line comes after the data: a logged tensor has been written in full.
                 self.digests[output.name] = description.result()
                 file.write(json.dumps([output.name, self.digests[output.name]]) + "\n")
                 file.flush()
@@ -61,23 +62,24 @@ class Staged:
 
 
 def staging_directory(directory: Path) -> Path:
-    """The hidden directory of a destination."""
+    """Returns the path of a destination's hidden directory."""
     name = f".{directory.name}.conversion"
     return directory / name if directory.exists() else directory.parent / name
 
 
 @contextlib.contextmanager
 def staged(directory: Path, request: dict[str, Any]) -> Iterator[Staged]:
-    """Yields a directory to write to, with what an interrupted conversion of the same left there.
+    """Yields the staging directory, with whatever an interrupted run of the same request left.
 
-    After an exception what was written stays, so that the conversion can be resumed.
+    On success the hidden directory is removed. After an exception its files are kept, so that the
+    conversion can be resumed.
 
     Args:
-      directory: the destination, which no other run may hold meanwhile.
-      request: all that decides what is written.
+      directory: The destination, which is locked meanwhile if it exists.
+      request: Everything that decides what is written, as JSON values.
 
     Raises:
-      UserError: if the destination is held by another run, a conversion or a training.
+      UserError: If another conversion or a training run holds the destination.
     """
     directory = directory.absolute()
     root = staging_directory(directory)
@@ -86,14 +88,14 @@ def staged(directory: Path, request: dict[str, Any]) -> Iterator[Staged]:
             held.enter_context(folder_lock(directory, _PURPOSE))
         held.enter_context(folder_lock(root, _PURPOSE))
         text, files = json.dumps(request, sort_keys=True), root / "files"
-        # A cleaning that was interrupted may have left the request without the files, or parts.
+        # An interrupted cleanup may have left the request without the files, or only some of them.
         if _read(root / REQUEST) != text or not files.is_dir():
             _empty(root)
             files.mkdir()
             write_atomically(root / REQUEST, text)
         yield Staged(root, files, dict(_lines(root / DIGESTS)))
         _empty(root)
-    with contextlib.suppress(OSError):  # where another run has taken the directory since
+    with contextlib.suppress(OSError):  # another run may have taken the directory since
         for name in LOCK_FILES:
             (root / name).unlink(missing_ok=True)
         root.rmdir()
@@ -107,7 +109,10 @@ def _read(path: Path) -> str | None:
 
 
 def _empty(root: Path) -> None:
-    """Removes all but the lock; the request first, so that what is left is never resumed from."""
+    """Empties the directory except for the lock.
+
+    The request goes first, so that an interrupted cleanup is never resumed from.
+    """
     (root / REQUEST).unlink(missing_ok=True)
     for path in root.iterdir():
         if path.is_dir():
@@ -117,7 +122,7 @@ def _empty(root: Path) -> None:
 
 
 def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Name and digest of each whole line; the last may be cut."""
+    """Yields name and digest of each complete line; a crash may have cut the last one short."""
     for line in (_read(path) or "").splitlines():
         with contextlib.suppress(ValueError):
             name, digest = json.loads(line)
@@ -125,10 +130,10 @@ def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def publish(staged: Staged, directory: Path, target: CheckpointRef, manifest: str) -> None:
-    """Puts the files into their place.
+    """Moves the finished files to the destination.
 
-    A destination that is not there yet appears as a whole, by one rename. In one that is, the files
-    move one by one, the checkpoint's decisive one late and the manifest last.
+    A destination that does not exist yet appears in one rename. Into an existing one, the files
+    move one by one, the file that makes them a checkpoint late and the manifest last.
     """
     if not directory.exists():
         write_atomically(staged.path / MANIFEST, manifest)
@@ -140,6 +145,7 @@ def publish(staged: Staged, directory: Path, target: CheckpointRef, manifest: st
     if target.format == "hf":
         _publish_hf(staged.path, directory, manifest)
         return
+    # Remove the old manifest first: it must never describe the tensors that replace its own.
     (directory / MANIFEST).unlink(missing_ok=True)
     if target.format == "mtf":
         mtf.publish_mtf(staged.path, directory, target.step or 0)
@@ -149,6 +155,7 @@ def publish(staged: Staged, directory: Path, target: CheckpointRef, manifest: st
                 os.replace(extra, directory / extra.name)
         final = Path(target.path)
         if final.exists():
+            # Renamed away instead of deleted in place, so that the name never holds half of it.
             shutil.rmtree(staged.root / "replaced", ignore_errors=True)
             os.rename(final, staged.root / "replaced")
         os.rename(staged.path / final.name, final)
@@ -156,9 +163,10 @@ def publish(staged: Staged, directory: Path, target: CheckpointRef, manifest: st
 
 
 def _publish_hf(staged: Path, directory: Path, manifest: str) -> None:
-    """Moves a model's files; config.json, without which it is none, goes first and comes last.
+    """Replaces the files of a Hugging Face model.
 
-    The manifest comes before it, since it has the model's step.
+    The old config.json is removed first and the new one moved last, because transformers loads
+    nothing without it. The manifest, which holds the global step, is in place before it.
     """
     (directory / "config.json").unlink(missing_ok=True)
     (directory / MANIFEST).unlink(missing_ok=True)

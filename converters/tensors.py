@@ -1,4 +1,4 @@
-"""What every format's reader offers: names and shapes at once, values one tensor at a time."""
+"""Interfaces that every format implements: names and shapes up front, values tensor by tensor."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class TensorInfo:
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointRef:
-    """A checkpoint that is there: its format, its path (a prefix for mtf) and its global step.
+    """An existing checkpoint: its format, path (for mtf, a prefix) and global step.
 
-    `step` is None only where the name does not say it.
+    `step` is None only if the name does not include it.
     """
 
     format: Format
@@ -45,11 +45,11 @@ class CheckpointRef:
 
 
 class CheckpointReader(Protocol):
-    """An open checkpoint, in T5X's flat keys, without T5X's dummies for slots that are not used."""
+    """An open checkpoint under T5X's flat keys, without T5X's placeholders for unused slots."""
 
     @property
     def ref(self) -> CheckpointRef:
-        """What is being read."""
+        """The checkpoint being read."""
         ...
 
     @property
@@ -59,7 +59,7 @@ class CheckpointReader(Protocol):
 
     @property
     def norm_names(self) -> NormNames | None:
-        """How Mesh TensorFlow spells this model's norms, where the source says so."""
+        """How Mesh TensorFlow spells this model's norms; None if the source does not say."""
         ...
 
     def read(self, key: str) -> np.ndarray:
@@ -71,20 +71,20 @@ class CheckpointReader(Protocol):
         ...
 
     def native_name(self, key: str) -> str:
-        """The name of a flat key in the checkpoint's own format, for messages."""
+        """The flat key's name in the checkpoint's own format, for messages."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Output:
-    """One tensor of a target format and how it is made.
+    """One tensor of the target and how to build it.
 
     Attributes:
-      name: in the target.
-      info: shape and type in the target.
-      keys: flat keys of what it is made from.
-      build: makes it from their values, each read when it is asked for.
-      file: the target's file that it belongs to, where it writes several.
+      name: Its name in the target.
+      info: Its shape and type in the target.
+      keys: Flat keys of the source tensors that it is built from.
+      build: Builds it from an iterator over their values, which reads each one on demand.
+      file: The target's file that it belongs to, for formats with several.
     """
 
     name: str
@@ -95,14 +95,17 @@ class Output:
 
 
 class Writer(Protocol):
-    """Writes a target's tensors one by one into a directory that nobody reads yet."""
+    """Writes the target's tensors one by one into a directory that nobody reads yet."""
 
     def stored(self, output: Output) -> np.ndarray | None:
-        """What an interrupted writer left in a tensor's place, whole or not; None if too little."""
+        """What an interrupted writer left in a tensor's place; None if it is too short.
+
+        The bytes may be wrong: the caller compares them with a digest.
+        """
         ...
 
     def keep(self, output: Output, array: np.ndarray) -> None:
-        """Takes what `stored` gave as written."""
+        """Accepts what `stored` returned as written."""
         ...
 
     def add(self, output: Output, array: np.ndarray) -> None:
@@ -110,21 +113,22 @@ class Writer(Protocol):
         ...
 
     def close(self) -> None:
-        """Writes what makes the tensors a checkpoint, and syncs all."""
+        """Writes the files that make the tensors a checkpoint, and syncs everything."""
         ...
 
     def abandon(self) -> None:
-        """Closes files without making a checkpoint of them."""
+        """Closes open files without completing the checkpoint."""
         ...
 
 
 def bytes_of(array: np.ndarray) -> memoryview:
-    """The bytes of a C-contiguous array, not copied; those of bfloat16 too."""
+    """The array's bytes, copied only if it is not C-contiguous."""
+    # The uint8 view is for bfloat16, whose buffer Python cannot describe.
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 def sync_all(paths: Iterable[Path]) -> None:
-    """Flushes files and the directories that they are in to the disk, several at a time."""
+    """Syncs files and their directories to disk, eight at a time."""
     paths = list(paths)
 
     def sync(path: Path) -> None:
@@ -139,5 +143,5 @@ def sync_all(paths: Iterable[Path]) -> None:
 
 
 def total_bytes(tensors: Mapping[str, TensorInfo]) -> int:
-    """Bytes of all tensors together."""
+    """Total size of the tensors, in bytes."""
     return sum(info.nbytes for info in tensors.values())

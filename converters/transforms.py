@@ -1,6 +1,6 @@
-"""What a conversion may change on the way: types, the vocabulary's size, exchanged slots.
+"""Changes that a conversion can make on the way: dtype, vocabulary size, slots.
 
-Each change is a reader that wraps another reader, so the formats need not know about it.
+Each one is a reader that wraps another reader, so the formats need not know about it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ DTYPES = ("float32", "bfloat16")
 
 
 class _Around:
-    """A reader that passes on what another reads."""
+    """Base class: passes everything through from another reader."""
 
     def __init__(self, reader: CheckpointReader):
         self._reader = reader
@@ -34,7 +34,7 @@ class _Around:
 
 
 class WithoutSlots(_Around):
-    """Parameters and the step alone."""
+    """Leaves out the optimizer slots; parameters and the step remain."""
 
     def __init__(self, reader: CheckpointReader):
         super().__init__(reader)
@@ -44,14 +44,15 @@ class WithoutSlots(_Around):
 
 
 class Cast(_Around):
-    """Parameters in another type; slots and the step stay as they are.
+    """Casts the parameters; slots and the step keep their types.
 
     Args:
-      reader: what to read.
-      dtype: "float32" or "bfloat16"; None leaves types alone.
+      reader: The reader to wrap.
+      dtype: "float32" or "bfloat16"; None casts nothing.
 
     Raises:
-      UserError: if a parameter is of a type that no format keeps and no type is asked for.
+      UserError: If `dtype` is neither, or if it is None and a parameter is of another type
+        (float16 or float64, which Hugging Face models may have).
     """
 
     def __init__(self, reader: CheckpointReader, dtype: str | None):
@@ -70,13 +71,13 @@ class Cast(_Around):
         self.tensors = {**reader.tensors, **cast}
 
     def read(self, key: str) -> np.ndarray:
-        """One tensor in its new type."""
+        """Reads one tensor in its new type."""
         array = self._reader.read(key)
         return array.astype(self.tensors[key].dtype, copy=False)
 
     @property
     def lossy(self) -> list[str]:
-        """The parameters that the new type rounds."""
+        """Flat keys of the parameters that the new type rounds."""
         return [
             key
             for key, info in self.tensors.items()
@@ -94,14 +95,17 @@ def _check_type(name: str, info: TensorInfo, where: str) -> None:
 
 
 class Resized(_Around):
-    """The vocabulary padded with zeros, or cut, to a size.
+    """Pads the vocabulary with zeros, or cuts it, to a given size.
 
-    The rows of the embedding, the columns of the logits and their slots change; a slot that is a
-    mean over the vocabulary stays.
+    This changes the embedding's rows, the logits kernel's columns and their slots. A factored slot
+    that averages over the vocabulary is left as it is.
 
     Args:
-      reader: what to read.
-      vocab_size: the new size.
+      reader: The reader to wrap.
+      vocab_size: The new size.
+
+    Raises:
+      UserError: If the size is below 1, or factored slots would average over another axis.
     """
 
     def __init__(self, reader: CheckpointReader, vocab_size: int):
@@ -129,7 +133,7 @@ class Resized(_Around):
         return (*shape[:axis], self._size, *shape[axis + 1 :])
 
     def read(self, key: str) -> np.ndarray:
-        """One tensor of the new size."""
+        """Reads one tensor at its new size."""
         array = self._reader.read(key)
         if key not in self._axes:
             return array
@@ -142,7 +146,10 @@ class Resized(_Around):
 
 
 def _check_order(reader: CheckpointReader, vocab_size: int) -> None:
-    """Factored slots are named by which axis is larger, which must not change under them."""
+    """Raises UserError if the new size changes which axis a factored slot averages over.
+
+    The names of factored slots depend on which of the parameter's axes is larger.
+    """
     for key in reader.tensors:
         path, slot = ("", None) if key == layout.STEP else layout.split_key(key)
         axis = _vocabulary_axis(layout.PARAMETERS + path, reader.tensors) if path else None
@@ -161,7 +168,7 @@ def _check_order(reader: CheckpointReader, vocab_size: int) -> None:
 
 
 def _vocabulary_axis(key: str, tensors: Mapping[str, TensorInfo]) -> int | None:
-    """The axis of a tensor that goes over the vocabulary, or None."""
+    """The tensor's vocabulary axis, or None if it has none."""
     if key == layout.STEP:
         return None
     path, slot = layout.split_key(key)
@@ -175,7 +182,7 @@ def _vocabulary_axis(key: str, tensors: Mapping[str, TensorInfo]) -> int | None:
 
 
 class ExchangedSlots(_Around):
-    """Slots as T5X's importer names them: exchanged where a matrix's largest axes tie."""
+    """Swaps v_row and v_col where a matrix's two largest axes tie, as T5X's importer does."""
 
     def __init__(self, reader: CheckpointReader):
         super().__init__(reader)
@@ -184,7 +191,7 @@ class ExchangedSlots(_Around):
         self.tensors = {key: reader.tensors[source] for key, source in self._keys.items()}
 
     def read(self, key: str) -> np.ndarray:
-        """One tensor under its new key."""
+        """Reads one tensor by its new key."""
         return self._reader.read(self._keys[key])
 
     def native_name(self, key: str) -> str:
