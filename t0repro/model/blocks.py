@@ -4,11 +4,11 @@ One block serves all of them, in training, in scoring and when decoding with a c
 
     x -> x + self_attention(norm(x)) -> x + attention(norm(x), encoded) -> x + mlp(norm(x))
 
-where the step in the middle belongs to a decoder that has an encoder. Parameters have T5X's names,
-in which an encoder's self-attention is `attention` and a decoder's `self_attention`.
+The middle step exists only in a decoder that has an encoder. Parameters are named as in T5X, where
+an encoder's self-attention is `attention` and a decoder's is `self_attention`.
 
-Mesh TensorFlow multiplies each normalised input by 0 at padding and by 1 elsewhere (`present`), and
-so does the block: positions that nobody reads then have the same values on both stacks.
+Mesh TensorFlow multiplies each normalised input by 0 at padding and by 1 elsewhere (`present`). The
+block does the same, so that even positions that nothing reads have equal values on both stacks.
 """
 
 from __future__ import annotations
@@ -36,15 +36,16 @@ from t0repro.model.layers import (
 )
 from t0repro.model.shapes import Array, Bool, Float, Int
 
-Memory = tuple[KeysAndValues, ...]  # what each decoder layer reads of the encoder, first to last
+# Keys and values of the encoder's outputs, one per decoder layer, first to last.
+Memory = tuple[KeysAndValues, ...]
 
 
 class Block(nn.Module):
-    """One layer of a tower, each of its parts on a normalised input and with a residual.
+    """One layer of a tower; each sublayer reads a normalised input and adds to the residual stream.
 
     Attributes:
       config: the model's shape.
-      dtype: of activations.
+      dtype: activation dtype.
       encoder: whether this is an encoder's block.
     """
 
@@ -68,13 +69,14 @@ class Block(nn.Module):
 
         Args:
           x: the residual stream before it.
-          bias: of self-attention; without the position bias if each layer has its own.
-          present: 0 at padding.
+          bias: added to self-attention's logits; lacks the position bias if each layer has its own.
+          present: 0 at padding, 1 elsewhere.
           encoded: the encoder's outputs, or their `keys_and_values`; None if there is no encoder.
-            Beams of one input share a row of it: x then has a multiple of its rows.
-          encoded_bias: of attention to the encoder.
-          position: of the one token in each row of x when decoding with a cache (see `Attention`).
-          deterministic: False draws dropout.
+            Beams of one input share a row, so x may have several times as many rows.
+          encoded_bias: added to cross-attention's logits.
+          position: position of the one token in each row of x when decoding with a cache (see
+            `Attention`); None otherwise.
+          deterministic: False applies dropout.
         """
         config = self.config
         dropout = Dropout(config.dropout_rate, -2)
@@ -96,7 +98,8 @@ class Block(nn.Module):
 
         if encoded is not None:
             rows = jax.tree.leaves(encoded)[0].shape[0]
-            # Beams stand where a sequence's positions otherwise do: each reads its row's input.
+            # Beams of one input share its row of `encoded`, so move them into the length axis:
+            # [inputs * beams, 1, d_model] -> [inputs, beams, d_model].
             queries = normalised("cross_attention").reshape(rows, -1, x.shape[-1])
             y = attention("encoder_decoder_attention")(queries, encoded, encoded_bias)
             x = x + dropout(y.reshape(x.shape), deterministic=deterministic)
@@ -111,7 +114,7 @@ class Tower(nn.Module):
 
     Attributes:
       config: the model's shape.
-      dtype: of activations.
+      dtype: activation dtype.
       encoder: whether this is the encoder.
       embedder: the embedding that the towers share; None if this tower has its own.
     """
@@ -133,17 +136,17 @@ class Tower(nn.Module):
         deterministic: bool,
         position: Int[Array, ""] | None = None,
     ) -> Float[Array, "batch length features"]:
-        """An encoder's normalised outputs, zero at padding, or else float32 logits.
+        """Returns an encoder's normalised outputs, zero at padding, or any other tower's logits.
 
         Args:
-          tokens: what the tower reads; of a decoder the targets, shifted right.
+          tokens: what the tower reads; for a decoder, the targets shifted right.
           visible: whether a position (third axis) attends to another (fourth axis).
-          present: 0 at padding; outputs there are zero.
-          encoded: of a decoder, the encoder's outputs, or the keys and values that each layer makes
-            of them (`t0repro.model.t5.cross_attention_memory`).
-          encoded_visible: whether a position attends to one of the encoder's.
-          deterministic: False draws dropout.
-          position: of the one token in each row when decoding with a cache.
+          present: 0 at padding, 1 elsewhere; outputs at padding are zero.
+          encoded: for a decoder, the encoder's outputs, or the keys and values that each layer
+            computes from them (`t0repro.model.t5.cross_attention_memory`).
+          encoded_visible: whether a position attends to each of the encoder's positions.
+          deterministic: False applies dropout.
+          position: position of the one token in each row when decoding with a cache.
         """
         config = self.config
         dropout = Dropout(config.dropout_rate, -2)
@@ -173,20 +176,22 @@ class Tower(nn.Module):
 
 
 def position_bias(config: ModelConfig, dtype: jnp.dtype, encoder: bool) -> RelativePositionBias:
-    """The position bias of the tower or the block that calls this.
+    """Creates the position bias of the tower or block that calls this.
 
-    A language model whose inputs see each other needs buckets for both directions, as an encoder.
+    A language model whose inputs all see each other needs buckets for both directions, like an
+    encoder.
     """
     bidirectional = encoder or config.input_full_attention
     return RelativePositionBias(config, dtype, bidirectional, name="relpos_bias")
 
 
 def recomputed(block: Block, deterministic: bool) -> Callable[..., jax.Array]:
-    """The block's call, its activations computed again in the backward pass if the model says so.
+    """The block's call, recomputed in the backward pass if `config.recompute_grads` is set.
 
     Args:
       block: the block.
-      deterministic: bound here because it decides what is traced; the call takes arrays alone.
+      deterministic: bound here because it decides what is traced; the call itself takes only
+        arrays.
     """
 
     def call(module: nn.Module, *arrays: Any) -> Any:

@@ -1,14 +1,14 @@
 """T5 without an encoder: Mesh TensorFlow's Unitransformer as a language model.
 
-A batch of a model of type `lm` has `targets` and, when packed, `targets_segmentation`. One of type
-`delimited_lm` has `inputs` too; `text_to_self` puts each example's inputs before its targets:
+A model of type `lm` takes batches of `targets` and, when packed, `targets_segmentation`. A
+`delimited_lm` takes `inputs` too; `text_to_self` puts each example's inputs before its targets:
 
     inputs                5  8  1 | 9  1 | 0
     targets               6  1 | 3  4  1 | 0
     targets of the model  5  8  1  6  1 | 9  1  3  4  1 | 0  0
 
-Unlike the encoder-decoder's, rows that are not packed have no segments at all: padding is read as
-any token, and what comes before it does not see it because nothing sees what comes later.
+Unlike in the encoder-decoder, unpacked rows have no segments at all. Padding is read like any other
+token; under causal attention, the positions before it do not see it.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ EOS = 1
 
 
 def of_inputs(targets: Int[Array, "batch length"]) -> Bool[Array, "batch length"]:
-    """Which targets belong to an example's inputs (transformer.delimited_lm_inputs_mask).
+    """Marks targets that belong to an example's inputs (transformer.delimited_lm_inputs_mask).
 
-    Each example is two sequences that end in EOS: after an even number of EOS come inputs.
+    Each example is two sequences that end in EOS, so what follows an even number of EOS is inputs.
     """
     ends = (targets == EOS).astype(jnp.int32)
+    # Minus `ends`: an EOS belongs to the sequence that it ends.
     return (jnp.cumsum(ends, axis=-1) - ends) % 2 == 0
 
 
@@ -40,11 +41,11 @@ def visible_targets(
     targets: Int[Array, "batch length"],
     segments: Int[Array, "batch length"] | None,
 ) -> Bool[Array, "#batch 1 length length"]:
-    """Which position (third axis) sees which (fourth axis).
+    """Whether each position (third axis) sees each other one (fourth axis).
 
-    With full attention, inputs have priority 0, and so has the position after them, where their EOS
-    is read and the first target predicted. As in Mesh TensorFlow, inputs of *any* example of a row
-    have it, and the segments keep examples apart.
+    With full attention, inputs have priority 0, and so does the position after them, where their
+    EOS is read and the first target is predicted. As in Mesh TensorFlow, this applies to the inputs
+    of *every* example in a row; the segments keep examples apart.
     """
     priority = jnp.arange(targets.shape[1])[None]
     if config.input_full_attention:
@@ -62,10 +63,10 @@ def delayed(x: Array) -> Array:
 def text_to_self(
     config: ModelConfig, batch: Mapping[str, jax.Array | np.ndarray]
 ) -> dict[str, jax.Array]:
-    """The batch as the model reads it: of a `delimited_lm`, inputs and targets in one sequence.
+    """Returns the batch as the model reads it: a `delimited_lm` reads inputs and targets as one.
 
-    Rows become inputs_length + targets_length long. A batch of another model, or one without
-    inputs, is returned as it is.
+    Rows become inputs_length + targets_length long. The arrays of any other model, or of a batch
+    without inputs, are returned unchanged.
 
     Source: mesh_tensorflow.transformer.utils._dynamic_text2self.
     """
@@ -79,7 +80,8 @@ def text_to_self(
         for name in ("inputs", "targets")
     ]
     joined = jnp.concatenate(segments, axis=1)
-    # By segment, within it inputs before targets, padding last: a stable sort keeps the order.
+    # Sort by segment, padding last. The sort is stable, so that within a segment inputs stay before
+    # targets and tokens keep their order.
     order = jnp.argsort(jnp.where(joined == 0, joined.shape[1] + 1, joined), axis=1, stable=True)
 
     def sort(x: jax.Array) -> jax.Array:

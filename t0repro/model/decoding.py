@@ -1,17 +1,19 @@
 """Generates targets with an encoder-decoder T5: greedy, by sampling, and by beam search.
 
-One position at a time with the keys and values of the earlier ones kept, under jit with static
-shapes; a loop ends as soon as no row has anything left to do. In float32 the outputs are Mesh
-TensorFlow's (0.1.21, Bitransformer.decode, Unitransformer.sample_autoregressive,
+It decodes one position at a time with a cache of earlier keys and values, under jit with static
+shapes; the loop ends as soon as every row is done. In float32 the outputs equal those of Mesh
+TensorFlow 0.1.21 (Bitransformer.decode, Unitransformer.sample_autoregressive,
 beam_search.beam_search), edge cases included:
 
-- Sampling adds Gumbel noise times the temperature to the logits; top-k keeps what is above the
-  (k+1)-th largest logit.
-- A beam's score is its log-probability over ((5 + length) / 6)**alpha. Each step draws the
-  2 * beam best continuations from the `prefilter` best of each beam; those that end are finished.
-- A finished beam can take the place of an alive one that does not exist yet, and go on; what
-  follows its EOS is removed from outputs (clean_decodes). How far it goes, and so which output is
-  best, depends on when all rows of the batch are done. Nowhere else does a row depend on others.
+- Sampling adds Gumbel noise times the temperature to the logits; top-k keeps the logits above the
+  (k+1)-th largest.
+- A beam's score is its log-probability over ((5 + length) / 6)**alpha. Each step takes the
+  2 * beam best continuations among the `prefilter` best of each beam; those that end in EOS are
+  finished.
+- A finished beam can take the place of an alive one that does not exist yet, and go on; whatever
+  follows its EOS is removed from the output (clean_decodes). How far it goes, and so which output
+  is best, depends on when all rows of the batch are done. In no other way do rows affect each
+  other.
 """
 
 from __future__ import annotations
@@ -32,9 +34,9 @@ from t0repro.model.shapes import Array, Bool, Float, Int
 from t0repro.model.t5 import T5, cross_attention_memory, segments_of
 
 EOS = 1
-# Mesh TensorFlow's infinity (beam_search.INF): what a beam that does not exist scores.
+# Mesh TensorFlow's infinity (beam_search.INF); a beam that does not exist scores minus this.
 _NEVER = 1e7
-# What top-k sampling puts in place of the logits that it drops.
+# Replaces the logits that top-k sampling drops.
 _DROPPED = -1e6
 
 Parameters = Mapping[str, Any]
@@ -66,12 +68,13 @@ def generate(
     """Generates targets for inputs, on the device.
 
     Args:
-      model: the model; logits are float32 whatever its activations are.
+      model: the model; logits are float32 whatever its activation dtype is.
       params: its parameters.
-      inputs: one example a row; zeros are padding.
+      inputs: one example per row; zeros are padding.
       config: greedy (temperature 0), sampling, or beam search.
-      length: the most tokens of an output.
-      search_steps: the most steps of a beam search, for each row; see `search_limit`.
+      length: maximum number of output tokens.
+      search_steps: maximum number of beam-search steps for each row, see `search_limit`; defaults
+        to `length`.
       key: PRNG key for sampling; defaults to `jax.random.key(0)`.
     """
     inputs = jnp.asarray(inputs, jnp.int32)
@@ -87,9 +90,9 @@ def generate(
 
 
 def search_limit(longest_input: int, config: DecodingConfig) -> int:
-    """Most steps of a beam search over a batch whose longest input has so many tokens.
+    """Maximum number of beam-search steps for a batch whose longest input has this many tokens.
 
-    The product is float32, as in Bitransformer.decode; what it has over an integer is cut off.
+    Computed in float32, as in Bitransformer.decode, then truncated to an integer.
     """
     product = np.float32(longest_input) * np.float32(config.length_multiplier)
     return int(product + np.float32(config.length_constant))
@@ -100,11 +103,11 @@ def search_limit(longest_input: int, config: DecodingConfig) -> int:
 
 @flax.struct.dataclass
 class DecoderReads:
-    """What every step reads and none changes.
+    """What every decoding step reads and none changes.
 
     Attributes:
       memory: keys and values of the encoder's outputs, by layer, [batch, heads, memory, d_kv].
-      visible: which inputs are no padding, [batch, 1, 1, memory].
+      visible: which inputs are not padding, [batch, 1, 1, memory].
     """
 
     memory: Memory
@@ -147,10 +150,10 @@ def decoder_step(
     Args:
       model: the model.
       params: its parameters.
-      reads: of `read_inputs`; all beams of a row read its one input.
+      reads: from `read_inputs`; all beams of a row read the same input.
       cache: keys and values of the earlier positions, [batch * beams, heads, length, d_kv].
-      tokens: what the decoder reads there: the targets one position before, 0 at the first.
-      position: from 0 on, less than length.
+      tokens: what the decoder reads there: the targets one position earlier, 0 at the first.
+      position: counted from 0, less than the cache's length.
     """
     logits, updated = model.apply(
         {"params": params, "cache": cache},
@@ -178,7 +181,7 @@ def _sample(
     inputs: Int[Array, "batch memory"],
     key: jax.Array,
 ) -> Int[Array, "batch length"]:
-    """Tokens one after the other, until each row has its EOS or no room is left."""
+    """Generates tokens one after the other until each row has its EOS or is `length` long."""
     temperature, keep_top_k = options
     rows = inputs.shape[0]
     reads = read_inputs(model, params, inputs)
@@ -208,7 +211,7 @@ def _sample(
 def _choose(
     logits: Float[Array, "batch vocab"], temperature: float, keep_top_k: int, key: jax.Array
 ) -> Int[Array, " batch"]:
-    """A token for each row; the first of equal ones where nothing is drawn."""
+    """Chooses a token for each row; at temperature 0, the first of those with the largest logit."""
     if keep_top_k != -1 and keep_top_k < logits.shape[-1]:
         # mtf.nth_largest_element counts from zero: this is the largest logit that is dropped.
         dropped = jax.lax.top_k(logits, keep_top_k + 1)[0][:, -1:]
@@ -224,9 +227,9 @@ def _choose(
 
 @flax.struct.dataclass
 class _Beams:
-    """A beam search under way; each array [batch, beams, ...].
+    """The state of a beam search; each array is [batch, beams, ...].
 
-    `finished_scores` are divided by the length penalty, `log_probs` of the alive beams are not.
+    `finished_scores` are divided by the length penalty; `log_probs` of the alive beams are not.
     """
 
     alive: jax.Array
@@ -246,7 +249,7 @@ def _search(
     inputs: Int[Array, "batch memory"],
     limits: Int[Array, " batch"],
 ) -> Decoded:
-    """The best beam of each row; all go on until no alive beam of any row can become the best."""
+    """Finds each row's best beam; all rows go on until no alive beam of any can become the best."""
     beams, alpha, prefilter, vocab_parts = options
     rows = inputs.shape[0]
     reads = read_inputs(model, params, inputs)
@@ -263,6 +266,7 @@ def _search(
         grown, parents = _grow(state, logits, position, alpha, prefilter, vocab_parts)
         active = going_on(position, state)
 
+        # Rows may have different limits: one that is done keeps its state while others go on.
         def chosen(new: jax.Array, old: jax.Array) -> jax.Array:
             return jnp.where(active.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
 
@@ -270,6 +274,7 @@ def _search(
         cache = jax.tree.map(lambda x: x[flat], cache)
         return position + 1, jax.tree.map(chosen, grown, state), cache
 
+    # Only the first beam exists at the start; with equal beams, all would grow alike.
     none = jnp.zeros((rows, beams, length), jnp.int32)
     start = _Beams(
         alive=none,
@@ -296,7 +301,7 @@ def _grow(
     prefilter: int,
     vocab_parts: int,
 ) -> tuple[_Beams, Int[Array, "batch beams"]]:
-    """The beams with one more token each, and the beam that each alive one comes from."""
+    """Extends the beams by one token; also returns the parent of each beam that is now alive."""
     beams = logits.shape[1]
     log_probs = _continued(logits, state.log_probs)
     penalty = ((5.0 + (position + 1).astype(jnp.float32)) / 6.0) ** alpha
@@ -328,9 +333,9 @@ def _continued(
 ) -> Float[Array, "batch beams vocab"]:
     """The log-probabilities of beams with each token appended.
 
-    Added in the order that TensorFlow's arithmetic optimizer makes of Mesh TensorFlow's source,
-    (logits - log_z) + log_probs. Of a beam that does not exist, at -1e7, where float32 has whole
-    numbers only, the order decides which tokens tie and so what is found.
+    Mesh TensorFlow's source says (logits - log_z) + log_probs; this is the order that TensorFlow's
+    arithmetic optimizer makes of it. For a beam that does not exist the order matters: at -1e7
+    float32 has only whole numbers, so it decides which tokens tie and which are found.
     """
     log_z = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     return logits + (log_probs[..., None] - log_z)
@@ -339,9 +344,9 @@ def _continued(
 def _best_continuations(
     scores: Float[Array, "batch beams vocab"], count: int, prefilter: int, vocab_parts: int
 ) -> tuple[Float[Array, "batch count"], Int[Array, "batch count"], Int[Array, "batch count"]]:
-    """The best continuations' scores, the beams that they continue, and their tokens.
+    """Returns the best continuations: their scores, the beams that they continue, their tokens.
 
-    At most `prefilter` of each beam and part of the vocabulary compete.
+    At most `prefilter` continuations per beam and per part of the vocabulary compete.
     """
     batch, beams, vocab = scores.shape
     split = scores.reshape(batch, beams, vocab_parts, vocab // vocab_parts)
@@ -354,7 +359,7 @@ def _best_continuations(
 
 
 def _is_decided(state: _Beams, limits: Int[Array, " batch"], alpha: float) -> Array:
-    """Whether the worst finished beam beats all that the best alive one can become, by row."""
+    """Whether each row's worst finished beam beats anything its best alive one can become."""
     longest = ((5.0 + limits.astype(jnp.float32)) / 6.0) ** alpha
     reachable = state.log_probs[:, 0] / longest
     worst = jnp.min(state.finished_scores * state.is_finished, axis=1)

@@ -1,8 +1,8 @@
 """The layers of T5, with T5X's parameter names and Mesh TensorFlow's arithmetic.
 
 Parameters are float32 and are cast to the activation type where they are used. In float32 every
-operation agrees with Mesh TensorFlow 0.1.21 to rounding; where the order of operations matters more
-than that, the docstring says so. Distributions of the initial values are Mesh TensorFlow's too.
+operation agrees with Mesh TensorFlow 0.1.21 up to rounding; where the order of operations matters
+beyond that, the docstring says so. Initial values have Mesh TensorFlow's distributions too.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ class Dense(nn.Module):
     """A linear map of the last axis without bias; its only parameter is `kernel` [in, features].
 
     Attributes:
-      dtype: of both factors.
-      output_dtype: what products are summed up and returned in; None stands for `dtype`.
+      features: size of the output's last axis.
+      dtype: dtype of both factors.
+      kernel_init: initializer of the kernel.
+      output_dtype: dtype of the accumulation and of the result; defaults to `dtype`.
     """
 
     features: int
@@ -44,7 +46,7 @@ class Dense(nn.Module):
     def __call__(self, x: Float[Array, "*batch inputs"]) -> Float[Array, "*batch features"]:
         """Returns x @ kernel."""
         kernel = self.param("kernel", self.kernel_init, (x.shape[-1], self.features), jnp.float32)
-        # Two axes rather than three: on a CPU the gradient then takes XLA half as long.
+        # Two axes rather than three: XLA on CPU then takes half as long for the gradient.
         rows = x.reshape(-1, x.shape[-1])
         output_dtype = self.output_dtype or self.dtype
         y = jnp.dot(rows, kernel.astype(self.dtype), preferred_element_type=output_dtype)
@@ -54,8 +56,8 @@ class Dense(nn.Module):
 class RMSNorm(nn.Module):
     """x / rms(x) * scale over the last axis: no mean, no bias (transformer.sublayer_rms_norm).
 
-    The mean square is taken in float32. Mesh TensorFlow takes it in the activation type, which is
-    the same in float32 and differs in bfloat16.
+    The mean square is computed in float32. Mesh TensorFlow computes it in the activation type, which
+    gives the same result in float32 but not in bfloat16.
     """
 
     dtype: jnp.dtype
@@ -71,7 +73,7 @@ class RMSNorm(nn.Module):
 
 
 class Embedding(nn.Module):
-    """The vocabulary's vectors, [vocab_size, d_model], read as inputs and, in T5 1.0, as logits."""
+    """The embedding table [vocab_size, d_model]; in T5 1.0 it also computes the logits."""
 
     config: ModelConfig
     dtype: jnp.dtype
@@ -91,7 +93,7 @@ class Embedding(nn.Module):
         return table.at[ids].get(mode="fill", fill_value=0, wrap_negative_indices=False)
 
     def attend(self, x: Float[Array, "batch length d_model"]) -> Float[Array, "batch length vocab"]:
-        """Float32 logits against the table; in T5, x is scaled by d_model**-0.5 before it."""
+        """Float32 logits: x times the table; with `scale_tied_logits`, x is first scaled down."""
         if self.config.scale_tied_logits:
             x = x * jnp.asarray(self.config.d_model**-0.5, x.dtype)
         table = self.embedding.astype(self.dtype)
@@ -99,7 +101,7 @@ class Embedding(nn.Module):
 
 
 class Dropout(nn.Module):
-    """Zeroes entries and scales up the rest, one draw for all positions along one axis.
+    """Zeroes entries and scales up the rest, with one draw for all positions along one axis.
 
     Mesh TensorFlow broadcasts its noise over the length: a channel is dropped for a whole sequence.
     """
@@ -148,7 +150,7 @@ class MLP(nn.Module):
 
 
 class KeysAndValues(NamedTuple):
-    """What an attention layer reads of its memory, projected once for any number of queries."""
+    """The memory's projections in an attention layer, computed once for any number of queries."""
 
     key: Float[Array, "batch heads memory d_kv"]
     value: Float[Array, "batch heads memory d_kv"]
@@ -157,8 +159,9 @@ class KeysAndValues(NamedTuple):
 class Attention(nn.Module):
     """Multi-head attention without biases; kernels are matrices, [d_model, heads * d_kv].
 
-    No 1/sqrt(d_kv) is applied: the scale is in the query's initial values
-    (fold_scaling_into_initializer). Logits and softmax are float32 (float32_logits).
+    Logits are not scaled by 1/sqrt(d_kv): that scale is in the query's initial values, as with
+    Mesh TensorFlow's fold_scaling_into_initializer. Logits and softmax are float32, as with its
+    float32_logits.
     """
 
     config: ModelConfig
@@ -180,7 +183,7 @@ class Attention(nn.Module):
           x: where queries come from.
           memory: where keys and values come from, or its `keys_and_values`.
           bias: added to the logits.
-          deterministic: False draws dropout.
+          deterministic: False applies dropout.
           position: when decoding with a cache, the position of the one token in each row. Its key
             and value are written there into the collection "cache", [batch, heads, length, d_kv],
             and all keys in the cache are attended to.
@@ -265,8 +268,9 @@ class RelativePositionBias(nn.Module):
         """The bias of each (query, key) pair of a sequence.
 
         Args:
-          length: of the sequence.
-          position: of the only query, whose bias for later keys means nothing; None for all.
+          length: length of the sequence.
+          position: position of the single query, when decoding with a cache; its bias for later
+            keys is meaningless. None computes the bias of all queries.
         """
         config = self.config
         # Mesh TensorFlow names no initializer, so TensorFlow's default applies: Glorot uniform.
@@ -286,8 +290,9 @@ class RelativePositionBias(nn.Module):
         places = np.arange(length, dtype=np.int32)
         if position is None:
             return of_offsets(places[None, :] - places[:, None])[None]
-        # Buckets are computed while the model is traced, the position is known on the device alone:
-        # it looks its keys up among all distances that differ in their bucket.
+        # Buckets are computed in numpy while the model is traced, but the position is known only on
+        # the device. So compute the bias of every distance up to the one from which all share a
+        # bucket, and look up each key's distance there.
         furthest = config.relative_attention_max_distance
         by_distance = of_offsets(-np.arange(furthest + 1, dtype=np.int32))
         return by_distance[:, jnp.clip(position - places, 0, furthest)][None, :, None, :]
@@ -301,10 +306,10 @@ def relative_position_bucket(
 ) -> np.ndarray:
     """Bucket of each relative position (key minus query): int32 in [0, num_buckets).
 
-    Half of the buckets hold one offset each, the others are spaced by the logarithm up to
+    Half of the buckets hold one offset each; the others are spaced logarithmically up to
     max_distance. The arithmetic is float32 with Mesh TensorFlow's order of operations and, unlike
-    T5X's, without an epsilon (transformer_layers._relative_position_bucket). It runs in numpy
-    because lengths are known when a model is traced; every device then has the same buckets.
+    T5X's, without an epsilon (transformer_layers._relative_position_bucket). It runs in numpy,
+    since lengths are known when a model is traced, so that every device has the same buckets.
     """
     bucket = np.zeros_like(offset)
     distance = -offset
@@ -315,7 +320,7 @@ def relative_position_bucket(
     else:
         distance = np.maximum(distance, 0)
     max_exact = num_buckets // 2
-    # The logarithm of small distances is not used; 1 keeps log(0) out of the warnings.
+    # The logarithm of small distances is not used; clipping at 1 avoids a warning about log(0).
     ratio = np.maximum(distance, 1).astype(np.float32) / np.float32(max_exact)
     scaled = np.log(ratio) / np.float32(math.log(max_distance / max_exact))
     large = max_exact + (scaled * np.float32(num_buckets - max_exact)).astype(np.int32)
@@ -328,9 +333,9 @@ def attention_weights(
 ) -> Float[Array, "batch heads query key"]:
     """Softmax over the last axis, as exp(logits - log_z).
 
-    This form, Mesh TensorFlow's, differs from the usual one in rows where nothing is visible, as
-    with empty inputs: log_z, near -1e9, cannot hold the logarithm of the number of keys, so that
-    each weight is one there rather than one over their number.
+    This is Mesh TensorFlow's form. It differs from the usual one in rows where nothing is visible,
+    as with empty inputs: near -1e9, float32 is too coarse for log_z to include the logarithm of the
+    number of keys, so each weight is 1 rather than 1 over their number.
     """
     maximum = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
     log_z = jnp.log(jnp.sum(jnp.exp(logits - maximum), axis=-1, keepdims=True)) + maximum
@@ -340,17 +345,17 @@ def attention_weights(
 def same_segment(
     query: Int[Array, "batch length"], key: Int[Array, "batch memory"]
 ) -> Bool[Array, "batch 1 length memory"]:
-    """Whether query and key are of one segment; padding, segment 0, sees only padding."""
+    """Whether query and key are in the same segment; padding, segment 0, sees only padding."""
     return query[:, None, :, None] == key[:, None, None, :]
 
 
 def causal(length: int) -> Bool[Array, "1 1 length length"]:
-    """Whether the key's position is at most the query's."""
+    """Whether the key is at or before the query."""
     return jnp.asarray(np.tri(length, dtype=bool))[None, None]
 
 
 def visibility_bias(visible: Bool[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """What is added to attention logits: 0 where visible, -1e9 elsewhere, float32."""
+    """Float32 bias for attention logits: 0 where visible, -1e9 elsewhere."""
     return jnp.where(visible, jnp.float32(0.0), jnp.float32(INVISIBLE))
 
 
@@ -381,7 +386,7 @@ _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 def fan_in_truncated_normal(
     key: jax.Array, shape: tuple[int, int], dtype: DTypeLike = jnp.float32
 ) -> jax.Array:
-    """Normal of standard deviation fan_in**-0.5, cut at two deviations, not rescaled for the cut.
+    """Normal with standard deviation fan_in**-0.5, truncated at two of them without rescaling.
 
     This is mtf.layers.VarianceScalingInitializer, the default of dense layers.
     """

@@ -1,8 +1,7 @@
 """Array types with shapes, as `Float[Array, "batch length d_model"]`.
 
-jaxtyping is looked up rather than required: the JAX core also runs on accelerator machines that
-have only jax, flax, optax and orbax. There the annotations stand for nothing; in the tests beartype
-checks them.
+jaxtyping is optional, because the JAX core also runs on accelerator machines that have only jax,
+flax, optax and orbax. There the annotations mean nothing; in the tests beartype checks them.
 """
 
 from __future__ import annotations

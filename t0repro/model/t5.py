@@ -10,9 +10,9 @@ padding) and `inputs_position`, `targets_position`:
     targets_segmentation  1  1  1 | 2  2    | 0  0
     decoder reads         0  6  4 | 0  3    | 0  0
 
-Positions are not read: relative positions within a segment equal those within the row, which is
-also why Mesh TensorFlow drops them (Unitransformer.call_simple). A negative target is a target
-without loss; the decoder reads its absolute value.
+Positions are not read, since relative positions within a segment equal those within the row; that
+is also why Mesh TensorFlow drops them (Unitransformer.call_simple). A negative target carries no
+loss; the decoder reads its absolute value.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ Batch = Mapping[str, jax.Array | np.ndarray]
 
 
 class T5(nn.Module):
-    """A T5: encoder and decoder, or a language model (t0repro.model.decoder_only).
+    """A T5: an encoder and a decoder, or a language model (t0repro.model.decoder_only).
 
     Attributes:
       config: the model's shape.
-      dtypes: parameters are float32 whatever it says of masters and slices; activations follow
-        `dtypes.activation`; attention logits, softmax and vocabulary logits are float32.
+      dtypes: only `activation` is used, for activations. Parameters, attention logits, softmax and
+        vocabulary logits are always float32.
     """
 
     config: ModelConfig
@@ -54,7 +54,7 @@ class T5(nn.Module):
 
     @nn.nowrap
     def init(self, *args: Any, **kwargs: Any) -> Any:
-        """Flax's init; a tower that shares the other's parameters has none here."""
+        """Flax's init, without the encoder's parameters if it shares the decoder's."""
         variables = super().init(*args, **kwargs)
         if self.config.shared_towers:
             variables["params"].pop("encoder")
@@ -62,7 +62,7 @@ class T5(nn.Module):
 
     @nn.nowrap
     def apply(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
-        """Flax's apply; a shared tower's parameters are read, and get gradients, twice."""
+        """Flax's apply; shared parameters serve both towers, and their gradients add up."""
         if self.config.shared_towers:
             params = variables["params"]
             encoder = encoder_of_decoder(params["decoder"])
@@ -82,12 +82,12 @@ class T5(nn.Module):
     def __call__(
         self, batch: Batch, *, deterministic: bool = True
     ) -> Float[Array, "batch targets_length vocab"]:
-        """Float32 logits of each target given those before it and the inputs.
+        """Float32 logits of each target given the inputs and the targets before it.
 
         Args:
-          batch: arrays as in the module's description; without segmentation each row is one example
+          batch: arrays as in the module's docstring; without segmentation each row is one example
             and zeros are padding.
-          deterministic: False draws dropout from the stream "dropout".
+          deterministic: False applies dropout, drawn from the PRNG stream "dropout".
         """
         if self.config.decoder_only:
             batch = text_to_self(self.config, batch)
@@ -114,7 +114,7 @@ class T5(nn.Module):
         *,
         deterministic: bool = True,
     ) -> Float[Array, "batch length d_model"]:
-        """Encoder outputs of the inputs, zero at padding, in the activation type."""
+        """The encoder's outputs, zero at padding, in the activation dtype."""
         return self.encoder(
             inputs,
             same_segment(segments, segments),
@@ -136,11 +136,11 @@ class T5(nn.Module):
 
         Args:
           encoded: the encoder's outputs, or what `cross_attention_memory` makes of them.
-          encoder_segments: of the inputs.
-          targets: shifted right here.
-          segments: of the targets; a position attends to earlier ones of its own segment.
-          deterministic: False draws dropout.
-          segments_read: the segment of the inputs that each target attends to; its own by default.
+          encoder_segments: segments of the inputs.
+          targets: not shifted yet; this method shifts them right.
+          segments: segments of the targets; a position attends to earlier ones of its own segment.
+          deterministic: False applies dropout.
+          segments_read: the input segment that each target attends to; defaults to `segments`.
         """
         reads = segments if segments_read is None else segments_read
         return self.decoder(
@@ -160,15 +160,15 @@ class T5(nn.Module):
         encoded: Memory | None,
         encoded_visible: Bool[Array, "batch 1 1 memory"] | None,
     ) -> Float[Array, "rows 1 vocab"]:
-        """Float32 logits of one position, given the collection "cache" of the earlier ones.
+        """Float32 logits of one position, given earlier ones in Flax's collection "cache".
 
         Args:
           tokens: what the decoder reads there.
-          position: from 0 on.
-          length: positions that the cache has room for.
-          encoded: of `cross_attention_memory`; None in a model without an encoder. Beams are rows
-            next to each other that share a row of it.
-          encoded_visible: which inputs are no padding.
+          position: counted from 0.
+          length: number of positions that the cache has room for.
+          encoded: from `cross_attention_memory`; None in a model without an encoder. Beams of one
+            input are adjacent rows of `tokens` that share a row of it.
+          encoded_visible: which inputs are not padding.
         """
         earlier = jnp.arange(length) <= position
         return self.decoder(
@@ -183,7 +183,7 @@ class T5(nn.Module):
 
 
 def encoder_of_decoder(decoder: Mapping[str, Any]) -> dict[str, Any]:
-    """The decoder's parameters under the names of the encoder that shares them (bi_v1_shared)."""
+    """Renames the decoder's parameters to those of the encoder that shares them (bi_v1_shared)."""
     names = {
         "relpos_bias": "relpos_bias",
         "pre_attention_layer_norm": "pre_self_attention_layer_norm",
@@ -203,7 +203,7 @@ def encoder_of_decoder(decoder: Mapping[str, Any]) -> dict[str, Any]:
 def cross_attention_memory(
     model: T5, parameters: Mapping[str, Any], encoded: Float[Array, "batch memory d_model"]
 ) -> Memory:
-    """Keys and values of the encoder's outputs for every decoder layer, to decode with often."""
+    """Keys and values of the encoder's outputs for every decoder layer, for repeated decoding."""
     dtype, decoder = jnp.dtype(model.dtypes.activation), parameters["decoder"]
     return tuple(
         keys_and_values(
@@ -219,10 +219,10 @@ def cross_attention_memory(
 def segments_of(
     ids: Int[Array, "batch length"], segmentation: Int[Array, "batch length"] | None
 ) -> Int[Array, "batch length"]:
-    """The segment of each position: as given, or min(id, 1) of an unpacked row.
+    """The segment of each position: as given or, if rows are not packed, min(id, 1).
 
-    Mesh TensorFlow does the latter in Bitransformer.call_simple. There, too, a negative id becomes
-    a separate segment.
+    The latter is what Mesh TensorFlow does in Bitransformer.call_simple. As there, a negative id
+    makes a segment of its own.
     """
     return jnp.minimum(ids, 1) if segmentation is None else segmentation
 
@@ -230,9 +230,9 @@ def segments_of(
 def shift_right(
     targets: Int[Array, "batch length"], segments: Int[Array, "batch length"] | None
 ) -> Int[Array, "batch length"]:
-    """What the decoder reads: each segment's targets one place later, beginning with 0.
+    """What the decoder reads: each segment's targets shifted right by one, starting with 0.
 
-    Without segments, as in a language model whose rows are not packed, the row is one sequence.
+    Without segments, as in a language model with unpacked rows, each row is one sequence.
 
     Source: mesh_tensorflow.transformer.transformer.autoregressive_inputs.
     """
@@ -245,9 +245,9 @@ def shift_right(
 def nonpadding(
     segments: Int[Array, "batch length"] | None, dtypes: DTypePolicy
 ) -> Float[Array, "#batch #length 1"]:
-    """One where there is a token and zero at padding, by which Mesh TensorFlow multiplies.
+    """The factor by which Mesh TensorFlow multiplies: 1 at tokens, 0 at padding.
 
-    Without segments nothing is known to be padding, and there is a single one for all.
+    Without segments nothing is known to be padding, and a single 1 stands for all positions.
     """
     dtype = jnp.dtype(dtypes.activation)
     if segments is None:
@@ -256,12 +256,13 @@ def nonpadding(
 
 
 def initial_parameters(model: T5, key: jax.Array) -> dict:
-    """Freshly drawn float32 parameters as a nested dictionary, computed under jit."""
+    """Draws new float32 parameters, a nested dictionary, under jit."""
     return _initial_parameters(model, key)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _initial_parameters(model: T5, key: jax.Array) -> Any:
+    # No parameter's shape depends on the batch, so one token per row is enough.
     names = ("targets",) if model.config.decoder_only else ("inputs", "targets")
     return model.init(key, {name: jnp.zeros((1, 1), jnp.int32) for name in names})["params"]
 
