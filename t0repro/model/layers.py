@@ -56,8 +56,8 @@ class Dense(nn.Module):
 class RMSNorm(nn.Module):
     """x / rms(x) * scale over the last axis: no mean, no bias (transformer.sublayer_rms_norm).
 
-    The mean square is computed in float32. Mesh TensorFlow computes it in the activation type, which
-    gives the same result in float32 but not in bfloat16.
+    The mean square is computed in float32. Mesh TensorFlow computes it in the activation dtype,
+    which gives the same result in float32 but not in bfloat16.
     """
 
     dtype: jnp.dtype

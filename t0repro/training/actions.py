@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Action:
-    """Something that a Trainer does between steps; each method does nothing unless overridden."""
+    """Something that a Trainer does between steps; methods do nothing unless overridden."""
 
     def start(self, trainer: Trainer, last_step: int) -> None:
         """Called when training starts, with the global step at which it will end."""
@@ -31,17 +31,17 @@ class Action:
         """Called after each update, while the device may still be computing it."""
 
     def on_metrics(self, metrics: StepMetrics) -> None:
-        """Called with each step's metrics once they have been read, a step late."""
+        """Called with each step's metrics once they have been read, one step late."""
 
     def end(self, trainer: Trainer) -> None:
-        """Called when training has ended, by an exception too."""
+        """Called when training has ended, also if by an exception."""
 
 
 class SaveCheckpoints(Action):
-    """Saves the state every so many steps from the start, and after the last step.
+    """Saves the state every `every` steps from the start, and after the last step.
 
     Args:
-      model_dir: where checkpoint_<step> is made.
+      model_dir: where checkpoint_<step> directories are written.
       every: steps between checkpoints.
       keep: how many of the latest checkpoints to keep; None or 0 keeps all.
       save_data: writes the position in the data into a folder of the checkpoint.
@@ -63,16 +63,17 @@ class SaveCheckpoints(Action):
         self._saved, self._last = trainer.step, last_step
 
     def after_step(self, trainer: Trainer) -> None:
-        """Saves when it is time; metrics of all steps until then are on disk before it."""
+        """Saves if a checkpoint is due, after writing the metrics of all steps so far."""
         if trainer.step - self._saved >= self._every or trainer.step == self._last:
             self._save(trainer)
 
     def end(self, trainer: Trainer) -> None:
-        """Saves where the batches ended before the last step; not where an exception did."""
+        """Saves if training ended before its last step, unless an exception ended it."""
         if trainer.step > self._saved and not trainer.failed:
             self._save(trainer)
 
     def _save(self, trainer: Trainer) -> None:
+        # Metrics first: a checkpoint on disk then implies the metrics of all its steps.
         trainer.flush()
         save_checkpoint(self._model_dir, trainer.train_state, self._keep, self._save_data)
         self._saved = trainer.step
@@ -81,7 +82,7 @@ class SaveCheckpoints(Action):
 class StopOnSignal(Action):
     """Ends training after the step in which SIGTERM or SIGINT arrives, so that it is saved.
 
-    A second signal acts as if this were not there.
+    A second signal has its usual effect, as without this action.
 
     Args:
       say: receives a line when the signal arrives.
@@ -96,7 +97,7 @@ class StopOnSignal(Action):
         self._before: dict[int, Any] = {}
 
     def start(self, trainer: Trainer, last_step: int) -> None:
-        """Listens; Python lets only the main thread do so."""
+        """Installs the signal handlers; Python allows that only in the main thread."""
         del trainer, last_step
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
@@ -108,13 +109,14 @@ class StopOnSignal(Action):
             trainer.stop()
 
     def end(self, trainer: Trainer) -> None:
-        """Listens no more."""
+        """Restores the previous signal handlers."""
         del trainer
         self._restore()
 
     def _note(self, number: int, frame: Any) -> None:
         del frame
         self.received = number
+        # Right away, so that a second signal interrupts the step.
         self._restore()
         again = " (Ctrl-C again stops at once)" if number == signal.SIGINT else ""
         self._say(f"stopping: the current step is finished and saved first{again}")
@@ -125,14 +127,14 @@ class StopOnSignal(Action):
 
 
 class ShowProgress(Action):
-    """A live line on a terminal, elsewhere a line every few seconds, both on standard error.
+    """Shows a live line on a terminal, and elsewhere prints a line every few seconds.
 
-    They show the step, the loss, examples and target tokens per second over the latest steps, and
-    the time that is left.
+    Each line has the step, the loss, examples and target tokens per second over the latest steps,
+    and the time left.
 
     Args:
-      interval: seconds between lines where there is no terminal.
-      stream: where to write; standard error by default.
+      interval: seconds between lines when there is no terminal.
+      stream: where to write; defaults to standard error.
     """
 
     def __init__(self, interval: float = 5.0, stream: TextIO | None = None):
@@ -144,7 +146,7 @@ class ShowProgress(Action):
         self._shown_at = 0.0
 
     def start(self, trainer: Trainer, last_step: int) -> None:
-        """Opens the live line if there is a terminal."""
+        """Opens the live line if the stream is a terminal."""
         self._first, self._last = trainer.step, last_step
         self._shown_at = time.monotonic()
         if self._stream.isatty():
@@ -162,7 +164,7 @@ class ShowProgress(Action):
             self._bar.add_task("compiling", total=last_step - self._first)
 
     def on_metrics(self, metrics: StepMetrics) -> None:
-        """Shows the step, at once on a terminal, else if the last line is old enough."""
+        """Shows the step: always on a terminal, otherwise if the last line is old enough."""
         self._recent.append(metrics)
         if self._bar is not None:
             done = metrics.step - self._first
@@ -172,7 +174,7 @@ class ShowProgress(Action):
             print(self._text() + ", " + self._time_left() + " left", file=self._stream, flush=True)
 
     def end(self, trainer: Trainer) -> None:
-        """Closes the live line and leaves its last state."""
+        """Closes the live line and prints its last state."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None

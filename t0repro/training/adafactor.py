@@ -5,8 +5,7 @@ https://arxiv.org/abs/1804.04235), driven by the *global* step: a run that conti
 step 1,100,000 keeps that checkpoint's long memory.
 
 A parameter is factored when its two largest axes are both at least `min_dim_size_to_factor` long.
-Its second moment is then held as two means of the squared gradient, each over one of these axes.
-Which axis that is, precisely:
+Its second moment is then stored as two means of the squared gradient, each over one of these axes:
 
     argsort(shape), ascending and stable, ends with (..., d1, d0)
     v_row is the mean over d0: its shape is the parameter's without axis d0
@@ -17,11 +16,11 @@ Which axis that is, precisely:
     [2048, 128]   0   1   [128]       [2048]
     [128, 128]    1   0   [axis 0]    [axis 1]
 
-Mesh TensorFlow sorts descending and stable, and keeps vr (without its first) and vc (without its
-second). For unequal lengths vr is v_row and vc is v_col. For equal lengths, every attention kernel
-of a model with d_model = heads * d_kv, Mesh TensorFlow's first is axis 0 where T5X's d0 is axis 1:
-there vr is v_col and vc is v_row. The update is the same either way, up to rounding, since v_row
-and v_col have the same mean.
+Mesh TensorFlow sorts in descending order, also stable, and keeps vr (without the first axis) and vc
+(without the second). For unequal lengths vr is v_row and vc is v_col. For equal lengths, as in
+every attention kernel of a model with d_model = heads * d_kv, Mesh TensorFlow's first axis is 0
+while T5X's d0 is 1, so vr is v_col and vc is v_row. The update is the same either way, up to
+rounding, since v_row and v_col have the same mean.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from t0repro.training.slots import Gradient, Slots
 
 
 def factored_axes(shape: tuple[int, ...], config: AdafactorConfig) -> tuple[int, int] | None:
-    """The axes (d0, d1) that v_row and v_col lack, or None if the parameter is not factored."""
+    """The axes (d0, d1) averaged away in v_row and v_col; None if the parameter is not factored."""
     if not config.factored or len(shape) < 2:
         return None
     dropped = layout.t5x_dropped_axes(shape)
@@ -53,17 +52,17 @@ def slot_shapes(shape: tuple[int, ...], config: AdafactorConfig) -> dict[str, tu
 def decay_rate(step: jax.Array, config: AdafactorConfig) -> jax.Array:
     """Decay of the second moment at a global step: 1 - (step - offset + 1)**-exponent.
 
-    If the configuration has a fixed `decay_rate`, every step has that.
+    A fixed `decay_rate` in the configuration takes precedence.
     """
     if config.decay_rate is not None:
         return jnp.float32(config.decay_rate)
-    # The difference is taken before the conversion, while both are whole numbers.
+    # Subtract while both are integers, before the conversion to float32 can round either.
     count = (step - int(config.decay_offset)).astype(jnp.float32)
     return 1.0 - jnp.power(count + 1.0, -config.decay_exponent)
 
 
 def update(gradient: Gradient, config: AdafactorConfig) -> tuple[jax.Array, Slots]:
-    """What is added to one parameter, and its new slots (AdafactorOptimizer.apply_grad)."""
+    """Returns the change to one parameter and its new slots (AdafactorOptimizer.apply_grad)."""
     scale, path = gradient.learning_rate, gradient.path
     if config.multiply_by_parameter_scale and path not in config.exclude_from_parameter_scale:
         scale = scale * jnp.maximum(_rms(gradient.parameter), config.epsilon2)
@@ -94,7 +93,7 @@ def _normalised(
     assert slots.v_row is not None and slots.v_col is not None, "a factored parameter has both"
     v_row = slots.v_row * decay + jnp.mean(squared, axis=d0) * mixing
     v_col = slots.v_col * decay + jnp.mean(squared, axis=d1) * mixing
-    # Axis d1 of the parameter is this one of v_row, which lacks d0.
+    # v_row lacks axis d0, so the parameter's axis d1 may have moved down by one.
     reduced = d1 - 1 if d1 > d0 else d1
     mean = jnp.mean(v_row, axis=reduced, keepdims=True)
     row = jnp.expand_dims(jax.lax.rsqrt(v_row / mean), d0)

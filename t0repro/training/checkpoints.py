@@ -1,9 +1,9 @@
 """Checkpoints of the JAX stack: one Orbax directory `checkpoint_<step>/` each, with T5X's tree.
 
-A checkpoint is written under a temporary name and renamed when it is whole. The last file written
-is `integrity.json`, the length and CRC-32 of every other file, so that a file that is missing or
-was changed is named before any value is used. Orbax directories that others wrote have no such file
-and are read without that check.
+A checkpoint is written under a temporary name and renamed once it is complete. The last file
+written is `integrity.json`, with the length and CRC-32 of every other file, so that a missing or
+altered file is reported by name before any value is used. Orbax directories written by other
+programs have no such file and are read without that check.
 
 Trees are flat here: "target/encoder/encoder_norm/scale" -> array (t0repro.training.train_state).
 """
@@ -32,7 +32,7 @@ from t0repro.files import atomic_directory
 from t0repro.training.train_state import FlatTree, TrainState, to_flat_tree
 from t0repro.training.writing import writing
 
-DATA = "data"  # the folder with the data's position
+DATA = "data"  # the checkpoint's folder for the position in the data
 _CHOOSE_ANOTHER = "Copy the checkpoint again from where it came from, or choose another step."
 
 PathLike = str | os.PathLike[str]
@@ -44,12 +44,12 @@ def checkpoint_path(model_dir: PathLike, step: int) -> Path:
 
 
 def list_checkpoints(model_dir: PathLike) -> list[int]:
-    """Steps of the whole checkpoints in a directory, ascending; empty if there is no directory."""
+    """Steps of a directory's complete checkpoints, ascending; empty if there is no directory."""
     return [ref.step or 0 for ref in jax_refs(os.fspath(model_dir)) if ref.format == "jax"]
 
 
 def latest_step(model_dir: PathLike) -> int | None:
-    """The step of the latest whole checkpoint in a directory, or None."""
+    """The step of the latest complete checkpoint in a directory, or None."""
     steps = list_checkpoints(model_dir)
     return steps[-1] if steps else None
 
@@ -63,26 +63,28 @@ def save_checkpoint(
     """Writes a state as model_dir/checkpoint_<step> and returns that path.
 
     Args:
-      model_dir: created if it is not there.
-      state: read from the device here, which waits for the step that computes it.
-      keep: how many of the latest checkpoints stay in model_dir; None or 0 keeps all.
-      save_data: writes the data's position into the folder that it is given, `data_folder` later.
+      model_dir: created if it does not exist.
+      state: copied from the device, which waits for the step that computes it.
+      keep: how many of the latest checkpoints to keep in model_dir; None or 0 keeps all.
+      save_data: writes the position in the data into the folder that it is given; `data_folder`
+        finds that folder later.
 
     Raises:
-      UserError: if there is a checkpoint of that step already, or the disk is full; nothing of the
-        checkpoint is left then.
+      UserError: if that step already has a checkpoint, or if the disk is full; in either case
+        nothing of the new one is left behind.
     """
     path = checkpoint_path(model_dir, int(jax.device_get(state.step)))
     with writing(path):
         save_tree(path, to_flat_tree(state), save_data)
-        # A negative number, with which tf.train.Saver deletes what it has just saved, keeps all.
+        # Old checkpoints go only once the new one is complete. A negative number keeps all; with
+        # it, tf.train.Saver would delete what it has just saved.
         for step in list_checkpoints(model_dir)[:-keep] if keep and keep > 0 else []:
             _remove(checkpoint_path(model_dir, step))
     return path
 
 
 def data_folder(path: PathLike) -> Path | None:
-    """Where a checkpoint keeps the data's position, or None if it has none."""
+    """The folder with a checkpoint's position in the data, or None if it has none."""
     folder = Path(path) / DATA
     return folder if folder.is_dir() else None
 
@@ -90,17 +92,17 @@ def data_folder(path: PathLike) -> Path | None:
 def save_tree(
     path: PathLike, tree: FlatTree, save_data: Callable[[Path], None] | None = None
 ) -> None:
-    """Writes a flat tree as an Orbax checkpoint directory; there is no directory until it is whole.
+    """Writes a flat tree as an Orbax checkpoint directory, which appears only once it is complete.
 
     Args:
       path: the directory.
-      tree: its values.
+      tree: its arrays by flat name.
       save_data: see `save_checkpoint`.
 
     Raises:
       UserError: if `path` exists already.
     """
-    # Orbax takes a second to import, which commands that read no checkpoint need not wait for.
+    # Orbax takes a second to import; commands that touch no checkpoint should not wait for it.
     import orbax.checkpoint as ocp
 
     path = Path(path).absolute()
@@ -112,8 +114,8 @@ def save_tree(
                 with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
                     checkpointer.save(temporary, nested, force=True)
             except BaseException:
-                # Orbax writes beside its target, and leaves what it wrote when it fails. On a full
-                # disk that would stay in the way.
+                # Orbax writes beside its target and, when it fails, leaves what it wrote: on a
+                # full disk it would go on taking up space.
                 for partial in path.parent.glob(f"{temporary.name}.*"):
                     shutil.rmtree(partial, ignore_errors=True)
                 raise
@@ -133,7 +135,7 @@ def load_tree(path: PathLike) -> dict[str, np.ndarray]:
     """Reads an Orbax checkpoint directory as a flat tree of numpy arrays; needs no model.
 
     Raises:
-      UserError: if there is no checkpoint or a file of it is missing or damaged, by its name.
+      UserError: if there is no checkpoint, or one of its files is missing or damaged.
     """
     import orbax.checkpoint as ocp
 
@@ -154,7 +156,7 @@ def load_tree(path: PathLike) -> dict[str, np.ndarray]:
 
 
 def check_integrity(path: PathLike) -> None:
-    """Raises a UserError unless a checkpoint is there and its files are as they were written."""
+    """Raises a UserError unless the checkpoint exists and its files are as they were written."""
     if not is_orbax(os.fspath(path)):
         raise UserError(
             "There is no whole JAX checkpoint here.",
@@ -165,13 +167,13 @@ def check_integrity(path: PathLike) -> None:
 
 
 def remove_interrupted_saves(model_dir: PathLike) -> None:
-    """Removes what saves that were killed left in a model_dir that no other process writes to."""
+    """Removes what killed saves left behind; no other process may be writing to model_dir."""
     for path in Path(model_dir).glob(".checkpoint_*.tmp*"):
         shutil.rmtree(path, ignore_errors=True)
 
 
 def _remove(path: Path) -> None:
-    """Removes a checkpoint so that it is never listed half removed."""
+    """Removes a checkpoint; it is renamed first, so that it is never listed half removed."""
     hidden = path.with_name(f".{path.name}.removed.tmp")
     shutil.rmtree(hidden, ignore_errors=True)
     os.rename(path, hidden)

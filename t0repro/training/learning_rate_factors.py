@@ -1,8 +1,8 @@
 """T5X's learning-rate schedule: a product of factors that are named in one string.
 
 The factors are those of t5x.utils.create_learning_rate_scheduler (google-research/t5x at cc342d4).
-Each is computed in float32 from the step before the update; unlike Mesh TensorFlow's schedules, the
-product never falls below `min_learning_rate`.
+Each is computed in float32 from the global step before the update. Unlike in Mesh TensorFlow's
+schedules, the product never falls below `min_learning_rate`.
 """
 
 from __future__ import annotations
@@ -35,15 +35,17 @@ def create_learning_rate_scheduler(
 
     Args:
       step: float32 scalar, the global step before the update.
-      total: steps of the whole training; no factor needs it.
+      total: number of training steps; no factor uses it.
       factors: names joined by "*", such as "constant * rsqrt_decay".
       base_learning_rate: what "constant" and "linear_decay" multiply by.
-      warmup_steps: where "linear_warmup" ends, and before which the decays are constant.
-      decay_factor: of "decay_every" for each `steps_per_decay`; of "linear_decay" for each step.
-      steps_per_decay: steps between the falls of "decay_every".
+      warmup_steps: the step at which "linear_warmup" ends; the rsqrt decays are constant before it
+        and "cosine_decay" starts there.
+      decay_factor: "decay_every" multiplies by it every `steps_per_decay` steps; "linear_decay"
+        falls by this share of the base rate each step.
+      steps_per_decay: steps between the drops of "decay_every".
       steps_per_cycle: steps in which "cosine_decay" falls to zero; then it starts again.
-      step_offset: subtracted from the step, which counts as 0 before.
-      min_learning_rate: the least that the product can be.
+      step_offset: subtracted from the step; earlier steps count as 0.
+      min_learning_rate: lower bound of the product.
 
     Raises:
       UserError: if a factor is unknown.
@@ -79,7 +81,7 @@ def _linear_warmup(step: jax.Array, arguments: Mapping[str, Number]) -> jax.Arra
 
 
 def _linear_decay(step: jax.Array, arguments: Mapping[str, Number]) -> jax.Array:
-    """Rises to the base rate, then falls by `decay_factor` of it a step, below zero in the end."""
+    """Rises to the base rate, then falls by `decay_factor` of it per step, eventually below 0."""
     warmup = arguments["warmup_steps"]
     falling = 1.0 + arguments["decay_factor"] * (warmup - step)
     return arguments["base_learning_rate"] * jnp.minimum(step / warmup, falling)

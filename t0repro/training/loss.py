@@ -1,9 +1,9 @@
-"""Mesh TensorFlow's loss, and the sums that evaluation metrics are computed from.
+"""Mesh TensorFlow's loss, and the sums from which evaluation metrics are computed.
 
     loss = sum over targets > 0 of (cross entropy + z_loss * log(Z)**2) / denominator
 
 The denominator is the number of entries of `targets` in the whole batch, padding included, unless
-the model fixes another. z_loss is added in training only (Unitransformer._compute_loss).
+the configuration sets another. z_loss is added in training only (Unitransformer._compute_loss).
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> Float[Array, "batch length"]:
-    """Cross entropy in nats of each target, padding included; no weights are applied.
+    """Cross entropy of each target in nats, unweighted and padding included.
 
     Args:
       logits: float32.
       targets: ids; negative ones count as 0.
       label_smoothing: mass spread evenly over the whole vocabulary, the target's entry included:
         1 - s + s / V at the target, s / V elsewhere.
-      z_loss: coefficient of log(Z)**2, which is added.
+      z_loss: coefficient of the added log(Z)**2.
     """
     vocab = logits.shape[-1]
     log_z = jax.nn.logsumexp(logits, axis=-1)  # [batch, length]
     at_target = jnp.take_along_axis(logits, jnp.maximum(targets, 0)[..., None], axis=-1)[..., 0]
-    # The smoothed targets sum to one, so log_z has the factor one.
+    # The smoothed target distribution sums to 1, so log_z enters with a factor of 1.
     loss = log_z - (1.0 - label_smoothing) * at_target
     if label_smoothing:
         loss = loss - (label_smoothing / vocab) * jnp.sum(logits, axis=-1)
@@ -49,7 +49,7 @@ def cross_entropy(
 
 
 def loss_denominator(config: ModelConfig, batch: Mapping[str, Array | np.ndarray]) -> float:
-    """What the summed loss of a whole batch, all microbatches together, is divided by."""
+    """The divisor of the summed loss of a whole batch, all microbatches together."""
     if config.loss_denominator is not None:
         return float(config.loss_denominator)
     size = batch["targets"].size
@@ -66,10 +66,10 @@ def training_loss(
     denominator: float | Float[Array, ""],
     dropout_key: Array | None = None,
 ) -> Float[Array, ""]:
-    """The loss of a batch or microbatch, float32; without a key there is no dropout.
+    """The float32 loss of a batch or microbatch; without a key there is no dropout.
 
     Args:
-      model: gives label smoothing and z_loss too.
+      model: the model; its configuration also gives label smoothing and z_loss.
       parameters: the model's parameters.
       batch: int32 arrays [batch, length].
       denominator: the whole batch's, so that the losses of its microbatches add up.
@@ -90,7 +90,7 @@ def training_loss(
 
 
 def _with_loss(config: ModelConfig, targets: Int[Array, "batch length"]) -> Array:
-    """Which targets the loss counts."""
+    """Which targets count in the loss."""
     counted = targets > 0
     return counted & ~of_inputs(targets) if config.loss_on_targets_only else counted
 
@@ -105,7 +105,7 @@ def evaluation_sums(
     """Per-batch sums, float32 scalars, that `evaluation_metrics` averages.
 
     They are those of Mesh TensorFlow's teacher-forced evaluation (tpu_estimator_model_fn): its
-    loss, and the plain cross entropy and hits of the targets > 0.
+    loss, and the plain cross entropy and correct predictions over targets > 0.
     """
     batch = text_to_self(model.config, batch)
     logits = model.apply({"params": parameters}, batch)
@@ -133,7 +133,8 @@ def evaluation_sums(
 
 
 def evaluation_metrics(sums: Mapping[str, float]) -> dict[str, float]:
-    """Mean loss of the batches, and Mesh TensorFlow's metrics by their names there."""
+    """The mean loss over batches, and Mesh TensorFlow's metrics under their names there."""
+    # At least 1, so that an evaluation without targets gives zeros rather than NaN.
     tokens, rows = max(sums["tokens"], 1.0), max(sums["rows"], 1.0)
     return {
         "loss": sums["loss"] / max(sums["batches"], 1.0),
@@ -145,12 +146,13 @@ def evaluation_metrics(sums: Mapping[str, float]) -> dict[str, float]:
 
 
 def count_targets(batch: Mapping[str, np.ndarray]) -> int:
-    """Targets of a numpy batch that carry loss."""
+    """Number of targets in a numpy batch that carry loss."""
     return int(np.count_nonzero(np.asarray(batch["targets"]) > 0))
 
 
 def count_examples(batch: Mapping[str, np.ndarray]) -> int:
-    """Examples of a numpy batch: segments of packed rows, or else rows that are not all padding."""
+    """Number of examples in a numpy batch: segments if packed, else rows not all padding."""
     if "targets_segmentation" in batch:
+        # Segments of a row are numbered from 1, so the largest number is their count.
         return int(np.max(np.asarray(batch["targets_segmentation"]), axis=-1).sum())
     return int(np.count_nonzero(np.any(np.asarray(batch["targets"]) != 0, axis=-1)))

@@ -1,7 +1,7 @@
 """Training and evaluation metrics, and the manager that writes them to model_dir.
 
-TensorBoard's event files are written by clu, which imports TensorFlow. The JAX core does without
-both: callers that have them pass `t0repro.event_files.event_writer(model_dir)` to the manager.
+TensorBoard's event files are written by clu, which imports TensorFlow. The JAX core does not depend
+on either: callers that have them pass `t0repro.event_files.event_writer(model_dir)` to the manager.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ METRICS_FILE = "metrics.jsonl"
 
 @dataclasses.dataclass(frozen=True)
 class StepMetrics:
-    """What one training step gave.
+    """Metrics of one training step.
 
     Attributes:
       step: the global step after the update.
-      loss: of the parameters before the update; a float32, unrounded.
-      learning_rate: of the update.
-      target_tokens: targets with loss in the batch.
-      examples: examples in the batch.
-      seconds: from the end of the step before to the end of this one.
+      loss: loss with the parameters before the update; a float32, unrounded.
+      learning_rate: learning rate of the update.
+      target_tokens: number of targets in the batch that carry loss.
+      examples: number of examples in the batch.
+      seconds: wall-clock time from the end of the previous step to the end of this one.
     """
 
     step: int
@@ -49,9 +49,9 @@ class MetricsManager:
     `<split>/<metric>`.
 
     Args:
-      model_dir: The directory; created if it does not exist.
-      start_step: the step that training starts from. Training lines of later steps are left over
-        from an interrupted run and are dropped. None keeps every line.
+      model_dir: the directory; created if it does not exist.
+      start_step: the step that training starts from. Training lines of later steps, left over from
+        an interrupted run, are dropped. None keeps every line.
       writers: clu.metric_writers, or objects with the same methods.
     """
 
@@ -72,8 +72,10 @@ class MetricsManager:
     def write(
         self, split: str, step: int, values: Mapping[str, float], task: str | None = None
     ) -> None:
-        """Writes a line, and an event with the tags `<split>/<metric>`, or Mesh TensorFlow's
-        `eval/<task>/<metric>` where the values are a task's.
+        """Writes a line, and an event with one tag per metric.
+
+        Tags are `<split>/<metric>` or, if a task is given, Mesh TensorFlow's
+        `eval/<task>/<metric>`.
         """
         named = {"split": split, "step": step} | ({} if task is None else {"task": task})
         self._lines.write({**named, **values})
@@ -82,7 +84,7 @@ class MetricsManager:
             writer.write_scalars(step, {f"{tag}/{name}": x for name, x in values.items()})
 
     def flush(self) -> None:
-        """Puts what was written on the disk, and makes it visible to readers."""
+        """Syncs what was written to disk and makes it visible to readers."""
         self._lines.sync()
         for writer in self._writers:
             writer.flush()
@@ -108,12 +110,12 @@ class Writer(Protocol):
 
 
 class JsonLines:
-    """Appends one JSON object a line, each whole on disk as soon as it is written.
+    """Appends JSON objects to a file, one whole line per write.
 
     Args:
       path: the file.
-      start_step: training lines of later steps are dropped: a run that was interrupted after its
-        last checkpoint does those steps again. None keeps every line.
+      start_step: training lines of later steps are dropped, since a run that was interrupted after
+        its last checkpoint repeats those steps. None keeps every line.
     """
 
     def __init__(self, path: str | os.PathLike[str], start_step: int | None = None):
@@ -126,14 +128,14 @@ class JsonLines:
                 write_atomically(path, "".join(kept))
         drop_half_line(path)
         self._path = path
-        # Without a buffer: what a full disk refused must not be written when the file is closed.
+        # Unbuffered: what a full disk refused must not be written later, when the file is closed.
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (closed by close())
 
     def write(self, row: Mapping[str, object]) -> None:
         """Writes one line.
 
         Raises:
-          UserError: if the disk is full; no part of the line is left then.
+          UserError: if the disk is full; no part of the line is left in the file.
         """
         line = (json.dumps(row) + "\n").encode()
         with writing(self._path):
@@ -143,17 +145,17 @@ class JsonLines:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), os.fspath(self._path))
 
     def sync(self) -> None:
-        """Waits until every line is on the disk."""
+        """Waits until every line is on disk."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Closes the file, with every line on the disk."""
+        """Syncs and closes the file."""
         self.sync()
         self._file.close()
 
 
 def drop_half_line(path: Path) -> None:
-    """Cuts off a last line that a killed run did not finish: the next line would be glued to it."""
+    """Cuts off an unfinished last line of a killed run, lest the next line be appended to it."""
     if not path.exists():
         return
     with open(path, "rb+") as file:
@@ -162,7 +164,7 @@ def drop_half_line(path: Path) -> None:
 
 
 def _is_until(line: str, step: int) -> bool:
-    """Whether a line is whole and belongs to no later step than this."""
+    """Whether a line is complete and is not a training line of a later step."""
     try:
         row = json.loads(line)
         return line.endswith("\n") and (row["split"] != "train" or row["step"] <= step)

@@ -1,12 +1,13 @@
-"""What a model_dir holds, held against the run that is about to train in it.
+"""Checks that what a model_dir holds fits the run that is about to train in it.
 
-Training that goes on from the wrong state does not fail: Mesh TensorFlow starts at step 0 beside
-the JAX stack's checkpoints, which it does not see; slots of another optimizer become zeros; two
-activations in another order have the same parameters. `check_model_dir` names each of these before
-anything is computed or written. Both backends train inside `held_for_training`, which calls it.
+Training that continues from the wrong state does not fail by itself: Mesh TensorFlow starts at step
+0 beside the JAX stack's checkpoints, which it does not see; slots of another optimizer become
+zeros; swapping two activations leaves the parameters' names and shapes the same. `check_model_dir`
+reports each of these before anything is computed or written. Both backends train inside
+`held_for_training`, which calls it.
 
-`trained_with.json` in model_dir has the settings that last trained there. Without it, as where
-another program made the checkpoint, only what its tensors tell is checked.
+`trained_with.json` in model_dir records the settings of the last training there. Without it, for
+instance if another program wrote the checkpoint, only what the tensors show can be checked.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ from t0repro.training.writing import writing
 Backend = Literal["mtf", "jax"]
 
 RECORD = "trained_with.json"
-# Fields of ModelConfig that a run may change on the way: they are of the loss, of dropout or of
-# memory, and `norm_names` is a spelling.
+# Fields of ModelConfig that may change between runs in a folder: they concern only the loss,
+# dropout or memory use, and `norm_names` only a spelling.
 _MAY_CHANGE = frozenset(
     ["dropout_rate", "label_smoothing", "z_loss", "loss_denominator", "recompute_grads"]
     + ["loss_on_targets_only", "norm_names"]
@@ -53,16 +54,16 @@ def held_for_training(
     *,
     allow_changed: bool = False,
 ) -> Iterator[None]:
-    """Holds model_dir's lock, once what the folder holds has been checked and noted.
+    """Locks model_dir while training, after checking what it holds and recording the settings.
 
     Args:
-      model_dir: a local folder, made if it is not there.
-      backend: see `check_model_dir`, as for the others.
-      config: what is trained.
-      allow_changed: whether settings may have changed.
+      model_dir: a local folder; created if it does not exist.
+      backend: see `check_model_dir`.
+      config: see `check_model_dir`; None records nothing.
+      allow_changed: see `check_model_dir`.
 
     Raises:
-      UserError: if another run holds the folder, or as from `check_model_dir`.
+      UserError: if another run holds the folder, or if `check_model_dir` raises one.
     """
     fix = "Wait for it to end, or train in another --model_dir."
     with folder_lock(Path(model_dir), "training", fix=fix):
@@ -81,18 +82,18 @@ def check_model_dir(
     *,
     allow_changed: bool = False,
 ) -> None:
-    """Checks that training can go on from what is in model_dir, if there are checkpoints.
+    """Checks that training can continue from model_dir's checkpoints, if it has any.
 
     Args:
-      model_dir: the run's folder; it need not be there.
-      backend: who is about to train.
-      config: what is about to be trained; None where only Mesh TensorFlow does what is configured,
-        of which this knows too little to compare.
-      allow_changed: go on with another optimizer, other settings or a renamed checkpoint. Another
-        stack's or another model's checkpoints are refused even so: training cannot read them.
+      model_dir: the run's folder; it need not exist.
+      backend: the stack that is about to train.
+      config: what is about to be trained; None for a configuration that only Mesh TensorFlow
+        supports, about which too little is known here to compare.
+      allow_changed: accept another optimizer, other settings or a renamed checkpoint. Checkpoints
+        of the other stack or of another model are refused even so: training cannot read them.
 
     Raises:
-      UserError: naming what does not fit.
+      UserError: if something does not fit; the message says what.
     """
     refs = sources.list_checkpoints(model_dir) if os.path.isdir(model_dir) else []
     if not refs:
@@ -116,11 +117,12 @@ def check_model_dir(
 
 
 def _check_stack(refs: list[CheckpointRef], backend: Backend, model_dir: str) -> None:
-    """Refuses checkpoints that this backend would pass over although they are the later ones."""
+    """Refuses checkpoints that this backend would ignore although they are the latest."""
+    # The last of each kind wins.
     latest: dict[bool, CheckpointRef] = {ref.format == "mtf": ref for ref in refs}
     mesh, ours = latest.get(True), latest.get(False)
     if ours is None:
-        return  # JAX goes on from Mesh TensorFlow's checkpoints too
+        return  # JAX continues from Mesh TensorFlow's checkpoints too
     if backend == "mtf" and (mesh is None or (ours.step or 0) >= (mesh.step or 0)):
         start = "new parameters" if mesh is None else f"step {mesh.step:,}"
         raise UserError(
@@ -139,7 +141,7 @@ def _check_stack(refs: list[CheckpointRef], backend: Backend, model_dir: str) ->
 
 
 def _open(ref: CheckpointRef, backend: Backend) -> CheckpointReader | None:
-    """The checkpoint's reader; None for a model of Mesh TensorFlow that is no T5 known here."""
+    """The checkpoint's reader; None for a Mesh TensorFlow model that this package does not know."""
     try:
         return sources.open_checkpoint(ref)
     except UserError:
@@ -168,7 +170,7 @@ def _check_model(reader: CheckpointReader, model: ModelConfig) -> None:
 
 
 def _check_slots(reader: CheckpointReader, model: ModelConfig, optimizer: OptimizerConfig) -> None:
-    """Refuses slots that this optimizer would pass over, or begin anew as zeros."""
+    """Refuses slots that this optimizer would ignore or would restart at zero."""
     found = {
         key: info.shape for key, info in reader.tensors.items() if key.startswith(layout.SLOTS)
     }
@@ -213,18 +215,19 @@ def _slot_shapes(model: ModelConfig, optimizer: OptimizerConfig) -> dict[str, tu
 
 
 def _settings(config: RunConfig) -> dict[str, Any]:
-    """What a checkpoint depends on: dotted field -> value, as JSON has it."""
+    """The settings that a checkpoint depends on: dotted field -> value, as JSON represents it."""
     parts = {"model": config.model, "optimizer": config.optimizer}
     settings: dict[str, Any] = {"optimizer": type(config.optimizer).__name__}
     for part, value in parts.items():
         for name, item in (dataclasses.asdict(value) if value is not None else {}).items():
             if not (part == "model" and name in _MAY_CHANGE):
                 settings[f"{part}.{name}"] = item
+    # Through JSON, so that tuples equal the lists that `_check_record` reads back.
     return json.loads(json.dumps(settings))
 
 
 def _check_record(path: Path, config: RunConfig) -> None:
-    """Refuses settings of model or optimizer other than those that trained the checkpoints."""
+    """Refuses model or optimizer settings that differ from those that trained the checkpoints."""
     if not path.is_file():
         return
     try:
@@ -236,8 +239,8 @@ def _check_record(path: Path, config: RunConfig) -> None:
             fix="Delete it to go on without comparing settings.",
         ) from error
     now, places = _settings(config), config.provenance
-    # A setting that only one side has is of another version of this program, or of the other
-    # optimizer, which is itself named.
+    # Skip settings that only one side has: they come from another version of this program, or from
+    # another optimizer, which the setting "optimizer" reports.
     changed = [name for name in now if name in before and now[name] != before[name]]
     if changed:
         shown = "; ".join(
