@@ -24,6 +24,8 @@ def run_program(body: str) -> subprocess.CompletedProcess[str]:
     code = (
         "import atexit, os, signal, time\n"
         "from t0repro.cli.gate import gate\n"
+        # A shell starts what runs in the background with Ctrl-C ignored.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "def interrupt():\n"
         "    os.kill(os.getpid(), signal.SIGINT)\n"
         "    time.sleep(5)\n"
