@@ -204,4 +204,5 @@ def gin_inputs(options: Any) -> GinInputs:
         module_imports=options.module_import or (),
         cache_dirs=options.additional_task_cache_dirs,
         skip_unknown=options.skip_all_gin_unknowns or options.additional_deprecated_gin_references,
+        tfds_data_dir=options.t5_tfds_data_dir,
     )

@@ -288,3 +288,18 @@ def test_sixteen_bit_weights_are_refused_in_training_on_an_accelerator():
     with pytest.raises(UserError, match="slice_dtype"):
         dialect.load(inputs, float32_activations=False).run  # noqa: B018
     assert dialect.load(inputs).run.dtypes.slice == "float32"
+
+
+def test_the_folder_of_tensorflow_datasets_is_handed_to_seqio(monkeypatch):
+    import seqio
+
+    monkeypatch.setattr(seqio.utils, "_TFDS_DATA_DIR_OVERRIDE", None)
+    inputs = GinInputs(
+        "a_model_dir",
+        FILES,
+        PARAMS,
+        module_imports=("t0repro.tasks.demo",),
+        tfds_data_dir="elsewhere",
+    )
+    dialect.load(inputs)
+    assert seqio.LazyTfdsLoader("a_dataset:1.0.0", data_dir="its_own").data_dir == "elsewhere"

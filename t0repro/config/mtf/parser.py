@@ -25,6 +25,7 @@ class GinInputs:
     Attributes:
       skip_unknown: True to ignore every unknown configurable, or the names of those to ignore
         beside t5's own list of deprecated references.
+      tfds_data_dir: where TensorFlow Datasets keeps its data, in place of each task's own folder.
     """
 
     model_dir: str
@@ -34,6 +35,7 @@ class GinInputs:
     module_imports: Sequence[str] = ()
     cache_dirs: Sequence[str] = ()
     skip_unknown: bool | Sequence[str] = ()
+    tfds_data_dir: str | None = None
 
 
 def parse(inputs: GinInputs) -> Bindings:
@@ -88,6 +90,8 @@ def _parse(inputs: GinInputs) -> Bindings:
     gin.bind_parameter("run.vocabulary", mesh_transformer.get_vocabulary())
     gin.finalize()
     seqio.add_global_cache_dirs(list(inputs.cache_dirs))
+    if inputs.tfds_data_dir:
+        seqio.set_tfds_data_dir_override(inputs.tfds_data_dir)
     return bindings
 
 
