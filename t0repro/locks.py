@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import shlex
+import socket
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,6 +22,7 @@ LOCK_FILES = (LOCK_FILE, LEASE_FILE, COMMAND_FILE)
 # The holder refreshes its lease every 20 s; another machine may take a lease that it has watched
 # for a minute without seeing it refreshed.
 _LEASE_SECONDS = 60.0
+_SECONDS_TO_WRITE_A_LEASE = 1.0
 
 
 @contextlib.contextmanager
@@ -78,9 +81,16 @@ def _acquire(lease: filelock.SoftFileLease, say: Callable[[str], None]) -> None:
     try:
         lease.acquire(timeout=0)
     except filelock.Timeout:
-        # flock is ours, so no live process of this machine holds the lease.
         owner = lease.owner
-        elsewhere = f"process {owner.pid} on {owner.hostname}" if owner else "another machine"
+        if owner is None:  # another machine is just writing it, or a power failure emptied it
+            time.sleep(_SECONDS_TO_WRITE_A_LEASE)
+            owner = lease.owner
+        # flock is ours, so no live process of this machine holds the lease.
+        if owner is None or owner.hostname == socket.gethostname():
+            Path(lease.lock_file).unlink(missing_ok=True)
+            lease.acquire(timeout=0)
+            return
+        elsewhere = f"process {owner.pid} on {owner.hostname}"
         say(f"waiting up to {_LEASE_SECONDS:.0f} s to see whether {elsewhere} is still alive")
         lease.acquire(timeout=_LEASE_SECONDS * 1.25)
 

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import filelock
@@ -111,3 +112,12 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     with pytest.raises(UserError, match="cannot be locked"):
         with locks.folder_lock(tmp_path / "file", "training"):
             pass
+
+
+def test_a_lease_that_a_power_failure_emptied_is_taken_at_once(tmp_path):
+    (tmp_path / locks.LEASE_FILE).write_bytes(b"")
+    said: list[str] = []
+    begun = time.monotonic()
+    with locks.folder_lock(tmp_path, "training", say=said.append):
+        pass
+    assert said == [] and time.monotonic() - begun < 5
