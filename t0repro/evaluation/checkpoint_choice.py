@@ -1,4 +1,4 @@
-"""Which checkpoints of a model_dir are evaluated, and waiting for those to come.
+"""Chooses which checkpoints of a model_dir to evaluate, and waits for new ones.
 
 Source: mesh_tensorflow.transformer.utils.get_checkpoint_iterator and tf.train.checkpoints_iterator.
 """
@@ -17,15 +17,15 @@ SECONDS_BETWEEN_LOOKS = 1.0
 
 
 def chosen_checkpoints(config: RunConfig) -> Iterator[Any]:
-    """The checkpoints that eval_checkpoint_step chooses, by ascending step.
+    """Yields the checkpoints that eval_checkpoint_step chooses, by ascending step.
 
-    - a step or several: each that is there, or the nearest to it (find_closest);
-    - "all": every one beyond skip_until;
+    - one step or several: each that exists, or the one nearest to it (find_closest);
+    - "all": every checkpoint after skip_until;
     - -1: the latest;
-    - None: the latest, then each later one as soon as it is there, for ever or until stop_after.
+    - None: the latest, then each new one as it appears, forever or until stop_after.
 
     Raises:
-      UserError: if none is there.
+      UserError: if there is no such checkpoint (never for None, which waits).
     """
     if config.eval_checkpoint_step is None:
         return _coming(config)
@@ -33,10 +33,10 @@ def chosen_checkpoints(config: RunConfig) -> Iterator[Any]:
 
 
 def one_checkpoint(config: RunConfig) -> Any:
-    """The only checkpoint that is chosen, as modes need that write one file.
+    """The one checkpoint that eval_checkpoint_step chooses, for modes that write a single file.
 
     Raises:
-      UserError: if several are.
+      UserError: if it chooses several, none, or an open-ended series.
     """
     found = list(_present(config)) if config.eval_checkpoint_step is not None else []
     if len(found) != 1:
@@ -76,7 +76,7 @@ def _present(config: RunConfig) -> list[Any]:
 
 
 def _coming(config: RunConfig) -> Iterator[Any]:
-    """Looks for a later checkpoint again and again."""
+    """Polls for new checkpoints and yields each, until stop_after."""
     from t0repro.converters import sources
 
     choice, last, told = config.checkpoint_choice, None, False

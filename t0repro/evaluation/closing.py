@@ -1,4 +1,4 @@
-"""The last words of score_eval and eval: results, where they lie, how to get a report of them."""
+"""What score_eval and eval print at the end: results, their files, the command for a report."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ def print_results(
     """Prints each task's metrics, the files of the tasks, and the command for a report.
 
     Args:
-      metrics: task -> name of a metric -> its value.
-      step: of the checkpoint.
-      folder: the `<split>_eval` folder that the files are in.
+      metrics: task -> metric name -> value.
+      step: the checkpoint's step.
+      folder: the `<split>_eval` folder that holds the files.
     """
     print("\n".join(result_lines(metrics, step, Path(folder))), flush=True)
 

@@ -1,8 +1,8 @@
-"""Digests of the code that results depend on: what other code computed is not taken over.
+"""Digests of the code that results depend on, so that results of other code are not reused.
 
-Which code that is is read off the import statements, so that no list has to be kept in step with
-it: a digest covers the modules named here, whatever of t0repro they import, directly or through
-others, at the top of a module or within a function, and the versions of the packages that compute.
+The code is found by following import statements, so that no list of modules has to be maintained: a
+digest covers the modules named here, every module of t0repro that they import, directly or
+indirectly, at module level or within a function, and the versions of the packages that compute.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 _ROOT = "t0repro"
 
-# A pair's score: from tokens to log-likelihood, and how the journal keeps it.
+# A pair's score: from tokens to log-likelihood, and how the journal stores it.
 _SCORING = (
     "t0repro.evaluation.engine",
     "t0repro.evaluation.pairs",
@@ -25,8 +25,8 @@ _SCORING = (
 )
 # A decoded text: from tokens to text.
 _GENERATION = ("t0repro.evaluation.generate_tasks",)
-# An example: from rows to tokens. All of t0repro.tasks is added, for who registers a task is known
-# only when the command runs.
+# An example: from rows to tokens. All of t0repro.tasks is added, because which module registers a
+# task is known only when the command runs.
 _RENDERING = ("t0repro.evaluation.reading",)
 
 # Packages whose versions decide what the modules compute.
@@ -38,19 +38,19 @@ ReadSource = Callable[[str], str | None]
 
 @functools.cache
 def scoring_digest() -> str:
-    """16 hexadecimal digits that stand for the model's and the engine's code."""
+    """Digest, 16 hex digits, of the code of the model and the scoring engine."""
     return code_digest(_SCORING, _COMPUTING_PACKAGES)
 
 
 @functools.cache
 def generation_digest() -> str:
-    """16 hexadecimal digits that stand for the code of the model and of decoding."""
+    """Digest, 16 hex digits, of the code of the model and of decoding."""
     return code_digest(_GENERATION, _COMPUTING_PACKAGES)
 
 
 @functools.cache
 def rendering_digest() -> str:
-    """16 hexadecimal digits that stand for what makes examples of rows."""
+    """Digest, 16 hex digits, of the code that turns rows into examples."""
     spec = importlib.util.find_spec("t0repro.tasks")
     assert spec is not None and spec.origin is not None
     tasks = Path(spec.origin).parent
@@ -62,13 +62,13 @@ def rendering_digest() -> str:
 def code_digest(
     modules: Iterable[str], packages: Iterable[str], read: ReadSource | None = None
 ) -> str:
-    """16 hexadecimal digits that stand for modules, all that they import, and packages' versions.
+    """Digest, 16 hex digits, of modules, all that they import from t0repro, and package versions.
 
     Args:
       modules: full names of modules of t0repro.
-      packages: distributions; one that is not installed counts as such.
-      read: gives a module's source by its full name, None if there is no such module; by default
-        that of what is installed.
+      packages: distribution names; a missing one has the version "none".
+      read: returns a module's source by its full name, or None if there is no such module;
+        defaults to reading the installed source.
     """
     digest = hashlib.blake2b(digest_size=8)
     for name, source in sorted(imported_modules(modules, read or read_source).items()):
@@ -79,7 +79,7 @@ def code_digest(
 
 
 def imported_modules(modules: Iterable[str], read: ReadSource) -> dict[str, str]:
-    """Full name -> source of modules of t0repro and of all that they import of it."""
+    """Full name -> source, for the modules and every module of t0repro that they import."""
     found: dict[str, str] = {}
     waiting = list(modules)
     while waiting:
@@ -88,12 +88,13 @@ def imported_modules(modules: Iterable[str], read: ReadSource) -> dict[str, str]
         if source is not None:
             found[name] = source
             waiting += _imports(source)
+            # Importing a module runs its package's __init__ as well.
             waiting += [name.rpartition(".")[0]] if name != _ROOT else []
     return found
 
 
 def _imports(source: str) -> Iterator[str]:
-    """Modules of t0repro that a source may import; names within them, which are none, too."""
+    """Yields names that a source imports from t0repro: modules, and names defined in modules."""
     for node in _executed(ast.parse(source)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -106,7 +107,7 @@ def _imports(source: str) -> Iterator[str]:
 
 
 def _executed(tree: ast.AST) -> Iterator[ast.AST]:
-    """All nodes but those that only type checkers read."""
+    """All nodes except those under `if TYPE_CHECKING`."""
     for node in ast.iter_child_nodes(tree):
         if not (isinstance(node, ast.If) and _named(node.test) == "TYPE_CHECKING"):
             yield node
@@ -119,9 +120,9 @@ def _named(node: ast.expr) -> str | None:
 
 @functools.cache
 def read_source(name: str) -> str | None:
-    """The source of an installed module, which is not imported; None if there is no such module."""
+    """Source of an installed module, without importing it; None if there is no such module."""
     parts = name.split(".")
-    # The first two parts find the folder, for t0repro.tasks may lie elsewhere than t0repro.
+    # The first two parts find the folder, because t0repro.tasks may lie outside t0repro's.
     spec = importlib.util.find_spec(".".join(parts[:2]))
     if spec is None or spec.origin is None:
         return None

@@ -1,7 +1,7 @@
 """Energy used by an evaluation, if the hardware reports it: GPUs through NVML, CPUs through RAPL.
 
-Both count everything that runs on the device meanwhile, ours or not. RAPL's files are readable by
-root alone on many systems; what cannot be read is left out, and the report then says nothing.
+Both count everything that runs on the device meanwhile, not just this process. On many systems only
+root can read RAPL's files; counters that cannot be read are left out.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ POWERCAP = Path("/sys/class/powercap")
 
 
 class EnergyMeter:
-    """Joules since the last look at it, of all counters that can be read.
+    """Sums the joules used since the last reading, over all counters that can be read.
 
     Args:
-      powercap: where RAPL's counters are.
-      gpus: whether to ask NVIDIA's library too.
+      powercap: folder of RAPL's counters.
+      gpus: whether to read NVIDIA GPUs as well.
 
     Attributes:
-      source: what is counted, in words; empty where nothing is.
+      source: description of what is counted; empty if nothing is.
     """
 
     def __init__(self, powercap: Path = POWERCAP, *, gpus: bool = True):
@@ -35,13 +35,14 @@ class EnergyMeter:
         self.joules()
 
     def joules(self) -> float | None:
-        """Joules since the last call; None where no counter can be read."""
+        """Joules since the last call; None if no counter can be read."""
         values = [counter() for counter in self._counters]
         return sum(values) if values else None
 
 
 def _rapl_counters(powercap: Path) -> list[Callable[[], float]]:
-    """A counter for each package; the parts of a package are in its own figure."""
+    """A counter for each CPU package."""
+    # Zones named intel-rapl:0:1 are parts of package 0 and already in its figure.
     return [
         _rapl_counter(folder)
         for folder in sorted(powercap.glob("intel-rapl:*"))
@@ -58,7 +59,7 @@ def _rapl_counter(folder: Path) -> Callable[[], float]:
         now = _microjoules(folder / "energy_uj")
         if now is None:
             return 0.0
-        since = now - last if now >= last else now + around - last  # it starts again from 0
+        since = now - last if now >= last else now + around - last  # the counter wraps around
         last = now
         return since / 1e6
 
@@ -99,7 +100,7 @@ def _nvml_counter(device: Any) -> Callable[[], float]:
 
 
 def _millijoules(device: Any) -> int | None:
-    """Energy that a GPU has used since its driver was loaded."""
+    """Energy that a GPU has used since its driver was loaded; None if it has no counter."""
     try:
         return pynvml.nvmlDeviceGetTotalEnergyConsumption(device)
     except pynvml.NVMLError:

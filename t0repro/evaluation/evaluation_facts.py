@@ -1,4 +1,4 @@
-"""What only an evaluation knows of itself, left beside its files for the report."""
+"""Writes provenance.json and operative_config.gin: what the report cannot find out later."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from t0repro.evaluation.opened import Checkpoint
 from t0repro.evaluation.records import digest_of_texts, read_records
 from t0repro.files import write_atomically
 
-# An evaluation may leave what only it knows beside its outputs: a JSON object with any of
+# An evaluation may leave this file beside its outputs: a JSON object with any of the fields
 # step, checkpoint, checkpoint_hash, device, duration_seconds, energy_joules, energy_source,
 # versions, templates_hash, data_revision and data.
 EVALUATION_FACTS = "provenance.json"
@@ -41,8 +41,8 @@ def write_facts(folder: Path, checkpoint: Checkpoint, names: Sequence[str]) -> N
 
     Args:
       folder: the `<split>_eval` folder, with a record of each finished task.
-      checkpoint: that was evaluated.
-      names: the tasks.
+      checkpoint: the checkpoint that was evaluated.
+      names: names of the tasks to cover.
     """
     records = read_records(folder, checkpoint.step)
     used = {name: records[name] for name in names if name in records}
@@ -51,9 +51,9 @@ def write_facts(folder: Path, checkpoint: Checkpoint, names: Sequence[str]) -> N
 
 
 def operative_config(mixture: str, checkpoint: Checkpoint, settings: Any) -> str:
-    """The evaluation's settings and the model's shape, and the training's configuration if known.
+    """The evaluation's settings, the model's shape and, if known, the training's configuration.
 
-    Bindings are in gin's form; those of the training are what its operative_config.gin holds.
+    All are written as gin bindings; the training's are copied from its operative_config.gin.
     """
     lines = [f"rank_eval.mixture = {mixture!r}", f"rank_eval.checkpoint = {checkpoint.path!r}"]
     values = dataclasses.asdict(settings)
@@ -68,7 +68,7 @@ def operative_config(mixture: str, checkpoint: Checkpoint, settings: Any) -> str
 
 
 def package_versions() -> dict[str, str]:
-    """Versions of Python and of the packages that decide the numbers, those that are installed."""
+    """Versions of Python and of those installed packages that can affect the numbers."""
     versions = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:
@@ -97,7 +97,7 @@ def _facts(checkpoint: Checkpoint, used: Mapping[str, Mapping[str, Any]]) -> dic
 
 
 def _origins(used: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """Dataset and split -> which version of which rows, in words; what is not known is left out."""
+    """Dataset -> description of its rows' origin and version; unknown ones are left out."""
     found = {}
     for record in used.values():
         origin = record["key"]["data"]
@@ -111,7 +111,7 @@ def _origins(used: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
 
 
 def _energy(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Joules and what counted them, where every task's were told."""
+    """Total joules and what measured them; empty unless every task has both."""
     if not records or not all("joules" in record for record in records):
         return {}
     sources = sorted({record["energy_source"] for record in records})

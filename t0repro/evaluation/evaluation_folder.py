@@ -1,10 +1,10 @@
-"""The folder of an evaluation's results: what is in it already, and what is added.
+"""The results folder of an evaluation: which tasks are finished, and records of new ones.
 
 <out>/<split>_eval/          the tasks' files (see task_output), provenance.json,
                              operative_config.gin
 <out>/<split>_eval/results/  a record of each finished task
 <out>/scores/<key>/          the journal of scored pairs
-<out>/scores/step_<n>.json   the checkpoint that the scores of a step are of
+<out>/scores/step_<n>.json   which checkpoint the results of step n belong to
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from t0repro.files import write_atomically
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What is evaluated.
+    """What to evaluate and how.
 
     Attributes:
-      split: of every task.
-      limit: the most inputs of a task, a sample of its split; None takes all.
-      lengths: tokens per feature; T0's are 1,024 and 256. Decoded outputs may be as long as
-        targets.
-      activation: type of the activations.
-      tokens_per_batch: see grouping.make_plan; None is what suits the device.
-      use_cached: read cached tasks.
-      calibrated: also score every choice after a content-free input.
-      modes: of selection.MODES: tasks with answer choices are ranked, the others decoded.
+      split: the split of every task.
+      limit: maximum number of inputs sampled from a task's split; None takes all.
+      lengths: maximum tokens per feature; T0's are 1,024 and 256. Decoded outputs may be as long
+        as targets.
+      activation: dtype of the activations.
+      tokens_per_batch: see grouping.make_plan; defaults to a size for the device.
+      use_cached: read tasks from SeqIO's cache.
+      calibrated: also score every choice given a content-free input.
+      modes: some of selection.MODES: "rank" ranks answer choices, "generate" decodes.
       at_hand: leave out tasks whose rows are not on this machine.
     """
 
@@ -59,10 +59,11 @@ class EvaluationFolder:
 
     Args:
       path: the `<split>_eval` folder.
-      checkpoint: that is evaluated.
-      settings: that it is evaluated with.
-      generated: tasks that are decoded; the others are ranked.
-      command: what reads the examples; score_eval takes the first ones where rank_eval samples.
+      checkpoint: the checkpoint that is evaluated.
+      settings: the settings of the evaluation.
+      generated: names of the tasks that are decoded; the others are ranked.
+      command: part of the key, because commands choose examples differently: under a limit,
+        score_eval takes the first ones and rank_eval samples.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class EvaluationFolder:
         self._settings, self._generated = settings, frozenset(generated)
 
     def key(self, name: str) -> dict[str, Any]:
-        """What a task's results depend on."""
+        """Everything that a task's results depend on, as JSON values."""
         from t0repro.evaluation.reading import data_origin, vocabulary_digest
         from t0repro.tasks.task import prompted_tasks
 
@@ -102,7 +103,7 @@ class EvaluationFolder:
         }
 
     def finished(self, names: Sequence[str]) -> tuple[str, ...]:
-        """The tasks that have a record of their key, and the files that belong to it."""
+        """The tasks whose record has the current key and whose files are intact."""
         found = records.read_records(self.path, self._checkpoint.step)
         return tuple(
             name
@@ -111,7 +112,7 @@ class EvaluationFolder:
         )
 
     def record(self, result: TaskResult, details: Mapping[str, Any]) -> None:
-        """Writes a task's record, which makes it a finished one."""
+        """Writes a task's record, which marks it as finished."""
         record = {
             "key": self.key(result.task),
             "mode": "generate" if result.task in self._generated else "rank",
@@ -124,17 +125,17 @@ class EvaluationFolder:
 
 
 def scores_key(checkpoint: Checkpoint) -> str:
-    """What a pair's score depends on beside its tokens, as a folder's name."""
+    """Hash of what a pair's score depends on besides its tokens; the journal's folder name."""
     activation = checkpoint.model.dtypes.activation
     text = f"{checkpoint.digest} {activation} {code_version.scoring_digest()}"
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def claim_step(out: Path, checkpoint: Checkpoint) -> None:
-    """Notes that a step's results in a folder are those of this checkpoint.
+    """Claims a step's results in a folder for this checkpoint.
 
     Raises:
-      UserError: if they are another checkpoint's, which would be mixed with this one's.
+      UserError: if they belong to another checkpoint, whose results would be mixed with this one's.
     """
     path = out / "scores" / f"step_{checkpoint.step}.json"
     try:

@@ -36,14 +36,14 @@ def decode_examples(
     """Decodes a task's inputs greedily.
 
     Args:
-      checkpoint: to decode with.
-      examples: of the task, at least one.
-      lengths: tokens of an input, and that an output has room for (`targets`).
-      vocabulary: a seqio vocabulary.
+      checkpoint: the checkpoint to decode with.
+      examples: the task's examples, at least one.
+      lengths: maximum tokens of an input (`inputs`) and of an output (`targets`).
+      vocabulary: a SeqIO vocabulary.
 
     Returns:
-      The texts in the order of the examples, and what they cost: seconds and, where the hardware
-      counts them, joules.
+      The texts in the order of the examples, and their cost: seconds and, if the hardware reports
+      it, joules.
     """
     import jax
 

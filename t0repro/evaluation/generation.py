@@ -1,12 +1,12 @@
-"""Generates targets for many examples: batches of similar input lengths, in the examples' order.
+"""Generates targets for many examples, batched by input length, returned in input order.
 
     tokens = generate_tokens(params, model, [example["inputs"] for example in examples],
                              config.decoding, length=128)
     texts = texts_of(tokens, vocabulary)
 
-In greedy decoding neither the order nor the batches change what is generated. A beam search depends
-on them a little (t0repro.model.decoding), so that its batches are Mesh TensorFlow's: consecutive
-examples, the last batch filled up.
+In greedy decoding, neither order nor batching changes the output. A beam search depends on them
+slightly (t0repro.model.decoding), so its batches are the same as Mesh TensorFlow's: consecutive
+examples, with the last batch filled up.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ def generate_tokens(
     seed: int = 0,
     fill_with_first: int = 0,
 ) -> list[list[int]]:
-    """Token ids that the model gives for each input, up to and with EOS; zeros only within.
+    """Generates token ids for each input, up to and including EOS; zeros at the end are dropped.
 
     Args:
       params: the model's parameters.
       model: the model.
       inputs: token ids of each example; zeros at the end are padding.
       config: greedy, sampling or beam search.
-      length: tokens that an output has room for.
-      batch_size: rows that are decoded together.
-      inputs_length: tokens of an input beyond this are cut off.
+      length: maximum tokens of an output.
+      batch_size: number of rows decoded together.
+      inputs_length: maximum tokens of an input, beyond which it is cut off; None keeps all.
       seed: Seed for sampling.
-      fill_with_first: how many copies of the first input follow the last one in a beam search; its
-        last batch is filled with empty rows otherwise.
+      fill_with_first: in a beam search, the number of copies of the first input to append; the
+        rest of the last batch is filled with empty rows.
     """
     rows = [_unpadded(tokens, inputs_length) for tokens in inputs]
     outputs: list[list[int]] = [[] for _ in rows]
@@ -67,7 +67,7 @@ def generate_tokens(
     def started() -> Iterator[tuple[np.ndarray, Any]]:
         """Each batch's members and its tokens, which the device may still be computing."""
         for number, members in enumerate(batches):
-            # A batch that is not full repeats its first row, which costs no further step.
+            # Fill a partial batch with copies of its first row, which cost no further steps.
             full = np.concatenate([members, np.full(batch_size - len(members), members[0])])
             padded = _padded([rows[member] for member in full])
             batch_key = jax.random.fold_in(key, number)
@@ -89,7 +89,7 @@ def generate_tokens(
 def _in_flight(
     started: Iterator[tuple[np.ndarray, Any]],
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Fetches each batch after the next one has been started, so that the device never waits."""
+    """Fetches each batch only after starting the next one, so that the device stays busy."""
     waiting: deque[tuple[np.ndarray, Any]] = deque()
     for batch in started:
         waiting.append(batch)
@@ -101,12 +101,12 @@ def _in_flight(
 
 
 def texts_of(tokens: Sequence[Sequence[int]], vocabulary: Any) -> list[str]:
-    """The text of generated tokens, as Mesh TensorFlow makes it on a CPU.
+    """Decodes generated tokens to text, as Mesh TensorFlow does on a CPU.
 
     Args:
-      tokens: of each example.
-      vocabulary: a seqio vocabulary. Its `decode_tf` is used, which handles ids beyond the
-        vocabulary (the model's is padded) differently, and `decode` where it has none.
+      tokens: token ids of each example.
+      vocabulary: a SeqIO vocabulary. Uses its `decode_tf` if it has one, since `decode` treats ids
+        beyond the vocabulary differently, and the model's padded vocabulary can generate them.
     """
     if not hasattr(vocabulary, "decode_tf"):
         return [vocabulary.decode(list(ids)) for ids in tokens]
@@ -122,7 +122,7 @@ def texts_of(tokens: Sequence[Sequence[int]], vocabulary: Any) -> list[str]:
 
 
 def _search_limits(rows: Sequence[np.ndarray], config: DecodingConfig, batch_size: int) -> Any:
-    """Steps of each row's beam search: int32 [rows]."""
+    """Maximum beam-search steps of each row, from its batch's longest input: int32 [rows]."""
     lengths = np.array([np.count_nonzero(row) for row in rows], np.int64)
     limits = [
         search_limit(int(lengths[start : start + batch_size].max()), config)
@@ -132,20 +132,20 @@ def _search_limits(rows: Sequence[np.ndarray], config: DecodingConfig, batch_siz
 
 
 def _consecutive(count: int, batch_size: int) -> Iterator[np.ndarray]:
-    """Indices of one batch after the other, until all of the first `count` rows are in one."""
+    """Yields row indices of consecutive full batches that cover the first `count` rows."""
     for start in range(0, count, batch_size):
         yield np.arange(start, start + batch_size)
 
 
 def _batches(rows: Sequence[np.ndarray], batch_size: int) -> Iterator[np.ndarray]:
-    """Indices of rows of similar length, the longest first, so that memory fails at once."""
+    """Yields indices of rows of similar length, longest first so that memory runs out at once."""
     order = np.argsort([-_rounded(len(row)) for row in rows], kind="stable")
     start = 0
     while start < len(order):
         length = _rounded(len(rows[order[start]]))
         end = start + 1
         while end < min(len(order), start + batch_size):
-            # A few rows of the next length fill a batch up; far shorter ones wait for their own.
+            # Slightly shorter rows may fill up a batch; much shorter ones get a batch of their own.
             if _rounded(len(rows[order[end]])) * 2 < length:
                 break
             end += 1
@@ -161,7 +161,7 @@ def _padded(rows: Sequence[np.ndarray]) -> Int[np.ndarray, "batch length"]:
 
 
 def _rounded(length: int) -> int:
-    """The next of 16, 24, 32, 48, 64, ...: few lengths to compile for, little padding."""
+    """Rounds up to 16, 24, 32, 48, 64, ...: few lengths to compile, little padding."""
     size = 16
     while size < length:
         size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3

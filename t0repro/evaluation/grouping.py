@@ -1,8 +1,8 @@
-"""Which pairs are scored together: few shapes and little padding, chosen from the data.
+"""Groups pairs into batches of few shapes with little padding, chosen from the data.
 
-A batch holds rows of packed inputs (see packing) of one length, and the rows of their choices, of
-another, so that an input is encoded once whatever the number of its choices. The lengths of the
-rows are those that cost least on the data at hand.
+A batch holds encoder rows of packed inputs (see packing), all of one length, and decoder rows of
+their choices, all of another, so that each input is encoded once however many choices it has. Row
+lengths are chosen to minimise the estimated cost on the data at hand.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ from t0repro.evaluation.packing import Item, Row
 from t0repro.evaluation.pairs import Pairs
 from t0repro.model.shapes import Int
 
-# Lengths are rounded up to these.
+# Row lengths are rounded up to multiples of these.
 INPUTS_MULTIPLE, TARGETS_MULTIPLE = 8, 4
-# What is added to the cost of a plan for each shape, in tokens of the encoder: about what a CPU
-# computes with a small T5 while XLA compiles one.
+# Cost of one more shape, in encoder tokens: about what a CPU computes with a small T5 in the time
+# that XLA takes to compile it.
 TOKENS_PER_SHAPE = 4096
-# A token of the decoder costs so many of the encoder's (attention to the inputs, logits), and a
-# token in a row of n costs 1 + n / ATTENTION_LENGTH. Measured with T5 1.1 small on a CPU: 1.9, and
+# A decoder token costs this many encoder tokens (attention to the inputs, logits), and a token in a
+# row of length n costs 1 + n / ATTENTION_LENGTH. Measured with T5 1.1 small on a CPU: 1.9, and
 # 257, 281, 309, 363 microseconds at n = 64, 128, 256, 512.
 TARGET_COST = 2.0
 ATTENTION_LENGTH = 1100
 MAX_INPUT_LEVELS, MAX_TARGET_LEVELS = 8, 4
 # Shortest rows to try; each further length is twice the one before.
 _SHORTEST_ROWS = (32, 48, 64, 96, 128, 192, 256, 384, 512)
-_MOST_CUTS = 64  # places between numbers of targets at which groups may end
-_FILLED = 0.95  # how full rows get
-_MORE = (1, 1.15, 1.3, 1.5, 1.75, 2.0)  # times the estimate of a row's target tokens that are tried
-_SAMPLE = 1500  # inputs that they are tried on
+_MOST_CUTS = 64  # candidate boundaries between groups; bounds the search's quadratic cost
+_FILLED = 0.95  # assumed fill of packed rows when estimating costs
+_MORE = (1, 1.15, 1.3, 1.5, 1.75, 2.0)  # multiples of the estimated target tokens a row, to try
+_SAMPLE = 1500  # about how many inputs they are tried on
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class DecoderRows:
-    """One row of choices for each row of inputs of a batch.
+    """The decoder's rows of a batch: one row of choices for each row of inputs.
 
     Attributes:
-      targets: token ids, 0 where there are none.
-      segments: 1, 2, ... by choice, 0 at padding.
-      reads: the segment of the inputs that a choice is one of, 0 at padding.
-      pair: the pair that each token belongs to, -1 at padding.
+      targets: token ids, 0 at padding.
+      segments: segment ids, 1, 2, ... by choice; 0 at padding.
+      reads: the input segment that each token's choice belongs to; 0 at padding.
+      pair: the pair that each token belongs to; -1 at padding.
     """
 
     targets: Int[np.ndarray, "batch length"]
@@ -58,8 +58,10 @@ class PlannedBatch:
     """Rows of inputs that are encoded together, with the choices to decode for each.
 
     Attributes:
-      rows: at most `size`.
-      size: rows of the arrays; those beyond `rows` are padding.
+      rows: the packed rows, at most `size`.
+      size: number of rows of the arrays; rows beyond `rows` are padding.
+      inputs_length: tokens in a row of inputs, padding included.
+      targets_length: tokens in a row of targets, padding included.
     """
 
     rows: tuple[Row, ...]
@@ -69,11 +71,11 @@ class PlannedBatch:
 
     @property
     def pairs(self) -> Int[np.ndarray, " pairs"]:
-        """All pairs that the batch scores."""
+        """The pairs that the batch scores."""
         return np.array([p for row in self.rows for piece in row.pieces for p in piece], np.int64)
 
     def halves(self) -> tuple[PlannedBatch, PlannedBatch]:
-        """The same work in two batches of half the size."""
+        """Splits the rows into two batches of half the size, rounded up."""
         size = (self.size + 1) // 2
         first, second = self.rows[:size], self.rows[size:]
         return dataclasses.replace(self, rows=first, size=size), dataclasses.replace(
@@ -83,7 +85,7 @@ class PlannedBatch:
     def inputs(
         self, pairs: Pairs
     ) -> tuple[Int[np.ndarray, "batch length"], Int[np.ndarray, "batch length"]]:
-        """The inputs' token ids and their segments, int32 [size, inputs_length] both."""
+        """Token ids and segment ids of the inputs: int32 [size, inputs_length] each."""
         ids = np.zeros((self.size, self.inputs_length), np.int32)
         segments = np.zeros_like(ids)
         for at, row in enumerate(self.rows):
@@ -95,7 +97,7 @@ class PlannedBatch:
         return ids, segments
 
     def decoder_rows(self, pairs: Pairs) -> list[DecoderRows]:
-        """The choices; nearly always one element, more where an input has very many."""
+        """The rows of choices; nearly always one element, more if an input has very many."""
         count = max(len(row.pieces) for row in self.rows)
         return [self._piece(pairs, piece) for piece in range(count)]
 
@@ -117,13 +119,14 @@ class PlannedBatch:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
-    """All batches of an evaluation, largest first, so that memory runs out early or never.
+    """The batches of a window, largest first, so that memory runs out early or not at all.
 
     Attributes:
-      input_tokens: tokens of the distinct inputs, padding not counted.
-      target_tokens: tokens of the choices, likewise.
-      padded_inputs: entries of all arrays of inputs.
-      padded_targets: entries of all arrays of targets.
+      batches: the batches, in the order to run them.
+      input_tokens: tokens of the distinct inputs, without padding.
+      target_tokens: tokens of the choices, without padding.
+      padded_inputs: entries of all input arrays, padding included.
+      padded_targets: entries of all target arrays, padding included.
     """
 
     batches: tuple[PlannedBatch, ...]
@@ -134,12 +137,12 @@ class Plan:
 
     @property
     def shapes(self) -> set[tuple[int, int, int]]:
-        """What is compiled: (size, inputs_length, targets_length)."""
+        """The distinct shapes to compile: (size, inputs_length, targets_length)."""
         return {(b.size, b.inputs_length, b.targets_length) for b in self.batches}
 
     @property
     def padding(self) -> float:
-        """Share of all entries that are padding, in [0, 1]."""
+        """Fraction of all entries that are padding, in [0, 1]."""
         entries = self.padded_inputs + self.padded_targets
         return 1 - (self.input_tokens + self.target_tokens) / entries if entries else 0.0
 
@@ -151,9 +154,11 @@ def make_plan(
 
     Args:
       pairs: the distinct pairs.
-      tokens_per_batch: the most entries of a batch's inputs, padding included; a fourth of it for
-        its targets, whose logits take the vocabulary's size each. One row always fits.
-      todo: the pairs to score, all when None. A pair without tokens scores 0 and is left out.
+      tokens_per_batch: maximum entries of a batch's inputs, padding included, and a quarter of that
+        for its targets, since each target's logits have the vocabulary's size. A batch has at
+        least one row, whatever the limit.
+      todo: the pairs to score; None for all. A pair whose target is empty is left out (its score
+        is 0).
     """
     items = _items(pairs, np.arange(len(pairs)) if todo is None else todo)
     batches: list[PlannedBatch] = []
@@ -182,7 +187,7 @@ def make_plan(
 
 
 def _items(pairs: Pairs, todo: Int[np.ndarray, " todo"]) -> list[Item]:
-    """What is to be packed: the inputs that a pair to score has."""
+    """The items to pack: each input that a pair to score has, with those pairs."""
     lengths = [len(target) for target in pairs.targets]
     by_input: dict[int, list[int]] = {}
     for pair in todo:
@@ -204,12 +209,12 @@ def _items(pairs: Pairs, todo: Int[np.ndarray, " todo"]) -> list[Item]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Shape:
-    """Rows of one shape and the items that they are for.
+    """A row shape and the items assigned to it.
 
     Attributes:
-      length: input tokens of a row.
-      targets: target tokens of a row.
-      members: the items' places.
+      length: input tokens per row.
+      targets: target tokens per row.
+      members: indices of the items.
     """
 
     length: int
@@ -217,12 +222,12 @@ class Shape:
     members: Int[np.ndarray, " members"]
 
     def holds(self, item: Item) -> bool:
-        """Whether an item could share a row."""
+        """Whether an item fits in a row and leaves room for another."""
         return not item.alone and item.length < self.length and item.targets < self.targets
 
 
 def choose_shapes(items: Sequence[Item]) -> list[Shape]:
-    """The shapes that cost least on the data at hand, shortest rows first.
+    """Chooses the row shapes that cost least on the data at hand, shortest rows first.
 
     Long rows are packed more tightly and need fewer shapes; short ones spend less on attention.
     Costs are estimated from sums, without packing.
@@ -236,7 +241,7 @@ def choose_shapes(items: Sequence[Item]) -> list[Shape]:
 
 
 def _row_lengths(longest: int) -> Iterator[list[int]]:
-    """Lengths of rows to try, ascending, the last one holding the longest input."""
+    """Yields sets of row lengths to try, ascending, each with room for the longest input."""
     last = -(-longest // INPUTS_MULTIPLE) * INPUTS_MULTIPLE
     yield [last]
     for shortest in _SHORTEST_ROWS:
@@ -246,7 +251,7 @@ def _row_lengths(longest: int) -> Iterator[list[int]]:
             shortest *= 2
         if found:
             yield [*found, last]
-        if shortest <= 2 * last:  # longer than is needed, and packed better
+        if shortest <= 2 * last:  # longer than needed, but packs better
             yield [*found, shortest]
 
 
@@ -255,7 +260,7 @@ def _shapes(
     targets: Int[np.ndarray, " items"],
     row_lengths: Sequence[int],
 ) -> tuple[float, list[Shape]]:
-    """The cost in tokens of the encoder, and the shapes, with these row lengths."""
+    """Estimated cost, in encoder tokens, and shapes for these row lengths."""
     level = np.searchsorted(row_lengths, length)
     cost, shapes = 0.0, []
     for at, row_length in enumerate(row_lengths):
@@ -271,11 +276,12 @@ def _shapes(
 def _split(
     length: Int[np.ndarray, " items"], targets: Int[np.ndarray, " items"], row_length: int
 ) -> tuple[float, list[tuple[int, int, int]]]:
-    """Cuts items, ascending by targets, into the groups that cost least.
+    """Splits items, ascending by targets, into the groups that cost least.
 
     Returns:
-      The cost, and of each group (target tokens of a row, first item, end).
+      The cost in encoder tokens, and for each group (target tokens per row, first item, end).
     """
+    # Dynamic programming: best[k, end] is the least cost of the items before cuts[end] in k groups.
     cuts = np.flatnonzero(np.diff(targets, prepend=-1))
     cuts = np.append(cuts[:: -(-len(cuts) // _MOST_CUTS)], len(targets))
     sums = [np.concatenate([[0], np.cumsum(x)]) for x in (length, targets, 2 * length > row_length)]
@@ -288,10 +294,11 @@ def _split(
     size = np.zeros((n + 1, n + 1), np.int64)
     for end in range(1, n + 1):
         used, filled = inputs[end] - inputs[:end], outputs[end] - outputs[:end]
-        # As many as the longest input's choices, and else what keeps the two in proportion
+        # At least the most target tokens of an item; beyond that, in proportion to the inputs.
         size[:end, end] = _rounded(
             np.maximum(targets[cuts[end] - 1], row_length * filled / used), TARGETS_MULTIPLE
         )
+        # Two inputs longer than half a row cannot share one, however full rows are on average.
         rows = np.maximum(used / (_FILLED * row_length), halves[end] - halves[:end])
         rows = np.maximum(rows, filled / (_FILLED * size[:end, end]))
         cost = rows * (row_length + TARGET_COST * size[:end, end]) * attention + TOKENS_PER_SHAPE
@@ -309,7 +316,7 @@ def _split(
 
 
 def _best_targets(own: Sequence[Item], shape: Shape) -> int:
-    """Target tokens of a row: the estimate, or more where that packs (a sample) better."""
+    """Target tokens per row: the estimate, or more if a sample of the items packs better then."""
     sample = [item for item in own if not item.alone][:: len(own) // _SAMPLE + 1]
 
     def cost(targets: int) -> float:
@@ -324,7 +331,7 @@ def _best_targets(own: Sequence[Item], shape: Shape) -> int:
 
 
 def _batches(rows: Sequence[Row], tokens: int, length: int) -> list[PlannedBatch]:
-    """The least number of batches within the limit, of one size with the fewest empty rows."""
+    """Splits rows into as few batches as the limit allows, all of one size."""
     if not rows:
         return []
     targets = int(_rounded(np.array(max(row.targets for row in rows)), TARGETS_MULTIPLE))

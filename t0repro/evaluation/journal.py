@@ -1,16 +1,16 @@
-"""Scores on disk as soon as they are known, so that a killed evaluation loses seconds of work.
+"""Journal of scores, written as they are computed: a killed evaluation loses seconds of work.
 
-A journal is a file of records of 36 bytes, appended:
+A journal is an append-only file of 36-byte records:
 
     digest    of the pair's tokens, 16 bytes
-    score     float64, little-endian, natural logarithm
-    seconds   float32; what scoring the pair took
-    joules    float32; NaN where the device does not tell
+    score     float64, little-endian, natural log
+    seconds   float32; time spent scoring the pair
+    joules    float32; NaN if the hardware does not report it
     checksum  CRC-32 of the bytes before it
 
-Its folder is named by everything that a score depends on beside the pair's tokens: the checkpoint,
-the type of the activations and the code. A record that was cut, edited or is not finite is passed
-over, so that its pair is scored again.
+Its folder is named after everything that a score depends on besides the pair's tokens: checkpoint,
+activation dtype and code. A record that is truncated, edited or not finite is ignored, so that its
+pair is scored again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Float
 
-# Digests are compared as strings of bytes: numpy cannot sort those of type V16.
+# Byte strings rather than V16, which numpy cannot sort.
 DIGEST = np.dtype("S16")
 _RECORD = np.dtype(
     [
@@ -41,25 +41,25 @@ _RECORDS_AT_ONCE = 1 << 16  # so that memory does not grow with the journal
 
 
 class Journal:
-    """The scores of one checkpoint, by pair, open for more.
+    """One checkpoint's scores by pair, open for reading and appending.
 
     Args:
-      path: the file; created with its folder if it is not there.
+      path: the file; created with its folder if missing.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
         self._path = Path(path)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._file = open(self._path, "ab")  # noqa: SIM115 (closed by close())
-        # A record that a killed run left half written would shift all that follow it.
+        # A record that a killed run left half-written would misalign all that follow it.
         self._file.truncate(self._file.tell() // _RECORD.itemsize * _RECORD.itemsize)
         self._synced = time.monotonic()
 
     def look_up(self, digests: np.ndarray) -> Float[np.ndarray, "3 pairs"]:
-        """Score, seconds and joules of each pair; a pair that is not there has a NaN score.
+        """Looks up score, seconds and joules of each pair; the score is NaN if the pair is unknown.
 
         Args:
-          digests: of the pairs, of type DIGEST.
+          digests: the pairs' digests, of dtype DIGEST.
         """
         found = np.zeros((3, len(digests)))
         found[0] = np.nan
@@ -82,10 +82,10 @@ class Journal:
         """Appends scores; they are synced to the disk every few seconds.
 
         Args:
-          digests: of the pairs.
-          scores: of the pairs.
-          seconds: that each of them took.
-          joules: that each of them took; None where that is not known.
+          digests: the pairs' digests, of dtype DIGEST.
+          scores: the pairs' log-likelihoods, natural log.
+          seconds: time that each pair took.
+          joules: energy that each pair took; None if unknown.
         """
         records = np.zeros(len(digests), _RECORD)
         records["digest"] = digests
@@ -106,7 +106,7 @@ class Journal:
         self._file.close()
 
     def _blocks(self) -> Iterator[np.ndarray]:
-        """The records that can be believed, in the order of the file."""
+        """Yields blocks of intact records, in file order."""
         with open(self._path, "rb") as file:
             while True:
                 data = file.read(_RECORDS_AT_ONCE * _RECORD.itemsize)

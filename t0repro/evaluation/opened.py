@@ -1,4 +1,4 @@
-"""A checkpoint of any format, opened to be evaluated."""
+"""Opens a checkpoint of any format for evaluation."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ class Checkpoint:
     """A checkpoint in memory.
 
     Attributes:
-      digest: of all parameters' names, shapes and values.
-      params: on the device.
+      path: where it was read from.
+      step: its global step; 0 if the checkpoint has none.
+      digest: hash of all parameters' names, dtypes, shapes and values.
+      params: the parameters, a nested dictionary.
       model: a t0repro.model.t5.T5.
     """
 
@@ -33,7 +35,7 @@ class Checkpoint:
     model: Any
 
     def training_config(self) -> str | None:
-        """The operative_config.gin that its training left beside it or above it, if it did."""
+        """The training's operative_config.gin, from the checkpoint's folder or its parent."""
         for folder in (Path(self.path), Path(self.path).parent):
             path = folder / _CONFIG
             if path.is_file():
@@ -42,7 +44,12 @@ class Checkpoint:
 
 
 def open_checkpoint(path: str, step: int | None, activation: DType) -> Checkpoint:
-    """Reads a checkpoint of any format and tells the model from its parameters.
+    """Reads a checkpoint of any format and infers the model from its parameters' shapes.
+
+    Args:
+      path: the checkpoint.
+      step: which step to read, as converters.sources.load_any takes it.
+      activation: dtype of the activations; parameters are float32.
 
     Raises:
       UserError: as converters.sources.load_any does, or for a model without an encoder.
@@ -87,7 +94,7 @@ def open_checkpoint(path: str, step: int | None, activation: DType) -> Checkpoin
 
 
 def parameters_digest(tree: Mapping[str, np.ndarray]) -> str:
-    """32 hexadecimal digits that stand for the parameters."""
+    """Digest, 32 hex digits, of the parameters' names, dtypes, shapes and values."""
     digest = hashlib.blake2b(digest_size=16)
     for name in sorted(tree):
         if name.startswith("target/"):

@@ -1,7 +1,7 @@
-"""Inputs of different lengths in rows of one length, each input with all of its choices.
+"""Packs inputs of different lengths into rows of one length, each with all of its choices.
 
-A row of the encoder holds several inputs, a segment each; the row of the decoder below it holds
-their choices, each a segment of its own that reads its input's segment and no other:
+An encoder row holds several inputs, one segment each. The decoder row below it holds their choices,
+each its own segment that attends only to its input's segment:
 
     inputs     the premise ... ? is it so ? 0 0         one row of the encoder
     segments   1   1       1   1 2  2  2  2 0 0
@@ -10,7 +10,7 @@ their choices, each a segment of its own that reads its input's segment and no o
     reads      1   1    1  1    1   1  1    2    2
 
 Attention stays within a segment, so that scores do not depend on what is packed together (as when
-T5 is trained on packed batches), and next to nothing is padding.
+T5 is trained on packed batches), and there is very little padding.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-# The most target tokens of a row; an input with more takes further rows of the decoder, which read
-# the same encoding.
+# Maximum target tokens of a row. An input with more takes further decoder rows, which attend to the
+# same encoding.
 MAX_ROW = 1024
 
 
@@ -30,11 +30,11 @@ class Item:
     """An input to be packed.
 
     Attributes:
-      number: of the input, in Pairs.
-      length: its tokens, an empty input's taken as 1.
-      pieces: its pairs, in rows of at most MAX_ROW target tokens; nearly always one row.
+      number: the input's index in Pairs.inputs.
+      length: its number of tokens; 1 if it is empty.
+      pieces: its pairs, split into rows of at most MAX_ROW target tokens; nearly always one row.
       targets: target tokens of the longest piece.
-      alone: whether it shares its row with no other input.
+      alone: whether it must not share its row with another input.
     """
 
     number: int
@@ -49,9 +49,9 @@ class Row:
     """Inputs that are encoded in one row, and the pairs of each row of the decoder below it.
 
     Attributes:
-      inputs: their numbers, in the row's order; segment 1 is the first.
-      pieces: for each row of the decoder its pairs; more than one only below a single input.
-      length: tokens of the inputs.
+      inputs: the inputs' numbers in row order; the first is segment 1.
+      pieces: the pairs of each decoder row; more than one row only for a single input.
+      length: total tokens of the inputs.
       targets: tokens of the longest piece.
     """
 
@@ -62,7 +62,7 @@ class Row:
 
 
 def pieces_of(lengths: Sequence[int], members: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """An input's pairs in rows of at most MAX_ROW tokens; a longer choice has a row of its own.
+    """Splits an input's pairs into rows of at most MAX_ROW tokens; a longer choice gets its own.
 
     Args:
       lengths: target tokens of each pair.
@@ -84,18 +84,18 @@ def pack(
 ) -> tuple[list[Row], list[Item]]:
     """Packs items into rows that hold `length` input tokens and `targets` target tokens.
 
-    Row after row takes the largest item that is left and then, time and again, the one that best
-    fits what is free in both dimensions: inputs with many choices and inputs with few fill up each
-    other's rows.
+    Greedy: each row starts with the largest item left and then repeatedly takes the item that best
+    fits the free room in both dimensions, so that inputs with many choices and inputs with few
+    fill up each other's rows.
 
     Args:
-      own: are all packed.
-      fillers: only fill what is free; none of them alone.
-      length: input tokens of a row, at least those of any item.
-      targets: target tokens of a row, likewise.
+      own: items that must all be packed.
+      fillers: items that only fill free room; none of them is `alone`.
+      length: input tokens per row, at least those of any item.
+      targets: target tokens per row, at least those of any item.
 
     Returns:
-      The rows, and the fillers that found no room.
+      The rows, and the fillers that did not fit.
     """
     rows = [_row([item]) for item in own if item.alone]
     pool = _Pool([item for item in own if not item.alone], fillers, length, targets)
@@ -110,7 +110,7 @@ def pack(
 
 
 class _Pool:
-    """Items by (length, targets), so that equal ones are looked at once."""
+    """Items grouped by (length, targets), so that items of equal size are compared only once."""
 
     def __init__(self, own: Sequence[Item], fillers: Sequence[Item], length: int, targets: int):
         kinds: dict[tuple[int, int, bool], list[Item]] = {}
@@ -124,13 +124,13 @@ class _Pool:
         self._items = [kinds[kind] for kind in order]
         self._own = sum(kind[2] for kind in order)
         self._next = 0
-        # What is used up is larger than any room
+        # A size whose items are used up is set to the maximum, so that it never fits (see _take).
         self._length = np.array([kind[0] for kind in order], np.int64)
         self._targets = np.array([kind[1] for kind in order], np.int64)
         self._scale = length, targets
 
     def largest(self) -> Item | None:
-        """Takes the item, not a filler, that takes most of a row."""
+        """Removes and returns the largest item that is not a filler; None if there is none."""
         while self._next < self._own:
             if self._items[self._next]:
                 return self._take(self._next)
@@ -138,7 +138,7 @@ class _Pool:
         return None
 
     def best(self, length: int, targets: int) -> Item | None:
-        """Takes the item that fits best into what is free; None where nothing fits."""
+        """Removes and returns the item that best fits the free room; None if nothing fits."""
         fits = (self._length <= length) & (self._targets <= targets)
         if not fits.any():
             return None
@@ -147,7 +147,7 @@ class _Pool:
         return self._take(int(value.argmax()))
 
     def left(self) -> list[Item]:
-        """What was not taken."""
+        """The items that were not taken."""
         return [item for items in self._items for item in items]
 
     def _take(self, at: int) -> Item:

@@ -1,7 +1,7 @@
-"""The distinct (input, choice) pairs of an evaluation: what is to be scored once and never again.
+"""Finds the distinct (input, choice) pairs of an evaluation, so that each is scored only once.
 
-Examples of all tasks come in as token ids. Prompts that render alike share their inputs, and every
-choice of an example has the example's input, so that far fewer inputs than pairs are distinct:
+Examples of all tasks come in as token ids. Prompts that render alike share their inputs, and all
+choices of an example share its input, so that there are far fewer distinct inputs than pairs:
 
     examples   (A, yes) (A, no) (B, yes) (B, no) (A, yes)
     inputs     A  B
@@ -27,10 +27,10 @@ class Pairs:
     """Distinct pairs in the order of their first appearance.
 
     Attributes:
-      inputs: the distinct inputs' tokens, padding removed.
-      targets: the choice's tokens of each pair, EOS included, padding removed.
-      input_of: which input each pair has.
-      index: which pair each example is.
+      inputs: tokens of each distinct input, padding removed.
+      targets: tokens of each pair's choice, EOS included, padding removed.
+      input_of: index of each pair's input.
+      index: index of each example's pair.
     """
 
     inputs: tuple[Tokens, ...]
@@ -42,12 +42,13 @@ class Pairs:
         return len(self.targets)
 
     def of_examples(self, scores: Float[np.ndarray, " pairs"]) -> Float[np.ndarray, " examples"]:
-        """The examples' scores, from the pairs'."""
+        """Expands scores of pairs to scores of examples."""
         return scores[self.index]
 
     def digest(self, pair: int) -> bytes:
-        """16 bytes that stand for the pair's tokens, to recognise it in another process."""
+        """16-byte digest of the pair's tokens, the same in every process."""
         target, source = self.targets[pair], self.inputs[self.input_of[pair]]
+        # The length keeps apart pairs whose concatenated tokens are equal.
         text = len(source).to_bytes(4, "little") + source.tobytes() + target.tobytes()
         return hashlib.blake2b(text, digest_size=16).digest()
 
@@ -58,12 +59,13 @@ def distinct_pairs(
     """Finds the distinct inputs and pairs.
 
     Args:
-      examples: each with `inputs` and `targets`, token ids; zeros at the end are padding.
-      lengths: tokens beyond these are cut off, as Mesh TensorFlow cuts them; None keeps all.
+      examples: token ids under `inputs` and `targets`; zeros at the end are padding.
+      lengths: maximum tokens per feature, beyond which they are cut off as Mesh TensorFlow does;
+        None keeps all.
 
     Raises:
-      ValueError: if a target holds an id below 1 before its end: its log-likelihood is not a sum
-        over consecutive tokens.
+      ValueError: if a target has an id below 1 before its last token, so that its log-likelihood
+        would not be a sum over consecutive tokens.
     """
     lengths = lengths or {}
     inputs: dict[bytes, int] = {}

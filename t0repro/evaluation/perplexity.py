@@ -1,12 +1,12 @@
 """perplexity_eval on JAX: teacher-forced metrics of a task, by Mesh TensorFlow's names.
 
-    neg_log_perplexity   mean log-probability of a target token, natural logarithm
-    token_accuracy       targets that are the likeliest token of all
-    sequence_accuracy    rows of which every target is
-    mean_label           mean id of the targets: a checksum of the data
-    num_eval_tokens      targets
-    max_targets_length   targets of the longest row
-    loss                 the training loss without z_loss, mean of the batches
+    neg_log_perplexity   mean log-probability of a target token, natural log
+    token_accuracy       fraction of target tokens that are the most likely token
+    sequence_accuracy    fraction of rows in which every target token is
+    mean_label           mean id of the target tokens: a checksum of the data
+    num_eval_tokens      number of target tokens
+    max_targets_length   number of target tokens of the longest row
+    loss                 the training loss without z_loss, mean over batches
 
 Source: mesh_tensorflow.transformer.utils.tpu_estimator_model_fn, simple_metrics.
 """
@@ -27,14 +27,14 @@ from t0repro.training.loss import evaluation_metrics, evaluation_sums, loss_deno
 def evaluate_perplexity(
     params: dict, model: T5, batches: Sequence[Mapping[str, np.ndarray]], steps: int
 ) -> dict[str, float]:
-    """The metrics of the batches.
+    """Computes the metrics, by name, over batches.
 
     Args:
       params: the model's parameters.
       model: the model.
       batches: int32 arrays [batch, length] by feature, all of one shape.
-      steps: batches that Mesh TensorFlow averages the loss over; those beyond `batches` are empty
-        and have none.
+      steps: number of batches that Mesh TensorFlow averages the loss over; those beyond `batches`
+        are empty and add nothing to it.
     """
     totals: dict[str, float] = {}
     longest = 0
