@@ -1,7 +1,7 @@
-"""What `t0repro doctor` finds out: versions, devices, whether the core works, what is missing.
+"""The checks of `t0repro doctor`: versions, devices, whether the core works, what is missing.
 
-Each finding carries the command that fixes it. What is missing may stay missing: extras and data
-are a choice. What is broken is an error.
+A finding with a problem carries the command that fixes it. Missing extras and data are not errors,
+since they are optional; anything broken is an error.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
 }
 
 _SETUP = "bash scripts/setup.sh"
+# cc_all.32000.100extra itself has 32,000 pieces; SeqIO adds the 100 sentinels.
 _T5_PIECES = 32_000
 _TRIAL_SECONDS = 300
 
@@ -46,8 +47,8 @@ class Finding:
     """One thing that was checked.
 
     Attributes:
-      state: `missing` for what was never installed or set, `broken` for what is there and fails.
-      fix: the command that fixes it, or "".
+      state: `missing` if it was never installed or set, `broken` if it is there and fails.
+      fix: The command that fixes it, or "".
     """
 
     name: str
@@ -58,7 +59,7 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True)
 class Diagnosis:
-    """All findings: of the core, of the extras that can be installed, and of the data."""
+    """All findings, grouped: the core, the optional extras and the data."""
 
     versions: Mapping[str, str | None]
     core: tuple[Finding, ...]
@@ -72,7 +73,7 @@ class Diagnosis:
 
     @property
     def broken(self) -> tuple[Finding, ...]:
-        """What is there and fails, data and extras included."""
+        """Everything that is there and fails, including data and extras."""
         findings = (*self.core, *self.extras, *self.data)
         return tuple(finding for finding in findings if finding.state == "broken")
 
@@ -107,7 +108,7 @@ def _align(rows: Sequence[Sequence[str]]) -> str:
 
 
 def diagnose() -> Diagnosis:
-    """Looks at everything; takes some seconds, most of them for TensorFlow's import."""
+    """Runs all checks; takes several seconds, mostly for importing TensorFlow."""
     return Diagnosis(
         versions={
             "python": platform.python_version(),
@@ -124,7 +125,7 @@ def diagnose() -> Diagnosis:
 
 
 def check(name: str, look: Callable[[], tuple[State, str, str]]) -> Finding:
-    """The Finding of a function that returns (state, detail, fix); an exception is `broken`."""
+    """Runs a check that returns (state, detail, fix); an exception counts as `broken`."""
     try:
         return Finding(name, *look())
     except Exception as error:
@@ -158,9 +159,9 @@ def _jax() -> tuple[State, str, str]:
 
 
 def _mesh_tensorflow() -> tuple[State, str, str]:
-    """Trains one step in a process of its own: TensorFlow's v1 behaviour is for a whole process."""
+    """Trains one step in a separate process, since v1 behaviour applies to a whole process."""
     ended = subprocess.run(
-        # -P: the checkout's folder gin/ must not be found in place of gin-config.
+        # -P keeps the checkout's folder gin/ from being imported instead of gin-config.
         [sys.executable, "-P", "-c", "from t0repro.mesh import trial; trial.main()"],
         capture_output=True,
         text=True,
@@ -188,6 +189,7 @@ def _extra(name: str, modules: tuple[str, ...]) -> Finding:
 
 
 def _is_importable(module: str) -> bool:
+    # find_spec does not import the module; torch and transformers are slow to import.
     try:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:

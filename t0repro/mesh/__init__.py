@@ -1,1 +1,1 @@
-"""The Mesh TensorFlow stack: what a current TensorFlow took away, and its command."""
+"""The Mesh TensorFlow stack: patches for a current TensorFlow, hooks, and how a run starts."""

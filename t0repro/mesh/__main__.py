@@ -1,8 +1,8 @@
-"""Runs a module of t5's, Mesh TensorFlow's or SeqIO's as a program, with compat's patches in place.
+"""Runs a module of t5, Mesh TensorFlow or SeqIO as a program, with compat's patches applied.
 
     python -m t0repro.mesh t5.scripts.parse_tb --summary_dir=DIR --out_file=FILE
 
-does what `python -m t5.scripts.parse_tb ...` does on the TensorFlow and pandas of t5's own year.
+does what `python -m t5.scripts.parse_tb ...` did on the TensorFlow and pandas of t5's own time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from t0repro.mesh import compat
 
 
 def main() -> None:
-    """Runs the module that the first argument names; the others are the module's own."""
+    """Runs the module named by the first argument with the remaining arguments."""
     if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
         sys.exit("usage: python -m t0repro.mesh MODULE [the module's own arguments]")
     del sys.argv[0]

@@ -1,10 +1,10 @@
 """Makes Mesh TensorFlow 0.1.21 and t5 0.9.4 import, train and score on a current TensorFlow.
 
-Both libraries were written against TensorFlow 2.3 to 2.8. What TensorFlow has since moved or
-dropped is put back here, and nothing else: no line of either library is replaced by a copy of our
-own. Each patch is a function that says why it exists and does nothing where TensorFlow (or the
-library) still has, or has again, what is missing. `install()` applies them all; it must run before
-the first `import mesh_tensorflow`.
+Both libraries were written against TensorFlow 2.3 to 2.8. This module restores what TensorFlow has
+since moved or dropped, works around what Mesh TensorFlow gets wrong on CPU, and replaces no code of
+either library with our own copy. Each patch is a function whose docstring says why it exists. Where
+a patch restores something, it does nothing if TensorFlow (or the library) still has it. `install()`
+applies them all; it must run before the first `import mesh_tensorflow`.
 
     from t0repro.mesh import compat
 
@@ -14,7 +14,7 @@ the first `import mesh_tensorflow`.
 
 TPU training through Mesh TensorFlow needs the embedding and session support that TensorFlow 2.16
 and later no longer ship. The stand-ins for those modules raise `UnsupportedTPUError` when they are
-used, never when they are imported: a CPU run imports them and calls none.
+called, never when they are imported: a CPU run imports them and calls none of them.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ _TPU_ONLY_MODULES = (
     "tensorflow.python.tpu.tpu_embedding_gradient",
 )
 
-# What TensorFlow's C++ libraries print while they load, before any log level is heard.
+# Lines that TensorFlow's C++ libraries print while they load, before any log level takes effect.
 _START_UP_LINES = (
     b"before absl::InitializeLog()",
     b"cudart_stub.cc",  # there is no CUDA driver
     b"failed call to cuInit",  # the same, at the first look for devices
 )
 
-# Parts of log lines that tell the user nothing: of deprecations inside the libraries, of the places
-# where gin looks before it finds a file, of the TPU that is not there.
+# Parts of log lines that are of no use to the user: deprecations inside the libraries, the places
+# where gin looks before it finds a file, the TPU that is not there.
 _USELESS_LOG_LINES = (
     "deprecat",
     "will be removed",
@@ -56,9 +56,9 @@ _USELESS_LOG_LINES = (
     "system_path_file_exists:",
     "eval_on_tpu ignored",
     "Using default tf glorot_uniform_initializer",
-    "global step (tf.train.get_global_step) has not been increased",  # asked in mid-step
-    "is being approximated by decoding from the tokenized",  # of every score_eval
-    "AUC-pr and AUC-roc are not supported when num_classes > 2",  # of t5's rank classification
+    "global step (tf.train.get_global_step) has not been increased",  # it is read in mid-step
+    "is being approximated by decoding from the tokenized",  # in every score_eval
+    "AUC-pr and AUC-roc are not supported when num_classes > 2",  # from t5's rank classification
 )
 
 # Modules whose Python warnings concern code that no user of this package can change.
@@ -89,7 +89,7 @@ def install() -> None:
     """Applies every patch once, before Mesh TensorFlow is imported.
 
     Raises:
-      RuntimeError: if mesh_tensorflow was imported first, so that patches would come too late.
+      RuntimeError: If mesh_tensorflow was imported first, in which case patches come too late.
     """
     global _installed
     if _installed:
@@ -99,12 +99,14 @@ def install() -> None:
             "mesh_tensorflow was imported before t0repro.mesh.compat.install(): call install() "
             "first."
         )
+    # First, because the patches import TensorFlow, which prints its start-up lines then.
     quiet_logs()
     restore_register_tensor_conversion_function()
     restore_estimator_api_name()
     provide_tpu_only_modules()
     provide_estimator()
     provide_torch_absence()
+    # From here on the patches import Mesh TensorFlow, which the ones above make possible.
     update_after_all_gradients()
     keep_ids_when_scoring()
     decode_to_text_when_inferring()
@@ -114,7 +116,7 @@ def install() -> None:
 def quiet_logs() -> None:
     """Keeps TensorFlow's start-up chatter and the libraries' deprecation warnings off the terminal.
 
-    A TF_CPP_MIN_LOG_LEVEL or PYTHONWARNINGS that the user has set is respected.
+    TF_CPP_MIN_LOG_LEVEL and PYTHONWARNINGS are respected if the user has set them.
     """
     os.environ.setdefault(
         "TF_ENABLE_ONEDNN_OPTS", "0"
@@ -129,7 +131,7 @@ def quiet_logs() -> None:
         import tensorflow as tf
         from tensorflow.python.util import deprecation
 
-        tf.config.list_physical_devices("GPU")  # looks for a driver now, and complains now
+        tf.config.list_physical_devices("GPU")  # makes it look for a driver, and complain, now
 
     # "From FILE: X is deprecated" lines go through the logger, not through warnings.
     deprecation._PRINT_DEPRECATION_WARNINGS = False
@@ -139,7 +141,8 @@ def quiet_logs() -> None:
 
 @contextlib.contextmanager
 def _without_lines(unwanted: tuple[bytes, ...]) -> Iterator[None]:
-    """Holds back what is written to file descriptor 2; lets all but the unwanted lines through."""
+    """Buffers what is written to file descriptor 2, then prints it without the unwanted lines."""
+    # The descriptor, not sys.stderr: the lines come from C++, which does not know about sys.stderr.
     with tempfile.TemporaryFile() as held:
         sys.stderr.flush()
         terminal = os.dup(2)
@@ -162,7 +165,10 @@ def _is_of_use(record: logging.LogRecord) -> bool:
 
 
 def restore_register_tensor_conversion_function() -> None:
-    """mesh_tensorflow.tpu_variables calls it by `ops`; TensorFlow 2.13 moved the function."""
+    """Puts the function back into `ops`, where mesh_tensorflow.tpu_variables looks for it.
+
+    TensorFlow 2.13 moved it to another module.
+    """
     from tensorflow.python.framework import ops, tensor_conversion_registry
 
     if not hasattr(ops, "register_tensor_conversion_function"):
@@ -172,11 +178,14 @@ def restore_register_tensor_conversion_function() -> None:
 
 
 def restore_estimator_api_name() -> None:
-    """tensorflow_estimator 2.15 exports under the API name 'estimator', which 2.16 dropped."""
+    """Restores the API name 'estimator', which TensorFlow 2.16 dropped.
+
+    tensorflow_estimator 2.15 exports its symbols under it.
+    """
     from tensorflow.python.util import tf_export
 
     if "estimator" not in tf_export.API_ATTRS:
-        # The namedtuple's type is private: take it from an entry that is there.
+        # The namedtuple's type is private, so take it from an existing entry.
         attributes = type(tf_export.API_ATTRS["tensorflow"])
         tf_export.ESTIMATOR_API_NAME = "estimator"
         tf_export.API_ATTRS["estimator"] = attributes(
@@ -188,7 +197,7 @@ def restore_estimator_api_name() -> None:
 
 
 class _TPUOnlyAttribute:
-    """A name of a module that is gone: usable as a value or a base class, an error when called."""
+    """A name in a module that is gone: it can be imported and referred to, but not called."""
 
     def __init__(self, name: str):
         self._name = name
@@ -200,6 +209,7 @@ class _TPUOnlyAttribute:
         )
 
     def __getattr__(self, name: str) -> _TPUOnlyAttribute:
+        # Python probes for dunder names; they must be absent here, not stand-ins.
         if name.startswith("__"):
             raise AttributeError(name)
         return _TPUOnlyAttribute(f"{self._name}.{name}")
@@ -230,7 +240,7 @@ def provide_estimator() -> None:
     """Puts tensorflow_estimator where TensorFlow 2.15 had it: tf.estimator and two tpu modules."""
     import tensorflow as tf
 
-    # Imported by this name, the module is a second object, which then takes tf.compat.v1's place.
+    # Import it by name: that yields a second module object, which then replaces tf.compat.v1.
     v1 = importlib.import_module("tensorflow.compat.v1")
     if not hasattr(v1, "estimator"):
         from tensorflow_estimator._api.v1 import estimator
@@ -248,7 +258,7 @@ def provide_estimator() -> None:
 def provide_torch_absence() -> None:
     """Lets t5.models, which imports torch for its Hugging Face wrapper, be imported without torch.
 
-    Only that wrapper, `t5.models.HfPyTorchModel`, is out of reach then; using it says so.
+    Only that wrapper, `t5.models.HfPyTorchModel`, is unavailable then; it raises ImportError.
     """
     if _has_module("torch") or "t5.models.hf_model" in sys.modules:
         return
@@ -265,12 +275,13 @@ def provide_torch_absence() -> None:
 
 
 def update_after_all_gradients() -> None:
-    """An update waits for every gradient; without this, training on CPU races against itself.
+    """Makes every update wait for all gradients; without this, training on CPU has a data race.
 
-    Off TPU the variables are TensorFlow's reference variables, which are read where they lie, and
-    an optimizer's update waits only for its own gradient: weights are overwritten while the
+    Off TPU the variables are TensorFlow's reference variables, which are read in place, and an
+    optimizer's update waits only for its own gradient, so weights are overwritten while the
     backward pass still reads them. The slots after one step then depend on the learning rate, by up
     to a third of their RMS, and differ from run to run. On TPU a step is a function of its inputs.
+    docs/decisions.md (2026-11-21) has the measurements.
     """
     import mesh_tensorflow as mtf
 
@@ -289,7 +300,7 @@ def update_after_all_gradients() -> None:
 
 
 class _IdsOnlyVocabulary:
-    """A vocabulary without `decode_tf`, so that Mesh TensorFlow's graph returns ids, not text."""
+    """Hides a vocabulary's `decode_tf`, so that Mesh TensorFlow's graph returns ids, not text."""
 
     def __init__(self, vocabulary: Any):
         self._vocabulary = vocabulary
@@ -301,11 +312,12 @@ class _IdsOnlyVocabulary:
 
 
 def keep_ids_when_scoring() -> None:
-    """Scoring on CPU returns token ids, as it does on TPU; without this score_eval fails.
+    """Makes scoring on CPU return token ids, as it does on TPU; without this score_eval fails.
 
-    Off TPU the model function turns the targets into text in the graph wherever the vocabulary can
-    (`decode_tf`, which every SeqIO vocabulary has by now), and `save_scores` then takes that text
-    for ids: "'bytes' object has no attribute 'tolist'". Ids also keep the lengths that it writes.
+    Off TPU the model function decodes the targets to text in the graph if the vocabulary can
+    (`decode_tf`, which every SeqIO vocabulary has by now), and `save_scores` then mistakes that
+    text for ids: "'bytes' object has no attribute 'tolist'". Ids also preserve the lengths that it
+    writes.
     """
     from mesh_tensorflow.transformer import utils
 
@@ -329,10 +341,10 @@ def keep_ids_when_scoring() -> None:
 
 
 def decode_to_text_when_inferring() -> None:
-    """`decode` yields text; without this, infer on CPU writes lines that read b'...'.
+    """Makes `decode` yield text; without this, infer on CPU writes lines that read b'...'.
 
-    Off TPU the graph returns bytes, which `decode` passes on and `write_lines_to_file` prints as
-    Python shows them.
+    Off TPU the graph returns bytes, which `decode` passes on and `write_lines_to_file` formats with
+    their Python repr.
     """
     from mesh_tensorflow.transformer import utils
 
@@ -350,11 +362,11 @@ def decode_to_text_when_inferring() -> None:
 
 
 def sum_up_metrics_with_current_pandas() -> None:
-    """Lets t5.scripts.parse_tb sum up its table on pandas 2 and later.
+    """Lets t5.scripts.parse_tb summarize its table on pandas 2 and later.
 
-    `eval_utils.metric_group_max`, which only that script calls, picks columns by a set and walks
-    over a Series by `iteritems`; pandas 2.0 dropped both. Not among `install`'s patches, because it
-    has to import all of t5.
+    `eval_utils.metric_group_max`, which only that script calls, selects columns with a set and
+    iterates over a Series with `iteritems`; pandas 2.0 dropped both. It is not one of `install`'s
+    patches because it has to import all of t5.
     """
     import pandas as pd
     from t5.evaluation import eval_utils
@@ -367,7 +379,7 @@ def sum_up_metrics_with_current_pandas() -> None:
         return
 
     class _ColumnsBySet(pd.DataFrame):
-        """A table whose columns a set may name."""
+        """A DataFrame whose columns can be selected with a set."""
 
         def __getitem__(self, key: Any) -> Any:
             return super().__getitem__(sorted(key) if isinstance(key, set) else key)

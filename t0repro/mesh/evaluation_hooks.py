@@ -1,7 +1,7 @@
-"""What eval and score_eval on Mesh TensorFlow leave beyond its files: metrics, records, last words.
+"""Metrics, records and a closing summary for eval and score_eval on Mesh TensorFlow.
 
-A record of each scored task says what the report cannot tell from Mesh TensorFlow's files: how many
-inputs and targets were cut to the sequence length.
+The record of a scored task holds what the report cannot learn from Mesh TensorFlow's own files: how
+many inputs and targets were cut to the sequence length.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from t0repro.mesh.hooks import MetricsFile, numbers
 
 
 def record_evaluation(utils: Any, metrics: MetricsFile) -> None:
-    """Writes a metrics line and a record per task and checkpoint of `eval` and `score_eval`.
+    """Makes `eval` and `score_eval` write a metrics line and a record per task and checkpoint.
 
-    `eval_model` computes the metrics of a checkpoint while it iterates over the checkpoints, so the
-    step is noted there, and each dataset's functions are wrapped to note what passes through them.
+    `eval_model` computes a checkpoint's metrics while it iterates over the checkpoints, so the step
+    is taken from that iterator, and each dataset's functions are wrapped to record what passes
+    through them.
     """
     original_iterator, original_eval = utils.get_checkpoint_iterator, utils.eval_model
     signature = inspect.signature(original_eval)
@@ -66,15 +67,15 @@ class _Evaluation:
     """One call of eval_model.
 
     Args:
-      arguments: of the call, by name.
-      metrics: where the metrics' lines go.
+      arguments: Arguments of the call, by name.
+      metrics: Where the metrics lines go.
     """
 
     def __init__(self, arguments: Mapping[str, Any], metrics: MetricsFile):
         self._metrics, self._split = metrics, arguments["dataset_split"]
         self._lengths: Mapping[str, int] | None = arguments["sequence_length"]
         self._scores, self._writes = arguments["eval_with_score"], arguments["output_eval_examples"]
-        # As eval_model names it.
+        # The same name that eval_model gives it.
         folder = arguments["eval_summary_dir"] or f"{arguments['model_dir']}/{self._split}_eval"
         suffix = arguments["eval_dir_suffix"]
         self._folder = Path(folder if suffix is None else f"{folder}_{suffix}")
@@ -84,17 +85,17 @@ class _Evaluation:
         self._step, self._began, self._seconds = 0, 0.0, 0.0
 
     def begin(self, step: int) -> None:
-        """Begins with a checkpoint, whose outputs are computed before any task's metrics."""
+        """Starts the clock for a checkpoint: all outputs are computed before any task's metrics."""
         self._step, self._began, self._seconds = step, time.monotonic(), 0.0
 
     def end(self) -> None:
-        """Says what came out of a checkpoint."""
+        """Prints the results of a checkpoint."""
         if self._results:
             print_results(self._results, self._step, self._folder)
         self._results = {}
 
     def noting(self, dataset: Any) -> Any:
-        """The EvalDataset with functions that note examples and results as well."""
+        """Returns the EvalDataset with its functions wrapped to record examples and results."""
         from mesh_tensorflow.transformer.dataset import EvalDataset
 
         dataset = EvalDataset(*dataset)
@@ -145,14 +146,14 @@ class _Evaluation:
         return compute
 
     def _record(self, task: str) -> None:
-        """Writes a scored task's record in place of what another run left."""
+        """Writes a scored task's record, replacing any that an earlier run left."""
         records.remove_record(self._folder, task, self._step)
         if not (self._scores and self._writes):
             return
         names = (f"{task}_targets", f"{task}_inputs", f"{task}_{self._step}_predictions")
         files = {name: records.file_digest(self._folder / name) for name in names}
         if None in files.values():
-            return  # not on this machine's file systems, where records would be looked for
+            return  # the files are not on this machine's file systems, where records are looked for
         limit, statistics = _num_eval_examples(), self._statistics[task].as_record()
         record = {
             "key": {
@@ -167,7 +168,7 @@ class _Evaluation:
             "files": files,
             "pairs": self._examples[task],
             "available": None if limit else statistics["inputs"],
-            # All tasks are scored together; each has its share by its examples.
+            # All tasks are scored together, so each gets a share in proportion to its examples.
             "seconds": self._seconds * self._examples[task] / max(sum(self._examples.values()), 1),
             **statistics,
         }
@@ -175,7 +176,7 @@ class _Evaluation:
 
 
 def _num_eval_examples() -> int | None:
-    """How many of a task's first examples gin asks for; None where it asks for all."""
+    """How many of a task's first examples gin asks for; None if it asks for all."""
     import gin
 
     try:

@@ -3,13 +3,13 @@
 t5 and Mesh TensorFlow do the work; the functions here wrap three of their entry points
 (`TPUEstimator.train`, `TPUEstimator.evaluate`, `utils.eval_model`) and change no computation.
 
-metrics.jsonl in model_dir, one object a line:
+metrics.jsonl in model_dir has one JSON object per line:
 
     {"split": "train", "step": 1, "loss": 10.373483657836914}
     {"split": "validation", "step": 4, "task": "rte_GPT_3_style_score_eval", "accuracy": 52.7}
 
-A training step's number is the global step after its update; its loss is that of the parameters
-before the update, in float32's full precision.
+A training line's step is the global step after the update; its loss is that of the parameters
+before the update, with float32's full precision.
 """
 
 from __future__ import annotations
@@ -52,23 +52,24 @@ def install(model_dir: str) -> None:
 
 
 class MetricsFile:
-    """model_dir/metrics.jsonl: lines are appended; a resumed run drops those it will repeat."""
+    """Appends lines to model_dir/metrics.jsonl; a resumed run drops those that it will repeat."""
 
     def __init__(self, path: str):
         self._path = Path(path)
         self._appended = False
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Appends one record, written through at once."""
+        """Appends one record as a line; the file is closed again after each."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         if not self._appended:
+            # A killed run can leave half a line, which would spoil the first one appended to it.
             drop_half_line(self._path)
             self._appended = True
         with open(self._path, "a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
 
     def drop_training_after(self, step: int) -> None:
-        """Removes training lines beyond a step: a run that resumes from it writes them again."""
+        """Removes training lines after a step: a run that resumes there writes them again."""
         if not self._path.exists():
             return
         lines = self._path.read_text(encoding="utf-8").splitlines()
@@ -98,7 +99,7 @@ def record_training(estimator_class: Any, metrics: MetricsFile) -> None:
 
         def noting_structure(params: Any) -> Any:
             dataset = input_fn(params)
-            # tf.data hands a dictionary's tensors over in the order of its sorted keys.
+            # tf.data flattens a dictionary in the order of its sorted keys.
             names = sorted(dataset.element_spec)
             structure.update({name: index for index, name in enumerate(names)})
             return dataset
@@ -113,10 +114,10 @@ class LossRecorder(tf.train.SessionRunHook):
     """Writes one metrics line per training step and shows progress.
 
     Args:
-      metrics: where the lines go.
-      structure: feature name -> its index among the tensors of the input iterator; filled in when
+      metrics: Where the lines go.
+      structure: Feature name -> its index among the tensors of the input iterator; filled in when
         the input function has run, which is before `begin`.
-      last_step: the global step at which training ends, or None.
+      last_step: The global step at which training ends, or None.
     """
 
     def __init__(self, metrics: MetricsFile, structure: Mapping[str, int], last_step: int | None):
@@ -146,7 +147,7 @@ class LossRecorder(tf.train.SessionRunHook):
         """Writes the step's line and shows progress."""
         del run_context
         values = run_values.results
-        # Counted here: reading global_step in the run that increments it is a race.
+        # Counted here, because reading global_step in the run that increments it is a race.
         self._step += 1
         loss = float(values["loss"])
         self._metrics.append({"split": "train", "step": self._step, "loss": loss})
@@ -161,7 +162,7 @@ class LossRecorder(tf.train.SessionRunHook):
 
 
 def _batch_counts(structure: Mapping[str, int]) -> dict[str, Any]:
-    """Tensors of the examples and the target tokens (padding left out) in the current batch.
+    """Tensors that count the examples and the target tokens (without padding) in the current batch.
 
     Packed sequences hold several examples, numbered from 1 by targets_segmentation.
     """
@@ -182,7 +183,7 @@ def _batch_counts(structure: Mapping[str, int]) -> dict[str, Any]:
 
 
 class Progress:
-    """A line with step, loss, rates, time left: rewritten on a terminal, else every 5 seconds."""
+    """Progress line: step, loss, rates, time left; rewritten in place, or printed every 5 s."""
 
     def __init__(self, last_step: int | None):
         self._last_step = last_step
@@ -195,7 +196,7 @@ class Progress:
         """Counts one step and shows the line when it is due."""
         now = time.monotonic()
         if self._first_step is None:
-            # The first step builds and warms the graph up: rates start behind it.
+            # The first step includes building and warming up the graph, so rates start after it.
             self._first_step, self._start = step, now
         else:
             self._examples += examples
@@ -230,7 +231,10 @@ class Progress:
 
 
 def silence_loss_print() -> None:
-    """Off TPU the model function prints every loss with tf.Print; the progress line replaces it."""
+    """Turns off tf.Print, with which the model function prints every loss off TPU.
+
+    The progress line shows the loss instead.
+    """
 
     def pass_through(input_: Any, data: Any, message: Any = None, **kwargs: Any) -> Any:
         del data, message, kwargs
@@ -243,7 +247,7 @@ def silence_loss_print() -> None:
 
 
 def record_perplexity(estimator_class: Any, metrics: MetricsFile) -> None:
-    """Writes a metrics line per task and checkpoint of `perplexity_eval`."""
+    """Makes `perplexity_eval` write a metrics line per task and checkpoint."""
     original = estimator_class.evaluate
 
     @functools.wraps(original)
@@ -263,7 +267,7 @@ def record_perplexity(estimator_class: Any, metrics: MetricsFile) -> None:
 
 
 def numbers(items: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, float]]:
-    """The entries that are numbers, as Python floats."""
+    """The (name, value) pairs whose value converts to a float; others are left out."""
     for name, value in items:
         try:
             yield name, float(value)

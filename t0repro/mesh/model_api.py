@@ -1,4 +1,4 @@
-"""--use_model_api on Mesh TensorFlow: one call of t5's MtfModel for each --mode."""
+"""--use_model_api on Mesh TensorFlow: each --mode is one call of t5's MtfModel."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def run(flags: Any) -> None:
     """Runs the mode that --mode names.
 
     Raises:
-      UserError: for flags that do not fit together.
+      UserError: If the flags contradict each other.
     """
     from t5.models.mtf_model import MtfModel
 
@@ -88,7 +88,11 @@ def _export(model: Any, flags: Any, steps: Any) -> None:
 
 
 def _single(steps: int | str | list[int]) -> int:
-    """The one step that fine-tuning or an export starts from; -1 stands for the latest."""
+    """The single step that fine-tuning or an export starts from; -1 means the latest.
+
+    Raises:
+      UserError: If the flags name all steps or several.
+    """
     if steps == "all" or (isinstance(steps, list) and len(steps) != 1):
         raise UserError(
             "Fine-tuning and exports start from a single checkpoint.",

@@ -1,7 +1,8 @@
-"""Runs what gin configures on Mesh TensorFlow: the part of t5's main that comes after gin's parser.
+"""Runs what gin configures on Mesh TensorFlow: the part of t5's main that follows gin's parsing.
 
-`mesh_tensorflow.transformer.utils.run` picks the mode itself, by run.mode; with --use_model_api
-t0repro.mesh.model_api does, by --mode. Neither library is copied: both are called as t5 calls them.
+`mesh_tensorflow.transformer.utils.run` chooses the mode by run.mode; with --use_model_api,
+t0repro.mesh.model_api chooses it by --mode. No library code is copied: both are called as t5 calls
+them.
 """
 
 from __future__ import annotations
@@ -15,25 +16,27 @@ from t0repro.config.configuration import Configuration, RunInputs
 from t0repro.config.run_config import RunConfig
 from t0repro.mesh import hooks, model_api
 
-# t5's main forces these types on every run without --tpu.
+# t5's main binds these types to float32 in every run without --tpu.
 _FLOAT32_ON_CPU = ("slice", "activation")
 
 
 def run(flags: Any, configuration: Configuration | None) -> None:
-    """Runs t5's command on this machine's CPU: no TensorFlow that installs today drives a TPU.
+    """Runs t5's command on this machine's CPU.
+
+    No TensorFlow that can be installed today supports Mesh TensorFlow on a TPU.
 
     Args:
-      flags: absl's, of t5_mesh_transformer. gin's configuration is parsed and locked.
-      configuration: what gin configures; None with --use_model_api.
+      flags: absl's flags of t5_mesh_transformer. gin's configuration must be parsed and locked.
+      configuration: What gin configures; None with --use_model_api.
 
     Raises:
-      UserError: if training cannot go on in model_dir.
+      UserError: If training cannot continue in model_dir.
     """
     mode = flags.mode if configuration is None else configuration.inputs.mode
     with contextlib.ExitStack() as held:
-        # An address that only TensorFlow writes to has no locks.
+        # Only local folders can be locked; an address such as gs:// is written by TensorFlow alone.
         if mode in ("train", "finetune") and "://" not in flags.model_dir:
-            # It brings JAX along, which no other mode needs.
+            # Imported here because it imports JAX, which no other mode needs.
             from t0repro.training.model_dir import held_for_training
 
             config = None if configuration is None else configuration.run_or_refusal
@@ -63,8 +66,8 @@ def _run(flags: Any, inputs: RunInputs | None) -> None:
         for kind in _FLOAT32_ON_CPU:
             gin.bind_parameter(f"utils.get_variable_dtype.{kind}_dtype", "float32")
         if inputs.tpu_mesh:
-            # A TPU's mesh has more parts than most sizes divide into. The sizes per replica have
-            # been counted with it.
+            # Most sizes do not divide by a TPU mesh's dimensions, so run on one device. The batch
+            # size was computed with that mesh, and is bound so that it stays the same.
             gin.bind_parameter("run.mesh_shape", [])
             gin.bind_parameter("run.batch_size", inputs.batch_size)
     utils.run(
@@ -73,7 +76,7 @@ def _run(flags: Any, inputs: RunInputs | None) -> None:
 
 
 def record_command(model_dir: str) -> None:
-    """Writes model_dir/commands/command[.N], at any address that TensorFlow writes to."""
+    """Writes the command line to model_dir/commands/command[.N], local or remote."""
     import tensorflow as tf
 
     folder = os.path.join(model_dir, "commands")
@@ -84,4 +87,4 @@ def record_command(model_dir: str) -> None:
         with tf.io.gfile.GFile(os.path.join(folder, name), "w") as file:
             file.write(" ".join(sys.argv))
     except (tf.errors.PermissionDeniedError, tf.errors.InvalidArgumentError):
-        pass  # as in t5: a model_dir that is only read needs no record
+        pass  # as in t5: a read-only model_dir gets no record

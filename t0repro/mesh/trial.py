@@ -1,6 +1,6 @@
-"""One training step of a graph of a few numbers: the proof that Mesh TensorFlow works here.
+"""Takes one training step on a tiny graph, to prove that Mesh TensorFlow works here.
 
-`t0repro doctor` runs `main` in a process of its own.
+`t0repro doctor` runs `main` in its own process.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ def main() -> None:
     """Prints {"before": loss, "after": loss} of one Adafactor step.
 
     Raises:
-      RuntimeError: if the step did not lower the loss.
+      RuntimeError: If the step did not lower the loss.
     """
     before, after = train_one_step()
     if not after < before:

@@ -1,1 +1,1 @@
-"""The modes of a run on the JAX stack, one small module each; `run` picks one."""
+"""The modes of a run on the JAX stack, in small modules; `run.run` calls the right one."""

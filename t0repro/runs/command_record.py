@@ -1,4 +1,4 @@
-"""What a run leaves in model_dir about itself, as t5_mesh_transformer does on either stack."""
+"""Records in model_dir how a run was started, as t5's command does."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from t0repro.files import write_atomically
 
 
 def record_command(configuration: Configuration) -> None:
-    """Writes commands/command[.N] and, when training, operative_config.gin."""
+    """Writes model_dir/commands/command[.N] and, when training, operative_config.gin."""
     model_dir = Path(configuration.inputs.model_dir)
     folder = model_dir / "commands"
     count = len(list(folder.glob("command*"))) if folder.is_dir() else 0

@@ -1,6 +1,6 @@
-"""Modes eval and score_eval: judge a checkpoint by its tasks' metrics.
+"""Modes eval and score_eval: evaluate checkpoints with the metrics of their tasks.
 
-eval generates texts; score_eval ranks targets by their log-likelihoods.
+eval generates texts; score_eval computes the targets' log-likelihoods.
 """
 
 from __future__ import annotations
@@ -22,7 +22,11 @@ if TYPE_CHECKING:
 
 
 def evaluate(configuration: Configuration) -> None:
-    """Judges the tasks at each chosen checkpoint."""
+    """Evaluates all tasks at each chosen checkpoint; writes results, event files and metrics.jsonl.
+
+    Raises:
+      UserError: If no evaluation dataset is bound.
+    """
     from t0repro.evaluation import score_eval
     from t0repro.evaluation.checkpoint_choice import chosen_checkpoints
     from t0repro.evaluation.closing import print_results

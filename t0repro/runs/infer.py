@@ -1,4 +1,4 @@
-"""Mode infer: a text file in, <output_filename>-<step> out."""
+"""Mode infer: reads a text file and writes the outputs to <output_filename>-<step>."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from t0repro.runs.loaded_model import generated_texts, loaded
 
 
 def infer(configuration: Configuration) -> None:
-    """Generates for the lines of a file at each chosen checkpoint."""
+    """Generates an output for each line of a file, at each chosen checkpoint."""
     from t0repro.evaluation import text_files
     from t0repro.evaluation.checkpoint_choice import chosen_checkpoints
 
@@ -17,7 +17,7 @@ def infer(configuration: Configuration) -> None:
     vocabulary = configuration.vocabularies[0]
     inputs = text_files.encode_lines(lines, vocabulary, config.infer.eos_id, length)
     repeats = config.infer.repeats
-    # Mesh TensorFlow fills the last batch with the first input, once per repeat.
+    # As in Mesh TensorFlow, which pads the last batch with the first input, once per repeat.
     fill = repeats * (-(len(lines) // repeats) % config.batch_size)
     for model in loaded(configuration, chosen_checkpoints(config)):
         texts = generated_texts(configuration, model, inputs, length, fill)

@@ -1,4 +1,4 @@
-"""A checkpoint's model in memory, for the modes that compute with one."""
+"""Loads checkpoints for the modes that evaluate, generate or score with them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def loaded(configuration: Configuration, checkpoints: Iterator[Any]) -> Iterator[Checkpoint]:
-    """Each checkpoint with the configured model, loaded when its turn comes."""
+    """Yields each checkpoint with the configured model, loaded only when its turn comes."""
     import jax
 
     from t0repro.converters import sources
@@ -26,6 +26,7 @@ def loaded(configuration: Configuration, checkpoints: Iterator[Any]) -> Iterator
     config = configuration.run
     record_command(configuration)
     model = T5(config.model, config.dtypes)
+    # Shapes alone say whether a checkpoint fits; nothing is initialised.
     shapes = jax.eval_shape(lambda: initial_parameters(model, jax.random.key(0)))
     for checkpoint in checkpoints:
         tree = sources.load_any(checkpoint.path, slots=False)
@@ -45,14 +46,14 @@ def generated_texts(
     inputs_length: int,
     fill_with_first: int = 0,
 ) -> list[str]:
-    """The texts that a model generates for inputs, each padded to `inputs_length` tokens.
+    """Generates one text per input.
 
     Args:
-      configuration: says how to decode.
-      checkpoint: generates.
-      inputs: token ids of each input.
-      inputs_length: tokens that inputs are padded to.
-      fill_with_first: as of `generate_tokens`.
+      configuration: Says how to decode, and with which batch size and vocabulary.
+      checkpoint: The model and its parameters.
+      inputs: Token ids of each input.
+      inputs_length: Number of tokens that inputs are padded to.
+      fill_with_first: As for `generate_tokens`.
     """
     from t0repro.evaluation.generation import generate_tokens, texts_of
 

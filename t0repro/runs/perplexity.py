@@ -1,4 +1,4 @@
-"""Mode perplexity_eval: teacher-forced metrics of each task."""
+"""Mode perplexity_eval: teacher-forced metrics for each task."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from t0repro.runs.loaded_model import loaded
 
 
 def evaluate_perplexity(configuration: Configuration) -> None:
-    """Writes each task's metrics at each chosen checkpoint, as lines and as event files."""
+    """Writes each task's metrics at each chosen checkpoint, to metrics.jsonl and event files."""
     from t0repro.data.eval_data import perplexity_batches
     from t0repro.evaluation import perplexity
     from t0repro.evaluation.checkpoint_choice import chosen_checkpoints
@@ -23,7 +23,7 @@ def evaluate_perplexity(configuration: Configuration) -> None:
         params, model, step = checkpoint.params, checkpoint.model, checkpoint.step
         for task, batches in datasets:
             values = perplexity.evaluate_perplexity(params, model, batches, steps)
-            # The name says how many examples were asked for, as Mesh TensorFlow's folder does.
+            # Mesh TensorFlow's folder name, which holds the number of examples asked for.
             name = f"{task}_{split}_{config.batch_size * steps}"
             name += f"_{config.eval_dir_suffix}" if config.eval_dir_suffix is not None else ""
             events = event_writer(f"{config.model_dir}/eval_{name}")

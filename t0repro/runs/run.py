@@ -25,10 +25,10 @@ MODES: dict[str, Callable[[Configuration], None]] = {
 
 
 def run(configuration: Configuration) -> None:
-    """Runs the mode that is configured.
+    """Runs the configured mode.
 
     Raises:
-      UserError: for a mode or an option that the JAX stack lacks, or bad input.
+      UserError: For a mode or an option that the JAX stack does not support, or for bad input.
     """
     mode, place = configuration.inputs.mode, configuration.inputs.provenance.get("mode")
     if mode in MODES:

@@ -1,4 +1,4 @@
-"""Modes score_from_dataset and score_from_strings, and the files that scores are saved in."""
+"""Modes score_from_dataset and score_from_strings, and the files that they save scores in."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ from t0repro.runs.loaded_model import loaded
 
 
 def score_from_dataset(configuration: Configuration) -> None:
-    """Mode score_from_dataset: scores every target of a dataset."""
+    """Mode score_from_dataset: scores every target of a dataset and saves the scores."""
     from t0repro.data.eval_data import scored_examples
 
     _score(configuration, scored_examples(configuration.run))
 
 
 def score_from_strings(configuration: Configuration) -> None:
-    """Mode score_from_strings: scores lines of text; targets are read by the inputs' vocabulary."""
+    """Mode score_from_strings: scores lines of text and saves the scores.
+
+    Targets are encoded with the inputs' vocabulary.
+    """
     from t0repro.evaluation import text_files
 
     strings, lengths = configuration.run.score_strings, configuration.run.sequence_length
@@ -40,7 +43,7 @@ def score_from_strings(configuration: Configuration) -> None:
 
 
 def _score(configuration: Configuration, examples: Sequence[Any]) -> None:
-    """Scores examples at the chosen checkpoint and saves what save_scores would."""
+    """Scores examples at the chosen checkpoint and saves the files of save_scores."""
     from t0repro.evaluation.checkpoint_choice import one_checkpoint
     from t0repro.evaluation.engine import score_examples
     from t0repro.evaluation.task_output import check_finite
@@ -66,9 +69,11 @@ def _score(configuration: Configuration, examples: Sequence[Any]) -> None:
 def save_scores(
     configuration: Configuration, scores: Sequence[Any], targets: Sequence[np.ndarray]
 ) -> None:
-    """Writes `<prefix>.scores` and, with the text, `.targets` and `.lengths`, a line an example.
+    """Writes `<prefix>.scores` and, with save_example_text, `.targets` and `.lengths`.
 
-    Lengths count the tokens before the first padding, up to and including EOS.
+    Each file has one line per example.
+
+    Lengths count the tokens up to and including EOS, without padding.
 
     Source: mesh_tensorflow.transformer.utils.save_scores.
     """

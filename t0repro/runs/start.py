@@ -1,4 +1,4 @@
-"""Mode train: opens the data, finds the checkpoint to start from, and trains."""
+"""Mode train: opens the data, finds the checkpoint to start from and trains."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from t0repro.runs.command_record import record_command
 
 
 def start_training(configuration: Configuration) -> None:
-    """Trains from model_dir's latest checkpoint, else init_checkpoint, else random parameters."""
+    """Trains from model_dir's latest checkpoint, or init_checkpoint, or random parameters."""
     from t0repro.converters import sources
     from t0repro.data.train_data import TrainBatches
     from t0repro.event_files import event_writer
@@ -20,7 +20,7 @@ def start_training(configuration: Configuration) -> None:
 
     config = configuration.run
     model_dir, allow_changed = Path(config.model_dir), configuration.allow_changed
-    # Nothing in model_dir is read or written before it is ours alone, and fits.
+    # Take the lock, and check that the settings match, before model_dir is read or written.
     with held_for_training(model_dir, "jax", config, allow_changed=allow_changed):
         has_checkpoint = bool(sources.list_checkpoints(model_dir))
         start = starting_point(config)
@@ -34,9 +34,13 @@ def start_training(configuration: Configuration) -> None:
 
 
 def starting_point(config: RunConfig) -> dict[str, Any] | None:
-    """The checkpoint that training starts from, as a flat T5X tree; None for a fresh start.
+    """Loads what training starts from as a flat T5X tree, unless training restores it itself.
 
-    Mesh TensorFlow's order: what model_dir holds wins over init_checkpoint.
+    As in Mesh TensorFlow, a checkpoint in model_dir takes precedence over init_checkpoint.
+
+    Returns:
+      The tree; None for a fresh start, or if model_dir's latest checkpoint is in the JAX format,
+      which `train` restores.
     """
     from t0repro.converters import sources
     from t0repro.training.start import keep_matching
@@ -49,5 +53,5 @@ def starting_point(config: RunConfig) -> dict[str, Any] | None:
         return keep_matching(sources.load_any(config.init_checkpoint), config)
     latest = sources.find_checkpoint(model_dir)
     if latest.format == "jax":
-        return None  # training finds its own
+        return None  # `train` restores it
     return sources.load_any(latest.path)

@@ -1,4 +1,4 @@
-"""Training on the JAX stack, from a RunConfig and batches to checkpoints, top to bottom."""
+"""Training on the JAX stack, from a RunConfig and batches to checkpoints."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from t0repro.words import counted
 
 @runtime_checkable
 class BatchSource(Protocol):
-    """Batches whose position is kept in checkpoints, so that a resumed run continues after it."""
+    """Batches whose position is saved in checkpoints, so that a resumed run continues from it."""
 
     def open(
         self, step: int, saved: Path | None, say: Callable[[str], None]
@@ -38,20 +38,20 @@ class BatchSource(Protocol):
         """Batches for the updates after a global step.
 
         Args:
-          step: the global step that training starts from.
-          saved: the folder that `save` wrote, in the checkpoint that training resumes from; None if
+          step: The global step that training starts from.
+          saved: The folder that `save` wrote, in the checkpoint that training resumes from; None if
             there is no such folder, or if training begins in this model_dir.
-          say: receives one line about what is being done.
+          say: Receives one line about what is being done.
         """
         ...
 
     def save(self, folder: Path) -> None:
-        """Writes into a checkpoint's folder how far the batches have been taken."""
+        """Writes into a checkpoint's folder how many batches have been used."""
         ...
 
 
 class StoppedBySignal(SystemExit):
-    """Training ended early, its state saved, because of a signal; the exit code says which."""
+    """A signal ended training early, after a save; the exit code is 128 plus its number."""
 
     def __init__(self, number: int):
         super().__init__(128 + number)
@@ -67,26 +67,26 @@ def train(
     writers: Sequence[Writer] = (),
     say: Callable[[str], None] | None = None,
 ) -> TrainState:
-    """Trains until the global step is config.train_steps and returns the last state.
+    """Trains until the global step reaches config.train_steps and returns the last state.
 
-    Starts from the latest checkpoint in config.model_dir; without one, from `restore_from`, slots
-    and step included; without that, from freshly drawn parameters.
+    Starts from the latest checkpoint in config.model_dir; without one, from `restore_from`,
+    including its slots and step; without that, from freshly drawn parameters.
 
     Args:
-      config: of mode "train".
-      batches: numpy batches as in t0repro.model.t5, or a function that opens them, which is
-        called only when there is a step to do, or a source that knows its position.
-      restore_from: a flat tree, as a converter reads it off any checkpoint, or the path of a JAX
+      config: A configuration with mode "train".
+      batches: Numpy batches as in t0repro.model.t5; or a function that opens them, called only if
+        there is a step to take; or a source that knows its position.
+      restore_from: A flat tree, which converters can read from any checkpoint, or the path of a JAX
         checkpoint: config.init_checkpoint in a form that this stack can read.
       seed: Seed for the initial parameters and for dropout.
-      actions: run between steps, in addition to those of every run (saving, the progress line).
-      writers: receive metrics too, beside metrics.jsonl; TensorBoard's event files, for instance.
-      say: receives one line about what is being done; writes to standard error by default.
+      actions: Actions to run between steps, in addition to the standard ones (saving, progress).
+      writers: Receive metrics in addition to metrics.jsonl, for instance TensorBoard event files.
+      say: Receives lines about what is being done; prints to standard error by default.
 
     Raises:
-      UserError: if the configuration cannot be trained, a checkpoint does not fit, or a loss is not
+      UserError: If the configuration cannot be trained, a checkpoint does not fit, or a loss is not
         finite.
-      StoppedBySignal: after SIGTERM or SIGINT, when the state has been saved.
+      StoppedBySignal: After SIGTERM or SIGINT, once the state has been saved.
     """
     say = say or (lambda line: print(line, file=sys.stderr, flush=True))
 
@@ -99,6 +99,7 @@ def train(
         )
     model, optimizer = T5(config.model, config.dtypes), make_optimizer(config.optimizer)
     schedule = make_schedule(config.schedule)
+    # Shapes only: a restored run never allocates the parameters that it would throw away.
     fresh = jax.eval_shape(lambda: _fresh_state(model, optimizer, seed))
     device = f"{jax.devices()[0].device_kind} ({jax.default_backend()})"
     count = counted(count_parameters(fresh.params), "parameter")
@@ -106,6 +107,7 @@ def train(
 
     # ---------------------------------------------------------------- where to start
     model_dir = Path(config.model_dir)
+    # Whoever starts training holds model_dir's lock, so these are leftovers of killed saves.
     remove_interrupted_saves(model_dir)
     found = latest_step(model_dir)
     saved_data = None
