@@ -1,4 +1,4 @@
-"""Comparing two checkpoints of any formats, tensor by tensor under one set of names."""
+"""Compares two checkpoints of any formats, tensor by tensor, under one set of names."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class TensorDifference:
     """How one tensor differs.
 
     Attributes:
-      key: its flat key.
-      reason: "values", "shape", "type" (equal values of another type) or "only in A" or "only in
+      key: Its flat key.
+      reason: "values", "shape", "type" (equal values in different types), "only in A" or "only in
         B".
-      max: largest absolute difference; NaN where values cannot be compared.
-      rms: root mean square of the differences; NaN likewise.
-      detail: what the two sides are, where they cannot be compared value by value.
+      max: Largest absolute difference; NaN if the values cannot be compared.
+      rms: Root mean square of the differences; NaN if the values cannot be compared.
+      detail: The two shapes or types, if they differ.
     """
 
     key: str
@@ -39,9 +39,9 @@ class Comparison:
     """The comparison of checkpoints a and b.
 
     Attributes:
-      tensors: number of names in a or b.
-      differences: every tensor that is not the same bit for bit, the largest difference first.
-      tolerance: largest absolute difference that is let pass.
+      tensors: Number of names in a or b.
+      differences: Every tensor that is not bit-identical, the largest difference first.
+      tolerance: Largest absolute difference that passes.
     """
 
     a: CheckpointRef
@@ -52,7 +52,7 @@ class Comparison:
 
     @property
     def failures(self) -> tuple[TensorDifference, ...]:
-        """The differences beyond the tolerance; with tolerance 0 that is every one."""
+        """The differences beyond the tolerance; with tolerance 0, all of them."""
         return tuple(item for item in self.differences if not self._passes(item))
 
     def _passes(self, item: TensorDifference) -> bool:
@@ -69,14 +69,14 @@ def compare(
     """Compares two checkpoints.
 
     Args:
-      a: a checkpoint, see `sources.find_checkpoint`.
-      b: another.
-      tolerance: largest absolute difference that counts as equal; 0 asks for the same bits and
+      a: A checkpoint; see `sources.find_checkpoint`.
+      b: Another.
+      tolerance: Largest absolute difference that counts as equal; 0 requires identical bits and
         types.
-      slots: False compares parameters and step alone.
+      slots: False compares only parameters and the step.
 
     Raises:
-      UserError: if either cannot be read.
+      UserError: If either cannot be read.
     """
     readers = [open_checkpoint(find_checkpoint(path)) for path in (a, b)]
     names = [
@@ -104,11 +104,12 @@ def _compare_tensor(key: str, a: CheckpointReader, b: CheckpointReader) -> Tenso
         return TensorDifference(key, "shape", detail=f"{shapes[0]} and {shapes[1]}")
     left, right = a.read(key), b.read(key)
     if key == layout.STEP:
-        # An int64 in Mesh TensorFlow, an int32 in T5X: the number counts.
+        # Mesh TensorFlow stores an int64, T5X an int32; only the number matters.
         left, right = left.astype(np.int64), right.astype(np.int64)
     same_type = left.dtype == right.dtype
     if same_type and left.tobytes() == right.tobytes():
         return None
+    # In float64, so that the differences themselves are not rounded.
     wide = np.subtract(left, right, dtype=np.float64)
     largest = float(np.max(np.abs(wide))) if wide.size else 0.0
     rms = float(np.sqrt(np.mean(np.square(wide)))) if wide.size else 0.0

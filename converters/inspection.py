@@ -1,4 +1,4 @@
-"""What a checkpoint holds: every tensor with its norm, and which model it is."""
+"""Lists what a checkpoint holds: every tensor with its norm, and which model it is."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class TensorSummary:
     """One tensor.
 
     Attributes:
-      name: in the checkpoint's own format.
-      key: flat key in T5X's tree.
-      norm: root of the sum of squares, summed in float64.
+      name: Its name in the checkpoint's own format.
+      key: Its flat key in T5X's tree.
+      norm: Euclidean norm, summed in float64.
     """
 
     name: str
@@ -42,10 +42,10 @@ class Inspection:
     """A checkpoint's contents.
 
     Attributes:
-      step: the global step that it holds.
-      parameters: number of parameters, slots not counted.
-      slots: whether optimizer slots are there.
-      bytes: of all tensors.
+      step: Its global step.
+      parameters: Number of parameters, not counting slots.
+      slots: Whether it has optimizer slots.
+      bytes: Total size of all tensors.
     """
 
     checkpoint: CheckpointRef
@@ -57,19 +57,19 @@ class Inspection:
     tensors: tuple[TensorSummary, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """The inspection as JSON values, with the model's name."""
+        """Returns the inspection as JSON values, with the model's name added."""
         return {"name": self.family.name, **dataclasses.asdict(self)}
 
 
 def inspect_checkpoint(path: str | os.PathLike[str], step: int | None = None) -> Inspection:
-    """Reads every tensor of a checkpoint and says what it is.
+    """Reads every tensor of a checkpoint and summarizes it.
 
     Args:
-      path: see `sources.find_checkpoint`.
-      step: see `sources.find_checkpoint`.
+      path: See `sources.find_checkpoint`.
+      step: See `sources.find_checkpoint`.
 
     Raises:
-      UserError: if the checkpoint is damaged, incomplete or no T5.
+      UserError: If the checkpoint is damaged, incomplete or not a T5.
     """
     reader = open_checkpoint(find_checkpoint(path, step))
     family = check_checkpoint(reader)

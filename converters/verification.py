@@ -1,4 +1,4 @@
-"""Checking that a checkpoint is whole and sound, tensor by tensor."""
+"""Checks that a checkpoint is complete and undamaged, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from t0repro.progress import byte_progress
 
 @dataclasses.dataclass(frozen=True)
 class Verification:
-    """What was found.
+    """The result of a verification.
 
     Attributes:
-      checkpoint: what was checked.
-      family: the model that it holds.
-      tensors: how many were read.
-      checks: what was checked, in words.
-      unchecked: what could not be checked, a sentence each.
-      problems: what is wrong, a sentence each.
+      checkpoint: The checkpoint.
+      family: Shape of the model that it holds.
+      tensors: Number of tensors read.
+      checks: What was checked, in words.
+      unchecked: What could not be checked, one phrase each.
+      problems: What is wrong, one sentence each.
     """
 
     checkpoint: CheckpointRef
@@ -39,35 +39,35 @@ class Verification:
 
 
 def verify(path: str | os.PathLike[str], step: int | None = None) -> Verification:
-    """Reads all of a checkpoint.
+    """Reads a whole checkpoint and checks everything in it that can be checked.
 
-    Files, their sizes, the tensors' names and shapes, the checksums that the format has, NaN and
-    infinity are checked; and each tensor's SHA-256 where a conversion's manifest has it. What
-    cannot be checked is said.
+    That is: files and their sizes, tensor names and shapes, the format's own checksums, NaN and
+    infinity, and each tensor's SHA-256 if a conversion's manifest has it. The result also lists
+    what could not be checked.
 
     Args:
-      path: see `sources.find_checkpoint`.
-      step: see `sources.find_checkpoint`.
+      path: See `sources.find_checkpoint`.
+      step: See `sources.find_checkpoint`.
 
     Raises:
-      UserError: if a file is missing or damaged, or the checkpoint is incomplete or no T5.
+      UserError: If a file is missing or damaged, or the checkpoint is incomplete or not a T5.
     """
     reader = open_checkpoint(find_checkpoint(path, step))
     family = check_checkpoint(reader)
     manifest = read_manifest(os.path.dirname(manifest_path(reader.ref)))
     if manifest and not manifest.is_of(reader.ref):
-        manifest = None  # of another checkpoint in its directory
+        manifest = None  # it describes another checkpoint of this directory
     problems, compared = [], 0
     with byte_progress("Verifying", total_bytes(reader.tensors)) as done:
         for key, info in reader.tensors.items():
             name = reader.native_name(key)
             compared += bool(manifest and name in manifest.tensors)
             try:
-                array = reader.read(key)  # compares by itself what has no other checksum
+                array = reader.read(key)  # hf's reader compares with the manifest itself
                 if manifest and reader.ref.format != "hf":
                     manifest.check(name, array, reader.ref.path)
                 problems += _values(name, array)
-            except Mismatch as error:  # all of them are told, not only the first
+            except Mismatch as error:  # report all of them, not only the first
                 problems.append(error.what)
             done(info.nbytes)
     checks = ["files and sizes", "names and shapes", *_checksums(reader), "NaN and Inf"]
@@ -84,7 +84,7 @@ def verify(path: str | os.PathLike[str], step: int | None = None) -> Verificatio
 
 
 def _checksums(reader: CheckpointReader) -> list[str]:
-    """The checksums that a checkpoint has by itself, which reading it compares."""
+    """The checkpoint's own checksums, which the reader compares on every read."""
     if reader.ref.format == "mtf":
         return ["CRC-32C of every tensor"]
     if isinstance(reader, JaxReader):
@@ -95,7 +95,7 @@ def _checksums(reader: CheckpointReader) -> list[str]:
 
 
 def _unchecked(reader: CheckpointReader, compared: int) -> Iterator[str]:
-    """What nothing in the checkpoint tells."""
+    """Yields the kinds of damage that nothing in the checkpoint would reveal."""
     if compared == len(reader.tensors):
         return
     if reader.ref.format == "hf" and not compared:
@@ -118,7 +118,8 @@ def _unchecked(reader: CheckpointReader, compared: int) -> Iterator[str]:
 def _values(name: str, array: np.ndarray) -> list[str]:
     if np.issubdtype(array.dtype, np.integer):
         return []
-    # A sum is finite only if all of its terms are, and takes no memory; most often that decides.
+    # A finite sum means that every term is finite, and a sum needs no memory for a mask; so the
+    # exact count below is needed only for tensors that look bad.
     with np.errstate(all="ignore"):
         if np.isfinite(array.sum(dtype=np.float64)):
             return []

@@ -1,4 +1,4 @@
-"""Writing files and directories so that a half-written one is never taken for a whole one."""
+"""Writes files and directories atomically: a partial one is never mistaken for a complete one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from t0repro.errors import UserError
 
-# What a storage error means to a person, and what to do about it.
+# Storage errors in plain words, each with what to do about it.
 _FULL = ("The disk is full.", "Free some space, or choose a folder on another disk.")
 _CLOSED = ("The folder cannot be written to.", "Choose one that can, or change its permissions.")
 _GONE = (
@@ -27,7 +27,7 @@ _BY_NUMBER = {
     **dict.fromkeys((errno.ENOENT, errno.ENOTDIR, errno.ESTALE), _GONE),
     errno.EIO: _BROKEN,
 }
-# TensorStore and TensorFlow raise errors of their own, which carry the system's words.
+# TensorStore and TensorFlow raise their own exceptions, with the system's message in the text.
 _BY_WORDS = (
     (re.compile(r"No space left on device|Disk quota exceeded|File too large"), _FULL),
     (re.compile(r"Read-only file system|Permission denied"), _CLOSED),
@@ -37,7 +37,7 @@ _BY_WORDS = (
 
 
 def storage_error(error: BaseException) -> UserError | None:
-    """What an error of the disk means and what to do; None for an error of another kind."""
+    """Turns a disk error into a UserError with a fix; returns None for any other kind of error."""
     if isinstance(error, OSError) and error.errno in _BY_NUMBER:
         what, fix = _BY_NUMBER[error.errno]
         name = error.filename
@@ -54,7 +54,13 @@ def storage_error(error: BaseException) -> UserError | None:
 
 
 def write_atomically(path: str | os.PathLike[str], content: str | bytes) -> None:
-    """Writes a file under a temporary name, syncs it and renames it into place."""
+    """Writes a file under a temporary name, syncs it and renames it into place.
+
+    Creates the parent directory if needed.
+
+    Raises:
+      OSError: With the file's name, if it cannot be written.
+    """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
@@ -67,7 +73,7 @@ def write_atomically(path: str | os.PathLike[str], content: str | bytes) -> None
         os.replace(temporary, path)
         sync_directory(path.parent)
     except OSError as error:
-        # Writing to an open file fails without the file's name.
+        # The error of a write to an open file does not name the file.
         raise OSError(error.errno, error.strerror, os.fspath(path)) from error
     finally:
         with contextlib.suppress(OSError):
@@ -76,12 +82,13 @@ def write_atomically(path: str | os.PathLike[str], content: str | bytes) -> None
 
 @contextlib.contextmanager
 def atomic_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yields a temporary directory that becomes `path` when the block ends without an exception.
+    """Yields a temporary directory that is renamed to `path` if the block raises nothing.
 
-    Whatever was written into it, by libraries too, is on the disk before its name is.
+    Everything in it, including files that libraries wrote, is synced before the rename. After an
+    exception it is removed.
 
     Raises:
-      FileExistsError: if `path` exists already.
+      FileExistsError: If `path` already exists.
     """
     path = Path(path)
     if path.exists():
@@ -99,10 +106,10 @@ def atomic_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def sync_tree(folder: str | os.PathLike[str]) -> None:
-    """Waits until every file below a folder, and every name, is on the disk.
+    """Syncs every file and directory below a folder to disk.
 
-    A rename may reach the disk before the content of what it renames: after a power failure there
-    would be a whole name with empty files.
+    A rename can reach the disk before the content of what it renames: after a power failure, the
+    final name could then stand for empty files.
     """
     for parent, _, names in os.walk(folder):
         for name in names:
@@ -111,7 +118,7 @@ def sync_tree(folder: str | os.PathLike[str]) -> None:
 
 
 def sync_directory(folder: str | os.PathLike[str]) -> None:
-    """Waits until the names in a folder are on the disk, after one was made, renamed or removed."""
+    """Syncs a folder's entries to disk; call it after creating, renaming or removing one."""
     _sync(folder)
 
 

@@ -1,8 +1,8 @@
-"""Files of a hub's repository or of a bucket: listed, fetched where a cut left off, and checked.
+"""Lists, downloads (resuming) and verifies the files of a Hugging Face repository or a GCS bucket.
 
-huggingface_hub does not do this work: it checks sizes but no checksums, and its errors without a
-network come after retries. Two requests of the hub's HTTP interface are used (for a model without
-`datasets/`), and two of Google Cloud Storage's JSON interface:
+huggingface_hub is not used because it checks sizes but not checksums, and without a network it
+fails only after retries. Two requests of the hub's HTTP API are used (shown for datasets), and two
+of Google Cloud Storage's JSON API:
 
     GET /api/datasets/<repository>/tree/<revision>/<folder>        names, sizes, checksums
     GET /datasets/<repository>/resolve/<revision>/<path>           the bytes, Range allowed
@@ -29,20 +29,20 @@ TIMEOUT_SECONDS = (5.0, 30.0)
 DELAYS_SECONDS = (0.5, 1.0, 2.0, 4.0)
 """Before each further attempt after a server's error or a cut transfer."""
 _BLOCK = 1 << 20
-_MOST_PAGES = 1000  # of a listing; a page has a thousand files
+_MOST_PAGES = 1000  # of a listing, at a thousand files a page; stops endless listings
 
 
 @dataclasses.dataclass(frozen=True)
 class HubFile:
-    """A file of a repository or of a bucket, with the one checksum that the server tells.
+    """A file of a repository or bucket, with the one checksum that the server lists, in hex.
 
     Attributes:
-      path: in the repository or the bucket.
-      size: in bytes.
-      sha256: of the bytes, in hexadecimal: the hub's large files.
-      blob: Git's SHA-1 of the bytes with their length before them: the hub's other files.
-      md5: of the bytes, in hexadecimal: a bucket's objects.
-      crc32c: of the bytes, in hexadecimal: a bucket's objects that were put together from parts.
+      path: Path in the repository or bucket.
+      size: Bytes.
+      sha256: SHA-256, listed for the hub's large files.
+      blob: Git's SHA-1, over a header with the length and then the bytes, for its other files.
+      md5: MD5, listed for a bucket's objects.
+      crc32c: CRC32C, for bucket objects without an MD5 (those composed from parts).
     """
 
     path: str
@@ -58,7 +58,7 @@ class HubFile:
         return self.path.rpartition("/")[2]
 
     def checksum_of(self, path: Path) -> str:
-        """The checksum of a local file, of the kind that the server tells of this one."""
+        """Computes a local file's checksum, of the kind that the server lists for this one."""
         if self.sha256:
             digest = hashlib.sha256()
         elif self.blob:
@@ -77,16 +77,16 @@ class HubFile:
 
     @property
     def checksum(self) -> str:
-        """The checksum that the server tells."""
+        """The checksum that the server lists."""
         return self.sha256 or self.blob or self.md5 or self.crc32c or ""
 
 
 class RemoteFiles:
-    """A server's files; subclasses know how it is asked.
+    """Files on a server; subclasses implement the server's API.
 
     Args:
-      base_url: the server, or a mirror of it.
-      delays: seconds before each further attempt.
+      base_url: Address of the server or a mirror.
+      delays: Seconds to wait before each retry.
     """
 
     unreachable_fix = "This command needs the network; --base-url names a mirror."
@@ -97,15 +97,15 @@ class RemoteFiles:
         self.base_url = base_url.rstrip("/")
         self._delays = delays
         self._session = requests.Session()
-        # Sizes are those of the files, not of what was squeezed for the journey.
+        # No compression in transit: byte counts and ranges must be those of the file itself.
         self._session.headers["Accept-Encoding"] = "identity"
         self._reached = False
 
     def files(self, folder: str) -> list[HubFile] | None:
-        """The files of a folder, or None where there is no such folder.
+        """Lists a folder's files; None if there is no such folder.
 
         Raises:
-          UserError: if the server cannot be reached or answers with an error.
+          UserError: If the server cannot be reached or answers with an error.
         """
         raise NotImplementedError
 
@@ -113,20 +113,20 @@ class RemoteFiles:
         raise NotImplementedError
 
     def download(self, file: HubFile, to: Path, advance: Callable[[int], None]) -> None:
-        """Fetches a file; what lies at `to` already is taken for its beginning.
+        """Downloads a file and verifies its checksum; resumes if part of it is already at `to`.
 
         Args:
-          file: of `files`.
-          to: the local file, whole and checked afterwards.
-          advance: told of each number of bytes that is there, negative where some are discarded.
+          file: One of those that `files` lists.
+          to: The local file.
+          advance: Called with each number of bytes gained, negative when bytes are discarded.
 
         Raises:
-          UserError: if the server fails again and again, or sends other bytes twice.
+          UserError: If the server keeps failing, or the checksum is wrong twice.
         """
         self._resume(file, to, advance)
         if self._is_right(file, to):
             return
-        # A mended transfer on top of a wrong beginning, most likely: once more, from the start.
+        # Most likely it resumed from a wrong beginning; try once more from the start.
         advance(-file.size)
         to.unlink()
         self._resume(file, to, advance)
@@ -147,7 +147,7 @@ class RemoteFiles:
     # Requests --------------------------------------------------------------------------------
 
     def _ask(self, url: str, **options: Any) -> Any:
-        """A response that is no server's error; connection errors are the caller's later on."""
+        """Sends a request, with retries; returns the response if it is a success, 404 or 416."""
         import requests
 
         for delay in (*self._delays, None):
@@ -155,7 +155,8 @@ class RemoteFiles:
                 answer = self._session.get(url, timeout=TIMEOUT_SECONDS, **options)
                 self._reached = True
             except requests.RequestException as error:
-                # Nothing has come from there yet: no network, most likely, and waiting is in vain.
+                # Nothing has ever come from this server: most likely there is no network, and
+                # retrying would only delay the message.
                 if not self._reached or delay is None:
                     raise self._unreachable(error) from error
             else:
@@ -172,7 +173,7 @@ class RemoteFiles:
         raise AssertionError("the last attempt returns or raises")
 
     def _resume(self, file: HubFile, to: Path, advance: Callable[[int], None]) -> None:
-        """Appends to `to` until it has the size that the server lists."""
+        """Appends to `to` until it has the listed size; progress resets the retries."""
         to.touch()
         have = to.stat().st_size
         if have > file.size:
@@ -200,7 +201,7 @@ class RemoteFiles:
     def _append(
         self, file: HubFile, to: Path, have: int, advance: Callable[[int], None]
     ) -> tuple[int, str]:
-        """Bytes gained by one request (negative where the server starts anew), and its error."""
+        """Makes one request; returns bytes gained (negative if it starts over) and why it ended."""
         import urllib3
 
         headers = {"Range": f"bytes={have}-"} if have else {}
@@ -214,14 +215,14 @@ class RemoteFiles:
                 )
             goes_on = answer.headers.get("Content-Range", "").startswith(f"bytes {have}-")
             start = have if answer.status_code == 206 and goes_on else 0
-            if start < have:  # it sent the file from its start
+            if start < have:  # the server ignored the range and sent the whole file
                 advance(start - have)
             came, error = start, "it ends early"
             with open(to, "r+b") as target:
                 target.truncate(start)
                 target.seek(start)
                 try:
-                    # iter_content would drop what came of a block that is cut.
+                    # iter_content would drop the part of a block that arrived before a cut.
                     while came < file.size and (block := answer.raw.read1(_BLOCK)):
                         block = block[: file.size - came]
                         target.write(block)
@@ -240,13 +241,13 @@ class RemoteFiles:
 
 
 class HubRepository(RemoteFiles):
-    """A repository of the Hugging Face hub at one revision.
+    """A repository on the Hugging Face hub, at one revision.
 
     Args:
-      base_url: the hub, or a mirror of it.
+      base_url: Address of the hub or a mirror.
       name: `owner/name`.
-      revision: a commit or branch.
-      delays: seconds before each further attempt.
+      revision: Commit, branch or ref (`refs/pr/1`).
+      delays: Seconds to wait before each retry.
       kind: `datasets` or `models`.
     """
 
@@ -267,10 +268,10 @@ class HubRepository(RemoteFiles):
             )
 
     def files(self, folder: str) -> list[HubFile] | None:
-        """The files of a folder, or None where there is no such folder.
+        """Lists a folder's files; None if there is no such folder.
 
         Raises:
-          UserError: if the hub cannot be reached or answers with an error.
+          UserError: If the hub cannot be reached or answers with an error.
         """
         url: str | None = (
             f"{self.base_url}/api/{self._kind}/{self.name}/tree/{self._revision}/{folder}"
@@ -286,7 +287,7 @@ class HubRepository(RemoteFiles):
         return [file for file in found if file is not None]
 
     def _next_page(self, answer: Any, url: str, pages: Collection[str]) -> str | None:
-        """The address of a listing's next page, which must be another one of the same server."""
+        """The URL of the listing's next page; it must be new and on the same server."""
         following = answer.links.get("next", {}).get("url")
         if following is None:
             return None
@@ -328,12 +329,12 @@ class HubRepository(RemoteFiles):
 
 
 class Bucket(RemoteFiles):
-    """A public bucket of Google Cloud Storage.
+    """A public Google Cloud Storage bucket.
 
     Args:
-      base_url: https://storage.googleapis.com, or a mirror of it.
-      name: of the bucket.
-      delays: seconds before each further attempt.
+      base_url: https://storage.googleapis.com or a mirror.
+      name: The bucket's name.
+      delays: Seconds to wait before each retry.
     """
 
     def __init__(self, base_url: str, name: str, delays: Sequence[float] = DELAYS_SECONDS):
@@ -341,10 +342,10 @@ class Bucket(RemoteFiles):
         self.name = name
 
     def files(self, folder: str) -> list[HubFile] | None:
-        """The objects below a folder, however deep, or None where there are none.
+        """Lists the objects below a folder, at any depth; None if there are none.
 
         Raises:
-          UserError: if the server cannot be reached or answers with an error.
+          UserError: If the server cannot be reached or answers with an error.
         """
         url = f"{self.base_url}/storage/v1/b/{self.name}/o"
         query = {"prefix": f"{folder.rstrip('/')}/"}

@@ -1,4 +1,4 @@
-"""Progress of long work: a bar on a terminal, a line every few seconds elsewhere."""
+"""Progress of long operations: a bar on a terminal, otherwise a line every few seconds."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _SECONDS_BETWEEN_LINES = 5.0
 def count_progress(
     total: int, doing: str, things: str, done_word: str
 ) -> Iterator[Callable[[int], None]]:
-    """Yields a function to be told how many more things are done, of `total`.
+    """Yields a function to call with the number of items finished since the last call.
 
     Args:
-      total: how many there are.
-      doing: what is done, for the bar: "scoring".
-      things: what is counted: "pairs".
-      done_word: for lines: "scored".
+      total: Number of items.
+      doing: The activity, for the bar: "scoring".
+      things: What is counted: "pairs".
+      done_word: The finished activity, for the lines: "scored".
     """
     from rich import console, progress
 
@@ -55,11 +55,11 @@ def count_progress(
 
 @contextlib.contextmanager
 def byte_progress(description: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Yields a function to be told of each number of bytes done, of `total`.
+    """Yields a function to call with the number of bytes finished since the last call.
 
     Args:
-      description: what is being done, a few words.
-      total: bytes in all.
+      description: The activity, in a few words.
+      total: Number of bytes.
     """
     from rich import console, progress
 
@@ -71,7 +71,7 @@ def byte_progress(description: str, total: int) -> Iterator[Callable[[int], None
             size = f"{done / 1e9:.2f} of {total / 1e9:.2f} GB"
             return f"{description}: {size}, about {left:.0f} s left"
 
-        # Small work is done without a word.
+        # Nothing is printed for work that ends within a few seconds.
         yield _line_printer(terminal.print, total, line, at_end=False)
         return
     columns = (
@@ -92,7 +92,7 @@ def _line_printer(
     line: Callable[[int, float, float], str],
     at_end: bool,
 ) -> Callable[[int], None]:
-    """A function to be told of counts; `line` words (done, a second, seconds left)."""
+    """Returns a function that counts and prints; `line` formats (done, rate, seconds left)."""
     done, started = 0, time.monotonic()
     last = started
 

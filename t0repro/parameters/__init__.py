@@ -1,1 +1,1 @@
-"""Parameters and optimizer slots of a T5: their names in every format, shapes and axes."""
+"""A T5's parameters and optimizer slots: their names in every format, shapes and axes."""

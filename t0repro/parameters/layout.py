@@ -1,15 +1,15 @@
-"""The one table of names and axes that every checkpoint format is read and written by.
+"""The table of parameter names and axes through which every checkpoint format is translated.
 
-Inside the package every tensor of a checkpoint goes by its path in T5X's tree, as a flat key:
+Inside the package every tensor of a checkpoint is known by its path in T5X's tree, as a flat key:
 
     target/<path>                          a parameter
     state/param_states/<path>/<slot>       an optimizer slot: v, v_row, v_col or m
     state/step                             the global step, int32
 
-and each format translates its own names to and from those. Mesh TensorFlow's names were taken from
+and each format translates its own names to and from these. Mesh TensorFlow's names come from
 checkpoints that mesh_tensorflow 0.1.21 and t5 0.9.4 wrote, T5X's from t5x/checkpoint_importer.py.
-Between the two nothing is transposed or scaled; only the factored slots of square matrices change
-places (`factored_slots`).
+Nothing is transposed or scaled between the two; only the factored slots of square matrices swap
+names (`factored_slots`).
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ STEP = "state/step"
 MTF_STEP = "global_step"
 PARAMETERS = "target/"
 SLOTS = "state/param_states/"
-ADAFACTOR_SLOTS = ("v_row", "v_col", "v", "m")  # in T5X's words
-ADAM_SLOTS = ("adam_m", "adam_v")  # of mesh_tensorflow.optimize.AdamWeightDecayOptimizer
-MOMENTUM_SLOT = "momentum_v"  # of mesh_tensorflow.optimize.MomentumOptimizer
+ADAFACTOR_SLOTS = ("v_row", "v_col", "v", "m")  # T5X's names
+ADAM_SLOTS = ("adam_m", "adam_v")  # from mesh_tensorflow.optimize.AdamWeightDecayOptimizer
+MOMENTUM_SLOT = "momentum_v"  # from mesh_tensorflow.optimize.MomentumOptimizer
 _OPTAX = {"adam_m": "mu", "adam_v": "nu"}
 OPTAX_COUNT = f"{SLOTS}0/count"
 SLOT_NAMES = (*ADAFACTOR_SLOTS, *ADAM_SLOTS, MOMENTUM_SLOT)
 
-# bi_v1_shared names the decoder's layers by kind, where other models number them, so that the
-# encoder's layers are the same variables.
+# bi_v1_shared names the decoder's layers by kind where other models number them, which makes the
+# encoder's layers the same variables.
 SHARED_LAYERS = ("self_attention", "enc_dec_attention", "dense_relu_dense")
 
 NormNames = Literal["rms_norm", "layer_norm"]
@@ -41,14 +41,14 @@ Column = Literal["t5x", "mtf", "hf"]
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One kind of parameter: its name in each format and what its axes are.
+    """One kind of parameter: its name in each format, and its axes.
 
     Attributes:
-      t5x: path in T5X's tree; `{layer}` stands for the layer's number, as in `mtf`.
-      mtf: name of Mesh TensorFlow's variable.
-      hf: name in transformers' T5ForConditionalGeneration; "" where it has no such model.
-      axes: one size per axis, by the names of `ModelShape`'s fields (t0repro.parameters.shape);
-        `joined_kv` is num_heads * d_kv.
+      t5x: Path in T5X's tree; `{layer}` stands for the layer number, as it does in `mtf` and `hf`.
+      mtf: Name of Mesh TensorFlow's variable.
+      hf: Name in transformers' T5ForConditionalGeneration; "" if it has no such model.
+      axes: The size of each axis, as a field or property of `ModelShape`
+        (t0repro.parameters.shape); `joined_kv` is num_heads * d_kv.
     """
 
     t5x: str
@@ -58,12 +58,12 @@ class Row:
 
     @property
     def tower(self) -> str | None:
-        """The tower whose layers the row repeats over; None for a parameter that is there once."""
+        """The tower in whose every layer the parameter occurs; None if it occurs only once."""
         return self.t5x.partition("/")[0] if "{layer}" in self.t5x else None
 
     @property
     def transposed_in_hf(self) -> bool:
-        """Whether Hugging Face stores the transpose: all matrices but the embedding."""
+        """Whether Hugging Face stores the transpose: true of all matrices but the embedding."""
         return len(self.axes) == 2 and self.axes != ("vocab_size", "d_model")
 
 
@@ -187,23 +187,23 @@ def _patterns(column: Column, decoder_only: bool) -> tuple[tuple[re.Pattern[str]
 def find_row(
     name: str, column: Column, decoder_only: bool = False
 ) -> tuple[Row, int | None] | None:
-    """The row and layer number of a parameter's name in one format, or None if it is in no row."""
+    """Finds the row and layer number of a parameter by its name in one format, or returns None."""
     for pattern, row in _patterns(column, decoder_only):
         if match := pattern.fullmatch(name):
             layer = int(match["layer"]) if row.tower else None
-            # Only one spelling of each number is a name: block_0001 and layers_01 are not.
+            # Accept only the canonical spelling of a number: not block_0001, not layers_01.
             return (row, layer) if name_of(row, layer, column) == name else None
     return None
 
 
 def name_of(row: Row, layer: int | None, column: Column) -> str:
-    """The name in one format of a row's parameter in one layer."""
+    """Returns the name of a row's parameter in one layer, in one format."""
     number = f"{layer:03d}" if column == "mtf" and layer is not None else str(layer)
     return getattr(row, column).replace("{layer}", number)
 
 
 def mtf_to_path(variable: str) -> str | None:
-    """T5X's path of a Mesh TensorFlow parameter, old norm names included; None if it is unknown."""
+    """Returns T5X's path of a Mesh TensorFlow parameter (old norm names too), None if unknown."""
     decoder_only = variable.startswith("transformer/")
     found = find_row(_numbered_layers(modern_norm_name(variable)), "mtf", decoder_only)
     return found and name_of(*found, "t5x")
@@ -215,7 +215,7 @@ def path_to_mtf(
     decoder_only: bool = False,
     shared_towers: bool = False,
 ) -> str | None:
-    """Mesh TensorFlow's name of the parameter at a T5X path; None if the path is unknown."""
+    """Returns Mesh TensorFlow's name of the parameter at a T5X path, or None if it is unknown."""
     found = find_row(path, "t5x", decoder_only)
     if not found:
         return None
@@ -227,30 +227,30 @@ def path_to_mtf(
 
 
 def names_shared_layer(variable: str) -> bool:
-    """Whether a Mesh TensorFlow variable is in a layer that the towers share (bi_v1_shared)."""
+    """Returns whether a Mesh TensorFlow variable belongs to a shared layer (bi_v1_shared)."""
     return _numbered_layers(variable) != variable
 
 
 def _numbered_layers(variable: str) -> str:
-    """The name that a variable of a shared layer would have in a decoder of its own."""
+    """Returns the name that a shared layer's variable would have in an ordinary decoder."""
     for number, layer in enumerate(SHARED_LAYERS):
         variable = re.sub(rf"^(decoder/block_\d+)/{layer}/", rf"\1/layer_{number:03d}/", variable)
     return variable
 
 
 def has_shared_towers(names: Collection[str]) -> bool:
-    """Whether flat keys are a bi_v1_shared's, whose encoder has no parameters of its own."""
+    """Returns whether the keys are of a bi_v1_shared model: no encoder parameters of its own."""
     encoder = PARAMETERS + "encoder/"
     return PARAMETERS + TABLE[0].t5x in names and not any(n.startswith(encoder) for n in names)
 
 
 def is_decoder_only(names: Collection[str]) -> bool:
-    """Whether flat keys are a decoder-only model's."""
+    """Returns whether the flat keys belong to a decoder-only model."""
     return DECODER_ONLY_EMBEDDING in names
 
 
 def known_names(column: Column, layers: Iterable[int], decoder_only: bool = False) -> list[str]:
-    """Every parameter's name in one format, for unknown ones to be compared with."""
+    """Lists every parameter's name in one format, for suggesting the nearest to unknown ones."""
     layers = sorted({*layers, 0})
     return [
         name_of(row, layer, column)
@@ -260,7 +260,7 @@ def known_names(column: Column, layers: Iterable[int], decoder_only: bool = Fals
 
 
 def modern_norm_name(variable: str) -> str:
-    """Today's name of a variable that T5 1.0's released checkpoints call layer_norm.
+    """Replaces the norm names of T5 1.0's released checkpoints (layer_norm) with today's.
 
     Mesh TensorFlow uses the old names when gin binds LayerStack.norm_epsilon (its legacy mode).
     """
@@ -279,7 +279,7 @@ def old_norm_name(variable: str) -> str:
 
 
 def split_mtf_slot(variable: str) -> tuple[str, str | None]:
-    """A Mesh TensorFlow variable's parameter and slot: `a/b_slot_vr` is ("a/b", "vr")."""
+    """Splits a Mesh TensorFlow variable into parameter and slot: `a/b_slot_vr` is ("a/b", "vr")."""
     match = re.fullmatch(r"(.+)_slot_(vr|vc|v|m)", variable) or re.fullmatch(
         r"(.+)(?:/(?=adam)|_(?=momentum))(adam_m|adam_v|momentum_v)", variable
     )
@@ -294,15 +294,15 @@ def join_mtf_slot(variable: str, slot: str) -> str:
 
 
 def slot_key(path: str, slot: str) -> str:
-    """The flat key of a parameter's slot."""
+    """Returns the flat key of a parameter's slot."""
     return f"{SLOTS}{path}/{slot}"
 
 
 def split_key(key: str) -> tuple[str, str | None]:
-    """A flat key's parameter path and slot: `state/param_states/a/b/v` is ("a/b", "v").
+    """Splits a flat key into parameter path and slot: `state/param_states/a/b/v` is ("a/b", "v").
 
     Raises:
-      ValueError: if the key is neither a parameter's nor a slot's.
+      ValueError: If the key is neither a parameter's nor a slot's.
     """
     if key.startswith(PARAMETERS):
         return key.removeprefix(PARAMETERS), None
@@ -313,19 +313,19 @@ def split_key(key: str) -> tuple[str, str | None]:
 
 
 def to_optax(key: str) -> str:
-    """The name under which T5X's tree holds a flat key: Adam's moments are where optax.adam's are.
+    """Returns a flat key's name in T5X's tree; Adam's moments go where optax.adam keeps them.
 
     Raises:
-      ValueError: see `split_key`.
+      ValueError: See `split_key`.
     """
     path, slot = ("", None) if key == STEP else split_key(key)
     return f"{SLOTS}0/{_OPTAX[slot]}/{path}" if slot in _OPTAX else key
 
 
 def from_optax(name: str) -> str | None:
-    """The flat key of a name in T5X's tree; None for optax's counters, which are no tensors.
+    """Returns the flat key of a name in T5X's tree; None for optax's step counters.
 
-    optax.adam may be anywhere in a chain of transformations, or in a chain in a chain.
+    optax.adam may be anywhere in a chain of transformations, nested chains included.
     """
     if match := re.fullmatch(rf"{SLOTS}(?:\d+/)+(mu|nu)/(.+)", name):
         slot = {moment: slot for slot, moment in _OPTAX.items()}[match[1]]
@@ -337,9 +337,9 @@ def from_optax(name: str) -> str | None:
 
 
 def mtf_dropped_axes(shape: Sequence[int]) -> dict[str, int]:
-    """The axis of the parameter that each factored slot of Mesh TensorFlow averages over.
+    """Returns the axis that each of Mesh TensorFlow's factored slots averages over.
 
-    AdafactorOptimizer._factored_dims sorts the dimensions by size, descending and stable; vr drops
+    AdafactorOptimizer._factored_dims sorts the dimensions by size, descending and stably; vr drops
     the first, vc the second.
     """
     first, second = sorted(range(len(shape)), key=lambda axis: -shape[axis])[:2]
@@ -347,28 +347,28 @@ def mtf_dropped_axes(shape: Sequence[int]) -> dict[str, int]:
 
 
 def t5x_dropped_axes(shape: Sequence[int]) -> dict[str, int]:
-    """The axis of the parameter that each factored slot of T5X averages over.
+    """Returns the axis that each of T5X's factored slots averages over.
 
     t5x/adafactor.py takes np.argsort(shape), ascending; v_row drops the last, v_col the one before.
-    np.argsort is stable for so few elements (it sorts by insertion).
+    np.argsort is stable for so few elements, because it uses insertion sort for them.
     """
     *_, before_last, last = sorted(range(len(shape)), key=lambda axis: shape[axis])
     return {"v_row": last, "v_col": before_last}
 
 
 def factored_slots(shape: Sequence[int]) -> dict[str, str]:
-    """Which factored slot of T5X is which of Mesh TensorFlow: {"vr": ..., "vc": ...}.
+    """Maps Mesh TensorFlow's factored slots to T5X's: {"vr": ..., "vc": ...}.
 
-    Two slots are the same when they average over the same axis of the parameter. So vr is v_row and
-    vc is v_col where the two largest axes differ in size, and the other way round where they are
-    equal, as in nearly every attention kernel. (T5X's own importer renames without looking.)
+    Two slots are the same if they average over the same axis of the parameter. So vr is v_row and
+    vc is v_col if the two largest axes differ in size. If they are equal, as in nearly every
+    attention kernel, it is the other way round. (T5X's own importer always uses the former.)
 
     Args:
-      shape: of the parameter, two axes or more.
+      shape: The parameter's shape, two axes or more.
 
     Raises:
-      ValueError: if the two factor over different pairs of axes, which takes three axes of which
-        the second and third largest are equal; no T5 has such a parameter.
+      ValueError: If the two libraries factor different pairs of axes, which takes three axes whose
+        second and third largest are equal; no T5 has such a parameter.
     """
     t5x = {axis: slot for slot, axis in t5x_dropped_axes(shape).items()}
     mtf = mtf_dropped_axes(shape)
@@ -378,7 +378,7 @@ def factored_slots(shape: Sequence[int]) -> dict[str, str]:
 
 
 def slot_from_mtf(slot: str, shape: Sequence[int]) -> str:
-    """T5X's name of a Mesh TensorFlow slot (vr, vc, v or m) of a parameter of this shape."""
+    """Returns T5X's name of Mesh TensorFlow's slot (vr, vc, v or m) for a parameter's shape."""
     return factored_slots(shape)[slot] if slot in ("vr", "vc") else slot
 
 
@@ -390,14 +390,14 @@ def slot_to_mtf(slot: str, shape: Sequence[int]) -> str:
 
 
 def exchange_tied_slots(key: str, shapes: Mapping[str, Sequence[int]]) -> str:
-    """The key under which T5X's importer keeps a slot (and the other way round).
+    """Translates a slot's key to the one that T5X's importer gives it, or back.
 
-    It renames vr to v_row and vc to v_col always, so that the two are exchanged exactly where the
-    parameter's two largest axes are of one size.
+    The importer always renames vr to v_row and vc to v_col, so the two are swapped exactly where
+    the parameter's two largest axes have the same size.
 
     Args:
-      key: any flat key.
-      shapes: flat key -> shape of each parameter.
+      key: Any flat key; those of other tensors are returned unchanged.
+      shapes: Flat key -> shape of each parameter.
     """
     if not key.startswith(SLOTS):
         return key
@@ -410,7 +410,7 @@ def exchange_tied_slots(key: str, shapes: Mapping[str, Sequence[int]]) -> str:
 
 
 def slot_shape(slot: str, shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape of one of T5X's slots of a parameter of this shape."""
+    """Returns the shape of a T5X slot, given its parameter's shape."""
     if slot not in ("v_row", "v_col"):
         return tuple(shape)
     dropped = t5x_dropped_axes(shape)[slot]

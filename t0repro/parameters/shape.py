@@ -1,4 +1,4 @@
-"""The shape of a T5 and what follows from it: its parameters, its name, its variables."""
+"""The sizes of a T5 and what follows from them: its parameters, name and variables."""
 
 from __future__ import annotations
 
@@ -29,14 +29,16 @@ _SIZES = {
 
 @dataclasses.dataclass(frozen=True)
 class ModelShape:
-    """The shape of a T5.
+    """The sizes of a T5.
 
     Attributes:
       num_encoder_layers: 0 in a decoder-only model.
-      vocab_size: rows of the embedding, padding included.
-      wi_kernels: input kernels of the feed-forward layer: ("wi",), or ("wi_0", "wi_1") when gated.
-      tied: the logits come from the embedding; there is no kernel of their own.
-      shared_towers: the encoder has no parameters but the decoder's (bi_v1_shared).
+      d_kv: Width of one attention head.
+      vocab_size: Rows of the embedding, including padding.
+      wi_kernels: Input kernels of the feed-forward layer: ("wi",), or ("wi_0", "wi_1") when gated.
+      tied: The logits come from the embedding; they have no kernel of their own.
+      shared_towers: The encoder uses the decoder's parameters and has none of its own
+        (bi_v1_shared).
     """
 
     num_encoder_layers: int
@@ -53,12 +55,12 @@ class ModelShape:
 
     @property
     def gated(self) -> bool:
-        """Whether the feed-forward layer is T5 1.1's."""
+        """Whether the feed-forward layer is gated, as in T5 1.1."""
         return len(self.wi_kernels) == 2
 
     @property
     def name(self) -> str:
-        """Family and size, for instance "T5 1.1 XL"; the family alone for a size without a name."""
+        """Family and size, for instance "T5 1.1 XL"; the family alone if the size has no name."""
         if self.decoder_only:
             return "T5, decoder only"
         if self.shared_towers:
@@ -66,6 +68,7 @@ class ModelShape:
         if self.gated == self.tied:
             return f"T5, {'gated' if self.gated else 'ReLU'}, {'tied' if self.tied else 'untied'}"
         family = "T5 1.1" if self.gated else "T5 1.0"
+        # These families have T5 1.1's architecture; only their vocabularies tell them apart.
         if self.gated and self.vocab_size == 384:
             return self._relative("ByT5")
         if self.gated and self.vocab_size >= 250_000:
@@ -77,7 +80,7 @@ class ModelShape:
         return f"{family} {size}" if size else family
 
     def _relative(self, family: str) -> str:
-        """The name of a model of T5 1.1's shape with another vocabulary (and, small, its own)."""
+        """Family and size of a model that is built like T5 1.1, maybe in sizes of its own."""
         own = {
             ("ByT5", 12, 4, 1472): "small",
             ("ByT5", 18, 6, 1536): "base",
@@ -99,11 +102,11 @@ class ModelShape:
 
     @property
     def joined_kv(self) -> int:
-        """Width of an attention kernel."""
+        """Width of an attention kernel: all heads together."""
         return self.num_heads * self.d_kv
 
     def parameters(self) -> dict[str, tuple[int, ...]]:
-        """T5X path -> shape of every parameter of such a model, in the table's order."""
+        """Returns T5X path -> shape of every parameter, in the table's order."""
         layers = {"encoder": self.num_encoder_layers, "decoder": self.num_decoder_layers}
         shapes = {}
         for row in layout.DECODER_ONLY if self.decoder_only else layout.TABLE:
@@ -115,7 +118,7 @@ class ModelShape:
         return shapes
 
     def mesh_variables(self, norm_names: layout.NormNames = "rms_norm") -> dict[str, str]:
-        """T5X path -> Mesh TensorFlow's variable, of every parameter."""
+        """Returns T5X path -> Mesh TensorFlow's variable name, for every parameter."""
         names = {}
         for path in self.parameters():
             name = layout.path_to_mtf(path, norm_names, self.decoder_only, self.shared_towers)
@@ -130,12 +133,12 @@ class ModelShape:
         return not kernel.startswith("wi") or kernel in self.wi_kernels
 
     def parameter_count(self) -> int:
-        """Number of parameters, slots not counted."""
+        """Returns the number of parameters, not counting slots."""
         return sum(math.prod(shape) for shape in self.parameters().values())
 
 
 def describe(shape: ModelShape) -> str:
-    """A model's sizes in one line."""
+    """Describes a model's sizes in one line."""
     return (
         f"{shape.num_encoder_layers}+{shape.num_decoder_layers} layers, d_model {shape.d_model},"
         f" d_ff {shape.d_ff}, {shape.num_heads} heads of {shape.d_kv},"
