@@ -1,7 +1,7 @@
-"""A prompted task's examples to evaluate, without SeqIO's pipeline: rows to tokens directly.
+"""Evaluation examples of a prompted task, straight from rows to tokens, without SeqIO's pipeline.
 
-They equal those of t5.models.mesh_transformer.mesh_eval_dataset_fn but for padding. That traces and
-runs a graph for each task, which calls back into Python for each row; where a mixture has a hundred
+Except for padding they equal those of t5.models.mesh_transformer.mesh_eval_dataset_fn, which traces
+and runs a graph for each task that calls back into Python for each row: with a mixture of a hundred
 tasks, most of an evaluation would be spent there.
 """
 
@@ -31,21 +31,21 @@ def prompted_examples(
     lengths: Mapping[str, int],
     choose: Callable[[Numbered], Numbered] = iter,
 ) -> Iterator[Example]:
-    """The examples of a split in the order of its rows; of the twin one for each choice.
+    """Yields a split's examples in the order of its rows; for a twin, one per answer choice.
 
     Args:
-      task: of a SentencePiece vocabulary.
-      split: of the task.
-      lengths: tokens per feature; what is longer is cut, targets then end in EOS.
-      choose: takes the rendered rows with their numbers and gives those that are wanted.
+      task: A task with a SentencePiece vocabulary.
+      split: The task's split to read.
+      lengths: Maximum tokens per feature; longer ones are cut, and cut targets still end in EOS.
+      choose: Filters the stream of (number, rendered row); keeps all of them by default.
 
     Yields:
       Examples with `inputs` and `targets`, int32 without padding, the texts of both as bytes
-      (`*_pretokenized`), and `answer_choices` or, of the twin, `idx` int32 [2], `is_correct` and
+      (`*_pretokenized`), and `answer_choices` or, for a twin, `idx` int32 [2], `is_correct` and
       `weight`.
 
     Raises:
-      UserError: if a row is missing or broken, or the vocabulary cannot be read.
+      UserError: If a row is missing or broken, or the vocabulary cannot be read.
     """
     rendered = choose(enumerate(task.rows.examples(split)))
     tokens, ranks = None, task.prompt.score_eval
@@ -70,7 +70,7 @@ def _of_target(example: Example, inputs: Example, tokens: _Tokens) -> Example:
 def _of_choices(
     example: Example, inputs: Example, ordinal: int, tokens: _Tokens
 ) -> Iterator[Example]:
-    # Source: t5.data.preprocessors.rank_classification.
+    # As t5.data.preprocessors.rank_classification expands them.
     for index, choice in enumerate(example["answer_choices"]):
         yield {
             **inputs,
@@ -82,7 +82,7 @@ def _of_choices(
 
 
 class _Tokens:
-    """Texts to features of one task."""
+    """Tokenizes the texts of one task into features."""
 
     def __init__(self, task: TaskDescription, lengths: Mapping[str, int]):
         assert task.sp_model is not None

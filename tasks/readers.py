@@ -1,4 +1,4 @@
-"""Where a split's rows come from: a local folder, then the hub if allowed, then its authors."""
+"""Finds a split's rows: in a local folder, then on the hub if allowed, else with its authors."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ HUB_VARIABLE = "T0REPRO_DATA_HUB"
 
 
 class Reader(Protocol):
-    """The rows of one split; hashable, and equal only to a reader of the same rows."""
+    """Reads the rows of one split; hashable, and equal only to a reader of the same rows."""
 
     def count(self) -> int:
-        """Number of rows, none of them checked."""
+        """Number of rows, counted without checking them."""
         ...
 
     def read(self, start: int = 0, stop: int | None = None) -> Iterator[dict[str, Any]]:
-        """Rows `start` to `stop`, as the data has them."""
+        """Yields rows `start` to `stop` (exclusive), as they are in the data."""
         ...
 
     def place(self, index: int) -> str:
-        """Where row `index`, from 0, stands, for a person."""
+        """Where row `index`, from 0, is, in words for a message."""
         ...
 
     def class_names(self) -> Mapping[str, Sequence[str]]:
-        """Column -> names of its classes, as far as the data tells them."""
+        """Column -> names of its classes, as far as the data gives them."""
         ...
 
     def origin(self) -> dict[str, Any]:
-        """What the rows are and of which version, as JSON."""
+        """What the rows are and which version of them, as JSON values."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class LocalReader:
-    """A file under a folder of datasets, in its present version."""
+    """A file in a folder of datasets, in the version that it had when the reader was made."""
 
     path: Path
     modified: int
@@ -68,11 +68,11 @@ class LocalReader:
         return rows.place_of_row(self.path, index)
 
     def class_names(self) -> Mapping[str, Sequence[str]]:
-        """Of a Parquet file that `datasets` wrote."""
+        """Column -> names of its classes, if `datasets` wrote the file, as Parquet."""
         return rows.class_names(self.path)
 
     def origin(self) -> dict[str, Any]:
-        """The file, its size in bytes, when it was modified and its checksum."""
+        """The file, its size in bytes, its modification time and its SHA-256."""
         return {
             "source": "local",
             "path": str(self.path),
@@ -103,12 +103,12 @@ class StoryClozeReader(LocalReader):
         return {}
 
     def origin(self) -> dict[str, Any]:
-        """As a local file's, from its authors."""
+        """As for a local file, with the source `manual`."""
         return {**super().origin(), "source": "manual"}
 
 
 def hub_is_allowed() -> bool:
-    """Whether the user asked for the network: T0REPRO_DATA_HUB=1."""
+    """Whether the user has allowed downloads from the hub, with T0REPRO_DATA_HUB=1."""
     value = os.environ.get(HUB_VARIABLE, "")
     if value not in ("", "0", "1"):
         raise UserError(
@@ -120,13 +120,13 @@ def hub_is_allowed() -> bool:
 def local_reader(
     root: Path | None, dataset: str, subset: str | None, split: str
 ) -> LocalReader | None:
-    """The reader of a local file, or None where there is none.
+    """The reader of a split's local file, or None if there is none.
 
     Args:
-      root: the folder of the datasets; None is the one that T0REPRO_DATA_DIR names, if any.
-      dataset: the Hugging Face name.
-      subset: the configuration, or None.
-      split: the file's name.
+      root: The folder of datasets; defaults to the one that T0REPRO_DATA_DIR names, if any.
+      dataset: The Hugging Face name.
+      subset: The configuration, or None.
+      split: The file's name without its suffix.
     """
     if root is None and not os.environ.get(rows.DATA_VARIABLE):
         return None
@@ -139,19 +139,18 @@ def local_reader(
 
 
 def find_reader(root: Path | None, dataset: str, subset: str | None, split: str) -> Reader:
-    """The reader of a split: local if it is there, else from the hub if that is allowed.
+    """The reader of a split: a local file if there is one, else the hub if that is allowed.
 
-    A root that is given, rather than taken from T0REPRO_DATA_DIR, is the only place that is looked
-    into.
+    If `root` is given, rather than taken from T0REPRO_DATA_DIR, no other place is searched.
 
     Raises:
-      UserError: if there is none; it says every way to get the rows.
+      UserError: If the rows are nowhere; it lists every way to get them.
     """
     local = local_reader(root, dataset, subset, split)
     if local is not None:
         return local
     if root is not None:
-        rows.rows_file(root, dataset, subset, split)  # says what is missing
+        rows.rows_file(root, dataset, subset, split)  # raises an error that says what is missing
     entry = catalogue().get((dataset, subset))
     if entry is not None and entry.hub is not None and hub_is_allowed():
         from t0repro.tasks.hub import hub_reader
@@ -186,13 +185,13 @@ def _missing(dataset: str, subset: str | None, split: str) -> UserError:
 
 # Story Cloze ------------------------------------------------------------------------------------
 
-# The University of Rochester sends CSV files after a form is filled in. They are read as they are,
-# with the columns that `datasets` gave them.
+# The University of Rochester sends CSV files to those who fill in a form. They are read unchanged,
+# and their columns get the names that `datasets` gave them.
 
 STORY_CLOZE_FORM = "https://cs.rochester.edu/nlp/rocstories/"
 
-# Names of the files as they are sent, by split, and of their columns; both from the loading script
-# story_cloze of `datasets` 2.4.0.
+# Names of the files as they are sent, by split, and of their columns. Source of both: the loading
+# script story_cloze of `datasets` 2.4.0.
 STORY_CLOZE_FILES: Mapping[str, str] = {
     "validation": "cloze_test_val__spring2016 - cloze_test_ALL_val.csv",
     "test": "cloze_test_test__spring2016 - cloze_test_ALL_test.csv",
@@ -210,7 +209,7 @@ STORY_CLOZE_COLUMNS: Mapping[str, str] = {
 
 
 def manual_file(root: Path, dataset: str, subset: str | None, split: str) -> Path | None:
-    """The file of a split under the name that its authors gave it, or None."""
+    """A split's file under the name that its authors gave it, or None if it is not there."""
     if dataset != "story_cloze" or subset != "2016" or split not in STORY_CLOZE_FILES:
         return None
     path = rows.dataset_folder(root, dataset, subset) / STORY_CLOZE_FILES[split]
@@ -218,7 +217,7 @@ def manual_file(root: Path, dataset: str, subset: str | None, split: str) -> Pat
 
 
 def how_to_ask(dataset: str, subset: str | None, split: str, folder: Path) -> str:
-    """Where a dataset that nobody may redistribute is to be had, and where to put it."""
+    """How to get a dataset that nobody may redistribute, and where to put it."""
     if dataset == "story_cloze":
         name = STORY_CLOZE_FILES.get(split, f"{split}.jsonl")
         return (
@@ -229,10 +228,10 @@ def how_to_ask(dataset: str, subset: str | None, split: str, folder: Path) -> st
 
 
 def read_story_cloze(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of one of the CSV files, with the columns of `datasets`.
+    """Yields the rows of one of the CSV files, with the columns that they have in `datasets`.
 
     Raises:
-      UserError: if a column is missing, a line is cut or the text is not UTF-8.
+      UserError: If a column is missing, a line is cut or the text is not UTF-8.
     """
     with open(path, newline="", encoding="utf-8-sig") as file:
         reader = csv.DictReader(file)

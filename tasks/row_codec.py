@@ -1,7 +1,7 @@
-"""Rows as JSON bytes and back, value for value; reading them can never run code, as pickle would.
+"""Converts rows to JSON bytes and back without loss; unlike pickle, reading them cannot run code.
 
-JSON has no bytes, dates, decimals or tuples, which Parquet files hold. Such a value is written as a
-mapping with one key, `_TAG`; a mapping that really has this key is tagged itself.
+JSON lacks some types that Parquet files hold: bytes, dates, decimals, tuples. Such a value is
+written as a mapping with the single key `_TAG`; a row's own mapping with that key is tagged too.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ _PLAIN = (str, int, float, bool, type(None))
 
 
 def encode(value: Any) -> bytes:
-    """One line of ASCII without its line break.
+    """Encodes a value as one line of ASCII, without a line break.
 
     Raises:
-      TypeError: if the value holds something that no row holds.
+      TypeError: If the value contains a type that rows cannot have.
     """
     return json.dumps(_tagged(value)).encode("ascii")
 
 
 def decode(data: bytes) -> Any:
-    """The value that was encoded, types included."""
+    """The value that was encoded, with its types."""
     return json.loads(data, object_hook=_untagged)
 
 
@@ -66,7 +66,7 @@ def _untagged(mapping: dict[str, Any]) -> Any:
 
 _MICROSECOND = datetime.timedelta(microseconds=1)
 
-# Name -> type, what is written, and how that is read.
+# Name -> type, function to write it, function to read it back.
 _OTHERS: Mapping[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "bytes": (bytes, lambda data: base64.b64encode(data).decode(), base64.b64decode),
     "datetime": (datetime.datetime, str, datetime.datetime.fromisoformat),

@@ -1,4 +1,4 @@
-"""Rows on disk: `<dataset>/<subset or "default">/<split>.jsonl` or `.parquet`."""
+"""Reads rows from disk: `<dataset>/<subset or "default">/<split>.jsonl` or `.parquet`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def data_folder() -> Path:
     """The folder that T0REPRO_DATA_DIR names.
 
     Raises:
-      UserError: if the variable is not set or names no folder.
+      UserError: If the variable is not set or does not name a folder.
     """
     value = os.environ.get(DATA_VARIABLE)
     fix = (
@@ -46,14 +46,14 @@ def dataset_folder(root: Path, dataset: str, subset: str | None) -> Path:
 
 
 def splits_on_disk(folder: Path) -> list[str]:
-    """Names of the splits that a dataset's folder holds, sorted; from file names alone."""
+    """Names of the splits in a dataset's folder, sorted, judged by file names alone."""
     if not folder.is_dir():
         return []
     return sorted({path.stem for path in folder.iterdir() if path.suffix in SUFFIXES})
 
 
 def find_rows_file(root: Path, dataset: str, subset: str | None, split: str) -> Path | None:
-    """The file of a split, or None where the folder has none."""
+    """The file of a split, or None if the folder has none."""
     folder = dataset_folder(root, dataset, subset)
     for suffix in SUFFIXES:
         path = folder / f"{split}{suffix}"
@@ -82,17 +82,17 @@ def rows_file(root: Path, dataset: str, subset: str | None, split: str) -> Path:
 
 
 def read_rows(path: Path, start: int = 0, stop: int | None = None) -> Iterator[dict[str, Any]]:
-    """The rows `start` to `stop` of a file, one at a time; what lies before is not parsed.
+    """Yields rows `start` to `stop` (exclusive) of a file; rows before `start` are not parsed.
 
     Raises:
-      UserError: if a line is not a JSON object in UTF-8; it names the file and the line.
+      UserError: If a line is not a JSON object in UTF-8; it names the file and the line.
     """
     read = _read_parquet if path.suffix == ".parquet" else _read_jsonl
     return read(path, start, stop)
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Line numbers, from 1, and the lines that are not blank: each is a row."""
+    """Yields (line number from 1, line) of each line that is not blank, that is, of each row."""
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.isspace():
@@ -103,12 +103,14 @@ def _read_jsonl(path: Path, start: int, stop: int | None) -> Iterator[dict[str, 
     for number, line in itertools.islice(_lines(path), start, stop):
         try:
             row = json.loads(line.decode("utf-8"))
-            if b"\\ud" in line or b"\\uD" in line:  # JSON can spell what no text holds
+            # JSON can spell lone surrogates, which UTF-8 cannot encode: reject them here.
+            if b"\\ud" in line or b"\\uD" in line:
                 json.dumps(row, ensure_ascii=False).encode("utf-8")
-        except ValueError as error:  # a broken encoding is one too
+        except ValueError as error:  # includes UnicodeError
             raise _broken_line(path, number, str(error)) from error
         except RecursionError as error:
             raise _broken_line(path, number, _TOO_DEEP) from error
+        # Counting brackets is cheap, and most lines have too few to be nested that deeply.
         if line.count(b"[") + line.count(b"{") > DEPTH and _depth(row) > DEPTH:
             raise _broken_line(path, number, _TOO_DEEP)
         if not isinstance(row, dict):
@@ -117,7 +119,7 @@ def _read_jsonl(path: Path, start: int, stop: int | None) -> Iterator[dict[str, 
 
 
 def _depth(value: Any) -> int:
-    """How deep lists and objects lie in each other; counted without recursion."""
+    """How deeply lists and objects are nested; computed without recursion."""
     deepest, waiting = 0, [(value, 0)]
     while waiting:
         item, depth = waiting.pop()
@@ -178,7 +180,7 @@ def _batch_rows(path: Path, batch: Any, first: int) -> list[dict[str, Any]]:
 
 
 def place_of_row(path: Path, index: int) -> str:
-    """Where row `index`, from 0, stands: the file and the line, or the row of a Parquet file."""
+    """Where row `index`, from 0, is: the file and the line, or the row in a Parquet file."""
     if path.suffix == ".parquet":
         return f"{path}, row {index + 1}"
     number, _ = next(itertools.islice(_lines(path), index, None), (index + 1, b""))
@@ -186,7 +188,7 @@ def place_of_row(path: Path, index: int) -> str:
 
 
 def number_of_rows(path: Path) -> int:
-    """Number of rows of a file, none of them parsed; remembered while the file is unchanged."""
+    """Number of rows of a file, counted without parsing; cached while the file is unchanged."""
     status = path.stat()
     return _number_of_rows(path, status.st_mtime_ns, status.st_size)
 
@@ -201,7 +203,7 @@ def _number_of_rows(path: Path, modified: int, size: int) -> int:
 
 
 def class_names(path: Path) -> dict[str, list[str]]:
-    """Column -> names of its classes, where a Parquet file that `datasets` wrote tells them."""
+    """Column -> names of its classes, from the metadata that `datasets` writes to Parquet files."""
     if path.suffix != ".parquet":
         return {}
     with _parquet(path) as file:
@@ -215,7 +217,7 @@ def class_names(path: Path) -> dict[str, list[str]]:
 
 
 def sha256(path: Path) -> str:
-    """Of a file's bytes, in hexadecimal; remembered while the file is unchanged."""
+    """SHA-256 of a file's bytes, in hexadecimal; cached while the file is unchanged."""
     status = path.stat()
     return _sha256(path, status.st_mtime_ns, status.st_size)
 

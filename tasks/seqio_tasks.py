@@ -1,4 +1,4 @@
-"""Prompted tasks as SeqIO's: sources, tasks, mixtures and vocabularies, with T0's metrics."""
+"""Adds prompted tasks and mixtures to SeqIO, with T0's metrics."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from t0repro.tasks.task import ADDS_EOS, METRICS, TaskDescription
 from t0repro.tasks.templates import fixed_choices
 from t0repro.tasks.vocabulary import VocabularyFile, local_copy, not_a_model
 
-# T5's metrics for these two want pre- and postprocessing that prompted tasks have not.
+# T5's metrics for these two need pre- and postprocessing that prompted tasks do not have.
 ACCURACY_ONLY = ("wsc.fixed", "multirc")
 
 
 def add_task(description: TaskDescription) -> None:
-    """Adds a described task to SeqIO's registry, in the place of the same one with other splits.
+    """Adds a described task to SeqIO's registry, replacing the same task with other splits.
 
     Raises:
-      UserError: if a task that is not a prompted one has its name.
+      UserError: If a task that is not a prompted one has the same name.
     """
     name, rows = description.prompt.name, description.rows
     if name in seqio.TaskRegistry.names():
@@ -60,7 +60,13 @@ def add_mixture(
     tasks: Sequence[str] | Mapping[str, float],
     default_rate: Callable[[PromptedRows], float] | None,
 ) -> None:
-    """Adds a mixture to SeqIO's registry, if it is not there."""
+    """Adds a mixture to SeqIO's registry unless it is there already.
+
+    Args:
+      name: The mixture's name.
+      tasks: Task names, each mapped to its rate unless there is a default.
+      default_rate: Computes a task's rate from its rows; required if `tasks` has no rates.
+    """
     if name in seqio.MixtureRegistry.names():
         return
     if isinstance(tasks, Mapping):
@@ -77,9 +83,10 @@ def _rate_of_task(rate: Callable[[PromptedRows], float], task: seqio.Task) -> fl
 
 
 def tokenize(dataset: tf.data.Dataset, output_features: Mapping[str, Any]) -> tf.data.Dataset:
-    """SeqIO's tokenize, with the vocabularies read beforehand.
+    """SeqIO's tokenize, after loading the vocabularies.
 
-    Read while AutoGraph traces, a missing one would end as its StagingError, not as a UserError.
+    If they were loaded while AutoGraph traces, a missing file would surface as AutoGraph's
+    StagingError rather than as a UserError.
     """
     for feature in output_features.values():
         load = getattr(feature.vocabulary, "load_model", None)
@@ -89,10 +96,10 @@ def tokenize(dataset: tf.data.Dataset, output_features: Mapping[str, Any]) -> tf
 
 
 class PromptedSource(PromptedRows, seqio.FunctionDataSource):
-    """Prompted rows as SeqIO reads them.
+    """Prompted rows as a SeqIO data source.
 
-    Yields `inputs` and `targets`, strings, and `answer_choices`, strings of shape [choices], where
-    the template has them.
+    Yields scalar strings `inputs` and `targets` and, if the template has answer choices,
+    `answer_choices`, strings of shape [choices].
     """
 
     def __init__(self, rows: PromptedRows):
@@ -123,9 +130,9 @@ class PromptedSource(PromptedRows, seqio.FunctionDataSource):
 
 
 class LazyVocabulary(seqio.SentencePieceVocabulary):
-    """A SentencePiece vocabulary that says how to get its file when it cannot be read.
+    """A SentencePiece vocabulary whose error says how to get its file when it cannot be read.
 
-    Equal to, and pickled like, `seqio.SentencePieceVocabulary` of the same address. An address in a
+    Equal to, and pickled like, `seqio.SentencePieceVocabulary` of the same address. A file in a
     bucket is fetched once over HTTPS and kept in the user's cache folder: TensorFlow's own reader
     retries for minutes on a machine without network or credentials.
     """
@@ -142,7 +149,7 @@ class LazyVocabulary(seqio.SentencePieceVocabulary):
 
 
 def seqio_vocabulary(vocabulary: VocabularyFile | seqio.Vocabulary) -> seqio.Vocabulary:
-    """SeqIO's form of a task's vocabulary."""
+    """A task's vocabulary as SeqIO's class."""
     if isinstance(vocabulary, VocabularyFile):
         return LazyVocabulary(vocabulary.address, vocabulary.extra_ids)
     return vocabulary
@@ -161,7 +168,7 @@ def _decoded(rows: PromptedRows) -> dict[str, Any]:
 
 
 def task_metrics(dataset: str, subset: str | None, template: Any) -> list[Callable[..., Any]]:
-    """T0's metrics: T5's tables for GLUE and SuperGLUE, else those that the template names."""
+    """T0's metrics for a task: T5's for GLUE and SuperGLUE, else those that the template names."""
     dataset = modelled_on(dataset)
     if dataset == "glue":
         return glue_utils.get_glue_metric(subset)
@@ -177,9 +184,15 @@ def postprocess(
     is_target: bool = False,
     label_classes: Sequence[str] | None = None,
 ) -> str | int:
-    """The stripped text, or its class where the choices are fixed; -1 stands for none of them.
+    """The stripped text or, if the answer choices are fixed, the index of its class, -1 if none.
 
-    Cached targets of P3 begin with a space, which is why both sides are stripped.
+    Cached targets of P3 begin with a space, which is why both outputs and targets are stripped.
+
+    Args:
+      output_or_target: The text to compare.
+      example: Ignored; SeqIO passes it.
+      is_target: Ignored; SeqIO passes it.
+      label_classes: The answer choices that every example has, or None.
     """
     del example, is_target
     text = output_or_target.strip()
@@ -203,7 +216,7 @@ def _expand_choices() -> Callable[[tf.data.Dataset], tf.data.Dataset]:
 
 def _ranked(rows: PromptedRows) -> dict[str, Any]:
     choices = fixed_choices(rows.template)
-    # A partial has no name, and t5 names its results by the metric's.
+    # A partial has no name, and t5 names its results after the metric function.
     metric = functools.partial(
         metrics.rank_classification, num_classes=len(choices) if choices else None
     )

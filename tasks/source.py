@@ -1,4 +1,4 @@
-"""Sources: a split's rows, checked and brought to the schema of T0's time, and their template."""
+"""Sources: a split's rows, checked and converted to the schema of T0's time, and their template."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from t0repro.tasks.templates import (
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """Where a task's split comes from.
+    """Where the rows of a task's split come from.
 
     Attributes:
-      file: the split's name on disk, for instance `dev_r1`.
-      max_rows: take only so many rows, evenly spaced, since some files are sorted by label; None
-        takes all.
+      file: The split's name on disk, for instance `dev_r1`.
+      max_rows: Maximum number of rows to take; None takes all. They are evenly spaced over the
+        file, since some files are sorted by label.
     """
 
     file: str
@@ -42,13 +42,14 @@ class Split:
 def schema_of_rows(
     dataset: str, subset: str | None, reader: Reader, columns: frozenset[str]
 ) -> Schema | None:
-    """The schema that a reader's rows are brought to, or None where the catalogue has none.
+    """The schema that a reader's rows are converted to, or None if the catalogue has none.
 
     Args:
-      dataset: the Hugging Face name.
-      subset: the configuration, or None.
-      reader: of the rows.
-      columns: what is read besides what promptsource's templates of the dataset read.
+      dataset: The Hugging Face name.
+      subset: The configuration, or None.
+      reader: Reads the rows.
+      columns: Columns that are read besides those that promptsource's templates of the dataset
+        read.
     """
     names = tuple((column, tuple(found)) for column, found in reader.class_names().items())
     return schema_of(dataset, subset, columns, names)
@@ -63,19 +64,19 @@ def checked_rows(
     start: int = 0,
     stop: int | None = None,
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(number in the data, from 0; row) of each row that a split takes.
+    """Yields (number in the data, from 0; row) for each row of a split.
 
     Args:
-      dataset: the Hugging Face name.
-      subset: the configuration, or None.
-      reader: of the rows.
-      schema: what they are brought to; None leaves them as they are.
-      max_rows: take only so many, evenly spaced over the whole data; None takes all.
-      start: the first row, counted in the data before `max_rows` leaves any out.
-      stop: the row to end before; None is the end.
+      dataset: The Hugging Face name.
+      subset: The configuration, or None.
+      reader: Reads the rows.
+      schema: The schema to convert rows to; None leaves them as they are.
+      max_rows: Maximum number of rows, evenly spaced over the whole data; None takes all.
+      start: The first row, counted in the data before `max_rows` leaves any out.
+      stop: The row to stop before; None reads to the end.
 
     Raises:
-      UserError: if a row is broken or does not fit the schema; it names column, file and line.
+      UserError: If a row is broken or does not fit the schema; it names column, file and line.
     """
     count = 0 if max_rows is None else reader.count()
     for number, row in enumerate(reader.read(start, stop), start=start):
@@ -92,16 +93,16 @@ def checked_rows(
 
 
 class PromptedRows:
-    """Rows of a dataset configuration, rendered by one template, read when they are asked for.
+    """Rows of a dataset configuration, read on demand and rendered by one template.
 
     Args:
-      name: seeds the template's random draws, together with the split and the row's number.
-      dataset: the Hugging Face name.
-      subset: the configuration, or None.
-      template: a promptsource `Template`.
-      splits: names of the task's splits -> where each comes from.
-      root: the folder of the datasets, or None for the one that T0REPRO_DATA_DIR names when rows
-        are read.
+      name: Seeds the template's random draws, together with the split and the row's number.
+      dataset: The Hugging Face name.
+      subset: The configuration, or None.
+      template: A promptsource `Template`.
+      splits: Names of the task's splits -> where their rows come from.
+      root: The folder of datasets; defaults to the one that T0REPRO_DATA_DIR names at the time
+        when rows are read.
     """
 
     def __init__(
@@ -118,10 +119,10 @@ class PromptedRows:
         self.files_of_splits = dict(splits)
 
     def reader(self, split: str) -> Reader:
-        """The rows behind a split, unchecked: local, of the hub, or of their authors.
+        """The reader of a split's rows, which are not checked yet.
 
         Raises:
-          UserError: if they are nowhere; it says every way to get them.
+          UserError: If the rows are nowhere; it lists every way to get them.
         """
         return readers.find_reader(
             self.root, self.dataset, self.subset, self.files_of_splits[split].file
@@ -141,38 +142,38 @@ class PromptedRows:
         return {**self.reader(split).origin(), **({} if limit is None else {"max_rows": limit})}
 
     def row_count(self, split: str) -> int:
-        """Number of rows behind a split, unchecked: `rows` numbers them from 0 to this."""
+        """Number of rows in a split's data, unchecked; `rows` numbers them from 0 to below this."""
         return self.reader(split).count()
 
     def num_input_examples(self, split: str) -> int:
-        """Rows of the split, all checked, before templates drop any."""
+        """Number of rows in the split before templates drop any; checks all of them."""
         count, limit = self.checked_count(split), self.files_of_splits[split].max_rows
         return count if limit is None else min(count, limit)
 
     def rows(
         self, split: str, start: int = 0, stop: int | None = None
     ) -> Iterator[tuple[int, dict[str, Any]]]:
-        """The split's rows in their order, brought to the schema of T0's time and checked.
+        """The split's rows in order, checked and converted to the schema of T0's time.
 
         Args:
-          split: of the task.
-          start: the first row, counted in the data before `max_rows` leaves any out.
-          stop: the row to end before; None is the end.
+          split: The task's split.
+          start: The first row, counted in the data before `max_rows` leaves any out.
+          stop: The row to stop before; None reads to the end.
 
         Returns:
-          Each row's number in the data, from 0, which seeds its draws, and the row.
+          An iterator of (number in the data, row). The number, from 0, seeds the row's draws.
 
         Raises:
-          UserError: if a row is broken or does not fit the schema; it names column, file and line.
+          UserError: If a row is broken or does not fit the schema; it names column, file and line.
         """
         reader, limit = self.reader(split), self.files_of_splits[split].max_rows
         schema = self._schema(reader)
         return checked_rows(self.dataset, self.subset, reader, schema, limit, start, stop)
 
     def examples(self, split: str) -> Iterator[dict[str, Any]]:
-        """The split's prompted examples in the file's order.
+        """Yields the split's prompted examples in the file's order.
 
-        Rows that one's own prompt makes no example of are counted by reason in the log.
+        If the prompt is a user's own, rows that give no example are logged by reason.
         """
         dropped: Counter[Drop] = Counter()
         for index, row in self.rows(split):
@@ -195,10 +196,10 @@ class PromptedRows:
                 )
 
     def render(self, split: str, index: int, row: Mapping[str, Any]) -> Rendering | Drop:
-        """Renders one row of a split, or says why T0 drops the example.
+        """Renders one row of a split, or returns why it gives no example.
 
         Raises:
-          UserError: if the template fails on it.
+          UserError: If the template fails on the row.
         """
         try:
             return compiled(self.template).render(row, f"{self.name}/{split}/{index}")
@@ -213,7 +214,7 @@ class PromptedRows:
         return schema_of_rows(self.dataset, self.subset, reader, columns_read(self.template))
 
     def checked_count(self, split: str) -> int:
-        """Rows behind the split, each read once and found to fit."""
+        """Number of rows in the split's data, after checking each of them once per process."""
         reader = self.reader(split)
         key = (reader, self._schema(reader))
         if key not in _checked:
@@ -223,7 +224,7 @@ class PromptedRows:
 
 
 def cannot_render(template: str, error: Exception, row: Mapping[str, Any], where: str) -> UserError:
-    """The error about a template that fails on a row."""
+    """The error for a template that fails on a row."""
     if isinstance(error, UndefinedVariable):
         return UserError(
             f"Template {template!r} reads what a row does not have: {error}.",
@@ -240,5 +241,5 @@ def cannot_render(template: str, error: Exception, row: Mapping[str, Any], where
     )
 
 
-# Rows that were read once and found to fit, counted: every template of a dataset reads them again.
+# Row counts of data that has been checked: every template of a dataset would check it again.
 _checked: dict[tuple[Reader, Schema | None], int] = {}
