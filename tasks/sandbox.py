@@ -1,16 +1,16 @@
-"""Templates that are not promptsource's own, rendered in a process that can do nothing else.
+"""Renders templates that are not promptsource's own in a separate, restricted process.
 
-A template file may come from a stranger, and Jinja is a programming language. Three walls stand
-around such a template:
+A template file may come from a stranger, and Jinja is a programming language. There are three
+layers of protection:
 
-  Jinja's sandbox: no attribute that leads to Python's internals;
-  a process without the right to write files, ended after SECONDS of processor time for a row, and
-    with BYTES of memory beyond what it starts with (`"a" * (4 * 10**9)` needs no attribute at all);
-  answers in JSON: whatever becomes of the process, nothing that it sends is ever executed.
+  Jinja's sandbox blocks attributes that lead to Python's internals;
+  a process that cannot write to files, is killed after SECONDS of processor time on a row, and has
+    BYTES of memory beyond what it starts with (`"a" * (4 * 10**9)` needs no attribute at all);
+  answers in JSON: even if the process is taken over, nothing that it sends is ever executed.
 
-Such templates are also held to more than promptsource's: a variable that a row does not have is an
-error (write `{{ text | default("") }}` where it may be missing), and rows without a label or with
-an empty target are dropped, where T0 would train on a wrong answer or on "<NO LABEL>".
+Such templates are also checked more strictly than promptsource's: a variable that a row does not
+have is an error (write `{{ text | default("") }}` if it may be missing), and rows without a label
+or with an empty target are dropped, where T0 would train on a wrong answer or on "<NO LABEL>".
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ CHARACTERS = 1 << 24
 
 
 class SandboxedTemplate:
-    """A template that the sandbox's process compiles and renders; see `CompiledTemplate`.
+    """A template that the sandbox process compiles and renders; see `CompiledTemplate`.
 
     Args:
-      template: anything with `name`, `jinja` and `answer_choices`.
-      cut: False leaves long variables whole.
+      template: Any object with `name`, `jinja` and `answer_choices`.
+      cut: Whether to cut variables at 2,048 characters, as promptsource does.
     """
 
     def __init__(self, template: Any, cut: bool = True):
@@ -71,32 +71,32 @@ class SandboxedTemplate:
         }
 
     def render(self, row: Mapping[str, Any], draw_key: str | None = None) -> Rendering | Drop:
-        """Renders one row, or says why it gives no example.
+        """Renders one row, or returns why it gives no example.
 
         Raises:
-          TemplateFailure: if the template cannot render the row, or takes too much for it.
+          TemplateFailure: If the template cannot render the row, or exceeds a limit.
         """
         answer = _process.ask("render", **self._request, row=dict(row), draw_key=draw_key)
         return Drop[answer] if isinstance(answer, str) else Rendering(*answer)
 
 
 def check_jinja(text: str) -> None:
-    """Compiles a stranger's Jinja, which evaluates what is constant in it.
+    """Compiles a stranger's Jinja, in the sandbox because compiling evaluates constants.
 
     Raises:
-      jinja2.TemplateSyntaxError: with the line, if it is not valid.
-      TemplateFailure: if that takes too much.
+      jinja2.TemplateSyntaxError: If it is not valid, with the line.
+      TemplateFailure: If compiling exceeds a limit.
     """
     _process.ask("check", text=text)
 
 
 def variables(text: str) -> frozenset[str]:
-    """What a stranger's Jinja reads; nothing where it is not valid."""
+    """The variables that a stranger's Jinja reads; empty if it is not valid."""
     return frozenset(_process.ask("variables", text=text))
 
 
 def fixed_choices(text: str) -> tuple[str, ...] | None:
-    """Answer choices that no row changes, else None."""
+    """The answer choices if they are the same for every row, else None."""
     found = _process.ask("fixed_choices", text=text)
     return None if found is None else tuple(found)
 
@@ -105,7 +105,7 @@ def fixed_choices(text: str) -> tuple[str, ...] | None:
 
 
 class _Process:
-    """The sandbox's process, started on first use and again after it was ended."""
+    """The sandbox process, started on first use and restarted after it has died."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -116,7 +116,8 @@ class _Process:
         """Sends one request and waits for its answer.
 
         Raises:
-          TemplateFailure, jinja2.TemplateSyntaxError: what the template did wrong.
+          TemplateFailure: If the template fails or exceeds a limit.
+          jinja2.TemplateSyntaxError: If it is not valid Jinja.
         """
         with self._lock:
             process = self._started()
@@ -142,12 +143,12 @@ class _Process:
                 [sys.executable, "-P", "-W", "ignore", "-m", "t0repro.tasks.sandbox"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                start_new_session=True,  # Ctrl-C is for the run; this ends when its input does
+                start_new_session=True,  # no Ctrl-C reaches it; it ends when its input does
             )
         return self._process
 
     def _ended(self, process: subprocess.Popen[bytes]) -> TemplateFailure:
-        """The error about a process that is gone; the next request starts another."""
+        """The error for a process that has died; the next request starts another."""
         self.close()
         if process.returncode == -signal.SIGPROF:
             return TemplateFailure(f"it ran for more than {SECONDS:g} s of processor time")
@@ -187,17 +188,17 @@ def _failure(kind: str, message: str, line: int | None) -> Exception:
 
 
 class _NoLabel(Exception):
-    """A choice was looked up by a label that the row does not have."""
+    """A choice was looked up by a label that is hidden or null."""
 
 
 class _HiddenLabel(int):
-    """-1 that stands for a hidden label, told apart from the -1 of `words[-1]`."""
+    """A -1 that means a hidden label, as opposed to the -1 in `words[-1]`."""
 
 
 class StrictEnvironment(jinja2.sandbox.SandboxedEnvironment):
-    """Jinja with promptsource's filters, in which nothing that is missing passes for text."""
+    """Jinja with promptsource's filters, in which missing values are errors rather than text."""
 
-    # An operator that is intercepted is not evaluated while a template is compiled.
+    # Jinja does not evaluate intercepted operators on constants while it compiles a template.
     intercepted_binops = frozenset({"*", "**"})
 
     def __init__(self) -> None:
@@ -207,7 +208,7 @@ class StrictEnvironment(jinja2.sandbox.SandboxedEnvironment):
         self.globals = dict(promptsource.globals)
 
     def getitem(self, obj: Any, argument: Any) -> Any:
-        """As Jinja, but that a label's -1 is not the last choice and null is no place in a list."""
+        """As in Jinja, except that a hidden label (-1) or null does not pick an item of a list."""
         if isinstance(argument, _HiddenLabel) or (argument is None and isinstance(obj, list)):
             raise _NoLabel
         return super().getitem(obj, argument)
@@ -220,12 +221,12 @@ def _text_of(value: Any) -> Any:
 
 
 class _StrictTemplate:
-    """A template in the strict environment."""
+    """A template compiled in the strict environment."""
 
     def __init__(self, template: Any, cut: bool):
         environment = _environment()
         self._compiled = CompiledTemplate(template, cut, environment)
-        # The variables that choose an answer: {{ answer_choices[label] }}.
+        # Variables that index something, as `label` does in {{ answer_choices[label] }}.
         self._labels = {
             item.arg.name
             for text in (template.jinja, template.answer_choices or "")
@@ -254,7 +255,7 @@ def _environment() -> StrictEnvironment:
 
 
 class _Text:
-    """The fields of a template."""
+    """The fields that `CompiledTemplate` needs of a template."""
 
     def __init__(self, name: str, jinja: str, answer_choices: str | None):
         self.name, self.jinja, self.answer_choices = name, jinja, answer_choices
@@ -318,24 +319,25 @@ def _answer(operation: str, arguments: dict[str, Any]) -> dict[str, Any]:
         return {"failure": "undefined", "message": str(error)}
     except MemoryError:
         return {"failure": "template", "message": f"it needs more than {BYTES >> 20} MB of memory"}
-    except UserError as error:  # Jinja that is not valid
+    except UserError as error:  # invalid Jinja
         return {"failure": "template", "message": error.what}
     except (TemplateFailure, jinja2.exceptions.SecurityError) as error:
         return {"failure": "template", "message": str(error)}
-    except Exception as error:  # whatever else an expression raises
+    except Exception as error:  # an expression can raise anything
         return {"failure": "template", "message": repr(error)}
 
 
 def _serve() -> None:
-    """Answers requests, a line of JSON each, until there are no more."""
+    """Answers requests, one line of JSON each, until the input ends."""
     import resource
 
-    _environment()  # imported and built before memory is limited
+    _environment()  # imports promptsource before memory and files are limited
     with open("/proc/self/statm") as file:
         held = int(file.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (held + BYTES, held + BYTES))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-    # The kernel's doing, not Python's, which looks at signals only between its instructions.
+    # With the default action the kernel ends the process. A Python handler would not do: it runs
+    # only between bytecodes, and a call into C can last as long as it likes.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     for line in sys.stdin.buffer:
         operation, arguments = row_codec.decode(line)

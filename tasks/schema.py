@@ -1,8 +1,8 @@
-"""Brings rows to the schema that the templates were written for, and checks them against it.
+"""Converts rows to the schema that the templates were written for, and checks them against it.
 
-A schema is the features of a dataset in `datasets` 1.12, the version of T0's time, as the
-catalogue holds them. It is compiled once to plain functions, one a column, since every row of every
-template passes through it: two or three microseconds for a row of four columns.
+A schema is a dataset's features in `datasets` 1.12, the version of T0's time, taken from the
+catalogue. It is compiled once to plain functions, one per column, since every row of every template
+passes through it: a row of four columns takes two or three microseconds.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ HIDDEN = -1
 
 
 class SchemaError(ValueError):
-    """A row that does not fit its schema.
+    """A row does not fit its schema.
 
     Attributes:
-      column: the name of the column, or of what is inside it, for instance `answers.text`.
-      reason: what is wrong with it.
+      column: Name of the column, or of a field inside it, for instance `answers.text`.
+      reason: What is wrong with it.
     """
 
     def __init__(self, column: str, reason: str):
@@ -42,11 +42,11 @@ class Schema:
     """A compiled schema.
 
     Args:
-      features: column -> feature, in the notation of `dataset_infos.json`.
-      required: the columns that templates read; others may be missing or null.
-      aliases: column -> other names that it goes by.
-      class_names: column of the data -> names of its classes, where the data tells them: their
-        numbers are then translated by name.
+      features: Column -> feature, in the notation of `dataset_infos.json`.
+      required: Columns that templates read; others may be missing or null.
+      aliases: Column -> other names that it goes by.
+      class_names: Column of the data -> names of its classes, if the data has them: class numbers
+        are then translated by name.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Schema:
                 (alias.name, self._renamed(feature, alias, class_names))
                 for alias in _of(aliases, column)
             ]
-            if "-" in column:  # promptsource's spelling
+            if "-" in column:  # promptsource writes underscores for hyphens
                 names.insert(0, (column.replace("-", "_"), convert))
             self._others[column] = names
 
@@ -81,10 +81,10 @@ class Schema:
         return _compile(feature, names)
 
     def bring(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """The row with the schema's columns alone, each of the schema's type.
+        """The row with only the schema's columns, each converted to the schema's type.
 
         Raises:
-          SchemaError: if a column does not fit.
+          SchemaError: If a column does not fit.
         """
         brought: dict[str, Any] = {}
         for column, convert, needed in self._columns:
@@ -137,7 +137,7 @@ def _wrong(value: Any, wanted: str) -> SchemaError:
 
 
 def _compile(feature: Any, class_names: Sequence[str] | None = None) -> Convert:
-    """The function that brings a value to a feature, or raises a SchemaError."""
+    """Returns a function that converts a value to a feature's type, or raises SchemaError."""
     if isinstance(feature, list):
         return _list_of(feature[0])
     kind = feature.get("_type")
@@ -230,7 +230,8 @@ def _class_label(names: Sequence[str], data_names: Sequence[str] | None) -> Conv
 
 
 def _renamed_label(alias: Alias, names: Sequence[str], data_names: Sequence[str] | None) -> Convert:
-    """A label under another name: the order of its classes is not taken for granted."""
+    """Converts a label column that was renamed, whose classes may be in another order today."""
+    # TREC's coarse labels are, for instance, so numbers without class names are refused.
 
     def plain(name: str) -> str:
         return name.split(alias.after)[-1] if alias.after else name
@@ -351,13 +352,14 @@ def schema_of(
     read: frozenset[str],
     class_names: tuple[tuple[str, tuple[str, ...]], ...],
 ) -> Schema | None:
-    """The schema of a dataset, or None where the catalogue has none.
+    """The schema of a dataset, or None if the catalogue has none.
 
     Args:
-      dataset: the Hugging Face name.
-      subset: the configuration, or None.
-      read: what a template reads besides what promptsource's templates of the dataset do.
-      class_names: columns of the data and the names of their classes, as far as it tells them.
+      dataset: The Hugging Face name.
+      subset: The configuration, or None.
+      read: Columns that a template reads besides those that promptsource's templates of the
+        dataset read.
+      class_names: Columns of the data and the names of their classes, as far as the data has them.
     """
     features = features_of(dataset, subset)
     if features is None:
@@ -372,7 +374,8 @@ def _compiled(
     read: frozenset[str],
     class_names: tuple[tuple[str, tuple[str, ...]], ...],
 ) -> Schema:
-    # One object for all templates of a dataset that read no more than promptsource's do.
+    # Cached apart from schema_of, whose `read` differs by template: templates that read no more
+    # than promptsource's do share one Schema.
     required = [
         column for column in features_of(dataset, subset) or {} if column.replace("-", "_") in read
     ]
@@ -381,10 +384,10 @@ def _compiled(
 
 
 def columns_read(template: Any) -> frozenset[str]:
-    """The variables of a template and of its answer choices, spelled as the template spells them.
+    """The variables that a template and its answer choices read, as spelled in the template.
 
-    Columns with hyphens are spelled with underscores there. A template that is not valid Jinja
-    reads nothing; rendering it says so.
+    Templates write underscores for the hyphens of column names. For a template that is not valid
+    Jinja the result is empty; rendering it reports the error.
     """
     if template is None:
         return frozenset()
@@ -396,7 +399,7 @@ def columns_read(template: Any) -> frozenset[str]:
 
 @functools.cache
 def columns_of_dataset(dataset: str, subset: str | None) -> frozenset[str]:
-    """What any of promptsource's templates of a dataset reads; nothing where it has none."""
+    """All variables that promptsource's templates of a dataset read; empty if it has none."""
     try:
         names = template_names(dataset, subset)
     except UserError:
@@ -413,5 +416,5 @@ def _variables(jinja: str) -> frozenset[str]:
         found = jinja2.meta.find_undeclared_variables(environment.parse(jinja))
     except jinja2.TemplateSyntaxError:
         return frozenset()
-    # Jinja's own globals, and what promptsource adds.
+    # Not columns: Jinja's globals, and the variable that promptsource adds.
     return frozenset(found) - set(environment.globals) - {"answer_choices"}

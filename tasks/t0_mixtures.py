@@ -1,4 +1,4 @@
-"""T0's tasks, and which of them are in its mixtures at which rates; all from its table."""
+"""T0's tasks, and which of them are in which mixture at what rate, derived from T0's table."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from t0repro.tasks.templates import task_name, template_datasets, template_names
 MAX_EXAMPLES = 500_000
 """T0 counts a dataset above so many examples as this many, shared by its templates."""
 
-# What each model was trained on, in the words of T0's table.
+# What each model was trained on: values of the column do_train in T0's table.
 TRAINED_ON: Mapping[str, tuple[str, ...]] = {
     "t0_train": ("BASE",),
     "t0+_train": ("BASE", "GPT_EVAL"),
     "t0++_train": ("BASE", "GPT_EVAL", "SGLUE"),
 }
 
-# T0 leaves some tasks out of every mixture, whose inputs are too long or whose cache was broken.
-# This is the only one of a dataset in its table, and promptsource 0.1.0 has no such template.
+# T0 leaves some tasks out of every mixture because their inputs are too long or their cache was
+# broken. Only this one belongs to a dataset in its table, and promptsource 0.1.0 has no such
+# template.
 EXCLUDED_TASKS = frozenset({"gigaword_summarize_"})
 
-# Tasks whose evaluation T0 leaves out of t0_train_score_eval: too many examples or choices.
+# Prefixes of tasks that T0 leaves out of t0_train_score_eval for too many examples or choices.
 WITHOUT_TRAIN_SCORE_EVAL = (
     "paws_labeled_final",
     "adversarial_qa_dbidaf",
@@ -68,12 +69,12 @@ EXCLUDED_SCORE_EVALS = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class T0Task:
-    """A task of T0 and the row of its table that it comes from.
+    """A task of T0 and the row of T0's table that it comes from.
 
     Attributes:
-      task: what is registered, without its twin.
-      entry: the row of the table.
-      num_templates: all templates of the dataset, used in a mixture or not.
+      task: The registered task, not its twin.
+      entry: The row of the table.
+      num_templates: Number of the dataset's templates, whether used in a mixture or not.
     """
 
     task: PromptedTask
@@ -83,7 +84,7 @@ class T0Task:
 
 @dataclasses.dataclass(frozen=True)
 class T0Mixture:
-    """A mixture: its tasks, sorted, and for training the rate of each."""
+    """A mixture: its tasks, sorted, and, if it is for training, the rate of each."""
 
     name: str
     tasks: Sequence[str]
@@ -91,11 +92,11 @@ class T0Mixture:
 
 
 def t0_rate(train_size: int, num_templates: int) -> int:
-    """T0's mixing rate of each task of a dataset.
+    """T0's mixing rate for each of a dataset's tasks, in examples.
 
     Args:
-      train_size: the dataset's training examples, before a template drops any.
-      num_templates: all templates that promptsource has for it, used or not.
+      train_size: Number of training examples in the dataset, before a template drops any.
+      num_templates: Number of templates that promptsource has for it, used or not.
     """
     return MAX_EXAMPLES // num_templates if train_size > MAX_EXAMPLES else train_size
 
@@ -161,7 +162,7 @@ def _is_evaluated_in_training(each: T0Task) -> bool:
 
 
 def _first_original_tasks(tasks: Sequence[T0Task]) -> set[str]:
-    """The first original-task template of each dataset of BASE, in the templates' order."""
+    """Names of the tasks of each BASE dataset's first original-task template."""
     first: dict[T0Dataset, str] = {}
     for each in tasks:
         if each.entry.train == "BASE" and each.task.original_task:
@@ -173,17 +174,21 @@ def _first_original_tasks(tasks: Sequence[T0Task]) -> set[str]:
 
 
 def splits_in_catalogue(entry: T0Dataset) -> list[str]:
-    """The splits that a dataset of the table had in T0's time."""
+    """The splits that a dataset in the table had in T0's time."""
     return list(catalogue()[entry.dataset, entry.subset].splits)
 
 
 def register_t0_tasks(
     held: Callable[[T0Dataset], list[str]] = splits_in_catalogue,
 ) -> list[T0Task]:
-    """Registers the tasks of every dataset of T0's table, and their twins, by T0's names.
+    """Registers the tasks of every dataset in T0's table, and their twins, by T0's names.
 
     Args:
-      held: the splits of a dataset that its tasks are to have; tasks without any are left out.
+      held: Returns the splits of a dataset that its tasks shall have; tasks that would have none
+        are not registered.
+
+    Returns:
+      The tasks, in the table's order.
     """
     prompted = set(template_datasets())
     registered = []
@@ -201,7 +206,7 @@ def register_t0_tasks(
 
 
 def _splits_of_tasks(dataset: str, held: list[str]) -> dict[str, dict[str, Split]]:
-    """Suffix of the tasks' names -> their splits, without tasks that would have none."""
+    """Task name suffix -> splits, without suffixes that would have no splits."""
     rounds = rounds_of(dataset) or {"": {split: split for split in held}}
     found = {
         suffix: {name: Split(file) for name, file in splits.items() if file in held}
@@ -211,10 +216,10 @@ def _splits_of_tasks(dataset: str, held: list[str]) -> dict[str, dict[str, Split
 
 
 def evaluation_rate(rows: PromptedRows) -> float:
-    """Examples up to 500,000, as T0 rates what it only evaluates.
+    """Number of examples, up to 500,000: T0's rate for tasks that are only evaluated.
 
-    Those of the training split, or of the next one where a dataset has none; the catalogue's, so
-    that no row is read.
+    Counts the training split, else validation, else test; the counts come from the catalogue, so
+    no rows are read.
     """
     sizes: Mapping[str, int] = catalogue()[rows.dataset, rows.subset].splits
     files = rows.files_of_splits

@@ -1,4 +1,4 @@
-"""Prompted tasks: what each is made of, and which are registered. Light: imports no SeqIO."""
+"""Prompted tasks: what each consists of, and which are registered. Does not import SeqIO."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ ADDS_EOS = {"inputs": False, "targets": True}
 
 @dataclasses.dataclass(frozen=True)
 class PromptedTask:
-    """One registered task and the prompt that it renders.
+    """A registered task and the prompt that it renders.
 
     Attributes:
-      name: the SeqIO task's name.
-      dataset: the Hugging Face name, for instance `super_glue`; generated rows have a name of
-        their own, as `synthetic_imdb`.
-      subset: the configuration of the dataset, or None where it has only one.
-      template_name: promptsource's name of the template, as written there.
-      template_id: promptsource's identifier of the template.
-      has_answer_choices: whether the template lists answers to rank.
-      fixed_choices: the answers where every example has the same ones, else None.
-      metrics: the names of the metrics in the template's metadata.
-      original_task: whether the prompt asks for the task that the dataset was made for.
-      prompt: the template's Jinja text, the input and the target on either side of `|||`.
-      score_eval: whether this is the twin that expands an example to one per answer choice.
+      name: The SeqIO task's name.
+      dataset: The Hugging Face name, for instance `super_glue`; datasets of generated rows have
+        names such as `synthetic_imdb`.
+      subset: The dataset's configuration, or None if it has only one.
+      template_name: promptsource's name for the template, unchanged.
+      template_id: promptsource's identifier for the template.
+      has_answer_choices: Whether the template lists answers to rank.
+      fixed_choices: The answers if every example has the same ones, else None.
+      metrics: Names of the metrics in the template's metadata.
+      original_task: Whether the prompt asks for the task that the dataset was made for.
+      prompt: The template's Jinja, with `|||` between input and target.
+      score_eval: Whether this is the twin that expands each example to one per answer choice.
     """
 
     name: str
@@ -56,22 +56,22 @@ class PromptedTask:
 
     @property
     def synthetic(self) -> bool:
-        """Whether its rows are generated, as the demo's are: scores say nothing of real data."""
+        """Whether its rows are generated, as the demo's are; scores say nothing about real data."""
         return is_synthetic(self.dataset)
 
     def twin(self) -> PromptedTask:
-        """The same prompt as the task that rank classification evaluates."""
+        """The `_score_eval` task of this prompt, which rank classification evaluates."""
         return dataclasses.replace(self, name=self.name + SCORE_EVAL_SUFFIX, score_eval=True)
 
 
 @dataclasses.dataclass(frozen=True)
 class TaskDescription:
-    """All that a task is made of.
+    """Everything that a task consists of.
 
     Attributes:
-      prompt: what it asks.
-      rows: what it renders.
-      vocabulary: of inputs and targets; SeqIO's own where a user's module gives one.
+      prompt: The task and its prompt.
+      rows: The rows that it renders.
+      vocabulary: Vocabulary of inputs and targets; SeqIO's own class if a user's module passed one.
     """
 
     prompt: PromptedTask
@@ -80,11 +80,11 @@ class TaskDescription:
 
     @property
     def sp_model(self) -> bytes | None:
-        """The vocabulary's serialized SentencePiece model; None where it is of another kind."""
+        """The vocabulary's serialized SentencePiece model; None for other kinds of vocabulary."""
         return getattr(self.vocabulary, "sp_model", None)
 
     def twin(self) -> TaskDescription:
-        """The twin's, of the same rows."""
+        """The twin's description, over the same rows."""
         return dataclasses.replace(self, prompt=self.prompt.twin())
 
 
@@ -99,17 +99,17 @@ def prompted_tasks() -> Mapping[str, PromptedTask]:
 
 
 def task_descriptions() -> Mapping[str, TaskDescription]:
-    """The same tasks with what they are made of."""
+    """Descriptions of every prompted task registered so far, by name, including twins."""
     return types.MappingProxyType(_tasks)
 
 
 def record_task(description: TaskDescription) -> None:
-    """Adds a task, or puts it in the place of one of its name."""
+    """Adds a task, replacing any task of the same name."""
     _tasks[description.prompt.name] = description
 
 
 def registered_tasks() -> list[str]:
-    """Names of all tasks, those that only SeqIO knows included."""
+    """Names of all tasks, including those that only SeqIO knows."""
     known = task_descriptions()
     seqio = sys.modules.get("seqio")
     others = () if seqio is None else seqio.TaskRegistry.names()
@@ -139,7 +139,7 @@ METRICS = {
 OF_T5 = ("glue", "super_glue")
 """Datasets whose tasks have T5's metrics, whatever the template names."""
 
-# Those that are not accuracy alone. Source: t5.data.glue_utils.
+# Those whose metric is not simply accuracy. Source: t5.data.glue_utils.
 _T5S: dict[tuple[str, str | None], tuple[str, ...]] = {
     ("glue", "ax"): (),
     ("glue", "cola"): ("matthews_corrcoef",),
@@ -154,7 +154,7 @@ _T5S: dict[tuple[str, str | None], tuple[str, ...]] = {
 
 
 def metric_names(task: PromptedTask) -> tuple[str, ...]:
-    """What a task is evaluated by; its twin by the rank of its choices."""
+    """Names of the metrics that a task is evaluated with; for a twin, rank_classification."""
     if task.score_eval:
         return ("rank_classification",)
     dataset = modelled_on(task.dataset)

@@ -1,4 +1,4 @@
-r"""Prompts of one's own: files in promptsource's YAML format, registered as T0 registers its own.
+r"""Reads users' own prompts from files in promptsource's YAML format.
 
     dataset: my_reviews
     subset: null
@@ -10,13 +10,13 @@ r"""Prompts of one's own: files in promptsource's YAML format, registered as T0 
         answer_choices: no ||| yes
         metadata: !TemplateMetadata {original_task: true, metrics: [Accuracy]}
 
-It may also have mixtures, of these and of other registered tasks, with rates:
+A file may also define mixtures of its own and other registered tasks, with rates:
 
     mixtures:
       my_train: {my_reviews_was_it_good: 4000, super_glue_rte_GPT_3_style: 2490}
 
-A file is read by a loader that makes text, numbers, lists and mappings and knows these two tags:
-it can name no Python object.
+The loader makes only text, numbers, lists and mappings and knows only these two tags, so a file
+cannot name a Python object.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ FORMAT = "The format is promptsource's: keys dataset, subset (if any) and templa
 
 @dataclasses.dataclass(frozen=True)
 class TemplateFile:
-    """A file's contents.
+    """The contents of a template file.
 
     Attributes:
-      path: of the file.
-      dataset: the dataset's name, its folder under T0REPRO_DATA_DIR.
-      subset: the configuration, or None.
+      path: The file.
+      dataset: The dataset's name, which is also its folder under T0REPRO_DATA_DIR.
+      subset: The configuration, or None.
       templates: promptsource `Template`s in the file's order.
-      mixtures: name -> the rate of each of its tasks.
+      mixtures: Name -> task -> rate.
     """
 
     path: Path
@@ -64,10 +64,10 @@ class TemplateFile:
 
 
 def read_template_file(path: str | Path) -> TemplateFile:
-    """Reads and checks a file of templates; nothing is registered.
+    """Reads and checks a file of templates, without registering anything.
 
     Raises:
-      UserError: naming the file, the line and the template.
+      UserError: If anything in it is wrong; names the file and, where known, line and template.
     """
     path = Path(path)
     content = _load(path)
@@ -87,7 +87,7 @@ def read_template_file(path: str | Path) -> TemplateFile:
 
 
 def _folder_name(content: _Mapping, key: str, path: Path) -> str:
-    """A dataset or subset, which also names a folder below T0REPRO_DATA_DIR and nowhere else."""
+    """A dataset or subset, which is also a path: refused if it leads out of T0REPRO_DATA_DIR."""
     value = _text(content, key, str(path))
     if value.startswith("/") or ".." in value.split("/") or "\0" in value:
         raise UserError(
@@ -99,7 +99,7 @@ def _folder_name(content: _Mapping, key: str, path: Path) -> str:
 
 
 def _mixtures(path: Path, content: _Mapping) -> dict[str, dict[str, float]]:
-    """The file's mixtures, checked but for whether their tasks are there."""
+    """The file's mixtures, checked except for whether their tasks exist."""
     entries = content.get("mixtures")
     if entries is None:
         return {}
@@ -127,7 +127,7 @@ def _mixtures(path: Path, content: _Mapping) -> dict[str, dict[str, float]]:
 
 
 class _Mapping(dict[str, Any]):
-    """A mapping of the file that remembers where it and its keys stand, and its tag."""
+    """A mapping in the file that remembers its line, its keys' lines and its tag."""
 
     tag: str = ""
     line: int = 0
@@ -138,7 +138,7 @@ class _Mapping(dict[str, Any]):
 
 
 class _Loader(yaml.SafeLoader):
-    """Text, numbers, lists, mappings, and mappings tagged as promptsource's two classes."""
+    """Loads text, numbers, lists and mappings, which may be tagged as promptsource's classes."""
 
     def _mapping(self, node: yaml.Node) -> Iterator[_Mapping]:
         if not isinstance(node, yaml.MappingNode):
@@ -146,7 +146,7 @@ class _Loader(yaml.SafeLoader):
                 None, None, f"{node.tag} must be keys and values", node.start_mark
             )
         content = _Mapping()
-        yield content  # filled afterwards: an anchor may refer to it
+        yield content  # before it is filled, since an anchor inside may refer to it
         self.flatten_mapping(node)
         lines: dict[str, int] = {}
         for key_node, value_node in node.value:
@@ -193,7 +193,7 @@ def _load(path: Path) -> _Mapping:
             where=str(path),
             fix=FORMAT,
         ) from error
-    except (yaml.YAMLError, ValueError) as error:  # a character, or a date, that there is not
+    except (yaml.YAMLError, ValueError) as error:  # an invalid character or date
         raise UserError(
             f"The template file is not YAML: {' '.join(str(error).split())}.",
             where=str(path),

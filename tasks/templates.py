@@ -1,4 +1,4 @@
-"""Reads promptsource 0.1.0's templates and renders rows with them as T0 did."""
+"""Reads promptsource 0.1.0's templates and renders rows with them, as T0 did."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NO_LABEL = "<NO LABEL>"
 
 
 class Rendering(NamedTuple):
-    """A prompted example; `answer_choices` is None where the template has none."""
+    """A prompted example; `answer_choices` is None if the template has none."""
 
     inputs: str
     targets: str
@@ -38,7 +38,7 @@ class Rendering(NamedTuple):
 
 
 class Drop(enum.Enum):
-    """Why a rendering is no example; the last two apply to one's own prompts alone."""
+    """Why a row gives no example; the last two reasons apply only to users' own prompts."""
 
     NOT_A_PAIR = "the template does not render it to one input and one target"
     EMPTY_INPUT = "its input is empty"
@@ -47,34 +47,34 @@ class Drop(enum.Enum):
 
 
 class TemplateFailure(Exception):
-    """Why a template cannot render a row, in words for its author."""
+    """A template cannot render a row; the message is written for the template's author."""
 
 
 class UndefinedVariable(TemplateFailure):
-    """A template reads what the row does not have."""
+    """A template reads a variable that the row does not have."""
 
 
 def task_name(dataset: str, subset: str | None, template_name: str) -> str:
-    """T0's task name: a run of characters other than letters, digits, `.` and `_` is one `_`."""
+    """T0's task name: runs of characters other than letters, digits, `.` and `_` become one `_`."""
     middle = f"_{subset}_" if subset is not None else "_"
     return re.sub(r"[^\w.]+", "_", f"{dataset}{middle}{template_name}")
 
 
 def template_datasets() -> list[tuple[str, str | None]]:
-    """The (dataset, subset) pairs that have templates, sorted; from folder names alone."""
+    """The (dataset, subset) pairs that have templates, sorted, judged by folder names alone."""
     pairs = []
     for path in _templates_folder().rglob("templates.yaml"):
-        # Two users' datasets of promptsource are `user/dataset`; none of them is T0's.
+        # Datasets of two users are in folders `user/dataset`, read wrongly here; T0 has neither.
         dataset, *subset = path.parent.relative_to(_templates_folder()).parts
         pairs.append((dataset, "/".join(subset) or None))
     return sorted(pairs, key=str)
 
 
 def template_names(dataset: str, subset: str | None) -> list[str]:
-    """Names of a dataset's templates in T0's order, which is sorted.
+    """Names of a dataset's templates in T0's order, that is, sorted.
 
     Raises:
-      UserError: if the dataset has no templates.
+      UserError: If the dataset has no templates.
     """
     return sorted(_read_templates(dataset, subset))
 
@@ -83,7 +83,7 @@ def load_template(dataset: str, subset: str | None, name: str) -> Any:
     """The promptsource `Template` of that name.
 
     Raises:
-      UserError: if the dataset or the template does not exist; the nearest names are listed.
+      UserError: If the dataset or the template does not exist; lists the nearest names.
     """
     templates = _read_templates(dataset, subset)
     if name not in templates:
@@ -104,7 +104,7 @@ def make_template(
     identifier: str,
     reference: str,
 ) -> Any:
-    """A promptsource `Template` from its fields, which only the sandbox will render."""
+    """Makes a promptsource `Template` of a user's own, which only the sandbox will render."""
     kind = _promptsource().Template
     template = kind(name, jinja, reference, kind.Metadata(**metadata), answer_choices)
     template.id = identifier
@@ -113,12 +113,12 @@ def make_template(
 
 
 def is_own(template: Any) -> bool:
-    """Whether a template is somebody's own: not one that promptsource 0.1.0 brings along."""
+    """Whether a template is a user's own rather than one that comes with promptsource 0.1.0."""
     return getattr(template, "own", False)
 
 
 def fixed_choices(template: Any) -> tuple[str, ...] | None:
-    """The answer choices where they do not depend on the example, else None."""
+    """The answer choices if they do not depend on the example, else None."""
     if is_own(template):
         from t0repro.tasks import sandbox
 
@@ -129,18 +129,19 @@ def fixed_choices(template: Any) -> tuple[str, ...] | None:
 
 
 class CompiledTemplate:
-    """A template whose Jinja is compiled once, and whose choices are rendered once if they can be.
+    """A template that is compiled once and whose answer choices, if constant, are rendered once.
 
-    Every rendering equals promptsource's `Template.apply` and `get_answer_choices_list`, byte for
-    byte; those compile the template anew for each row.
+    Every rendering equals that of promptsource's `Template.apply` and `get_answer_choices_list`,
+    byte for byte, but those compile the template again for each row.
 
     Args:
-      template: a promptsource `Template`, or anything with its `name`, `jinja`, `answer_choices`.
-      cut: False leaves long variables whole, to show what the rule cuts.
-      environment: Jinja's; None is promptsource's.
+      template: A promptsource `Template`, or any object with its `name`, `jinja` and
+        `answer_choices`.
+      cut: Whether to cut variables at 2,048 characters; False serves to show what is cut.
+      environment: Jinja environment; defaults to promptsource's.
 
     Raises:
-      UserError: if its Jinja cannot be compiled.
+      UserError: If the Jinja cannot be compiled.
     """
 
     def __init__(
@@ -150,6 +151,7 @@ class CompiledTemplate:
         self.name: str = template.name
         self._environment = environment or module.env
         self._escaped = module.Template.pipe_protector
+        # promptsource cuts variables in this way, by editing the text of the template.
         end = f" | string | truncate({module.TEXT_VAR_LENGTH}) }}}}" if cut else "}}"
         self._body = self._compile(template.jinja.replace("}}", end))
         self._choices: Callable[[dict[str, Any]], list[str] | None] = lambda fields: None
@@ -161,17 +163,18 @@ class CompiledTemplate:
                 self._choices = lambda fields: list(fixed)
 
     def render(self, row: Mapping[str, Any], draw_key: str | None = None) -> Rendering | Drop:
-        """Renders one row as the function `render` does, or says why T0 drops the example."""
+        """Renders one row as the function `render` does, or returns why T0 drops the example."""
         fields = {}
         for name, value in row.items():
             if "-" in name:
                 name = name.replace("-", "_")
+            # A separator in the data must not split the rendering; `_split` puts it back.
             if type(value) is str and SEPARATOR in value:
                 value = value.replace(SEPARATOR, self._escaped)
             fields[name] = value
         if "answer_choices" in fields:
             raise ValueError("a field is named answer_choices, which templates use themselves")
-        # One generator draws for both: the choices first, as promptsource does.
+        # One generator draws for both, and for the choices first, in promptsource's order.
         _drawing.key, _drawing.generator = draw_key, None
         try:
             choices = fields["answer_choices"] = self._choices(fields)
@@ -195,7 +198,7 @@ class CompiledTemplate:
             ) from error
 
     def _is_constant(self, jinja: str) -> bool:
-        """Whether the text renders alike for every row: it reads no variable and draws nothing."""
+        """Whether the text is the same for every row: it reads no variables and draws nothing."""
         parsed = self._environment.parse(jinja)
         draws = any(node.name == "choice" for node in parsed.find_all(jinja2.nodes.Filter))
         return not draws and not jinja2.meta.find_undeclared_variables(parsed)
@@ -208,24 +211,25 @@ class CompiledTemplate:
 
 
 class Renderer(Protocol):
-    """What renders rows by one template: here, or in the sandbox."""
+    """Renders rows with one template, in this process or in the sandbox."""
 
     name: str
 
     def render(self, row: Mapping[str, Any], draw_key: str | None = None) -> Rendering | Drop:
-        """Renders one row, or says why it gives no example."""
+        """Renders one row, or returns why it gives no example."""
         ...
 
 
 def compile_template(template: Any, cut: bool = True) -> Renderer:
-    """The renderer of a template: promptsource's own are rendered here, others in the sandbox.
+    """The renderer for a template: in this process for promptsource's, in the sandbox for others.
 
     Args:
-      template: a promptsource `Template`, or anything with its `name`, `jinja`, `answer_choices`.
-      cut: False leaves long variables whole.
+      template: A promptsource `Template`, or any object with its `name`, `jinja` and
+        `answer_choices`.
+      cut: Whether to cut variables at 2,048 characters.
 
     Raises:
-      UserError: if its Jinja cannot be compiled.
+      UserError: If the Jinja cannot be compiled.
     """
     if is_own(template):
         from t0repro.tasks.sandbox import SandboxedTemplate
@@ -236,22 +240,22 @@ def compile_template(template: Any, cut: bool = True) -> Renderer:
 
 @functools.cache
 def compiled(template: Any) -> Renderer:
-    """The renderer of a template object, kept."""
+    """The renderer for a template object, compiled once and cached."""
     return compile_template(template)
 
 
 def render(template: Any, row: Mapping[str, Any], draw_key: str | None = None) -> Rendering | None:
-    """Renders one row as T0 did, or returns None where T0 drops the example.
+    """Renders one row as T0 did; returns None if T0 drops the example.
 
     Hyphens in field names become underscores; every variable is cut at 2,048 characters; an empty
     target becomes "<NO LABEL>"; a rendering that is not exactly an input and a target, or whose
-    input is empty, is dropped. This is the seam for renderers: nothing else applies templates.
+    input is empty, is dropped.
 
     Args:
-      template: a promptsource `Template`.
-      row: field names to values.
-      draw_key: decides what the template's `choice` filters draw, which promptsource leaves
-        unseeded; None draws from Python's global generator, as promptsource does.
+      template: A promptsource `Template`.
+      row: Field names -> values.
+      draw_key: Seeds the template's `choice` filters, which promptsource leaves unseeded; None
+        draws from Python's global generator, as promptsource does.
     """
     rendering = compiled(template).render(row, draw_key)
     return None if isinstance(rendering, Drop) else rendering
@@ -262,12 +266,12 @@ def render(template: Any, row: Mapping[str, Any], draw_key: str | None = None) -
 
 @functools.cache
 def _promptsource() -> Any:
-    """promptsource.templates, its one Jinja environment sandboxed and made seedable.
+    """The module promptsource.templates, with its Jinja environment sandboxed and made seedable.
 
     `promptsource.utils` is never imported: it asks the network for a list of datasets.
     """
     with warnings.catch_warnings():
-        # It finds its folder by pkg_resources, which warns about itself on import.
+        # promptsource finds its folder with pkg_resources, which warns about itself on import.
         warnings.simplefilter("ignore")
         import promptsource.templates as module
     sandboxed = jinja2.sandbox.SandboxedEnvironment(loader=jinja2.BaseLoader())
@@ -289,7 +293,7 @@ def _templates_folder() -> Path:
 
 @functools.cache
 def _loader() -> type:
-    """PyYAML's FullLoader, for whose tags promptsource registers its classes, parsing in C."""
+    """PyYAML's FullLoader, with which promptsource registers its classes, but parsing in C."""
     _promptsource()
     if not yaml.__with_libyaml__:
         return yaml.FullLoader
@@ -330,13 +334,13 @@ _drawing = threading.local()
 
 @jinja2.pass_context
 def _choice(context: jinja2.runtime.Context, items: Sequence[Any]) -> Any:
-    # Most templates draw from a constant list. Jinja folds a filter of a constant into the compiled
-    # template, one draw for all examples, unless the filter asks for the context.
+    # Most templates draw from a constant list. Jinja evaluates a filter of a constant at compile
+    # time, which would mean one draw for all examples, unless the filter asks for the context.
     del context
     key = getattr(_drawing, "key", None)
     if key is None:
         return random.choice(items)
     if _drawing.generator is None:
-        # Seeded by a string, Python's generator repeats itself in every process.
+        # Seeded with a string, Python's generator draws the same in every process.
         _drawing.generator = random.Random(key)
     return _drawing.generator.choice(items)

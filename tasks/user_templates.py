@@ -1,9 +1,9 @@
-"""Registers the prompts of the files that T0REPRO_TEMPLATES names, for any command that imports.
+"""Registers the prompts in the files that T0REPRO_TEMPLATES names, when this module is imported.
 
     T0REPRO_TEMPLATES=my.yaml T0REPRO_DATA_DIR=... seqio_cache_tasks \
         --module_import=t0repro.tasks.user_templates --tasks='my_reviews_.*' --output_cache_dir=...
 
-Several files are parted by `:` (`;` on Windows). See `t0repro.tasks.template_files` for the format.
+Separate several files with `:` (`;` on Windows). For the format see `t0repro.tasks.template_files`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The vocabulary of the tasks: T5's, or a local copy; never read on registration."""
+"""The tasks' vocabulary: T5's, or a local copy of it; not read when tasks are registered."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ TIMEOUT_SECONDS = 10.0
 
 @dataclasses.dataclass(frozen=True)
 class VocabularyFile:
-    """A SentencePiece model and T5's sentinels behind its pieces, without SeqIO.
+    """A SentencePiece model with T5's sentinels after its pieces, without SeqIO.
 
     Attributes:
-      address: of the model: a path, or gs://, which is fetched once over HTTPS.
-      extra_ids: how many sentinels, `<extra_id_0>` the last.
+      address: The model's path, or a gs:// address, which is fetched once over HTTPS.
+      extra_ids: Number of sentinels; `<extra_id_0>` comes last.
     """
 
     address: str
@@ -36,10 +36,10 @@ class VocabularyFile:
 
     @property
     def sp_model(self) -> bytes:
-        """The serialized model, sentinels included, as `seqio.SentencePieceVocabulary` has it.
+        """The serialized model with sentinels, equal to that of `seqio.SentencePieceVocabulary`.
 
         Raises:
-          UserError: if there is no such file, or it is not a SentencePiece model.
+          UserError: If there is no such file, or it is not a SentencePiece model.
         """
         return _with_extra_ids(local_copy(self.address), self.extra_ids)
 
@@ -47,7 +47,7 @@ class VocabularyFile:
         """The loaded model.
 
         Raises:
-          UserError: as `sp_model`.
+          UserError: As for `sp_model`.
         """
         return processor_of(self.sp_model)
 
@@ -59,7 +59,7 @@ class VocabularyFile:
 
 @functools.lru_cache(maxsize=4)
 def processor_of(model: bytes) -> SentencePieceProcessor:
-    """The loaded form of a serialized model, kept: many tasks share one."""
+    """Loads a serialized model; cached, since many tasks share one."""
     from sentencepiece import SentencePieceProcessor
 
     processor = SentencePieceProcessor()
@@ -82,23 +82,24 @@ def _with_extra_ids(path: str, extra_ids: int) -> bytes:
     except DecodeError as error:
         raise not_a_model(path, error) from error
     user_defined = sentencepiece_model_pb2.ModelProto.SentencePiece.USER_DEFINED
+    # Written by SeqIO's rule, so that the bytes, and with them a cache's digest, agree with its.
     for number in reversed(range(extra_ids)):
         model.pieces.add(piece=f"\u2581<extra_id_{number}>", score=0.0, type=user_defined)
     return model.SerializeToString()
 
 
 def not_a_model(path: str, error: Exception) -> UserError:
-    """The error about a file that cannot be parsed."""
+    """The error for a vocabulary file that cannot be parsed."""
     return UserError(
         f"The vocabulary is not a SentencePiece model: {error}", where=path, fix=_advice()
     )
 
 
 def local_copy(address: str) -> str:
-    """A path on this machine for a vocabulary's address, fetched if it is in a bucket.
+    """A local path for a vocabulary's address; a file in a bucket is fetched once.
 
     Raises:
-      UserError: if there is no such file, or the bucket cannot be reached within seconds.
+      UserError: If there is no such file, or the bucket does not answer within seconds.
     """
     if not address.startswith("gs://"):
         if not Path(address).is_file():
