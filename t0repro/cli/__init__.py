@@ -1,1 +1,1 @@
-"""Commands: one module each, which reads flags and calls one function."""
+"""The commands, one module each: a module reads flags and calls one function."""

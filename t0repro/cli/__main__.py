@@ -1,4 +1,4 @@
-"""`python -m t0repro.cli` is the command t0repro."""
+"""Lets `python -m t0repro.cli` run the command t0repro."""
 
 from t0repro.cli.app import main
 

@@ -1,4 +1,7 @@
-"""The command `t0repro`. Command modules import nothing heavy, so that --help answers at once."""
+"""The command `t0repro`.
+
+Command modules import heavy packages inside their functions, so that --help answers at once.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ app = typer.Typer(
     " and evaluation are t5_mesh_transformer's.",
     no_args_is_help=True,
     add_completion=False,
-    pretty_exceptions_enable=False,  # `main` says what to do instead
+    pretty_exceptions_enable=False,  # `gate` prints errors instead
     context_settings={"token_normalize_func": canonical},
     epilog="Example: t0repro doctor",
 )
@@ -57,7 +60,7 @@ app.add_typer(checkpoints)
 app.add_typer(report.app)
 app.add_typer(tasks.app)
 
-# How a command that keeps what it has done goes on after Ctrl-C; any other starts over.
+# What to print after Ctrl-C for commands that keep finished work; all others start over.
 _GOES_ON = {
     "cache": "Start the same command again: the tasks that are cached are kept.",
     "convert": "Start the same command again: the tensors that are written are kept.",

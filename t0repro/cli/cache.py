@@ -1,4 +1,4 @@
-"""`t0repro cache`: the prompt cache, in SeqIO's format, by a path made for one machine."""
+"""`t0repro cache`: writes the prompt cache in SeqIO's format, on a single machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`t0repro checkpoint ...`: what checkpoints hold, if it is sound, and released ones by name."""
+"""`t0repro checkpoint ...`: inspect, compare and verify checkpoints; fetch released ones."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ def _print_comparison(comparison: Comparison) -> None:
 
 
 def _print_table(rows: list[tuple[str, ...]]) -> None:
-    """Prints rows in columns, never cut short, so that names can be searched for and copied."""
+    """Prints rows in columns without truncation, so that names can be searched for and copied."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))

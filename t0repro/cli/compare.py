@@ -1,4 +1,4 @@
-"""`t0repro compare`: runs side by side, with an exit code for scripts."""
+"""`t0repro compare`: compares runs, with an exit code for scripts."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def _show(page: Page, content: str, out: Path | None) -> None:
 
 
 def _labels(given: Sequence[Given]) -> list[str]:
-    """The labels, or the names of the runs' folders; a, b, ... where these are not distinct."""
+    """The labels, or else the names of the runs' folders; a, b, ... if those are not distinct."""
     labels = [label or _name(path) for label, path in given]
     if len(set(labels)) == len(labels) and all(labels):
         return labels
@@ -149,6 +149,6 @@ def _labels(given: Sequence[Given]) -> list[str]:
 
 
 def _name(path: Path) -> str:
-    """The folder that tells runs apart: not `validation_eval`, which they all have."""
+    """The folder name that distinguishes a run; not `validation_eval`, which every run has."""
     path = path.resolve()
     return path.parent.name if path.suffix or "_eval" in path.name else path.name

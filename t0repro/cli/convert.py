@@ -1,4 +1,4 @@
-"""`t0repro convert`: a checkpoint from one format to another."""
+"""`t0repro convert`: converts a checkpoint from one format to another."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from t0repro.words import counted
 
 
 class Layout(enum.Enum):
-    """T5X's layouts of a checkpoint."""
+    """The two checkpoint layouts that T5X reads."""
 
     legacy = "legacy"
     orbax = "orbax"

@@ -1,4 +1,4 @@
-"""`t0repro explain`: every value of a run with the place that set it."""
+"""`t0repro explain`: shows every value of a run with the place that set it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The gate that every command runs inside: errors and Ctrl-C become messages and exit codes.
+"""Turns errors and Ctrl-C into messages and exit codes; every command runs inside `gate`.
 
-Exit codes: 0 all is well; 1 something failed (or, for commands that judge, the answer is no); 2 a
-mistake of the user's; 130 interrupted.
+Exit codes: 0 success; 1 failure (or, for commands that judge, the answer is no); 2 a mistake of the
+user's; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ FAILURE, USER_ERROR, INTERRUPTED = 1, 2, 130
 
 @dataclasses.dataclass
 class Settings:
-    """What a command line says about errors; filled in once it is parsed.
+    """How a command handles errors; filled in once its command line is parsed.
 
     Attributes:
-      debug: let every exception through, with its traceback.
-      go_on: how to go on after Ctrl-C.
+      debug: Whether to let every exception through, with its traceback.
+      go_on: What to tell the user after Ctrl-C about how to continue.
     """
 
     debug: bool = False
@@ -35,11 +35,11 @@ class Settings:
 
 @contextlib.contextmanager
 def gate(command: str, *, show_unexpected: bool = False) -> Iterator[Settings]:
-    """Runs a command's body; exits with a message where it fails or is interrupted.
+    """Runs a command's body; exits with a message if it fails or is interrupted.
 
     Args:
-      command: the name to print before messages.
-      show_unexpected: keep the traceback of an exception that is nobody's mistake: it may come
+      command: The name to print before messages.
+      show_unexpected: Whether to keep the traceback of an unexpected exception, since it may come
         hours into a run.
     """
     settings = Settings()
@@ -67,27 +67,27 @@ def gate(command: str, *, show_unexpected: bool = False) -> Iterator[Settings]:
 
 
 def _end_interrupted(command: str, go_on: str) -> None:
-    # A second Ctrl-C, while threads and files are being closed, would end in a traceback.
+    # Without this, a second Ctrl-C while threads and files are being closed prints a traceback.
     signal.signal(signal.SIGINT, lambda number, frame: os._exit(INTERRUPTED))
     print(f"\n{command}: interrupted.\n  to do: {go_on}", file=sys.stderr, flush=True)
     sys.exit(INTERRUPTED)
 
 
 def _was_interrupted(error: BaseException | None) -> bool:
-    """Whether Ctrl-C caused an exception; Typer makes a SystemExit of it."""
+    """Whether Ctrl-C caused an exception; Typer turns KeyboardInterrupt into SystemExit."""
     return any(isinstance(cause, KeyboardInterrupt) for cause in _causes(error))
 
 
-# tf.data reports an exception of a Python function as an error of its own whose text begins with
-# the exception's, "UserError: ...", and goes on with its traceback.
+# tf.data wraps an exception raised in a Python function in an error of its own, whose text begins
+# with the exception's, "UserError: ...", and continues with the traceback.
 _WRAPPED = re.compile(r"UserError: (.*?)(?=\n+Traceback|\n\n|\Z)", re.DOTALL)
 
 
 def find_user_error(error: BaseException | None) -> str | None:
-    """What to tell a user of an exception; None if it is nobody's mistake and not the disk's.
+    """The message for the user about an exception; None if it is neither a mistake nor the disk.
 
-    That is the text of the UserError that the exception is, was caused by or carries in its
-    message, or what a full, read-only or vanished disk means.
+    This is the text of the UserError that the exception is, was caused by or carries in its
+    message, or an explanation of a full, read-only or vanished disk.
     """
     for cause in _causes(error):
         if isinstance(cause, UserError):
@@ -103,7 +103,7 @@ def find_user_error(error: BaseException | None) -> str | None:
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """An exception, what caused it, what caused that, and so on."""
+    """Yields an exception, its cause, the cause of that, and so on."""
     seen = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

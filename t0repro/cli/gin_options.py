@@ -1,4 +1,4 @@
-"""The options by which a command takes a run's gin, as `t5_mesh_transformer` and T5X do."""
+"""Options for a run's gin files and overrides, named as in `t5_mesh_transformer` and T5X."""
 
 import enum
 from typing import Annotated
@@ -20,7 +20,7 @@ Modules = Annotated[
 
 
 class RunMode(enum.StrEnum):
-    """T5X's run modes that this project reads gin files of."""
+    """The T5X run modes whose gin files this project reads."""
 
     TRAIN = "train"
     EVAL = "eval"

@@ -1,4 +1,4 @@
-"""What the flags for TPUs become on this machine, and whether the batch fits, said before a run."""
+"""Says, before a run, what TPU flags mean on this machine and whether the batch fits."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ _TPU_FLAGS = ("tpu", "gcp_project", "tpu_zone", "tpu_job_name")
 
 
 def say_what_runs_here(options: Any, configuration: Configuration, *, on_jax: bool) -> None:
-    """Prints a line for each flag that means something else here, and one for the memory.
+    """Prints a line for each flag that means something else here, and one about memory.
 
     Args:
       options: t5_mesh_transformer's flags.
-      configuration: of the run.
-      on_jax: whether the JAX stack runs it; Mesh TensorFlow runs on the CPU.
+      configuration: The run's configuration.
+      on_jax: Whether the JAX stack runs it; Mesh TensorFlow runs on the CPU.
 
     Raises:
-      UserError: if the run certainly does not fit into the device's memory.
+      UserError: If the run certainly does not fit into the device's memory.
     """
     name, total, free = _device(on_jax)
     lines = tpu_lines(options, configuration, name)
@@ -35,7 +35,7 @@ def say_what_runs_here(options: Any, configuration: Configuration, *, on_jax: bo
 
 
 def tpu_lines(options: Any, configuration: Configuration, device: str) -> list[str]:
-    """What each flag and binding for a TPU becomes on a machine without one."""
+    """Lines that say what each TPU flag and binding means on a machine without a TPU."""
     given = [f"--{flag}={getattr(options, flag)}" for flag in _TPU_FLAGS if getattr(options, flag)]
     lines = []
     if given and "tpu" not in device.lower():
@@ -50,7 +50,7 @@ def tpu_lines(options: Any, configuration: Configuration, device: str) -> list[s
 
 
 def _device(on_jax: bool) -> tuple[str, int, int]:
-    """The device that computes, its bytes of memory and how many of them are free."""
+    """The name of the device that computes, its memory and its free memory, in bytes."""
     if on_jax:
         import jax
 

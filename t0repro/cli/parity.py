@@ -1,4 +1,4 @@
-"""`t0repro parity`: the proof that both stacks compute the same thing, on a run of one's own."""
+"""`t0repro parity`: checks on your own run that both stacks compute the same thing."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from t0repro.words import counted
 
 
 class Activations(StrEnum):
-    """What is computed in."""
+    """Types that activations can have."""
 
     float32 = "float32"
     bfloat16 = "bfloat16"
 
 
 class Injected(StrEnum):
-    """Errors that can be put into the JAX side; see t0repro.parity.inject."""
+    """Errors that can be injected into the JAX side; see t0repro.parity.inject."""
 
     slot_swap = "slot-swap"
     bucket_eps = "bucket-eps"
@@ -72,7 +72,7 @@ def parity(
     from t0repro.config.mtf.parser import GinInputs
     from t0repro.parity import report, run
 
-    logging.set_verbosity(logging.ERROR)  # SeqIO's advice on data that are not cached
+    logging.set_verbosity(logging.ERROR)  # hides SeqIO's advice about uncached data
     inputs = GinInputs(
         model_dir=str(out / run.MESH_FOLDER),
         gin_files=gin_file or (),

@@ -132,7 +132,7 @@ def rank_eval(
         modes=tuple(modes.value.split(",")),
         at_hand=at_hand,
     )
-    # The report reads what the evaluation wrote, so that one lock has to cover both.
+    # The report reads what the evaluation wrote, so one lock has to cover both.
     with folder_lock(out, "rank evaluation", fix="Wait for it to end, or choose another --out."):
         opened = open_checkpoint(checkpoint, step, settings.activation)
         outcome = evaluate(opened, mixture, out, settings)

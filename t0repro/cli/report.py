@@ -1,4 +1,4 @@
-"""`t0repro report`: a rank evaluation's report as JSON, Markdown and one HTML page."""
+"""`t0repro report`: writes a rank evaluation's report as JSON, Markdown and one HTML page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One spelling for the options of all commands: `--at-hand` and `--at_hand` are the same option."""
+"""Makes `--at-hand` and `--at_hand` the same option, in every command."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from t0repro.errors import UserError
 
 
 def canonical(name: str) -> str:
-    """An option's name as help shows it: with underscores, as t5's own flags have them."""
+    """An option's name as --help shows it: with underscores, like t5's own flags."""
     return name.replace("-", "_")
 
 
 def canonical_arguments(arguments: Iterable[str]) -> list[str]:
-    """A command line whose options have their canonical names; their values stay as they are."""
+    """The command line with canonical option names; values are unchanged."""
     spelled = []
     for argument in arguments:
         if argument.startswith("--") and argument != "--":
@@ -25,10 +25,10 @@ def canonical_arguments(arguments: Iterable[str]) -> list[str]:
 
 
 def with_t5x_overrides(arguments: Iterable[str]) -> list[str]:
-    """A command line whose `--gin.NAME=VALUE` are spelt `--gin_bindings=NAME = VALUE`, as T5X does.
+    """The command line with each `--gin.NAME=VALUE` as `--gin_bindings=NAME = VALUE`, as in T5X.
 
     Raises:
-      UserError: if one has no "=".
+      UserError: If one has no "=".
     """
     spelled = []
     for argument in arguments:
@@ -44,7 +44,7 @@ def with_t5x_overrides(arguments: Iterable[str]) -> list[str]:
 
 
 def show_canonical(command: Any) -> None:
-    """Makes the help of a Typer command, and of those below it, show canonical names."""
+    """Makes the help of a Typer command and its subcommands show canonical names."""
     for parameter in command.params:
         for names in (parameter.opts, getattr(parameter, "secondary_opts", [])):
             names[:] = [

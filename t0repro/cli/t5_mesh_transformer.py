@@ -1,8 +1,8 @@
 r"""The command t5_mesh_transformer: t5 0.9.4's, on Mesh TensorFlow or on JAX.
 
-It takes every flag of t5's command (t5 itself defines them) and three more: --backend, --vocab
-and --debug. Inputs are checked before anything is built or written: a mistake ends with a message
-on stderr and exit code 2.
+It takes every flag of t5's command (t5 itself defines them) and five more: --backend, --vocab,
+--at_hand, --allow_changed and --debug. Inputs are checked before anything is built or written; a
+mistake ends with a message on stderr and exit code 2.
 
 Example:
   t5_mesh_transformer --model_dir=DIR --module_import=t0repro.tasks.demo \
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def console_entry_point() -> None:
-    """Runs the command with sys.argv."""
+    """Runs the command with the arguments in sys.argv; the console script's entry point."""
     with gate("t5_mesh_transformer", show_unexpected=True) as settings:
         define_flags()
         sys.modules["__main__"].__doc__ = __doc__  # what absl prints above the flags on --help
@@ -53,9 +53,10 @@ def console_entry_point() -> None:
 
 
 def define_flags() -> None:
-    """Defines t5's flags, by importing t5's command, and this project's."""
+    """Defines t5's flags, which importing its command does, and this project's own."""
     from t0repro.mesh import compat
 
+    # Before t5's command is imported: without the patches that import fails.
     compat.install()
     from mesh_tensorflow.transformer import utils
     from t5.models import mesh_transformer_main
@@ -85,7 +86,7 @@ def define_flags() -> None:
     by_module = flags.FLAGS.flags_by_module_dict()
     for module in (mesh_transformer_main, utils, sys.modules[__name__]):
         for flag in by_module.get(module.__name__, []):
-            # --help shows the flags of the module that runs: the console script's.
+            # --help lists only the key flags of the main module, which is the console script.
             flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)
 
 
@@ -97,10 +98,10 @@ def _parse_flags(arguments: Sequence[str]) -> list[str]:
 
 
 def run(options: Any) -> None:
-    """Runs t5_mesh_transformer for parsed flags.
+    """Runs t5_mesh_transformer with parsed flags.
 
     Raises:
-      UserError: if a check of the inputs fails; nothing is written then.
+      UserError: If a check of the inputs fails; nothing has been written then.
     """
     _check_flags(options)
     if options.vocab:
@@ -145,6 +146,7 @@ def _run_jax(options: Any) -> None:
     from t0repro.converters.sources import find_checkpoint
     from t0repro.runs.run import run
 
+    # As t5's main does on every run without --tpu.
     float32 = jax.default_backend() == "cpu"
     inputs = gin_inputs(options)
     configuration: Configuration
@@ -165,13 +167,13 @@ def _run_mesh_tensorflow(options: Any) -> None:
     tf = tensorflow.compat.v1
     tf.disable_v2_behavior()
     tf.logging.set_verbosity(tf.logging.INFO if options.debug else tf.logging.WARN)
-    # absl's handler prints what TensorFlow's own handler prints too.
+    # Otherwise absl's handler prints every line of TensorFlow's own handler a second time.
     tf.get_logger().propagate = False
 
     from t0repro.config.mtf import dialect, parser
     from t0repro.mesh.run import run
 
-    if options.use_model_api:  # t5's MtfModel makes a run of the flags itself
+    if options.use_model_api:  # t5's MtfModel builds the run from the flags itself
         parser.parse(gin_inputs(options))
         run(options, None)
     else:
@@ -193,7 +195,7 @@ def _check_inputs(inputs: RunInputs, *, jax: bool, at_hand: bool) -> None:
 
 
 def gin_inputs(options: Any) -> GinInputs:
-    """The GinInputs of parsed flags."""
+    """Collects the gin files, overrides and imports from parsed flags."""
     from t0repro.config.mtf.parser import GinInputs
 
     return GinInputs(

@@ -1,4 +1,4 @@
-"""`t0repro tasks`: list prompted tasks, look at them, check them, fetch the released P3."""
+"""`t0repro tasks`: list, show and check prompted tasks; fetch the released P3."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def _register(modules: list[str] | None, templates: list[Path] | None) -> None:
-    """Loads the modules, or the default one where neither modules nor templates are named."""
+    """Loads the modules; the default one if neither modules nor templates are given."""
     from t0repro.tasks.registration import load_tasks
 
     default = [] if templates else [DEFAULT_MODULE]

@@ -1,7 +1,7 @@
-"""Addresses in Google Cloud Storage: refused at once where they could only fail, minutes later.
+"""Refuses Google Cloud Storage addresses at once if they could only fail, minutes later.
 
-TensorFlow looks for credentials over the network, and retries, on a machine that has none. Nothing
-here touches the network: credentials are a file, or those of a machine of Google's.
+On a machine without credentials, TensorFlow looks for them over the network and retries. Nothing
+here touches the network: credentials are a file, or belong to a machine of Google's.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import IO, Any
 from t0repro.config.configuration import RunInputs
 from t0repro.errors import UserError
 
-_MACHINE = Path("/sys/class/dmi/id/product_name")  # what the firmware calls the machine
+_MACHINE = Path("/sys/class/dmi/id/product_name")  # the machine's name in its firmware
 
 
 def check_address(path: str | None, where: str | None) -> None:
     """Raises UserError for a gs:// address on a machine without credentials.
 
     Args:
-      path: a path or address; anything but gs:// passes.
-      where: the flag or the binding that names it.
+      path: A path or address; anything but gs:// passes.
+      where: The flag or binding that names it.
     """
     if path is None or not path.startswith("gs://") or has_credentials():
         return
@@ -36,7 +36,11 @@ def check_address(path: str | None, where: str | None) -> None:
 
 
 def check_addresses(inputs: RunInputs, *, jax: bool) -> None:
-    """Refuses gs:// addresses that cannot be reached, before TensorFlow tries to for minutes."""
+    """Refuses gs:// addresses that cannot be read, before TensorFlow spends minutes trying.
+
+    Raises:
+      UserError: Without credentials, or for a model_dir at gs:// on the JAX stack.
+    """
     check_address(inputs.model_dir, "--model_dir")
     check_address(inputs.init_checkpoint, "run.init_checkpoint")
     if jax and inputs.model_dir.startswith("gs://"):
@@ -48,7 +52,7 @@ def check_addresses(inputs: RunInputs, *, jax: bool) -> None:
 
 
 def has_credentials() -> bool:
-    """Whether there is a file of credentials, or the machine is one of Google's."""
+    """Whether there is a credentials file, or this is one of Google's machines."""
     if "GCE_METADATA_HOST" in os.environ:
         return True
     folder = os.environ.get("CLOUDSDK_CONFIG") or Path.home() / ".config" / "gcloud"
@@ -65,11 +69,12 @@ def has_credentials() -> bool:
 
 
 def guard_gin() -> None:
-    """Lets gin refuse gin files at gs:// addresses that it could not read, `include`s too."""
+    """Makes gin refuse files at gs:// addresses that it cannot read, including `include`s."""
     import gin.config
 
     readers: Any = gin.config._FILE_READERS
     if (_refuse, _is_out_of_reach) not in readers:
+        # First, since gin tries its readers in order and TensorFlow's may be among them.
         readers.insert(0, (_refuse, _is_out_of_reach))
 
 

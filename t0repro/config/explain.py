@@ -1,4 +1,4 @@
-"""A RunConfig as a table: field, value and where the value was set."""
+"""Prints a RunConfig as a table: field, value and where the value was set."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def in_columns(rows: Sequence[tuple[str, str, str]]) -> str:
 
 
 def flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves of nested dataclasses with their dotted names, in the order of declaration."""
+    """Yields the leaves of nested dataclasses with their dotted names, in declaration order."""
     for field in dataclasses.fields(value):
         item = getattr(value, field.name)
         name = f"{prefix}{field.name}"
@@ -40,7 +40,7 @@ def flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _place(field: str, provenance: Mapping[str, str]) -> str:
-    """Where a field was set, or else where the part of the configuration that it belongs to was."""
+    """Where a field was set, or else where the part that contains it was set; "" if unknown."""
     while field:
         if field in provenance:
             return provenance[field]

@@ -1,7 +1,8 @@
-"""The one gate that errors of gin's parser, and of what gin calls, pass: what, where, what to do.
+"""Turns errors of gin's parser, and of what gin calls, into UserErrors.
 
 gin raises whatever the file, the tokenizer or a configurable raised, with the place in the text of
-the message, in an attribute or nowhere. Behind the gate there is a UserError with all three parts.
+the message, in an attribute or nowhere. The UserErrors from here have all three parts: what is
+wrong, where, and what to do.
 """
 
 from __future__ import annotations
@@ -17,19 +18,19 @@ from t0repro.errors import UserError, nearest_names
 
 _ANYWHERE = "the gin files and --gin_param of this run"
 _FIX = "Correct the gin file or the override."
-_LONGEST = 400  # characters of an exception's own words
+_LONGEST = 400  # characters kept of an exception's message
 
 
 @contextlib.contextmanager
 def configuration_errors(bindings: Bindings | None = None) -> Iterator[None]:
-    """Turns whatever fails inside the block into UserErrors with a place, gin's words kept.
+    """Turns any exception inside the block into a UserError with a place, keeping gin's message.
 
-    Whatever fails there is in a file or an override of the user's; the original exception stays
-    attached as the cause.
+    Anything that fails there comes from a file or an override of the user's; the original exception
+    stays attached as the cause.
 
     Args:
-      bindings: where the bindings were set, once they are parsed; for errors that come when gin
-        calls what it configured.
+      bindings: Where the bindings were set, once they are parsed; for errors raised when gin calls
+        what it configured.
     """
     with _noting_files() as files:
         try:
@@ -45,9 +46,9 @@ def configuration_errors(bindings: Bindings | None = None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _noting_files() -> Iterator[list[str]]:
-    """The gin files that are being parsed, outermost first; an exception leaves them as they are.
+    """Yields the list of gin files being parsed, outermost first; an exception leaves it as it is.
 
-    gin does not say which file could not be decoded, or ended in the middle of a statement.
+    gin does not say which file could not be decoded or ended in the middle of a statement.
     """
     import gin.config
 
@@ -68,7 +69,7 @@ def _noting_files() -> Iterator[list[str]]:
 
 
 def _described(error: Exception, files: list[str], bindings: Bindings | None) -> UserError:
-    """The UserError of an exception that came while files were parsed, the innermost last."""
+    """The UserError for an exception raised while `files`, innermost last, were being parsed."""
     text, file = str(error), files[-1] if files else None
     unknown = re.match(r"No Task or Mixture found with name '(.*)'", text)
     if unknown:
@@ -104,7 +105,7 @@ def _described(error: Exception, files: list[str], bindings: Bindings | None) ->
 
 
 def _words(error: Exception) -> str:
-    """What an exception says, without the place and the configuration that gin appends."""
+    """An exception's message without the place and the configuration that gin appends."""
     if isinstance(error, tokenize.TokenError):
         return f"The text ends in the middle of a statement: {error.args[0]}."
     if isinstance(error, SyntaxError):
@@ -114,7 +115,7 @@ def _words(error: Exception) -> str:
 
 
 def _short(text: str) -> str:
-    """An exception's words on one line, cut where they run on."""
+    """A message on one line, truncated to _LONGEST characters."""
     line = " ".join(text.split())
     return line if len(line) <= _LONGEST else f"{line[:_LONGEST]}..."
 
@@ -125,7 +126,7 @@ _IN_FILE = re.compile(
 
 
 def _place_in(text: str) -> str | None:
-    """The place that gin appended to a message: the innermost is the first."""
+    """The place that gin appended to a message; of several, the first, which is the innermost."""
     found = _IN_FILE.search(text)
     if found is None:
         return None
@@ -135,7 +136,7 @@ def _place_in(text: str) -> str | None:
 
 
 def _place_of(error: Exception, file: str | None) -> str | None:
-    """The file and line of an exception of the parser."""
+    """The file and line that an exception of the parser refers to."""
     if isinstance(error, SyntaxError):
         line = f"{error.lineno}" if error.lineno else "?"
         text = _short(error.text or "")
@@ -148,7 +149,7 @@ def _place_of(error: Exception, file: str | None) -> str | None:
 
 
 def _place_of_call(text: str, bindings: Bindings | None) -> str | None:
-    """The bindings of the configurables that gin was calling when an exception came."""
+    """The places of up to three bindings of the configurables that gin was calling."""
     called = set(re.findall(r"configurable '([\w./]+)'", text))
     places = {} if bindings is None else bindings.places
     found = [
@@ -156,13 +157,13 @@ def _place_of_call(text: str, bindings: Bindings | None) -> str | None:
         for (_, selector, argument), place in places.items()
         if called & {selector, selector.rpartition(".")[2]} and argument
     ]
-    # Overrides come first: a shipped file is seldom what is wrong.
+    # Overrides come first, since a shipped file is seldom what is wrong.
     found.sort(key=lambda place: not place.startswith("--"))
     return "; ".join(dict.fromkeys(found[:3])) or None
 
 
 def _nearest_parameter(text: str) -> str | None:
-    """What to do about a misspelt argument or configurable: the nearest right name."""
+    """The fix for a misspelt argument or configurable, with the nearest names; else None."""
     import gin.config
 
     argument = re.search(
@@ -181,7 +182,7 @@ def _nearest_parameter(text: str) -> str | None:
 
 
 def _parameters(selector: str) -> list[str]:
-    """The arguments of a configurable, however much of its name is given."""
+    """The arguments of a configurable, given its full or partial name; [] if it is unknown."""
     import inspect
 
     import gin.config
@@ -207,7 +208,7 @@ def unknown_mixture(name: str) -> UserError:
 # ---- Macros and references ----------------------------------------------------------------------
 
 _MACRO = "gin.macro"
-# Macros that T0's commands set, and what to bind where the model's file does not read them.
+# Macros that T0's commands set -> what to bind if the model's gin file does not read them.
 _BIND_INSTEAD = {
     "tokens_per_batch": "run.batch_size = ('tokens_per_batch', N)",
     "model_info": "tpu_estimator_model_fn.model_info_file = 'FILE'",
@@ -217,20 +218,20 @@ _BIND_INSTEAD = {
 def check_references(
     bindings: Bindings, *, read_by_t5: tuple[str, ...] = (), overrides: str = "--gin_param"
 ) -> list[str]:
-    """Checks that what bindings refer to is there, and that the macros that are set are read.
+    """Checks that everything that bindings refer to exists, and that every macro set is read.
 
     Args:
-      bindings: of the parsed configuration, which is not yet finalized.
-      read_by_t5: macros that code asks for by name.
-      overrides: how the places of command-line overrides begin.
+      bindings: Bindings of the parsed configuration, before gin finalizes it.
+      read_by_t5: Macros that code asks for by name.
+      overrides: How the places of command-line overrides begin.
 
     Returns:
       Warnings: macros in the user's files that nothing reads, and macros on the command line whose
       readers were overridden.
 
     Raises:
-      UserError: for a reference to nothing, and for a macro on the command line that nothing reads,
-        which most of the time is misspelt; with the nearest right names.
+      UserError: For a reference to nothing, and for a macro on the command line that nothing reads,
+        which is usually misspelt; with the nearest known names.
     """
     import gin.config
 
@@ -246,7 +247,7 @@ def check_references(
         if selector != _MACRO or scope in read:
             continue
         if scope in bindings.macros:
-            # A wrapper's macro beside an override of what reads it is no mistake.
+            # Wrapper scripts set macros next to overrides of what reads them; that is no mistake.
             if place.startswith(overrides):
                 warnings.append(f"{place}: what reads the macro {scope} is overridden")
         elif place.startswith(overrides):
@@ -264,7 +265,7 @@ def check_references(
 
 
 def _checked_reference(value: Any, macros: set[str], place: str) -> set[str]:
-    """The macro that a value refers to, if any; raises UserError for a reference to nothing."""
+    """The macro that a value refers to, if any; raises UserError for a missing target."""
     import gin.config
 
     if isinstance(value, gin.config._UnknownConfigurableReference):
@@ -287,7 +288,7 @@ def _checked_reference(value: Any, macros: set[str], place: str) -> set[str]:
 
 
 def _instead(name: str, read: set[str]) -> str:
-    """What to bind in place of a macro that nothing reads."""
+    """What to bind instead of a macro that nothing reads."""
     if name in _BIND_INSTEAD:
         return f"bind {_BIND_INSTEAD[name]}"
     known = [*read, *(f"run.{argument}" for argument in _parameters("utils.run"))]
@@ -295,5 +296,5 @@ def _instead(name: str, read: set[str]) -> str:
 
 
 def _is_shipped(place: str) -> bool:
-    """Whether a file came with t5, Mesh TensorFlow or this package, whose macros suit many runs."""
+    """Whether a file came with t5, Mesh TensorFlow or this package: its macros serve many runs."""
     return place.startswith(("t5/", "mesh_tensorflow/", "t0repro/")) or "/t0repro/gin/" in place

@@ -15,7 +15,7 @@ from t0repro.config.run_config import (
 from t0repro.errors import UserError
 
 _FLOAT32 = 4
-_LENGTH = 512  # tokens of a feature whose length is the longest example's, not known yet
+_LENGTH = 512  # tokens assumed for a feature with no bound length
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,9 +23,9 @@ class Memory:
     """Bytes that a run needs on one device.
 
     Attributes:
-      parameters: float32.
-      training: gradients and optimizer slots; 0 outside training.
-      activations: of one microbatch, by a rule of thumb.
+      parameters: Parameters, in float32.
+      training: Gradients and optimizer slots; 0 outside training.
+      activations: Activations of one microbatch, by a rule of thumb.
     """
 
     parameters: int
@@ -34,17 +34,17 @@ class Memory:
 
     @property
     def certain(self) -> int:
-        """What no batch size can change."""
+        """Bytes needed whatever the batch size."""
         return self.parameters + self.training
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Bytes needed in all, activations included."""
         return self.certain + self.activations
 
 
 def estimate(run: RunConfig) -> Memory:
-    """The memory that a run needs on one device."""
+    """Estimates the memory that a run needs on one device."""
     parameters = run.model.shape.parameter_count() * _FLOAT32
     trains = run.mode == "train"
     lengths = run.sequence_length or {}
@@ -64,7 +64,7 @@ def estimate(run: RunConfig) -> Memory:
 
 
 def _slots(optimizer: OptimizerConfig | None) -> int:
-    """Slots of the parameters' own size; Adafactor's rows and columns are next to nothing."""
+    """Number of slots as large as the parameters; Adafactor's rows and columns are negligible."""
     if isinstance(optimizer, AdafactorConfig):
         return (not optimizer.factored) + (optimizer.beta1 > 0)
     if isinstance(optimizer, AdamWeightDecayConfig):
@@ -75,11 +75,11 @@ def _slots(optimizer: OptimizerConfig | None) -> int:
 def _activations(
     model: ModelConfig, rows: int, inputs: int, targets: int, *, bytes_each: int, keep_all: bool
 ) -> int:
-    """Bytes of the activations that are there at once.
+    """Bytes of the activations that are in memory at the same time.
 
-    Counts, for each layer and token, the residual stream and its norms, the attention's four
-    projections and the feed-forward layer's; and each head's weights. The backward pass needs those
-    of all layers, a forward pass alone those of one.
+    Counts, for each layer and token, the residual stream and its norms, the four projections of the
+    attention, the feed-forward layer, and the attention weights of each head. The backward pass
+    needs all layers; a forward pass alone needs one.
     """
     per_token = 4 * model.d_model + 4 * model.num_heads * model.d_kv
     per_token += (len(model.activations) + 1) * model.d_ff
@@ -94,15 +94,15 @@ def _activations(
 
 
 def check_fits(run: RunConfig, total: int, free: int) -> str:
-    """One line that says whether a run fits into a device's memory.
+    """Says in one line whether a run fits into a device's memory.
 
     Args:
-      run: what is to be run.
-      total: bytes that the device has.
-      free: bytes of them that are not in use.
+      run: The run.
+      total: Memory of the device, in bytes.
+      free: How many of those bytes are not in use.
 
     Raises:
-      UserError: if parameters, gradients and slots alone are more than the device has.
+      UserError: If parameters, gradients and slots alone need more than the device has.
     """
     memory = estimate(run)
     lengths = run.sequence_length or {}

@@ -13,19 +13,19 @@ Key = tuple[str, str, str]  # scope, complete selector, argument
 
 @dataclasses.dataclass(frozen=True)
 class Bindings:
-    """The recorded places of the bindings that are in force.
+    """The recorded places of the bindings in effect.
 
     Attributes:
       places: (scope, selector, argument) -> "file:line" or "--gin_param '...'". gin's macros are
-        bindings too, of the selector gin.macro.
-      macros: every macro that a binding refers to, including bindings overridden since.
+        also bindings, with the selector gin.macro.
+      macros: Every macro that a binding refers to, including bindings overridden since.
     """
 
     places: dict[Key, str]
     macros: set[str] = dataclasses.field(default_factory=set)
 
     def place(self, key: Key) -> str | None:
-        """Where a binding was set, a macro followed to its definition; None if it was not set."""
+        """Where a binding was set, following a macro to its definition; None if it was not set."""
         import gin.config
 
         if key not in self.places:
@@ -40,7 +40,7 @@ class Bindings:
         return self.places[key]
 
     def find(self, scopes: tuple[str, ...], selector: str, argument: str) -> str | None:
-        """The place of the innermost of several scopes in which an argument is bound."""
+        """Where the innermost scope that binds an argument does so, the empty one last; or None."""
         for scope in (*reversed(scopes), ""):
             place = self.place((scope, selector, argument))
             if place is not None:
@@ -61,13 +61,13 @@ def _macro_name(value: Any) -> str | None:
 
 @contextlib.contextmanager
 def record_bindings(flag: str = "--gin_param") -> Iterator[Bindings]:
-    """Notes where every binding that gin parses inside the block comes from.
+    """Records where every binding that gin parses inside the block comes from.
 
     gin 0.5.0 knows the line while it parses and then forgets it, so the two functions that see it,
     `try_with_location` (the statement's place) and `bind_parameter` (its effect), are wrapped.
 
     Args:
-      flag: the command-line option that gives overrides, for their places.
+      flag: The command-line option that gives overrides, as it appears in their places.
     """
     import gin.config
 
@@ -117,6 +117,6 @@ def _describe(locations: list[Any], flag: str) -> str:
 
 
 def _short(filename: str) -> str:
-    """A gin file's path without the folder that it was installed in."""
+    """A gin file's path, relative to site-packages if it was installed there."""
     _, installed, inside = PurePath(filename).as_posix().rpartition("/site-packages/")
     return inside if installed else filename

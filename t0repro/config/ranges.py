@@ -1,11 +1,11 @@
-"""Ranges of numbers, stated beside the fields of dataclasses and checked in one place.
+"""Ranges of numbers, declared in the annotations of dataclass fields and checked in one place.
 
-A field says its range once, in its annotation:
+A field declares its range once:
 
     d_model: Annotated[int, Range(at_least=1)]
     dropout_rate: Annotated[float, Range(at_least=0, below=1)]
 
-`check` holds every number of a configuration against its field's range and type.
+`check` checks every number in a configuration against its field's range and type.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Range:
     """The numbers that a field may be.
 
     Attributes:
-      above, below: bounds that are left out.
-      also: numbers outside the bounds that have a meaning of their own, as -1 for "all" has.
+      above, below: Exclusive bounds; at_least and at_most are inclusive.
+      also: Numbers outside the bounds with a special meaning, such as -1 for "all".
     """
 
     at_least: float | None = None
@@ -61,21 +61,21 @@ class Range:
 
 
 def range_of(kind: type, field: str) -> Range | Mapping[str, Range] | None:
-    """The range of a dataclass's field; for a mapping of arguments, each argument's by name."""
+    """The range of a dataclass field; for a mapping of arguments, a range per argument name."""
     hint = typing.get_type_hints(kind, include_extras=True)[field]
     return next(iter(getattr(hint, "__metadata__", ())), None)
 
 
 def check(value: Any, provenance: Mapping[str, str], prefix: str = "") -> None:
-    """Checks every number of a dataclass, and of the dataclasses that it holds.
+    """Checks every number in a dataclass and in the dataclasses inside it.
 
     Args:
-      value: the dataclass.
-      provenance: dotted field -> where its value was set.
-      prefix: of the dotted names, for a dataclass within another.
+      value: The dataclass.
+      provenance: Dotted field -> where its value was set.
+      prefix: Prefix of the dotted names, for a dataclass inside another.
 
     Raises:
-      UserError: for the first number that is outside its field's range, with its place.
+      UserError: For the first number outside its field's range, with its place.
     """
     for field in dataclasses.fields(value):
         name, item = f"{prefix}{field.name}", getattr(value, field.name)
@@ -89,17 +89,17 @@ def check(value: Any, provenance: Mapping[str, str], prefix: str = "") -> None:
 
 
 def check_field(kind: type, field: str, value: Any, where: str | None, shown: str = "") -> None:
-    """Checks a value that a field of a dataclass is about to have.
+    """Checks a value before it is assigned to a dataclass field.
 
     Args:
-      kind: the dataclass.
-      field: the field's name.
-      value: a number, or a tuple or mapping of them.
-      where: what set it.
-      shown: the name to show; the field's own by default.
+      kind: The dataclass.
+      field: The field's name.
+      value: A number, or a tuple or mapping of numbers.
+      where: The place that set it.
+      shown: The name to use in messages; defaults to the field's own.
 
     Raises:
-      UserError: if the value, or one in it, is no number or is outside the field's range.
+      UserError: If the value, or one inside it, is not a number or is outside the field's range.
     """
     limits, hint = range_of(kind, field), typing.get_type_hints(kind)[field]
     assert isinstance(limits, Range)
@@ -114,7 +114,7 @@ def check_field(kind: type, field: str, value: Any, where: str | None, shown: st
 def _check_arguments(
     name: str, arguments: Mapping[str, Any], limits: Mapping[str, Range], provenance: Any
 ) -> None:
-    """Checks a function's arguments, and those of the functions that are its factors."""
+    """Checks a function's arguments, including those of functions that are its factors."""
     for key, value in arguments.items():
         place = _place(f"{name}.{key}", provenance)
         if key in limits and value is not None:
@@ -127,7 +127,7 @@ def _check_arguments(
 
 
 def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """The numbers in a field's value, each with a name."""
+    """Yields the numbers in a field's value, each with a name for messages."""
     if isinstance(value, Mapping):
         yield from ((f"{name}[{key!r}]", item) for key, item in value.items())
     elif isinstance(value, list | tuple):
@@ -138,6 +138,7 @@ def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 def _check_number(name: str, number: Any, limits: Range, where: str | None, whole: bool) -> None:
     kinds = int if whole else (int, float)
+    # bool is a subclass of int, but True is not a number that a user meant.
     if isinstance(number, kinds) and not isinstance(number, bool) and number in limits:
         return
     wanted = f"{'a whole number' if whole else 'a number'}, {limits}"
@@ -147,7 +148,7 @@ def _check_number(name: str, number: Any, limits: Range, where: str | None, whol
 
 
 def _place(name: str, provenance: Mapping[str, str]) -> str | None:
-    """Where a field was set, or else the part of the configuration that it belongs to."""
+    """Where a field was set, or else where the part that contains it was set."""
     while name and name not in provenance:
         name = name.rpartition(".")[0]
     return provenance.get(name)
