@@ -1,4 +1,4 @@
-"""TensorBoard's event files, which commands hand to the JAX core: clu imports TensorFlow."""
+"""Writes TensorBoard event files; outside the JAX core, because clu imports TensorFlow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One run at a time in a folder, on one machine and across machines that share a file system."""
+"""Allows one run at a time in a folder, on one machine or on several that share a file system."""
 
 from __future__ import annotations
 
@@ -33,24 +33,25 @@ def folder_lock(
     fix: str = "Wait for it to end, or choose another folder.",
     say: Callable[[str], None] = lambda text: print(text, file=sys.stderr),
 ) -> Iterator[None]:
-    """Holds `folder` for this process; whatever the folder holds may be changed within the block.
+    """Locks `folder` for this process, which may change anything in it within the block.
 
-    The system releases the lock of a process that dies, however it dies, so a killed run never
-    blocks its successor. A run on another machine is recognised by its lease; whether it is still
-    alive is found out by watching the lease for a minute.
+    The system releases the lock of a process however it dies, so a killed run never blocks its
+    successor on the same machine. A run on another machine is recognised by its lease; watching the
+    lease for a minute shows whether that run is still alive.
 
     Args:
-      folder: made if it is not there.
-      purpose: what the holder does, as in "training", for the error that a second run gets.
+      folder: created if it does not exist.
+      purpose: what the holder does, such as "training", for the error that a second run gets.
       fix: what a second run can do instead.
-      say: receives a line when this run has to wait for another machine's lease to run out.
+      say: receives a line if this run has to wait for another machine's lease to expire.
 
     Raises:
-      UserError: if another run holds the folder (the run is named), or the folder cannot be made.
+      UserError: if another run holds the folder (the message names it), or if the folder cannot be
+        created or locked.
     """
-    # flock excludes other processes of this machine, even ones that were suspended for hours.
+    # flock excludes other processes on this machine, even ones that were suspended for hours.
     lock = filelock.FileLock(folder / LOCK_FILE, timeout=0, is_singleton=False)
-    # The lease excludes other machines, also where the file system does not share locks.
+    # The lease excludes other machines, even if the file system does not share locks.
     lease = filelock.SoftFileLease(
         folder / LEASE_FILE, lease_duration=_LEASE_SECONDS, is_singleton=False
     )
@@ -85,21 +86,22 @@ def _acquire(lease: filelock.SoftFileLease, say: Callable[[str], None]) -> None:
         if owner is None:  # another machine is just writing it, or a power failure emptied it
             time.sleep(_SECONDS_TO_WRITE_A_LEASE)
             owner = lease.owner
-        # flock is ours, so no live process of this machine holds the lease.
+        # We hold the flock, so no live process on this machine holds the lease.
         if owner is None or owner.hostname == socket.gethostname():
             Path(lease.lock_file).unlink(missing_ok=True)
             lease.acquire(timeout=0)
             return
         elsewhere = f"process {owner.pid} on {owner.hostname}"
         say(f"waiting up to {_LEASE_SECONDS:.0f} s to see whether {elsewhere} is still alive")
+        # Longer than the lease, so that a dead holder's has expired by then.
         lease.acquire(timeout=_LEASE_SECONDS * 1.25)
 
 
 def _holder(folder: Path, lease: filelock.SoftFileLease) -> str:
-    """The holder in words: what it does, its process, its machine and its command."""
+    """Describes the holder: what it does, its process, its machine and its command."""
     try:
         purpose, command = (folder / COMMAND_FILE).read_text().splitlines()[:2]
-    except (OSError, ValueError):  # it has only just begun
+    except (OSError, ValueError):  # it has only just started, and the file is not written yet
         purpose, command = "a run that has just started", ""
     owner = lease.owner
     place = f" (process {owner.pid} on {owner.hostname})" if owner else ""

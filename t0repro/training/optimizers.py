@@ -2,8 +2,8 @@
 
 Each is an optax.GradientTransformationExtraArgs whose `update` takes two keywords beside optax's
 arguments, because Mesh TensorFlow's formulas contain them: `step`, the global step before the
-update, and `learning_rate`. The rate is not applied afterwards, as optax would: Adafactor scales it
-by each parameter's size, and momentum accumulates what it has been multiplied with.
+update, and `learning_rate`. Unlike in optax, the rate cannot be applied afterwards: Adafactor
+scales it by each parameter's size, and momentum accumulates gradients already multiplied by it.
 
     optimizer = make_optimizer(config)
     slots = optimizer.init(params)  # the tree of parameters, a Slots in place of each array
@@ -11,8 +11,7 @@ by each parameter's size, and momentum accumulates what it has been multiplied w
     params = optax.apply_updates(params, updates)
 
 Source: mesh_tensorflow/optimize.py. Adafactor has its own module (t0repro.training.adafactor).
-Parameters and gradients are float32; parameters that a configuration freezes have no slots and get
-updates of zero.
+Parameters and gradients are float32. Frozen parameters have no slots and get updates of zero.
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ Optimizer = optax.GradientTransformationExtraArgs
 
 
 class _Formula(NamedTuple):
-    """One of Mesh TensorFlow's optimizers, as it treats a single parameter.
+    """How one of Mesh TensorFlow's optimizers treats a single parameter.
 
     Attributes:
-      slot_shapes: the shape of each slot of a parameter of this shape, given the options.
-      update: what is added to the parameter, and its new slots.
+      slot_shapes: maps a parameter's shape and the options to the shape of each slot.
+      update: returns the change to add to the parameter, and its new slots.
     """
 
     slot_shapes: Callable[[tuple[int, ...], Any], Mapping[str, tuple[int, ...]]]
@@ -97,7 +96,7 @@ def make_optimizer(config: OptimizerConfig) -> Optimizer:
 
 
 def _name(path: Any) -> str:
-    """A parameter's path as T5X writes it, "encoder/layers_0/mlp/wo/kernel"."""
+    """A parameter's path as T5X writes it, e.g. "encoder/layers_0/mlp/wo/kernel"."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
@@ -107,7 +106,7 @@ def _adam_slots(shape: tuple[int, ...], config: AdamWeightDecayConfig) -> dict[s
 
 
 def _adam(gradient: Gradient, config: AdamWeightDecayConfig) -> tuple[jax.Array, Slots]:
-    """Adam; its moments begin at zero and are not corrected for that."""
+    """Adam without bias correction: its moments start at zero."""
     slots, value = gradient.slots, gradient.value
     assert slots.adam_m is not None and slots.adam_v is not None
     m = config.beta_1 * slots.adam_m + (1.0 - config.beta_1) * value
@@ -124,10 +123,10 @@ def _momentum_slots(shape: tuple[int, ...], config: MomentumConfig) -> dict[str,
 
 
 def _momentum(gradient: Gradient, config: MomentumConfig) -> tuple[jax.Array, Slots]:
-    """Momentum: the velocity that is subtracted is the one before this step's gradient.
+    """Momentum, subtracting the velocity from before this step's gradient.
 
-    Mesh TensorFlow assigns the new velocity and subtracts the variable's value, which is the one
-    before. On a CPU it does not order the two: each parameter moves, by chance, by either.
+    Mesh TensorFlow assigns the new velocity and subtracts the variable's value, which in its graph
+    is the old one. On CPU the two are not ordered, so by chance a parameter moves by either.
     """
     before = gradient.slots.momentum_v
     assert before is not None

@@ -1,9 +1,9 @@
-"""Learning-rate schedules by their names in Mesh TensorFlow's learning_rate_schedules, and T5X's.
+"""Mesh TensorFlow's learning-rate schedules under their names there, and T5X's.
 
 A schedule is a function from the global step before an update (an int32 scalar) to the update's
-learning rate (a float32 scalar), computed on the device in float32 as Mesh TensorFlow does. Each of
-the functions below takes the step as float32 and the arguments by their names there, and returns
-float32.
+learning rate (a float32 scalar), computed on the device in float32, as Mesh TensorFlow does. Each
+of the functions below takes the step as float32, the run's total number of steps, and the arguments
+under their names there, and returns float32.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ Number = int | float  # gin's 0 stands for 0.0
 
 
 def make_schedule(config: ScheduleConfig) -> Schedule:
-    """The schedule that a configuration names, its arguments bound.
+    """Returns the schedule that a configuration names, with its arguments bound.
 
     Raises:
-      UserError: if there is no schedule of that name, or it takes other arguments.
+      UserError: if there is no schedule of that name, or it does not take these arguments.
     """
     if config.name not in SCHEDULES:
         raise UserError(
@@ -41,6 +41,7 @@ def make_schedule(config: ScheduleConfig) -> Schedule:
         rate = function(jnp.asarray(step).astype(jnp.float32), total, **arguments)
         return jnp.asarray(rate, jnp.float32)
 
+    # Trace it once, so that wrong arguments are an error now and not at the first step.
     try:
         jax.eval_shape(schedule, jax.ShapeDtypeStruct((), jnp.int32))
     except TypeError as error:
@@ -59,7 +60,7 @@ def constant_learning_rate(step: jax.Array, total: Number, *, learning_rate: Num
 
 
 def constant(step: jax.Array, total: Number, *, value: Number = 1.0) -> jax.Array:
-    """The same rate, or factor of a product, at every step."""
+    """The same rate at every step; also used as a factor of a product."""
     del step, total
     return jnp.float32(value)
 
@@ -73,9 +74,9 @@ def learning_rate_schedule_noam(
     multiplier: Number = 1.0,
     offset: Number = 0,
 ) -> jax.Array:
-    """Constant / sqrt(max(step, warmup)), falling to zero over the last part of training.
+    """Multiplier / sqrt(max(step, warmup)), falling to zero over the last part of training.
 
-    T5 was trained by it with a decay fraction of 0: the rate is the reciprocal square root alone.
+    T5 was trained with a decay fraction of 0, which leaves the reciprocal square root alone.
     """
     total, step = total - offset, step - offset
     rate = jax.lax.rsqrt(jnp.maximum(step, warmup_steps)) * multiplier
@@ -93,19 +94,19 @@ def truncated_rsqrt(step: jax.Array, total: Number, *, warmup_steps: Number = 10
 def linear_warmup(
     step: jax.Array, total: Number, *, steps_or_fraction: Number = 10000
 ) -> jax.Array:
-    """From 0 to 1 over the first steps; at most 1 stands for a fraction of all steps."""
+    """Rises from 0 to 1 over the first steps; a number of at most 1 is a fraction of all steps."""
     return jnp.minimum(1.0, step / _steps(steps_or_fraction, total))
 
 
 def linear_decay(step: jax.Array, total: Number, *, steps_or_fraction: Number = 0.1) -> jax.Array:
-    """From 1 to 0 over the last steps; at most 1 stands for a fraction of all steps."""
+    """Falls from 1 to 0 over the last steps; a number of at most 1 is a fraction of all steps."""
     return jnp.minimum(1.0, (total - step) / _steps(steps_or_fraction, total))
 
 
 def linear_decay_learning_rate(
     step: jax.Array, total: Number, *, initial_lr: Number = 0.1, offset: Number = 0
 ) -> jax.Array:
-    """From initial_lr at `offset`, and before it, to 0 at the end."""
+    """Stays at initial_lr until step `offset`, then falls linearly to 0 at the end."""
     return initial_lr * jnp.minimum(1.0, (total - step) / (total - offset))
 
 
@@ -133,12 +134,12 @@ def product_learning_rate(
     factors: list[Number | str | Mapping],
     offset: Number = 0,
 ) -> jax.Array:
-    """The product of numbers and of schedules, each of the step less `offset`.
+    """The product of numbers and schedules, the schedules evaluated at step - offset.
 
     Args:
-      step: the global step.
-      total: of the whole run.
-      offset: taken from both before the factors see them.
+      step: the global step before the update.
+      total: number of steps of the whole run.
+      offset: subtracted from both before the factors see them.
       factors: numbers, names of schedules of this module, or {"name": ..., "arguments": {...}}.
     """
     rate = jnp.float32(1.0)
@@ -161,14 +162,14 @@ def product_learning_rate(
 def adafactor_default(
     step: jax.Array, total: Number, *, multiply_by_parameter_scale: bool
 ) -> jax.Array:
-    """What Mesh TensorFlow's Adafactor uses in a run without a schedule."""
+    """The rate that Mesh TensorFlow's Adafactor uses in a run without a schedule."""
     del total
     rate = jnp.minimum(jax.lax.rsqrt(step + 1.0), 0.01)
     return rate if multiply_by_parameter_scale else rate * 0.05
 
 
 def _steps(steps_or_fraction: Number, total: Number) -> Number:
-    """A number of steps, given as such or as a fraction of all."""
+    """Number of steps, given as such or as a fraction of the total."""
     return steps_or_fraction * total if steps_or_fraction <= 1 else steps_or_fraction
 
 

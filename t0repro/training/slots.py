@@ -1,4 +1,4 @@
-"""What an optimizer keeps, and what it is given, of one parameter."""
+"""What an optimizer keeps for one parameter, and what it is given to update it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax
 
 @flax.struct.dataclass
 class Slots:
-    """One parameter's optimizer state, float32; what is not used is None.
+    """One parameter's optimizer state, float32; unused slots are None.
 
     Attributes:
       v_row: Adafactor's factored second moment without the longest axis.
@@ -38,9 +38,9 @@ class Gradient(NamedTuple):
       value: the gradient, float32.
       parameter: the parameter before the update.
       slots: its slots before the update.
-      path: its path in T5X's tree, by which options make exceptions.
+      path: its path in T5X's tree; options list exceptions by it.
       step: the global step before the update.
-      learning_rate: of this update.
+      learning_rate: learning rate of this update.
     """
 
     value: jax.Array

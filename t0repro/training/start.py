@@ -1,4 +1,4 @@
-"""The start of a run from another run's checkpoint, all of its variables or only some."""
+"""Starts a run from another run's checkpoint, with all of its variables or only some."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from t0repro.training.train_state import FlatTree
 
 
 def keep_matching(tree: FlatTree, config: RunConfig, seed: int = 0) -> dict[str, np.ndarray]:
-    """The checkpoint without what config.init_variable_filter leaves out.
+    """Keeps only those entries of a checkpoint that match config.init_variable_filter.
 
-    Parameters that it leaves out are drawn anew, slots are zero, and the step is 0 if the pattern
-    does not match `global_step`, as in Mesh TensorFlow's tpu_estimator_model_fn.
+    Parameters that do not match are drawn anew, slots start at zero, and the step starts at 0
+    unless the pattern matches `global_step`, as in Mesh TensorFlow's tpu_estimator_model_fn.
 
     Args:
-      tree: an init_checkpoint by T5X's names.
-      config: names the pattern, a regular expression on Mesh TensorFlow's names, and the model.
-      seed: that training would draw a fresh start from.
+      tree: an init_checkpoint with T5X's names.
+      config: gives the model and the pattern, a regular expression on Mesh TensorFlow's names.
+      seed: the seed from which training would draw new parameters.
 
     Raises:
       UserError: if the pattern matches nothing.
@@ -50,7 +50,7 @@ def keep_matching(tree: FlatTree, config: RunConfig, seed: int = 0) -> dict[str,
 
 
 def _mesh_name(key: str, names: dict[str, str], tree: FlatTree) -> str:
-    """Mesh TensorFlow's name of a checkpoint's entry; "" for one that is not of the model."""
+    """Mesh TensorFlow's name of a checkpoint's entry; "" if the model has no such entry."""
     if key == layout.STEP:
         return layout.MTF_STEP
     try:

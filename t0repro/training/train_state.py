@@ -6,7 +6,7 @@ A checkpoint is a flat mapping from T5X's names to arrays:
     state/step                                       int32, the global step
     state/param_states/<path>/{v_row,v_col,v,m}      float32, (1,) of zeros where a slot is not used
 
-Other optimizers than Adafactor have, in place of the last,
+Optimizers other than Adafactor have, in place of the last line,
 
     state/param_states/0/{mu,nu}/<path>              Adam's moments, where optax's adam has them
     state/param_states/0/count                       int32, the global step again, as there
@@ -49,13 +49,13 @@ class TrainState:
 
 
 def new_train_state(params: Any, optimizer: Optimizer, step: int = 0) -> TrainState:
-    """A state with zero slots."""
+    """A state whose slots are all zero."""
     step_count = jnp.asarray(step, jnp.int32)
     return TrainState(step=step_count, params=params, slots=optimizer.init(params))
 
 
 def flat_slots(slots: Any) -> dict[str, Slots]:
-    """An optimizer's state by its parameters' paths."""
+    """An optimizer's state as a flat dictionary: parameter path -> Slots."""
     flat: Any = flax.traverse_util.flatten_dict(
         slots, is_leaf=lambda _, value: isinstance(value, Slots), sep="/"
     )
@@ -63,7 +63,7 @@ def flat_slots(slots: Any) -> dict[str, Slots]:
 
 
 def to_flat_tree(state: TrainState) -> dict[str, np.ndarray]:
-    """The state in the form of a checkpoint, on the host."""
+    """Copies the state to the host, in the form of a checkpoint."""
     state = jax.device_get(state)
     flat: dict[str, np.ndarray] = {layout.STEP: np.asarray(state.step, np.int32)}
     for path, value in flax.traverse_util.flatten_dict(state.params, sep="/").items():
@@ -88,25 +88,25 @@ def to_flat_tree(state: TrainState) -> dict[str, np.ndarray]:
 def _slot_entries(path: str, name: str) -> list[str]:
     """The names that a slot may have in a checkpoint; the first is the one that is written."""
     key = layout.slot_key(path, name)
-    # A converter reads Mesh TensorFlow's Adam under the second.
+    # The second is where a converter puts Mesh TensorFlow's Adam slots.
     return list(dict.fromkeys([layout.to_optax(key), key]))
 
 
 def from_flat_tree(
     tree: FlatTree, like: TrainState, *, where: str = "the checkpoint"
 ) -> TrainState:
-    """A state on the device with a checkpoint's values.
+    """Puts a checkpoint's values on the device as a state.
 
-    Slots that the checkpoint lacks are zero and a missing step is 0, as when Mesh TensorFlow starts
-    from an init_checkpoint; further entries of the checkpoint are not used.
+    Slots that the checkpoint lacks start at zero and a missing step is 0, as when Mesh TensorFlow
+    starts from an init_checkpoint; other entries of the checkpoint are ignored.
 
     Args:
       tree: a checkpoint's entries.
-      like: a state of the model and optimizer, for its shapes (jax.eval_shape's will do).
-      where: the checkpoint's path, for messages.
+      like: a state of the model and optimizer, for its shapes (one from jax.eval_shape will do).
+      where: the checkpoint's path, for error messages.
 
     Raises:
-      UserError: if a parameter is missing or an entry has another shape than the model's.
+      UserError: if a parameter is missing, or an entry's shape differs from the model's.
     """
     shapes = flax.traverse_util.flatten_dict(like.params, sep="/")
     check_parameters(tree, {path: tuple(value.shape) for path, value in shapes.items()}, where)
@@ -131,12 +131,12 @@ def from_flat_tree(
 def parameters_from_flat_tree(
     tree: FlatTree, like: Any | None = None, *, where: str = "the checkpoint"
 ) -> dict:
-    """A checkpoint's parameters alone as a nested dictionary on the device, for evaluation.
+    """Puts only a checkpoint's parameters on the device, as a nested dictionary, for evaluation.
 
     Args:
       tree: a checkpoint's entries; slots may be absent.
-      like: parameters, or their shapes, that the result must fit.
-      where: the checkpoint's path, for messages.
+      like: parameters, or their shapes, that the result must match; None takes all there are.
+      where: the checkpoint's path, for error messages.
 
     Raises:
       UserError: if a parameter of `like` is missing or has another shape.
@@ -169,12 +169,12 @@ class _Shaped(Protocol):
 def check_parameters(
     tree: Mapping[str, _Shaped], shapes: Mapping[str, tuple[int, ...]], where: str
 ) -> None:
-    """Raises a UserError unless the checkpoint has every parameter in its shape.
+    """Raises a UserError unless the checkpoint has every parameter in the model's shape.
 
     Args:
       tree: a checkpoint's entries, or their descriptions.
-      shapes: of the model's parameters, by path.
-      where: the checkpoint's path.
+      shapes: shapes of the model's parameters, by path.
+      where: the checkpoint's path, for error messages.
     """
     missing = [path for path in shapes if layout.PARAMETERS + path not in tree]
     if missing:
@@ -199,7 +199,7 @@ def check_parameters(
 
 
 def _slot(tree: FlatTree, path: str, name: str, shape: tuple[int, ...], where: str) -> jax.Array:
-    """A slot's value, zero where the checkpoint has none or only the dummy of an unused one."""
+    """A slot's value; zero if the checkpoint has none, or only the dummy of an unused slot."""
     found = (tree.get(entry) for entry in _slot_entries(path, name))
     value = next((value for value in found if value is not None), None)
     if value is None or (value.shape == (1,) and shape != (1,)):

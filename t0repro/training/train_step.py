@@ -1,4 +1,4 @@
-"""One update: gradients of the microbatches, added up in float32, then the optimizer."""
+"""One update: sums the microbatches' gradients in float32, then applies the optimizer."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ def make_train_step(
     num_microbatches: int = 1,
     dropout_key: Array | None = None,
 ) -> TrainStep:
-    """A function to jit, from state and batch to the next state and {"loss", "learning_rate"}.
+    """Returns a function to jit: (state, batch) -> (next state, {"loss", "learning_rate"}).
 
-    The loss is computed with the parameters before the update. The dropout key is folded with the
-    step and with the microbatch's index, so that no two draws of a run are the same.
+    The loss is computed with the parameters before the update. The step and the microbatch's index
+    are folded into the dropout key, so that no two draws of a run are the same.
 
     Args:
       model: the model; its configuration has the options of the loss.
       optimizer: from t0repro.training.optimizers.
       schedule: maps the step before an update to its learning rate.
-      num_microbatches: equal parts of the batch.
-      dropout_key: PRNG key; needed when the model's dropout rate is not zero.
+      num_microbatches: number of equal parts into which the batch is split.
+      dropout_key: PRNG key for dropout; unused if the model's dropout rate is zero.
     """
     key = dropout_key if model.config.dropout_rate else None
 
@@ -65,10 +65,12 @@ def loss_and_gradients(
     num_microbatches: int = 1,
     dropout_key: Array | None = None,
 ) -> tuple[Float[Array, ""], dict]:
-    """The batch's loss and its float32 gradients, one microbatch at a time.
+    """Computes the batch's loss and its float32 gradients, one microbatch at a time.
 
-    Microbatch m has the rows m, m + n, m + 2n, ... of the batch, as in mtf.serialize_training_step.
+    Of n microbatches, number m has the rows m, m + n, m + 2n, ... of the batch, as in
+    mtf.serialize_training_step.
     """
+    # The whole batch's denominator, so that the microbatches' losses and gradients add up.
     denominator = loss_denominator(model.config, batch)
 
     def of_part(part: Batch, index: jax.Array | int) -> tuple[jax.Array, dict]:
@@ -90,7 +92,7 @@ def loss_and_gradients(
 
 
 def split_into_microbatches(batch: Batch, count: int) -> dict[str, jax.Array]:
-    """Each feature [batch, length] as [count, batch / count, length]."""
+    """Reshapes each feature [batch, length] to [count, batch / count, length]."""
     return {
         name: jnp.moveaxis(jnp.asarray(x).reshape(x.shape[0] // count, count, *x.shape[1:]), 1, 0)
         for name, x in batch.items()

@@ -1,4 +1,4 @@
-"""The Trainer: it owns a train state, steps it through batches and runs actions between steps."""
+"""The Trainer owns a train state, steps it through batches and runs actions between steps."""
 
 from __future__ import annotations
 
@@ -53,18 +53,22 @@ class Trainer:
         with Trainer(model, state, optimizer=..., schedule=...) as trainer:
             trainer.train(batches, num_steps=1000)
 
-    Batches go to the device, and losses come back, explicitly; any other transfer inside a step is
-    an error. A step's loss is read while the device computes the next step.
+    Batches are sent to the device, and losses fetched, explicitly; any other transfer during a step
+    is an error. A step's loss is read while the device computes the next step.
 
     Args:
       model: the model.
       state: where to start. The trainer owns it from now on and reuses its buffers.
       optimizer: from t0repro.training.optimizers.
-      schedule: learning rate of each global step.
-      num_microbatches: equal parts of a batch.
-      seed: Seed for dropout.
-      metrics: where metrics are written, if anywhere.
-      actions: run in this order.
+      schedule: maps the global step before an update to its learning rate.
+      num_microbatches: number of equal parts into which a batch is split.
+      seed: seed for dropout.
+      metrics: where to write metrics; None writes none.
+      actions: run between steps, in this order.
+
+    Attributes:
+      step: the global step, that is the number of updates done.
+      failed: whether an exception ended training.
     """
 
     def __init__(
@@ -82,7 +86,7 @@ class Trainer:
         self._model, self._state = model, state
         self._metrics, self._actions = metrics, actions
         self._num_microbatches = num_microbatches
-        # Folded, because parameters are drawn with the seed's key itself.
+        # Fold in a constant, because parameters are drawn with the seed's key itself.
         key = jax.random.fold_in(jax.random.key(seed), 1) if model.config.dropout_rate else None
         train_step = make_train_step(
             model, optimizer, schedule, num_microbatches=num_microbatches, dropout_key=key
@@ -113,23 +117,27 @@ class Trainer:
             self._metrics.close()
 
     def compile(self, batch: NumpyBatch) -> None:
-        """Compiles the train step for batches of this one's features and shapes, if it is not yet.
+        """Compiles the train step for batches with this one's features and shapes, if needed.
 
         Raises:
-          UserError: if the batch lacks a feature or is no multiple of the number of microbatches.
+          UserError: if the batch lacks a feature, or its size is not a multiple of the number of
+            microbatches.
         """
         self._step_for(_device_batch(batch))
 
     def train(self, batches: Iterable[NumpyBatch], num_steps: int) -> int:
-        """Does up to `num_steps` updates and returns how many there were batches for.
+        """Does up to `num_steps` updates and returns how many it did.
+
+        It does fewer if the batches run out or an action calls `stop`.
 
         Raises:
-          UserError: if a loss is not finite, or for a batch that `compile` refuses.
+          UserError: if a loss is not finite, or if `compile` would refuse a batch.
         """
         last_step = self.step + num_steps
         started: list[Action] = []
         try:
             for action in self._actions:
+                # Noted first: an action whose start fails is ended too.
                 started.append(action)
                 action.start(self, last_step)
             first = self.step
@@ -150,13 +158,14 @@ class Trainer:
                 action.end(self)
 
     def eval(self, batches: Iterable[NumpyBatch], split: str = "eval") -> dict[str, float]:
-        """Mesh TensorFlow's teacher-forced metrics over all batches, without dropout or z_loss.
+        """Computes Mesh TensorFlow's teacher-forced metrics, without dropout or z_loss.
 
         They are also written as the metrics of `split` at the current step.
 
         Returns:
-          `loss`, its mean over the batches as in training; `neg_log_perplexity`, the mean natural
-          log-likelihood of a target; `token_accuracy`; `sequence_accuracy`; `num_eval_tokens`.
+          `loss`, the mean over batches of the loss normalised as in training;
+          `neg_log_perplexity`, the mean log-likelihood of a target in nats; `token_accuracy`;
+          `sequence_accuracy`; `num_eval_tokens`.
         """
         self.flush()
         sums: dict[str, float] = collections.defaultdict(float)
@@ -189,10 +198,12 @@ class Trainer:
         """Starts one update and records the one before."""
         on_device = _device_batch(batch)
         step = self._step_for(on_device)
+        # The first step's clock starts after compilation.
         self._read_at = self._read_at or time.perf_counter()
         with jax.transfer_guard("disallow"):
             self._state, values = step(self._state, on_device)
         self.step += 1
+        # Only now that the device has work again, wait for the loss of the step before.
         previous = self._pending
         self._pending = _Pending(self.step, values, count_targets(batch), count_examples(batch))
         if previous is not None:
@@ -214,7 +225,7 @@ class Trainer:
         return self._compiled[shapes]
 
     def _record(self, pending: _Pending) -> None:
-        """Reads a step's loss and hands its metrics on."""
+        """Waits for a step's loss, then writes its metrics and passes them to the actions."""
         values = jax.device_get(pending.values)
         now = time.perf_counter()
         metrics = StepMetrics(
@@ -239,7 +250,7 @@ class Trainer:
 
 
 def _device_batch(batch: NumpyBatch) -> dict[str, jax.Array]:
-    """The features that the model reads, on the device."""
+    """Sends the features that the model reads to the device."""
     missing = [name for name in ("inputs", "targets") if name not in batch]
     if missing:
         raise UserError(

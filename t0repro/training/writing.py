@@ -1,4 +1,4 @@
-"""What the file system refuses while training writes, named by the file it was refused for."""
+"""Turns errors of the file system, while training writes, into errors that name the file."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ def writing(path: str | os.PathLike[str]) -> Iterator[None]:
     """Turns a full, read-only or vanished disk into a UserError.
 
     Args:
-      path: what is being written, for errors that do not say.
+      path: what is being written, for errors that do not name a file.
 
     Raises:
-      UserError: in place of the file system's error, or that of a library on top of it.
+      UserError: in place of the error of the file system or of a library on top of it.
     """
     try:
         yield
     except UserError:
         raise
-    except Exception as error:  # TensorStore's are ValueErrors in the system's words
+    except Exception as error:  # TensorStore raises ValueErrors with the system's messages
         refused = storage_error(error)
         if refused is None:
             raise
