@@ -150,6 +150,7 @@ def _run_jax(options: Any) -> None:
     float32 = jax.default_backend() == "cpu"
     inputs = gin_inputs(options)
     configuration: Configuration
+    # The Model API's settings come from flags; the JAX stack turns them into the same RunConfig.
     if options.use_model_api:
         configuration = dialect.load_model_api(
             inputs, options, find_checkpoint, float32_activations=float32

@@ -53,6 +53,7 @@ def check_addresses(inputs: RunInputs, *, jax: bool) -> None:
 
 def has_credentials() -> bool:
     """Whether there is a credentials file, or this is one of Google's machines."""
+    # Names a metadata server, which is where Google's machines get their credentials.
     if "GCE_METADATA_HOST" in os.environ:
         return True
     folder = os.environ.get("CLOUDSDK_CONFIG") or Path.home() / ".config" / "gcloud"

@@ -58,6 +58,7 @@ def _noting_files() -> Iterator[list[str]]:
     def noting(config_file: str, *args: Any, **kwargs: Any) -> Any:
         files.append(config_file)
         result = parse_config_file(config_file, *args, **kwargs)
+        # Not in a `finally`: after an exception the list must still name the file.
         files.pop()
         return result
 

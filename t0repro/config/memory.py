@@ -51,6 +51,7 @@ def estimate(run: RunConfig) -> Memory:
     rows = -(-run.batch_size // run.num_microbatches)
     return Memory(
         parameters=parameters,
+        # 1: the gradients, which are as large as the parameters.
         training=parameters * (1 + _slots(run.optimizer)) if trains else 0,
         activations=_activations(
             run.model,

@@ -17,6 +17,7 @@ def main() -> None:
     """Runs the module named by the first argument with the remaining arguments."""
     if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
         sys.exit("usage: python -m t0repro.mesh MODULE [the module's own arguments]")
+    # The module must see its own name and arguments, as if it had been started directly.
     del sys.argv[0]
     compat.install()
     compat.sum_up_metrics_with_current_pandas()

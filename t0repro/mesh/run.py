@@ -56,6 +56,7 @@ def _run(flags: Any, inputs: RunInputs | None) -> None:
 
     import gin
 
+    # t5 would look for the TPU that --tpu names; this stack runs on the CPU alone.
     flags.tpu = None
     record_command(flags.model_dir)
     hooks.install(flags.model_dir)
