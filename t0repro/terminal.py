@@ -1,4 +1,4 @@
-"""Tables on a terminal of any width; no key is dropped or cut, and no name is acted on."""
+"""Prints tables on a terminal of any width; keys are never cut, nor names read as markup."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _BETWEEN = 3
 
 
 def terminal(width: int = 120) -> Console:
-    """The terminal; where output goes to a file or another program, a console of this width.
+    """A console for the terminal, or of this width if output goes to a file or another program.
 
-    Rich's markup and emoji codes are off: both would act on names.
+    Rich's markup and emoji codes are off, because names may contain them.
     """
     console = Console(markup=False, emoji=False, highlight=False)
     if console.is_terminal:
@@ -40,16 +40,16 @@ def print_table(
 ) -> None:
     """Prints a table whose first column is its key.
 
-    Text folds where room is scarce. Where even folded columns do not fit, each row becomes its key
-    and, indented below it, its other cells by name.
+    Text folds if space is short. If even folded columns do not fit, each row is printed as its key
+    with the other cells, labelled by column, indented below it.
 
     Args:
-      console: where to.
-      title: above the table; may be empty.
+      console: the console to print to.
+      title: heading above the table; may be empty.
       header: the columns' names.
-      rows: their cells.
-      numbers: names of the columns of numbers, aligned to the right and never folded.
-      bold: indices of the rows that stand out.
+      rows: the cells of each row.
+      numbers: names of the numeric columns, which are right-aligned and never folded.
+      bold: indices of the rows to print in bold.
     """
     cells = [[_safe(cell) for cell in row] for row in rows]
     widths = _widths(header, cells, numbers, console.width - _BETWEEN * len(header))
@@ -83,9 +83,9 @@ def _safe(cell: str | Text) -> Text:
 def _widths(
     header: Sequence[str], rows: Sequence[Sequence[Text]], numbers: Collection[str], room: int
 ) -> list[int] | None:
-    """The columns' widths in characters, the key served first; None where there is no room.
+    """Column widths in characters, the key served first; None if the columns do not fit.
 
-    Rich's own division of the room drops columns where numbers take most of it.
+    Not left to Rich, which drops columns when numbers take most of the width.
     """
     wanted, least = [], []
     for at, name in enumerate(header):

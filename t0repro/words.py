@@ -6,7 +6,7 @@ import unicodedata
 
 
 def counted(number: int, noun: str, plural: str | None = None) -> str:
-    """A count with its noun: `1 example`, `2,000 examples`; `plural` where adding an s is wrong."""
+    """A count with its noun: `1 example`, `2,000 examples`; `plural` for irregular nouns."""
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
@@ -16,14 +16,15 @@ def shortened(text: str, length: int) -> str:
 
 
 def printable(text: str, *, keep: str = "") -> str:
-    r"""The text with everything that a terminal would act on rather than show made visible.
+    r"""Escapes everything in a text that a terminal would interpret instead of showing.
 
-    Escape sequences, other control characters, characters that turn the direction of writing round
-    and lone surrogates become their Python escapes (`\x1b`); line breaks and tabs become spaces.
+    Control characters (escape sequences among them), format characters such as marks that reverse
+    the writing direction, and lone surrogates become their Python escapes (`\x1b`); line breaks
+    and tabs become spaces.
 
     Args:
-      text: from a file that others may have written.
-      keep: characters to leave as they are, for instance line breaks.
+      text: text that may come from a file that others wrote.
+      keep: characters to leave unchanged, for instance line breaks.
     """
     if text.isprintable():
         return text

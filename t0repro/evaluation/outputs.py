@@ -1,4 +1,4 @@
-r"""Reads what a score evaluation leaves behind: a line per (input, choice) pair in three files.
+r"""Reads the files of a score evaluation: one line per (input, choice) pair in each of three files.
 
 Mesh TensorFlow's eval_model (mesh_tensorflow/transformer/utils.py, 0.1.21) and the JAX scorer write
 the same files into `<model_dir>/<split>_eval/`:
@@ -11,8 +11,8 @@ the same files into `<model_dir>/<split>_eval/`:
     <task>_<step>_predictions    one log-likelihood per line, natural logarithm, summed over the
                                  target's tokens, EOS included
 
-Lines end in "\n" and in nothing else: an input may hold "\r" or U+2028, which `str.splitlines`
-would take for line ends.
+Only "\n" ends a line: an input may contain "\r" or U+2028, which `str.splitlines` would treat as
+line ends.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _RUN_AGAIN = "Run the evaluation again; it writes the files of a task together."
 
 
 def find_tasks(eval_dir: str | os.PathLike[str]) -> dict[str, list[int]]:
-    """The tasks whose scores lie in a folder, each with the steps that it has predictions for.
+    """Finds the scored tasks in a folder, each with the steps that it has predictions for.
 
-    Tasks that the evaluation recorded as decoded are none of them.
+    Tasks that the evaluation recorded as decoded are left out.
 
     Raises:
-      UserError: if there is no such folder, or no task in it.
+      UserError: if there is no such folder, or no file in it ends in _targets.
     """
     folder = Path(eval_dir)
     if not folder.is_dir():
@@ -61,7 +61,7 @@ def find_tasks(eval_dir: str | os.PathLike[str]) -> dict[str, list[int]]:
 
 
 def latest_step(eval_dir: str | os.PathLike[str]) -> int:
-    """The highest step that any task in the folder has predictions for.
+    """The highest step for which any task in the folder has predictions.
 
     Raises:
       UserError: if the folder holds no predictions.
@@ -87,13 +87,13 @@ def read_task_scores(
 
     Args:
       eval_dir: the `<split>_eval` folder.
-      step: the checkpoint's step; the latest in the folder when None.
-      tasks: only these; all when None.
-      with_inputs: also read the rendered inputs (the bulk of the bytes).
+      step: the checkpoint's step; defaults to the latest in the folder.
+      tasks: names of the tasks to read; None for all.
+      with_inputs: also read the rendered inputs, which are most of the bytes.
 
     Raises:
-      UserError: if files are missing, disagree in length, or hold a line that cannot be read (the
-        file and line are named).
+      UserError: if files are missing, were changed since they were written, disagree in length,
+        or have a line that cannot be parsed (reported with file and line number).
     """
     found = find_tasks(eval_dir)
     step = latest_step(eval_dir) if step is None else step
@@ -121,13 +121,13 @@ def task_scores(
     tasks: Sequence[str] | None,
     in_memory: Mapping[str, TaskScores] | None = None,
 ) -> list[TaskScores]:
-    """The scores of tasks: from memory where they are there, else from the folder's files.
+    """Scores of tasks, from memory if they are there, else from the folder's files.
 
     Args:
       eval_dir: the `<split>_eval` folder.
-      step: as of read_task_scores.
-      tasks: as of read_task_scores.
-      in_memory: scores at this step that this process computed, by task.
+      step: see read_task_scores.
+      tasks: see read_task_scores; with None, all are read from files.
+      in_memory: scores that this process computed at this step, by task.
 
     Raises:
       UserError: as read_task_scores does.
@@ -140,7 +140,7 @@ def task_scores(
 
 
 def read_first_input(eval_dir: str | os.PathLike[str], task: str) -> str | None:
-    """The first rendered input of a task, None where none was written."""
+    """The first rendered input of a task; None if none was written."""
     path = Path(eval_dir) / f"{task}_inputs"
     if not path.is_file():
         return None
@@ -150,7 +150,7 @@ def read_first_input(eval_dir: str | os.PathLike[str], task: str) -> str | None:
 
 
 def read_first_line(eval_dir: str | os.PathLike[str], file: str) -> str | None:
-    """The first line of one of a task's files, None where there is none."""
+    """The first line of one of a task's files; None if there is no such file."""
     path = Path(eval_dir) / file
     if not path.is_file():
         return None
@@ -161,7 +161,7 @@ def read_first_line(eval_dir: str | os.PathLike[str], file: str) -> str | None:
 def read_inputs_of(
     eval_dir: str | os.PathLike[str], task: str, examples: Sequence[int]
 ) -> dict[int, str]:
-    """The rendered inputs of some examples of a task, by index; empty where none were written."""
+    """Rendered inputs of some of a task's examples, by index; empty if none were written."""
     folder, wanted = Path(eval_dir), set(examples)
     path = folder / f"{task}_inputs"
     if not wanted or not path.is_file():
@@ -221,7 +221,7 @@ def _read_inputs(
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Line numbers from 1, and lines, which end in a line feed only."""
+    """Yields (line number from 1, line without its line feed); only a line feed ends a line."""
     try:
         with open(path, encoding="utf-8", newline="\n") as file:
             for number, line in enumerate(file, 1):
@@ -233,7 +233,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _number(name: str, kinds: str, literal: str) -> str:
-    """A pattern for a literal as it is, or inside the constructor that numpy 2 prints around it."""
+    """Pattern for a bare literal, or one inside the constructor that numpy 2 prints around it."""
     return rf"(?:np\.(?:{kinds})\((?P<{name}_np>{literal})\)|(?P<{name}>{literal}))"
 
 
@@ -285,7 +285,7 @@ def _parse_score(line: str, path: Path, number: int) -> float:
 
 
 def _input_text(line: str) -> str:
-    """The input of a line; Mesh TensorFlow writes the repr of its bytes, which is undone here."""
+    """The input on a line, decoded if Mesh TensorFlow wrote it as the repr of its bytes."""
     if re.match(r"b['\"].*['\"]$", line, re.DOTALL):
         try:
             value = ast.literal_eval(line)
@@ -306,7 +306,7 @@ def _check_counts(path_a: Path, count_a: int, path_b: Path, count_b: int) -> Non
 
 
 def _check_unique(indices: np.ndarray, path: Path) -> None:
-    """Each (input, choice) pair must come once: twice, and no ranking of the example is defined."""
+    """Refuses repeated (input, choice) pairs: their example would have no defined ranking."""
     _, first = np.unique(indices, axis=0, return_index=True)
     if len(first) == len(indices):
         return

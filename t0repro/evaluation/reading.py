@@ -1,4 +1,4 @@
-"""Reads a task's examples as a stream: (input, choice) pairs to score, or inputs to decode."""
+"""Streams a task's examples: (input, choice) pairs to score, or inputs to decode."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ class Part:
     """Consecutive examples of one task; nearly always all of them.
 
     Attributes:
-      last: whether the task ends with them.
+      task: the task's name.
+      examples: the examples, an input's choices one after the other.
+      last: whether these are the task's last examples.
     """
 
     task: str
@@ -38,11 +40,11 @@ class TaskReader:
     """One task's examples, as Mesh TensorFlow's mode score_eval reads them.
 
     Args:
-      name: the task's.
-      split: of the task.
-      lengths: tokens per feature; what is longer is cut, targets keep their EOS.
-      limit: the most inputs, each with all of its choices: a sample. None takes all.
-      use_cached: read the cached task.
+      name: the task's name.
+      split: the split to read.
+      lengths: maximum tokens per feature; longer ones are cut, and targets keep their EOS.
+      limit: maximum number of inputs to sample, each with all of its choices; None takes all.
+      use_cached: read the task from SeqIO's cache.
     """
 
     def __init__(
@@ -63,15 +65,16 @@ class TaskReader:
 
     @property
     def available(self) -> int:
-        """Inputs of the split, once `examples` has been read to its end."""
+        """Number of inputs in the split; valid once `examples` has been read to its end."""
         return self._sample.available
 
     def truncation(self) -> TruncationCounter:
-        """A counter of what is cut to the lengths."""
+        """A new counter of the texts that are cut to the lengths."""
         return TruncationCounter(self._features, self._lengths)
 
     def examples(self) -> Iterator[dict[str, Any]]:
-        """The examples in the order of the rows, an input's choices one after the other."""
+        """Yields examples in the order of the rows, an input's choices one after the other."""
+        # A task of t0repro is rendered without SeqIO, whose graph per task takes most of the time.
         description = None if self._use_cached else task_descriptions().get(self.name)
         if description is None or description.sp_model is None:
             chosen = self._sample(_by_input(self._rows_of_seqio()))
@@ -94,10 +97,10 @@ class TaskReader:
 
 
 class Sample:
-    """Takes at most `limit` of the inputs that pass through it, and counts all of them.
+    """Keeps at most `limit` of the inputs that pass through it, and counts all of them.
 
-    An input is taken or not by its number alone, so that prompts with the same rows are evaluated
-    on the same inputs, whichever run reads them. (The first inputs of a file would be no sample:
+    Whether an input is kept depends on the numbers alone, so that prompts over the same rows are
+    evaluated on the same inputs in every run. (The first inputs of a file would be a biased sample:
     many files are sorted by class.)
     """
 
@@ -106,7 +109,7 @@ class Sample:
         self.available = 0
 
     def __call__(self, numbered: Iterable[tuple[int, Item]]) -> Iterator[tuple[int, Item]]:
-        """The inputs taken, in their order."""
+        """The (number, input) pairs that are kept, by number."""
         counted = self._counted(numbered)
         if self._limit is None:
             return counted
@@ -121,16 +124,17 @@ class Sample:
 
 
 def _lot(number: int) -> bytes:
-    """What decides whether an input is taken: pseudorandom, the same in every run."""
+    """Pseudorandom sort key of an input, the same in every run; the lowest keys are kept."""
     return hashlib.blake2b(number.to_bytes(8, "little"), digest_size=8, key=b"seed 0").digest()
 
 
 def windows(readers: Iterable[TaskReader], most_pairs: int) -> Iterator[list[Part]]:
-    """Parts of tasks to be scored together: whole tasks, as long as they fit.
+    """Groups examples into windows to score together: whole tasks as long as they fit.
 
     Args:
-      readers: of the tasks.
-      most_pairs: of a window (the choices of an input stay together).
+      readers: readers of the tasks.
+      most_pairs: maximum pairs in a window. The choices of an input stay together, so one input
+        with more choices than that exceeds it.
     """
     window: list[Part] = []
     room = most_pairs
@@ -150,7 +154,7 @@ def windows(readers: Iterable[TaskReader], most_pairs: int) -> Iterator[list[Par
 
 
 def _by_input(rows: Iterable[dict[str, Any]]) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-    """Each input's number and rows: one for each choice where answers are ranked, else one."""
+    """Yields each input's number and rows: a row per choice if answers are ranked, else one."""
     numbers = itertools.count()
 
     def number(row: Mapping[str, Any]) -> int:
@@ -161,10 +165,10 @@ def _by_input(rows: Iterable[dict[str, Any]]) -> Iterator[tuple[int, list[dict[s
 
 
 def data_origin(name: str, split: str, use_cached: bool) -> dict[str, Any] | None:
-    """Which version of which rows a task's split is made of; None where nothing tells.
+    """Identifies the rows of a task's split and their version; None if the source does not say.
 
-    A local file is known by its size and checksum, not by where it lies; rows of the hub by
-    repository and commit; a cached task by the digest of what its cache says of itself.
+    A local file is identified by size and checksum, not by its path; rows from the hub by
+    repository and commit; a cached task by a digest of the JSON files in its cache.
     """
     import seqio
 
@@ -182,7 +186,7 @@ def data_origin(name: str, split: str, use_cached: bool) -> dict[str, Any] | Non
 
 
 def vocabulary_digest(name: str) -> str | None:
-    """16 hexadecimal digits that stand for a task's SentencePiece model; None where it has none."""
+    """Digest, 16 hex digits, of a task's SentencePiece model; None if it has none."""
     import seqio
 
     vocabulary = seqio.get_mixture_or_task(name).output_features["targets"].vocabulary
@@ -191,7 +195,7 @@ def vocabulary_digest(name: str) -> str | None:
 
 
 def _without_padding(example: Mapping[str, Any]) -> dict[str, Any]:
-    """An example without the zeros that fill its sequences, which are most of its bytes."""
+    """Drops the zeros that pad an example's sequences, which are most of its bytes."""
     row = dict(example)
     for name in ("inputs", "targets"):
         row[name] = np.trim_zeros(row[name], "b").astype(np.int32)

@@ -1,11 +1,11 @@
-"""Records of finished tasks, which an evaluation writes beside their files and the report reads.
+"""Records of finished tasks: written by an evaluation, read by the report.
 
-    <split>_eval/results/<task>_<step>.json   written last, when the task's files are whole
+    <split>_eval/results/<task>_<step>.json   written last, when the task's files are complete
 
-A record's key says what its results depend on: checkpoint, step, task, prompt text, data, lengths,
-and the code that renders and that scores. A task is finished only for the key of its record, and
-only while its files are those that were written with it. A record that was cut or edited (its
-checksum tells) is none.
+A record's key lists what its results depend on: checkpoint, step, task, prompt text, data, lengths,
+and the rendering and scoring code. A task counts as finished only for its record's key, and only
+while its files have the digests in the record. A record whose checksum does not match, because it
+was truncated or edited, is ignored.
 """
 
 from __future__ import annotations
@@ -25,32 +25,33 @@ _CHECKSUM = "checksum"
 
 
 def read_records(folder: str | os.PathLike[str], step: int) -> dict[str, dict[str, Any]]:
-    """The records of the tasks that are finished at a step, by task; none where there are none."""
+    """Reads the records of a step's tasks, by task; empty if there are none."""
     found = map(_read, sorted((Path(folder) / RESULTS).glob(f"*_{step}.json")))
     records = {record["key"]["task"]: record for record in found if record is not None}
     return {task: record for task, record in records.items() if record["key"]["step"] == step}
 
 
 def decoded_tasks(folder: str | os.PathLike[str]) -> set[str]:
-    """The tasks of a folder that were decoded, whose files hold texts in place of scores."""
+    """Names of the folder's tasks that were decoded, whose files hold texts instead of scores."""
     found = map(_read, (Path(folder) / RESULTS).glob("*.json"))
     return {each["key"]["task"] for each in found if each and each.get("mode") == "generate"}
 
 
 def write_record(folder: Path, record: Mapping[str, Any]) -> None:
-    """Writes a task's record; its files must be there."""
+    """Writes a task's record; its files must have been written before."""
     path = _path(folder, record["key"]["task"], record["key"]["step"])
+    # As it will be read back (tuples become lists), so that the checksum is of the same content.
     content = json.loads(json.dumps(record))
     write_atomically(path, json.dumps({**content, _CHECKSUM: _checksum(content)}))
 
 
 def remove_record(folder: str | os.PathLike[str], task: str, step: int) -> None:
-    """Removes a task's record, if there is one: its files have been written by something else."""
+    """Removes a task's record, if any, because something else has rewritten its files."""
     _path(Path(folder), task, step).unlink(missing_ok=True)
 
 
 def is_finished(folder: Path, key: Mapping[str, Any], record: Mapping[str, Any] | None) -> bool:
-    """Whether a task's record is that of the key and its files are those of the record."""
+    """Whether a task's record has this key and its files are unchanged."""
     return (
         record is not None
         and record["key"] == json.loads(json.dumps(key))
@@ -59,18 +60,19 @@ def is_finished(folder: Path, key: Mapping[str, Any], record: Mapping[str, Any] 
 
 
 def changed_files(folder: Path, record: Mapping[str, Any]) -> list[str]:
-    """The files of a task that are gone, or not what they were when the record was written."""
+    """Names of a task's files that are missing or changed since the record was written."""
     return [
         name for name, digest in record["files"].items() if file_digest(folder / name) != digest
     ]
 
 
 def check_files(folder: Path, task: str, step: int) -> None:
-    """Refuses files of a task that were changed since they were written.
+    """Refuses a task whose files were changed since they were written.
+
+    Files without a record, such as Mesh TensorFlow's, are accepted as they are.
 
     Raises:
-      UserError: naming the first of them. Files without a record, as Mesh TensorFlow writes them,
-        are taken as they are.
+      UserError: naming the first changed file.
     """
     record = _read(_path(folder, task, step))
     changed = changed_files(folder, record) if record else []
@@ -83,7 +85,7 @@ def check_files(folder: Path, task: str, step: int) -> None:
 
 
 def digest_of_texts(texts: Iterable[str]) -> str:
-    """16 hexadecimal digits that stand for texts in their order."""
+    """Digest, 16 hex digits, of texts in their order."""
     return hashlib.blake2b("\n".join(texts).encode(), digest_size=8).hexdigest()
 
 
@@ -92,7 +94,7 @@ def _path(folder: Path, task: str, step: int) -> Path:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """A record; None where there is none, or not the one that was written."""
+    """Reads a record; None if it is missing or damaged."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -107,7 +109,7 @@ def _checksum(record: Mapping[str, Any]) -> str:
 
 
 def file_digest(path: Path) -> str | None:
-    """The digest of a file's content, as task_output.LineFile computes it."""
+    """Digest of a file's content, as task_output.LineFile computes it; None if unreadable."""
     try:
         with open(path, "rb") as file:
             return hashlib.file_digest(file, _blake2b).hexdigest()

@@ -1,7 +1,7 @@
-"""score_eval and eval on JAX: an evaluation's tasks judged at one checkpoint.
+"""The modes score_eval and eval on JAX: evaluates tasks at one checkpoint.
 
-The files are Mesh TensorFlow's (see task_output). Beside them lies what a report has to know of the
-evaluation: a record of each task, and provenance.json.
+The output files are in Mesh TensorFlow's format (see task_output). Beside them it writes what a
+report needs to know about the evaluation: a record of each task, and provenance.json.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from t0repro.evaluation.truncation import TruncationCounter
 
 @dataclasses.dataclass(frozen=True)
 class Outputs:
-    """What a model gave for a task's examples.
+    """A model's outputs for a task's examples.
 
     Attributes:
-      values: a score or a text for each example.
-      cost: seconds, and joules and energy_source where the hardware counts them.
+      values: a score or a decoded text for each example.
+      cost: seconds, and joules and energy_source if the hardware reports energy.
     """
 
     values: Sequence[Any] | np.ndarray
@@ -43,10 +43,16 @@ def scored(
     lengths: Mapping[str, int],
     tokens_per_batch: int,
 ) -> list[Outputs]:
-    """Log-likelihoods of all tasks' targets; what tasks have in common is scored once.
+    """Scores the targets of all tasks; pairs that tasks share are scored once.
+
+    Args:
+      checkpoint: the checkpoint to score with.
+      tasks: the tasks with their examples.
+      lengths: maximum tokens per feature.
+      tokens_per_batch: see grouping.make_plan.
 
     Raises:
-      UserError: for a score that is not finite, naming task, example and step.
+      UserError: if a score is not finite, naming task, example and step.
     """
     parts = [Part(task.name, task.examples) for task in tasks]
     found: dict[int, ScoredPart] = {}
@@ -56,12 +62,12 @@ def scored(
 
 
 def generated(tasks: Sequence[EvalTask], texts: Sequence[str], seconds: float) -> list[Outputs]:
-    """Decoded texts of all tasks' examples, by task.
+    """Splits decoded texts by task.
 
     Args:
       tasks: in the order of the texts.
-      texts: one for each example.
-      seconds: that decoding all of them took; tasks share them by their examples.
+      texts: one text per example.
+      seconds: total decoding time, split among tasks by their number of examples.
     """
     found, start = [], 0
     for task in tasks:
@@ -81,10 +87,10 @@ def write_results(
     """Writes each task's files, its record and the evaluation's facts; computes the metrics.
 
     Args:
-      config: for the folder and the sequence lengths.
+      config: the run's configuration.
       tasks: the evaluation's tasks with their examples.
-      checkpoint: that was evaluated.
-      outputs: of the tasks.
+      checkpoint: the checkpoint that was evaluated.
+      outputs: the tasks' outputs, in the same order.
     """
     path = evaluation_folder(config)
     settings = _settings(config)
@@ -124,7 +130,7 @@ def _settings(config: RunConfig) -> Settings:
 
 
 def _details(task: EvalTask, settings: Settings, ranks: bool, result: TaskResult) -> dict[str, Any]:
-    """Sizes of a task for its record; how much more the split has is known only without a limit."""
+    """A task's sizes for its record; the size of the split is known only without a limit."""
     available = result.statistics["inputs"] if settings.limit is None else None
     counted = "pairs" if ranks else "examples"
     return {counted: len(task.examples), "available": available}
@@ -137,14 +143,14 @@ def _features(name: str) -> Mapping[str, Any]:
 
 
 def evaluation_folder(config: RunConfig) -> Path:
-    """Where the evaluation's files go; Mesh TensorFlow's default and suffix."""
+    """The folder of the evaluation's files, with Mesh TensorFlow's default and suffix."""
     split = config.eval_data.split if config.eval_data else "validation"
     folder = config.eval_summary_dir or f"{config.model_dir}/{split}_eval"
     return Path(folder + (f"_{config.eval_dir_suffix}" if config.eval_dir_suffix else ""))
 
 
 def longest(tasks: Iterable[EvalTask]) -> dict[str, int]:
-    """The longest inputs and targets, in tokens: what run.sequence_length = None stands for."""
+    """Longest inputs and targets, in tokens: the lengths when run.sequence_length is None."""
     return {
         feature: max((len(ex[feature]) for task in tasks for ex in task.examples), default=1)
         for feature in ("inputs", "targets")

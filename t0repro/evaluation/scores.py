@@ -1,7 +1,7 @@
-"""A task's scored (input, choice) pairs as arrays: what metrics, tables and reports are made of.
+"""A task's scored (input, choice) pairs as arrays, from which metrics and reports are computed.
 
-They come from memory where the same process scored the pairs, and from the files of an evaluation
-(`outputs.read_task_scores`) otherwise. Both give the same numbers, bit for bit.
+They come from memory if this process scored the pairs, and otherwise from an evaluation's files
+(`outputs.read_task_scores`). Both give the same numbers, bit for bit.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class TaskScores:
       weight: the example's weight.
       target_length: tokens of the choice, EOS included.
       score: log-likelihood of the choice, natural logarithm, summed over its tokens.
-      inputs: the rendered input of each pair, or None where it was not asked for or not written.
+      inputs: the rendered input of each pair; None if not requested or not written.
     """
 
     task: str
@@ -58,18 +58,18 @@ class ScoredPairs:
         """Adds pairs.
 
         Args:
-          targets: of the pairs.
-          scores: the pairs' log-likelihoods, of one floating-point type.
+          targets: the pairs' targets, as described above.
+          scores: the pairs' log-likelihoods, all of one floating-point type.
         """
         if not len(targets):
-            return  # an empty array would bring a type of its own along
+            return  # an empty array would bring its own dtype into the concatenation
         indices = np.array([target[0] for target in targets], np.int32).reshape(-1, 2)
         self._parts.append(
             {
                 "input_index": indices[:, 0],
                 "choice_index": indices[:, 1],
                 "is_correct": np.array([target[1] for target in targets], np.bool_),
-                # Types are kept: t5's metrics add up in the type of the weights.
+                # Keep the dtype: t5's metrics sum in the dtype of the weights.
                 "weight": np.array([target[2] for target in targets]),
                 "target_length": np.array([target[3] for target in targets], np.int32),
                 "score": np.array(list(scores)),
@@ -105,10 +105,10 @@ class ScoredPairs:
 
 
 def as_written(values: np.ndarray) -> Float[np.ndarray, " values"]:
-    """The float64 that reading a value's text gives.
+    """Converts values to the float64 that parsing their text gives.
 
-    Files hold the shortest decimal that stands for a float32. A report must not depend on whether
-    its numbers came from a file or from memory, so that numbers in memory are taken to be that
-    decimal as well (they differ from the float32 in the eighth digit).
+    Files hold the shortest decimal that identifies a float32. A report must not depend on whether
+    its numbers came from a file or from memory, so numbers in memory take that decimal value too
+    (it differs from the float32 in the eighth digit).
     """
     return np.array([float(str(value)) for value in values], np.float64)

@@ -1,4 +1,4 @@
-"""Which tasks of a mixture are evaluated: those to rank, those to decode, those left out."""
+"""Selects the tasks of a mixture to evaluate: which to rank, to decode and to leave out."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ VOCABULARY_MULTIPLE = 128
 
 @dataclasses.dataclass(frozen=True)
 class Selection:
-    """What of a mixture is evaluated.
+    """The tasks of a mixture, by what is done with them.
 
     Attributes:
-      ranked: tasks whose answers are ranked.
-      generated: tasks that are decoded.
-      left_out: tasks that lack the split, or its rows, each with why.
+      ranked: names of the tasks whose answers are ranked.
+      generated: names of the tasks that are decoded.
+      left_out: names of the tasks that lack the split or its rows, each with the reason.
     """
 
     ranked: tuple[str, ...]
@@ -38,7 +38,7 @@ def subtasks(mixture: str, option: str) -> Sequence[Any]:
 
     Args:
       mixture: its name.
-      option: of the command line, that named it.
+      option: the command-line option that named it, for the message.
 
     Raises:
       UserError: if it is not registered; the nearest names are listed.
@@ -64,21 +64,21 @@ def select_tasks(
     use_cached: bool = False,
     at_hand: bool = False,
 ) -> Selection:
-    """The mixture's tasks that have the split: those to rank, and those to decode.
+    """Selects the mixture's tasks that have the split: those to rank and those to decode.
 
-    With both modes, a task whose answers can be ranked (it has a twin, `_score_eval`) is ranked and
-    the others are decoded. With `generate` alone, whatever does not rank answers is decoded.
+    With both modes, a task whose answers can be ranked (it has a `_score_eval` twin) is ranked and
+    the others are decoded. With `generate` alone, no task may rank answers.
 
     Args:
       mixture: a registered mixture or task.
-      split: of every task.
-      modes: of MODES.
-      use_cached: whether cached tasks are read.
-      at_hand: leave out tasks whose rows are not here; otherwise they are an error when read.
+      split: the split of every task.
+      modes: some of MODES.
+      use_cached: whether tasks are read from SeqIO's cache.
+      at_hand: leave out tasks whose rows are not on this machine; otherwise reading them fails.
 
     Raises:
       UserError: if there is no such mixture or task, if a task cannot be evaluated in these modes,
-        or if no task has the split.
+        or if no task has the split (or, with `at_hand`, its rows).
     """
     tasks = sorted(subtasks(mixture, "--mixture"), key=lambda task: task.name)
     if set(modes) == {"rank", "generate"}:
@@ -96,7 +96,7 @@ def select_tasks(
 def _check_modes(
     mixture: str, modes: Sequence[str], ranked: Sequence[Any], others: Sequence[Any]
 ) -> None:
-    """Refuses tasks that none of the modes evaluates."""
+    """Refuses tasks that cannot be evaluated in any of the modes."""
     if "generate" not in modes and others:
         raise UserError(
             f"No answer choices to rank: {_some(others)}.",
@@ -118,7 +118,7 @@ def _check_modes(
 
 
 def _left_out(mixture: str, tasks: Sequence[Any], split: str, only_at_hand: bool) -> dict[str, str]:
-    """Tasks that lack the split, or its rows where these are asked for; each with why."""
+    """Tasks that lack the split or, with `only_at_hand`, its rows; each with the reason."""
     if not any(split in task.splits for task in tasks):
         there = sorted({name for task in tasks for name in task.splits})
         raise UserError(
@@ -138,7 +138,7 @@ def _left_out(mixture: str, tasks: Sequence[Any], split: str, only_at_hand: bool
 
 
 def _ranking_twin(task: Any) -> Any:
-    """The task that ranks the same prompt's answers, if there is one, else the task itself."""
+    """The task that ranks the same prompt's answers, or the task itself if there is none."""
     import seqio
 
     name = f"{task.name}_score_eval"
@@ -155,15 +155,15 @@ def _ranks(task: Any) -> bool:
 
 
 def check_vocabulary(names: Sequence[str], rows: int, where: str) -> Any:
-    """The tasks' vocabulary, which must be the checkpoint's in size.
+    """Returns the tasks' vocabulary after checking that its padded size is the checkpoint's.
 
     Args:
-      names: tasks.
-      rows: of the checkpoint's embedding.
+      names: names of the tasks.
+      rows: number of rows of the checkpoint's embedding.
       where: the checkpoint's path, for the message.
 
     Raises:
-      UserError: naming both sizes.
+      UserError: if a task's padded vocabulary has another size; both sizes are named.
     """
     import seqio
 

@@ -1,6 +1,6 @@
-"""One task's outputs, whoever made them: its files, its metrics and what is recorded of it.
+"""One task's outputs, from any command: its files, its metrics and the details of its record.
 
-For each task and checkpoint step, into the evaluation's folder, one line for each example:
+For each task and checkpoint step, the evaluation's folder gets one line per example:
 
     <task>_inputs               the rendered input, newlines replaced by spaces
     <task>_targets              the postprocessed target; for rank classification
@@ -39,8 +39,8 @@ class Judge:
 
     Attributes:
       task: the SeqIO task's name.
-      postprocess: turns a score or a decoded text into what the metrics compare, and an example's
-        target too.
+      postprocess: turns a score, a decoded text or an example's target into what the metrics
+        compare.
       metric_fns: each called as metric(targets, predictions) -> {name: value}.
     """
 
@@ -50,17 +50,17 @@ class Judge:
 
     @property
     def ranks(self) -> bool:
-        """Whether a metric is t5's rank_classification, partial application allowed."""
+        """Whether a metric is t5's rank_classification, also as a functools.partial."""
         return any(_name(metric) == "rank_classification" for metric in self.metric_fns)
 
     def target(self, example: Example) -> Any:
-        """What an example's target is to the metrics."""
+        """An example's target, postprocessed for the metrics."""
         text = example["targets_pretokenized"]
         text = text.decode("utf-8") if isinstance(text, bytes) else text
         return self.postprocess(text, example=example, is_target=True)
 
     def metrics_of(self, examples: Sequence[Example], outputs: Iterable[Any]) -> dict[str, float]:
-        """The metrics of outputs, which are scores or decoded texts, one for each example."""
+        """The metrics, by name, of one score or decoded text per example."""
         pairs = zip(outputs, examples, strict=True)
         predictions = [self.postprocess(output, example=example) for output, example in pairs]
         return self.metrics([self.target(example) for example in examples], predictions)
@@ -69,7 +69,7 @@ class Judge:
         """The task's metrics, by name."""
         found: dict[str, float] = {}
         with warnings.catch_warnings():
-            # sklearn warns of metrics that few examples leave undefined; they are NaN then.
+            # sklearn warns about metrics that are undefined for few examples; they are NaN.
             warnings.filterwarnings("ignore", module=r"sklearn\.")
             for metric in self.metric_fns:
                 values = metric(targets, predictions).items()
@@ -78,7 +78,7 @@ class Judge:
 
 
 def judge_of(task: EvalTask) -> Judge:
-    """How the outputs of an evaluation's task are judged."""
+    """The judge of an evaluation task's outputs."""
     return Judge(task.name, task.postprocess, task.metric_fns)
 
 
@@ -93,10 +93,12 @@ class TaskResult:
     """One task evaluated at one step.
 
     Attributes:
-      metrics: of the task, by name.
+      task: the SeqIO task's name.
+      step: the checkpoint's step.
+      metrics: the task's metrics by name.
       statistics: sizes of the data, for the task's record.
-      files: digest of each file that was written, by name; empty if none was.
-      scores: the scored pairs, where the task ranks answers.
+      files: digest of each written file, by name; empty if none was written.
+      scores: the scored pairs if the task ranks answers, else None.
     """
 
     task: str
@@ -110,17 +112,17 @@ class TaskResult:
 class TaskOutput:
     """Collects a task's examples and their outputs part by part.
 
-    The lines of the files go to disk at once, so that memory does not hold the texts of a whole
-    task; the files appear under their names only when the task is finished.
+    Lines are written to disk at once, so that memory never holds the texts of a whole task; the
+    files get their names only when the task is finished.
 
     Args:
-      judge: of the task.
-      step: of the checkpoint.
-      folder: for the files; None writes none.
-      truncation: counts what was cut to the lengths.
+      judge: the task's judge.
+      step: the checkpoint's step.
+      folder: the folder of the files; None writes none.
+      truncation: counts the texts that were cut to the lengths.
 
     Attributes:
-      examples: how many have been added.
+      examples: number of examples added so far.
     """
 
     def __init__(self, judge: Judge, step: int, folder: Path | None, truncation: TruncationCounter):
@@ -134,11 +136,11 @@ class TaskOutput:
 
     @property
     def predictions_file(self) -> str:
-        """Name of the file of scores or texts."""
+        """Name of the file of scores or decoded texts."""
         return f"{self.judge.task}_{self.step}_predictions"
 
     def add(self, examples: Sequence[Example], outputs: Iterable[Any]) -> None:
-        """Adds examples with the score, or the decoded text, of each."""
+        """Adds examples with one score or decoded text for each."""
         self.examples += len(examples)
         targets = [self.judge.target(example) for example in examples]
         predictions = [
@@ -156,7 +158,7 @@ class TaskOutput:
             self._predictions += predictions
 
     def finish(self) -> TaskResult:
-        """Puts the files in place and computes the metrics."""
+        """Computes the metrics and renames the files into place."""
         scores, compared = None, (self._targets, self._predictions)
         if self._pairs is not None:
             scores = self._pairs.task_scores(self.judge.task, self.step)
@@ -168,7 +170,7 @@ class TaskOutput:
         )
 
     def discard(self) -> None:
-        """Removes what was written so far of a task that will not be finished."""
+        """Removes the unfinished files of a task that will not be finished."""
         for file in self._files:
             file.discard()
 
@@ -200,7 +202,7 @@ class Statistics:
 
 
 class LineFile:
-    """A text file of one line for each value, complete or not there at all."""
+    """A text file with one line per value that appears under its name only when complete."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -217,7 +219,7 @@ class LineFile:
             self._file.write(line)
 
     def commit(self) -> str:
-        """Syncs the file and gives it its name. Returns 16 hexadecimal digits of its content."""
+        """Syncs the file and renames it into place; returns its digest, 16 hex digits."""
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()

@@ -1,4 +1,4 @@
-"""Text in and text out: what infer decodes and score_from_strings scores, line by line.
+"""Text files, line by line: inputs of infer and score_from_strings, and their outputs.
 
 Source: mesh_tensorflow.transformer.utils (get_inputs_from_file, encode_inputs, decode_from_file,
 score_from_strings, write_lines_to_file).
@@ -19,11 +19,11 @@ from t0repro.model.shapes import Int
 
 
 def read_lines(path: str, binding: str) -> list[str]:
-    """The lines of a file without the space at their ends, and without an empty last line.
+    """Reads a file's lines, without trailing whitespace and without an empty last line.
 
     Args:
-      path: the file, at any address that etils.epath opens.
-      binding: that names it, for messages.
+      path: the file; any address that etils.epath opens.
+      binding: the gin binding that names it, for messages.
 
     Raises:
       UserError: if there is no such file or it has no lines.
@@ -47,25 +47,25 @@ def read_lines(path: str, binding: str) -> list[str]:
 def encode_lines(
     lines: Iterable[str], vocabulary: Any, eos_id: int, length: int
 ) -> list[Int[np.ndarray, " length"]]:
-    """Token ids of each line with EOS at the end, cut to a length."""
+    """Token ids of each line followed by EOS, cut to `length` (which may cut off the EOS)."""
     return [
         np.array([*vocabulary.encode(line.strip()), eos_id][:length], np.int32) for line in lines
     ]
 
 
 def infer_inputs(config: InferConfig) -> list[str]:
-    """The lines that infer decodes, each as often as it is to be decoded."""
+    """The lines that infer decodes, each repeated as often as it is to be decoded."""
     lines = read_lines(config.input_filename, "decode_from_file.input_filename")
     return [line for line in lines for _ in range(config.repeats)]
 
 
 def strings_to_score(config: ScoreStringsConfig) -> tuple[list[str], list[str]]:
-    """Inputs and targets of equal number.
+    """Inputs and targets to score, in equal number.
 
-    There may be several targets, one after the other, for each input, or one for all inputs.
+    The configuration may give several consecutive targets for each input, or one for all inputs.
 
     Raises:
-      UserError: if their numbers do not fit, or there are no inputs.
+      UserError: if the numbers of inputs and targets do not match, or there are no inputs.
     """
     if config.inputs is None:
         raise UserError(
@@ -97,6 +97,6 @@ def strings_to_score(config: ScoreStringsConfig) -> tuple[list[str], list[str]]:
 
 
 def write_lines(path: str | Path, lines: Sequence[Any]) -> None:
-    """Writes a line each, newlines replaced by spaces."""
+    """Writes one line per value, with newlines replaced by spaces."""
     text = "".join(str(line).replace("\n", " ") + "\n" for line in lines)
     write_atomically(path, text)

@@ -1,8 +1,8 @@
 """Counts inputs and targets that were cut to the evaluation's lengths.
 
-A cut input has lost its end, which in many prompts is the question, so that a report has to say how
-many there are. Tokens do not tell: text that just fits fills its length as well. Rows that fill
-theirs are therefore tokenized once more, from the text that comes with them.
+A cut input has lost its end, which in many prompts is the question, so a report has to say how many
+there are. The tokens alone do not show it, because text that just fits fills its length as well.
+Rows that fill their length are therefore tokenized again, from the text that comes with them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class TruncationCounter:
 
     Args:
       features: SeqIO's features by name, `inputs` and `targets`.
-      lengths: tokens per feature; None if nothing is cut.
+      lengths: maximum tokens per feature; None if nothing is cut.
     """
 
     def __init__(self, features: Mapping[str, Any], lengths: Mapping[str, int] | None):
@@ -38,7 +38,7 @@ class TruncationCounter:
             self._count(example, "targets")
 
     def as_record(self) -> dict[str, Any]:
-        """Number of inputs; of inputs and targets that were cut, None where no text came along."""
+        """Counts of inputs, cut inputs and cut targets; None where examples came without text."""
         return {
             "inputs": self._inputs,
             "cut_inputs": self._cut["inputs"],
