@@ -1,10 +1,10 @@
-"""Two stacks' results compared quantity by quantity, in the order in which they are computed.
+"""Compares two stacks' results quantity by quantity, in the order in which they are computed.
 
-What agreement means, in float32 without dropout: the loss within 1e-5 relative at the first step
-and 1e-4 over twenty; after one step every entry of every parameter and slot within 1e-5 of its
-tensor's RMS or of itself, whichever is larger; log-likelihoods within 1e-4 for each target token;
-equal metrics. Activations and gradients, for which nothing is promised, depart where the RMS of
-their difference is more than 1e-5 of their RMS. In bfloat16 differences are reported, not judged.
+Agreement, in float32 without dropout, means: a relative difference of the loss of at most 1e-5 at
+the first step and 1e-4 over twenty; after one step, every entry of every parameter and slot within
+1e-5 of its tensor's RMS or of itself, whichever is larger; log-likelihoods within 1e-4 per target
+token; equal metrics. Activations and gradients, for which nothing is promised, depart if the RMS of
+the difference exceeds 1e-5 of their RMS. In bfloat16 differences are reported, not judged.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from t0repro.parity.jax_run import StackResult
 from t0repro.training.train_state import FlatTree
 
 FIRST_LOSS, LOSSES, TENSOR, PER_TOKEN = 1e-5, 1e-4, 1e-5, 1e-4
-STEPS_JUDGED = 20  # the losses of later steps are reported only
+STEPS_JUDGED = 20  # losses of later steps are only reported
 QUANTILES = (0.5, 0.9, 0.99, 1.0)
 
 
@@ -27,15 +27,15 @@ class Finding:
     """How far one quantity of the JAX stack is from Mesh TensorFlow's.
 
     Attributes:
-      kind: what it is: activation, loss, gradient, first step, last step, log-likelihood, metric.
-      name: the tensor's, a step's or a task's.
+      kind: activation, loss, gradient, first step, last step, log-likelihood or metric.
+      name: name of the tensor, steps or task.
       size: number of values compared.
       reference_rms: root mean square of Mesh TensorFlow's values.
-      difference_rms: of the differences.
-      quantiles: of the entries' differences by the measure below, at QUANTILES.
+      difference_rms: root mean square of the differences.
+      quantiles: the entries' absolute differences, relative to `measure`, at QUANTILES.
       measure: what the differences are relative to.
       error: the number that is judged.
-      tolerance: the largest that it may be; None where it is reported only.
+      tolerance: the largest error allowed; None if it is only reported.
     """
 
     kind: str
@@ -57,13 +57,16 @@ class Finding:
 def compare_results(
     reference: StackResult, ours: StackResult, *, float32: bool, tokens: np.ndarray | None = None
 ) -> list[Finding]:
-    """Everything that both results have, in the order of the computation.
+    """Compares everything that both results have, in the order of the computation.
 
     Args:
-      reference: Mesh TensorFlow's.
-      ours: the JAX stack's.
+      reference: Mesh TensorFlow's results.
+      ours: the JAX stack's results.
       float32: whether the tolerances apply.
-      tokens: target tokens of each scored row.
+      tokens: number of target tokens in each scored row.
+
+    Raises:
+      ValueError: if the results have different tensors, or tensors of different shapes.
     """
     found = list(_findings(reference, ours, tokens))
     if float32:
@@ -112,9 +115,10 @@ def _tensors(
 def _trees(
     kind: str, reference: FlatTree, ours: FlatTree, tolerance: float | None
 ) -> Iterator[Finding]:
-    """Findings judged by the largest difference over the RMS or over the entry, the larger."""
+    """Findings judged by their worst entry, relative to the tensor's RMS or the entry if larger."""
     for name, expected, value in _pairs(kind, _used(reference), _used(ours)):
         difference = _difference(expected, value)
+        # The scale is zero only where the whole tensor is: there any difference is infinite.
         scale = np.maximum(_rms(expected), np.abs(expected.astype(np.float64)))
         errors = np.divide(
             np.abs(difference), scale, out=np.where(difference == 0, 0.0, np.inf), where=scale > 0
@@ -125,14 +129,14 @@ def _trees(
 
 
 def _used(tree: FlatTree) -> dict[str, np.ndarray]:
-    """A tree without the zeros of shape (1,) that stand for slots which are not used."""
+    """A tree without the zeros of shape (1,) that stand for unused slots."""
     return {name: x for name, x in tree.items() if x.shape != (1,) or x[0] != 0}
 
 
 def relative(
     kind: str, name: str, expected: np.ndarray, value: np.ndarray, tolerance: float | None
 ) -> Finding:
-    """The largest difference of an entry relative to the entry."""
+    """A finding judged by the largest difference of an entry relative to that entry."""
     expected, value = np.asarray(expected), np.asarray(value)
     difference = _difference(expected, value)
     errors = np.abs(difference) / np.maximum(np.abs(expected.astype(np.float64)), _TINY)
@@ -143,7 +147,7 @@ def relative(
 def _absolute(
     kind: str, name: str, expected: np.ndarray, value: np.ndarray, tokens: np.ndarray
 ) -> Finding:
-    """The largest absolute difference for each target token."""
+    """A finding judged by the largest absolute difference per target token."""
     difference = _difference(expected, value)
     errors = np.abs(difference) / np.maximum(tokens, 1)
     return _finding(kind, name, expected, difference, errors, "one target token",
@@ -153,10 +157,11 @@ def _absolute(
 def metrics_finding(
     task: str, reference: Mapping[str, float], ours: Mapping[str, float], *, float32: bool
 ) -> Finding:
-    """The metrics of a task, which are to be equal."""
+    """A finding for a task's metrics, which must be equal."""
     names = sorted(reference)
     expected = np.array([reference[name] for name in names])
     value = np.array([ours[name] for name in names])
+    # A metric that is undefined on both stacks counts as equal.
     both_undefined = np.isnan(expected) & np.isnan(value)
     difference = np.where(both_undefined, 0.0, value - expected)
     return _finding("metric", f"{task}: {', '.join(names)}", np.nan_to_num(expected), difference,

@@ -1,14 +1,14 @@
 """Golden runs: what Mesh TensorFlow computes in a few configurations, as small text files.
 
-A case is gin bindings alone. Its parameters and batches are drawn with numpy from seeds that depend
-on nothing but names, so that either stack can be run anywhere and be compared with the file:
+A case consists of gin bindings only. Its parameters and batches are drawn with numpy from seeds
+that depend only on names, so that either stack can run anywhere and be compared with the file:
 
-    losses, learning_rates    by step
-    gradient_norms            of the first batch by parameter, Euclidean
+    losses, learning_rates    one per step
+    gradient_norms            Euclidean norms for the first batch, by parameter
     first_norms, last_norms   of parameters and slots after the first and the last step
 
-A case with dropout has the mean of its losses, its standard error and their deviation instead, over
-steps that change no parameter: the streams of noise differ, their statistics must not.
+A case with dropout has instead the mean, standard error and standard deviation of its losses, over
+steps that change no parameter: the stacks' random streams differ, their statistics must not.
 """
 
 from __future__ import annotations
@@ -49,12 +49,16 @@ class Case:
     """One configuration.
 
     Attributes:
-      name: of the file.
-      model: t5's gin file.
-      params: bindings beside the common ones.
+      name: name of the golden file.
+      model: t5's gin file of the model.
+      params: bindings in addition to the common ones.
       size: bindings of the model's size.
-      inputs_read: False for a language model, whose batches have targets alone.
-      dropout: 0 for the exact cases.
+      packed: whether batches are packed.
+      inputs_read: False for a language model, whose batches have only targets.
+      start_step: the global step at the start.
+      steps: number of training steps.
+      dropout: dropout rate; 0 for the exact cases.
+      dtype: activation dtype.
     """
 
     name: str
@@ -83,7 +87,7 @@ class Case:
         return load(self.inputs(), float32_activations=self.dtype == "float32").run
 
     def batches(self) -> list[dict[str, np.ndarray]]:
-        """The same batches in every process; with dropout, one batch again and again."""
+        """Draws the same batches in every process; with dropout, a single batch, repeated."""
         generator = np.random.default_rng(zlib.crc32(b"batches"))
         make = packed_batch if self.packed else unpacked_batch
         count = 1 if self.dropout else self.steps
@@ -96,8 +100,8 @@ class Case:
 
 _RATE = "learning_rate_schedules.constant_learning_rate.learning_rate = 0.01"
 
-# MomentumOptimizer is not among them: off TPU it assigns its velocity while it subtracts it, and
-# which of the two values is read is a matter of threads (losses differ by 1e-4 from run to run).
+# MomentumOptimizer is left out: off TPU it assigns its velocity while it subtracts it, so which of
+# the two values is read depends on threads (losses differ by 1e-4 from run to run).
 CASES = (
     Case("t5_1_1_packed_microbatches", params=(f"{_MICROBATCHES}48", _RATE), size=_SMALL,
          start_step=1000),
@@ -136,7 +140,7 @@ CASES = (
 
 
 def start_tree(config: RunConfig, step: int) -> dict[str, np.ndarray]:
-    """Float32 parameters by T5X's names, each drawn from its name; no slots."""
+    """Float32 parameters under T5X's names, each drawn from a seed made of its name; no slots."""
     import flax.traverse_util
     import jax
 
@@ -201,7 +205,7 @@ def _tokens(generator: np.random.Generator, size: int) -> np.ndarray:
 
 
 def run_on_mesh(cases: Sequence[Case], folder: str | Path) -> list[dict[str, Any]]:
-    """What the files of the cases say, computed by Mesh TensorFlow in one process."""
+    """Computes the contents of the cases' files with Mesh TensorFlow, in one process."""
     from t0repro.converters.convert import convert
     from t0repro.training.checkpoints import save_tree
 
@@ -229,7 +233,7 @@ def run_on_mesh(cases: Sequence[Case], folder: str | Path) -> list[dict[str, Any
 
 
 def run_on_jax(case: Case) -> dict[str, Any]:
-    """The same, computed by the JAX stack."""
+    """Computes the contents of a case's file with the JAX stack."""
     config = case.config()
     result = run_jax(
         config,
@@ -242,7 +246,7 @@ def run_on_jax(case: Case) -> dict[str, Any]:
 
 
 def summary(case: Case, result: StackResult) -> dict[str, Any]:
-    """What a case's file holds, numbers to nine digits."""
+    """The contents of a case's file, with numbers to nine significant digits."""
     found: dict[str, Any] = {"case": case.name, "start_step": case.start_step}
     found["bindings"] = [f"include {case.model}", *case.size, *case.params]
     if case.dropout:
@@ -259,7 +263,7 @@ def summary(case: Case, result: StackResult) -> dict[str, Any]:
 
 
 def _norms(arrays: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """Euclidean norms; slots that are not used, (1,) of zero, are left out."""
+    """Euclidean norms, without unused slots, which are zeros of shape (1,)."""
     return {
         name: _digits(np.linalg.norm(np.asarray(x, np.float64)))
         for name, x in sorted(arrays.items())
@@ -272,5 +276,5 @@ def _digits(x: Any) -> float:
 
 
 def to_text(golden: Mapping[str, Any]) -> str:
-    """A file's text: one number a line, so that a change can be read in a diff."""
+    """A file's text, with one number per line, so that a diff shows what changed."""
     return json.dumps(golden, indent=1) + "\n"

@@ -1,11 +1,11 @@
-"""Known errors, put into the JAX side to show that a comparison sees them.
+"""Known errors, injected into the JAX side to show that a comparison finds them.
 
 The names are those of `t0repro parity --inject`:
 
     slot-swap         the factored slots of square matrices are not exchanged on their way between
                       the stacks, as in T5X's importer
-    bucket-eps        an epsilon inside the logarithm of the relative-position buckets; T5X has one
-                      of 1.2e-7, which moves no offset up to 2048, so that it is 0.1 here
+    bucket-eps        an epsilon inside the logarithm of the relative-position buckets; it is 0.1
+                      here, because T5X's own of 1.2e-7 moves no offset up to 2048
     loss-denominator  the loss is divided by the number of real targets, padding left out
     no-shift          the decoder reads the target that it is to predict
 """
@@ -33,7 +33,7 @@ EPSILON = 0.1
 
 @contextlib.contextmanager
 def injected(error: Error | None) -> Iterator[None]:
-    """While it lasts, the JAX model is computed with the error; what was compiled is forgotten."""
+    """Patches the error into the JAX model within the block, and clears JAX's caches."""
     from t0repro.model import layers, t5
 
     replaced: dict[tuple[Any, str], Any] = {}
@@ -52,6 +52,7 @@ def injected(error: Error | None) -> Iterator[None]:
 def _replace(values: Mapping[tuple[Any, str], Any]) -> None:
     for (module, name), value in values.items():
         setattr(module, name, value)
+    # Functions already compiled would go on using the old ones.
     if values:
         jax.clear_caches()
 
@@ -59,7 +60,7 @@ def _replace(values: Mapping[tuple[Any, str], Any]) -> None:
 def with_error(
     error: Error | None, config: RunConfig, batches: Any, start: FlatTree
 ) -> tuple[RunConfig, FlatTree]:
-    """The configuration and the starting tree with the error in them, where it belongs there.
+    """Puts the error into the configuration or the starting tree, if that is where it belongs.
 
     Raises:
       UserError: if the error would change nothing here.
@@ -77,7 +78,7 @@ def with_error(
 
 
 def without_exchange(tree: FlatTree) -> dict[str, np.ndarray]:
-    """A tree with v_row and v_col of every square matrix in each other's place."""
+    """Swaps v_row and v_col of every parameter whose two largest axes are equally long."""
     swapped = dict(tree)
     for key in tree:
         path, slot = layout.split_key(key) if key != layout.STEP else ("", None)

@@ -1,4 +1,4 @@
-"""The JAX stack's side of a comparison: Mesh TensorFlow's quantities, by the same names."""
+"""The JAX stack's side of a comparison: Mesh TensorFlow's quantities under the same names."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from t0repro.training.train_state import FlatTree, from_flat_tree, new_train_sta
 from t0repro.training.train_step import loss_and_gradients, make_train_step
 
 Arrays = Mapping[str, np.ndarray]
-# What the model reads of a batch; positions are not among it (t0repro.model.t5).
+# The features that the model reads; positions are not among them (t0repro.model.t5).
 FEATURES = ("inputs", "targets", "inputs_segmentation", "targets_segmentation")
 # The sublayers of a layer by their module's name, in order.
 ENCODER_SUBLAYERS = ("attention", "mlp")
@@ -35,14 +35,14 @@ class StackResult:
     """What one stack computed.
 
     Attributes:
-      losses: float32 [steps], each of the parameters before its update.
+      losses: float32 [steps], each with the parameters before its update.
       learning_rates: [steps].
-      trees: number of steps done -> parameters, slots and step, T5X's flat names.
-      activations: of the first batch, the residual stream after each sublayer, the towers' outputs
+      trees: number of steps done -> parameters, slots and step under T5X's flat names.
+      activations: for the first batch, the residual stream after each sublayer, the towers' outputs
         and the logits, in the order of the computation.
-      gradients: of the first batch by the parameter's path.
-      token_losses: cross entropy in nats [batch, length] of the first batch, without z_loss.
-      scores: log-likelihoods [rows], or None.
+      gradients: for the first batch, by the parameter's path.
+      token_losses: cross entropy of the first batch in nats, [batch, length], without z_loss.
+      scores: log-likelihoods in nats, [rows]; None if nothing was scored.
     """
 
     losses: np.ndarray
@@ -65,17 +65,17 @@ def run_jax(
     scored: Sequence[Mapping[str, Any]] = (),
     seed: int = 0,
 ) -> StackResult:
-    """Steps through the batches from a checkpoint's tree.
+    """Trains on the batches, one step each, from a checkpoint's tree.
 
     Args:
-      config: model, optimizer, schedule, dtypes and the number of microbatches count.
-      batches: int32 [batch, length] by feature, a step each.
-      start: parameters, slots and step by T5X's names.
-      snapshots: numbers of steps done after which the state is kept.
-      tensors: whether activations and token losses of the first batch are wanted.
-      gradients: whether those of the first batch are wanted.
-      scored: examples to score by the first parameters.
-      seed: of dropout.
+      config: gives model, optimizer, schedule, dtypes and the number of microbatches.
+      batches: int32 [batch, length] by feature, one batch per step.
+      start: parameters, slots and step under T5X's names.
+      snapshots: numbers of steps after which to keep the state.
+      tensors: whether to return activations and token losses of the first batch.
+      gradients: whether to return gradients of the first batch.
+      scored: examples to score with the initial parameters.
+      seed: seed for dropout.
 
     Raises:
       UserError: if the checkpoint does not fit the model.
@@ -118,7 +118,7 @@ def run_jax(
 
 
 def _by_parameter(tree: FlatTree) -> FlatTree:
-    """A checkpoint's tree with Adam's moments under their parameters, not where optax has them."""
+    """A checkpoint's tree with Adam's moments under their parameters' paths, unlike optax's."""
     return {key: value for name, value in tree.items() if (key := layout.from_optax(name))}
 
 
@@ -158,7 +158,7 @@ def _forward(model: T5, params: dict, batch: Arrays) -> tuple[Arrays, np.ndarray
 
 
 def _present(model: T5, batch: Arrays, feature: str) -> Any:
-    """What a tower's output is multiplied by: 0 at padding, [batch, length, 1]."""
+    """The factor of a tower's output, [batch, length, 1]: 0 at padding, 1 elsewhere."""
     segmentation = batch.get(f"{feature}_segmentation")
     segments = None if segmentation is None else jnp.asarray(segmentation)
     if not model.config.decoder_only:  # an unpacked language model does not know its padding
@@ -167,7 +167,7 @@ def _present(model: T5, batch: Arrays, feature: str) -> Any:
 
 
 def _residual_stream(tower: str, modules: Mapping[str, Any], x: np.ndarray) -> Arrays:
-    """The stream as it enters a tower and after each sublayer."""
+    """The residual stream as it enters a tower and after each sublayer."""
     stream = {f"{tower}/embedded": x}
     sublayers = ENCODER_SUBLAYERS if tower == "encoder" else DECODER_SUBLAYERS
     layers = [name for name in modules if name.startswith("layers_")]

@@ -1,10 +1,10 @@
-"""What Mesh TensorFlow is asked to compute, and running it in a process of its own.
+"""Describes what Mesh TensorFlow is to compute, and runs it in its own process.
 
-Mesh TensorFlow wants graph mode and process-wide gin state, and it must not share either with the
-process that compares. A job is a JSON file; its results are files in its folder:
+Mesh TensorFlow needs graph mode and process-wide gin state, and must share neither with the process
+that compares. Jobs are passed in a JSON file; a job's results are files in its folder:
 
-    model.ckpt-<step>.*   the start, and the states after the steps asked for, as t5 saves them
-    arrays.npz            losses [steps], learning_rates [steps], and where asked for
+    model.ckpt-<step>.*   the start, and the states after the requested steps, as t5 saves them
+    arrays.npz            losses [steps], learning_rates [steps] and, if requested,
                           activations/<name>, gradients/<variable>, token_losses, scores
     done                  written last
 """
@@ -34,13 +34,13 @@ class MeshJob:
     """One run of Mesh TensorFlow's own model function on given batches.
 
     Attributes:
-      out: the folder of the results.
+      out: the folder for the results.
       inputs: the gin files and overrides, as t5_mesh_transformer gets them.
-      batches: a file of "<index>/<feature>" arrays, int32 [batch, length]; a step each.
+      batches: a file of "<index>/<feature>" arrays, int32 [batch, length], one batch per step.
       start: prefix of the Mesh TensorFlow checkpoint to start from; None draws parameters.
-      snapshots: numbers of steps done after which the state is saved.
-      tensors: whether activations, token losses and gradients of the first batch are wanted.
-      scored: a file of "<index>/<feature>" arrays to score by the first parameters, or None.
+      snapshots: numbers of steps after which to save the state.
+      tensors: whether to return activations, token losses and gradients of the first batch.
+      scored: a file of "<index>/<feature>" arrays to score with the initial parameters, or None.
       float32: compute in float32 whatever gin says, as t5_mesh_transformer does without --tpu.
     """
 
@@ -59,18 +59,18 @@ class MeshJob:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> MeshJob:
-        """What `to_json` made."""
+        """The job that `to_json` described."""
         return cls(**{**values, "inputs": GinInputs(**values["inputs"])})
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshResult:
-    """What a job gave.
+    """The results of a job.
 
     Attributes:
-      folder: has the checkpoints.
+      folder: the folder with the checkpoints.
       start_step: the global step at the start.
-      arrays: see the module's description.
+      arrays: see the module's docstring.
     """
 
     folder: Path
@@ -94,12 +94,12 @@ def run_mesh(jobs: Sequence[MeshJob]) -> list[MeshResult]:
     """Runs jobs one after the other in one process and reads their results.
 
     Raises:
-      UserError: if Mesh TensorFlow failed; its own last words are in the message.
+      UserError: if Mesh TensorFlow failed; the message has the last line that it printed.
     """
     description = Path(jobs[0].out) / "jobs.json"
     write_atomically(description, json.dumps([job.to_json() for job in jobs], indent=1))
     done = subprocess.run(
-        # -P: the checkout's folder gin/ must not be found in place of gin-config.
+        # -P: otherwise the checkout's folder gin/ would be imported in place of gin-config.
         [sys.executable, "-P", "-m", "t0repro.parity.mesh_run", str(description)],
         capture_output=True,
         text=True,

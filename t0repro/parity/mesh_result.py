@@ -14,10 +14,10 @@ from t0repro.parity.mesh_jobs import MeshResult
 
 
 def as_stack_result(result: MeshResult, snapshots: Sequence[int]) -> StackResult:
-    """A job's results as the JAX stack would give them; slots of square matrices change places.
+    """Converts a job's results to the JAX stack's form; square matrices' slots are exchanged.
 
     Args:
-      result: of a job with these snapshots.
+      result: the results of a job with these snapshots.
       snapshots: numbers of steps done; 0 is the start.
     """
     arrays = result.arrays
@@ -41,12 +41,12 @@ def _path(variable: str) -> str:
 
 
 def _in_order(activations: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Without the number that each name begins with, by that number."""
+    """Sorts by the number that each name begins with, and removes it."""
     return {name.partition("/")[2]: activations[name] for name in sorted(activations)}
 
 
 def _activation_name(name: str) -> str:
-    """`decoder/block_001/layer_002` is `decoder/layers_1/mlp`; other names stay."""
+    """Turns `decoder/block_001/layer_002` into `decoder/layers_1/mlp`; keeps other names."""
     found = re.fullmatch(r"(\w+)/block_(\d+)/layer_(\d+)", name)
     if found is None:
         return name.replace("transformer/", "decoder/")

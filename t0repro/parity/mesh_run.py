@@ -1,8 +1,8 @@
-"""Mesh TensorFlow's side of a comparison: the program of the process that `run_mesh` starts.
+"""Mesh TensorFlow's side of a comparison: the program that `run_mesh` starts in its own process.
 
-Everything that is computed is what t5's own `utils.run` builds from gin: its model function is
-taken at the place where t5 hands it to the Estimator, and is called with placeholders in place of a
-dataset, so that given batches can be fed and tensors inside the graph be read.
+It computes exactly what t5's own `utils.run` builds from gin: the model function is intercepted
+where t5 passes it to the Estimator, and is called with placeholders in place of a dataset, so that
+given batches can be fed in and tensors inside the graph can be read.
 
     python -P -m t0repro.parity.mesh_run jobs.json
 """
@@ -25,7 +25,7 @@ Arrays = dict[str, np.ndarray]
 
 
 def _tensorflow_1() -> Any:
-    """The API of TensorFlow 1, with what compat adds to it."""
+    """TensorFlow 1's API, after compat has patched it; compat must come before the import."""
     from t0repro.mesh import compat
 
     compat.install()
@@ -38,7 +38,7 @@ tf = _tensorflow_1()
 
 
 def main() -> None:
-    """Runs every job of the file that the command line names."""
+    """Runs every job in the file named on the command line."""
     tf.disable_v2_behavior()
     tf.logging.set_verbosity(tf.logging.ERROR)
     for values in json.loads(Path(sys.argv[1]).read_text()):
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def run_job(job: MeshJob) -> None:
-    """Runs one job and writes its results, the marker last."""
+    """Runs one job and writes its results, the marker file last."""
     import gin
     from t0repro.config.mtf.parser import parse
 
@@ -78,9 +78,9 @@ def run_job(job: MeshJob) -> None:
 
 
 def _model_function(model_dir: str) -> Callable[..., Any]:
-    """t5's model function of the gin configuration; keyword arguments replace its own.
+    """t5's model function for the gin configuration; keyword arguments override its own.
 
-    `utils.run` gets as far as calling `train_model_fn`, which does nothing here.
+    `utils.run` runs as far as its call of `train_model_fn`, which does nothing here.
     """
     from mesh_tensorflow.transformer import utils
 
@@ -107,13 +107,14 @@ def _model_function(model_dir: str) -> Callable[..., Any]:
 
 
 class _Captured:
-    """What a model function made on its way.
+    """What a model function created while it ran.
 
     Attributes:
-      lowerings: of the Mesh TensorFlow graph, the last one counts.
-      gradients: (variable, gradient) as the optimizer gets them.
-      layers: (name, tensor) of the residual stream after each sublayer and of each tower's output.
-      logits: of the outermost model.
+      lowerings: lowerings of the Mesh TensorFlow graph; the last one counts.
+      gradients: (variable, gradient) pairs as the optimizer gets them.
+      layers: (name, tensor) of what enters each tower, of the residual stream after each sublayer
+        and of each tower's output.
+      logits: logits of the outermost model.
     """
 
     def __init__(self) -> None:
@@ -125,7 +126,7 @@ class _Captured:
 
 @contextlib.contextmanager
 def _capturing() -> Iterator[_Captured]:
-    """Notes lowerings, gradients, activations and logits while a model function runs."""
+    """Records lowerings, gradients, activations and logits while a model function runs."""
     import mesh_tensorflow as mtf
     from mesh_tensorflow.transformer import transformer
 
@@ -153,6 +154,7 @@ def _capturing() -> Iterator[_Captured]:
 
     def call_simple(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         logits, loss = original(self, *args, **kwargs)
+        # The outermost call returns last, so its logits are the ones that stay.
         captured.logits = logits
         return logits, loss
 
@@ -201,7 +203,7 @@ def _as_float32(lowering: Any, tensor: Any) -> Any:
 def _train(
     model_fn: Callable[..., Any], batches: list, job: MeshJob, out: Path, arrays: Arrays
 ) -> tuple[int, str]:
-    """Steps through the batches; returns the first global step and the start's checkpoint."""
+    """Trains on the batches; returns the initial global step and checkpoint."""
     step = tf.train.get_or_create_global_step()
     placeholders = _placeholders(batches[0])
     with _capturing() as captured, _noting_learning_rate() as rates:
@@ -215,7 +217,7 @@ def _train(
     fetches = {"loss": spec.loss}
     if rates:
         fetches["learning_rate"] = rates[-1]
-    # The loss and the rate are of the state before the update, whatever order the threads take.
+    # Read the loss and the rate before the update, whatever order the threads would take.
     with tf.control_dependencies([*fetches.values()]):
         train_op = tf.group(spec.train_op)
     rows = []
@@ -243,7 +245,7 @@ def _train(
 
 @contextlib.contextmanager
 def _noting_learning_rate() -> Iterator[list[Any]]:
-    """Notes what the model function writes as the summary `learning_rate`."""
+    """Records the tensor that the model function writes as the summary `learning_rate`."""
     rates: list[Any] = []
 
     def scalar(original: Any, name: str, tensor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -256,7 +258,7 @@ def _noting_learning_rate() -> Iterator[list[Any]]:
 
 
 def _forward(model_fn: Callable[..., Any], batch: Mapping[str, np.ndarray], start: str) -> Arrays:
-    """Activations, logits and token losses of a batch by the parameters of a checkpoint."""
+    """Activations, logits and token losses of a batch with a checkpoint's parameters."""
     tf.train.get_or_create_global_step()
     placeholders = _placeholders(batch)
     with _capturing() as captured:
@@ -277,7 +279,7 @@ def _forward(model_fn: Callable[..., Any], batch: Mapping[str, np.ndarray], star
 
 
 def _score(model_fn: Callable[..., Any], batches: list, start: str) -> np.ndarray:
-    """Log-likelihoods of rows by the parameters of a checkpoint: float32 [rows]."""
+    """Log-likelihoods of rows with a checkpoint's parameters, [rows]."""
     tf.train.get_or_create_global_step()
     placeholders = _placeholders(batches[0])
     rows = batches[0]["targets"].shape[0]
@@ -294,7 +296,7 @@ def _score(model_fn: Callable[..., Any], batches: list, start: str) -> np.ndarra
 
 
 def _restored(lowering: Any, start: str, wanted: Any, feeds: list[dict]) -> list[Any]:
-    """The wanted tensors for each feed, with the variables of a checkpoint."""
+    """Evaluates the wanted tensors for each feed, with a checkpoint's variables."""
     results = []
     with tf.Session() as session:
         session.run([tf.global_variables_initializer(), tf.local_variables_initializer()])

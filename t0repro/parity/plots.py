@@ -10,12 +10,12 @@ from t0repro.parity.findings import Finding
 from t0repro.parity.run import Parity
 from t0repro.reports.svg import ROLES, Drawing, inline_plot, whole_steps
 
-_SMALLEST = 1e-9  # errors below it are drawn as this, equality among them
+_SMALLEST = 1e-9  # smaller errors, zero included, are drawn as this on the logarithmic axis
 _MOST_BARS = 60
 
 
 def losses_plot(parity: Parity) -> str:
-    """Training loss by step: JAX's line over Mesh TensorFlow's, which is the wider one."""
+    """Plots training loss by step: JAX's thin line over Mesh TensorFlow's wide one."""
     steps = parity.start_step + 1 + np.arange(len(parity.mesh_losses))
 
     def draw(drawing: Drawing) -> None:
@@ -33,16 +33,16 @@ def losses_plot(parity: Parity) -> str:
 
 
 def error_plot(findings: Sequence[Finding], label: str) -> str:
-    """A bar of the judged error for each tensor on a logarithmic axis, the tolerance as a line.
+    """Plots each tensor's judged error as a bar on a logarithmic axis, the tolerance as a line.
 
-    The worst _MOST_BARS are drawn, in the order of the computation.
+    Only the worst _MOST_BARS are drawn, in the order of the computation.
     """
     worst = sorted(findings, key=lambda finding: -finding.error)[:_MOST_BARS]
     shown = [finding for finding in findings if finding in worst]
     tolerance = shown[0].tolerance
 
     def draw(drawing: Drawing) -> None:
-        # On a narrow screen a name stands above its bar, since beside it no room would be left
+        # On a narrow screen names go above their bars, because there is no room beside them.
         pitch, left = (0.36, 0.15) if drawing.narrow else (0.2, 3.6)
         axes = drawing.axes(0.9 + pitch * len(shown), left)
         names = [_short(finding.name) for finding in reversed(shown)]
@@ -67,7 +67,7 @@ def error_plot(findings: Sequence[Finding], label: str) -> str:
 
 
 def _draw_error(drawing: Drawing, axes, row: int, finding: Finding) -> None:
-    """A finding's bar, in another colour where it departs."""
+    """Draws a finding's bar, in another colour if it departs."""
     error = float(np.clip(np.nan_to_num(finding.error, nan=1e3), _SMALLEST, 1e3))
     colour = ROLES["accent"] if finding.passes else ROLES["chance"]
     height = 0.3 if drawing.narrow else 0.7
@@ -79,6 +79,6 @@ def _draw_error(drawing: Drawing, axes, row: int, finding: Finding) -> None:
 
 
 def _short(name: str) -> str:
-    """The end of a name, which tells tensors apart."""
+    """Shortens a name to its end, which is what tells tensors apart."""
     name = name.removeprefix("state/").removeprefix("param_states/").removeprefix("target/")
     return name if len(name) <= 48 else f"…{name[-47:]}"

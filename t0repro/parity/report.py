@@ -18,7 +18,7 @@ from t0repro.reports.provenance import git_commit
 from t0repro.reports.write import write_page
 from t0repro.words import counted
 
-# Kinds in the order of the computation, with what their section is called
+# Kinds that have their own section, in the order of the computation, with its title.
 TITLES = {
     "activation": "Activations of the first batch",
     "gradient": "Gradients of the first batch",
@@ -42,7 +42,7 @@ def write_report(parity: Parity, job: Job) -> list[Path]:
 
 
 def verdict(parity: Parity) -> str:
-    """The outcome in a sentence."""
+    """States the outcome in one sentence."""
     if not parity.float32:
         return "In bfloat16 differences are reported, not judged."
     if parity.passed:
@@ -56,7 +56,7 @@ def verdict(parity: Parity) -> str:
 
 
 def sections(parity: Parity, job: Job, facts: dict[str, Any]) -> list[Section]:
-    """What the page shows."""
+    """The sections of the report, from the outcome to the sources."""
     lines = [verdict(parity)]
     if parity.injected:
         lines.append(f"The error {parity.injected} was put into the JAX side.")
@@ -83,7 +83,8 @@ def sections(parity: Parity, job: Job, facts: dict[str, Any]) -> list[Section]:
 
 
 def _summary(kind: str, findings: Sequence[Finding]) -> tuple[str, ...]:
-    # Quantities of one kind may have tolerances of their own: the worst is the nearest to it.
+    # Quantities of one kind may have different tolerances: the worst has the largest error relative
+    # to its own.
     worst = max(findings, key=lambda f: f.error / (f.tolerance or 1.0))
     departing = sum(not finding.passes for finding in findings)
     return (kind, str(len(findings)), worst.name, f"{worst.error:.2e}", _tolerance(worst),

@@ -1,4 +1,4 @@
-"""`t0repro parity`: both stacks on one job, compared."""
+"""`t0repro parity`: runs one job on both stacks and compares them."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from t0repro.parity.jax_run import StackResult, run_jax
 from t0repro.parity.mesh_jobs import MeshJob, run_mesh, save_batches
 from t0repro.parity.mesh_result import as_stack_result
 
-PAIRS = 128  # (input, choice) pairs of an evaluation task that are scored
-ROWS = 16  # of a batch of them
+PAIRS = 128  # at most so many (input, choice) pairs of an evaluation task are scored
+ROWS = 16  # rows in a batch of pairs
 MESH_FOLDER = "mesh_tensorflow"
 
 Say = Callable[[str], None]
@@ -35,13 +35,14 @@ class Job:
     """What both stacks are given.
 
     Attributes:
-      config: of the JAX stack.
-      inputs: gin's, for Mesh TensorFlow.
-      out: the folder of all results.
-      batches: a training step each.
-      task: whose examples are scored, if any.
+      config: configuration of the JAX stack.
+      inputs: gin files and overrides, for Mesh TensorFlow.
+      out: the folder for all results.
+      batches: training batches, one per step.
+      task: task whose examples are scored, if any.
       float32: whether the tolerances apply.
-      start: the Mesh TensorFlow checkpoint that both start from; None for one of its own.
+      start: the Mesh TensorFlow checkpoint that both start from; None lets Mesh TensorFlow draw
+        parameters.
     """
 
     config: RunConfig
@@ -63,8 +64,13 @@ class Parity:
     """The outcome of a comparison.
 
     Attributes:
-      findings: in the order of the computation.
-      injected: the error that was put into the JAX side, if one was.
+      findings: findings in the order of the computation.
+      mesh_losses: Mesh TensorFlow's training losses, [steps].
+      jax_losses: the JAX stack's training losses, [steps].
+      start_step: the global step at the start.
+      start: describes where the parameters came from.
+      float32: whether the tolerances apply.
+      injected: the error that was injected into the JAX side, if any.
     """
 
     findings: Sequence[Finding]
@@ -77,7 +83,7 @@ class Parity:
 
     @property
     def departures(self) -> list[Finding]:
-        """What is beyond its tolerance."""
+        """The findings beyond their tolerance."""
         return [finding for finding in self.findings if not finding.passes]
 
     @property
@@ -95,22 +101,24 @@ def make_job(
     dtype: Literal["float32", "bfloat16"] = "float32",
     eval_task: str | None = None,
 ) -> Job:
-    """Reads the configuration and the data, and puts the start in Mesh TensorFlow's form.
+    """Reads the configuration and the data, and converts the start to Mesh TensorFlow's format.
 
     Args:
-      inputs: gin files and overrides, of a training run.
-      out: the folder of all results; its contents of an earlier comparison are replaced.
-      steps: training steps.
+      inputs: gin files and overrides of a training run.
+      out: the folder for all results; those of an earlier comparison are replaced.
+      steps: number of training steps.
       start: a checkpoint in any format; None lets Mesh TensorFlow draw parameters.
-      dtype: of activations.
+      dtype: activation dtype.
       eval_task: a task or mixture with inputs and targets whose validation examples are scored.
 
     Raises:
-      UserError: if the configuration has dropout, or anything in it is wrong.
+      UserError: if the configuration has dropout or is invalid.
     """
     from t0repro.config.mtf.dialect import load
 
     float32 = dtype == "float32"
+    # Float32 masters whatever gin says: Mesh TensorFlow's bfloat16 masters would round away the
+    # differences that are compared.
     kinds = {"master": "float32", "slice": "float32", "activation": dtype}
     settings = [f"utils.get_variable_dtype.{kind}_dtype = '{x}'" for kind, x in kinds.items()]
     inputs = dataclasses.replace(inputs, gin_params=[*inputs.gin_params, *settings])
@@ -130,7 +138,7 @@ def make_job(
 
 
 def _task(name: str, config: RunConfig) -> EvalTask:
-    """The task with the first PAIRS of its validation examples, whole groups of choices."""
+    """The task with its first PAIRS validation examples or fewer, in whole groups of choices."""
     data = config.eval_data or EvalDataConfig(name, "validation", False, False, 0, False, None)
     data = dataclasses.replace(
         data, mixture_or_task_name=name, split="validation", num_eval_examples=None, pack=False
@@ -144,19 +152,19 @@ def _task(name: str, config: RunConfig) -> EvalTask:
         )
     count = min(PAIRS, len(task.examples))
     if count < len(task.examples):
-        # Do not cut between the choices of an input.
+        # Do not separate the choices of one input.
         while count > 1 and _input_of(task.examples[count]) == _input_of(task.examples[count - 1]):
             count -= 1
     return dataclasses.replace(task, examples=task.examples[:count])
 
 
 def _input_of(example: Mapping[str, Any]) -> int:
-    """The number of a ranked example's input; one for each example of another kind."""
+    """The number of a ranked example's input; a unique one for any other example."""
     return int(example["idx"][0]) if "idx" in example else id(example)
 
 
 def _mesh_checkpoint(start: str | None, out: Path) -> str | None:
-    """A start's prefix as a Mesh TensorFlow checkpoint with float32 parameters."""
+    """The prefix of a start as a float32 Mesh TensorFlow checkpoint, converted if need be."""
     from t0repro.converters import sources
     from t0repro.converters.convert import convert
     from t0repro.parameters import layout
@@ -174,7 +182,7 @@ def _mesh_checkpoint(start: str | None, out: Path) -> str | None:
 
 
 def run_mesh_side(job: Job) -> tuple[StackResult, int]:
-    """Mesh TensorFlow's results and the global step at the start."""
+    """Runs Mesh TensorFlow; returns its results and the global step at the start."""
     folder = job.out / MESH_FOLDER
     scored = None
     if job.task is not None:
@@ -206,7 +214,7 @@ def run_mesh_side(job: Job) -> tuple[StackResult, int]:
 
 
 def _rows(task: EvalTask, config: RunConfig) -> list[dict[str, np.ndarray]]:
-    """The task's examples as batches of ROWS, padded to the run's lengths and with empty rows."""
+    """The task's examples in batches of ROWS, padded to the run's lengths and with empty rows."""
     assert config.sequence_length is not None
     count = -(-len(task.examples) // ROWS) * ROWS
     arrays = {}
@@ -223,13 +231,13 @@ def _rows(task: EvalTask, config: RunConfig) -> list[dict[str, np.ndarray]]:
 def compare_sides(
     job: Job, reference: StackResult, start_step: int, error: inject.Error | None = None
 ) -> Parity:
-    """Runs the JAX stack, with an error put into it if one is named, and compares.
+    """Runs the JAX stack, with an error injected if one is named, and compares.
 
     Args:
       job: what Mesh TensorFlow was given.
-      reference: what it computed.
-      start_step: where it started.
-      error: see `t0repro.parity.inject`.
+      reference: what Mesh TensorFlow computed.
+      start_step: the global step at the start.
+      error: the error to inject, see `t0repro.parity.inject`.
 
     Raises:
       UserError: if the error would change nothing.
@@ -246,6 +254,7 @@ def compare_sides(
             gradients=True,
             scored=examples,
         )
+    # The error leaves slots unexchanged between the stacks, so on the way back too.
     if error == "slot-swap":
         trees = {done: inject.without_exchange(tree) for done, tree in ours.trees.items()}
         ours = dataclasses.replace(ours, trees=trees)
@@ -276,7 +285,7 @@ def _metrics(task: EvalTask, reference: StackResult, ours: StackResult, float32:
 
 
 def to_json(parity: Parity, facts: dict[str, Any]) -> str:
-    """The comparison as indented JSON; `facts` say what was compared and where."""
+    """The comparison as indented JSON; `facts` are added as they are."""
     first = parity.departures[0] if parity.departures else None
     value = {
         "passed": parity.passed,

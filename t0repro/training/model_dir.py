@@ -118,7 +118,7 @@ def check_model_dir(
 
 def _check_stack(refs: list[CheckpointRef], backend: Backend, model_dir: str) -> None:
     """Refuses checkpoints that this backend would ignore although they are the latest."""
-    # The last of each kind wins.
+    # References come in ascending order of steps, so the latest of each kind stays.
     latest: dict[bool, CheckpointRef] = {ref.format == "mtf": ref for ref in refs}
     mesh, ours = latest.get(True), latest.get(False)
     if ours is None:
