@@ -1,12 +1,12 @@
 """Checkpoints with T5X's tree, `checkpoint_<step>/`: this project's JAX ones and T5X's own.
 
-T5X's are of two layouts. The legacy one has T5X's msgpack file `checkpoint` and Zarr arrays beside
-it; Orbax's, T5X's default since 2023, has the folder `state` and, if T5X saved how far its data had
-been read, the folder `dataset`. T5X tells them apart by `_METADATA`, which only Orbax writes.
+T5X has two layouts. The legacy one has T5X's msgpack file `checkpoint` with Zarr arrays beside it.
+Orbax's, T5X's default since 2023, has the folder `state` and, if T5X saved its position in the
+training data, the folder `dataset`. T5X tells them apart by `_METADATA`, which only Orbax writes.
 
 T5X's tree holds all four slots of every parameter; those that the optimizer does not use are zeros
-of shape (1,). They are taken out on reading and put in on writing, so that the rest of this
-package knows only slots that mean something. Adam's moments are where optax's adam keeps them.
+of shape (1,). These dummies are removed on reading and added on writing, so that the rest of the
+package sees only real slots. Adam's moments are where optax's adam keeps them.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class JaxReader:
     """Reads a checkpoint with T5X's tree: Orbax's layouts or T5X's msgpack, scanned or not.
 
     Args:
-      ref: a `checkpoint_<step>` directory.
-      norm_names: what the directory's conversion manifest says of Mesh TensorFlow's spelling.
+      ref: A `checkpoint_<step>` directory.
+      norm_names: How Mesh TensorFlow spells the norms, according to the conversion manifest.
 
     Raises:
-      UserError: if the directory cannot be read or holds a name that is in no row of the table.
+      UserError: If the directory cannot be read or holds a name that is not in the layout table.
     """
 
     def __init__(self, ref: CheckpointRef, norm_names: layout.NormNames | None = None):
@@ -62,11 +62,11 @@ class JaxReader:
         _check_keys(self.tensors, ref.path)
 
     def read(self, key: str) -> np.ndarray:
-        """One tensor, as it is stored."""
+        """Reads one tensor as stored."""
         return self._arrays.read(key)
 
     def native_name(self, key: str) -> str:
-        """Flat keys are this format's own names."""
+        """Returns the key itself: flat keys are this format's own names."""
         return key
 
 
@@ -108,15 +108,15 @@ def _is_known(key: str, decoder_only: bool) -> bool:
 
 
 def dummies(tree: Mapping[str, _Shaped]) -> set[str]:
-    """The placeholders among a tree's slots: zeros of shape (1,) for slots that are not used.
+    """Finds T5X's placeholders among the slots: zeros of shape (1,) for slots that are not used.
 
-    A slot of that shape is a dummy unless its parameter's own slots have that shape: `v` and `m`
-    of a parameter of shape (1,), or the factored slots of a matrix of which one side is 1.
+    A slot of that shape is a dummy unless a real one would have it too: `v` and `m` of a parameter
+    of shape (1,), or the factored slots of a matrix with a side of 1.
 
     Args:
-      tree: flat key -> an array or its description.
+      tree: Flat key -> an array or its description.
     """
-    # Momentum is kept for all parameters or for none, so any matrix tells.
+    # Momentum is kept for all parameters or for none, so looking at the matrices is enough.
     momentum = any(
         key.endswith("/m") and len(array.shape) > 1
         for key, array in tree.items()
@@ -153,12 +153,12 @@ def _is_dummy(key: str, tree: Mapping[str, _Shaped], momentum: bool) -> bool:
 def jax_outputs(
     tensors: Mapping[str, TensorInfo], family: ModelShape, scan: bool = False
 ) -> Iterator[Output]:
-    """The arrays of a tree with these tensors, dummies included; the step becomes an int32.
+    """Yields the arrays to write for these tensors, dummies included; the step becomes an int32.
 
     Args:
-      tensors: flat key -> shape and type.
-      family: the model.
-      scan: whether the layers of a tower are stacked.
+      tensors: Flat key -> shape and type.
+      family: The model's sizes.
+      scan: Whether to stack the layers of each tower.
     """
     plain = (Output(key, info, (key,), next) for key, info in tensors.items())
     outputs = list(scanning.scanned_outputs(tensors, family) if scan else plain)
@@ -169,7 +169,8 @@ def jax_outputs(
         dummy = TensorInfo(_DUMMY_SHAPE, np.dtype(np.float32))
         yield Output(name, dummy, (), lambda _: np.zeros(_DUMMY_SHAPE, np.float32))
     if any(key.endswith(layout.ADAM_SLOTS) for key in tensors):
-        # What optax's adam corrects its bias by; Mesh TensorFlow's does not.
+        # optax's adam corrects its bias by this count. Mesh TensorFlow's Adam has no correction,
+        # and at the global step optax's has faded.
         yield Output(
             layout.OPTAX_COUNT,
             TensorInfo((), np.dtype(np.int32)),
@@ -186,7 +187,7 @@ def _named_by_optax(output: Output) -> Output:
 
 
 def _missing_slots(tree: Mapping[str, Any]) -> Iterator[str]:
-    """The slots that T5X's Adafactor expects and that are not there; none if no slot is."""
+    """Yields the slots that T5X's Adafactor expects and the tree lacks; nothing if it has none."""
     adafactor = any(
         key.startswith(layout.SLOTS)
         and not key.endswith((*layout.ADAM_SLOTS, layout.MOMENTUM_SLOT))
@@ -201,9 +202,9 @@ def _missing_slots(tree: Mapping[str, Any]) -> Iterator[str]:
 
 
 def with_dummies(tree: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """A tree with zeros of shape (1,) for the slots that T5X expects and nothing uses.
+    """Returns the tree with zeros of shape (1,) for the slots that T5X expects and nothing uses.
 
-    A tree without any slot is returned as it is.
+    A tree without Adafactor slots gets none.
     """
     missing = {name: np.zeros(_DUMMY_SHAPE, np.float32) for name in _missing_slots(tree)}
     return {**tree, **missing}
@@ -212,19 +213,19 @@ def with_dummies(tree: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 def jax_writer(
     directory: Path, step: int, outputs: list[Output], layout: Layout | None
 ) -> OrbaxWriter:
-    """A writer of `checkpoint_<step>/` into a directory.
+    """Opens a writer of `checkpoint_<step>/` in a directory.
 
     Args:
-      directory: an existing directory.
-      step: the global step.
-      outputs: all that will be written.
-      layout: None for this project's own; otherwise which of T5X's.
+      directory: An existing directory.
+      step: The global step.
+      outputs: Everything that will be written.
+      layout: One of T5X's layouts, or None for this project's own.
     """
     path = directory / f"checkpoint_{step}"
     if layout == "orbax":
         return OrbaxWriter(path, item=STATE)
     if layout == "legacy":
-        # Orbax's `_METADATA` must not be there: T5X takes a directory that has it for Orbax's.
+        # No `_METADATA` here: T5X would treat a directory that has it as Orbax's.
         tensors = {output.name: output.info for output in outputs}
         file = t5x_msgpack.msgpack_file(tensors, step)
         return OrbaxWriter(path, {t5x_msgpack.FILE: file}, metadata=False)
@@ -235,7 +236,7 @@ def jax_writer(
 
 
 def jax_refs(directory: str) -> list[CheckpointRef]:
-    """The whole checkpoints in a directory by ascending step."""
+    """Lists a directory's complete checkpoints by ascending step."""
     refs = []
     for name in storage.names(directory):
         match = re.fullmatch(r"checkpoint_(\d+)", name)
@@ -245,7 +246,7 @@ def jax_refs(directory: str) -> list[CheckpointRef]:
 
 
 def jax_ref(path: str, step: int | None) -> CheckpointRef | None:
-    """The checkpoint that a directory is, or None: T5X's if it is of one of T5X's layouts.
+    """Returns the checkpoint in a directory, as "t5x" if it has one of T5X's layouts; else None.
 
     T5X's legacy layout has the file `checkpoint`, its Orbax layout the folder `state`; this
     project's has the tree in the directory itself.
@@ -257,18 +258,18 @@ def jax_ref(path: str, step: int | None) -> CheckpointRef | None:
 
 
 def orbax_ref(path: str) -> CheckpointRef | None:
-    """The checkpoint that a directory of any name is; one of Orbax's only, by Orbax's own marks."""
+    """Returns the Orbax checkpoint in a directory of any name, or None."""
     ref = jax_ref(path, None)
     return ref if is_orbax(_tree_directory(path)) else None
 
 
 def _tree_directory(path: str) -> str:
-    """The directory with a checkpoint's arrays: the folder `state` of T5X's Orbax layout."""
+    """The directory with the arrays: the folder `state` if there is one (T5X's Orbax layout)."""
     state = storage.join(path, STATE)
     return state if storage.is_directory(state) else path
 
 
 def dataset_state(path: str) -> list[str]:
-    """The files in which T5X kept how far its training data had been read, by name."""
+    """Lists the files in which T5X saved its position in the training data, sorted by name."""
     own = [storage.join(path, name) for name in storage.names(path) if name.startswith("train_ds-")]
     return sorted(own + list(storage.walk(storage.join(path, "dataset"))))

@@ -1,8 +1,8 @@
-"""`conversion.json`: what a conversion wrote, for whoever reads it to compare.
+"""`conversion.json`: what a conversion wrote, so that readers can compare.
 
-It lies beside a checkpoint, never inside: T5X, Orbax and Mesh TensorFlow look into a directory
-`checkpoint_<step>`, and at names of their own in the one above it. A directory of transformers is
-the checkpoint itself; there the record tells what else no file of it does, the global step.
+It lies beside a checkpoint, never inside: T5X, Orbax and Mesh TensorFlow look into
+`checkpoint_<step>` and, one level up, only at their own names. A Hugging Face directory is the
+checkpoint itself; there the manifest also holds the global step, which no other file has.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ MANIFEST = "conversion.json"
 
 
 class Mismatch(UserError):
-    """A tensor is another than the one that was written."""
+    """A tensor differs from the one that the conversion wrote."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """What a conversion noted of the checkpoint that it wrote.
+    """What a conversion recorded about the checkpoint that it wrote.
 
     Attributes:
-      format: of the checkpoint.
-      step: its global step.
-      norm_names: how Mesh TensorFlow spells the model's norms.
-      tensors: name in the checkpoint -> shape, dtype and sha256.
+      format: The checkpoint's format.
+      step: Its global step.
+      norm_names: How Mesh TensorFlow spells the model's norms.
+      tensors: Name in the checkpoint -> shape, dtype and SHA-256.
     """
 
     format: Format
@@ -45,14 +45,14 @@ class Manifest:
     tensors: Mapping[str, Mapping[str, Any]]
 
     def is_of(self, ref: CheckpointRef) -> bool:
-        """Whether this very checkpoint is meant: others may have come into its directory."""
+        """Returns whether the manifest describes this checkpoint, not another in the directory."""
         return (self.format, self.step) == (ref.format, ref.step)
 
     def check(self, name: str, array: np.ndarray, where: str) -> None:
-        """Compares a tensor, as it is stored, with what was written; names that are new pass.
+        """Compares a tensor, as stored, with what was written; unrecorded names pass.
 
         Raises:
-          Mismatch: if it is another.
+          Mismatch: If they differ.
         """
         if name in self.tensors and describe(array) != self.tensors[name]:
             raise Mismatch(
@@ -64,7 +64,7 @@ class Manifest:
 
 
 def describe(array: np.ndarray) -> dict[str, Any]:
-    """What the manifest says of a tensor."""
+    """Returns what the manifest records of a tensor: shape, dtype and SHA-256 of its bytes."""
     return {
         "shape": list(array.shape),
         "dtype": array.dtype.name,
@@ -73,16 +73,16 @@ def describe(array: np.ndarray) -> dict[str, Any]:
 
 
 def manifest_path(ref: CheckpointRef) -> str:
-    """Where the manifest of a checkpoint is, if it has one."""
+    """Returns where a checkpoint's manifest is, if it has one."""
     directory = ref.path if ref.format == "hf" else os.path.dirname(ref.path)
     return storage.join(directory, MANIFEST)
 
 
 def read_manifest(directory: str) -> Manifest | None:
-    """The manifest in a directory, None if there is none.
+    """Reads the manifest in a directory; None if there is none.
 
     Raises:
-      UserError: if it is damaged.
+      UserError: If it is damaged.
     """
     path = storage.join(directory, MANIFEST)
     if not storage.is_file(path):

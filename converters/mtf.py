@@ -1,6 +1,4 @@
-"""Mesh TensorFlow's checkpoints: tf.train.Saver files under the variable names of the layout
-table.
-"""
+"""Reads and writes Mesh TensorFlow's checkpoints: tf.train.Saver files."""
 
 from __future__ import annotations
 
@@ -27,10 +25,11 @@ class MtfReader:
     """Reads a Mesh TensorFlow checkpoint as T5X's tree.
 
     Args:
-      prefix: for instance `model_dir/model.ckpt-1000`.
+      prefix: Path without `.index`, for instance `model_dir/model.ckpt-1000`.
 
     Raises:
-      UserError: if a file is missing or cut, or a variable is in no row of the layout table.
+      UserError: If a file is missing, damaged or truncated, or a variable is not in the layout
+        table.
     """
 
     def __init__(self, prefix: str):
@@ -56,11 +55,11 @@ class MtfReader:
         self.ref = CheckpointRef("mtf", prefix, step)
 
     def read(self, key: str) -> np.ndarray:
-        """Reads one tensor as it is stored; the step too, an int64."""
+        """Reads one tensor as stored; the step is an int64."""
         return self._bundle.read(self._names[key])
 
     def native_name(self, key: str) -> str:
-        """Mesh TensorFlow's name of a flat key."""
+        """Returns Mesh TensorFlow's name of a flat key."""
         return self._names.get(key) or mtf_name(key, self.tensors, self.norm_names)
 
 
@@ -89,7 +88,7 @@ def _flat_key(name: str, bundle: BundleReader) -> str | None:
     if slot is None:
         return layout.PARAMETERS + path
     if variable not in bundle.entries:
-        return None  # a slot of a parameter that is not there
+        return None  # a slot without its parameter
     shape = bundle.entries[variable].shape
     if slot in ("vr", "vc") and len(shape) < 2:
         return None
@@ -97,7 +96,7 @@ def _flat_key(name: str, bundle: BundleReader) -> str | None:
 
 
 def _known_names(bundle: BundleReader) -> list[str]:
-    """Names that such a checkpoint may have, for unknown ones to be compared with."""
+    """Names that such a checkpoint may have, to suggest the nearest to an unknown one."""
     numbers = [int(n) for name in bundle.entries for n in re.findall(r"/block_(\d+)/", name)]
     decoder_only = any(name.startswith("transformer/") for name in bundle.entries)
     known = layout.known_names("mtf", numbers, decoder_only)
@@ -112,15 +111,15 @@ def _known_names(bundle: BundleReader) -> list[str]:
 def mtf_name(
     key: str, tensors: Mapping[str, TensorInfo], norm_names: layout.NormNames = "rms_norm"
 ) -> str:
-    """Mesh TensorFlow's name of a flat key.
+    """Returns Mesh TensorFlow's name of a flat key.
 
     Args:
-      key: the flat key of a parameter, a slot or the step.
-      tensors: the checkpoint's tensors; a factored slot's name depends on its parameter's shape.
-      norm_names: whether norms have today's names or those of T5 1.0's released checkpoints.
+      key: The flat key of a parameter, a slot or the step.
+      tensors: The checkpoint's tensors; a factored slot's name depends on its parameter's shape.
+      norm_names: Today's names of the norms, or those of T5 1.0's released checkpoints.
 
     Raises:
-      KeyError: if the path is in no row of the layout table.
+      KeyError: If the path is not in the layout table.
     """
     if key == layout.STEP:
         return layout.MTF_STEP
@@ -139,11 +138,11 @@ def mtf_name(
 def mtf_outputs(
     tensors: Mapping[str, TensorInfo], norm_names: layout.NormNames
 ) -> Iterator[Output]:
-    """The variables of a checkpoint with these tensors; the step becomes an int64.
+    """Yields the variables to write for these tensors; the step becomes an int64.
 
     Args:
-      tensors: flat key -> shape and type.
-      norm_names: see `mtf_name`.
+      tensors: Flat key -> shape and type.
+      norm_names: See `mtf_name`.
     """
     for key, info in tensors.items():
         name = mtf_name(key, tensors, norm_names)
@@ -158,9 +157,9 @@ class MtfWriter:
     """Writes `model.ckpt-<step>.*` and the state file into a directory, one tensor at a time.
 
     Args:
-      directory: an existing directory that nobody reads yet.
-      step: the global step, for the files' names.
-      operative_config: the text of an operative_config.gin to put beside them.
+      directory: An existing directory that nobody reads yet.
+      step: The global step, for the file names.
+      operative_config: Text of an operative_config.gin to write beside them.
     """
 
     def __init__(self, directory: Path, step: int, operative_config: str | None = None):
@@ -168,14 +167,14 @@ class MtfWriter:
         self._bundle = BundleWriter(directory / f"model.ckpt-{step}", resume=True)
 
     def stored(self, output: Output) -> np.ndarray | None:
-        """What is in the place of a tensor."""
+        """Returns what an interrupted writer left in the next tensor's place, or None."""
         data = self._bundle.stored(output.info.nbytes)
         if data is None:
             return None
         return np.frombuffer(data, output.info.dtype).reshape(output.info.shape)
 
     def keep(self, output: Output, array: np.ndarray) -> None:
-        """Takes what is in a tensor's place as written."""
+        """Accepts what is in the tensor's place as written."""
         self._bundle.keep(output.name, array)
 
     def add(self, output: Output, array: np.ndarray) -> None:
@@ -183,21 +182,22 @@ class MtfWriter:
         self._bundle.add(output.name, array)
 
     def close(self) -> None:
-        """Writes the index, without which the data is no checkpoint, and the small files."""
+        """Writes the index, which makes the data a checkpoint, then the small files."""
         self._bundle.close()
         if self._config is not None:
             write_atomically(self._directory / OPERATIVE_CONFIG, self._config)
         write_atomically(self._directory / STATE_FILE, _state_text([self._step]))
 
     def abandon(self) -> None:
-        """Closes the data file and writes no index."""
+        """Closes the data file without writing an index."""
         self._bundle.abandon()
 
 
 def publish_mtf(staged: Path, directory: Path, step: int) -> None:
     """Moves a checkpoint that an `MtfWriter` wrote into a directory that others read.
 
-    The index goes first when it is replaced and comes last: without it the data is no checkpoint.
+    Data without an index is not a checkpoint, so an old index is removed first and the new one is
+    moved after its data.
     """
     (directory / f"model.ckpt-{step}.index").unlink(missing_ok=True)
     for stale in directory.glob(f"model.ckpt-{step}.*"):
@@ -214,7 +214,7 @@ def publish_mtf(staged: Path, directory: Path, step: int) -> None:
 
 
 def mtf_steps(directory: str | Path) -> list[int]:
-    """Steps of the checkpoints in a directory that have an index, ascending."""
+    """Returns the steps of a directory's checkpoints that have an index, ascending."""
     names = storage.names(str(directory))
     matches = (re.fullmatch(r"model\.ckpt-(\d+)\.index", name) for name in names)
     return sorted(int(match[1]) for match in matches if match)
@@ -227,10 +227,10 @@ def _state_text(steps: list[int]) -> str:
 
 
 def latest_mtf_prefix(directory: str | Path) -> str | None:
-    """The prefix that a directory's state file names, else that of the highest step, else None.
+    """Returns the prefix that the state file names, else that of the highest step, else None.
 
     Raises:
-      UserError: if the checkpoint that the state file names is not there.
+      UserError: If the checkpoint that the state file names is missing.
     """
     directory = str(directory)
     state_file = storage.join(directory, STATE_FILE)

@@ -1,4 +1,4 @@
-"""Which T5 a checkpoint holds, told from the names and shapes of its tensors alone."""
+"""Recognises which T5 a checkpoint holds from the names and shapes of its tensors alone."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from t0repro.parameters.shape import ModelShape, describe
 
 
 def recognise(names_and_shapes: Mapping[str, Iterable[int]]) -> ModelShape:
-    """Reads a model's shape off its parameters.
+    """Infers a model's sizes from its parameters.
+
+    Looks only at the few parameters that determine the sizes; `check_parameters` checks all.
 
     Args:
-      names_and_shapes: shapes by Mesh TensorFlow's variable names, by T5X's flat keys or by T5X's
-        paths. Slots and the step are passed over; so are names that no T5 has.
+      names_and_shapes: Shapes by Mesh TensorFlow's variable names, by T5X's flat keys or by T5X's
+        paths. Slots, the step and names that no T5 has are ignored.
 
     Raises:
-      UserError: if there is no T5's skeleton to read it from. `check_parameters` tells whether
-        every tensor then is there and of the right shape.
+      UserError: If one of these parameters is missing or its shape fits no T5.
     """
     shapes = dict(_parameter_shapes(names_and_shapes))
     decoder_only = layout.DECODER_ONLY[0].t5x in shapes
@@ -87,15 +88,15 @@ def check_parameters(
     where: str,
     native_name: Callable[[str], str] = str,
 ) -> ModelShape:
-    """Checks that T5X paths and shapes are exactly those of one T5, and says of which.
+    """Checks that the paths and shapes are exactly those of one T5, and returns its sizes.
 
     Args:
       shapes: T5X path -> shape of every parameter in the checkpoint.
-      where: the checkpoint's path, for messages.
-      native_name: T5X path -> the name that the user knows it by.
+      where: The checkpoint's path, for messages.
+      native_name: T5X path -> the name that the user knows.
 
     Raises:
-      UserError: naming each parameter that is missing, unknown or of another shape.
+      UserError: Naming parameters that are missing, unknown or of the wrong shape.
     """
     family = recognise(shapes)
     expected = family.parameters()
@@ -120,7 +121,7 @@ def check_parameters(
 
 
 def unknown_variable(names: list[str], known: Iterable[str], where: str) -> UserError:
-    """The error for variables that are no part of any T5: each with the names most like it."""
+    """Returns the error for variables that belong to no T5, each with the nearest known names."""
     known = list(known)
     nearest = "; ".join(
         f"{name!r} (nearest: {nearest_names(name, known, 3)})" for name in names[:5]

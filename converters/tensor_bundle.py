@@ -1,15 +1,14 @@
-"""TensorFlow's TensorBundle, the file format of tf.train.Saver (V2), read and written without
-TensorFlow.
+"""Reads and writes TensorBundle, the file format of tf.train.Saver (V2), without TensorFlow.
 
 A checkpoint with prefix P is P.index and P.data-00000-of-0000N. The index is a LevelDB-style sorted
 table, its blocks compressed with Snappy or not: name -> BundleEntryProto (dtype, shape, shard,
 offset, size, masked crc32c), and the empty name -> BundleHeaderProto. Data files are the tensors'
-bytes, little-endian, one after the other. Formats as in tensorflow/core/util/tensor_bundle,
-tensorflow/core/protobuf/tensor_bundle.proto and tensorflow/core/lib/io/table_format.txt.
+bytes, little-endian, one after the other. The formats are described in
+tensorflow/core/util/tensor_bundle, tensorflow/core/protobuf/tensor_bundle.proto and
+tensorflow/core/lib/io/table_format.txt.
 
-Reading the format here gives a tensor's bytes without a graph and finds a truncated file before
-anything else is done; writing it here lets tensors be written one by one, which tf.train.Saver
-cannot do.
+Reading it here needs no graph and detects a truncated file before any work is done. Writing it
+here allows tensors to be written one by one, which tf.train.Saver cannot do.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ from t0repro.errors import UserError
 
 _TABLE_MAGIC = 0xDB4775248B80FB57
 _FOOTER_BYTES = 48
-# Types of blocks. tf.train.Saver compresses none; an older TensorFlow that merged the shards of a
-# checkpoint into one did, so that many a released checkpoint's index is compressed.
+# Block types. tf.train.Saver does not compress, but an older TensorFlow did when it merged a
+# checkpoint's shards, so the indexes of many released checkpoints are compressed.
 _UNCOMPRESSED, _SNAPPY = 0, 1
 _RESTART_INTERVAL = 16
 _BLOCK_BYTES = 4096
@@ -50,7 +49,7 @@ _DTYPE_NUMBERS = {dtype: number for number, dtype in _DTYPES.items()}
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """Where a tensor is: its type (None if it is none that can be read), shape and place."""
+    """A tensor's type (None if it cannot be read), shape, place in the files and checksum."""
 
     dtype: np.dtype[Any] | None
     shape: tuple[int, ...]
@@ -67,10 +66,10 @@ class BundleReader:
     """An open bundle.
 
     Args:
-      prefix: path without `.index`.
+      prefix: Path without `.index`.
 
     Raises:
-      UserError: if the index or a data file is missing, damaged or shorter than the index says; the
+      UserError: If the index or a data file is missing, damaged or shorter than the index says; the
         message names the file.
     """
 
@@ -88,10 +87,10 @@ class BundleReader:
         self._check_shards()
 
     def read(self, name: str) -> np.ndarray:
-        """Reads a tensor and checks its checksum; the array is read-only.
+        """Reads a tensor and verifies its checksum; the array is read-only.
 
         Raises:
-          UserError: if the bytes are not those that were written.
+          UserError: If the bytes are not those that were written.
         """
         entry = self.entries[name]
         file_name = self._shard_path(entry.shard)
@@ -135,10 +134,10 @@ def _damaged(path: str, reason: str) -> UserError:
 
 
 def table_of(path: str) -> dict[bytes, bytes]:
-    """Every item of a table file, such as a checkpoint's index, compressed or not.
+    """Reads all items of a table file, such as a checkpoint's index, compressed or not.
 
     Raises:
-      UserError: if the file cannot be read, is no such table, or a block's checksum is wrong.
+      UserError: If the file cannot be read, is not such a table, or has a wrong block checksum.
     """
     try:
         content = storage.read(path)
@@ -163,10 +162,10 @@ def table_of(path: str) -> dict[bytes, bytes]:
 
 
 def _block(path: str, content: bytes, offset: int, size: int) -> bytes:
-    """A block's items and restarts, its checksum verified."""
+    """Returns a block's items and restarts, uncompressed, after verifying its checksum."""
     compression = content[offset + size]
     (crc,) = struct.unpack_from("<I", content, offset + size + 1)
-    # The checksum is that of the bytes in the file, compressed or not, and of the type after them.
+    # The checksum covers the bytes as they are in the file, compressed or not, and the type byte.
     if _masked(google_crc32c.value(content[offset : offset + size + 1])) != crc:
         raise _damaged(path, "the checksum of a block is wrong")
     block = content[offset : offset + size]
@@ -218,7 +217,7 @@ def _varint(data: bytes, position: int) -> tuple[int, int]:
 
 
 def protobuf_fields(message: bytes) -> Iterator[tuple[int, Any]]:
-    """Number and value of each field of a protobuf message: an int, or bytes if it has a length."""
+    """Yields number and value of each protobuf field; length-delimited values are bytes."""
     position = 0
     while position < len(message):
         tag, position = _varint(message, position)
@@ -249,12 +248,12 @@ def _parse_entry(message: bytes) -> Entry:
 
 
 def _crc32c(array: np.ndarray) -> int:
-    # The package copies nothing of an array, and takes no memoryview.
+    # google_crc32c reads an array without copying it, but does not accept a memoryview.
     return google_crc32c.value(array.reshape(-1).view(np.uint8))
 
 
 def _masked(crc: int) -> int:
-    """LevelDB's masking, for checksums that are stored beside what they check."""
+    """Applies LevelDB's masking, which it uses for checksums stored beside their data."""
     return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
 
 
@@ -265,8 +264,8 @@ class BundleWriter:
     """Writes a bundle of one shard, tensor by tensor; `close` writes the index last.
 
     Args:
-      prefix: path without `.index`; its directory exists.
-      resume: go on in the data file that an interrupted writer left.
+      prefix: Path without `.index`; its directory must exist.
+      resume: Continue the data file that an interrupted writer left.
     """
 
     def __init__(self, prefix: str | os.PathLike[str], resume: bool = False):
@@ -277,21 +276,21 @@ class BundleWriter:
         self._entries: dict[str, Entry] = {}
 
     def add(self, name: str, array: np.ndarray) -> None:
-        """Appends a tensor, which must be of a type that TensorBundle and numpy share."""
+        """Appends a tensor; its dtype must be one of `_DTYPES`."""
         array = np.asarray(array, order="C")
         offset = self._data.tell()
         self._data.write(bytes_of(array))
         self._entries[name] = _entry(array, offset)
 
     def stored(self, size: int) -> bytes | None:
-        """The bytes in the next tensor's place, or None if there are fewer."""
+        """Returns the `size` bytes in the next tensor's place, or None if there are fewer."""
         offset = self._data.tell()
         data = self._data.read(size)
         self._data.seek(offset)
         return data if len(data) == size else None
 
     def keep(self, name: str, array: np.ndarray) -> None:
-        """Takes the bytes in the next tensor's place as this tensor."""
+        """Accepts the bytes in the next tensor's place as this tensor and moves past them."""
         offset = self._data.tell()
         self._entries[name] = _entry(array, offset)
         self._data.seek(offset + array.nbytes)
@@ -308,9 +307,7 @@ class BundleWriter:
             _sync_and_close(file)
 
     def abandon(self) -> None:
-        """Closes the data file and writes no index: what there is cannot be taken for a
-        checkpoint.
-        """
+        """Closes the data file without an index, so nothing can take it for a checkpoint."""
         self._data.close()
 
 
