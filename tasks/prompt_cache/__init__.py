@@ -1,12 +1,16 @@
-"""The prompt cache: SeqIO's on-disk format, written by a path of our own for one machine.
+"""The prompt cache: writes SeqIO's on-disk format on one machine, without SeqIO or TensorFlow.
 
-plan.py      what a run has to do, as plain data
-planning.py  which tasks and splits are left to cache
-spool.py     rows on disk, each found by its number
-prompts.py   rows -> examples of a task and of its `_score_eval` twin
-tokens.py    text -> tokens, as SeqIO's vocabulary
-records.py   examples -> TFRecord files, without TensorFlow
-shards.py    the worker's part: one piece of a split
-cache.py     workers, progress, and what is written last
-folders.py   staging, locking, and putting a task in place
+plan.py        what a run has to do, as plain data
+planning.py    decides which tasks and splits are left to cache
+spool.py       rows on disk, looked up by number
+prompts.py     rows -> examples of a task and of its `_score_eval` twin
+tokens.py      text -> tokens, as SeqIO's vocabulary does it
+records.py     examples -> TFRecord files, without TensorFlow
+shards.py      a worker's part: spooling rows, and writing one piece of a split
+cache.py       a run: workers, progress, and finishing tasks
+folders.py     locking, staging, and putting a task in place
+integrity.py   checks caches before they are used
+provenance.py  what a cached task was made from
+counting.py    counts the examples of a split without writing them
+seqio_plan.py  the list of work for seqio_cache_tasks
 """

@@ -1,4 +1,4 @@
-"""Caches prompted tasks with a few worker processes, and puts each in place when it is whole."""
+"""Caches prompted tasks with several worker processes, putting each in place once complete."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class Summary:
     """What a run did.
 
     Attributes:
-      selected: tasks asked for.
-      cached: names of the tasks that it cached or added splits to.
-      examples: written, over all tasks.
-      dropped: reason -> rows that templates dropped, over all tasks.
-      left_out: (task, split, reason) of splits whose rows are not at hand.
-      seconds: from the plan's start to the end.
+      selected: Number of tasks asked for.
+      cached: Names of the tasks that it cached or added splits to.
+      examples: Number of examples written, over all tasks.
+      dropped: Reason -> number of rows that templates dropped, over all tasks.
+      left_out: (task, split, reason) for each split whose rows are not at hand.
+      seconds: Wall time, planning included.
     """
 
     selected: int
@@ -60,19 +60,22 @@ def cache_tasks(
     progress: Callable[[int], contextlib.AbstractContextManager[Callable[[int], None]]],
     plan_for: Callable[[Request], Plan] | None = None,
 ) -> Summary:
-    """Caches what was asked for and is not cached yet.
+    """Caches whatever was asked for and is not cached yet.
 
     Args:
-      request: tasks, splits and folder.
-      workers: processes that render.
-      progress: given the number of renderings in all, gives within its context a function to be
-        told of each part.
-      plan_for: makes the plan, from tasks that this process has registered: `make_plan`; None lets
-        a worker do it.
+      request: The tasks, splits and folder.
+      workers: Number of worker processes.
+      progress: Called with the total number of renderings; returns a context manager that yields a
+        function, to be called with the number of renderings just done.
+      plan_for: Makes the plan from tasks that this process has registered, as `make_plan` does;
+        by default a worker makes it.
+
+    Returns:
+      A summary of what was done.
 
     Raises:
-      UserError: on bad names, rows or templates, when the disk is full, when another run holds
-        the folder, or when a worker was killed. Tasks finished before stay.
+      UserError: On bad names, rows or templates, when the disk is full, when another run holds
+        the folder, or when a worker was killed. Tasks that were finished before that are kept.
     """
     started = time.monotonic()
     folder = Path(request.folder)
@@ -114,13 +117,13 @@ def _no_space(folder: Path, error: OSError) -> UserError:
 
 
 def _pool(workers: int, **options: Any) -> ProcessPoolExecutor:
-    # Spawned: a fork of a process with threads, as a caller may be, can lock up.
+    # Spawned, because forking a process that has threads, as the caller may, can deadlock.
     return ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), **options)
 
 
 @contextlib.contextmanager
 def _workers(count: int) -> Iterator[ProcessPoolExecutor]:
-    # Processors that no worker has are SentencePiece's.
+    # Processors left over by the workers go to SentencePiece's threads.
     threads = max(1, default_workers() // count)
     pool = _pool(count, initializer=shards.start_worker, initargs=(os.getpid(), threads))
     try:
@@ -130,12 +133,15 @@ def _workers(count: int) -> Iterator[ProcessPoolExecutor]:
 
 
 def _planned(request: Request, pool: ProcessPoolExecutor, workers: int) -> Plan:
-    """The plan, made by a worker, or where it takes SeqIO by a process that has then ended."""
+    """The plan, made by a worker or, if it takes SeqIO, by a process that ends right after.
+
+    Were a worker to import SeqIO, it would keep the gigabyte that SeqIO and TensorFlow take.
+    """
     if needs_seqio(request.modules):
         with _pool(1) as other:
             return other.submit(make_plan, request).result()
     plan = pool.submit(make_plan, request)
-    for _ in range(workers - 1):  # the other workers start meanwhile
+    for _ in range(workers - 1):  # meanwhile the other workers start and import
         pool.submit(shards.warm_up)
     return plan.result()
 
@@ -145,18 +151,18 @@ def _planned(request: Request, pool: ProcessPoolExecutor, workers: int) -> Plan:
 
 @dataclasses.dataclass
 class _Split:
-    """A prompt's split in the making."""
+    """A prompt's split while it is being written."""
 
     prompt: Prompt
     split: str
     rows: SpooledRows
     num_shards: int
-    left: int = 0  # pieces
-    count: int = 0  # rows
+    left: int = 0  # pieces not written yet
+    count: int = 0  # rows rendered
     statistics: dict[bool, Statistics] = dataclasses.field(default_factory=dict)
     dropped: dict[str, list[int]] = dataclasses.field(default_factory=dict)
     files: dict[bool, dict[str, dict[str, int]]] = dataclasses.field(default_factory=dict)
-    again: bool = False  # the twin is being written anew, with its rows' ordinals
+    again: bool = False  # the twin is being rewritten, with the ordinals of its rows
 
     def tasks(self) -> dict[bool, CachedTask]:
         return {task.score_eval: task for task in self.prompt.wanting(self.split)}
@@ -176,7 +182,7 @@ class _Split:
 
 
 class _Run:
-    """One run: what is queued, what is being written, what is done."""
+    """The state of one run: what is queued, being written, and done."""
 
     def __init__(self, plan: Plan, request: Request, folder: Path, staging: Path):
         self._plan, self._request = plan, request
@@ -193,7 +199,7 @@ class _Run:
         self.dropped: Counter[str] = Counter()
 
     def work(self, pool: ProcessPoolExecutor, ahead: int, advance: Callable[[int], None]) -> None:
-        """Does all of it, with so many pieces ahead of the workers at any time."""
+        """Runs the whole plan, keeping up to `ahead` pieces submitted to the workers."""
         for digest, model in self._plan.vocabularies.items():
             self._vocabulary(digest).write_bytes(model)
         spooling: dict[Future[SpooledRows], RowsOfSplit] = {}
@@ -202,7 +208,7 @@ class _Run:
         waiting = iter(enumerate(self._groups))
         in_use: dict[int, int] = {}  # a spool's id -> splits that need it
         while True:
-            # One dataset's rows are read while another's are rendered.
+            # At most two at a time: one dataset's rows are spooled while another's are rendered.
             while len(queued) + len(spooling) < 2 and (entry := next(waiting, None)):
                 base = str(self._staging / f"rows-{entry[0]}")
                 spooling[pool.submit(shards.spool_rows, entry[1], base)] = entry[1]
@@ -274,9 +280,10 @@ class _Run:
         return True in split.tasks() and bool(split.dropped) and not split.again
 
     def _rewrite_twin(self, split: _Split) -> Iterator[tuple[_Split, Piece]]:
-        """The twin's pieces once more: its `idx` counts the rows that the template keeps.
+        """The twin's pieces again, because its `idx` counts only rows that the template keeps.
 
-        Few templates with choices drop rows, so that rows are first taken to be all kept.
+        Which rows those are is known only after rendering them all. Few templates with choices
+        drop rows, so the first pass assumes that all are kept.
         """
         kept = np.ones(split.rows.spool.count, bool)
         kept[split.dropped_places()] = False
@@ -349,9 +356,10 @@ def _description(split: _Split, score_eval: bool, statistics: Statistics) -> dic
 
 
 def _check_gives_examples(split: _Split) -> None:
-    """Refuses one's own prompt that makes nothing of a split's rows, whose labels are not hidden.
+    """Refuses a user's own prompt that makes no example of a split, unless it is a test split.
 
-    T0 has prompts that fit no row of a split; of one's own it is a mistake.
+    T0 has prompts that fit no row of some split, but in a user's prompt that is a mistake. Test
+    splits often have hidden labels.
     """
     gives = any(statistics.examples for statistics in split.statistics.values())
     if gives or not split.count or not split.prompt.template.own or split.split == "test":
@@ -373,5 +381,5 @@ def _finished(futures: list[Future[Any]]) -> set[Future[Any]]:
 
 
 def default_workers() -> int:
-    """As many as this process may use processors."""
+    """The number of processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

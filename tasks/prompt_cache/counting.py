@@ -1,4 +1,4 @@
-"""How many examples a split gives, without tokens or files."""
+"""Counts the examples that a split gives, without tokenizing or writing them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from t0repro.tasks.templates import Drop
 
 
 class Count(NamedTuple):
-    """Examples of a task and, one for each answer choice, of its twin."""
+    """Number of examples of a task and of its twin, which has one per answer choice."""
 
     examples: int
     ranked: int
 
 
 def count_examples(prompts: Sequence[Prompt], split: str, seed: int = 0) -> dict[str, Count]:
-    """Prompt's source -> its count; the prompts are of one dataset, whose rows are read once."""
+    """Prompt's source -> its count; all prompts must share a dataset, whose rows are read once."""
     if not prompts:
         return {}
     rows = prompts[0].rows[split]

@@ -1,8 +1,8 @@
-"""The cache folder: one run at a time, tasks staged beside it and put in place whole.
+"""The cache folder: locked by one run at a time; tasks are staged in it and put in place whole.
 
 <output_cache_dir>/
-  .t0repro.lock          what a run holds; it stays, empty, since removing a lock would break it
-  .t0repro-cache/        the holder's staging: rows, and tasks not finished; removed at its end
+  .t0repro.lock          held by a run; the file is never removed, which would break the lock
+  .t0repro-cache/        the run's staging: rows and unfinished tasks; removed when the run ends
   <task>/                <split>.tfrecord-*, info.<split>.json, stats.<split>.json,
                          provenance.json, COMPLETED
 """
@@ -25,7 +25,7 @@ MARKER = "COMPLETED"
 PROVENANCE = "provenance.json"
 STAGING = ".t0repro-cache"
 
-# What a cache's folder may hold; Beam's temporary files begin with the last.
+# What a task's folder may hold; names that begin with beam-temp- are Beam's temporary files.
 CACHE_FILE = re.compile(
     r".+\.tfrecord-\d+-of-\d+|(info|stats)\..+\.json|provenance\.json|COMPLETED|beam-temp-.+"
 )
@@ -35,15 +35,15 @@ CACHE_FILE = re.compile(
 def locked(folder: Path) -> Iterator[Path]:
     """Holds the cache folder for one run; yields its empty staging folder.
 
-    Only the holder of the lock makes, empties or removes the staging folder: who is refused leaves
-    it alone, since it is another run's.
+    Only the holder of the lock creates, empties or removes the staging folder; a run that is
+    refused does not touch it.
 
     Raises:
-      UserError: if another run holds the folder; that run is named.
+      UserError: If another run holds the folder; names that run.
     """
     with folder_lock(folder, "caching", fix="Wait for it, or give another --output_cache_dir."):
         staging = folder / STAGING
-        shutil.rmtree(staging, ignore_errors=True)  # of a run that was killed
+        shutil.rmtree(staging, ignore_errors=True)  # left by a run that was killed
         staging.mkdir()
         try:
             yield staging
@@ -52,13 +52,17 @@ def locked(folder: Path) -> Iterator[Path]:
 
 
 def remove_interrupted(folder: Path, task: str) -> bool:
-    """Removes what an interrupted seqio_cache_tasks left in a task's folder; True if it did.
+    """Removes what an interrupted seqio_cache_tasks left in a task's folder.
 
-    SeqIO writes COMPLETED last, so the rest is never read; but shards of another number would be
-    taken for part of a later cache, whose files are found by a pattern that ends in that number.
+    SeqIO writes COMPLETED last, so such files are never read. But leftover shards would be taken
+    for part of a later cache with as many shards, since SeqIO finds its files by a pattern that
+    ends in their number.
+
+    Returns:
+      Whether there was anything to remove.
 
     Raises:
-      UserError: if the folder holds a file that no cache has.
+      UserError: If the folder contains a file that does not belong in a cache.
     """
     if not folder.is_dir() or (folder / MARKER).is_file():
         return False
@@ -76,8 +80,13 @@ def remove_interrupted(folder: Path, task: str) -> bool:
 def put_in_place(staged: Path, folder: Path, splits: Sequence[str]) -> None:
     """Makes a staged task, or the splits to add to a complete one, part of the cache.
 
-    A new task's folder is renamed whole. Splits are added to a complete task file by file, the
-    info file last: SeqIO begins with it, and a later run takes a split without it as not cached.
+    A new task's folder is renamed as a whole. Splits are added to a complete task file by file, the
+    info file last: SeqIO reads it first, and to a later run a split without it is not cached.
+
+    Args:
+      staged: The staged task.
+      folder: Where the task goes in the cache.
+      splits: The staged splits.
     """
     _check_shards(staged, splits)
     if not folder.exists():
@@ -101,12 +110,12 @@ def put_in_place(staged: Path, folder: Path, splits: Sequence[str]) -> None:
 
 
 def shard_names(split: str, num_shards: int) -> list[str]:
-    """The files of a cached split, by SeqIO's names."""
+    """SeqIO's names for the files of a cached split."""
     return [f"{split}.tfrecord-{shard:05d}-of-{num_shards:05d}" for shard in range(num_shards)]
 
 
 def _check_shards(staged: Path, splits: Sequence[str]) -> None:
-    """Makes sure that no split is put in place without its shards, whatever became of them."""
+    """Raises UserError if a shard is gone from the staging folder, so that none is put in place."""
     for split in splits:
         number = json.loads((staged / f"info.{split}.json").read_text())["num_shards"]
         missing = [name for name in shard_names(split, number) if not (staged / name).is_file()]

@@ -1,7 +1,7 @@
-"""Cached tasks before they are used: whole, of the vocabulary at hand, of rows that are unchanged.
+"""Checks cached tasks before use: complete, same vocabulary and template, unchanged rows.
 
-SeqIO finds shards by a pattern, so that it reads a cache that lacks one, or has an emptied one,
-without a word; and it takes tokens of another vocabulary for what they are not.
+SeqIO finds shards by a pattern, so it silently reads a cache in which one is missing or empty. It
+does not notice tokens of another vocabulary either.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ def check_caches(tasks: Sequence[seqio.Task], split: str, say: Callable[[str], N
     """Checks the cached split of each task, before anything reads it.
 
     Args:
-      tasks: those of a run; what is not cached, or lies in a bucket, is not looked at.
-      split: of each.
-      say: receives warnings: caches of changed rows, and caches that do not say what they are of.
+      tasks: The tasks of a run; those that are not cached, or cached in a bucket, are skipped.
+      split: The split to be read.
+      say: Called with warnings about caches whose rows have changed, and about caches that do not
+        record what they were made from.
 
     Raises:
-      UserError: if a cache is not whole, or was made with another vocabulary or template.
+      UserError: If a cache is incomplete, or was made with another vocabulary or template.
     """
     changed, unknown = [], []
     for task in tasks:
@@ -73,10 +74,10 @@ def check_caches(tasks: Sequence[seqio.Task], split: str, say: Callable[[str], N
 
 
 def damage(folder: Path, split: str) -> str | None:
-    """What a cached split lacks, in words, or None if it is whole as far as its files say.
+    """What is wrong with a cached split, in words, or None if it is complete.
 
-    Caches of `t0repro cache` and of `tasks fetch-p3` say how many bytes and records each shard has.
-    Of one that SeqIO made, the records are counted and compared with its statistics.
+    Caches from `t0repro cache` and `tasks fetch-p3` record the bytes and records of each shard. In
+    a cache that SeqIO made, the records are counted and compared with its statistics.
     """
     if not (folder / MARKER).is_file():
         return f"there is no {MARKER}"
@@ -104,7 +105,7 @@ def damage(folder: Path, split: str) -> str | None:
 
 
 def _declared(folder: Path, split: str) -> Mapping[str, Mapping[str, int]]:
-    """Shard -> its records and bytes, as far as the cache says; empty for SeqIO's own."""
+    """Shard -> its records and bytes, if the cache records them; empty for caches of SeqIO."""
     if (folder / PROVENANCE).is_file():
         return json.loads((folder / PROVENANCE).read_text())["splits"][split].get("files", {})
     if (folder / P3_SOURCE).is_file():
@@ -117,7 +118,7 @@ def _declared(folder: Path, split: str) -> Mapping[str, Mapping[str, int]]:
 
 
 def _records(path: Path, declared: Mapping[str, int] | None) -> int | str:
-    """A shard's records: declared, where its size is as declared; counted otherwise."""
+    """A shard's number of records, as declared or else counted; if it is damaged, what is wrong."""
     if declared is not None:
         size = path.stat().st_size
         if size != declared["bytes"]:
@@ -130,25 +131,28 @@ def _records(path: Path, declared: Mapping[str, int] | None) -> int | str:
 
 
 def rows_changed(description: TaskDescription, split: str, made: Mapping[str, Any]) -> bool:
-    """Whether rows that lie here are others than those that a split was cached from.
+    """Whether the rows on this machine differ from those that a split was cached from.
 
     Args:
-      description: of the task.
-      split: of the task.
-      made: what the cache's provenance says of the split.
+      description: The task.
+      split: The task's split.
+      made: What the cache's provenance file says about the split.
+
+    Returns:
+      False also if the rows are not here or the cache does not record their checksum.
     """
     then = made.get("origin", {})
     if "sha256" not in then or split not in description.rows.splits_at_hand():
         return False
     reader = description.rows.reader(split)
-    # The size tells most changes without reading the file.
+    # The size reveals most changes without reading the file.
     if getattr(reader, "size", then["bytes"]) != then["bytes"]:
         return True
     return reader.origin().get("sha256") != then["sha256"]
 
 
 def _check_made_of(task: seqio.Task, provenance: Mapping[str, Any], folder: Path) -> None:
-    """Refuses tokens of another vocabulary, and the text of another template."""
+    """Raises UserError if a cache was made with another vocabulary or template."""
     model = getattr(_vocabulary(task), "sp_model", None)
     differing = []
     if model is not None and _sha256(model) != provenance["vocabulary"]["sha256"]:
@@ -166,7 +170,7 @@ def _check_made_of(task: seqio.Task, provenance: Mapping[str, Any], folder: Path
 
 
 def template_digest(description: TaskDescription) -> str:
-    """SHA-256 of the Jinja of prompt and answer choices, as provenance files have it."""
+    """SHA-256 of the Jinja of prompt and answer choices, as in provenance files."""
     from t0repro.tasks.prompt_cache.plan import PlainTemplate
 
     template = description.rows.template
@@ -174,7 +178,7 @@ def template_digest(description: TaskDescription) -> str:
 
 
 def _check_samples(task: seqio.Task, folder: Path, split: str) -> None:
-    """Detokenizes a few examples and compares them with the text that lies beside the tokens."""
+    """Detokenizes a few examples and compares them with the text cached beside the tokens."""
     import tensorflow as tf
 
     vocabulary = _vocabulary(task)
@@ -197,7 +201,7 @@ def _check_samples(task: seqio.Task, folder: Path, split: str) -> None:
 
 
 def _agree(vocabulary: Any, tokens: Sequence[int], text: str) -> bool:
-    """Whether tokens spell a text, as far as the vocabulary can spell it; they may be cut."""
+    """Whether tokens spell a text, or its beginning, as far as the vocabulary can spell it."""
 
     def spelt(numbers: Sequence[int]) -> str:
         return " ".join(vocabulary.decode([n for n in numbers if n != vocabulary.eos_id]).split())
@@ -219,7 +223,7 @@ def _sha256(model: bytes) -> str:
 
 
 def _json(path: Path) -> Any:
-    """The file's content; None where there is no file, or what it holds is not JSON."""
+    """The file's content; None if there is no such file, or it is not JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

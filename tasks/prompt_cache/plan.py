@@ -1,4 +1,4 @@
-"""What a cache run has to do, as plain data that workers take without SeqIO or TensorFlow."""
+"""What a cache run has to do, as plain data that workers can unpickle without SeqIO."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 @dataclasses.dataclass(frozen=True)
 class PlainTemplate:
-    """What rendering needs of a template; `own` ones are rendered in the sandbox."""
+    """The fields of a template that rendering needs; a user's `own` is rendered in the sandbox."""
 
     name: str
     id: str
@@ -27,13 +27,13 @@ class RowsOfSplit:
     """Where the rows of a split are read from, and how they are checked.
 
     Attributes:
-      root: the folder of the datasets, or None for the one that T0REPRO_DATA_DIR names.
-      dataset: the Hugging Face name.
-      subset: the configuration, or None.
-      file: the split's name in the data.
-      max_rows: take so many, evenly spaced, or None for all.
-      columns: those that the templates of this run read.
-      estimate: about how many rows there are, for the progress bar.
+      root: The folder of datasets, or None for the one that T0REPRO_DATA_DIR names.
+      dataset: The Hugging Face name.
+      subset: The configuration, or None.
+      file: The split's name in the data.
+      max_rows: Maximum number of rows, evenly spaced; None takes all.
+      columns: Columns that this run's templates read.
+      estimate: Approximate number of rows, for the progress bar.
     """
 
     root: str | None
@@ -50,10 +50,10 @@ class CachedTask:
     """A task to cache, or to add splits to.
 
     Attributes:
-      name: the SeqIO task's.
-      folder: its folder's name below the cache folder.
-      splits: those left to cache.
-      score_eval: whether it has one example for each answer choice.
+      name: The SeqIO task's name.
+      folder: Its folder's name in the cache folder.
+      splits: Splits that are left to cache.
+      score_eval: Whether it is a twin, with one example per answer choice.
     """
 
     name: str
@@ -64,16 +64,17 @@ class CachedTask:
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """A template over a dataset's splits, rendered once for its task and the task's twin.
+    """A template over a dataset's splits, rendered once for both a task and its twin.
 
     Attributes:
-      source: seeds the template's draws, with the split and the row's number.
-      dataset: the Hugging Face name.
-      subset: the configuration, or None.
-      rows: split -> where its rows are.
-      tasks: one or two.
-      vocabulary: key in the plan's vocabularies.
-      eos: feature -> the token appended to it, or None.
+      source: Seeds the template's draws, with the split and the row's number.
+      dataset: The Hugging Face name.
+      subset: The configuration, or None.
+      template: The template.
+      rows: Split -> where its rows are.
+      tasks: The task, its twin, or both.
+      vocabulary: Key in the plan's vocabularies.
+      eos: Feature -> id of the token appended to it, or None.
     """
 
     source: str
@@ -95,10 +96,11 @@ class Plan:
     """All prompts left to render.
 
     Attributes:
+      prompts: Those of a dataset come one after another.
       vocabularies: SHA-256 -> the serialized SentencePiece model, extra ids included.
-      selected: how many tasks were asked for.
-      left_out: (task, split, reason) of splits whose rows are not at hand.
-      seqio_version: for SeqIO's info files.
+      selected: Number of tasks asked for.
+      left_out: (task, split, reason) for each split whose rows are not at hand.
+      seqio_version: Version to write into SeqIO's info files.
     """
 
     prompts: tuple[Prompt, ...]
@@ -117,15 +119,15 @@ class Request:
     """What was asked for on the command line.
 
     Attributes:
-      modules: to import; they register the tasks.
-      patterns: of task names, `*` standing for anything.
-      mixtures: whose tasks to cache.
-      folder: the cache folder.
-      splits: only these, or None for all of a task's.
-      at_hand: leave out splits whose rows are missing, rather than stop.
-      seed: of the templates' draws and the order of examples.
-      min_shards: files of a split, at least.
-      templates: files of the user's own templates.
+      modules: Modules to import, which register tasks.
+      patterns: Patterns of task names, in which `*` matches anything.
+      mixtures: Mixtures whose tasks to cache.
+      folder: The cache folder.
+      splits: Only these splits; None caches all splits of a task.
+      at_hand: Leave out splits whose rows are missing, rather than stop.
+      seed: Seed for the templates' draws and the order of examples.
+      min_shards: Minimum number of files per split.
+      templates: Files of the user's own templates.
     """
 
     modules: tuple[str, ...]

@@ -1,8 +1,8 @@
-"""Makes the plan of a cache run: which tasks and splits are left to cache, from what rows.
+"""Makes the plan of a cache run: which tasks and splits are left to cache, and from what rows.
 
-t0repro's own modules describe their tasks without SeqIO; a user's module may need it, and a plan
-from one is made in a process of its own, which has ended before the workers begin: SeqIO and
-TensorFlow take about a gigabyte.
+t0repro's own modules describe their tasks without SeqIO. A user's module may need it; the plan is
+then made in a separate process that ends before the work begins, because SeqIO and TensorFlow take
+about a gigabyte.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 
 
 def make_plan(request: Request) -> Plan:
-    """Registers the tasks, selects those asked for, and says what of them is not cached yet.
+    """Registers the tasks, selects those asked for, and works out which are not cached yet.
 
     Raises:
-      UserError: if a name matches nothing, a task is not a prompted one, rows are missing, or a
-        task is cached already from other templates, another vocabulary or another seed.
+      UserError: If a name matches nothing, a task is not a prompted one, rows are missing, or a
+        task is already cached but damaged, or from another template, vocabulary, seed or rows.
     """
     from t0repro.tasks.registration import load_tasks
     from t0repro.tasks.task import task_descriptions
@@ -92,7 +92,7 @@ def _check_prompted(names: Sequence[str], descriptions: Mapping[str, TaskDescrip
 
 
 class _Planner:
-    """Collects prompts task by task; a task and its twin share one."""
+    """Collects prompts task by task; a task and its twin share a prompt."""
 
     def __init__(self, request: Request):
         self.request = request
@@ -104,7 +104,7 @@ class _Planner:
         self._missing: dict[str, UserError] = {}
 
     def add(self, task: TaskDescription) -> None:
-        """Adds what a task lacks."""
+        """Adds the splits of a task that are not cached yet and whose rows are at hand."""
         name, rows = task.prompt.name, task.rows
         folder = name.replace(":", "/")  # as SeqIO names it
         wanted = [
@@ -126,7 +126,7 @@ class _Planner:
         self._made_of[rows.name] = task
 
     def check_at_hand(self, selected: int) -> None:
-        """Stops where rows are missing, unless such splits are to be left out."""
+        """Raises UserError if rows are missing, unless such splits are to be left out."""
         if self._missing and not self.request.at_hand:
             first = next(iter(self._missing.values()))
             places = sorted(self._missing)
@@ -157,7 +157,7 @@ class _Planner:
         return True
 
     def prompts(self) -> tuple[Prompt, ...]:
-        """The prompts, those of a dataset together."""
+        """The prompts, grouped by dataset."""
         from t0repro.tasks.templates import is_own
 
         rows = self._rows()
@@ -191,7 +191,7 @@ class _Planner:
         return source.root, source.dataset, source.subset, source.files_of_splits[split]
 
     def _rows(self) -> dict[tuple[Any, ...], RowsOfSplit]:
-        """Of each split's rows, once for all templates: the columns are those that any reads."""
+        """Each split's rows, shared by all templates, with every column that any of them reads."""
         from t0repro.tasks.schema import columns_read
 
         columns: dict[tuple[Any, ...], set[str]] = {}
@@ -222,7 +222,10 @@ class _Planner:
         return digest
 
     def _check_same(self, task: TaskDescription, folder: Path, splits: Sequence[str]) -> None:
-        """A complete cache is kept as it is: it must be whole, and what would be made now."""
+        """Raises UserError if a cache is damaged, or is not what would be made now.
+
+        Complete caches are never made again, so a difference would otherwise go unnoticed.
+        """
         for split in splits:
             found = damage(folder, split)
             if found:
@@ -259,7 +262,7 @@ class _Planner:
 
 
 def _cached_splits(folder: Path) -> Sequence[str] | None:
-    """The splits that a task's complete cache has, or None if there is none."""
+    """The splits in a task's complete cache, or None if there is no such cache."""
     if not (folder / MARKER).is_file():
         return None
     return [path.name[len("info.") : -len(".json")] for path in folder.glob("info.*.json")]

@@ -1,6 +1,6 @@
-"""Rows to examples: a task's, and those of the twin that has one for each answer choice.
+"""Turns renderings into a task's examples and its twin's, which has one per answer choice.
 
-The features are those that SeqIO caches for the tasks of t0repro.tasks.registration.
+The features are those that SeqIO caches for tasks registered by t0repro.tasks.registration.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from t0repro.tasks.templates import Rendering
 _TOKENS = {"shape": [None], "dtype": "int32"}
 _STRING = {"shape": [], "dtype": "string"}
 
-# Targets repeat: those of classification, and answer choices.
+# Targets that repeat, as classes and answer choices do, are tokenized once and remembered.
 _REMEMBERED_TARGETS = 1 << 14
 _SHORT = 200  # characters
 
 
 @dataclasses.dataclass
 class Statistics:
-    """What SeqIO's statistics file of a split tells: examples, and tokens but for EOS."""
+    """The contents of SeqIO's statistics file for a split; EOS does not count as a token."""
 
     examples: int = 0
     inputs_tokens: int = 0
@@ -49,7 +49,7 @@ class Statistics:
 
 
 def features(score_eval: bool, has_choices: bool) -> dict[str, Mapping[str, Any]]:
-    """Name -> shape and type of a cached example's features, as SeqIO's info file has them."""
+    """Name -> shape and type of a cached example's features, as in SeqIO's info file."""
     found: dict[str, Mapping[str, Any]] = {
         "inputs": _TOKENS,
         "inputs_pretokenized": _STRING,
@@ -66,11 +66,11 @@ def features(score_eval: bool, has_choices: bool) -> dict[str, Mapping[str, Any]
 
 
 class ExampleWriter:
-    """Serializes renderings to Examples, in either form.
+    """Serializes renderings as Examples of the task or of its twin.
 
     Args:
-      tokenizer: of inputs and targets.
-      eos: feature -> the token to append, or None.
+      tokenizer: Tokenizer for inputs and targets.
+      eos: Feature -> id of the token to append, or None.
     """
 
     def __init__(self, tokenizer: Tokenizer, eos: Mapping[str, int | None]):
@@ -85,7 +85,7 @@ class ExampleWriter:
         self._weight = self._encoders["weight"].floats([1.0])
 
     def inputs(self, renderings: Sequence[Rendering]) -> list[tuple[bytes, int]]:
-        """Of each rendering, its input's two features and its number of tokens."""
+        """For each rendering, its input's two encoded features and its number of tokens."""
         texts = [rendering.inputs for rendering in renderings]
         tokens, text = self._encoders["inputs"], self._encoders["inputs_pretokenized"]
         return [
@@ -97,7 +97,7 @@ class ExampleWriter:
         ]
 
     def _targets(self, target: str) -> tuple[bytes, int]:
-        """A target's two features and its number of tokens; those of short ones are remembered."""
+        """A target's two encoded features and its number of tokens; short targets are cached."""
         found = self._targets_seen.get(target)
         if found is None:
             (encoded,) = self._tokenizer.encode([target])
@@ -111,7 +111,7 @@ class ExampleWriter:
     def as_text(
         self, rendering: Rendering, inputs: tuple[bytes, int], has_choices: bool, seen: Statistics
     ) -> bytes:
-        """The task's example."""
+        """The task's example, serialized; `seen` is updated."""
         targets, length = self._targets(rendering.targets)
         seen.add(inputs[1], length)
         entries = [inputs[0], targets]
@@ -123,7 +123,7 @@ class ExampleWriter:
     def as_ranking(
         self, rendering: Rendering, inputs: tuple[bytes, int], ordinal: int, seen: Statistics
     ) -> Iterator[bytes]:
-        """The twin's examples: one for each choice, numbered [ordinal, choice].
+        """Yields the twin's serialized examples, one per choice, with `idx` [ordinal, choice].
 
         Source: t5.data.preprocessors.rank_classification.
         """

@@ -1,6 +1,6 @@
-"""What a cached task was made from: a file beside it that SeqIO does not read.
+"""Describes what a cached task was made from, in a file beside it that SeqIO does not read.
 
-Nothing in it depends on when or where the cache was made, so that it too can be made again byte for
+Nothing in it depends on when or where the cache was made, so it too can be reproduced byte for
 byte.
 """
 
@@ -23,13 +23,13 @@ _TRUNCATION = (
 def describe(
     prompt: Prompt, task: CachedTask, seed: int, splits: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """The provenance of a task.
+    """The contents of a task's provenance file.
 
     Args:
-      prompt: rendered for it.
-      task: the task.
-      seed: of the template's draws and the order of the examples.
-      splits: of each split: origin of its rows, number of rows, of examples and of dropped rows.
+      prompt: The prompt rendered for the task.
+      task: The task.
+      seed: Seed for the template's draws and the order of the examples.
+      splits: Split -> origin of its rows and counts of rows, examples and dropped rows.
     """
     template = prompt.template
     return {

@@ -1,4 +1,4 @@
-"""TFRecord files of tf.train.Example, byte by byte, so that workers need no TensorFlow.
+"""Writes and reads TFRecord files of tf.train.Example, so that workers need no TensorFlow.
 
 An Example is `features { feature { key: ... value { bytes_list | float_list | int64_list } } }`.
 Sources: tensorflow/core/example/{example,feature}.proto and tensorflow/core/lib/io/record_writer.h.
@@ -21,7 +21,7 @@ _BUFFER_BYTES = 1 << 18
 
 
 def varint(number: int) -> bytes:
-    """A protocol buffer's variable-length integer; `number` is not negative."""
+    """Encodes a non-negative integer as a protocol buffer's varint."""
     parts = []
     while number > 0x7F:
         parts.append(number & 0x7F | 0x80)
@@ -39,7 +39,7 @@ def _sized(tag: bytes, content: bytes) -> bytes:
 
 
 class FeatureEncoder:
-    """Encodes one named feature of an Example to its entry in the map of features."""
+    """Encodes one named feature of an Example as an entry of its map of features."""
 
     def __init__(self, name: str):
         self._key = _sized(b"\x0a", name.encode())
@@ -62,11 +62,12 @@ class FeatureEncoder:
 
 
 def example(entries: Sequence[bytes]) -> bytes:
-    """A serialized Example of encoded features."""
+    """Serializes an Example from its encoded features."""
     return _sized(b"\x0a", b"".join(entries))
 
 
 def _masked_crc(data: bytes) -> bytes:
+    # TFRecord masks its CRC-32C: rotated right by 15 bits, plus a constant.
     crc = google_crc32c.value(data)
     return ((((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF).to_bytes(4, "little")
 
@@ -75,8 +76,8 @@ class RecordFile:
     """A TFRecord file being written; `close` syncs it to the disk.
 
     Attributes:
-      records: written so far.
-      bytes: written so far.
+      records: Number of records written so far.
+      bytes: Number of bytes written so far.
     """
 
     def __init__(self, path: Path):
@@ -98,10 +99,10 @@ class RecordFile:
         self._file.close()
 
     def abandon(self) -> None:
-        """Closes the file, whatever has reached the disk."""
+        """Closes the file without ensuring that it is on the disk; harmless after `close`."""
         try:
             self._file.close()
-        except OSError:  # what is left in the buffer finds no space either
+        except OSError:  # the disk is full, so the buffer cannot be flushed either
             pass
 
 
@@ -109,10 +110,10 @@ class RecordFile:
 
 
 def read_records(path: Path) -> Iterator[bytes]:
-    """The records of a TFRecord file, their checksums found right.
+    """Yields the records of a TFRecord file, verifying their checksums.
 
     Raises:
-      UserError: naming the file and the byte where it is broken.
+      UserError: If the file is broken; names the file and the byte.
     """
     for place, length, file in _heads(path):
         data = file.read(length + 4)
@@ -121,10 +122,10 @@ def read_records(path: Path) -> Iterator[bytes]:
 
 
 def count_records(path: Path) -> int:
-    """Number of records of a TFRecord file; lengths are checked, what they hold is passed over.
+    """Number of records in a TFRecord file; checks their lengths and skips their contents.
 
     Raises:
-      UserError: naming the file and the byte where it is broken.
+      UserError: If the file is broken; names the file and the byte.
     """
     count = 0
     for _, length, file in _heads(path):
@@ -134,14 +135,14 @@ def count_records(path: Path) -> int:
 
 
 def _heads(path: Path) -> Iterator[tuple[int, int, BinaryIO]]:
-    """(place, length, the file after them) of each record; the caller reads or skips the record."""
+    """Yields (offset, length, file positioned at the record); callers must read or skip it."""
     end = path.stat().st_size
     with open(path, "rb", buffering=_BUFFER_BYTES) as file:
         place = 0
         while head := file.read(12):
             _check(head, 8, path, place)
             length = int.from_bytes(head[:8], "little")
-            if length + 16 > end - place:  # no such record: nothing so long is read
+            if length + 16 > end - place:  # longer than the file: do not try to read it
                 raise _broken(path, place)
             yield place, length, file
             place += length + 16

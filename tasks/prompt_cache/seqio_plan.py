@@ -3,9 +3,9 @@
     python -P -m t0repro.tasks.prompt_cache.seqio_plan --module_import=t0repro.tasks.demo \
         --mixtures=demo_train --output_cache_dir=runs/demo/cache --processes=2
 
-prints one line for each process to start: the tasks that it should cache, joined by commas. Rows,
-templates and vocabulary have been read once by then, so that a missing file or a broken line is one
-clear message and not the end of a long Beam traceback. scripts/cache.sh calls it.
+prints one line per process to start: the tasks that it should cache, separated by commas. By then
+rows, templates and vocabulary have been read once, so that a missing file or a broken line gives
+one clear message rather than the end of a long Beam traceback. scripts/cache.sh calls it.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from t0repro.tasks.seqio_tasks import PromptedSource
 
 
 def selected_tasks(mixtures: Sequence[str], patterns: Sequence[str]) -> list[seqio.Task]:
-    """The tasks of the mixtures and those whose whole name matches a pattern, each once.
+    """The tasks of the mixtures and those whose full name matches a pattern, without duplicates.
 
     Raises:
-      UserError: if a mixture does not exist or a pattern matches nothing; nearest names are listed.
+      UserError: If a mixture does not exist or a pattern matches nothing; lists the nearest names.
     """
     known = [*seqio.MixtureRegistry.names(), *seqio.TaskRegistry.names()]
     names: list[str] = []
@@ -55,13 +55,15 @@ def uncached(tasks: Sequence[seqio.Task], cache_dir: Path) -> list[seqio.Task]:
 
 
 def remove_interrupted(tasks: Sequence[seqio.Task], cache_dir: Path) -> list[str]:
-    """Removes what an interrupted call left of these uncached tasks; returns their names.
+    """Removes what an interrupted call left of these uncached tasks.
 
-    SeqIO writes COMPLETED last, so the rest is never read; but shards of another number would be
-    taken for part of a later cache, whose files are found by a pattern that ends in that number.
+    `folders.remove_interrupted` says why that is necessary.
+
+    Returns:
+      Names of the tasks that had something to remove.
 
     Raises:
-      UserError: if such a folder holds a file that no cache has.
+      UserError: If such a folder contains a file that does not belong in a cache.
     """
     return [
         task.name
@@ -74,7 +76,7 @@ def check_readable(tasks: Sequence[seqio.Task]) -> None:
     """Reads the vocabulary and every row once.
 
     Raises:
-      UserError: if a file is missing or broken.
+      UserError: If a file is missing or broken.
     """
     for task in tasks:
         for feature in task.output_features.values():
@@ -87,7 +89,7 @@ def check_readable(tasks: Sequence[seqio.Task]) -> None:
 
 
 def spread(tasks: Sequence[seqio.Task], processes: int) -> list[list[str]]:
-    """Task names for each process, so that each has about as many splits; no list is empty."""
+    """Shares tasks among processes, with about as many splits each; no share is empty."""
     shares: list[list[str]] = [[] for _ in range(processes)]
     loads = [0] * processes
     for task in sorted(tasks, key=lambda task: -len(task.splits)):

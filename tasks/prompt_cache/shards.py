@@ -1,4 +1,4 @@
-"""The worker's part of a cache: rows to a spool, and a spool's shards to TFRecord files."""
+"""A worker's part of caching: spools rows, and writes a spool's shards as TFRecord files."""
 
 from __future__ import annotations
 
@@ -37,25 +37,25 @@ ROWS_PER_SHARD = 1 << 14
 _BATCH = 256  # rows whose inputs are tokenized together
 NUMBERS_KEPT = 20  # of dropped rows, in the provenance file
 
-_threads = 1  # of SentencePiece in this process
+_threads = 1  # SentencePiece's threads in this process
 
 
 def start_worker(parent: int, threads: int) -> None:
-    """Prepares a worker process: it tokenizes with so many threads, and ends with `parent`."""
+    """Prepares a worker process: sets its tokenizer's threads, and makes it end with `parent`."""
     global _threads
     _threads = threads
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process above decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     try:
-        # PR_SET_PDEATHSIG: nothing is written any more once the run was killed.
+        # 1 is PR_SET_PDEATHSIG: once the run is killed, nothing more is written.
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     except (AttributeError, OSError):  # not Linux
         pass
-    if os.getppid() != parent:  # it was killed before that call
+    if os.getppid() != parent:  # the parent died before that call
         os._exit(1)
 
 
 def warm_up() -> None:
-    """Imports what rendering takes."""
+    """Imports what rendering needs."""
     promptsource_environment()
 
 
@@ -64,23 +64,23 @@ def warm_up() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class SpooledRows:
-    """A split's rows on disk, and what the provenance file says of their origin."""
+    """A split's rows on disk, and what the provenance file says about their origin."""
 
     spool: Spool
     origin: Mapping[str, Any]
 
 
 def reader_of(rows: RowsOfSplit) -> Reader:
-    """Where the rows are now: on this machine, or on the hub."""
+    """The reader of the rows, from wherever they are now: this machine or the hub."""
     root = None if rows.root is None else Path(rows.root)
     return find_reader(root, rows.dataset, rows.subset, rows.file)
 
 
 def rows_of(rows: RowsOfSplit, reader: Reader) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The same rows as `t0repro.tasks.source.PromptedRows.rows`, for all templates of a run.
+    """Yields the same rows as `t0repro.tasks.source.PromptedRows.rows`, for all templates of a run.
 
     Raises:
-      UserError: as `t0repro.tasks.source.checked_rows`.
+      UserError: As for `t0repro.tasks.source.checked_rows`.
     """
     columns = frozenset(rows.columns)
     schema = schema_of_rows(rows.dataset, rows.subset, reader, columns)
@@ -95,7 +95,7 @@ def spool_rows(rows: RowsOfSplit, base: str) -> SpooledRows:
     """
     reader = reader_of(rows)
     spool = write_spool(rows_of(rows, reader), Path(base))
-    # Neither where the data lies nor when it was copied there makes another cache.
+    # Where the data is and when it was copied there must not change the bytes of the cache.
     origin = {
         key: value for key, value in reader.origin().items() if key not in ("path", "modified_ns")
     }
@@ -111,11 +111,16 @@ class Piece:
     """Some shards of one split of one prompt.
 
     Attributes:
-      folders: of the tasks that want the split, by the form of their examples (score_eval or not).
-      shards: the numbers of the shards to write, of `num_shards`.
-      vocabulary: the file of the vocabulary's serialized model, extra ids included.
-      ordinals: a file with the number of each row among those that the template keeps, where it
-        drops some; the twin's `idx` counts only these.
+      prompt: The prompt.
+      split: The split's name.
+      spool: The split's rows.
+      folders: Whether examples are a twin's (score_eval) -> the folder to write them to.
+      shards: Numbers of the shards to write, out of `num_shards`.
+      num_shards: Number of shards of the whole split.
+      vocabulary: File with the vocabulary's serialized model, extra ids included.
+      seed: Seed for the templates' draws and the order of rows.
+      ordinals: File with each row's number among those that the template keeps, if it drops some;
+        the twin's `idx` counts only these.
     """
 
     prompt: Prompt
@@ -131,12 +136,13 @@ class Piece:
 
 @dataclasses.dataclass
 class PieceResult:
-    """What was written of a piece.
+    """What was written for a piece.
 
     Attributes:
-      statistics: by the form of the examples.
-      dropped: reason -> places in the spool.
-      files: by the form of the examples, each shard's records and bytes.
+      rows: Number of rows rendered.
+      statistics: Whether examples are a twin's -> their statistics.
+      dropped: Reason -> places in the spool.
+      files: Whether examples are a twin's -> file name -> its records and bytes.
     """
 
     rows: int
@@ -146,15 +152,16 @@ class PieceResult:
 
 
 def number_of_shards(rows: int, min_shards: int) -> int:
-    """How many files a split of so many rows is written to."""
+    """Number of files to write a split of `rows` rows to."""
     return max(min_shards, -(-rows // ROWS_PER_SHARD))
 
 
 def shard_order(count: int, shard: int, num_shards: int, seed: str) -> np.ndarray:
-    """Places in the spool of a shard's rows, in the order that they are written.
+    """Places in the spool of a shard's rows, in the order in which they are written.
 
-    Every num_shards-th row, shuffled: with SeqIO's reading of several files at once, and its
-    buffer, a dataset sorted by its labels is then read well mixed. SeqIO's cache is shuffled too.
+    These are every num_shards-th row, shuffled. Since SeqIO reads several files at once through a
+    shuffle buffer, even a dataset sorted by label is then read well mixed. SeqIO's own cache is
+    shuffled too.
     """
     places = np.arange(shard, count, num_shards)
     digest = hashlib.sha256(f"{seed}/{shard}".encode()).digest()
@@ -163,7 +170,7 @@ def shard_order(count: int, shard: int, num_shards: int, seed: str) -> np.ndarra
 
 
 def draw_key(source: str, split: str, number: int, seed: int) -> str:
-    """Seeds the draws of one row; with seed 0 as SeqIO's own pipeline seeds them."""
+    """The seed for one row's draws; with seed 0 it equals that of the SeqIO pipeline."""
     key = f"{source}/{split}/{number}"
     return f"{seed}/{key}" if seed else key
 
@@ -172,7 +179,7 @@ def write_piece(piece: Piece) -> PieceResult:
     """Renders, tokenizes and writes the shards of a piece.
 
     Raises:
-      UserError: if the template cannot render a row, which is named.
+      UserError: If the template cannot render a row; names the row.
     """
     result = PieceResult(
         rows=0,
@@ -228,14 +235,15 @@ def render_row(
     row: Mapping[str, Any],
     seed: int,
 ) -> Rendering | Drop:
-    """Renders one row, or says why it is dropped.
+    """Renders one row, or returns why it is dropped.
 
     Raises:
-      UserError: if it cannot be rendered.
+      UserError: If the row cannot be rendered.
     """
     try:
         rendering = template.render(row, draw_key(prompt.source, split, number, seed))
         if isinstance(rendering, Rendering):
+            # Text that UTF-8 cannot encode is to fail here, where the row is known.
             rendering.inputs.encode(), rendering.targets.encode()
         return rendering
     except Exception as error:
@@ -277,7 +285,7 @@ def _batches(items: Iterator[Any], size: int) -> Iterator[list[Any]]:
 
 
 def compiled_template(prompt: Prompt) -> Renderer:
-    """The prompt's template, compiled and kept; a Jinja error names template and task."""
+    """The prompt's compiled template, cached; a Jinja error names template and task."""
     return _compile(prompt.template, prompt.source)
 
 

@@ -1,7 +1,7 @@
-"""Rows of one split, kept on disk by number: bounded memory, and any order at the cost of a read.
+"""Keeps a split's rows on disk: little memory, and access in any order for one read per row.
 
-Every template of a dataset renders the same rows. They are read, checked and brought to their
-schema once, and each worker then takes the rows of its shards in its shards' order.
+Every template of a dataset renders the same rows. They are read, checked and converted to their
+schema once, and each worker then takes the rows of its shards in the shards' order.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from t0repro.tasks import row_codec
 
 @dataclasses.dataclass(frozen=True)
 class Spool:
-    """Where a split's rows lie: `<base>.rows`, their offsets and their numbers in the source."""
+    """Where a split's rows are: `<base>.rows`, with their offsets and numbers in the source."""
 
     base: str
     count: int
@@ -36,7 +36,7 @@ class Spool:
 
 
 def write_spool(rows: Iterable[tuple[int, dict[str, Any]]], base: Path) -> Spool:
-    """Writes (number in the source, row) pairs; holds 16 bytes a row in memory."""
+    """Writes (number in the source, row) pairs; needs 16 bytes of memory per row."""
     offsets, numbers = array("Q", [0]), array("Q")
     with open(f"{base}.rows", "wb", buffering=1 << 20) as file:
         for number, row in rows:
@@ -53,7 +53,7 @@ class SpoolReader:
     """Reads rows by their place in the spool; a context manager."""
 
     def __init__(self, spool: Spool):
-        # Mapped, not loaded: a worker that has a few shards touches a part of them.
+        # Mapped, not loaded: a worker with a few shards needs only some of them.
         self._offsets = np.load(f"{spool.base}.offsets.npy", mmap_mode="r")
         empty = np.zeros(0, np.uint64)  # which cannot be mapped
         numbers = f"{spool.base}.numbers.npy"
@@ -67,9 +67,9 @@ class SpoolReader:
         os.close(self._file)
 
     def rows(self, places: np.ndarray) -> Iterator[tuple[int, int, dict[str, Any]]]:
-        """(place, number in the source, row) of each place, in the order given."""
+        """Yields (place, number in the source, row) for each place, in the order given."""
         for place in places.tolist():
             start, end = int(self._offsets[place]), int(self._offsets[place + 1])
-            # Read, not mapped: mapped pages would count as this process's memory.
+            # Read, not mapped: mapped pages would count toward this process's memory.
             row = row_codec.decode(os.pread(self._file, end - start, start))
             yield place, int(self._numbers[place]), row

@@ -1,4 +1,4 @@
-"""Text to tokens, as `seqio.SentencePieceVocabulary.encode_tf`, packed for an Example."""
+"""Tokenizes text as `seqio.SentencePieceVocabulary.encode_tf` does, packed for an Example."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from t0repro.tasks.prompt_cache.records import varint
 
 
 class Tokenizer:
-    """A SentencePiece model that gives tokens as joined varints (see `count`).
+    """A SentencePiece model that returns tokens as joined varints (see `count`).
 
     Args:
-      model: the serialized model, with the vocabulary's extra ids in it.
-      threads: of SentencePiece, for a batch of texts.
+      model: The serialized model, including the vocabulary's extra ids.
+      threads: Number of threads that SentencePiece uses for a batch of texts.
     """
 
     def __init__(self, model: bytes, threads: int = 1):
@@ -34,5 +34,5 @@ _CONTINUED = bytes(range(0x80, 0x100))
 
 
 def count(tokens: bytes) -> int:
-    """The number of tokens: each varint ends in one byte below 0x80."""
+    """The number of tokens; the last byte of each varint is its only one below 0x80."""
     return len(tokens.translate(None, _CONTINUED))
