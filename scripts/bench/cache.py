@@ -3,17 +3,17 @@
     T0REPRO_DATA_DIR=... T0REPRO_VOCAB=... .venv/bin/python -P scripts/bench/cache.py
     .venv/bin/python -P scripts/bench/cache.py --memory 1000000
 
-1. seqio_cache_tasks as it is called without --pipeline_options. That is Beam's DirectRunner, which
-   asks the network for its newer runner (Prism) and, where it cannot have it, falls back to
-   FnApiRunner in one thread. The fallback is named here, so that no time goes to the network.
+1. seqio_cache_tasks as it runs without --pipeline_options: on Beam's DirectRunner, which tries to
+   fetch its newer runner (Prism) from the network and, failing that, falls back to FnApiRunner in
+   one thread. The fallback is named here, so that no time is spent on the network.
 2. T0's way: promptsource's Template.apply on every row, then SeqIO's vocabulary on each text, one
    record at a time.
-3. t0repro cache, one worker, from the command's start to its end.
+3. t0repro cache with one worker.
 
-Each is the time of a whole command, its imports included, and again without the start-up (the
-commands' time for one task of the demo). Examples are counted in what was written. --memory caches
-a synthetic split of so many rows with two workers and prints the largest sum over the process tree
-of resident memory (RSS), and of memory with shared pages divided among their holders (PSS).
+For 1 and 3, each time is that of a whole command, imports included, and then less its start-up (the
+command's time for one task of the demo). Examples are counted in what was written. --memory caches
+a synthetic split of that many rows with two workers and prints the peak, summed over the process
+tree, of resident memory (RSS) and of memory with shared pages divided among their users (PSS).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def timed(*command: str) -> tuple[float, float]:
 
 
 def cached_examples(folder: Path) -> int:
-    """Examples that the statistics files of a cache count."""
+    """Number of examples according to a cache's statistics files."""
     return sum(json.loads(path.read_text())["examples"] for path in folder.glob("*/stats.*.json"))
 
 
@@ -73,7 +73,7 @@ def our_command(module: str, tasks: str, folder: Path, workers: int = 1) -> list
 
 
 def t0_way(tasks: list[str], rows: int) -> float:
-    """Examples a second of Template.apply, SeqIO's vocabulary and tf.train.Example, row by row."""
+    """Examples per second of Template.apply, SeqIO's vocabulary and tf.train.Example, by row."""
     import importlib
 
     import seqio
@@ -105,7 +105,7 @@ def t0_way(tasks: list[str], rows: int) -> float:
 
 
 def compare(tasks: str, folder: Path) -> None:
-    """Prints the three rates and what ours is times the others."""
+    """Prints the three rates, and how many times faster ours is than the others."""
     start_seqio, _ = timed(*seqio_command("t0repro.tasks.demo", IMDB, folder / "a"))
     start_ours, _ = timed(*our_command("t0repro.tasks.demo", IMDB, folder / "b"))
     seconds, cpu = timed(*our_command(LOCAL, tasks, folder / "ours"))
@@ -134,7 +134,7 @@ def compare(tasks: str, folder: Path) -> None:
 
 
 def renderer(tasks: str) -> None:
-    """Prints what one process renders, tokenizes and writes in a second, start-up left out."""
+    """Prints how much one process renders, tokenizes and writes per second, without start-up."""
     from t0repro.tasks.prompt_cache import shards
     from t0repro.tasks.prompt_cache.plan import Request
     from t0repro.tasks.prompt_cache.planning import make_plan
@@ -189,7 +189,7 @@ def tree_memory(root: int) -> tuple[int, int]:
 
 
 def memory(rows: int, folder: Path) -> None:
-    """Caches a synthetic split and prints the largest memory of the process tree."""
+    """Caches a synthetic split and prints the peak memory of the process tree."""
     data = folder / "data" / "ag_news" / "default"
     data.mkdir(parents=True)
     with open(data / "train.jsonl", "w", encoding="utf-8") as file:

@@ -3,11 +3,12 @@
     python scripts/bench/convert.py                # XL: 2.85e9 parameters, 11.4 GB in float32
     python scripts/bench/convert.py --size base --to jax hf
 
-Each conversion runs in a process of its own, whose peak resident memory is the kernel's figure
-(ru_maxrss). The copy is `cp` of the source's files and `fsync`, timed before each conversion since
-the first writes of a machine may be slower than the later; every one starts with its source out of
-the page cache. To reach: at most 2.5 times the copy beside it, at most 2.5 GB. Files go to a
-temporary directory (four times the model must be free) and are removed.
+Each conversion runs in its own process; its peak resident memory is the kernel's figure
+(ru_maxrss). The copy is `cp` of the source's files followed by `fsync`, timed before each
+conversion because a machine's first writes may be slower than later ones. Copies and conversions
+all start with their source out of the page cache. The target is at most 2.5 times the copy's time
+and at most 2.5 GB. Files go to a temporary directory, which needs four times the model's size, and
+are removed.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def write_source(directory: Path, size: str) -> int:
 
 
 def measure_copy(source: Path, target: Path) -> float:
-    """Seconds for `cp` of a directory until it is on the disk."""
+    """Seconds that `cp` of a directory takes until everything is on disk."""
     forget(source)
     started = time.perf_counter()
     subprocess.run(["cp", "-r", source, target], check=True)
@@ -69,7 +70,7 @@ def measure_copy(source: Path, target: Path) -> float:
 
 
 def measure_conversion(source: Path, target: Path, to: str) -> tuple[float, float]:
-    """Seconds and peak resident memory in GB of one conversion, in a process of its own."""
+    """Seconds and peak resident memory in GB of one conversion in its own process."""
     forget(source)
     started = time.perf_counter()
     command = [sys.executable, __file__, "--convert", str(source), str(target), to]
@@ -82,7 +83,7 @@ def files_below(directory: Path) -> list[Path]:
 
 
 def forget(directory: Path) -> None:
-    """Takes a directory's files, which are on the disk, out of the page cache."""
+    """Drops a directory's files, which must be on disk already, from the page cache."""
     for file in files_below(directory):
         descriptor = os.open(file, os.O_RDONLY)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -90,7 +91,7 @@ def forget(directory: Path) -> None:
 
 
 def report(name: str, root: Path, source: str, target: str, to: str) -> None:
-    """Copies and converts a directory, and prints both."""
+    """Copies and converts a directory, and prints both times."""
     copy = measure_copy(root / source, root / "copy")
     seconds, peak = measure_conversion(root / source, root / target, to)
     print(

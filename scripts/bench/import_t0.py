@@ -2,7 +2,7 @@
 
     .venv/bin/python -P scripts/bench/import_t0.py --times 3
 
-Each time is that of a new process. The median is printed last.
+Each measurement starts a new process. The medians are printed last.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     .venv/bin/python -P scripts/bench/long_run.py runs/long_run docs/images/long_run.png
 
-Prints the losses of both stacks, how far they are apart, and the accuracies by rank classification;
-draws both curves into the file that is named second.
+Prints the losses of both stacks, how far apart they are, and the accuracies by rank classification,
+and draws both loss curves into the file given as the second argument.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def read_losses(model_dir: Path) -> np.ndarray:
 
 
 def losses_table(mtf: np.ndarray, jax: np.ndarray) -> str:
-    """Mean losses over a hundred steps each, and relative differences of single steps."""
+    """Mean losses, mostly per hundred steps, and relative differences at single steps."""
     bounds = [0, 1, 20, *range(100, len(mtf) + 1, 100)]
     rows = []
     for first, last in zip(bounds, bounds[1:], strict=False):
@@ -60,7 +60,7 @@ def losses_table(mtf: np.ndarray, jax: np.ndarray) -> str:
 
 
 def accuracy_table(run: Path) -> str:
-    """Accuracy of each task by each stack, and the examples that are predicted differently."""
+    """Each task's accuracy on both stacks, and how many examples they predict differently."""
     mtf, jax = (Run(stack, run / stack / "validation_eval") for stack in STACKS)
     compared = compare_runs(mtf, jax, same_pairs=True)
     rows = [
@@ -83,7 +83,7 @@ def accuracy_table(run: Path) -> str:
 
 
 def draw(losses: dict[str, np.ndarray], path: Path) -> None:
-    """Both curves, averaged over WINDOW steps, above how far single steps are apart."""
+    """Draws both curves, averaged over WINDOW steps, above the differences at single steps."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -3,23 +3,23 @@ r"""Pairs per second of rank evaluation: ours, T0's way in PyTorch, lm-eval, Mes
     JAX_PLATFORMS=cpu python scripts/bench/rank_eval.py --work /tmp/bench --seconds 240 \
         --torch-python <a Python with torch, transformers and lm-eval>
 
-One machine, the same random weights (T5 1.1 small, or base-shaped) and the same real pairs: every
-template with answer choices of the evaluation sets under T0REPRO_DATA_DIR, the first --limit inputs
-of each, each with all of its choices, by number of choices:
+All harnesses use one machine, the same random weights (T5 1.1 small, or base-shaped) and the same
+real pairs: for every template with answer choices of the evaluation sets under T0REPRO_DATA_DIR,
+the first --limit inputs with all their choices. Results are grouped by number of choices:
 
     ours      each input encoded once, packed; `compiling` is what the first run took beyond that
-    pytorch   as T0's run_eval: inputs repeated for each choice, 8 examples a batch within a task,
+    pytorch   as T0's run_eval: inputs repeated for each choice, 8 examples per batch within a task,
               padded to the batch's longest; float32, no gradients
     lm_eval   lm-eval-harness's Hugging Face seq2seq model, batches of 16 pairs sorted by length
-    mtf       t5_mesh_transformer --backend=mtf with score_eval.gin at T0's lengths (1024/256); its
-              rate is that of the pairs between two runs, so that start and compilation do not count
+    mtf       t5_mesh_transformer --backend=mtf with score_eval.gin at T0's lengths (1024/256);
+              rated by the difference of two runs, so that start-up and compilation do not count
 
-The work is cut into pieces of some hundred pairs. Of each piece all harnesses take their turn, one
-after the other, so that whatever else the machine does meets all of them; results are appended to
-<work>/results.jsonl. With --seconds no piece is begun after so long: run it again to go on. What is
-done is printed each time: pairs per second, their ratio, peak memory of each process, and the
-largest difference of a score from ours. Where a harness has not done all pieces, its rate is that
-of the pieces it did, and ratios compare the same pieces.
+The work is split into pieces of a few hundred pairs. The harnesses take turns on each piece, so
+that any other load on the machine affects all of them; results are appended to
+<work>/results.jsonl. With --seconds, no piece is started after that time; run it again to continue.
+Each run prints what is done so far: pairs per second, their ratio, peak memory of each process, and
+the largest difference of a score from ours. If a harness has not done all pieces, its rate is over
+those that it did, and ratios compare the same pieces.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def main() -> None:
 
 
 def read_tasks(work: Path, limit: int) -> list[tuple[str, list[dict]]]:
-    """(task, examples) of every held-out template at hand; kept in the folder."""
+    """(task, examples) of every held-out template whose data is there; cached in the folder."""
     path = work / f"pairs_{limit}.pickle"
     if not path.is_file():
         from t0repro.evaluation.reading import TaskReader
@@ -91,7 +91,7 @@ def read_tasks(work: Path, limit: int) -> list[tuple[str, list[dict]]]:
 
 
 def register_tasks() -> list[str]:
-    """Registers T0's held-out evaluation tasks whose data is there; their names."""
+    """Registers T0's held-out evaluation tasks whose data is there; returns their names."""
     from t0repro.tasks import prompted_tasks
     from t0repro.tasks.registration import add_prompted_task
     from t0repro.tasks.source import Split
@@ -115,7 +115,7 @@ def register_tasks() -> list[str]:
 
 
 def pieces_of(tasks: list[tuple[str, list[dict]]], size: int) -> list[dict]:
-    """Pieces of like numbers of choices, each a sample of all tasks: {class, index, work}."""
+    """Splits the work by number of choices into pieces: {class, index, work}."""
     classes: dict[str, list[tuple[str, list[dict]]]] = {}
     for name, examples in tasks:
         for group in by_example(examples):
@@ -134,7 +134,7 @@ def pieces_of(tasks: list[tuple[str, list[dict]]], size: int) -> list[dict]:
 
 
 def by_example(examples: list[dict]) -> list[list[dict]]:
-    """The choices of each input together."""
+    """Groups the examples, which are choices, by input."""
     groups: dict[int, list[dict]] = {}
     for example in examples:
         groups.setdefault(int(example["idx"][0]), []).append(example)
@@ -152,7 +152,7 @@ def add_result(work: Path, row: dict) -> None:
 
 
 def ours_and_peers(tasks: list, options: argparse.Namespace, work: Path) -> None:
-    """Measures the pieces that are not measured yet, as far as the time goes."""
+    """Measures the pieces that have not been measured yet, as far as time allows."""
     peers = [name for name in options.peers.split(",") if name and options.torch_python]
     pieces = pieces_of(tasks, options.piece)
     done = {
@@ -177,7 +177,7 @@ def ours_and_peers(tasks: list, options: argparse.Namespace, work: Path) -> None
 
 
 def measure(piece: dict, params, model, worker, peers: list, options, work: Path) -> None:
-    """All harnesses on one piece; results are kept when all are done."""
+    """Measures all harnesses on one piece; results are saved once all are done."""
     examples = [example for _, group in piece["work"] for example in group]
     row = {"size": options.size, "class": piece["class"], "index": piece["index"]}
     row["pairs"] = len(examples)
@@ -191,14 +191,14 @@ def measure(piece: dict, params, model, worker, peers: list, options, work: Path
     warm, _, _ = ours(params, model, examples)
     facts = {"harness": "ours", "seconds": warm, "first_seconds": cold, "peak_gb": peak_memory()}
     rows.append({**row, **facts, "padding": plan.padding, "shapes": len(plan.shapes)})
-    load = os.getloadavg()[0]  # above 2 or 3 on two cores, somebody else was there
+    load = os.getloadavg()[0]  # above 2 or 3 on two cores, something else was running too
     for found in [{**found, "load": load} for found in rows]:
         add_result(work, found)
         print(json.dumps(found), flush=True)
 
 
 def print_results(work: Path, size: str) -> None:
-    """A line for each class and harness."""
+    """Prints a line for each class and harness."""
     rows = [row for row in read_results(work) if row["size"] == size]
     ours_of = {(r["class"], r["index"]): r for r in rows if r["harness"] == "ours"}
     print(f"\nT5 1.1 {size}, random weights; {sum(r['pairs'] for r in ours_of.values())} pairs")
@@ -273,8 +273,8 @@ def ours(params: dict, model, examples: list[dict]):
 
 
 def peak_memory() -> float:
-    """Gigabytes of this process at its largest."""
-    # Not getrusage's, which a child begins with its parent's
+    """Peak resident memory of this process in GB."""
+    # Not getrusage's figure: a child's starts at its parent's.
     status = Path("/proc/self/status").read_text()
     return int(status.partition("VmHWM:")[2].split()[0]) * 1024 / 1e9
 
@@ -290,7 +290,7 @@ def flat(params: dict) -> dict[str, np.ndarray]:
 
 
 class TorchWorker:
-    """transformers' T5 with our weights in a process of its own, asked over pipes."""
+    """transformers' T5 with our weights in its own process, driven over pipes."""
 
     def __init__(self, options: argparse.Namespace, params: dict, folder: Path):
         np.savez(folder / "weights.npz", **flat(params))
@@ -298,8 +298,8 @@ class TorchWorker:
         self.folder = folder
         self.process = subprocess.Popen(
             [options.torch_python, str(TORCH_WORKER), str(folder)],
-            # Threads that wait give way. Otherwise PyTorch suffers most where others compute on
-            # the same two cores: at a load of 4 it did 6 pairs a second in place of 16.
+            # Waiting threads yield. Otherwise PyTorch suffers most when others compute on the
+            # same two cores: at a load of 4 it did 6 pairs per second instead of 16.
             env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -317,7 +317,7 @@ class TorchWorker:
     def score(
         self, harness: str, found: list[tuple[str, list[dict]]]
     ) -> tuple[float, np.ndarray, float]:
-        """Seconds, scores of all choices of examples in order, and gigabytes at the most."""
+        """Seconds, the scores of all examples' choices in order, and peak memory in GB."""
         work = [
             {
                 "task": name,
@@ -343,7 +343,7 @@ class TorchWorker:
 
 
 def mesh_tensorflow(tasks, options: argparse.Namespace, work: Path, folder: Path) -> None:
-    """score_eval at T0's lengths on one task: its rate between 12 and 36 pairs, and agreement."""
+    """Measures score_eval at T0's lengths on one task: its rate, and agreement with our scores."""
     from t0repro.converters.convert import convert
     from t0repro.evaluation.engine import score_examples
     from t0repro.evaluation.outputs import read_task_scores
@@ -355,6 +355,7 @@ def mesh_tensorflow(tasks, options: argparse.Namespace, work: Path, folder: Path
     name, examples = next((name, found) for name, found in tasks if len(found) >= 36)
     save_tree(folder / "jax/checkpoint_0", {**flat(params), "state/step": np.int32(0)})
     convert(str(folder / "jax"), str(folder / "mtf"), "mtf", slots=False)
+    # The rate is that of the 24 further pairs: start-up and compilation cancel out.
     seconds = {}
     for count in (12, 36):  # whole examples of two, three or four choices
         started = time.perf_counter()

@@ -1,7 +1,7 @@
-"""The PyTorch side of rank_eval.py, in a process of its own: T0's way and lm-eval.
+"""The PyTorch side of rank_eval.py, in its own process: T0's way and lm-eval.
 
-Started by rank_eval.py with a Python that has torch, transformers and lm-eval, and a folder that
-holds weights and configuration. It is asked by the name of a harness on standard input.
+rank_eval.py starts it with a Python that has torch, transformers and lm-eval, and passes a folder
+with weights and configuration. Each request is the name of a harness on standard input.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ import numpy as np
 from rank_eval import LENGTHS, VOCABULARY, peak_memory
 
 EXAMPLES_A_BATCH = 8  # Hugging Face's per_device_eval_batch_size
-PAIRS_A_BATCH = 16  # of lm-eval
+PAIRS_A_BATCH = 16  # lm-eval's batch size
 
 
 def torch_worker(folder: Path) -> None:
-    """Answers the name of a harness with seconds and gigabytes until there is no more."""
+    """Answers each harness name with seconds and peak GB, until standard input ends."""
     answers = sys.stdout
-    sys.stdout = sys.stderr  # what libraries print
+    sys.stdout = sys.stderr  # keep what libraries print out of the answers
     model = torch_model(folder)
     harnesses = {"pytorch": torch_scores, "lm_eval": lm_eval_scores}
     print("ready", file=answers, flush=True)
     for line in sys.stdin:
         work = json.loads((folder / "work.json").read_text())
         score = harnesses[line.strip()]
-        score(model, work[:1])  # what is done once does not count
+        score(model, work[:1])  # warm-up, not timed
         started = time.perf_counter()
         scores = score(model, work)
         seconds = time.perf_counter() - started
@@ -97,7 +97,7 @@ def torch_names(path: str) -> list[tuple[str, bool]]:
 
 
 def torch_scores(model, work: list[dict]) -> list[float]:
-    """T0's run_eval: a batch is some examples of one task, inputs repeated for each choice."""
+    """As T0's run_eval: batches of examples of one task, with inputs repeated per choice."""
     scores: list[float] = []
     start = 0
     while start < len(work):
@@ -145,7 +145,7 @@ def lm_eval_scores(model, work: list[dict]) -> list[float]:
         from tokenizers.models import WordLevel
         from transformers import PreTrainedTokenizerFast
 
-        # Never asked for a token: the pairs are tokens already
+        # A dummy: it never tokenizes anything, because the pairs are tokens already.
         words = Tokenizer(WordLevel({"<pad>": 0, "</s>": 1}, unk_token="<pad>"))
         tokens = PreTrainedTokenizerFast(
             tokenizer_object=words, pad_token="<pad>", eos_token="</s>"
@@ -159,7 +159,7 @@ def lm_eval_scores(model, work: list[dict]) -> list[float]:
             max_length=LENGTHS["inputs"],
             device="cpu",
         )
-        model.lm_head.weight = logits  # lm-eval ties it to the embedding
+        model.lm_head.weight = logits  # undo lm-eval's tying of it to the embedding
     requests = [(("", ""), e["inputs"], choice) for e in work for choice in e["choices"]]
     harness = _harness["model"]
     return [score for score, _ in harness._loglikelihood_tokens(requests, disable_tqdm=True)]

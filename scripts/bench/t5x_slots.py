@@ -2,11 +2,11 @@
 
     python scripts/bench/t5x_slots.py
 
-One update of mesh_tensorflow.optimize.AdafactorOptimizer on random gradients, from zero slots,
-against T5X's v_row and v_col of the same gradients (the means that t5x/adafactor.py takes: it sorts
-the axes by np.argsort). Prints the largest relative difference under the straight mapping (vr is
-v_row, vc is v_col: what T5X's importer does) and the exchanged one, and how far the next update is
-off, in its RMS, if the slots are taken straight. The gradients' rows are of widely different sizes.
+Compares one update of mesh_tensorflow.optimize.AdafactorOptimizer on random gradients, from zero
+slots, with T5X's v_row and v_col for the same gradients (the means that t5x/adafactor.py takes; it
+sorts the axes by np.argsort). Prints the largest relative difference under the straight mapping
+(vr is v_row, vc is v_col, as in T5X's importer) and under the exchanged one, and the RMS error of
+the next update if the slots are mapped straight. The gradients' rows have very different sizes.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import numpy as np
 
 ROOT = Path(__file__).parents[2]
 SHAPES = ("256x640", "640x256", "256x256", "2048x2048")
-DECAY = 1 - 1_100_001**-0.8  # of T0's first step: the slots weigh almost all
+DECAY = 1 - 1_100_001**-0.8  # at T0's first step, where the old slots have almost all the weight
 
 
 def mesh_slots(names: tuple[str, ...]) -> dict[str, np.ndarray]:
-    """Gradients and slots of Mesh TensorFlow's optimizer, in a process of its own."""
+    """Gradients and slots of Mesh TensorFlow's optimizer, computed in its own process."""
     script = ROOT / "tests" / "converters" / "run_mesh_adafactor.py"
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "slots.npz"
