@@ -1,6 +1,6 @@
-"""What people read of a run: summaries, plots, pages, terminal tables, comparisons, history.
+"""Reports on runs: summaries, plots, pages, terminal tables, comparisons, history.
 
-`load_report` is here for users; it is imported when asked for, to keep the package light to import.
+`load_report` is exported for users and imported on first use, to keep the package fast to import.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Percentile bootstrap over examples, from which a report's confidence intervals come."""
+"""Percentile bootstrap over examples, for a report's confidence intervals."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Interval:
 
 @dataclasses.dataclass(frozen=True)
 class Bootstrap:
-    """How intervals are made: percentiles over resamples of the examples, prompts held fixed."""
+    """How intervals are computed: percentiles over resamples of examples, prompts held fixed."""
 
     replicates: int = 1000
     seed: int = 0
@@ -46,11 +46,11 @@ class Bootstrap:
 def resampled_accuracy(
     results: Sequence[RankResult], dataset: str, bootstrap: Bootstrap
 ) -> tuple[Float[np.ndarray, "replicates prompts"], bool]:
-    """Accuracy in percent of each prompt in each resample, and whether one resample serves all.
+    """Accuracy in percent of each prompt in each resample, and whether all share one resample.
 
-    Prompts with equally many examples are taken to have the same ones, in the same order, and are
-    resampled together, since an example that is hard under one prompt is hard under the next. A
-    template that drops examples is resampled separately.
+    Prompts with the same number of examples are assumed to have the same examples in the same order
+    and are resampled together, because an example that is hard under one prompt tends to be hard
+    under another. A template that drops examples is resampled separately.
     """
     sizes = [len(result.example) for result in results]
     accuracy = np.empty((bootstrap.replicates, len(results)))

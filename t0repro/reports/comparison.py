@@ -1,4 +1,4 @@
-"""Two runs on the same tasks: scores, predictions and accuracies, each compared.
+"""Compares two runs on the same tasks: scores, predictions and accuracies.
 
 Differences of scores are per (example, choice) pair, in natural-logarithm units, and per target
 token, which is how the agreement between the two stacks is defined (1e-4 absolute per token in
@@ -164,7 +164,7 @@ class RunComparison:
         )
 
     def within(self, tolerance: float) -> bool:
-        """Whether no score differs by more per token, and nothing is predicted differently."""
+        """Whether scores differ by at most `tolerance` per token, and no prediction differs."""
         return self.worst.max_difference_per_token <= tolerance and self.flipped == 0
 
 
@@ -183,11 +183,12 @@ def compare_runs(
       b: the second run.
       prompts: task name -> its prompt, to group tasks by dataset; may be empty.
       bootstrap: how to make the intervals.
-      same_pairs: refuse tasks whose (example, choice) pairs are not the same in both runs, as they
-        must be where scores, not only accuracies, are to agree.
+      same_pairs: refuse tasks whose (example, choice) pairs differ between the runs; needed if the
+        scores, not only the accuracies, are to agree.
 
     Raises:
-      UserError: if the runs share no task, or a task's examples have different answers.
+      UserError: if the runs share no task, a shared task has no common example, or a task's
+        examples have different answers.
     """
     prompts, bootstrap = prompts or {}, bootstrap or Bootstrap()
     scores_a = {scores.task: scores for scores in read_task_scores(a.eval_dir, a.step)}
@@ -274,7 +275,7 @@ def _compare_task(
 
 
 def _shared_pairs(a: TaskScores, b: TaskScores) -> tuple[np.ndarray, np.ndarray]:
-    """Where each run has the pairs that both scored with equally long targets."""
+    """Each run's indices of the pairs that both scored with equally long targets."""
     choices = 1 + max(a.choice_index.max(), b.choice_index.max())
     keys_a, keys_b = (s.input_index * choices + s.choice_index for s in (a, b))
     _, at_a, at_b = np.intersect1d(keys_a, keys_b, assume_unique=True, return_indices=True)
@@ -345,7 +346,7 @@ def _difference(
     dataset: str, tasks: Sequence[tuple[RankResult, RankResult]], bootstrap: Bootstrap
 ) -> DatasetDifference:
     examples = np.unique(np.concatenate([a.example for a, _ in tasks]))
-    # [examples] each example's share of the difference in points, and its only_b minus only_a
+    # Per example: its share of the difference in percentage points, and its only_b minus only_a.
     share, count = np.zeros(len(examples)), np.zeros(len(examples))
     same = total = only_a = only_b = 0
     for a, b in tasks:
@@ -378,7 +379,8 @@ def _difference(
 
 
 def mcnemar(differences: np.ndarray) -> float:
-    """p-value of McNemar's test over clusters; see DatasetDifference. 1 where nothing differs."""
+    """p-value of McNemar's test over clusters (see DatasetDifference); 1 if nothing differs."""
     squares = float((differences**2).sum())
     statistic = float(differences.sum()) ** 2 / squares if squares else 0.0
+    # The upper tail of chi-squared with one degree of freedom.
     return math.erfc(math.sqrt(statistic / 2))

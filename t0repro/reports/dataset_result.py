@@ -79,7 +79,7 @@ class DatasetResult:
     Attributes:
       group: a key of GROUP_TITLES.
       examples: of the prompt that has the most.
-      paired: whether all prompts have the same number of examples, so that one resample serves all.
+      paired: whether all prompts have equally many examples, so that they share one resample.
       standard_error: of the mean over prompts.
       majority: accuracy of always choosing the position that is right most often.
       above_chance: whether the interval of the mean over prompts begins above chance.
@@ -150,7 +150,7 @@ def dataset_result(
     paired: bool,
     bootstrap: Bootstrap,
 ) -> DatasetResult:
-    """A dataset's result, without diagnostics; `paired` says whether one resample serves all."""
+    """A dataset's result, without diagnostics; see DatasetResult for `paired`."""
     accuracy = np.array([prompt.accuracy for prompt in prompts])
     spread = np.percentile(accuracy, [25, 50, 75])
     chance = float(np.mean([prompt.chance for prompt in prompts]))

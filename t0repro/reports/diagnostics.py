@@ -1,4 +1,4 @@
-"""What an accuracy hides: confused classes, calibration, examples that prompts disagree on."""
+"""Diagnostics beyond accuracy: confused classes, calibration, disagreement between prompts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Confusion:
     Attributes:
       labels: the choices, as the first prompt words them.
       counts: [answer][prediction].
-      prompts: how many prompts have this number of fixed choices.
+      prompts: number of prompts with this many fixed choices.
     """
 
     labels: tuple[str, ...]
@@ -32,7 +32,7 @@ class Confusion:
 
 @dataclasses.dataclass(frozen=True)
 class CalibrationBin:
-    """Examples of a range of confidence: mean confidence and accuracy in percent."""
+    """Examples within a range of confidence; mean confidence and accuracy in percent."""
 
     confidence: float
     accuracy: float
@@ -41,12 +41,12 @@ class CalibrationBin:
 
 @dataclasses.dataclass(frozen=True)
 class Calibration:
-    """Whether a confidence of 80% is right in 80% of the cases.
+    """Calibration: whether predictions made with 80% confidence are right 80% of the time.
 
     Attributes:
       bins: of equal width, empty ones left out; every example counts once per prompt.
-      error: expected calibration error, percentage points: mean |accuracy - confidence| over the
-        bins by their examples.
+      error: expected calibration error in percentage points: the mean of |accuracy - confidence|
+        over bins, weighted by their examples.
     """
 
     bins: tuple[CalibrationBin, ...]
@@ -118,8 +118,8 @@ def prompt_flips(
 ) -> tuple[tuple[PromptFlip, ...], float]:
     """The examples that prompts disagree on most, and the percentage that any two disagree on.
 
-    Right or wrong is compared rather than the choice, since prompts order and word their choices
-    differently. Only examples that every prompt has are compared.
+    What is compared is whether the prediction is right, not which choice it is, because prompts
+    order and word their choices differently. Only examples that all prompts share are compared.
     """
     if len(results) < 2:
         return (), 0.0

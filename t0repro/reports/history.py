@@ -1,4 +1,4 @@
-"""Accuracy by checkpoint: what an evaluation folder holds of several steps, as a curve."""
+"""Accuracy by checkpoint, from an evaluation folder that holds several steps."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class History:
 
 
 def read_history(eval_dir: str | os.PathLike[str], prompts: Mapping[str, PromptInfo]) -> History:
-    """Ranks every task at every step that most tasks have.
+    """Ranks, at every step in the folder, the tasks that have predictions at all of these steps.
 
     Raises:
-      UserError: if no step is there, or files cannot be read.
+      UserError: if there are no predictions, no task has all steps, or files cannot be read.
     """
     found = find_tasks(eval_dir)
     steps = sorted({step for there in found.values() for step in there})

@@ -12,7 +12,7 @@ _TEMPLATES = Path(__file__).parent / "templates"
 
 
 def render_html(page: Page) -> str:
-    """The page, with its style, script and plots inside it: it requests nothing."""
+    """Renders the page with style, script and plots inline, so that it makes no requests."""
     import jinja2
 
     environment = jinja2.Environment(

@@ -66,19 +66,19 @@ class LossComparison:
         return max(self.rows, key=lambda row: row.relative_difference)
 
     def within(self, tolerance: float) -> bool:
-        """Whether no step's relative difference is larger."""
+        """Whether the relative difference is at most `tolerance` at every step."""
         return self.worst.relative_difference <= tolerance
 
 
 def read_losses(metrics: str | os.PathLike[str], split: str = "train") -> dict[int, float]:
-    """The loss of each step of a metrics.jsonl, ascending.
+    """Reads the loss of each step from a metrics.jsonl, by ascending step.
 
-    Where a step comes twice, as it does after a restart from an earlier checkpoint, its last line
-    counts. Lines of another split, or without a loss, are skipped; so is a last line that a killed
-    run left half-written.
+    If a step occurs twice, as it does after a restart from an earlier checkpoint, its last line
+    counts. Lines of another split or without a loss are skipped, and so is a last line that a
+    killed run left half-written.
 
     Raises:
-      UserError: if the file is missing, or an earlier line of it is not JSON (file and line).
+      UserError: if the file is missing, or a line is not a JSON object (reported with its number).
     """
     path = Path(metrics)
     if not path.is_file():
@@ -143,7 +143,7 @@ def compare_losses(
 
 
 def loss_curve(metrics: str | os.PathLike[str], label: str) -> LossCurve | None:
-    """The training losses of a metrics.jsonl for a plot; None where it has no finite ones.
+    """Training losses of a metrics.jsonl for a plot; None if none is finite.
 
     Raises:
       UserError: as read_losses does.
@@ -156,7 +156,7 @@ def loss_curve(metrics: str | os.PathLike[str], label: str) -> LossCurve | None:
 
 
 def thinned_losses(compared: LossComparison, count: int = MAX_ROWS) -> list[LossRow]:
-    """The rows to show: evenly chosen ones where there are many, the worst always among them."""
+    """The rows to show: evenly spaced if there are many, and always including the worst."""
     rows = thinned(compared.rows, count)
     if not any(row is compared.worst for row in rows):
         rows = sorted([*rows, compared.worst], key=lambda row: row.step)
@@ -164,7 +164,7 @@ def thinned_losses(compared: LossComparison, count: int = MAX_ROWS) -> list[Loss
 
 
 def thinned(items: Sequence[Item], count: int) -> list[Item]:
-    """At most `count` of the items, evenly spaced, first and last among them."""
+    """At most `count` of the items, evenly spaced, including the first and the last."""
     if len(items) <= count:
         return list(items)
     return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)]

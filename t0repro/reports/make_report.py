@@ -1,4 +1,4 @@
-"""Builds a report: one run's scores, and whatever is to be shown with them."""
+"""Builds a report from one run's scores and anything that is to be shown with them."""
 
 from __future__ import annotations
 
@@ -28,21 +28,20 @@ _Path = str | os.PathLike[str]
 
 @dataclasses.dataclass(frozen=True)
 class ReportOptions:
-    """What a report says beyond the scores of its run.
+    """Options of a report.
 
     Attributes:
       title: the report's heading.
-      bootstrap: how to make the intervals.
+      bootstrap: how to compute the intervals.
       training_datasets: labels of the datasets that were trained on, as prompts.dataset_label gives
-        them; None where unknown.
+        them; None if unknown.
       training_tasks: names of the tasks that were trained on.
-      tasks: report only these of the folder's; all when None.
-      extras: definitions to report beside T0's: target_length (a score is divided by its choice's
-        tokens), calibrated (minus the score after a content-free input, where that was scored).
-      checkpoint: path of the checkpoint; like device and duration_seconds, what the evaluation
-        itself recorded when None.
-      device: what it was evaluated on.
-      duration_seconds: how long the evaluation took.
+      tasks: names of the tasks to report; None for all in the folder.
+      extras: definitions to report besides T0's: target_length (divides a score by its choice's
+        tokens), calibrated (subtracts the score given a content-free input, if that was scored).
+      checkpoint: path of the checkpoint; defaults to what the evaluation recorded.
+      device: the device it was evaluated on; defaults to what the evaluation recorded.
+      duration_seconds: duration of the evaluation; defaults to what the evaluation recorded.
       notes: sentences for the top of the report.
     """
 
@@ -60,13 +59,13 @@ class ReportOptions:
 
 @dataclasses.dataclass(frozen=True)
 class Beside:
-    """What a report may show beside its run's scores.
+    """What a report may show besides its run's scores.
 
     Attributes:
-      other: a second run, whose scores are compared with the first one's.
-      metrics: metrics.jsonl of the training, for its loss curve.
+      other: a second run to compare scores with.
+      metrics: the training's metrics.jsonl, for its loss curve.
       losses: label and metrics.jsonl of two trainings to compare, this run's stack first.
-      conversion: what a conversion of the checkpoint and back gave, as text.
+      conversion: the result of converting the checkpoint and back, as text.
     """
 
     other: Run | None = None
@@ -81,13 +80,13 @@ def make_report(
     options: ReportOptions | None = None,
     beside: Beside | None = None,
 ) -> Report:
-    """Ranks a folder's tasks and gathers the report; nothing is written.
+    """Ranks a folder's tasks and builds the report, without writing anything.
 
     Args:
-      run: what to report on.
-      prompts: task name -> its prompt, as t0repro.tasks.prompted_tasks() gives them; may be empty.
-      options: what to say beyond the scores.
-      beside: a second run, losses and a conversion's result.
+      run: the run to report on.
+      prompts: task name -> its prompt, from t0repro.tasks.prompted_tasks(); may be empty.
+      options: the report's options.
+      beside: a second run, losses and a conversion's result to show.
 
     Raises:
       UserError: if files are missing or cannot be read, or scores are NaN.

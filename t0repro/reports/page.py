@@ -1,4 +1,4 @@
-"""A page for people to read, as data: what it says, however it is rendered.
+"""The content of a page as data, independent of how it is rendered.
 
 One description serves HTML, Markdown and the terminal, so that the three cannot disagree.
 """
@@ -17,7 +17,7 @@ class Cell:
 
     Attributes:
       text: what is shown.
-      value: what HTML sorts the column by where that is not the text.
+      value: what HTML sorts the column by, if not by the text.
       tip: what HTML shows on hover and focus.
       tone: whether the text is good or bad news.
     """
@@ -107,7 +107,7 @@ class Page:
 
 
 def as_cell(cell: str | Cell) -> Cell:
-    """A cell, also of plain text."""
+    """Wraps plain text in a Cell; returns a Cell unchanged."""
     return Cell(cell) if isinstance(cell, str) else cell
 
 

@@ -1,6 +1,7 @@
-"""What a report takes from the registered tasks: each task's prompt, and what was trained on.
+"""What a report needs from the registered tasks: each task's prompt, and what was trained on.
 
-Only here does reporting meet the registry of tasks, and only when a module or mixture is named.
+This is the only reporting module that uses the task registry, and only if a module or mixture is
+named.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Protocol
 
 
 class PromptInfo(Protocol):
-    """What a report takes from t0repro.tasks.PromptedTask."""
+    """The part of t0repro.tasks.PromptedTask that a report uses."""
 
     @property
     def dataset(self) -> str:
@@ -40,9 +41,10 @@ class PromptInfo(Protocol):
 
 
 def dataset_label(task: str, prompts: Mapping[str, PromptInfo]) -> str:
-    """What a task's results are grouped by: `super_glue/rte`, or the task's own name if unknown.
+    """The dataset label to group a task under: `super_glue/rte`, or the task's name if unknown.
 
-    ANLI's rounds are datasets of their own, as in T0's figures: `anli/r1`, from the task's suffix.
+    Each of ANLI's rounds is a separate dataset, as in T0's figures: `anli/r1`, from the task's
+    suffix.
     """
     info = prompts.get(task)
     if info is None:

@@ -43,7 +43,7 @@ def collect(
     device: str | None = None,
     duration_seconds: float | None = None,
 ) -> Provenance:
-    """What can be known about an evaluation: arguments first, then provenance.json in its folder.
+    """Collects an evaluation's provenance; arguments override provenance.json in its folder.
 
     The operative configuration is operative_config.gin in the folder, or in the model_dir above it.
 
@@ -75,7 +75,7 @@ def collect(
 
 
 def git_commit() -> str | None:
-    """The commit of the checkout that this code runs from, `-dirty` where it has changes."""
+    """The commit of the checkout that this code runs from, with `-dirty` if it has changes."""
     try:
         found = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
@@ -91,7 +91,7 @@ def git_commit() -> str | None:
 
 
 def _facts(folder: Path, step: int) -> dict:
-    """What the evaluation of a step recorded; nothing where it was another step's."""
+    """What the evaluation recorded; empty if it was of another step."""
     path = folder / EVALUATION_FACTS
     if not path.is_file():
         return {}

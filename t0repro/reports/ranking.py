@@ -29,12 +29,12 @@ def rank_folder(
     Args:
       eval_dir: the `<split>_eval` folder.
       prompts: task name -> its prompt.
-      step: of the checkpoint.
+      step: the checkpoint's step.
       normalize_by_target_length: see rank_classification.
-      tasks: only these.
-      less: task -> what to take from each pair's score, in TaskScores' order; tasks that are not
-        there are left out.
-      in_memory: scores at this step that need not be read, by task.
+      tasks: names of the tasks to rank; None for all.
+      less: task -> what to subtract from each pair's score, in TaskScores' order; tasks not in it
+        are left out.
+      in_memory: scores at this step that need not be read from files, by task.
 
     Raises:
       UserError: as read_task_scores and rank_classification do.

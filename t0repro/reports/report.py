@@ -44,13 +44,13 @@ class Report:
       title: the heading.
       groups: means over datasets, the headline figures.
       datasets: one for each dataset and group.
-      stacks: this run's scores against another run's, for instance the other stack's.
+      stacks: this run's scores compared with another run's, for instance the other stack's.
       losses: two trainings' losses, step by step.
-      loss_curve: of the training.
-      conversion: what a conversion of the checkpoint and back gave, as text.
+      loss_curve: the training's losses.
+      conversion: the result of converting the checkpoint and back, as text.
       notes: sentences for the top of the report.
       published: figures by others for the same datasets.
-      tasks: what each task took, the slowest first.
+      tasks: size and cost of each task, slowest first.
       generation: prompts that were decoded.
       synthetic: datasets whose rows were generated.
     """
@@ -74,19 +74,19 @@ class Report:
     def to_json(self) -> str:
         """The report as indented JSON."""
         text = json.dumps(dataclasses.asdict(self), indent=2, ensure_ascii=False) + "\n"
-        # A file's name that is not UTF-8 comes as lone surrogates, which JSON can only escape
+        # Python reads a file name that is not UTF-8 with lone surrogates; they have to be escaped.
         return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-# JSON has lists for tuples, and 5 where Python wrote 5.0 for some other writers
+# JSON has lists for tuples, and other writers may have turned 5.0 into 5.
 _FROM_JSON = dacite.Config(cast=[tuple, float], strict=True)
 
 
 def load_report(path: str | os.PathLike[str]) -> Report:
-    """Reads report.json, or the report.json of a folder.
+    """Reads a report.json, given its path or its folder.
 
     Raises:
-      UserError: if there is none, if a newer t0repro wrote it, or if it is not a report.
+      UserError: if it does not exist, was written by a newer t0repro, or is not a report.
     """
     path = Path(path)
     path = path / "report.json" if path.is_dir() else path

@@ -1,4 +1,4 @@
-"""The files of an evaluation's results: the report in three forms, and the table of scores."""
+"""Writes an evaluation's results: the report in three formats, and the table of scores."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ def write_results(
     resamples: int,
     extras: Sequence[str],
 ) -> tuple[Report, list[Path]]:
-    """Writes report.json, .md and .html, and scores.csv and .parquet of what was ranked.
+    """Writes report.json, .md and .html and, if tasks were ranked, scores.csv and .parquet.
 
     Args:
-      outcome: what rank_eval did.
+      outcome: what rank_eval returned.
       step: the checkpoint's step.
-      out: folder for the results.
+      out: the results folder.
       prompts: task name -> its prompt.
       trained: names of the tasks that were trained on.
       label: what to call the run.
       title: the report's heading.
-      resamples: number of the bootstrap's resamples.
+      resamples: number of bootstrap resamples.
       extras: see ReportOptions.
 
     Returns:
-      The report, and the paths.
+      The report and the paths of the files.
     """
     ranked = [name for name in outcome.tasks if name not in outcome.empty]
     decoded = [name for name in outcome.generated if name not in outcome.empty]

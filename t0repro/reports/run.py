@@ -1,4 +1,4 @@
-"""A run to report on: what a path on the command line means."""
+"""A run to report on, and how a path on the command line is resolved to one."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from t0repro.evaluation.scores import TaskScores
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """An evaluation and what to call it.
+    """An evaluation with a label.
 
     Attributes:
-      label: what to call it.
+      label: the run's name in the report.
       eval_dir: its `<split>_eval` folder.
-      step: the checkpoint's step; the latest in the folder when None.
-      scores: of tasks at this step that this process has scored; others are read from the folder.
+      step: the checkpoint's step; None for the latest in the folder.
+      scores: scores that this process computed at this step, by task; others are read from files.
     """
 
     label: str
@@ -38,10 +38,10 @@ def labelled(text: str) -> tuple[str | None, Path]:
 
 
 def find_evaluation(path: str | os.PathLike[str]) -> tuple[Path, int | None]:
-    """The `<split>_eval` folder that a path means, and the step if the path says so.
+    """Finds the `<split>_eval` folder that a path stands for, and the step if a report names it.
 
-    A path means itself if it holds an evaluation's files, the only evaluation in it, or, where it
-    is a report (or its folder), the evaluation that the report is about, at the report's step.
+    That is the path itself if it holds an evaluation's files, else the only evaluation in it, else,
+    if the path is a report (or its folder), the report's evaluation at the report's step.
 
     Raises:
       UserError: if there is no evaluation, or more than one.

@@ -1,4 +1,4 @@
-"""From ranked tasks to the figures of a report: datasets over their prompts, groups of datasets."""
+"""Summarises ranked tasks into a report's figures: by dataset over prompts, and by group."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ def summarize(
     bootstrap: Bootstrap,
     extras: Mapping[str, Mapping[str, float]] | None = None,
 ) -> tuple[tuple[GroupResult, ...], tuple[DatasetResult, ...]]:
-    """The report's groups and datasets.
+    """Computes the report's groups and datasets.
 
     Args:
       results: from `ranking.rank_folder`.
       prompts: task name -> its prompt; tasks without one are grouped by their own name.
       eval_dir: where the rendered inputs are.
-      training_datasets: labels (`dataset_label`) of the datasets that were trained on; their
-        results are those of held-out prompts. None where that is unknown: one group for all.
+      training_datasets: labels (`dataset_label`) of the datasets that were trained on, whose other
+        prompts count as held out. None if unknown: all datasets then form one group.
       training_tasks: names of the tasks that were trained on (without `_score_eval`), so that their
-        prompts are not taken for held-out ones.
-      bootstrap: how to make the intervals.
-      extras: task -> name of another definition -> accuracy under it.
+        prompts do not count as held out.
+      bootstrap: how to compute the intervals.
+      extras: task -> name of another definition -> accuracy under it, in percent.
     """
     parts: dict[tuple[str, str], list[RankResult]] = {}
     for result in sorted(results, key=lambda result: result.task):

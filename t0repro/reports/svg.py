@@ -1,9 +1,9 @@
 """Plots as inline SVG that takes its colours from the page, light or dark.
 
-Matplotlib draws in stand-in colours; each is then replaced by the page's CSS variable of that role,
-and what an inline SVG has no use for (metadata, its own style sheet, ids) is taken out. Every plot
-is drawn twice, for wide and for narrow screens, because text that scales with the plot could not be
-read on a narrow one; the page's style sheet shows the one that fits.
+Matplotlib draws in placeholder colours, each of which is then replaced by the page's CSS variable
+for that role; what an inline SVG does not need (metadata, style sheet, unused ids) is removed.
+Every plot is drawn twice, for wide and for narrow screens, because text that scales with the plot
+would be unreadable on a narrow one; the page's style sheet shows the one that fits.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which datasets have generated rows, and what a page says of them before any figure."""
+"""Finds datasets with generated rows, and words the warning that a page shows about them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections.abc import Collection
 
 
 def synthetic_datasets(labels: Collection[str]) -> tuple[str, ...]:
-    """Those of the datasets whose rows were generated, which their names say.
+    """Labels of the datasets whose rows were generated, recognised by their names.
 
-    Without the tasks' module a label is a task's name, in which the dataset's is not the beginning.
+    Matches anywhere in the label: without the tasks' module it is a task's name, which need not
+    start with the dataset's.
     """
     from t0repro.tasks.catalogue import SYNTHETIC
 

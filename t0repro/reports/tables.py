@@ -1,4 +1,4 @@
-"""Every (example, choice, score) of an evaluation as CSV and Parquet, for analyses of one's own."""
+"""Writes every (example, choice, score) of an evaluation as CSV and Parquet, for analysis."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def write_tables(
 ) -> list[Path]:
     """Writes scores.csv and scores.parquet, a row for each pair of the tasks; returns their paths.
 
-    Scores are natural-logarithm units; `predicted` says whether the choice is its example's
-    prediction. In the CSV file a name that a spreadsheet would take for a formula starts with an
-    apostrophe. Scores of tasks that are `in_memory` are not read from the folder.
+    Scores are in natural-log units; `predicted` says whether the choice is its example's
+    prediction. In the CSV file, a name that a spreadsheet would take for a formula is prefixed with
+    an apostrophe. Scores of tasks that are `in_memory` are not read from the folder.
 
     Raises:
       UserError: if the files cannot be read or written.

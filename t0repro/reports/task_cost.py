@@ -1,4 +1,4 @@
-"""What was read of each task of an evaluation, and what it took."""
+"""Size and cost of each task of an evaluation."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class TaskCost:
-    """What was read of a task, and what scoring or decoding it took.
+    """Size of a task, and the cost of scoring or decoding it.
 
     Attributes:
       pairs: (input, choice) pairs that were scored, or inputs that were decoded.
-      tokens: of inputs and targets.
-      longest_input: in tokens.
-      seconds: of scoring or decoding.
-      inputs: distinct inputs; like the fields below, None where it was not recorded.
-      available: inputs that the split has; more than `inputs` where a sample was evaluated.
-      cut_inputs: inputs that were cut to the sequence length.
-      cut_targets: targets, one for each pair, that were cut to theirs.
+      tokens: tokens of inputs and targets.
+      longest_input: tokens of the longest input.
+      seconds: time spent scoring or decoding.
+      inputs: number of inputs; like the fields below, None if not recorded.
+      available: inputs in the split; more than `inputs` if a sample was evaluated.
+      cut_inputs: inputs that were cut to their sequence length.
+      cut_targets: targets, one per pair, that were cut to their sequence length.
     """
 
     task: str
@@ -36,7 +36,7 @@ class TaskCost:
 def task_costs(
     records: Mapping[str, Mapping[str, Any]], tasks: Sequence[str]
 ) -> tuple[TaskCost, ...]:
-    """What each task took, the slowest first, where the evaluation recorded it."""
+    """Costs of the tasks that the evaluation recorded, slowest first."""
     costs = [_task_cost(task, records[task]) for task in tasks if task in records]
     return tuple(sorted(costs, key=lambda cost: -cost.seconds))
 

@@ -15,7 +15,7 @@ _TONES = {"": "", "good": "green", "bad": "yellow"}
 
 
 def print_page(page: Page, console: Console | None = None) -> None:
-    """Prints a page's sentences and tables; long tables are cut short, which is said."""
+    """Prints a page's sentences and tables; a table that is cut short says so."""
     console = console or terminal()
     if page.warning:
         console.print(Text(printable(page.warning), "bold yellow"))

@@ -46,11 +46,11 @@ def write_page(name: str, page: Page, content: str, out: str | os.PathLike[str])
 def write_files(files: Mapping[str, str | bytes], out: str | os.PathLike[str]) -> list[Path]:
     """Writes files into a folder and returns their paths.
 
-    All are written and synced beside their places before the first is renamed into its own, so a
-    full disk leaves the files of an earlier report as they were.
+    All files are written and synced in a temporary folder before the first is renamed into place,
+    so that a full disk leaves the files of an earlier report as they were.
 
     Raises:
-      UserError: if one cannot be written; the file is named.
+      UserError: if a file cannot be written; the file is named.
     """
     out = Path(out)
     staging = out / f".{uuid.uuid4().hex[:8]}.tmp"
