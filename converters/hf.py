@@ -1,8 +1,8 @@
-"""Hugging Face's form of a T5: a directory with safetensors files that transformers loads.
+"""Reads and writes Hugging Face's format: a directory of safetensors that transformers loads.
 
-Kernels are [out, in] there and relative position biases [buckets, heads], the transposes of Mesh
-TensorFlow's and T5X's. Such a directory has no place for the optimizer's slots; they go to a file
-beside the weights, which `HfReader` brings back and transformers does not look at.
+Kernels are [out, in] and relative position biases [buckets, heads], the transposes of Mesh
+TensorFlow's and T5X's. The format has no place for optimizer slots; they go to a file beside the
+weights, which `HfReader` reads and transformers ignores.
 """
 
 from __future__ import annotations
@@ -30,34 +30,34 @@ SHARD_BYTES = 5_000_000_000  # transformers' own default size of a file is 5 GB
 
 _LOGITS = layout.PARAMETERS + "decoder/logits_dense/kernel"
 
-# What transformers writes beside shared.weight in some versions, and reads none of.
+# Copies of shared.weight that some versions of transformers write; none reads them.
 _COPIES = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
 
 
 def hf_ref(path: str) -> CheckpointRef | None:
-    """The checkpoint that a directory is, or None if it is none of Hugging Face's."""
+    """Returns the Hugging Face checkpoint in a directory, or None if it has none."""
     if any(storage.is_file(storage.join(path, name)) for name in (INDEX, WEIGHTS)):
         return CheckpointRef("hf", path, _step(path))
     return None
 
 
 def _step(path: str) -> int:
-    """The step that a conversion kept of the checkpoint that the model came from, or 0."""
+    """Returns the source's global step from the conversion manifest; 0 if there is none."""
     manifest = read_manifest(path)
     return manifest.step if manifest else 0
 
 
 class HfReader:
-    """Reads a directory with a T5 as T5X's tree; with its slots if they are beside it.
+    """Reads a Hugging Face T5 as T5X's tree, with its optimizer slots if they are beside it.
 
     Args:
-      ref: the directory.
-      norm_names: what the directory's conversion manifest says of Mesh TensorFlow's spelling.
-      manifest: what a conversion wrote, which every tensor is compared with when it is read.
+      ref: The directory.
+      norm_names: How Mesh TensorFlow spells the norms, according to the conversion manifest.
+      manifest: The conversion manifest; every tensor is compared with it when read.
 
     Raises:
-      UserError: if a file is missing or damaged, the model is no T5, or a tensor is in no row of
-        the table.
+      UserError: If a file is missing or damaged, the model is not a T5, or a tensor is not in the
+        layout table.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class HfReader:
         self._check_complete()
 
     def read(self, key: str) -> np.ndarray:
-        """One tensor, transposed where the layout asks for it; the step as an int32."""
+        """Reads one tensor, transposed if its layout row says so; the step as an int32."""
         if key not in self._places:
             return np.asarray(self.ref.step or 0, np.int32)
         file, name = self._places[key]
@@ -89,7 +89,7 @@ class HfReader:
         return recycling.transposed(array) if is_transposed(key) else array
 
     def native_name(self, key: str) -> str:
-        """Hugging Face's name of a flat key, as far as it has one."""
+        """Returns Hugging Face's name of a flat key, or the key itself if there is none."""
         if key in self._places:
             return self._places[key][1]
         return hf_name(key) or key

@@ -1,7 +1,7 @@
 """`integrity.json`: length and CRC-32 of every other file of a JAX checkpoint, written last.
 
-Orbax keeps no checksums, and TensorStore takes a chunk that is missing for zeros. With this list a
-file that is missing, cut or changed is named before any of its values are used.
+Orbax keeps no checksums, and TensorStore reads a missing chunk as zeros. With this list, a file
+that is missing, truncated or changed is reported before any of its values are used.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Written(TypedDict):
 
 
 def damaged(path: os.PathLike[str] | str, reason: str) -> UserError:
-    """The error for a file that is not what was written."""
+    """Returns the error for a file that differs from what was written."""
     return UserError(
         f"A file of the checkpoint is damaged: {reason}.",
         where=os.fspath(path),
@@ -37,7 +37,7 @@ def damaged(path: os.PathLike[str] | str, reason: str) -> UserError:
 
 
 def describe_files(directory: Path) -> dict[str, Written]:
-    """Length and CRC-32 of every file below a directory, by its path in it."""
+    """Returns length and CRC-32 of every file below a directory, by relative path."""
     files = sorted(file for file in directory.rglob("*") if file.is_file())
     return {
         file.relative_to(directory).as_posix(): {
@@ -49,16 +49,16 @@ def describe_files(directory: Path) -> dict[str, Written]:
 
 
 def write_integrity(directory: Path, files: dict[str, Written]) -> None:
-    """Writes the list of a directory's files, which makes the directory a whole checkpoint."""
+    """Writes the list of a directory's files, which marks the checkpoint as complete."""
     listing = json.dumps({"files": dict(sorted(files.items()))}, indent=1)
     write_atomically(directory / INTEGRITY, listing)
 
 
 def read_integrity(directory: str) -> dict[str, Written]:
-    """The list of a directory, empty if it has none; every file is there in its full length.
+    """Reads a directory's list, empty if it has none, and checks that no file is cut or missing.
 
     Raises:
-      UserError: naming the file that is missing or of another length, or a list that is damaged.
+      UserError: Naming a file that is missing or has the wrong length, or a damaged list.
     """
     listing = storage.join(directory, INTEGRITY)
     if not storage.is_file(listing):
@@ -81,7 +81,7 @@ def check_contents(directory: str | os.PathLike[str], files: dict[str, Written])
     """Compares every listed file of a local directory with its CRC-32.
 
     Raises:
-      UserError: naming the file that differs.
+      UserError: Naming the file that differs.
     """
     for name, written in files.items():
         file = Path(directory, name)

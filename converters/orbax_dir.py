@@ -1,10 +1,10 @@
-"""Orbax directories, one tensor at a time.
+"""Reads and writes Orbax directories one tensor at a time.
 
-`ocp.PyTreeCheckpointHandler` saves and restores whole trees; here tensors are read and written one
-at a time, so that a checkpoint need not fit into memory. What is written is the layout that Orbax
-calls "not OCDBT": a directory per array, named by its path with dots, a Zarr 2 array of one chunk
-without compression, and two JSON files. Orbax restores it like its own. What can be read is that
-layout, with any chunks and compression (through TensorStore), and OCDBT's single key-value store.
+`ocp.PyTreeCheckpointHandler` saves and restores whole trees; reading and writing single tensors
+means that a checkpoint need not fit into memory. It writes the layout that Orbax calls "not OCDBT":
+one directory per array, named by its path with dots, holding a Zarr 2 array of one uncompressed
+chunk, plus two JSON files. Orbax restores it like its own. It reads that layout with any chunks and
+compression (through TensorStore), and OCDBT's single key-value store.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _ARRAY = ".zarray"
 
 
 def is_orbax(path: str) -> bool:
-    """Whether a directory is a whole Orbax checkpoint, or one of this project's."""
+    """Returns whether a directory is a complete Orbax checkpoint, or one of this project's."""
     names = (INTEGRITY, METADATA, _CHECKPOINT_METADATA)
     return any(storage.is_file(storage.join(path, name)) for name in names)
 
@@ -78,10 +78,10 @@ class OrbaxArrays:
         return bool(self._integrity)
 
     def unchecked(self) -> list[str]:
-        """The arrays whose chunks may be missing without a sign of it: those with a fill value.
+        """Lists the arrays that may lack chunks without anyone noticing: those with a fill value.
 
-        TensorStore leaves out chunks that hold nothing but the fill value, and reads it where a
-        chunk is gone. Without a fill value every chunk is written, so that each can be missed.
+        TensorStore leaves out chunks that hold only the fill value, and reads a lost chunk as the
+        same. Without a fill value it writes every chunk, so a lost one is noticed.
         """
         return [
             name
@@ -237,12 +237,12 @@ class OrbaxWriter:
     """Writes an Orbax directory, array by array.
 
     Args:
-      path: the directory, made if it is not there; what an interrupted writer left there is used.
-      extra_files: name -> content of further files, written at the end.
-      item: a folder inside that the tree goes to, as Orbax's CheckpointManager has one for each
-        item of a checkpoint; by default the tree is all that there is.
-      metadata: whether to write Orbax's own metadata; False for directories that another reader
-        must not take for Orbax's.
+      path: The directory, created if missing; files of an interrupted writer can be kept.
+      extra_files: Name -> content of further files, written at the end.
+      item: Folder inside `path` for the tree, as Orbax's CheckpointManager has one for each item of
+        a checkpoint; by default the tree is in `path` itself.
+      metadata: Whether to write Orbax's own metadata; False for directories that another reader
+        must not mistake for Orbax's.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""Released checkpoints by name: what they are, where they lie, and fetching them.
+"""Finds released checkpoints by name and fetches them.
 
-`released.csv` lists them, each row with its source; what no source says is left empty. Files are
-fetched only where the user has opted in, with T0REPRO_CHECKPOINT_HUB=1.
+`released.csv` lists them, each row with its source; what the source does not state is left empty.
+Files are fetched only if the user opts in with T0REPRO_CHECKPOINT_HUB=1.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ UNFINISHED = ".fetching"
 """Folder, in the one that is fetched to, of files that are not all there yet."""
 SOURCE = "fetched.json"
 
-# What conversions and transformers read; a repository has the weights in other forms too.
+# The files that conversions and transformers read; repositories also hold other forms of weights.
 _HUB_FILES = re.compile(
     r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json|config\.json"
     r"|generation_config\.json|spiece\.model|tokenizer\.json|tokenizer_config\.json"
@@ -44,15 +44,15 @@ class Released:
     """A released checkpoint.
 
     Attributes:
-      name: as users name it: Mesh TensorFlow's or T5X's folder, or the hub's repository.
-      family: for instance "T5 1.1 LM-adapted".
+      name: What users call it: the Mesh TensorFlow or T5X folder, or the hub repository.
+      family: For instance "T5 1.1 LM-adapted".
       format: mtf, t5x or hf.
       address: gs://bucket/folder or hf://owner/name.
-      step: None where the source does not say; the latest is fetched.
-      license: of the checkpoint; empty where the source does not say.
-      shape: the model's sizes.
-      position_bias_per_layer: umT5's; not in `shape`.
-      source: the page that lists the checkpoint.
+      step: None if the source does not say; the latest is then fetched.
+      license: The checkpoint's licence; empty if the source does not say.
+      shape: The model's sizes.
+      position_bias_per_layer: Whether each layer has its own, as in umT5; `shape` cannot say so.
+      source: The page that lists the checkpoint.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Released:
     source: str
 
     def parameter_count(self) -> int:
-        """Number of parameters, of every layer's position bias too."""
+        """Returns the number of parameters, including each layer's position bias if it has one."""
         extra = 0
         if self.position_bias_per_layer:
             layers = self.shape.num_encoder_layers + self.shape.num_decoder_layers
@@ -77,7 +77,7 @@ class Released:
 
 @functools.cache
 def catalogue() -> dict[str, Released]:
-    """Every released checkpoint that is known, by name."""
+    """Returns every known released checkpoint, by name."""
     text = importlib.resources.files("t0repro.converters").joinpath("released.csv").read_text()
     return {row["name"]: _released(row) for row in csv.DictReader(text.splitlines())}
 
@@ -111,10 +111,10 @@ def _released(row: dict[str, str]) -> Released:
 
 
 def find(name: str) -> Released:
-    """The released checkpoint of this name.
+    """Returns the released checkpoint of this name.
 
     Raises:
-      UserError: if there is none; the nearest names are listed.
+      UserError: If there is none; the message lists the nearest names.
     """
     known = catalogue()
     if name not in known:
@@ -127,13 +127,13 @@ def find(name: str) -> Released:
 
 @dataclasses.dataclass(frozen=True)
 class Fetched:
-    """What a fetch came to.
+    """The result of a fetch.
 
     Attributes:
-      path: of the checkpoint, as `convert` takes it.
-      files: number of files.
-      bytes: of the files.
-      present: whether all of it was there already.
+      path: Path of the checkpoint, as `convert` takes it.
+      files: Number of files.
+      bytes: Their total size.
+      present: Whether everything was already there.
     """
 
     path: Path
@@ -151,21 +151,21 @@ def fetch(
     step: int | None = None,
     delays: Sequence[float] = DELAYS_SECONDS,
 ) -> Fetched:
-    """Fetches a checkpoint into a folder; started again after any end, it goes on where it was.
+    """Fetches a checkpoint into a folder; an interrupted fetch resumes when called again.
 
-    The checkpoint appears in `to` when all of it has come and every checksum was right.
+    The checkpoint appears in `to` only once it is complete and every checksum has been verified.
 
     Args:
-      released: of the catalogue.
-      to: the folder, made if it is not there.
-      base_url: a mirror of the hub or of Google Cloud Storage.
-      revision: of a hub's repository.
-      step: of a Mesh TensorFlow checkpoint, where a folder has several; by default the latest.
-      delays: seconds before each further attempt.
+      released: A checkpoint of the catalogue.
+      to: The folder, created if missing.
+      base_url: A mirror of the hub or of Google Cloud Storage.
+      revision: Revision of a hub repository.
+      step: Step of a Mesh TensorFlow checkpoint, if the folder has several; defaults to the latest.
+      delays: Seconds to wait before each retry.
 
     Raises:
-      UserError: without the opt-in, or if the server cannot be reached, lists no checkpoint or
-        sends wrong bytes, the disk is too small, or `to` holds something else.
+      UserError: Without the opt-in; if the server cannot be reached, lists no checkpoint or sends
+        wrong bytes; if the disk is too small; or if `to` holds another checkpoint.
     """
     wanted = {"name": released.name, "revision": revision if released.format == "hf" else None}
     if (done := _done(to, wanted, step)) is not None:
@@ -222,7 +222,7 @@ def _server(
 def _chosen(
     released: Released, listed: Sequence[HubFile], folder: str, step: int | None
 ) -> dict[str, HubFile]:
-    """The files to fetch, by their places in the folder that is fetched to."""
+    """Chooses the files to fetch: path in the destination folder -> file."""
     if released.format == "hf":
         chosen = {file.path: file for file in listed if _HUB_FILES.fullmatch(file.path)}
         if not any(name.endswith(".safetensors") for name in chosen):
@@ -234,7 +234,7 @@ def _chosen(
         return chosen
     names = {file.path.removeprefix(f"{folder}/"): file for file in listed}
     if released.format == "t5x":
-        # The folder is one checkpoint; its name tells the step.
+        # The folder is one checkpoint. Keep its name, which holds the step.
         return {f"{folder.rpartition('/')[2]}/{name}": file for name, file in names.items()}
     matches = [re.fullmatch(r"model\.ckpt-(\d+)\.index", name) for name in names]
     steps = sorted(int(match[1]) for match in matches if match)
@@ -270,7 +270,7 @@ def _check_space(to: Path, chosen: dict[str, HubFile]) -> None:
 
 
 def _publish(partial: Path, to: Path, chosen: dict[str, HubFile]) -> None:
-    """Moves the files to their places, the ones that readers look for first last."""
+    """Moves the files into place; those that readers recognise a checkpoint by come last."""
     last = ("config.json", ".index", "/checkpoint", "/.zmetadata", "/_METADATA")
     for name in sorted(chosen, key=lambda name: (name.endswith(last), name)):
         with open(partial / name, "rb") as file:
@@ -281,7 +281,11 @@ def _publish(partial: Path, to: Path, chosen: dict[str, HubFile]) -> None:
 
 
 def _done(to: Path, wanted: dict[str, str | None], step: int | None) -> Fetched | None:
-    """What an earlier fetch left, if it was of the same checkpoint."""
+    """Returns what an earlier fetch of the same checkpoint left, or None if it is incomplete.
+
+    Raises:
+      UserError: If the folder holds another checkpoint.
+    """
     if not (to / SOURCE).is_file():
         return None
     record = json.loads((to / SOURCE).read_text())

@@ -1,19 +1,19 @@
-"""T5X's scanned trees: those of scalable_t5, with the layers of a tower stacked in one array.
+"""Converts T5X's scanned trees (scalable_t5), which stack a tower's layers in one array.
 
-`encoder/layers_{0,1,...}/mlp/wo/kernel` of shape [d_ff, d_model] are there one array
-`encoder/encoder/mlp/wo/kernel` of shape [d_ff, layers, d_model] (param_scan_axis is 1), and the
-heads of attention have an axis to themselves: query, key and value are
-[d_model, layers, heads, kv], out is [heads, layers, kv, d_model]. Each layer has its own relative
-position bias; the shared one of other models is repeated.
+There, `encoder/layers_{0,1,...}/mlp/wo/kernel` of shape [d_ff, d_model] are one array
+`encoder/encoder/mlp/wo/kernel` of shape [d_ff, layers, d_model] (param_scan_axis is 1). Attention
+heads have their own axis: query, key and value are [d_model, layers, heads, kv], out is
+[heads, layers, kv, d_model]. Each layer has its own relative position bias; the shared one of
+other models is repeated.
 
-Adafactor's factored slots go by the names of the axes, not by their sizes: v_row averages over the
+Adafactor's factored slots follow the names of the axes, not their sizes: v_row averages over the
 axes that are not d_model, v_col over d_model (t5x/adafactor.py, standard_logical_factor_rules). A
-mean over heads and kv is the mean over the two joined, so slots that are factored in both trees are
-the same numbers. scalable_t5 factors every kernel of a layer, however small; other trees keep the
-second moment of a kernel whole if one of its sides is below 128 (min_dim_size_to_factor). Of such a
-kernel the means are taken, which are what T5X would have kept, but for rounding: Adafactor averages
-the squared gradients over time, and a mean of averages is the average of the means. The way back
-from the means to the whole is lost.
+mean over heads and kv is the mean over the two joined, so slots that both trees factor are the same
+numbers. scalable_t5 factors every kernel of a layer, however small; other trees keep a kernel's
+second moment whole if one of its sides is below 128 (min_dim_size_to_factor). Stacking takes the
+means of such a kernel, which are what T5X would have kept except for rounding: Adafactor averages
+squared gradients over time, and a mean of averages is the average of the means. The whole moment
+cannot be recovered from the means.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from t0repro.parameters.shape import ModelShape
 _RELATIVE_BIAS = "relpos_bias/rel_embedding"
 _LAYERS = "layers"
 _FACTORED = ("v_row", "v_col")
-# What Mesh TensorFlow's and T5X's Adafactor ask of the second longest side of a matrix.
+# Mesh TensorFlow's and T5X's Adafactor factor a matrix whose second longest side is at least this.
 MIN_DIM_SIZE_TO_FACTOR = 128
 
 
@@ -53,19 +53,19 @@ class Arrays(Protocol):
 
 
 def is_scanned(names: Mapping[str, TensorInfo]) -> bool:
-    """Whether flat keys are a scanned tree's."""
+    """Returns whether the flat keys belong to a scanned tree."""
     return any(
         name.startswith(("target/encoder/encoder/", "target/decoder/decoder/")) for name in names
     )
 
 
 def scanned_axes(row: layout.Row, slot: str | None = None, joined: bool = False) -> tuple[str, ...]:
-    """The axes of a parameter, or of one of its slots, in a scanned tree.
+    """Returns the axes of a parameter, or of one of its slots, in a scanned tree.
 
     Args:
-      row: of the parameter; its own axes are those of the tree that is not scanned.
+      row: The parameter's row; its own axes are those of the tree that is not scanned.
       slot: None for the parameter itself; "v_row" and "v_col" lack some of its axes.
-      joined: whether heads and kv are one axis, as this package wrote scanned trees once.
+      joined: Whether heads and kv are one axis, as this package once wrote scanned trees.
     """
     axes: list[str] = []
     for axis in row.axes:
@@ -101,11 +101,11 @@ def _key(path: str, slot: str | None) -> str:
 
 
 def scanned_outputs(tensors: Mapping[str, TensorInfo], shape: ModelShape) -> Iterator[Output]:
-    """The arrays of the scanned tree, each from the layers' tensors.
+    """Yields the arrays of the scanned tree, each built from its layers' tensors.
 
     Args:
-      tensors: flat key -> shape and type, not scanned.
-      shape: the model.
+      tensors: Flat key -> shape and type, not scanned.
+      shape: The model's sizes.
     """
     to_average = averaged_kernels(tensors)
     for key, info in tensors.items():
@@ -123,9 +123,10 @@ def scanned_outputs(tensors: Mapping[str, TensorInfo], shape: ModelShape) -> Ite
 
 
 def averaged_kernels(tensors: Mapping[str, TensorInfo]) -> set[str]:
-    """The layers' kernels whose whole second moment a scanned tree holds as two means.
+    """Returns the paths of kernels whose whole second moment a scanned tree holds as two means.
 
-    None if the optimizer factored nothing though it could, which Adafactor's `factored` forbids.
+    There are none if the optimizer left large kernels whole too: it then factors nothing
+    (Adafactor's `factored` is off).
     """
     kernels = {}
     for key, info in tensors.items():
@@ -172,7 +173,7 @@ def _stacked(
 def _stack(
     arrays: Iterator[np.ndarray], info: TensorInfo, axis: int, mean_over: int | None
 ) -> np.ndarray:
-    """The layers' arrays side by side; one alone, which all layers share, again and again."""
+    """Stacks the layers' arrays; if there is only one, which all layers share, repeats it."""
     result = recycling.empty(info.shape, info.dtype)
     places, array = np.moveaxis(result, axis, 0), np.empty(())
     for place in places:
@@ -196,14 +197,14 @@ class _Place:
 
 
 class UnscannedArrays:
-    """A scanned tree's arrays, layer by layer. The last array that was read is kept.
+    """Reads a scanned tree layer by layer, keeping the last stacked array in memory.
 
-    Heads may have their own axis, as in scalable_t5, or be joined with kv, as this package wrote
-    scanned trees once.
+    Heads may have their own axis, as in scalable_t5, or be joined with kv, as this package once
+    wrote scanned trees.
 
     Args:
-      arrays: the scanned tree's, without dummies.
-      where: the checkpoint's path, for messages.
+      arrays: The scanned tree's arrays, without dummies.
+      where: The checkpoint's path, for messages.
     """
 
     def __init__(self, arrays: Arrays, where: str):
@@ -224,7 +225,7 @@ class UnscannedArrays:
             return self._arrays.read(name)
         place = self._places[name]
         if self._last is None or self._last[0] != place.name:
-            self._last = None  # first make room
+            self._last = None  # free the old array before the next is read
             self._last = place.name, self._arrays.read(place.name)
         stacked = np.moveaxis(self._last[1], place.axis, 0)
         if place.layer is None and any(x.tobytes() != stacked[0].tobytes() for x in stacked[1:]):
