@@ -1,4 +1,4 @@
-"""What a released checkpoint needs: bytes on disk and in memory, beside what this machine has."""
+"""Estimates the disk and memory that a released checkpoint needs, and what this machine has."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _MIN_SIZE_TO_FACTOR = 128
 
 @dataclasses.dataclass(frozen=True)
 class Needs:
-    """Bytes that a model takes; activations, which depend on batch and length, come on top.
+    """Bytes that a model takes, without activations, which depend on batch size and length.
 
     Attributes:
-      parameters: number of parameters.
-      disk: of the checkpoint in float32, without slots.
-      training_disk: of one checkpoint of a training run: parameters and Adafactor's slots.
-      evaluation: memory for float32 parameters.
-      training: memory for float32 parameters, gradients and Adafactor's slots.
+      parameters: Number of parameters (a count, not bytes).
+      disk: The checkpoint in float32, without slots.
+      training_disk: One checkpoint of a training run: parameters and Adafactor's slots.
+      evaluation: Memory for float32 parameters.
+      training: Memory for float32 parameters, gradients and Adafactor's slots.
     """
 
     parameters: int
@@ -38,9 +38,9 @@ class Machine:
     """What this machine has, in bytes.
 
     Attributes:
-      disk: free in the folder that was asked about.
-      memory: available to a new process.
-      accelerators: name and memory of each.
+      disk: Free space on the folder's disk.
+      memory: Memory available to a new process.
+      accelerators: Name and total memory of each.
     """
 
     disk: int
@@ -49,7 +49,7 @@ class Machine:
 
 
 def needs_of(released: Released) -> Needs:
-    """What a released checkpoint needs, computed from its shapes.
+    """Computes what a released checkpoint needs, from its shapes.
 
     Parameters and Adafactor's slots are float32, as both stacks train and evaluate.
     """
@@ -75,7 +75,10 @@ def _slot_count(shape: tuple[int, ...]) -> int:
 
 
 def this_machine(folder: Path) -> Machine:
-    """Looks at this machine, and at the disk that a folder is or would be on."""
+    """Returns this machine's resources and the free space on the disk of a folder.
+
+    The folder need not exist yet.
+    """
     import psutil
 
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())

@@ -1,6 +1,6 @@
-"""Checks of the checkpoints that a run reads, before any graph is built or any file is written.
+"""Checks the checkpoints that a run reads, before any graph is built or any file is written.
 
-Each raises UserError with what to do.
+Every failure is a UserError that says what to do.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ def check_checkpoints(inputs: RunInputs, *, jax: bool) -> None:
     """Checks the checkpoints that a run will read.
 
     Args:
-      inputs: of the run.
-      jax: whether the run is JAX's, which reads every format, or Mesh TensorFlow's.
+      inputs: The run's inputs.
+      jax: True for the JAX backend, which reads every format; False for Mesh TensorFlow.
 
     Raises:
-      UserError: for a checkpoint that is missing or damaged, whose vocabulary does not match, or
-        that Mesh TensorFlow cannot restore.
+      UserError: If a checkpoint is missing or damaged, its vocabulary does not match, or Mesh
+        TensorFlow could not restore it.
     """
     checkpoints = []
     if inputs.mode in _EVALUATION_MODES:
@@ -55,12 +55,13 @@ def check_checkpoints(inputs: RunInputs, *, jax: bool) -> None:
 
 
 def checkpoints_to_evaluate(model_dir: str, steps: Any, *, jax: bool) -> list[str]:
-    """Mesh TensorFlow checkpoints (prefixes) in model_dir that eval_checkpoint_step chooses.
+    """Returns the Mesh TensorFlow prefixes in model_dir that eval_checkpoint_step selects.
 
-    Empty when other formats' take their place, or when evaluation is to wait for new ones (None).
+    Empty if JAX will read checkpoints of another format instead, or if `steps` is None, which
+    means that evaluation waits for new checkpoints.
 
     Raises:
-      UserError: if model_dir holds no checkpoint.
+      UserError: If model_dir holds no checkpoint, or the latest is not known.
     """
     from mesh_tensorflow.transformer import utils
 
@@ -98,7 +99,7 @@ def _checkpoints_to_start_from(inputs: RunInputs, *, jax: bool) -> list[str]:
 
 
 def _initial(path: str, inputs: RunInputs, jax: bool) -> str | None:
-    """The prefix of an init_checkpoint of Mesh TensorFlow's; None for another that JAX reads."""
+    """Returns init_checkpoint's Mesh TensorFlow prefix; None if JAX reads it in another format."""
     if storage.is_file(f"{path}.index") or not storage.is_directory(path):
         return path
     if jax:
@@ -110,7 +111,7 @@ def _initial(path: str, inputs: RunInputs, jax: bool) -> str | None:
 
 
 def _of_another_stack(ref: CheckpointRef, what: str, master_dtype: str) -> UserError:
-    """The error for a checkpoint that Mesh TensorFlow would pass over, or fail on."""
+    """Returns the error for a checkpoint that Mesh TensorFlow would ignore or fail to read."""
     then = "with init_checkpoint = 'OUT'" if what == "init_checkpoint" else "with --model_dir=OUT"
     return UserError(
         f"{what} is a checkpoint of the format {ref.format}; Mesh TensorFlow reads only its own.",
@@ -129,10 +130,10 @@ def _has_jax_checkpoint(model_dir: str) -> bool:
 
 
 def check_checkpoint(prefix: str) -> BundleReader:
-    """Opens a checkpoint of Mesh TensorFlow, whose files must be there in their full length.
+    """Opens a Mesh TensorFlow checkpoint and checks that its files are there and not truncated.
 
     Raises:
-      UserError: if its index or a data file is missing, damaged or cut, naming the file.
+      UserError: Naming the index or data file that is missing, damaged or truncated.
     """
     if not storage.is_file(f"{prefix}.index"):
         raise UserError(
@@ -144,9 +145,9 @@ def check_checkpoint(prefix: str) -> BundleReader:
 
 
 def check_types(prefix: str, bundle: BundleReader, inputs: RunInputs) -> None:
-    """Raises UserError unless a checkpoint's parameters have the type that the run has masters in.
+    """Raises UserError unless the checkpoint's parameters have the run's master dtype.
 
-    Mesh TensorFlow restores into variables of that type, and TensorFlow casts nothing.
+    Mesh TensorFlow restores into variables of that dtype, and TensorFlow does not cast.
     """
     masters = {
         entry.dtype.name
@@ -167,12 +168,12 @@ def check_types(prefix: str, bundle: BundleReader, inputs: RunInputs) -> None:
 
 
 def check_vocabulary(prefix: str, vocabulary: Any, divisor: int) -> None:
-    """Raises UserError unless the checkpoint's embedding has the padded vocabulary's rows.
+    """Raises UserError unless the embedding has as many rows as the padded vocabulary.
 
     Args:
-      prefix: a Mesh TensorFlow checkpoint.
-      vocabulary: a SeqIO vocabulary, or a pair of them for inputs and targets.
-      divisor: Mesh TensorFlow pads the number of pieces to a multiple of it (vocab_divisor).
+      prefix: A Mesh TensorFlow checkpoint.
+      vocabulary: A SeqIO vocabulary, or a pair of them for inputs and targets.
+      divisor: Mesh TensorFlow pads the vocabulary to a multiple of this (vocab_divisor).
     """
     if vocabulary is None:
         return

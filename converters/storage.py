@@ -1,4 +1,4 @@
-"""Reading files that are local or anywhere that fsspec or etils.epath reaches (gs://, s3://)."""
+"""Reads files that are local or wherever fsspec or etils.epath reaches (gs://, s3://)."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _EPATH_PROTOCOLS = ("gs", "s3", "az", "hf")
 
 
 def is_remote(path: str) -> bool:
-    """Whether a path is an address (`gs://...`); `file://` is local."""
+    """Returns whether a path is a remote address (`gs://...`); `file://` is local."""
     return bool(re.match(r"[a-z][a-z0-9+.-]*://", path)) and not path.startswith("file://")
 
 
 def local_path(path: str | os.PathLike[str]) -> str:
-    """A path as a string, without `file://`."""
+    """Returns a path as a string, without `file://`."""
     return os.fspath(path).removeprefix("file://")
 
 
@@ -46,7 +46,10 @@ def _file_system(protocol: str) -> Any:
 
 
 class _EpathFiles:
-    """What this module asks of fsspec's file systems, by etils.epath: TensorFlow's reach."""
+    """The part of fsspec's interface that this module needs, on etils.epath.
+
+    epath reaches through TensorFlow the file systems whose fsspec package is not installed.
+    """
 
     @staticmethod
     def _path(path: str) -> Any:
@@ -99,7 +102,7 @@ def is_directory(path: str) -> bool:
 
 
 def names(path: str) -> list[str]:
-    """The names in a directory; none if there is no such directory."""
+    """Lists the names in a directory; empty if there is no such directory."""
     if not is_directory(path):
         return []
     if not is_remote(path):
@@ -109,28 +112,28 @@ def names(path: str) -> list[str]:
 
 
 def join(path: str, name: str) -> str:
-    """A name in a directory; an absolute name is itself."""
+    """Joins a directory and a name; an absolute name is returned as it is."""
     if is_remote(name):
         return name
     return f"{path.rstrip('/')}/{name}" if is_remote(path) else os.path.join(path, name)
 
 
 def name(path: str) -> str:
-    """The last part of a path."""
+    """Returns the last part of a path."""
     return path.rstrip("/").rpartition("/")[2]
 
 
 def is_inside(name: str) -> bool:
-    """Whether a name that a file gives stays in that file's own directory when it is joined."""
+    """Returns whether a name read from a file stays inside that file's directory when joined."""
     parts = name.split("/")
     return bool(name) and "://" not in name and not os.path.isabs(name) and ".." not in parts
 
 
 def size(path: str) -> int:
-    """Bytes of a file.
+    """Returns a file's size in bytes.
 
     Raises:
-      OSError: if there is none.
+      OSError: If there is no such file.
     """
     if not is_remote(path):
         return os.path.getsize(path)
@@ -139,7 +142,7 @@ def size(path: str) -> int:
 
 
 def walk(path: str) -> Iterator[str]:
-    """The files in a directory and in those below it."""
+    """Yields the files in a directory and below it."""
     for name in names(path):
         entry = join(path, name)
         if is_directory(entry):
@@ -149,13 +152,13 @@ def walk(path: str) -> Iterator[str]:
 
 
 def refresh(path: str) -> None:
-    """Forgets what is remembered of the listings of an address's file system."""
+    """Drops the cached listings of a remote path's file system."""
     if is_remote(path):
         _at(path)[0].invalidate_cache()
 
 
 def stamp(path: str) -> list[Any]:
-    """What changes when a file is written to: its size and time, or what a remote store has."""
+    """Returns what changes when a file is written: size and mtime, or a remote store's key."""
     if is_remote(path):
         system, place = _at(path)
         return [size(path), system.ukey(place)]
@@ -164,19 +167,19 @@ def stamp(path: str) -> list[Any]:
 
 
 def read(path: str) -> bytes:
-    """A file's content.
+    """Reads a whole file.
 
     Raises:
-      OSError: if it cannot be read.
+      OSError: If it cannot be read.
     """
     return read_range(path, 0, None)
 
 
 def read_into(path: str, start: int, array: np.ndarray) -> bool:
-    """Fills an array with a file's bytes from `start` on; whether there were enough.
+    """Fills an array with a file's bytes from `start` on; returns whether there were enough.
 
     Raises:
-      OSError: if the file cannot be read.
+      OSError: If the file cannot be read.
     """
     room = array.reshape(-1).view(np.uint8).data
     system, path = _at(path) if is_remote(path) else (None, path)
@@ -197,15 +200,15 @@ def _read_some(file: Any, room: memoryview) -> int:
 
 
 class LocalCopy:
-    """A local directory with a remote directory's files; a local one is itself.
+    """Copies a remote directory to a temporary local one; a local directory is used in place.
 
     The copy is removed when this object is gone, or at the latest when the process ends.
 
     Args:
-      path: a directory.
+      path: A directory.
 
     Raises:
-      UserError: if there is no room for the copy.
+      UserError: If there is not enough space for the copy.
     """
 
     def __init__(self, path: str):
@@ -234,7 +237,7 @@ class LocalCopy:
 
 
 def read_range(path: str, start: int, count: int | None) -> bytes:
-    """Some bytes of a file, all from `start` on if `count` is None; fewer where it ends."""
+    """Reads up to `count` bytes of a file from `start` on; all of them if `count` is None."""
     if not is_remote(path):
         with open(path, "rb") as file:
             file.seek(start)
