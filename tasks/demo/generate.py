@@ -1,8 +1,8 @@
 """Writes the demo's rows: python -P -m t0repro.tasks.demo.generate [folder].
 
-Every sentence is put together here from the words beside it, from a fixed seed, so that the files
-can be made again byte for byte. The rows are deliberately easy: their words tell most of the
-answer, so that a model of a few million parameters learns the tasks within minutes on two cores.
+Every sentence is composed from the phrases in words.py with a fixed seed, so that the files can be
+reproduced byte for byte. The rows are deliberately easy: their words give most of the answer away,
+so that a model of a few million parameters learns the tasks within minutes on two cores.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def question(draw: random.Random, index: int) -> Row:
 
 
 def distinct(make: Callable[[random.Random, int], Row], draw: random.Random) -> Iterator[Row]:
-    """Rows without end, none with the text of another; the label of row i follows from i."""
+    """Yields rows without end, no two with the same text; the label of row i follows from i."""
     seen: set[str] = set()
     index = 0
     while True:

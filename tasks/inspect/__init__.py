@@ -1,1 +1,1 @@
-"""What people read of tasks: the list, examples of one task, verdicts, and their tables."""
+"""What `t0repro tasks` ls, show and check compute, and how it is printed."""

@@ -1,4 +1,4 @@
-"""What `t0repro tasks check` does: renders the first rows of every task, from what is at hand."""
+"""Implements `t0repro tasks check`: renders the first rows at hand of every task."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ ROWS = 20
 
 
 class Verdict(enum.Enum):
-    """How a task stands."""
+    """The outcome of checking a task."""
 
     OK = "ok"
-    SUSPECT = "suspect"  # it renders, but rank classification must go wrong
+    SUSPECT = "suspect"  # renders, but rank classification cannot be right, or labels are missing
     BROKEN = "broken"
     NO_ROWS = "no rows"
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckedTask:
-    """A task and how it stands.
+    """A task and the outcome of checking it.
 
     Attributes:
-      task: its name.
-      dataset: of the task, `dataset` or `dataset/subset`.
-      verdict: how it stands.
-      reason: of a verdict that is not ok.
-      splits: those looked at.
-      rows: rendered.
-      examples: that came of them.
-      no_example: reason -> rows that gave no example for it.
+      task: The task's name.
+      dataset: Its dataset, as `dataset` or `dataset/subset`.
+      verdict: The outcome.
+      reason: Why the verdict is not ok; empty if it is.
+      splits: Splits that were checked.
+      rows: Number of rows rendered.
+      examples: Number of examples that they gave.
+      no_example: Reason -> number of rows that gave no example.
     """
 
     task: str
@@ -62,8 +62,8 @@ def check_tasks(tasks: Sequence[str], advance: Callable[[int], None]) -> list[Ch
     """Checks tasks.
 
     Args:
-      tasks: names of registered prompted tasks.
-      advance: told of each task done.
+      tasks: Names of registered prompted tasks.
+      advance: Called with 1 after each task.
     """
     found = []
     for task in tasks:
@@ -73,7 +73,7 @@ def check_tasks(tasks: Sequence[str], advance: Callable[[int], None]) -> list[Ch
 
 
 def without_twins(tasks: Sequence[str]) -> list[str]:
-    """One task for each prompt: a twin is left out where its task is there as well."""
+    """One task per prompt: leaves out a twin if its task is in the list as well."""
     names, known = set(tasks), task_descriptions()
     return [
         task
@@ -107,7 +107,7 @@ def _check(name: str) -> CheckedTask:
 
 
 def _judge(seen: Sequence[_Seen], has_answer_choices: bool) -> tuple[Verdict, str]:
-    """A task's verdict and its reason, from what its splits' first rows gave."""
+    """A task's verdict and the reason for it, judged by the first rows of its splits."""
     if not seen:
         return Verdict.NO_ROWS, "its rows are not at hand"
     undefined = [each.undefined for each in seen if each.undefined]
@@ -121,7 +121,7 @@ def _judge(seen: Sequence[_Seen], has_answer_choices: bool) -> tuple[Verdict, st
             Verdict.BROKEN,
             f"none of the first {rows:,} rows gives an input and a target{counts}",
         )
-    # Labels of test splits are hidden in many datasets: no target is among the choices there.
+    # Many datasets hide the labels of their test split, where no target can be among the choices.
     labelled = [each for each in seen if each.split != "test"]
     unlabelled = sum((each.no_example for each in labelled), Counter())
     unlabelled = Counter({why: n for why, n in unlabelled.items() if why in _OF_OWN_PROMPTS})
@@ -144,15 +144,15 @@ def _in_words(counts: Counter[str]) -> str:
 
 
 class _Seen:
-    """What the first rows of a split gave.
+    """What rendering the first rows of a split gave.
 
     Attributes:
-      split: its name.
-      rows: rendered.
-      examples: that came of them.
-      correct: examples whose target is one of the choices.
-      no_example: reason -> rows that gave none.
-      undefined: what the template reads that rows do not have, in words; empty if nothing.
+      split: The split's name.
+      rows: Number of rows rendered.
+      examples: Number of examples that they gave.
+      correct: Number of examples whose target is one of the choices.
+      no_example: Reason -> number of rows that gave no example.
+      undefined: What the template reads that rows do not have, in words; empty if nothing.
     """
 
     def __init__(self, source: PromptedRows, split: str):
@@ -162,10 +162,10 @@ class _Seen:
         self.undefined = ""
 
     def render_first(self) -> None:
-        """Renders the first rows, more where none of them gives an example.
+        """Renders the first ROWS rows, and more if none of them gives an example.
 
         Raises:
-          UserError: if a row is broken or the template fails on it.
+          UserError: If a row is broken or the template fails on it.
         """
         for index, row in itertools.islice(self._source.rows(self.split), ROWS_LOOKED_AT):
             if self.rows >= ROWS and (self.examples or self.undefined):

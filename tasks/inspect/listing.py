@@ -1,4 +1,4 @@
-"""What `t0repro tasks ls` shows: each registered prompt, its rate, its size, where it is cached."""
+"""Implements `t0repro tasks ls`: each registered task, its rate, size, and where it is cached."""
 
 from __future__ import annotations
 
@@ -22,19 +22,18 @@ class ListedTask:
     """A line of the list.
 
     Attributes:
-      task: the SeqIO task's name.
-      dataset: the Hugging Face name.
-      subset: the configuration, or None.
-      template: promptsource's name of the template.
-      choices: the answer choices; empty where they differ from example to example, None where the
-        template has none.
-      metrics: names of the metrics that it is evaluated by.
-      original_task: whether the prompt asks for what the dataset was made for.
-      mixture: the mixture that the rate is of, or None where no registered one has the task.
-      rate: its weight in the mixture, in examples; None where it is not known.
-      examples: of the training split, after the template has dropped rows; None if not known.
-      oversampled: rate over examples, where a mixture to train on is concerned and both are known.
-      cached: the cache folder that holds it whole, or None.
+      task: The SeqIO task's name.
+      dataset: The Hugging Face name.
+      subset: The configuration, or None.
+      template: promptsource's name for the template.
+      choices: The answer choices; empty if they differ between examples, None if there are none.
+      metrics: Names of the metrics that it is evaluated with.
+      original_task: Whether the prompt asks for what the dataset was made for.
+      mixture: The mixture that the rate refers to, or None if no registered one has the task.
+      rate: Its weight in the mixture, in examples; None if not known.
+      examples: Number of training examples after the template has dropped rows; None if not known.
+      oversampled: Rate divided by examples, if both are known and the task is not a twin.
+      cached: The cache folder that has all of it, or None.
     """
 
     task: str
@@ -57,12 +56,12 @@ def list_tasks(
     """The registered prompted tasks, sorted by name.
 
     Args:
-      mixture: only its tasks.
-      dataset: only this one's, `dataset` or `dataset/subset`.
-      caches: SeqIO cache folders to look for the tasks in, the first that holds one wins.
+      mixture: Only tasks of this mixture; defaults to all.
+      dataset: Only tasks of this dataset, given as `dataset` or `dataset/subset`.
+      caches: SeqIO cache folders to look for each task in; the first that has it wins.
 
     Raises:
-      UserError: if the mixture or the dataset is not there; the nearest names are listed.
+      UserError: If the mixture or the dataset is not there; lists the nearest names.
     """
     known = prompted_tasks()
     names = select_tasks(mixture, dataset)
@@ -71,7 +70,7 @@ def list_tasks(
 
 
 def _mixtures_of_tasks() -> dict[str, str]:
-    """Task -> the first registered mixture that has it; T0's give a task one rate in all."""
+    """Task -> the first registered mixture that has it; in all of T0's its rate is the same."""
     found: dict[str, str] = {}
     for name, tasks in registered_mixtures().items():
         for task in tasks:
@@ -126,7 +125,7 @@ def _training_examples(task: str, cached: Path | None) -> int | None:
 
 
 def as_json(tasks: Sequence[ListedTask]) -> list[dict[str, Any]]:
-    """The lines as JSON values; choices that differ by example are `per example`."""
+    """The lines as JSON values; choices that differ between examples become `per example`."""
     return [_task_as_json(task) for task in tasks]
 
 

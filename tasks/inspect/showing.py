@@ -1,4 +1,4 @@
-"""What `t0repro tasks show` shows: prompted examples, their tokens, and what is cut off them."""
+"""Implements `t0repro tasks show`: prompted examples, their tokens, and what is cut off."""
 
 from __future__ import annotations
 
@@ -29,19 +29,18 @@ class ShownExample:
     """A prompted example.
 
     Attributes:
-      row: its number in the split, from 0.
-      inputs: the input.
-      targets: the target.
-      choices: the answer choices, or None.
-      correct: which of them is the target; None if there are none, or it is not among them.
-      input_tokens: of the input, which ends without EOS; None without a vocabulary.
-      target_tokens: of the target, its EOS included.
-      choice_tokens: of each choice, EOS included.
-      cut_characters: (of the input, of the target), lost to the rule that a variable has at most
-        2,048 characters.
-      long_fields: names of the row's texts that are longer.
-      kept_end: the last words of an input that is cut to `inputs` tokens; None if it is whole.
-      lost_tokens: of (input, target), beyond the sequence lengths.
+      row: The row's number in the data, from 0.
+      inputs: The input.
+      targets: The target.
+      choices: The answer choices, or None.
+      correct: Index of the choice that is the target, or None.
+      input_tokens: Number of tokens in the input, which has no EOS; None without a vocabulary.
+      target_tokens: Number of tokens in the target, including EOS; None without a vocabulary.
+      choice_tokens: Number of tokens in each choice, including EOS, or None.
+      cut_characters: Characters lost from (input, target) because a variable is cut at 2,048.
+      long_fields: Names of the row's text fields that are longer than that.
+      kept_end: The last characters of an input that is cut to the sequence length, else None.
+      lost_tokens: Tokens of (input, target) beyond the sequence lengths.
     """
 
     row: int
@@ -63,13 +62,13 @@ class ShownTask:
     """A task's examples.
 
     Attributes:
-      task: what was registered.
-      split: of the task.
-      examples: the first ones.
-      rows_read: rows read to get them.
-      dropped: reason -> rows that the template makes no example of.
-      lengths: feature -> tokens that are kept.
-      vocabulary_error: why there are no token counts, or None.
+      task: The registered task.
+      split: The task's split.
+      examples: Its first examples.
+      rows_read: Number of rows read to get them.
+      dropped: Reason -> number of rows that gave no example.
+      lengths: Feature -> maximum number of tokens.
+      vocabulary_error: Why there are no token counts, or None.
     """
 
     task: PromptedTask
@@ -91,13 +90,14 @@ def show_task(
     """The first examples of a task.
 
     Args:
-      name: of a registered prompted task, or of its twin.
-      split: of the task; None is the first of train, validation, test and others at hand.
-      rows: the number of examples.
-      lengths: tokens per feature; None is T0's 1,024 and 256.
+      name: Name of a registered prompted task, or of a twin.
+      split: The task's split; defaults to the first of train, validation, test and others that is
+        at hand.
+      rows: Number of examples.
+      lengths: Maximum tokens per feature; defaults to T0's 1,024 for inputs and 256 for targets.
 
     Raises:
-      UserError: if task or split is not there, or rows are missing or broken.
+      UserError: If there is no such task or split, or rows are missing or broken.
     """
     description = task_descriptions().get(name)
     if description is None:
@@ -130,7 +130,7 @@ def chosen_split(source: PromptedRows, name: str, split: str | None) -> str:
     """The split asked for, or the first of train, validation, test and others that is at hand.
 
     Raises:
-      UserError: if the task does not have it; or, by the reader, if no rows are at hand.
+      UserError: If the task has no such split.
     """
     splits = list(source.files_of_splits)
     if split is not None:
@@ -144,7 +144,7 @@ def chosen_split(source: PromptedRows, name: str, split: str | None) -> str:
     order = {"train": 0, "validation": 1, "test": 2}
     splits.sort(key=lambda name: order.get(name, 3))
     at_hand = set(source.splits_at_hand())
-    # If none is: the first, whose reader says every way to get its rows.
+    # If none is at hand, the first: its reader's error lists every way to get the rows.
     return next((split for split in splits if split in at_hand), splits[0])
 
 
