@@ -1,4 +1,4 @@
-"""Lists, examples and verdicts of tasks on a terminal."""
+"""Prints the results of `t0repro tasks` ls, show and check on a terminal."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LIST_WIDTH, TEXT_WIDTH = 1_000, 100
 
 
 def print_json(values: Any) -> None:
-    """Prints values as JSON, nothing else beside them."""
+    """Prints values as JSON and nothing else."""
     print(json.dumps(values, indent=1, ensure_ascii=False))
 
 
@@ -30,7 +30,7 @@ def print_json(values: Any) -> None:
 
 
 def print_list(tasks: Sequence[ListedTask], caches: Sequence[Path]) -> None:
-    """Prints a row for each task and sums them up in words."""
+    """Prints a row for each task, then a summary in words."""
     console = terminal(LIST_WIDTH)
     header = ["task", "dataset", "template", "choices", "metrics", "rate", "examples"]
     cached = [[task.cached or "no"] if caches else [] for task in tasks]
@@ -66,7 +66,7 @@ def _choices_in_words(choices: tuple[str, ...] | None) -> str:
 
 
 def list_in_words(tasks: Sequence[ListedTask], caches: Sequence[Path]) -> list[str]:
-    """Sentences: how many there are, how many are cached, which are drawn far too often."""
+    """Summary lines: how many tasks there are, how many are cached, which are oversampled."""
     datasets = {(task.dataset, task.subset) for task in tasks}
     lines = [f"{counted(len(tasks), 'task')} of {counted(len(datasets), 'dataset')}."]
     if caches:
@@ -124,7 +124,7 @@ def _panel(example: ShownExample, shown: ShownTask) -> Panel:
 
 
 def _shown(text: str) -> str:
-    """A text with its lines, and nothing that a terminal would act on."""
+    """The text with its line breaks, but without anything that a terminal would act on."""
     return printable(text, keep="\n\t")
 
 
@@ -154,7 +154,7 @@ def _choice_lines(example: ShownExample, shown: ShownTask) -> list[tuple[str, st
 
 
 def cuts_in_words(example: ShownExample, shown: ShownTask) -> list[str]:
-    """Sentences: what the length of variables and of sequences takes away."""
+    """Lines that say what the limits on variables and sequences cut off."""
     lines = []
     for name, lost in zip(("input", "target"), example.cut_characters, strict=True):
         if lost:
@@ -178,7 +178,7 @@ def cuts_in_words(example: ShownExample, shown: ShownTask) -> list[str]:
 
 
 def print_checks(checked: Sequence[CheckedTask]) -> None:
-    """Prints the tasks that are not well, each with its reason, and how many of each kind."""
+    """Prints suspect and broken tasks with reasons, and the number of tasks per verdict."""
     console = terminal(LIST_WIDTH)
     for verdict in (Verdict.SUSPECT, Verdict.BROKEN):
         for task in checked:
