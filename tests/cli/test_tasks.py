@@ -15,6 +15,14 @@ ROOT = Path(__file__).resolve().parents[2]
 DEMO = "--module_import=t0repro.tasks.demo"
 
 
+@pytest.fixture(scope="module", autouse=True)
+def registered():
+    """The demo's tasks, in SeqIO too: a module that is first imported to be described is not."""
+    import seqio  # noqa: F401 - registration asks whether it has been imported
+
+    import t0repro.tasks.demo  # noqa: F401 - registers
+
+
 @pytest.fixture
 def run(monkeypatch, capsys):
     """Runs `t0repro tasks ...`; (exit code, stdout, stderr)."""
