@@ -13,6 +13,7 @@ from t0repro.training.train_state import from_flat_tree, new_train_state, to_fla
 from t0repro.training.train_step import loss_and_gradients, make_train_step
 
 from ..plain_scoring import row_scores
+from ..tiny_models import FLOAT32
 from . import mesh_reference as reference
 
 pytestmark = pytest.mark.mtf
@@ -39,7 +40,7 @@ def run(case, mesh_runs):
 @pytest.fixture(scope="module")
 def start(case, run):
     """The state that Mesh TensorFlow started from."""
-    model = T5(case.model, reference.FLOAT32)
+    model = T5(case.model, FLOAT32)
     fresh = jax.eval_shape(
         lambda: new_train_state(initial_parameters(model, jax.random.key(0)), OPTIMIZER)
     )
@@ -59,7 +60,7 @@ def batches(case):
 @pytest.fixture(scope="module")
 def steps(case, start, batches):
     """Losses, learning rates and the states after the first and the last step."""
-    model = T5(case.model, reference.FLOAT32)
+    model = T5(case.model, FLOAT32)
     step = jax.jit(
         make_train_step(
             model,
@@ -118,7 +119,7 @@ def root_mean_square(x):
 
 
 def test_gradients_agree_to_1e_5_of_their_norm(case, run, start, batches):
-    model = T5(case.model, reference.FLOAT32)
+    model = T5(case.model, FLOAT32)
     _, gradients = jax.jit(
         lambda params, batch: loss_and_gradients(
             model, params, batch, num_microbatches=case.num_microbatches
@@ -133,14 +134,14 @@ def test_gradients_agree_to_1e_5_of_their_norm(case, run, start, batches):
 def test_scores_agree_to_1e_4_a_token(case, run, start, batches):
     # Some targets are negative here, which rank evaluation refuses; its engine is held against
     # row_scores in tests/evaluation.
-    scores = row_scores(start.params, T5(case.model, reference.FLOAT32), batches[0])
+    scores = row_scores(start.params, T5(case.model, FLOAT32), batches[0])
     tokens = np.count_nonzero(batches[0]["targets"] > 0, axis=-1)
     assert np.all(np.abs(scores - run["scores"]) <= 1e-4 * tokens)
 
 
 def test_score_logits_agree(case, run, start, batches):
     batch = {name: batches[0][name] for name in ("inputs", "targets")}
-    logits = T5(case.model, reference.FLOAT32).apply({"params": start.params}, batch)
+    logits = T5(case.model, FLOAT32).apply({"params": start.params}, batch)
     np.testing.assert_allclose(logits, run["score_logits"], atol=1e-5)
 
 

@@ -83,10 +83,12 @@ def _parse(inputs: GinInputs) -> Bindings:
             skip_unknown=skip,
             finalize_config=False,
         )
+    # Released operative configs bind functions that are gone as the vocabulary. t5 overrides that
+    # binding, so it is dropped before references are checked.
+    gin.bind_parameter("run.vocabulary", None)
     # t5 asks for the mixture by its macro's name, to find the vocabulary.
     for warning in check_references(bindings, read_by_t5=("MIXTURE_NAME",)):
         print(f"warning: {warning}", file=sys.stderr)
-    # Released operative configs bind functions that are gone as the vocabulary; t5 overrides it.
     gin.bind_parameter("run.vocabulary", mesh_transformer.get_vocabulary())
     gin.finalize()
     seqio.add_global_cache_dirs(list(inputs.cache_dirs))
