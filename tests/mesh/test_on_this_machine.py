@@ -97,11 +97,10 @@ def test_ctrl_c_while_training_says_how_to_go_on(env, tmp_path, backend, presses
     ]  # fmt: skip
     with (tmp_path / "stderr").open("w") as stderr:
         process = subprocess.Popen(
-            [str(commands.BIN / "t5_mesh_transformer"), *flags],
+            # A shell starts what runs in the background with Ctrl-C ignored; `env` undoes that.
+            ["env", "--default-signal=INT", str(commands.BIN / "t5_mesh_transformer"), *flags],
             stderr=stderr,
             env=env,
-            # A shell starts what runs in the background with Ctrl-C ignored.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         deadline = time.monotonic() + 300
         while not (model_dir / "metrics.jsonl").exists() and time.monotonic() < deadline:
