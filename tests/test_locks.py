@@ -49,7 +49,7 @@ def test_a_killed_holder_blocks_nobody(tmp_path):
     holder = start_holder(tmp_path)
     end(holder)
     with locks.folder_lock(tmp_path, "caching"):
-        pass
+        assert (tmp_path / locks.COMMAND_FILE).read_text().startswith("caching\n")
 
 
 def test_a_refused_run_leaves_the_holder_its_lock(tmp_path):
@@ -104,7 +104,7 @@ def test_a_dead_run_on_another_machine_is_told_apart(tmp_path, elsewhere):
     lease.release()
     (tmp_path / locks.LEASE_FILE).write_bytes(marker)  # as a dead machine leaves it
     with locks.folder_lock(tmp_path, "training", say=lambda text: None):
-        pass
+        assert (tmp_path / locks.COMMAND_FILE).read_text().startswith("training\n")
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):

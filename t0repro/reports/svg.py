@@ -75,7 +75,7 @@ class Drawing:
         """New axes on a new figure, all in inches; pyplot, with its global state, is not involved.
 
         Args:
-          height: of the figure.
+          height: Height of the figure.
           left: room for labels to the left of the axes.
           right: room to the right of them.
         """
