@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from t0repro.config.provenance import Bindings, record_bindings
-from t0repro.config.t5x import modules
+from t0repro.config.t5x import modules, records
 from t0repro.errors import UserError, nearest_names
 
 _MACRO = "gin.macro"
@@ -71,17 +71,18 @@ def shipped_files() -> Path:
 def parse(inputs: GinInputs) -> Parsed:
     """Parses and checks a run's gin files without importing anything heavy.
 
+    Nothing of it stays in gin: configurations are read one after the other in one process, and the
+    records must not be found by a later one in either dialect.
+
     Raises:
       UserError: if a macro has no value, nothing reads a macro or an override, or a name is
         unknown; with the nearest right name.
       ValueError, TypeError, SyntaxError, OSError: gin's own errors, with the file and line.
     """
-    import gin.config
-
     import gin
 
-    gin.clear_config()
     with (
+        _gin_left_as_it_was(),
         modules.served() as imports,
         record_bindings("--gin_bindings") as bindings,
         _looking_in(*inputs.gin_search_paths, str(shipped_files())),
@@ -89,15 +90,35 @@ def parse(inputs: GinInputs) -> Parsed:
         gin.parse_config_files_and_bindings(
             list(inputs.gin_files), list(inputs.gin_bindings), finalize_config=False
         )
+        program = _program(inputs.run_mode)
+        reached = _reached(program)
+        _check_macros(reached, bindings)
+        warnings = _check_overrides(reached, bindings)
+        gin.finalize()
+        return Parsed(
+            _call(program), tuple(_values(reached, bindings)), tuple(imports), tuple(warnings)
+        )
 
-    program = _program(inputs.run_mode)
-    reached = _reached(program)
-    _check_macros(reached, bindings)
-    warnings = _check_overrides(reached, bindings)
-    gin.finalize()
-    return Parsed(
-        _call(program), tuple(_values(reached, bindings)), tuple(imports), tuple(warnings)
-    )
+
+@contextlib.contextmanager
+def _gin_left_as_it_was() -> Iterator[None]:
+    """Removes from gin, at the end, what files bind and the records that their imports register.
+
+    Some records bear names that Mesh TensorFlow's files know too, such as SentencePieceVocabulary,
+    and must not be found there. What a module of the user's registers stays: it does so only once.
+    """
+    import gin.config
+
+    import gin
+
+    gin.clear_config()
+    try:
+        yield
+    finally:
+        gin.clear_config()
+        for served in [*gin.config._INVERSE_REGISTRY]:
+            if served.__module__ == records.__name__ or served.__module__.startswith("optax."):
+                gin.config._REGISTRY.pop(gin.config._INVERSE_REGISTRY.pop(served).selector)
 
 
 @contextlib.contextmanager

@@ -10,14 +10,38 @@ does nothing but hold the values that gin gives it. Calling one, as gin does for
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+
+class Record:
+    """A dataclass whose arguments that are classes of records are called at once.
+
+    T5X calls what a gin file gives by name (`trainer_cls = @trainer.Trainer`) later; gin's values
+    for it are known only while gin holds the configuration.
+    """
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):  # pyright: ignore[reportArgumentType]
+            if field.init:
+                object.__setattr__(self, field.name, _called(getattr(self, field.name)))
+
+
+def _called(value: Any) -> Any:
+    if isinstance(value, type) and issubclass(value, Record):
+        return value()
+    if isinstance(value, Mapping):
+        return {key: _called(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_called(item) for item in value)
+    return value
+
 
 # ---- t5x.utils -----------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DatasetConfig:
+class DatasetConfig(Record):
     """Which examples a run reads, and in which batches.
 
     Attributes:
@@ -42,7 +66,7 @@ class DatasetConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SaveCheckpointConfig:
+class SaveCheckpointConfig(Record):
     """Which checkpoints a training keeps.
 
     Attributes:
@@ -63,7 +87,7 @@ class SaveCheckpointConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RestoreCheckpointConfig:
+class RestoreCheckpointConfig(Record):
     """Where parameters and slots come from.
 
     Attributes:
@@ -89,7 +113,7 @@ class RestoreCheckpointConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CheckpointConfig:
+class CheckpointConfig(Record):
     """Saving and restoring; None turns either off."""
 
     save: SaveCheckpointConfig | None = None
@@ -97,7 +121,7 @@ class CheckpointConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LearningRateSchedule:
+class LearningRateSchedule(Record):
     """`utils.create_learning_rate_scheduler`: the product of the factors named in `factors`."""
 
     factors: str = "constant * linear_warmup * rsqrt_decay"
@@ -114,7 +138,7 @@ class LearningRateSchedule:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Decoding:
+class Decoding(Record):
     """How an encoder-decoder decodes: the arguments of `predict_batch_with_aux`.
 
     Attributes:
@@ -128,7 +152,7 @@ class Decoding:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BeamSearch:
+class BeamSearch(Record):
     """`decoding.beam_search`; `alpha` is the exponent of the length penalty ((5 + length) / 6)."""
 
     num_decodes: int = 4
@@ -139,7 +163,7 @@ class BeamSearch:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TemperatureSample:
+class TemperatureSample(Record):
     """`decoding.temperature_sample`; `topk` 1 is greedy, 0 samples from all tokens."""
 
     temperature: float = 1.0
@@ -152,8 +176,12 @@ class TemperatureSample:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EncoderDecoderModel:
-    """A T5 with its loss, vocabularies and optimizer."""
+class EncoderDecoderModel(Record):
+    """A T5 with its loss, vocabularies and optimizer.
+
+    Attributes:
+      decoding: what gin binds for `predict_batch_with_aux`.
+    """
 
     module: Transformer
     input_vocabulary: Any
@@ -165,6 +193,11 @@ class EncoderDecoderModel:
     z_loss: float = 0.0
     loss_normalizing_factor: float | str | None = None
     default_decoder_params: Any = None
+    decoding: Decoding = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "decoding", self.predict_batch_with_aux())
 
     def predict_batch_with_aux(
         self,
@@ -183,7 +216,7 @@ class EncoderDecoderModel:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class VocabularyOf:
+class VocabularyOf(Record):
     """`models.get_input_vocabulary` and `get_output_vocabulary`: one of a model's vocabularies."""
 
     model: EncoderDecoderModel
@@ -198,7 +231,7 @@ class OutputVocabulary(VocabularyOf):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class T5Config:
+class T5Config(Record):
     """The shape of `t5x.examples.t5.network.Transformer`; lengths and sizes in T5X's names."""
 
     vocab_size: int
@@ -225,7 +258,7 @@ class ScannedT5Config(T5Config):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Transformer:
+class Transformer(Record):
     """A T5 network of the given shape."""
 
     config: T5Config
@@ -235,14 +268,14 @@ class Transformer:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StandardFactorRules:
+class StandardFactorRules(Record):
     """`adafactor.standard_logical_factor_rules`: which logical axes Adafactor's slots factor."""
 
     rules: Mapping[str, Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Adafactor:
+class Adafactor(Record):
     """T5X's Adafactor; `beta1` None means no momentum, where Mesh TensorFlow says 0.0."""
 
     learning_rate: float | None = None
@@ -266,7 +299,7 @@ class Adafactor:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OptaxCall:
+class OptaxCall(Record):
     """A call of a function of optax: its name there, and its arguments without the defaults."""
 
     function: str
@@ -274,7 +307,7 @@ class OptaxCall:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OptaxChain:
+class OptaxChain(Record):
     """`optimizers.chain`: transformations of optax, one after the other."""
 
     transformations: Sequence[OptaxCall]
@@ -284,7 +317,7 @@ class OptaxChain:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SaveBestCheckpointer:
+class SaveBestCheckpointer(Record):
     """Keeps the checkpoints with the best value of a metric, and the latest.
 
     Attributes:
@@ -302,7 +335,7 @@ class SaveBestCheckpointer:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AxisRules:
+class AxisRules(Record):
     """`partitioning.standard_logical_axis_rules`: logical axes of tensors to axes of the mesh."""
 
     activation_partitioning_dims: int = 1
@@ -311,7 +344,7 @@ class AxisRules:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PjitPartitioner:
+class PjitPartitioner(Record):
     """How tensors are divided between devices."""
 
     num_partitions: int | None = None
@@ -328,12 +361,12 @@ class PjitPartitioner:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class WeightMetrics:
+class WeightMetrics(Record):
     """`trainer.WeightMetricsComputer`: norms of parameters, gradients and updates each step."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Trainer:
+class Trainer(Record):
     """The train step: a schedule, microbatches, and what is measured of the parameters."""
 
     learning_rate_fn: LearningRateSchedule | None = None
@@ -342,7 +375,7 @@ class Trainer:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EarlyStopping:
+class EarlyStopping(Record):
     """`trainer.EarlyStoppingAction`."""
 
     metric: tuple[str, str]
@@ -353,7 +386,7 @@ class EarlyStopping:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TerminateOnNan:
+class TerminateOnNan(Record):
     """`trainer.TerminateOnNanAction`."""
 
     task: str
@@ -364,7 +397,7 @@ class TerminateOnNan:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SentencePieceVocabulary:
+class SentencePieceVocabulary(Record):
     """A SentencePiece model's file; its extra ids stand at the end of the vocabulary."""
 
     sentencepiece_model_file: str
@@ -373,14 +406,14 @@ class SentencePieceVocabulary:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ByteVocabulary:
+class ByteVocabulary(Record):
     """UTF-8 bytes as tokens, 3 to 258."""
 
     extra_ids: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PassThroughVocabulary:
+class PassThroughVocabulary(Record):
     """Tokens as they are in the data."""
 
     size: int
@@ -388,7 +421,7 @@ class PassThroughVocabulary:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Feature:
+class Feature(Record):
     """The vocabulary of a task's feature."""
 
     vocabulary: Any
@@ -399,21 +432,21 @@ class Feature:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PyLoggingLogger:
+class PyLoggingLogger(Record):
     """Metrics as log lines."""
 
     output_dir: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TensorBoardLogger:
+class TensorBoardLogger(Record):
     """Metrics as TensorBoard events."""
 
     output_dir: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class JSONLogger:
+class JSONLogger(Record):
     """Metrics and predictions as JSON lines; `write_n_results` None writes every prediction."""
 
     output_dir: str | None = None
@@ -421,10 +454,10 @@ class JSONLogger:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Evaluator:
+class Evaluator(Record):
     """Which loggers an evaluation with SeqIO's metrics has, and how many examples it takes."""
 
-    logger_cls: Sequence[Callable[..., Any]] = ()
+    logger_cls: Sequence[Record] = ()
     num_examples: int | None = None
     use_memory_cache: bool = True
 
@@ -433,7 +466,7 @@ class Evaluator:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainProgram:
+class TrainProgram(Record):
     """What `train_script.train` is called with.
 
     Attributes:
@@ -449,7 +482,7 @@ class TrainProgram:
     infer_eval_dataset_cfg: DatasetConfig | None
     checkpoint_cfg: CheckpointConfig
     partitioner: PjitPartitioner
-    trainer_cls: Callable[..., Any]
+    trainer_cls: Trainer
     model_dir: str
     total_steps: int
     eval_steps: int
@@ -459,7 +492,7 @@ class TrainProgram:
     relative_steps: int | None = None
     stats_period: int | None = None
     use_hardware_rng: bool = False
-    inference_evaluator_cls: Callable[..., Any] | None = None
+    inference_evaluator_cls: Evaluator | None = None
     get_dataset_fn: Any = None
     concurrent_metrics: bool = True
     actions: Mapping[str, Sequence[Any]] | None = None
@@ -472,7 +505,7 @@ class TrainProgram:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EvalProgram:
+class EvalProgram(Record):
     """What `eval_script.evaluate` is called with."""
 
     model: EncoderDecoderModel
@@ -480,7 +513,7 @@ class EvalProgram:
     restore_checkpoint_cfg: RestoreCheckpointConfig
     partitioner: PjitPartitioner
     output_dir: str
-    inference_evaluator_cls: Callable[..., Any] | None = None
+    inference_evaluator_cls: Evaluator | None = None
     training_evaluator_cls: Any = None
     summarize_config_fn: Any = None
     train_state_initializer_cls: Any = None
@@ -490,7 +523,7 @@ class EvalProgram:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class InferProgram:
+class InferProgram(Record):
     """What `infer_script.infer` is called with.
 
     Attributes:
@@ -518,7 +551,7 @@ class InferProgram:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PrecompileProgram:
+class PrecompileProgram(Record):
     """What `train_script.precompile` is called with."""
 
     model: EncoderDecoderModel
@@ -529,7 +562,7 @@ class PrecompileProgram:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TfExampleTask:
+class TfExampleTask(Record):
     """`infer_script.create_task_from_tfexample_file`: a task read from TFRecord files."""
 
     paths: Sequence[str]
@@ -541,7 +574,7 @@ class TfExampleTask:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class WriteConfig:
+class WriteConfig(Record):
     """`gin_utils.summarize_gin_config`: writes the configuration beside the results."""
 
     model_dir: str | None = None

@@ -69,7 +69,7 @@ utils.SaveCheckpointConfig.save_dataset = True
     assert program.train_dataset_cfg.batch_size == 256
     assert (program.train_dataset_cfg.seed, program.random_seed) == (42, 42)
     assert program.checkpoint_cfg.save.save_dataset and not program.checkpoint_cfg.restore.path
-    assert program.trainer_cls().learning_rate_fn.factors == "constant * rsqrt_decay"
+    assert program.trainer_cls.learning_rate_fn.factors == "constant * rsqrt_decay"
     assert parsed.imports == ("t5.data.mixtures",) and parsed.warnings == ()
 
 
@@ -86,6 +86,15 @@ except ImportError:
 """
     done = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True)
     assert done.stdout == "\nnot importable\n", done.stderr
+
+
+def test_nothing_stays_in_gin():
+    import gin.config
+
+    registered = set(gin.config._REGISTRY._selector_map)
+    parse()
+    added = set(gin.config._REGISTRY._selector_map) - registered
+    assert not added and not gin.config._CONFIG
 
 
 def test_an_installed_t5x_is_not_read(tmp_path, monkeypatch):
@@ -119,7 +128,7 @@ def test_a_method_of_the_model_is_configured_as_t5x_does():
         run_mode="eval",
         required=(),
     )
-    assert parsed.program.model.predict_batch_with_aux().num_decodes == 4
+    assert parsed.program.model.decoding.num_decodes == 4
     assert parsed.warnings == (), binding
 
 
