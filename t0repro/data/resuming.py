@@ -1,0 +1,147 @@
+"""Batches that track their position, so that a resumed run continues exactly.
+
+A checkpoint's folder `data/` holds position.json:
+
+    batches     number trained on since the data began
+    seed        for the order of the data: bound in gin, or drawn when the run began
+    arguments   what else decides the order (the mixture, lengths, the batch size, ...)
+
+and, where it is asked for, the state of tf.data's iterator. Without that state the batches before
+the position are made again and skipped. This is exact on every path, because a given seed produces
+the same data in every process.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from t0repro.files import write_atomically
+from t0repro.progress import count_progress
+from t0repro.words import counted
+
+POSITION, ITERATOR = "position.json", "iterator"
+_FEW = 50  # skipping fewer batches than this shows no progress bar
+
+Say = Callable[[str], None]
+Batch = dict[str, np.ndarray]
+
+
+class ResumableBatches:
+    """Endless batches of a tf.data pipeline; implements `runs.train.BatchSource`.
+
+    A subclass says which pipeline (`_dataset`), what decides its batches (`_arguments`), and how an
+    element becomes a numpy batch (`_to_numpy`).
+
+    Args:
+      seed: Seed for the data; None draws one, which checkpoints record.
+    """
+
+    def __init__(self, seed: int | None):
+        self._bound_seed = self._seed = seed
+        self._taken = 0
+        self._saves_iterator = False
+        self._iterator: Any = None
+
+    def open(self, step: int, saved: Path | None, say: Say) -> Iterator[Batch]:
+        """Batches from where the run continues; see `runs.train.BatchSource`."""
+        position = self._position(saved, say)
+        if self._seed is None:
+            # Drawn here and saved: without a seed, a resumed run could not make its batches again.
+            self._seed = position.get("seed") or secrets.randbits(31) + 1
+        self._taken = self._first(step, position)
+        dataset = self._dataset(self._seed)
+        self._saves_iterator = self._can_save_iterator(dataset)
+        self._iterator = iter(dataset)
+        if self._taken:
+            self._go_on(saved, position, say)
+        return self._batches()
+
+    def save(self, folder: Path) -> None:
+        """Writes the position after the last batch taken, and the pipeline's state if asked for."""
+        position = {"batches": self._taken, "seed": self._seed, "arguments": self._arguments()}
+        if self._saves_iterator:
+            self._tracked().write(str(folder / ITERATOR))
+            position["iterator"] = ITERATOR
+        write_atomically(folder / POSITION, json.dumps(position, indent=1) + "\n")
+
+    # ---- What a subclass provides ---------------------------------------------------------------
+
+    def _dataset(self, seed: int) -> Any:
+        """The endless, batched tf.data.Dataset for a seed."""
+        raise NotImplementedError
+
+    def _arguments(self) -> dict[str, Any]:
+        """What decides the batches, apart from the seed; JSON values."""
+        raise NotImplementedError
+
+    def _to_numpy(self, element: Mapping[str, Any]) -> Batch:
+        """A batch of int32 arrays [batch_size, length] from an element of the dataset."""
+        raise NotImplementedError
+
+    def _is_resumed(self, say: Say) -> bool:
+        """Whether the position in a checkpoint is to be used."""
+        del say
+        return True
+
+    def _can_save_iterator(self, dataset: Any) -> bool:
+        """Whether checkpoints hold the state of tf.data's iterator."""
+        del dataset
+        return False
+
+    def _first(self, step: int, position: Mapping[str, Any]) -> int:
+        """Number of batches to skip before the first one."""
+        del step
+        return int(position.get("batches", 0))
+
+    # ---- Finding the place ----------------------------------------------------------------------
+
+    def _batches(self) -> Iterator[Batch]:
+        for element in self._iterator:
+            self._taken += 1
+            yield self._to_numpy(element)
+
+    def _position(self, saved: Path | None, say: Say) -> dict[str, Any]:
+        """The position that a checkpoint records, or {} to start over, with the reason reported."""
+        if not self._is_resumed(say):
+            return {}
+        if saved is None or not (saved / POSITION).is_file():
+            say("data: from the beginning, since the checkpoint does not say where they were")
+            return {}
+        position = json.loads((saved / POSITION).read_text())
+        ours, theirs = self._arguments(), position["arguments"]
+        changed = [name for name in ours if ours[name] != theirs.get(name)]
+        if self._bound_seed not in (None, position["seed"]):
+            changed.append("seed")
+        if changed:
+            say(f"data: from the beginning, since {' and '.join(changed)} changed")
+            return {}
+        return position
+
+    def _go_on(self, saved: Path | None, position: Mapping[str, Any], say: Say) -> None:
+        """Moves the iterator past the batches already taken."""
+        taken = counted(self._taken, "batch", "batches")
+        if self._saves_iterator and position.get("iterator"):
+            assert saved is not None
+            say(f"data: after {taken}, by the input pipeline's state")
+            self._tracked().read(str(saved / ITERATOR)).assert_consumed()
+            return
+        say(f"data: after {taken}, which are made again and skipped")
+        if self._taken < _FEW:
+            for _ in range(self._taken):
+                next(self._iterator)
+            return
+        with count_progress(self._taken, "passing over", "batches", "passed over") as advance:
+            for _ in range(self._taken):
+                next(self._iterator)
+                advance(1)
+
+    def _tracked(self) -> Any:
+        import tensorflow as tf
+
+        return tf.train.Checkpoint(iterator=self._iterator)

@@ -1,0 +1,248 @@
+"""Batches of T5X's DatasetConfig: SeqIO's own, in its order, from anywhere again bit for bit."""
+
+import dataclasses
+import functools
+import itertools
+
+import numpy as np
+import pytest
+
+from t0repro.config.dataset import SeqioDataConfig
+from t0repro.data.seqio_data import (
+    SeqioTrainBatches,
+    runs_python,
+    seqio_dataset,
+    train_eval_batches,
+)
+from t0repro.errors import UserError
+from t0repro.mesh import compat
+
+compat.install()
+import seqio  # noqa: E402
+import tensorflow as tf  # noqa: E402
+
+LENGTHS = {"inputs": 48, "targets": 16}
+# In seqio.EncDecFeatureConverter's words, feature by feature.
+THEIRS = {
+    "inputs": "encoder_input_tokens",
+    "inputs_position": "encoder_positions",
+    "inputs_segmentation": "encoder_segment_ids",
+    "targets": "decoder_target_tokens",
+    "targets_position": "decoder_positions",
+    "targets_segmentation": "decoder_segment_ids",
+}
+
+
+def _halved_at_random(dataset):
+    """Cuts each text in two at a random word: a stochastic preprocessor, after the cache."""
+
+    @functools.partial(seqio.map_over_dataset, num_seeds=1)
+    def halve(example, seed):
+        words = tf.strings.split(example["text"], " ")
+        at = tf.random.stateless_uniform((), seed, 1, tf.size(words), tf.int32)
+        join = functools.partial(tf.strings.reduce_join, separator=" ")
+        return {"inputs": join(words[:at]), "targets": join(words[at:])}
+
+    return halve(dataset)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def tasks(tmp_path_factory):
+    """A task of 40 lines of text, a smaller one, one of Python functions, and mixtures of them."""
+    folder = tmp_path_factory.mktemp("texts")
+    generator = np.random.default_rng(0)
+
+    def lines(count):
+        return "".join(
+            " ".join(map(str, generator.integers(0, 999, generator.integers(2, 9)))) + "\n"
+            for _ in range(count)
+        )
+
+    feature = seqio.Feature(seqio.ByteVocabulary(), add_eos=True, dtype=tf.int32)
+    preprocessors = [
+        seqio.CacheDatasetPlaceholder(),
+        _halved_at_random,
+        seqio.preprocessors.tokenize,
+        seqio.preprocessors.append_eos_after_trim,
+    ]
+
+    def as_text(dataset):
+        return dataset.map(lambda line: {"text": line})
+
+    for name, count in (("lines_of_40", 40), ("lines_of_9", 9)):
+        path = folder / f"{name}.txt"
+        path.write_text(lines(count))
+        seqio.TaskRegistry.add(
+            name,
+            seqio.TextLineDataSource({"train": str(path)}),
+            preprocessors=[as_text, *preprocessors],
+            output_features={"inputs": feature, "targets": feature},
+        )
+    rows = lines(12).splitlines()
+
+    def from_python(split, shuffle_files, seed=None):
+        del split, shuffle_files, seed
+        return tf.data.Dataset.from_generator(
+            lambda: iter(rows), output_signature=tf.TensorSpec((), tf.string)
+        )
+
+    seqio.TaskRegistry.add(
+        "lines_of_python",
+        seqio.FunctionDataSource(from_python, splits=("train",)),
+        preprocessors=[as_text, *preprocessors],
+        output_features={"inputs": feature, "targets": feature},
+    )
+    seqio.MixtureRegistry.add("lines_of_49", [("lines_of_40", 3), ("lines_of_9", 1)])
+    yield
+    seqio.MixtureRegistry.remove("lines_of_49")
+    for name in ("lines_of_40", "lines_of_9", "lines_of_python"):
+        seqio.TaskRegistry.remove(name)
+
+
+def data_config(name="lines_of_49", **changes):
+    values = {
+        "lengths": LENGTHS, "split": "train", "batch_size": 4, "shuffle": True, "seed": 7,
+        "pack": True,
+    }  # fmt: skip
+    return SeqioDataConfig(mixture_or_task_name=name, **{**values, **changes})
+
+
+def first(batches, count):
+    return list(itertools.islice(iter(batches), count))
+
+
+def opened(data, count, *, saved=None, said=None, **options):
+    """The next `count` batches, and the source that they came from."""
+    source = SeqioTrainBatches(data, **{"save_dataset": True, **options})
+    batches = source.open(0, saved, [].append if said is None else said.append)
+    return first(batches, count), source
+
+
+def assert_equal(ours, theirs):
+    assert len(ours) == len(theirs) and ours
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.keys() == other.keys()
+        for name in one:
+            assert one[name].dtype == np.int32
+            np.testing.assert_array_equal(one[name], other[name])
+
+
+@pytest.mark.parametrize("pack", [True, False])
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("name", ["lines_of_40", "lines_of_49"])
+def test_batches_and_their_order_are_those_of_seqio(name, shuffle, pack):
+    ours, _ = opened(data_config(name, pack=pack, shuffle=shuffle), 12)
+    direct = seqio.get_dataset(
+        name,
+        task_feature_lengths=LENGTHS,
+        feature_converter=seqio.EncDecFeatureConverter(pack=pack),
+        dataset_split="train",
+        shuffle=shuffle,
+        num_epochs=None,
+        seed=7,
+        batch_size=4,
+    )
+    theirs = [
+        {name: batch[key] for name, key in THEIRS.items() if key in batch}
+        for batch in first(direct.as_numpy_iterator(), 12)
+    ]
+    assert set(ours[0]) == (set(THEIRS) if pack else {"inputs", "targets"})
+    assert_equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("name", "by"),
+    [("lines_of_49", "by the input pipeline's state"), ("lines_of_python", "made again")],
+)
+@pytest.mark.parametrize("seed", [7, None])
+def test_a_resumed_run_goes_on_with_the_same_batches(tmp_path, name, by, seed):
+    data = data_config(name, seed=seed)
+    source = SeqioTrainBatches(data, save_dataset=True)
+    batches = source.open(0, None, [].append)
+    first(batches, 9)
+    source.save(tmp_path)
+    expected = first(batches, 9)
+    said = []
+    resumed, _ = opened(data, 9, saved=tmp_path, said=said, resumed=True)
+    assert [line for line in said if by in line], said
+    assert_equal(resumed, expected)
+
+
+def test_without_save_dataset_the_data_start_over_and_a_seed_is_warned_of(tmp_path):
+    data, said = data_config(), []
+    begun, source = opened(data, 5, save_dataset=False, said=said)
+    assert [line for line in said if line.startswith("warning: the data have a seed")]
+    source.save(tmp_path)
+    assert not [*tmp_path.iterdir()]
+    again, _ = opened(data, 5, save_dataset=False, saved=tmp_path, resumed=True, said=said)
+    assert_equal(again, begun)
+    assert "data: from the beginning, since save_dataset is False" in said
+
+
+def test_no_warning_where_the_seed_is_drawn_or_the_data_are_saved():
+    said = []
+    opened(data_config(), 1, said=said)
+    opened(data_config(seed=None), 1, save_dataset=False, said=said)
+    assert said == []
+
+
+def test_another_batch_size_starts_the_data_over_and_says_so(tmp_path):
+    _, source = opened(data_config(), 3)
+    source.save(tmp_path)
+    said = []
+    changed = data_config(batch_size=2)
+    resumed, _ = opened(changed, 3, saved=tmp_path, resumed=True, said=said)
+    assert "data: from the beginning, since batch_size changed" in said
+    assert_equal(resumed, opened(changed, 3)[0])
+
+
+def test_python_functions_in_a_pipeline_are_found():
+    def dataset(name):
+        return seqio_dataset(data_config(name), seed=1, num_epochs=None)
+
+    assert runs_python(dataset("lines_of_python")) and not runs_python(dataset("lines_of_49"))
+
+
+def test_evaluation_has_full_batches_of_each_task_and_of_the_mixture():
+    data = data_config(shuffle=False, pack=False, batch_size=8)
+    batches = train_eval_batches(data, eval_steps=3)
+    assert list(batches) == ["lines_of_40", "lines_of_9", "lines_of_49"]
+    small = list(batches["lines_of_9"])
+    assert [batch["inputs"].shape for batch in small] == [(8, 48)] * 3
+    # Nine examples, then the next epoch of them: cut anew, since the cut is random.
+    direct = seqio.get_dataset(
+        "lines_of_9",
+        task_feature_lengths=LENGTHS,
+        feature_converter=seqio.EncDecFeatureConverter(pack=False),
+        num_epochs=24,
+        seed=7,
+    )
+    rows = np.stack([row["decoder_target_tokens"] for row in first(direct.as_numpy_iterator(), 24)])
+    np.testing.assert_array_equal(np.concatenate([batch["targets"] for batch in small]), rows)
+    assert_equal(list(batches["lines_of_9"]), small)
+
+
+def test_a_task_without_the_split_is_not_evaluated_and_an_empty_one_is_refused(tmp_path):
+    assert train_eval_batches(data_config(split="validation"), 1) == {}
+    (tmp_path / "empty.txt").write_text("")
+    feature = seqio.Feature(seqio.ByteVocabulary(), dtype=tf.int32)
+    seqio.TaskRegistry.add(
+        "no_lines",
+        seqio.TextLineDataSource({"train": str(tmp_path / "empty.txt")}),
+        preprocessors=[
+            lambda dataset: dataset.map(lambda line: {"inputs": line, "targets": line}),
+            seqio.preprocessors.tokenize,
+        ],
+        output_features={"inputs": feature, "targets": feature},
+    )
+    try:
+        with pytest.raises(UserError, match="'no_lines' has no example to evaluate"):
+            list(train_eval_batches(data_config("no_lines"), 1)["no_lines"])
+    finally:
+        seqio.TaskRegistry.remove("no_lines")
+
+
+def test_memory_cache_off_reads_the_same_batches_again():
+    data = dataclasses.replace(data_config(), use_memory_cache=False)
+    batches = train_eval_batches(data, 2)["lines_of_40"]
+    assert_equal(list(batches), list(batches))
