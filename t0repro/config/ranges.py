@@ -104,7 +104,10 @@ def check_field(kind: type, field: str, value: Any, where: str | None, shown: st
     limits, hint = range_of(kind, field), typing.get_type_hints(kind)[field]
     assert isinstance(limits, Range)
     allowed = typing.get_args(hint)
-    if value is None and type(None) in allowed or isinstance(value, str) and str in allowed:
+    words = {word for part in allowed for word in typing.get_args(part)}
+    if value is None and type(None) in allowed:
+        return
+    if isinstance(value, str) and (str in allowed or value in words):
         return  # a word may stand for numbers, as "all" does
     whole = float not in (hint, *allowed)
     for name, item in _parts(shown or field, value):

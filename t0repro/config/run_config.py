@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from t0repro.config.ranges import Range
+from t0repro.config.training_plan import TrainingPlan
 from t0repro.errors import UserError
 from t0repro.parameters.shape import ModelShape
 
@@ -34,6 +35,44 @@ ModelType = Literal["bitransformer", "lm", "delimited_lm"]
 # Mesh TensorFlow's names, in which `gelu` is the tanh approximation. `gelu_exact` is the one with
 # the error function, which transformers calls "gelu"; `silu` is another name for `swish`.
 Activation = Literal["relu", "gelu", "gelu_exact", "swish", "silu", "sigmoid", "tanh", "linear"]
+# T5X's names of two divisors of the loss that depend on the batch: its targets > 0; or its
+# examples, each token's loss divided by the number of targets of its example first.
+LossDenominator = Literal["NUM_REAL_TARGET_TOKENS", "AVERAGE_PER_SEQUENCE"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Arithmetic:
+    """Where the same model can be computed in two ways; the defaults are Mesh TensorFlow's.
+
+    Most of it makes a difference only in bfloat16.
+
+    Attributes:
+      float32_attention_logits: Whether attention's logits and softmax are float32 rather than of
+        the activations' type.
+      float32_vocabulary_logits: Whether both factors of the vocabulary's logits are float32, rather
+        than the result alone.
+      cast_before_norm_scale: Whether a norm is rounded to the activations' type before it is
+        multiplied by its scale rather than after.
+      epsilon_in_position_bucket: Whether float32's epsilon is added to the argument of the bucket's
+        logarithm.
+      encoder_output_dropout_per_position: Whether the dropout of the encoder's outputs draws anew
+        for every position, as no other dropout of the model does.
+      smoothing_spares_target: Whether label smoothing gives its mass to the other entries alone,
+        s / (V - 1) each, and subtracts the entropy of that distribution, so that 0 is the least
+        loss.
+      z_loss_in_evaluation: Whether an evaluation's loss has the z_loss too.
+      rescaled_truncated_normal: Whether initial kernels of the feed-forward layers and the logits
+        have the intended standard deviation; cut off at two of them, a normal has 0.88 of it.
+    """
+
+    float32_attention_logits: bool = True
+    float32_vocabulary_logits: bool = False
+    cast_before_norm_scale: bool = False
+    epsilon_in_position_bucket: bool = False
+    encoder_output_dropout_per_position: bool = False
+    smoothing_spares_target: bool = False
+    z_loss_in_evaluation: bool = False
+    rescaled_truncated_normal: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +89,8 @@ class ModelConfig:
       dropout_rate: Rate of every dropout in the model; zero outside training.
       label_smoothing: Mass spread evenly over the whole padded vocabulary, the target included.
       z_loss: Coefficient of log(Z)**2, in training only.
-      loss_denominator: Divides the summed loss; None stands for targets.size * num_microbatches.
+      loss_denominator: Divides the summed loss; None stands for targets.size * num_microbatches,
+        that is all targets of the batch, padding included; 1 for T5X's plain sum.
       model_type: Mesh TensorFlow's model_type. The two language models have no encoder;
         `delimited_lm` reads inputs and targets, one after the other, as one sequence.
       input_full_attention: In a language model, whether positions up to an example's first EOS
@@ -67,6 +107,7 @@ class ModelConfig:
       rms_norm_epsilon: Added to the mean square in every layer norm.
       scale_tied_logits: Whether logits from the embedding are scaled by d_model**-0.5. False for
         the tied mT5 and umT5 of transformers, which do not scale them.
+      arithmetic: How it is computed where Mesh TensorFlow and T5X differ.
     """
 
     num_encoder_layers: Annotated[int, Range(at_least=0, at_most=1000)]
@@ -82,7 +123,7 @@ class ModelConfig:
     dropout_rate: Annotated[float, Range(at_least=0, below=1)]
     label_smoothing: Annotated[float, Range(at_least=0, below=1)]
     z_loss: Annotated[float, Range(at_least=0)]
-    loss_denominator: Annotated[float | None, Range(above=0)]
+    loss_denominator: Annotated[float | LossDenominator | None, Range(above=0)]
     model_type: ModelType = "bitransformer"
     input_full_attention: bool = False
     loss_on_targets_only: bool = False
@@ -93,6 +134,7 @@ class ModelConfig:
     position_bias_per_layer: bool = False
     rms_norm_epsilon: Annotated[float, Range(at_least=0)] = 1e-6
     scale_tied_logits: bool = True
+    arithmetic: Arithmetic = Arithmetic()
 
     @property
     def decoder_only(self) -> bool:
@@ -142,6 +184,12 @@ class AdafactorConfig:
       clipping_threshold: Limit for the update's RMS; None means no clipping.
       decay_rate: A constant second-moment decay, used instead of the power of the step.
       exclude_from_parameter_scale: Paths of parameters whose update is not scaled by their size.
+      momentum_slot: Whether the momentum's slot exists even if beta1 is 0.
+      weight_decay_rate: Part of a parameter that each update takes away; None for nothing.
+      weight_decay_rate_lr_exponent: That part is multiplied by the learning rate to this power.
+      global_norm_clip: Limit for the norm of all gradients together, before anything else.
+      max_parameter_scale: Limit for the size of a parameter that scales its update.
+      skip_nan_updates: Whether entries that would become NaN stay as they are.
       frozen: Paths of parameters that are not trained and have no slots, as in every optimizer
         below.
     """
@@ -158,6 +206,12 @@ class AdafactorConfig:
     decay_rate: Annotated[float | None, Range(at_least=0, below=1)] = None
     exclude_from_parameter_scale: tuple[str, ...] = ()
     frozen: tuple[str, ...] = ()
+    momentum_slot: bool = False
+    weight_decay_rate: Annotated[float | None, Range(at_least=0)] = None
+    weight_decay_rate_lr_exponent: Annotated[float | None, Range()] = None
+    global_norm_clip: Annotated[float | None, Range(above=0)] = None
+    max_parameter_scale: Annotated[float | None, Range(above=0)] = None
+    skip_nan_updates: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,7 +245,19 @@ class SgdConfig:
     frozen: tuple[str, ...] = ()
 
 
-OptimizerConfig = AdafactorConfig | AdamWeightDecayConfig | MomentumConfig | SgdConfig
+@dataclasses.dataclass(frozen=True)
+class OptaxConfig:
+    """Transformations of optax, one after the other; they know their own learning rates.
+
+    Attributes:
+      transformations: Calls of optax: {"function": name, "arguments": {...}}, in which an argument
+        may be such a call itself.
+    """
+
+    transformations: tuple[Mapping[str, Any], ...]
+
+
+OptimizerConfig = AdafactorConfig | AdamWeightDecayConfig | MomentumConfig | SgdConfig | OptaxConfig
 
 
 _SCHEDULE_RANGES = {
@@ -352,6 +418,8 @@ class RunConfig:
       scores_filename: Prefix of the files that save_scores writes, or None.
       save_example_text: Whether save_scores writes targets and their lengths as well as scores.
       vocabulary: Path or address of the SentencePiece model; None if no data is bound.
+      plan: Data, checkpoints and evaluations of a training that a T5X gin file describes; None for
+        Mesh TensorFlow's.
       provenance: Dotted field -> where its value was set ("t5.1.1.base.gin:9", "--gin_param ...",
         "default").
     """
@@ -387,6 +455,7 @@ class RunConfig:
     vocabulary: str | None
     provenance: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False)
     init_variable_filter: str = ""
+    plan: TrainingPlan | None = None
 
     def to_json(self) -> str:
         """The configuration as indented JSON; `from_json` reads it back equal."""

@@ -1,0 +1,196 @@
+"""T5X's records of data, checkpoints and evaluations -> the parts of a TrainingPlan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from t0repro.config.t5x import records
+from t0repro.config.t5x.places import Places
+from t0repro.config.training_plan import (
+    ActionConfig,
+    BestCheckpoints,
+    DatasetConfig,
+    EarlyStoppingConfig,
+    EvaluatorConfig,
+    LoggerConfig,
+    RestoreConfig,
+    SaveConfig,
+    TerminateOnNanConfig,
+)
+
+DATA, SAVE = "utils.DatasetConfig", "utils.SaveCheckpointConfig"
+RESTORE, BEST = "utils.RestoreCheckpointConfig", "checkpoints.SaveBestCheckpointer"
+_LOGGERS = {
+    records.PyLoggingLogger: "py",
+    records.TensorBoardLogger: "tensorboard",
+    records.JSONLogger: "json",
+}
+_NO_TRANSFORMATIONS = "checkpoints are changed by assignment_map alone."
+_NO_CLASSES = "checkpoints are read and written in one way, which keeps T5X's tree."
+
+
+def dataset_config(record: records.DatasetConfig, scope: str, places: Places) -> DatasetConfig:
+    """Which examples a record describes.
+
+    Args:
+      record: The record.
+      scope: Its scope in gin, for instance "train", or "".
+      places: Where its values were set.
+
+    Raises:
+      UserError: For an argument that has no counterpart here, with its place.
+    """
+    name = f"{scope}/{DATA}" if scope else DATA
+    if record.use_custom_packing_ops:
+        raise places.refused(
+            f"{name}.use_custom_packing_ops",
+            True,
+            "SeqIO's compiled packing is not built here; its packing in TensorFlow is used.",
+        )
+    if not isinstance(record.mixture_or_task_name, str):
+        raise places.refused(
+            f"{name}.mixture_or_task_name",
+            record.mixture_or_task_name,
+            "it must be the name of a registered task or mixture.",
+            "Register the task in a module that the gin file imports, and bind its name.",
+        )
+    lengths = record.task_feature_lengths
+    return DatasetConfig(
+        mixture_or_task_name=record.mixture_or_task_name,
+        sequence_length=None if lengths is None else dict(lengths),
+        split=record.split,
+        batch_size=record.batch_size,
+        shuffle=record.shuffle,
+        seed=record.seed,
+        use_cached=record.use_cached,
+        pack=record.pack,
+        use_memory_cache=record.use_memory_cache,
+        trim_output_features=record.trim_output_features,
+    )
+
+
+def save_config(record: records.SaveCheckpointConfig | None, places: Places) -> SaveConfig | None:
+    """Which checkpoints are written and kept; None for none.
+
+    Raises:
+      UserError: For an argument that has no counterpart here, with its place.
+    """
+    if record is None:
+        return None
+    places.check_unset(
+        record,
+        SAVE,
+        {"state_transformation_fns": _NO_TRANSFORMATIONS, "checkpoint_manager_cls": _NO_CLASSES},
+    )
+    best = record.checkpointer_cls
+    if best is not None and not isinstance(best, records.SaveBestCheckpointer):
+        raise places.refused(f"{SAVE}.checkpointer_cls", best, _NO_CLASSES)
+    return SaveConfig(
+        period=record.period or None,
+        steps=tuple(record.checkpoint_steps or ()),
+        keep=record.keep,
+        dtype=_one_of(record.dtype, (None, "float32", "bfloat16"), f"{SAVE}.dtype", places),
+        data=record.save_dataset,
+        keep_data=record.keep_dataset_checkpoints,
+        best=None if best is None else _best(best, places),
+    )
+
+
+def _best(record: records.SaveBestCheckpointer, places: Places) -> BestCheckpoints:
+    return BestCheckpoints(
+        metric=record.metric_name_to_monitor,
+        mode=_one_of(record.metric_mode, ("max", "min"), f"{BEST}.metric_mode", places),
+        keep_without_metric=record.keep_checkpoints_without_metrics,
+        force_keep_period=record.force_keep_period,
+    )
+
+
+def restore_config(
+    record: records.RestoreCheckpointConfig | None, places: Places
+) -> RestoreConfig | None:
+    """Where parameters come from; None for nowhere, which an empty list of paths means too.
+
+    Raises:
+      UserError: For an argument that has no counterpart here, with its place.
+    """
+    if record is None or not record.path:
+        return None
+    places.check_unset(
+        record,
+        RESTORE,
+        {
+            "state_transformation_fns": _NO_TRANSFORMATIONS,
+            "checkpointer_cls": _NO_CLASSES,
+            "checkpoint_manager_cls": _NO_CLASSES,
+        },
+    )
+    types = (None, "float32", "bfloat16", "float16")
+    return RestoreConfig(
+        path=record.path if isinstance(record.path, str) else tuple(record.path),
+        mode=_one_of(record.mode, ("specific", "latest", "all"), f"{RESTORE}.mode", places),
+        dtype=_one_of(record.dtype, types, f"{RESTORE}.dtype", places),
+        assignment_map=tuple((old, new) for old, new in record.assignment_map or ()),
+        strict=record.strict,
+        fallback_to_scratch=record.fallback_to_scratch,
+        data=record.restore_dataset,
+    )
+
+
+def evaluator_config(record: Any, places: Places) -> EvaluatorConfig | None:
+    """How an evaluation with the tasks' metrics reports; None if there is no evaluator.
+
+    Raises:
+      UserError: For an evaluator or a logger that is not SeqIO's.
+    """
+    if record is None:
+        return None
+    if not isinstance(record, records.Evaluator):
+        raise places.refused(
+            "inference_evaluator_cls", record, "the evaluator is SeqIO's.", "Bind @seqio.Evaluator."
+        )
+    loggers = []
+    for logger in record.logger_cls:
+        if type(logger) not in _LOGGERS:
+            raise places.refused(
+                "seqio.Evaluator.logger_cls", logger, "the loggers are SeqIO's three."
+            )
+        results = getattr(logger, "write_n_results", None)
+        loggers.append(LoggerConfig(_LOGGERS[type(logger)], logger.output_dir, results))
+    return EvaluatorConfig(tuple(loggers), record.num_examples, record.use_memory_cache)
+
+
+def actions_config(
+    actions: Mapping[str, Any] | None, places: Places
+) -> dict[str, tuple[ActionConfig, ...]]:
+    """What is done with metrics, by where they come from.
+
+    Raises:
+      UserError: For a mode or an action that T5X does not have.
+    """
+    name, found = "train_script.train.actions", {}
+    for mode, items in (actions or {}).items():
+        _one_of(mode, ("TRAIN", "TRAIN_EVAL", "INFER_EVAL"), name, places)
+        found[mode] = tuple(_action(item, name, places) for item in items)
+    return found
+
+
+def _action(record: Any, name: str, places: Places) -> ActionConfig:
+    if isinstance(record, records.EarlyStopping):
+        task, metric = record.metric
+        mode = _one_of(record.mode, ("min", "max"), "trainer.EarlyStoppingAction.mode", places)
+        return EarlyStoppingConfig(
+            task, metric, mode, record.patience, float(record.atol), float(record.rtol)
+        )
+    if isinstance(record, records.TerminateOnNan):
+        return TerminateOnNanConfig(record.task, record.metric)
+    raise places.refused(
+        name, record, "this action is not known here.", "Take EarlyStoppingAction."
+    )
+
+
+def _one_of(value: Any, allowed: tuple, name: str, places: Places) -> Any:
+    if value not in allowed:
+        words = ", ".join(repr(item) for item in allowed)
+        raise places.refused(name, value, f"it must be one of {words}.", f"Bind one of {words}.")
+    return value

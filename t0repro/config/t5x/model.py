@@ -1,0 +1,148 @@
+"""T5X's model record -> ModelConfig and DTypePolicy: the shape, the loss and the arithmetic."""
+
+from __future__ import annotations
+
+import typing
+from typing import Any
+
+from t0repro.config.run_config import (
+    Activation,
+    Arithmetic,
+    DType,
+    DTypePolicy,
+    LossDenominator,
+    ModelConfig,
+)
+from t0repro.config.t5x import records
+from t0repro.config.t5x.places import Places
+from t0repro.errors import nearest_names
+
+MODEL, SHAPE = "models.EncoderDecoderModel", "network.T5Config"
+# T5X calls flax.linen's function of a name; `linear` is its own.
+_ACTIVATIONS = frozenset(typing.get_args(Activation)) - {"gelu_exact"}
+
+# Field of ModelConfig -> argument of T5X's, for `explain` and for errors.
+FIELDS = {
+    "num_encoder_layers": f"{SHAPE}.num_encoder_layers",
+    "num_decoder_layers": f"{SHAPE}.num_decoder_layers",
+    "d_model": f"{SHAPE}.emb_dim",
+    "d_ff": f"{SHAPE}.mlp_dim",
+    "num_heads": f"{SHAPE}.num_heads",
+    "d_kv": f"{SHAPE}.head_dim",
+    "vocab_size": f"{SHAPE}.vocab_size",
+    "activations": f"{SHAPE}.mlp_activations",
+    "logits_from_embedding": f"{SHAPE}.logits_via_embedding",
+    "dropout_rate": f"{SHAPE}.dropout_rate",
+    "arithmetic.float32_attention_logits": f"{SHAPE}.float32_attention_logits",
+    "label_smoothing": f"{MODEL}.label_smoothing",
+    "z_loss": f"{MODEL}.z_loss",
+    "loss_denominator": f"{MODEL}.loss_normalizing_factor",
+    "recompute_grads": f"{SHAPE}.remat_policy",
+}
+_DENOMINATORS: dict[Any, float | LossDenominator | None] = {
+    None: 1.0,
+    "NUM_TOTAL_TARGET_TOKENS": None,
+    "NUM_REAL_TARGET_TOKENS": "NUM_REAL_TARGET_TOKENS",
+    "AVERAGE_PER_SEQUENCE": "AVERAGE_PER_SEQUENCE",
+}
+
+
+def model_config(model: records.EncoderDecoderModel, places: Places) -> ModelConfig:
+    """The model that a record describes, computed as T5X computes it.
+
+    Raises:
+      UserError: For an argument that has no counterpart here, with its place.
+    """
+    shape = model.module.config
+    places.check_unset(
+        model,
+        MODEL,
+        {
+            "feature_converter_cls": "examples are converted as seqio.EncDecFeatureConverter does;"
+            " there is no other converter.",
+        },
+    )
+    remat = getattr(shape, "remat_policy", "none")
+    return ModelConfig(
+        num_encoder_layers=shape.num_encoder_layers,
+        num_decoder_layers=shape.num_decoder_layers,
+        d_model=shape.emb_dim,
+        d_ff=shape.mlp_dim,
+        num_heads=shape.num_heads,
+        d_kv=shape.head_dim,
+        vocab_size=shape.vocab_size,
+        activations=_activations(shape, places),
+        logits_from_embedding=shape.logits_via_embedding,
+        relative_attention_num_buckets=32,  # T5X's network names no other number
+        dropout_rate=shape.dropout_rate,
+        label_smoothing=model.label_smoothing,
+        z_loss=model.z_loss,
+        loss_denominator=_denominator(model, places),
+        # T5X's policies say which activations are kept; here it is none of a layer's.
+        recompute_grads=remat not in ("none", None),
+        arithmetic=Arithmetic(
+            float32_attention_logits=shape.float32_attention_logits,
+            float32_vocabulary_logits=True,
+            cast_before_norm_scale=True,
+            epsilon_in_position_bucket=True,
+            encoder_output_dropout_per_position=True,
+            smoothing_spares_target=True,
+            z_loss_in_evaluation=True,
+            rescaled_truncated_normal=True,
+        ),
+    )
+
+
+def dtypes(model: records.EncoderDecoderModel, places: Places, saved: Any) -> DTypePolicy:
+    """The types that a run computes with and saves; parameters in memory are float32.
+
+    Args:
+      model: The model's record.
+      places: Where its values were set.
+      saved: The type of parameters in checkpoints; None for float32.
+    """
+    activation = dtype(model.module.config.dtype, f"{SHAPE}.dtype", places)
+    master = dtype(saved or "float32", "utils.SaveCheckpointConfig.dtype", places)
+    return DTypePolicy(master=master, slice="float32", activation=activation)
+
+
+def dtype(value: Any, name: str, places: Places) -> DType:
+    """A type by its name, or as an attribute of jax.numpy.
+
+    Raises:
+      UserError: If it is neither float32 nor bfloat16.
+    """
+    text = value if isinstance(value, str) else getattr(value, "__name__", str(value))
+    for known in typing.get_args(DType):
+        if text == known:
+            return known
+    raise places.refused(name, value, "the type must be float32 or bfloat16.", "Bind one of them.")
+
+
+def _activations(shape: records.T5Config, places: Places) -> tuple[Activation, ...]:
+    for name in shape.mlp_activations:
+        if name not in _ACTIVATIONS:
+            raise places.refused(
+                f"{SHAPE}.mlp_activations",
+                shape.mlp_activations,
+                f"there is no activation {name!r} here.",
+                f"Nearest names: {nearest_names(str(name), _ACTIVATIONS)}.",
+            )
+    return tuple(shape.mlp_activations)  # pyright: ignore[reportReturnType]
+
+
+def _denominator(
+    model: records.EncoderDecoderModel, places: Places
+) -> float | LossDenominator | None:
+    factor = model.loss_normalizing_factor
+    if isinstance(factor, int | float) and not isinstance(factor, bool):
+        return float(factor)
+    word = factor.upper() if isinstance(factor, str) else factor
+    if word not in _DENOMINATORS:
+        raise places.refused(
+            f"{MODEL}.loss_normalizing_factor",
+            factor,
+            "it must be None, a number or the name of a way to normalise.",
+            f"Bind one of {', '.join(str(name) for name in _DENOMINATORS)}, or a number.",
+        )
+    return _DENOMINATORS[word]

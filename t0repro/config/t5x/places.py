@@ -1,0 +1,63 @@
+"""Where a T5X run's values were set, and the refusal of a value that is not supported."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from t0repro.config.t5x.gin_files import Value
+from t0repro.errors import UserError
+
+ONLY_T5X = "Remove the binding, or run it with T5X itself."
+
+
+@dataclasses.dataclass(frozen=True)
+class Places:
+    """Places by gin name, for instance `train/utils.DatasetConfig.pack`."""
+
+    by_name: Mapping[str, str]
+
+    @classmethod
+    def of(cls, values: Iterable[Value]) -> Places:
+        """The places of what a parsed configuration reads."""
+        return cls({value.name: value.place for value in values})
+
+    def place(self, name: str) -> str | None:
+        """The place of a name; without its scope or its module, of the first that has it."""
+        if name in self.by_name:
+            return self.by_name[name]
+        endings = (f"/{name}", f".{name}")
+        return next((place for key, place in self.by_name.items() if key.endswith(endings)), None)
+
+    def refused(self, name: str, value: Any, why: str, fix: str = ONLY_T5X) -> UserError:
+        """An error for a value that is not supported, with the place that set it."""
+        return UserError(f"{name} = {value!r}: {why}", where=self.place(name), fix=fix)
+
+    def check_unset(self, record: Any, name: str, whys: Mapping[str, str]) -> None:
+        """Refuses arguments of a record that differ from their defaults.
+
+        Args:
+          record: The record.
+          name: Its name in gin, with its scope if there are several of it.
+          whys: Argument -> why anything but its default is refused.
+
+        Raises:
+          UserError: For the first argument that is set.
+        """
+        defaults = {field.name: field.default for field in dataclasses.fields(record)}
+        for argument, why in whys.items():
+            value, default = getattr(record, argument), defaults[argument]
+            if value != default and value not in (None, (), []):
+                raise self.refused(f"{name}.{argument}", value, why)
+
+
+def provenance(places: Places, names: Mapping[str, str]) -> dict[str, str]:
+    """Places by field of the RunConfig.
+
+    Args:
+      places: Places by gin name.
+      names: Field -> gin name.
+    """
+    found = {field: places.place(name) for field, name in names.items()}
+    return {field: place for field, place in found.items() if place}

@@ -1,0 +1,241 @@
+"""A T5X program's record -> RunConfig, where both dialects meet."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from t0repro.config import ranges
+from t0repro.config.run_config import CheckpointChoice, DecodingConfig, RunConfig
+from t0repro.config.t5x import data, records
+from t0repro.config.t5x import model as t5x_model
+from t0repro.config.t5x import optimizer as t5x_optimizer
+from t0repro.config.t5x.gin_files import Parsed
+from t0repro.config.t5x.places import Places, provenance
+from t0repro.config.training_plan import TrainingPlan
+from t0repro.errors import UserError
+
+_FIELDS = {
+    "model_dir": "train.model_dir",
+    "train_steps": "train.total_steps",
+    "batch_size": "train/utils.DatasetConfig.batch_size",
+    "sequence_length": "train/utils.DatasetConfig.task_feature_lengths",
+    "num_microbatches": "trainer.Trainer.num_microbatches",
+    "schedule": "trainer.Trainer.learning_rate_fn",
+    "save_checkpoints_steps": "utils.SaveCheckpointConfig.period",
+    "keep_checkpoint_max": "utils.SaveCheckpointConfig.keep",
+    "init_checkpoint": "utils.RestoreCheckpointConfig.path",
+    "vocabulary": "seqio.SentencePieceVocabulary.sentencepiece_model_file",
+    "dtypes.activation": "network.T5Config.dtype",
+    "dtypes.master": "utils.SaveCheckpointConfig.dtype",
+    "plan.random_seed": "train.random_seed",
+    "plan.relative_steps": "train.relative_steps",
+    "plan.eval_steps": "train.eval_steps",
+    "plan.eval_period": "train.eval_period",
+    "plan.stats_period": "train.stats_period",
+    "plan.run_eval_before_training": "train.run_eval_before_training",
+    "plan.gc_period": "train.gc_period",
+    "plan.actions": "train.actions",
+    "plan.weight_metrics": "trainer.Trainer.weight_metrics_computer",
+}
+_SCHEDULE_ARGUMENTS = (
+    "factors base_learning_rate warmup_steps decay_factor steps_per_decay steps_per_cycle"
+    " step_offset min_learning_rate"
+).split()
+_DATA_FIELDS = {
+    "sequence_length": "task_feature_lengths",
+    **{
+        name: name
+        for name in "mixture_or_task_name split batch_size shuffle seed use_cached pack".split()
+    },
+}
+# What T5X calls in place of its own functions, which would have to be T5X's code.
+_OWN_CODE = {
+    name: "this function of the run cannot be replaced."
+    for name in (
+        "get_dataset_fn",
+        "train_eval_get_dataset_fn",
+        "train_state_initializer_cls",
+        "verify_matching_vocabs_fn",
+    )
+}
+
+
+def train_config(parsed: Parsed) -> RunConfig:
+    """The RunConfig of a training.
+
+    Raises:
+      UserError: For a value that has no counterpart here or is out of range, with its place.
+    """
+    program, places = parsed.program, Places.of(parsed.values)
+    assert isinstance(program, records.TrainProgram)
+    places.check_unset(program, "train", _OWN_CODE)
+    plan = _plan(program, places)
+    model = t5x_model.model_config(program.model, places)
+    train = plan.train_data
+    config = RunConfig(
+        mode="train",
+        model_dir=program.model_dir,
+        model=model,
+        dtypes=t5x_model.dtypes(program.model, places, plan.save and plan.save.dtype),
+        optimizer=t5x_optimizer.optimizer_config(program.model, model, places),
+        schedule=t5x_optimizer.schedule_config(program.trainer_cls, program.total_steps, places),
+        sequence_length=train.sequence_length,
+        batch_size=train.batch_size,
+        num_microbatches=program.trainer_cls.num_microbatches or 1,
+        train_steps=program.total_steps,
+        save_checkpoints_steps=(plan.save and plan.save.period) or max(1, program.total_steps),
+        keep_checkpoint_max=plan.save and plan.save.keep,
+        init_checkpoint=_init_checkpoint(plan),
+        plan=plan,
+        provenance=_provenance(places),
+        **shared_fields(program.model),
+    )
+    ranges.check(config, config.provenance)
+    _check(config, places)
+    return config
+
+
+def shared_fields(model: records.EncoderDecoderModel) -> dict[str, Any]:
+    """The fields of a RunConfig that only Mesh TensorFlow's modes read, and the vocabulary."""
+    vocabulary = getattr(model.output_vocabulary, "sentencepiece_model_file", None)
+    parameters = model.decoding.decoder_params or {}
+    return {
+        "train_data": None,
+        "eval_data": None,
+        "eval_checkpoint_step": None,
+        "eval_summary_dir": None,
+        "eval_dir_suffix": None,
+        "output_eval_examples": True,
+        "checkpoint_choice": CheckpointChoice(0, None, True),
+        "perplexity_eval_steps": 1,
+        "decoding": DecodingConfig(
+            beam_size=model.decoding.num_decodes,
+            alpha=parameters.get("alpha", 0.6),
+            temperature=0.0,
+            keep_top_k=-1,
+            length_multiplier=0.0,
+            length_constant=0.0,
+            max_length=None,
+            prefilter=0,
+            vocab_parts=1,
+        ),
+        "infer": None,
+        "score_strings": None,
+        "scores_filename": None,
+        "save_example_text": True,
+        "vocabulary": vocabulary,
+    }
+
+
+def _plan(program: records.TrainProgram, places: Places) -> TrainingPlan:
+    def dataset(record: records.DatasetConfig | None, scope: str) -> Any:
+        return None if record is None else data.dataset_config(record, scope, places)
+
+    train_data = dataset(program.train_dataset_cfg, "train")
+    if train_data.sequence_length is None:
+        raise places.refused(
+            "train/utils.DatasetConfig.task_feature_lengths",
+            None,
+            "training needs a length for each feature.",
+            "Set TASK_FEATURE_LENGTHS.",
+        )
+    return TrainingPlan(
+        train_data=train_data,
+        train_eval_data=dataset(program.train_eval_dataset_cfg, "train_eval"),
+        infer_eval_data=dataset(program.infer_eval_dataset_cfg, "infer_eval"),
+        evaluator=data.evaluator_config(program.inference_evaluator_cls, places),
+        random_seed=program.random_seed,
+        relative_steps=program.relative_steps,
+        eval_steps=program.eval_steps,
+        eval_period=program.eval_period,
+        stats_period=program.stats_period,
+        run_eval_before_training=program.run_eval_before_training,
+        save=data.save_config(program.checkpoint_cfg.save, places),
+        restore=data.restore_config(program.checkpoint_cfg.restore, places),
+        actions=data.actions_config(program.actions, places),
+        weight_metrics=program.trainer_cls.weight_metrics_computer is not None,
+        gc_period=program.gc_period,
+    )
+
+
+def _init_checkpoint(plan: TrainingPlan) -> str | None:
+    return plan.restore.path if plan.restore and isinstance(plan.restore.path, str) else None
+
+
+def _check(config: RunConfig, places: Places) -> None:
+    """Refuses what T5X's train refuses, before any data or checkpoint is read."""
+    plan = config.plan
+    assert plan is not None
+    if plan.restore and plan.restore.mode == "all":
+        raise places.refused(
+            "utils.RestoreCheckpointConfig.mode",
+            "all",
+            "a training starts from one checkpoint.",
+            "Bind 'specific' or 'latest'.",
+        )
+    if plan.restore and not isinstance(plan.restore.path, str):
+        raise places.refused(
+            "utils.RestoreCheckpointConfig.path",
+            list(plan.restore.path),
+            "a training starts from one checkpoint.",
+            "Give its path, or [] for new parameters.",
+        )
+    if config.batch_size % config.num_microbatches:
+        raise places.refused(
+            "trainer.Trainer.num_microbatches",
+            config.num_microbatches,
+            f"it does not divide the batch of {config.batch_size}.",
+            "Choose a divisor of the batch size.",
+        )
+    _check_periods(plan, places)
+
+
+def _check_periods(plan: TrainingPlan, places: Places) -> None:
+    """Refuses periods of which the shortest does not divide the others."""
+    periods = {
+        "train.eval_period": eval_period(plan),
+        "utils.SaveCheckpointConfig.period": (plan.save and plan.save.period) or 0,
+        "train.gc_period": plan.gc_period,
+    }
+    named = {name: period for name, period in periods.items() if period}
+    shortest = min(named.values(), default=1)
+    for name, period in named.items():
+        if period % shortest:
+            other = min(named, key=lambda key: named[key])
+            raise UserError(
+                f"{name} = {period} is no multiple of {other} = {shortest}.",
+                where=places.place(name),
+                fix="Choose periods of which the shortest divides the others.",
+            )
+
+
+def eval_period(plan: TrainingPlan) -> int:
+    """Steps between evaluations; 0 if there are none."""
+    return plan.eval_period if plan.train_eval_data or plan.infer_eval_data else 0
+
+
+def _provenance(places: Places) -> dict[str, str]:
+    fields = dict(_FIELDS)
+    fields |= {f"model.{field}": name for field, name in t5x_model.FIELDS.items()}
+    fields |= {
+        f"optimizer.{field}": f"{t5x_optimizer.ADAFACTOR}.{name}"
+        for field, name in t5x_optimizer.FIELDS.items()
+    }
+    fields |= {
+        f"schedule.arguments.{name}": f"{t5x_optimizer.SCHEDULE}.{name}"
+        for name in _SCHEDULE_ARGUMENTS
+    }
+    for part in ("train", "train_eval", "infer_eval"):
+        for field, name in _DATA_FIELDS.items():
+            fields[f"plan.{part}_data.{field}"] = f"{part}/utils.DatasetConfig.{name}"
+    for field, name in {"path": "path", "mode": "mode", "dtype": "dtype"}.items():
+        fields[f"plan.restore.{field}"] = f"utils.RestoreCheckpointConfig.{name}"
+    for field, name in {
+        "period": "period",
+        "steps": "checkpoint_steps",
+        "keep": "keep",
+        "dtype": "dtype",
+        "data": "save_dataset",
+    }.items():
+        fields[f"plan.save.{field}"] = f"utils.SaveCheckpointConfig.{name}"
+    return provenance(places, fields)

@@ -1,0 +1,191 @@
+"""What a run of T5X's has beside its model and optimizer: data, checkpoints, evaluations, actions.
+
+`RunConfig.plan` holds one; a run of Mesh TensorFlow's has none. Where T5X's arguments mean the same
+under a clear name, they keep it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from t0repro.config.ranges import Range
+
+
+@dataclasses.dataclass(frozen=True)
+class DatasetConfig:
+    """Which examples of a SeqIO task or mixture are read, and in which batches.
+
+    Attributes:
+      sequence_length: Tokens per feature; None stands for the longest example's.
+      batch_size: Examples over all devices; rows, when they are packed.
+      seed: For the order of the examples; None takes another at each start.
+      use_custom_packing_ops: Packing by SeqIO's compiled operation; refused, since it is not built.
+      use_memory_cache: Whether an evaluation keeps its examples in memory.
+      trim_output_features: Whether a too long feature is cut at its length.
+    """
+
+    mixture_or_task_name: str
+    sequence_length: Annotated[Mapping[str, int] | None, Range(at_least=1)]
+    split: str
+    batch_size: Annotated[int, Range(at_least=1)]
+    shuffle: bool
+    seed: Annotated[int | None, Range(at_least=0)]
+    use_cached: bool = False
+    pack: bool = False
+    use_custom_packing_ops: bool = False
+    use_memory_cache: bool = True
+    trim_output_features: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class BestCheckpoints:
+    """Keeps the checkpoints with the best value of a metric, and the latest.
+
+    Attributes:
+      metric: `<run>/<tag>` as TensorBoard shows it, for instance "train/accuracy".
+      mode: Whether the largest or the smallest value is best.
+      keep_without_metric: Whether checkpoints of steps without the metric are kept.
+      force_keep_period: Checkpoints of steps that this divides are always kept.
+    """
+
+    metric: str
+    mode: Literal["max", "min"]
+    keep_without_metric: bool
+    force_keep_period: Annotated[int | None, Range(at_least=1)]
+
+
+@dataclasses.dataclass(frozen=True)
+class SaveConfig:
+    """Which checkpoints a training writes and keeps.
+
+    Attributes:
+      period: Steps between checkpoints, counted from the step that the run starts at.
+      steps: Further steps after which to save.
+      keep: How many of the latest are kept (of the best, with `best`); None keeps all.
+      dtype: Of the parameters in a checkpoint; None keeps float32. Slots stay float32.
+      data: Whether the position in the data is saved, for a run to go on exactly there.
+      keep_data: How many of the latest checkpoints keep that position; None means all.
+    """
+
+    period: Annotated[int | None, Range(at_least=1)]
+    steps: Annotated[tuple[int, ...], Range(at_least=0)]
+    keep: Annotated[int | None, Range(at_least=1)]
+    dtype: Literal["float32", "bfloat16"] | None
+    data: bool
+    keep_data: Annotated[int | None, Range(at_least=1)]
+    best: BestCheckpoints | None
+
+
+@dataclasses.dataclass(frozen=True)
+class RestoreConfig:
+    """Where a run's parameters and slots come from when its model_dir has no checkpoint.
+
+    Attributes:
+      path: A checkpoint in any format, or with mode "latest" a folder of checkpoints; several only
+        for an evaluation, one after the other.
+      mode: "specific", "latest" or "all".
+      dtype: What parameters are rounded to when they are read; None leaves them as they are.
+      assignment_map: (pattern, replacement) pairs on whole names such as `target/decoder/...`; a
+        replacement of None keeps what was initialised.
+      strict: Whether every slot must be in the checkpoint.
+      fallback_to_scratch: Whether parameters that the checkpoint lacks are initialised.
+      data: Whether the position in the data is restored too.
+    """
+
+    path: str | tuple[str, ...]
+    mode: Literal["specific", "latest", "all"]
+    dtype: Literal["float32", "bfloat16", "float16"] | None
+    assignment_map: tuple[tuple[str, str | None], ...]
+    strict: bool
+    fallback_to_scratch: bool
+    data: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class LoggerConfig:
+    """One of SeqIO's loggers of an evaluation.
+
+    Attributes:
+      write_n_results: For "json": how many predictions are written; None writes all.
+    """
+
+    name: Literal["py", "tensorboard", "json"]
+    output_dir: str | None
+    write_n_results: Annotated[int | None, Range(at_least=0)] = None
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluatorConfig:
+    """SeqIO's Evaluator: how many examples of each task it takes, and where results go."""
+
+    loggers: tuple[LoggerConfig, ...]
+    num_examples: Annotated[int | None, Range(at_least=1)]
+    use_memory_cache: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class EarlyStoppingConfig:
+    """Stops when a task's metric has not improved for a while.
+
+    Attributes:
+      patience: Evaluations that are compared, each with the one before.
+      atol, rtol: How much better a value has to be, absolutely and relative to the one before.
+    """
+
+    task: str
+    metric: str
+    mode: Literal["min", "max"]
+    patience: Annotated[int, Range(at_least=1)]
+    atol: Annotated[float, Range(at_least=0)]
+    rtol: Annotated[float, Range(at_least=0)]
+
+
+@dataclasses.dataclass(frozen=True)
+class TerminateOnNanConfig:
+    """Stops when a task's metric is not finite."""
+
+    task: str
+    metric: str
+
+
+ActionConfig = EarlyStoppingConfig | TerminateOnNanConfig
+ActionMode = Literal["TRAIN", "TRAIN_EVAL", "INFER_EVAL"]
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingPlan:
+    """A training as T5X runs it.
+
+    Attributes:
+      random_seed: For initial parameters and dropout; None takes another at each start.
+      relative_steps: Steps from wherever the run starts; wins over `RunConfig.train_steps`.
+      train_eval_data: Data of evaluations with the training's metrics; None for none.
+      infer_eval_data: Data of evaluations with the tasks' own metrics; None for none.
+      eval_steps: Batches per task in an evaluation with the training's metrics.
+      eval_period: Steps between evaluations, counted as for `SaveConfig.period`.
+      stats_period: Steps between summaries; None stands for the shortest of the other periods.
+      run_eval_before_training: Whether to evaluate before the first step too.
+      save: None writes no checkpoint.
+      restore: None starts from model_dir's checkpoint or from new parameters.
+      actions: What is done with the metrics, by where they come from.
+      weight_metrics: Whether norms of parameters, gradients and updates are measured.
+      gc_period: Steps between collections of Python's garbage; 0 leaves it to Python.
+    """
+
+    train_data: DatasetConfig
+    train_eval_data: DatasetConfig | None
+    infer_eval_data: DatasetConfig | None
+    evaluator: EvaluatorConfig | None
+    random_seed: Annotated[int | None, Range(at_least=0)]
+    relative_steps: Annotated[int | None, Range(at_least=0)]
+    eval_steps: Annotated[int, Range(at_least=1)]
+    eval_period: Annotated[int, Range(at_least=0)]
+    stats_period: Annotated[int | None, Range(at_least=1)]
+    run_eval_before_training: bool
+    save: SaveConfig | None
+    restore: RestoreConfig | None
+    actions: Mapping[ActionMode, tuple[ActionConfig, ...]]
+    weight_metrics: bool
+    gc_period: Annotated[int, Range(at_least=0)]

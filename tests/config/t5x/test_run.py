@@ -1,0 +1,255 @@
+"""T5X's gin files -> RunConfig: each value that decides the numbers, and what is refused."""
+
+import dataclasses
+
+import pytest
+
+from t0repro.config.explain import render
+from t0repro.config.run_config import (
+    AdafactorConfig,
+    Arithmetic,
+    OptaxConfig,
+    RunConfig,
+    ScheduleConfig,
+)
+from t0repro.config.t5x import gin_files, run
+from t0repro.config.training_plan import (
+    BestCheckpoints,
+    EarlyStoppingConfig,
+    RestoreConfig,
+    SaveConfig,
+)
+from t0repro.errors import UserError
+
+MODEL = "t5x/examples/t5/t5_1_1/small.gin"
+PRETRAIN, FINETUNE = "t5x/configs/runs/pretrain.gin", "t5x/configs/runs/finetune.gin"
+REQUIRED = (
+    "DROPOUT_RATE = 0.1",
+    "MIXTURE_OR_TASK_NAME = 'a_task'",
+    "TASK_FEATURE_LENGTHS = {'inputs': 8, 'targets': 6}",
+    "TRAIN_STEPS = 10",
+    "MODEL_DIR = 'runs/a'",
+)
+
+
+def config(*bindings: str, files=(MODEL, PRETRAIN)) -> RunConfig:
+    inputs = gin_files.GinInputs("train", tuple(files), (*REQUIRED, *bindings))
+    return run.train_config(gin_files.parse(inputs))
+
+
+def from_file(tmp_path, text: str) -> RunConfig:
+    path = tmp_path / "run.gin"
+    path.write_text(
+        "from __gin__ import dynamic_registration\nimport __main__ as my_script\n"
+        f"{text.partition('---')[0]}\ninclude '{MODEL}'\ninclude '{PRETRAIN}'\n"
+        f"{text.partition('---')[2]}\n"
+    )
+    return config(files=[str(path)])
+
+
+def test_a_pretraining_becomes_a_run_config_that_json_keeps():
+    ours = config()
+    assert (ours.model.d_model, ours.model.d_ff, ours.model.num_heads) == (512, 1024, 6)
+    assert ours.model.activations == ("gelu", "linear") and ours.model.dropout_rate == 0.1
+    assert ours.model.arithmetic == Arithmetic(False, *[True] * 7)
+    assert ours.dtypes.activation == "bfloat16" and ours.dtypes.master == "float32"
+    assert ours.sequence_length == {"inputs": 8, "targets": 6} and ours.batch_size == 128
+    assert isinstance(ours.schedule, ScheduleConfig) and ours.optimizer == AdafactorConfig(
+        multiply_by_parameter_scale=True,
+        decay_exponent=0.8,
+        decay_offset=0,
+        beta1=0.0,
+        clipping_threshold=1.0,
+        factored=True,
+        epsilon1=1e-30,
+        epsilon2=1e-3,
+        min_dim_size_to_factor=128,
+    )
+    assert ours.plan.train_data.pack and ours.plan.train_eval_data.split == "validation"
+    assert ours.plan.save == SaveConfig(1000, (), None, "float32", False, None, None)
+    assert ours.plan.restore is None and ours.plan.weight_metrics
+    assert RunConfig.from_json(ours.to_json()) == ours
+
+
+def test_a_fine_tuning_has_three_datasets_and_a_checkpoint_to_start_from():
+    ours = config("INITIAL_CHECKPOINT_PATH = 'a/checkpoint_5'", files=[MODEL, FINETUNE])
+    assert ours.plan.restore == RestoreConfig(
+        "a/checkpoint_5", "specific", "float32", (), True, False, False
+    )
+    assert ours.plan.infer_eval_data.sequence_length is None
+    assert [logger.name for logger in ours.plan.evaluator.loggers] == ["py", "tensorboard", "json"]
+    assert ours.schedule.arguments["base_learning_rate"] == 0.001
+
+
+def test_each_value_has_the_place_that_set_it():
+    text = render(config("train_script.train.eval_period = 500"))
+    line = next(row for row in text.splitlines() if row.startswith("plan.eval_period"))
+    assert "--gin_bindings 'train_script.train.eval_period = 500'" in line
+    line = next(row for row in text.splitlines() if row.startswith("model.d_model"))
+    assert "t5_1_1/small.gin:" in line
+
+
+@pytest.mark.parametrize(
+    "factor, denominator",
+    [
+        ("None", 1.0),
+        ("262144", 262144.0),
+        ("'NUM_TOTAL_TARGET_TOKENS'", None),
+        ("'num_real_target_tokens'", "NUM_REAL_TARGET_TOKENS"),
+        ("'AVERAGE_PER_SEQUENCE'", "AVERAGE_PER_SEQUENCE"),
+    ],
+)
+def test_loss_normalizing_factors(factor, denominator):
+    ours = config(f"LOSS_NORMALIZING_FACTOR = {factor}")
+    assert ours.model.loss_denominator == denominator
+    assert RunConfig.from_json(ours.to_json()) == ours
+
+
+@pytest.mark.parametrize("beta1, decay, slot", [("None", 0.0, False), ("0.0", 0.0, True)])
+def test_a_beta1_of_zero_keeps_a_slot_and_none_does_not(beta1, decay, slot):
+    optimizer = config(f"adafactor.Adafactor.beta1 = {beta1}").optimizer
+    assert (optimizer.beta1, optimizer.momentum_slot) == (decay, slot)
+
+
+def test_every_option_of_adafactor_arrives():
+    given = {
+        "multiply_by_parameter_scale": False,
+        "decay_rate": 0.7,
+        "step_offset": 5,
+        "clipping_threshold": 2.0,
+        "weight_decay_rate": 0.01,
+        "weight_decay_rate_lr_exponent": 2.0,
+        "min_dim_size_to_factor": 64,
+        "epsilon1": 1e-20,
+        "epsilon2": 0.1,
+        "global_norm_clip_threshold": 1.5,
+        "max_parameter_scale": 0.5,
+        "skip_nan_updates": True,
+        "factored": False,
+        "beta1": 0.9,
+    }
+    optimizer = config(*[f"adafactor.Adafactor.{k} = {v}" for k, v in given.items()]).optimizer
+    expected = AdafactorConfig(
+        multiply_by_parameter_scale=False,
+        decay_exponent=0.7,
+        decay_offset=5,
+        beta1=0.9,
+        clipping_threshold=2.0,
+        factored=False,
+        epsilon1=1e-20,
+        epsilon2=0.1,
+        min_dim_size_to_factor=64,
+        momentum_slot=True,
+        weight_decay_rate=0.01,
+        weight_decay_rate_lr_exponent=2.0,
+        global_norm_clip=1.5,
+        max_parameter_scale=0.5,
+        skip_nan_updates=True,
+    )
+    assert optimizer == expected
+
+
+def test_a_chain_of_optax_is_plain_data(tmp_path):
+    ours = from_file(
+        tmp_path,
+        """
+from t5x import optimizers
+import optax
+---
+OPTIMIZER = @optimizers.chain()
+optimizers.chain.transformations = [@optax.adamw()]
+optax.adamw.learning_rate = @optax.warmup_cosine_decay_schedule()
+optax.warmup_cosine_decay_schedule:
+  init_value = 0.0
+  peak_value = 1e-4
+  warmup_steps = 10
+  decay_steps = %TRAIN_STEPS
+""",
+    )
+    schedule = {"init_value": 0.0, "peak_value": 1e-4, "warmup_steps": 10, "decay_steps": 10}
+    rate = {"function": "warmup_cosine_decay_schedule", "arguments": schedule}
+    call = {"function": "adamw", "arguments": {"learning_rate": rate}}
+    assert ours.optimizer == OptaxConfig((call,))
+    assert RunConfig.from_json(ours.to_json()) == ours
+
+
+def test_actions_and_the_best_checkpoints(tmp_path):
+    ours = from_file(
+        tmp_path,
+        """
+from t5x import checkpoints
+from t5x import trainer
+from t5x import utils
+---
+my_script.train.actions = {'TRAIN_EVAL': [@trainer.EarlyStoppingAction()]}
+trainer.EarlyStoppingAction:
+  metric = ('a_task', 'loss')
+  mode = 'min'
+  patience = 4
+utils.SaveCheckpointConfig:
+  checkpointer_cls = @checkpoints.SaveBestCheckpointer
+  keep = 2
+  checkpoint_steps = [3, 7]
+checkpoints.SaveBestCheckpointer.metric_name_to_monitor = 'train/loss'
+checkpoints.SaveBestCheckpointer.metric_mode = 'min'
+""",
+    )
+    stopping = EarlyStoppingConfig("a_task", "loss", "min", 4, 0.0, 0.0)
+    assert ours.plan.actions == {"TRAIN_EVAL": (stopping,)}
+    assert ours.plan.save.best == BestCheckpoints("train/loss", "min", True, None)
+    assert ours.plan.save.steps == (3, 7)
+    assert RunConfig.from_json(ours.to_json()) == ours
+
+
+@pytest.mark.parametrize(
+    "binding, complaint",
+    [
+        ("adafactor.Adafactor.factor_map = {'a': 1}", "Adafactor.factor_map"),
+        ("adafactor.Adafactor.dtype_momentum = 'bfloat16'", "dtype_momentum"),
+        ("train/utils.DatasetConfig.use_custom_packing_ops = True", "train/[^$]*compiled packing"),
+        ("network.T5Config.mlp_activations = ('gelu', 'swoosh')", "no activation 'swoosh'"),
+        ("network.T5Config.dtype = 'float16'", "float32 or bfloat16"),
+        ("LOSS_NORMALIZING_FACTOR = 'NUM_TOKENS'", "loss_normalizing_factor = 'NUM_TOKENS'"),
+        ("train_script.train.get_dataset_fn = 1", "train.get_dataset_fn"),
+        ("utils.SaveCheckpointConfig.state_transformation_fns = [1]", "assignment_map alone"),
+        ("utils.RestoreCheckpointConfig.path = ['a', 'b']", "one checkpoint"),
+        ("trainer.Trainer.num_microbatches = 3", "does not divide the batch of 128"),
+        ("train_script.train.eval_period = 1500", "no multiple of [^$]*period = 1000"),
+        ("train_script.train.eval_steps = 0", "plan.eval_steps is 0"),
+        ("train_script.train.actions = {'EVAL': []}", "'TRAIN_EVAL'"),
+        ("trainer.Trainer.learning_rate_fn = None", "learning_rate_fn"),
+    ],
+)
+def test_what_has_no_counterpart_is_refused_with_its_place(binding, complaint):
+    with pytest.raises(UserError, match=complaint) as caught:
+        config(binding)
+    assert binding.partition(" =")[0].partition("(")[0] in (caught.value.where or "")
+
+
+def test_restoring_all_checkpoints_is_refused():
+    with pytest.raises(UserError, match="one checkpoint"):
+        config(
+            "INITIAL_CHECKPOINT_PATH = 'a'",
+            "utils.RestoreCheckpointConfig.mode = 'all'",
+            files=[MODEL, FINETUNE],
+        )
+
+
+def test_scanned_layers_are_refused_where_t5x_would_factor_what_is_kept_here(tmp_path):
+    text = """
+from t5x.examples.t5 import network
+from t5x.examples.scalable_t5 import network as scanned
+---
+network.Transformer.config = @scanned.T5Config()
+scanned.T5Config:
+  vocab_size = 32128
+  num_heads = {heads}
+  dropout_rate = 0.0
+"""
+    assert from_file(tmp_path, text.format(heads=8)).model.num_heads == 8
+    with pytest.raises(UserError, match="a side of 64"):
+        from_file(tmp_path, text.format(heads=1))
+
+
+def test_fields_that_only_t5x_sets_have_mesh_tensorflows_meaning_by_default():
+    assert not any(dataclasses.astuple(Arithmetic())[1:]) and Arithmetic().float32_attention_logits
