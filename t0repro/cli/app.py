@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from t0repro.cli import (
+    aux,
     cache,
     checkpoint,
     compare,
@@ -57,6 +58,7 @@ checkpoints.command()(checkpoint.released)
 checkpoints.command()(checkpoint.fetch)
 checkpoints.command()(checkpoint.plan)
 app.add_typer(checkpoints)
+app.add_typer(aux.app)
 app.add_typer(report.app)
 app.add_typer(tasks.app)
 
@@ -66,6 +68,7 @@ _GOES_ON = {
     "convert": "Start the same command again: the tensors that are written are kept.",
     "rank-eval": "Start the same command again: the pairs that are scored are kept.",
     "checkpoint": "Start the same command again: what was fetched is kept.",
+    "aux": "Start the same command again: what is done is kept, and nothing is done twice.",
     "tasks": "Start the same command again: the files that were fetched are kept.",
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -25,7 +26,10 @@ def canonical_arguments(arguments: Iterable[str]) -> list[str]:
 
 
 def with_t5x_overrides(arguments: Iterable[str]) -> list[str]:
-    """The command line with each `--gin.NAME=VALUE` as `--gin_bindings=NAME = VALUE`, as in T5X.
+    """The command line with T5X's spellings as this program has them.
+
+    `--gin.NAME=VALUE` becomes `--gin_bindings=NAME = VALUE`, and `--replace_gin_file=True`, as
+    T5X's page on auxiliary jobs writes it, becomes the flag alone.
 
     Raises:
       UserError: If one has no "=".
@@ -39,6 +43,10 @@ def with_t5x_overrides(arguments: Iterable[str]) -> list[str]:
                     f"{argument} has no value.", fix=f"Write it as --gin.{name}=VALUE, in one word."
                 )
             argument = f"--gin_bindings={name} = {value}"
+        if re.fullmatch(r"--replace_gin_file=(?i:true|false)", argument):  # as absl takes flags
+            argument, _, value = argument.partition("=")
+            if value.lower() == "false":
+                continue
         spelled.append(argument)
     return spelled
 

@@ -81,6 +81,33 @@ def parse(inputs: GinInputs) -> Parsed:
     """
     import gin
 
+    with _files_in_gin(inputs) as (bindings, imports):
+        program = _program(inputs.run_mode)
+        reached = _reached(program)
+        _check_macros(reached, bindings)
+        warnings = _check_overrides(reached, bindings)
+        gin.finalize()
+        return Parsed(
+            _call(program), tuple(_values(reached, bindings)), tuple(imports), tuple(warnings)
+        )
+
+
+def macros_read(inputs: GinInputs) -> frozenset[str]:
+    """The names of the macros that a run reads, whether or not they have a value yet.
+
+    Raises:
+      UserError, ValueError, TypeError, SyntaxError, OSError: see `parse`; macros are not checked.
+    """
+    with _files_in_gin(inputs):
+        reached = _reached(_program(inputs.run_mode))
+    return frozenset(call.scopes[-1] for call in reached if call.selector == _MACRO)
+
+
+@contextlib.contextmanager
+def _files_in_gin(inputs: GinInputs) -> Iterator[tuple[Bindings, list[str]]]:
+    """Has gin hold what the files and overrides bind; yields their places and other imports."""
+    import gin
+
     with (
         _gin_left_as_it_was(),
         modules.served() as imports,
@@ -90,14 +117,7 @@ def parse(inputs: GinInputs) -> Parsed:
         gin.parse_config_files_and_bindings(
             list(inputs.gin_files), list(inputs.gin_bindings), finalize_config=False
         )
-        program = _program(inputs.run_mode)
-        reached = _reached(program)
-        _check_macros(reached, bindings)
-        warnings = _check_overrides(reached, bindings)
-        gin.finalize()
-        return Parsed(
-            _call(program), tuple(_values(reached, bindings)), tuple(imports), tuple(warnings)
-        )
+        yield bindings, imports
 
 
 @contextlib.contextmanager

@@ -1,0 +1,174 @@
+"""Auxiliary jobs as the command line has them, alone or beside a training that it starts."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import yaml
+
+from t0repro.errors import UserError
+from t0repro.jobs.commands import JobSettings, check
+from t0repro.jobs.controller import Controller, Policy
+from t0repro.jobs.kubernetes import KubernetesLauncher
+from t0repro.jobs.launcher import Launcher
+from t0repro.jobs.local import LocalLauncher
+from t0repro.jobs.machines import LAUNCHERS, Machine, find_machine
+from t0repro.jobs.slurm import SlurmLauncher
+from t0repro.jobs.worker import Limits
+
+
+@dataclasses.dataclass(frozen=True)
+class AuxiliaryOptions:
+    """The options of `t0repro aux`; see its help."""
+
+    mixtures: str | None
+    gin_file: str | None = None
+    train_gin_files: tuple[str, ...] = ()
+    gin_bindings: tuple[str, ...] = ()
+    gin_search_paths: str = "."
+    replace_gin_file: bool = False
+    final_steps: int = 0
+    build_target: str = "eval"
+    platform: str | None = None
+    cell: str | None = None
+    machines: Path | None = None
+    launcher: str | None = None
+    max_parallel: int = 1
+    poll_seconds: float = 10.0
+    max_failures: int = 3
+    time_limit: float | None = None
+    main_metric: str | None = None
+
+    @property
+    def settings(self) -> JobSettings:
+        """What the jobs do."""
+        names = [name.strip() for name in (self.mixtures or "").split(",")]
+        return JobSettings(
+            mixtures=tuple(name for name in names if name),
+            gin_file=self.gin_file,
+            train_gin_files=self.train_gin_files,
+            replace_gin_file=self.replace_gin_file,
+            gin_bindings=self.gin_bindings,
+            gin_search_paths=tuple(self.gin_search_paths.split(",")),
+            final_steps=self.final_steps,
+            build_target=self.build_target,
+        )
+
+
+def make_controller(
+    model_dir: Path, options: AuxiliaryOptions, say: Callable[[str], None]
+) -> Controller:
+    """The controller that the options describe.
+
+    Raises:
+      UserError: if they make no sense together.
+    """
+    machine = find_machine(options.machines, options.platform, options.cell)
+    policy = Policy(
+        max_parallel=options.max_parallel,
+        poll_seconds=options.poll_seconds,
+        max_failures=options.max_failures,
+        limits=Limits(
+            cpus=machine.cpus,
+            memory_gb=machine.memory_gb,
+            seconds=options.time_limit or machine.time_limit,
+        ),
+        environment=machine.environment,
+        options=tuple(machine.options),
+        metric=options.main_metric,
+    )
+    launcher = _launcher(options.launcher or machine.launcher, machine)
+    return Controller(model_dir, options.settings, launcher, policy, say)
+
+
+def _launcher(name: str, machine: Machine) -> Launcher:
+    if name == "local":
+        return LocalLauncher()
+    if name == "slurm":
+        return SlurmLauncher()
+    if name == "k8s":
+        if machine.template is None:
+            raise UserError(
+                "Jobs on Kubernetes need a Job manifest to start from.",
+                where="--launcher",
+                fix="Give the platform a `template` in the file of machines (--machines).",
+            )
+        return KubernetesLauncher(yaml.safe_load(Path(machine.template).read_text()))
+    raise UserError(
+        f"There is no launcher {name}.", where="--launcher", fix=f"One of {', '.join(LAUNCHERS)}."
+    )
+
+
+@contextlib.contextmanager
+def auxiliary_jobs_beside(
+    model_dir: str | os.PathLike[str], options: AuxiliaryOptions
+) -> Iterator[None]:
+    """Runs a controller in a process of its own while the block trains in `model_dir`.
+
+    When the block ends, the controller finishes what is left, and is waited for. It notices by its
+    standard input, which the system closes however the training ends.
+
+    Raises:
+      UserError: at once, if a job could not work; at the end, if not every job succeeded.
+    """
+    check(options.settings)
+    fields = dataclasses.asdict(options) | {"machines": options.machines and str(options.machines)}
+    controller = subprocess.Popen(
+        [sys.executable, "-m", __name__, os.fspath(model_dir), json.dumps(fields)],
+        stdin=subprocess.PIPE,
+        start_new_session=True,  # Ctrl-C is the training's; the controller ends by the pipe
+    )
+    assert controller.stdin is not None
+    try:
+        yield
+    except BaseException:
+        controller.terminate()  # its jobs end with it, and are started again by the next one
+        raise
+    finally:
+        controller.stdin.close()
+        code = controller.wait()
+    if code:
+        raise UserError(
+            "Training ended well, but not every auxiliary job did.",
+            where=os.fspath(model_dir),
+            fix=f"See which by `t0repro aux status {os.fspath(model_dir)}`, and start the rest by"
+            " `t0repro aux --once` with the same settings.",
+        )
+
+
+def _main(model_dir: str, fields: str) -> None:
+    """The controller's process."""
+    options = AuxiliaryOptions(**json.loads(fields))
+    options = dataclasses.replace(
+        options,
+        train_gin_files=tuple(options.train_gin_files),
+        gin_bindings=tuple(options.gin_bindings),
+        machines=Path(options.machines) if options.machines else None,
+    )
+
+    def training_goes_on() -> bool:
+        return not select.select([sys.stdin], [], [], 0)[0]
+
+    def say(text: str) -> None:
+        print(f"auxiliary jobs: {text}", file=sys.stderr, flush=True)
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    try:
+        done = make_controller(Path(model_dir), options, say).run(training_goes_on)
+    except UserError as error:
+        say(str(error))
+        done = False
+    sys.exit(0 if done else 1)
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

@@ -1,0 +1,209 @@
+"""The command of an auxiliary job, checked against what people get wrong before any job is started.
+
+T5X's page on auxiliary jobs says what a controller replaces: the gin macros MODEL_DIR,
+MIXTURE_OR_TASK_NAME, INITIAL_CHECKPOINT_PATH and TRAIN_STEPS, and, for continuous evaluation,
+EVAL_OUTPUT_DIR. The same values are in every job's environment under these names.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+import sys
+from collections.abc import Mapping
+from typing import Literal
+
+from t0repro.config.t5x import gin_files, records
+from t0repro.config.t5x.gin_files import GinInputs
+from t0repro.errors import UserError
+
+MODEL_DIR, MIXTURE, CHECKPOINT, TRAIN_STEPS, OUTPUT = (
+    "MODEL_DIR",
+    "MIXTURE_OR_TASK_NAME",
+    "INITIAL_CHECKPOINT_PATH",
+    "TRAIN_STEPS",
+    "EVAL_OUTPUT_DIR",
+)
+_RUN_MODES = ("train", "eval")
+
+
+@dataclasses.dataclass(frozen=True)
+class JobSettings:
+    """What the auxiliary jobs of a training do.
+
+    Attributes:
+      mixtures: each has a job of its own for each checkpoint.
+      gin_file: of the auxiliary job, after those of the training.
+      train_gin_files: of the training; with `replace_gin_file` they are left out.
+      gin_bindings: overrides for the auxiliary job, `NAME = VALUE`.
+      final_steps: 0 evaluates each checkpoint; N fine-tunes each for N steps.
+      build_target: "eval" or "train" (T5X's label //t5x:eval is the same), or "rank-eval", which
+        options may follow; or any command, in which {INITIAL_CHECKPOINT_PATH} and the other names
+        stand for their values.
+    """
+
+    mixtures: tuple[str, ...]
+    gin_file: str | None = None
+    train_gin_files: tuple[str, ...] = ()
+    replace_gin_file: bool = False
+    gin_bindings: tuple[str, ...] = ()
+    gin_search_paths: tuple[str, ...] = (".",)
+    final_steps: int = 0
+    build_target: str = "eval"
+
+    @property
+    def target(self) -> str:
+        """The first word of the build target, without T5X's package: "eval" of "//t5x:eval"."""
+        return self._words[0].rpartition(":")[2] if self._words else ""
+
+    @property
+    def _words(self) -> list[str]:
+        return shlex.split(self.build_target)
+
+    @property
+    def run_mode(self) -> Literal["train", "eval"] | None:
+        """The run mode whose gin files the job reads; None for any other command."""
+        return next((mode for mode in _RUN_MODES if mode == self.target), None)
+
+    @property
+    def gin_files(self) -> tuple[str, ...]:
+        """The job's gin files in the order in which gin reads them."""
+        own = (self.gin_file,) if self.gin_file else ()
+        return own if self.replace_gin_file else (*self.train_gin_files, *own)
+
+    def command(self, values: Mapping[str, str | int], macros: frozenset[str]) -> tuple[str, ...]:
+        """The command of one job.
+
+        Args:
+          values: name of a replaced macro -> its value.
+          macros: what `check` returned.
+        """
+        t0repro = (sys.executable, "-m", "t0repro.cli")
+        options = self._words[1:]
+        if self.run_mode:
+            replaced = [f"--gin.{name}={values[name]!r}" for name in values if name in macros]
+            return (
+                *t0repro,
+                self.run_mode,
+                *(f"--gin_file={name}" for name in self.gin_files),
+                f"--gin_search_paths={','.join(self.gin_search_paths)}",
+                *(f"--gin_bindings={binding}" for binding in self.gin_bindings),
+                *replaced,
+                *options,
+            )
+        if self.target == "rank-eval":
+            return (
+                *(*t0repro, "rank-eval"),
+                *("--checkpoint", str(values[CHECKPOINT]), "--mixture", str(values[MIXTURE])),
+                *("--out", str(values[OUTPUT]), *options),
+            )
+        return tuple(_filled(self._words, values))
+
+
+def _filled(words: list[str], values: Mapping[str, str | int]) -> list[str]:
+    """A command with the values in place of their names, or after it where it names none."""
+    filled = []
+    for word in words:
+        for name, value in values.items():
+            word = word.replace(f"{{{name}}}", str(value))
+        filled.append(word)
+    if filled == words:
+        filled += [f"--{name.lower()}={value}" for name, value in values.items()]
+    return filled
+
+
+def check(settings: JobSettings) -> tuple[frozenset[str], list[str]]:
+    """Checks everything about the jobs that can be known before the first checkpoint.
+
+    Returns:
+      The macros that the job's gin files read, empty if it reads none; and warnings.
+
+    Raises:
+      UserError: for each of the mistakes that T5X's page lists; and whatever gin finds wrong.
+    """
+    if not settings.mixtures:
+        raise UserError(
+            "There are no mixtures for the auxiliary job, so no job would ever be started.",
+            where="--auxiliary_job_mixtures",
+            fix="Name at least one, even for a command that needs none: there is one job for each.",
+        )
+    if settings.final_steps < 0:
+        raise UserError(
+            f"{settings.final_steps} steps of fine-tuning are none.",
+            where="--final_auxiliary_job_steps",
+            fix="Give 0 for continuous evaluation, or the number of steps.",
+        )
+    if settings.target != "train":
+        _check_evaluation(settings)
+    if settings.run_mode is None:
+        return frozenset(), []
+    if not settings.gin_files:
+        raise UserError(
+            f"The auxiliary job is `{settings.run_mode}`, but there is no gin file for it.",
+            where="--auxiliary_job_gin_file",
+            fix="Name a gin file that configures it.",
+        )
+    return _check_gin(settings)
+
+
+def _check_evaluation(settings: JobSettings) -> None:
+    """What holds for every job that does not train."""
+    if settings.final_steps:
+        raise UserError(
+            f"The job is `{settings.target}`, which takes no steps, but"
+            f" {settings.final_steps} are asked for.",
+            where="--final_auxiliary_job_steps",
+            fix="Give 0 for continuous evaluation, or train with"
+            " --auxiliary_job_build_target_path=train.",
+        )
+    if settings.run_mode and settings.train_gin_files and not settings.replace_gin_file:
+        raise UserError(
+            "The job is not a training, but would read the training's gin files, whose `train` it"
+            " does not have.",
+            where="--replace_gin_file",
+            fix="Add --replace_gin_file.",
+        )
+
+
+def _check_gin(settings: JobSettings) -> tuple[frozenset[str], list[str]]:
+    assert settings.run_mode
+    files = GinInputs(
+        settings.run_mode,
+        settings.gin_files,
+        settings.gin_bindings,
+        settings.gin_search_paths,
+    )
+    macros = gin_files.macros_read(files)
+    if CHECKPOINT not in macros:
+        used = "CHECKPOINT_PATH" in macros
+        raise UserError(
+            f"The job's gin files do not read {CHECKPOINT}, which the controller sets"
+            f"{'; they read CHECKPOINT_PATH' if used else ''}.",
+            where=settings.gin_files[-1],
+            fix=f"Add the line: CHECKPOINT_PATH = %{CHECKPOINT}"
+            if used
+            else f"Bind the checkpoint's path to %{CHECKPOINT}.",
+        )
+    # With values in place of what the controller will set, everything else must be complete.
+    examples = {MODEL_DIR: "'d'", MIXTURE: "'m'", CHECKPOINT: "'c'", TRAIN_STEPS: 1, OUTPUT: "'o'"}
+    values = [f"{name} = {value}" for name, value in examples.items() if name in macros]
+    parsed = gin_files.parse(
+        dataclasses.replace(files, gin_bindings=(*settings.gin_bindings, *values))
+    )
+    warnings = list(parsed.warnings)
+    for name in (MIXTURE, OUTPUT if settings.run_mode == "eval" else MODEL_DIR):
+        if name not in macros:
+            raise UserError(
+                f"The job's gin files do not read {name}, which the controller sets: every job"
+                " would do the same.",
+                where=settings.gin_files[-1],
+                fix=f"Use %{name} where its value belongs.",
+            )
+    evaluator = getattr(parsed.program, "inference_evaluator_cls", None)
+    if settings.run_mode == "eval" and evaluator is not None:
+        if not any(isinstance(one, records.TensorBoardLogger) for one in evaluator.logger_cls):
+            warnings.append(
+                f"{settings.gin_files[-1]}: the evaluator logs nothing to TensorBoard, so no metric"
+                " will be shown; add @seqio.TensorBoardLogger to seqio.Evaluator.logger_cls"
+            )
+    return macros, warnings

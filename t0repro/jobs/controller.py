@@ -1,0 +1,299 @@
+"""Starts one job for each new checkpoint and mixture, and sees each through to one success.
+
+All that the controller knows is in the journal and in the jobs' exit files, so it may be killed at
+any moment and started again. A point (a checkpoint with a mixture) goes from waiting to running to
+succeeded; a job that fails is started again after a pause that doubles, up to a limit; one that was
+interrupted, with its controller or by its engine, is started again without being counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import shutil
+import time
+import urllib.parse
+from collections.abc import Callable
+from pathlib import Path
+
+from t0repro.errors import UserError
+from t0repro.files import write_atomically
+from t0repro.jobs import commands, pins, publishing
+from t0repro.jobs.commands import JobSettings
+from t0repro.jobs.journal import Journal, Point, Progress
+from t0repro.jobs.launcher import Job, Launcher
+from t0repro.jobs.worker import Limits
+from t0repro.locks import folder_lock
+from t0repro.words import counted
+
+FOLDER = "auxiliary"
+SETTINGS = "settings.json"
+# Engines show a job they have just accepted a little later.
+_LOOKS_BEFORE_LOST = 3
+_LINES_OF_LOG = 15
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """How jobs are scheduled.
+
+    Attributes:
+      max_parallel: jobs at a time.
+      poll_seconds: between two looks at checkpoints and jobs.
+      max_failures: jobs of a point that may fail before it is given up.
+      retry_seconds: pause after the first failure; it doubles with each further one.
+      limits: of each job.
+      environment: variables for each job.
+      options: for the engine.
+      metric: the tag shown as main metric; None chooses one.
+    """
+
+    max_parallel: int = 1
+    poll_seconds: float = 10.0
+    max_failures: int = 3
+    retry_seconds: float = 10.0
+    limits: Limits = Limits()
+    environment: dict[str, str] = dataclasses.field(default_factory=dict)
+    options: tuple[str, ...] = ()
+    metric: str | None = None
+
+
+class Controller:
+    """The auxiliary jobs of one training."""
+
+    def __init__(
+        self,
+        model_dir: Path,
+        settings: JobSettings,
+        launcher: Launcher,
+        policy: Policy,
+        say: Callable[[str], None],
+    ):
+        """Checks the settings.
+
+        Raises:
+          UserError: if a job could not work; see `commands.check`.
+        """
+        self._model_dir = model_dir.absolute()
+        self._folder = self._model_dir / FOLDER
+        self._settings = settings
+        self._launcher = launcher
+        self._policy = policy
+        self._say = say
+        self._macros, warnings = commands.check(settings)
+        for warning in warnings:
+            say(f"warning: {warning}")
+        self._running: dict[Point, Job] = {}
+        self._lost: dict[Point, int] = {}
+        self._not_before: dict[Point, float] = {}
+
+    def run(self, training_goes_on: Callable[[], bool]) -> bool:
+        """Works until the training has ended and nothing is left to do.
+
+        Args:
+          training_goes_on: whether more checkpoints may come.
+
+        Returns:
+          Whether every point succeeded.
+
+        Raises:
+          UserError: if another controller has the folder, its jobs did something else, or the
+            engine refuses a job.
+        """
+        with folder_lock(self._folder, "auxiliary jobs", fix="One controller is enough; see it by"
+                         f" `t0repro aux status {self._model_dir}`."):  # fmt: skip
+            self._check_settings()
+            self._journal = Journal(self._folder)
+            with contextlib.closing(self._launcher):
+                while self._look(training_goes_on()):
+                    time.sleep(self._policy.poll_seconds)
+            return all(each.state == "succeeded" for each in self._journal.progress.values())
+
+    def _look(self, more_to_come: bool) -> bool:
+        """Does what can be done now; returns whether to look again."""
+        self._look_for_checkpoints()
+        self._look_at_jobs()
+        self._start_jobs()
+        self._publish()
+        self._release_pins()
+        return more_to_come or not self._is_done()
+
+    # ---- Checkpoints ---------------------------------------------------------------------------
+
+    def _look_for_checkpoints(self) -> None:
+        """Pins each new checkpoint and notes its points."""
+        for step, ref in pins.whole_checkpoints(self._model_dir).items():
+            points = [Point(step, mixture) for mixture in self._settings.mixtures]
+            new = [point for point in points if point not in self._journal.progress]
+            if not new:
+                continue
+            kept = pins.pin(ref, self._folder)
+            if kept is None:
+                self._say(f"step {step:,} was deleted by the training before it could be kept")
+            for point in new:
+                self._journal.add("seen" if kept else "missed", point)
+
+    def _release_pins(self) -> None:
+        for step in sorted({point.step for point in self._journal.progress}):
+            if all(each.is_final for each in self._of_step(step)):
+                pins.unpin(step, self._folder)
+
+    def _of_step(self, step: int) -> list[Progress]:
+        return [each for point, each in self._journal.progress.items() if point.step == step]
+
+    # ---- Jobs ----------------------------------------------------------------------------------
+
+    def _look_at_jobs(self) -> None:
+        for point, progress in sorted(self._journal.progress.items()):
+            if progress.state != "running":
+                continue
+            job = self._running.setdefault(point, self._job(point, progress.attempt))
+            state = self._launcher.state(job)
+            if state in ("waiting", "running"):
+                self._lost.pop(point, None)
+                continue
+            if state == "unknown" and job.ending is None and not self._is_lost(point):
+                continue
+            self._end(point, progress, job)
+
+    def _is_lost(self, point: Point) -> bool:
+        self._lost[point] = self._lost.get(point, 0) + 1
+        return self._lost[point] >= _LOOKS_BEFORE_LOST
+
+    def _end(self, point: Point, progress: Progress, job: Job) -> None:
+        """Notes how a job ended."""
+        del self._running[point]
+        self._lost.pop(point, None)
+        ending = job.ending
+        who = f"step {point.step:,}, {point.mixture}"
+        if ending is None and self._launcher.state(job) == "unknown":
+            self._journal.add("interrupted", point)
+            return
+        if ending is not None and not ending.reason:
+            metric = publishing.main_metric(self._results_of(point), self._policy.metric)
+            self._journal.add("succeeded", point, seconds=ending.seconds, metric=metric)
+            shown = f": {metric[0]} {metric[1]:.4g}" if metric else ""
+            self._say(f"{who}: done in {ending.seconds:.0f} s{shown}")
+            return
+        reason = ending.reason if ending else "it was killed"
+        failures = progress.failures + 1
+        self._journal.add("failed", point, reason=reason)
+        self._say(f"{who}: failed: {reason}; {job.log_file} ends:\n{_end_of(job.log_file)}")
+        if failures >= self._policy.max_failures:
+            self._journal.add("given up", point, reason=reason)
+            self._say(f"{who}: given up after {counted(failures, 'failure')}")
+            return
+        pause = self._policy.retry_seconds * 2 ** (failures - 1)
+        self._not_before[point] = time.monotonic() + pause  # wall clocks jump
+
+    def _start_jobs(self) -> None:
+        for point, progress in sorted(self._journal.progress.items()):
+            if len(self._running) >= self._policy.max_parallel:
+                return
+            if progress.state not in ("waiting", "retrying"):
+                continue
+            if time.monotonic() < self._not_before.get(point, 0.0):
+                continue
+            self._start(point, progress.attempt + 1)
+
+    def _start(self, point: Point, attempt: int) -> None:
+        job = self._job(point, attempt)
+        if not self._settings.final_steps:
+            # What a dead attempt at an evaluation wrote is no part of the next one's results; a
+            # fine-tuning goes on from its own checkpoints.
+            shutil.rmtree(self._results_of(point), ignore_errors=True)
+        self._results_of(point).mkdir(parents=True, exist_ok=True)
+        self._journal.add("started", point, attempt=attempt)
+        self._launcher.submit(job)
+        self._running[point] = job
+        self._say(f"step {point.step:,}, {point.mixture}: started ({job.name})")
+
+    def _job(self, point: Point, attempt: int) -> Job:
+        values = self._values(point)
+        digest = hashlib.sha256(f"{self._folder}\n{point.mixture}".encode()).hexdigest()[:8]
+        return Job(
+            name=f"t0repro-{digest}-{point.step}-{attempt}",
+            folder=self._folder_of(point),
+            command=self._settings.command(values, self._macros),
+            environment={name: str(value) for name, value in values.items()}
+            | self._policy.environment,
+            limits=self._policy.limits,
+            options=self._policy.options,
+        )
+
+    def _values(self, point: Point) -> dict[str, str | int]:
+        """What each macro is replaced by.
+
+        An evaluation's output is its own until it is published, so that an attempt that dies
+        leaves nothing in the training's curves.
+        """
+        checkpoint = next((self._folder / pins.PINS / str(point.step)).glob("*"))
+        name = checkpoint.name
+        if not checkpoint.is_dir():  # one of Mesh TensorFlow's files
+            name = f"model.ckpt-{point.step}"
+        output = str(self._results_of(point))
+        return {
+            # A job that trains does so in a folder of its own: the training's is held.
+            commands.MODEL_DIR: output
+            if self._settings.target == "train"
+            else str(self._model_dir),
+            commands.MIXTURE: point.mixture,
+            commands.CHECKPOINT: str(checkpoint.with_name(name)),
+            commands.TRAIN_STEPS: point.step + self._settings.final_steps,
+            commands.OUTPUT: output,
+        }
+
+    def _folder_of(self, point: Point) -> Path:
+        mixture = urllib.parse.quote(point.mixture, safe="")
+        return self._folder / mixture / f"step_{point.step}"
+
+    def _results_of(self, point: Point) -> Path:
+        return self._folder_of(point) / "output"
+
+    # ---- Results -------------------------------------------------------------------------------
+
+    def _publish(self) -> None:
+        """Publishes what is finished, a mixture's steps in their order."""
+        for mixture in self._settings.mixtures:
+            for point, progress in sorted(self._journal.progress.items()):
+                if point.mixture != mixture:
+                    continue
+                if not progress.is_final:
+                    break  # a later step's metrics wait for it
+                if progress.state != "succeeded" or progress.published:
+                    continue
+                if not self._settings.final_steps:
+                    publishing.publish_events(point, self._results_of(point), self._model_dir)
+                if self._settings.target != "train":
+                    results = self._folder_of(point).parent / publishing.RESULTS
+                    publishing.publish_files(self._results_of(point), results)
+                self._journal.add("published", point)
+
+    def _is_done(self) -> bool:
+        return all(each.is_final for each in self._journal.progress.values())
+
+    # ---- The folder ----------------------------------------------------------------------------
+
+    def _check_settings(self) -> None:
+        """Refuses a folder whose results came from other jobs; mixtures may be added."""
+        path = self._folder / SETTINGS
+        now = dataclasses.asdict(self._settings) | {"mixtures": None}
+        text = json.dumps(now, indent=1) + "\n"
+        if path.exists() and path.read_text() != text:
+            raise UserError(
+                "The folder's results came from jobs with other settings.",
+                where=str(path),
+                fix=f"Give the same settings, or rename {self._folder} to start anew.",
+            )
+        write_atomically(path, text)
+
+
+def _end_of(log: Path) -> str:
+    """The last lines of a log, indented."""
+    try:
+        lines = log.read_text(errors="replace").splitlines()[-_LINES_OF_LOG:]
+    except FileNotFoundError:
+        return "  (there is no log)"
+    return "\n".join(f"  | {line}" for line in lines) or "  (the log is empty)"

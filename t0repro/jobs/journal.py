@@ -1,0 +1,140 @@
+"""The journal of auxiliary jobs: one line for each event, from which all else follows.
+
+Every line is synced before the action that it announces, so that a controller that is killed and
+started again knows what may have been started. A last line cut by a power failure is dropped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from t0repro.errors import UserError
+from t0repro.files import sync_directory
+
+JOURNAL = "journal.jsonl"
+
+State = Literal["waiting", "running", "succeeded", "retrying", "given up", "missed"]
+_STATES: Mapping[str, State] = {
+    "seen": "waiting",
+    "started": "running",
+    "interrupted": "waiting",
+    "failed": "retrying",
+    "succeeded": "succeeded",
+    "given up": "given up",
+    "missed": "missed",
+}
+FINAL: frozenset[State] = frozenset(["succeeded", "given up", "missed"])
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Point:
+    """One checkpoint with one mixture: what one job is for, and one point of a curve."""
+
+    step: int
+    mixture: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """How far a point has come.
+
+    Attributes:
+      attempt: number of the latest job, from 1; 0 before the first.
+      failures: jobs that failed by themselves, those that were interrupted not counted.
+      published: whether its results are where people read them.
+      seconds: how long the job that succeeded took.
+      metric: its main metric, as (tag, value).
+      reason: why the latest job failed.
+    """
+
+    state: State = "waiting"
+    attempt: int = 0
+    failures: int = 0
+    published: bool = False
+    seconds: float | None = None
+    metric: tuple[str, float] | None = None
+    reason: str = ""
+
+    @property
+    def is_final(self) -> bool:
+        """Whether no further job will be started."""
+        return self.state in FINAL
+
+
+class Journal:
+    """Reads a folder's journal and adds to it; the caller holds the folder's lock while it adds."""
+
+    def __init__(self, folder: Path):
+        """Reads what is there.
+
+        Raises:
+          UserError: if a line cannot be read that no dying process leaves: someone edited it.
+        """
+        self.path = folder / JOURNAL
+        self.progress: dict[Point, Progress] = {}
+        lines = self.path.read_bytes().split(b"\n") if self.path.exists() else []
+        for number, line in enumerate(lines, 1):
+            try:
+                if line:
+                    self._take(json.loads(line))
+            except (ValueError, KeyError, TypeError) as error:
+                if number < len(lines) and not _was_cut(line):
+                    raise UserError(
+                        f"Line {number} of the journal cannot be read: {error}.",
+                        where=str(self.path),
+                        fix="Restore the file, or delete the folder to run every job again.",
+                    ) from error
+
+    def add(self, event: str, point: Point, **details: Any) -> Progress:
+        """Writes an event ("seen", "started", "failed", ...) and returns where the point is now."""
+        line = {"event": event, **dataclasses.asdict(point), **details}
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        _append(self.path, json.dumps(line | {"time": now}))
+        self._take(line)
+        return self.progress[point]
+
+    def _take(self, event: Mapping[str, Any]) -> None:
+        point = Point(event["step"], event["mixture"])
+        before = self.progress.get(point, Progress())
+        if event["event"] == "published":
+            self.progress[point] = dataclasses.replace(before, published=True)
+            return
+        metric = event.get("metric")
+        self.progress[point] = dataclasses.replace(
+            before,
+            state=_STATES[event["event"]],
+            attempt=event.get("attempt", before.attempt),
+            failures=before.failures + (event["event"] == "failed"),
+            seconds=event.get("seconds", before.seconds),
+            metric=(metric[0], metric[1]) if metric else before.metric,
+            reason=event.get("reason", before.reason),
+        )
+
+
+def _append(path: Path, line: str) -> None:
+    is_new = not path.exists()
+    with open(path, "ab") as file:
+        # A line that a power failure cut must not swallow this one.
+        cut = file.tell() > 0 and not _ends_in_newline(path)
+        file.write((b"\n" if cut else b"") + line.encode() + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+    if is_new:
+        sync_directory(path.parent)
+
+
+def _ends_in_newline(path: Path) -> bool:
+    with open(path, "rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) == b"\n"
+
+
+def _was_cut(line: bytes) -> bool:
+    """Whether a line is the beginning of one, as a killed write leaves it."""
+    return line.startswith(b"{") and not line.endswith(b"}")

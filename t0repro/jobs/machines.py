@@ -1,0 +1,95 @@
+"""The user's file of machines: what the labels of a cell or a platform mean.
+
+It is YAML, with two tables of entries; a cell's fields win over a platform's:
+
+platforms:
+  jf_2x2:                      # any name: what --auxiliary_job_platform is given
+    launcher: slurm            # local, slurm or k8s
+    options: [--partition=gpu, --gres=gpu:1]
+    memory_gb: 64
+cells:
+  iz:                          # what --auxiliary_job_cell is given
+    environment: {CUDA_VISIBLE_DEVICES: "1"}
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import dacite
+import yaml
+
+from t0repro.errors import UserError, nearest_names
+
+LAUNCHERS = ("local", "slurm", "k8s")
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """Where jobs run and what they may use there.
+
+    Attributes:
+      options: for the engine's own command that submits (sbatch).
+      template: the file of a Job manifest, for Kubernetes; relative to the file of machines.
+      cpus: processors of each job.
+      time_limit: seconds that a job may take.
+      environment: variables for the jobs.
+    """
+
+    launcher: str = "local"
+    options: list[str] = dataclasses.field(default_factory=list)
+    template: str | None = None
+    cpus: int | None = None
+    memory_gb: float | int | None = None
+    time_limit: float | int | None = None
+    environment: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+def find_machine(file: Path | None, platform: str | None, cell: str | None) -> Machine:
+    """The machine that the two labels stand for.
+
+    Without a file, labels mean nothing and jobs run on this machine.
+
+    Raises:
+      UserError: if the file cannot be read, or does not know a label.
+    """
+    if file is None:
+        return Machine()
+    try:
+        known = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+    except (OSError, yaml.YAMLError) as error:
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        raise UserError(
+            f"The file of machines cannot be read: {reason}", where=str(file)
+        ) from error
+    fields: dict[str, Any] = {}
+    for kind, label in (("platforms", platform), ("cells", cell)):
+        fields |= _entry(known, kind, label, file)
+    try:
+        machine = dacite.from_dict(Machine, fields, dacite.Config(strict=True))
+    except dacite.DaciteError as error:
+        raise UserError(
+            f"An entry of the file of machines is wrong: {error}.",
+            where=str(file),
+            fix=f"Its fields: {', '.join(one.name for one in dataclasses.fields(Machine))}.",
+        ) from error
+    if machine.template is not None:
+        machine = dataclasses.replace(machine, template=str(file.parent / machine.template))
+    return machine
+
+
+def _entry(known: Any, kind: str, label: str | None, file: Path) -> dict[str, Any]:
+    if label is None:
+        return {}
+    entries = known.get(kind) if isinstance(known, dict) else None
+    entry = entries.get(label) if isinstance(entries, dict) else None
+    if not isinstance(entry, dict):
+        names = list(entries) if isinstance(entries, dict) else []
+        raise UserError(
+            f"There is no {label} among the {kind}.",
+            where=str(file),
+            fix=f"Add it; nearest: {nearest_names(label, names, count=3)}.",
+        )
+    return entry

@@ -1,0 +1,78 @@
+"""Keeps a checkpoint for as long as jobs need it, whatever the training deletes.
+
+A pin is the checkpoint's files once more, under the same names, as hard links: it takes no space
+and no time, needs nothing of the program that trains, and outlives the original.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import shutil
+from pathlib import Path
+
+from t0repro.converters import sources
+from t0repro.converters.tensors import CheckpointRef
+from t0repro.errors import UserError
+from t0repro.files import atomic_directory
+
+PINS = "pins"
+
+
+def whole_checkpoints(model_dir: Path) -> dict[int, CheckpointRef]:
+    """Step -> complete checkpoint in a training's folder, ascending; {} before there are any."""
+    if not model_dir.is_dir():
+        return {}
+    return {ref.step: ref for ref in sources.list_checkpoints(model_dir) if ref.step is not None}
+
+
+def pin(ref: CheckpointRef, folder: Path) -> Path | None:
+    """Links a checkpoint's files into `folder`/pins/<step> and returns its path there.
+
+    Returns:
+      None if the training deleted it meanwhile.
+
+    Raises:
+      UserError: if its files are not those that were written.
+    """
+    place = folder / PINS / str(ref.step)
+    if not place.exists():
+        try:
+            with atomic_directory(place) as temporary:
+                _link(ref, temporary)
+                copy = str(temporary / os.path.basename(ref.path))
+                sources.open_checkpoint(sources.find_checkpoint(copy))  # checks files and sizes
+        except (FileNotFoundError, UserError):
+            # Deleting takes a while, too: half of it may have been linked.
+            if _is_gone(ref):
+                return None
+            raise
+    return place / os.path.basename(ref.path)
+
+
+def unpin(step: int, folder: Path) -> None:
+    """Removes a pin; nothing happens if there is none."""
+    shutil.rmtree(folder / PINS / str(step), ignore_errors=True)
+
+
+def _link(ref: CheckpointRef, place: Path) -> None:
+    if os.path.isdir(ref.path):
+        shutil.copytree(ref.path, place / os.path.basename(ref.path), copy_function=_link_or_copy)
+        return
+    for path in glob.glob(f"{glob.escape(ref.path)}.*"):
+        _link_or_copy(path, str(place / os.path.basename(path)))
+
+
+def _link_or_copy(source: str, target: str) -> str:
+    try:
+        os.link(source, target)
+    except FileNotFoundError:
+        raise
+    except OSError:  # a file system without links
+        shutil.copy2(source, target)
+    return target
+
+
+def _is_gone(ref: CheckpointRef) -> bool:
+    there = whole_checkpoints(Path(ref.path).parent)
+    return ref.step not in there

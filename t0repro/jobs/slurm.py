@@ -1,0 +1,80 @@
+"""Runs jobs through Slurm's commands: sbatch, squeue, sacct and scancel."""
+
+from __future__ import annotations
+
+import math
+import shlex
+import subprocess
+import sys
+
+from t0repro.errors import UserError
+from t0repro.jobs.launcher import EngineState, Job
+
+_WAITING = {"PENDING", "CONFIGURING", "REQUEUED", "SUSPENDED", "RESIZING"}
+_RUNNING = {"RUNNING", "COMPLETING", "STAGE_OUT", "SIGNALING"}
+
+
+class SlurmLauncher:
+    """Submits each job as a batch script that runs the worker; jobs are found by their names."""
+
+    def submit(self, job: Job) -> None:
+        """Queues a job.
+
+        Raises:
+          UserError: if sbatch refuses it.
+        """
+        worker = shlex.join([sys.executable, "-m", "t0repro.jobs.worker", str(job.write())])
+        limits = job.limits
+        options = [f"--job-name={job.name}", f"--output={job.folder / job.name}.slurm.log"]
+        if limits.cpus:
+            options.append(f"--cpus-per-task={limits.cpus}")
+        if limits.memory_gb is not None:
+            options.append(f"--mem={math.ceil(limits.memory_gb * 1000)}M")
+        if limits.seconds is not None:
+            options.append(f"--time={math.ceil(limits.seconds / 60)}")
+        run_engine("sbatch", "--parsable", *options, *job.options, f"--wrap={worker}")
+
+    def state(self, job: Job) -> EngineState:
+        """Where a job is, from the queue, or from the accounts if it has left that."""
+        queued = run_engine("squeue", "--noheader", f"--name={job.name}", "--format=%T")
+        states = queued.split()
+        if not states:
+            accounts = run_engine(
+                "sacct", "--noheader", "--allocations", f"--name={job.name}", "--format=State%30"
+            )
+            states = accounts.split("\n")[-1:] if accounts else []
+        if not states:
+            return "ended" if job.ending is not None else "unknown"
+        state = states[-1].split()[0]  # "CANCELLED by 0" names who did it
+        if state in _WAITING:
+            return "waiting"
+        return "running" if state in _RUNNING else "ended"
+
+    def cancel(self, job: Job) -> None:
+        """Cancels a job by its name."""
+        run_engine("scancel", f"--name={job.name}")
+
+    def close(self) -> None:
+        """Leaves the jobs to the engine; the next controller finds them by their names."""
+
+
+def run_engine(*command: str, text: str | None = None) -> str:
+    """What an engine's command prints, without the spaces around it.
+
+    Raises:
+      UserError: if the command is missing or fails, with the first line of its complaint.
+    """
+    try:
+        done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+    except FileNotFoundError as error:
+        raise UserError(
+            f"There is no command {command[0]} here.",
+            fix="Start this on a machine that can submit jobs, or with another --launcher.",
+        ) from error
+    if done.returncode:
+        complaint = (done.stderr or done.stdout).strip().split("\n")[0]
+        raise UserError(
+            f"{command[0]} failed: {complaint or f'exit code {done.returncode}'}",
+            where=shlex.join(command),
+        )
+    return done.stdout.strip()

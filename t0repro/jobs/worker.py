@@ -1,0 +1,220 @@
+"""Runs one job's command within its limits and writes how it ended.
+
+It is started as `python -m t0repro.jobs.worker JOB_FILE`.
+
+The worker leads a process group of its own, in which the command and all that it starts run. When
+it is done, whatever is left in the group is killed, so that no job outlives its worker. The exit
+file is written first: it is the one proof that a job succeeded.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import ctypes
+import dataclasses
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import IO
+
+import psutil
+
+from t0repro.files import write_atomically
+
+_SECONDS_BETWEEN_LOOKS = 0.2
+GRACE_SECONDS = 10.0  # between SIGTERM and SIGKILL: time to save a checkpoint
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What a job may use; None means no limit.
+
+    Attributes:
+      cpus: number of processors.
+      memory_gb: resident memory of all its processes together, in 10**9 bytes.
+      seconds: from start to end.
+      log_megabytes: of its output that are kept; what comes later is dropped but for the end.
+    """
+
+    cpus: int | None = None
+    memory_gb: float | None = None
+    seconds: float | None = None
+    log_megabytes: float = 10.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """A command and where its traces go.
+
+    Attributes:
+      environment: variables that are added to the worker's own.
+      exit_file: receives an `Ending` as JSON.
+      lock_file: locked for as long as any of the job's processes lives.
+      processors: the numbers of those that it may use; None means any.
+      dies_with_parent: whether the job ends when the process that started the worker does.
+    """
+
+    command: tuple[str, ...]
+    environment: dict[str, str]
+    log_file: str
+    exit_file: str
+    lock_file: str
+    limits: Limits
+    processors: tuple[int, ...] | None = None
+    dies_with_parent: bool = False
+
+    def write(self, path: Path) -> None:
+        """Writes the file that the worker is started with."""
+        write_atomically(path, json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+
+    @classmethod
+    def read(cls, path: Path) -> Work:
+        """Reads what `write` wrote."""
+        fields = json.loads(path.read_text())
+        fields["command"] = tuple(fields["command"])
+        return cls(**fields | {"limits": Limits(**fields["limits"])})
+
+
+@dataclasses.dataclass(frozen=True)
+class Ending:
+    """How a job ended; `reason` is empty if it succeeded."""
+
+    reason: str
+    seconds: float
+
+    @classmethod
+    def read(cls, path: Path) -> Ending | None:
+        """What a worker wrote; None if it did not get so far."""
+        try:
+            return cls(**json.loads(path.read_text()))
+        except FileNotFoundError:
+            return None
+
+
+def main(job_file: str) -> None:
+    """Runs the job of a file that `Work.write` wrote, then ends with everything it started."""
+    work = Work.read(Path(job_file))
+    asked_to_end = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: asked_to_end.set())
+    if os.getpgid(0) != os.getpid():
+        os.setpgid(0, 0)
+    if work.dies_with_parent:
+        _tell_when_parent_dies()
+    # Every process of the job inherits the lock, and so holds it for as long as one of them lives.
+    lock = os.open(work.lock_file, os.O_RDWR | os.O_CREAT, 0o666)
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.truncate(lock, 0)
+    os.write(lock, str(os.getpid()).encode())
+    ending = _run(work, lock, asked_to_end)
+    if ending is not None:
+        write_atomically(Path(work.exit_file), json.dumps(dataclasses.asdict(ending)) + "\n")
+    os.killpg(0, signal.SIGKILL)
+
+
+def _run(work: Work, lock: int, asked_to_end: threading.Event) -> Ending | None:
+    """Runs the command; None if the worker was asked to end it."""
+    started = time.monotonic()
+    if work.processors:
+        os.sched_setaffinity(0, work.processors)
+    with open(work.log_file, "wb") as log:
+        try:
+            process = subprocess.Popen(
+                work.command,
+                env=os.environ | work.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=[lock],
+            )
+        except OSError as error:
+            log.write(f"{error}\n".encode())
+            return Ending(f"{work.command[0]} cannot be started: {error.strerror}", 0.0)
+        assert process.stdout is not None
+        pump = threading.Thread(
+            target=_keep, args=(process.stdout, log, int(work.limits.log_megabytes * 1e6))
+        )
+        pump.start()
+        reason = _watch(process, work.limits, started, asked_to_end)
+        # A process that the command left behind keeps the pipe open, and may go on writing.
+        pump.join(timeout=1.0)
+        log.flush()
+        os.fsync(log.fileno())
+    if reason is None:
+        return None
+    return Ending(reason, round(time.monotonic() - started, 3))
+
+
+def _watch(
+    process: subprocess.Popen[bytes], limits: Limits, started: float, asked: threading.Event
+) -> str | None:
+    """Waits for the command and returns why it failed, "" for success; None if asked to end."""
+    while process.poll() is None:
+        if asked.wait(_SECONDS_BETWEEN_LOOKS):
+            _end(process)
+            return None
+        if limits.seconds is not None and time.monotonic() - started > limits.seconds:
+            _end(process)
+            return f"it took longer than {limits.seconds:g} s"
+        if limits.memory_gb is not None and _resident() > limits.memory_gb * 1e9:
+            _end(process)
+            return f"it used more than {limits.memory_gb:g} GB of memory"
+    code = process.returncode
+    if code < 0:
+        return f"killed by {signal.Signals(-code).name}"
+    return f"exit code {code}" if code else ""
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Asks all of the group to end; the worker, whose handler is set, stays."""
+    os.killpg(0, signal.SIGTERM)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(GRACE_SECONDS)
+
+
+def _resident() -> int:
+    total = 0
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            total += process.memory_info().rss
+    return total
+
+
+def _keep(output: IO[bytes], log: IO[bytes], most: int) -> None:
+    """Copies output to the log: its first `most` bytes at once, and at the end its last ones."""
+    written, dropped = 0, 0
+    tail: collections.deque[bytes] = collections.deque()
+    while chunk := os.read(output.fileno(), 1 << 16):
+        head = chunk[: max(0, most - written)]
+        log.write(head)
+        log.flush()
+        written += len(head)
+        if rest := chunk[len(head) :]:
+            tail.append(rest)
+            dropped += len(rest)
+            while sum(map(len, tail)) - len(tail[0]) > most // 10:
+                tail.popleft()
+    last = b"".join(tail)
+    if dropped > len(last):
+        log.write(f"\n[... {dropped - len(last):,} bytes left out ...]\n".encode())
+    log.write(last)
+
+
+def _tell_when_parent_dies() -> None:
+    """Has the kernel send SIGTERM when the process that started this one dies (Linux alone)."""
+    parent = os.getppid()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:  # it died just before
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

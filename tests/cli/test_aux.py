@@ -1,0 +1,79 @@
+"""`t0repro aux`: from the command line, by itself."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from ..jobs.trainings import curve, make_evaluator, save_checkpoints
+
+AUX = (sys.executable, "-P", "-m", "t0repro.cli", "aux")
+
+
+def aux(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run([*AUX, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 or not check, done.stderr + done.stdout
+    return done
+
+
+@pytest.fixture
+def finished(tmp_path):
+    model_dir = tmp_path / "model"
+    save_checkpoints(model_dir, 3, 6)
+    target = f"--auxiliary_job_build_target_path={' '.join(make_evaluator(tmp_path))}"
+    aux(f"--model_dir={model_dir}", "--auxiliary_job_mixtures=a, b", target, "--once")
+    return model_dir
+
+
+def test_its_status_is_a_table_a_curve_and_json(finished):
+    table = aux("status", str(finished)).stdout
+    assert "succeeded" in table and "accuracy 0.8571" in table and "▁█" in table
+    rows = json.loads(aux("status", str(finished), "--json").stdout)
+    assert [(row["step"], row["mixture"], row["state"]) for row in rows] == [
+        (3, "a", "succeeded"), (3, "b", "succeeded"), (6, "a", "succeeded"), (6, "b", "succeeded"),
+    ]  # fmt: skip
+    assert curve(finished / "inference_eval" / "a") == [(3, 0.75), (6, 0.8571)]
+
+
+def test_a_job_given_up_is_exit_code_1(tmp_path):
+    save_checkpoints(tmp_path / "model", 3)
+    done = aux(
+        f"--model_dir={tmp_path / 'model'}",
+        *("--auxiliary_job_mixtures=a", "--auxiliary_job_build_target_path=false", "--once"),
+        *("--max_failures=1", "--poll_seconds=0.1"),
+        check=False,
+    )
+    assert done.returncode == 1 and "given up after 1 failure" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ([], "There is no folder to watch"),
+        (["--model_dir=x"], "There are no mixtures"),
+        (["status", "/nowhere"], "There are no auxiliary jobs here"),
+        (
+            ["--model_dir=x", "--auxiliary_job_mixtures=a", "--replace_gin_file=True"],
+            "there is no gin file for it",
+        ),
+        (
+            [
+                *("--model_dir=x", "--auxiliary_job_mixtures=a", "--launcher=k8s"),
+                "--auxiliary_job_build_target_path=true",
+            ],
+            "need a Job manifest",
+        ),
+        (
+            [
+                *("--model_dir=x", "--auxiliary_job_mixtures=a", "--launcher=condor"),
+                "--auxiliary_job_build_target_path=true",
+            ],
+            "There is no launcher condor",
+        ),
+    ],
+)
+def test_mistakes_are_exit_code_2_and_a_sentence(arguments, complaint):
+    done = aux(*arguments, check=False)
+    assert done.returncode == 2 and complaint in done.stderr
+    assert "Traceback" not in done.stderr

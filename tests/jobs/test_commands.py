@@ -1,0 +1,118 @@
+"""What T5X's page on auxiliary jobs warns of is refused, or warned of, before anything starts."""
+
+import sys
+
+import pytest
+
+from t0repro.errors import UserError
+from t0repro.jobs.commands import JobSettings, check
+
+EVAL = "t5x/examples/t5/t5_1_1/examples/base_wmt14enfr_eval.gin"
+TRAIN = "t5x/examples/t5/t5_1_1/examples/base_wmt14enfr_train.gin"
+VALUES = {
+    "MODEL_DIR": "d",
+    "MIXTURE_OR_TASK_NAME": "m",
+    "INITIAL_CHECKPOINT_PATH": "c",
+    "TRAIN_STEPS": 10,
+    "EVAL_OUTPUT_DIR": "o",
+}
+
+
+def settings(**changes) -> JobSettings:
+    pages_own = {
+        "mixtures": ("wmt14_enfr_v003",),
+        "gin_file": EVAL,
+        "train_gin_files": (TRAIN,),
+        "replace_gin_file": True,
+        "build_target": "//t5x:eval",
+    }
+    return JobSettings(**(pages_own | changes))
+
+
+def test_the_pages_own_example_is_an_evaluation_with_its_macros_replaced():
+    macros, warnings = check(settings())
+    assert warnings == []
+    assert settings().command(VALUES, macros) == (
+        *(sys.executable, "-m", "t0repro.cli", "eval", f"--gin_file={EVAL}"),
+        *("--gin_search_paths=.", "--gin.MIXTURE_OR_TASK_NAME='m'"),
+        *("--gin.INITIAL_CHECKPOINT_PATH='c'", "--gin.EVAL_OUTPUT_DIR='o'"),
+    )
+
+
+def test_continuous_fine_tuning_trains_with_both_files():
+    fine_tune = settings(
+        gin_file="t5x/examples/t5/t5_1_1/examples/base_wmt14enfr_finetune.gin",
+        train_gin_files=("t5x/examples/t5/t5_1_1/examples/base_c4_pretrain.gin",),
+        replace_gin_file=True,
+        final_steps=200,
+        build_target="train",
+    )
+    macros, _ = check(fine_tune)
+    command = fine_tune.command(VALUES, macros)
+    assert command[3] == "train" and "--gin.TRAIN_STEPS=10" in command
+    assert "--gin.MODEL_DIR='d'" in command
+
+
+@pytest.mark.parametrize(
+    ("changes", "what", "fix"),
+    [
+        ({"mixtures": ()}, "no mixtures", "Name at least one"),
+        ({"replace_gin_file": False}, "would read the training's gin files", "--replace_gin_file"),
+        ({"final_steps": 100}, "takes no steps", "Give 0 for continuous evaluation"),
+        ({"final_steps": -1}, "are none", "Give 0"),
+        ({"gin_file": None}, "there is no gin file", "Name a gin file"),
+        ({"gin_bindings": ("NO_SUCH_MACRO = 1",)}, "Nothing reads", "Remove it"),
+        ({"gin_bindings": ("DROPOUT_RAT = 1",)}, "DROPOUT_RAT", "DROPOUT_RATE"),
+    ],
+)
+def test_mistakes_are_refused_before_anything_starts(changes, what, fix):
+    with pytest.raises(UserError) as refused:
+        check(settings(**changes))
+    assert what in str(refused.value) and fix in str(refused.value)
+
+
+def own_file(tmp_path, *lines: str) -> str:
+    text = "\n".join(
+        [
+            "from __gin__ import dynamic_registration",
+            "import seqio",
+            "include 't5x/examples/t5/t5_1_1/tiny.gin'",
+            "include 't5x/configs/runs/eval.gin'",
+            "DROPOUT_RATE = 0.0",
+            *lines,
+        ]
+    )
+    (tmp_path / "my_eval.gin").write_text(text)
+    return str(tmp_path / "my_eval.gin")
+
+
+def test_checkpoint_path_in_place_of_initial_checkpoint_path_is_named(tmp_path):
+    with pytest.raises(UserError) as refused:
+        check(settings(gin_file=own_file(tmp_path)))
+    assert "they read CHECKPOINT_PATH" in str(refused.value)
+    assert "CHECKPOINT_PATH = %INITIAL_CHECKPOINT_PATH" in str(refused.value)
+    check(settings(gin_file=own_file(tmp_path, "CHECKPOINT_PATH = %INITIAL_CHECKPOINT_PATH")))
+
+
+def test_an_evaluator_without_tensorboard_is_warned_of(tmp_path):
+    file = own_file(
+        tmp_path,
+        "CHECKPOINT_PATH = %INITIAL_CHECKPOINT_PATH",
+        "seqio.Evaluator.logger_cls = [@seqio.JSONLogger]",
+    )
+    _, warnings = check(settings(gin_file=file))
+    assert len(warnings) == 1 and "logs nothing to TensorBoard" in warnings[0]
+
+
+def test_any_command_gets_the_values_where_it_names_them_or_after_it():
+    named = settings(build_target="my-eval {INITIAL_CHECKPOINT_PATH} --to={EVAL_OUTPUT_DIR}")
+    assert named.command(VALUES, check(named)[0]) == ("my-eval", "c", "--to=o")
+    plain = settings(build_target="my-eval --fast")
+    assert plain.command(VALUES, check(plain)[0]) == (
+        *("my-eval", "--fast", "--model_dir=d", "--mixture_or_task_name=m"),
+        *("--initial_checkpoint_path=c", "--train_steps=10", "--eval_output_dir=o"),
+    )
+    ranks = settings(build_target="rank-eval --limit 5")
+    assert ranks.command(VALUES, check(ranks)[0])[3:] == (
+        *("rank-eval", "--checkpoint", "c", "--mixture", "m", "--out", "o", "--limit", "5"),
+    )

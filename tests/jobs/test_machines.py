@@ -1,0 +1,44 @@
+"""What the labels of cells and platforms stand for."""
+
+import pytest
+
+from t0repro.errors import UserError
+from t0repro.jobs.machines import Machine, find_machine
+
+FILE = """
+platforms:
+  jf_2x2: {launcher: slurm, options: [--partition=gpu], memory_gb: 64}
+cells:
+  iz: {memory_gb: 32, environment: {CUDA_VISIBLE_DEVICES: "1"}}
+"""
+
+
+def test_a_cells_fields_win_over_a_platforms(tmp_path):
+    (tmp_path / "machines.yaml").write_text(FILE)
+    machine = find_machine(tmp_path / "machines.yaml", "jf_2x2", "iz")
+    assert machine == Machine(
+        launcher="slurm",
+        options=["--partition=gpu"],
+        memory_gb=32,
+        environment={"CUDA_VISIBLE_DEVICES": "1"},
+    )
+
+
+def test_without_a_file_labels_mean_this_machine():
+    assert find_machine(None, "jf_2x2", "iz") == Machine()
+
+
+@pytest.mark.parametrize(
+    ("text", "platform", "what"),
+    [
+        (FILE, "jf_2x3", "There is no jf_2x3 among the platforms.*jf_2x2"),
+        ("platforms: {a: {lancher: slurm}}", "a", "An entry of the file of machines is wrong"),
+        ("platforms: {a: {cpus: many}}", "a", "An entry of the file of machines is wrong"),
+        ("platforms: [", "a", "The file of machines cannot be read"),
+        ("- a", "a", "There is no a among"),
+    ],
+)
+def test_what_is_wrong_in_the_file_is_said(tmp_path, text, platform, what):
+    (tmp_path / "machines.yaml").write_text(text)
+    with pytest.raises(UserError, match=rf"(?s){what}"):
+        find_machine(tmp_path / "machines.yaml", platform, None)
