@@ -37,7 +37,7 @@ class SeqioTrainBatches(ResumableBatches):
     have no state to save, the position, before which batches are made again and skipped.
 
     Args:
-      data: The dataset; its lengths are given.
+      data: The dataset; its sequence_length is given.
       save_dataset: Whether checkpoints say where the data were.
       resumed: Whether training goes on from a checkpoint of its own model_dir.
     """
@@ -163,10 +163,10 @@ def seqio_dataset(data: SeqioDataConfig, *, seed: int | None, num_epochs: int | 
     compat.install()
     import seqio
 
-    assert data.lengths is not None
+    assert data.sequence_length is not None
     return seqio.get_dataset(
         data.mixture_or_task_name,
-        task_feature_lengths=dict(data.lengths),
+        task_feature_lengths=dict(data.sequence_length),
         feature_converter=seqio.EncDecFeatureConverter(pack=data.pack),
         dataset_split=data.split,
         use_cached=data.use_cached,
@@ -174,7 +174,7 @@ def seqio_dataset(data: SeqioDataConfig, *, seed: int | None, num_epochs: int | 
         num_epochs=num_epochs,
         seed=seed,
         batch_size=data.batch_size,
-        trim_output_features=data.trim,
+        trim_output_features=data.trim_output_features,
         verbose=False,
     )
 

@@ -101,7 +101,7 @@ def tasks(tmp_path_factory):
 
 def data_config(name="lines_of_49", **changes):
     values = {
-        "lengths": LENGTHS, "split": "train", "batch_size": 4, "shuffle": True, "seed": 7,
+        "sequence_length": LENGTHS, "split": "train", "batch_size": 4, "shuffle": True, "seed": 7,
         "pack": True,
     }  # fmt: skip
     return SeqioDataConfig(mixture_or_task_name=name, **{**values, **changes})

@@ -1,0 +1,211 @@
+"""Pretraining objectives over a user's own texts, without TensorFlow Datasets.
+
+    T0REPRO_TEXTS='span:my_texts=/data/books/*.txt' with `import t0repro.tasks.texts` in a gin file
+
+or, in a module of one's own that a gin file imports:
+
+    from t0repro.tasks.texts import add_text_task
+    add_text_task("my_texts", {"train": "/data/books/*.txt"}, objective="span_corruption")
+
+The preprocessors are t5's. A text is a line of a text file, or a field of a row of JSON Lines;
+several texts fill one example, and a long one is cut, as in T5's pretraining on C4.
+"""
+
+from __future__ import annotations
+
+import functools
+import glob
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from t0repro.errors import UserError, nearest_names
+from t0repro.tasks.vocabulary import VocabularyFile, default_vocabulary
+
+if TYPE_CHECKING:
+    import seqio
+    import tensorflow as tf
+
+Objective = Literal["span_corruption", "prefix_lm"]
+OBJECTIVES: tuple[Objective, ...] = ("span_corruption", "prefix_lm")
+TEXTS_VARIABLE = "T0REPRO_TEXTS"
+_SHUFFLE_BUFFER = 10_000
+
+
+def add_text_task(
+    name: str,
+    files: Mapping[str, str | Sequence[str]],
+    *,
+    objective: Objective = "span_corruption",
+    field: str = "text",
+    vocabulary: VocabularyFile | seqio.Vocabulary | None = None,
+    merge_examples: bool = True,
+) -> None:
+    """Registers a SeqIO task that pretrains on text files.
+
+    Args:
+      name: The task's name.
+      files: Split -> files, or patterns of files; those that end in .jsonl hold rows, any other
+        holds a text on each line.
+      objective: "span_corruption" as in T5's pretraining, or "prefix_lm", with which T0's
+        checkpoint was adapted to language modelling. In the latter a text's halves are inputs and
+        targets.
+      field: The field of a row that holds the text.
+      vocabulary: The vocabulary; defaults to T5's.
+      merge_examples: In span corruption, whether short texts are joined to fill an example.
+
+    Raises:
+      UserError: If a pattern matches no file, the objective is unknown, or the name is taken.
+    """
+    if objective not in OBJECTIVES:
+        raise UserError(
+            f"There is no objective {objective!r}.", fix=f"Choose one of {', '.join(OBJECTIVES)}."
+        )
+    found = {split: _matching(name, patterns) for split, patterns in files.items()}
+    from t0repro.mesh import compat
+
+    compat.install()
+    import seqio
+    import tensorflow as tf
+    from t5.data import preprocessors
+
+    from t0repro.tasks.seqio_tasks import seqio_vocabulary
+
+    if name in seqio.TaskRegistry.names():
+        raise UserError(
+            f"There is a task {name!r} already.", fix="Give the texts' task another name."
+        )
+    denoise = {
+        "span_corruption": functools.partial(
+            preprocessors.span_corruption, merge_examples_to_reduce_padding=merge_examples
+        ),
+        "prefix_lm": preprocessors.prefix_lm,
+    }
+    feature = seqio.Feature(
+        seqio_vocabulary(vocabulary or default_vocabulary()), add_eos=True, dtype=tf.int32
+    )
+    seqio.TaskRegistry.add(
+        name,
+        _source(found, field),
+        preprocessors=[
+            functools.partial(
+                seqio.preprocessors.rekey, key_map={"inputs": None, "targets": "text"}
+            ),
+            seqio.preprocessors.tokenize,
+            seqio.CacheDatasetPlaceholder(),
+            denoise[objective],
+            seqio.preprocessors.append_eos_after_trim,
+        ],
+        output_features={"inputs": feature, "targets": feature},
+        metric_fns=[],
+        shuffle_buffer_size=_SHUFFLE_BUFFER,
+    )
+
+
+def add_described(description: str) -> list[str]:
+    """Registers the tasks that a description names and returns their names.
+
+    The form is `span:NAME=FILES` or `prefix:NAME=FILES`, several separated by semicolons. FILES is
+    a pattern of files for the split "train"; `NAME[SPLIT]` names another split.
+
+    Raises:
+      UserError: If the description is malformed, or as `add_text_task` does.
+    """
+    kinds: dict[str, Objective] = {"span": "span_corruption", "prefix": "prefix_lm"}
+    tasks: dict[str, tuple[Objective, dict[str, str]]] = {}
+    for part in filter(None, map(str.strip, description.split(";"))):
+        kind, _, rest = part.partition(":")
+        target, equals, files = rest.partition("=")
+        name, _, split = target.strip().removesuffix("]").partition("[")
+        if kind not in kinds or not equals or not name:
+            raise UserError(
+                f"{part!r} does not describe a task over texts"
+                + (f": {kind!r} is no objective" if kind not in kinds else "")
+                + f" (nearest: {nearest_names(kind, kinds)}).",
+                where=TEXTS_VARIABLE,
+                fix="Write span:NAME=FILES or prefix:NAME=FILES; several are joined by ';'.",
+            )
+        tasks.setdefault(name, (kinds[kind], {}))[1][split or "train"] = files.strip()
+    for name, (objective, files) in tasks.items():
+        add_text_task(name, files, objective=objective)
+    return list(tasks)
+
+
+def _matching(name: str, patterns: str | Sequence[str]) -> list[str]:
+    patterns = [patterns] if isinstance(patterns, str) else list(patterns)
+    found = sorted({path for pattern in patterns for path in glob.glob(pattern)})
+    if not found:
+        raise UserError(
+            f"No file of the task {name!r} is there.",
+            where=", ".join(patterns),
+            fix="Correct the path; a pattern such as /data/*.txt may match several files.",
+        )
+    return found
+
+
+def _source(files: Mapping[str, list[str]], field: str) -> seqio.DataSource:
+    """The texts as a SeqIO source: scalar strings `text`; empty ones are left out."""
+    import seqio
+
+    return seqio.FunctionDataSource(functools.partial(_texts, files, field), splits=tuple(files))
+
+
+def _texts(
+    files: Mapping[str, list[str]],
+    field: str,
+    split: str,
+    shuffle_files: bool,
+    seed: int | None = None,
+) -> tf.data.Dataset:
+    import tensorflow as tf
+
+    def lines_of(path: str) -> Any:
+        if path.endswith(".jsonl"):
+            return tf.data.Dataset.from_generator(
+                functools.partial(_field_of_rows, path, field),
+                output_signature=tf.TensorSpec((), tf.string),
+            )
+        return tf.data.TextLineDataset(path)
+
+    paths = list(files[split])
+    if shuffle_files:
+        import random
+
+        random.Random(seed).shuffle(paths)
+    dataset = lines_of(paths[0])
+    for path in paths[1:]:
+        dataset = dataset.concatenate(lines_of(path))
+    dataset = dataset.filter(lambda text: tf.strings.length(tf.strings.strip(text)) > 0)
+    return dataset.map(lambda text: {"text": text})
+
+
+def _field_of_rows(path: str, field: str) -> Iterator[str]:
+    """The field of each row of a JSON Lines file.
+
+    Raises:
+      UserError: If a line is no JSON object or lacks the field.
+    """
+    with open(path, encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            row = _row(line)
+            if not isinstance(row, dict) or not isinstance(row.get(field), str):
+                raise UserError(
+                    f"The row has no text {field!r}.",
+                    where=f"{path}:{number}",
+                    fix="Name the field that holds the text, or correct the row.",
+                )
+            yield row[field]
+
+
+def _row(line: str) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None
+
+
+if os.environ.get(TEXTS_VARIABLE):
+    add_described(os.environ[TEXTS_VARIABLE])
