@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from t0repro.config.dataset import SeqioDataConfig
+from t0repro.config.training_plan import DatasetConfig
 from t0repro.data.seqio_data import runs_python, seqio_dataset
 from t0repro.errors import UserError
 from t0repro.mesh import compat
@@ -35,7 +35,7 @@ def files(tmp_path):
 
 
 def examples(name, count=8, seed=1):
-    data = SeqioDataConfig(
+    data = DatasetConfig(
         mixture_or_task_name=name, sequence_length=LENGTHS, split="train", batch_size=1,
         shuffle=False, seed=None,
     )  # fmt: skip
@@ -97,7 +97,7 @@ def test_text_files_need_no_python_while_they_are_read(files):
     )
 
     def pipeline(name):
-        data = SeqioDataConfig(name, LENGTHS, "train", 2, shuffle=True, seed=1)
+        data = DatasetConfig(name, LENGTHS, "train", 2, shuffle=True, seed=1)
         return seqio_dataset(data, seed=1, num_epochs=None)
 
     assert not runs_python(pipeline("texts_plain")) and runs_python(pipeline("texts_rows"))
