@@ -41,7 +41,7 @@ from t0repro.locks import LOCK_FILES
 from t0repro.parameters import layout
 from t0repro.parameters.shape import ModelShape
 from t0repro.progress import byte_progress
-from t0repro.words import counted
+from t0repro.words import counted, sized
 
 # Orbax and the index file add little to the tensors' bytes.
 _SPACE_MARGIN = 1.02
@@ -294,8 +294,8 @@ def _check_free_space(directory: Path, needed: int) -> None:
     free = shutil.disk_usage(existing).free
     if free < needed * _SPACE_MARGIN:
         raise UserError(
-            f"The checkpoint needs {needed * _SPACE_MARGIN / 1e9:.2f} GB, but only"
-            f" {free / 1e9:.2f} GB are free.",
+            f"The checkpoint needs {sized(int(needed * _SPACE_MARGIN))}, but only {sized(free)} are"
+            " free.",
             where=str(existing),
             fix="Free some space or choose another destination.",
         )

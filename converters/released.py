@@ -24,6 +24,7 @@ from t0repro.hub_files import DELAYS_SECONDS, Bucket, HubFile, HubRepository, Re
 from t0repro.locks import folder_lock
 from t0repro.parameters.shape import ModelShape
 from t0repro.progress import byte_progress
+from t0repro.words import sized
 
 OPT_IN = "T0REPRO_CHECKPOINT_HUB"
 HUB, STORAGE = "https://huggingface.co", "https://storage.googleapis.com"
@@ -263,7 +264,7 @@ def _check_space(to: Path, chosen: dict[str, HubFile]) -> None:
     free = shutil.disk_usage(to).free
     if needed > free:
         raise UserError(
-            f"{needed / 1e9:.2f} GB are to be fetched and {free / 1e9:.2f} GB are free.",
+            f"{sized(needed)} would be downloaded, but only {sized(free)} are free.",
             where=str(to),
             fix="Choose another folder, or make room.",
         )

@@ -15,6 +15,7 @@ import numpy as np
 
 from t0repro.errors import UserError
 from t0repro.progress import byte_progress
+from t0repro.words import sized
 
 _CHUNK_BYTES = 1 << 26
 _EPATH_PROTOCOLS = ("gs", "s3", "az", "hf")
@@ -221,8 +222,8 @@ class LocalCopy:
         needed = sum(map(size, files))
         if (free := shutil.disk_usage(self.path).free) < needed:
             raise UserError(
-                f"{path} must be copied here to be read, which takes {needed / 1e9:.2f} GB; only"
-                f" {free / 1e9:.2f} GB are free.",
+                f"{path} must be copied here to be read, which takes {sized(needed)}; only"
+                f" {sized(free)} are free.",
                 where=tempfile.gettempdir(),
                 fix="Free some space, or name another place for such files in TMPDIR.",
             )

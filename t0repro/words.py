@@ -10,6 +10,14 @@ def counted(number: int, noun: str, plural: str | None = None) -> str:
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
+def sized(number: int) -> str:
+    """A number of bytes in the largest decimal unit that keeps it at 1 or more: `1.31 GB`."""
+    for unit, power in (("TB", 12), ("GB", 9), ("MB", 6), ("KB", 3)):
+        if number >= 10**power:
+            return f"{number / 10**power:.2f} {unit}"
+    return counted(number, "byte")
+
+
 def shortened(text: str, length: int) -> str:
     """The text, or its first `length` - 1 characters and an ellipsis."""
     return text if len(text) <= length else text[: length - 1].rstrip() + "\u2026"

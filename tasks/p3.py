@@ -32,6 +32,7 @@ from t0repro.tasks.prompt_cache.integrity import P3_SOURCE
 from t0repro.tasks.prompt_cache.records import read_records
 from t0repro.tasks.task import SCORE_EVAL_SUFFIX
 from t0repro.tasks.templates import load_template, task_name, template_datasets, template_names
+from t0repro.words import sized
 
 HUB = "https://huggingface.co"
 REPOSITORY = "bigscience/P3"
@@ -245,7 +246,7 @@ def _check_space(to: Path, sizes: dict[str, list[HubFile]], total: int) -> None:
     free = shutil.disk_usage(to).free
     if total - held > free:
         raise UserError(
-            f"{(total - held) / 1e9:.2f} GB are to be fetched and {free / 1e9:.2f} GB are free.",
+            f"{sized(total - held)} would be downloaded, but only {sized(free)} are free.",
             where=str(to),
             fix="Choose fewer tasks, or another folder.",
         )

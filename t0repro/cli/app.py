@@ -29,8 +29,8 @@ from t0repro.cli.spelling import canonical, show_canonical, with_t5x_overrides
 
 app = typer.Typer(
     name="t0repro",
-    help="The T0 recipe on Mesh TensorFlow and JAX: checkpoints, reports and comparisons. Training"
-    " and evaluation are t5_mesh_transformer's.",
+    help="The T0 recipe on Mesh TensorFlow and JAX: checkpoints, reports and comparisons. To train"
+    " and evaluate, use t5_mesh_transformer.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,  # `gate` prints errors instead
@@ -47,7 +47,7 @@ app.command("rank-eval")(rank_eval.rank_eval)
 app.command()(compare.compare)
 checkpoints = typer.Typer(
     name="checkpoint",
-    help="Look into checkpoints; fetch released ones.",
+    help="Inspect, compare and verify checkpoints; download released ones.",
     no_args_is_help=True,
     epilog="Example: t0repro checkpoint inspect runs/demo/model",
 )
@@ -64,12 +64,12 @@ app.add_typer(tasks.app)
 
 # What to print after Ctrl-C for commands that keep finished work; all others start over.
 _GOES_ON = {
-    "cache": "Start the same command again: the tasks that are cached are kept.",
-    "convert": "Start the same command again: the tensors that are written are kept.",
-    "rank-eval": "Start the same command again: the pairs that are scored are kept.",
-    "checkpoint": "Start the same command again: what was fetched is kept.",
-    "aux": "Start the same command again: what is done is kept, and nothing is done twice.",
-    "tasks": "Start the same command again: the files that were fetched are kept.",
+    "cache": "Start the same command again: tasks that are cached already are kept.",
+    "convert": "Start the same command again: tensors that are written already are kept.",
+    "rank-eval": "Start the same command again: pairs that are scored already are kept.",
+    "checkpoint": "Start the same command again: files that are downloaded already are kept.",
+    "aux": "Start the same command again: what is done already is kept.",
+    "tasks": "Start the same command again: files that are downloaded already are kept.",
 }
 
 

@@ -7,68 +7,48 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from t0repro.cli.options import ModulesOrT0, Templates, modules_or_t0
 from t0repro.words import counted
 
 if TYPE_CHECKING:
     from t0repro.tasks.prompt_cache.cache import Summary
 
-_LISTED = 10
+_Folder = Annotated[str, typer.Option(help="Folder to write the tasks' caches to.", metavar="DIR")]
+_Tasks = Annotated[str, typer.Option(help="Task names; * matches anything.", metavar="GLOB,...")]
+_Mixtures = Annotated[str, typer.Option(help="Mixtures whose tasks to cache.", metavar="NAME,...")]
+_Splits = Annotated[
+    str, typer.Option(help="Only these splits.", metavar="SPLIT,...", show_default="all")
+]
+_AtHand = Annotated[
+    bool,
+    typer.Option("--at_hand", help="Leave out splits whose rows are not here, and list them."),
+]
+_Workers = Annotated[
+    int | None,
+    typer.Option(min=1, help="Number of processes.", show_default="one per processor"),
+]
+_Seed = Annotated[
+    int,
+    typer.Option(min=0, help="Seed for templates' random choices and the order of examples."),
+]
+_MinShards = Annotated[
+    int, typer.Option(min=1, max=99999, help="Minimum number of files per split.")
+]
 
 
 def cache(
-    output_cache_dir: Annotated[
-        str,
-        typer.Option(
-            "--output_cache_dir",
-            "--output-cache-dir",
-            help="Where the tasks' folders go.",
-            metavar="DIR",
-        ),
-    ],
-    tasks: Annotated[
-        str, typer.Option(help="Task names, with * for anything.", metavar="GLOB,...")
-    ] = "",
-    mixture: Annotated[
-        str, typer.Option(help="Mixtures whose tasks to cache.", metavar="NAME,...")
-    ] = "",
-    module_import: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--module_import",
-            "--module-import",
-            help="The module that registers the tasks; may be repeated.",
-            show_default="t0repro.tasks.t0, unless --templates is given",
-        ),
-    ] = None,
-    templates: Annotated[
-        list[str] | None,
-        typer.Option(help="Your own prompts, a file in promptsource's YAML format; repeatable."),
-    ] = None,
-    splits: Annotated[
-        str, typer.Option(help="Only these splits.", metavar="SPLIT,...", show_default="all")
-    ] = "",
-    at_hand: Annotated[
-        bool,
-        typer.Option(
-            "--at_hand",
-            "--at-hand",
-            help="Leave out splits whose rows are not here, and list them.",
-        ),
-    ] = False,
-    workers: Annotated[
-        int | None, typer.Option(min=1, help="Processes.", show_default="one a processor")
-    ] = None,
-    seed: Annotated[
-        int, typer.Option(min=0, help="Of what templates draw, and of the examples' order.")
-    ] = 0,
-    min_shards: Annotated[
-        int,
-        typer.Option(
-            "--min_shards", "--min-shards", min=1, max=99999, help="Files of a split, at least."
-        ),
-    ] = 16,
+    output_cache_dir: _Folder,
+    tasks: _Tasks = "",
+    mixture: _Mixtures = "",
+    module_import: ModulesOrT0 = None,
+    templates: Templates = None,
+    splits: _Splits = "",
+    at_hand: _AtHand = False,
+    workers: _Workers = None,
+    seed: _Seed = 0,
+    min_shards: _MinShards = 16,
 ) -> None:
-    """Cache prompted tasks, in SeqIO's format; tasks that are cached already are left alone.
+    """Cache prompted tasks in SeqIO's format; tasks that are cached already are left alone.
 
     Example: t0repro cache --mixture t0_eval_score_eval --at_hand --output_cache_dir runs/cache
     """
@@ -83,10 +63,9 @@ def cache(
     from t0repro.tasks.prompt_cache.cache import cache_tasks, default_workers
     from t0repro.tasks.prompt_cache.plan import Request
 
-    default = () if templates else ("t0repro.tasks.t0",)
     request = Request(
-        modules=tuple(module_import or default),
-        templates=tuple(templates or ()),
+        modules=tuple(modules_or_t0(module_import, templates)),
+        templates=tuple(map(str, templates or ())),
         patterns=_names(tasks),
         mixtures=_names(mixture),
         folder=output_cache_dir,
@@ -108,14 +87,14 @@ def _print(summary: Summary, folder: str) -> None:
     missing = sorted({reason for _, _, reason in summary.left_out})
     if missing:
         tasks = {task for task, _, _ in summary.left_out}
-        typer.echo(f"Left out, of {counted(len(tasks), 'task')}, splits whose rows are not here:")
+        typer.echo(f"Left out splits of {counted(len(tasks), 'task')}; their rows are not here:")
         for reason in missing:
             typer.echo(f"  {reason}")
     rate = summary.examples / max(summary.seconds, 1e-9)
     typer.echo(
-        f"{len(summary.cached)} of {counted(summary.selected, 'task')} cached now:"
+        f"Cached {len(summary.cached)} of {counted(summary.selected, 'task')} in {folder}:"
         f" {counted(summary.examples, 'example')} in {summary.seconds:.1f} s"
-        f" ({rate:,.0f}/s, start included). {folder}"
+        f" ({rate:,.0f}/s, start included)."
     )
     for reason, count in sorted(summary.dropped.items()):
         typer.echo(f"{counted(count, 'rendering')} gave no example: {reason}.")

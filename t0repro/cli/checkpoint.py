@@ -1,4 +1,4 @@
-"""`t0repro checkpoint ...`: inspect, compare and verify checkpoints; fetch released ones."""
+"""`t0repro checkpoint`: inspects, compares and verifies checkpoints; downloads released ones."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from t0repro.words import counted
+from t0repro.cli.options import AsJson
+from t0repro.words import counted, sized
 
 if TYPE_CHECKING:
     from t0repro.converters.compare import Comparison
@@ -16,17 +17,20 @@ if TYPE_CHECKING:
 _ROWS_SHOWN = 20
 
 
-def inspect(
-    path: Annotated[
-        str,
-        typer.Argument(
-            help="A model_dir, a checkpoint_<step> directory, a prefix .../model.ckpt-<step>, or a"
-            " Hugging Face directory."
-        ),
-    ],
-    step: Annotated[int | None, typer.Option(help="This step, not the latest.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
+_Path = Annotated[
+    str,
+    typer.Argument(
+        help="A model_dir, a checkpoint_<step> directory, a prefix .../model.ckpt-<step>, or a"
+        " Hugging Face directory."
+    ),
+]
+_Step = Annotated[
+    int | None, typer.Option(help="Step of the checkpoint.", show_default="the latest")
+]
+_Name = Annotated[str, typer.Argument(help="A name listed by `t0repro checkpoint released`.")]
+
+
+def inspect(path: _Path, step: _Step = None, as_json: AsJson = False) -> None:
     """Print every tensor of a checkpoint (name, shape, type, norm) and which model it is.
 
     Example: t0repro checkpoint inspect runs/t0
@@ -43,14 +47,14 @@ def inspect(
 
 
 def diff(
-    a: Annotated[str, typer.Argument(help="A checkpoint of any format.")],
-    b: Annotated[str, typer.Argument(help="Another, of any format.")],
+    a: Annotated[str, typer.Argument(help="A checkpoint in any format.")],
+    b: Annotated[str, typer.Argument(help="Another checkpoint, in any format.")],
     tol: Annotated[
-        float, typer.Option(help="Largest absolute difference to let pass; 0: the same bits.")
+        float, typer.Option(help="Largest absolute difference to accept; 0 requires the same bits.")
     ] = 0.0,
     slots: Annotated[bool, typer.Option(help="Compare the optimizer's slots too.")] = True,
 ) -> None:
-    """Compare two checkpoints tensor by tensor; exit code 1 when they differ beyond --tol.
+    """Compare two checkpoints tensor by tensor; exit code 1 if they differ by more than --tol.
 
     Example: t0repro checkpoint diff runs/t0 runs/t0_jax
     """
@@ -62,17 +66,10 @@ def diff(
         raise typer.Exit(1)
 
 
-def verify(
-    path: Annotated[
-        str,
-        typer.Argument(
-            help="A model_dir, a checkpoint_<step> directory, a prefix .../model.ckpt-<step>, or a"
-            " Hugging Face directory."
-        ),
-    ],
-    step: Annotated[int | None, typer.Option(help="This step, not the latest.")] = None,
-) -> None:
-    """Check a checkpoint: files, sizes, checksums, shapes, no NaN or Inf; exit code 1 if it fails.
+def verify(path: _Path, step: _Step = None) -> None:
+    """Check a checkpoint's files, sizes, checksums, shapes and values; exit code 1 if it fails.
+
+    No value may be NaN or infinite.
 
     Example: t0repro checkpoint verify runs/t0_jax
     """
@@ -85,12 +82,12 @@ def verify(
     )
     typer.echo(f"Checked: {'; '.join(verification.checks)}.")
     for gap in verification.unchecked:
-        typer.echo(f"Could not be checked: {gap}")
+        typer.echo(f"Not checked: {gap}")
     for problem in verification.problems:
         typer.echo(f"Problem: {problem}")
     if verification.problems:
         raise typer.Exit(1)
-    typer.echo("All that was checked is well." if verification.unchecked else "All is well.")
+    typer.echo("No problem in what was checked." if verification.unchecked else "No problem.")
 
 
 def released(
@@ -98,7 +95,7 @@ def released(
         str | None, typer.Option(help="Only names or families that contain this.")
     ] = None,
 ) -> None:
-    """List the released checkpoints that `fetch` and `plan` know by name.
+    """List the names of released checkpoints, for `fetch` and `plan`.
 
     Example: t0repro checkpoint released --family lm100k
     """
@@ -115,18 +112,21 @@ def released(
 
 
 def fetch(
-    name: Annotated[str, typer.Argument(help="A name of `t0repro checkpoint released`.")],
-    to: Annotated[Path, typer.Option(help="The folder to fetch to.")],
+    name: _Name,
+    to: Annotated[Path, typer.Option(help="The folder to download to.")],
     step: Annotated[
-        int | None, typer.Option(help="This step of a Mesh TensorFlow folder, not the latest.")
+        int | None,
+        typer.Option(help="Step in a Mesh TensorFlow folder.", show_default="the latest"),
     ] = None,
-    revision: Annotated[str, typer.Option(help="Of a Hugging Face repository.")] = "main",
+    revision: Annotated[str, typer.Option(help="Revision of a Hugging Face repository.")] = "main",
     base_url: Annotated[
         str | None,
         typer.Option(help="A mirror of the Hugging Face hub or of Google Cloud Storage."),
     ] = None,
 ) -> None:
-    """Fetch a released checkpoint, only with T0REPRO_CHECKPOINT_HUB=1; it goes on after a stop.
+    """Download a released checkpoint; a second start resumes the download.
+
+    Only with T0REPRO_CHECKPOINT_HUB=1 in the environment, because checkpoints are large.
 
     Example: T0REPRO_CHECKPOINT_HUB=1 t0repro checkpoint fetch t5.1.1.lm100k.xl --to runs/lm100k
     """
@@ -134,16 +134,16 @@ def fetch(
 
     found = released_checkpoints.find(name)
     done = released_checkpoints.fetch(found, to, base_url=base_url, revision=revision, step=step)
-    what = "is there already" if done.present else "fetched"
-    typer.echo(f"{name} {what}: {done.path} ({done.files} files, {done.bytes / 1e9:.2f} GB).")
+    what = "was downloaded already" if done.present else "downloaded"
+    typer.echo(f"{name} {what}: {done.path} ({counted(done.files, 'file')}, {sized(done.bytes)}).")
     typer.echo(f"Licence: {found.license or f'not stated in the catalogue; see {found.source}'}.")
 
 
 def plan(
-    name: Annotated[str, typer.Argument(help="A name of `t0repro checkpoint released`.")],
-    to: Annotated[Path, typer.Option(help="Where it would be fetched to.")] = Path(),
+    name: _Name,
+    to: Annotated[Path, typer.Option(help="The folder that it would be downloaded to.")] = Path(),
 ) -> None:
-    """Say what a released checkpoint needs on disk and in memory, and whether this machine has it.
+    """Say how much disk and memory a released checkpoint needs, and whether this machine has it.
 
     Example: t0repro checkpoint plan bigscience/T0_3B
     """
@@ -158,21 +158,21 @@ def plan(
     rows = [("", "needs", "here", "")]
     for what, needed, has in (
         ("disk, the checkpoint in float32", needs.disk, machine.disk),
-        ("disk, a checkpoint of training", needs.training_disk, machine.disk),
+        ("disk, a checkpoint while training", needs.training_disk, machine.disk),
         ("memory, evaluation", needs.evaluation, machine.memory),
         ("memory, training with Adafactor", needs.training, machine.memory),
     ):
         fits = "fits" if needed <= has else "does not fit"
-        rows.append((what, f"{needed / 1e9:.2f} GB", f"{has / 1e9:.2f} GB", fits))
+        rows.append((what, sized(needed), sized(has), fits))
     _print_table(rows)
     for accelerator, memory in machine.accelerators:
-        one = f"{accelerator}, {memory / 1e9:.2f} GB"
+        one = f"{accelerator}, {sized(memory)}"
         for what, needed in (("evaluation", needs.evaluation), ("training", needs.training)):
             devices = -(-needed // memory)
-            typer.echo(f"{one}: {what} takes {devices} or more of them.")
+            typer.echo(f"{one}: {what} takes at least {devices} of them.")
     if not machine.accelerators:
         typer.echo("This machine has no NVIDIA accelerator.")
-    typer.echo("Activations, which depend on batch and lengths, come on top.")
+    typer.echo("Activations need memory as well, depending on batch size and lengths.")
 
 
 def _print_inspection(inspection: Inspection) -> None:
@@ -190,7 +190,7 @@ def _print_inspection(inspection: Inspection) -> None:
     typer.echo(
         f"{counted(inspection.parameters, 'parameter')},"
         f" {counted(len(inspection.tensors), 'tensor')},"
-        f" {inspection.bytes / 1e6:.1f} MB, {slots}"
+        f" {sized(inspection.bytes)}, {slots}"
     )
 
 
@@ -206,7 +206,7 @@ def _print_comparison(comparison: Comparison) -> None:
     _print_table(rows)
     if len(differences) > _ROWS_SHOWN:
         typer.echo(f"... and {len(differences) - _ROWS_SHOWN} more")
-    beyond = f"{len(comparison.failures)} beyond the tolerance of {comparison.tolerance:g}"
+    beyond = f"{len(comparison.failures)} by more than {comparison.tolerance:g}"
     equal = comparison.tensors - len(differences)
     typer.echo(
         f"\n{len(differences)} of {comparison.tensors} tensors differ, {beyond};"

@@ -8,50 +8,50 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from t0repro.cli.options import BootstrapSeed, Modules, Resamples
+
 if TYPE_CHECKING:
     from t0repro.reports.page import Page
 
 Given = tuple[str | None, Path]
 
 
+_Runs = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="[LABEL=]A [LABEL=]B ...",
+        help="metrics.jsonl files, to compare losses; or evaluation folders, rank-eval folders or"
+        " reports, to compare scores, predictions and accuracies. All are compared with the first.",
+    ),
+]
+_Tolerance = Annotated[
+    float | None,
+    typer.Option(
+        "--tol",
+        help="Exit with 1 if a loss differs by more than this (relative to the first run's), a"
+        " score differs by more per target token, or an example is predicted differently.",
+    ),
+]
+_Steps = Annotated[
+    list[int] | None,
+    typer.Option(help="Step of each run, in their order.", show_default="the latest"),
+]
+_Out = Annotated[Path | None, typer.Option("--out", help="Folder for compare.json, .md and .html.")]
+
+
 def compare(
-    runs: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="[LABEL=]A [LABEL=]B ...",
-            help="metrics.jsonl files, to compare losses; or evaluation folders, folders of"
-            " rank-eval or reports, to compare scores, predictions and accuracies. All are compared"
-            " with the first.",
-        ),
-    ],
-    tol: Annotated[
-        float | None,
-        typer.Option(
-            "--tol",
-            help="Exit with 1 if a loss differs by more (relative to the first run's), or a score"
-            " by more per target token, or if an example is predicted differently.",
-        ),
-    ] = None,
-    step: Annotated[
-        list[int] | None,
-        typer.Option(help="Step of a run, one for each in their order; the latest by default."),
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", help="Folder for compare.json, .md and .html.")
-    ] = None,
-    module_import: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="A module that registers the tasks, to group them by dataset; repeatable."
-        ),
-    ] = None,
-    resamples: Annotated[int, typer.Option(help="Bootstrap resamples.", min=100)] = 1000,
-    seed: Annotated[int, typer.Option(help="Seed for the bootstrap.")] = 0,
+    runs: _Runs,
+    tol: _Tolerance = None,
+    step: _Steps = None,
+    out: _Out = None,
+    module_import: Modules = None,
+    resamples: Resamples = 1000,
+    seed: BootstrapSeed = 0,
 ) -> None:
     """Compare runs: losses step by step, or scores, predictions and accuracies.
 
     What is compared depends on what is given. Accuracies come with a paired bootstrap interval and
-    McNemar's test for each dataset.
+    McNemar's test for each dataset; --module_import groups tasks by dataset.
 
     Example: t0repro compare mtf=runs/mtf/metrics.jsonl jax=runs/jax/metrics.jsonl --tol 1e-4
 

@@ -2,146 +2,150 @@
 
 from __future__ import annotations
 
-import enum
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from t0repro.words import counted
+from t0repro.cli.options import DType
+from t0repro.words import counted, sized
 
+if TYPE_CHECKING:
+    from t0repro.converters.convert import ConversionReport
 
-class Layout(enum.Enum):
-    """The two checkpoint layouts that T5X reads."""
+# Spelled out, because importing the converters' own types takes seconds that --help need not wait.
+_Format = Literal["mtf", "t5x", "jax", "hf"]
+_SourceFormat = Literal["auto", "mtf", "t5x", "jax", "hf"]
 
-    legacy = "legacy"
-    orbax = "orbax"
+_Source = Annotated[
+    str,
+    typer.Argument(
+        help="A model_dir, a checkpoint_<step> directory, a prefix .../model.ckpt-<step>, or a"
+        " Hugging Face directory; local or at any address that fsspec or etils.epath opens."
+    ),
+]
+_Target = Annotated[str, typer.Argument(help="The directory to write.")]
+_To = Annotated[_Format, typer.Option(help="The format to write.")]
+_From = Annotated[_SourceFormat, typer.Option("--from", help="The format of SRC.")]
+_Step = Annotated[
+    int | None, typer.Option(help="The step of SRC to convert.", show_default="the latest")
+]
+_GinFile = Annotated[
+    str | None,
+    typer.Option(
+        help="The gin file that the model was trained with, written beside the checkpoint as"
+        " operative_config.gin. The sizes that it binds must match SRC's.",
+        show_default="SRC's own",
+    ),
+]
+_DType = Annotated[DType | None, typer.Option(help="Type of the parameters.", show_default="SRC's")]
+_MasterDType = Annotated[
+    DType | None,
+    typer.Option(
+        help="Mesh TensorFlow's name for --dtype (mtf only). Mesh TensorFlow restores a checkpoint"
+        " only into variables of the type that the gin file binds.",
+        show_default="what --gin_file binds",
+    ),
+]
+_Scan = Annotated[
+    bool, typer.Option(help="Stack the layers, as T5X's scalable_t5 does (t5x only).")
+]
+_Layout = Annotated[
+    Literal["legacy", "orbax"] | None,
+    typer.Option(
+        help="Layout of T5X's checkpoints: legacy (msgpack and Zarr) or orbax (t5x only). T5X's"
+        " checkpoint managers read both.",
+        show_default="legacy",
+    ),
+]
+_Slots = Annotated[bool, typer.Option(help="Convert the optimizer's slots too.")]
+_ImporterSlots = Annotated[
+    bool,
+    typer.Option(
+        "--t5x-importer-slots",
+        help="The T5X side has the slots of square matrices as T5X's own importer leaves them.",
+    ),
+]
+_Vocabulary = Annotated[
+    str | None, typer.Option(help="A SentencePiece model, for hf's tokenizer files.")
+]
+_VocabularySize = Annotated[
+    int | None, typer.Option(help="Pad the vocabulary with zeros, or cut it, to this size.")
+]
+_NormNames = Annotated[
+    Literal["rms_norm", "layer_norm"] | None,
+    typer.Option(
+        help="How Mesh TensorFlow's variables spell the norms; T5 1.0's released checkpoints have"
+        " layer_norm.",
+        show_default="as the checkpoint that the model came from",
+    ),
+]
+_DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, write nothing.")]
+_Force = Annotated[
+    bool, typer.Option("--force", help="Write into DST even if it exists; other files stay.")
+]
 
 
 def convert(
-    src: Annotated[
-        str,
-        typer.Argument(
-            help="A model_dir, a checkpoint_<step> directory, a prefix .../model.ckpt-<step>, or a"
-            " Hugging Face directory; local or at any address that fsspec or etils.epath opens."
-        ),
-    ],
-    dst: Annotated[str, typer.Argument(help="The directory to make.")],
-    to: Annotated[str, typer.Option(help="Format to write: mtf, t5x, jax or hf.")],
-    source: Annotated[
-        str, typer.Option("--from", help="Format to read: auto, mtf, t5x, jax or hf.")
-    ] = "auto",
-    step: Annotated[int | None, typer.Option(help="This step of SRC, not the latest.")] = None,
-    gin_file: Annotated[
-        str | None,
-        typer.Option(
-            "--gin_file",
-            "--gin-file",
-            help="The configuration that the model was trained with, to put beside it as"
-            " operative_config.gin. The sizes that it binds are compared with SRC's. By default"
-            " SRC's own.",
-        ),
-    ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="Type of the parameters: float32 or bfloat16. By default SRC's."),
-    ] = None,
-    master_dtype: Annotated[
-        str | None,
-        typer.Option(
-            "--master_dtype",
-            "--master-dtype",
-            help="The same by Mesh TensorFlow's name (mtf only). By default what --gin_file binds:"
-            " Mesh TensorFlow restores its checkpoints in that type alone.",
-        ),
-    ] = None,
-    scan: Annotated[
-        bool, typer.Option(help="Stack the layers, as T5X's scalable_t5 does (t5x only).")
-    ] = False,
-    layout: Annotated[
-        Layout | None,
-        typer.Option(
-            help="Of T5X's checkpoints: legacy (msgpack and Zarr) or orbax (t5x only). By default"
-            " legacy; T5X's managers read both."
-        ),
-    ] = None,
-    slots: Annotated[bool, typer.Option(help="Take the optimizer's slots along.")] = True,
-    t5x_importer_slots: Annotated[
-        bool,
-        typer.Option(
-            "--t5x-importer-slots",
-            help="The T5X side has square matrices' slots as T5X's own importer leaves them.",
-        ),
-    ] = False,
-    vocab: Annotated[
-        str | None, typer.Option(help="A SentencePiece model, for hf's tokenizer files.")
-    ] = None,
-    vocab_size: Annotated[
-        int | None, typer.Option(help="Pad the vocabulary with zeros, or cut it, to this size.")
-    ] = None,
-    mtf_norm_names: Annotated[
-        str | None,
-        typer.Option(
-            help="Mesh TensorFlow's spelling of norms: rms_norm, or layer_norm as in T5 1.0's"
-            " released checkpoints. By default as in the checkpoint that the model came from."
-        ),
-    ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check all, write nothing.")] = False,
-    force: Annotated[
-        bool, typer.Option("--force", help="Write into DST though it is there; other files stay.")
-    ] = False,
+    src: _Source,
+    dst: _Target,
+    to: _To,
+    source: _From = "auto",
+    step: _Step = None,
+    gin_file: _GinFile = None,
+    dtype: _DType = None,
+    master_dtype: _MasterDType = None,
+    scan: _Scan = False,
+    layout: _Layout = None,
+    slots: _Slots = True,
+    t5x_importer_slots: _ImporterSlots = False,
+    vocab: _Vocabulary = None,
+    vocab_size: _VocabularySize = None,
+    mtf_norm_names: _NormNames = None,
+    dry_run: _DryRun = False,
+    force: _Force = False,
 ) -> None:
     """Convert a checkpoint between Mesh TensorFlow, T5X, JAX and Hugging Face, slots included.
 
-    Values stay the same bit for bit unless --dtype asks for another type. A conversion that was
-    interrupted goes on where it stopped when it is started again.
+    Values stay the same bit for bit unless --dtype asks for another type. If a conversion is
+    interrupted, starting it again continues where it stopped.
 
     Example: t0repro convert runs/t0/model.ckpt-1112200 runs/t0_jax --to jax
     """
     from t0repro.converters.convert import convert as convert_checkpoint
     from t0repro.converters.options import Options
-    from t0repro.converters.tensors import FORMATS, Format
-    from t0repro.errors import UserError
 
-    if mtf_norm_names not in (None, "rms_norm", "layer_norm"):
-        raise UserError(
-            f"--mtf-norm-names is {mtf_norm_names!r}.", fix="Give rms_norm or layer_norm."
-        )
-    formats: dict[str, Format] = {name: name for name in FORMATS}
-    if to not in formats:
-        raise UserError(
-            f"There is no format {to!r} to convert to.", fix=f"Give one of {', '.join(FORMATS)}."
-        )
-    if source not in (*formats, "auto"):
-        raise UserError(
-            f"There is no format {source!r} to read.", fix=f"Give auto, {', '.join(FORMATS)}."
-        )
+    options = Options(
+        slots=slots,
+        norm_names=mtf_norm_names,
+        dtype=dtype,
+        master_dtype=master_dtype,
+        scan=scan,
+        layout=layout,
+        t5x_importer_slots=t5x_importer_slots,
+        vocab_size=vocab_size,
+        vocabulary=vocab,
+        gin_file=gin_file,
+    )
     report = convert_checkpoint(
         src,
         dst,
-        formats[to],
+        to,
         step=step,
-        source=formats.get(source),
+        source=None if source == "auto" else source,
         force=force,
         dry_run=dry_run,
-        options=Options(
-            slots=slots,
-            norm_names=mtf_norm_names,
-            dtype=dtype,
-            master_dtype=master_dtype,
-            scan=scan,
-            layout=layout.value if layout else None,  # pyright: ignore[reportArgumentType]
-            t5x_importer_slots=t5x_importer_slots,
-            vocab_size=vocab_size,
-            vocabulary=vocab,
-            gin_file=gin_file,
-        ),
+        options=options,
     )
+    _print(report)
+
+
+def _print(report: ConversionReport) -> None:
     for note in report.notes:
         typer.echo(f"Note: {note}")
     verb = "Would write" if report.dry_run else "Wrote"
     resumed = f" ({report.resumed} of them before an interruption)" if report.resumed else ""
     typer.echo(
         f"{verb} {report.target.path}: {report.family.name}, step {report.target.step},"
-        f" {counted(report.tensors, 'tensor')}{resumed}, {report.bytes / 1e6:.1f} MB,"
+        f" {counted(report.tensors, 'tensor')}{resumed}, {sized(report.bytes)},"
         f" slots {report.slots}."
     )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import typer
+
+from t0repro.cli.options import AsJson
 
 
 def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Check versions, devices, Mesh TensorFlow, extras and data; exit 1 if something is broken.
 

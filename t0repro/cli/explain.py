@@ -13,9 +13,9 @@ from t0repro.cli.gin_options import (
     GinFolders,
     GinParams,
     GinSearchPaths,
-    Modules,
     RunModes,
 )
+from t0repro.cli.options import AsJson, Modules
 
 
 def explain(
@@ -24,14 +24,14 @@ def explain(
     gin_location_prefix: GinFolders = None,
     module_import: Modules = None,
     model_dir: Annotated[str, typer.Option("--model_dir", help="The run's model_dir.")] = "",
-    json: Annotated[bool, typer.Option("--json", help="Print the values as JSON.")] = False,
+    as_json: AsJson = False,
     run_mode: RunModes = None,
     gin_bindings: GinBindings = None,
     gin_search_paths: GinSearchPaths = ".",
 ) -> None:
-    """Shows what gin files and overrides amount to, and which file and line set each value.
+    """Show every value that gin files and overrides set, with the file and line that set it.
 
-    The files are Mesh TensorFlow's, or with --run_mode T5X's.
+    The files are Mesh TensorFlow's or, with --run_mode, T5X's.
 
     Example:
       t0repro explain --module_import t0repro.tasks.demo --gin_file dataset.gin
@@ -43,7 +43,7 @@ def explain(
         --gin.TASK_FEATURE_LENGTHS="{'inputs': 512, 'targets': 114}" --gin.DROPOUT_RATE=0.0
     """
     if run_mode:
-        _explain_t5x(run_mode, gin_file or (), gin_bindings or (), gin_search_paths, json)
+        _explain_t5x(run_mode, gin_file or (), gin_bindings or (), gin_search_paths, as_json)
         return
     from t0repro.config.explain import render
     from t0repro.config.mtf.dialect import load
@@ -57,7 +57,7 @@ def explain(
         module_imports=module_import or (),
     )
     config = load(inputs).run
-    typer.echo(config.to_json() if json else render(config))
+    typer.echo(config.to_json() if as_json else render(config))
 
 
 def _explain_t5x(

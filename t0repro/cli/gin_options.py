@@ -7,15 +7,12 @@ import typer
 
 GinFiles = Annotated[list[str] | None, typer.Option("--gin_file", help="A gin file; repeatable.")]
 GinParams = Annotated[
-    list[str] | None, typer.Option("--gin_param", help="An override; repeatable.")
+    list[str] | None,
+    typer.Option("--gin_param", help="An override of a gin file's value; repeatable."),
 ]
 GinFolders = Annotated[
     list[str] | None,
-    typer.Option("--gin_location_prefix", help="A folder to find gin files in; repeatable."),
-]
-Modules = Annotated[
-    list[str] | None,
-    typer.Option("--module_import", help="A module that registers tasks; repeatable."),
+    typer.Option("--gin_location_prefix", help="A folder to look for gin files in; repeatable."),
 ]
 
 
@@ -29,17 +26,20 @@ class RunMode(enum.StrEnum):
 
 
 RunModes = Annotated[
-    RunMode | None, typer.Option("--run_mode", help="Read the gin files as T5X does in this mode.")
+    RunMode | None,
+    typer.Option("--run_mode", help="Read the gin files as T5X does in this run mode."),
 ]
 GinBindings = Annotated[
     list[str] | None,
     typer.Option(
-        "--gin_bindings", help="An override of a T5X run, or --gin.NAME=VALUE; repeatable."
+        "--gin_bindings",
+        help="An override in a T5X run, also written --gin.NAME=VALUE; repeatable.",
     ),
 ]
 GinSearchPaths = Annotated[
     str,
     typer.Option(
-        "--gin_search_paths", help="Folders to find a T5X run's gin files in, joined by commas."
+        "--gin_search_paths",
+        help="Folders to look for a T5X run's gin files in, separated by commas.",
     ),
 ]

@@ -8,15 +8,9 @@ from typing import Annotated
 
 import typer
 
-from t0repro.cli.gin_options import GinFiles, GinFolders, GinParams, Modules
+from t0repro.cli.gin_options import GinFiles, GinFolders, GinParams
+from t0repro.cli.options import DType, Modules
 from t0repro.words import counted
-
-
-class Activations(StrEnum):
-    """Types that activations can have."""
-
-    float32 = "float32"
-    bfloat16 = "bfloat16"
 
 
 class Injected(StrEnum):
@@ -28,35 +22,47 @@ class Injected(StrEnum):
     no_shift = "no-shift"
 
 
+_Out = Annotated[Path, typer.Option("--out", help="A folder for the report and the states.")]
+_Steps = Annotated[int, typer.Option("--steps", min=1, help="Number of training steps.")]
+_Start = Annotated[
+    str | None,
+    typer.Option(
+        "--from",
+        help="The checkpoint to start from, in any format.",
+        show_default="parameters that Mesh TensorFlow draws",
+    ),
+]
+_DType = Annotated[
+    DType,
+    typer.Option("--dtype", help="Type of activations; bfloat16 is reported but not judged."),
+]
+_EvalTask = Annotated[
+    str | None,
+    typer.Option("--eval_task", help="A task whose log-likelihoods are compared as well."),
+]
+_Inject = Annotated[
+    Injected | None,
+    typer.Option("--inject", help="Put a known error into the JAX side, which must be found."),
+]
+
+
 def parity(
-    out: Annotated[Path, typer.Option("--out", help="A folder for the report and the states.")],
+    out: _Out,
     gin_file: GinFiles = None,
     gin_param: GinParams = None,
     gin_location_prefix: GinFolders = None,
     module_import: Modules = None,
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Training steps.")] = 20,
-    start: Annotated[
-        str | None,
-        typer.Option("--from", help="A checkpoint in any format; else Mesh TensorFlow makes one."),
-    ] = None,
-    dtype: Annotated[
-        Activations,
-        typer.Option("--dtype", help="Of activations; bfloat16 is reported and not judged."),
-    ] = Activations.float32,
-    eval_task: Annotated[
-        str | None,
-        typer.Option("--eval_task", help="A task whose log-likelihoods are compared as well."),
-    ] = None,
-    inject: Annotated[
-        Injected | None,
-        typer.Option("--inject", help="Put a known error into the JAX side: it must be found."),
-    ] = None,
+    steps: _Steps = 20,
+    start: _Start = None,
+    dtype: _DType = "float32",
+    eval_task: _EvalTask = None,
+    inject: _Inject = None,
 ) -> None:
     """Run both stacks from one checkpoint on the same batches and compare all that they compute.
 
-    Activations by layer, losses, gradients, parameters and slots after the first and the last step,
-    log-likelihoods. Writes parity.json, parity.md and parity.html, and names the first tensor that
-    departs. Exit code 0: within the tolerances; 1: not.
+    Compared are activations by layer, losses, gradients, parameters and slots after the first and
+    the last step, and log-likelihoods. Writes parity.json, parity.md and parity.html, and names the
+    first tensor that differs too much. Exit code 0: everything is within the tolerances; 1: not.
 
     Example:
       t0repro parity --module_import t0repro.tasks.demo --gin_file dataset.gin
@@ -80,9 +86,7 @@ def parity(
         location_prefixes=gin_location_prefix or (),
         module_imports=module_import or (),
     )
-    job = run.make_job(
-        inputs, out, steps=steps, start=start, dtype=dtype.value, eval_task=eval_task
-    )
+    job = run.make_job(inputs, out, steps=steps, start=start, dtype=dtype, eval_task=eval_task)
     typer.echo(f"Mesh TensorFlow: {counted(len(job.batches), 'step')}", err=True)
     reference, start_step = run.run_mesh_side(job)
     typer.echo(f"JAX: {counted(len(job.batches), 'step')}", err=True)

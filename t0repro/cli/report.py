@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from t0repro.cli.options import BootstrapSeed, Label, Modules, Resamples, Title, TrainMixtures
+
 if TYPE_CHECKING:
+    from t0repro.reports.make_report import Beside
     from t0repro.reports.report import Report
 
 app = typer.Typer(
@@ -15,6 +18,46 @@ app = typer.Typer(
     help="Write and read reports of rank evaluations.",
     no_args_is_help=True,
 )
+
+_EvalDir = Annotated[Path, typer.Argument(help="The <split>_eval folder to report on.")]
+_Out = Annotated[Path, typer.Option("--out", help="Folder for the three files.")]
+_Step = Annotated[int | None, typer.Option(help="Step to report.", show_default="the latest")]
+_Other = Annotated[
+    str | None,
+    typer.Option(metavar="LABEL=EVAL_DIR", help="A second run to compare the scores with."),
+]
+_Metrics = Annotated[
+    Path | None, typer.Option(help="The training's metrics.jsonl, for a loss curve.")
+]
+_Losses = Annotated[
+    tuple[str, str] | None,
+    typer.Option(
+        metavar="[LABEL=]A.jsonl [LABEL=]B.jsonl",
+        help="Two metrics.jsonl files whose losses to compare.",
+    ),
+]
+_TrainDatasets = Annotated[
+    list[str] | None,
+    typer.Option(help="A dataset that was trained on, such as super_glue/rte; repeatable."),
+]
+_Checkpoint = Annotated[
+    str | None,
+    typer.Option(help="The checkpoint that was evaluated.", show_default="as recorded"),
+]
+_Device = Annotated[
+    str | None,
+    typer.Option(help="The device that it was evaluated on.", show_default="as recorded"),
+]
+_Duration = Annotated[
+    float | None,
+    typer.Option(help="Duration of the evaluation, in seconds.", show_default="as recorded"),
+]
+_Conversion = Annotated[
+    Path | None, typer.Option(help="A text file with the result of a conversion.")
+]
+_Notes = Annotated[
+    list[str] | None, typer.Option(help="A sentence for the top of the report; repeatable.")
+]
 
 
 @app.callback()
@@ -24,50 +67,24 @@ def _group() -> None:
 
 @app.command()
 def make(
-    eval_dir: Annotated[Path, typer.Argument(help="The <split>_eval folder to report on.")],
-    out: Annotated[Path, typer.Option("--out", help="Folder for the three files.")],
-    label: Annotated[str, typer.Option(help="Name of the run, for instance jax.")] = "jax",
-    title: Annotated[str, typer.Option(help="Heading of the report.")] = "Rank evaluation",
-    step: Annotated[int | None, typer.Option(help="Step to report; the latest by default.")] = None,
-    other: Annotated[
-        str | None,
-        typer.Option(metavar="LABEL=EVAL_DIR", help="A second run to compare the scores with."),
-    ] = None,
-    metrics: Annotated[
-        Path | None, typer.Option(help="metrics.jsonl of the training, for its loss curve.")
-    ] = None,
-    losses: Annotated[
-        tuple[str, str] | None,
-        typer.Option(
-            metavar="[LABEL=]A.jsonl [LABEL=]B.jsonl",
-            help="Two metrics.jsonl files whose losses to compare.",
-        ),
-    ] = None,
-    module_import: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="A module that registers the tasks, for prompts and answers; repeatable."
-        ),
-    ] = None,
-    train_mixture: Annotated[
-        list[str] | None,
-        typer.Option(help="A mixture trained on, whose prompts are not held out; repeatable."),
-    ] = None,
-    train_dataset: Annotated[
-        list[str] | None,
-        typer.Option(help="A dataset that was trained on, such as super_glue/rte; repeatable."),
-    ] = None,
-    checkpoint: Annotated[str | None, typer.Option(help="The evaluated checkpoint.")] = None,
-    device: Annotated[str | None, typer.Option(help="The device that it was evaluated on.")] = None,
-    duration: Annotated[
-        float | None, typer.Option(help="How long the evaluation took, in seconds.")
-    ] = None,
-    conversion: Annotated[
-        Path | None, typer.Option(help="Text file with the result of a conversion.")
-    ] = None,
-    note: Annotated[list[str] | None, typer.Option(help="A sentence to add; repeatable.")] = None,
-    resamples: Annotated[int, typer.Option(help="Bootstrap resamples.", min=100)] = 1000,
-    seed: Annotated[int, typer.Option(help="Seed for the bootstrap.")] = 0,
+    eval_dir: _EvalDir,
+    out: _Out,
+    label: Label = "jax",
+    title: Title = "Rank evaluation",
+    step: _Step = None,
+    other: _Other = None,
+    metrics: _Metrics = None,
+    losses: _Losses = None,
+    module_import: Modules = None,
+    train_mixture: TrainMixtures = None,
+    train_dataset: _TrainDatasets = None,
+    checkpoint: _Checkpoint = None,
+    device: _Device = None,
+    duration: _Duration = None,
+    conversion: _Conversion = None,
+    note: _Notes = None,
+    resamples: Resamples = 1000,
+    seed: BootstrapSeed = 0,
 ) -> None:
     """Write report.json, report.md and report.html for a rank evaluation.
 
@@ -77,9 +94,9 @@ def make(
     """
     from t0repro.locks import folder_lock
     from t0repro.reports.bootstrap import Bootstrap
-    from t0repro.reports.make_report import Beside, ReportOptions, make_report
+    from t0repro.reports.make_report import ReportOptions, make_report
     from t0repro.reports.prompts import load_prompts, training_datasets, training_tasks
-    from t0repro.reports.run import Run, labelled
+    from t0repro.reports.run import Run
     from t0repro.reports.write import write_report
 
     prompts = load_prompts(module_import or ())
@@ -95,19 +112,7 @@ def make(
         duration_seconds=duration,
         notes=tuple(note or ()),
     )
-    other_label, other_path = labelled(other) if other else (None, None)
-    pair = [labelled(value) for value in losses] if losses else None
-    beside = Beside(
-        other=Run(other_label or "other", other_path) if other_path else None,
-        metrics=metrics,
-        losses=(
-            (pair[0][0] or label, pair[0][1]),
-            (pair[1][0] or other_label or "other", pair[1][1]),
-        )
-        if pair
-        else None,
-        conversion=_text(conversion) if conversion else None,
-    )
+    beside = _beside(label, other, metrics, losses, conversion)
     report = make_report(Run(label, eval_dir, step), prompts, options, beside)
     with folder_lock(out, "writing a report"):
         paths = write_report(report, out)
@@ -122,14 +127,11 @@ def history(
     out: Annotated[
         Path | None, typer.Option("--out", help="Folder for history.json, .md and .html.")
     ] = None,
-    module_import: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="A module that registers the tasks, to group them by dataset; repeatable."
-        ),
-    ] = None,
+    module_import: Modules = None,
 ) -> None:
     """Show accuracy by checkpoint, one curve per dataset.
+
+    With --module_import, tasks are grouped by dataset.
 
     Example: t0repro report history runs/demo/model/validation_eval --out runs/demo/history
     """
@@ -150,6 +152,30 @@ def history(
             paths = write_page("history", page, found.to_json(), out)
         for path in paths:
             typer.echo(f"wrote {path}")
+
+
+def _beside(
+    label: str,
+    other: str | None,
+    metrics: Path | None,
+    losses: tuple[str, str] | None,
+    conversion: Path | None,
+) -> Beside:
+    """What the report shows besides its run's scores; unlabelled losses get the runs' labels."""
+    from t0repro.reports.make_report import Beside
+    from t0repro.reports.run import Run, labelled
+
+    other_label, other_path = labelled(other) if other else (None, None)
+    compared = None
+    if losses:
+        (label_a, path_a), (label_b, path_b) = map(labelled, losses)
+        compared = ((label_a or label, path_a), (label_b or other_label or "other", path_b))
+    return Beside(
+        other=Run(other_label or "other", other_path) if other_path else None,
+        metrics=metrics,
+        losses=compared,
+        conversion=_text(conversion) if conversion else None,
+    )
 
 
 def _text(path: Path) -> str:

@@ -52,7 +52,8 @@ def with_t5x_overrides(arguments: Iterable[str]) -> list[str]:
 
 
 def show_canonical(command: Any) -> None:
-    """Makes the help of a Typer command and its subcommands show canonical names."""
+    """Makes the help of a Typer command and its subcommands show canonical names and fill lines."""
+    command.help = _flowing(command.help or "")
     for parameter in command.params:
         for names in (parameter.opts, getattr(parameter, "secondary_opts", [])):
             names[:] = [
@@ -60,3 +61,14 @@ def show_canonical(command: Any) -> None:
             ]
     for child in getattr(command, "commands", {}).values():
         show_canonical(child)
+
+
+def _flowing(text: str) -> str:
+    """A help text with each paragraph on one line, unless it has indented lines, as examples do.
+
+    Typer prints later paragraphs with the docstring's line breaks, which break again at 80 columns.
+    """
+    return "\n\n".join(
+        paragraph if "\n " in paragraph else paragraph.replace("\n", " ")
+        for paragraph in text.split("\n\n")
+    )

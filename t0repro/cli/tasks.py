@@ -1,4 +1,4 @@
-"""`t0repro tasks`: list, show and check prompted tasks; fetch the released P3."""
+"""`t0repro tasks`: lists, shows and checks prompted tasks; downloads the released P3."""
 
 from __future__ import annotations
 
@@ -8,56 +8,44 @@ from typing import Annotated
 
 import typer
 
-from t0repro.words import counted
+from t0repro.cli.options import AsJson, ModulesOrT0, Templates, modules_or_t0
+from t0repro.words import counted, sized
 
 app = typer.Typer(
     name="tasks",
-    help="Prompted tasks: list them, look at them, check them, fetch the released P3.",
+    help="List, show and check prompted tasks; download the released P3.",
     no_args_is_help=True,
     epilog="Example: t0repro tasks ls --dataset super_glue/rte",
 )
 
-DEFAULT_MODULE = "t0repro.tasks.t0"
-
-Modules = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--module_import",
-        "--module-import",
-        help=f"A module that registers tasks; repeatable. {DEFAULT_MODULE} by default.",
-    ),
+_Mixture = Annotated[str | None, typer.Option(help="Only the tasks of this mixture.")]
+_Dataset = Annotated[
+    str | None, typer.Option(help="Only the tasks of this dataset, or dataset/subset.")
 ]
-Templates = Annotated[
-    list[Path] | None,
-    typer.Option(help="Your own prompts, a file in promptsource's YAML format; repeatable."),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def _register(modules: list[str] | None, templates: list[Path] | None) -> None:
-    """Loads the modules; the default one if neither modules nor templates are given."""
     from t0repro.tasks.registration import load_tasks
 
-    default = [] if templates else [DEFAULT_MODULE]
-    load_tasks(modules or default, templates or (), into_seqio=False)
+    load_tasks(modules_or_t0(modules, templates), templates or (), into_seqio=False)
 
 
 @app.command("ls")
 def list_tasks(
-    mixture: Annotated[str | None, typer.Option(help="Only the tasks of this mixture.")] = None,
-    dataset: Annotated[
-        str | None, typer.Option(help="Only those of this dataset, or dataset/subset.")
-    ] = None,
+    mixture: _Mixture = None,
+    dataset: _Dataset = None,
     cache: Annotated[
-        list[Path] | None, typer.Option(help="Say which are cached in this folder; repeatable.")
+        list[Path] | None,
+        typer.Option(help="Say which tasks are cached in this folder; repeatable."),
     ] = None,
-    module_import: Modules = None,
+    module_import: ModulesOrT0 = None,
     templates: Templates = None,
-    as_json: Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """List tasks: dataset, template, choices, metrics, rate, training examples, cached or not.
 
-    A rate far above the number of examples is marked: T0's rates count rows that a template drops.
+    A rate far above a task's number of examples is marked: T0's rates count rows that a template
+    drops.
 
     Example: t0repro tasks ls --mixture t0_train --dataset trec --cache runs/cache
     """
@@ -76,16 +64,17 @@ def list_tasks(
 def show_task(
     task: Annotated[str, typer.Argument(help="A task's name.")],
     split: Annotated[
-        str | None, typer.Option(help="Of the task; the first that is at hand by default.")
+        str | None,
+        typer.Option(help="A split of the task.", show_default="the first that is at hand"),
     ] = None,
     rows: Annotated[int, typer.Option(min=1, help="The number of examples.")] = 3,
-    module_import: Modules = None,
+    module_import: ModulesOrT0 = None,
     templates: Templates = None,
-    as_json: Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show a task's first examples: input, target and choices, tokens, and what is cut off.
 
-    What is cut: variables beyond 2,048 characters, inputs beyond 1,024 tokens, targets beyond 256.
+    Variables are cut after 2,048 characters, inputs after 1,024 tokens, targets after 256.
 
     Example: t0repro tasks show super_glue_rte_GPT_3_style --split validation --rows 2
     """
@@ -101,15 +90,13 @@ def show_task(
 
 @app.command("check")
 def check_tasks(
-    mixture: Annotated[str | None, typer.Option(help="Only the tasks of this mixture.")] = None,
-    dataset: Annotated[
-        str | None, typer.Option(help="Only those of this dataset, or dataset/subset.")
-    ] = None,
-    module_import: Modules = None,
+    mixture: _Mixture = None,
+    dataset: _Dataset = None,
+    module_import: ModulesOrT0 = None,
     templates: Templates = None,
-    as_json: Json = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Render the first rows of every task from what is at hand; exit code 1 if one is broken.
+    """Render the first rows at hand of every task; exit code 1 if a prompt is broken.
 
     Example: t0repro tasks check --templates my_prompts.yaml
     """
@@ -132,17 +119,21 @@ def check_tasks(
 @app.command("fetch-p3")
 def fetch_p3(
     tasks: Annotated[
-        str, typer.Option(help="Names or patterns, such as 'super_glue_rte_*'; comma-separated.")
+        str,
+        typer.Option(help="Names or patterns, such as 'super_glue_rte_*', separated by commas."),
     ],
-    to: Annotated[Path, typer.Option(help="Folder to fetch to, for --additional_task_cache_dirs.")],
+    to: Annotated[
+        Path, typer.Option(help="Folder to download to, for --additional_task_cache_dirs.")
+    ],
     base_url: Annotated[
         str | None,
         typer.Option(
-            help="The Hugging Face hub or a mirror; HF_ENDPOINT, or the hub itself, by default."
+            help="The Hugging Face hub or a mirror of it.",
+            show_default="HF_ENDPOINT, or else the hub itself",
         ),
     ] = None,
 ) -> None:
-    """Fetch tasks of the released P3 as they were cached; started again, it goes on where it was.
+    """Download tasks of the released P3, cached as they were; a second start resumes the download.
 
     Example: t0repro tasks fetch-p3 --tasks 'super_glue_rte_*' --to runs/p3
     """
@@ -152,8 +143,8 @@ def fetch_p3(
     address = base_url or os.environ.get("HF_ENDPOINT") or p3.HUB
     patterns = [pattern for pattern in tasks.split(",") if pattern]
     done = p3.fetch(patterns, to, HubRepository(address, p3.REPOSITORY, p3.REVISION))
-    typer.echo(f"{counted(len(done.fetched), 'task')} fetched to {to} ({done.bytes / 1e6:.1f} MB).")
+    typer.echo(f"Downloaded {counted(len(done.fetched), 'task')} to {to} ({sized(done.bytes)}).")
     if done.present:
-        typer.echo(f"{len(done.present)} were there already.")
+        typer.echo(f"{counted(len(done.present), 'task')} had been downloaded already.")
     if done.absent:
-        typer.echo(f"P3 does not hold {len(done.absent)}: {', '.join(done.absent)}.")
+        typer.echo(f"Not in P3: {', '.join(done.absent)}.")

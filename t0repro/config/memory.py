@@ -13,6 +13,7 @@ from t0repro.config.run_config import (
     RunConfig,
 )
 from t0repro.errors import UserError
+from t0repro.words import sized
 
 _FLOAT32 = 4
 _LENGTH = 512  # tokens assumed for a feature with no bound length
@@ -112,11 +113,11 @@ def check_fits(run: RunConfig, total: int, free: int) -> str:
     if run.num_microbatches > 1:
         batch += f" in {run.num_microbatches:,} microbatches"
     need = (
-        f"{batch} need about {_gigabytes(memory.total)}"
-        f" ({_gigabytes(memory.parameters)} parameters,"
-        f" {_gigabytes(memory.training)} gradients and slots,"
-        f" {_gigabytes(memory.activations)} activations); {_gigabytes(free)} of"
-        f" {_gigabytes(total)} are free"
+        f"{batch} need about {sized(memory.total)}"
+        f" ({sized(memory.parameters)} parameters,"
+        f" {sized(memory.training)} gradients and slots,"
+        f" {sized(memory.activations)} activations); {sized(free)} of"
+        f" {sized(total)} are free"
     )
     if memory.certain > total:
         raise UserError(
@@ -127,7 +128,3 @@ def check_fits(run: RunConfig, total: int, free: int) -> str:
     if memory.total > free:
         return f"{need}: this may not fit; lower tokens_per_microbatch_per_replica or the batch."
     return f"{need}: it fits."
-
-
-def _gigabytes(count: int) -> str:
-    return f"{count / 1e9:,.1f} GB"

@@ -28,11 +28,11 @@ def test_tasks_are_cached_once_and_the_second_call_has_nothing_to_do(tmp_path):
     )
     first = run(*arguments, "--workers=2")
     assert first.returncode == 0, first.stderr
-    assert "14 of 14 tasks cached now" in first.stdout
+    assert "Cached 14 of 14 tasks in" in first.stdout
     assert "WARNING" not in first.stderr and "TensorFlow" not in first.stderr
     assert len(list(tmp_path.glob("*/COMPLETED"))) == 14
     second = run(*arguments)
-    assert second.returncode == 0 and "0 of 14 tasks cached now" in second.stdout
+    assert second.returncode == 0 and "Cached 0 of 14 tasks in" in second.stdout
 
 
 def test_a_users_own_prompts_are_cached(tmp_path):
@@ -59,7 +59,7 @@ def test_a_users_own_prompts_are_cached(tmp_path):
         ),
     )
     assert done.returncode == 0, done.stderr
-    assert "2 of 2 tasks cached now: 3 examples" in done.stdout
+    assert "Cached 2 of 2 tasks in" in done.stdout and ": 3 examples in" in done.stdout
 
 
 SEQIO_MODULE = """
@@ -84,7 +84,7 @@ def test_a_module_that_adds_to_seqio_itself_is_cached_as_far_as_its_tasks_are_pr
     arguments = ("--module_import=mine_tasks", f"--output_cache_dir={tmp_path / 'cache'}")
     done = run(*arguments, "--mixture=mine", PYTHONPATH=str(tmp_path))
     assert done.returncode == 0, done.stderr
-    assert "1 of 1 task cached now" in done.stdout
+    assert "Cached 1 of 1 task in" in done.stdout
     assert (tmp_path / "cache" / "mine_replace" / "COMPLETED").is_file()
     done = run(*arguments, "--tasks=plain", PYTHONPATH=str(tmp_path))
     assert done.returncode == 2 and "seqio_cache_tasks" in done.stderr

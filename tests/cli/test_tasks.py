@@ -305,8 +305,8 @@ def test_fetch_p3_says_what_it_did(run, tmp_path):
     )
     with p3_server.serving(tmp_path / "hub") as server:
         code, out, _ = run(*arguments, "--base-url", server.url)
-    assert code == 0 and "1 task fetched" in out
-    assert "P3 does not hold 1: super_glue_cb_GPT_3_style." in out
+    assert code == 0 and "Downloaded 1 task to" in out
+    assert "Not in P3: super_glue_cb_GPT_3_style." in out
     assert (tmp_path / "p3" / TASK / "COMPLETED").is_file()
 
 

@@ -438,7 +438,7 @@ def test_report_make_writes_nothing_on_bad_input(suite, tmp_path):
         [str(tmp_path), "--out", str(out)],
         [str(suite.folder), "--out", str(out), "--metrics", str(tmp_path / "absent.jsonl")],
         [str(suite.folder), "--out", str(out), "--conversion", str(tmp_path / "absent.txt")],
-        [str(suite.folder), "--out", str(out), "--module-import", "no_such_module"],
+        [str(suite.folder), "--out", str(out), "--module_import", "no_such_module"],
     ):
         run = CliRunner().invoke(app, ["make", *arguments])
         assert isinstance(run.exception, UserError)
