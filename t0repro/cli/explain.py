@@ -66,13 +66,11 @@ def _explain_t5x(
     import json
 
     from t0repro.config.explain import in_columns
-    from t0repro.config.gin_errors import configuration_errors
     from t0repro.config.t5x.gin_files import GinInputs, parse
 
-    with configuration_errors():
-        parsed = parse(
-            GinInputs(run_mode, tuple(files), tuple(bindings), tuple(search_paths.split(",")))
-        )
+    parsed = parse(
+        GinInputs(run_mode, tuple(files), tuple(bindings), tuple(search_paths.split(",")))
+    )
     if as_json:
         values = {item.name: {"value": item.value, "place": item.place} for item in parsed.values}
         typer.echo(json.dumps({"values": values, "imports": parsed.imports}, indent=2))

@@ -36,10 +36,11 @@ def configuration_errors(bindings: Bindings | None = None) -> Iterator[None]:
         try:
             yield
         except UserError as error:
-            if error.where and error.fix:
+            kind = _unwrapped(type(error))
+            if error.where and error.fix and kind is type(error):
                 raise
-            where, fix = error.where or _ANYWHERE, error.fix or _FIX
-            raise type(error)(error.what, where=where, fix=fix) from error
+            where = error.where or _place_in(str(error)) or _ANYWHERE
+            raise kind(error.what, where=where, fix=error.fix or _FIX) from error
         except Exception as error:
             raise _described(error, files, bindings) from error
 
@@ -67,6 +68,14 @@ def _noting_files() -> Iterator[list[str]]:
         yield files
     finally:
         gin.config.parse_config_file = parse_config_file
+
+
+def _unwrapped(kind: type[UserError]) -> type[UserError]:
+    """The class of a UserError before gin appended a place to its message.
+
+    gin then raises an object of a class of its own below that one, whose __init__ takes nothing.
+    """
+    return next(base for base in kind.__mro__ if base is UserError or "__init__" not in vars(base))
 
 
 def _described(error: Exception, files: list[str], bindings: Bindings | None) -> UserError:

@@ -47,6 +47,11 @@ class Bindings:
                 return place
         return None
 
+    def source(self, scopes: tuple[str, ...], selector: str, argument: str) -> str:
+        """The place that `find` returns, or that the argument has its default."""
+        place = self.find(scopes, selector, argument)
+        return place or f"default of {selector.rpartition('.')[2]}.{argument}"
+
 
 def _macro_name(value: Any) -> str | None:
     """The name of the macro that a binding's value refers to, or None for any other value."""

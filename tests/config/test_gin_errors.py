@@ -5,13 +5,14 @@ import io
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings
 
 from t0repro.config.mtf import dialect
 from t0repro.config.mtf.parser import GinInputs
 from t0repro.config.run_config import RunConfig
 from t0repro.errors import UserError
+
+from .mutations import FUZZ, folder_for_files, mutated
 
 pytestmark = pytest.mark.mtf
 
@@ -92,6 +93,11 @@ def test_a_file_that_was_cut_is_named(tmp_path):
     assert "mine.gin" in str(error.where)
 
 
+def test_what_only_mesh_tensorflow_does_by_default_is_named_as_a_default(tmp_path):
+    error = refusal(TEXT.replace("include 'demo", "# include 'demo"), tmp_path)
+    assert error.where == "default of Unitransformer.positional_embedding"
+
+
 # ---- Macros -------------------------------------------------------------------------------------
 
 
@@ -128,42 +134,6 @@ def test_an_unread_macro_in_a_file_is_warned_of_by_its_line(tmp_path, capsys):
 
 # ---- Fuzz ---------------------------------------------------------------------------------------
 
-PIECES = st.sampled_from(
-    ["'", '"', "(", ")", "[", "]", "{", "}", "@", "%", "/", ".", ",", "=", ":", "\n", "\\", "#",
-     " ", "-", "0", "9", "1e9", "None", "True", "nan", "()", "\t", "\x00", "\U0001f642", "é",
-     "include", "import ", "run.", "d_model", "encoder/", "''", "  ", "*", ";"]
-)  # fmt: skip
-
-
-@st.composite
-def mutated(draw) -> bytes:
-    """The recipe with one to four changes: pieces cut, put in, doubled or swapped, or bad bytes."""
-    text = TEXT
-    for _ in range(draw(st.integers(1, 4))):
-        start = draw(st.integers(0, len(text)))
-        end = min(len(text), start + draw(st.integers(0, 12)))
-        kind = draw(st.sampled_from(["cut", "put", "replace", "double", "line", "end"]))
-        if kind == "cut":
-            text = text[:start] + text[end:]
-        elif kind == "put":
-            text = text[:start] + draw(PIECES) + text[start:]
-        elif kind == "replace":
-            text = text[:start] + draw(PIECES) + text[end:]
-        elif kind == "double":
-            text = text[:end] + text[start:]
-        elif kind == "line":
-            lines = text.split("\n")
-            index = draw(st.integers(0, len(lines) - 1))
-            lines.insert(draw(st.integers(0, len(lines) - 1)), lines.pop(index))
-            text = "\n".join(lines)
-        else:
-            text = text[:start]
-    data = text.encode()
-    if draw(st.integers(0, 19)) == 0:
-        at = draw(st.integers(0, len(data)))
-        data = data[:at] + draw(st.binary(min_size=1, max_size=3)) + data[at:]
-    return data
-
 
 def check_ends_well(text: bytes, folder: Path) -> None:
     with contextlib.redirect_stderr(io.StringIO()):  # warnings of macros
@@ -176,23 +146,14 @@ def check_ends_well(text: bytes, folder: Path) -> None:
             assert isinstance(config, RunConfig)
 
 
-FUZZ = {"deadline": None, "suppress_health_check": list(HealthCheck), "database": None}
-
-
 @settings(max_examples=500, derandomize=True, **FUZZ)
-@given(text=mutated())
+@given(text=mutated(TEXT))
 def test_a_mutated_file_is_a_run_or_an_error_of_what_where_and_fix(tmp_path_factory, text):
-    check_ends_well(text, _folder(tmp_path_factory))
+    check_ends_well(text, folder_for_files(tmp_path_factory))
 
 
 @pytest.mark.slow
 @settings(max_examples=20_000, **FUZZ)
-@given(text=mutated())
+@given(text=mutated(TEXT))
 def test_20_000_mutated_files_are_runs_or_errors_of_what_where_and_fix(tmp_path_factory, text):
-    check_ends_well(text, _folder(tmp_path_factory))
-
-
-def _folder(factory) -> Path:
-    folder = factory.getbasetemp() / "fuzz"
-    folder.mkdir(exist_ok=True)
-    return folder
+    check_ends_well(text, folder_for_files(tmp_path_factory))

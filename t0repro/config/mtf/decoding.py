@@ -182,9 +182,7 @@ class DecodingReader:
         """An argument's bound value, or its default; notes where it was set."""
         import gin
 
-        place = self._bindings.find((), selector, argument)
-        short = f"{selector.rpartition('.')[2]}.{argument}"
-        self._provenance[field or argument] = place or f"default of {short}"
+        self._provenance[field or argument] = self._bindings.source((), selector, argument)
         default = inspect.signature(function).parameters[argument].default
         return gin.get_bindings(selector).get(argument, default)
 
@@ -208,6 +206,6 @@ class DecodingReader:
         short = f"{selector.rpartition('.')[2]}.{argument}"
         raise NotOnJax(
             f"{what} is not supported ({short}).",
-            where=self._bindings.find((), selector, argument),
+            where=self._bindings.source((), selector, argument),
             fix="Change the binding.",
         )

@@ -184,10 +184,10 @@ class _ModelReader:
         self._bindings = bindings
 
     def refuse(self, what: str, selector: str, argument: str, *scopes: str) -> NoReturn:
-        """Raises UserError; its place is the binding in the scopes given, or in either tower."""
+        """Raises NotOnJax; its place is the binding in the scopes given, or in either tower."""
         raise NotOnJax(
             f"The JAX stack does not support {what} ({selector.rpartition('.')[2]}.{argument}).",
-            where=self._bindings.find(scopes[::-1] or ("decoder", "encoder"), selector, argument),
+            where=self._bindings.source(scopes[::-1] or ("decoder", "encoder"), selector, argument),
             fix="Change the binding, or run with --backend=mtf.",
         )
 

@@ -258,8 +258,9 @@ class OptimizerReader:
         return {**defaults, **bound}
 
     def _note(self, field: str, reference: Reference, argument: str) -> None:
-        place = self._bindings.find(_scopes(reference), reference.selector, argument)
-        self._provenance[field] = place or f"default of {reference.name}.{argument}"
+        self._provenance[field] = self._bindings.source(
+            _scopes(reference), reference.selector, argument
+        )
 
     def _refuse_run(self, argument: str, what: str) -> NoReturn:
         self._refuse(Reference("", _RUN), argument, what)
@@ -267,7 +268,7 @@ class OptimizerReader:
     def _refuse(self, reference: Reference, argument: str, what: str) -> NoReturn:
         raise NotOnJax(
             f"The JAX stack does not support {what} ({reference.name}.{argument}).",
-            where=self._bindings.find(_scopes(reference), reference.selector, argument),
+            where=self._bindings.source(_scopes(reference), reference.selector, argument),
             fix="Change the binding, or run with --backend=mtf.",
         )
 

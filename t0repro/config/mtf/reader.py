@@ -252,14 +252,12 @@ class _Reader:
         return gin.get_bindings(selector).get(name)
 
     def _note(self, field: str, selector: str, argument: str, scopes: tuple[str, ...] = ()) -> None:
-        place = self._bindings.find(scopes, selector, argument)
-        self._provenance[field] = place or f"default of {selector.rpartition('.')[2]}.{argument}"
+        self._provenance[field] = self._bindings.source(scopes, selector, argument)
 
     def _refuse(self, argument: str, what: str, selector: str = f"{UTILS}.run") -> NoReturn:
-        place = self._bindings.find(("decoder",), selector, argument)
         raise NotOnJax(
             f"The JAX stack does not support {what} ({selector.rpartition('.')[2]}.{argument}).",
-            where=place,
+            where=self._bindings.source(("decoder",), selector, argument),
             fix="Remove the binding, or run with --backend=mtf.",
         )
 

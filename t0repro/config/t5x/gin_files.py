@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from t0repro.config.gin_errors import configuration_errors
 from t0repro.config.provenance import Bindings, record_bindings
 from t0repro.config.t5x import modules, records
 from t0repro.errors import UserError, nearest_names
@@ -76,8 +77,7 @@ def parse(inputs: GinInputs) -> Parsed:
 
     Raises:
       UserError: if a macro has no value, nothing reads a macro or an override, or a name is
-        unknown; with the nearest right name.
-      ValueError, TypeError, SyntaxError, OSError: gin's own errors, with the file and line.
+        unknown, with the nearest right name; and for whatever gin's parser finds wrong.
     """
     import gin
 
@@ -109,6 +109,7 @@ def _files_in_gin(inputs: GinInputs) -> Iterator[tuple[Bindings, list[str]]]:
     import gin
 
     with (
+        configuration_errors(),
         _gin_left_as_it_was(),
         modules.served() as imports,
         record_bindings("--gin_bindings") as bindings,

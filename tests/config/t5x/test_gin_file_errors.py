@@ -1,0 +1,75 @@
+"""Whatever is wrong with a T5X gin file ends in a record or an error of what, where and fix."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+
+from t0repro.config.t5x import gin_files
+from t0repro.errors import UserError
+
+from ..mutations import FUZZ, folder_for_files, mutated
+
+TEXT = """\
+# A user's run.
+from __gin__ import dynamic_registration
+
+import __main__ as train_script
+import t0repro.tasks.module_names
+from t5x import utils
+from t5x import optimizers
+import optax
+
+include 't5x/examples/t5/t5_1_1/small.gin'
+include 't5x/configs/runs/pretrain.gin'
+
+MIXTURE_OR_TASK_NAME = 'a_task'
+TASK_FEATURE_LENGTHS = {'inputs': 64,
+                        'targets': 16}
+TRAIN_STEPS = 20
+MODEL_DIR = 'runs/a'
+DROPOUT_RATE = 0.1
+BATCH_SIZE = 4
+train_script.train.random_seed = 42
+train/utils.DatasetConfig.seed = 42
+utils.create_learning_rate_scheduler.warmup_steps = 10
+OPTIMIZER = @optimizers.chain()
+optimizers.chain.transformations = [@optax.clip(), @optax.adamw()]
+optax.clip.max_delta = 1.0
+optax.adamw:
+  learning_rate = 1e-3
+  b1 = 0.9
+"""
+
+
+def parse(text: str | bytes, folder: Path) -> gin_files.Parsed:
+    file = folder / "mine.gin"
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return gin_files.parse(gin_files.GinInputs("train", (str(file),)))
+
+
+def check_ends_well(text: bytes, folder: Path) -> None:
+    try:
+        parsed = parse(text, folder)
+    except UserError as error:
+        assert error.what and error.where and error.fix
+        assert len(str(error)) < 3000
+    else:
+        assert isinstance(parsed, gin_files.Parsed)
+
+
+def test_the_run_itself_is_a_record(tmp_path):
+    assert parse(TEXT, tmp_path).program.total_steps == 20
+
+
+@settings(max_examples=500, derandomize=True, **FUZZ)
+@given(text=mutated(TEXT))
+def test_a_mutated_file_is_a_record_or_an_error_of_what_where_and_fix(tmp_path_factory, text):
+    check_ends_well(text, folder_for_files(tmp_path_factory))
+
+
+@pytest.mark.slow
+@settings(max_examples=20_000, **FUZZ)
+@given(text=mutated(TEXT))
+def test_20_000_mutated_files_are_records_or_errors_of_what_where_and_fix(tmp_path_factory, text):
+    check_ends_well(text, folder_for_files(tmp_path_factory))
