@@ -11,9 +11,11 @@ from t0repro.cli.gin_options import (
     GinBindings,
     GinFiles,
     GinFolders,
+    GinImportAllowlist,
     GinParams,
     GinSearchPaths,
     RunModes,
+    allowlist_of,
 )
 from t0repro.cli.options import AsJson, Modules
 
@@ -28,6 +30,11 @@ def explain(
     run_mode: RunModes = None,
     gin_bindings: GinBindings = None,
     gin_search_paths: GinSearchPaths = ".",
+    gin_import_allowlist: GinImportAllowlist = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry_run", help="Only list what the files would import; import nothing."),
+    ] = False,
 ) -> None:
     """Show every value that gin files and overrides set, with the file and line that set it.
 
@@ -42,8 +49,15 @@ def explain(
         --gin.MIXTURE_OR_TASK_NAME="'c4_v220_span_corruption'" --gin.TRAIN_STEPS=10000
         --gin.TASK_FEATURE_LENGTHS="{'inputs': 512, 'targets': 114}" --gin.DROPOUT_RATE=0.0
     """
+    allowlist = allowlist_of(gin_import_allowlist)
+    if dry_run:
+        overrides = [*(gin_param or ()), *(gin_bindings or ())]
+        folders = gin_search_paths.split(",") if run_mode else (gin_location_prefix or ())
+        _list_imports(run_mode, gin_file or (), overrides, folders, allowlist, as_json)
+        return
     if run_mode:
-        _explain_t5x(run_mode, gin_file or (), gin_bindings or (), gin_search_paths, as_json)
+        t5x_inputs = (gin_file or (), gin_bindings or (), gin_search_paths, allowlist)
+        _explain_t5x(run_mode, *t5x_inputs, as_json=as_json)
         return
     from t0repro.config.explain import render
     from t0repro.config.mtf.dialect import load
@@ -55,13 +69,51 @@ def explain(
         gin_params=gin_param or (),
         location_prefixes=gin_location_prefix or (),
         module_imports=module_import or (),
+        import_allowlist=allowlist,
     )
     config = load(inputs).run
     typer.echo(config.to_json() if as_json else render(config))
 
 
+def _list_imports(
+    run_mode: str | None,
+    files: Sequence[str],
+    overrides: Sequence[str],
+    folders: Sequence[str],
+    allowlist: Sequence[str] | None,
+    as_json: bool,
+) -> None:
+    """Prints the modules that the files would import, in which line, and whether they may."""
+    import dataclasses
+    import json
+
+    from t0repro.config import gin_imports
+    from t0repro.config.explain import in_columns
+
+    if run_mode:
+        from t0repro.config.t5x.gin_files import shipped_files
+
+        folders = [*folders, str(shipped_files())]
+    else:
+        folders = gin_imports.mesh_folders(folders)
+    found = gin_imports.list_imports(files, overrides, folders, allowlist)
+    if as_json:
+        typer.echo(json.dumps([dataclasses.asdict(line) for line in found], indent=2))
+    elif found:
+        words = {True: "allowed", False: "refused by --gin_import_allowlist"}
+        typer.echo(in_columns([(line.module, words[line.allowed], line.place) for line in found]))
+    else:
+        typer.echo("These files import nothing.")
+
+
 def _explain_t5x(
-    run_mode: str, files: Sequence[str], bindings: Sequence[str], search_paths: str, as_json: bool
+    run_mode: str,
+    files: Sequence[str],
+    bindings: Sequence[str],
+    search_paths: str,
+    allowlist: tuple[str, ...] | None,
+    *,
+    as_json: bool,
 ) -> None:
     import json
 
@@ -69,7 +121,9 @@ def _explain_t5x(
     from t0repro.config.t5x.gin_files import GinInputs, parse
 
     parsed = parse(
-        GinInputs(run_mode, tuple(files), tuple(bindings), tuple(search_paths.split(",")))
+        GinInputs(
+            run_mode, tuple(files), tuple(bindings), tuple(search_paths.split(",")), allowlist
+        )
     )
     if as_json:
         values = {item.name: {"value": item.value, "place": item.place} for item in parsed.values}

@@ -1,6 +1,7 @@
 """Options for a run's gin files and overrides, named as in `t5_mesh_transformer` and T5X."""
 
 import enum
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -14,6 +15,21 @@ GinFolders = Annotated[
     list[str] | None,
     typer.Option("--gin_location_prefix", help="A folder to look for gin files in; repeatable."),
 ]
+GinImportAllowlist = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--gin_import_allowlist",
+        help="Modules that gin files may import, joined by commas; repeatable. All by default.",
+    ),
+]
+
+
+def allowlist_of(values: Sequence[str] | None) -> tuple[str, ...] | None:
+    """The modules that `--gin_import_allowlist` names; None if it is not given."""
+    if values is None:
+        return None
+    names = (name.strip() for value in values for name in value.split(","))
+    return tuple(name for name in names if name)
 
 
 class RunMode(enum.StrEnum):

@@ -8,7 +8,13 @@ from typing import Annotated
 
 import typer
 
-from t0repro.cli.gin_options import GinFiles, GinFolders, GinParams
+from t0repro.cli.gin_options import (
+    GinFiles,
+    GinFolders,
+    GinImportAllowlist,
+    GinParams,
+    allowlist_of,
+)
 from t0repro.cli.options import DType, Modules
 from t0repro.words import counted
 
@@ -51,6 +57,7 @@ def parity(
     gin_file: GinFiles = None,
     gin_param: GinParams = None,
     gin_location_prefix: GinFolders = None,
+    gin_import_allowlist: GinImportAllowlist = None,
     module_import: Modules = None,
     steps: _Steps = 20,
     start: _Start = None,
@@ -85,6 +92,7 @@ def parity(
         gin_params=gin_param or (),
         location_prefixes=gin_location_prefix or (),
         module_imports=module_import or (),
+        import_allowlist=allowlist_of(gin_import_allowlist),
     )
     job = run.make_job(inputs, out, steps=steps, start=start, dtype=dtype, eval_task=eval_task)
     typer.echo(f"Mesh TensorFlow: {counted(len(job.batches), 'step')}", err=True)

@@ -1,8 +1,8 @@
 r"""The command t5_mesh_transformer: t5 0.9.4's, on Mesh TensorFlow or on JAX.
 
-It takes every flag of t5's command (t5 itself defines them) and five more: --backend, --vocab,
---at_hand, --allow_changed and --debug. Inputs are checked before anything is built or written; a
-mistake ends with a message on stderr and exit code 2.
+It takes every flag of t5's command (t5 itself defines them) and six more: --backend, --vocab,
+--at_hand, --allow_changed, --gin_import_allowlist and --debug. Inputs are checked before anything
+is built or written; a mistake ends with a message on stderr and exit code 2.
 
 Example:
   t5_mesh_transformer --model_dir=DIR --module_import=t0repro.tasks.demo \
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from absl import app, flags, logging
 
 from t0repro.cli.gate import USER_ERROR, gate
+from t0repro.cli.gin_options import allowlist_of
 from t0repro.cli.machine import say_what_runs_here
 from t0repro.cli.spelling import canonical_arguments
 from t0repro.errors import UserError
@@ -75,6 +76,11 @@ def define_flags() -> None:
             False,
             "Use the part of the mixture whose rows or caches are here, with its rates; the rest is"
             " named.",
+        )
+        flags.DEFINE_multi_string(
+            "gin_import_allowlist",
+            None,
+            "Modules that gin files may import, joined by commas; repeatable. All by default.",
         )
         flags.DEFINE_boolean("debug", False, "Show tracebacks and Mesh TensorFlow's own log.")
         flags.DEFINE_boolean(
@@ -208,4 +214,5 @@ def gin_inputs(options: Any) -> GinInputs:
         cache_dirs=options.additional_task_cache_dirs,
         skip_unknown=options.skip_all_gin_unknowns or options.additional_deprecated_gin_references,
         tfds_data_dir=options.t5_tfds_data_dir,
+        import_allowlist=allowlist_of(options.gin_import_allowlist),
     )

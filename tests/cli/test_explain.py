@@ -51,3 +51,13 @@ def test_a_misspelt_macro_is_answered_without_importing_tensorflow_or_jax():
 def test_a_flag_without_a_value_says_how_to_write_it():
     done = explain(*MACROS, "--gin.BATCH_SIZE")
     assert done.returncode == 2 and "--gin.BATCH_SIZE=VALUE" in done.stderr
+
+
+def test_a_dry_run_lists_imports_and_needs_no_macro(tmp_path):
+    (tmp_path / "mine.gin").write_text("import no_such_module\n")
+    folder = f"--gin_search_paths={tmp_path}"
+    done = explain("--gin_file=mine.gin", folder, "--dry_run", "--gin_import_allowlist=t5.data")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[-1].split() == [
+        "no_such_module", "refused", "by", "--gin_import_allowlist", f"{tmp_path}/mine.gin:1",
+    ]  # fmt: skip

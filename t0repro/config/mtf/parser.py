@@ -11,6 +11,7 @@ from typing import Any
 
 from t0repro.config import cloud
 from t0repro.config.gin_errors import check_references, configuration_errors
+from t0repro.config.gin_imports import restrict_imports
 from t0repro.config.provenance import Bindings, record_bindings
 from t0repro.tasks.module_names import resolved
 
@@ -26,6 +27,7 @@ class GinInputs:
       skip_unknown: True to ignore every unknown configurable, or the names of those to ignore
         beside t5's own list of deprecated references.
       tfds_data_dir: where TensorFlow Datasets keeps its data, in place of each task's own folder.
+      import_allowlist: modules that gin files may import; see gin_imports. None allows all.
     """
 
     model_dir: str
@@ -36,6 +38,7 @@ class GinInputs:
     cache_dirs: Sequence[str] = ()
     skip_unknown: bool | Sequence[str] = ()
     tfds_data_dir: str | None = None
+    import_allowlist: Sequence[str] | None = None
 
 
 def parse(inputs: GinInputs) -> Bindings:
@@ -71,6 +74,8 @@ def _parse(inputs: GinInputs) -> Bindings:
     for prefix in (_folder(mesh_transformer, "gin"), own_gin_files, *inputs.location_prefixes):
         gin.add_config_file_search_path(prefix)
     cloud.guard_gin()
+    allowlist = inputs.import_allowlist
+    restrict_imports(None if allowlist is None else (*allowlist, *inputs.module_imports))
     for cache_dir in inputs.cache_dirs:
         cloud.check_address(cache_dir, "--additional_task_cache_dirs")
     with record_bindings() as bindings:

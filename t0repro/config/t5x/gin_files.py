@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from t0repro.config.gin_errors import configuration_errors
+from t0repro.config.gin_imports import restrict_imports
 from t0repro.config.provenance import Bindings, record_bindings
 from t0repro.config.t5x import modules, records
 from t0repro.errors import UserError, nearest_names
@@ -28,12 +29,14 @@ class GinInputs:
       gin_bindings: statements such as `MODEL_DIR = 'runs/a'`; they win over files.
       gin_search_paths: folders in which files and includes are looked for, first match wins;
         the files of this package come last.
+      import_allowlist: modules that gin files may import; see gin_imports. None allows all.
     """
 
     run_mode: str
     gin_files: tuple[str, ...] = ()
     gin_bindings: tuple[str, ...] = ()
     gin_search_paths: tuple[str, ...] = (".",)
+    import_allowlist: tuple[str, ...] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,6 +118,7 @@ def _files_in_gin(inputs: GinInputs) -> Iterator[tuple[Bindings, list[str]]]:
         record_bindings("--gin_bindings") as bindings,
         _looking_in(*inputs.gin_search_paths, str(shipped_files())),
     ):
+        restrict_imports(inputs.import_allowlist)
         gin.parse_config_files_and_bindings(
             list(inputs.gin_files), list(inputs.gin_bindings), finalize_config=False
         )

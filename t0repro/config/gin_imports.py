@@ -1,0 +1,169 @@
+"""The modules that gin files import: which are allowed, and a listing that imports none.
+
+An `import` line of a gin file runs the module's code. `--gin_import_allowlist` names the modules
+that may be imported beside those that a run imports in any case; without it all may, as in t5 and
+T5X.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from t0repro.config import cloud
+from t0repro.config.gin_errors import configuration_errors
+from t0repro.errors import UserError
+
+_OPTION = "--gin_import_allowlist"
+# Packages that a run imports in any case, or that are only described (t5x, seqio, optax).
+_OWN = ("__gin__", "__main__", "t0repro", "mesh_tensorflow", "t5", "t5x", "seqio", "optax")
+
+Allowlist = Sequence[str] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class GinImport:
+    """An `import` line of a gin file or an override.
+
+    Attributes:
+      module: The module, as the line names it.
+      place: The file and line.
+      allowed: Whether the allowlist lets it pass.
+    """
+
+    module: str
+    place: str
+    allowed: bool
+
+
+def is_allowed(module: str, allowlist: Allowlist) -> bool:
+    """Whether gin files may import a module: it, or a package that it is in, is listed."""
+    if allowlist is None:
+        return True
+    return any(module == name or module.startswith(f"{name}.") for name in (*_OWN, *allowlist))
+
+
+def restrict_imports(allowlist: Allowlist) -> None:
+    """Makes gin refuse other imports, in whatever it parses from now on in this process.
+
+    Args:
+      allowlist: Names of modules and packages; None lifts the restriction.
+    """
+    import gin.config
+
+    context: Any = gin.config.ParseContext
+    original = getattr(context.process_import, "unrestricted", context.process_import)
+
+    def process_import(self: Any, statement: Any) -> None:
+        if not is_allowed(statement.module, allowlist):
+            raise _refused(statement.module, _place(statement.location))
+        original(self, statement)
+
+    process_import.unrestricted = original  # pyright: ignore[reportFunctionMemberAccess]
+    context.process_import = process_import
+
+
+def _refused(module: str, place: str) -> UserError:
+    return UserError(
+        f"A gin file imports {module!r}, which {_OPTION} does not allow.",
+        where=place,
+        fix=f"Read that module, which the import would run; then add {_OPTION}={module}.",
+    )
+
+
+def list_imports(
+    files: Sequence[str], overrides: Sequence[str], folders: Sequence[str], allowlist: Allowlist
+) -> list[GinImport]:
+    """The imports of gin files, their includes and overrides, in order; nothing is imported.
+
+    Args:
+      files: The gin files.
+      overrides: Statements of the command line.
+      folders: Where files and includes are looked for, first match wins.
+      allowlist: See `restrict_imports`.
+
+    Raises:
+      UserError: If a file is missing or is no gin file, or files include each other.
+    """
+    cloud.guard_gin()
+    with configuration_errors():
+        found = [line for file in files for line in _imports_of_file(file, ["", *folders], ())]
+        found += _imports("\n".join(overrides), ["", *folders], ())
+    return [
+        GinImport(line.module, _place(line.location), is_allowed(line.module, allowlist))
+        for line in found
+    ]
+
+
+def mesh_folders(prefixes: Sequence[str]) -> list[str]:
+    """Where Mesh TensorFlow's gin files are looked for, found without importing t5."""
+    import t0repro.gin
+
+    own = os.path.dirname(str(t0repro.gin.__file__))
+    return [os.path.join(_package("t5"), "models", "gin"), own, *prefixes]
+
+
+def _package(name: str) -> str:
+    spec = importlib.util.find_spec(name)
+    assert spec is not None and spec.origin is not None  # it is among the requirements
+    return os.path.dirname(spec.origin)
+
+
+def _imports_of_file(file: str, folders: Sequence[str], within: tuple[str, ...]) -> Iterator[Any]:
+    """Yields the import statements of a file; `within` are the files that include it."""
+    import gin.config
+
+    if file in within:
+        raise UserError(
+            "Gin files include each other without end.",
+            where=file,
+            fix="Remove the `include` that leads back to the file itself.",
+        )
+    for path in [file] if os.path.isabs(file) else [os.path.join(at, file) for at in folders]:
+        for reader, exists in gin.config._FILE_READERS:
+            # The reader that looks in installed packages logs an error where it finds nothing.
+            logging.disable(logging.ERROR)
+            try:
+                found = exists(path)
+            finally:
+                logging.disable(logging.NOTSET)
+            if found:
+                with reader(path) as text:
+                    yield from _imports(text, folders, (*within, file))
+                return
+    raise UserError(
+        f"There is no gin file {file}.",
+        where=within[-1] if within else "--gin_file",
+        fix=f"Correct the name. Searched: {', '.join(folder or '.' for folder in folders)}.",
+    )
+
+
+def _imports(text: Any, folders: Sequence[str], within: tuple[str, ...]) -> Iterator[Any]:
+    """Yields the import statements of an open file, or of overrides in one string."""
+    from gin import config_parser
+
+    for statement in config_parser.ConfigParser(text, _Unresolved()):
+        if isinstance(statement, config_parser.IncludeStatement):
+            yield from _imports_of_file(statement.filename, folders, within)
+        elif isinstance(statement, config_parser.ImportStatement):
+            yield statement
+
+
+class _Unresolved:
+    """A parser delegate that looks nothing up: references and macros stand for nothing."""
+
+    def configurable_reference(self, scoped_configurable_name: str, evaluate: bool) -> None:
+        del scoped_configurable_name, evaluate
+
+    def macro(self, macro_name: str) -> None:
+        del macro_name
+
+
+def _place(location: Any) -> str:
+    if location.filename is None:
+        return f"the command line: {location.line_content.strip()!r}"
+    return f"{location.filename}:{location.line_num}"

@@ -1,0 +1,107 @@
+"""What gin files import: listed without importing, and refused where it is not allowed."""
+
+import sys
+
+import pytest
+
+import gin
+from t0repro.config import gin_imports
+from t0repro.config.mtf.parser import GinInputs
+from t0repro.config.mtf.parser import parse as parse_mesh
+from t0repro.config.t5x import gin_files
+from t0repro.errors import UserError
+
+RUN = "include 't5x/examples/t5/t5_1_1/small.gin'\ninclude 't5x/configs/runs/pretrain.gin'\n"
+SETTINGS = (
+    "MODEL_DIR = 'a'",
+    "MIXTURE_OR_TASK_NAME = 'b'",
+    "TRAIN_STEPS = 10",
+    "DROPOUT_RATE = 0.0",
+    "TASK_FEATURE_LENGTHS = {'inputs': 8, 'targets': 8}",
+)
+
+
+@pytest.fixture
+def stranger(tmp_path, monkeypatch):
+    """A folder with a module that leaves a trace when imported, and files that import it."""
+    module = tmp_path / "stranger_tasks.py"
+    module.write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n")
+    (tmp_path / "inner.gin").write_text("# of a stranger\nimport stranger_tasks\n")
+    (tmp_path / "outer.gin").write_text(
+        "from __gin__ import dynamic_registration\n"
+        f"include '{tmp_path / 'inner.gin'}'\nimport os.path as here\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    sys.modules.pop("stranger_tasks", None)
+    gin_imports.restrict_imports(None)
+    gin.clear_config()
+
+
+def test_a_listing_follows_includes_and_imports_nothing(stranger):
+    found = gin_imports.list_imports(
+        ["outer.gin"], ["import a.b"], [str(stranger)], allowlist=["a"]
+    )
+    assert [(line.module, line.allowed) for line in found] == [
+        ("__gin__.dynamic_registration", True),
+        ("stranger_tasks", False),
+        ("os.path", False),
+        ("a.b", True),
+    ]
+    assert found[1].place == f"{stranger / 'inner.gin'}:2"
+    assert found[3].place == "the command line: 'import a.b'"
+    assert not (stranger / "ran").exists() and "stranger_tasks" not in sys.modules
+
+
+def test_a_listing_ends_at_a_missing_file_a_circle_and_what_is_no_gin(stranger):
+    for text, what in (
+        ("include 'nowhere.gin'", "no gin file nowhere.gin"),
+        ("include 'loop.gin'", "include each other"),
+        ("= = =", "no gin statement"),
+    ):
+        (stranger / "loop.gin").write_text(f"{text}\n")
+        with pytest.raises(UserError, match=what) as caught:
+            gin_imports.list_imports(["loop.gin"], [], [str(stranger)], None)
+        assert "loop.gin" in str(caught.value.where) and caught.value.fix
+
+
+def test_a_listing_finds_what_t5s_own_files_import():
+    folders = gin_imports.mesh_folders(())
+    found = gin_imports.list_imports(["dataset.gin", "models/t5.1.1.small.gin"], [], folders, [])
+    assert found and all(line.allowed for line in found)
+
+
+@pytest.mark.parametrize("allowlist", [(), ("other",), ("stranger",)])
+@pytest.mark.mtf
+def test_mesh_tensorflows_parser_refuses_what_is_not_allowed(stranger, allowlist):
+    inputs = GinInputs("a", (str(stranger / "inner.gin"),), import_allowlist=allowlist)
+    with pytest.raises(UserError, match="imports 'stranger_tasks'") as caught:
+        parse_mesh(inputs)
+    assert caught.value.where == f"{stranger / 'inner.gin'}:2"
+    assert not (stranger / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "allowed",
+    [{}, {"import_allowlist": ("stranger_tasks",)},
+     {"import_allowlist": (), "module_imports": ("stranger_tasks",)}],
+)  # fmt: skip
+@pytest.mark.mtf
+def test_mesh_tensorflows_parser_imports_what_is_allowed(stranger, allowed):
+    files, params = (str(stranger / "inner.gin"), "dataset.gin"), ("MIXTURE_NAME = 'demo_train'",)
+    modules = ("t0repro.tasks.demo", *allowed.pop("module_imports", ()))
+    parse_mesh(GinInputs("a", files, params, module_imports=modules, **allowed))
+    assert (stranger / "ran").exists()
+
+
+def test_t5xs_parser_refuses_what_is_not_allowed(stranger):
+    (stranger / "run.gin").write_text(f"{RUN}import stranger_tasks\n")
+    inputs = gin_files.GinInputs("train", (str(stranger / "run.gin"),), SETTINGS)
+    assert gin_files.parse(inputs).imports == ("stranger_tasks",)
+    restricted = gin_files.GinInputs(
+        "train", inputs.gin_files, SETTINGS, import_allowlist=("t5.data",)
+    )
+    with pytest.raises(UserError, match="imports 'stranger_tasks'") as caught:
+        gin_files.parse(restricted)
+    assert caught.value.where == f"{stranger / 'run.gin'}:3"
+    assert not (stranger / "ran").exists()
