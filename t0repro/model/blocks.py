@@ -31,7 +31,8 @@ from t0repro.model.layers import (
     KeysAndValues,
     RelativePositionBias,
     RMSNorm,
-    fan_in_truncated_normal,
+    kernel_initializer,
+    logits_dtype,
     visibility_bias,
 )
 from t0repro.model.shapes import Array, Bool, Float, Int
@@ -82,7 +83,7 @@ class Block(nn.Module):
         dropout = Dropout(config.dropout_rate, -2)
 
         def normalised(name: str) -> Array:
-            norm = RMSNorm(self.dtype, config.rms_norm_epsilon, name=f"pre_{name}_layer_norm")
+            norm = RMSNorm(config, self.dtype, name=f"pre_{name}_layer_norm")
             return norm(x) * present
 
         def attention(name: str) -> Callable[..., Array]:
@@ -164,15 +165,18 @@ class Tower(nn.Module):
             memory = encoded[index] if isinstance(encoded, tuple) else encoded
             x = recomputed(block, deterministic)(x, bias, present, memory, encoded_bias, position)
         norm = "encoder_norm" if self.encoder else "decoder_norm"
-        x = RMSNorm(self.dtype, config.rms_norm_epsilon, name=norm)(x)
-        x = dropout(x, deterministic=deterministic) * present
+        x = RMSNorm(config, self.dtype, name=norm)(x)
+        per_position = self.encoder and config.arithmetic.encoder_output_dropout_per_position
+        last = Dropout(config.dropout_rate, None) if per_position else dropout
+        x = last(x, deterministic=deterministic) * present
 
         if self.encoder:
             return x
         if config.logits_from_embedding:
             return embedder.attend(x)
-        init, float32 = fan_in_truncated_normal, jnp.dtype("float32")
-        return Dense(config.vocab_size, self.dtype, init, float32, name="logits_dense")(x)
+        dtype, float32 = logits_dtype(config, self.dtype), jnp.dtype("float32")
+        init = kernel_initializer(config)
+        return Dense(config.vocab_size, dtype, init, float32, name="logits_dense")(x)
 
 
 def position_bias(config: ModelConfig, dtype: jnp.dtype, encoder: bool) -> RelativePositionBias:

@@ -47,7 +47,7 @@ class Dense(nn.Module):
         """Returns x @ kernel."""
         kernel = self.param("kernel", self.kernel_init, (x.shape[-1], self.features), jnp.float32)
         # Two axes rather than three: XLA on CPU then takes half as long for the gradient.
-        rows = x.reshape(-1, x.shape[-1])
+        rows = x.reshape(-1, x.shape[-1]).astype(self.dtype)
         output_dtype = self.output_dtype or self.dtype
         y = jnp.dot(rows, kernel.astype(self.dtype), preferred_element_type=output_dtype)
         return y.reshape(*x.shape[:-1], self.features)
@@ -57,11 +57,12 @@ class RMSNorm(nn.Module):
     """x / rms(x) * scale over the last axis: no mean, no bias (transformer.sublayer_rms_norm).
 
     The mean square is computed in float32. Mesh TensorFlow computes it in the activation dtype,
-    which gives the same result in float32 but not in bfloat16.
+    which gives the same result in float32 but not in bfloat16. T5X rounds x / rms(x) to the
+    activation dtype before it multiplies (Arithmetic.cast_before_norm_scale).
     """
 
+    config: ModelConfig
     dtype: jnp.dtype
-    epsilon: float = 1e-6
 
     @nn.compact
     def __call__(self, x: Float[Array, "*batch d_model"]) -> Float[Array, "*batch d_model"]:
@@ -69,7 +70,10 @@ class RMSNorm(nn.Module):
         scale = self.param("scale", nn.initializers.ones, (x.shape[-1],), jnp.float32)
         x = x.astype(jnp.float32)
         variance = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
-        return (x * jax.lax.rsqrt(variance + self.epsilon) * scale).astype(self.dtype)
+        normalised = x * jax.lax.rsqrt(variance + self.config.rms_norm_epsilon)
+        if self.config.arithmetic.cast_before_norm_scale:
+            return normalised.astype(self.dtype) * scale.astype(self.dtype)
+        return (normalised * scale).astype(self.dtype)
 
 
 class Embedding(nn.Module):
@@ -94,9 +98,11 @@ class Embedding(nn.Module):
 
     def attend(self, x: Float[Array, "batch length d_model"]) -> Float[Array, "batch length vocab"]:
         """Float32 logits: x times the table; with `scale_tied_logits`, x is first scaled down."""
+        dtype = logits_dtype(self.config, self.dtype)
+        x = x.astype(dtype)
         if self.config.scale_tied_logits:
             x = x * jnp.asarray(self.config.d_model**-0.5, x.dtype)
-        table = self.embedding.astype(self.dtype)
+        table = self.embedding.astype(dtype)
         return jnp.einsum("bld,vd->blv", x, table, preferred_element_type=jnp.float32)
 
 
@@ -104,10 +110,11 @@ class Dropout(nn.Module):
     """Zeroes entries and scales up the rest, with one draw for all positions along one axis.
 
     Mesh TensorFlow broadcasts its noise over the length: a channel is dropped for a whole sequence.
+    With a broadcast_axis of None every entry has its own draw.
     """
 
     rate: float
-    broadcast_axis: int
+    broadcast_axis: int | None
 
     @nn.compact
     def __call__(self, x: Float[Array, "*shape"], *, deterministic: bool) -> Float[Array, "*shape"]:
@@ -116,7 +123,8 @@ class Dropout(nn.Module):
             return x
         keep = 1.0 - self.rate
         shape = list(x.shape)
-        shape[self.broadcast_axis] = 1
+        if self.broadcast_axis is not None:
+            shape[self.broadcast_axis] = 1
         kept = jax.random.bernoulli(self.make_rng("dropout"), keep, tuple(shape))
         return x * (kept.astype(x.dtype) / jnp.asarray(keep, x.dtype))
 
@@ -141,12 +149,12 @@ class MLP(nn.Module):
         hidden = None
         for index, name in enumerate(names):
             kernel = f"wi_{index}" if len(names) > 1 else "wi"
-            dense = Dense(config.d_ff, self.dtype, fan_in_truncated_normal, name=kernel)
+            dense = Dense(config.d_ff, self.dtype, kernel_initializer(config), name=kernel)
             factor = activation(name)(dense(x))
             hidden = factor if hidden is None else hidden * factor
         assert hidden is not None, "a model has at least one activation"
         hidden = Dropout(config.dropout_rate, -2)(hidden, deterministic=deterministic)
-        return Dense(config.d_model, self.dtype, fan_in_truncated_normal, name="wo")(hidden)
+        return Dense(config.d_model, self.dtype, kernel_initializer(config), name="wo")(hidden)
 
 
 class KeysAndValues(NamedTuple):
@@ -161,7 +169,7 @@ class Attention(nn.Module):
 
     Logits are not scaled by 1/sqrt(d_kv): that scale is in the query's initial values, as with
     Mesh TensorFlow's fold_scaling_into_initializer. Logits and softmax are float32, as with its
-    float32_logits.
+    float32_logits, unless Arithmetic.float32_attention_logits is off.
     """
 
     config: ModelConfig
@@ -206,9 +214,11 @@ class Attention(nn.Module):
         if position is not None:
             key = self._with_earlier("cached_key", key, position)
             value = self._with_earlier("cached_value", value, position)
-        query, key = query.astype(jnp.float32), key.astype(jnp.float32)
+        in_float32 = config.arithmetic.float32_attention_logits
+        logits_type = jnp.dtype("float32") if in_float32 else self.dtype
+        query, key = query.astype(logits_type), key.astype(logits_type)
         logits = jnp.einsum("bhqd,bhkd->bhqk", query, key)
-        weights = attention_weights(logits + bias.astype(jnp.float32)).astype(self.dtype)
+        weights = attention_weights(logits + bias.astype(logits_type)).astype(self.dtype)
         # One draw for all queries of a sequence: axis -2 of [batch, heads, query, key].
         weights = Dropout(config.dropout_rate, -2)(weights, deterministic=deterministic)
         y = jnp.einsum("bhqk,bhkd->bhqd", weights, value).swapaxes(1, 2)
@@ -284,6 +294,7 @@ class RelativePositionBias(nn.Module):
                 self.bidirectional,
                 config.relative_attention_num_buckets,
                 config.relative_attention_max_distance,
+                epsilon=config.arithmetic.epsilon_in_position_bucket,
             )
             return values[:, bucket]
 
@@ -303,13 +314,16 @@ def relative_position_bucket(
     bidirectional: bool,
     num_buckets: int = 32,
     max_distance: int = 128,
+    *,
+    epsilon: bool = False,
 ) -> np.ndarray:
     """Bucket of each relative position (key minus query): int32 in [0, num_buckets).
 
     Half of the buckets hold one offset each; the others are spaced logarithmically up to
-    max_distance. The arithmetic is float32 with Mesh TensorFlow's order of operations and, unlike
-    T5X's, without an epsilon (transformer_layers._relative_position_bucket). It runs in numpy,
-    since lengths are known when a model is traced, so that every device has the same buckets.
+    max_distance. The arithmetic is float32 with Mesh TensorFlow's order of operations
+    (transformer_layers._relative_position_bucket); with `epsilon`, T5X's, which adds float32's
+    epsilon to the logarithm's argument. It runs in numpy, since lengths are known when a model is
+    traced, so that every device has the same buckets.
     """
     bucket = np.zeros_like(offset)
     distance = -offset
@@ -322,6 +336,8 @@ def relative_position_bucket(
     max_exact = num_buckets // 2
     # The logarithm of small distances is not used; clipping at 1 avoids a warning about log(0).
     ratio = np.maximum(distance, 1).astype(np.float32) / np.float32(max_exact)
+    if epsilon:
+        ratio = ratio + np.finfo(np.float32).eps
     scaled = np.log(ratio) / np.float32(math.log(max_distance / max_exact))
     large = max_exact + (scaled * np.float32(num_buckets - max_exact)).astype(np.int32)
     large = np.minimum(large, num_buckets - 1)
@@ -381,6 +397,19 @@ _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "swish": jax.nn.swish,
     "tanh": jnp.tanh,
 }
+
+
+def logits_dtype(config: ModelConfig, activations: jnp.dtype) -> jnp.dtype:
+    """The type of both factors of the vocabulary's logits, which are float32 themselves."""
+    in_float32 = config.arithmetic.float32_vocabulary_logits
+    return jnp.dtype("float32") if in_float32 else activations
+
+
+def kernel_initializer(config: ModelConfig) -> Initializer:
+    """The initial values of the feed-forward layers' kernels and of the logits'."""
+    if config.arithmetic.rescaled_truncated_normal:
+        return nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
+    return fan_in_truncated_normal
 
 
 def fan_in_truncated_normal(

@@ -45,7 +45,7 @@ def factored_axes(shape: tuple[int, ...], config: AdafactorConfig) -> tuple[int,
 def slot_shapes(shape: tuple[int, ...], config: AdafactorConfig) -> dict[str, tuple[int, ...]]:
     """The shape of each slot that a parameter of this shape has."""
     second_moment = ("v",) if factored_axes(shape, config) is None else ("v_row", "v_col")
-    names = (*second_moment, "m") if config.beta1 else second_moment
+    names = (*second_moment, "m") if _has_momentum(config) else second_moment
     return {name: layout.slot_shape(name, shape) for name in names}
 
 
@@ -65,17 +65,58 @@ def update(gradient: Gradient, config: AdafactorConfig) -> tuple[jax.Array, Slot
     """Returns the change to one parameter and its new slots (AdafactorOptimizer.apply_grad)."""
     scale, path = gradient.learning_rate, gradient.path
     if config.multiply_by_parameter_scale and path not in config.exclude_from_parameter_scale:
-        scale = scale * jnp.maximum(_rms(gradient.parameter), config.epsilon2)
+        size = jnp.maximum(_rms(gradient.parameter), config.epsilon2)
+        if config.max_parameter_scale is not None:
+            size = jnp.minimum(size, config.max_parameter_scale)
+        scale = scale * size
     decay = decay_rate(gradient.step, config)
     direction, second_moment = _normalised(gradient.value, gradient.slots, decay, config)
     if config.clipping_threshold is not None:
         direction = direction / jnp.maximum(1.0, _rms(direction) / config.clipping_threshold)
     change = direction * scale
     momentum = None
-    if config.beta1:
-        assert gradient.slots.m is not None, "beta1 is not zero, so the slots have m"
+    if _has_momentum(config):
+        assert gradient.slots.m is not None, "there is momentum, so the slots have m"
         momentum = change = gradient.slots.m * config.beta1 + change * (1.0 - config.beta1)
-    return -change, second_moment.replace(m=momentum)
+    slots = second_moment.replace(m=momentum)
+    decay = _weight_decay(gradient.learning_rate, config)
+    if decay is not None:
+        change = change + decay * gradient.parameter
+    if config.skip_nan_updates:
+        change, slots = _without_nan(change, slots, gradient.slots)
+    return -change, slots
+
+
+def clipped(gradients: list[jax.Array], config: AdafactorConfig) -> list[jax.Array]:
+    """Gradients of all parameters, scaled down together if their norm is above the limit.
+
+    Each is rounded as in T5X, which multiplies the limit by the smaller of its reciprocal and the
+    norm's.
+    """
+    limit = config.global_norm_clip
+    if limit is None:
+        return gradients
+    norm = jnp.sqrt(jnp.sum(jnp.stack([jnp.sum(jnp.square(g)) for g in gradients])))
+    scale = limit * jnp.minimum(1.0 / limit, 1.0 / norm)
+    return [gradient * scale for gradient in gradients]
+
+
+def _has_momentum(config: AdafactorConfig) -> bool:
+    return bool(config.beta1) or config.momentum_slot
+
+
+def _weight_decay(learning_rate: jax.Array, config: AdafactorConfig) -> jax.Array | float | None:
+    """The part of a parameter that an update takes away; None for nothing."""
+    if config.weight_decay_rate_lr_exponent:
+        power = learning_rate**config.weight_decay_rate_lr_exponent
+        return (config.weight_decay_rate or 1.0) * power
+    return config.weight_decay_rate
+
+
+def _without_nan(change: jax.Array, slots: Slots, before: Slots) -> tuple[jax.Array, Slots]:
+    """Leaves entries of a parameter and of its slots as they were where they would become NaN."""
+    kept = jax.tree.map(lambda new, old: jnp.where(jnp.isnan(new), old, new), slots, before)
+    return jnp.where(jnp.isnan(change), 0.0, change), kept
 
 
 def _normalised(

@@ -1,13 +1,15 @@
-"""Mesh TensorFlow's loss, and the sums from which evaluation metrics are computed.
+"""The loss of Mesh TensorFlow or T5X, and the sums that Mesh TensorFlow's metrics are made of.
 
     loss = sum over targets > 0 of (cross entropy + z_loss * log(Z)**2) / denominator
 
 The denominator is the number of entries of `targets` in the whole batch, padding included, unless
-the configuration sets another. z_loss is added in training only (Unitransformer._compute_loss).
+the configuration sets another. Mesh TensorFlow adds z_loss in training only
+(Unitransformer._compute_loss). T5X's metrics are made in t0repro.training.batch_sums.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import jax
@@ -25,6 +27,7 @@ def cross_entropy(
     targets: Int[Array, "batch length"],
     *,
     label_smoothing: float = 0.0,
+    spares_target: bool = False,
     z_loss: float = 0.0,
 ) -> Float[Array, "batch length"]:
     """Cross entropy of each target in nats, unweighted and padding included.
@@ -34,22 +37,63 @@ def cross_entropy(
       targets: ids; negative ones count as 0.
       label_smoothing: mass spread evenly over the whole vocabulary, the target's entry included:
         1 - s + s / V at the target, s / V elsewhere.
+      spares_target: the mass goes to the other entries alone, 1 - s at the target and s / (V - 1)
+        elsewhere; the entropy of that distribution is subtracted, so that 0 is the least loss.
       z_loss: coefficient of the added log(Z)**2.
     """
     vocab = logits.shape[-1]
     log_z = jax.nn.logsumexp(logits, axis=-1)  # [batch, length]
     at_target = jnp.take_along_axis(logits, jnp.maximum(targets, 0)[..., None], axis=-1)[..., 0]
     # The smoothed target distribution sums to 1, so log_z enters with a factor of 1.
-    loss = log_z - (1.0 - label_smoothing) * at_target
+    elsewhere = label_smoothing / ((vocab - 1) if spares_target else vocab)
+    at_once = 1.0 - label_smoothing - (elsewhere if spares_target else 0.0)
+    loss = log_z - at_once * at_target
     if label_smoothing:
-        loss = loss - (label_smoothing / vocab) * jnp.sum(logits, axis=-1)
+        loss = loss - elsewhere * jnp.sum(logits, axis=-1)
+    if label_smoothing and spares_target:
+        kept = 1.0 - label_smoothing
+        loss = loss + kept * math.log(kept) + label_smoothing * math.log(elsewhere)
     if z_loss:
         loss = loss + z_loss * jnp.square(log_z)
     return loss
 
 
-def loss_denominator(config: ModelConfig, batch: Mapping[str, Array | np.ndarray]) -> float:
-    """The divisor of the summed loss of a whole batch, all microbatches together."""
+def with_loss_weights(config: ModelConfig, batch: Batch) -> Batch:
+    """The whole batch, with float32 `loss_weights` if its targets do not all count alike.
+
+    With AVERAGE_PER_SEQUENCE each target counts 1 / (number of targets > 0 of its example), packed
+    or not. The weights are made before the batch is split, and split with it.
+    """
+    if config.loss_denominator != "AVERAGE_PER_SEQUENCE":
+        return batch
+    targets = jnp.asarray(batch["targets"])
+    counted = (targets > 0).astype(jnp.float32)
+    if "targets_segmentation" not in batch:
+        of_example = jnp.sum(counted, axis=-1, keepdims=True)
+    else:
+        segments = jnp.asarray(batch["targets_segmentation"])
+        length = segments.shape[-1]
+
+        def of_row(weights: jax.Array, ids: jax.Array) -> jax.Array:
+            return jax.ops.segment_sum(weights, ids, num_segments=length + 1)[ids]
+
+        of_example = jax.vmap(of_row)(counted, segments)
+    return {**batch, "loss_weights": counted / jnp.maximum(of_example, 1.0)}
+
+
+def loss_denominator(
+    config: ModelConfig, batch: Mapping[str, Array | np.ndarray]
+) -> float | Float[Array, ""]:
+    """The divisor of the summed loss of a whole batch, all microbatches together.
+
+    Args:
+      config: the model's configuration.
+      batch: what `with_loss_weights` returned.
+    """
+    if config.loss_denominator == "NUM_REAL_TARGET_TOKENS":
+        return jnp.maximum(jnp.sum(jnp.asarray(batch["targets"]) > 0), 1).astype(jnp.float32)
+    if config.loss_denominator == "AVERAGE_PER_SEQUENCE":
+        return jnp.maximum(jnp.sum(jnp.asarray(batch["loss_weights"])), 1.0)
     if config.loss_denominator is not None:
         return float(config.loss_denominator)
     size = batch["targets"].size
@@ -84,9 +128,20 @@ def training_loss(
     targets = jnp.asarray(batch["targets"])
     config = model.config
     losses = cross_entropy(
-        logits, targets, label_smoothing=config.label_smoothing, z_loss=config.z_loss
+        logits,
+        targets,
+        label_smoothing=config.label_smoothing,
+        spares_target=config.arithmetic.smoothing_spares_target,
+        z_loss=config.z_loss,
     )
-    return jnp.sum(losses * _with_loss(config, targets)) / denominator
+    return jnp.sum(losses * token_weights(config, batch)) / denominator
+
+
+def token_weights(config: ModelConfig, batch: Batch) -> Array:
+    """How much each target counts in the summed loss, [batch, length]: 0 or 1, or its weight."""
+    if "loss_weights" in batch:
+        return jnp.asarray(batch["loss_weights"])
+    return _with_loss(config, jnp.asarray(batch["targets"]))
 
 
 def _with_loss(config: ModelConfig, targets: Int[Array, "batch length"]) -> Array:

@@ -24,7 +24,7 @@ import flax.traverse_util
 import jax
 import numpy as np
 
-from t0repro.config.run_config import ModelConfig, OptimizerConfig, RunConfig
+from t0repro.config.run_config import ModelConfig, OptaxConfig, OptimizerConfig, RunConfig
 from t0repro.converters import sources
 from t0repro.converters.tensors import CheckpointReader, CheckpointRef
 from t0repro.errors import UserError
@@ -100,7 +100,9 @@ def check_model_dir(
         return
     _check_stack(refs, backend, os.fspath(model_dir))
     ref = sources.find_checkpoint(model_dir)
-    reader = _open(ref, backend)
+    # A chain of optax's has state that only the chain itself can name.
+    of_optax = config is not None and isinstance(config.optimizer, OptaxConfig)
+    reader = None if of_optax else _open(ref, backend)
     if reader is not None and config is not None:
         _check_model(reader, config.model)
     if allow_changed:

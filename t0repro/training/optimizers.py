@@ -27,10 +27,11 @@ from t0repro.config.run_config import (
     AdafactorConfig,
     AdamWeightDecayConfig,
     MomentumConfig,
+    OptaxConfig,
     OptimizerConfig,
     SgdConfig,
 )
-from t0repro.training import adafactor
+from t0repro.training import adafactor, optax_chain
 from t0repro.training.slots import Gradient, Slots
 
 Optimizer = optax.GradientTransformationExtraArgs
@@ -49,7 +50,13 @@ class _Formula(NamedTuple):
 
 
 def make_optimizer(config: OptimizerConfig) -> Optimizer:
-    """The optimizer that a configuration describes."""
+    """The optimizer that a configuration describes.
+
+    Raises:
+      UserError: if optax does not take the arguments of a call.
+    """
+    if isinstance(config, OptaxConfig):
+        return optax_chain.make_chain(config)
     formula = _FORMULAS[type(config)]
 
     def new_slots(path: Any, parameter: jax.Array) -> Slots:
@@ -71,6 +78,8 @@ def make_optimizer(config: OptimizerConfig) -> Optimizer:
     ) -> tuple[Any, Any]:
         leaves, tree = jax.tree_util.tree_flatten_with_path(params)
         slots, values = tree.flatten_up_to(state), tree.flatten_up_to(gradients)
+        if isinstance(config, AdafactorConfig):
+            values = adafactor.clipped(values, config)
         updates, new_slots = [], []
         for (path, parameter), slot, gradient in zip(leaves, slots, values, strict=True):
             if _name(path) in config.frozen:

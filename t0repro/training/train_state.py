@@ -11,6 +11,7 @@ Optimizers other than Adafactor have, in place of the last line,
     state/param_states/0/{mu,nu}/<path>              Adam's moments, where optax's adam has them
     state/param_states/0/count                       int32, the global step again, as there
     state/param_states/<path>/momentum_v             the velocity of the momentum optimizer
+    state/param_states/<n>/...                       state of a chain of optax, as flax names it
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import itertools
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+import flax.serialization
 import flax.struct
 import flax.traverse_util
 import jax
@@ -68,6 +70,8 @@ def to_flat_tree(state: TrainState) -> dict[str, np.ndarray]:
     flat: dict[str, np.ndarray] = {layout.STEP: np.asarray(state.step, np.int32)}
     for path, value in flax.traverse_util.flatten_dict(state.params, sep="/").items():
         flat[layout.PARAMETERS + path] = np.asarray(value)
+    if not isinstance(state.slots, dict):
+        return flat | _of_optax(state.slots)
     slots = flat_slots(state.slots)
     values = {
         (path, name): np.asarray(getattr(slot, name))
@@ -83,6 +87,28 @@ def to_flat_tree(state: TrainState) -> dict[str, np.ndarray]:
     if "adam_m" in names:
         flat[layout.OPTAX_COUNT] = flat[layout.STEP]
     return flat
+
+
+def _of_optax(state: Any) -> dict[str, np.ndarray]:
+    """The entries of an optax state, named as flax's serialization names its parts."""
+    parts = flax.traverse_util.flatten_dict(flax.serialization.to_state_dict(state), sep="/")
+    return {layout.SLOTS + name: np.asarray(value) for name, value in parts.items()}
+
+
+def _to_optax(tree: FlatTree, like: Any) -> Any:
+    """An optax state of a checkpoint's entries; what it lacks is zero, as in a new state."""
+    # Transformations without state are empty dictionaries there, which have to stay.
+    wanted = flax.traverse_util.flatten_dict(
+        flax.serialization.to_state_dict(like), keep_empty_nodes=True, sep="/"
+    )
+    found = {
+        name: jnp.asarray(tree.get(layout.SLOTS + name, np.zeros(part.shape)), part.dtype)
+        if hasattr(part, "dtype")
+        else part
+        for name, part in wanted.items()
+    }
+    nested = flax.traverse_util.unflatten_dict(found, sep="/")
+    return flax.serialization.from_state_dict(like, nested)
 
 
 def _slot_entries(path: str, name: str) -> list[str]:
@@ -111,6 +137,12 @@ def from_flat_tree(
     shapes = flax.traverse_util.flatten_dict(like.params, sep="/")
     check_parameters(tree, {path: tuple(value.shape) for path, value in shapes.items()}, where)
     params = {path: jnp.asarray(tree[layout.PARAMETERS + path], jnp.float32) for path in shapes}
+    if not isinstance(like.slots, dict):
+        return TrainState(
+            step=jnp.asarray(np.asarray(tree.get(layout.STEP, 0)).astype(np.int32)),
+            params=flax.traverse_util.unflatten_dict(params, sep="/"),
+            slots=_to_optax(tree, like.slots),
+        )
     slots = {
         path: Slots(
             **{

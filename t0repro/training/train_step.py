@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -11,12 +12,25 @@ import optax
 
 from t0repro.model.shapes import Array, Float
 from t0repro.model.t5 import T5, Batch
-from t0repro.training.loss import loss_denominator, training_loss
+from t0repro.training.batch_sums import Sums, loss_and_sums
+from t0repro.training.loss import loss_denominator, training_loss, with_loss_weights
 from t0repro.training.optimizers import Optimizer
 from t0repro.training.schedules import Schedule
 from t0repro.training.train_state import TrainState
+from t0repro.training.weight_metrics import weight_metrics
 
-TrainStep = Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]
+TrainStep = Callable[[TrainState, Batch], tuple[TrainState, dict[str, Any]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """What a train step returns beside the loss, for T5X's metrics.
+
+    Attributes:
+      weights: whether parameters, gradients and updates are measured too.
+    """
+
+    weights: bool = False
 
 
 def make_train_step(
@@ -26,8 +40,12 @@ def make_train_step(
     *,
     num_microbatches: int = 1,
     dropout_key: Array | None = None,
+    measured: Measured | None = None,
 ) -> TrainStep:
     """Returns a function to jit: (state, batch) -> (next state, {"loss", "learning_rate"}).
+
+    If `measured`, the values have `sums` too (t0repro.training.batch_sums), and `weights`, a
+    dictionary of metrics by T5X's names, empty unless they are asked for.
 
     The loss is computed with the parameters before the update. The step and the microbatch's index
     are folded into the dropout key, so that no two draws of a run are the same.
@@ -38,21 +56,30 @@ def make_train_step(
       schedule: maps the step before an update to its learning rate.
       num_microbatches: number of equal parts into which the batch is split.
       dropout_key: PRNG key for dropout; unused if the model's dropout rate is zero.
+      measured: what is measured beside the loss; None for nothing.
     """
     key = dropout_key if model.config.dropout_rate else None
 
-    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
         step_key = None if key is None else jax.random.fold_in(key, state.step)
-        loss, gradients = loss_and_gradients(
-            model, state.params, batch, num_microbatches=num_microbatches, dropout_key=step_key
+        loss, sums, gradients = loss_sums_and_gradients(
+            model,
+            state.params,
+            batch,
+            num_microbatches=num_microbatches,
+            dropout_key=step_key,
+            measured=measured is not None,
         )
         learning_rate = schedule(state.step)
         updates, slots = optimizer.update(
             gradients, state.slots, state.params, step=state.step, learning_rate=learning_rate
         )
         params: Any = optax.apply_updates(state.params, updates)
-        state = TrainState(step=state.step + 1, params=params, slots=slots)
-        return state, {"loss": loss, "learning_rate": learning_rate}
+        values: dict[str, Any] = {"loss": loss, "learning_rate": learning_rate}
+        if measured is not None:
+            weights = weight_metrics(gradients, state.params, params) if measured.weights else {}
+            values |= {"sums": sums, "weights": weights}
+        return TrainState(step=state.step + 1, params=params, slots=slots), values
 
     return train_step
 
@@ -70,25 +97,55 @@ def loss_and_gradients(
     Of n microbatches, number m has the rows m, m + n, m + 2n, ... of the batch, as in
     mtf.serialize_training_step.
     """
-    # The whole batch's denominator, so that the microbatches' losses and gradients add up.
+    loss, _, gradients = loss_sums_and_gradients(
+        model, params, batch, num_microbatches=num_microbatches, dropout_key=dropout_key
+    )
+    return loss, gradients
+
+
+def loss_sums_and_gradients(
+    model: T5,
+    params: dict,
+    batch: Batch,
+    *,
+    num_microbatches: int = 1,
+    dropout_key: Array | None = None,
+    measured: bool = False,
+) -> tuple[Float[Array, ""], Sums, dict]:
+    """`loss_and_gradients`, and the sums of T5X's metrics if `measured`, else no sums."""
+    # Of the whole batch, so that the microbatches' losses and gradients add up.
+    batch = with_loss_weights(model.config, batch)
     denominator = loss_denominator(model.config, batch)
 
-    def of_part(part: Batch, index: jax.Array | int) -> tuple[jax.Array, dict]:
+    def loss_of(params: dict, part: Batch, key: Array | None) -> tuple[jax.Array, Sums]:
+        function = loss_and_sums if measured else _loss_alone
+        return function(model, params, part, denominator=denominator, dropout_key=key)
+
+    def of_part(part: Batch, index: jax.Array | int) -> tuple[jax.Array, Sums, dict]:
         key = None if dropout_key is None else jax.random.fold_in(dropout_key, index)
-        return jax.value_and_grad(
-            lambda p: training_loss(model, p, part, denominator=denominator, dropout_key=key)
-        )(params)
+        (loss, sums), gradients = jax.value_and_grad(loss_of, has_aux=True)(params, part, key)
+        return loss, sums, gradients
 
     if num_microbatches == 1:
         return of_part(batch, 0)
 
-    def add(total: tuple[jax.Array, dict], item: tuple) -> tuple[tuple[jax.Array, dict], None]:
+    def add(total: Any, item: tuple) -> tuple[Any, None]:
         return jax.tree.map(jnp.add, total, of_part(*item)), None
 
-    zeros = (jnp.float32(0.0), jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params))
     parts = split_into_microbatches(batch, num_microbatches)
+    first = jax.tree.map(lambda x: x[0], parts)
+    _, sums, _ = jax.eval_shape(of_part, first, 0)
+    zeros = (
+        jnp.float32(0.0),
+        jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), sums),
+        jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params),
+    )
     total, _ = jax.lax.scan(add, zeros, (parts, jnp.arange(num_microbatches)))
     return total
+
+
+def _loss_alone(*args: Any, **options: Any) -> tuple[jax.Array, Sums]:
+    return training_loss(*args, **options), {}
 
 
 def split_into_microbatches(batch: Batch, count: int) -> dict[str, jax.Array]:

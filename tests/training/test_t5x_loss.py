@@ -1,0 +1,154 @@
+"""T5X's choices in the loss, against numbers computed in float64 numpy; and microbatches."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tests.tiny_models as tiny
+from t0repro.config.run_config import Arithmetic
+from t0repro.model.t5 import T5
+from t0repro.training.batch_sums import loss_and_sums, summary
+from t0repro.training.loss import (
+    cross_entropy,
+    evaluation_sums,
+    loss_denominator,
+    token_weights,
+    with_loss_weights,
+)
+from t0repro.training.train_step import loss_sums_and_gradients
+
+T5X = Arithmetic(smoothing_spares_target=True, z_loss_in_evaluation=True)
+PACKED = {
+    "inputs": [[5, 1, 6, 1, 0, 0], [9, 8, 7, 6, 5, 1]],
+    "inputs_segmentation": [[1, 1, 2, 2, 0, 0], [1, 1, 1, 1, 1, 1]],
+    "targets": [[4, 3, 1, 2, 0], [7, 1, 5, 5, 1]],
+    "targets_segmentation": [[1, 1, 1, 2, 0], [1, 1, 2, 2, 2]],
+}
+PACKED = {name: np.asarray(rows, np.int32) for name, rows in PACKED.items()}
+
+
+def log_softmax(logits):
+    shifted = logits - logits.max(-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+
+
+def smoothed_by_hand(logits, targets, smoothing):
+    """Cross entropy to the smoothed one-hot targets less that distribution's entropy, float64."""
+    vocab = logits.shape[-1]
+    soft = np.full(logits.shape, smoothing / (vocab - 1))
+    np.put_along_axis(soft, targets[..., None], 1.0 - smoothing, -1)
+    entropy = -np.sum(soft * np.log(np.where(soft > 0, soft, 1.0)), -1)
+    return -np.sum(soft * log_softmax(logits), -1) - entropy
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.4])
+def test_smoothing_that_spares_the_target_is_as_by_hand(smoothing):
+    generator = np.random.default_rng(0)
+    logits, targets = generator.normal(size=(3, 5, 17)) * 4, generator.integers(0, 17, (3, 5))
+    ours = cross_entropy(
+        jnp.asarray(logits, jnp.float32),
+        jnp.asarray(targets, jnp.int32),
+        label_smoothing=smoothing,
+        spares_target=True,
+    )
+    expected = smoothed_by_hand(logits, targets, smoothing)
+    np.testing.assert_allclose(ours, expected, rtol=2e-6, atol=2e-6)
+
+
+def test_the_least_smoothed_loss_is_zero():
+    soft = np.full((1, 1, 8), 0.2 / 7)
+    soft[..., 3] = 0.8
+    logits = jnp.log(jnp.asarray(soft, jnp.float32))
+    loss = cross_entropy(logits, jnp.array([[3]]), label_smoothing=0.2, spares_target=True)
+    assert abs(loss[0, 0]) < 1e-6
+
+
+def config_of(denominator, **changes):
+    return tiny.model_config(
+        d_model=8, d_ff=12, loss_denominator=denominator, arithmetic=T5X, **changes
+    )
+
+
+def by_hand(model, params, batch, *, denominator, z_loss):
+    """The loss in float64 numpy from the model's logits: token losses over a divisor by name."""
+    logits = np.asarray(model.apply({"params": params}, batch), np.float64)
+    targets = np.asarray(batch["targets"])
+    loss = smoothed_by_hand(logits, targets, model.config.label_smoothing)
+    log_z = -log_softmax(logits)[..., 0] + logits[..., 0]
+    loss = (loss + z_loss * log_z**2) * (targets > 0)
+    if denominator == "AVERAGE_PER_SEQUENCE":
+        segments = batch.get("targets_segmentation", (targets > 0) * 1)
+        means = [
+            loss[row][(segments[row] == segment) & (targets[row] > 0)].mean()
+            for row in range(len(targets))
+            for segment in sorted(set(segments[row]) - {0})
+        ]
+        return np.mean(means)
+    divisor = {None: targets.size, "NUM_REAL_TARGET_TOKENS": (targets > 0).sum()}
+    return loss.sum() / divisor.get(denominator, denominator)
+
+
+DENOMINATORS = [1.0, 262144.0, None, "NUM_REAL_TARGET_TOKENS", "AVERAGE_PER_SEQUENCE"]
+
+
+@pytest.fixture(scope="module")
+def params():
+    return tiny.new_state().params
+
+
+@pytest.mark.parametrize("batch", ["packed", "unpacked"])
+@pytest.mark.parametrize("denominator", DENOMINATORS)
+def test_each_way_to_normalise_is_as_by_hand_whole_and_in_microbatches(params, denominator, batch):
+    rows = PACKED if batch == "packed" else tiny.batches(1)[0]
+    config = config_of(denominator, z_loss=1e-2, label_smoothing=0.1)
+    model = T5(config, tiny.FLOAT32)
+    expected = by_hand(model, params, rows, denominator=denominator, z_loss=1e-2)
+    whole = loss_sums_and_gradients(model, params, rows, measured=True)
+    split = loss_sums_and_gradients(model, params, rows, measured=True, num_microbatches=2)
+    assert float(whole[0]) == pytest.approx(expected, rel=1e-5)
+    assert float(split[0]) == pytest.approx(expected, rel=1e-5)
+    for one, other in zip(jax.tree.leaves(whole[2]), jax.tree.leaves(split[2]), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5 * np.abs(one).max() + 1e-12)
+    for name in whole[1]:
+        assert float(whole[1][name]) == pytest.approx(float(split[1][name]), rel=1e-5), name
+
+
+def test_weights_of_packed_examples_are_the_reciprocal_of_their_length():
+    batch = with_loss_weights(config_of("AVERAGE_PER_SEQUENCE"), PACKED)
+    weights = token_weights(config_of("AVERAGE_PER_SEQUENCE"), batch)
+    third = 1 / 3
+    expected = [[third, third, third, 1, 0], [0.5, 0.5, third, third, third]]
+    np.testing.assert_allclose(weights, expected, rtol=1e-6)
+    assert loss_denominator(config_of("AVERAGE_PER_SEQUENCE"), batch) == pytest.approx(4.0)
+
+
+def test_t5xs_evaluation_has_the_z_loss_and_mesh_tensorflows_has_not(params):
+    batch = tiny.batches(1)[0]
+    ours = T5(config_of(None, z_loss=0.5), tiny.FLOAT32)
+    mesh = T5(dataclasses.replace(ours.config, arithmetic=Arithmetic()), tiny.FLOAT32)
+    with_z, sums = loss_and_sums(ours, params, batch, denominator=20.0)
+    without = evaluation_sums(mesh, params, batch, denominator=20.0)["loss"]
+    assert float(with_z - sums["z_loss"]) == pytest.approx(float(without), rel=1e-5)
+    assert float(sums["z_loss"]) > 0.1
+
+
+def test_metrics_have_t5xs_names_and_values(params):
+    model = T5(config_of("NUM_REAL_TARGET_TOKENS", z_loss=1e-2), tiny.FLOAT32)
+    loss, sums, _ = loss_sums_and_gradients(model, params, PACKED, measured=True)
+    metrics = summary({name: float(value) for name, value in sums.items()}, 1, packed=True)
+    logits = np.asarray(model.apply({"params": params}, PACKED))
+    real = PACKED["targets"] > 0
+    hits = ((logits.argmax(-1) == PACKED["targets"]) & real).sum()
+    assert metrics["accuracy"] == pytest.approx(hits / 9)
+    assert metrics["loss"] == pytest.approx(float(loss))
+    assert metrics["loss_per_nonpadding_target_token"] == pytest.approx(float(loss) / 9)
+    assert metrics["loss_per_all_target_tokens"] == pytest.approx(float(loss) / 10)
+    assert metrics["cross_ent_loss"] + metrics["z_loss"] == pytest.approx(metrics["loss"])
+    assert metrics["non_padding_fraction/encoder"] == pytest.approx(10 / 12)
+    assert metrics["non_padding_fraction/decoder"] == pytest.approx(9 / 10)
+    assert metrics["non_padding_fraction/overall"] == pytest.approx(19 / 22)
+    assert metrics["effective_batch_size/encoder"] == 3
+    assert metrics["effective_batch_size/decoder"] == 4
