@@ -130,7 +130,7 @@ def _planned(
     original = open_checkpoint(ref)
     reader, notes = _prepare(original, to, options)
     family = check_checkpoint(reader)
-    _check_form_exists(family, to, ref)
+    _check_form_exists(family, to, ref, options.scan)
     if options.gin_file is not None:
         notes += [
             f"{name}, which the gin file includes, is not here; what it binds is not checked."
@@ -250,8 +250,15 @@ def _check_request(to: Format, options: Options) -> None:
         raise UserError("Only T5X's checkpoints have layouts (--layout).", fix="Add --to t5x.")
 
 
-def _check_form_exists(shape: ModelShape, to: Format, ref: CheckpointRef) -> None:
+def _check_form_exists(shape: ModelShape, to: Format, ref: CheckpointRef, scan: bool) -> None:
     """Raises UserError if the target's own software cannot represent the model."""
+    if shape.position_bias_per_layer and to == "t5x" and not scan:
+        raise UserError(
+            "Each layer has its own position bias; of T5X's models only scalable_t5, which stacks"
+            " its layers, is such a T5.",
+            where=ref.path,
+            fix="Add --scan.",
+        )
     if shape.shared_towers and to in ("t5x", "hf"):
         peer = "T5X" if to == "t5x" else "transformers"
         raise UserError(

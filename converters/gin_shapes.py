@@ -24,6 +24,7 @@ _FIELDS = {
     ("SelfAttention", "num_heads"): "num_heads",
     ("SelfAttention", "key_value_size"): "d_kv",
     ("SelfAttention", "relative_attention_num_buckets"): "relative_attention_num_buckets",
+    ("SelfAttention", "relative_attention_type"): "position_bias_per_layer",
     ("EncDecAttention", "num_heads"): "num_heads",
     ("EncDecAttention", "key_value_size"): "d_kv",
     ("Unitransformer", "shared_embedding_and_softmax_weights"): "tied",
@@ -50,6 +51,9 @@ _ARITHMETIC = {
     ("DenseReluDense", "activation"): "activations",
     ("sublayer_rms_norm", "epsilon"): "epsilon",
     ("T5Config", "mlp_activations"): "activations",
+    ("jax_model", "relative_attention_max_distance"): "max_distance",
+    ("jax_model", "exact_gelu"): "exact_gelu",
+    ("jax_model", "scale_tied_logits"): "scale_tied_logits",
 }
 _TOWERS = ("encoder", "decoder")
 
@@ -113,8 +117,11 @@ def check_gin_file(path: str | os.PathLike[str], family: ModelShape) -> list[str
         if not scope:
             # What is bound for one tower alone holds there.
             towers = [t for t in _TOWERS if (t, configurable, argument) not in bindings]
+        value = resolved.value
+        if field == "position_bias_per_layer":
+            value = value == "bias" and _has_several_layers(family)
         for name in _family_fields(field, towers, family):
-            if resolved.value != getattr(family, name):
+            if value != getattr(family, name):
                 raise UserError(
                     f"`{resolved.line}` does not fit the checkpoint, whose {name} is"
                     f" {getattr(family, name)} ({binding.line}).",
@@ -145,7 +152,7 @@ def bound_arithmetic(text: str, path: Path) -> dict[str, Bound]:
       path: where the text is from, for messages and for what it includes.
 
     Returns:
-      `activations` and `epsilon`, each if it is bound for the whole model.
+      Fields of `Arithmetic`, each if it is bound for the whole model.
     """
     bindings: dict[tuple[str, str, str], Bound] = {}
     for _ in _read_text(text, path, bindings, [path]):
@@ -162,7 +169,16 @@ def bound_arithmetic(text: str, path: Path) -> dict[str, Bound]:
             # `silu` is what the field calls Mesh TensorFlow's `swish`.
             value = tuple("swish" if name == "silu" else name for name in names)
         bound[field] = Bound(value, resolved.line, resolved.place)
+    exact_gelu, activations = bound.pop("exact_gelu", None), bound.get("activations")
+    if activations and exact_gelu and exact_gelu.value:
+        value = tuple("gelu_exact" if name == "gelu" else name for name in activations.value)
+        bound["activations"] = dataclasses.replace(activations, value=value)
     return bound
+
+
+def _has_several_layers(family: ModelShape) -> bool:
+    """Whether a tower has several layers; an only layer's own bias is like a shared one."""
+    return max(family.num_encoder_layers, family.num_decoder_layers) > 1
 
 
 def _family_fields(field: str, towers: Sequence[str], family: ModelShape) -> list[str]:

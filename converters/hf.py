@@ -101,6 +101,9 @@ class HfReader:
         logits = hf_config.logits_of(self.config, "lm_head.weight" in files, config_file)
         if logits == "scaled embedding":
             self._check_copy(files.pop("lm_head.weight", None), files)
+        # In one layer, umT5's bias is like one that all layers share.
+        several = any(".block.1." in name for name in files)
+        bias_per_layer = several and self.config.get("model_type") == "umt5"
         for name, file in files.items():
             if name in _COPIES:
                 continue
@@ -110,7 +113,7 @@ class HfReader:
                     where=self.ref.path,
                     fix="Copy all of its files again, or choose another checkpoint.",
                 )
-            found = layout.find_row(name, "hf")
+            found = layout.find_row(name, "hf", bias_per_layer=bias_per_layer)
             if not found:
                 unknown.append(name)
                 continue
@@ -140,8 +143,8 @@ class HfReader:
                 f"{CONFIG} says that the logits come from the embedding, but lm_head.weight differs"
                 " from shared.weight.",
                 where=self.ref.path,
-                fix='If the model is a T5 1.1, set "tie_word_embeddings": false in config.json (and'
-                ' "scale_decoder_outputs": false, if it is there).',
+                fix='If the model is a T5 1.1 or a umT5, set "tie_word_embeddings": false in'
+                ' config.json (and "scale_decoder_outputs": false, if it is there).',
             )
 
     def _enter_slots(self) -> None:

@@ -30,7 +30,6 @@ _ACTIVATIONS: dict[str, Activation] = {
     "tanh": "tanh",
     "linear": "linear",
 }
-_GIN_ACTIVATIONS = ("relu", "gelu", "swish", "sigmoid", "tanh", "linear")  # Mesh TensorFlow's
 _MAX_DISTANCE, _EPSILON = 128, 1e-6  # of Mesh TensorFlow and T5X
 
 # Fields that have one value here, with what another would mean.
@@ -52,11 +51,13 @@ class Arithmetic:
       activations: of the feed-forward layer, in the names of `ModelConfig`.
       max_distance: distances from here on share a bucket of the position bias.
       epsilon: added to the mean square in every layer norm.
+      scale_tied_logits: whether logits from the embedding are scaled by d_model**-0.5.
     """
 
     activations: tuple[Activation, ...]
     max_distance: int = _MAX_DISTANCE
     epsilon: float = _EPSILON
+    scale_tied_logits: bool = True
 
 
 def arithmetic_of(config: Mapping[str, Any], where: str) -> Arithmetic:
@@ -70,18 +71,11 @@ def arithmetic_of(config: Mapping[str, Any], where: str) -> Arithmetic:
       UserError: naming the field whose value no T5 here can have.
     """
     kind = config.get("model_type")
-    if kind == "umt5":
-        raise UserError(
-            "The model is a umT5, whose every layer has a position bias of its own; the formats"
-            " that t0repro converts between have one for each tower.",
-            where=f"{where}, model_type",
-            fix="Run it with transformers.",
-        )
-    if kind not in ("t5", "mt5"):
+    if kind not in ("t5", "mt5", "umt5"):
         raise UserError(
             f"The model is of the type {kind!r}, no T5.",
             where=f"{where}, model_type",
-            fix="Give a directory whose config.json says t5 or mt5.",
+            fix="Give a directory whose config.json says t5, mt5 or umt5.",
         )
     for field, (values, meaning) in _FIXED.items():
         if config.get(field) not in values:
@@ -119,7 +113,8 @@ def logits_of(config: Mapping[str, Any], has_kernel: bool, where: str) -> Logits
 
     transformers 4 scales a tied T5 and mT5 and gives an untied one a kernel. transformers 5 ties
     all of them and lets an lm_head.weight in the file override the tie: its T5 says
-    scale_decoder_outputs, and its mT5 never scales.
+    scale_decoder_outputs, and its mT5 never scales. Both scale a tied umT5; an untied one, which 4
+    and T5X do not scale, 5 says is tied and scales.
 
     Args:
       config: the content of config.json.
@@ -130,9 +125,17 @@ def logits_of(config: Mapping[str, Any], has_kernel: bool, where: str) -> Logits
       UserError: if it cannot be told which of them wrote a tied mT5.
     """
     unscaled: Logits = "kernel" if has_kernel else "embedding"
-    tied = bool(config.get("tie_word_embeddings", config["model_type"] == "t5"))
+    tied = bool(config.get("tie_word_embeddings", config["model_type"] != "mt5"))
     if config["model_type"] == "t5":
         return "scaled embedding" if config.get("scale_decoder_outputs", tied) else unscaled
+    if config["model_type"] == "umt5":
+        if not (tied or has_kernel):
+            raise UserError(
+                "The umT5's logits are not tied to its embedding, and lm_head.weight is missing.",
+                where=f"{where}, tie_word_embeddings",
+                fix="Copy all of the model's files again.",
+            )
+        return "scaled embedding" if tied else "kernel"
     if not tied:
         return unscaled
     version = re.match(r"(\d+)\.", str(config.get("transformers_version")))
@@ -146,38 +149,73 @@ def logits_of(config: Mapping[str, Any], has_kernel: bool, where: str) -> Logits
     return unscaled if int(version[1]) >= 5 else "scaled embedding"
 
 
-def check_gin_can_say(arithmetic: Arithmetic, where: str) -> None:
-    """Checks that a gin file can bind what a model computes; such a file configures every run.
+def check_target_computes(arithmetic: Arithmetic, shape: ModelShape, to: str, where: str) -> None:
+    """Checks that the software of a format computes what a model computes.
+
+    The JAX stack computes everything.
+
+    Args:
+      arithmetic: the model's.
+      shape: its sizes.
+      to: the format.
+      where: what says so, for messages.
 
     Raises:
-      UserError: naming the field of config.json.
+      UserError: naming the field of config.json, or t0repro's own binding, that is not possible.
     """
+    if to == "jax":
+        return
+    if shape.tied and not arithmetic.scale_tied_logits:
+        raise UserError(
+            "The logits come from the embedding and are not scaled (scale_tied_logits); only the"
+            " JAX stack has such a model.",
+            where=f"{where}, scale_tied_logits",
+            fix="Convert to jax.",
+        )
+    if to == "hf":
+        return
+    peer = "Mesh TensorFlow" if to == "mtf" else "T5X"
+    fix = "Convert to jax or hf."
     if arithmetic.max_distance != _MAX_DISTANCE:
         raise UserError(
-            f"relative_attention_max_distance is {arithmetic.max_distance}; in Mesh TensorFlow and"
-            f" T5X it is {_MAX_DISTANCE}, and no gin file can change it.",
+            f"relative_attention_max_distance is {arithmetic.max_distance}; in {peer} it is"
+            f" {_MAX_DISTANCE}, and no gin file can change it.",
             where=f"{where}, relative_attention_max_distance",
-            fix="Run the model with transformers; t0repro can only write it as hf again.",
+            fix=fix,
         )
-    if unknown := [name for name in arithmetic.activations if name not in _GIN_ACTIVATIONS]:
+    if "gelu_exact" in arithmetic.activations:
         raise UserError(
-            f'The activation is {unknown[0]}, transformers\' "gelu" with the error function; Mesh'
-            " TensorFlow and T5X have its tanh form alone, under the same name.",
+            f'The activation is transformers\' "gelu" with the error function; {peer} has only its'
+            " tanh form, under the same name.",
             where=f"{where}, feed_forward_proj",
-            fix="Run the model with transformers; t0repro can only write it as hf again.",
+            fix=fix,
+        )
+    if to == "t5x" and arithmetic.epsilon != _EPSILON:
+        raise UserError(
+            f"layer_norm_epsilon is {arithmetic.epsilon}; in T5X it is {_EPSILON}, and no gin file"
+            " can change it.",
+            where=f"{where}, layer_norm_epsilon",
+            fix="Convert to mtf, jax or hf.",
         )
 
 
 def gin_text(arithmetic: Arithmetic, shape: ModelShape, source: str) -> str:
-    """A gin file of the model in Mesh TensorFlow's words, on which either stack runs it.
+    """A gin file of the model in Mesh TensorFlow's words and, where these fail, t0repro's own.
 
     Args:
-      arithmetic: what `check_gin_can_say` has let pass.
+      arithmetic: what the target computes.
       shape: the sizes.
       source: where the model came from, for the first line.
     """
-    name, *gate = arithmetic.activations
+    name, *gate = (x.replace("gelu_exact", "gelu") for x in arithmetic.activations)
     activation = [name, *gate] if gate else name
+    bias = "bias" if shape.position_bias_per_layer else "bias_shared"
+    own = ""
+    if arithmetic.max_distance != _MAX_DISTANCE:
+        distance = arithmetic.max_distance
+        own += f"t0repro.jax_model.relative_attention_max_distance = {distance}\n"
+    if "gelu_exact" in arithmetic.activations:
+        own += "t0repro.jax_model.exact_gelu = True\n"
     return f"""\
 # The model of {source}, from its config.json and its weights.
 include 'models/t5.1.0.base.gin'
@@ -189,10 +227,11 @@ num_heads = {shape.num_heads}
 encoder/transformer.make_layer_stack.num_layers = {shape.num_encoder_layers}
 decoder/transformer.make_layer_stack.num_layers = {shape.num_decoder_layers}
 SelfAttention.relative_attention_num_buckets = {shape.relative_attention_num_buckets}
+SelfAttention.relative_attention_type = {bias!r}
 DenseReluDense.activation = {activation!r}
 transformer.sublayer_rms_norm.epsilon = {arithmetic.epsilon!r}
 Unitransformer.shared_embedding_and_softmax_weights = {shape.tied}
-"""
+{own}"""
 
 
 def feed_forward_proj(arithmetic: Arithmetic) -> dict[str, Any]:

@@ -28,10 +28,12 @@ def model_config(family: ModelShape, dtype: str, arithmetic: Arithmetic) -> dict
       dtype: of the parameters, as numpy names it.
       arithmetic: what the weights do not tell.
     """
-    multilingual = family.vocab_size >= 250_000
+    model_type = "mt5" if family.vocab_size >= 250_000 else "t5"
+    if family.position_bias_per_layer:
+        model_type = "umt5"
     return {
-        "architectures": ["MT5ForConditionalGeneration" if multilingual else _ARCHITECTURE],
-        "model_type": "mt5" if multilingual else "t5",
+        "architectures": [_ARCHITECTURES[model_type]],
+        "model_type": model_type,
         "vocab_size": family.vocab_size,
         "d_model": family.d_model,
         "d_kv": family.d_kv,
@@ -55,7 +57,11 @@ def model_config(family: ModelShape, dtype: str, arithmetic: Arithmetic) -> dict
     }
 
 
-_ARCHITECTURE = "T5ForConditionalGeneration"
+_ARCHITECTURES = {
+    "t5": "T5ForConditionalGeneration",
+    "mt5": "MT5ForConditionalGeneration",
+    "umt5": "UMT5ForConditionalGeneration",
+}
 
 
 def generation_config() -> dict[str, Any]:

@@ -56,7 +56,7 @@ class JaxReader:
         self.unchecked = stored.unchecked()  # see OrbaxArrays
         arrays: scanning.Arrays = _Renamed(stored)
         if scanning.is_scanned(arrays.tensors):
-            arrays = scanning.UnscannedArrays(arrays, ref.path)
+            arrays = scanning.UnscannedArrays(arrays)
         self._arrays: scanning.Arrays = arrays
         self.tensors: Mapping[str, TensorInfo] = arrays.tensors
         _check_keys(self.tensors, ref.path)

@@ -67,8 +67,9 @@ def _flat_keys(bundle: BundleReader, prefix: str) -> dict[str, str]:
     """Flat key -> variable name, for every variable."""
     names: dict[str, str] = {}
     unknown = []
+    bias_per_layer = layout.has_bias_per_layer(map(layout.mtf_to_path, bundle.entries))
     for name, entry in bundle.entries.items():
-        key = _flat_key(name, bundle)
+        key = _flat_key(name, bundle, bias_per_layer)
         if key is None or entry.dtype is None:
             unknown.append(name)
         else:
@@ -78,11 +79,11 @@ def _flat_keys(bundle: BundleReader, prefix: str) -> dict[str, str]:
     return names
 
 
-def _flat_key(name: str, bundle: BundleReader) -> str | None:
+def _flat_key(name: str, bundle: BundleReader, bias_per_layer: bool) -> str | None:
     if name == layout.MTF_STEP:
         return layout.STEP
     variable, slot = layout.split_mtf_slot(name)
-    path = layout.mtf_to_path(variable)
+    path = layout.mtf_to_path(variable, bias_per_layer)
     if path is None:
         return None
     if slot is None:

@@ -54,11 +54,10 @@ def needs_of(released: Released) -> Needs:
     Parameters and Adafactor's slots are float32, as both stacks train and evaluate.
     """
     shapes = list(released.shape.parameters().values())
-    unlisted = released.parameter_count() - released.shape.parameter_count()
-    weights = _FLOAT32 * released.parameter_count()
-    slots = _FLOAT32 * (sum(map(_slot_count, shapes)) + unlisted)
+    weights = _FLOAT32 * released.shape.parameter_count()
+    slots = _FLOAT32 * sum(map(_slot_count, shapes))
     return Needs(
-        parameters=released.parameter_count(),
+        parameters=released.shape.parameter_count(),
         disk=weights,
         training_disk=weights + slots,
         evaluation=weights,

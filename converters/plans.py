@@ -5,13 +5,11 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import json
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from t0repro.converters import (
-    gin_shapes,
     hf,
     hf_config,
     hf_files,
@@ -20,10 +18,10 @@ from t0repro.converters import (
     scanning,
     storage,
 )
+from t0repro.converters.arithmetic import arithmetic, gin_text
 from t0repro.converters.options import Options
 from t0repro.converters.safetensors_files import SafetensorsWriter, index_text
 from t0repro.converters.tensors import CheckpointReader, CheckpointRef, Output, TensorInfo, Writer
-from t0repro.errors import UserError
 from t0repro.parameters import layout
 from t0repro.parameters.shape import ModelShape
 
@@ -74,27 +72,28 @@ def make_plan(
     """
     norm_names = options.norm_names or reader.norm_names or "rms_norm"
     step = target.step or 0
-    gin_text = _gin_text(reader.ref, options)
-    arithmetic = _arithmetic(reader.ref, family, options, gin_text)
+    text = gin_text(reader.ref, options.gin_file)
+    computed = arithmetic(reader.ref, family, text, options.gin_file)
+    from_config = reader.ref.format == "hf"
+    where = storage.join(reader.ref.path, hf.CONFIG) if from_config else reader.ref.path
+    hf_config.check_target_computes(computed, family, target.format, where)
     if target.format == "hf":
-        return _hf_plan(reader, family, tensors, options, gin_text, arithmetic, norm_names, step)
+        return _hf_plan(reader, family, tensors, options, text, computed, norm_names, step)
     notes = []
-    if reader.ref.format == "hf":
-        hf_config.check_gin_can_say(arithmetic, storage.join(reader.ref.path, hf.CONFIG))
-        if gin_text is None:
-            gin_text = hf_config.gin_text(arithmetic, family, reader.ref.path)
-            notes.append(f"{mtf.OPERATIVE_CONFIG} is made from config.json; run the model with it.")
+    if from_config and text is None:
+        text = hf_config.gin_text(computed, family, reader.ref.path)
+        notes.append(f"{mtf.OPERATIVE_CONFIG} is made from config.json; run the model with it.")
     if target.format == "mtf":
         outputs = list(mtf.mtf_outputs(tensors, norm_names))
         return Plan(
             outputs,
-            lambda path: mtf.MtfWriter(path, step, gin_text),
+            lambda path: mtf.MtfWriter(path, step, text),
             norm_names,
             notes=tuple(notes),
         )
     outputs = list(jax_tree.jax_outputs(tensors, family, options.scan))
     of_t5x = (options.layout or "legacy") if target.format == "t5x" else None
-    small = {mtf.OPERATIVE_CONFIG: gin_text.encode()} if gin_text else {}
+    small = {mtf.OPERATIVE_CONFIG: text.encode()} if text else {}
     if options.scan and (averaged := scanning.averaged_kernels(tensors)):
         notes.append(
             f"The slots v of {len(averaged)} kernels are averaged into v_row and v_col, as"
@@ -109,58 +108,13 @@ def make_plan(
     )
 
 
-def _gin_text(ref: CheckpointRef, options: Options) -> str | None:
-    """The gin text that the model was trained with; None if unknown."""
-    if options.gin_file is not None:
-        try:
-            return Path(options.gin_file).read_text()
-        except OSError as error:
-            raise UserError(
-                "The gin file cannot be read.", where=str(options.gin_file), fix=str(error)
-            ) from None
-    file = storage.join(_folder(ref), mtf.OPERATIVE_CONFIG)
-    return storage.read(file).decode() if storage.is_file(file) else None
-
-
-def _arithmetic(
-    ref: CheckpointRef, family: ModelShape, options: Options, gin_text: str | None
-) -> hf_config.Arithmetic:
-    """Activation, epsilon and the like, from the source and the gin text that goes with it.
-
-    Raises:
-      UserError: If config.json and the gin text disagree.
-    """
-    path = Path(options.gin_file or storage.join(_folder(ref), mtf.OPERATIVE_CONFIG))
-    bound = gin_shapes.bound_arithmetic(gin_text, path) if gin_text else {}
-    if ref.format != "hf":
-        # Only gin says which activation such a checkpoint was trained with; without it, assume the
-        # published ones: T5 1.1's gated GELU and T5 1.0's ReLU.
-        default = ("gelu", "linear") if family.gated else ("relu",)
-        said = {field: found.value for field, found in bound.items()}
-        return dataclasses.replace(hf_config.Arithmetic(default), **said)
-    arithmetic = hf.read_arithmetic(ref.path)
-    for field, found in bound.items():
-        if found.value != getattr(arithmetic, field):
-            raise UserError(
-                f"`{found.line}` does not fit the model, whose {hf.CONFIG} says"
-                f" {getattr(arithmetic, field)!r}.",
-                where=found.place,
-                fix="Give the gin file of the model that the checkpoint holds.",
-            )
-    return arithmetic
-
-
-def _folder(ref: CheckpointRef) -> str:
-    return ref.path if ref.format == "hf" else os.path.dirname(ref.path)
-
-
 def _hf_plan(
     reader: CheckpointReader,
     family: ModelShape,
     tensors: Mapping[str, TensorInfo],
     options: Options,
-    gin_text: str | None,
-    arithmetic: hf_config.Arithmetic,
+    text: str | None,
+    computed: hf_config.Arithmetic,
     norm_names: layout.NormNames,
     step: int,
 ) -> Plan:
@@ -177,7 +131,7 @@ def _hf_plan(
         "step": step,
         "versions": versions(),
     }
-    config = hf_files.model_config(family, dtype, arithmetic)
+    config = hf_files.model_config(family, dtype, computed)
     small = {
         "README.md": hf_files.model_card(family, provenance, dtype, slots).encode(),
         "generation_config.json": json.dumps(hf_files.generation_config(), indent=2).encode(),
@@ -186,13 +140,19 @@ def _hf_plan(
     }
     if any(output.file != hf.WEIGHTS for output in weights):
         small[hf.INDEX] = index_text(weights).encode()
-    if gin_text:
-        small[mtf.OPERATIVE_CONFIG] = gin_text.encode()
+    if text:
+        small[mtf.OPERATIVE_CONFIG] = text.encode()
     notes = []
     if slots:
         notes.append(
             f"transformers has no place for the optimizer's {len(outputs) - len(weights)} slots;"
             f" they are in {hf.SLOTS_FILE}, which a conversion back reads."
+        )
+    if family.position_bias_per_layer and not family.tied:
+        notes.append(
+            "transformers 4 computes this umT5 as T5X does. transformers 5 takes every umT5 for"
+            " tied and multiplies its logits by d_model**-0.5; after loading, set"
+            " model.config.tie_word_embeddings = False."
         )
     if not tokenizer:
         notes.append(

@@ -21,13 +21,15 @@ def recognise(names_and_shapes: Mapping[str, Iterable[int]]) -> ModelShape:
     Raises:
       UserError: If one of these parameters is missing or its shape fits no T5.
     """
-    shapes = dict(_parameter_shapes(names_and_shapes))
+    shapes = _parameter_shapes(names_and_shapes)
     decoder_only = layout.DECODER_ONLY[0].t5x in shapes
     shared = layout.has_shared_towers({layout.PARAMETERS + path for path in shapes})
     tower = "decoder" if decoder_only or shared else "encoder"
     attention = f"{tower}/layers_0/{'attention' if tower == 'encoder' else 'self_attention'}"
     embedding = _matrix(shapes, ("decoder/" if decoder_only else "") + "token_embedder/embedding")
-    bias = _matrix(shapes, f"{tower}/relpos_bias/rel_embedding")
+    bias_per_layer = layout.has_bias_per_layer(shapes)
+    first_bias = f"{tower}/{'layers_0/' if bias_per_layer else ''}{layout.RELATIVE_BIAS}"
+    bias = _matrix(shapes, first_bias)
     query = _matrix(shapes, f"{attention}/query/kernel")
     output = _matrix(shapes, f"{tower}/layers_0/mlp/wo/kernel")
     mlp = f"{tower}/layers_0/mlp/{{}}/kernel"
@@ -36,7 +38,7 @@ def recognise(names_and_shapes: Mapping[str, Iterable[int]]) -> ModelShape:
         raise UserError(
             f"The shapes fit no T5: attention kernels are {query[1]} wide, which is no multiple of"
             f" the {bias[0]} heads that the relative position bias has.",
-            where=f"{attention}/query/kernel, {tower}/relpos_bias/rel_embedding",
+            where=f"{attention}/query/kernel, {first_bias}",
         )
     return ModelShape(
         num_encoder_layers=_count_layers(shapes, "decoder" if shared else "encoder"),
@@ -50,16 +52,25 @@ def recognise(names_and_shapes: Mapping[str, Iterable[int]]) -> ModelShape:
         wi_kernels=("wi_0", "wi_1") if gated else ("wi",),
         tied="decoder/logits_dense/kernel" not in shapes,
         shared_towers=shared,
+        position_bias_per_layer=bias_per_layer,
     )
 
 
-def _parameter_shapes(names_and_shapes: Mapping[str, Iterable[int]]):
-    for name, shape in names_and_shapes.items():
-        path = name.removeprefix(layout.PARAMETERS)
-        if not any(layout.find_row(path, "t5x", decoder_only) for decoder_only in (False, True)):
-            path = layout.mtf_to_path(name)
-        if path:
-            yield path, tuple(shape)
+def _parameter_shapes(
+    names_and_shapes: Mapping[str, Iterable[int]],
+) -> dict[str, tuple[int, ...]]:
+    """T5X path -> shape of every parameter."""
+    paths = {name: _path(name) for name in names_and_shapes}
+    if layout.has_bias_per_layer(paths.values()):
+        paths = {name: _path(name, bias_per_layer=True) for name in names_and_shapes}
+    return {path: tuple(names_and_shapes[name]) for name, path in paths.items() if path}
+
+
+def _path(name: str, bias_per_layer: bool | None = None) -> str | None:
+    path = name.removeprefix(layout.PARAMETERS)
+    if any(layout.find_row(path, "t5x", decoder_only) for decoder_only in (False, True)):
+        return path
+    return layout.mtf_to_path(name, bias_per_layer)
 
 
 def _matrix(shapes: Mapping[str, tuple[int, ...]], path: str) -> tuple[int, ...]:

@@ -52,7 +52,6 @@ class Released:
       step: None if the source does not say; the latest is then fetched.
       license: The checkpoint's licence; empty if the source does not say.
       shape: The model's sizes.
-      position_bias_per_layer: Whether each layer has its own, as in umT5; `shape` cannot say so.
       source: The page that lists the checkpoint.
     """
 
@@ -63,17 +62,7 @@ class Released:
     step: int | None
     license: str
     shape: ModelShape
-    position_bias_per_layer: bool
     source: str
-
-    def parameter_count(self) -> int:
-        """Returns the number of parameters, including each layer's position bias if it has one."""
-        extra = 0
-        if self.position_bias_per_layer:
-            layers = self.shape.num_encoder_layers + self.shape.num_decoder_layers
-            biases = self.shape.num_heads * self.shape.relative_attention_num_buckets
-            extra = (layers - 2) * biases
-        return self.shape.parameter_count() + extra
 
 
 @functools.cache
@@ -96,6 +85,7 @@ def _released(row: dict[str, str]) -> Released:
         relative_attention_num_buckets=32,
         wi_kernels=("wi_0", "wi_1") if yes[row["gated"]] else ("wi",),
         tied=yes[row["tied"]],
+        position_bias_per_layer=yes[row["position_bias_per_layer"]],
     )
     formats: dict[str, Literal["mtf", "t5x", "hf"]] = {"mtf": "mtf", "t5x": "t5x", "hf": "hf"}
     return Released(
@@ -106,7 +96,6 @@ def _released(row: dict[str, str]) -> Released:
         step=int(row["step"]) if row["step"] else None,
         license=row["license"],
         shape=shape,
-        position_bias_per_layer=yes[row["position_bias_per_layer"]],
         source=row["source"],
     )
 

@@ -3,8 +3,8 @@
 There, `encoder/layers_{0,1,...}/mlp/wo/kernel` of shape [d_ff, d_model] are one array
 `encoder/encoder/mlp/wo/kernel` of shape [d_ff, layers, d_model] (param_scan_axis is 1). Attention
 heads have their own axis: query, key and value are [d_model, layers, heads, kv], out is
-[heads, layers, kv, d_model]. Each layer has its own relative position bias; the shared one of
-other models is repeated.
+[heads, layers, kv, d_model]. Each layer has its own relative position bias; one that all layers of
+a tower share is repeated, and biases that are all equal are read as a shared one.
 
 Adafactor's factored slots follow the names of the axes, not their sizes: v_row averages over the
 axes that are not d_model, v_col over d_model (t5x/adafactor.py, standard_logical_factor_rules). A
@@ -28,11 +28,9 @@ import numpy as np
 
 from t0repro.converters import recycling
 from t0repro.converters.tensors import Output, TensorInfo
-from t0repro.errors import UserError
 from t0repro.parameters import layout
 from t0repro.parameters.shape import ModelShape
 
-_RELATIVE_BIAS = "relpos_bias/rel_embedding"
 _LAYERS = "layers"
 _FACTORED = ("v_row", "v_col")
 # Mesh TensorFlow's and T5X's Adafactor factor a matrix whose second longest side is at least this.
@@ -112,7 +110,7 @@ def scanned_outputs(tensors: Mapping[str, TensorInfo], shape: ModelShape) -> Ite
         path, slot = (key, None) if key == layout.STEP else layout.split_key(key)
         row, layer = layout.find_row(path, "t5x", shape.decoder_only) or (None, None)
         _, _, rest = path.partition("/")
-        if row is None or not (row.tower or rest == _RELATIVE_BIAS):
+        if row is None or not (row.tower or rest == layout.RELATIVE_BIAS):
             yield Output(key, info, (key,), next)
         elif layer in (None, 0) and slot == "v" and path in to_average:
             for name in _FACTORED:
@@ -204,11 +202,11 @@ class UnscannedArrays:
 
     Args:
       arrays: The scanned tree's arrays, without dummies.
-      where: The checkpoint's path, for messages.
     """
 
-    def __init__(self, arrays: Arrays, where: str):
-        self._arrays, self._where = arrays, where
+    def __init__(self, arrays: Arrays):
+        self._arrays = arrays
+        self._bias_per_layer = _biases_differ(arrays)
         self._places: dict[str, _Place] = {}
         self._last: tuple[str, np.ndarray] | None = None
         self.tensors: dict[str, TensorInfo] = {}
@@ -216,11 +214,7 @@ class UnscannedArrays:
             self._enter(name, info)
 
     def read(self, name: str) -> np.ndarray:
-        """One layer's array.
-
-        Raises:
-          UserError: if the layers' relative position biases, of which only one can be kept, differ.
-        """
+        """One layer's array."""
         if name not in self._places:
             return self._arrays.read(name)
         place = self._places[name]
@@ -228,12 +222,6 @@ class UnscannedArrays:
             self._last = None  # free the old array before the next is read
             self._last = place.name, self._arrays.read(place.name)
         stacked = np.moveaxis(self._last[1], place.axis, 0)
-        if place.layer is None and any(x.tobytes() != stacked[0].tobytes() for x in stacked[1:]):
-            raise UserError(
-                f"The layers differ in {place.name}; only one relative position bias that all"
-                " layers of a tower share can be kept.",
-                where=self._where,
-            )
         layer = stacked[place.layer or 0]
         result = recycling.empty(self.tensors[name].shape, stacked.dtype)
         result.reshape(layer.shape)[...] = layer
@@ -258,15 +246,14 @@ class UnscannedArrays:
         axis = axes.index(_LAYERS)
         shape = _plain_shape(info.shape, axes)
         plain_slot = _scanned_slot(slot, row, _plain_shape(parameter.shape, parameter_axes))
-        shared = rest == _RELATIVE_BIAS
+        shared = row.bias_per_layer is False
         for layer in [None] if shared else range(info.shape[axis]):
             path = f"{tower}/{rest}" if shared else f"{tower}/layers_{layer}/{rest}"
             key = _key(path, plain_slot)
             self._places[key] = _Place(name, axis, layer)
             self.tensors[key] = TensorInfo(shape, info.dtype)
 
-    @staticmethod
-    def _scanned(name: str) -> tuple[str, str, str | None, layout.Row] | None:
+    def _scanned(self, name: str) -> tuple[str, str, str | None, layout.Row] | None:
         """Tower, rest of the path, slot and row of an array with stacked layers, else None."""
         slots = "|".join(layout.SLOT_NAMES)
         match = re.fullmatch(
@@ -275,9 +262,21 @@ class UnscannedArrays:
         if not match:
             return None
         tower, rest, slot = match.groups()
-        path = f"{tower}/{rest}" if rest == _RELATIVE_BIAS else f"{tower}/layers_0/{rest}"
+        shared = rest == layout.RELATIVE_BIAS and not self._bias_per_layer
+        path = f"{tower}/{rest}" if shared else f"{tower}/layers_0/{rest}"
         found = layout.find_row(path, "t5x") or layout.find_row(path, "t5x", decoder_only=True)
         return (tower, rest, slot, found[0]) if found else None
+
+
+def _biases_differ(arrays: Arrays) -> bool:
+    """Whether the layers of a tower have different relative position biases, or slots of them."""
+    names = [name for name in arrays.tensors if f"/{layout.RELATIVE_BIAS}" in name]
+    for name in names:
+        if len(arrays.tensors[name].shape) == 3:
+            first, *others = np.moveaxis(arrays.read(name), 1, 0)
+            if any(layer.tobytes() != first.tobytes() for layer in others):
+                return True
+    return False
 
 
 def _plain_shape(shape: tuple[int, ...], axes: tuple[str, ...]) -> tuple[int, ...]:

@@ -105,7 +105,7 @@ def released(
     for entry in catalogue().values():
         if family and family.lower() not in f"{entry.name} {entry.family}".lower():
             continue
-        count = f"{entry.parameter_count():,}"
+        count = f"{entry.shape.parameter_count():,}"
         licence = entry.license or "not stated"
         rows.append((entry.name, entry.family, entry.format, count, licence, entry.address))
     _print_table(rows)

@@ -157,6 +157,7 @@ class ModelConfig:
             wi_kernels=tuple(f"wi_{n}" for n in range(len(self.activations))) if gated else ("wi",),
             tied=self.logits_from_embedding,
             shared_towers=self.shared_towers,
+            position_bias_per_layer=self.position_bias_per_layer,
         )
 
     def mesh_variables(self) -> dict[str, str]:

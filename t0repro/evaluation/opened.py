@@ -6,11 +6,11 @@ import dataclasses
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
-from t0repro.config.run_config import DType, DTypePolicy, ModelConfig
+from t0repro.config.run_config import Activation, DType, DTypePolicy, ModelConfig
 from t0repro.errors import UserError
 
 _CONFIG = "operative_config.gin"
@@ -44,7 +44,10 @@ class Checkpoint:
 
 
 def open_checkpoint(path: str, step: int | None, activation: DType) -> Checkpoint:
-    """Reads a checkpoint of any format and infers the model from its parameters' shapes.
+    """Reads a checkpoint of any format and infers the model.
+
+    Its sizes are its parameters'. What these do not tell, such as the activation, is in config.json
+    or in the operative_config.gin beside the checkpoint; else it is what T5 1.0 and 1.1 have.
 
     Args:
       path: the checkpoint.
@@ -55,10 +58,12 @@ def open_checkpoint(path: str, step: int | None, activation: DType) -> Checkpoin
       UserError: as converters.sources.load_any does, or for a model without an encoder.
     """
     from t0repro.converters import sources
+    from t0repro.converters.arithmetic import arithmetic, gin_text
     from t0repro.converters.recognition import recognise
     from t0repro.model.t5 import T5
     from t0repro.training.train_state import parameters_from_flat_tree
 
+    ref = sources.find_checkpoint(path, step)
     tree = sources.load_any(path, step, slots=False)
     family = recognise({name: value.shape for name, value in tree.items()})
     if family.decoder_only:
@@ -66,6 +71,13 @@ def open_checkpoint(path: str, step: int | None, activation: DType) -> Checkpoin
             "Rank evaluation scores models with an encoder; this one has none.",
             where=path,
             fix="Score a language model with t5_mesh_transformer's mode score_from_dataset.",
+        )
+    computed = arithmetic(ref, family, gin_text(ref))
+    if unknown := set(computed.activations) - set(get_args(Activation)):
+        raise UserError(
+            f"The JAX stack does not have the activation {unknown.pop()!r}.",
+            where=path,
+            fix="Evaluate it with --backend=mtf.",
         )
     config = ModelConfig(
         num_encoder_layers=family.num_encoder_layers,
@@ -75,10 +87,14 @@ def open_checkpoint(path: str, step: int | None, activation: DType) -> Checkpoin
         num_heads=family.num_heads,
         d_kv=family.d_kv,
         vocab_size=family.vocab_size,
-        activations=("gelu", "linear") if family.gated else ("relu",),
+        activations=computed.activations,
         logits_from_embedding=family.tied,
         shared_towers=family.shared_towers,
         relative_attention_num_buckets=family.relative_attention_num_buckets,
+        relative_attention_max_distance=computed.max_distance,
+        position_bias_per_layer=family.position_bias_per_layer,
+        rms_norm_epsilon=computed.epsilon,
+        scale_tied_logits=computed.scale_tied_logits,
         dropout_rate=0.0,
         label_smoothing=0.0,
         z_loss=0.0,

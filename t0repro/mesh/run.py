@@ -13,6 +13,7 @@ import sys
 from typing import Any
 
 from t0repro.config.configuration import Configuration, RunInputs
+from t0repro.config.mtf import jax_model
 from t0repro.config.run_config import RunConfig
 from t0repro.mesh import hooks, model_api
 
@@ -30,8 +31,9 @@ def run(flags: Any, configuration: Configuration | None) -> None:
       configuration: What gin configures; None with --use_model_api.
 
     Raises:
-      UserError: If training cannot continue in model_dir.
+      UserError: If training cannot continue in model_dir, or only the JAX stack has what gin binds.
     """
+    jax_model.refuse_on_mesh_tensorflow()
     mode = flags.mode if configuration is None else configuration.inputs.mode
     with contextlib.ExitStack() as held:
         # Only local folders can be locked; an address such as gs:// is written by TensorFlow alone.

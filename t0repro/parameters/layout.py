@@ -30,6 +30,7 @@ MOMENTUM_SLOT = "momentum_v"  # from mesh_tensorflow.optimize.MomentumOptimizer
 _OPTAX = {"adam_m": "mu", "adam_v": "nu"}
 OPTAX_COUNT = f"{SLOTS}0/count"
 SLOT_NAMES = (*ADAFACTOR_SLOTS, *ADAM_SLOTS, MOMENTUM_SLOT)
+RELATIVE_BIAS = "relpos_bias/rel_embedding"  # of a tower or, in umT5, of each of its layers
 
 # bi_v1_shared names the decoder's layers by kind where other models number them, which makes the
 # encoder's layers the same variables.
@@ -60,6 +61,11 @@ class Row:
     def tower(self) -> str | None:
         """The tower in whose every layer the parameter occurs; None if it occurs only once."""
         return self.t5x.partition("/")[0] if "{layer}" in self.t5x else None
+
+    @property
+    def bias_per_layer(self) -> bool | None:
+        """Whether only models whose layers each have a position bias have it; None: all models."""
+        return bool(self.tower) if self.t5x.endswith(RELATIVE_BIAS) else None
 
     @property
     def transposed_in_hf(self) -> bool:
@@ -104,15 +110,26 @@ def _norms(tower: str, names: Sequence[str], mtf_tower: str) -> list[Row]:
     ]
 
 
+def _position_biases(tower: str, mtf_tower: str) -> list[Row]:
+    mtf = f"{mtf_tower}/block_{{}}/layer_000/SelfAttention/relative_attention_bias"
+    hf = f"{tower}.block.{{}}.layer.0.SelfAttention.relative_attention_bias.weight"
+    axes = ("num_heads", "relative_attention_num_buckets")
+    return [
+        # Held by the first layer and shared by the others ('bias_shared').
+        Row(f"{tower}/{RELATIVE_BIAS}", mtf.format("000"), hf.format("0"), axes),
+        # One in every layer ('bias'), as in umT5 and scalable_t5.
+        Row(
+            f"{tower}/layers_{{layer}}/{RELATIVE_BIAS}",
+            mtf.format("{layer}"),
+            hf.format("{layer}"),
+            axes,
+        ),
+    ]
+
+
 def _tower_ends(tower: str, mtf_tower: str) -> list[Row]:
     return [
-        Row(
-            f"{tower}/relpos_bias/rel_embedding",
-            # Held by the first layer and shared by the others ('bias_shared').
-            f"{mtf_tower}/block_000/layer_000/SelfAttention/relative_attention_bias",
-            f"{tower}.block.0.layer.0.SelfAttention.relative_attention_bias.weight",
-            ("num_heads", "relative_attention_num_buckets"),
-        ),
+        *_position_biases(tower, mtf_tower),
         Row(
             f"{tower}/{tower}_norm/scale",
             f"{mtf_tower}/rms_norm/scale",
@@ -175,20 +192,35 @@ DECODER_ONLY_EMBEDDING = PARAMETERS + DECODER_ONLY[0].t5x
 
 
 @functools.cache
-def _patterns(column: Column, decoder_only: bool) -> tuple[tuple[re.Pattern[str], Row], ...]:
+def _patterns(
+    column: Column, decoder_only: bool, bias_per_layer: bool | None
+) -> tuple[tuple[re.Pattern[str], Row], ...]:
     number = r"(?P<layer>\d{3,})" if column == "mtf" else r"(?P<layer>\d+)"
     return tuple(
         (re.compile(re.escape(getattr(row, column)).replace(r"\{layer\}", number)), row)
         for row in (DECODER_ONLY if decoder_only else TABLE)
         if getattr(row, column)
+        and (bias_per_layer is None or row.bias_per_layer in (None, bias_per_layer))
     )
 
 
 def find_row(
-    name: str, column: Column, decoder_only: bool = False
+    name: str,
+    column: Column,
+    decoder_only: bool = False,
+    bias_per_layer: bool | None = None,
 ) -> tuple[Row, int | None] | None:
-    """Finds the row and layer number of a parameter by its name in one format, or returns None."""
-    for pattern, row in _patterns(column, decoder_only):
+    """Finds the row and layer number of a parameter by its name in one format, or returns None.
+
+    Args:
+      name: The name.
+      column: The format.
+      decoder_only: Whether the model has no encoder.
+      bias_per_layer: Whether each layer of the model has its own position bias. Its name in the
+        first layer is that of the bias that all layers of other models share, in every format but
+        T5X's; None takes it for the shared one.
+    """
+    for pattern, row in _patterns(column, decoder_only, bias_per_layer):
         if match := pattern.fullmatch(name):
             layer = int(match["layer"]) if row.tower else None
             # Accept only the canonical spelling of a number: not block_0001, not layers_01.
@@ -202,11 +234,26 @@ def name_of(row: Row, layer: int | None, column: Column) -> str:
     return getattr(row, column).replace("{layer}", number)
 
 
-def mtf_to_path(variable: str) -> str | None:
-    """Returns T5X's path of a Mesh TensorFlow parameter (old norm names too), None if unknown."""
+def mtf_to_path(variable: str, bias_per_layer: bool | None = None) -> str | None:
+    """Returns T5X's path of a Mesh TensorFlow parameter (old norm names too), None if unknown.
+
+    Args:
+      variable: Its name.
+      bias_per_layer: See `find_row`.
+    """
     decoder_only = variable.startswith("transformer/")
-    found = find_row(_numbered_layers(modern_norm_name(variable)), "mtf", decoder_only)
+    name = _numbered_layers(modern_norm_name(variable))
+    found = find_row(name, "mtf", decoder_only, bias_per_layer)
     return found and name_of(*found, "t5x")
+
+
+def has_bias_per_layer(paths: Iterable[str | None]) -> bool:
+    """Returns whether T5X's paths are those of a model with a position bias in each layer.
+
+    A model of one layer in each tower counts as one whose layers share a bias if its paths come
+    from names of another format, which are then the same.
+    """
+    return any(path and path.endswith(RELATIVE_BIAS) and "/layers_" in path for path in paths)
 
 
 def path_to_mtf(
@@ -252,11 +299,12 @@ def is_decoder_only(names: Collection[str]) -> bool:
 def known_names(column: Column, layers: Iterable[int], decoder_only: bool = False) -> list[str]:
     """Lists every parameter's name in one format, for suggesting the nearest to unknown ones."""
     layers = sorted({*layers, 0})
-    return [
+    names = [
         name_of(row, layer, column)
         for row in (DECODER_ONLY if decoder_only else TABLE)
         for layer in (layers if row.tower else [None])
     ]
+    return list(dict.fromkeys(names))  # two kinds of position bias share a name
 
 
 def modern_norm_name(variable: str) -> str:

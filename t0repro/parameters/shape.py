@@ -39,6 +39,8 @@ class ModelShape:
       tied: The logits come from the embedding; they have no kernel of their own.
       shared_towers: The encoder uses the decoder's parameters and has none of its own
         (bi_v1_shared).
+      position_bias_per_layer: Each layer has its own relative position bias, as in umT5; otherwise
+        all layers of a tower share one.
     """
 
     num_encoder_layers: int
@@ -52,6 +54,7 @@ class ModelShape:
     wi_kernels: tuple[str, ...]
     tied: bool
     shared_towers: bool = False
+    position_bias_per_layer: bool = False
 
     @property
     def gated(self) -> bool:
@@ -65,6 +68,9 @@ class ModelShape:
             return "T5, decoder only"
         if self.shared_towers:
             return "T5, shared towers"
+        if self.position_bias_per_layer:
+            umt5 = self.gated and not self.tied
+            return self._relative("umT5") if umt5 else "T5, a position bias in each layer"
         if self.gated == self.tied:
             return f"T5, {'gated' if self.gated else 'ReLU'}, {'tied' if self.tied else 'untied'}"
         family = "T5 1.1" if self.gated else "T5 1.0"
@@ -127,6 +133,8 @@ class ModelShape:
         return names
 
     def _has(self, row: layout.Row) -> bool:
+        if row.bias_per_layer is not None:
+            return row.bias_per_layer == self.position_bias_per_layer
         if row.t5x == "decoder/logits_dense/kernel":
             return not self.tied
         kernel = row.t5x.split("/")[-2]

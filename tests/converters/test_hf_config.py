@@ -10,6 +10,8 @@ import pytest
 from t0repro.converters.convert import convert
 from t0repro.converters.hf_config import Arithmetic, arithmetic_of, feed_forward_proj, logits_of
 from t0repro.errors import UserError
+from t0repro.evaluation.opened import open_checkpoint
+from t0repro.parameters.shape import ModelShape
 
 from .checkpoint_files import read_variables
 
@@ -55,7 +57,6 @@ def test_distance_and_epsilon_are_read():
         ("decoder_start_token_id", t5(decoder_start_token_id=259)),
         ("quantization_config", t5(quantization_config={"load_in_8bit": True})),
         ("pruned_heads", t5(pruned_heads={"0": [1]})),
-        ("model_type", {"model_type": "umt5"}),
         ("model_type", {"model_type": "longt5"}),
         ("model_type", {}),
     ],
@@ -93,6 +94,13 @@ OLD, NEW = {"transformers_version": "4.57.1"}, {"transformers_version": "5.23.0"
         ),
         ({"model_type": "mt5", "tie_word_embeddings": True, **NEW}, "kernel", "embedding"),
         ({"model_type": "mt5", **NEW}, "kernel", "embedding"),
+        # A umT5: both scale a tied one, and 5 says of each that it is tied.
+        ({"model_type": "umt5", **OLD}, "scaled embedding", "scaled embedding"),
+        (
+            {"model_type": "umt5", "tie_word_embeddings": True, **NEW},
+            "scaled embedding",
+            "scaled embedding",
+        ),
     ],
 )
 def test_the_logits_come_from_where_the_transformers_that_saved_the_model_takes_them(
@@ -100,6 +108,13 @@ def test_the_logits_come_from_where_the_transformers_that_saved_the_model_takes_
 ):
     assert logits_of(config, True, "config.json") == with_kernel
     assert logits_of(config, False, "config.json") == without
+
+
+def test_an_untied_umt5_has_its_own_kernel_which_must_be_there():
+    config = {"model_type": "umt5", "tie_word_embeddings": False, **OLD}
+    assert logits_of(config, True, "config.json") == "kernel"
+    with pytest.raises(UserError, match=r"lm_head\.weight is missing"):
+        logits_of(config, False, "config.json")
 
 
 def test_a_tied_mt5_of_an_unknown_transformers_is_refused():
@@ -136,15 +151,17 @@ SILU = {"feed_forward_proj": "gated-silu", "dense_act_fn": "silu", "layer_norm_e
 def test_the_gin_file_beside_the_target_binds_what_the_configuration_says(
     hf_directory, tmp_path, to
 ):
-    change_config(hf_directory, **SILU)
+    fields = SILU | {"layer_norm_epsilon": 1e-6 if to == "t5x" else 1e-5}  # T5X's is 1e-6
+    change_config(hf_directory, **fields)
     report = convert(hf_directory, tmp_path / "out", to)
     assert any("operative_config.gin" in note for note in report.notes)
     lines = (tmp_path / "out" / "operative_config.gin").read_text().splitlines()
     assert "DenseReluDense.activation = ['swish', 'linear']" in lines
-    assert "transformer.sublayer_rms_norm.epsilon = 1e-05" in lines
+    epsilon = fields["layer_norm_epsilon"]
+    assert f"transformer.sublayer_rms_norm.epsilon = {epsilon!r}" in lines
     convert(tmp_path / "out", tmp_path / "back", "hf")
     back = json.loads((tmp_path / "back" / "config.json").read_text())
-    assert SILU.items() <= back.items()
+    assert fields.items() <= back.items()
 
 
 def test_hugging_face_to_hugging_face_keeps_even_what_no_gin_file_can_say(hf_directory, tmp_path):
@@ -164,14 +181,74 @@ def test_hugging_face_to_hugging_face_keeps_even_what_no_gin_file_can_say(hf_dir
         ("feed_forward_proj", {"feed_forward_proj": "gated-gelu", "dense_act_fn": "gelu"}),
     ],
 )
-@pytest.mark.parametrize("to", ["mtf", "jax", "t5x"])
-def test_what_no_gin_file_can_say_is_refused_by_its_field(
+@pytest.mark.parametrize("to", ["mtf", "t5x"])
+def test_what_a_target_cannot_compute_is_refused_by_its_field(
     hf_directory, tmp_path, to, field, changes
 ):
     change_config(hf_directory, **changes)
-    with pytest.raises(UserError, match=rf"config\.json, {field}"):
-        convert(hf_directory, tmp_path / "out", to)
-    assert not (tmp_path / "out").exists()
+    for source, where in ((hf_directory, "/config.json"), (tmp_path / "jax", "")):
+        with pytest.raises(UserError, match=rf"{where}, {field}"):
+            convert(source, tmp_path / "out", to)
+        assert not (tmp_path / "out").exists()
+        convert(hf_directory, tmp_path / "jax", "jax", force=True)
+
+
+def test_t5x_has_one_epsilon(hf_directory, tmp_path):
+    change_config(hf_directory, layer_norm_epsilon=1e-5)
+    with pytest.raises(UserError, match=r"config\.json, layer_norm_epsilon"):
+        convert(hf_directory, tmp_path / "out", "t5x")
+
+
+def test_what_only_the_jax_stack_computes_survives_the_way_there_and_back(hf_directory, tmp_path):
+    change_config(
+        hf_directory,
+        relative_attention_max_distance=64,
+        feed_forward_proj="gated-gelu",
+        dense_act_fn="gelu",
+        is_gated_act=True,
+    )
+    convert(hf_directory, tmp_path / "jax", "jax")
+    text = (tmp_path / "jax" / "operative_config.gin").read_text()
+    assert "t0repro.jax_model.relative_attention_max_distance = 64\n" in text
+    assert "t0repro.jax_model.exact_gelu = True\n" in text
+    model = open_checkpoint(str(tmp_path / "jax"), None, "float32").model.config
+    assert model.relative_attention_max_distance == 64
+    assert model.activations == ("gelu_exact", "linear")
+    convert(tmp_path / "jax", tmp_path / "back", "hf")
+    config = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert config["relative_attention_max_distance"] == 64
+    assert config["dense_act_fn"] == "gelu"
+
+
+@pytest.mark.parametrize("to", ["mtf", "t5x", "hf"])
+def test_unscaled_ties_stay_on_the_jax_stack(mesh_variables, write_mesh_checkpoint, tmp_path, to):
+    shape = ModelShape(1, 1, 8, 16, 2, 4, 16, 4, ("wi",), True)
+    source = write_mesh_checkpoint(tmp_path / "source", mesh_variables(shape))
+    (tmp_path / "own.gin").write_text("t0repro.jax_model.scale_tied_logits = False\n")
+    convert(source, tmp_path / "jax", "jax", gin_file=tmp_path / "own.gin")
+    model = open_checkpoint(str(tmp_path / "jax"), None, "float32").model.config
+    assert model.scale_tied_logits is False
+    with pytest.raises(UserError, match=", scale_tied_logits"):
+        convert(tmp_path / "jax", tmp_path / "out", to)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"layer_norm_epsilon": 1e-5}, {"relative_attention_max_distance": 64}]
+)
+def test_a_gin_file_that_leaves_out_what_the_model_needs_is_refused(
+    hf_directory, tmp_path, changes
+):
+    change_config(hf_directory, **changes)
+    (tmp_path / "own.gin").write_text("DenseReluDense.activation = ['gelu', 'linear']\n")
+    with pytest.raises(UserError, match=r"leaves the (epsilon|max_distance) at"):
+        convert(hf_directory, tmp_path / "out", "jax", gin_file=tmp_path / "own.gin")
+
+
+def test_rank_evaluation_computes_as_config_json_says(hf_directory):
+    """Not with the activation and the epsilon that most models of its shape have."""
+    change_config(hf_directory, **SILU)
+    model = open_checkpoint(str(hf_directory), None, "float32").model.config
+    assert (model.activations, model.rms_norm_epsilon) == (("swish", "linear"), 1e-5)
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def test_names_are_those_of_t5x_s_importer(variable, path):
     [
         "encoder/block_00/layer_000/SelfAttention/q",
         "encoder/block_0001/layer_000/SelfAttention/q",
-        "encoder/block_001/layer_000/SelfAttention/relative_attention_bias",
+        "encoder/block_001/layer_000/SelfAttention/relative_attention_ak",
         "encoder/block_000/layer_001/EncDecAttention/q",
         "encoder/logits/kernel",
     ],

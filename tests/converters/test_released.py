@@ -83,7 +83,7 @@ def test_the_catalogue_has_every_family_in_its_sizes():
 )
 def test_parameters_are_those_of_the_released_files(name, family, count):
     entry = released.find(name)
-    assert entry.parameter_count() == pytest.approx(count, rel=0.005)
+    assert entry.shape.parameter_count() == pytest.approx(count, rel=0.005)
     if family:
         assert entry.shape.name == family
 
@@ -183,7 +183,7 @@ def test_a_step_that_is_not_there_and_a_repository_without_safetensors_are_refus
 def test_a_plan_counts_parameters_gradients_and_slots():
     entry = released.find("bigscience/T0_3B")
     needed = needs.needs_of(entry)
-    assert needed.evaluation == needed.disk == 4 * entry.parameter_count()
+    assert needed.evaluation == needed.disk == 4 * entry.shape.parameter_count()
     slots = needed.training_disk - needed.disk
     assert needed.training == 2 * needed.disk + slots
     # Adafactor's factored moments are a row and a column for each matrix: next to nothing.

@@ -275,16 +275,22 @@ def test_a_scanned_tree_with_heads_joined_with_kv_is_read_too(tiny_checkpoint, t
     assert_same_bits(expected, read_variables(tmp_path / "mtf"))
 
 
-def test_layers_whose_relative_biases_differ_are_refused(tiny_checkpoint, tmp_path):
+def test_relative_biases_that_differ_between_layers_are_one_for_each(tiny_checkpoint, tmp_path):
     convert(tiny_checkpoint, tmp_path / "t5x", "t5x", scan=True)
     directory = tmp_path / "t5x" / "checkpoint_7"
-    (directory / "integrity.json").unlink()
     array = directory / "target.decoder.decoder.relpos_bias.rel_embedding" / "0.0.0"
+    (directory / "integrity.json").unlink()
+    (tmp_path / "t5x" / "conversion.json").unlink()
     content = bytearray(array.read_bytes())
     content[0] ^= 1
     array.write_bytes(content)
-    with pytest.raises(UserError, match="layers differ in target/decoder/decoder/relpos_bias"):
-        convert(tmp_path / "t5x", tmp_path / "out", "mtf")
+    report = convert(tmp_path / "t5x", tmp_path / "mtf", "mtf")
+    assert report.family.position_bias_per_layer
+    name = "decoder/block_{}/layer_000/SelfAttention/relative_attention_bias"
+    before, after = read_variables(tiny_checkpoint), read_variables(tmp_path / "mtf")
+    first, second = (after[name.format(block)] for block in ("000", "001"))
+    np.testing.assert_array_equal(second, before[name.format("000")])
+    assert (first != second).sum() == 1
 
 
 def test_only_t5x_has_scanned_trees(tiny_checkpoint, tmp_path):

@@ -58,6 +58,12 @@ VARIANTS = [
         packed=True,
     ),
     Variant(
+        "a position bias in each layer, as in umT5",
+        "t5.1.1.small",
+        ("SelfAttention.relative_attention_type = 'bias'",),
+        packed=False,
+    ),
+    Variant(
         "lm, packed, in microbatches, with a list of factors",
         "lm_v1",
         (*FACTORS, "serialize_num_microbatches.tokens_per_microbatch_per_replica = 32"),

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn, cast
 
 from t0repro.config.configuration import NotOnJax
+from t0repro.config.mtf import jax_model
 from t0repro.config.provenance import Bindings
 from t0repro.config.run_config import Activation, ModelConfig
 from t0repro.errors import UserError
@@ -24,10 +25,12 @@ _UNITRANSFORMER = f"{_TRANSFORMER}.Unitransformer"
 _ENCODER_LAYERS = ("SelfAttention", "DenseReluDense")
 _DECODER_LAYERS = ("SelfAttention", "EncDecAttention", "DenseReluDense")
 _SIZES = {  # of a layer, the same in all layers of a kind
-    "SelfAttention": ("num_heads", "key_value_size", "relative_attention_num_buckets"),
+    "SelfAttention": (
+        "num_heads", "key_value_size", "relative_attention_num_buckets", "relative_attention_type",
+    ),
     "EncDecAttention": ("num_heads", "key_value_size"),
     "DenseReluDense": ("hidden_size", "activation"),
-}
+}  # fmt: skip
 # The sublayers around each layer, by function name and by what the norms' variables are called.
 # The legacy ones are those of T5 1.0's released checkpoints; nothing but names differs.
 _SUBLAYERS = {
@@ -109,15 +112,11 @@ FIELD_SOURCES: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
     "norm_names": (_STACK, "norm_epsilon", ("decoder",)),
     "rms_norm_epsilon": (f"{_TRANSFORMER}.sublayer_rms_norm", "epsilon", ()),
     "relative_attention_max_distance": (
-        f"{_LAYERS}._relative_position_bucket",
-        "max_distance",
+        jax_model.SELECTOR,
+        "relative_attention_max_distance",
         (),
     ),
-    "scale_tied_logits": (
-        f"{_TRANSFORMER}.VocabEmbedding",
-        "scale_variable_like_classifier_weights",
-        (),
-    ),
+    "scale_tied_logits": (jax_model.SELECTOR, "scale_tied_logits", ()),
     "position_bias_per_layer": (
         f"{_LAYERS}.SelfAttention",
         "relative_attention_type",
@@ -152,6 +151,9 @@ def read_model(model: Any, model_type: str, bindings: Bindings) -> ModelConfig:
         scope: len(tower.layer_stack._layers) // len(kinds[scope])
         for scope, tower in towers.items()
     }
+    several_layers = max(layers.values()) > 1
+    own = jax_model.jax_model()
+    exact_gelu = own.pop("exact_gelu")
     return ModelConfig(
         num_encoder_layers=layers.pop("encoder", 0),
         num_decoder_layers=layers.popitem()[1],
@@ -160,7 +162,7 @@ def read_model(model: Any, model_type: str, bindings: Bindings) -> ModelConfig:
         num_heads=attention.num_heads,
         d_kv=attention.key_value_size,
         vocab_size=decoder.output_vocab_dim.size,
-        activations=reader.activations(feed_forward),
+        activations=reader.activations(feed_forward, exact_gelu),
         logits_from_embedding=decoder.shared_embedding_and_softmax_weights,
         relative_attention_num_buckets=attention.relative_attention_num_buckets,
         dropout_rate=reader.dropout_rate(towers),
@@ -174,6 +176,9 @@ def read_model(model: Any, model_type: str, bindings: Bindings) -> ModelConfig:
         recompute_grads=any(tower.layer_stack._recompute_grads for tower in towers.values()),
         norm_names=reader.norm_names(towers),
         rms_norm_epsilon=reader.norm_epsilon(towers),
+        # An only layer's own bias is like one that all layers share, by its variable's name too.
+        position_bias_per_layer=attention.relative_attention_type == "bias" and several_layers,
+        **own,
     )
 
 
@@ -316,7 +321,10 @@ class _ModelReader:
             value = getattr(layer, name)
             if value != parameter.default and not (value == {} and parameter.default is None):
                 self.refuse(f"{name} = {value!r} of {kind}", selector, name, scope)
-        if kind == "SelfAttention" and layer.relative_attention_type != "bias_shared":
+        if kind == "SelfAttention" and layer.relative_attention_type not in (
+            "bias_shared",
+            "bias",
+        ):
             self.refuse(
                 f"relative_attention_type = {layer.relative_attention_type!r}",
                 selector,
@@ -330,11 +338,14 @@ class _ModelReader:
         if kind == "DenseReluDense":
             self._check_activation(layer.activation, scope)
 
-    def activations(self, feed_forward: Any) -> tuple[Activation, ...]:
-        """The names of a feed-forward layer's activations."""
+    def activations(self, feed_forward: Any, exact_gelu: bool) -> tuple[Activation, ...]:
+        """The names of a feed-forward layer's activations, `gelu_exact` if that is asked for."""
         names = feed_forward.activation
+        names = (names,) if isinstance(names, str) else tuple(names)
+        if exact_gelu:
+            names = tuple("gelu_exact" if name == "gelu" else name for name in names)
         # `_check_activation` has refused every other name.
-        return cast(tuple[Activation, ...], (names,) if isinstance(names, str) else tuple(names))
+        return cast(tuple[Activation, ...], names)
 
     def _check_activation(self, activation: Any, scope: str) -> None:
         names = (activation,) if isinstance(activation, str) else tuple(activation)
@@ -378,6 +389,11 @@ class _ModelReader:
                 "relative_attention_num_buckets",
                 f"{_LAYERS}.SelfAttention",
                 lambda _, layers: layers[0].relative_attention_num_buckets,
+            ),
+            (
+                "relative_attention_type",
+                f"{_LAYERS}.SelfAttention",
+                lambda _, layers: layers[0].relative_attention_type,
             ),
         ]
         for argument, selector, fact in facts:

@@ -1,0 +1,89 @@
+"""How a checkpoint's model computes, where its tensors do not tell: from config.json and from gin.
+
+A directory that transformers reads says so in config.json. Other checkpoints leave it to the gin
+file that they were trained with, `operative_config.gin` beside them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+
+from t0repro.converters import gin_shapes, hf, hf_config, mtf, storage
+from t0repro.converters.tensors import CheckpointRef
+from t0repro.errors import UserError
+from t0repro.parameters.shape import ModelShape
+
+_OTHER_GIN = "Give the gin file of the model that the checkpoint holds."
+
+
+def gin_text(ref: CheckpointRef, gin_file: str | os.PathLike[str] | None = None) -> str | None:
+    """The gin text that a model was trained with; None if unknown.
+
+    Args:
+      ref: The checkpoint.
+      gin_file: A file to read instead of the one beside the checkpoint.
+
+    Raises:
+      UserError: If the file cannot be read.
+    """
+    if gin_file is not None:
+        try:
+            return Path(gin_file).read_text()
+        except OSError as error:
+            raise UserError(
+                "The gin file cannot be read.", where=str(gin_file), fix=str(error)
+            ) from None
+    file = _gin_beside(ref)
+    return storage.read(file).decode() if storage.is_file(file) else None
+
+
+def arithmetic(
+    ref: CheckpointRef,
+    family: ModelShape,
+    text: str | None,
+    gin_file: str | os.PathLike[str] | None = None,
+) -> hf_config.Arithmetic:
+    """Activation, epsilon and the like of a checkpoint's model.
+
+    Args:
+      ref: The checkpoint.
+      family: Its sizes.
+      text: Its gin text, from `gin_text`.
+      gin_file: Where that is from, if not from beside the checkpoint.
+
+    Raises:
+      UserError: If config.json and the gin text disagree, or name what no T5 here computes.
+    """
+    bound = gin_shapes.bound_arithmetic(text, Path(gin_file or _gin_beside(ref))) if text else {}
+    if ref.format != "hf":
+        # Only gin says which activation such a checkpoint was trained with; without it, assume the
+        # published ones: T5 1.1's gated GELU and T5 1.0's ReLU.
+        default = ("gelu", "linear") if family.gated else ("relu",)
+        said = {field: found.value for field, found in bound.items()}
+        return dataclasses.replace(hf_config.Arithmetic(default), **said)
+    found = hf.read_arithmetic(ref.path)
+    for field, binding in bound.items():
+        if binding.value != getattr(found, field):
+            raise UserError(
+                f"`{binding.line}` does not fit the model, whose {hf.CONFIG} says"
+                f" {getattr(found, field)!r}.",
+                where=binding.place,
+                fix=_OTHER_GIN,
+            )
+    for field in ("epsilon", "max_distance"):
+        default = getattr(hf_config.Arithmetic, field)
+        if text and field not in bound and getattr(found, field) != default:
+            raise UserError(
+                f"The gin file leaves the {field} at {default}, but {hf.CONFIG} says"
+                f" {getattr(found, field)}.",
+                where=str(gin_file or _gin_beside(ref)),
+                fix=_OTHER_GIN,
+            )
+    return found
+
+
+def _gin_beside(ref: CheckpointRef) -> str:
+    folder = ref.path if ref.format == "hf" else os.path.dirname(ref.path)
+    return storage.join(folder, mtf.OPERATIVE_CONFIG)

@@ -1,0 +1,48 @@
+"""Settings of the JAX model that no gin file of Mesh TensorFlow has, as bindings of t0repro's own.
+
+transformers' T5 has them, so models that come from there may need them. Mesh TensorFlow refuses
+them by name.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import gin
+from t0repro.errors import UserError
+
+SELECTOR = "t0repro.jax_model"
+
+
+@gin.configurable(module="t0repro")
+def jax_model(
+    relative_attention_max_distance: int = 128,
+    exact_gelu: bool = False,
+    scale_tied_logits: bool = True,
+) -> dict[str, Any]:
+    """The settings that gin binds, by name.
+
+    Args:
+      relative_attention_max_distance: As in `ModelConfig`.
+      exact_gelu: Whether `gelu` is the one with the error function and not its tanh approximation.
+      scale_tied_logits: As in `ModelConfig`.
+    """
+    return {
+        "relative_attention_max_distance": relative_attention_max_distance,
+        "exact_gelu": exact_gelu,
+        "scale_tied_logits": scale_tied_logits,
+    }
+
+
+def refuse_on_mesh_tensorflow() -> None:
+    """Raises UserError if gin's configuration binds a setting to what Mesh TensorFlow cannot do."""
+    parameters = inspect.signature(jax_model).parameters
+    for name, value in gin.get_bindings(SELECTOR).items():
+        if value != parameters[name].default:
+            raise UserError(
+                f"{SELECTOR}.{name} is {value!r}; Mesh TensorFlow computes"
+                f" {parameters[name].default!r} alone.",
+                where=f"{SELECTOR}.{name}",
+                fix="Run with --backend=jax.",
+            )

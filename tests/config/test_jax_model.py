@@ -1,0 +1,52 @@
+"""Settings that only the JAX model has: bound by gin, and refused by Mesh TensorFlow."""
+
+import pytest
+
+from t0repro.config.mtf import dialect
+from t0repro.config.mtf.jax_model import refuse_on_mesh_tensorflow
+from t0repro.config.mtf.parser import GinInputs
+from t0repro.errors import UserError
+
+pytestmark = pytest.mark.mtf
+
+FIELDS = {
+    "relative_attention_max_distance = 64": ("relative_attention_max_distance", 64),
+    "exact_gelu = True": ("activations", ("gelu_exact", "linear")),
+    "scale_tied_logits = False": ("scale_tied_logits", False),
+}
+
+
+def load(*params: str):
+    return dialect.load(
+        GinInputs(
+            "a_model_dir",
+            ("dataset.gin", "models/t5.1.1.small.gin"),
+            (
+                "MIXTURE_NAME = 'demo_train'",
+                "run.train_steps = 1",
+                "run.batch_size = 2",
+                "utils.run.mesh_shape = []",
+                *params,
+            ),
+            module_imports=("t0repro.tasks.demo",),
+        )
+    ).run
+
+
+@pytest.mark.parametrize("binding", FIELDS)
+def test_a_binding_sets_a_field_of_the_model_and_no_run_on_mesh_tensorflow(binding):
+    field, value = FIELDS[binding]
+    config = load(f"t0repro.jax_model.{binding}")
+    assert getattr(config.model, field) == value
+    argument = binding.partition(" ")[0]
+    if field == argument:
+        assert binding in config.provenance[f"model.{field}"]
+    with pytest.raises(UserError, match=rf"t0repro\.jax_model\.{argument} is (?s:.*)--backend=jax"):
+        refuse_on_mesh_tensorflow()
+
+
+def test_their_defaults_are_what_mesh_tensorflow_computes():
+    plain = load()
+    refuse_on_mesh_tensorflow()
+    assert load("t0repro.jax_model.relative_attention_max_distance = 128").model == plain.model
+    refuse_on_mesh_tensorflow()

@@ -1,0 +1,40 @@
+"""What a checkpoint's tensors do not tell of its model, read from beside them."""
+
+from __future__ import annotations
+
+import pytest
+
+from t0repro.errors import UserError
+from t0repro.evaluation.opened import open_checkpoint
+
+
+def computed(directory):
+    """The model that rank evaluation makes of a checkpoint."""
+    return open_checkpoint(str(directory), None, "float32").model.config
+
+
+def test_without_a_gin_file_it_is_t5_1_1_s(tiny_checkpoint):
+    config = computed(tiny_checkpoint)
+    assert config.activations == ("gelu", "linear")
+    assert config.rms_norm_epsilon == 1e-6
+
+
+def test_the_operative_config_beside_a_checkpoint_counts(tiny_checkpoint):
+    text = """
+        DenseReluDense.activation = ['gelu', 'linear']
+        sublayer_rms_norm.epsilon = 0.01
+        t0repro.jax_model.exact_gelu = True
+        t0repro.jax_model.relative_attention_max_distance = 64
+    """
+    (tiny_checkpoint / "operative_config.gin").write_text(text)
+    config = computed(tiny_checkpoint)
+    assert config.activations == ("gelu_exact", "linear")
+    assert config.rms_norm_epsilon == 0.01
+    assert config.relative_attention_max_distance == 64
+
+
+def test_an_activation_that_the_jax_stack_lacks_is_told(tiny_checkpoint):
+    text = "DenseReluDense.activation = ['softplus', 'linear']\n"
+    (tiny_checkpoint / "operative_config.gin").write_text(text)
+    with pytest.raises(UserError, match="activation 'softplus'"):
+        computed(tiny_checkpoint)
