@@ -1,0 +1,94 @@
+"""What a run of T5X's eval or infer has: a model, examples, checkpoints, and how it decodes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from t0repro.config.decoding_plan import DecodingPlan
+from t0repro.config.ranges import Range
+from t0repro.config.run_config import DTypePolicy, ModelConfig
+from t0repro.config.training_plan import DatasetConfig, EvaluatorConfig, RestoreConfig
+
+InferMode = Literal["predict", "score", "predict_with_aux"]
+
+
+@dataclasses.dataclass(frozen=True)
+class InferencePlan:
+    """What eval and infer have in common.
+
+    Attributes:
+      model: The model's shape and arithmetic.
+      dtypes: The types that it computes with.
+      data: The examples; never packed.
+      restore: Which checkpoints, of any format.
+      decoding: How outputs are generated.
+      input_vocabulary: The gin record of the model's vocabulary of inputs.
+      output_vocabulary: That of targets.
+      output_dir: The folder of the results.
+    """
+
+    model: ModelConfig
+    dtypes: DTypePolicy
+    data: DatasetConfig
+    restore: RestoreConfig
+    decoding: DecodingPlan
+    input_vocabulary: Any
+    output_vocabulary: Any
+    output_dir: str
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalPlan(InferencePlan):
+    """An evaluation with the metrics of SeqIO's tasks.
+
+    Attributes:
+      evaluator: How many examples of each task are evaluated, and where results go.
+    """
+
+    evaluator: EvaluatorConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class TfExampleFiles:
+    """Examples in TFRecord files, and the task that reads them.
+
+    Attributes:
+      name: The task's name.
+      paths: The files, or patterns of files.
+      inputs_key, targets_key: The features that hold the texts; None for no targets.
+      features: Feature -> the gin record of its vocabulary, and whether EOS ends it.
+    """
+
+    name: str
+    paths: tuple[str, ...]
+    inputs_key: str
+    targets_key: str | None
+    features: Mapping[str, tuple[Any, bool]]
+
+
+@dataclasses.dataclass(frozen=True)
+class InferPlan(InferencePlan):
+    """Predictions or scores of examples, as JSON lines.
+
+    Attributes:
+      mode: What is computed.
+      checkpoint_period: Batches in a chunk, after each of which an interrupted run can go on.
+      shard_id, num_shards: Which part of the examples this run takes, and of how many.
+      merge: Whether the chunks become one file at the end.
+      files: What the examples are read from instead of a registered task.
+      all_inputs: Whether all features of an example are written, not only its texts.
+      input_fields: The features to write instead, if they are named.
+      output_ids: Whether an output's token ids are written too.
+    """
+
+    mode: InferMode
+    checkpoint_period: Annotated[int, Range(at_least=1)]
+    shard_id: Annotated[int, Range(at_least=0)]
+    num_shards: Annotated[int, Range(at_least=1)]
+    merge: bool
+    files: TfExampleFiles | None = None
+    all_inputs: bool = False
+    input_fields: tuple[str, ...] | None = None
+    output_ids: bool = False

@@ -1,0 +1,223 @@
+"""T5X's eval and infer programs -> EvalPlan and InferPlan."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from typing import Any
+
+from t0repro.config import ranges
+from t0repro.config.decoding_plan import DecodingPlan
+from t0repro.config.inference_plan import EvalPlan, InferMode, InferPlan, TfExampleFiles
+from t0repro.config.t5x import data, records
+from t0repro.config.t5x import model as t5x_model
+from t0repro.config.t5x.gin_files import Parsed
+from t0repro.config.t5x.places import Places
+from t0repro.errors import UserError
+
+_DECODE = "models.EncoderDecoderModel.predict_batch_with_aux"
+_OWN_CODE = {
+    "train_state_initializer_cls": "this function of the run cannot be replaced.",
+    "fallback_init_rng": "a model that is evaluated has all of its parameters in the checkpoint.",
+}
+_EVAL_CODE = _OWN_CODE | {
+    "training_evaluator_cls": "the loss is evaluated in training (train_eval).",
+    "train_eval_get_dataset_fn": "the loss is evaluated in training (train_eval).",
+}
+_INFER_CODE = _OWN_CODE | {
+    "write_fn": "results are JSON lines in T5X's form.",
+    "merge_fn": "chunks are put one after the other.",
+}
+_MODES = ("predict", "score", "predict_with_aux")
+# Options of T5X's two decoding functions that change a search but are not done here.
+_NOT_DONE = {
+    "max_decode_step": "a search is as long as the targets, or max_decode_len.",
+    "min_log_prob": "no candidate is dropped for its probability.",
+}
+
+
+def eval_plan(parsed: Parsed) -> EvalPlan:
+    """The evaluation that a program describes.
+
+    Raises:
+      UserError: For a value that has no counterpart here or is out of range, with its place.
+    """
+    program, places = parsed.program, Places.of(parsed.values)
+    assert isinstance(program, records.EvalProgram)
+    places.check_unset(program, "evaluate", _EVAL_CODE)
+    evaluator = data.evaluator_config(program.inference_evaluator_cls, places)
+    if evaluator is None:
+        raise places.refused(
+            "evaluate.inference_evaluator_cls",
+            None,
+            "an evaluation needs an evaluator.",
+            "Bind @seqio.Evaluator.",
+        )
+    plan = EvalPlan(evaluator=evaluator, **_common(program, program.dataset_cfg, places))
+    ranges.check(plan, _provenance(places))
+    return plan
+
+
+def infer_plan(parsed: Parsed) -> InferPlan:
+    """The inference that a program describes.
+
+    Raises:
+      UserError: For a value that has no counterpart here or is out of range, with its place.
+    """
+    program, places = parsed.program, Places.of(parsed.values)
+    assert isinstance(program, records.InferProgram)
+    places.check_unset(program, "infer", _INFER_CODE)
+    if program.mode not in _MODES:
+        raise places.refused(
+            "infer.mode", program.mode, "there is no such mode.", f"Bind one of {_MODES}."
+        )
+    record, files = program.dataset_cfg, None
+    if isinstance(record.mixture_or_task_name, records.TfExampleTask):
+        files = _files(record.mixture_or_task_name, places)
+        record = dataclasses.replace(record, mixture_or_task_name=files.name)
+    if record.task_feature_lengths is None:
+        raise places.refused(
+            "utils.DatasetConfig.task_feature_lengths",
+            None,
+            "inference needs a length for each feature.",
+            "Set TASK_FEATURE_LENGTHS.",
+        )
+    if program.shard_id >= program.num_shards:
+        raise places.refused(
+            "infer.shard_id",
+            program.shard_id,
+            f"the {program.num_shards} shards are numbered from 0.",
+            "Bind infer.num_shards too.",
+        )
+    mode: InferMode = program.mode  # pyright: ignore[reportAssignmentType]
+    plan = InferPlan(
+        mode=mode,
+        checkpoint_period=program.checkpoint_period,
+        shard_id=program.shard_id,
+        num_shards=program.num_shards,
+        merge=program.merge_chunked_results,
+        files=files,
+        **_common(program, record, places),
+    )
+    ranges.check(plan, _provenance(places))
+    return plan
+
+
+def _common(program: Any, record: records.DatasetConfig, places: Places) -> dict[str, Any]:
+    if record.pack:
+        raise places.refused(
+            "utils.DatasetConfig.pack", True, "outputs belong to single examples.", "Bind False."
+        )
+    restore = data.restore_config(program.restore_checkpoint_cfg, places)
+    if restore is None:
+        raise UserError("No checkpoint is given.", fix="Set CHECKPOINT_PATH.")
+    return {
+        "model": t5x_model.model_config(program.model, places),
+        "dtypes": t5x_model.dtypes(program.model, places, None),
+        "data": data.dataset_config(record, "", places),
+        "restore": restore,
+        "decoding": decoding_plan(program.model, places),
+        "input_vocabulary": program.model.input_vocabulary,
+        "output_vocabulary": program.model.output_vocabulary,
+        "output_dir": program.output_dir,
+    }
+
+
+def _provenance(places: Places) -> dict[str, str]:
+    names = {
+        "data.batch_size": "utils.DatasetConfig.batch_size",
+        "data.sequence_length": "utils.DatasetConfig.task_feature_lengths",
+        "checkpoint_period": "infer.checkpoint_period",
+        "num_shards": "infer.num_shards",
+        "decoding.num_decodes": f"{_DECODE}.num_decodes",
+    }
+    found = {field: places.place(name) for field, name in names.items()}
+    return {field: place for field, place in found.items() if place}
+
+
+def decoding_plan(model: records.EncoderDecoderModel, places: Places) -> DecodingPlan:
+    """How a model's record decodes.
+
+    decoder_params win over what gin binds for the decoding function, as its arguments would.
+
+    Raises:
+      UserError: For an option that is not done here, with its place.
+    """
+    function = model.decode_fn if model.decode_fn is not None else records.BeamSearch()
+    method = {records.BeamSearch: "beam_search", records.TemperatureSample: "temperature_sample"}
+    if type(function) not in method:
+        raise places.refused(
+            "models.EncoderDecoderModel.decode_fn",
+            function,
+            "outputs are found by beam search or by sampling.",
+            "Bind @decoding.beam_search or @decoding.temperature_sample.",
+        )
+    name = method[type(function)]
+    where = f"decoding.{name}"
+    places.check_unset(
+        function, where, {key: why for key, why in _NOT_DONE.items() if hasattr(function, key)}
+    )
+    options = {field.name: getattr(function, field.name) for field in dataclasses.fields(function)}
+    options |= model.default_decoder_params or {}
+    options |= model.decoding.decoder_params or {}
+    options["num_decodes"] = model.decoding.num_decodes
+    _apply_hard_limit(options)
+    known = {field.name for field in dataclasses.fields(DecodingPlan)}
+    unknown = sorted(set(options) - known - set(_NOT_DONE))
+    if unknown:
+        raise places.refused(
+            f"{_DECODE}.decoder_params",
+            {key: options[key] for key in unknown},
+            f"{where} has no argument {unknown[0]} here.",
+            f"Known: {', '.join(sorted(known))}.",
+        )
+    if name == "temperature_sample" and options["topk"] and options["topp"]:
+        raise places.refused(
+            f"{where}.topp",
+            options["topp"],
+            f"at most one of topk ({options['topk']}) and topp may be other than 0.",
+            f"Bind {where}.topk = 0.",
+        )
+    return DecodingPlan(
+        method=name,  # pyright: ignore[reportArgumentType]
+        return_all_decodes=model.decoding.return_all_decodes,
+        prompt_with_targets=model.decoding.prompt_with_targets,
+        **{key: value for key, value in options.items() if key in known},
+    )
+
+
+def _apply_hard_limit(options: dict[str, Any]) -> None:
+    limit = options.pop("max_decode_steps_hard_limit", None)
+    steps = options.get("max_decode_steps")
+    if limit and steps is not None:
+        options["max_decode_steps"] = min(steps, limit)
+
+
+def _files(task: records.TfExampleTask, places: Places) -> TfExampleFiles:
+    name = "create_task_from_tfexample_file"
+    if task.file_type != "tfrecord":
+        raise places.refused(
+            f"{name}.file_type", task.file_type, "only TFRecord files are read.", "'tfrecord'"
+        )
+    paths = [task.paths] if isinstance(task.paths, str) else list(task.paths)
+    keys = [task.inputs_key, task.targets_key or ""]
+    digest = hashlib.md5(":".join(paths + keys).encode()).hexdigest()[:10]
+    return TfExampleFiles(
+        name=f"infer_{task.task_id or digest}",  # T5X's name, which the results' files bear
+        paths=tuple(paths),
+        inputs_key=task.inputs_key,
+        targets_key=task.targets_key,
+        features={
+            name: (_vocabulary(feature.vocabulary), feature.add_eos)
+            for name, feature in task.features.items()
+        },
+    )
+
+
+def _vocabulary(value: Any) -> Any:
+    """The vocabulary's own record, where a feature refers to a model's."""
+    if isinstance(value, records.InputVocabulary):
+        return value.model.input_vocabulary
+    if isinstance(value, records.OutputVocabulary):
+        return value.model.output_vocabulary
+    return value

@@ -1,0 +1,112 @@
+"""Evaluates checkpoints with SeqIO's own Evaluator, whose loggers write what T5X's runs write.
+
+Below `<folder>/inference_eval`: TensorBoard's events in `<task>/`, and of each task
+`<task>-metrics.jsonl` and `<task>-<step>.jsonl` with every prediction. A training evaluates in the
+same way (infer_eval).
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from t0repro.config.decoding_plan import DecodingPlan
+from t0repro.config.training_plan import DatasetConfig, EvaluatorConfig, LoggerConfig
+from t0repro.errors import UserError
+from t0repro.evaluation.model_functions import ModelFunctions
+from t0repro.model.t5 import T5
+
+FOLDER = "inference_eval"
+
+
+class TaskEvaluator:
+    """The tasks of an evaluation: their examples are read once, for all steps.
+
+    Args:
+      data: The examples; lengths of None stand for the longest example's.
+      evaluator: How many examples, and which loggers.
+      folder: Where the loggers write, below `inference_eval`.
+      decoding: How outputs are generated.
+
+    Raises:
+      UserError: If no task has the split and a metric.
+    """
+
+    def __init__(
+        self,
+        data: DatasetConfig,
+        evaluator: EvaluatorConfig,
+        folder: str | os.PathLike[str],
+        decoding: DecodingPlan,
+    ):
+        # compat has to be installed before anything imports t5 or seqio.
+        from t0repro.mesh import compat
+
+        compat.install()
+        import seqio
+
+        self._data, self._decoding = data, decoding
+        self._evaluator = seqio.Evaluator(
+            data.mixture_or_task_name,
+            seqio.EncDecFeatureConverter(pack=False),
+            eval_split=data.split,
+            use_cached=data.use_cached,
+            seed=data.seed,
+            sequence_length=None if data.sequence_length is None else dict(data.sequence_length),
+            num_examples=evaluator.num_examples,
+            logger_cls=[_logger_class(logger) for logger in evaluator.loggers],
+            log_dir=os.path.join(os.fspath(folder), FOLDER),
+            use_memory_cache=data.use_memory_cache and evaluator.use_memory_cache,
+            async_compute_metrics=False,  # an error in a metric is to stop the run where it occurs
+        )
+        if not self._evaluator.eval_tasks:
+            raise UserError(
+                f"{data.mixture_or_task_name!r} has nothing to evaluate: no task has both the split"
+                f" {data.split!r} and a metric.",
+                where="utils.DatasetConfig",
+                fix="Choose another split (MIXTURE_OR_TASK_SPLIT) or mixture.",
+            )
+
+    @property
+    def tasks(self) -> list[str]:
+        """Names of the tasks that are evaluated."""
+        return [task.name for task in self._evaluator.eval_tasks]
+
+    def evaluate(self, model: T5, params: Any, step: int) -> dict[str, dict[str, float]]:
+        """Evaluates a model, lets the loggers write, and returns each task's metrics by name."""
+        functions = ModelFunctions(model, params, self._decoding, self._data.batch_size)
+        metrics, _ = self._evaluator.evaluate(
+            compute_metrics=True,
+            step=step,
+            predict_fn=functions.predict,
+            predict_with_aux_fn=functions.predict_with_aux,
+            score_fn=functions.score,
+        )
+        return {task: _numbers(values) for task, values in metrics.result().items()}
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics that are single numbers."""
+    plain = {name: getattr(value, "value", value) for name, value in values.items()}
+    return {name: float(value) for name, value in plain.items() if _is_number(value)}
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        float(value)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _logger_class(logger: LoggerConfig) -> Any:
+    """What SeqIO's Evaluator calls with its output_dir, which wins over a logger's own."""
+    import seqio
+
+    if logger.name == "py":
+        return seqio.PyLoggingLogger
+    if logger.name == "tensorboard":
+        return seqio.TensorBoardLogger
+    return functools.partial(seqio.JSONLogger, write_n_results=logger.write_n_results)

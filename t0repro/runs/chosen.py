@@ -1,0 +1,106 @@
+"""The checkpoints that T5X's eval and infer restore: given ones, the latest, all, or new ones."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from t0repro.config.inference_plan import InferencePlan
+from t0repro.config.training_plan import RestoreConfig
+from t0repro.converters import sources
+from t0repro.converters.tensors import CheckpointRef
+from t0repro.errors import UserError
+from t0repro.evaluation.opened import Checkpoint, parameters_digest
+
+SECONDS_BETWEEN_LOOKS = 5.0
+
+
+def chosen(restore: RestoreConfig) -> list[CheckpointRef]:
+    """The checkpoints that are there, by ascending step within a path.
+
+    Raises:
+      UserError: If a path has none.
+    """
+    refs: list[CheckpointRef] = []
+    for path in [restore.path] if isinstance(restore.path, str) else restore.path:
+        if restore.mode == "all":
+            present = sources.list_checkpoints(path)
+            if not present:
+                sources.find_checkpoint(path)  # raises, and says what is wrong
+            refs += present
+        else:
+            refs.append(sources.find_checkpoint(path))
+    return refs
+
+
+def coming(
+    restore: RestoreConfig,
+    say: Callable[[str], None],
+    until: int | None = None,
+    seconds: float = SECONDS_BETWEEN_LOOKS,
+) -> Iterator[CheckpointRef]:
+    """Yields checkpoints as they appear in a folder, each once, beginning with those there.
+
+    Mode "latest" passes over what has a successor by the time that it would be evaluated.
+
+    Args:
+      restore: Mode "latest" or "all".
+      say: Receives a line when it begins to wait.
+      until: Ends after a checkpoint of this step or a later one; None goes on for ever.
+      seconds: Between two looks into the folder.
+
+    Raises:
+      UserError: If the mode is "specific", which no new checkpoint changes.
+    """
+    if restore.mode == "specific" or not isinstance(restore.path, str):
+        raise UserError(
+            "There is nothing to watch: the checkpoints are named one by one.",
+            where="utils.RestoreCheckpointConfig.mode",
+            fix="Bind 'latest' or 'all' and the path of their folder, or leave --watch out.",
+        )
+    seen: set[str] = set()
+    while True:
+        present = [ref for ref in sources.list_checkpoints(restore.path) if ref.path not in seen]
+        if restore.mode == "latest":
+            seen.update(ref.path for ref in present[:-1])
+            present = present[-1:]
+        for ref in present[:1]:  # one at a time: the folder may change meanwhile
+            seen.add(ref.path)
+            yield ref
+            if until is not None and (ref.step or 0) >= until:
+                return
+        if not present:
+            say(f"waiting for a new checkpoint in {restore.path}")
+            time.sleep(seconds)
+
+
+def opened(plan: InferencePlan, ref: CheckpointRef) -> Checkpoint:
+    """A checkpoint of any format with the plan's model; slots are not read.
+
+    Raises:
+      UserError: If a parameter is missing or has another shape than the model's.
+    """
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from t0repro.model.t5 import T5, initial_parameters
+    from t0repro.training.train_state import parameters_from_flat_tree
+
+    model = T5(plan.model, plan.dtypes)
+    shapes = jax.eval_shape(lambda: initial_parameters(model, jax.random.key(0)))
+    tree: dict[str, Any] = sources.load_any(ref.path, slots=False)
+    if plan.restore.dtype not in (None, "float32"):
+        rounded = jnp.dtype(plan.restore.dtype)
+        tree = {
+            name: np.asarray(value).astype(rounded) if name.startswith("target/") else value
+            for name, value in tree.items()
+        }
+    return Checkpoint(
+        path=str(ref.path),
+        step=int(tree.get("state/step", 0)),
+        digest=parameters_digest(tree),
+        params=parameters_from_flat_tree(tree, shapes, where=str(ref.path)),
+        model=model,
+    )

@@ -1,0 +1,108 @@
+"""T5X's run mode eval: SeqIO's metrics of checkpoints, each evaluated once."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from t0repro.config.inference_plan import EvalPlan
+from t0repro.converters.tensors import CheckpointRef
+from t0repro.files import write_atomically
+from t0repro.runs.chosen import chosen, coming, opened
+
+RECORD = "evaluated.json"
+
+Metrics = dict[str, dict[str, float]]
+
+
+def evaluate_checkpoints(
+    plan: EvalPlan,
+    *,
+    watch: bool = False,
+    until: int | None = None,
+    seconds: float | None = None,
+) -> dict[int, Metrics]:
+    """Evaluates each chosen checkpoint that this folder's record does not have yet.
+
+    Args:
+      plan: The evaluation.
+      watch: Whether to go on as new checkpoints appear.
+      until: Watching ends after a checkpoint of this step or a later one; None never ends.
+      seconds: Between two looks for new checkpoints; None takes the default.
+
+    Returns:
+      Step -> task -> metrics, of the checkpoints evaluated now.
+
+    Raises:
+      UserError: If there is no checkpoint, one does not fit the model, the task's vocabulary is
+        not the model's, or nothing has a metric.
+    """
+    from t0repro.data.vocabularies import check_vocabularies
+    from t0repro.evaluation.closing import print_results
+    from t0repro.evaluation.seqio_evaluator import TaskEvaluator
+
+    name = plan.data.mixture_or_task_name
+    check_vocabularies(name, plan.input_vocabulary, plan.output_vocabulary)
+    folder, record = Path(plan.output_dir), EvaluatedCheckpoints(plan)
+    evaluator, results = None, {}
+    for ref in _checkpoints(plan, watch, until, seconds):
+        if record.has(ref):
+            _say(f"{ref.path}: evaluated before; remove {record.path} to do it again")
+            continue
+        if evaluator is None:  # reads all examples, which a finished evaluation need not do
+            evaluator = TaskEvaluator(plan.data, plan.evaluator, folder, plan.decoding)
+        checkpoint = opened(plan, ref)
+        metrics = evaluator.evaluate(checkpoint.model, checkpoint.params, checkpoint.step)
+        record.add(ref)
+        results[checkpoint.step] = metrics
+        print_results(metrics, checkpoint.step, folder)
+    return results
+
+
+def _checkpoints(
+    plan: EvalPlan, watch: bool, until: int | None, seconds: float | None
+) -> Iterator[CheckpointRef]:
+    if not watch:
+        return iter(chosen(plan.restore))
+    options: dict[str, Any] = {} if seconds is None else {"seconds": seconds}
+    return coming(plan.restore, _say, until, **options)
+
+
+class EvaluatedCheckpoints:
+    """What has been evaluated into a folder, kept in its evaluated.json.
+
+    A checkpoint counts as evaluated only with the same examples and the same decoding.
+    """
+
+    def __init__(self, plan: EvalPlan):
+        self.path = Path(plan.output_dir) / RECORD
+        described = {"data": plan.data, "evaluator": plan.evaluator, "decoding": plan.decoding}
+        self._settings = json.dumps(
+            {name: dataclasses.asdict(value) for name, value in described.items()}, sort_keys=True
+        )
+
+    def has(self, ref: CheckpointRef) -> bool:
+        """Whether a checkpoint has been evaluated with these settings."""
+        return str(ref.path) in self._read().get(self._settings, [])
+
+    def add(self, ref: CheckpointRef) -> None:
+        """Records a checkpoint as evaluated."""
+        done = self._read()
+        done.setdefault(self._settings, []).append(str(ref.path))
+        rows = [{"settings": json.loads(key), "checkpoints": done[key]} for key in done]
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(self.path, json.dumps(rows, indent=1) + "\n")
+
+    def _read(self) -> dict[str, list[str]]:
+        if not self.path.is_file():
+            return {}
+        rows = json.loads(self.path.read_text(encoding="utf-8"))
+        return {json.dumps(row["settings"], sort_keys=True): row["checkpoints"] for row in rows}
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
