@@ -51,17 +51,19 @@ class EvalPlan(InferencePlan):
 
 
 @dataclasses.dataclass(frozen=True)
-class TfExampleFiles:
-    """Examples in TFRecord files, and the task that reads them.
+class ExampleFiles:
+    """Examples in files, and the task that reads them.
 
     Attributes:
       name: The task's name.
+      kind: "tfrecord" for TFRecord files of tf.train.Example, "jsonl" for rows.
       paths: The files, or patterns of files.
       inputs_key, targets_key: The features that hold the texts; None for no targets.
       features: Feature -> the gin record of its vocabulary, and whether EOS ends it.
     """
 
     name: str
+    kind: Literal["tfrecord", "jsonl"]
     paths: tuple[str, ...]
     inputs_key: str
     targets_key: str | None
@@ -88,7 +90,7 @@ class InferPlan(InferencePlan):
     shard_id: Annotated[int, Range(at_least=0)]
     num_shards: Annotated[int, Range(at_least=1)]
     merge: bool
-    files: TfExampleFiles | None = None
+    files: ExampleFiles | None = None
     all_inputs: bool = False
     input_fields: tuple[str, ...] | None = None
     output_ids: bool = False

@@ -6,19 +6,33 @@ from typing import Any
 
 from t0repro.config.t5x import records
 from t0repro.errors import UserError
+from t0repro.tasks.vocabulary import EXTRA_IDS, default_vocabulary
+
+# T5's own vocabulary with its 100 sentinels, as t5's tasks and as T5X's gin files name it.
+_T5 = {
+    ("gs://t5-data/vocabs/cc_all.32000/sentencepiece.model", EXTRA_IDS),
+    ("gs://t5-data/vocabs/cc_all.32000.100extra/sentencepiece.model", EXTRA_IDS),
+    ("gs://t5-data/vocabs/cc_all.32000.100extra/sentencepiece.model", 0),
+}
 
 
 def seqio_vocabulary(record: Any) -> Any:
-    """The SeqIO vocabulary that a record describes; its file is read when it is first used."""
+    """The SeqIO vocabulary that a record describes; its file is read when it is first used.
+
+    T5's own is read from T0REPRO_VOCAB, if that is set.
+    """
     from t0repro.mesh import compat
 
     compat.install()
     import seqio
 
-    from t0repro.tasks.seqio_tasks import LazyVocabulary
+    from t0repro.tasks import seqio_tasks
 
     if isinstance(record, records.SentencePieceVocabulary):
-        return LazyVocabulary(record.sentencepiece_model_file, record.extra_ids)
+        address, extra_ids = record.sentencepiece_model_file, record.extra_ids or 0
+        if (address, extra_ids) in _T5:
+            return seqio_tasks.seqio_vocabulary(default_vocabulary())
+        return seqio_tasks.LazyVocabulary(address, extra_ids)
     if isinstance(record, records.ByteVocabulary):
         return seqio.ByteVocabulary(extra_ids=record.extra_ids)
     if isinstance(record, records.PassThroughVocabulary):
@@ -41,8 +55,11 @@ def check_vocabularies(name: str, inputs: Any, outputs: Any) -> None:
       outputs: That of targets.
 
     Raises:
-      UserError: If one differs.
+      UserError: If one differs, or there is no such task.
     """
+    from t0repro.data.checks import check_mixture
+
+    check_mixture(name)
     import seqio
 
     features = seqio.get_mixture_or_task(name).output_features
@@ -50,7 +67,7 @@ def check_vocabularies(name: str, inputs: Any, outputs: Any) -> None:
         if feature not in features:
             continue
         theirs, ours = features[feature].vocabulary, seqio_vocabulary(record)
-        if theirs != ours:
+        if not _are_same(theirs, ours):
             raise UserError(
                 f"The {feature} of {name!r} are encoded with another vocabulary than the model's:"
                 f" {_shown(theirs)} instead of {_shown(ours)}.",
@@ -59,7 +76,24 @@ def check_vocabularies(name: str, inputs: Any, outputs: Any) -> None:
             )
 
 
+def _are_same(one: Any, other: Any) -> bool:
+    """Whether two vocabularies encode alike, wherever their files lie."""
+    import seqio
+
+    if one == other or _is_t5s(one) and _is_t5s(other):
+        return True
+    if not all(isinstance(each, seqio.SentencePieceVocabulary) for each in (one, other)):
+        return False
+    return one.sp_model == other.sp_model
+
+
+def _is_t5s(vocabulary: Any) -> bool:
+    address = getattr(vocabulary, "_sentencepiece_model_file", None)
+    default = default_vocabulary()
+    return (address, vocabulary.extra_ids) in {*_T5, (default.address, default.extra_ids)}
+
+
 def _shown(vocabulary: Any) -> str:
     path = getattr(vocabulary, "_sentencepiece_model_file", "")
-    extra = getattr(vocabulary, "extra_ids", 0)
-    return f"{type(vocabulary).__name__}({path}{', ' if path else ''}extra_ids={extra})"
+    file = f"{path}, " if path else ""
+    return f"{type(vocabulary).__name__}({file}extra_ids={vocabulary.extra_ids})"

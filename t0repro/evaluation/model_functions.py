@@ -1,7 +1,7 @@
 """The functions that SeqIO's Evaluator calls a model with: predict, predict_with_aux and score.
 
-Each takes an enumerated tf.data.Dataset of unpacked examples with the features of
-seqio.EncDecFeatureConverter, and returns (index, output) pairs.
+Each takes unpacked examples with the features of seqio.EncDecFeatureConverter, as (index, example)
+pairs or as an enumerated tf.data.Dataset, and returns (index, output) pairs.
 
 Source: t5x.utils.get_infer_fn.
 """
@@ -62,7 +62,7 @@ class ModelFunctions:
     def score(self, dataset: Any) -> Indexed:
         """Log-likelihood of each example's targets, EOS included: natural log, not normalised."""
         indices, examples = [], []
-        for index, example in dataset.as_numpy_iterator():
+        for index, example in _pairs(dataset):
             indices.append(int(index))
             examples.append(_tokens(example))
         if not examples:
@@ -102,10 +102,14 @@ def _tokens(example: Any) -> dict[str, np.ndarray]:
 
 def _batches(dataset: Any, size: int) -> Iterator[Sequence[tuple[Any, Any]]]:
     batch: list[tuple[Any, Any]] = []
-    for item in dataset.as_numpy_iterator():
+    for item in _pairs(dataset):
         batch.append(item)
         if len(batch) == size:
             yield batch
             batch = []
     if batch:
         yield batch
+
+
+def _pairs(dataset: Any) -> Iterator[tuple[Any, Any]]:
+    return dataset.as_numpy_iterator() if hasattr(dataset, "as_numpy_iterator") else iter(dataset)

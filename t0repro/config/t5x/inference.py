@@ -8,7 +8,7 @@ from typing import Any
 
 from t0repro.config import ranges
 from t0repro.config.decoding_plan import DecodingPlan
-from t0repro.config.inference_plan import EvalPlan, InferMode, InferPlan, TfExampleFiles
+from t0repro.config.inference_plan import EvalPlan, ExampleFiles, InferMode, InferPlan
 from t0repro.config.t5x import data, records
 from t0repro.config.t5x import model as t5x_model
 from t0repro.config.t5x.gin_files import Parsed
@@ -25,7 +25,6 @@ _EVAL_CODE = _OWN_CODE | {
     "train_eval_get_dataset_fn": "the loss is evaluated in training (train_eval).",
 }
 _INFER_CODE = _OWN_CODE | {
-    "write_fn": "results are JSON lines in T5X's form.",
     "merge_fn": "chunks are put one after the other.",
 }
 _MODES = ("predict", "score", "predict_with_aux")
@@ -67,10 +66,7 @@ def infer_plan(parsed: Parsed) -> InferPlan:
     program, places = parsed.program, Places.of(parsed.values)
     assert isinstance(program, records.InferProgram)
     places.check_unset(program, "infer", _INFER_CODE)
-    if program.mode not in _MODES:
-        raise places.refused(
-            "infer.mode", program.mode, "there is no such mode.", f"Bind one of {_MODES}."
-        )
+    _check_infer(program, places)
     record, files = program.dataset_cfg, None
     if isinstance(record.mixture_or_task_name, records.TfExampleTask):
         files = _files(record.mixture_or_task_name, places)
@@ -82,13 +78,8 @@ def infer_plan(parsed: Parsed) -> InferPlan:
             "inference needs a length for each feature.",
             "Set TASK_FEATURE_LENGTHS.",
         )
-    if program.shard_id >= program.num_shards:
-        raise places.refused(
-            "infer.shard_id",
-            program.shard_id,
-            f"the {program.num_shards} shards are numbered from 0.",
-            "Bind infer.num_shards too.",
-        )
+    written = _written(program, places)
+    fields = written.input_fields_to_include
     mode: InferMode = program.mode  # pyright: ignore[reportAssignmentType]
     plan = InferPlan(
         mode=mode,
@@ -97,10 +88,53 @@ def infer_plan(parsed: Parsed) -> InferPlan:
         num_shards=program.num_shards,
         merge=program.merge_chunked_results,
         files=files,
+        all_inputs=written.include_all_inputs,
+        input_fields=None if fields is None else tuple(fields),
+        output_ids=written.output_ids,
         **_common(program, record, places),
     )
     ranges.check(plan, _provenance(places))
     return plan
+
+
+def _check_infer(program: records.InferProgram, places: Places) -> None:
+    if program.mode not in _MODES:
+        raise places.refused(
+            "infer.mode", program.mode, "there is no such mode.", f"Bind one of {_MODES}."
+        )
+    if program.shard_id >= program.num_shards:
+        raise places.refused(
+            "infer.shard_id",
+            program.shard_id,
+            f"the {program.num_shards} shards are numbered from 0.",
+            "Bind infer.num_shards too.",
+        )
+    restore = program.restore_checkpoint_cfg
+    if restore.mode == "all" or not isinstance(restore.path, str):
+        raise places.refused(
+            "utils.RestoreCheckpointConfig.mode",
+            restore.mode,
+            "an inference takes one checkpoint.",
+            "Bind 'specific' or 'latest' and one path.",
+        )
+
+
+def _written(program: records.InferProgram, places: Places) -> records.WriteInferences:
+    """What a line of the results holds."""
+    written = program.write_fn or records.WriteInferences()
+    if not isinstance(written, records.WriteInferences):
+        raise places.refused(
+            "infer.write_fn", written, "results are JSON lines in T5X's form.", "Leave it out."
+        )
+    fields = written.input_fields_to_include
+    if written.include_all_inputs and fields is not None:
+        raise places.refused(
+            "infer.write_inferences_to_file.input_fields_to_include",
+            list(fields),
+            "include_all_inputs writes all of them.",
+            "Bind one of the two.",
+        )
+    return written
 
 
 def _common(program: Any, record: records.DatasetConfig, places: Places) -> dict[str, Any]:
@@ -193,17 +227,21 @@ def _apply_hard_limit(options: dict[str, Any]) -> None:
         options["max_decode_steps"] = min(steps, limit)
 
 
-def _files(task: records.TfExampleTask, places: Places) -> TfExampleFiles:
+def _files(task: records.TfExampleTask, places: Places) -> ExampleFiles:
     name = "create_task_from_tfexample_file"
-    if task.file_type != "tfrecord":
+    if task.file_type not in ("tfrecord", "jsonl"):
         raise places.refused(
-            f"{name}.file_type", task.file_type, "only TFRecord files are read.", "'tfrecord'"
+            f"{name}.file_type",
+            task.file_type,
+            "examples are read from TFRecord files and from JSON Lines.",
+            "Set TF_EXAMPLE_FILE_TYPE to 'tfrecord' or 'jsonl'.",
         )
     paths = [task.paths] if isinstance(task.paths, str) else list(task.paths)
     keys = [task.inputs_key, task.targets_key or ""]
     digest = hashlib.md5(":".join(paths + keys).encode()).hexdigest()[:10]
-    return TfExampleFiles(
+    return ExampleFiles(
         name=f"infer_{task.task_id or digest}",  # T5X's name, which the results' files bear
+        kind=task.file_type,  # pyright: ignore[reportArgumentType]
         paths=tuple(paths),
         inputs_key=task.inputs_key,
         targets_key=task.targets_key,

@@ -30,7 +30,9 @@ _MODULES: Mapping[str, Mapping[str, Any]] = {
     "__main__": {
         **dict(PROGRAMS.values()),
         "create_task_from_tfexample_file": records.TfExampleTask,
+        "write_inferences_to_file": records.WriteInferences,
     },
+    "t5x.infer": {"write_inferences_to_file": records.WriteInferences},
     "t5x.utils": {
         "DatasetConfig": records.DatasetConfig,
         "SaveCheckpointConfig": records.SaveCheckpointConfig,

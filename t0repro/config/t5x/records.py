@@ -574,6 +574,21 @@ class TfExampleTask(Record):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class WriteInferences(Record):
+    """`infer_script.write_inferences_to_file`: what a line of the results holds.
+
+    Attributes:
+      include_all_inputs: all features of an example, and not only its texts.
+      input_fields_to_include: the features to write instead.
+      output_ids: an output's token ids too.
+    """
+
+    include_all_inputs: bool = False
+    input_fields_to_include: Sequence[str] | None = None
+    output_ids: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class WriteConfig(Record):
     """`gin_utils.summarize_gin_config`: writes the configuration beside the results."""
 

@@ -1,0 +1,259 @@
+"""T5X's run mode infer: predictions or scores of examples, as JSON lines in T5X's form.
+
+In the output folder, for each task and shard:
+
+    <task>-<mode>.jsonl-00000-of-00001             a line per example, in the examples' order
+    <task>-<mode>.jsonl-00000-of-00001.COMPLETED   empty; written last
+    tmp-<task>-00000-of-00001/                     chunks; an interrupted run goes on after them
+
+Source: t5x.infer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from t0repro.config.inference_plan import InferPlan
+from t0repro.errors import UserError
+from t0repro.evaluation.model_functions import ModelFunctions
+from t0repro.evaluation.opened import Checkpoint
+from t0repro.files import write_atomically
+from t0repro.runs.chosen import chosen, opened
+from t0repro.words import counted
+
+COMPLETED = ".COMPLETED"
+_SETTINGS = "settings.json"
+
+
+def infer(plan: InferPlan) -> list[Path]:
+    """Predicts or scores the examples of each task that is not completed yet.
+
+    Returns:
+      The results' files.
+
+    Raises:
+      UserError: If there is no checkpoint, it does not fit the model, the task's vocabulary is
+        not the model's, or a task has no example.
+    """
+    from t0repro.data.vocabularies import check_vocabularies
+    from t0repro.mesh import compat
+
+    compat.install()
+    import seqio
+
+    if plan.files is not None:
+        register_files(plan)
+    name = plan.data.mixture_or_task_name
+    check_vocabularies(name, plan.input_vocabulary, plan.output_vocabulary)
+    checkpoint: Checkpoint | None = None
+    files = []
+    for task in seqio.get_subtasks(seqio.get_mixture_or_task(name)):
+        job = _TaskJob(plan, task)
+        files.append(job.output)
+        if job.is_completed():
+            print(f"{job.output}: completed before", file=sys.stderr)
+            continue
+        if checkpoint is None:
+            (ref,) = chosen(plan.restore)
+            checkpoint = opened(plan, ref)
+        job.run(checkpoint)
+    return files
+
+
+def register_files(plan: InferPlan) -> None:
+    """Registers the task that reads the plan's files."""
+    import seqio
+
+    from t0repro.data.vocabularies import seqio_vocabulary
+    from t0repro.tasks.example_files import add_example_files
+
+    assert plan.files is not None
+    add_example_files(
+        plan.files.name,
+        plan.files.kind,
+        plan.files.paths,
+        inputs_key=plan.files.inputs_key,
+        targets_key=plan.files.targets_key,
+        features={
+            name: seqio.Feature(seqio_vocabulary(vocabulary), add_eos=add_eos)
+            for name, (vocabulary, add_eos) in plan.files.features.items()
+        },
+    )
+
+
+class _TaskJob:
+    """The inference of one task's shard."""
+
+    def __init__(self, plan: InferPlan, task: Any):
+        self._plan, self._task = plan, task
+        shard = f"{plan.shard_id:05}-of-{plan.num_shards:05}"
+        folder = Path(plan.output_dir)
+        self.output = folder / f"{task.name}-{plan.mode}.jsonl-{shard}"
+        self._chunks = folder / f"tmp-{task.name}-{shard}"
+
+    def is_completed(self) -> bool:
+        """Whether an earlier run wrote the whole file, or the chunks where none is to be merged."""
+        return Path(f"{self.output}{COMPLETED}").exists()
+
+    def run(self, checkpoint: Checkpoint) -> None:
+        """Goes on after the last whole chunk, and puts the chunks together at the end."""
+        first = self._prepare(checkpoint)
+        size = self._plan.checkpoint_period * self._plan.data.batch_size
+        examples = self._examples(skip=first * size)
+        number = first
+        for number in itertools.count(first):
+            chunk = list(itertools.islice(examples, size))
+            if not chunk:
+                break
+            self._write_chunk(number, chunk, checkpoint)
+        if number == 0:
+            raise UserError(
+                f"{self._task.name!r} has no example to infer from.",
+                where=f"split {self._plan.data.split!r}, shard {self._plan.shard_id}",
+                fix="Check the split and the number of shards.",
+            )
+        if self._plan.merge:
+            self._merge(number)
+        write_atomically(f"{self.output}{COMPLETED}", "")
+        print(f"wrote {self.output}", file=sys.stderr)
+
+    def _prepare(self, checkpoint: Checkpoint) -> int:
+        """Number of chunks that are there; of another run's, none are kept."""
+        plan = dataclasses.asdict(self._plan)
+        settings = {
+            "checkpoint": checkpoint.digest,
+            **{name: plan[name] for name in ("data", "decoding", "mode", "checkpoint_period")},
+            "written": [plan[name] for name in ("all_inputs", "input_fields", "output_ids")],
+        }
+        text = json.dumps(settings, indent=1) + "\n"
+        record = self._chunks / _SETTINGS
+        if self._chunks.is_dir() and (not record.is_file() or record.read_text() != text):
+            print(f"{self._chunks}: of other settings; begun anew", file=sys.stderr)
+            shutil.rmtree(self._chunks)
+        self._chunks.mkdir(parents=True, exist_ok=True)
+        write_atomically(record, text)
+        done = next(
+            number
+            for number in itertools.count()
+            if not Path(f"{self._chunk(number)}{COMPLETED}").exists()
+        )
+        if done:
+            print(f"{self._task.name}: goes on after {counted(done, 'chunk')}", file=sys.stderr)
+        return done
+
+    def _chunk(self, number: int) -> Path:
+        return self._chunks / f"{self.output.name}-chunk{number:05}"
+
+    def _examples(self, skip: int) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+        """Each example with the task's features and with the model's."""
+        import seqio
+        import tensorflow as tf
+
+        data = self._plan.data
+        assert data.sequence_length is not None
+        lengths = dict(data.sequence_length)
+        dataset = self._task.get_dataset(
+            sequence_length=lengths,
+            split=data.split,
+            shuffle=False,
+            num_epochs=1,
+            shard_info=seqio.ShardInfo(self._plan.shard_id, self._plan.num_shards),
+            use_cached=data.use_cached,
+            seed=data.seed,
+        )
+        converted = seqio.EncDecFeatureConverter(pack=False)(dataset, lengths)
+        # A seed makes the same examples twice, and in every process, so skipping is exact.
+        return tf.data.Dataset.zip((dataset, converted)).skip(skip).as_numpy_iterator()
+
+    def _write_chunk(self, number: int, chunk: Sequence[Any], checkpoint: Checkpoint) -> None:
+        plan = self._plan
+        functions = ModelFunctions(
+            checkpoint.model, checkpoint.params, plan.decoding, plan.data.batch_size, seed=number
+        )
+        converted = list(enumerate(example for _, example in chunk))
+        aux: Mapping[str, Sequence[Any]] = {}
+        if plan.mode == "score":
+            outputs = functions.score(converted)
+        else:
+            outputs, aux = functions.predict_with_aux(converted)
+        vocabulary = self._task.output_features["targets"].vocabulary
+        lines = []
+        for (index, output), (example, _) in zip(outputs, chunk, strict=True):
+            values = {name: column[index] for name, column in aux.items()}
+            lines.append(json.dumps(_line(plan, example, output, values, vocabulary)) + "\n")
+        path = self._chunk(number)
+        write_atomically(path, "".join(lines))
+        write_atomically(f"{path}{COMPLETED}", "")
+        print(f"{self._task.name}: {counted(len(lines), 'example')} more", file=sys.stderr)
+
+    def _merge(self, count: int) -> None:
+        """Puts the chunks one after the other and removes them."""
+        whole = self.output.with_name(f".{self.output.name}.tmp")
+        with open(whole, "wb") as merged:
+            for number in range(count):
+                with open(self._chunk(number), "rb") as chunk:
+                    shutil.copyfileobj(chunk, merged)
+        os.replace(whole, self.output)
+        shutil.rmtree(self._chunks)
+
+
+def _line(
+    plan: InferPlan,
+    example: Mapping[str, Any],
+    output: Any,
+    aux: Mapping[str, Any],
+    vocabulary: Any,
+) -> dict[str, Any]:
+    """What T5X writes of an example."""
+    line: dict[str, Any] = {
+        "inputs": {
+            name: _plain(value) for name, value in example.items() if _is_written(name, plan)
+        }
+    }
+    if plan.mode == "score":
+        return line | {"score": output}
+    import tensorflow as tf
+
+    line["prediction"] = _plain(vocabulary.decode_tf(tf.constant(output)).numpy())
+    if plan.output_ids:
+        line["prediction_tokens"] = _until_padding(output)
+    if plan.mode == "predict_with_aux":
+        line["aux"] = dict(aux)
+    return line
+
+
+def _is_written(feature: str, plan: InferPlan) -> bool:
+    if plan.all_inputs:
+        return True
+    text = feature.removesuffix("_pretokenized")
+    if plan.input_fields is not None:
+        return feature in plan.input_fields or (text != feature and text in plan.input_fields)
+    return text != feature
+
+
+def _until_padding(output: list[Any]) -> list[Any]:
+    """Token ids before the first 0; of several decodes, each one's."""
+    if output and isinstance(output[0], list):
+        return [_until_padding(tokens) for tokens in output]
+    return output[: output.index(0)] if 0 in output else output
+
+
+def _plain(value: Any) -> Any:
+    """A feature as JSON has it: texts and numbers, in lists."""
+    if isinstance(value, bytes):
+        return value.decode("utf-8")
+    if isinstance(value, np.ndarray | np.generic):
+        return _plain(value.tolist())
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return value

@@ -1,0 +1,220 @@
+"""T5X's run mode infer: its files, their lines, and going on after an interruption."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import seqio
+import tensorflow as tf
+
+from t0repro.config.t5x.inference import infer_plan
+from t0repro.errors import UserError
+from t0repro.evaluation.engine import score_examples
+from t0repro.evaluation.model_functions import ModelFunctions
+from t0repro.runs.batch_infer import infer
+from t0repro.runs.chosen import chosen, opened
+
+from .tiny_gin import parsed, save_checkpoint
+
+TASK = "demo_synthetic_glue_mrpc_want_to_know_score_eval"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered():
+    """The demo's tasks."""
+    import t0repro.tasks.demo  # noqa: F401
+
+
+def plan(checkpoint, output, *bindings, name=TASK, files=()):
+    return infer_plan(
+        parsed(
+            "infer", "infer", f"MIXTURE_OR_TASK_NAME = '{name}'",
+            f"CHECKPOINT_PATH = '{checkpoint}'", f"INFER_OUTPUT_DIR = '{output}'", "MIXTURE_OR_TASK_SPLIT = 'validation'",
+            "TASK_FEATURE_LENGTHS = {'inputs': 96, 'targets': 6}",
+            "utils.DatasetConfig.batch_size = 4", "infer.checkpoint_period = 2",
+            "utils.RestoreCheckpointConfig.dtype = 'float32'", *bindings, files=files,
+        )
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A checkpoint of random parameters."""
+    return save_checkpoint(tmp_path_factory.mktemp("model"), plan("x", "y"), 7)
+
+
+@pytest.fixture(scope="module")
+def few(tmp_path_factory):
+    """A task of the first 10 rows, 20 examples: three chunks of 8, the last of them not full."""
+    whole = seqio.TaskRegistry.get(TASK)
+
+    def rows(split, shuffle_files, seed=None):
+        return whole.source.get_dataset(split, shuffle=False).take(10)
+
+    seqio.TaskRegistry.add(
+        "few_examples",
+        seqio.FunctionDataSource(rows, splits=("validation",)),
+        preprocessors=whole.preprocessors,
+        output_features=whole.output_features,
+    )
+    yield "few_examples"
+    seqio.TaskRegistry.remove("few_examples")
+
+
+def lines_of(path):
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def examples(name, lengths):
+    return list(
+        seqio.get_mixture_or_task(name)
+        .get_dataset(lengths, "validation", shuffle=False, num_epochs=1, seed=0)
+        .as_numpy_iterator()
+    )
+
+
+def test_scores_are_written_in_t5xs_form(checkpoint, few, tmp_path):
+    made = plan(checkpoint, tmp_path, "infer.mode = 'score'", name=few)
+    assert infer(made) == [tmp_path / "few_examples-score.jsonl-00000-of-00001"]
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == [
+        "few_examples-score.jsonl-00000-of-00001",
+        "few_examples-score.jsonl-00000-of-00001.COMPLETED",
+    ]
+    rows, read = lines_of(tmp_path / names[0]), examples(few, made.data.sequence_length)
+    assert len(rows) == len(read) > 16 and set(rows[0]) == {"inputs", "score"}
+    for row, example in zip(rows, read, strict=True):
+        assert row["inputs"] == {
+            name: example[name].decode() for name in ("inputs_pretokenized", "targets_pretokenized")
+        }
+    opened_one = opened(made, chosen(made.restore)[0])
+    expected = score_examples(opened_one.params, opened_one.model, read, None)
+    np.testing.assert_allclose([row["score"] for row in rows], expected, rtol=1e-5)
+
+
+def test_predictions_carry_texts_ids_and_scores_of_all_beams(checkpoint, few, tmp_path):
+    path = tmp_path / "more.gin"
+    path.write_text(
+        "from __gin__ import dynamic_registration\n"
+        "import __main__ as infer_script\n"
+        "from t5x import models\n"
+        "infer_script.infer.write_fn = @infer_script.write_inferences_to_file\n"
+        "infer_script.write_inferences_to_file.output_ids = True\n"
+        "infer_script.write_inferences_to_file.input_fields_to_include = ['targets']\n"
+        "models.EncoderDecoderModel.predict_batch_with_aux.num_decodes = 2\n"
+        "models.EncoderDecoderModel.predict_batch_with_aux.return_all_decodes = True\n"
+    )
+    made = plan(
+        checkpoint, tmp_path, "infer.mode = 'predict_with_aux'", name=few, files=(str(path),)
+    )
+    (written,) = infer(made)
+    rows, vocabulary = lines_of(written), seqio.TaskRegistry.get(few).output_features["targets"]
+    for row in rows:
+        assert list(row) == ["inputs", "prediction", "prediction_tokens", "aux"]
+        assert set(row["inputs"]) == {"targets", "targets_pretokenized"}
+        assert len(row["prediction"]) == 2 and row["aux"]["scores"][0] <= row["aux"]["scores"][1]
+        decoded = [vocabulary.vocabulary.decode(ids) for ids in row["prediction_tokens"]]
+        assert decoded == row["prediction"]
+    best = plan(checkpoint, tmp_path / "best", name=few)
+    assert not best.decoding.return_all_decodes
+    assert isinstance(lines_of(infer(best)[0])[0]["prediction"], str)
+
+
+def test_an_interrupted_run_goes_on_after_its_last_whole_chunk(
+    checkpoint, few, tmp_path, monkeypatch, capsys
+):
+    made = plan(checkpoint, tmp_path / "a", "infer.mode = 'score'", name=few)
+    undisturbed = infer(dataclasses.replace(made, output_dir=str(tmp_path / "b")))[0].read_bytes()
+    score, calls = ModelFunctions.score, []
+
+    def failing(self, dataset):
+        calls.append(self.seed)
+        if len(calls) == 2:
+            raise OSError("the power went off")
+        return score(self, dataset)
+
+    monkeypatch.setattr(ModelFunctions, "score", failing)
+    with pytest.raises(OSError, match="power"):
+        infer(made)
+    assert not [*(tmp_path / "a").glob("*.COMPLETED")] and calls == [0, 1]
+    (written,) = infer(made)
+    assert calls == [0, 1, 1, 2] and "goes on after 1 chunk" in capsys.readouterr().err
+    assert written.read_bytes() == undisturbed
+    infer(made)
+    assert len(calls) == 4 and "completed before" in capsys.readouterr().err
+
+
+def test_chunks_of_another_checkpoint_are_not_gone_on_from(checkpoint, few, tmp_path, capsys):
+    made = plan(checkpoint, tmp_path, "infer.mode = 'score'", name=few)
+    stale = tmp_path / "tmp-few_examples-00000-of-00001"
+    stale.mkdir()
+    (stale / "settings.json").write_text("{}\n")
+    chunk = stale / "few_examples-score.jsonl-00000-of-00001-chunk00000"
+    chunk.write_text("stale\n")
+    chunk.with_name(f"{chunk.name}.COMPLETED").write_text("")
+    (written,) = infer(made)
+    assert "begun anew" in capsys.readouterr().err and "stale" not in written.read_text()
+
+
+def test_shards_have_all_examples_between_them(checkpoint, few, tmp_path):
+    whole = plan(checkpoint, tmp_path, "infer.mode = 'score'", name=few)
+    expected = lines_of(infer(whole)[0])
+    shards = [dataclasses.replace(whole, shard_id=shard, num_shards=2) for shard in range(2)]
+    files = [infer(shard)[0] for shard in shards]
+    assert files[1].name == "few_examples-score.jsonl-00001-of-00002"
+    rows = [row for path in files for row in lines_of(path)]
+
+    def texts(rows):
+        return sorted(json.dumps(row["inputs"]) for row in rows)
+
+    assert texts(rows) == texts(expected)
+
+
+@pytest.mark.parametrize("kind", ["tfrecord", "jsonl"])
+def test_examples_from_files(checkpoint, tmp_path, kind):
+    rows = [{"question": f"is {word} a colour?", "answer": "yes"} for word in ("red", "five")]
+    path = tmp_path / f"examples.{kind}"
+    if kind == "jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        with tf.io.TFRecordWriter(str(path)) as writer:
+            for row in rows:
+                feature = {
+                    key: tf.train.Feature(bytes_list=tf.train.BytesList(value=[text.encode()]))
+                    for key, text in row.items()
+                }
+                example = tf.train.Example(features=tf.train.Features(feature=feature))
+                writer.write(example.SerializeToString())
+    made = infer_plan(
+        parsed(
+            "infer", "infer_from_tfexample_file", f"TF_EXAMPLE_FILE_PATHS = ['{path}']",
+            f"TF_EXAMPLE_FILE_TYPE = '{kind}'", "FEATURE_LENGTHS = {'inputs': 32, 'targets': 8}",
+            f"CHECKPOINT_PATH = '{checkpoint}'", f"INFER_OUTPUT_DIR = '{tmp_path}'",
+            "infer.mode = 'score'",
+            "create_task_from_tfexample_file.inputs_key = 'question'",
+            "create_task_from_tfexample_file.targets_key = 'answer'",
+        )
+    )  # fmt: skip
+    (written,) = infer(made)
+    assert written.name.startswith("infer_") and written.name.endswith(
+        "-score.jsonl-00000-of-00001"
+    )
+    assert [row["inputs"] for row in lines_of(written)] == [
+        {"inputs_pretokenized": row["question"], "targets_pretokenized": "yes"} for row in rows
+    ]
+    seqio.TaskRegistry.remove(made.files.name)
+
+
+def test_faults_are_named(checkpoint, few, tmp_path):
+    with pytest.raises(UserError, match="there is no such mode"):
+        plan(checkpoint, tmp_path, "infer.mode = 'guess'")
+    with pytest.raises(UserError, match="shards are numbered from 0"):
+        plan(checkpoint, tmp_path, "infer.shard_id = 1")
+    with pytest.raises(UserError, match="takes one checkpoint"):
+        plan(checkpoint, tmp_path, "utils.RestoreCheckpointConfig.mode = 'all'")
+    with pytest.raises(UserError, match="no example to infer from"):
+        infer(plan(checkpoint, tmp_path, "infer.shard_id = 98", "infer.num_shards = 99", name=few))
+    with pytest.raises(UserError, match="'no_such_task'"):
+        infer(plan(checkpoint, tmp_path, name="no_such_task"))

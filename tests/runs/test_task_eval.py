@@ -1,0 +1,197 @@
+"""T5X's run mode eval: which checkpoints, what the loggers write, what is not done twice."""
+
+import dataclasses
+import json
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import seqio
+
+from t0repro.config.decoding_plan import DecodingPlan
+from t0repro.config.t5x.inference import eval_plan
+from t0repro.converters.sources import find_checkpoint
+from t0repro.errors import UserError
+from t0repro.evaluation.engine import score_examples
+from t0repro.runs.chosen import opened
+from t0repro.runs.task_eval import evaluate_checkpoints
+
+from .tiny_gin import parsed, save_checkpoint
+
+GENERATED = "demo_synthetic_glue_mrpc_want_to_know"
+RANKED = f"{GENERATED}_score_eval"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered():
+    """The demo's tasks, and a mixture of one that generates and one that ranks."""
+    import t0repro.tasks.demo  # noqa: F401
+
+    seqio.MixtureRegistry.add("both_kinds", [(GENERATED, 1), (RANKED, 1)])
+    yield
+    seqio.MixtureRegistry.remove("both_kinds")
+
+
+def plan(checkpoint, output, *bindings, name="both_kinds"):
+    return eval_plan(
+        parsed(
+            "eval", "eval", f"MIXTURE_OR_TASK_NAME = '{name}'", f"CHECKPOINT_PATH = '{checkpoint}'",
+            f"EVAL_OUTPUT_DIR = '{output}'", "MIXTURE_OR_TASK_SPLIT = 'validation'",
+            "seqio.Evaluator.num_examples = 12", "utils.DatasetConfig.batch_size = 8", *bindings,
+        )
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    """Checkpoints of steps 3 and 5."""
+    folder = tmp_path_factory.mktemp("model")
+    for step in (3, 5):
+        save_checkpoint(folder, plan("x", "y"), step, seed=step)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def evaluated(model_dir, tmp_path_factory):
+    """An evaluation of both checkpoints: its plan and results."""
+    made = plan(
+        model_dir, tmp_path_factory.mktemp("out"), "utils.RestoreCheckpointConfig.mode = 'all'"
+    )
+    return made, evaluate_checkpoints(made)
+
+
+def tensorboard(folder):
+    """(tag, step) -> value of a task's event files."""
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+    from tensorboard.util.tensor_util import make_ndarray
+
+    found = {}
+    for path in folder.glob("events.*"):
+        for event in EventFileLoader(str(path)).Load():
+            for value in event.summary.value:
+                found[value.tag, event.step] = float(make_ndarray(value.tensor))
+    return found
+
+
+def test_all_checkpoints_are_evaluated_and_loggers_agree(evaluated):
+    made, results = evaluated
+    assert list(results) == [3, 5] and set(results[3]) == {GENERATED, RANKED}
+    folder = evaluated_folder(made)
+    for task in (GENERATED, RANKED):
+        rows = rows_of(folder / f"{task}-metrics.jsonl")
+        assert [row.pop("step") for row in rows] == [3, 5]
+        assert rows == [results[3][task], results[5][task]]
+        shown = tensorboard(folder / task)
+        for step in results:
+            for name, value in results[step][task].items():
+                np.testing.assert_allclose(shown[f"eval/{name}", step], value, rtol=1e-6)
+        predictions = (folder / f"{task}-000003.jsonl").read_text().splitlines()
+        assert len(predictions) == 12
+
+
+def rows_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def evaluated_folder(made):
+    return Path(made.output_dir) / "inference_eval"
+
+
+def test_ranked_scores_are_log_likelihoods_of_the_choices(evaluated):
+    made, _ = evaluated
+    rows = rows_of(evaluated_folder(made) / f"{RANKED}-000005.jsonl")
+    checkpoint = opened(made, find_checkpoint(f"{made.restore.path}/checkpoint_5"))
+    task = seqio.get_mixture_or_task(RANKED)
+    examples = list(
+        task.get_dataset(None, "validation", shuffle=False, seed=42).take(12).as_numpy_iterator()
+    )
+    expected = score_examples(checkpoint.params, checkpoint.model, examples, None)
+    np.testing.assert_allclose([row["score"] for row in rows], expected, rtol=1e-5)
+
+
+def test_what_is_evaluated_is_not_evaluated_again_unless_the_settings_change(evaluated, capsys):
+    made, _ = evaluated
+    assert evaluate_checkpoints(made) == {}
+    assert capsys.readouterr().err.count("evaluated before") == 2
+    latest = dataclasses.replace(made, restore=dataclasses.replace(made.restore, mode="latest"))
+    assert evaluate_checkpoints(latest) == {}
+    fewer = dataclasses.replace(made.evaluator, num_examples=4)
+    assert list(evaluate_checkpoints(dataclasses.replace(latest, evaluator=fewer))) == [5]
+
+
+def test_a_specific_checkpoint_in_another_format(model_dir, tmp_path):
+    from t0repro.converters import convert
+
+    path = tmp_path / "mtf"
+    convert.convert(model_dir / "checkpoint_3", path, "mtf")
+    results = evaluate_checkpoints(plan(path / "model.ckpt-3", tmp_path / "out", name=RANKED))
+    direct = evaluate_checkpoints(plan(model_dir / "checkpoint_3", tmp_path / "o2", name=RANKED))
+    assert results == direct and list(results) == [3]
+
+
+def test_watching_goes_on_as_checkpoints_come(model_dir, tmp_path):
+    folder = tmp_path / "growing"
+    folder.mkdir()
+    made = plan(folder, tmp_path / "out", "utils.RestoreCheckpointConfig.mode = 'all'", name=RANKED)
+    save_checkpoint(folder, made, 1)
+    later = threading.Timer(0.5, lambda: save_checkpoint(folder, made, 2))
+    later.start()
+    assert list(evaluate_checkpoints(made, watch=True, until=2, seconds=0.1)) == [1, 2]
+    later.join()
+    with pytest.raises(UserError, match="nothing to watch"):
+        evaluate_checkpoints(plan(model_dir, tmp_path, name=RANKED), watch=True)
+
+
+def test_faults_are_named(model_dir, tmp_path):
+    with pytest.raises(UserError, match="no task has both the split 'test' and a metric"):
+        evaluate_checkpoints(plan(model_dir, tmp_path, "MIXTURE_OR_TASK_SPLIT = 'test'"))
+    with pytest.raises(UserError, match="another vocabulary than the model's"):
+        evaluate_checkpoints(
+            plan(model_dir, tmp_path, "seqio.SentencePieceVocabulary.extra_ids = 7")
+        )
+    with pytest.raises(UserError, match="pack = True"):
+        plan(model_dir, tmp_path, "utils.DatasetConfig.pack = True")
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("{predict}.decoder_params = {{'beams': 3}}", "no argument beams here"),
+        ("{model}.decode_fn = @decoding.temperature_sample\ndecoding.temperature_sample.topp = 0.5",
+         "at most one of topk"),
+        ("{model}.decode_fn = @decoding.beam_search\ndecoding.beam_search.min_log_prob = -1.0",
+         "no candidate is dropped"),
+    ],
+)  # fmt: skip
+def test_decoding_that_is_not_done_is_refused_by_name(tmp_path, lines, message):
+    with pytest.raises(UserError, match=message):
+        eval_plan(parsed_with(tmp_path, lines))
+
+
+def parsed_with(folder, lines):
+    """An evaluation with a user's file that binds how the model decodes."""
+    model = "models.EncoderDecoderModel"
+    lines = lines.format(model=model, predict=f"{model}.predict_batch_with_aux")
+    path = folder / "decoding.gin"
+    head = "from __gin__ import dynamic_registration\nfrom t5x import decoding, models\n"
+    path.write_text(head.replace(", ", "\nfrom t5x import ") + lines + "\n")
+    bindings = ("MIXTURE_OR_TASK_NAME = 'a'", "CHECKPOINT_PATH = 'b'", "EVAL_OUTPUT_DIR = 'c'")
+    return parsed("eval", "eval", *bindings, files=(str(path),))
+
+
+def test_gins_decoding_reaches_the_plan(tmp_path):
+    lines = """{model}.decode_fn = @decoding.temperature_sample
+{predict}.num_decodes = 3
+{predict}.return_all_decodes = True
+{predict}.decoder_params = {{'temperature': 0.5}}
+decoding.temperature_sample:
+  temperature = 0.9
+  topk = 40
+  max_decode_steps = 9
+  max_decode_steps_hard_limit = 5
+"""
+    assert eval_plan(parsed_with(tmp_path, lines)).decoding == DecodingPlan(
+        "temperature_sample", 3, return_all_decodes=True, temperature=0.5, topk=40,
+        max_decode_steps=5,
+    )  # fmt: skip
