@@ -31,7 +31,8 @@ def plan(checkpoint, output, *bindings, name=TASK, files=()):
     return infer_plan(
         parsed(
             "infer", "infer", f"MIXTURE_OR_TASK_NAME = '{name}'",
-            f"CHECKPOINT_PATH = '{checkpoint}'", f"INFER_OUTPUT_DIR = '{output}'", "MIXTURE_OR_TASK_SPLIT = 'validation'",
+            f"CHECKPOINT_PATH = '{checkpoint}'", f"INFER_OUTPUT_DIR = '{output}'",
+            "MIXTURE_OR_TASK_SPLIT = 'validation'",
             "TASK_FEATURE_LENGTHS = {'inputs': 96, 'targets': 6}",
             "utils.DatasetConfig.batch_size = 4", "infer.checkpoint_period = 2",
             "utils.RestoreCheckpointConfig.dtype = 'float32'", *bindings, files=files,
