@@ -169,7 +169,7 @@ def _prepare(
         if reader.ref.format not in trees and to not in trees:
             raise UserError(
                 "--t5x-importer-slots concerns T5X's checkpoints; neither side is one.",
-                fix="Leave the flag out.",
+                fix="Remove the flag.",
             )
         reader = transforms.ExchangedSlots(reader)
         side = "The source's" if reader.ref.format in trees else "The target's"
@@ -359,7 +359,7 @@ def _told_if_full(directory: Path) -> Iterator[None]:
         raise UserError(
             "No space left for the checkpoint.",
             where=str(directory),
-            fix="Free some space and give the same command again: it goes on where it stopped.",
+            fix="Free some space and start the same command again: it continues where it stopped.",
         ) from error
 
 

@@ -100,7 +100,7 @@ def check_gin_file(path: str | os.PathLike[str], family: ModelShape) -> list[str
       The names of included files that are not here, so that their bindings were not seen.
 
     Raises:
-      UserError: if the file cannot be read or is no gin, or a size differs; the message names the
+      UserError: if the file cannot be read or is not gin, or a size differs; the message names the
         binding and its line.
     """
     bindings = {
@@ -135,7 +135,7 @@ def master_dtype(path: str | os.PathLike[str]) -> str | None:
     """The type that a gin file asks Mesh TensorFlow's checkpoints to be in, None if it does not.
 
     Raises:
-      UserError: if the file cannot be read or is no gin.
+      UserError: if the file cannot be read or is not gin.
     """
     bindings: dict[tuple[str, str, str], Bound] = {}
     list(_read(Path(path), bindings, [Path(path)]))
@@ -226,7 +226,7 @@ def _read_text(
         # Materialised, since the parser raises where it comes to the error.
         statements = list(config_parser.ConfigParser(text, _Delegate()))
     except (SyntaxError, ValueError) as error:
-        raise UserError("The file is no gin.", where=str(path), fix=str(error)) from None
+        raise UserError("The file is not a gin file.", where=str(path), fix=str(error)) from None
     for statement in statements:
         if isinstance(statement, config_parser.IncludeStatement):
             found = _find(statement.filename, path)

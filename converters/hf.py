@@ -167,7 +167,7 @@ class HfReader:
                 f" {gone[0]}.",
                 where=self.ref.path,
                 fix=f"Copy all of the directory's files, {SLOTS_FILE} too if it had one. If they"
-                f" were left out on purpose, remove {MANIFEST}; the step is then taken for 0.",
+                f" were left out on purpose, remove {MANIFEST}; the step then counts as 0.",
             )
 
 
@@ -204,7 +204,7 @@ def _config(path: str) -> Mapping[str, Any]:
         ) from None
     except (ValueError, TypeError):
         raise UserError(
-            f"{CONFIG} is no JSON object.", where=file, fix="Copy the file again."
+            f"{CONFIG} is not a JSON object.", where=file, fix="Copy the file again."
         ) from None
     return config
 
@@ -237,7 +237,7 @@ def _weights(path: str) -> Iterator[tuple[str, SafetensorsFile]]:
         names = {str(name): str(file) for name, file in _json(index)["weight_map"].items()}
     except (ValueError, KeyError, TypeError, AttributeError):
         raise UserError(
-            f"{INDEX} is no index of tensors.", where=index, fix="Copy the file again."
+            f"{INDEX} is not an index of tensors.", where=index, fix="Copy the file again."
         ) from None
     if outside := [file for file in names.values() if not storage.is_inside(file)]:
         raise UserError(

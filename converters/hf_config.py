@@ -73,7 +73,7 @@ def arithmetic_of(config: Mapping[str, Any], where: str) -> Arithmetic:
     kind = config.get("model_type")
     if kind not in ("t5", "mt5", "umt5"):
         raise UserError(
-            f"The model is of the type {kind!r}, no T5.",
+            f"The model is of type {kind!r}, not a T5.",
             where=f"{where}, model_type",
             fix="Give a directory whose config.json says t5, mt5 or umt5.",
         )

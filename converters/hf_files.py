@@ -92,10 +92,10 @@ def tokenizer_files(vocabulary: Path | None, family: ModelShape) -> dict[str, by
         pieces, charsmap, byte_fallback = _parse_sentencepiece(content)
     except (OSError, IndexError, struct.error, UnicodeDecodeError) as error:
         raise UserError(
-            "The vocabulary is no SentencePiece model.", where=str(vocabulary), fix=str(error)
+            "The vocabulary is not a SentencePiece model.", where=str(vocabulary), fix=str(error)
         ) from None
     if not pieces:
-        raise UserError("The vocabulary is no SentencePiece model.", where=str(vocabulary))
+        raise UserError("The vocabulary is not a SentencePiece model.", where=str(vocabulary))
     if len(pieces) > family.vocab_size:
         raise UserError(
             f"The vocabulary has {len(pieces)} pieces, but the embedding only {family.vocab_size}"
@@ -209,7 +209,7 @@ def model_card(family: ModelShape, provenance: Mapping[str, Any], dtype: str, sl
     )
     slots_line = (
         "The optimizer's slots are in `optimizer_slots.safetensors`, which `t0repro convert` reads"
-        " back and transformers passes over."
+        " back and transformers ignores."
         if slots
         else "The optimizer's slots are not kept here."
     )

@@ -73,7 +73,7 @@ def read_integrity(directory: str) -> dict[str, Written]:
                 fix="Copy the whole directory again, or choose another checkpoint.",
             )
         if (size := storage.size(file)) != written["bytes"]:
-            raise damaged(file, f"it has {size:,} bytes where {written['bytes']:,} were written")
+            raise damaged(file, f"it has {size:,} bytes, but {written['bytes']:,} were written")
     return files
 
 
@@ -97,7 +97,7 @@ def _parse(listing: str) -> dict[str, Written]:
             for name, written in files.items()
         }
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise damaged(listing, "it is no list of files") from None
+        raise damaged(listing, "it is not a list of files") from None
     # A listing never points out of its own directory.
     if outside := [name for name in parsed if not storage.is_inside(name)]:
         raise damaged(listing, f"it names {outside[0]!r}, which is not in the checkpoint")

@@ -59,7 +59,7 @@ class Manifest:
                 f"{name} is not what the conversion wrote (its SHA-256 differs).",
                 where=where,
                 fix="Copy the files again. If the model was changed on purpose since it was"
-                f" converted, remove {MANIFEST}; its step is then taken for 0.",
+                f" converted, remove {MANIFEST}; its step then counts as 0.",
             )
 
 
@@ -101,6 +101,6 @@ def read_manifest(directory: str) -> Manifest | None:
         raise UserError(
             "The conversion's record is damaged; it has the step and what each tensor must be.",
             where=path,
-            fix="Copy the file again. Without it (remove it) a Hugging Face model counts as step 0"
-            " and nothing is compared.",
+            fix="Copy the file again, or remove it: a Hugging Face model without it counts as step"
+            " 0, and nothing is compared.",
         ) from None

@@ -172,9 +172,9 @@ def _parse(path: str, content: bytes) -> dict[str, Any]:
     try:
         parsed = json.loads(content)
     except (ValueError, RecursionError):
-        raise damaged(path, "it is no JSON") from None
+        raise damaged(path, "it is not JSON") from None
     if not isinstance(parsed, dict):
-        raise damaged(path, "it is no description of an array")
+        raise damaged(path, "it is not a description of an array")
     return parsed
 
 

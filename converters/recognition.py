@@ -36,8 +36,8 @@ def recognise(names_and_shapes: Mapping[str, Iterable[int]]) -> ModelShape:
     gated = mlp.format("wi_0") in shapes or mlp.format("wi_1") in shapes
     if bias[0] == 0 or query[1] % bias[0]:
         raise UserError(
-            f"The shapes fit no T5: attention kernels are {query[1]} wide, which is no multiple of"
-            f" the {bias[0]} heads that the relative position bias has.",
+            f"The shapes fit no T5: attention kernels are {query[1]} wide, which is not a multiple"
+            f" of the {bias[0]} heads of the relative position bias.",
             where=f"{attention}/query/kernel, {first_bias}",
         )
     return ModelShape(
@@ -76,7 +76,7 @@ def _path(name: str, bias_per_layer: bool | None = None) -> str | None:
 def _matrix(shapes: Mapping[str, tuple[int, ...]], path: str) -> tuple[int, ...]:
     if path not in shapes:
         raise UserError(
-            f"This is no T5 encoder-decoder: it has no {path} (in Mesh TensorFlow's names:"
+            f"This is not a T5 encoder-decoder: it has no {path} (in Mesh TensorFlow's names:"
             f" {layout.path_to_mtf(path)}).",
             fix="Check the path; of models without an encoder only those with one shared relative"
             " position bias and no positions of another kind can be converted.",

@@ -14,7 +14,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -184,18 +184,22 @@ def fetch(
                 (partial / name).parent.mkdir(parents=True, exist_ok=True)
                 server.download(file, partial / name, advance)
         _publish(partial, to, chosen)
-        record = {
-            **wanted,
-            "address": released.address,
-            "fetched_from": server.base_url,
-            "license": released.license or None,
-            "files": {
-                name: {"bytes": file.size, "checksum": file.checksum}
-                for name, file in chosen.items()
-            },
-        }
-        write_atomically(to / SOURCE, json.dumps(record, indent=1) + "\n")
+        _write_record(to, {**wanted, **_origin(released, server)}, chosen)
     return Fetched(_checkpoint_path(to, chosen), len(chosen), total, present=False)
+
+
+def _origin(released: Released, server: RemoteFiles) -> dict[str, str | None]:
+    return {
+        "address": released.address,
+        "fetched_from": server.base_url,
+        "license": released.license or None,
+    }
+
+
+def _write_record(to: Path, origin: Mapping[str, str | None], files: dict[str, HubFile]) -> None:
+    """Writes what came from where; last, because `_done` takes it to mean that all is there."""
+    sums = {name: {"bytes": file.size, "checksum": file.checksum} for name, file in files.items()}
+    write_atomically(to / SOURCE, json.dumps({**origin, "files": sums}, indent=1) + "\n")
 
 
 def _server(
@@ -217,7 +221,7 @@ def _chosen(
         chosen = {file.path: file for file in listed if _HUB_FILES.fullmatch(file.path)}
         if not any(name.endswith(".safetensors") for name in chosen):
             raise UserError(
-                "The repository has no safetensors at this revision, and t0repro reads no others.",
+                "At this revision the repository has no safetensors, which t0repro needs.",
                 where=released.address,
                 fix="Name a revision that has them, if there is one: --revision refs/pr/1.",
             )
@@ -255,7 +259,7 @@ def _check_space(to: Path, chosen: dict[str, HubFile]) -> None:
         raise UserError(
             f"{sized(needed)} would be downloaded, but only {sized(free)} are free.",
             where=str(to),
-            fix="Choose another folder, or make room.",
+            fix="Choose another folder, or free some space.",
         )
 
 

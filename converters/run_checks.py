@@ -139,7 +139,7 @@ def check_checkpoint(prefix: str) -> BundleReader:
         raise UserError(
             f"There is no checkpoint {prefix}.",
             where=f"{prefix}.index is missing",
-            fix="Give the path up to and without '.index', e.g. DIR/model.ckpt-1000.",
+            fix="Give the path without '.index', e.g. DIR/model.ckpt-1000.",
         )
     return BundleReader(prefix)
 

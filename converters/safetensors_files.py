@@ -52,7 +52,7 @@ class SafetensorsFile:
         end = max((entry["data_offsets"][1] for entry in self._header.values()), default=0)
         if (actual := storage.size(path)) != self._start + end:
             raise _damaged(
-                path, f"it has {actual:,} bytes where its header calls for {self._start + end:,}"
+                path, f"it has {actual:,} bytes, but its header calls for {self._start + end:,}"
             )
 
     def read(self, name: str) -> np.ndarray:
@@ -82,9 +82,9 @@ def _read_header(path: str) -> tuple[dict[str, Any], int]:
     try:
         header = json.loads(storage.read_range(path, 8, length))
     except (ValueError, RecursionError):
-        raise _damaged(path, "its header is no JSON") from None
+        raise _damaged(path, "its header is not JSON") from None
     if not isinstance(header, dict):
-        raise _damaged(path, "its header is no list of tensors")
+        raise _damaged(path, "its header is not a list of tensors")
     return header, 8 + length
 
 
@@ -101,14 +101,14 @@ def _info(path: str, name: str, entry: Mapping[str, Any]) -> TensorInfo:
     dtype = _DTYPES.get(given)
     if dtype is None:
         raise UserError(
-            f"{name} is of the type {given}, which no T5 is kept in.",
+            f"{name} is of the type {given}, in which no T5 is stored.",
             where=path,
             fix="Save the model in float32, bfloat16 or float16, without quantisation.",
         )
     info = TensorInfo(shape, dtype)
     if end - begin != info.nbytes:
         raise _damaged(
-            path, f"{name} takes {end - begin:,} bytes where its shape calls for {info.nbytes:,}"
+            path, f"{name} takes {end - begin:,} bytes, but its shape calls for {info.nbytes:,}"
         )
     return info
 

@@ -45,7 +45,7 @@ def find_checkpoint(
             )
         return ref
     if not storage.is_directory(path):
-        raise _not_found("There is no checkpoint of this name.", path)
+        raise _not_found("There is no checkpoint with this name.", path)
     refs = [ref for ref in list_checkpoints(path) if _is_of(ref, source)]
     if not refs:
         if source in (None, "mtf"):

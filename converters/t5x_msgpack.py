@@ -127,7 +127,7 @@ def _path_of(spec: Mapping[str, Any], file: str, name: str) -> str:
 def _numbers(leaf: Any, file: str, name: str) -> np.ndarray:
     array = np.asarray(leaf) if isinstance(leaf, np.ndarray | np.generic | int | float) else None
     if array is None or (array.dtype.kind not in "biuf" and array.dtype.name != "bfloat16"):
-        raise damaged(file, f"{name} is no array of numbers")
+        raise damaged(file, f"{name} is not an array of numbers")
     return array
 
 

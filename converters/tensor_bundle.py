@@ -122,7 +122,7 @@ class BundleReader:
                     fix="Copy all files that begin with this prefix, or choose another checkpoint.",
                 )
             if (actual := storage.size(path)) < size:
-                raise _damaged(path, f"it has {actual} bytes where the index calls for {size}")
+                raise _damaged(path, f"it has {actual} bytes, but the index calls for {size}")
 
 
 def _damaged(path: str, reason: str) -> UserError:

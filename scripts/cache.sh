@@ -40,6 +40,8 @@ if ! flock --nonblock 9; then
   exit 2
 fi
 
+# A count with its noun: "1 task", "2 tasks".
+counted() { if (($1 == 1)); then echo "$1 $2"; else echo "$1 ${3:-$2s}"; fi; }
 say() { echo "  $1 [$((SECONDS - started)) s]"; }
 say "reading the list of tasks of $MODULE"
 # -P: the folder gin/ at the top of the repository must not stand in for the library.
@@ -52,7 +54,8 @@ if ((status)); then exit "$status"; fi
 
 planned=$(tr ',' '\n' <"$plan" | grep -c . || true)
 if ((planned)); then
-  say "caching $planned tasks in $(wc -l <"$plan") processes of seqio_cache_tasks; logs: $logs"
+  processes_planned=$(counted "$(wc -l <"$plan")" process processes)
+  say "caching $(counted "$planned" task) in $processes_planned of seqio_cache_tasks; logs: $logs"
   say "they import TensorFlow and Beam first, which takes 10 to 30 s"
 fi
 # DirectRunner first asks the network for another runner; the one that it falls back to is named.
@@ -79,7 +82,7 @@ while jobs -rp | grep -q .; do
   if ((SECONDS - started >= last + 5)); then
     last=$((SECONDS - started))
     if (($(begun))); then
-      say "$(begun) splits read, $(count) tasks cached"
+      say "$(counted "$(begun)" split) read, $(counted "$(count)" task) cached"
     else
       say "still importing: $(cat "$logs"/*.log | wc -l) lines in the logs"
     fi
@@ -95,4 +98,4 @@ for index in "${!processes[@]}"; do
   }
 done
 if ((status)); then exit "$status"; fi
-echo "$(count) tasks are cached in $CACHE_DIR ($((SECONDS - started)) s)"
+echo "$(counted "$(count)" task) cached in $CACHE_DIR ($((SECONDS - started)) s)"

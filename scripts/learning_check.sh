@@ -21,7 +21,7 @@ MODULE=t0repro.tasks.learning_check MIXTURE_NAME=learning_train MODEL_DIR=$run/m
   --gin_param="mesh_train_dataset_fn.use_cached = False" --gin_param="mesh_train_dataset_fn.seed = 1"
 
 t0repro rank-eval --checkpoint "$run/model" --mixture learning_eval_score_eval \
-  --module-import t0repro.tasks.learning_check --train-mixture learning_train \
+  --module_import t0repro.tasks.learning_check --train_mixture learning_train \
   --inputs-length 256 --targets-length 32 --out "$run/rank_eval" --title "Learning check"
 
 python -P - "$run/rank_eval" $((SECONDS - started)) <<'PYTHON'

@@ -80,7 +80,7 @@ t0repro checkpoint diff "$model" "$run/model_back" | tee "$run/conversion.txt"
 # ---- 6: the report ---------------------------------------------------------------------------------------
 say "6/6  the report ($rows)"
 t0repro report make "$model/validation_eval" --out "$run/report" --checkpoint "$model" \
-  --module-import "$MODULE" --train-mixture "$MIXTURE_NAME" --metrics "$model/metrics.jsonl" \
+  --module_import "$MODULE" --train_mixture "$MIXTURE_NAME" --metrics "$model/metrics.jsonl" \
   --label jax --other "mtf=$run/model_mtf/validation_eval" \
   --losses "mtf=$run/continued_mtf/metrics.jsonl" "jax=$run/continued_jax/metrics.jsonl" \
   --conversion "$run/conversion.txt"

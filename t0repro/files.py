@@ -50,7 +50,11 @@ def storage_error(error: BaseException) -> UserError | None:
         what, fix = meanings[0]
         path = re.search(r"""(?<![\w/])/[^\s"';:,\]]+""", text)
         where = path[0] if path else None
-    return UserError(what, where=where, fix=f"{fix} Then start the same command again: it goes on.")
+    return UserError(
+        what,
+        where=where,
+        fix=f"{fix} Then start the same command again: it continues where it stopped.",
+    )
 
 
 def write_atomically(path: str | os.PathLike[str], content: str | bytes) -> None:

@@ -133,7 +133,7 @@ class RemoteFiles:
         if not self._is_right(file, to):
             to.unlink()
             raise UserError(
-                f"The bytes that came are not those that the server lists ({file.size} bytes,"
+                f"The bytes that arrived are not those that the server lists ({file.size} bytes,"
                 f" checksum {file.checksum}), twice.",
                 where=self._url(file),
                 fix="Try again later, or from the server itself if --base-url names a mirror.",
@@ -191,10 +191,10 @@ class RemoteFiles:
             delay = next(attempts, None)
             if delay is None:
                 raise UserError(
-                    f"The transfer breaks off again and again at byte {have:,} of"
+                    f"The transfer breaks off repeatedly at byte {have:,} of"
                     f" {file.size:,}: {error}.",
                     where=self._url(file),
-                    fix="Start the command again: it goes on there.",
+                    fix="Start the command again: it continues there.",
                 )
             time.sleep(delay)
 

@@ -116,11 +116,11 @@ def _load(
         raise
     except Exception as error:  # each layer below has exceptions of its own
         raise UserError(
-            f"Split {split!r} of {place.repository} cannot be had from the hub: "
+            f"Split {split!r} of {place.repository} cannot be read from the hub: "
             f"{type(error).__name__}: {_first_line(error)}",
             where=_address(place),
             fix=(
-                "See whether the network and the repository are there; or give the rows by hand:"
+                "Check the network and the repository, or provide the rows yourself:"
                 f" {_by_hand(dataset, subset, split)}"
             ),
         ) from error
@@ -165,7 +165,7 @@ def _files(place: HubPlace, split: str, held: Sequence[str]) -> list[str]:
         f"{place.repository} holds {'several configurations' if found else 'no file'} for"
         f" {pattern}.",
         where=_address(place),
-        fix="Give the split by hand, as a local file; see docs/data.md.",
+        fix="Provide the split as a local file; see docs/data.md.",
     )
 
 

@@ -159,7 +159,7 @@ def _is_whole(folder: Path) -> bool:
         return True
     if folder.exists():
         raise UserError(
-            "There is something of the task's name without the marker of a whole cache.",
+            "Something with the task's name is there, without the marker of a complete cache.",
             where=str(folder),
             fix="Remove it, or fetch to another folder.",
         )
@@ -181,7 +181,7 @@ def _checked_listing(name: str, files: Sequence[HubFile]) -> list[HubFile]:
     strange = [file for file in names if "/" in file or file in ("", ".", "..")]
     if problems or strange:
         raise UserError(
-            f"The hub's listing of {name} is no whole cache: {'; '.join(problems or strange)}.",
+            f"The hub's listing of {name} is incomplete: {'; '.join(problems or strange)}.",
             where=f"{REPOSITORY}, data/{name}",
             fix="Give the address of the hub, or of a whole mirror of it, as --base-url.",
         )
@@ -261,6 +261,6 @@ def _disk_errors(to: Path) -> Iterator[None]:
             raise UserError(
                 "The disk is full.",
                 where=str(to),
-                fix="Make room and start the command again: it goes on where it was.",
+                fix="Free some space and start the command again: it continues where it stopped.",
             ) from error
         raise

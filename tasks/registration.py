@@ -145,7 +145,7 @@ def _check_metrics(dataset: str, template: Any) -> None:
     unknown = [name for name in template.metadata.metrics or () if name not in METRICS]
     if unknown:
         raise UserError(
-            f"Template {template.name!r} of {dataset} names metrics that t5 has not: {unknown}.",
+            f"Template {template.name!r} of {dataset} names metrics that t5 lacks: {unknown}.",
             fix=f"Leave the template out, or name others: {', '.join(METRICS)}.",
         )
 

@@ -145,7 +145,7 @@ def _parquet(path: Path) -> Any:
         return pyarrow.parquet.ParquetFile(path)
     except (OSError, ValueError) as error:  # pyarrow's ArrowInvalid is a ValueError
         raise UserError(
-            f"The file is not Parquet: {error}", where=str(path), fix="Write it anew."
+            f"The file is not Parquet: {error}", where=str(path), fix="Write the file again."
         ) from error
 
 
@@ -175,7 +175,7 @@ def _batch_rows(path: Path, batch: Any, first: int) -> list[dict[str, Any]]:
         raise UserError(
             f"Text is not UTF-8: {error}.",
             where=f"{path}, rows {first + 1} to {first + batch.num_rows}",
-            fix="Write the file anew from text in UTF-8.",
+            fix="Write the file again, from text in UTF-8.",
         ) from error
 
 

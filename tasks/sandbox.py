@@ -153,7 +153,7 @@ class _Process:
         if process.returncode == -signal.SIGPROF:
             return TemplateFailure(f"it ran for more than {SECONDS:g} s of processor time")
         return TemplateFailure(
-            f"its process was ended (status {process.returncode}), perhaps for want of memory"
+            f"its process was ended (status {process.returncode}), perhaps because memory ran out"
         )
 
     def close(self) -> None:

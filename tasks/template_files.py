@@ -155,7 +155,7 @@ class _Loader(yaml.SafeLoader):
                 raise yaml.constructor.ConstructorError(
                     f"key {key!r} of line {lines[key]}",
                     None,
-                    "is there a second time",
+                    "is there twice",
                     key_node.start_mark,
                 )
             lines[key] = key_node.start_mark.line + 1
@@ -183,7 +183,7 @@ def _load(path: Path) -> _Mapping:
         line = f", line {mark.line + 1}" if mark else ""
         reason = ": ".join(part for part in (error.context, error.problem) if part)
         raise UserError(
-            f"The template file is not the YAML that is wanted: {reason}.",
+            f"The template file is not valid: {reason}.",
             where=f"{path}{line}",
             fix="Fix that line. The tags that a file may have are !Template and !TemplateMetadata.",
         ) from error

@@ -60,7 +60,8 @@ def add_text_task(
     """
     if objective not in OBJECTIVES:
         raise UserError(
-            f"There is no objective {objective!r}.", fix=f"Choose one of {', '.join(OBJECTIVES)}."
+            f"There is no objective {objective!r}.",
+            fix=f"Choose one of {', '.join(OBJECTIVES)}.",
         )
     found = {split: _matching(name, patterns) for split, patterns in files.items()}
     from t0repro.mesh import compat
@@ -121,7 +122,7 @@ def add_described(description: str) -> list[str]:
         if kind not in kinds or not equals or not name:
             raise UserError(
                 f"{part!r} does not describe a task over texts"
-                + (f": {kind!r} is no objective" if kind not in kinds else "")
+                + (f": {kind!r} is not an objective" if kind not in kinds else "")
                 + f" (nearest: {nearest_names(kind, kinds)}).",
                 where=TEXTS_VARIABLE,
                 fix="Write span:NAME=FILES or prefix:NAME=FILES; several are joined by ';'.",

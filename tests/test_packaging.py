@@ -70,6 +70,39 @@ def asked_for() -> dict[str, set[str]]:
     return sections
 
 
+# Installed for what they do, not for what they export to our code.
+NEVER_IMPORTED = {
+    "tensorflow-text": "imported by seqio, at a version that fits tensorflow's",
+    "tensorflow-datasets": "imported by seqio",
+    "apache-beam": "what seqio_cache_tasks runs on",
+    "setuptools": "builds the package",
+    "beartype": "pytest's --jaxtyping-packages names it",
+    "basedpyright": "a command",
+    "import-linter": "a command",
+    "ruff": "a command",
+    "pytest-xdist": "pytest -n",
+}
+
+
+def test_every_package_that_is_asked_for_is_imported_or_has_a_reason():
+    folders = ("t0repro", "tasks", "converters", "tests", "scripts")
+    providers = importlib.metadata.packages_distributions()
+    used = {
+        normal_name(package)
+        for module in third_party_imports(*folders)
+        for package in providers.get(module, ())
+    }
+    sections = asked_for()
+    # The other sections say in their comments for whom they are.
+    ours = {
+        package
+        for comment, packages in sections.items()
+        if "does not ask for" not in comment and "What t5" not in comment and "peers" not in comment
+        for package in packages
+    }
+    assert ours - used == NEVER_IMPORTED.keys()
+
+
 def normal_name(package: str) -> str:
     return re.sub(r"[-_.]+", "-", package).lower()
 

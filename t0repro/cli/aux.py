@@ -96,8 +96,8 @@ def aux(
 
     One job starts for every new checkpoint and each mixture.
     In the jobs' gin files MODEL_DIR, MIXTURE_OR_TASK_NAME, INITIAL_CHECKPOINT_PATH, TRAIN_STEPS
-    and EVAL_OUTPUT_DIR are set; any other command finds these names in its environment. Killed and
-    started again, it goes on where it was.
+    and EVAL_OUTPUT_DIR are set; any other command finds these names in its environment. If it is
+    interrupted, starting it again continues where it stopped.
 
     Example:
       t0repro aux --model_dir runs/demo/model --auxiliary_job_mixtures demo_eval_score_eval

@@ -22,6 +22,7 @@ from absl import app, flags, logging
 
 from t0repro.cli.gate import USER_ERROR, gate
 from t0repro.cli.gin_options import allowlist_of
+from t0repro.cli.logs import SeqioOnce
 from t0repro.cli.machine import say_what_runs_here
 from t0repro.cli.spelling import canonical_arguments
 from t0repro.errors import UserError
@@ -40,7 +41,7 @@ def console_entry_point() -> None:
         def main(arguments: Sequence[str]) -> None:
             settings.debug = flags.FLAGS.debug
             settings.go_on = (
-                "Start the same command again: training goes on from the latest checkpoint in"
+                "Start the same command again: training continues from the latest checkpoint in"
                 f" {flags.FLAGS.model_dir}; an evaluation starts over."
             )
             if len(arguments) > 1:
@@ -114,6 +115,7 @@ def run(options: Any) -> None:
         os.environ["T0REPRO_VOCAB"] = options.vocab
     if not options.debug and not options["verbosity"].present:
         logging.set_verbosity(logging.WARNING)
+    logging.get_absl_logger().addFilter(SeqioOnce())
     if options.backend == "jax":
         _run_jax(options)
     else:
@@ -148,21 +150,11 @@ def _check_flags(options: Any) -> None:
 def _run_jax(options: Any) -> None:
     import jax
 
-    from t0repro.config.mtf import dialect
-    from t0repro.converters.sources import find_checkpoint
     from t0repro.runs.run import run
 
     # As t5's main does on every run without --tpu.
     float32 = jax.default_backend() == "cpu"
-    inputs = gin_inputs(options)
-    configuration: Configuration
-    # The Model API's settings come from flags; the JAX stack turns them into the same RunConfig.
-    if options.use_model_api:
-        configuration = dialect.load_model_api(
-            inputs, options, find_checkpoint, float32_activations=float32
-        )
-    else:
-        configuration = dialect.load(inputs, float32_activations=float32)
+    configuration = _load(options, float32_activations=float32)
     _check_inputs(configuration.inputs, jax=True, at_hand=options.at_hand)
     say_what_runs_here(options, configuration, on_jax=True)
     run(dataclasses.replace(configuration, allow_changed=options.allow_changed))
@@ -177,17 +169,40 @@ def _run_mesh_tensorflow(options: Any) -> None:
     # Otherwise absl's handler prints every line of TensorFlow's own handler a second time.
     tf.get_logger().propagate = False
 
-    from t0repro.config.mtf import dialect, parser
+    from t0repro.config.configuration import NotOnJax
+    from t0repro.config.mtf import parser
     from t0repro.mesh.run import run
 
-    if options.use_model_api:  # t5's MtfModel builds the run from the flags itself
-        parser.parse(gin_inputs(options))
-        run(options, None)
-    else:
-        configuration = dialect.load(gin_inputs(options))
+    configuration = None
+    try:
+        configuration = _load(options, float32_activations=True)
+    except NotOnJax:
+        # Exports, for instance, are t5's alone, which checks their few flags itself.
+        if not options.use_model_api:
+            raise
+    if configuration:
         _check_inputs(configuration.inputs, jax=False, at_hand=options.at_hand)
         say_what_runs_here(options, configuration, on_jax=False)
-        run(options, configuration)
+    if options.use_model_api:
+        # t5's MtfModel builds the run from the flags itself, so `run` must be bound only to what
+        # the gin files say.
+        parser.parse(gin_inputs(options), warn=False)
+        configuration = None
+    run(options, configuration)
+
+
+def _load(options: Any, *, float32_activations: bool) -> Configuration:
+    """The configuration; the Model API's flags amount to the same bindings as gin files would."""
+    from t0repro.config.mtf import dialect
+
+    inputs = gin_inputs(options)
+    if not options.use_model_api:
+        return dialect.load(inputs, float32_activations=float32_activations)
+    from t0repro.converters.sources import find_checkpoint
+
+    return dialect.load_model_api(
+        inputs, options, find_checkpoint, float32_activations=float32_activations
+    )
 
 
 def _check_inputs(inputs: RunInputs, *, jax: bool, at_hand: bool) -> None:

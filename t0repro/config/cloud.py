@@ -26,7 +26,7 @@ def check_address(path: str | None, where: str | None) -> None:
     if path is None or not path.startswith("gs://") or has_credentials():
         return
     named = os.environ.get("GOOGLE_APPLICATION_CREDENTIALS")
-    reason = f"GOOGLE_APPLICATION_CREDENTIALS is {named}, which is no file. " if named else ""
+    reason = f"GOOGLE_APPLICATION_CREDENTIALS is {named}, which is not a file. " if named else ""
     raise UserError(
         f"{path} cannot be read: this machine has no Google Cloud credentials. {reason}".strip(),
         where=where,
@@ -85,4 +85,4 @@ def _is_out_of_reach(path: str) -> bool:
 
 def _refuse(path: str) -> IO[Any]:
     check_address(path, "--gin_file, --gin_location_prefix, or an `include` line of a gin file")
-    raise AssertionError("an address that is out of reach is refused")
+    raise AssertionError("an address that cannot be reached is refused")

@@ -119,7 +119,7 @@ def _words(error: Exception) -> str:
     if isinstance(error, tokenize.TokenError):
         return f"The text ends in the middle of a statement: {error.args[0]}."
     if isinstance(error, SyntaxError):
-        return f"This is no gin statement: {_short(error.msg)}."
+        return f"This is not a gin statement: {_short(error.msg)}."
     text = re.split(r"\n  In (?:file|bindings)| in config string:", str(error))[0]
     return _short(text) or f"{type(error).__name__}."
 
@@ -209,7 +209,7 @@ def unknown_mixture(name: str) -> UserError:
 
     known = sorted({*seqio.MixtureRegistry.names(), *seqio.TaskRegistry.names()})
     return UserError(
-        f"There is no task or mixture {name!r}; most like it: {nearest_names(name, known)}.",
+        f"There is no task or mixture {name!r}; nearest: {nearest_names(name, known)}.",
         where=f"{len(known)} tasks and mixtures are registered by the imported modules",
         fix="Correct MIXTURE_NAME, or name the module that registers it with --module_import.",
     )

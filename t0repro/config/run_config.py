@@ -482,11 +482,11 @@ class RunConfig:
         try:
             values = json.loads(text)
             if not isinstance(values, dict):
-                raise ValueError("it is no JSON object")
+                raise ValueError("it is not a JSON object")
             return dacite.from_dict(cls, values, options)
         except (ValueError, dacite.DaciteError) as error:
             raise UserError(
-                f"This is no run configuration: {error}.",
+                f"This is not a run configuration: {error}.",
                 where=where,
                 fix="Give what RunConfig.to_json wrote, with this version of t0repro.",
             ) from error

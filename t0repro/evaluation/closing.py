@@ -43,6 +43,6 @@ def result_lines(metrics: Mapping[str, Mapping[str, float]], step: int, folder: 
         lines.append(f"wrote {len(written)} files into {folder}: inputs, targets, predictions")
         lines.append(
             f"for a report: t0repro report make {shlex.quote(str(folder))} --out {out}"
-            " (with --module-import and the tasks' module, grouped by dataset)"
+            " (with --module_import and the tasks' module, grouped by dataset)"
         )
     return lines

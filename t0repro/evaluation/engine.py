@@ -110,7 +110,7 @@ class Engine:
             ) from error
         half = (batch.size + 1) // 2
         self._halved[batch.inputs_length, batch.targets_length] = half
-        self.say(f"Out of memory with {batch.size} rows of {where}: going on with {half}.")
+        self.say(f"Out of memory with {batch.size} rows of {where}: continuing with {half}.")
 
     def _dispatch(self, batch: PlannedBatch, pairs: Pairs) -> list[tuple[DecoderRows, jax.Array]]:
         """Queues a batch on the device and returns without waiting for it."""

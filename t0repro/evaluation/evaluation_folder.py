@@ -150,5 +150,5 @@ def claim_step(out: Path, checkpoint: Checkpoint) -> None:
             f"This folder holds results of another checkpoint of step {checkpoint.step}:"
             f" {other[0]} (parameters {other[1]}); {checkpoint.path} has {checkpoint.digest}.",
             where=str(out),
-            fix="Choose another --out, or remove the folder to evaluate anew.",
+            fix="Choose another --out, or remove the folder to evaluate again from scratch.",
         )

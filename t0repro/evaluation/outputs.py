@@ -314,5 +314,5 @@ def _check_unique(indices: np.ndarray, path: Path) -> None:
     raise UserError(
         f"The pair idx {tuple(indices[again].tolist())} comes more than once.",
         where=f"{path}:{again + 1}",
-        fix="Give each example of the task an idx of its own, and each choice its place in it.",
+        fix="Give each example of the task its own idx, and each choice its position in it.",
     )

@@ -181,7 +181,7 @@ def _check_pairs(scores: TaskScores, order: np.ndarray) -> None:
         raise UserError(
             f"Task {scores.task!r} has no (input, choice) pairs.",
             where=f"step {scores.step}",
-            fix="See whether the split is empty, or the template drops every example.",
+            fix="Check whether the split is empty, or the template drops every example.",
         )
     missing = np.isnan(scores.score)
     if missing.any():
@@ -189,7 +189,7 @@ def _check_pairs(scores: TaskScores, order: np.ndarray) -> None:
         raise UserError(
             f"Task {scores.task!r}, example {first}, step {scores.step}: the score is NaN"
             f" ({missing.sum()} of {len(scores)} pairs are).",
-            fix="Look at the checkpoint's loss; in bfloat16, evaluate once in float32 to compare.",
+            fix="Check the checkpoint's loss; if it was scored in bfloat16, compare with float32.",
         )
     inputs, choices = scores.input_index[order], scores.choice_index[order]
     again = (np.diff(inputs) == 0) & (np.diff(choices) == 0)
@@ -197,7 +197,7 @@ def _check_pairs(scores: TaskScores, order: np.ndarray) -> None:
         at = int(np.argmax(again))
         raise UserError(
             f"Task {scores.task!r}: the idx ({inputs[at]}, {choices[at]}) comes more than once.",
-            fix="Give each example of the task an idx of its own, and each choice its place in it.",
+            fix="Give each example of the task its own idx, and each choice its position in it.",
         )
 
 

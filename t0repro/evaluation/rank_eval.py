@@ -135,7 +135,7 @@ def rank_eval(
     if len(outcome.empty) == len(names):
         raise UserError(
             f"The split {settings.split!r} of {mixture!r} has no examples.",
-            fix="See whether the data is there, and whether the templates drop every row.",
+            fix="Check whether the data is there, and whether the templates drop every row.",
         )
     write_facts(outcome.folder, checkpoint, names)
     config = operative_config(mixture, checkpoint, settings)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import flax.traverse_util
@@ -19,7 +19,13 @@ from t0repro.parameters import layout
 from t0repro.training.loss import cross_entropy
 from t0repro.training.optimizers import make_optimizer
 from t0repro.training.schedules import make_schedule
-from t0repro.training.train_state import FlatTree, from_flat_tree, new_train_state, to_flat_tree
+from t0repro.training.train_state import (
+    FlatTree,
+    TrainState,
+    from_flat_tree,
+    new_train_state,
+    to_flat_tree,
+)
 from t0repro.training.train_step import loss_and_gradients, make_train_step
 
 Arrays = Mapping[str, np.ndarray]
@@ -87,22 +93,31 @@ def run_jax(
     )
     state = from_flat_tree(start, fresh)
     batches = [{name: b[name] for name in FEATURES if name in b} for b in batches]
-    found: dict[str, Any] = {}
+    before: dict[str, Any] = {}
     if tensors:
-        found["activations"], found["token_losses"] = _forward(model, state.params, batches[0])
+        before["activations"], before["token_losses"] = _forward(model, state.params, batches[0])
     if gradients:
-        found["gradients"] = _gradients(model, state.params, batches[0], config.num_microbatches)
+        before["gradients"] = _gradients(model, state.params, batches[0], config.num_microbatches)
     if scored:
-        found["scores"] = score_examples(state.params, model, scored, config.sequence_length)
-    step = jax.jit(
-        make_train_step(
-            model,
-            optimizer,
-            make_schedule(config.schedule),
-            num_microbatches=config.num_microbatches,
-            dropout_key=jax.random.key(seed),
-        )
+        before["scores"] = score_examples(state.params, model, scored, config.sequence_length)
+    step = make_train_step(
+        model,
+        optimizer,
+        make_schedule(config.schedule),
+        num_microbatches=config.num_microbatches,
+        dropout_key=jax.random.key(seed),
     )
+    return _train(jax.jit(step), state, batches, snapshots, before)
+
+
+def _train(
+    step: Callable[[TrainState, Arrays], tuple[TrainState, Any]],
+    state: TrainState,
+    batches: Sequence[Arrays],
+    snapshots: Sequence[int],
+    before: Mapping[str, Any],
+) -> StackResult:
+    """Takes the steps; `before` is what was computed with the initial parameters."""
     trees, values = {}, []
     for done, batch in enumerate(batches, start=1):
         state, metrics = step(state, batch)
@@ -113,7 +128,7 @@ def run_jax(
         losses=np.array([value["loss"] for value in values]),
         learning_rates=np.array([value["learning_rate"] for value in values]),
         trees=trees,
-        **found,
+        **before,
     )
 
 

@@ -50,8 +50,9 @@ def verdict(parity: Parity) -> str:
         return f"The stacks agree: all {judged} quantities are within their tolerances."
     first, count = parity.departures[0], len(parity.departures)
     return (
-        f"The stacks depart first at the {first.kind} {first.name}: {first.error:.2e} where"
-        f" {first.tolerance:g} is allowed; {count} of {len(parity.findings)} quantities depart."
+        f"The stacks first differ at the {first.kind} {first.name}: {first.error:.2e}, where"
+        f" {first.tolerance:g} is allowed; {count} of {len(parity.findings)} quantities exceed"
+        " their tolerances."
     )
 
 

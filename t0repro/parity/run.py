@@ -125,7 +125,7 @@ def make_job(
     config = load(inputs, float32_activations=float32).run
     if config.model.dropout_rate:
         raise UserError(
-            f"The dropout rate is {config.model.dropout_rate}, and the stacks draw other noise.",
+            f"The dropout rate is {config.model.dropout_rate}; the stacks draw different noise.",
             where=config.provenance.get("model.dropout_rate"),
             fix='Add --gin_param "dropout_rate = 0.0".',
         )

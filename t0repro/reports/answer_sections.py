@@ -32,7 +32,7 @@ def unanswerable_sections(report: Report) -> list[Section]:
         if prompt.unanswerable
     ]
     note = (
-        "They count as wrong, as with T0. Counts are exact; of each prompt the first"
+        "They count as wrong, as in T0. Counts are exact; of each prompt the first"
         f" {UNANSWERABLE_KEPT} examples are listed."
     )
     return [Section("Answers that are none of the choices", note=note), *sections] * bool(sections)

@@ -43,7 +43,7 @@ def losses_page(comparisons: Sequence[LossComparison]) -> Page:
 
 def history_page(history: History) -> Page:
     """Accuracy by checkpoint."""
-    lines = (f"Not at every step: {', '.join(history.skipped)}.",) if history.skipped else ()
+    lines = (f"Missing at some steps: {', '.join(history.skipped)}.",) if history.skipped else ()
     rows = tuple(
         (name, f"{history.chance[name]:.1f}", *(f"{value:.1f}" for value in values))
         for name, values in history.curves.items()

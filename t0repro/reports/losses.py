@@ -126,7 +126,7 @@ def compare_losses(
             f"The two runs have no training step in common ({_extent(losses_a)} and"
             f" {_extent(losses_b)}).",
             where=f"{metrics_a} and {metrics_b}",
-            fix="Start both from the same checkpoint, so that their global steps meet.",
+            fix="Start both from the same checkpoint, so that their global steps overlap.",
         )
     for path, losses in ((metrics_a, losses_a), (metrics_b, losses_b)):
         for step in sorted(shared):

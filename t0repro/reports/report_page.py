@@ -152,7 +152,7 @@ def _method(report: Report) -> list[str]:
         " wrong.",
         f"Intervals are {confidence(report)} percentile intervals of {bootstrap.replicates:,}"
         f" bootstrap resamples of the examples (seed {bootstrap.seed}), the same resample for all"
-        " prompts of a dataset; prompts are held fixed. An interval of a perfect or a constant"
+        " prompts of a dataset; prompts are held fixed. The interval of a perfect or constant"
         " result has no width.",
         "Clearly above means that the interval of the mean over prompts begins above it. Chance is"
         " the mean of one over the number of choices. Majority is the accuracy of always"

@@ -71,7 +71,7 @@ def _evaluation_of_report(path: Path) -> tuple[Path, int]:
         provenance = json.loads(path.read_text(encoding="utf-8"))["provenance"]
         folder, step = Path(provenance["eval_dir"]), int(provenance["step"])
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError("This is not a report of t0repro.", where=str(path)) from error
+        raise UserError("This is not a t0repro report.", where=str(path)) from error
     if not any(folder.glob("*_targets")):
         raise UserError(
             f"The report's evaluation is no longer at {folder}.",

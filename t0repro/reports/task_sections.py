@@ -46,7 +46,7 @@ def _cut_in_words(tasks: Sequence[TaskCost]) -> list[str]:
     total = sum(cost.inputs or 0 for cost in known)
     return [
         f"Cut to the sequence lengths: {inputs:,} of {counted(total, 'input')} and"
-        f" {counted(targets, 'target')}. A cut input may lack what its prompt asks; longer sequence"
+        f" {counted(targets, 'target')}. A cut input may lack its question; longer sequence"
         " lengths may give other results."
     ]
 

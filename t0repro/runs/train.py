@@ -162,13 +162,13 @@ def train(
     except KeyboardInterrupt:  # the second Ctrl-C
         saved = latest_step(model_dir)
         place = "the start" if saved is None else f"{checkpoint_path(model_dir, saved)}"
-        say(f"stopped at once, without saving: the same command goes on from {place}")
+        say(f"stopped at once, without saving: the same command continues from {place}")
         raise
 
     # ---------------------------------------------------------------- the end
     if signals.received is not None and trainer.step < config.train_steps:
         saved = checkpoint_path(model_dir, trainer.step)
-        say(f"stopped by a signal: the same command goes on from {saved}")
+        say(f"stopped by a signal: the same command continues from {saved}")
         raise StoppedBySignal(signals.received)
     if not done:
         raise UserError(

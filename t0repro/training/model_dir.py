@@ -131,14 +131,14 @@ def _check_stack(refs: list[CheckpointRef], backend: Backend, model_dir: str) ->
             f"The folder holds checkpoints of the JAX stack, the latest of step {ours.step:,}."
             f" Mesh TensorFlow does not read them: it would start from {start}.",
             where=ours.path,
-            fix="Go on with --backend=jax. To go on with Mesh TensorFlow: t0repro convert"
+            fix="Continue with --backend=jax. To continue with Mesh TensorFlow: t0repro convert"
             f" {model_dir} NEW_DIR --to mtf, then --model_dir=NEW_DIR.",
         )
     if backend == "jax" and mesh is not None and (mesh.step or 0) > (ours.step or 0):
         raise UserError(
             f"{mesh.path} is later than the JAX checkpoints beside it.",
             where=model_dir,
-            fix="Move one kind elsewhere, or go on with --backend=mtf.",
+            fix="Move one kind elsewhere, or continue with --backend=mtf.",
         )
 
 
@@ -162,7 +162,7 @@ def _check_step(ref: CheckpointRef, reader: CheckpointReader | None) -> None:
             f"{name} holds step {step:,}: it was renamed, or its contents were replaced.",
             where=ref.path,
             fix=f"Give it its own name, {name.replace(str(ref.step), str(step))}; or add"
-            f" --allow_changed to go on from step {step:,}.",
+            f" --allow_changed to continue from step {step:,}.",
         )
 
 
@@ -192,8 +192,8 @@ def _check_slots(reader: CheckpointReader, model: ModelConfig, optimizer: Optimi
         f"The checkpoint was trained with another optimizer, or with other options of it:"
         f" {len(wrong)} slots differ. Of {path}, the slot {slot}: {then} there, {now} now.",
         where=reader.ref.path,
-        fix="Bind run.optimizer and its options as they were; or add --allow_changed to go on, with"
-        " zeros for the slots that are not there.",
+        fix="Bind run.optimizer and its options as they were; or add --allow_changed to continue,"
+        " with zeros for the missing slots.",
     )
 
 
@@ -238,7 +238,7 @@ def _check_record(path: Path, config: RunConfig) -> None:
         raise UserError(
             f"The record of this folder's training cannot be read: {error}.",
             where=str(path),
-            fix="Delete it to go on without comparing settings.",
+            fix="Delete it to continue without comparing settings.",
         ) from error
     now, places = _settings(config), config.provenance
     # Skip settings that only one side has: they come from another version of this program, or from
@@ -254,6 +254,6 @@ def _check_record(path: Path, config: RunConfig) -> None:
             "The checkpoints of this folder were trained with other settings:"
             f" {shown}{'; ...' if len(changed) > 5 else ''}.",
             where=str(path),
-            fix="Bind these as they were, or give another --model_dir; or add --allow_changed to go"
-            " on with the new settings.",
+            fix="Bind these as they were, or give another --model_dir; or add --allow_changed to"
+            " continue with the new settings.",
         )

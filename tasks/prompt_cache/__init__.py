@@ -11,6 +11,5 @@ cache.py       a run: workers, progress, and finishing tasks
 folders.py     locking, staging, and putting a task in place
 integrity.py   checks caches before they are used
 provenance.py  what a cached task was made from
-counting.py    counts the examples of a split without writing them
 seqio_plan.py  the list of work for seqio_cache_tasks
 """

@@ -47,7 +47,7 @@ def check_caches(tasks: Sequence[seqio.Task], split: str, say: Callable[[str], N
         found = damage(folder, split)
         if found:
             raise UserError(
-                f"The cache of task {task.name}, split {split!r}, is not whole: {found}.",
+                f"The cache of task {task.name}, split {split!r}, is incomplete: {found}.",
                 where=str(folder),
                 fix="Remove this folder and cache the task again.",
             )

@@ -230,10 +230,10 @@ class _Planner:
             found = damage(folder, split)
             if found:
                 raise UserError(
-                    f"The cache of task {task.prompt.name}, split {split!r}, is not whole:"
+                    f"The cache of task {task.prompt.name}, split {split!r}, is incomplete:"
                     f" {found}.",
                     where=str(folder),
-                    fix="Remove this folder to have it made anew.",
+                    fix="Remove this folder to cache the task again.",
                 )
         try:
             made = json.loads((folder / PROVENANCE).read_text(encoding="utf-8"))
@@ -257,7 +257,7 @@ class _Planner:
                 f"Task {task.prompt.name} is cached already, with another"
                 f" {' and '.join(differing)}.",
                 where=str(folder / PROVENANCE),
-                fix="Use another --output_cache_dir, or remove that folder to have it made anew.",
+                fix="Use another --output_cache_dir, or remove that folder to cache it again.",
             )
 
 

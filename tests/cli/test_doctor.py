@@ -13,7 +13,7 @@ from t0repro.doctor import Diagnosis, Finding
 def diagnosis(core_state: str, data_state: str = "broken") -> Diagnosis:
     return Diagnosis(
         versions={"python": "3.11.7", "torch": None},
-        core=(Finding("jax", core_state, "cpu:cpu", "" if core_state == "ok" else "mend it"),),
+        core=(Finding("jax", core_state, "cpu:cpu", "" if core_state == "ok" else "fix it"),),
         extras=(Finding("hf", "missing", "no torch", "EXTRAS=hf bash scripts/setup.sh"),),
         data=(
             Finding("T0REPRO_VOCAB", data_state, "there is no file x", "export T0REPRO_VOCAB=FILE"),
@@ -28,7 +28,7 @@ def test_missing_extras_and_data_do_not_break_the_core():
 
 def test_text_names_each_fix():
     text = diagnosis("broken").to_text()
-    for part in ("mend it", "EXTRAS=hf bash scripts/setup.sh", "export T0REPRO_VOCAB=FILE"):
+    for part in ("fix it", "EXTRAS=hf bash scripts/setup.sh", "export T0REPRO_VOCAB=FILE"):
         assert part in text
     assert text.endswith("The core does not work. Broken: jax, T0REPRO_VOCAB.")
 

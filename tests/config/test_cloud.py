@@ -69,7 +69,7 @@ def test_any_of_the_usual_credentials_lets_an_address_pass(no_credentials, monke
     assert not cloud.has_credentials()
     key = no_credentials / "key.json"
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(key))
-    with pytest.raises(UserError, match="which is no file"):
+    with pytest.raises(UserError, match="which is not a file"):
         cloud.check_address("gs://a/b", None)
     key.write_text("{}")
     cloud.check_address("gs://a/b", None)

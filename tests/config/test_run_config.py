@@ -150,6 +150,6 @@ def test_a_field_that_json_has_wrong_is_named(change, message):
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '"text"', "{}"])
 def test_text_that_is_no_configuration_is_refused(text):
-    with pytest.raises(UserError, match="no run configuration") as error:
+    with pytest.raises(UserError, match="not a run configuration") as error:
         RunConfig.from_json(text, where="a_file.json")
     assert error.value.where == "a_file.json"

@@ -91,7 +91,7 @@ def test_an_include_that_is_not_here_is_said(tiny_checkpoint, gin_file, tmp_path
 
 
 def test_a_file_that_is_no_gin_is_told(tiny_family, gin_file):
-    with pytest.raises(UserError, match="no gin"):
+    with pytest.raises(UserError, match="not a gin file"):
         check_gin_file(gin_file(json.dumps({"d_model": 128})), tiny_family)
 
 

@@ -228,14 +228,14 @@ def test_a_quantised_tensor_is_refused(hf_directory, tmp_path):
     (length,) = struct.unpack("<Q", content[:8])
     header = content[8 : 8 + length].replace(b'"F32"', b'"F8_E4M3"')
     shard.write_bytes(struct.pack("<Q", len(header)) + header + content[8 + length :])
-    with pytest.raises(UserError, match="F8_E4M3, which no T5 is kept in"):
+    with pytest.raises(UserError, match="F8_E4M3, in which no T5 is stored"):
         convert(hf_directory, tmp_path / "out", "mtf")
 
 
 def test_another_architecture_and_a_missing_configuration_are_refused(hf_directory, tmp_path):
     config = json.loads((hf_directory / "config.json").read_text())
     (hf_directory / "config.json").write_text(json.dumps(config | {"model_type": "longt5"}))
-    with pytest.raises(UserError, match="'longt5', no T5"):
+    with pytest.raises(UserError, match="'longt5', not a T5"):
         convert(hf_directory, tmp_path / "out", "mtf")
     (hf_directory / "config.json").unlink()
     with pytest.raises(UserError, match="no config.json"):
@@ -254,7 +254,7 @@ def test_a_decoder_only_model_is_refused_before_anything_is_written(
 
 def test_a_vocabulary_that_is_no_sentencepiece_model_is_refused(tiny_checkpoint, tmp_path):
     (tmp_path / "vocab").write_bytes(b"hello")
-    with pytest.raises(UserError, match="no SentencePiece model"):
+    with pytest.raises(UserError, match="not a SentencePiece model"):
         convert(tiny_checkpoint, tmp_path / "out", "hf", vocabulary=tmp_path / "vocab")
 
 

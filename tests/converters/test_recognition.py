@@ -67,12 +67,12 @@ def test_what_mesh_tensorflow_trained_is_recognised(mesh_checkpoints, model, gat
 def test_shapes_that_fit_no_family_are_refused_with_the_two_that_disagree(tiny_family):
     shapes = tiny_family.parameters()
     shapes["encoder/relpos_bias/rel_embedding"] = (3, 32)
-    with pytest.raises(UserError, match="128 wide, which is no multiple of the 3 heads"):
+    with pytest.raises(UserError, match="128 wide, which is not a multiple of the 3 heads"):
         recognise(shapes)
 
 
 def test_a_model_that_is_no_encoder_decoder_is_refused():
-    with pytest.raises(UserError, match="no T5 encoder-decoder"):
+    with pytest.raises(UserError, match="not a T5 encoder-decoder"):
         recognise({"transformer/block_000/layer_000/SelfAttention/q": (8, 8)})
 
 

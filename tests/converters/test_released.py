@@ -138,7 +138,7 @@ def test_a_t5x_checkpoint_comes_as_its_folder(server, tmp_path):
 def test_a_fetch_that_was_cut_goes_on_at_the_byte_where_it_was(server, tmp_path, name):
     # One file comes; every attempt at the next breaks off before its first byte.
     server.faults = [None, *[("cut", 0)] * 20]
-    with pytest.raises(UserError, match="breaks off again and again"):
+    with pytest.raises(UserError, match="breaks off repeatedly"):
         fetch(server, name, tmp_path / "to")
     assert not any((tmp_path / "to").glob("model*"))
     server.faults, server.asked = [("cut", 500)], []

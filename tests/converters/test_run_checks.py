@@ -43,7 +43,7 @@ def test_a_whole_checkpoint_passes(checkpoint):
 def test_one_byte_less_is_found(checkpoint, tmp_path):
     (shard,) = tmp_path.glob("model.ckpt-7.data-*")
     shard.write_bytes(shard.read_bytes()[:-1])
-    with pytest.raises(UserError, match="2055 bytes where the index calls for 2056"):
+    with pytest.raises(UserError, match="2055 bytes, but the index calls for 2056"):
         checks.check_checkpoint(checkpoint)
 
 

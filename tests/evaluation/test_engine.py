@@ -137,8 +137,8 @@ def test_a_batch_that_memory_does_not_hold_is_halved_and_said(params, monkeypatc
     scores = score_pairs(params, MODEL, pairs, 192, said.append)
     np.testing.assert_allclose(pairs.of_examples(scores), expected, atol=1e-5)
     assert said == [
-        "Out of memory with 12 rows of 8 input and 4 target tokens: going on with 6.",
-        "Out of memory with 6 rows of 8 input and 4 target tokens: going on with 3.",
+        "Out of memory with 12 rows of 8 input and 4 target tokens: continuing with 6.",
+        "Out of memory with 6 rows of 8 input and 4 target tokens: continuing with 3.",
     ]
     assert device.tried.count(12) == 1  # later batches are halved before they are tried
 

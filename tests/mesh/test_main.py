@@ -266,6 +266,6 @@ def test_a_user_error_inside_the_data_pipeline_reaches_the_user(server, tmp_path
     assert stderr.splitlines()[-3:] == [
         "t5_mesh_transformer: Row 3 is broken.",
         "  where: rows.jsonl:3",
-        "  to do: Mend it.",
+        "  to do: Fix it.",
     ]
     assert "Traceback" not in stderr

@@ -64,6 +64,48 @@ def test_a_wrong_number_or_name_is_refused_alike_on_both(server, tmp_path, backe
     assert not model_dir.exists()
 
 
+API = [
+    "--module_import=tiny_tasks",
+    "--use_model_api",
+    "--mode=train",
+    "--mixture_or_task=tiny_train",
+    "--train_steps=1",
+    "--input_sequence_length=32",
+    "--target_sequence_length=8",
+    *(flag for flag in commands.TRAIN if "models/" in flag or "d_kv" in flag or "pack_" in flag),
+    "--gin_file=dataset.gin",
+    "--gin_param=MIXTURE_NAME = 'tiny_train'",
+    "--gin_param=MtfModel.learning_rate_schedule = 0.001",
+]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("flags", "part"),
+    [
+        (["--batch_size=0"], "batch_size is 0"),
+        (["--batch_size=8", "--gin_param=dropout_rate = 1.5"], "dropout_rate is 1.5"),
+        (["--batch_size=8", "--gin_param=d_ff = 100000000000"], "does not fit into memory"),
+        (["--batch_size=8", "--gin_param=d_modle = 10"], "'d_model'"),
+    ],
+)
+def test_the_model_api_refuses_wrong_numbers_alike_on_both(server, tmp_path, backend, flags, part):
+    model_dir = tmp_path / "model"
+    code, text = server.run([f"--model_dir={model_dir}", *API, f"--backend={backend}", *flags])
+    assert code == 2, text
+    assert part in text and "Traceback" not in text
+    assert not model_dir.exists()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_model_api_says_what_becomes_of_the_tpu_flags(server, tmp_path, backend):
+    line = [f"--model_dir={tmp_path / 'm'}", *API, f"--backend={backend}", "--batch_size=8"]
+    code, text = server.run([*line, "--tpu=my-tpu", "--tpu_topology=v3-8"])
+    assert code == 0, text
+    assert "--tpu=my-tpu: no effect without a TPU" in text
+    assert "8 sequences of 32 + 8 tokens" in text and "it fits" in text
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_model_that_mesh_tensorflow_alone_has_is_refused_on_jax_only(server, tmp_path, backend):
     flag = "--gin_param=DenseReluDense.use_bias = True"
@@ -116,4 +158,4 @@ def test_ctrl_c_while_training_says_how_to_go_on(env, tmp_path, backend, presses
     text = (tmp_path / "stderr").read_text()
     assert code == 130, text
     assert "Traceback" not in text
-    assert "go on" in text or "goes on" in text
+    assert "continues from" in text

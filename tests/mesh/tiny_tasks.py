@@ -62,7 +62,7 @@ def _broken_rows(split: str, shuffle_files: bool = False, seed: int | None = Non
 
     def rows():
         yield {"inputs": "the house is red . which colour ?", "targets": "red"}
-        raise UserError("Row 3 is broken.", where="rows.jsonl:3", fix="Mend it.")
+        raise UserError("Row 3 is broken.", where="rows.jsonl:3", fix="Fix it.")
 
     text = tf.TensorSpec((), tf.string)
     return tf.data.Dataset.from_generator(rows, output_signature={"inputs": text, "targets": text})

@@ -70,7 +70,7 @@ def sides(shifted, tmp_path_factory):
 def test_a_decoder_that_reads_its_target_is_found_by_the_command(shifted):
     out, code, stdout, stderr = shifted
     assert code == 1, stderr
-    assert "depart first at the activation decoder/embedded" in stdout
+    assert "first differ at the activation decoder/embedded" in stdout
     found = json.loads((out / "parity.json").read_text())
     assert found["first_departure"] == {"kind": "activation", "name": "decoder/embedded"}
     assert found["injected"] == "no-shift" and not found["passed"]

@@ -100,7 +100,9 @@ def test_damage_is_found_before_the_cache_is_read(cache, kind):
     harm, message = DAMAGE[kind]
     harm(cache)
     assert damage(cache, SPLIT)
-    with pytest.raises(UserError, match=f"not (whole|cached).*({message})|not cached") as caught:
+    with pytest.raises(
+        UserError, match=f"(incomplete|not cached).*({message})|not cached"
+    ) as caught:
         check_cached(NAME, SPLIT)
     assert caught.value.fix
 
@@ -111,7 +113,7 @@ def test_a_later_run_of_cache_names_a_damaged_task_rather_than_calling_it_cached
 ):
     shutil.copytree(whole, tmp_path / NAME)
     DAMAGE[kind][0](tmp_path / NAME)
-    with pytest.raises(UserError, match="not whole"):
+    with pytest.raises(UserError, match="incomplete"):
         make(tmp_path, NAME, min_shards=4)
     shutil.rmtree(tmp_path / NAME)
     assert make(tmp_path, NAME, min_shards=4).cached == [NAME]

@@ -111,7 +111,7 @@ def cache(tmp_path_factory):
     (folder / TASK / "validation.tfrecord-00000-of-00064").write_bytes(b"half a record")
     done = run_script(folder)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "1 tasks are cached" in done.stdout
+    assert "1 task cached in" in done.stdout
     return folder
 
 

@@ -269,4 +269,4 @@ def test_rows_of_the_hub_are_brought_to_the_schema_of_t0s_time_and_stay_when_it_
     assert "aps/super_glue" in cb["error"] and "cb/train.jsonl" in cb["error"]
     (again, cb), _ = ask_hub(up=False)
     assert again["rows"] == trec["rows"] and again["origin"] == trec["origin"]
-    assert "cannot be had from the hub" in cb["error"]
+    assert "cannot be read from the hub" in cb["error"]

@@ -113,7 +113,7 @@ def test_a_description_registers_tasks_with_their_splits(files):
 
 
 def test_faults_are_named(files):
-    with pytest.raises(UserError, match="'spam' is no objective .nearest: 'span'"):
+    with pytest.raises(UserError, match="'spam' is not an objective .nearest: 'span'"):
         add_described(f"spam:texts_x={files}/a.txt")
     with pytest.raises(UserError, match="No file of the task 'texts_x' is there"):
         add_text_task("texts_x", {"train": str(files / "none*.txt")})

@@ -132,7 +132,7 @@ def test_ctrl_c_saves_and_a_second_one_stops_at_once_without_a_traceback(tmp_pat
         errors += child.communicate(timeout=60)[1]
     assert child.returncode == 130, errors
     assert "Traceback" not in errors
-    assert "the same command goes on from" in errors
+    assert "the same command continues from" in errors
     saved = checkpoints.latest_step(tmp_path)
     assert saved is not None and f"checkpoint_{saved}" in errors
     assert np.isfinite(

@@ -17,6 +17,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from t0repro.config.configuration import NotOnJax
 from t0repro.config.mtf import parser
 from t0repro.config.mtf.parser import GinInputs
 from t0repro.config.provenance import Bindings, record_bindings
@@ -103,9 +104,9 @@ def check_mode(flags: Any) -> None:
         )
 
 
-def refused_export(mode: str, where: str | None) -> UserError:
+def refused_export(mode: str, where: str | None) -> NotOnJax:
     """The error of a mode that writes a TensorFlow SavedModel."""
-    return UserError(
+    return NotOnJax(
         f"Mode {mode!r} writes a TensorFlow SavedModel, which the JAX stack does not.",
         where=where,
         fix="To serve or share the model, write it for Hugging Face: t0repro convert MODEL_DIR OUT"
@@ -140,9 +141,9 @@ def _read_operative_config(flags: Any) -> None:
     path = os.path.join(folder, "operative_config.gin")
     if not folder or not os.path.isfile(path):
         raise UserError(
-            f"There is no {path}, which mode {flags.mode!r} takes the model from.",
+            f"There is no {path}, from which mode {flags.mode!r} reads the model.",
             where=flag,
-            fix="Name the directory of a model that was trained.",
+            fix="Give the directory of a trained model.",
         )
     mesh_transformer = importlib.import_module("t5.models.mesh_transformer")
     gin.parse_config_file(path, skip_unknown=mesh_transformer.DEPRECATED_GIN_REFERENCES)
@@ -158,7 +159,7 @@ def _bind_model() -> None:
     given: Mapping[str, Any] = gin.config._CONFIG.get(("", _MODEL), {})
     for name in _NOT_SUPPORTED:
         if given.get(name) is not None:
-            raise UserError(f"The JAX stack does not support MtfModel.{name}.", fix="Unbind it.")
+            raise NotOnJax(f"The JAX stack does not support MtfModel.{name}.", fix="Unbind it.")
     if given.get("extra_gin_bindings"):
         gin.parse_config(given["extra_gin_bindings"])
     for name in _OF_RUN:

@@ -41,8 +41,12 @@ class GinInputs:
     import_allowlist: Sequence[str] | None = None
 
 
-def parse(inputs: GinInputs) -> Bindings:
+def parse(inputs: GinInputs, *, warn: bool = True) -> Bindings:
     """Fills gin's global configuration from the inputs, in mesh_transformer_main's order.
+
+    Args:
+      inputs: files, overrides and search paths.
+      warn: whether to print a warning for each macro in a file that nothing reads.
 
     Raises:
       UserError: for whatever gin's parser finds wrong, a module that cannot be imported, or a
@@ -52,10 +56,10 @@ def parse(inputs: GinInputs) -> Bindings:
 
     compat.install()
     with configuration_errors():
-        return _parse(inputs)
+        return _parse(inputs, warn)
 
 
-def _parse(inputs: GinInputs) -> Bindings:
+def _parse(inputs: GinInputs, warn: bool) -> Bindings:
     import gin.config
 
     import gin
@@ -94,7 +98,8 @@ def _parse(inputs: GinInputs) -> Bindings:
     gin.bind_parameter("run.vocabulary", None)
     # t5 asks for the mixture by its macro's name, to find the vocabulary.
     for warning in check_references(bindings, read_by_t5=("MIXTURE_NAME",)):
-        print(f"warning: {warning}", file=sys.stderr)
+        if warn:
+            print(f"warning: {warning}", file=sys.stderr)
     gin.bind_parameter("run.vocabulary", mesh_transformer.get_vocabulary())
     gin.finalize()
     seqio.add_global_cache_dirs(list(inputs.cache_dirs))

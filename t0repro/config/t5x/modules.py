@@ -184,7 +184,7 @@ def _module(name: str) -> _Served | _Optax:
     if not contents and not inside:
         parent = name.rpartition(".")[0]
         raise UserError(
-            f"t0repro knows no module {name}.",
+            f"t0repro does not know the module {name}.",
             fix=f"Known: {nearest_names(name, _MODULES, count=3)}"
             + (f" (of {parent})." if parent else "."),
         )

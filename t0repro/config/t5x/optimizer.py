@@ -57,7 +57,7 @@ def optimizer_config(
     raise places.refused(
         "models.EncoderDecoderModel.optimizer_def",
         record,
-        "this is no optimizer that is known here.",
+        "this optimizer is not known here.",
         "Bind @adafactor.Adafactor() or @optimizers.chain().",
     )
 

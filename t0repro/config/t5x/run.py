@@ -170,14 +170,14 @@ def _check(config: RunConfig, places: Places) -> None:
         raise places.refused(
             "utils.RestoreCheckpointConfig.mode",
             "all",
-            "a training starts from one checkpoint.",
+            "training starts from a single checkpoint.",
             "Bind 'specific' or 'latest'.",
         )
     if plan.restore and not isinstance(plan.restore.path, str):
         raise places.refused(
             "utils.RestoreCheckpointConfig.path",
             list(plan.restore.path),
-            "a training starts from one checkpoint.",
+            "training starts from a single checkpoint.",
             "Give its path, or [] for new parameters.",
         )
     if config.batch_size % config.num_microbatches:
@@ -203,9 +203,9 @@ def _check_periods(plan: TrainingPlan, places: Places) -> None:
         if period % shortest:
             other = min(named, key=lambda key: named[key])
             raise UserError(
-                f"{name} = {period} is no multiple of {other} = {shortest}.",
+                f"{name} = {period} is not a multiple of {other} = {shortest}.",
                 where=places.place(name),
-                fix="Choose periods of which the shortest divides the others.",
+                fix="Choose periods that are multiples of the shortest one.",
             )
 
 
