@@ -1,8 +1,9 @@
 r"""The command t5_mesh_transformer: t5 0.9.4's, on Mesh TensorFlow or on JAX.
 
-It takes every flag of t5's command (t5 itself defines them) and six more: --backend, --vocab,
---at_hand, --allow_changed, --gin_import_allowlist and --debug. Inputs are checked before anything
-is built or written; a mistake ends with a message on stderr and exit code 2.
+It takes every flag of t5's command (t5 itself defines them) and more: --backend, --vocab,
+--at_hand, --allow_changed, --gin_import_allowlist, --debug, and those of auxiliary jobs
+(docs/auxiliary_jobs.md). Inputs are checked before anything is built or written; a mistake ends
+with a message on stderr and exit code 2.
 
 Example:
   t5_mesh_transformer --model_dir=DIR --module_import=t0repro.tasks.demo \
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from absl import app, flags, logging
 
+from t0repro.cli import aux_flags
 from t0repro.cli.gate import USER_ERROR, gate
 from t0repro.cli.gin_options import allowlist_of
 from t0repro.cli.logs import SeqioOnce
@@ -90,8 +92,9 @@ def define_flags() -> None:
             "Train on in a model_dir although the optimizer, the model's settings or a checkpoint's"
             " name changed.",
         )
+        aux_flags.define()
     by_module = flags.FLAGS.flags_by_module_dict()
-    for module in (mesh_transformer_main, utils, sys.modules[__name__]):
+    for module in (mesh_transformer_main, utils, aux_flags, sys.modules[__name__]):
         for flag in by_module.get(module.__name__, []):
             # --help lists only the key flags of the main module, which is the console script.
             flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)
@@ -157,7 +160,8 @@ def _run_jax(options: Any) -> None:
     configuration = _load(options, float32_activations=float32)
     _check_inputs(configuration.inputs, jax=True, at_hand=options.at_hand)
     say_what_runs_here(options, configuration, on_jax=True)
-    run(dataclasses.replace(configuration, allow_changed=options.allow_changed))
+    with aux_flags.jobs_beside(options):
+        run(dataclasses.replace(configuration, allow_changed=options.allow_changed))
 
 
 def _run_mesh_tensorflow(options: Any) -> None:
@@ -188,7 +192,8 @@ def _run_mesh_tensorflow(options: Any) -> None:
         # the gin files say.
         parser.parse(gin_inputs(options), warn=False)
         configuration = None
-    run(options, configuration)
+    with aux_flags.jobs_beside(options):
+        run(options, configuration)
 
 
 def _load(options: Any, *, float32_activations: bool) -> Configuration:

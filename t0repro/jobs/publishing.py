@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import statistics
 import urllib.parse
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,12 +56,16 @@ def main_metric(output: Path, wanted: str | None = None) -> tuple[str, float] | 
 
     Args:
       output: what the job wrote.
-      wanted: a tag; by default the first accuracy, or else the first tag in alphabetical order.
+      wanted: a tag; by default the mean of the accuracies of all tasks, or else the first tag in
+        alphabetical order.
     """
     found = _scalars(output)
     if wanted is not None:
         return (wanted, found[wanted]) if wanted in found else None
-    tags = sorted(found, key=lambda tag: ("accuracy" not in tag, tag))
+    accuracies = [value for tag, value in found.items() if tag.endswith("accuracy")]
+    if len(accuracies) > 1:
+        return f"mean accuracy of {len(accuracies)} tasks", statistics.fmean(accuracies)
+    tags = sorted(found, key=lambda tag: (not tag.endswith("accuracy"), tag))
     return (tags[0], found[tags[0]]) if tags else None
 
 
