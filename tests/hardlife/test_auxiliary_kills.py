@@ -41,7 +41,8 @@ from pathlib import Path
 from tests.jobs.trainings import controller
 folder = Path(sys.argv[1])
 done = (folder.parent / "training has ended").exists
-controller(folder, sys.argv[2], *sys.argv[3:], max_parallel=2, max_failures=100).run(lambda: not done())
+jobs = controller(folder, sys.argv[2], *sys.argv[3:], max_parallel=2, max_failures=100)
+jobs.run(lambda: not done())
 """
 
 

@@ -1,0 +1,91 @@
+"""A training takes its auxiliary jobs along; they end after its last checkpoint."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from t0repro.errors import UserError
+from t0repro.jobs.beside import AuxiliaryOptions, auxiliary_jobs_beside
+from t0repro.jobs.status import read_status
+
+from .trainings import curve, save_checkpoints
+
+T5 = str(Path(sys.executable).with_name("t5_mesh_transformer"))
+
+
+def options(command: list[str] | str, **changes) -> AuxiliaryOptions:
+    target = command if isinstance(command, str) else " ".join(command)
+    return AuxiliaryOptions(
+        **{"mixtures": "m", "build_target": target, "poll_seconds": 0.1} | changes
+    )
+
+
+def test_when_the_block_ends_every_checkpoint_is_done(tmp_path, evaluator):
+    model_dir = tmp_path / "model"
+    with auxiliary_jobs_beside(model_dir, options(evaluator)):
+        save_checkpoints(model_dir, 3, 6)
+    assert curve(model_dir / "inference_eval" / "m") == [(3, 0.75), (6, 0.8571)]
+
+
+def test_a_job_that_could_not_work_stops_the_training_before_it_starts(tmp_path):
+    with (
+        pytest.raises(UserError, match="no mixtures"),
+        auxiliary_jobs_beside(tmp_path / "model", options("true", mixtures="")),
+    ):
+        pytest.fail("the training started")
+
+
+def test_a_job_given_up_is_said_at_the_end(tmp_path):
+    model_dir = tmp_path / "model"
+    with (
+        pytest.raises(UserError, match="not every auxiliary job"),
+        auxiliary_jobs_beside(model_dir, options("false", max_failures=1)),
+    ):
+        save_checkpoints(model_dir, 3)
+    (progress,) = read_status(model_dir).values()
+    assert progress.state == "given up" and progress.reason == "exit code 1"
+
+
+def test_a_training_that_fails_ends_its_jobs_and_keeps_its_own_error(tmp_path):
+    model_dir = tmp_path / "model"
+    with (
+        pytest.raises(ZeroDivisionError),
+        auxiliary_jobs_beside(model_dir, options("sleep 600")),
+    ):
+        save_checkpoints(model_dir, 3)
+        while not list(model_dir.glob("auxiliary/m/step_3/*.log")):
+            pass
+        raise ZeroDivisionError
+    name = next(model_dir.glob("auxiliary/m/step_3/*.json")).name
+    running = subprocess.run(["pgrep", "-f", name], capture_output=True, text=True, check=False)
+    assert running.stdout == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["jax", "mtf"])
+def test_t0s_command_evaluates_its_checkpoints_as_it_trains(tmp_path, backend, evaluator):
+    model_dir = tmp_path / "model"
+    lengths, target = "{'inputs': 32, 'targets': 8}", " ".join(evaluator)
+    done = subprocess.run(
+        [
+            *(T5, f"--backend={backend}", f"--model_dir={model_dir}"),
+            *("--module_import=t0repro.tasks.demo", "--gin_file=dataset.gin"),
+            *("--gin_file=demo/t5.1.1.demo.gin", "--gin_param=MIXTURE_NAME = 'demo_train'"),
+            *("--gin_param=utils.run.mesh_shape = []", "--gin_param=run.train_steps = 4"),
+            *("--gin_param=run.save_checkpoints_steps = 2", "--gin_param=run.batch_size = 2"),
+            *("--gin_param=run.keep_checkpoint_max = 1", "--poll_seconds=0.2"),
+            f"--gin_param=run.sequence_length = {lengths}",
+            *("--auxiliary_job_mixtures=m", f"--auxiliary_job_build_target_path={target}"),
+        ],
+        env=os.environ | {"T0REPRO_DATA_DIR": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=Path(__file__).resolve().parents[2],
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    steps = [step for step, _ in curve(model_dir / "inference_eval" / "m")]
+    assert steps[-1] == 4 and steps == sorted(set(steps))
