@@ -9,12 +9,11 @@ import functools
 import glob
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from t0repro.errors import UserError
 
 if TYPE_CHECKING:
-    import seqio
     import tensorflow as tf
 
 SPLIT = "infer"
@@ -27,7 +26,7 @@ def add_example_files(
     *,
     inputs_key: str,
     targets_key: str | None,
-    features: Mapping[str, seqio.Feature],
+    features: Mapping[str, Any],
 ) -> None:
     """Registers a task whose split "infer" holds the files' examples; does so once for a name.
 
@@ -37,7 +36,7 @@ def add_example_files(
       paths: Files, or patterns of files.
       inputs_key: The feature or field with the text of the inputs.
       targets_key: That of the targets; None makes them empty.
-      features: `inputs` and `targets`.
+      features: seqio.Features `inputs` and `targets`.
 
     Raises:
       UserError: If no file is there.
@@ -53,7 +52,7 @@ def add_example_files(
     keys = [key for key in (inputs_key, targets_key) if key]
     if kind == "tfrecord":
         texts = {key: tf.io.FixedLenFeature([], tf.string) for key in keys}
-        source: seqio.DataSource = seqio.TFExampleDataSource({SPLIT: found}, texts)
+        source: Any = seqio.TFExampleDataSource({SPLIT: found}, texts)
     else:
         source = seqio.FunctionDataSource(
             functools.partial(_rows_of_files, found, keys), splits=(SPLIT,)

@@ -145,7 +145,7 @@ def _matching(name: str, patterns: str | Sequence[str]) -> list[str]:
     return found
 
 
-def _source(files: Mapping[str, list[str]], field: str) -> seqio.DataSource:
+def _source(files: Mapping[str, list[str]], field: str) -> Any:
     """The texts as a SeqIO source: scalar strings `text`; empty ones are left out."""
     import seqio
 

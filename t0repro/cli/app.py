@@ -22,6 +22,7 @@ from t0repro.cli import (
     parity,
     rank_eval,
     report,
+    t5x_run,
     tasks,
 )
 from t0repro.cli.gate import gate
@@ -45,6 +46,8 @@ app.command()(convert.convert)
 app.command()(parity.parity)
 app.command("rank-eval")(rank_eval.rank_eval)
 app.command()(compare.compare)
+app.command("eval")(t5x_run.evaluate)
+app.command()(t5x_run.infer)
 checkpoints = typer.Typer(
     name="checkpoint",
     help="Inspect, compare and verify checkpoints; download released ones.",
@@ -67,6 +70,8 @@ _GOES_ON = {
     "cache": "Start the same command again: tasks that are cached already are kept.",
     "convert": "Start the same command again: tensors that are written already are kept.",
     "rank-eval": "Start the same command again: pairs that are scored already are kept.",
+    "eval": "Start the same command again: checkpoints that are evaluated already are skipped.",
+    "infer": "Start the same command again: chunks that are written already are kept.",
     "checkpoint": "Start the same command again: files that are downloaded already are kept.",
     "aux": "Start the same command again: what is done already is kept.",
     "tasks": "Start the same command again: files that are downloaded already are kept.",

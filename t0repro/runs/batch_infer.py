@@ -173,7 +173,8 @@ class _TaskJob:
         )
         converted = seqio.EncDecFeatureConverter(pack=False)(dataset, lengths)
         # A seed makes the same examples twice, and in every process, so skipping is exact.
-        return tf.data.Dataset.zip((dataset, converted)).skip(skip).as_numpy_iterator()
+        pairs: Any = tf.data.Dataset.zip((dataset, converted)).skip(skip).as_numpy_iterator()
+        return pairs
 
     def _write_chunk(self, number: int, chunk: Sequence[Any], checkpoint: Checkpoint) -> None:
         plan = self._plan

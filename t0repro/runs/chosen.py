@@ -90,7 +90,7 @@ def opened(plan: InferencePlan, ref: CheckpointRef) -> Checkpoint:
 
     model = T5(plan.model, plan.dtypes)
     shapes = jax.eval_shape(lambda: initial_parameters(model, jax.random.key(0)))
-    tree: dict[str, Any] = sources.load_any(ref.path, slots=False)
+    tree = _tree(plan, ref, shapes)
     if plan.restore.dtype not in (None, "float32"):
         rounded = jnp.dtype(plan.restore.dtype)
         tree = {
@@ -104,3 +104,18 @@ def opened(plan: InferencePlan, ref: CheckpointRef) -> Checkpoint:
         params=parameters_from_flat_tree(tree, shapes, where=str(ref.path)),
         model=model,
     )
+
+
+def _tree(plan: InferencePlan, ref: CheckpointRef, shapes: Any) -> dict[str, Any]:
+    """A checkpoint's step and parameters under the model's names."""
+    if not plan.restore.assignment_map:
+        return sources.load_any(ref.path, slots=False)
+    import flax.traverse_util
+
+    from t0repro.parameters.assignment import assigned_names
+
+    reader = sources.open_checkpoint(ref)
+    wanted = [f"target/{name}" for name in flax.traverse_util.flatten_dict(shapes, sep="/")]
+    names = assigned_names(wanted, reader.tensors, plan.restore.assignment_map)
+    tree = {name: reader.read(source) for name, source in names.items() if source is not None}
+    return tree | {"state/step": reader.read("state/step")}

@@ -1,0 +1,203 @@
+"""What of a T5X run can be checked before it starts: `--dry_run`.
+
+Nothing is trained, evaluated or written, and no parameter is read. Each check gives a line; all
+that is wrong is reported at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from t0repro.config.inference_plan import InferencePlan, InferPlan
+from t0repro.config.run_config import ModelConfig, RunConfig
+from t0repro.config.training_plan import DatasetConfig, RestoreConfig
+from t0repro.converters.tensors import CheckpointRef
+from t0repro.errors import UserError
+from t0repro.words import counted
+
+Say = Callable[[str], None]
+_SHOWN = 5  # names of parameters that a line shows
+
+
+def check_inference(plan: InferencePlan, say: Say) -> None:
+    """Checks an evaluation or an inference.
+
+    Args:
+      plan: The run.
+      say: Receives a line about each thing that was checked.
+
+    Raises:
+      UserError: If anything is wrong, with all of it.
+    """
+    vocabularies = (plan.input_vocabulary, plan.output_vocabulary)
+    checks = [("examples", lambda: _data(plan.data, plan.model, vocabularies))]
+    if isinstance(plan, InferPlan) and plan.files is not None:
+        checks.insert(0, ("files", lambda: _files(plan)))
+    checks.append(("checkpoints", lambda: _checkpoints(plan.restore, plan.model)))
+    _run(checks, say)
+
+
+def check_training(config: RunConfig, vocabularies: tuple[Any, Any], say: Say) -> None:
+    """Checks a training; see `check_inference`.
+
+    Args:
+      config: The run, with a plan.
+      vocabularies: The records of the model's vocabularies of inputs and targets.
+      say: Receives a line about each thing that was checked.
+    """
+    plan = config.plan
+    assert plan is not None
+    datasets = {
+        "train": plan.train_data,
+        "train_eval": plan.train_eval_data,
+        "infer_eval": plan.infer_eval_data,
+    }
+    checks: list[tuple[str, Callable[[], Iterator[str]]]] = [
+        (name, _data_check(data, config.model, vocabularies))
+        for name, data in datasets.items()
+        if data is not None
+    ]
+    if plan.restore is not None:
+        restore = plan.restore
+        checks.append(("restore", lambda: _checkpoints(restore, config.model)))
+    rows = config.batch_size // config.num_microbatches
+    say(f"batch: {counted(config.batch_size, 'row')}, microbatches of {rows}")
+    _run(checks, say)
+
+
+def _data_check(
+    data: DatasetConfig, model: ModelConfig, vocabularies: tuple[Any, Any]
+) -> Callable[[], Iterator[str]]:
+    return lambda: _data(data, model, vocabularies)
+
+
+def _run(checks: Sequence[tuple[str, Callable[[], Iterator[str]]]], say: Say) -> None:
+    errors: list[UserError] = []
+    for name, check in checks:
+        try:
+            for line in check():
+                say(f"{name}: {line}")
+        except UserError as error:
+            errors.append(error)
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        raise UserError("\n".join(str(error) for error in errors))
+
+
+# ---- The checks ---------------------------------------------------------------------------------
+
+
+def _files(plan: InferPlan) -> Iterator[str]:
+    from t0repro.mesh import compat
+    from t0repro.runs.batch_infer import register_files
+
+    compat.install()
+    assert plan.files is not None
+    register_files(plan)
+    yield f"{plan.files.kind} files at {', '.join(plan.files.paths)}"
+
+
+def _data(data: DatasetConfig, model: ModelConfig, vocabularies: tuple[Any, Any]) -> Iterator[str]:
+    """The tasks, their splits, caches or rows, lengths and vocabularies."""
+    from t0repro.data import checks
+    from t0repro.data.vocabularies import check_vocabularies, seqio_vocabulary
+    from t0repro.mesh import compat
+
+    compat.install()
+    import seqio
+
+    name = data.mixture_or_task_name
+    checks.check_mixture(name)
+    provider = seqio.get_mixture_or_task(name)
+    tasks = seqio.get_subtasks(provider)
+    with_split = [task for task in tasks if data.split in task.splits]
+    if not with_split:
+        splits = sorted({split for task in tasks for split in task.splits})
+        raise UserError(
+            f"No task of {name!r} has a split {data.split!r}.",
+            where="utils.DatasetConfig.split",
+            fix=f"Choose one of {', '.join(splits) or 'none'}, or another task.",
+        )
+    yield f"{counted(len(with_split), 'task')} of {name} with the split {data.split!r}"
+    if data.use_cached:
+        checks.check_cached(name, data.split)
+    else:
+        checks.check_rows(name, data.split)
+    yield "cached" if data.use_cached else "not cached: made from rows"
+    missing = set(provider.output_features) - set(data.sequence_length or provider.output_features)
+    if missing:
+        raise UserError(
+            f"The lengths lack {' and '.join(sorted(missing))}.",
+            where="utils.DatasetConfig.task_feature_lengths",
+            fix=f"Give a length for each of {', '.join(provider.output_features)}.",
+        )
+    check_vocabularies(name, *vocabularies)
+    for record in vocabularies:
+        size = seqio_vocabulary(record).vocab_size
+        if size > model.vocab_size:
+            raise UserError(
+                f"The vocabulary has {size:,} tokens, the model's embedding {model.vocab_size:,}.",
+                where="network.T5Config.vocab_size",
+                fix="Make it a multiple of 128 that is not smaller.",
+            )
+    yield f"the tasks' vocabularies are the model's ({model.vocab_size:,} rows)"
+
+
+def _checkpoints(restore: RestoreConfig, model: ModelConfig) -> Iterator[str]:
+    """Which checkpoints there are, and whether their parameters are the model's."""
+    from t0repro.runs.chosen import chosen
+
+    for ref in chosen(restore):
+        yield f"{ref.path} ({ref.format}): {_fit(ref, restore, model)}"
+
+
+def _fit(ref: CheckpointRef, restore: RestoreConfig, model: ModelConfig) -> str:
+    """How a checkpoint's parameters fill the model's.
+
+    Raises:
+      UserError: If one is missing or of another shape.
+    """
+    from t0repro.converters import sources
+    from t0repro.parameters.assignment import assigned_names
+
+    expected = {f"target/{name}": shape for name, shape in model.shape.parameters().items()}
+    tensors = sources.open_checkpoint(ref).tensors
+    stored = {name: info.shape for name, info in tensors.items() if name.startswith("target/")}
+    names = assigned_names(expected, stored, restore.assignment_map)
+    filled = {name: source for name, source in names.items() if source is not None}
+    missing = [name for name in expected if name not in names]
+    reshaped = [
+        f"{name} {tuple(stored[source])} instead of {expected[name]}"
+        for name, source in filled.items()
+        if tuple(stored[source]) != tuple(expected[name])
+    ]
+    unused = [name for name in stored if name not in set(filled.values())]
+    if reshaped or (missing and not restore.fallback_to_scratch):
+        raise UserError(
+            "The checkpoint does not fit the model: "
+            + "; ".join(
+                _listed(what, each)
+                for what, each in (
+                    ("missing", missing), ("not used", unused), ("of another shape", reshaped),
+                )
+                if each
+            )
+            + ".",
+            where=str(ref.path),
+            fix="Choose the gin file of the model that it was trained with, or map its names with"
+            " utils.RestoreCheckpointConfig.assignment_map.",
+        )  # fmt: skip
+    anew = [name for name in expected if name not in filled]
+    return (
+        f"{counted(len(filled), 'parameter')} of {len(expected)} match;"
+        f" {_listed('drawn anew', anew)}; {_listed('not used', unused)}"
+    )
+
+
+def _listed(what: str, names: Sequence[str]) -> str:
+    if not names:
+        return f"{what}: none"
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{what}: {', '.join(names[:_SHOWN])}{more}"

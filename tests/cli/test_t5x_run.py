@@ -1,0 +1,92 @@
+"""`t0repro eval` and `t0repro infer` as a user calls them."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from t0repro.config.t5x.inference import eval_plan
+
+from ..runs.tiny_gin import MODEL, SIZES, parsed, save_checkpoint
+
+TASK = "demo_synthetic_glue_mrpc_want_to_know_score_eval"
+
+
+def run(mode, *arguments):
+    command = [sys.executable, "-P", "-m", "t0repro.cli", mode, f"--gin_file={MODEL}"]
+    command += [f"--gin_file=t5x/configs/runs/{mode}.gin", "--gin.DROPOUT_RATE=0.0"]
+    command += [f"--gin_bindings={binding}" for binding in SIZES]
+    command += ["--module_import=t0repro.tasks.demo"]
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A checkpoint of the tiny model."""
+    bindings = ("MIXTURE_OR_TASK_NAME = 'a'", "CHECKPOINT_PATH = 'b'", "EVAL_OUTPUT_DIR = 'c'")
+    return save_checkpoint(
+        tmp_path_factory.mktemp("model"), eval_plan(parsed("eval", "eval", *bindings)), 3
+    )
+
+
+def macros(checkpoint, output, task=TASK):
+    return [
+        f"--gin.MIXTURE_OR_TASK_NAME='{task}'",
+        f"--gin.CHECKPOINT_PATH='{checkpoint}'",
+        f"--gin.EVAL_OUTPUT_DIR='{output}'",
+        "--gin.MIXTURE_OR_TASK_SPLIT='validation'",
+    ]
+
+
+def test_a_dry_run_checks_and_writes_nothing_and_a_run_evaluates(checkpoint, tmp_path):
+    output = tmp_path / "out"
+    code, shown, _ = run("eval", *macros(checkpoint, output), "--dry_run")
+    lines = shown.splitlines()
+    assert code == 0 and not output.exists()
+    assert f"examples: 1 task of {TASK} with the split 'validation'" in lines
+    assert "examples: not cached: made from rows" in lines
+    assert "checkpoints: " in lines[-1] and "match; drawn anew: none; not used: none" in lines[-1]
+    code, shown, said = run(
+        "eval", *macros(checkpoint, output), "--gin.seqio.Evaluator.num_examples=4"
+    )
+    assert code == 0, said
+    metrics = (output / "inference_eval" / f"{TASK}-metrics.jsonl").read_text()
+    assert json.loads(metrics)["step"] == 3 and "accuracy" in shown
+
+
+def test_a_dry_run_reports_all_that_is_wrong_at_once(checkpoint, tmp_path):
+    code, _, said = run(
+        "eval",
+        *macros(checkpoint, tmp_path / "out"),
+        "--gin.network.T5Config.emb_dim=16",
+        "--gin.MIXTURE_OR_TASK_SPLIT='test'",
+        "--dry_run",
+    )
+    assert code == 2 and not (tmp_path / "out").exists()
+    assert "No task of" in said and "Choose one of validation" in said
+    assert "The checkpoint does not fit the model: of another shape" in said
+
+
+def test_infer_takes_the_shard_from_the_command_line(checkpoint, tmp_path):
+    code, _, said = run(
+        "infer",
+        *[each for each in macros(checkpoint, "") if "EVAL_OUTPUT" not in each],
+        f"--gin.INFER_OUTPUT_DIR='{tmp_path}'",
+        "--gin.TASK_FEATURE_LENGTHS={'inputs': 96, 'targets': 6}",
+        "--gin.infer.mode='score'",
+        "--gin.infer.num_shards=8",
+        "--shard_id=3",
+    )
+    assert code == 0, said
+    assert (tmp_path / f"{TASK}-score.jsonl-00003-of-00008.COMPLETED").exists()
+
+
+@pytest.mark.parametrize("mode", ["eval", "infer"])
+def test_a_misspelt_macro_is_named_before_anything_heavy_is_imported(mode, monkeypatch):
+    monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")
+    code, _, said = run(mode, "--gin.MIXTURE_OR_TASK_NAM='a'", "--dry_run")
+    assert code == 2 and "'MIXTURE_OR_TASK_NAM' may be meant" in said
+    imported = {line.rpartition("|")[2].strip() for line in said.splitlines()}
+    assert "typer" in imported and not imported & {"tensorflow", "jax", "seqio"}
