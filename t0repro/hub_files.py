@@ -154,6 +154,12 @@ class RemoteFiles:
             try:
                 answer = self._session.get(url, timeout=TIMEOUT_SECONDS, **options)
                 self._reached = True
+            except (requests.exceptions.InvalidSchema, requests.TooManyRedirects) as error:
+                raise UserError(
+                    f"The server redirects to where nothing is fetched from: {error}.",
+                    where=url,
+                    fix="Give another --base-url; only http and https addresses are followed.",
+                ) from error
             except requests.RequestException as error:
                 # Nothing has ever come from this server: most likely there is no network, and
                 # retrying would only delay the message.

@@ -293,19 +293,14 @@ def _templates_folder() -> Path:
 
 @functools.cache
 def _loader() -> type:
-    """PyYAML's FullLoader, with which promptsource registers its classes, but parsing in C."""
+    """PyYAML's safe loader with promptsource's two classes and no other, parsing in C if it can."""
     _promptsource()
-    if not yaml.__with_libyaml__:
-        return yaml.FullLoader
 
-    class Loader(yaml.cyaml.CParser, yaml.constructor.FullConstructor, yaml.resolver.Resolver):
-        yaml_constructors = yaml.FullLoader.yaml_constructors
+    class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+        pass
 
-        def __init__(self, text: str):
-            yaml.cyaml.CParser.__init__(self, text)
-            yaml.constructor.FullConstructor.__init__(self)
-            yaml.resolver.Resolver.__init__(self)
-
+    for tag in ("!Template", "!TemplateMetadata"):
+        Loader.add_constructor(tag, yaml.FullLoader.yaml_constructors[tag])
     return Loader
 
 

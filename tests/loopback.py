@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TypeVar
@@ -16,7 +16,8 @@ class FileServer(ThreadingHTTPServer):
 
     Faults are taken from the front, one for each request for bytes: an int is answered as that
     status; ("cut", n) sends n bytes and hangs up; "wrong" sends other bytes; "whole" ignores
-    Range; None is no fault.
+    Range; "endless" never stops sending; "huge" says that the file is larger than any disk;
+    ("moved", address) redirects to there; None is no fault.
     """
 
     daemon_threads = True
@@ -26,6 +27,7 @@ class FileServer(ThreadingHTTPServer):
         self.root = root
         self.faults: list = []
         self.asked: list[tuple[str, str]] = []  # (name, Range) of requests for bytes
+        self.sent_too_much = 0  # bytes that were taken of endless answers
 
     @property
     def url(self) -> str:
@@ -55,7 +57,25 @@ class FileHandler(BaseHTTPRequestHandler):
             start = int(re.fullmatch(r"bytes=(\d+)-", asked)[1])
             headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
             data, status = data[start:], 206
-        self.send(status, data, headers, fault[1] if isinstance(fault, tuple) else None)
+        if fault in ("endless", "huge"):
+            return self._send_endlessly(data, 10**18 if fault == "huge" else None)
+        kind, value = fault if isinstance(fault, tuple) else (None, None)
+        if kind == "moved":
+            return self.send(302, b"", {"Location": value})
+        self.send(status, data, headers, cut=value)
+
+    def _send_endlessly(self, data: bytes, stated: int | None):
+        """Sends the data and then zeros, until the other side has had enough."""
+        self.send_response(200)
+        if stated is not None:
+            self.send_header("Content-Length", str(stated))
+        self.end_headers()
+        self.close_connection = True
+        with suppress(OSError):
+            self.wfile.write(data)
+            while True:
+                self.wfile.write(bytes(1 << 16))
+                self.server.sent_too_much += 1 << 16
 
     def send(self, status: int, data: bytes, headers: dict | None = None, cut: int | None = None):
         self.send_response(status)

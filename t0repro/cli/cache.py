@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from t0repro.cli.echo import echo
 from t0repro.cli.options import ModulesOrT0, Templates, modules_or_t0
 from t0repro.words import counted
 
@@ -87,14 +88,14 @@ def _print(summary: Summary, folder: str) -> None:
     missing = sorted({reason for _, _, reason in summary.left_out})
     if missing:
         tasks = {task for task, _, _ in summary.left_out}
-        typer.echo(f"Left out splits of {counted(len(tasks), 'task')}; their rows are not here:")
+        echo(f"Left out splits of {counted(len(tasks), 'task')}; their rows are not here:")
         for reason in missing:
-            typer.echo(f"  {reason}")
+            echo(f"  {reason}")
     rate = summary.examples / max(summary.seconds, 1e-9)
-    typer.echo(
+    echo(
         f"Cached {len(summary.cached)} of {counted(summary.selected, 'task')} in {folder}:"
         f" {counted(summary.examples, 'example')} in {summary.seconds:.1f} s"
         f" ({rate:,.0f}/s, start included)."
     )
     for reason, count in sorted(summary.dropped.items()):
-        typer.echo(f"{counted(count, 'rendering')} gave no example: {reason}.")
+        echo(f"{counted(count, 'rendering')} gave no example: {reason}.")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from t0repro.cli.echo import echo
 from t0repro.cli.options import AsJson
 from t0repro.words import counted, sized
 
@@ -41,7 +42,7 @@ def inspect(path: _Path, step: _Step = None, as_json: AsJson = False) -> None:
     if as_json:
         import json
 
-        typer.echo(json.dumps(inspection.to_json(), indent=1))
+        echo(json.dumps(inspection.to_json(), indent=1))
     else:
         _print_inspection(inspection)
 
@@ -77,17 +78,15 @@ def verify(path: _Path, step: _Step = None) -> None:
 
     verification = verify_checkpoint(path, step)
     ref, family = verification.checkpoint, verification.family
-    typer.echo(
-        f"{ref.path} ({ref.format}): {family.name}, {counted(verification.tensors, 'tensor')}"
-    )
-    typer.echo(f"Checked: {'; '.join(verification.checks)}.")
+    echo(f"{ref.path} ({ref.format}): {family.name}, {counted(verification.tensors, 'tensor')}")
+    echo(f"Checked: {'; '.join(verification.checks)}.")
     for gap in verification.unchecked:
-        typer.echo(f"Not checked: {gap}")
+        echo(f"Not checked: {gap}")
     for problem in verification.problems:
-        typer.echo(f"Problem: {problem}")
+        echo(f"Problem: {problem}")
     if verification.problems:
         raise typer.Exit(1)
-    typer.echo("No problem in what was checked." if verification.unchecked else "No problem.")
+    echo("No problem in what was checked." if verification.unchecked else "No problem.")
 
 
 def released(
@@ -135,8 +134,8 @@ def fetch(
     found = released_checkpoints.find(name)
     done = released_checkpoints.fetch(found, to, base_url=base_url, revision=revision, step=step)
     what = "was downloaded already" if done.present else "downloaded"
-    typer.echo(f"{name} {what}: {done.path} ({counted(done.files, 'file')}, {sized(done.bytes)}).")
-    typer.echo(f"Licence: {found.license or f'not stated in the catalogue; see {found.source}'}.")
+    echo(f"{name} {what}: {done.path} ({counted(done.files, 'file')}, {sized(done.bytes)}).")
+    echo(f"Licence: {found.license or f'not stated in the catalogue; see {found.source}'}.")
 
 
 def plan(
@@ -153,8 +152,8 @@ def plan(
 
     found = find(name)
     needs, machine = needs_.needs_of(found), needs_.this_machine(to)
-    typer.echo(f"{found.name} ({found.family}, {found.format}): {describe(found.shape)}")
-    typer.echo(f"{needs.parameters:,} parameters")
+    echo(f"{found.name} ({found.family}, {found.format}): {describe(found.shape)}")
+    echo(f"{needs.parameters:,} parameters")
     rows = [("", "needs", "here", "")]
     for what, needed, has in (
         ("disk, the checkpoint in float32", needs.disk, machine.disk),
@@ -169,10 +168,10 @@ def plan(
         one = f"{accelerator}, {sized(memory)}"
         for what, needed in (("evaluation", needs.evaluation), ("training", needs.training)):
             devices = -(-needed // memory)
-            typer.echo(f"{one}: {what} takes at least {devices} of them.")
+            echo(f"{one}: {what} takes at least {devices} of them.")
     if not machine.accelerators:
-        typer.echo("This machine has no NVIDIA accelerator.")
-    typer.echo("Activations need memory as well, depending on batch size and lengths.")
+        echo("This machine has no NVIDIA accelerator.")
+    echo("Activations need memory as well, depending on batch size and lengths.")
 
 
 def _print_inspection(inspection: Inspection) -> None:
@@ -185,9 +184,9 @@ def _print_inspection(inspection: Inspection) -> None:
     _print_table(rows)
     ref, family = inspection.checkpoint, inspection.family
     slots = "with optimizer slots" if inspection.slots else "without optimizer slots"
-    typer.echo(f"\n{ref.path} ({ref.format}), step {inspection.step}")
-    typer.echo(f"{family.name}: {describe(family)}")
-    typer.echo(
+    echo(f"\n{ref.path} ({ref.format}), step {inspection.step}")
+    echo(f"{family.name}: {describe(family)}")
+    echo(
         f"{counted(inspection.parameters, 'parameter')},"
         f" {counted(len(inspection.tensors), 'tensor')},"
         f" {sized(inspection.bytes)}, {slots}"
@@ -197,7 +196,7 @@ def _print_inspection(inspection: Inspection) -> None:
 def _print_comparison(comparison: Comparison) -> None:
     differences = comparison.differences
     if not differences:
-        typer.echo(f"All {comparison.tensors} tensors are equal, bit for bit.")
+        echo(f"All {comparison.tensors} tensors are equal, bit for bit.")
         return
     rows = [("tensor", "difference", "max", "RMS", "")]
     for item in differences[:_ROWS_SHOWN]:
@@ -205,10 +204,10 @@ def _print_comparison(comparison: Comparison) -> None:
         rows.append((item.key, item.reason, largest, rms, item.detail))
     _print_table(rows)
     if len(differences) > _ROWS_SHOWN:
-        typer.echo(f"... and {len(differences) - _ROWS_SHOWN} more")
+        echo(f"... and {len(differences) - _ROWS_SHOWN} more")
     beyond = f"{len(comparison.failures)} by more than {comparison.tolerance:g}"
     equal = comparison.tensors - len(differences)
-    typer.echo(
+    echo(
         f"\n{len(differences)} of {comparison.tensors} tensors differ, {beyond};"
         f" {equal} are equal, bit for bit."
     )
@@ -219,4 +218,4 @@ def _print_table(rows: list[tuple[str, ...]]) -> None:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        typer.echo("  ".join(cells).rstrip())
+        echo("  ".join(cells).rstrip())

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from t0repro.cli.echo import echo
 from t0repro.cli.options import DType
 from t0repro.words import counted, sized
 
@@ -141,10 +142,10 @@ def convert(
 
 def _print(report: ConversionReport) -> None:
     for note in report.notes:
-        typer.echo(f"Note: {note}")
+        echo(f"Note: {note}")
     verb = "Would write" if report.dry_run else "Wrote"
     resumed = f" ({report.resumed} of them before an interruption)" if report.resumed else ""
-    typer.echo(
+    echo(
         f"{verb} {report.target.path}: {report.family.name}, step {report.target.step},"
         f" {counted(report.tensors, 'tensor')}{resumed}, {sized(report.bytes)},"
         f" slots {report.slots}."

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from t0repro.cli.echo import echo
 from t0repro.cli.gin_options import (
     GinBindings,
     GinFiles,
@@ -72,7 +73,7 @@ def explain(
         import_allowlist=allowlist,
     )
     config = load(inputs).run
-    typer.echo(config.to_json() if as_json else render(config))
+    echo(config.to_json() if as_json else render(config))
 
 
 def _list_imports(
@@ -98,12 +99,12 @@ def _list_imports(
         folders = gin_imports.mesh_folders(folders)
     found = gin_imports.list_imports(files, overrides, folders, allowlist)
     if as_json:
-        typer.echo(json.dumps([dataclasses.asdict(line) for line in found], indent=2))
+        echo(json.dumps([dataclasses.asdict(line) for line in found], indent=2))
     elif found:
         words = {True: "allowed", False: "refused by --gin_import_allowlist"}
-        typer.echo(in_columns([(line.module, words[line.allowed], line.place) for line in found]))
+        echo(in_columns([(line.module, words[line.allowed], line.place) for line in found]))
     else:
-        typer.echo("These files import nothing.")
+        echo("These files import nothing.")
 
 
 def _explain_t5x(
@@ -127,10 +128,10 @@ def _explain_t5x(
     )
     if as_json:
         values = {item.name: {"value": item.value, "place": item.place} for item in parsed.values}
-        typer.echo(json.dumps({"values": values, "imports": parsed.imports}, indent=2))
+        echo(json.dumps({"values": values, "imports": parsed.imports}, indent=2))
         return
-    typer.echo(in_columns([(item.name, item.value, item.place) for item in parsed.values]))
+    echo(in_columns([(item.name, item.value, item.place) for item in parsed.values]))
     for module in parsed.imports:
-        typer.echo(f"imports {module}")
+        echo(f"imports {module}")
     for warning in parsed.warnings:
-        typer.echo(f"warning: {warning}", err=True)
+        echo(f"warning: {warning}", err=True)

@@ -14,6 +14,7 @@ import signal
 import sys
 from collections.abc import Iterator
 
+from t0repro.cli.echo import echo
 from t0repro.errors import UserError
 from t0repro.files import storage_error
 
@@ -56,12 +57,12 @@ def gate(command: str, *, show_unexpected: bool = False) -> Iterator[Settings]:
             _end_interrupted(command, settings.go_on)
         mistake = find_user_error(error)
         if mistake is not None:
-            print(f"{command}: {mistake}", file=sys.stderr)
+            echo(f"{command}: {mistake}", err=True)
             sys.exit(USER_ERROR)
         if show_unexpected:
             raise
         text = " ".join(str(error).split()) or "no message"
-        print(f"{command}: {type(error).__name__}: {text}", file=sys.stderr)
+        echo(f"{command}: {type(error).__name__}: {text}", err=True)
         print(f"  to do: '{command} --debug ...' shows where this happened.", file=sys.stderr)
         sys.exit(FAILURE)
 

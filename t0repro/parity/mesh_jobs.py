@@ -121,7 +121,7 @@ def read_result(folder: str | Path) -> MeshResult:
     """The results in a job's folder."""
     folder = Path(folder)
     start_step = int((folder / DONE).read_text())
-    with np.load(folder / ARRAYS) as arrays:
+    with np.load(folder / ARRAYS, allow_pickle=False) as arrays:
         return MeshResult(folder, start_step, dict(arrays))
 
 
@@ -138,7 +138,7 @@ def save_batches(path: str | Path, batches: Sequence[Batch]) -> str:
 def load_batches(path: str | Path) -> list[dict[str, np.ndarray]]:
     """What `save_batches` wrote."""
     batches: dict[int, dict[str, np.ndarray]] = {}
-    with np.load(path) as arrays:
+    with np.load(path, allow_pickle=False) as arrays:
         for key in arrays.files:
             index, _, feature = key.partition("/")
             batches.setdefault(int(index), {})[feature] = arrays[key]

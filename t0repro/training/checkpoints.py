@@ -10,10 +10,13 @@ Trees are flat here: "target/encoder/encoder_norm/scale" -> array (t0repro.train
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import flax.traverse_util
 import jax
@@ -111,7 +114,10 @@ def save_tree(
         with atomic_directory(path) as temporary:
             nested = flax.traverse_util.unflatten_dict(arrays, sep="/")
             try:
-                with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+                with (
+                    _quiet_after_failure(),
+                    ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer,
+                ):
                     checkpointer.save(temporary, nested, force=True)
             except BaseException:
                 # Orbax writes beside its target and, when it fails, leaves what it wrote: on a
@@ -129,6 +135,25 @@ def save_tree(
             where=str(path),
             fix="Remove it or choose another name.",
         ) from error
+
+
+@contextlib.contextmanager
+def _quiet_after_failure() -> Iterator[None]:
+    """Keeps TensorStore from printing a traceback for each write that was under way at a failure.
+
+    Orbax closes its event loop at the first write that fails; the others then find it closed, which
+    Python reports as an exception that nobody can catch.
+    """
+    hook = sys.unraisablehook
+
+    def report(unraisable: Any) -> None:
+        error = unraisable.exc_value
+        if not (isinstance(error, RuntimeError) and str(error) == "Event loop is closed"):
+            hook(unraisable)
+
+    sys.unraisablehook = report
+    yield
+    sys.unraisablehook = hook  # after a failure `report` stays: the writes end later
 
 
 def load_tree(path: PathLike) -> dict[str, np.ndarray]:

@@ -187,7 +187,9 @@ def write_piece(piece: Piece) -> PieceResult:
         dropped={},
         files={form: {} for form in piece.folders},
     )
-    ordinals = np.load(piece.ordinals, mmap_mode="r") if piece.ordinals else None
+    ordinals = (
+        np.load(piece.ordinals, mmap_mode="r", allow_pickle=False) if piece.ordinals else None
+    )
     with piece.spool.open() as reader:
         for shard in piece.shards:
             files = {

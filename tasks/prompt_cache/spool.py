@@ -54,10 +54,12 @@ class SpoolReader:
 
     def __init__(self, spool: Spool):
         # Mapped, not loaded: a worker with a few shards needs only some of them.
-        self._offsets = np.load(f"{spool.base}.offsets.npy", mmap_mode="r")
+        self._offsets = np.load(f"{spool.base}.offsets.npy", mmap_mode="r", allow_pickle=False)
         empty = np.zeros(0, np.uint64)  # which cannot be mapped
         numbers = f"{spool.base}.numbers.npy"
-        self._numbers = np.load(numbers, mmap_mode="r") if spool.count else empty
+        self._numbers = (
+            np.load(numbers, mmap_mode="r", allow_pickle=False) if spool.count else empty
+        )
         self._file = os.open(f"{spool.base}.rows", os.O_RDONLY)
 
     def __enter__(self) -> SpoolReader:

@@ -61,3 +61,8 @@ def test_a_dry_run_lists_imports_and_needs_no_macro(tmp_path):
     assert done.stdout.splitlines()[-1].split() == [
         "no_such_module", "refused", "by", "--gin_import_allowlist", f"{tmp_path}/mine.gin:1",
     ]  # fmt: skip
+
+
+def test_escape_sequences_in_a_value_are_shown_and_not_sent():
+    done = explain(*MACROS[1:], "--gin.MODEL_DIR='\x1b]0;title\x07 \x9b2J'")
+    assert done.returncode == 0 and not set("\x1b\x07\x9b") & set(done.stdout + done.stderr)

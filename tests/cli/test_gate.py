@@ -60,6 +60,15 @@ def test_an_error_that_a_library_makes_of_ctrl_c_is_still_ctrl_c():
     assert (ended.returncode, "Go on so." in ended.stderr) == (130, True)
 
 
+@pytest.mark.parametrize("kind", ["UserError", "ValueError"])
+def test_what_a_file_smuggles_into_an_error_does_not_reach_the_terminal(kind):
+    title = "from t0repro.errors import UserError\n"
+    done = run_program(f"{title}raise {kind}('a\\x1b]0;title\\x07 \\x9b2J \\u202egnp')")
+    assert done.returncode == (2 if kind == "UserError" else 1)
+    assert "a\\x1b]0;title\\x07 \\x9b2J \\u202egnp" in done.stderr
+    assert not set("\x1b\x07\x9b\u202e") & set(done.stderr)
+
+
 def test_ctrl_c_in_a_t0repro_command_says_how_to_go_on(monkeypatch, capsys):
     def interrupted():
         raise KeyboardInterrupt

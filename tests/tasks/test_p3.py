@@ -191,6 +191,23 @@ def test_wrong_bytes_are_fetched_again_and_never_kept(server, tree, tmp_path, la
     assert not (tmp_path / "twice" / p3.UNFINISHED / TASK / RECORD).exists()
 
 
+@pytest.mark.parametrize("fault", ["endless", "huge"])
+def test_what_comes_after_a_files_listed_bytes_is_not_read(server, tree, tmp_path, fault):
+    server.faults = [None] * 7 + [fault]
+    p3.fetch([TASK], tmp_path, repository(server))
+    assert_whole(tmp_path, tree)
+    assert server.sent_too_much < 64 << 20
+
+
+@pytest.mark.parametrize("address", ["file:///etc/passwd", "ftp://127.0.0.1:9/x", "nowhere://x"])
+def test_a_server_that_sends_one_on_to_what_is_no_web_address_is_refused(server, tmp_path, address):
+    server.faults = [None] * 7 + [("moved", address)] * 9
+    with pytest.raises(UserError, match="redirects to") as caught:
+        p3.fetch([TASK], tmp_path, repository(server))
+    assert address in caught.value.what and RECORD in str(caught.value.where)
+    assert not (tmp_path / TASK).exists()
+
+
 def test_a_wrong_beginning_on_disk_is_found_and_fetched_anew(server, tree, tmp_path):
     part = tmp_path / p3.UNFINISHED / TASK
     part.mkdir(parents=True)

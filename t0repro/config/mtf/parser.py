@@ -14,6 +14,7 @@ from t0repro.config.gin_errors import check_references, configuration_errors
 from t0repro.config.gin_imports import restrict_imports
 from t0repro.config.provenance import Bindings, record_bindings
 from t0repro.tasks.module_names import resolved
+from t0repro.words import printable
 
 UTILS = "mesh_tensorflow.transformer.utils"
 MESH_TRANSFORMER = "t5.models.mesh_transformer"
@@ -99,7 +100,7 @@ def _parse(inputs: GinInputs, warn: bool) -> Bindings:
     # t5 asks for the mixture by its macro's name, to find the vocabulary.
     for warning in check_references(bindings, read_by_t5=("MIXTURE_NAME",)):
         if warn:
-            print(f"warning: {warning}", file=sys.stderr)
+            print(printable(f"warning: {warning}"), file=sys.stderr)
     gin.bind_parameter("run.vocabulary", mesh_transformer.get_vocabulary())
     gin.finalize()
     seqio.add_global_cache_dirs(list(inputs.cache_dirs))
