@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from . import jobs
+from . import jobs, more_jobs
 from .jobs import Job, Result, timed
 
+# Every hardship is for these; the others are killed only.
 NAMES = ("cache", "convert to mtf", "convert to hf", "convert to jax", "train", "rank-eval")
+KILLED = (*NAMES, "score_eval", "infer", "perplexity_eval", "train on mtf", "Beam cache")
 
 
 @pytest.fixture(scope="session")
@@ -33,7 +35,15 @@ def whole(tmp_path_factory):
         if name == "train":
             run("cache")
             return jobs.train_job(folder / "cache")
-        return jobs.rank_eval_job(checkpoint)
+        if name == "train on mtf":
+            run("cache")
+            return more_jobs.mesh_train_job(jobs.train_job(folder / "cache"))
+        if name == "Beam cache":
+            return more_jobs.beam_cache_job()
+        if name == "rank-eval":
+            return jobs.rank_eval_job(checkpoint)
+        run("train")
+        return more_jobs.evaluation_job(name, folder / "train")
 
     def run(name: str) -> tuple[Job, Result, float]:
         if name not in done:

@@ -5,13 +5,13 @@ import time
 
 import pytest
 
-from .conftest import NAMES
+from .conftest import KILLED
 from .jobs import kill
 
 pytestmark = pytest.mark.hardlife
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", KILLED)
 def test_killed_at_random_moments_and_resumed_a_job_ends_with_the_same_bytes(
     name, whole, deaths, moments, outcome, tmp_path
 ):

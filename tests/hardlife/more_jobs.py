@@ -1,0 +1,136 @@
+"""Jobs that are killed, but need no bytes-for-bytes continuation of what they were doing.
+
+An evaluation starts over; Mesh TensorFlow's training goes on from its last checkpoint with other
+batches; Beam writes a task's records in any order. What each leaves in the end is the same all the
+same, and what a dead run left is never taken for more than it is.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import tensorflow as tf
+
+from t0repro.converters.sources import find_checkpoint, load_any
+from t0repro.errors import UserError
+
+from .jobs import LAST_STEP, ROOT, Job, Result
+
+MIXTURE = "demo_eval_score_eval"
+TASK = "demo_synthetic_imdb_Reviewer_Sentiment_Feeling"
+LINES = 64
+_COMMAND = str(ROOT / ".venv" / "bin" / "t5_mesh_transformer")
+
+
+def evaluation_job(mode: str, trained: Path) -> Job:
+    """t5_mesh_transformer --backend=jax in a mode, in a copy of a trained run's folder."""
+    result = {"score_eval": _outputs, "infer": _answers, "perplexity_eval": _metrics}[mode]
+
+    def command(folder: Path) -> list[str]:
+        if not (folder / "questions").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            shutil.copytree(trained, folder, ignore=shutil.ignore_patterns("metrics.jsonl", "ev*"))
+            words = ("red", "blue", "a long way home")
+            lines = [f"{number} : the {words[number % 3]} ?" for number in range(LINES)]
+            (folder / "questions").write_text("\n".join(lines) + "\n")
+        params = [
+            f"MIXTURE_NAME = '{MIXTURE if mode == 'score_eval' else TASK}'",
+            "run.dataset_split = 'validation'",
+            f"run.eval_checkpoint_step = {LAST_STEP}",
+            "run.batch_size = ('sequences_per_batch', 8)",
+            "run.sequence_length = {'inputs': 64, 'targets': 16}",
+        ]
+        if mode != "infer":
+            params.append("mesh_eval_dataset_fn.use_cached = False")
+        else:
+            params += [
+                f"input_filename = '{folder}/questions'",
+                f"output_filename = '{folder}/answers'",
+                "Bitransformer.decode.max_decode_length = 24",
+            ]
+        return [
+            _COMMAND, "--backend=jax", f"--model_dir={folder}",
+            "--module_import=t0repro.tasks.demo", f"--gin_file={folder}/operative_config.gin",
+            f"--gin_file={mode}.gin", *(f"--gin_param={param}" for param in params),
+        ]  # fmt: skip
+
+    def dead_check(folder: Path, whole: Result) -> None:
+        assert result(folder).items() <= whole.items()
+
+    return Job(mode, command, result, dead_check, first=0.6)
+
+
+def _outputs(folder: Path) -> Result:
+    """score_eval's files of each task: whole or not there."""
+    found = (folder / "validation_eval").glob("*_*")
+    return {path.name: path.read_bytes() for path in found if not path.name.startswith((".", "ev"))}
+
+
+def _answers(folder: Path) -> Result:
+    """What infer wrote."""
+    return {path.name: path.read_bytes() for path in folder.glob(f"answers-{LAST_STEP}")}
+
+
+def _metrics(folder: Path) -> Result:
+    """The metrics of each task; a run that died and started over may have written them before."""
+    metrics = folder / "metrics.jsonl"
+    lines = metrics.read_text().splitlines() if metrics.exists() else []
+    rows = [json.loads(line) for line in lines]
+    for row in rows:
+        row.pop("time", None)
+    return {row["task"]: json.dumps(row, sort_keys=True).encode() for row in rows}
+
+
+def mesh_train_job(like: Job) -> Job:
+    """The training of a job of `train_job` on Mesh TensorFlow."""
+
+    def command(folder: Path) -> list[str]:
+        return [part.replace("=jax", "=mtf") for part in like.command(folder)]
+
+    def result(folder: Path) -> Result:
+        tree = load_any(str(folder))
+        assert int(tree["state/step"]) == LAST_STEP
+        assert all(np.isfinite(array).all() for array in tree.values())
+        return {name: f"{array.shape} {array.dtype}".encode() for name, array in tree.items()}
+
+    def dead_check(folder: Path, whole: Result) -> None:
+        try:
+            latest = find_checkpoint(folder)
+        except UserError:  # it has saved none yet
+            return
+        tree = load_any(str(folder))  # which checks the sums of what it reads
+        assert int(tree["state/step"]) == latest.step
+
+    return Job("train on mtf", command, result, dead_check, first=0.5, environment=like.environment)
+
+
+def beam_cache_job() -> Job:
+    """scripts/cache.sh: SeqIO's own command, which writes with Beam."""
+
+    def environment(folder: Path) -> dict[str, str]:
+        return {"CACHE_DIR": str(folder), "TASKS": "demo_synthetic_imdb_.*", "PROCESSES": "1"}
+
+    def dead_check(folder: Path, whole: Result) -> None:
+        for marker in folder.glob("*/COMPLETED"):
+            found = _records(marker.parent)
+            assert found and found.items() <= whole.items(), marker
+
+    def result(folder: Path) -> Result:
+        tasks = [marker.parent for marker in sorted(folder.glob("*/COMPLETED"))]
+        assert len(tasks) == len([path for path in folder.iterdir() if path.name.startswith("d")])
+        return {name: data for task in tasks for name, data in _records(task).items()}
+
+    def command(folder: Path) -> list[str]:
+        return ["bash", "scripts/cache.sh"]
+
+    return Job("Beam cache", command, result, dead_check, first=0.3, environment=environment)
+
+
+def _records(task: Path) -> Result:
+    """The records of each split of a cached task, sorted, for Beam writes them in any order."""
+    splits: dict[str, list[bytes]] = {}
+    for path in task.glob("*.tfrecord-*"):
+        records = tf.data.TFRecordDataset(str(path)).as_numpy_iterator()
+        splits.setdefault(f"{task.name}/{path.name.partition('.')[0]}", []).extend(records)
+    return {name: b"\n".join(sorted(records)) for name, records in splits.items()}
