@@ -7,21 +7,56 @@ report needs to know about the evaluation: a record of each task, and provenance
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from t0repro.config.run_config import RunConfig
-from t0repro.data.batches import EvalTask
-from t0repro.evaluation.evaluation_facts import write_facts
+from t0repro.data.batches import EvalTask, eval_tasks
 from t0repro.evaluation.evaluation_folder import EvaluationFolder, Settings
 from t0repro.evaluation.opened import Checkpoint
 from t0repro.evaluation.rank_run import RankRun, ScoredPart, print_to_stderr
 from t0repro.evaluation.reading import Part
 from t0repro.evaluation.task_output import TaskOutput, TaskResult, judge_of
 from t0repro.evaluation.truncation import TruncationCounter
+
+# As in rank_eval: memory does not grow with the number or size of tasks beyond a window.
+EXAMPLES_IN_MEMORY = 131_072
+
+
+class TaskWindows:
+    """A run's tasks with their examples, a window of whole tasks at a time.
+
+    Iterating again, for another checkpoint, reads the tasks again, unless all are in one window.
+
+    Args:
+      config: the run's configuration, with evaluation data.
+    """
+
+    def __init__(self, config: RunConfig):
+        self._config = config
+        self._kept: list[EvalTask] | None = None
+
+    def __iter__(self) -> Iterator[list[EvalTask]]:
+        if self._kept is not None:
+            yield self._kept
+            return
+        data = self._config.eval_data
+        assert data is not None
+        window: list[EvalTask] = []
+        windows = 0
+        for task in eval_tasks(data, self._config.sequence_length):
+            held = sum(len(other.examples) for other in window)
+            if window and held + len(task.examples) > EXAMPLES_IN_MEMORY:
+                windows += 1
+                yield window
+                window = []
+            window.append(task)
+        if not windows:
+            self._kept = window
+        yield window
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +78,7 @@ def scored(
     lengths: Mapping[str, int],
     tokens_per_batch: int,
 ) -> list[Outputs]:
-    """Scores the targets of all tasks; pairs that tasks share are scored once.
+    """Scores the targets of a window's tasks; pairs that they share are scored once.
 
     Args:
       checkpoint: the checkpoint to score with.
@@ -84,11 +119,11 @@ def write_results(
     checkpoint: Checkpoint,
     outputs: Sequence[Outputs],
 ) -> list[TaskResult]:
-    """Writes each task's files, its record and the evaluation's facts; computes the metrics.
+    """Writes each task's files and its record; computes the metrics.
 
     Args:
       config: the run's configuration.
-      tasks: the evaluation's tasks with their examples.
+      tasks: the tasks of a window with their examples.
       checkpoint: the checkpoint that was evaluated.
       outputs: the tasks' outputs, in the same order.
     """
@@ -110,8 +145,6 @@ def write_results(
         if config.output_eval_examples:
             folder.record(result, {**_details(task, settings, ranks, result), **output.cost})
         results.append(result)
-    if config.output_eval_examples:
-        write_facts(path, checkpoint, names)
     return results
 
 

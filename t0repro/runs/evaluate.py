@@ -6,8 +6,8 @@ eval generates texts; score_eval computes the targets' log-likelihoods.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from t0repro.config.configuration import Configuration
 from t0repro.config.run_config import RunConfig
@@ -18,7 +18,7 @@ from t0repro.runs.score import save_scores
 
 if TYPE_CHECKING:
     from t0repro.evaluation.opened import Checkpoint
-    from t0repro.evaluation.score_eval import Outputs
+    from t0repro.evaluation.score_eval import Outputs, TaskWindows
 
 
 def evaluate(configuration: Configuration) -> None:
@@ -30,32 +30,19 @@ def evaluate(configuration: Configuration) -> None:
     from t0repro.evaluation import score_eval
     from t0repro.evaluation.checkpoint_choice import chosen_checkpoints
     from t0repro.evaluation.closing import print_results
-    from t0repro.event_files import event_writer
-    from t0repro.training.metrics import MetricsManager
+    from t0repro.evaluation.evaluation_facts import write_facts
 
     config = configuration.run
-    tasks = _tasks(config)
-    assert config.eval_data is not None
-    folder = score_eval.evaluation_folder(config)
-    output_of = _scores if config.mode == "score_eval" else _texts
+    windows = _windows(config)
     for checkpoint in loaded(configuration, chosen_checkpoints(config)):
-        outputs = output_of(configuration, checkpoint, tasks)
-        results = score_eval.write_results(config, tasks, checkpoint, outputs)
-        metrics = MetricsManager(config.model_dir, writers=[event_writer(folder)])
-        for result in results:
-            metrics.write(config.eval_data.split, result.step, result.metrics, task=result.task)
-        metrics.close()
-        print_results({result.task: result.metrics for result in results}, checkpoint.step, folder)
-        if config.mode == "score_eval" and config.scores_filename is not None:
-            save_scores(
-                configuration,
-                [score for output in outputs for score in output.values],
-                [example["targets"] for task in tasks for example in task.examples],
-            )
+        evaluated = _evaluate(configuration, checkpoint, windows)
+        if config.output_eval_examples:
+            write_facts(score_eval.evaluation_folder(config), checkpoint, [*evaluated])
+        print_results(evaluated, checkpoint.step, score_eval.evaluation_folder(config))
 
 
-def _tasks(config: RunConfig) -> list[EvalTask]:
-    from t0repro.data.batches import eval_tasks
+def _windows(config: RunConfig) -> TaskWindows:
+    from t0repro.evaluation.score_eval import TaskWindows
 
     if config.eval_data is None:
         raise UserError(
@@ -63,7 +50,40 @@ def _tasks(config: RunConfig) -> list[EvalTask]:
             where=config.provenance.get("mode"),
             fix=f"Add --gin_file={config.mode}.gin.",
         )
-    return list(eval_tasks(config.eval_data, config.sequence_length))
+    return TaskWindows(config)
+
+
+def _evaluate(
+    configuration: Configuration, checkpoint: Checkpoint, windows: Iterable[list[EvalTask]]
+) -> dict[str, Mapping[str, float]]:
+    """Evaluates all tasks at one checkpoint; returns the metrics of each."""
+    from t0repro.evaluation import score_eval
+    from t0repro.event_files import event_writer
+    from t0repro.training.metrics import MetricsManager
+
+    config = configuration.run
+    assert config.eval_data is not None
+    output_of = _scores if config.mode == "score_eval" else _texts
+    saves_scores = config.mode == "score_eval" and config.scores_filename is not None
+    evaluated: dict[str, Mapping[str, float]] = {}
+    scores: list[Any] = []
+    targets: list[Any] = []
+    writer = event_writer(score_eval.evaluation_folder(config))
+    metrics = MetricsManager(config.model_dir, writers=[writer])
+    for tasks in windows:
+        outputs = output_of(configuration, checkpoint, tasks)
+        for result in score_eval.write_results(config, tasks, checkpoint, outputs):
+            split = config.eval_data.split
+            metrics.write(split, result.step, result.metrics, task=result.task)
+            evaluated[result.task] = result.metrics
+        if saves_scores:
+            scores += [score for output in outputs for score in output.values]
+            targets += [example["targets"] for task in tasks for example in task.examples]
+        del tasks, outputs  # free this window's memory before the next one is read
+    metrics.close()
+    if saves_scores:
+        save_scores(configuration, scores, targets)
+    return evaluated
 
 
 def _scores(
