@@ -57,7 +57,7 @@ def test_a_listing_ends_at_a_missing_file_a_circle_and_what_is_no_gin(stranger):
     for text, what in (
         ("include 'nowhere.gin'", "no gin file nowhere.gin"),
         ("include 'loop.gin'", "include each other"),
-        ("= = =", "no gin statement"),
+        ("= = =", "not a gin statement"),
     ):
         (stranger / "loop.gin").write_text(f"{text}\n")
         with pytest.raises(UserError, match=what) as caught:
