@@ -38,7 +38,7 @@ def add_text_task(
     files: Mapping[str, str | Sequence[str]],
     *,
     objective: Objective = "span_corruption",
-    field: str = "text",
+    field: str | Sequence[str] = "text",
     vocabulary: VocabularyFile | seqio.Vocabulary | None = None,
     merge_examples: bool = True,
 ) -> None:
@@ -51,7 +51,7 @@ def add_text_task(
       objective: "span_corruption" as in T5's pretraining, or "prefix_lm", with which T0's
         checkpoint was adapted to language modelling. In the latter a text's halves are inputs and
         targets.
-      field: The field of a row that holds the text.
+      field: The field of a row that holds the text; of several, the first that a row has.
       vocabulary: The vocabulary; defaults to T5's.
       merge_examples: In span corruption, whether short texts are joined to fill an example.
 
@@ -88,7 +88,7 @@ def add_text_task(
     )
     seqio.TaskRegistry.add(
         name,
-        _source(found, field),
+        _source(found, (field,) if isinstance(field, str) else tuple(field)),
         preprocessors=[
             functools.partial(
                 seqio.preprocessors.rekey, key_map={"inputs": None, "targets": "text"}
@@ -145,16 +145,16 @@ def _matching(name: str, patterns: str | Sequence[str]) -> list[str]:
     return found
 
 
-def _source(files: Mapping[str, list[str]], field: str) -> Any:
+def _source(files: Mapping[str, list[str]], fields: Sequence[str]) -> Any:
     """The texts as a SeqIO source: scalar strings `text`; empty ones are left out."""
     import seqio
 
-    return seqio.FunctionDataSource(functools.partial(_texts, files, field), splits=tuple(files))
+    return seqio.FunctionDataSource(functools.partial(_texts, files, fields), splits=tuple(files))
 
 
 def _texts(
     files: Mapping[str, list[str]],
-    field: str,
+    fields: Sequence[str],
     split: str,
     shuffle_files: bool,
     seed: int | None = None,
@@ -164,7 +164,7 @@ def _texts(
     def lines_of(path: str) -> Any:
         if path.endswith(".jsonl"):
             return tf.data.Dataset.from_generator(
-                functools.partial(_field_of_rows, path, field),
+                functools.partial(_field_of_rows, path, fields),
                 output_signature=tf.TensorSpec((), tf.string),
             )
         return tf.data.TextLineDataset(path)
@@ -181,8 +181,8 @@ def _texts(
     return dataset.map(lambda text: {"text": text})
 
 
-def _field_of_rows(path: str, field: str) -> Iterator[str]:
-    """The field of each row of a JSON Lines file.
+def _field_of_rows(path: str, fields: Sequence[str]) -> Iterator[str]:
+    """The first of these fields of each row of a JSON Lines file.
 
     Raises:
       UserError: If a line is no JSON object or lacks the field.
@@ -192,20 +192,23 @@ def _field_of_rows(path: str, field: str) -> Iterator[str]:
             if not line.strip():
                 continue
             row = _row(line)
-            if not isinstance(row, dict) or not isinstance(row.get(field), str):
+            texts = [row[field] for field in fields if isinstance(row.get(field), str)]
+            if not texts:
                 raise UserError(
-                    f"The row has no text {field!r}.",
+                    f"The row has no text {' or '.join(map(repr, fields))}.",
                     where=f"{path}:{number}",
                     fix="Name the field that holds the text, or correct the row.",
                 )
-            yield row[field]
+            yield texts[0]
 
 
-def _row(line: str) -> Any:
+def _row(line: str) -> dict[str, Any]:
+    """The row of a line; {} if it is not JSON, or no object."""
     try:
-        return json.loads(line)
+        row = json.loads(line)
     except ValueError:
-        return None
+        return {}
+    return row if isinstance(row, dict) else {}
 
 
 if os.environ.get(TEXTS_VARIABLE):

@@ -166,7 +166,7 @@ optax.warmup_cosine_decay_schedule:
         (["infer_eval/utils.DatasetConfig.seed = 3"], "does not read infer_eval/utils.Dataset"),
         (["utils.DatasetConfg.seed = 3"], "DatasetConfg"),
         (["train/utils.DatasetConfig.sed = 3"], "sed"),
-        (["from t5x import utilz"], "no module t5x.utilz[^$]*'t5x.utils'"),
+        (["from t5x import utilz"], "the module t5x.utilz[^$]*'t5x.utils'"),
         (["import no_such_package.tasks"], "no_such_package"),
     ],
 )

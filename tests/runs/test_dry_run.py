@@ -1,0 +1,80 @@
+"""What a dry run says of a training before it starts."""
+
+import pytest
+
+from t0repro.config.t5x.run import train_config
+from t0repro.errors import UserError
+from t0repro.runs.dry_run import check_training
+
+from .tiny_gin import parsed, save_checkpoint
+
+MACROS = (
+    "MODEL_DIR = 'm'", "MIXTURE_OR_TASK_NAME = 'demo_train'", "TRAIN_STEPS = 2",
+    "TASK_FEATURE_LENGTHS = {'inputs': 32, 'targets': 8}", "USE_CACHED_TASKS = False",
+    "BATCH_SIZE = 8", "trainer.Trainer.num_microbatches = 2",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered():
+    """The demo's tasks."""
+    import t0repro.tasks.demo  # noqa: F401
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A checkpoint of the model's parameters."""
+    return save_checkpoint(tmp_path_factory.mktemp("model"), train_config(described()), 3)
+
+
+def described(*bindings):
+    return parsed("train", "pretrain", *MACROS, *bindings)
+
+
+def said(*bindings):
+    made, lines = described(*bindings), []
+    vocabularies = (made.program.model.input_vocabulary, made.program.model.output_vocabulary)
+    check_training(train_config(made), vocabularies, lines.append)
+    return lines
+
+
+def test_each_check_gives_a_line(checkpoint):
+    lines = said(f"utils.RestoreCheckpointConfig.path = '{checkpoint}'")
+    assert lines[0] == "batch: 8 rows, microbatches of 4"
+    assert "train: 14 tasks of demo_train with the split 'train'" in lines
+    assert "train_eval: left out: no task of demo_train has a split 'validation'" in lines
+    assert lines[-1].startswith("restore: ") and "52 parameters of 52 match" in lines[-1]
+
+
+def test_a_map_of_names_says_what_is_drawn_anew(checkpoint):
+    lines = said(
+        f"utils.RestoreCheckpointConfig.path = '{checkpoint}'",
+        "utils.RestoreCheckpointConfig.assignment_map = [('target/decoder/logits_dense/.*', None)]",
+    )
+    assert (
+        "51 parameters of 52 match; drawn anew: target/decoder/logits_dense/kernel;"
+        " not used: target/decoder/logits_dense/kernel"
+    ) in lines[-1]
+
+
+def test_all_that_is_wrong_is_reported_at_once(checkpoint):
+    with pytest.raises(UserError) as error:
+        said(
+            f"utils.RestoreCheckpointConfig.path = '{checkpoint}'",
+            "network.T5Config.vocab_size = 1280",
+            "train_eval/utils.DatasetConfig.mixture_or_task_name = 'demo_trian'",
+        )
+    text = str(error.value)
+    assert "The vocabulary has 1,4" in text and "'demo_train'" in text
+    assert "of another shape: " in text
+    assert "target/decoder/logits_dense/kernel (8, 1408) instead of (8, 1280)" in text
+    with pytest.raises(UserError, match="No name of the model matches 'target/decodr/"):
+        said(
+            f"utils.RestoreCheckpointConfig.path = '{checkpoint}'",
+            "utils.RestoreCheckpointConfig.assignment_map = [('target/decodr/.*', None)]",
+        )
+
+
+def test_rows_that_are_not_cached_are_named():
+    with pytest.raises(UserError, match="14 of 14 tasks of 'demo_train' are not cached"):
+        said("USE_CACHED_TASKS = True")
