@@ -106,6 +106,7 @@ class Controller:
                          f" `t0repro aux status {self._model_dir}`."):  # fmt: skip
             self._check_settings()
             self._journal = Journal(self._folder)
+            self._try_again()
             with contextlib.closing(self._launcher):
                 while self._look(training_goes_on()):
                     time.sleep(self._policy.poll_seconds)
@@ -134,6 +135,14 @@ class Controller:
                 self._say(f"step {step:,} was deleted by the training before it could be kept")
             for point in new:
                 self._journal.add("seen" if kept else "missed", point)
+
+    def _try_again(self) -> None:
+        """Takes up what an earlier controller gave up: its cause may be gone."""
+        there = pins.whole_checkpoints(self._model_dir)
+        for point, progress in self._journal.progress.items():
+            if progress.state == "given up" and point.step in there:
+                if pins.pin(there[point.step], self._folder) is not None:
+                    self._journal.add("again", point)
 
     def _release_pins(self) -> None:
         for step in sorted({point.step for point in self._journal.progress}):

@@ -24,6 +24,7 @@ _STATES: Mapping[str, State] = {
     "seen": "waiting",
     "started": "running",
     "interrupted": "waiting",
+    "again": "waiting",
     "failed": "retrying",
     "succeeded": "succeeded",
     "given up": "given up",
@@ -46,7 +47,8 @@ class Progress:
 
     Attributes:
       attempt: number of the latest job, from 1; 0 before the first.
-      failures: jobs that failed by themselves, those that were interrupted not counted.
+      failures: jobs that failed by themselves since the controller was told to try again; those
+        that were interrupted are not counted.
       published: whether its results are where people read them.
       seconds: how long the job that succeeded took.
       metric: its main metric, as (tag, value).
@@ -110,7 +112,9 @@ class Journal:
             before,
             state=_STATES[event["event"]],
             attempt=event.get("attempt", before.attempt),
-            failures=before.failures + (event["event"] == "failed"),
+            failures=0
+            if event["event"] == "again"
+            else before.failures + (event["event"] == "failed"),
             seconds=event.get("seconds", before.seconds),
             metric=(metric[0], metric[1]) if metric else before.metric,
             reason=event.get("reason", before.reason),

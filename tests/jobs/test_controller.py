@@ -111,6 +111,9 @@ def test_failures_are_retried_up_to_a_limit_and_their_logs_end_is_shown(tmp_path
     assert not work_once(model_dir, f"{sys.executable} {script}", said=said, max_failures=2)
     assert read_status(model_dir)[Point(6, "m")].state == "given up"
     assert counter.read_text() == "2"
+    # Started again, it takes up what was given up.
+    assert work_once(model_dir, f"{sys.executable} {script}", said=said, max_failures=2)
+    assert counter.read_text() == "3"
 
 
 def test_metrics_arrive_in_the_order_of_steps(tmp_path, evaluator):

@@ -1,8 +1,9 @@
-"""Deaths of a training, its controller and their jobs: each point of the curve is there once."""
+"""Auxiliary jobs through deaths and full disks: each point of the curve is there once."""
 
 import contextlib
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import pytest
 from t0repro.jobs.journal import Journal
 from t0repro.training.checkpoints import latest_step
 
-from ..jobs.trainings import curve, make_evaluator
+from ..jobs.trainings import curve, make_evaluator, save_checkpoints
 
 pytestmark = pytest.mark.hardlife
 
@@ -123,3 +124,41 @@ def _check_results(model_dir: Path) -> str:
         }
     assert not any((model_dir / "auxiliary" / "pins").iterdir())
     return f"{len(succeeded)} points, each once; {len(missed)} missed"
+
+
+def test_on_a_full_disk_the_controller_says_so_and_with_more_room_goes_on(
+    on_tmpfs, tmp_path, outcome
+):
+    said, filled = [], 0
+    for spare in (0, 4096, 20_000):  # after the checkpoints; a page of a file system is 4 kB
+        disk = on_tmpfs(8 << 20)
+        model_dir = disk / "model"
+        save_checkpoints(model_dir, 3, 6)
+        evaluator = make_evaluator(tmp_path)
+        (disk / "other").write_bytes(bytes(shutil.disk_usage(disk).free - spare))
+        full = _aux(model_dir, evaluator)
+        assert full.returncode in (1, 2), full.stdout + full.stderr
+        assert "Traceback" not in full.stderr
+        filled += full.returncode == 2
+        said.append(full.stdout + full.stderr)
+        (disk / "other").unlink()
+        again = _aux(model_dir, evaluator)
+        assert again.returncode == 0, again.stdout + again.stderr
+        assert curve(model_dir / "inference_eval" / "m") == [(3, 0.75), (6, 0.8571)]
+    assert filled and any("The disk is full" in each for each in said), said
+    outcome(f"auxiliary jobs: full disk: {len(said)} sizes, each said so and went on")
+
+
+def _aux(model_dir: Path, evaluator: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [
+            *(sys.executable, "-P", "-m", "t0repro.cli", "aux", f"--model_dir={model_dir}"),
+            *("--auxiliary_job_mixtures=m", "--once", "--poll_seconds=0.1", "--max_failures=1"),
+            f"--auxiliary_job_build_target_path={' '.join(evaluator)}",
+            "--time_limit=60",
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
