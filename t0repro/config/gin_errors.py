@@ -13,6 +13,7 @@ import tokenize
 from collections.abc import Iterator
 from typing import Any
 
+from t0repro.config.macros import MACRO, bound_macros, check_macros_are_read
 from t0repro.config.provenance import Bindings
 from t0repro.errors import UserError, nearest_names
 
@@ -217,7 +218,6 @@ def unknown_mixture(name: str) -> UserError:
 
 # ---- Macros and references ----------------------------------------------------------------------
 
-_MACRO = "gin.macro"
 # Macros that T0's commands set -> what to bind if the model's gin file does not read them.
 _BIND_INSTEAD = {
     "tokens_per_batch": "run.batch_size = ('tokens_per_batch', N)",
@@ -245,33 +245,19 @@ def check_references(
     """
     import gin.config
 
-    macros = {scope for scope, selector in gin.config._CONFIG if selector == _MACRO}
-    read = set(read_by_t5)
+    macros, read = bound_macros(), set(read_by_t5)
     for (scope, selector), arguments in gin.config._CONFIG.items():
         for argument, value in arguments.items():
             place = bindings.places.get((scope, selector, argument)) or _ANYWHERE
             for part in gin.config._iterate_flattened_values(value):
                 read |= _checked_reference(part, macros, place)
-    warnings, refused = [], []
-    for (scope, selector, _), place in bindings.places.items():
-        if selector != _MACRO or scope in read:
-            continue
-        if scope in bindings.macros:
-            # Wrapper scripts set macros next to overrides of what reads them; that is no mistake.
-            if place.startswith(overrides):
-                warnings.append(f"{place}: what reads the macro {scope} is overridden")
-        elif place.startswith(overrides):
-            refused.append((scope, place))
-        elif not _is_shipped(place):
-            warnings.append(f"{place}: nothing reads the macro {scope}; {_instead(scope, read)}")
-    if refused:
-        names = ", ".join(name for name, _ in refused)
-        raise UserError(
-            f"Nothing reads {'the macro' if len(refused) == 1 else 'the macros'} {names}.",
-            where="; ".join(place for _, place in refused),
-            fix=" ".join(f"{name}: {_instead(name, read)}." for name, _ in refused),
-        )
-    return warnings
+    return check_macros_are_read(
+        bindings,
+        read,
+        overrides=overrides,
+        is_shipped=_is_shipped,
+        instead=lambda name: _instead(name, read),
+    )
 
 
 def _checked_reference(value: Any, macros: set[str], place: str) -> set[str]:
@@ -284,7 +270,7 @@ def _checked_reference(value: Any, macros: set[str], place: str) -> set[str]:
             where=place,
             fix=_nearest_parameter(f"No configurable matching '{value.selector}'"),
         )
-    if not isinstance(value, gin.config.ConfigurableReference) or value.selector != _MACRO:
+    if not isinstance(value, gin.config.ConfigurableReference) or value.selector != MACRO:
         return set()
     name = "/".join(value.scopes)
     if name not in macros:

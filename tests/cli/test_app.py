@@ -9,15 +9,7 @@ import typer
 from t0repro.cli import app
 from t0repro.errors import UserError
 
-
-def run(monkeypatch, capsys, *arguments: str) -> tuple[int, str, str]:
-    """(exit code, stdout, stderr) of a command line."""
-    monkeypatch.setattr(sys, "argv", ["t0repro", *arguments])
-    monkeypatch.setenv("COLUMNS", "100")
-    with pytest.raises(SystemExit) as end:
-        app.main()
-    printed = capsys.readouterr()
-    return int(end.value.code or 0), printed.out, printed.err
+from .commands import run
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """Every command's gate: Ctrl-C, a second Ctrl-C, and options in either spelling."""
 
+import signal
 import subprocess
 import sys
 
@@ -8,15 +9,7 @@ import typer
 
 from t0repro.cli import app, spelling
 
-
-def run(monkeypatch, capsys, *arguments: str) -> tuple[int, str, str]:
-    """(exit code, stdout, stderr) of a t0repro command line."""
-    monkeypatch.setattr(sys, "argv", ["t0repro", *arguments])
-    monkeypatch.setenv("COLUMNS", "100")
-    with pytest.raises(SystemExit) as end:
-        app.main()
-    printed = capsys.readouterr()
-    return int(end.value.code or 0), printed.out, printed.err
+from .commands import run
 
 
 def run_program(body: str) -> subprocess.CompletedProcess[str]:
@@ -69,14 +62,54 @@ def test_what_a_file_smuggles_into_an_error_does_not_reach_the_terminal(kind):
     assert not set("\x1b\x07\x9b\u202e") & set(done.stderr)
 
 
-def test_ctrl_c_in_a_t0repro_command_says_how_to_go_on(monkeypatch, capsys):
-    def interrupted():
-        raise KeyboardInterrupt
+@pytest.fixture
+def pressed():
+    """A function that presses Ctrl-C, in place of one that a command calls."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield lambda *arguments, **options: signal.raise_signal(signal.SIGINT)
+    signal.signal(signal.SIGINT, before)
 
-    monkeypatch.setattr("t0repro.doctor.diagnose", interrupted)
-    code, _, err = run(monkeypatch, capsys, "doctor")
+
+@pytest.mark.parametrize(
+    ("line", "calls", "kept"),
+    [
+        ("doctor", "t0repro.doctor.diagnose", ""),
+        (
+            "cache --tasks x --output_cache_dir DIR",
+            "t0repro.tasks.prompt_cache.cache.cache_tasks",
+            "tasks that are cached already are kept",
+        ),
+        (
+            "convert A B --to jax",
+            "t0repro.converters.convert.convert",
+            "tensors that are written already are kept",
+        ),
+        (
+            "rank-eval --checkpoint C --mixture M --out DIR",
+            "t0repro.evaluation.opened.open_checkpoint",
+            "pairs that are scored already are kept",
+        ),
+        ("report make E --out DIR", "t0repro.reports.make_report.make_report", ""),
+        ("compare A B", "t0repro.reports.run.find_evaluation", ""),
+        (
+            "checkpoint fetch t5.1.1.lm100k.xl --to DIR",
+            "t0repro.converters.released.fetch",
+            "files that are downloaded already are kept",
+        ),
+        (
+            "tasks fetch-p3 --tasks x --to DIR",
+            "t0repro.tasks.p3.fetch",
+            "files that are downloaded already are kept",
+        ),
+    ],
+)
+def test_ctrl_c_says_how_to_go_on(monkeypatch, capsys, tmp_path, pressed, line, calls, kept):
+    monkeypatch.setattr(calls, pressed)
+    words = line.replace("DIR", str(tmp_path)).split()
+    code, _, err = run(monkeypatch, capsys, *words)
     assert code == 130
-    assert err == "\nt0repro: interrupted.\n  to do: Start the same command again.\n"
+    again = f"Start the same command again: {kept}" if kept else "Start the same command again"
+    assert err == f"\nt0repro: interrupted.\n  to do: {again}.\n"
 
 
 # ---- Spelling -----------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ As a program: the server behind CommandServer.
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -87,15 +88,18 @@ class CommandServer:
             env=env,
         )
 
-    def run(self, flags: list[str], unpatched: str = "") -> tuple[int, str]:
+    def run(
+        self, flags: list[str], unpatched: str = "", interrupted: bool = False
+    ) -> tuple[int, str]:
         """(exit code, stderr) of the command.
 
         Args:
           flags: its arguments.
           unpatched: a function of Mesh TensorFlow's utils to run as its authors left it.
+          interrupted: whether to press Ctrl-C once the flags are parsed.
         """
         assert self._process.stdin and self._process.stdout
-        self._process.stdin.write(json.dumps([flags, unpatched]) + "\n")
+        self._process.stdin.write(json.dumps([flags, unpatched, interrupted]) + "\n")
         self._process.stdin.flush()
         answer = self._process.stdout.readline()
         assert answer, "the server died"
@@ -112,20 +116,20 @@ def _serve() -> None:
     sys.argv[0] = "t5_mesh_transformer"
     main.define_flags()
     for line in sys.stdin:
-        flags, unpatched = json.loads(line)
+        flags, unpatched, interrupted = json.loads(line)
         with tempfile.TemporaryFile() as stderr:
             child = os.fork()
             if child == 0:
                 os.dup2(stderr.fileno(), 2)
                 os.dup2(2, 1)  # answers alone go to the real stdout
-                _run(flags, unpatched)
+                _run(flags, unpatched, interrupted)
             _, status = os.waitpid(child, 0)
             stderr.seek(0)
             text = stderr.read().decode(errors="replace")
         print(json.dumps([os.waitstatus_to_exitcode(status), text]), flush=True)
 
 
-def _run(flags: list[str], unpatched: str) -> None:
+def _run(flags: list[str], unpatched: str, interrupted: bool) -> None:
     """Runs the command and ends this process as it would end."""
     from mesh_tensorflow.transformer import utils
 
@@ -133,6 +137,10 @@ def _run(flags: list[str], unpatched: str) -> None:
 
     if unpatched:
         setattr(utils, unpatched, getattr(utils, unpatched).__wrapped__)
+    if interrupted:
+        # A shell starts what runs in the background with Ctrl-C ignored.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        main.run = lambda options: signal.raise_signal(signal.SIGINT)
     sys.argv[1:] = flags
     code = 1
     try:

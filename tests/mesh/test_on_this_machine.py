@@ -130,6 +130,14 @@ def test_options_of_t5_are_taken_with_dashes_too(server, tmp_path):
 # ---- Ctrl-C -------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("mode", ["score_eval", "infer", "eval"])
+def test_ctrl_c_while_evaluating_says_that_it_starts_over(server, tmp_path, mode):
+    line = [f"--model_dir={tmp_path}", f"--gin_file={mode}.gin", "--backend=jax"]
+    code, text = server.run(line, interrupted=True)
+    assert code == 130 and "Traceback" not in text
+    assert "interrupted" in text and "an evaluation starts over" in text
+
+
 @pytest.mark.parametrize(("backend", "presses"), [("mtf", 1), ("jax", 1), ("jax", 2)])
 def test_ctrl_c_while_training_says_how_to_go_on(env, tmp_path, backend, presses):
     model_dir = tmp_path / "model"

@@ -13,11 +13,10 @@ from typing import Any
 
 from t0repro.config.gin_errors import configuration_errors
 from t0repro.config.gin_imports import restrict_imports
+from t0repro.config.macros import MACRO, bound_macros, check_macros_are_read
 from t0repro.config.provenance import Bindings, record_bindings
 from t0repro.config.t5x import modules, records
 from t0repro.errors import UserError, nearest_names
-
-_MACRO = "gin.macro"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +102,7 @@ def macros_read(inputs: GinInputs) -> frozenset[str]:
     """
     with _files_in_gin(inputs):
         reached = _reached(_program(inputs.run_mode))
-    return frozenset(call.scopes[-1] for call in reached if call.selector == _MACRO)
+    return frozenset(call.scopes[-1] for call in reached if call.selector == MACRO)
 
 
 @contextlib.contextmanager
@@ -268,17 +267,25 @@ def _check_macros(reached: Iterable[_Call], bindings: Bindings) -> None:
     Raises:
       UserError: naming all of them, and for each the nearest macro that is set but not read.
     """
-    import gin.config
-
-    read = [call.scopes[-1] for call in reached if call.selector == _MACRO]
-    bound = {scope for scope, selector in gin.config._CONFIG if selector == _MACRO}
+    read = [call.scopes[-1] for call in reached if call.selector == MACRO]
+    bound = bound_macros()
     missing = [name for name in read if name not in bound or _is_required(name)]
     if not missing:
-        _check_unread_macros(bound, bindings)
+        # Unlike t5, T5X has no macros that only some runs read, so one in a file is refused too.
+        check_macros_are_read(
+            bindings,
+            bindings.macros,
+            overrides="--gin",
+            is_shipped=lambda place: place.startswith(str(shipped_files())),
+            instead=lambda name: (
+                f"remove it, or correct its name: {nearest_names(name, bindings.macros, count=3)}"
+            ),
+            refuse_in_files=True,
+        )
         return
     lines = []
     for name in missing:
-        place = bindings.place((name, _MACRO, "value"))
+        place = bindings.place((name, MACRO, "value"))
         stray = nearest_names(name, bound - set(read), count=1)
         hint = "" if stray == "none is similar" else f", for which {stray} may be meant"
         required = f" (required at {_without_folder(place)})" if place else ""
@@ -300,28 +307,12 @@ def _is_required(macro: str) -> bool:
     """Whether a macro still has the value %gin.REQUIRED."""
     import gin.config
 
-    value = gin.config._CONFIG[macro, _MACRO]["value"]
+    value = gin.config._CONFIG[macro, MACRO]["value"]
     return (
         isinstance(value, gin.config.ConfigurableReference)
         and _referred_to(value) == "gin.constant"
         and value.scoped_configurable_fn() is gin.config.REQUIRED
     )
-
-
-def _check_unread_macros(bound: set[str], bindings: Bindings) -> None:
-    """Refuses macros that the user sets and nothing reads: most are misspelt.
-
-    The files of this package set macros that some runs have no use for; those pass.
-    """
-    for name in sorted(bound - bindings.macros):
-        place = bindings.places[name, _MACRO, "value"]
-        if not place.startswith(str(shipped_files())):
-            raise UserError(
-                f"Nothing reads the macro {name}.",
-                where=place,
-                fix="Remove it, or correct its name:"
-                f" {nearest_names(name, bindings.macros, count=3)}.",
-            )
 
 
 def _check_overrides(reached: Sequence[_Call], bindings: Bindings) -> list[str]:
@@ -333,7 +324,7 @@ def _check_overrides(reached: Sequence[_Call], bindings: Bindings) -> list[str]:
     warnings = []
     for key, place in bindings.places.items():
         scope, selector, argument = key
-        if selector == _MACRO or any(_reads(call, scope, selector) for call in reached):
+        if selector == MACRO or any(_reads(call, scope, selector) for call in reached):
             continue
         name = f"{scope + '/' if scope else ''}{_short(selector)}.{argument}"
         if place.startswith(str(shipped_files())):
@@ -378,7 +369,7 @@ def _values(reached: Iterable[_Call], bindings: Bindings) -> Iterator[Value]:
 
     for call in reached:
         scope = "/".join(call.scopes)
-        if call.selector == _MACRO or call.selector == "gin.constant":
+        if call.selector == MACRO or call.selector == "gin.constant":
             continue
         signature = inspect.signature(gin.config._REGISTRY[call.selector].wrapped)
         for argument, parameter in signature.parameters.items():
@@ -405,6 +396,6 @@ def _followed(value: Any) -> Any:
     """What a reference to a macro comes to in the end; any other value as it is."""
     import gin.config
 
-    while isinstance(value, gin.config.ConfigurableReference) and _referred_to(value) == _MACRO:
-        value = gin.config._CONFIG[value.scopes[-1], _MACRO]["value"]
+    while isinstance(value, gin.config.ConfigurableReference) and _referred_to(value) == MACRO:
+        value = gin.config._CONFIG[value.scopes[-1], MACRO]["value"]
     return value

@@ -1,0 +1,79 @@
+"""The arguments that gin's configuration amounts to, and where each was set."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from typing import Any, NoReturn
+
+from t0repro.config.configuration import NotOnJax
+from t0repro.config.mtf.parser import MESH_TRANSFORMER, UTILS
+from t0repro.config.provenance import Bindings
+from t0repro.errors import UserError
+
+
+class RunArguments:
+    """The arguments of `utils.run` and of what it calls.
+
+    Attributes:
+      bindings: gin's bindings and their places.
+      run: The arguments of `utils.run`.
+      provenance: Field of the RunConfig -> where its value was set; filled by `note`.
+      utils, mesh_transformer: Mesh TensorFlow's and t5's modules of these names.
+    """
+
+    def __init__(self, bindings: Bindings):
+        self.bindings = bindings
+        self.provenance: dict[str, str] = {}
+        self.utils = importlib.import_module(UTILS)
+        self.mesh_transformer = importlib.import_module(MESH_TRANSFORMER)
+        self.run = self._run_arguments()
+
+    def _run_arguments(self) -> dict[str, Any]:
+        """The arguments of `utils.run`, with what gin calls for them, as for its mesh_shape."""
+        try:
+            return self.arguments(f"{UTILS}.run", self.utils.run)
+        except RuntimeError as error:
+            if "tpu_mesh_shape" not in str(error):
+                raise
+            raise UserError(
+                f"{str(error).splitlines()[0]}.",
+                where=self.bindings.find((), f"{UTILS}.run", "mesh_shape"),
+                fix='Add --gin_param="utils.run.mesh_shape = []"; or, to count a TPU\'s replicas,'
+                " --gin_param=\"utils.tpu_mesh_shape.tpu_topology = 'v3-8'\".",
+            ) from error
+
+    def arguments(self, selector: str, function: Any) -> dict[str, Any]:
+        """A configurable's arguments as a call would receive them: defaults, then bindings."""
+        import gin
+
+        signature = inspect.signature(function)
+        defaults = {
+            name: parameter.default
+            for name, parameter in signature.parameters.items()
+            if parameter.default is not parameter.empty
+        }
+        return {**defaults, **gin.get_bindings(selector)}
+
+    def argument(self, selector: str, name: str) -> Any:
+        """What an argument is bound to, or None; noted as the field of the same name."""
+        import gin
+
+        self.note(name, selector, name)
+        return gin.get_bindings(selector).get(name)
+
+    def note(self, field: str, selector: str, argument: str, scopes: tuple[str, ...] = ()) -> None:
+        """Notes that a field of the RunConfig has its value from an argument."""
+        self.provenance[field] = self.bindings.source(scopes, selector, argument)
+
+    def refuse(self, argument: str, what: str, selector: str = f"{UTILS}.run") -> NoReturn:
+        """Raises NotOnJax, naming what is not supported and the place that asks for it."""
+        raise NotOnJax(
+            f"The JAX stack does not support {what} ({selector.rpartition('.')[2]}.{argument}).",
+            where=self.bindings.source(("decoder",), selector, argument),
+            fix="Remove the binding, or run with --backend=mtf.",
+        )
+
+    def place_of_run(self, argument: str) -> str | None:
+        """Where an argument of `utils.run` is bound; None if it is not."""
+        return self.bindings.find((), f"{UTILS}.run", argument)

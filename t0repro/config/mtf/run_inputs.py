@@ -1,0 +1,183 @@
+"""Reads what either backend checks before a run: what it reads, and in what batches."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+from t0repro.config import ranges
+from t0repro.config.configuration import RunInputs
+from t0repro.config.mtf import optimizer as mtf_optimizer
+from t0repro.config.mtf.arguments import RunArguments
+from t0repro.config.mtf.parser import MESH_TRANSFORMER, UTILS
+from t0repro.config.run_config import RunConfig
+from t0repro.errors import UserError
+
+_BATCH_METHODS = (
+    "tokens_per_batch", "sequences_per_batch", "tokens_per_replica", "sequences_per_replica",
+)  # fmt: skip
+
+
+class InputsReader:
+    """Reads a RunInputs off the arguments."""
+
+    def __init__(self, arguments: RunArguments):
+        self._gin = arguments
+
+    def inputs(self, model_dir: str) -> RunInputs:
+        """What either backend checks before the run."""
+        run = self._gin.run
+        self._check_run()
+        sequence_length = self._sequence_length()
+        batch_size = self._batch_size(sequence_length)
+        fields = {
+            "mode": run["mode"],
+            "init_checkpoint": run["init_checkpoint"],
+            "eval_checkpoint_step": _hashable(run["eval_checkpoint_step"]),
+            "batch_size": batch_size,
+            "sequence_length": sequence_length,
+        }
+        for name in fields:
+            self._gin.note(name, f"{UTILS}.run", name)
+        name, use_cached = self._data_read()
+        vocabulary = run["vocabulary"]
+        return RunInputs(
+            **fields,
+            model_dir=model_dir,
+            split=run["dataset_split"],
+            mixture_or_task_name=name,
+            use_cached=use_cached,
+            vocabularies=vocabulary if isinstance(vocabulary, tuple) else (vocabulary, vocabulary),
+            vocab_divisor=self._vocab_divisor(),
+            master_dtype=self._master_dtype(),
+            num_microbatches=self._num_microbatches(batch_size, sequence_length),
+            tpu_mesh=self._tpu_mesh(),
+            provenance=self._gin.provenance,
+        )
+
+    def _check_run(self) -> None:
+        """Refuses what `run` would not do either."""
+        run, mode = self._gin.run, self._gin.run["mode"]
+        if mode == "train" and run["dataset_split"] != "train":
+            raise UserError(
+                f"run.mode is 'train', and run.dataset_split is {run['dataset_split']!r}.",
+                where=self._gin.bindings.find((), f"{UTILS}.run", "dataset_split"),
+                fix="Training reads the split 'train'; remove the binding.",
+            )
+        if run["sequence_length"] is None and mode not in ("eval", "score_eval"):
+            raise UserError(
+                f"run.sequence_length is None, and mode {mode!r} needs one.",
+                where=self._gin.bindings.find((), f"{UTILS}.run", "sequence_length"),
+                fix="Bind run.sequence_length = {'inputs': N, 'targets': N}.",
+            )
+
+    def _data_read(self) -> tuple[str | None, bool]:
+        """The mixture that the mode reads, and whether from a cache."""
+        mode = self._gin.run["mode"]
+        if mode == "train":
+            function = "mesh_train_dataset_fn"
+        elif mode in ("eval", "score_eval", "perplexity_eval", "score_from_dataset"):
+            function = "mesh_eval_dataset_fn"
+        else:
+            return None, False
+        bound = self._gin.arguments(
+            f"{MESH_TRANSFORMER}.{function}", getattr(self._gin.mesh_transformer, function)
+        )
+        return bound.get("mixture_or_task_name"), bound["use_cached"]
+
+    def _tpu_mesh(self) -> str | None:
+        """The mesh of a TPU's topology, if run.mesh_shape calls for one."""
+        import gin.config
+
+        bound = mtf_optimizer.raw_value(f"{UTILS}.run", "mesh_shape")
+        if not isinstance(bound, gin.config.ConfigurableReference):
+            return None
+        configurable: Any = bound.configurable
+        if configurable.name != "tpu_mesh_shape":
+            return None
+        dimensions = self._gin.run["mesh_shape"].dims
+        return ",".join(f"{item.name}:{item.size}" for item in dimensions) or None
+
+    def _vocab_divisor(self) -> int:
+        transformer = importlib.import_module("mesh_tensorflow.transformer.transformer")
+        bound = self._gin.arguments(
+            "mesh_tensorflow.transformer.transformer.Unitransformer", transformer.Unitransformer
+        )
+        return bound["vocab_divisor"]
+
+    def _sequence_length(self) -> Mapping[str, int] | None:
+        length = self._gin.run["sequence_length"]
+        if isinstance(length, int):
+            length = {"inputs": length, "targets": length}
+        where = self._gin.place_of_run("sequence_length")
+        if length is not None and not isinstance(length, Mapping):
+            raise UserError(
+                f"run.sequence_length is {length!r}.",
+                where=where,
+                fix="Bind run.sequence_length = {'inputs': N, 'targets': N}.",
+            )
+        ranges.check_field(RunConfig, "sequence_length", length, where)
+        return length
+
+    def _batch_size(self, sequence_length: Mapping[str, int] | None) -> int:
+        size, where = self._gin.run["batch_size"], self._gin.place_of_run("batch_size")
+        if isinstance(size, int):
+            ranges.check_field(RunConfig, "batch_size", size, where)
+            return size
+        if not isinstance(size, tuple | list) or len(size) != 2 or size[0] not in _BATCH_METHODS:
+            raise UserError(
+                f"run.batch_size is {size!r}.",
+                where=where,
+                fix=f"Bind it to a number or to (METHOD, N), with one of {list(_BATCH_METHODS)}.",
+            )
+        method, amount = size
+        ranges.check_field(RunConfig, "batch_size", amount, where, shown=f"batch_size ({method})")
+        if method.startswith("tokens"):
+            self._check_tokens(method, amount, sequence_length, where)
+        return self._gin.utils.compute_batch_size(
+            sequence_length, self._gin.run["mesh_shape"], self._gin.run["layout_rules"], size
+        )
+
+    def _check_tokens(
+        self, method: str, amount: int, sequence_length: Mapping[str, int] | None, where: str | None
+    ) -> None:
+        """Raises UserError unless so many tokens are one sequence or several."""
+        bound = f"run.batch_size = {(method, amount)!r}"
+        if sequence_length is None:
+            raise UserError(
+                f"{bound} counts tokens, and run.sequence_length is None.",
+                where=where,
+                fix="Bind run.batch_size to a number or to ('sequences_per_batch', N).",
+            )
+        longest = max(sequence_length.values())
+        if amount % longest:
+            raise UserError(
+                f"{bound} is not a whole number of sequences of {longest} tokens.",
+                where=where,
+                fix=f"Bind a multiple of {longest}: ({method!r},"
+                f" {max(1, round(amount / longest)) * longest}).",
+            )
+
+    def _num_microbatches(self, batch_size: int, sequence_length: Mapping[str, int] | None) -> int:
+        selector = f"{UTILS}.serialize_num_microbatches"
+        self._gin.note("num_microbatches", selector, "tokens_per_microbatch_per_replica")
+        if sequence_length is None or self._gin.run["mode"] != "train":
+            return 1
+        mtf = importlib.import_module("mesh_tensorflow")
+        batch = mtf.Dimension("batch", batch_size)
+        shape = mtf.convert_to_shape(self._gin.run["mesh_shape"])
+        rules = mtf.convert_to_layout_rules(self._gin.run["layout_rules"])
+        if self._tpu_mesh() and batch_size % mtf.tensor_dim_to_mesh_dim_size(rules, shape, batch):
+            shape = mtf.Shape([])  # a batch too small for the TPU is one device's all the same
+        return self._gin.utils.serialize_num_microbatches(batch, sequence_length, shape, rules)
+
+    def _master_dtype(self) -> str:
+        selector = f"{UTILS}.get_variable_dtype"
+        value = self._gin.arguments(selector, self._gin.utils.get_variable_dtype)["master_dtype"]
+        self._gin.note("master_dtype", selector, "master_dtype")
+        return value if isinstance(value, str) else value.name
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
