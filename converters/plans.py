@@ -122,6 +122,7 @@ def _hf_plan(
     weights = [output for output in outputs if output.file != hf.SLOTS_FILE]
     slots = len(weights) < len(outputs)
     dtypes = {output.info.dtype.name for output in weights}
+    # config.json has one type for all weights, and float32 holds each of them exactly.
     dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
     vocabulary = Path(options.vocabulary) if options.vocabulary else None
     tokenizer = hf_files.tokenizer_files(vocabulary, family)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from t0repro.errors import UserError, nearest_names
 from t0repro.parameters import layout
 from t0repro.parameters.shape import ModelShape, describe
+from t0repro.words import counted
 
 
 def recognise(names_and_shapes: Mapping[str, Iterable[int]]) -> ModelShape:
@@ -32,6 +33,7 @@ def recognise(names_and_shapes: Mapping[str, Iterable[int]]) -> ModelShape:
     bias = _matrix(shapes, first_bias)
     query = _matrix(shapes, f"{attention}/query/kernel")
     output = _matrix(shapes, f"{tower}/layers_0/mlp/wo/kernel")
+    # wi_0 or wi_1: one of the two may be missing, which check_parameters then reports by name.
     mlp = f"{tower}/layers_0/mlp/{{}}/kernel"
     gated = mlp.format("wi_0") in shapes or mlp.format("wi_1") in shapes
     if bias[0] == 0 or query[1] % bias[0]:
@@ -61,6 +63,8 @@ def _parameter_shapes(
 ) -> dict[str, tuple[int, ...]]:
     """T5X path -> shape of every parameter."""
     paths = {name: _path(name) for name in names_and_shapes}
+    # A bias variable of Mesh TensorFlow belongs to its tower or to its layer, depending on whether
+    # other layers have one too, so names are read once more when that is known.
     if layout.has_bias_per_layer(paths.values()):
         paths = {name: _path(name, bias_per_layer=True) for name in names_and_shapes}
     return {path: tuple(names_and_shapes[name]) for name, path in paths.items() if path}
@@ -146,7 +150,7 @@ def unknown_variable(names: list[str], known: Iterable[str], where: str) -> User
 
 
 def _count(names: list[str], noun: str) -> str:
-    return f"1 {noun}" if len(names) == 1 else f"{len(names)} {noun}s"
+    return counted(len(names), noun)
 
 
 def _listing(names: list[str]) -> str:

@@ -73,6 +73,7 @@ class Cast(_Around):
     def read(self, key: str) -> np.ndarray:
         """Reads one tensor in its new type."""
         array = self._reader.read(key)
+        # numpy rounds float32 to bfloat16 to nearest even, as both stacks do.
         return array.astype(self.tensors[key].dtype, copy=False)
 
     @property
@@ -138,6 +139,7 @@ class Resized(_Around):
         if key not in self._axes:
             return array
         kept = min(self._size, array.shape[self._axes[key]])
+        # New rows are zero, in slots too: Adafactor's statistics of a row that was never trained.
         resized = np.zeros(self.tensors[key].shape, array.dtype)
         part = [slice(None)] * array.ndim
         part[self._axes[key]] = slice(kept)
@@ -176,6 +178,7 @@ def _vocabulary_axis(key: str, tensors: Mapping[str, TensorInfo]) -> int | None:
     if not found or "vocab_size" not in found[0].axes:
         return None
     axes = list(found[0].axes)
+    # A factored slot lacks the axis that it averages over, which moves those after it.
     if slot in ("v_row", "v_col"):
         del axes[layout.t5x_dropped_axes(tensors[layout.PARAMETERS + path].shape)[slot]]
     return axes.index("vocab_size") if "vocab_size" in axes else None

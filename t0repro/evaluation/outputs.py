@@ -168,6 +168,7 @@ def read_inputs_of(
         return {}
     targets = folder / f"{task}_targets"
     found: dict[int, str] = {}
+    # Not strict: a file that another process is still writing may end earlier.
     for (number, target), (_, line) in zip(_lines(targets), _lines(path), strict=False):
         example = _parse_target(target, targets, number)[0][0]
         if example in wanted:
@@ -191,6 +192,8 @@ def _read_task(folder: Path, task: str, step: int, with_inputs: bool) -> TaskSco
     _check_counts(targets_path, len(targets), scores_path, len(scores))
     indices = np.array([target[0] for target in targets], np.int64)
     _check_unique(indices, targets_path)
+    # Files list pairs in the order of evaluation, which batching may change: by example and choice,
+    # two runs can be compared entry by entry. lexsort's last key is the first one that counts.
     order = np.lexsort((indices[:, 1], indices[:, 0]))
     return TaskScores(
         task=task,
@@ -212,9 +215,8 @@ def _read_inputs(
     if not path.is_file():
         return None
     inputs = [_input_text(line) for _, line in _lines(path)]
-    if (
-        not inputs
-    ):  # Mesh TensorFlow writes an empty file where a dataset carries no inputs_pretokenized
+    # Mesh TensorFlow writes an empty file if a dataset has no inputs_pretokenized.
+    if not inputs:
         return None
     _check_counts(targets_path, len(order), path, len(inputs))
     return tuple(inputs[i] for i in order)
@@ -222,6 +224,7 @@ def _read_inputs(
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
     """Yields (line number from 1, line without its line feed); only a line feed ends a line."""
+    # str.splitlines and open's default would also end lines at what texts may hold: \r, U+2028.
     try:
         with open(path, encoding="utf-8", newline="\n") as file:
             for number, line in enumerate(file, 1):
@@ -237,6 +240,7 @@ def _number(name: str, kinds: str, literal: str) -> str:
     return rf"(?:np\.(?:{kinds})\((?P<{name}_np>{literal})\)|(?P<{name}>{literal}))"
 
 
+# Targets are matched, not evaluated: a results folder may come from anybody.
 _INTEGER = r"\d+"
 _FLOAT = r"[-+]?(?:\d+\.?\d*(?:e[-+]?\d+)?|inf|nan)"
 _TARGET = re.compile(

@@ -80,6 +80,7 @@ def select_tasks(
       UserError: if there is no such mixture or task, if a task cannot be evaluated in these modes,
         or if no task has the split (or, with `at_hand`, its rows).
     """
+    # By name, so that two runs read, score and report tasks in the same order.
     tasks = sorted(subtasks(mixture, "--mixture"), key=lambda task: task.name)
     if set(modes) == {"rank", "generate"}:
         tasks = [_ranking_twin(task) for task in tasks]
@@ -99,21 +100,23 @@ def _check_modes(
     """Refuses tasks that cannot be evaluated in any of the modes."""
     if "generate" not in modes and others:
         raise UserError(
-            f"No answer choices to rank: {_some(others)}.",
+            f"Tasks have no answer choices to rank: {_some(others)}.",
             where=mixture,
             fix="Evaluate tasks whose name ends in _score_eval; decode the others with"
             " --modes rank,generate.",
         )
     if "rank" not in modes and ranked:
         raise UserError(
-            f"Answer choices to rank: {_some(ranked)}.", where=mixture, fix="Add the mode rank."
+            f"Tasks have answer choices to rank: {_some(ranked)}.",
+            where=mixture,
+            fix="Add the mode rank.",
         )
     without = [task for task in others if not task.metric_fns]
     if without:
         raise UserError(
-            f"No metric for what is decoded: {_some(without)}.",
+            f"Tasks to decode have no metric: {_some(without)}.",
             where=mixture,
-            fix="Evaluate tasks that name metrics.",
+            fix="Evaluate tasks that have metrics.",
         )
 
 
@@ -131,7 +134,7 @@ def _left_out(mixture: str, tasks: Sequence[Any], split: str, only_at_hand: bool
         left_out |= not_at_hand(tasks, split, use_cached=False)
     if len(left_out) == len(tasks):
         raise UserError(
-            f"Of no task of {mixture!r} the rows of split {split!r} are at hand.",
+            f"The rows of split {split!r} are not here for any task of {mixture!r}.",
             fix="Set T0REPRO_DATA_DIR (or --data) to the folder of the datasets.",
         )
     return left_out

@@ -57,6 +57,8 @@ class T5(nn.Module):
         """Flax's init, without the encoder's parameters if it shares the decoder's."""
         variables = super().init(*args, **kwargs)
         if self.config.shared_towers:
+            # Flax has drawn them, since the modules of both towers are there; `apply` puts the
+            # decoder's in their place.
             variables["params"].pop("encoder")
         return variables
 
@@ -170,6 +172,7 @@ class T5(nn.Module):
             input are adjacent rows of `tokens` that share a row of it.
           encoded_visible: which inputs are not padding.
         """
+        # The cache beyond the position still holds zeros, which attention must not see.
         earlier = jnp.arange(length) <= position
         return self.decoder(
             tokens,
@@ -236,7 +239,9 @@ def shift_right(
 
     Source: mesh_tensorflow.transformer.transformer.autoregressive_inputs.
     """
+    # Negative targets are read but carry no loss, as in Mesh TensorFlow.
     inputs = jnp.abs(delayed(targets))
+    # The first position of a segment would otherwise read the last target of the one before it.
     if segments is not None:
         inputs = inputs * (segments == delayed(segments)).astype(inputs.dtype)
     return inputs

@@ -154,6 +154,8 @@ def dataset_result(
     accuracy = np.array([prompt.accuracy for prompt in prompts])
     spread = np.percentile(accuracy, [25, 50, 75])
     chance = float(np.mean([prompt.chance for prompt in prompts]))
+    # Over prompts first: within a resample all prompts share their examples, so their errors are
+    # correlated, and an average of the prompts' own intervals would be too narrow.
     mean_interval = bootstrap.interval(resampled.mean(-1))
     return DatasetResult(
         dataset=label,

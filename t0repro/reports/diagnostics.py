@@ -86,7 +86,8 @@ def confusion(
     members = [result for result, found in zip(fixed, sizes, strict=True) if found == size]
     counts = np.zeros((size, size), np.int64)
     for result in members:
-        known = result.answer >= 0
+        known = result.answer >= 0  # -1: the answer is none of the choices
+        # Unlike counts[a, p] += 1, this counts a pair of indices that occurs several times.
         np.add.at(counts, (result.answer[known], result.predicted[known]), 1)
     return Confusion(
         labels=choices[members[0].task] or (),
@@ -99,6 +100,7 @@ def calibration(results: Sequence[RankResult], bins: int = BINS) -> Calibration:
     """Accuracy by confidence, over all prompts of a dataset."""
     confidence = np.concatenate([result.confidence for result in results])
     correct = np.concatenate([result.correct for result in results])
+    # A confidence of exactly 1 belongs to the last bin, not to one of its own.
     place = np.minimum((confidence * bins).astype(np.int64), bins - 1)
     found = [
         CalibrationBin(
@@ -131,6 +133,7 @@ def prompt_flips(
     right = sum(result.correct[np.searchsorted(result.example, shared)] for result in results)
     right = np.asarray(right, np.int64)
     disagreement = np.minimum(right, len(results) - right)
+    # Stable, so that two reports of the same scores list the same examples.
     order = np.argsort(-disagreement, kind="stable")[:FLIPS_KEPT]
     chosen = [at for at in order if disagreement[at]]
     texts = read_inputs_of(eval_dir, results[0].task, [int(shared[at]) for at in chosen])

@@ -122,11 +122,11 @@ def test_a_mode_that_a_task_does_not_have_is_refused(
     tmp_path,
 ):
     for modes, task, message in (
-        (("rank",), DECODED, "No answer choices to rank: headline_of_article"),
+        (("rank",), DECODED, "have no answer choices to rank: headline_of_article"),
         (
             ("generate",),
             f"{RANKED}_score_eval",
-            "Answer choices to rank: demo_synthetic_ag_news_cl",
+            "have answer choices to rank: demo_synthetic_ag_news_cl",
         ),
     ):
         settings = Settings(modes=modes)

@@ -375,7 +375,7 @@ def test_a_checkpoint_of_another_vocabulary_is_refused(prompts, tmp_path):
 
 
 def test_a_task_without_answer_choices_is_refused(model_dir, prompts, tmp_path):
-    with pytest.raises(UserError, match="No answer choices to rank: demo_"):
+    with pytest.raises(UserError, match="have no answer choices to rank: demo_"):
         evaluate(model_dir, tmp_path, mixture="demo_train")
 
 
