@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from t0repro.errors import UserError, nearest_names
 from t0repro.tasks.task import PromptedTask, prompted_tasks, task_descriptions
+from t0repro.words import counted
 
 if TYPE_CHECKING:
     import seqio
@@ -179,7 +180,7 @@ def keep_at_hand(name: str, split: str, *, use_cached: bool, say: Callable[[str]
     kept = [task for task in mixture.tasks if task.name not in missing]
     if not any(split in task.splits for task in kept):
         raise UserError(
-            f"Nothing of {name!r} is at hand: its {len(missing)} tasks with a split {split!r} are"
+            f"Nothing of {name!r} is at hand: split {split!r} of {counted(len(missing), 'task')},"
             f" {' or '.join(sorted(set(missing.values())))}.",
             where="--at_hand",
             fix="Set T0REPRO_DATA_DIR to the folder of the datasets, or name a folder of caches by"
@@ -192,6 +193,6 @@ def keep_at_hand(name: str, split: str, *, use_cached: bool, say: Callable[[str]
     seqio.MixtureRegistry.add(name, rates)
     left_out = "; ".join(f"{task} ({why})" for task, why in missing.items())
     say(
-        f"{name}: {len(kept)} of {len(kept) + len(missing)} tasks, with the rates that they have in"
-        f" the whole mixture. Left out: {left_out}"
+        f"{name}: {len(kept)} of {counted(len(mixture.tasks), 'task')}, with the rates that they"
+        f" have in the whole mixture. Left out: {left_out}"
     )

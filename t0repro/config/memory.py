@@ -13,7 +13,7 @@ from t0repro.config.run_config import (
     RunConfig,
 )
 from t0repro.errors import UserError
-from t0repro.words import sized
+from t0repro.words import counted, sized
 
 _FLOAT32 = 4
 _LENGTH = 512  # tokens assumed for a feature with no bound length
@@ -109,11 +109,11 @@ def check_fits(run: RunConfig, total: int, free: int) -> str:
     memory = estimate(run)
     lengths = run.sequence_length or {}
     tokens = " + ".join(str(length) for length in lengths.values()) or "the longest example's"
-    batch = f"{run.batch_size:,} sequences of {tokens} tokens"
+    batch = f"{counted(run.batch_size, 'sequence')} of {tokens} tokens"
     if run.num_microbatches > 1:
-        batch += f" in {run.num_microbatches:,} microbatches"
+        batch += f" in {counted(run.num_microbatches, 'microbatch', 'microbatches')}"
     need = (
-        f"{batch} need about {sized(memory.total)}"
+        f"{batch}: about {sized(memory.total)}"
         f" ({sized(memory.parameters)} parameters,"
         f" {sized(memory.training)} gradients and slots,"
         f" {sized(memory.activations)} activations); {sized(free)} of"

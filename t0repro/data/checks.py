@@ -8,6 +8,7 @@ from t0repro.config.configuration import RunInputs
 from t0repro.config.gin_errors import unknown_mixture
 from t0repro.errors import UserError
 from t0repro.tasks.mixture import keep_at_hand
+from t0repro.words import counted
 
 
 def check_data(inputs: RunInputs, *, at_hand: bool = False) -> None:
@@ -66,8 +67,8 @@ def check_cached(name: str, split: str) -> None:
     shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
     target = searched[0] if searched else "CACHE_DIR"
     raise UserError(
-        f"use_cached = True, but {len(missing)} of {len(tasks)} tasks of {name!r} are not cached: "
-        f"{shown}.",
+        f"use_cached = True, but of {counted(len(tasks), 'task')} of {name!r}, {len(missing)} not"
+        f" cached: {shown}.",
         where="searched " + (", ".join(searched) or "nowhere: no --additional_task_cache_dirs"),
         fix=f"seqio_cache_tasks --tasks='{','.join(missing[:5])}' --output_cache_dir={target} "
         "--module_import=MODULE (scripts/cache.sh caches a whole mixture).",

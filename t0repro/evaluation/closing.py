@@ -7,6 +7,8 @@ import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
+from t0repro.words import counted
+
 
 def print_results(
     metrics: Mapping[str, Mapping[str, float]], step: int, folder: str | os.PathLike[str]
@@ -40,7 +42,9 @@ def result_lines(metrics: Mapping[str, Mapping[str, float]], step: int, folder: 
     ]
     if written:
         out = shlex.quote(str(folder.parent / "report"))
-        lines.append(f"wrote {len(written)} files into {folder}: inputs, targets, predictions")
+        lines.append(
+            f"wrote {counted(len(written), 'file')} into {folder}: inputs, targets, predictions"
+        )
         lines.append(
             f"for a report: t0repro report make {shlex.quote(str(folder))} --out {out}"
             " (with --module_import and the tasks' module, grouped by dataset)"

@@ -25,6 +25,7 @@ from t0repro.model.blocks import Memory
 from t0repro.model.shapes import Array, Float, Int
 from t0repro.model.t5 import T5, cross_attention_memory
 from t0repro.training.loss import cross_entropy
+from t0repro.words import counted
 
 TOKENS_PER_BATCH = {"cpu": 4096, "gpu": 65536, "tpu": 65536}
 _IN_FLIGHT = 2  # batches dispatched before the oldest one's scores are waited for
@@ -110,7 +111,9 @@ class Engine:
             ) from error
         half = (batch.size + 1) // 2
         self._halved[batch.inputs_length, batch.targets_length] = half
-        self.say(f"Out of memory with {batch.size} rows of {where}: continuing with {half}.")
+        self.say(
+            f"Out of memory with {counted(batch.size, 'row')} of {where}: continuing with {half}."
+        )
 
     def _dispatch(self, batch: PlannedBatch, pairs: Pairs) -> list[tuple[DecoderRows, jax.Array]]:
         """Queues a batch on the device and returns without waiting for it."""

@@ -36,6 +36,7 @@ from t0repro.evaluation.scores import TaskScores
 from t0repro.evaluation.selection import Selection, check_vocabulary, select_tasks
 from t0repro.evaluation.task_output import TaskOutput, TaskResult
 from t0repro.files import write_atomically
+from t0repro.words import counted
 
 CONTENT_FREE = "N/A"
 """The input of contextual calibration (Zhao et al. 2021, arXiv 2102.09690)."""
@@ -149,7 +150,7 @@ def reasons_in_words(left_out: Mapping[str, str]) -> str:
     for name, reason in left_out.items():
         by_reason.setdefault(reason, []).append(name)
     return "; ".join(
-        f"{len(names)} task{'' if len(names) == 1 else 's'}"
+        f"{counted(len(names), 'task')}"
         f" ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}): {reason}"
         for reason, names in by_reason.items()
     )
@@ -193,7 +194,7 @@ class _Evaluation:
         finished = self.folder.finished(names)
         self.outcome = dataclasses.replace(self.outcome, finished=finished)
         if finished:
-            say(f"{len(finished)} of {len(names)} tasks are finished already.")
+            say(f"Finished already: {len(finished)} of {counted(len(names), 'task')}.")
         to_rank = [name for name in selected.ranked if name not in finished]
         self._rank(to_rank, say)
         for name in selected.generated:
@@ -349,4 +350,4 @@ def _announced(readers: Collection[TaskReader], say: Say) -> Iterator[TaskReader
     for count, reader in enumerate(readers, 1):
         yield reader
         if count % 10 == 0 or count == len(readers):
-            say(f"read {count} of {len(readers)} tasks")
+            say(f"read {count} of {counted(len(readers), 'task')}")

@@ -17,6 +17,7 @@ from t0repro.evaluation.journal import DIGEST, Journal
 from t0repro.evaluation.pairs import Pairs, distinct_pairs
 from t0repro.evaluation.task_output import check_finite
 from t0repro.progress import count_progress
+from t0repro.words import counted
 
 if TYPE_CHECKING:
     from t0repro.evaluation.opened import Checkpoint
@@ -108,8 +109,9 @@ class RankRun:
 
         total = sum(len(batch.pairs) for batch in self.plan.batches)
         say(
-            f"{len(self.pairs.index)} pairs, {len(self.pairs)} distinct, {total} to score;"
-            f" {len(self.plan.batches)} batches of {len(self.plan.shapes)} shapes,"
+            f"{counted(len(self.pairs.index), 'pair')}, {len(self.pairs):,} distinct, {total:,} to"
+            f" score; {counted(len(self.plan.batches), 'batch', 'batches')} of"
+            f" {counted(len(self.plan.shapes), 'shape')},"
             f" {100 * self.plan.padding:.1f}% padding"
         )
         engine = Engine(self.checkpoint.params, self.checkpoint.model, say)

@@ -16,6 +16,7 @@ from t0repro.config.run_config import InferConfig, ScoreStringsConfig
 from t0repro.errors import UserError
 from t0repro.files import write_atomically
 from t0repro.model.shapes import Int
+from t0repro.words import counted
 
 
 def read_lines(path: str, binding: str) -> list[str]:
@@ -79,7 +80,8 @@ def strings_to_score(config: ScoreStringsConfig) -> tuple[list[str], list[str]]:
     if len(inputs) < len(targets):
         if not inputs or len(targets) % len(inputs):
             raise UserError(
-                f"{len(targets)} targets cannot be shared out among {len(inputs)} inputs.",
+                f"{counted(len(targets), 'target')} cannot be divided among"
+                f" {counted(len(inputs), 'input')}.",
                 where="score_from_strings.targets",
                 fix="Give as many targets as inputs, or equally many for each input.",
             )
@@ -88,7 +90,7 @@ def strings_to_score(config: ScoreStringsConfig) -> tuple[list[str], list[str]]:
     elif len(targets) < len(inputs):
         if len(targets) != 1:
             raise UserError(
-                f"{len(targets)} targets are not enough for {len(inputs)} inputs.",
+                f"{len(inputs)} inputs need more than {counted(len(targets), 'target')}.",
                 where="score_from_strings.targets",
                 fix="Give one target for all inputs, or one or several for each.",
             )

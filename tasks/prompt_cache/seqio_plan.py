@@ -22,6 +22,7 @@ import seqio
 from t0repro.errors import UserError, nearest_names
 from t0repro.tasks.prompt_cache import folders
 from t0repro.tasks.seqio_tasks import PromptedSource
+from t0repro.words import counted
 
 
 def selected_tasks(mixtures: Sequence[str], patterns: Sequence[str]) -> list[seqio.Task]:
@@ -114,9 +115,12 @@ def plan(arguments: argparse.Namespace) -> list[list[str]]:
         check_readable(left)
     removed = remove_interrupted(left, arguments.output_cache_dir)
     if removed:
-        print(f"removed what was left of {len(removed)} interrupted caches", file=sys.stderr)
+        print(
+            f"removed what was left of {counted(len(removed), 'interrupted cache')}",
+            file=sys.stderr,
+        )
     print(
-        f"{len(left)} of {len(tasks)} tasks to cache in {arguments.output_cache_dir}",
+        f"{len(left)} of {counted(len(tasks), 'task')} to cache in {arguments.output_cache_dir}",
         file=sys.stderr,
     )
     return spread(left, arguments.processes)

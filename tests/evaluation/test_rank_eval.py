@@ -103,7 +103,7 @@ def test_finished_tasks_are_not_run_again(evaluated, model_dir, prompts, monkeyp
     said = []
     again = evaluate(model_dir, out, said=said)
     assert again.finished == outcome.tasks and again.pairs == 0
-    assert "9 of 9 tasks are finished already." in said
+    assert "Finished already: 9 of 9 tasks." in said
 
 
 def test_a_task_is_finished_only_for_its_checkpoint_prompt_and_limit(
