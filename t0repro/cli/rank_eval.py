@@ -113,7 +113,6 @@ def rank_eval(
     from t0repro.reports.prompts import load_prompts, training_tasks
     from t0repro.reports.results import write_results
 
-    calibrated = ["calibrated"] if also else []
     settings = Settings(
         split=split,
         limit=limit,
@@ -133,7 +132,7 @@ def rank_eval(
         label=label,
         title=title,
         resamples=resamples,
-        extras=calibrated if normalize == "none" else [normalize, *calibrated],
+        extras=[e for e in (normalize, *(each.value for each in also or ())) if e != "none"],
     )
     _add_cache(cache_dir)
     _evaluate(checkpoint, step, mixture, out, settings, write)
