@@ -168,7 +168,7 @@ def _prepare(
     if options.t5x_importer_slots:
         if reader.ref.format not in trees and to not in trees:
             raise UserError(
-                "--t5x-importer-slots concerns T5X's checkpoints; neither side is one.",
+                "--t5x_importer_slots concerns T5X's checkpoints; neither side is one.",
                 fix="Remove the flag.",
             )
         reader = transforms.ExchangedSlots(reader)

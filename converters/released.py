@@ -173,7 +173,7 @@ def fetch(
             raise UserError(
                 "The server has no such folder or repository.",
                 where=f"{released.address}, asked of {server.base_url}",
-                fix="Check --revision and --base-url.",
+                fix="Check --revision and --base_url.",
             )
         chosen = _chosen(released, listed, folder, step)
         _check_space(to, chosen)

@@ -214,7 +214,7 @@ def _check_slots(reader: CheckpointReader, shapes: dict[str, tuple[int, ...]]) -
                 raise UserError(
                     f"A slot is missing: {name}. Other variables have theirs.",
                     where=reader.ref.path,
-                    fix="Convert without slots (--no-slots), or get the whole checkpoint.",
+                    fix="Convert without slots (--no_slots), or get the whole checkpoint.",
                 )
             expected = layout.slot_shape(slot, shape)
             if present[slot].shape != expected:

@@ -165,7 +165,7 @@ def _check_order(reader: CheckpointReader, vocab_size: int) -> None:
                     f"With a vocabulary of {vocab_size} the slots of {reader.native_name(key)}"
                     " would average over another axis.",
                     where=reader.ref.path,
-                    fix="Convert without slots (--no-slots), or keep the vocabulary's size.",
+                    fix="Convert without slots (--no_slots), or keep the vocabulary's size.",
                 )
 
 

@@ -89,7 +89,7 @@ class RemoteFiles:
       delays: Seconds to wait before each retry.
     """
 
-    unreachable_fix = "This command needs the network; --base-url names a mirror."
+    unreachable_fix = "This command needs the network; --base_url names a mirror."
 
     def __init__(self, base_url: str, delays: Sequence[float] = DELAYS_SECONDS):
         import requests
@@ -136,7 +136,7 @@ class RemoteFiles:
                 f"The bytes that arrived are not those that the server lists ({file.size} bytes,"
                 f" checksum {file.checksum}), twice.",
                 where=self._url(file),
-                fix="Try again later, or from the server itself if --base-url names a mirror.",
+                fix="Try again later, or from the server itself if --base_url names a mirror.",
             )
 
     def _is_right(self, file: HubFile, path: Path) -> bool:
@@ -217,7 +217,7 @@ class RemoteFiles:
                 raise UserError(
                     f"The file is listed, but asked for it the server says {answer.status_code}.",
                     where=self._url(file),
-                    fix="Try again later, or from another --base-url.",
+                    fix="Try again later, or from another --base_url.",
                 )
             goes_on = answer.headers.get("Content-Range", "").startswith(f"bytes {have}-")
             start = have if answer.status_code == 206 and goes_on else 0
@@ -309,7 +309,7 @@ class HubRepository(RemoteFiles):
         raise UserError(
             f"The listing cannot be followed: {reason}.",
             where=url,
-            fix="Give the address of the hub, or of a mirror of it, as --base-url.",
+            fix="Give the address of the hub, or of a mirror of it, as --base_url.",
         )
 
     @property
@@ -329,7 +329,7 @@ class HubRepository(RemoteFiles):
             raise UserError(
                 "The answer is not a listing of the hub's.",
                 where=url,
-                fix="Give the address of the hub, or of a mirror of it, as --base-url.",
+                fix="Give the address of the hub, or of a mirror of it, as --base_url.",
             )
         return entries
 
@@ -368,7 +368,7 @@ class Bucket(RemoteFiles):
                 raise UserError(
                     "The answer is not a listing of Google Cloud Storage's.",
                     where=page,
-                    fix="Give the address of the server, or of a mirror of it, as --base-url.",
+                    fix="Give the address of the server, or of a mirror of it, as --base_url.",
                 ) from None
             if "nextPageToken" not in listing:
                 return [file for file in found if not file.path.endswith("/")] or None
@@ -378,7 +378,7 @@ class Bucket(RemoteFiles):
                 raise UserError(
                     "The listing does not come to an end.",
                     where=page,
-                    fix="Give the address of the server, or of a mirror of it, as --base-url.",
+                    fix="Give the address of the server, or of a mirror of it, as --base_url.",
                 )
 
     def _url(self, file: HubFile) -> str:
@@ -405,5 +405,5 @@ def _hub_file(entry: dict[str, Any], url: str) -> HubFile | None:
         raise UserError(
             f"An entry of the listing lacks {error}.",
             where=url,
-            fix="Give the address of the hub, or of a mirror of it, as --base-url.",
+            fix="Give the address of the hub, or of a mirror of it, as --base_url.",
         ) from error

@@ -183,7 +183,7 @@ def _checked_listing(name: str, files: Sequence[HubFile]) -> list[HubFile]:
         raise UserError(
             f"The hub's listing of {name} is incomplete: {'; '.join(problems or strange)}.",
             where=f"{REPOSITORY}, data/{name}",
-            fix="Give the address of the hub, or of a whole mirror of it, as --base-url.",
+            fix="Give the address of the hub, or of a whole mirror of it, as --base_url.",
         )
     return [file for file in files if file.name != MARKER]
 

@@ -246,7 +246,7 @@ def test_a_hub_whose_own_records_are_broken_leaves_no_whole_task(tree, tmp_path)
 def test_without_network_it_says_so_at_once(tree, tmp_path):
     with p3_server.serving(tree) as server:
         gone = repository(server, delays=(1000.0,))  # waiting would outlast any test
-    with pytest.raises(UserError, match="cannot be reached(.|\n)*--base-url"):
+    with pytest.raises(UserError, match="cannot be reached(.|\n)*--base_url"):
         p3.fetch([TASK], tmp_path, gone)
 
 
@@ -285,7 +285,7 @@ def test_every_name_of_p3s_counts_is_known():
 )
 def test_an_answer_that_is_no_listing_is_told(server, tmp_path, answer):
     server.listing_faults = [answer]
-    with pytest.raises(UserError, match="listing(.|\n)*--base-url"):
+    with pytest.raises(UserError, match="listing(.|\n)*--base_url"):
         p3.fetch([TASK], tmp_path, repository(server))
 
 
