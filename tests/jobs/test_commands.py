@@ -61,7 +61,7 @@ def test_continuous_fine_tuning_trains_with_both_files():
         ({"final_steps": 100}, "takes no steps", "Give 0 for continuous evaluation"),
         ({"final_steps": -1}, "are none", "Give 0"),
         ({"gin_file": None}, "there is no gin file", "Name a gin file"),
-        ({"gin_bindings": ("NO_SUCH_MACRO = 1",)}, "Nothing reads", "remove it"),
+        ({"gin_bindings": ("NO_SUCH_MACRO = 1",)}, "Nothing reads", "remove or correct it"),
         ({"gin_bindings": ("DROPOUT_RAT = 1",)}, "DROPOUT_RAT", "DROPOUT_RATE"),
     ],
 )

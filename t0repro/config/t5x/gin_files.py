@@ -278,7 +278,7 @@ def _check_macros(reached: Iterable[_Call], bindings: Bindings) -> None:
             overrides="--gin",
             is_shipped=lambda place: place.startswith(str(shipped_files())),
             instead=lambda name: (
-                f"remove it, or correct it; nearest: {nearest_names(name, bindings.macros, count=3)}"
+                f"remove or correct it; nearest: {nearest_names(name, bindings.macros, count=3)}"
             ),
             refuse_in_files=True,
         )
