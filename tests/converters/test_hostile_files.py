@@ -191,7 +191,7 @@ def test_a_zarr_array_that_is_none_of_numbers_is_a_user_error(t5x, tmp_path, cha
 def test_a_list_of_files_of_wrong_types_is_a_user_error(tiny_checkpoint, tmp_path, content):
     convert(tiny_checkpoint, tmp_path / "jax", "jax")
     (tmp_path / "jax" / "checkpoint_7" / "integrity.json").write_text(content)
-    with pytest.raises(UserError, match="no list of files"):
+    with pytest.raises(UserError, match="not a list of files"):
         load_any(tmp_path / "jax")
 
 

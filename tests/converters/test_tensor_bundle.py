@@ -106,7 +106,7 @@ def test_a_missing_shard_of_several_is_named(mesh_checkpoints, tmp_path):
 @pytest.mark.parametrize("kept", [0, 1, 4000, 4029])
 def test_a_cut_data_file_is_named_before_anything_is_read(bundle, kept):
     data_file(bundle).write_bytes(data_file(bundle).read_bytes()[:kept])
-    with pytest.raises(UserError, match=rf"{kept} bytes where .* 4030\.\n.*data-00000-of-00001"):
+    with pytest.raises(UserError, match=rf"{kept} bytes, but .* 4030\.\n.*data-00000-of-00001"):
         BundleReader(bundle)
 
 

@@ -228,7 +228,7 @@ def _listing(root: Path) -> list[tuple[str, int]]:
         ("no checkpoint", ["No checkpoint to evaluate", "Train first"]),
         ("no initial checkpoint", ["no/model.ckpt-1"]),
         ("no shard", ["model.ckpt-4.data-00001-of-00002", "Copy"]),
-        ("cut", ["bytes where the index calls for", "Copy"]),
+        ("cut", ["bytes, but the index calls for", "Copy"]),
         ("other vocabulary", ["128 rows", "padded to 384", "--vocab"]),
         ("other vocabulary, training", ["128 rows", "padded to 384"]),
     ],
