@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -48,6 +49,7 @@ class TaskEvaluator:
         import seqio
 
         self._data, self._decoding = data, decoding
+        self._num_examples = evaluator.num_examples
         self._evaluator = seqio.Evaluator(
             data.mixture_or_task_name,
             seqio.EncDecFeatureConverter(pack=False),
@@ -78,13 +80,26 @@ class TaskEvaluator:
         """Evaluates a model, lets the loggers write, and returns each task's metrics by name."""
         # SeqIO's types ask for a second argument, which it never passes.
         functions: Any = ModelFunctions(model, params, self._decoding, self._data.batch_size)
-        metrics, _ = self._evaluator.evaluate(
-            compute_metrics=True,
-            step=step,
-            predict_fn=functions.predict,
-            predict_with_aux_fn=functions.predict_with_aux,
-            score_fn=functions.score,
-        )
+        with warnings.catch_warnings():
+            # sklearn warns about metrics that are undefined for few examples.
+            warnings.filterwarnings("ignore", module=r"sklearn\.")
+            try:
+                metrics, _ = self._evaluator.evaluate(
+                    compute_metrics=True,
+                    step=step,
+                    predict_fn=functions.predict,
+                    predict_with_aux_fn=functions.predict_with_aux,
+                    score_fn=functions.score,
+                )
+            except ValueError as error:
+                if self._num_examples is None:
+                    raise
+                raise UserError(
+                    f"{error}.",
+                    where=f"seqio.Evaluator.num_examples = {self._num_examples}",
+                    fix="It counts pairs of an input and a choice: take a multiple of the numbers"
+                    " of choices, or None for all.",
+                ) from error
         return {task: _numbers(values) for task, values in metrics.result().items()}
 
 

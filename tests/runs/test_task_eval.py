@@ -130,6 +130,16 @@ def test_a_specific_checkpoint_in_another_format(model_dir, tmp_path):
     assert results == direct and list(results) == [3]
 
 
+def test_names_are_mapped_as_the_file_says(model_dir, tmp_path):
+    rules = r"[('target/decoder/(.*)', 'target/decoder/\\1')]"  # gin reads escapes
+    mapped = plan(
+        model_dir / "checkpoint_3", tmp_path / "mapped",
+        f"utils.RestoreCheckpointConfig.assignment_map = {rules}", name=RANKED,
+    )  # fmt: skip
+    direct = plan(model_dir / "checkpoint_3", tmp_path / "direct", name=RANKED)
+    assert evaluate_checkpoints(mapped) == evaluate_checkpoints(direct)
+
+
 def test_watching_goes_on_as_checkpoints_come(model_dir, tmp_path):
     folder = tmp_path / "growing"
     folder.mkdir()
@@ -141,6 +151,13 @@ def test_watching_goes_on_as_checkpoints_come(model_dir, tmp_path):
     later.join()
     with pytest.raises(UserError, match="nothing to watch"):
         evaluate_checkpoints(plan(model_dir, tmp_path, name=RANKED), watch=True)
+
+
+def test_pairs_that_are_cut_off_within_an_example_are_told(model_dir, tmp_path):
+    with pytest.raises(UserError, match="take a multiple of the numbers of choices"):
+        evaluate_checkpoints(
+            plan(model_dir, tmp_path, "seqio.Evaluator.num_examples = 5", name=RANKED)
+        )
 
 
 def test_faults_are_named(model_dir, tmp_path):
