@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+from tensorboard.util.tensor_util import make_ndarray
 
 from t0repro.converters.convert import convert
 from t0repro.jobs.commands import JobSettings
@@ -75,5 +76,10 @@ def work_once(*args, **kwargs) -> bool:
 
 def curve(folder: Path, tag: str = "accuracy") -> list[tuple[int, float]]:
     """The points of a TensorBoard curve in the order in which TensorBoard reads them."""
-    events = EventAccumulator(str(folder), purge_orphaned_data=False).Reload()
-    return [(event.step, round(event.value, 4)) for event in events.Scalars(tag)]
+    return [
+        (event.step, round(float(make_ndarray(value.tensor)), 4))
+        for path in sorted(folder.glob("events.*"))
+        for event in EventFileLoader(str(path)).Load()
+        for value in event.summary.value
+        if value.tag == tag
+    ]

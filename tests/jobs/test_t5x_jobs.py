@@ -1,0 +1,52 @@
+"""The example of T5X's page on auxiliary jobs, on the demo: every checkpoint evaluated by SeqIO."""
+
+import pytest
+
+from t0repro.config.t5x.inference import eval_plan
+from t0repro.jobs.commands import JobSettings
+from t0repro.jobs.controller import Controller, Policy
+from t0repro.jobs.local import LocalLauncher
+from t0repro.jobs.status import read_status
+
+from ..runs.tiny_gin import MODEL, SIZES, parsed, save_checkpoint
+from .trainings import curve
+
+TASK = "demo_synthetic_glue_mrpc_want_to_know_score_eval"
+EVAL = f"""
+from __gin__ import dynamic_registration
+import seqio
+import t0repro.tasks.demo
+from t5x import utils
+from t5x.examples.t5 import network
+include '{MODEL}'
+include 't5x/configs/runs/eval.gin'
+CHECKPOINT_PATH = %INITIAL_CHECKPOINT_PATH
+MIXTURE_OR_TASK_SPLIT = 'validation'
+DROPOUT_RATE = 0.0
+seqio.Evaluator.num_examples = 12
+"""
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A training's folder with one checkpoint, and the gin file of its evaluation."""
+    folder = tmp_path_factory.mktemp("training")
+    (folder / "my_eval.gin").write_text(EVAL + "\n".join(SIZES) + "\n")
+    bindings = ("MIXTURE_OR_TASK_NAME = 'a'", "CHECKPOINT_PATH = 'b'", "EVAL_OUTPUT_DIR = 'c'")
+    save_checkpoint(folder / "model", eval_plan(parsed("eval", "eval", *bindings)), 3)
+    return folder / "model", str(folder / "my_eval.gin")
+
+
+def test_its_metrics_stand_in_the_trainings_tensorboard(trained):
+    model_dir, gin_file = trained
+    settings = JobSettings(
+        mixtures=(TASK,), gin_file=gin_file, replace_gin_file=True, build_target="//t5x:eval"
+    )
+    policy = Policy(poll_seconds=0.1, max_failures=1)
+    controller = Controller(model_dir, settings, LocalLauncher(), policy, print)
+    assert controller.run(lambda: False)
+    (progress,) = read_status(model_dir).values()
+    assert progress.metric is not None
+    tag, value = progress.metric
+    assert tag.endswith("accuracy") and 0 <= value <= 100
+    assert curve(model_dir / "inference_eval" / TASK, tag) == [(3, round(value, 4))]
