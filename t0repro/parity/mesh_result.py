@@ -28,16 +28,21 @@ def as_stack_result(result: MeshResult, snapshots: Sequence[int]) -> StackResult
         activations={
             _activation_name(name): x for name, x in _in_order(result.group("activations")).items()
         },
-        gradients={_path(name): x for name, x in result.group("gradients").items()},
+        gradients=_by_path(result.group("gradients")),
         token_losses=arrays.get("token_losses"),
         scores=arrays.get("scores"),
     )
 
 
-def _path(variable: str) -> str:
-    path = layout.mtf_to_path(variable)
-    assert path is not None, variable
-    return path
+def _by_path(gradients: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Gradients under T5X's paths instead of Mesh TensorFlow's names."""
+    bias_per_layer = layout.has_bias_per_layer(map(layout.mtf_to_path, gradients))
+    found = {}
+    for variable, gradient in gradients.items():
+        path = layout.mtf_to_path(variable, bias_per_layer)
+        assert path is not None, variable
+        found[path] = gradient
+    return found
 
 
 def _in_order(activations: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -112,9 +112,10 @@ def make_job(
       eval_task: a task or mixture with inputs and targets whose validation examples are scored.
 
     Raises:
-      UserError: if the configuration has dropout or is invalid.
+      UserError: if the configuration has dropout, is invalid or is for the JAX stack alone.
     """
     from t0repro.config.mtf.dialect import load
+    from t0repro.config.mtf.jax_model import refuse_on_mesh_tensorflow
 
     float32 = dtype == "float32"
     # Float32 masters whatever gin says: Mesh TensorFlow's bfloat16 masters would round away the
@@ -123,6 +124,7 @@ def make_job(
     settings = [f"utils.get_variable_dtype.{kind}_dtype = '{x}'" for kind, x in kinds.items()]
     inputs = dataclasses.replace(inputs, gin_params=[*inputs.gin_params, *settings])
     config = load(inputs, float32_activations=float32).run
+    refuse_on_mesh_tensorflow()
     if config.model.dropout_rate:
         raise UserError(
             f"The dropout rate is {config.model.dropout_rate}; the stacks draw different noise.",
