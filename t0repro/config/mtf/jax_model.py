@@ -15,7 +15,7 @@ from t0repro.errors import UserError
 SELECTOR = "t0repro.jax_model"
 
 
-@gin.configurable(module="t0repro")
+@gin.configurable(module="t0repro")  # pyright: ignore[reportCallIssue]
 def jax_model(
     relative_attention_max_distance: int = 128,
     exact_gelu: bool = False,
