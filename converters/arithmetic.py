@@ -10,6 +10,7 @@ import dataclasses
 import os
 from pathlib import Path
 
+from t0repro.config.run_config import ModelConfig
 from t0repro.converters import gin_shapes, hf, hf_config, mtf, storage
 from t0repro.converters.tensors import CheckpointRef
 from t0repro.errors import UserError
@@ -82,6 +83,39 @@ def arithmetic(
                 fix=_OTHER_GIN,
             )
     return found
+
+
+def check_configured(ref: CheckpointRef, model: ModelConfig) -> None:
+    """Checks that a run computes what the config.json of the checkpoint that it reads says.
+
+    Args:
+      ref: The checkpoint; those without a config.json pass.
+      model: The run's model.
+
+    Raises:
+      UserError: Naming the field.
+    """
+    if ref.format != "hf":
+        return
+    found = hf.read_arithmetic(ref.path)
+    swish = tuple("swish" if name == "silu" else name for name in model.activations)
+    for field, configured, said in (
+        ("feed_forward_proj", swish, found.activations),
+        (
+            "relative_attention_max_distance",
+            model.relative_attention_max_distance,
+            found.max_distance,
+        ),
+        ("layer_norm_epsilon", model.rms_norm_epsilon, found.epsilon),
+    ):
+        if configured != said:
+            raise UserError(
+                f"The run is configured for {configured!r}, but the checkpoint's {hf.CONFIG} says"
+                f" {said!r}.",
+                where=f"{storage.join(ref.path, hf.CONFIG)}, {field}",
+                fix=f"Run with the {mtf.OPERATIVE_CONFIG} that `t0repro convert {ref.path} OUT --to"
+                " jax` writes.",
+            )
 
 
 def _gin_beside(ref: CheckpointRef) -> str:

@@ -15,10 +15,15 @@ if TYPE_CHECKING:
 
 
 def loaded(configuration: Configuration, checkpoints: Iterator[Any]) -> Iterator[Checkpoint]:
-    """Yields each checkpoint with the configured model, loaded only when its turn comes."""
+    """Yields each checkpoint with the configured model, loaded only when its turn comes.
+
+    Raises:
+      UserError: If the model is not configured as a checkpoint's config.json says.
+    """
     import jax
 
     from t0repro.converters import sources
+    from t0repro.converters.arithmetic import check_configured
     from t0repro.evaluation.opened import Checkpoint, parameters_digest
     from t0repro.model.t5 import T5, initial_parameters
     from t0repro.training.train_state import parameters_from_flat_tree
@@ -29,6 +34,7 @@ def loaded(configuration: Configuration, checkpoints: Iterator[Any]) -> Iterator
     # Shapes alone say whether a checkpoint fits; nothing is initialised.
     shapes = jax.eval_shape(lambda: initial_parameters(model, jax.random.key(0)))
     for checkpoint in checkpoints:
+        check_configured(checkpoint, config.model)
         tree = sources.load_any(checkpoint.path, slots=False)
         yield Checkpoint(
             path=str(checkpoint.path),

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
+from t0repro.converters.arithmetic import check_configured
+from t0repro.converters.convert import convert
+from t0repro.converters.sources import find_checkpoint
 from t0repro.errors import UserError
 from t0repro.evaluation.opened import open_checkpoint
 
@@ -38,3 +43,28 @@ def test_an_activation_that_the_jax_stack_lacks_is_told(tiny_checkpoint):
     (tiny_checkpoint / "operative_config.gin").write_text(text)
     with pytest.raises(UserError, match="activation 'softplus'"):
         computed(tiny_checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("feed_forward_proj", "gated-silu"),
+        ("relative_attention_max_distance", 64),
+        ("layer_norm_epsilon", 1e-5),
+    ],
+)
+def test_a_run_on_a_transformers_directory_must_compute_as_its_config_says(
+    tiny_checkpoint, tmp_path, field, value
+):
+    convert(tiny_checkpoint, tmp_path / "hf", "hf")
+    plain = computed(tmp_path / "hf")
+    check_configured(find_checkpoint(tmp_path / "hf"), plain)
+    file = tmp_path / "hf" / "config.json"
+    config = json.loads(file.read_text())
+    config.pop("dense_act_fn")
+    file.write_text(json.dumps(config | {field: value}))
+    check_configured(find_checkpoint(tmp_path / "hf"), computed(tmp_path / "hf"))
+    with pytest.raises(UserError) as caught:
+        check_configured(find_checkpoint(tmp_path / "hf"), plain)
+    assert caught.value.where == f"{file}, {field}"
+    check_configured(find_checkpoint(tiny_checkpoint), plain)
