@@ -10,10 +10,13 @@ import dataclasses
 import os
 from pathlib import Path
 
+import numpy as np
+
 from t0repro.config.run_config import ModelConfig
-from t0repro.converters import gin_shapes, hf, hf_config, mtf, storage
+from t0repro.converters import gin_shapes, hf, hf_config, mtf, sources, storage
 from t0repro.converters.tensors import CheckpointRef
 from t0repro.errors import UserError
+from t0repro.parameters import layout
 from t0repro.parameters.shape import ModelShape
 
 _OTHER_GIN = "Give the gin file of the model that the checkpoint holds."
@@ -83,6 +86,34 @@ def arithmetic(
                 fix=_OTHER_GIN,
             )
     return found
+
+
+def load_configured(
+    ref: CheckpointRef, model: ModelConfig, *, slots: bool = True
+) -> dict[str, np.ndarray]:
+    """Reads a checkpoint as a run's model needs it.
+
+    If only the model has a position bias in each layer, each gets the one that they share.
+
+    Args:
+      ref: The checkpoint.
+      model: The run's model.
+      slots: See `sources.load_any`.
+
+    Raises:
+      UserError: As from `check_configured` and `sources.load_any`.
+    """
+    check_configured(ref, model)
+    tree = sources.load_any(ref.path, slots=slots)
+    if not model.position_bias_per_layer:
+        return tree
+    counts = {"encoder": model.num_encoder_layers, "decoder": model.num_decoder_layers}
+    for key in [key for key in tree if f"coder/{layout.RELATIVE_BIAS}" in key]:
+        before, tower, after = key.partition("encoder" if "encoder" in key else "decoder")
+        array = tree.pop(key)
+        for layer in range(counts[tower]):
+            tree[f"{before}{tower}/layers_{layer}{after}"] = array
+    return tree
 
 
 def check_configured(ref: CheckpointRef, model: ModelConfig) -> None:

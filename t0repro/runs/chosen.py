@@ -9,6 +9,7 @@ from typing import Any
 from t0repro.config.inference_plan import InferencePlan
 from t0repro.config.training_plan import RestoreConfig
 from t0repro.converters import sources
+from t0repro.converters.arithmetic import load_configured
 from t0repro.converters.tensors import CheckpointRef
 from t0repro.errors import UserError
 from t0repro.evaluation.opened import Checkpoint, parameters_digest
@@ -109,7 +110,7 @@ def opened(plan: InferencePlan, ref: CheckpointRef) -> Checkpoint:
 def _tree(plan: InferencePlan, ref: CheckpointRef, shapes: Any) -> dict[str, Any]:
     """A checkpoint's step and parameters under the model's names."""
     if not plan.restore.assignment_map:
-        return sources.load_any(ref.path, slots=False)
+        return load_configured(ref, plan.model, slots=False)
     import flax.traverse_util
 
     from t0repro.parameters.assignment import assigned_names

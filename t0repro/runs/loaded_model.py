@@ -22,8 +22,7 @@ def loaded(configuration: Configuration, checkpoints: Iterator[Any]) -> Iterator
     """
     import jax
 
-    from t0repro.converters import sources
-    from t0repro.converters.arithmetic import check_configured
+    from t0repro.converters.arithmetic import load_configured
     from t0repro.evaluation.opened import Checkpoint, parameters_digest
     from t0repro.model.t5 import T5, initial_parameters
     from t0repro.training.train_state import parameters_from_flat_tree
@@ -34,8 +33,7 @@ def loaded(configuration: Configuration, checkpoints: Iterator[Any]) -> Iterator
     # Shapes alone say whether a checkpoint fits; nothing is initialised.
     shapes = jax.eval_shape(lambda: initial_parameters(model, jax.random.key(0)))
     for checkpoint in checkpoints:
-        check_configured(checkpoint, config.model)
-        tree = sources.load_any(checkpoint.path, slots=False)
+        tree = load_configured(checkpoint, config.model, slots=False)
         yield Checkpoint(
             path=str(checkpoint.path),
             step=int(tree["state/step"]),

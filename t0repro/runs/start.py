@@ -46,7 +46,7 @@ def starting_point(config: RunConfig) -> dict[str, Any] | None:
       UserError: if the model is not configured as the checkpoint's config.json says.
     """
     from t0repro.converters import sources
-    from t0repro.converters.arithmetic import check_configured
+    from t0repro.converters.arithmetic import load_configured
     from t0repro.training.start import keep_matching
 
     model_dir = Path(config.model_dir)
@@ -54,10 +54,9 @@ def starting_point(config: RunConfig) -> dict[str, Any] | None:
     if not found:
         if config.init_checkpoint is None:
             return None
-        check_configured(sources.find_checkpoint(config.init_checkpoint), config.model)
-        return keep_matching(sources.load_any(config.init_checkpoint), config)
+        initial = sources.find_checkpoint(config.init_checkpoint)
+        return keep_matching(load_configured(initial, config.model), config)
     latest = sources.find_checkpoint(model_dir)
     if latest.format == "jax":
         return None  # `train` restores it
-    check_configured(latest, config.model)
-    return sources.load_any(latest.path)
+    return load_configured(latest, config.model)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
+import numpy as np
 import pytest
 
-from t0repro.converters.arithmetic import check_configured
+from t0repro.converters.arithmetic import check_configured, load_configured
 from t0repro.converters.convert import convert
-from t0repro.converters.sources import find_checkpoint
+from t0repro.converters.sources import find_checkpoint, load_any
 from t0repro.errors import UserError
 from t0repro.evaluation.opened import open_checkpoint
 
@@ -68,3 +70,18 @@ def test_a_run_on_a_transformers_directory_must_compute_as_its_config_says(
         check_configured(find_checkpoint(tmp_path / "hf"), plain)
     assert caught.value.where == f"{file}, {field}"
     check_configured(find_checkpoint(tiny_checkpoint), plain)
+
+
+def test_a_position_bias_that_layers_share_is_each_layer_s_first_one(tiny_checkpoint):
+    model = computed(tiny_checkpoint)
+    ref, tree = find_checkpoint(tiny_checkpoint), load_any(tiny_checkpoint)
+    assert load_configured(ref, model).keys() == tree.keys()
+    each = dataclasses.replace(model, position_bias_per_layer=True)
+    found = load_configured(ref, each)
+    parameters = {key.removeprefix("target/") for key in found if key.startswith("target/")}
+    assert parameters == set(each.shape.parameters())
+    for prefix, slot in (("target", ""), ("state/param_states", "/v")):
+        shared = tree[f"{prefix}/decoder/relpos_bias/rel_embedding{slot}"]
+        for layer in range(2):
+            path = f"{prefix}/decoder/layers_{layer}/relpos_bias/rel_embedding{slot}"
+            np.testing.assert_array_equal(found[path], shared)

@@ -63,6 +63,7 @@ def model_config(model: records.EncoderDecoderModel, places: Places) -> ModelCon
         },
     )
     remat = getattr(shape, "remat_policy", "none")
+    several_layers = max(shape.num_encoder_layers, shape.num_decoder_layers) > 1
     return ModelConfig(
         num_encoder_layers=shape.num_encoder_layers,
         num_decoder_layers=shape.num_decoder_layers,
@@ -74,6 +75,8 @@ def model_config(model: records.EncoderDecoderModel, places: Places) -> ModelCon
         activations=_activations(shape, places),
         logits_from_embedding=shape.logits_via_embedding,
         relative_attention_num_buckets=32,  # T5X's network names no other number
+        # scalable_t5 has a position bias in each layer; of a single layer, it is a shared one.
+        position_bias_per_layer=isinstance(shape, records.ScannedT5Config) and several_layers,
         dropout_rate=shape.dropout_rate,
         label_smoothing=model.label_smoothing,
         z_loss=model.z_loss,

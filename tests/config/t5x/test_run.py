@@ -246,7 +246,9 @@ scanned.T5Config:
   num_heads = {heads}
   dropout_rate = 0.0
 """
-    assert from_file(tmp_path, text.format(heads=8)).model.num_heads == 8
+    model = from_file(tmp_path, text.format(heads=8)).model
+    assert model.num_heads == 8
+    assert model.position_bias_per_layer  # as scalable_t5 has, unlike T5X's t5
     with pytest.raises(UserError, match="a side of 64"):
         from_file(tmp_path, text.format(heads=1))
 
