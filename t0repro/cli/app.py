@@ -20,6 +20,7 @@ from t0repro.cli import (
     doctor,
     explain,
     parity,
+    precompile,
     rank_eval,
     report,
     t5x_run,
@@ -44,6 +45,7 @@ app.command()(explain.explain)
 app.command()(cache.cache)
 app.command()(convert.convert)
 app.command()(parity.parity)
+app.command()(precompile.precompile)
 app.command("rank-eval")(rank_eval.rank_eval)
 app.command()(compare.compare)
 app.command("eval")(t5x_run.evaluate)

@@ -59,6 +59,9 @@ _TokensPerBatch = Annotated[
     int | None,
     typer.Option(min=1, help="Input tokens per batch.", show_default="what suits the device"),
 ]
+_ModelParallelism = Annotated[
+    int, typer.Option(min=1, help="Devices that share each layer; the others divide the rows.")
+]
 _Activation = Annotated[
     DType | None,
     typer.Option(help="Type of activations.", show_default="float32 on CPU, else bfloat16"),
@@ -91,6 +94,7 @@ def rank_eval(
     inputs_length: _InputsLength = 1024,
     targets_length: _TargetsLength = 256,
     tokens_per_batch: _TokensPerBatch = None,
+    model_parallelism: _ModelParallelism = 1,
     activation: _Activation = None,
     normalize: _Normalize = "none",
     also: _Also = None,
@@ -154,7 +158,7 @@ def _evaluate(
 
     # The report reads what the evaluation wrote, so one lock has to cover both.
     with folder_lock(out, "rank evaluation", fix="Wait for it to end, or choose another --out."):
-        opened = open_checkpoint(checkpoint, step, settings.activation)
+        opened = open_checkpoint(checkpoint, step, settings.activation, model_parallelism)
         outcome = evaluate(opened, mixture, out, settings)
         report, paths = write(outcome, opened.step, out)
     print_page(brief_page(report))

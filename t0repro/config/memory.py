@@ -44,12 +44,16 @@ class Memory:
         return self.certain + self.activations
 
 
-def estimate(run: RunConfig) -> Memory:
-    """Estimates the memory that a run needs on one device."""
-    parameters = run.model.shape.parameter_count() * _FLOAT32
+def estimate(run: RunConfig, devices: int = 1) -> Memory:
+    """Estimates the memory that a run needs on each of so many devices."""
+    layout = run.layout
+    model = layout.model if devices > 1 else 1
+    data = devices // model
+    shares = model * (data if layout.fully_sharded else 1)
+    parameters = run.model.shape.parameter_count() * _FLOAT32 // shares
     trains = run.mode == "train"
     lengths = run.sequence_length or {}
-    rows = -(-run.batch_size // run.num_microbatches)
+    rows = -(-run.batch_size // (run.num_microbatches * max(1, data)))
     return Memory(
         parameters=parameters,
         # 1: the gradients, which are as large as the parameters.
@@ -95,18 +99,19 @@ def _activations(
     return layers * bytes_each + logits
 
 
-def check_fits(run: RunConfig, total: int, free: int) -> str:
+def check_fits(run: RunConfig, total: int, free: int, devices: int = 1) -> str:
     """Says in one line whether a run fits into a device's memory.
 
     Args:
       run: The run.
       total: Memory of the device, in bytes.
       free: How many of those bytes are not in use.
+      devices: How many such devices the run is divided among.
 
     Raises:
       UserError: If parameters, gradients and slots alone need more than the device has.
     """
-    memory = estimate(run)
+    memory = estimate(run, devices)
     lengths = run.sequence_length or {}
     tokens = " + ".join(str(length) for length in lengths.values()) or "the longest example's"
     batch = f"{counted(run.batch_size, 'sequence')} of {tokens} tokens"

@@ -166,6 +166,24 @@ class ModelConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class Layout:
+    """How a run is divided among devices.
+
+    Attributes:
+      data: Parts that a batch is divided into; None for as many as there are devices for.
+      model: Devices that share each layer: they divide its heads, its d_ff and the vocabulary.
+      fully_sharded: Whether parameters and slots are divided among the parts of a batch too.
+      topology: The TPU slice that `data` was counted for, such as v3-512. On other devices `data`
+        follows their number.
+    """
+
+    data: Annotated[int | None, Range(at_least=1)] = None
+    model: Annotated[int, Range(at_least=1)] = 1
+    fully_sharded: bool = False
+    topology: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class DTypePolicy:
     """Types used by a run: in checkpoints (master), in memory (slice), in computation."""
 
@@ -421,6 +439,7 @@ class RunConfig:
       vocabulary: Path or address of the SentencePiece model; None if no data is bound.
       plan: Data, checkpoints and evaluations of a training that a T5X gin file describes; None for
         Mesh TensorFlow's.
+      layout: How the run is divided among devices.
       provenance: Dotted field -> where its value was set ("t5.1.1.base.gin:9", "--gin_param ...",
         "default").
     """
@@ -457,6 +476,7 @@ class RunConfig:
     provenance: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False)
     init_variable_filter: str = ""
     plan: TrainingPlan | None = None
+    layout: Layout = Layout()
 
     def to_json(self) -> str:
         """The configuration as indented JSON; `from_json` reads it back equal."""

@@ -24,6 +24,7 @@ from t0repro.evaluation.pairs import Pairs, distinct_pairs
 from t0repro.model.blocks import Memory
 from t0repro.model.shapes import Array, Float, Int
 from t0repro.model.t5 import T5, cross_attention_memory
+from t0repro.partitioning.devices import across_devices_of, data_parts, padded_rows
 from t0repro.training.loss import cross_entropy
 from t0repro.words import counted
 
@@ -117,12 +118,22 @@ class Engine:
 
     def _dispatch(self, batch: PlannedBatch, pairs: Pairs) -> list[tuple[DecoderRows, jax.Array]]:
         """Queues a batch on the device and returns without waiting for it."""
-        inputs, segments = batch.inputs(pairs)
-        memory = encode(self.model, self.params, inputs, segments)
-        return [
-            (rows, decode(self.model, self.params, memory, segments, *_arrays(rows)))
-            for rows in batch.decoder_rows(pairs)
-        ]
+        inputs, segments = self._divided(*batch.inputs(pairs))
+        with across_devices_of(self.params):
+            memory = encode(self.model, self.params, inputs, segments)
+            return [
+                (
+                    rows,
+                    decode(
+                        self.model, self.params, memory, segments, *self._divided(*_arrays(rows))
+                    ),
+                )
+                for rows in batch.decoder_rows(pairs)
+            ]
+
+    def _divided(self, *arrays: np.ndarray) -> list[np.ndarray]:
+        """Arrays with as many rows of padding as the devices need to share them evenly."""
+        return [padded_rows(x, data_parts(self.params)) for x in arrays]
 
 
 def score_pairs(
@@ -141,11 +152,16 @@ def score_pairs(
       tokens_per_batch: see grouping.make_plan; defaults to a size for the device.
       say: see Engine.
     """
-    tokens = tokens_per_batch or TOKENS_PER_BATCH.get(jax.default_backend(), 4096)
+    tokens = tokens_per_batch or suited_tokens(params)
     scores = np.zeros(len(pairs))
     for scored in Engine(params, model, say).run(pairs, make_plan(pairs, tokens)):
         scores[scored.pairs] = scored.scores
     return scores
+
+
+def suited_tokens(params: dict) -> int:
+    """Default number of tokens per batch for the devices that hold a model's parameters."""
+    return TOKENS_PER_BATCH.get(jax.default_backend(), 4096) * data_parts(params)
 
 
 def score_examples(
@@ -174,7 +190,7 @@ def _summed(batch: PlannedBatch, parts: Sequence[tuple[DecoderRows, np.ndarray]]
     place = {int(pair): at for at, pair in enumerate(pairs)}
     scores = np.zeros(len(pairs))
     for rows, log_p in parts:
-        real = rows.pair >= 0
+        real, log_p = rows.pair >= 0, log_p[: len(rows.pair)]
         at = np.array([place[int(pair)] for pair in rows.pair[real]], np.int64)
         scores += np.bincount(at, weights=log_p[real].astype(np.float64), minlength=len(pairs))
     return Scored(pairs, scores)

@@ -22,6 +22,7 @@ from t0repro.config.run_config import DecodingConfig
 from t0repro.model.decoding import generate, search_limit
 from t0repro.model.shapes import Int
 from t0repro.model.t5 import T5
+from t0repro.partitioning.devices import across_devices_of, data_parts, padded_rows
 from t0repro.progress import count_progress
 
 _IN_FLIGHT = 2  # batches dispatched before the oldest one's tokens are waited for
@@ -71,10 +72,12 @@ def generate_tokens(
             full = np.concatenate([members, np.full(batch_size - len(members), members[0])])
             padded = _padded([rows[member] for member in full])
             batch_key = jax.random.fold_in(key, number)
-            steps = limits[full]
-            decoded = generate(
-                model, params, padded, config, length=length, search_steps=steps, key=batch_key
-            )
+            # Rows that only fill the devices end their beam search before its first step.
+            padded, steps = (padded_rows(x, data_parts(params)) for x in (padded, limits[full]))
+            with across_devices_of(params):
+                decoded = generate(
+                    model, params, padded, config, length=length, search_steps=steps, key=batch_key
+                )
             yield members, decoded.tokens
 
     with count_progress(len(outputs), "decoding", "examples", "decoded") as advance:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
 
-from t0repro.config.run_config import Activation, DType, DTypePolicy, ModelConfig
+from t0repro.config.run_config import Activation, DType, DTypePolicy, Layout, ModelConfig
 from t0repro.errors import UserError
 
 _CONFIG = "operative_config.gin"
@@ -43,16 +44,21 @@ class Checkpoint:
         return None
 
 
-def open_checkpoint(path: str, step: int | None, activation: DType) -> Checkpoint:
+def open_checkpoint(
+    path: str, step: int | None, activation: DType, model_parallelism: int = 1
+) -> Checkpoint:
     """Reads a checkpoint of any format and infers the model.
 
     Its sizes are its parameters'. What these do not tell, such as the activation, is in config.json
     or in the operative_config.gin beside the checkpoint; else it is what T5 1.0 and 1.1 have.
 
+    The parameters are divided among all devices.
+
     Args:
       path: the checkpoint.
       step: which step to read, as converters.sources.load_any takes it.
       activation: dtype of the activations; parameters are float32.
+      model_parallelism: number of devices that share each layer.
 
     Raises:
       UserError: as converters.sources.load_any does, or for a model without an encoder.
@@ -61,7 +67,8 @@ def open_checkpoint(path: str, step: int | None, activation: DType) -> Checkpoin
     from t0repro.converters.arithmetic import arithmetic, gin_text
     from t0repro.converters.recognition import recognise
     from t0repro.model.t5 import T5
-    from t0repro.training.train_state import parameters_from_flat_tree
+    from t0repro.partitioning.devices import choose, line_of
+    from t0repro.training.train_state import parameter_shapes, parameters_from_flat_tree
 
     ref = sources.find_checkpoint(path, step)
     tree = sources.load_any(path, step, slots=False)
@@ -100,11 +107,15 @@ def open_checkpoint(path: str, step: int | None, activation: DType) -> Checkpoin
         z_loss=0.0,
         loss_denominator=None,
     )
+    layout = Layout(model=model_parallelism)
+    devices = choose(layout, config, where="--model_parallelism")
+    if devices.mesh.size > 1:
+        print(line_of(devices, layout), file=sys.stderr)
     return Checkpoint(
         path=path,
         step=int(tree.get("state/step", 0)),
         digest=parameters_digest(tree),
-        params=parameters_from_flat_tree(tree, where=path),
+        params=parameters_from_flat_tree(tree, devices.placed(parameter_shapes(tree)), where=path),
         model=T5(config, DTypePolicy("float32", "float32", activation)),
     )
 

@@ -20,6 +20,7 @@ import jax
 import numpy as np
 
 from t0repro.model.t5 import T5
+from t0repro.partitioning.devices import across_devices_of, data_parts, padded_rows
 from t0repro.progress import count_progress
 from t0repro.training.loss import evaluation_metrics, evaluation_sums, loss_denominator
 
@@ -40,7 +41,11 @@ def evaluate_perplexity(
     longest = 0
     with count_progress(len(batches), "evaluating", "batches", "evaluated") as advance:
         for batch in batches:
-            sums = jax.device_get(_sums(model, params, dict(batch)))
+            rows = data_parts(params)
+            parts = {name: padded_rows(x, rows) for name, x in batch.items()}
+            denominator = loss_denominator(model.config, batch)
+            with across_devices_of(params):
+                sums = jax.device_get(_sums(model, params, parts, denominator))
             for name, value in sums.items():
                 totals[name] = totals.get(name, 0.0) + float(value)
             longest = max(longest, int((batch["targets"] > 0).sum(axis=-1).max(initial=0)))
@@ -56,7 +61,8 @@ def evaluate_perplexity(
     }
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _sums(model: T5, params: dict, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    denominator = loss_denominator(model.config, batch)
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def _sums(
+    model: T5, params: dict, batch: dict[str, jax.Array], denominator: float
+) -> dict[str, jax.Array]:
     return evaluation_sums(model, params, batch, denominator=denominator)

@@ -96,7 +96,11 @@ class RankRun:
         self._places = _places(parts, self.pairs.index, content_free is not None)
         self._recall()
         unknown = np.flatnonzero(np.isnan(self.scores))
-        self.plan: Plan = make_plan(self.pairs, tokens_per_batch or suited_tokens(), unknown)
+        if tokens_per_batch is None:
+            from t0repro.evaluation.engine import suited_tokens
+
+            tokens_per_batch = suited_tokens(checkpoint.params)
+        self.plan: Plan = make_plan(self.pairs, tokens_per_batch, unknown)
         # A choice without tokens is not in the plan; its sum over no tokens is 0.
         without = [pair for pair in unknown if not len(self.pairs.targets[pair])]
         self.scores[np.array(without, np.int64)] = 0.0
@@ -207,12 +211,3 @@ def _places(
         found.append(_Place(part, index[start:end], free))
         start = end
     return found
-
-
-def suited_tokens() -> int:
-    """Default number of tokens per batch for the device."""
-    import jax
-
-    from t0repro.evaluation.engine import TOKENS_PER_BATCH
-
-    return TOKENS_PER_BATCH.get(jax.default_backend(), 4096)

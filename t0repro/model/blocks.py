@@ -175,8 +175,8 @@ class Tower(nn.Module):
         if config.logits_from_embedding:
             return embedder.attend(x)
         dtype, float32 = logits_dtype(config, self.dtype), jnp.dtype("float32")
-        init = kernel_initializer(config)
-        return Dense(config.vocab_size, dtype, init, float32, name="logits_dense")(x)
+        init, axes = kernel_initializer(config), ("embed", "vocab")
+        return Dense(config.vocab_size, dtype, init, float32, axes, name="logits_dense")(x)
 
 
 def position_bias(config: ModelConfig, dtype: jnp.dtype, encoder: bool) -> RelativePositionBias:

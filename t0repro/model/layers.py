@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 
 from t0repro.config.run_config import ModelConfig
 from t0repro.model.shapes import Array, Bool, Float, Int
+from t0repro.partitioning.rules import constrain, for_all_groups
 
 # What Mesh TensorFlow adds to the logits of positions that are not visible
 # (attention.visibility_mask_to_attention_bias).
@@ -35,12 +36,14 @@ class Dense(nn.Module):
       dtype: dtype of both factors.
       kernel_init: initializer of the kernel.
       output_dtype: dtype of the accumulation and of the result; defaults to `dtype`.
+      axes: logical axes of the kernel (t0repro.partitioning.rules).
     """
 
     features: int
     dtype: jnp.dtype
     kernel_init: Initializer
     output_dtype: jnp.dtype | None = None
+    axes: tuple[str, str] = ("embed", "embed")
 
     @nn.compact
     def __call__(self, x: Float[Array, "*batch inputs"]) -> Float[Array, "*batch features"]:
@@ -49,8 +52,11 @@ class Dense(nn.Module):
         # Two axes rather than three: XLA on CPU then takes half as long for the gradient.
         rows = x.reshape(-1, x.shape[-1]).astype(self.dtype)
         output_dtype = self.output_dtype or self.dtype
-        y = jnp.dot(rows, kernel.astype(self.dtype), preferred_element_type=output_dtype)
-        return y.reshape(*x.shape[:-1], self.features)
+        # A fully sharded kernel is gathered here, in the activation dtype.
+        kernel = constrain(kernel.astype(self.dtype), *self.axes)
+        y = jnp.dot(rows, kernel, preferred_element_type=output_dtype)
+        y = y.reshape(*x.shape[:-1], self.features)
+        return constrain(y, "batch", *[None] * (y.ndim - 2), self.axes[1])
 
 
 class RMSNorm(nn.Module):
@@ -93,8 +99,9 @@ class Embedding(nn.Module):
 
         Mesh TensorFlow multiplies by a one-hot matrix, whose row for such an id is zero.
         """
-        table = self.embedding.astype(self.dtype)
-        return table.at[ids].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+        table = constrain(self.embedding.astype(self.dtype), "vocab", "embed")
+        vectors = table.at[ids].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+        return constrain(vectors, "batch", None, "embed")
 
     def attend(self, x: Float[Array, "batch length d_model"]) -> Float[Array, "batch length vocab"]:
         """Float32 logits: x times the table; with `scale_tied_logits`, x is first scaled down."""
@@ -102,8 +109,9 @@ class Embedding(nn.Module):
         x = x.astype(dtype)
         if self.config.scale_tied_logits:
             x = x * jnp.asarray(self.config.d_model**-0.5, x.dtype)
-        table = self.embedding.astype(dtype)
-        return jnp.einsum("bld,vd->blv", x, table, preferred_element_type=jnp.float32)
+        table = constrain(self.embedding.astype(dtype), "vocab", "embed")
+        logits = jnp.einsum("bld,vd->blv", x, table, preferred_element_type=jnp.float32)
+        return constrain(logits, "batch", None, "vocab")
 
 
 class Dropout(nn.Module):
@@ -125,7 +133,8 @@ class Dropout(nn.Module):
         shape = list(x.shape)
         if self.broadcast_axis is not None:
             shape[self.broadcast_axis] = 1
-        kept = jax.random.bernoulli(self.make_rng("dropout"), keep, tuple(shape))
+        key = self.make_rng("dropout")
+        kept = for_all_groups(lambda rows: jax.random.bernoulli(key, keep, rows), tuple(shape))
         return x * (kept.astype(x.dtype) / jnp.asarray(keep, x.dtype))
 
 
@@ -149,12 +158,14 @@ class MLP(nn.Module):
         hidden = None
         for index, name in enumerate(names):
             kernel = f"wi_{index}" if len(names) > 1 else "wi"
-            dense = Dense(config.d_ff, self.dtype, kernel_initializer(config), name=kernel)
+            init, axes = kernel_initializer(config), ("embed", "mlp")
+            dense = Dense(config.d_ff, self.dtype, init, axes=axes, name=kernel)
             factor = activation(name)(dense(x))
             hidden = factor if hidden is None else hidden * factor
         assert hidden is not None, "a model has at least one activation"
         hidden = Dropout(config.dropout_rate, -2)(hidden, deterministic=deterministic)
-        return Dense(config.d_model, self.dtype, kernel_initializer(config), name="wo")(hidden)
+        init, axes = kernel_initializer(config), ("mlp", "embed")
+        return Dense(config.d_model, self.dtype, init, axes=axes, name="wo")(hidden)
 
 
 class KeysAndValues(NamedTuple):
@@ -202,7 +213,7 @@ class Attention(nn.Module):
 
         def project(name: str, source: Array, stddev: float) -> Array:
             init = nn.initializers.normal(stddev)
-            y = Dense(heads * d_kv, self.dtype, init, name=name)(source)
+            y = Dense(heads * d_kv, self.dtype, init, axes=("embed", "heads"), name=name)(source)
             return split_heads(y, heads)
 
         query = project("query", x, fan_in * d_kv**-0.5)
@@ -224,7 +235,7 @@ class Attention(nn.Module):
         y = jnp.einsum("bhqk,bhkd->bhqd", weights, value).swapaxes(1, 2)
         y = y.reshape(*y.shape[:-2], heads * d_kv)
         init = nn.initializers.normal((heads * d_kv) ** -0.5)
-        return Dense(config.d_model, self.dtype, init, name="out")(y)
+        return Dense(config.d_model, self.dtype, init, axes=("heads", "embed"), name="out")(y)
 
     def _with_earlier(
         self, name: str, x: Float[Array, "batch heads 1 d_kv"], position: Int[Array, ""]
@@ -240,7 +251,8 @@ def split_heads(
     x: Float[Array, "batch length width"], heads: int
 ) -> Float[Array, "batch heads length d_kv"]:
     """The width of a projection as heads: [batch, heads, length, width / heads]."""
-    return x.reshape(*x.shape[:-1], heads, -1).swapaxes(1, 2)
+    split = x.reshape(*x.shape[:-1], heads, -1).swapaxes(1, 2)
+    return constrain(split, "batch", "heads", None, None)
 
 
 def keys_and_values(
@@ -253,7 +265,8 @@ def keys_and_values(
 
     def project(name: str) -> jax.Array:
         kernel = parameters[name]["kernel"]
-        dense = Dense(kernel.shape[-1], dtype, nn.initializers.zeros)
+        init = nn.initializers.zeros
+        dense = Dense(kernel.shape[-1], dtype, init, axes=("embed", "heads"))
         y = dense.apply({"params": {"kernel": kernel}}, memory)
         assert isinstance(y, jax.Array)
         return split_heads(y, heads)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ def loaded(configuration: Configuration, checkpoints: Iterator[Any]) -> Iterator
     from t0repro.converters.arithmetic import load_configured
     from t0repro.evaluation.opened import Checkpoint, parameters_digest
     from t0repro.model.t5 import T5, initial_parameters
+    from t0repro.partitioning.devices import choose, line_of
     from t0repro.training.train_state import parameters_from_flat_tree
 
     config = configuration.run
@@ -32,6 +34,10 @@ def loaded(configuration: Configuration, checkpoints: Iterator[Any]) -> Iterator
     model = T5(config.model, config.dtypes)
     # Shapes alone say whether a checkpoint fits; nothing is initialised.
     shapes = jax.eval_shape(lambda: initial_parameters(model, jax.random.key(0)))
+    partitioning = choose(config.layout, config.model, where=config.provenance.get("layout"))
+    shapes = partitioning.placed(shapes)
+    if jax.device_count() > 1:
+        print(line_of(partitioning, config.layout), file=sys.stderr)
     for checkpoint in checkpoints:
         tree = load_configured(checkpoint, config.model, slots=False)
         yield Checkpoint(

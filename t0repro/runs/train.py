@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import jax
+from jax.sharding import NamedSharding
 
 from t0repro.config.run_config import RunConfig, TrainDataConfig
 from t0repro.errors import UserError
 from t0repro.model.t5 import T5, count_parameters, initial_parameters
+from t0repro.partitioning.devices import choose, line_of
 from t0repro.training.actions import Action, SaveCheckpoints, ShowProgress, StopOnSignal
 from t0repro.training.checkpoints import (
     checkpoint_path,
@@ -101,9 +103,14 @@ def train(
     schedule = make_schedule(config.schedule)
     # Shapes only: a restored run never allocates the parameters that it would throw away.
     fresh = jax.eval_shape(lambda: _fresh_state(model, optimizer, seed))
-    device = f"{jax.devices()[0].device_kind} ({jax.default_backend()})"
     count = counted(count_parameters(fresh.params), "parameter")
-    say(f"model: {count}, activations {config.dtypes.activation}; device: {device}")
+    say(f"model: {count}, activations {config.dtypes.activation}")
+
+    # ---------------------------------------------------------------- devices
+    rows, where = config.batch_size // config.num_microbatches, config.provenance.get("layout")
+    partitioning = choose(config.layout, config.model, rows=rows, where=where)
+    say(line_of(partitioning, config.layout))
+    fresh = partitioning.placed(fresh)
 
     # ---------------------------------------------------------------- where to start
     model_dir = Path(config.model_dir)
@@ -115,7 +122,7 @@ def train(
         restore_from = checkpoint_path(model_dir, found)
         saved_data = data_folder(restore_from)
     if restore_from is None:
-        state = _fresh_state(model, optimizer, seed)
+        state = _fresh_state(model, optimizer, seed, fresh)
         say(f"start: new parameters from seed {seed}")
     else:
         where = "init_checkpoint"
@@ -155,6 +162,7 @@ def train(
         seed=seed,
         metrics=MetricsManager(model_dir, start_step, writers),
         actions=[ShowProgress(), saving, *actions, signals],
+        partitioning=partitioning,
     )
     try:
         with trainer:
@@ -186,6 +194,11 @@ def _data_of(data: TrainDataConfig) -> str:
     return f"{data.mixture_or_task_name}, split {data.split!r}"
 
 
-def _fresh_state(model: T5, optimizer: Optimizer, seed: int) -> TrainState:
-    """Parameters drawn from the seed, zero slots, step 0."""
+def _fresh_state(
+    model: T5, optimizer: Optimizer, seed: int, like: TrainState | None = None
+) -> TrainState:
+    """Parameters drawn from the seed, zero slots, step 0; divided among devices as `like` is."""
+    if like is not None and isinstance(like.step.sharding, NamedSharding):
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, like)
+        return jax.jit(lambda: _fresh_state(model, optimizer, seed), out_shardings=shardings)()
     return new_train_state(initial_parameters(model, jax.random.key(seed)), optimizer)

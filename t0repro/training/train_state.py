@@ -26,6 +26,7 @@ import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from t0repro.errors import UserError
 from t0repro.parameters import layout
@@ -102,7 +103,7 @@ def _to_optax(tree: FlatTree, like: Any) -> Any:
         flax.serialization.to_state_dict(like), keep_empty_nodes=True, sep="/"
     )
     found = {
-        name: jnp.asarray(tree.get(layout.SLOTS + name, np.zeros(part.shape)), part.dtype)
+        name: _on_devices(tree.get(layout.SLOTS + name, np.zeros(part.shape)), part, part.dtype)
         if hasattr(part, "dtype")
         else part
         for name, part in wanted.items()
@@ -128,7 +129,8 @@ def from_flat_tree(
 
     Args:
       tree: a checkpoint's entries.
-      like: a state of the model and optimizer, for its shapes (one from jax.eval_shape will do).
+      like: a state of the model and optimizer, for its shapes (one from jax.eval_shape will do)
+        and, if there are several devices, for its shardings (`Partitioning.placed`).
       where: the checkpoint's path, for error messages.
 
     Raises:
@@ -136,17 +138,19 @@ def from_flat_tree(
     """
     shapes = flax.traverse_util.flatten_dict(like.params, sep="/")
     check_parameters(tree, {path: tuple(value.shape) for path, value in shapes.items()}, where)
-    params = {path: jnp.asarray(tree[layout.PARAMETERS + path], jnp.float32) for path in shapes}
+    params = {
+        path: _on_devices(tree[layout.PARAMETERS + path], value) for path, value in shapes.items()
+    }
     if not isinstance(like.slots, dict):
         return TrainState(
-            step=jnp.asarray(np.asarray(tree.get(layout.STEP, 0)).astype(np.int32)),
+            step=_on_devices(tree.get(layout.STEP, 0), like.step, np.int32),
             params=flax.traverse_util.unflatten_dict(params, sep="/"),
             slots=_to_optax(tree, like.slots),
         )
     slots = {
         path: Slots(
             **{
-                name: _slot(tree, path, name, tuple(getattr(slot, name).shape), where)
+                name: _slot(tree, path, name, getattr(slot, name), where)
                 for name in layout.SLOT_NAMES
                 if getattr(slot, name) is not None
             }
@@ -154,7 +158,7 @@ def from_flat_tree(
         for path, slot in flat_slots(like.slots).items()
     }
     return TrainState(
-        step=jnp.asarray(np.asarray(tree.get(layout.STEP, 0)).astype(np.int32)),
+        step=_on_devices(tree.get(layout.STEP, 0), like.step, np.int32),
         params=flax.traverse_util.unflatten_dict(params, sep="/"),
         slots=flax.traverse_util.unflatten_dict(slots, sep="/"),
     )
@@ -167,7 +171,8 @@ def parameters_from_flat_tree(
 
     Args:
       tree: a checkpoint's entries; slots may be absent.
-      like: parameters, or their shapes, that the result must match; None takes all there are.
+      like: parameters, or their shapes, that the result must match; None takes all there are. If
+        it has shardings, the parameters are divided so.
       where: the checkpoint's path, for error messages.
 
     Raises:
@@ -176,15 +181,29 @@ def parameters_from_flat_tree(
     if like is not None:
         shapes = flax.traverse_util.flatten_dict(like, sep="/")
         check_parameters(tree, {path: tuple(value.shape) for path, value in shapes.items()}, where)
-        paths = list(shapes)
     else:
-        paths = [
-            name.removeprefix(layout.PARAMETERS)
-            for name in tree
-            if name.startswith(layout.PARAMETERS)
-        ]
-    params = {path: jnp.asarray(tree[layout.PARAMETERS + path], jnp.float32) for path in paths}
+        shapes = flax.traverse_util.flatten_dict(parameter_shapes(tree), sep="/")
+    params = {
+        path: _on_devices(tree[layout.PARAMETERS + path], value) for path, value in shapes.items()
+    }
     return flax.traverse_util.unflatten_dict(params, sep="/")
+
+
+def _on_devices(value: Any, like: Any, dtype: Any = np.float32) -> jax.Array:
+    """A checkpoint's value on the device, or divided among several as `like` is."""
+    sharding = getattr(like, "sharding", None)
+    if isinstance(sharding, NamedSharding):
+        return jax.device_put(np.asarray(value, dtype), sharding)
+    return jnp.asarray(value, dtype)
+
+
+def parameter_shapes(tree: FlatTree) -> dict:
+    """The shapes of a checkpoint's parameters in float32, as a nested dictionary."""
+    shapes = {
+        path: jax.ShapeDtypeStruct(tree[layout.PARAMETERS + path].shape, jnp.float32)
+        for path in _parameter_paths(tree)
+    }
+    return flax.traverse_util.unflatten_dict(shapes, sep="/")
 
 
 def _parameter_paths(tree: Mapping[str, Any]) -> list[str]:
@@ -230,12 +249,13 @@ def check_parameters(
             )
 
 
-def _slot(tree: FlatTree, path: str, name: str, shape: tuple[int, ...], where: str) -> jax.Array:
+def _slot(tree: FlatTree, path: str, name: str, like: Any, where: str) -> jax.Array:
     """A slot's value; zero if the checkpoint has none, or only the dummy of an unused slot."""
+    shape = tuple(like.shape)
     found = (tree.get(entry) for entry in _slot_entries(path, name))
     value = next((value for value in found if value is not None), None)
     if value is None or (value.shape == (1,) and shape != (1,)):
-        return jnp.zeros(shape, jnp.float32)
+        return _on_devices(np.zeros(shape, np.float32), like)
     if tuple(value.shape) != shape:
         raise UserError(
             f"The slot {name} of {path} has shape {list(value.shape)} in the checkpoint and"
@@ -243,4 +263,4 @@ def _slot(tree: FlatTree, path: str, name: str, shape: tuple[int, ...], where: s
             where=where,
             fix="Give the optimizer options that the checkpoint was trained with.",
         )
-    return jnp.asarray(value, jnp.float32)
+    return _on_devices(value, like)

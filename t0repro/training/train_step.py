@@ -9,9 +9,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from t0repro.model.shapes import Array, Float
 from t0repro.model.t5 import T5, Batch
+from t0repro.partitioning.devices import Partitioning
+from t0repro.partitioning.rules import constrain, sums_over_groups
 from t0repro.training.batch_sums import Sums, loss_and_sums
 from t0repro.training.loss import loss_denominator, training_loss, with_loss_weights
 from t0repro.training.optimizers import Optimizer
@@ -41,6 +44,7 @@ def make_train_step(
     num_microbatches: int = 1,
     dropout_key: Array | None = None,
     measured: Measured | None = None,
+    partitioning: Partitioning | None = None,
 ) -> TrainStep:
     """Returns a function to jit: (state, batch) -> (next state, {"loss", "learning_rate"}).
 
@@ -57,6 +61,7 @@ def make_train_step(
       num_microbatches: number of equal parts into which the batch is split.
       dropout_key: PRNG key for dropout; unused if the model's dropout rate is zero.
       measured: what is measured beside the loss; None for nothing.
+      partitioning: the devices, if there are several.
     """
     key = dropout_key if model.config.dropout_rate else None
 
@@ -69,6 +74,7 @@ def make_train_step(
             num_microbatches=num_microbatches,
             dropout_key=step_key,
             measured=measured is not None,
+            partitioning=partitioning,
         )
         learning_rate = schedule(state.step)
         updates, slots = optimizer.update(
@@ -82,6 +88,22 @@ def make_train_step(
         return TrainState(step=state.step + 1, params=params, slots=slots), values
 
     return train_step
+
+
+def jitted_train_step(
+    train_step: TrainStep, state: TrainState, partitioning: Partitioning | None
+) -> Any:
+    """The train step under jit; it reuses the state's buffers and leaves each part where it is.
+
+    Args:
+      train_step: from `make_train_step`.
+      state: a state, or its shapes.
+      partitioning: the devices; None for one. Lower the result in its `active` context.
+    """
+    if partitioning is None:
+        return jax.jit(train_step, donate_argnums=0)
+    shardings = (partitioning.shardings(state), NamedSharding(partitioning.mesh, PartitionSpec()))
+    return jax.jit(train_step, donate_argnums=0, out_shardings=shardings)
 
 
 def loss_and_gradients(
@@ -111,8 +133,13 @@ def loss_sums_and_gradients(
     num_microbatches: int = 1,
     dropout_key: Array | None = None,
     measured: bool = False,
+    partitioning: Partitioning | None = None,
 ) -> tuple[Float[Array, ""], Sums, dict]:
-    """`loss_and_gradients`, and the sums of T5X's metrics if `measured`, else no sums."""
+    """`loss_and_gradients`, and the sums of T5X's metrics if `measured`, else no sums.
+
+    On several devices gradients are added up between them after the last microbatch; if fully
+    sharded after each, since no device has room for all gradients.
+    """
     # Of the whole batch, so that the microbatches' losses and gradients add up.
     batch = with_loss_weights(model.config, batch)
     denominator = loss_denominator(model.config, batch)
@@ -121,27 +148,32 @@ def loss_sums_and_gradients(
         function = loss_and_sums if measured else _loss_alone
         return function(model, params, part, denominator=denominator, dropout_key=key)
 
-    def of_part(part: Batch, index: jax.Array | int) -> tuple[jax.Array, Sums, dict]:
+    def of_part(params: dict, part: Batch, index: jax.Array | int) -> tuple[jax.Array, Sums, dict]:
         key = None if dropout_key is None else jax.random.fold_in(dropout_key, index)
         (loss, sums), gradients = jax.value_and_grad(loss_of, has_aux=True)(params, part, key)
         return loss, sums, gradients
 
     if num_microbatches == 1:
-        return of_part(batch, 0)
+        return of_part(params, batch, 0)
 
-    def add(total: Any, item: tuple) -> tuple[Any, None]:
-        return jax.tree.map(jnp.add, total, of_part(*item)), None
+    def of_parts(params: dict, parts: dict[str, jax.Array]) -> tuple[jax.Array, Sums, dict]:
+        def add(total: Any, item: tuple) -> tuple[Any, None]:
+            return jax.tree.map(jnp.add, total, of_part(params, *item)), None
+
+        first = jax.tree.map(lambda x: x[0], parts)
+        _, sums, _ = jax.eval_shape(of_part, params, first, 0)
+        zeros = (
+            jnp.float32(0.0),
+            jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), sums),
+            jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params),
+        )
+        return jax.lax.scan(add, zeros, (parts, jnp.arange(num_microbatches)))[0]
 
     parts = split_into_microbatches(batch, num_microbatches)
-    first = jax.tree.map(lambda x: x[0], parts)
-    _, sums, _ = jax.eval_shape(of_part, first, 0)
-    zeros = (
-        jnp.float32(0.0),
-        jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), sums),
-        jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params),
-    )
-    total, _ = jax.lax.scan(add, zeros, (parts, jnp.arange(num_microbatches)))
-    return total
+    if partitioning is None or partitioning.fully_sharded or partitioning.data == 1:
+        return of_parts(params, parts)
+    specs = jax.tree.map(lambda sharding: sharding.spec, partitioning.shardings(params))
+    return sums_over_groups(of_parts, params, parts, partitioning.data, specs)
 
 
 def _loss_alone(*args: Any, **options: Any) -> tuple[jax.Array, Sums]:
@@ -151,6 +183,9 @@ def _loss_alone(*args: Any, **options: Any) -> tuple[jax.Array, Sums]:
 def split_into_microbatches(batch: Batch, count: int) -> dict[str, jax.Array]:
     """Reshapes each feature [batch, length] to [count, batch / count, length]."""
     return {
-        name: jnp.moveaxis(jnp.asarray(x).reshape(x.shape[0] // count, count, *x.shape[1:]), 1, 0)
+        name: constrain(
+            jnp.moveaxis(jnp.asarray(x).reshape(x.shape[0] // count, count, *x.shape[1:]), 1, 0),
+            *(None, "batch", *[None] * (x.ndim - 1)),
+        )
         for name, x in batch.items()
     }

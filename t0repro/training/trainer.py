@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -16,6 +17,7 @@ import numpy as np
 
 from t0repro.errors import UserError
 from t0repro.model.t5 import T5
+from t0repro.partitioning.devices import Partitioning
 from t0repro.training.actions import Action
 from t0repro.training.loss import (
     count_examples,
@@ -28,7 +30,7 @@ from t0repro.training.metrics import MetricsManager, StepMetrics
 from t0repro.training.optimizers import Optimizer
 from t0repro.training.schedules import Schedule
 from t0repro.training.train_state import TrainState
-from t0repro.training.train_step import make_train_step
+from t0repro.training.train_step import jitted_train_step, make_train_step
 from t0repro.words import counted
 
 NumpyBatch = Mapping[str, np.ndarray]
@@ -65,6 +67,7 @@ class Trainer:
       seed: seed for dropout.
       metrics: where to write metrics; None writes none.
       actions: run between steps, in this order.
+      partitioning: the devices that the state is divided among; None if it is on one.
 
     Attributes:
       step: the global step, that is the number of updates done.
@@ -82,16 +85,24 @@ class Trainer:
         seed: int = 0,
         metrics: MetricsManager | None = None,
         actions: Sequence[Action] = (),
+        partitioning: Partitioning | None = None,
     ):
         self._model, self._state = model, state
         self._metrics, self._actions = metrics, actions
         self._num_microbatches = num_microbatches
         # Fold in a constant, because parameters are drawn with the seed's key itself.
         key = jax.random.fold_in(jax.random.key(seed), 1) if model.config.dropout_rate else None
+        several = partitioning is not None and partitioning.mesh.size > 1
+        self._partitioning = partitioning if several else None
         train_step = make_train_step(
-            model, optimizer, schedule, num_microbatches=num_microbatches, dropout_key=key
+            model,
+            optimizer,
+            schedule,
+            num_microbatches=num_microbatches,
+            dropout_key=key,
+            partitioning=self._partitioning,
         )
-        self._train_step = jax.jit(train_step, donate_argnums=0)
+        self._train_step = jitted_train_step(train_step, state, self._partitioning)
         self._evaluate = jax.jit(evaluation_sums, static_argnums=0)
         self._compiled: dict[Any, Callable] = {}
         self._pending: _Pending | None = None
@@ -123,7 +134,7 @@ class Trainer:
           UserError: if the batch lacks a feature, or its size is not a multiple of the number of
             microbatches.
         """
-        self._step_for(_device_batch(batch))
+        self._step_for(self._on_devices(batch))
 
     def train(self, batches: Iterable[NumpyBatch], num_steps: int) -> int:
         """Does up to `num_steps` updates and returns how many it did.
@@ -171,9 +182,11 @@ class Trainer:
         sums: dict[str, float] = collections.defaultdict(float)
         for batch in batches:
             denominator = loss_denominator(self._model.config, batch)
-            values = self._evaluate(
-                self._model, self._state.params, _device_batch(batch), denominator=denominator
-            )
+            features = self._on_devices(batch)
+            with self._active():
+                values = self._evaluate(
+                    self._model, self._state.params, features, denominator=denominator
+                )
             for name, value in jax.device_get(values).items():
                 sums[name] += float(value)
         metrics = evaluation_metrics(sums)
@@ -196,7 +209,7 @@ class Trainer:
 
     def _do_step(self, batch: NumpyBatch) -> None:
         """Starts one update and records the one before."""
-        on_device = _device_batch(batch)
+        on_device = self._on_devices(batch)
         step = self._step_for(on_device)
         # The first step's clock starts after compilation.
         self._read_at = self._read_at or time.perf_counter()
@@ -221,8 +234,22 @@ class Trainer:
                     where="utils.run.batch_size",
                     fix="Choose a batch size that is a multiple of the number of microbatches.",
                 )
-            self._compiled[shapes] = self._train_step.lower(self._state, batch).compile()
+            with self._active():
+                self._compiled[shapes] = self._train_step.lower(self._state, batch).compile()
         return self._compiled[shapes]
+
+    def _on_devices(self, batch: NumpyBatch) -> dict[str, jax.Array]:
+        """Sends the features that the model reads to the devices."""
+        features = _features(batch)
+        if self._partitioning is None:
+            return jax.device_put(features)
+        return self._partitioning.put_batch(features)
+
+    def _active(self) -> contextlib.AbstractContextManager[Any]:
+        """A context in which what is traced is divided among the devices."""
+        return (
+            contextlib.nullcontext() if self._partitioning is None else self._partitioning.active()
+        )
 
     def _record(self, pending: _Pending) -> None:
         """Waits for a step's loss, then writes its metrics and passes them to the actions."""
@@ -249,8 +276,8 @@ class Trainer:
             action.on_metrics(metrics)
 
 
-def _device_batch(batch: NumpyBatch) -> dict[str, jax.Array]:
-    """Sends the features that the model reads to the device."""
+def _features(batch: NumpyBatch) -> dict[str, np.ndarray]:
+    """The features that the model reads."""
     missing = [name for name in ("inputs", "targets") if name not in batch]
     if missing:
         raise UserError(
@@ -258,4 +285,4 @@ def _device_batch(batch: NumpyBatch) -> dict[str, jax.Array]:
             where="the batches",
             fix="Train an encoder-decoder model on a task with inputs and targets.",
         )
-    return jax.device_put({name: batch[name] for name in FEATURES if name in batch})
+    return {name: batch[name] for name in FEATURES if name in batch}

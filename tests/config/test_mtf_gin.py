@@ -8,6 +8,7 @@ from t0repro.config.mtf import dialect
 from t0repro.config.mtf.parser import GinInputs
 from t0repro.config.run_config import (
     AdamWeightDecayConfig,
+    Layout,
     MomentumConfig,
     RunConfig,
     ScheduleConfig,
@@ -313,3 +314,29 @@ def test_the_folder_of_tensorflow_datasets_is_handed_to_seqio(monkeypatch):
     )
     dialect.load(inputs)
     assert seqio.LazyTfdsLoader("a_dataset:1.0.0", data_dir="its_own").data_dir == "elsewhere"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "layout"),
+    [
+        ([], Layout()),
+        (["utils.run.mesh_shape = 'batch:4,model:2'"], Layout(data=4, model=2)),
+        (["utils.run.mesh_shape = 'all:8'", "utils.run.layout_rules = 'batch:all'"], Layout(8, 1)),
+        (["utils.run.mesh_shape = 'model:2'"], Layout(1, 2)),
+        (
+            [
+                "utils.run.mesh_shape = @utils.tpu_mesh_shape()",
+                "utils.tpu_mesh_shape.tpu_topology = 'v3-512'",
+                "utils.tpu_mesh_shape.model_parallelism = 8",
+            ],
+            Layout(data=64, model=8, topology="v3-512"),  # T0's own
+        ),
+    ],
+)
+def test_mesh_shape_and_layout_rules_are_the_layout(overrides, layout):
+    assert load("run.batch_size = 64", *overrides).layout == layout
+
+
+def test_a_rule_that_divides_d_model_is_refused():
+    with pytest.raises(UserError, match="d_model"):
+        load("utils.run.mesh_shape = 'model:2'", "utils.run.layout_rules = 'd_model:model'")

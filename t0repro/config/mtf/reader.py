@@ -13,6 +13,7 @@ from t0repro.config.mtf import decoding as mtf_decoding
 from t0repro.config.mtf import model as mtf_model
 from t0repro.config.mtf import optimizer as mtf_optimizer
 from t0repro.config.mtf.arguments import RunArguments
+from t0repro.config.mtf.layout import layout_of
 from t0repro.config.mtf.parser import MESH_TRANSFORMER, UTILS
 from t0repro.config.mtf.run_inputs import InputsReader
 from t0repro.config.provenance import Bindings
@@ -117,6 +118,7 @@ class _ConfigReader:
             "eval_checkpoint_step": inputs.eval_checkpoint_step,
             "scores_filename": self._gin.argument(f"{UTILS}.save_scores", "scores_filename"),
             "vocabulary": getattr(inputs.vocabularies[0], "sentencepiece_model_file", None),
+            "layout": layout_of(self._gin, inputs.tpu_mesh),
         }
         for name in (
             "save_checkpoints_steps", "keep_checkpoint_max", "eval_summary_dir", "eval_dir_suffix",

@@ -10,11 +10,14 @@ from t0repro.config.t5x import data, records
 from t0repro.config.t5x import model as t5x_model
 from t0repro.config.t5x import optimizer as t5x_optimizer
 from t0repro.config.t5x.gin_files import Parsed
+from t0repro.config.t5x.layout import layout_of
 from t0repro.config.t5x.places import Places, provenance
 from t0repro.config.training_plan import TrainingPlan
 from t0repro.errors import UserError
 
+_PARTITIONS = "partitioning.PjitPartitioner.num_partitions"
 _FIELDS = {
+    "layout": _PARTITIONS,
     "model_dir": "train.model_dir",
     "train_steps": "train.total_steps",
     "batch_size": "train/utils.DatasetConfig.batch_size",
@@ -87,6 +90,7 @@ def train_config(parsed: Parsed) -> RunConfig:
         keep_checkpoint_max=plan.save and plan.save.keep,
         init_checkpoint=_init_checkpoint(plan),
         plan=plan,
+        layout=layout_of(program.partitioner, places.place(_PARTITIONS)),
         provenance=_provenance(places),
         **shared_fields(program.model),
     )

@@ -1,0 +1,86 @@
+"""`t0repro precompile`: whether a run fits on devices, here or not, and how long a step takes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from t0repro.cli.gin_options import GinFiles, GinFolders, GinParams, Modules
+
+
+def precompile(
+    gin_file: GinFiles = None,
+    gin_param: GinParams = None,
+    gin_location_prefix: GinFolders = None,
+    module_import: Modules = None,
+    topology: Annotated[
+        str | None,
+        typer.Option(help="v3-512, v4-128, v5e-256, ..., cpu-8; the devices at hand by default."),
+    ] = None,
+    model_parallelism: Annotated[
+        int | None, typer.Option(min=1, help="Devices that share each layer, instead of gin's.")
+    ] = None,
+    fully_sharded: Annotated[
+        bool, typer.Option("--fully_sharded", help="Divide parameters and slots among all devices.")
+    ] = False,
+    num_microbatches: Annotated[
+        int | None, typer.Option(min=1, help="Microbatches of a batch, instead of gin's.")
+    ] = None,
+    hlo: Annotated[Path | None, typer.Option(help="Folder for the compiled programs.")] = None,
+) -> None:
+    """Compile a run's steps and say what they need: memory, operations, communication, time.
+
+    Compiles the train step, or scoring and generation, for a TPU slice (with libtpu, the extra
+    tpu), for virtual CPU devices, or for the devices at hand. Nothing is allocated or run.
+
+    Example:
+      t0repro precompile --topology v3-8 --module_import t0repro.tasks.demo --gin_file dataset.gin
+        --gin_file demo/t5.1.1.demo.gin --gin_param "MIXTURE_NAME = 'demo_train'"
+        --gin_param "run.train_steps = 100" --gin_param "utils.run.mesh_shape = []"
+    """
+    # Compiling for devices that are not here takes none of those that are.
+    if topology is not None:
+        os.environ["JAX_PLATFORMS"] = "cpu"
+    from t0repro.config.mtf.dialect import load
+    from t0repro.config.mtf.parser import GinInputs
+
+    inputs = GinInputs(
+        model_dir="",
+        gin_files=gin_file or (),
+        gin_params=gin_param or (),
+        location_prefixes=gin_location_prefix or (),
+        module_imports=module_import or (),
+    )
+    devices, chip, float32 = _devices(topology)
+    config = load(inputs, float32_activations=float32).run
+    from t0repro.runs.precompile import adjusted
+    from t0repro.runs.precompile import precompile as compiled
+
+    config = adjusted(config, model_parallelism, fully_sharded, num_microbatches)
+    for line in compiled(config, devices, chip, hlo):
+        typer.echo(line)
+
+
+def _devices(topology: str | None) -> tuple:
+    """What to compile for, what is published about it, and whether it computes in float32."""
+    import jax
+
+    from t0repro.errors import UserError
+    from t0repro.partitioning import topologies
+
+    if topology is not None and not topology.startswith("cpu"):
+        return *topologies.devices_of(topology), False
+    if topology is not None:
+        count = topology.removeprefix("cpu-")
+        if not count.isdigit() or not int(count):
+            raise UserError(
+                f"There is no topology {topology!r}.",
+                where="--topology",
+                fix="Give a number of virtual CPU devices, as cpu-8.",
+            )
+        jax.config.update("jax_num_cpu_devices", int(count))
+    devices = jax.devices()
+    return devices, topologies.published(devices[0]), devices[0].platform == "cpu"

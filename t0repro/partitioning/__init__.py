@@ -1,0 +1,1 @@
+"""Which device holds and computes which part of a run, on one device or on many."""

@@ -1,0 +1,131 @@
+"""The communication of a compiled program, read off its HLO text."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+import re
+from collections.abc import Iterator
+
+KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+
+_BITS = {"pred": 8, "s4": 4, "u4": 4}
+_HEAD = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) .*\{$")
+_OPERATION = re.compile(rf"= (?P<type>.*?) (?P<kind>{'|'.join(KINDS)})(?P<start>-start)?\(")
+_CALLED = re.compile(
+    r"(?:body|condition|to_apply|calls|called_computations|branch_computations)="
+    r"(?:\{(?P<many>[^}]*)\}|%?(?P<one>[\w.\-]+))"
+)
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_ARRAY = re.compile(r"\b([a-z]+\d+|pred|s4|u4|f8\w+)\[([\d,]*)\]")
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One operation in which devices exchange data.
+
+    Attributes:
+      kind: its name in HLO, one of `KINDS`.
+      result: bytes of its result on each device.
+      group: number of devices that take part together.
+      in_loop: whether it is in the body of a loop.
+      times: how often it runs in one call of the program; a loop of unknown length counts once.
+    """
+
+    kind: str
+    result: int
+    group: int
+    in_loop: bool
+    times: int
+
+    @property
+    def sent(self) -> int:
+        """Bytes that a device sends in one call of the program, around a ring of its group."""
+        others = (self.group - 1) / self.group
+        factor = {
+            "all-reduce": 2 * others,
+            "all-gather": others,
+            "reduce-scatter": self.group - 1,
+            "all-to-all": others,
+        }.get(self.kind, 1.0)
+        return math.ceil(self.result * factor * self.times)
+
+
+def collectives(hlo: str) -> list[Collective]:
+    """Every collective operation of a compiled program.
+
+    Args:
+      hlo: what `as_text` of a compiled function returns.
+    """
+    lines = _computations(hlo)
+    calls = {name: list(_calls(body)) for name, body in lines.items()}
+    entry = re.search(r"^ENTRY %?([\w.\-]+) ", hlo, re.M)
+    if entry is None:
+        return []
+    runs: dict[str, tuple[int, bool]] = {}
+
+    def visit(name: str, times: int, in_loop: bool) -> None:
+        before = runs.get(name, (0, False))
+        runs[name] = (before[0] + times, before[1] or in_loop)
+        for called, trips, loop in calls.get(name, ()):
+            visit(called, times * trips, in_loop or loop)
+
+    visit(entry[1], 1, False)
+    return [
+        Collective(kind, size, group, in_loop, times)
+        for name, (times, in_loop) in runs.items()
+        for kind, size, group in _operations(lines.get(name, []))
+    ]
+
+
+def counts(found: list[Collective]) -> dict[str, int]:
+    """Number of operations of each kind, those in a loop apart: {"all-reduce in loop": 24, ...}."""
+    names = [f"{item.kind} in loop" if item.in_loop else item.kind for item in found]
+    return dict(sorted(collections.Counter(names).items()))
+
+
+def _computations(hlo: str) -> dict[str, list[str]]:
+    """The lines of each computation, by its name."""
+    lines: dict[str, list[str]] = {}
+    body: list[str] = []
+    for line in hlo.splitlines():
+        if line[:1] not in (" ", "}", "") and (head := _HEAD.match(line)):
+            body = lines[head["name"]] = []
+        else:
+            body.append(line)
+    return lines
+
+
+def _calls(body: list[str]) -> Iterator[tuple[str, int, bool]]:
+    """The computations that one calls: name, how often, and whether as the body of a loop."""
+    for line in body:
+        loop = " while(" in line
+        known = _TRIPS.search(line) if loop else None
+        for match in _CALLED.finditer(line):
+            for name in (match["many"] or match["one"]).split(","):
+                yield name.strip().lstrip("%"), int(known[1]) if known else 1, loop
+
+
+def _operations(body: list[str]) -> Iterator[tuple[str, int, int]]:
+    """The collectives of a computation: kind, bytes of the result, size of a group."""
+    for line in body:
+        if match := _OPERATION.search(line):
+            sizes = [_bytes(*array) for array in _ARRAY.findall(match["type"])]
+            if match["start"] and match["kind"] in ("all-gather", "collective-permute"):
+                sizes = sizes[len(sizes) // 2 :]  # the first half are its operands
+            yield match["kind"], sum(sizes), _group(line)
+
+
+def _bytes(dtype: str, shape: str) -> int:
+    bits = _BITS.get(dtype) or int((re.search(r"\d+", dtype) or ["8"])[0])
+    return math.prod(int(size) for size in shape.split(",") if size) * bits // 8
+
+
+def _group(line: str) -> int:
+    """Size of a group: of `replica_groups={{0,1},{2,3}}` 2, of `replica_groups=[4,2]<=[8]` 2."""
+    if match := re.search(r"replica_groups=\[\d+,(\d+)\]", line):
+        return int(match[1])
+    if match := re.search(r"replica_groups=\{\{([\d,]*)\}", line):
+        return match[1].count(",") + 1
+    return 2  # a permutation has pairs, no groups

@@ -1,0 +1,251 @@
+"""Chooses the devices of a run, and places its parameters, slots and batches on them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from t0repro.config.run_config import Layout, ModelConfig
+from t0repro.errors import UserError
+from t0repro.parameters import layout as parameters
+from t0repro.partitioning.rules import DATA, MODEL, parameter_spec, slot_spec
+from t0repro.words import counted
+
+
+@dataclasses.dataclass(frozen=True)
+class Partitioning:
+    """The devices of a run and what each of them holds.
+
+    Attributes:
+      mesh: devices by (data, model).
+      fully_sharded: whether parameters and slots are divided along `data` too.
+      at_hand: number of devices that there are, used or not.
+    """
+
+    mesh: Mesh
+    fully_sharded: bool
+    at_hand: int
+
+    @property
+    def data(self) -> int:
+        """Number of parts that a batch is divided into."""
+        return self.mesh.shape[DATA]
+
+    @property
+    def model(self) -> int:
+        """Number of devices that share each layer."""
+        return self.mesh.shape[MODEL]
+
+    def __str__(self) -> str:
+        kind = self.mesh.devices.flat[0].device_kind
+        of = f" of {self.at_hand}" if self.at_hand > self.mesh.size else ""
+        fully = ", fully sharded" if self.fully_sharded else ""
+        return (
+            f"devices: {self.mesh.size}{of} x {kind}, data {self.data}, model {self.model}{fully}"
+        )
+
+    def active(self) -> contextlib.AbstractContextManager[Any]:
+        """A context in which what is traced is divided among these devices, if they are several."""
+        return contextlib.nullcontext() if self.mesh.size == 1 else jax.set_mesh(self.mesh)
+
+    def shardings(self, tree: Any) -> Any:
+        """The sharding of every array of a tree of parameters, or of a train state.
+
+        Args:
+          tree: parameters, or a train state (its optimizer slots are found by the path of the
+            parameter in theirs); shapes are enough.
+        """
+        flat, structure = jax.tree_util.tree_flatten_with_path(tree)
+        shapes = {_name(path): tuple(leaf.shape) for path, leaf in flat}
+        specs = [self._spec(name, shape, shapes) for name, shape in shapes.items()]
+        return structure.unflatten([NamedSharding(self.mesh, spec) for spec in specs])
+
+    def _spec(
+        self, name: str, shape: tuple[int, ...], shapes: Mapping[str, tuple[int, ...]]
+    ) -> PartitionSpec:
+        """How one array is divided, by its path in the tree; whole if it is of another kind."""
+        if not name.startswith("slots/"):
+            return self._parameter(name.removeprefix("params/"))
+        path, _, slot = name.removeprefix("slots/").rpartition("/")
+        if slot in parameters.SLOT_NAMES:
+            of = shapes.get(f"params/{path}", ())
+            spec = slot_spec(self._parameter(path), slot, of) if len(of) > 1 else PartitionSpec()
+            return spec if len(spec) == len(shape) else PartitionSpec()
+        # Optax's states hold trees of parameters somewhere inside: 0/mu/encoder/...
+        parts = name.split("/")
+        for start in range(1, len(parts)):
+            path = "/".join(parts[start:])
+            if shapes.get(f"params/{path}") == shape:
+                return self._parameter(path)
+        return PartitionSpec()
+
+    def _parameter(self, path: str) -> PartitionSpec:
+        return parameter_spec(path, fully_sharded=self.fully_sharded)
+
+    def placed(self, tree: Any) -> Any:
+        """The shapes of a tree (see `shardings`) with where each array belongs.
+
+        On one device nothing is added, so that what is made like it stays on the default device.
+        """
+        if self.mesh.size == 1:
+            return tree
+        return jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            tree,
+            self.shardings(tree),
+        )
+
+    def put_batch(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+        """Divides a batch's rows among the devices; if they do not divide, each has all of them."""
+        sharding = self.batch_sharding(len(next(iter(batch.values()))))
+        return jax.device_put(dict(batch), sharding)
+
+    def batch_sharding(self, rows: int) -> NamedSharding:
+        """How a feature of so many rows is divided."""
+        divides = rows % self.data == 0
+        return NamedSharding(self.mesh, PartitionSpec(DATA) if divides else PartitionSpec())
+
+
+def partitioning_of(tree: Any) -> Mesh | None:
+    """The mesh that the arrays of a tree are divided among; None if they are on one device."""
+    sharding = getattr(jax.tree.leaves(tree)[0], "sharding", None)
+    if isinstance(sharding, NamedSharding) and sharding.mesh.size > 1:
+        assert isinstance(sharding.mesh, Mesh)
+        return sharding.mesh
+    return None
+
+
+@contextlib.contextmanager
+def across_devices_of(tree: Any):
+    """A context in which what is traced is divided among the devices that hold a tree."""
+    mesh = partitioning_of(tree)
+    with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+        yield
+
+
+def data_parts(tree: Any) -> int:
+    """Number of parts that a batch is divided into, given where a model's parameters are."""
+    mesh = partitioning_of(tree)
+    return 1 if mesh is None else mesh.shape[DATA]
+
+
+def padded_rows(x: np.ndarray, parts: int) -> np.ndarray:
+    """An array with rows of zeros added until their number divides among so many parts."""
+    missing = -len(x) % parts
+    return np.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1)) if missing else x
+
+
+# ---- Choosing -----------------------------------------------------------------------------------
+
+
+def choose(
+    layout: Layout,
+    model: ModelConfig,
+    *,
+    rows: int | None = None,
+    devices: Sequence[Any] | None = None,
+    where: str | None = None,
+) -> Partitioning:
+    """Arranges the devices at hand as a run's layout asks.
+
+    One device is one device, whatever the layout is. A layout without `data`, or made for another
+    TPU slice, takes all devices; of those it leaves over as many as the batch cannot be divided
+    among.
+
+    Args:
+      layout: the run's layout.
+      model: the model's shape, whose heads, d_ff and vocabulary are divided.
+      rows: rows of a microbatch when training; None if any number may be padded.
+      devices: what to choose from; jax.devices() by default.
+      where: where the layout was set, for messages.
+
+    Raises:
+      UserError: naming what does not divide.
+    """
+    devices = list(jax.devices() if devices is None else devices)
+    if len(devices) == 1:
+        return _arranged(devices, 1, 1, False, 1)
+    flexible = layout.data is None or layout.topology is not None
+    data = layout.data
+    if flexible:
+        groups, left = divmod(len(devices), layout.model)
+        if left or not groups:
+            raise UserError(
+                f"The {len(devices)} devices do not divide into groups of {layout.model} that"
+                " share a model.",
+                where=where,
+                fix=f"Choose a model parallelism that divides {len(devices)}.",
+            )
+        bounds = [rows] if rows is not None else []
+        bounds += [model.d_model] if layout.fully_sharded else []
+        data = math.gcd(groups, *bounds)
+    assert data is not None
+    if data * layout.model > len(devices):
+        raise UserError(
+            f"Data {data} x model {layout.model} takes {data * layout.model} devices; there"
+            f" are {len(devices)}.",
+            where=where,
+            fix="Choose sizes whose product is at most the number of devices.",
+        )
+    check_divides(dataclasses.replace(layout, data=data), model, rows, where)
+    return _arranged(devices, data, layout.model, layout.fully_sharded, len(devices))
+
+
+def check_divides(
+    layout: Layout, model: ModelConfig, rows: int | None, where: str | None = None
+) -> None:
+    """Raises a UserError naming the first dimension that a layout cannot divide."""
+    divided = [
+        ("num_heads", model.num_heads, MODEL, layout.model),
+        ("d_ff", model.d_ff, MODEL, layout.model),
+        ("the vocabulary", model.vocab_size, MODEL, layout.model),
+    ]
+    if layout.data is not None and rows is not None:
+        divided.append(("a microbatch of rows", rows, DATA, layout.data))
+    if layout.data is not None and layout.fully_sharded:
+        divided.append(("d_model", model.d_model, DATA, layout.data))
+    for name, size, axis, parts in divided:
+        if size % parts:
+            raise UserError(
+                f"{name[0].upper()}{name[1:]}, {size:,}, does not divide among {axis} {parts}.",
+                where=where,
+                fix=f"Choose a size of the axis {axis} that divides {size:,}.",
+            )
+
+
+def line_of(partitioning: Partitioning, layout: Layout) -> str:
+    """Which devices a run uses, in one line: "devices: 8 x cpu, data 4, model 2"."""
+    if partitioning.mesh.size > 1:
+        return str(partitioning)
+    line = f"devices: 1 x {partitioning.mesh.devices.flat[0].device_kind}"
+    asked = (layout.data or 1) * layout.model
+    if asked == 1:
+        return line
+    sizes = f"data {layout.data or 1}, model {layout.model}"
+    return f"{line} ({sizes} is for {counted(asked, 'device')})"
+
+
+def _arranged(
+    devices: Sequence[Any], data: int, model: int, fully_sharded: bool, at_hand: int
+) -> Partitioning:
+    """The first devices as a mesh; on TPUs, neighbours share a model."""
+    chosen = list(devices)[: data * model]
+    if chosen[0].platform == "tpu" and len(chosen) == len(devices) > 1:
+        from jax.experimental import mesh_utils
+
+        array = mesh_utils.create_device_mesh((data, model), chosen)
+    else:
+        array = np.array(chosen, dtype=object).reshape(data, model)
+    mesh = Mesh(array, (DATA, MODEL), axis_types=(AxisType.Auto,) * 2)
+    return Partitioning(mesh, fully_sharded, at_hand)
+
+
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")

@@ -1,0 +1,162 @@
+"""The one table that says how tensors are divided among devices.
+
+Devices form a mesh of two axes, `data` and `model`. Each axis of a tensor has a logical name, and
+the table says along which axis of the mesh it is divided:
+
+    logical axis   of                                             divided along
+    batch          activations                                    data
+    heads          attention kernels, queries, keys and values    model
+    mlp            the feed-forward layer                         model
+    vocab          the embedding, the logits                      model
+    embed          parameters and slots, if fully sharded         data
+
+Everything else is whole on every device: norms, lengths, buckets of the position bias. XLA derives
+the communication from this (GSPMD, https://arxiv.org/abs/2105.04663).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
+from jax.sharding import PartitionSpec
+
+from t0repro.parameters import layout
+
+DATA, MODEL = "data", "model"
+RULES = {"batch": DATA, "heads": MODEL, "mlp": MODEL, "vocab": MODEL}
+FULLY_SHARDED = {**RULES, "embed": DATA}
+
+# The logical axis of each size in the table of parameters (t0repro.parameters.layout).
+_LOGICAL = {
+    "d_model": "embed",
+    "d_ff": "mlp",
+    "joined_kv": "heads",
+    "num_heads": "heads",
+    "vocab_size": "vocab",
+    "relative_attention_num_buckets": "buckets",
+}
+
+
+def parameter_axes(path: str) -> tuple[str, ...]:
+    """The logical axes of the parameter at a path of T5X's tree; () if there is no such one."""
+    found = layout.find_row(path, "t5x") or layout.find_row(path, "t5x", decoder_only=True)
+    return tuple(_LOGICAL[size] for size in found[0].axes) if found else ()
+
+
+def parameter_spec(path: str, *, fully_sharded: bool) -> PartitionSpec:
+    """How the parameter at a path is divided; vectors are whole on every device."""
+    axes = parameter_axes(path)
+    rules = FULLY_SHARDED if fully_sharded else RULES
+    return PartitionSpec(*map(rules.get, axes)) if len(axes) > 1 else PartitionSpec()
+
+
+def slot_spec(spec: PartitionSpec, slot: str, shape: Sequence[int]) -> PartitionSpec:
+    """How an optimizer slot is divided: like its parameter, less the axis that it averages over.
+
+    Args:
+      spec: how the parameter is divided.
+      slot: the slot's name, as in t0repro.parameters.layout.SLOT_NAMES.
+      shape: the parameter's shape.
+    """
+    if slot not in ("v_row", "v_col"):
+        return spec
+    dropped = layout.t5x_dropped_axes(shape)[slot]
+    return PartitionSpec(*(name for axis, name in enumerate(spec) if axis != dropped))
+
+
+def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
+    """Divides an array of a jitted computation as the table says, among the mesh in scope.
+
+    Without a mesh (`jax.set_mesh`), as on one device, it returns the array itself. An axis whose
+    size does not divide is left whole.
+
+    Args:
+      x: an activation; or a parameter, which a fully sharded run gathers thereby.
+      axes: the logical name of each axis of x, or None.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return x
+    rules = {**RULES, "batch": None} if _groups() > 1 else RULES
+    names = [rules.get(axis) if axis else None for axis in axes]
+    divided = [
+        name if name and size % mesh.shape[name] == 0 else None
+        for name, size in zip(names, x.shape, strict=True)
+    ]
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*divided))
+
+
+# ---- Each part of a batch by itself -------------------------------------------------------------
+
+_GROUP = "group"
+
+
+def sums_over_groups(
+    function: Callable[..., Any], params: Any, batches: Any, groups: int, specs: Any
+) -> Any:
+    """Sums of a function of parts of a batch, added up between devices only once, at the end.
+
+    XLA would add up gradients at the end of every microbatch. Here each group of devices along
+    `data` has, for the time of the function, parameters of its own: the same values with one more
+    axis, divided along `data`, which takes no memory and no communication. So nothing is added
+    across the groups until the function is done with all of its microbatches.
+
+    Args:
+      function: (params, batches of one group) -> a tree of sums.
+      params: the parameters.
+      batches: arrays [microbatches, rows, ...], divided by rows.
+      groups: the size of the mesh along `data`.
+      specs: how each parameter is divided.
+    """
+
+    def own(p: jax.Array, spec: PartitionSpec) -> jax.Array:
+        copies = jnp.broadcast_to(p, (groups, *p.shape))
+        return jax.lax.with_sharding_constraint(copies, PartitionSpec(DATA, *spec))
+
+    def by_group(x: jax.Array) -> jax.Array:
+        x = x.reshape(x.shape[0], groups, -1, *x.shape[2:])
+        return jax.lax.with_sharding_constraint(x, PartitionSpec(None, DATA))
+
+    mapped = jax.vmap(function, in_axes=(0, 1), axis_name=_GROUP, spmd_axis_name=DATA)
+    sums = mapped(jax.tree.map(own, params, specs), jax.tree.map(by_group, batches))
+    return jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
+
+
+def for_all_groups(
+    draw: Callable[[tuple[int, ...]], jax.Array], shape: tuple[int, ...]
+) -> jax.Array:
+    """Random values of a shape [rows, ...], the same whether or not the rows are in groups.
+
+    Args:
+      draw: makes values of a shape.
+      shape: the shape wanted, of one group's rows in `sums_over_groups`.
+    """
+    groups = _groups()
+    if groups == 1:
+        return draw(shape)
+    whole = draw((groups * shape[0], *shape[1:])).reshape(groups, *shape)
+    return _of_group(whole, jax.lax.axis_index(_GROUP))
+
+
+@custom_vmap
+def _of_group(whole: jax.Array, group: jax.Array) -> jax.Array:
+    return whole[group]
+
+
+@_of_group.def_vmap
+def _of_all_groups(size: int, batched: Any, whole: jax.Array, group: jax.Array) -> Any:
+    """All groups' parts at once are the whole; without this rule it would be a gather."""
+    del size, batched, group
+    return whole, True
+
+
+def _groups() -> int:
+    """Number of groups if traced inside `sums_over_groups`, else 1."""
+    try:
+        return jax.lax.axis_size(_GROUP)
+    except NameError:
+        return 1

@@ -1,0 +1,139 @@
+"""Machines that are not here: TPU slices by name, and what is published about their chips.
+
+The name counts what Google's names count: cores up to v5p, chips of v5e and v6e.
+
+    v3-512     512 devices (cores) on 256 chips, 16 x 16
+    v4-128     64 devices (chips), 4 x 4 x 4
+    v5e-256    256 devices (chips), 16 x 16
+
+libtpu's compiler, the extra `tpu`, compiles for them on any machine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from t0repro.errors import UserError
+
+GIB = 1 << 30
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """One kind of device, as published by its maker; nothing here is measured.
+
+    Sources: Google Cloud's pages on the system architecture of each TPU version; for the links of
+    v2 and v3, Jouppi et al. 2020 (A Domain-Specific Supercomputer for Training Deep Neural
+    Networks); NVIDIA's data sheets.
+
+    Attributes:
+      memory: bytes of a device's memory.
+      flops: bfloat16 operations a second, dense.
+      link: bytes a second that a device sends in one direction of one link.
+    """
+
+    memory: int
+    flops: float
+    link: float
+
+
+@dataclasses.dataclass(frozen=True)
+class _Family:
+    """The slices of one TPU version.
+
+    Attributes:
+      chip: each device.
+      library: libtpu's name of the version.
+      per_chip: what a name counts for each chip.
+      axes: number of axes of the torus.
+      options: libtpu's options for devices as people use them.
+    """
+
+    chip: Chip
+    library: str
+    per_chip: int
+    axes: int
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+_FAMILIES = {
+    "v2": _Family(Chip(8 * GIB, 22.5e12, 62e9), "v2", 2, 2),
+    "v3": _Family(Chip(16 * GIB, 61.5e12, 82e9), "v3", 2, 2),
+    "v4": _Family(Chip(32 * GIB, 275e12, 45e9), "v4", 2, 3, {"chip_config_name": "megacore"}),
+    "v5e": _Family(Chip(16 * GIB, 197e12, 45e9), "v5e", 1, 2),
+    "v5p": _Family(Chip(95 * GIB, 459e12, 90e9), "v5p", 2, 3),
+    "v6e": _Family(Chip(32 * GIB, 918e12, 90e9), "v6e", 1, 2),
+}
+_AT_HAND = {
+    "NVIDIA H100": Chip(80 * GIB, 989e12, 450e9),
+    "NVIDIA H200": Chip(141 * GIB, 989e12, 450e9),
+}
+
+
+def devices_of(topology: str) -> tuple[list[Any], Chip]:
+    """The devices of a TPU slice, to compile for, and what is published about each.
+
+    Raises:
+      UserError: for an unknown name, or without libtpu.
+    """
+    family, chips = _parsed(topology)
+    if importlib.util.find_spec("libtpu") is None:
+        raise UserError(
+            f"Compiling for {topology} takes libtpu, which is not installed.",
+            where="--topology",
+            fix="Install the extra tpu: EXTRAS=tpu bash scripts/setup.sh.",
+        )
+    # Otherwise libtpu asks Google's metadata server which TPU it is on, and lets in one process.
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    from jax.experimental import topologies
+
+    name = f"{family.library}:{'x'.join(map(str, torus(chips, family.axes)))}"
+    try:
+        found = topologies.get_topology_desc(platform="tpu", topology_name=name, **family.options)
+    except Exception as error:  # libtpu raises what it likes for a slice that does not exist
+        raise UserError(
+            f"libtpu knows no slice {topology} ({name}): {str(error).splitlines()[0]}",
+            where="--topology",
+            fix="Choose a size that Google Cloud offers.",
+        ) from error
+    return list(found.devices), family.chip
+
+
+def published(device: Any) -> Chip | None:
+    """What is published about a device at hand; None if nothing is known here."""
+    kinds = [chip for kind, chip in _AT_HAND.items() if device.device_kind.startswith(kind)]
+    return kinds[0] if kinds else None
+
+
+def torus(chips: int, axes: int) -> Sequence[int]:
+    """How chips are arranged: as equal powers of two as can be, the longest axis last.
+
+    A 3-D torus of four chips or fewer is flat: v4-8 is 2 x 2 x 1.
+    """
+    power = chips.bit_length() - 1
+    if axes == 3 and power <= 2:
+        return (*torus(chips, 2)[::-1], 1)
+    return [1 << (power + at) // axes for at in range(axes)]
+
+
+def _parsed(topology: str) -> tuple[_Family, int]:
+    """The version and the number of chips of a name such as v3-512 or v5litepod-16."""
+    name = topology.lower().replace("v5litepod", "v5e")
+    match = re.fullmatch(r"(v\w+)-(\d+)", name)
+    family = _FAMILIES.get(match[1]) if match else None
+    count = int(match[2]) if match else 0
+    chips = count // family.per_chip if family else 0
+    if family is None or chips < 1 or chips & (chips - 1):
+        raise UserError(
+            f"There is no topology {topology!r}.",
+            where="--topology",
+            fix=f"Give VERSION-SIZE, as v3-512, with {', '.join(_FAMILIES)} and a power of two; or"
+            " cpu-8 for eight virtual CPU devices.",
+        )
+    return family, chips

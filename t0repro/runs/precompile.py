@@ -1,0 +1,325 @@
+"""Compiles a run's steps for devices that need not be here, and says what they would need.
+
+Nothing is allocated: the compiler is given shapes. For TPU slices it is libtpu's own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from t0repro.config.run_config import RunConfig
+from t0repro.errors import UserError
+from t0repro.evaluation import engine
+from t0repro.files import write_atomically
+from t0repro.model.decoding import generate
+from t0repro.model.t5 import T5, initial_parameters
+from t0repro.partitioning.collectives import Collective, collectives
+from t0repro.partitioning.devices import Partitioning, choose, line_of
+from t0repro.partitioning.flops import count_flops
+from t0repro.partitioning.topologies import GIB, Chip
+from t0repro.training.optimizers import make_optimizer
+from t0repro.training.schedules import make_schedule
+from t0repro.training.train_state import new_train_state
+from t0repro.training.train_step import jitted_train_step, make_train_step
+
+_LENGTH = 512  # tokens of a feature with no bound length, as in t0repro.config.memory
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """One compiled step; bytes are per device.
+
+    Attributes:
+      name: train, encode, decode (both of scoring) or generate.
+      parameters: bytes of the parameters.
+      slots: bytes of the optimizer's slots.
+      temporaries: bytes of gradients, activations and whatever else the program needs meanwhile.
+      other: bytes of batches, results and the program itself.
+      over: bytes by which it does not fit, as the compiler says; 0 if it compiled.
+      flops: operations of all devices together, see `count_flops`.
+      communication: its collectives.
+      seconds: time to trace and compile.
+      hlo: the compiled program's text; "" if it did not compile.
+    """
+
+    name: str
+    parameters: int
+    slots: int
+    temporaries: int
+    other: int
+    over: int
+    flops: int
+    communication: Sequence[Collective]
+    seconds: float
+    hlo: str
+
+    @property
+    def total(self) -> int:
+        """All bytes on a device."""
+        return self.parameters + self.slots + self.temporaries + self.other
+
+    @property
+    def sent(self) -> int:
+        """Bytes that a device sends in one step."""
+        return sum(item.sent for item in self.communication)
+
+
+def precompile(
+    config: RunConfig, devices: Sequence[Any], chip: Chip | None, hlo: Path | None = None
+) -> Iterator[str]:
+    """Compiles the steps of a run's mode and yields lines about each.
+
+    Args:
+      config: the run.
+      devices: to compile for, at hand or from t0repro.partitioning.topologies.
+      chip: what is published about them; None leaves out predictions.
+      hlo: folder to write each compiled program's text to.
+
+    Raises:
+      UserError: if the layout cannot be.
+    """
+    rows = config.batch_size // config.num_microbatches if config.mode == "train" else None
+    where = config.provenance.get("layout")
+    partitioning = choose(config.layout, config.model, rows=rows, devices=devices, where=where)
+    yield line_of(partitioning, config.layout)
+    compiled = train_programs if config.mode == "train" else evaluation_programs
+    for program in compiled(config, partitioning):
+        yield from described(program, config, partitioning, chip)
+        if hlo is not None and program.hlo:
+            write_atomically(hlo / f"{program.name}.hlo.txt", program.hlo)
+            yield f"  HLO: {hlo / program.name}.hlo.txt"
+
+
+# ---- Programs -----------------------------------------------------------------------------------
+
+
+def train_programs(config: RunConfig, partitioning: Partitioning) -> Iterator[Program]:
+    """The train step.
+
+    Raises:
+      UserError: without an optimizer or schedule.
+    """
+    if config.optimizer is None or config.schedule is None:
+        raise UserError("The run has no optimizer or no learning-rate schedule.", where="utils.run")
+    model, optimizer = T5(config.model, config.dtypes), make_optimizer(config.optimizer)
+    parameters = _parameters(config)
+    state = jax.eval_shape(lambda p: new_train_state(p, optimizer), parameters)
+    several = partitioning if partitioning.mesh.size > 1 else None
+    step = make_train_step(
+        model,
+        optimizer,
+        make_schedule(config.schedule),
+        num_microbatches=config.num_microbatches,
+        dropout_key=jax.random.key(0),
+        partitioning=several,
+    )
+    pack = config.train_data is not None and config.train_data.pack
+    names = ["inputs", "targets"] if not config.model.decoder_only else ["targets"]
+    names += [f"{name}_segmentation" for name in names] if pack else []
+    batch = {
+        name: _tokens(partitioning, config.batch_size, _length(config, name.split("_")[0]))
+        for name in names
+    }
+    state = _placed(partitioning, state)
+    jitted = jitted_train_step(step, state, several or partitioning)
+    yield _compiled("train", jitted, (state, batch), partitioning)
+
+
+def evaluation_programs(config: RunConfig, partitioning: Partitioning) -> Iterator[Program]:
+    """Scoring, which is to encode and to decode, and generation, each with one batch."""
+    model = T5(config.model, config.dtypes)
+    parameters = _placed(partitioning, _parameters(config))
+    rows = -(-config.batch_size // partitioning.data) * partitioning.data
+    inputs = _tokens(partitioning, rows, _length(config, "inputs"))
+    targets = _tokens(partitioning, rows, _length(config, "targets"))
+    memory = jax.eval_shape(lambda p, x: engine.encode(model, p, x, x), parameters, inputs)
+    by_heads = NamedSharding(partitioning.mesh, PartitionSpec("data", "model"))
+    memory = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=by_heads), memory
+    )
+    encode = jax.jit(lambda p, x, s: engine.encode(model, p, x, s))
+    yield _compiled("encode", encode, (parameters, inputs, inputs), partitioning)
+    decode = jax.jit(lambda p, *arrays: engine.decode(model, p, *arrays))
+    arguments = (parameters, memory, inputs, targets, targets, targets)
+    yield _compiled("decode", decode, arguments, partitioning)
+    length = config.decoding.max_length or _length(config, "inputs")
+    texts = jax.jit(lambda p, x: generate(model, p, x, config.decoding, length=length))
+    yield _compiled("generate", texts, (parameters, inputs), partitioning)
+
+
+def _compiled(
+    name: str, jitted: Any, arguments: tuple[Any, ...], partitioning: Partitioning
+) -> Program:
+    """Traces and compiles a step; one that does not fit is described all the same."""
+    state, started = arguments[0], time.monotonic()
+    parameters = getattr(state, "params", state)
+    facts: dict[str, Any] = {
+        "parameters": _bytes_per_device(parameters),
+        "slots": _bytes_per_device(getattr(state, "slots", {})),
+    }
+    with partitioning.active():
+        traced = jitted.trace(*arguments)
+        facts["flops"] = count_flops(traced.jaxpr.jaxpr)
+        try:
+            compiled = traced.lower().compile()
+        except jax.errors.JaxRuntimeError as error:
+            over = _exceeded(str(error))
+            if over is None:
+                raise
+            seconds = time.monotonic() - started
+            return Program(
+                name, **facts, temporaries=0, other=0, over=over, communication=(),
+                seconds=seconds, hlo="",
+            )  # fmt: skip
+    memory, hlo = compiled.memory_analysis(), compiled.as_text()
+    held = facts["parameters"] + facts["slots"]
+    other = memory.argument_size_in_bytes - held + memory.generated_code_size_in_bytes
+    return Program(
+        name,
+        **facts,
+        temporaries=memory.temp_size_in_bytes,
+        other=other + memory.output_size_in_bytes - memory.alias_size_in_bytes,
+        over=0,
+        communication=collectives(hlo),
+        seconds=time.monotonic() - started,
+        hlo=hlo,
+    )
+
+
+def _parameters(config: RunConfig) -> Any:
+    model = T5(config.model, config.dtypes)
+    return jax.eval_shape(lambda: initial_parameters(model, jax.random.key(0)))
+
+
+def _placed(partitioning: Partitioning, tree: Any) -> Any:
+    """Shapes with their shardings, for one device too: it need not be the default one."""
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        tree,
+        partitioning.shardings(tree),
+    )
+
+
+def _tokens(partitioning: Partitioning, rows: int, length: int) -> jax.ShapeDtypeStruct:
+    sharding = partitioning.batch_sharding(rows)
+    return jax.ShapeDtypeStruct((rows, length), jnp.int32, sharding=sharding)
+
+
+def _length(config: RunConfig, feature: str) -> int:
+    return (config.sequence_length or {}).get(feature, _LENGTH)
+
+
+def _bytes_per_device(tree: Any) -> int:
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+    )
+
+
+def _exceeded(message: str) -> int | None:
+    """Bytes over a device's memory, from what XLA says: "Exceeded hbm capacity by 4.84G"."""
+    match = re.search(r"Exceeded hbm capacity by ([\d.]+)([KMGT])", message)
+    if match is None:
+        return None
+    return int(float(match[1]) * 1024 ** ("KMGT".index(match[2]) + 1))
+
+
+# ---- In words -----------------------------------------------------------------------------------
+
+
+def described(
+    program: Program, config: RunConfig, partitioning: Partitioning, chip: Chip | None
+) -> Iterator[str]:
+    """Lines about a compiled step: memory and whether it fits, operations, communication, time."""
+    yield f"{program.name}: compiled in {program.seconds:.0f} s"
+    yield f"  memory of a device: {_memory(program)}"
+    if chip is not None:
+        yield f"  {fits(program, config, partitioning, chip)}"
+    devices = partitioning.mesh.size
+    each = program.flops / devices
+    yield f"  operations: {program.flops:.4g}, {each:.4g} a device (matrix products)"
+    kinds: dict[str, list[int]] = {}
+    for item in program.communication:
+        kinds.setdefault(item.kind, []).append(item.sent)
+    parts = [f"{len(sent)} {kind} {_gib(sum(sent))}" for kind, sent in sorted(kinds.items())]
+    yield f"  communication: a device sends {_gib(program.sent)} ({', '.join(parts) or 'nothing'})"
+    if chip is not None and not program.over:
+        compute, exchange = each / chip.flops, program.sent / chip.link
+        yield (
+            f"  predicted step: {compute + exchange:.3g} s ="
+            f" {each:.4g} operations / {chip.flops:.4g} a second"
+            f" + {program.sent:.4g} bytes / {chip.link:.4g} a second (published peaks, no overlap)"
+        )
+
+
+def fits(program: Program, config: RunConfig, partitioning: Partitioning, chip: Chip) -> str:
+    """Whether a step fits into a device's memory, and what would make it fit if not."""
+    spare = -program.over or chip.memory - program.total
+    if spare >= 0:
+        return f"fits with {_gib(spare)} to spare"
+    return f"does not fit: {_gib(-spare)} too much; {'; or '.join(remedies(config, partitioning))}"
+
+
+def remedies(config: RunConfig, partitioning: Partitioning) -> list[str]:
+    """What reduces the memory of a step and has not been done yet."""
+    found, model = [], config.model
+    if config.mode == "train":
+        if not model.recompute_grads:
+            found.append("recompute activations (Bitransformer's recompute_grads = True)")
+        rows = config.batch_size // config.num_microbatches
+        if rows > partitioning.data:
+            found.append(f"more microbatches than {config.num_microbatches}")
+    elif config.batch_size > partitioning.data:
+        found.append(f"a smaller batch than {config.batch_size}")
+    wider = partitioning.model * 2
+    if partitioning.data > 1 and not any(
+        size % wider for size in (model.num_heads, model.d_ff, model.vocab_size)
+    ):
+        found.append(f"model parallelism {wider} instead of {partitioning.model}")
+    if partitioning.data > 1 and not partitioning.fully_sharded:
+        found.append("full sharding")
+    return found or ["use devices with more memory"]
+
+
+def _memory(program: Program) -> str:
+    parts = {"parameters": program.parameters, "slots": program.slots}
+    if program.over:
+        return " + ".join(f"{name} {_gib(size)}" for name, size in parts.items() if size)
+    if program.slots:
+        parts["gradients, activations and temporaries"] = program.temporaries
+    else:
+        parts["activations and temporaries"] = program.temporaries
+    parts["other"] = program.other
+    listed = " + ".join(f"{name} {_gib(size)}" for name, size in parts.items() if size)
+    return f"{_gib(program.total)} = {listed}"
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.2f} GiB" if size >= GIB / 10 else f"{size / (1 << 20):.2f} MiB"
+
+
+def adjusted(
+    config: RunConfig,
+    model_parallelism: int | None = None,
+    fully_sharded: bool = False,
+    num_microbatches: int | None = None,
+) -> RunConfig:
+    """The run with another layout, whose data follows the devices, or other microbatches."""
+    layout = config.layout
+    if model_parallelism is not None:
+        layout = dataclasses.replace(layout, data=None, model=model_parallelism, topology=None)
+    if fully_sharded:
+        layout = dataclasses.replace(layout, fully_sharded=True)
+    if num_microbatches is not None:
+        config = dataclasses.replace(config, num_microbatches=num_microbatches)
+    return dataclasses.replace(config, layout=layout)

@@ -1,0 +1,173 @@
+"""Trains, scores and generates on eight virtual CPU devices; prints what came out as JSON.
+
+Run with XLA_FLAGS=--xla_force_host_platform_device_count=8: the number of devices of a process
+cannot be changed once JAX has started.
+"""
+
+import dataclasses
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import jax
+import numpy as np
+from tiny_models import ADAFACTOR, FLOAT32, batches, model_config, run_config
+
+from t0repro.config.run_config import (
+    AdamWeightDecayConfig,
+    DecodingConfig,
+    Layout,
+    MomentumConfig,
+    ScheduleConfig,
+    SgdConfig,
+)
+from t0repro.evaluation.engine import score_examples
+from t0repro.evaluation.generation import generate_tokens
+from t0repro.evaluation.perplexity import evaluate_perplexity
+from t0repro.model.t5 import T5, initial_parameters
+from t0repro.partitioning.collectives import collectives, counts
+from t0repro.partitioning.devices import choose
+from t0repro.runs.train import train
+from t0repro.training.checkpoints import load_tree
+from t0repro.training.optimizers import make_optimizer
+from t0repro.training.schedules import make_schedule
+from t0repro.training.train_state import new_train_state
+from t0repro.training.train_step import jitted_train_step, make_train_step
+
+MODEL = model_config(d_model=32, d_ff=64, num_heads=4, d_kv=8, z_loss=1e-4)
+LAYOUTS = {
+    "one": None,
+    "data 8": Layout(8, 1),
+    "data 4, model 2": Layout(4, 2),
+    "data 2, model 4": Layout(2, 4),
+    "data 8, fully sharded": Layout(8, 1, fully_sharded=True),
+    "data 4, model 2, fully sharded": Layout(4, 2, fully_sharded=True),
+}
+STEPS = 10
+
+
+def packed(batch):
+    """Two examples in a row of inputs and targets."""
+    segments = {
+        f"{name}_segmentation": np.where(x == 0, 0, 1 + (np.arange(x.shape[1]) >= 2)).astype(
+            np.int32
+        )
+        for name, x in batch.items()
+    }
+    return batch | segments
+
+
+def devices_of(layout):
+    """All eight devices in a layout, or the first alone."""
+    if layout is None:
+        return choose(Layout(), MODEL, devices=jax.devices()[:1])
+    return choose(layout, MODEL)
+
+
+def trained(layout, *, optimizer=ADAFACTOR, microbatches=2, pack=True, **changes):
+    """Losses of ten steps, a sum over the state after them, and the step's collectives."""
+    partitioning = devices_of(layout)
+    model = T5(dataclasses.replace(MODEL, **changes), FLOAT32)
+    update = make_optimizer(optimizer)
+    state = new_train_state(initial_parameters(model, jax.random.key(0)), update)
+    several = None if layout is None else partitioning
+    if several:
+        state = jax.device_put(state, partitioning.shardings(state))
+    step = make_train_step(
+        model,
+        update,
+        make_schedule(ScheduleConfig("constant_learning_rate", {"learning_rate": 0.01}, 100)),
+        num_microbatches=microbatches,
+        dropout_key=jax.random.key(1),
+        partitioning=several,
+    )
+    data = batches(STEPS, rows=16)
+    data = [packed(batch) for batch in data] if pack else data
+    put = partitioning.put_batch if several else jax.device_put
+    with partitioning.active():
+        compiled = jitted_train_step(step, state, several).lower(state, put(data[0])).compile()
+    losses = []
+    for batch in data:
+        state, values = compiled(state, put(batch))
+        losses.append(float(values["loss"]))
+    size = sum(float(np.abs(np.asarray(leaf)).sum()) for leaf in jax.tree.leaves(state))
+    return {"losses": losses, "size": size, "collectives": counts(collectives(compiled.as_text()))}
+
+
+def evaluated(layout):
+    """Scores of 13 pairs, texts of 5 inputs and teacher-forced metrics; no number divides by 8."""
+    partitioning, model = devices_of(layout), T5(MODEL, FLOAT32)
+    params = initial_parameters(model, jax.random.key(0))
+    if layout is not None:
+        params = jax.device_put(params, partitioning.shardings(params))
+    generator = np.random.default_rng(0)
+    examples = [
+        {
+            "inputs": generator.integers(2, 128, 3 + n % 7),
+            "targets": generator.integers(2, 128, 1 + n % 4),
+        }
+        for n in range(13)
+    ]
+    inputs = [example["inputs"].astype(np.int32) for example in examples[:5]]
+    options = {
+        "greedy": DecodingConfig(1, 0.6, 0.0, -1, 1.5, 10, None, 2, 1),
+        "beam": DecodingConfig(3, 0.6, 0.0, -1, 1.5, 10, None, 2, 1),
+        "sampled": DecodingConfig(1, 0.6, 1.0, 5, 1.5, 10, None, 2, 1),
+    }
+    return {
+        "scores": score_examples(params, model, examples, None, tokens_per_batch=64).tolist(),
+        "texts": {
+            name: generate_tokens(params, model, inputs, config, length=8, batch_size=5)
+            for name, config in options.items()
+        },
+        "metrics": evaluate_perplexity(params, model, batches(2, rows=5), 2),
+    }
+
+
+def resumed():
+    """A run that changes its layout at step 3, and one that does not: their lines and losses."""
+    data, runs = batches(6, rows=8), {}
+    for name, layouts in {
+        "changed": [Layout(4, 2), Layout(2, 4, fully_sharded=True)],
+        "same": [Layout(topology="v3-8"), Layout(topology="v3-8")],
+    }.items():
+        with tempfile.TemporaryDirectory() as folder:
+            lines = []
+            for steps, layout in zip((3, 6), layouts, strict=True):
+                config = run_config(folder, steps, model=MODEL, batch_size=8, layout=layout)
+                train(config, data[steps - 3 : steps], say=lines.append)
+            tree = load_tree(Path(folder) / "checkpoint_6")
+        size = sum(float(np.abs(value).sum()) for value in tree.values())
+        runs[name] = {"lines": lines, "size": size}
+    return runs
+
+
+OPTIMIZERS = {
+    "adafactor, not factored, with momentum": dataclasses.replace(
+        ADAFACTOR, factored=False, beta1=0.9
+    ),
+    "adam": AdamWeightDecayConfig(0.01, 0.9, 0.999, 1e-6),
+    "momentum": MomentumConfig(0.9),
+    "sgd": SgdConfig(),
+}
+
+if __name__ == "__main__":
+    result = {
+        "layouts": {name: trained(layout) for name, layout in LAYOUTS.items()},
+        "optimizers": {
+            name: [trained(each, optimizer=config) for each in (None, Layout(4, 2))]
+            for name, config in OPTIMIZERS.items()
+        },
+        "dropout": [trained(each, dropout_rate=0.1) for each in (None, Layout(4, 2))],
+        "one batch, not packed": [
+            trained(each, microbatches=1, pack=False) for each in (None, Layout(4, 2))
+        ],
+        "evaluated": {
+            name: evaluated(LAYOUTS[name]) for name in ("one", "data 8", "data 2, model 4")
+        },
+        "resumed": resumed(),
+    }
+    print(json.dumps(result))

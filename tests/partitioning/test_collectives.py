@@ -1,0 +1,37 @@
+"""Collectives are read off HLO with their bytes, groups and the loops around them."""
+
+from t0repro.partitioning.collectives import collectives, counts
+
+HLO = """HloModule jit_step, entry_computation_layout={(f32[8]{0})->f32[8]{0}}
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+%body.1 (state: (s32[], f32[16,4])) -> (s32[], f32[16,4]) {
+  %ar = (f32[16,4]{1,0}, bf16[8]{0}) all-reduce(%x), replica_groups=[4,2]<=[8], to_apply=%add
+}
+
+%cond.1 (state: (s32[], f32[16,4])) -> pred[] {
+  ROOT %less = pred[] compare(%i, %n), direction=LT
+}
+
+ENTRY %main (p: f32[8]) -> f32[8] {
+  %w = s32[] while(%i), condition=%cond.1, body=%body.1, c={"known_trip_count":{"n":"3"}}
+  %ag = (f32[8]{0}, f32[32]{0}) all-gather-start(%p), replica_groups={{0,1,2,3},{4,5,6,7}}
+  ROOT %out = f32[8]{0} copy(%p)
+}
+"""
+
+
+def test_bytes_groups_and_loops():
+    reduced, gathered = sorted(collectives(HLO), key=lambda item: item.kind, reverse=True)
+    assert (reduced.kind, reduced.result, reduced.group) == ("all-reduce", 16 * 4 * 4 + 16, 2)
+    assert reduced.in_loop and reduced.times == 3
+    assert reduced.sent == 3 * 272  # twice half of it, three times
+    assert (gathered.kind, gathered.result, gathered.group) == ("all-gather", 32 * 4, 4)
+    assert not gathered.in_loop and gathered.sent == 96
+
+
+def test_counts_keep_loops_apart():
+    assert counts(collectives(HLO)) == {"all-gather": 1, "all-reduce in loop": 1}

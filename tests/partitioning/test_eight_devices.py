@@ -1,0 +1,95 @@
+"""Eight virtual CPU devices compute what one does, whatever the layout, in their own process."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+SCRIPT = Path(__file__).with_name("eight_devices.py")
+LAYOUTS = [
+    "data 8",
+    "data 4, model 2",
+    "data 2, model 4",
+    "data 8, fully sharded",
+    "data 4, model 2, fully sharded",
+]
+
+
+@pytest.fixture(scope="module")
+def result():
+    flags = "--xla_force_host_platform_device_count=8"
+    env = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, SCRIPT], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def assert_same_training(one, other):
+    np.testing.assert_allclose(other["losses"], one["losses"], rtol=0, atol=1e-5)
+    assert other["size"] == pytest.approx(one["size"], rel=1e-5)
+    assert len(set(one["losses"])) == 10, "it trains"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_packed_microbatches_train_to_the_same_losses(result, layout):
+    assert_same_training(result["layouts"]["one"], result["layouts"][layout])
+
+
+@pytest.mark.parametrize(
+    "optimizer", ["adafactor, not factored, with momentum", "adam", "momentum", "sgd"]
+)
+def test_each_optimizer_trains_to_the_same_losses(result, optimizer):
+    assert_same_training(*result["optimizers"][optimizer])
+
+
+@pytest.mark.parametrize("case", ["dropout", "one batch, not packed"])
+def test_dropout_and_a_batch_in_one_part_train_to_the_same_losses(result, case):
+    assert_same_training(*result[case])
+
+
+@pytest.mark.parametrize("layout", ["data 8", "data 2, model 4"])
+def test_scores_texts_and_metrics_are_the_same(result, layout):
+    one, other = result["evaluated"]["one"], result["evaluated"][layout]
+    np.testing.assert_allclose(other["scores"], one["scores"], rtol=0, atol=1e-4)
+    assert other["texts"] == one["texts"]
+    assert other["metrics"] == pytest.approx(one["metrics"], abs=1e-4)
+    assert any(one["texts"]["greedy"])
+
+
+def test_the_train_steps_collectives_are_these(result):
+    # Tensor parallelism gathers no parameter; what is in its loop adds up activations. Data
+    # parallelism exchanges nothing before the last microbatch is done.
+    found = {name: result["layouts"][name]["collectives"] for name in ["one", *LAYOUTS]}
+    assert found == {
+        "one": {},
+        "data 8": {"all-reduce": 1},
+        "data 4, model 2": {"all-reduce": 22, "all-reduce in loop": 14},
+        "data 2, model 4": {"all-reduce": 22, "all-reduce in loop": 14},
+        # Gathers each parameter once, and adds up gradients into a sharded sum in the loop.
+        "data 8, fully sharded": {"all-gather": 20, "all-reduce": 21, "all-reduce in loop": 1},
+        "data 4, model 2, fully sharded": {
+            "all-gather": 20,
+            "all-reduce": 44,
+            "all-reduce in loop": 15,
+        },
+    }
+
+
+def test_a_run_goes_on_in_another_layout(result):
+    changed, same = result["resumed"]["changed"], result["resumed"]["same"]
+    assert changed["size"] == pytest.approx(same["size"], rel=1e-5)
+    lines = [line for line in changed["lines"] if line.startswith("devices")]
+    assert lines == [
+        "devices: 8 x cpu, data 4, model 2",
+        "devices: 8 x cpu, data 2, model 4, fully sharded",
+    ]
+
+
+def test_a_layout_of_a_tpu_slice_follows_the_devices_and_the_batch(result):
+    # Two microbatches of four rows: eight devices cannot divide them, four can.
+    lines = [line for line in result["resumed"]["same"]["lines"] if line.startswith("devices")]
+    assert lines == ["devices: 4 of 8 x cpu, data 4, model 1"] * 2
