@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from t0repro.cli.gin_options import GinFiles, GinFolders, GinParams, Modules
+from t0repro.cli.gin_options import GinFiles, GinFolders, GinParams
+from t0repro.cli.options import Modules
 
 
 def precompile(

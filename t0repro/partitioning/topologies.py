@@ -25,14 +25,14 @@ GIB = 1 << 30
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """One kind of device, as published by its maker; nothing here is measured.
+    """One kind of device, as published by its maker; no speed here is measured.
 
     Sources: Google Cloud's pages on the system architecture of each TPU version; for the links of
     v2 and v3, Jouppi et al. 2020 (A Domain-Specific Supercomputer for Training Deep Neural
     Networks); NVIDIA's data sheets.
 
     Attributes:
-      memory: bytes of a device's memory.
+      memory: bytes of memory for programs; a TPU's is what libtpu says is available.
       flops: bfloat16 operations a second, dense.
       link: bytes a second that a device sends in one direction of one link.
     """
@@ -61,17 +61,30 @@ class _Family:
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
+def _chip(memory: float, flops: float, link: float) -> Chip:
+    return Chip(int(memory * GIB), flops, link)
+
+
 _FAMILIES = {
-    "v2": _Family(Chip(8 * GIB, 22.5e12, 62e9), "v2", 2, 2),
-    "v3": _Family(Chip(16 * GIB, 61.5e12, 82e9), "v3", 2, 2),
-    "v4": _Family(Chip(32 * GIB, 275e12, 45e9), "v4", 2, 3, {"chip_config_name": "megacore"}),
-    "v5e": _Family(Chip(16 * GIB, 197e12, 45e9), "v5e", 1, 2),
-    "v5p": _Family(Chip(95 * GIB, 459e12, 90e9), "v5p", 2, 3),
-    "v6e": _Family(Chip(32 * GIB, 918e12, 90e9), "v6e", 1, 2),
+    "v2": _Family(_chip(7.48, 22.5e12, 62e9), "v2", 2, 2),
+    "v3": _Family(_chip(15.48, 61.5e12, 82e9), "v3", 2, 2),
+    "v4": _Family(_chip(30.75, 275e12, 45e9), "v4", 2, 3, {"chip_config_name": "megacore"}),
+    "v5e": _Family(_chip(15.75, 197e12, 45e9), "v5e", 1, 2),
+    "v5p": _Family(_chip(95.74, 459e12, 90e9), "v5p", 2, 3),
+    "v6e": _Family(_chip(31.25, 918e12, 90e9), "v6e", 1, 2),
+}
+# Otherwise libtpu asks Google's metadata server which TPU it is on, warns that it gets no answer,
+# and lets in one process at a time.
+_NOT_ON_A_TPU = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_WORKER_ID": "0",
+    "TPU_ACCELERATOR_TYPE": "v5e-8",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
 _AT_HAND = {
-    "NVIDIA H100": Chip(80 * GIB, 989e12, 450e9),
-    "NVIDIA H200": Chip(141 * GIB, 989e12, 450e9),
+    "NVIDIA H100": _chip(80, 989e12, 450e9),
+    "NVIDIA H200": _chip(141, 989e12, 450e9),
 }
 
 
@@ -88,9 +101,8 @@ def devices_of(topology: str) -> tuple[list[Any], Chip]:
             where="--topology",
             fix="Install the extra tpu: EXTRAS=tpu bash scripts/setup.sh.",
         )
-    # Otherwise libtpu asks Google's metadata server which TPU it is on, and lets in one process.
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    for variable, value in _NOT_ON_A_TPU.items():
+        os.environ.setdefault(variable, value)
     from jax.experimental import topologies
 
     name = f"{family.library}:{'x'.join(map(str, torus(chips, family.axes)))}"

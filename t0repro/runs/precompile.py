@@ -45,7 +45,7 @@ class Program:
       slots: bytes of the optimizer's slots.
       temporaries: bytes of gradients, activations and whatever else the program needs meanwhile.
       other: bytes of batches, results and the program itself.
-      over: bytes by which it does not fit, as the compiler says; 0 if it compiled.
+      refused: what the compiler says if the program does not fit; "" if it compiled.
       flops: operations of all devices together, see `count_flops`.
       communication: its collectives.
       seconds: time to trace and compile.
@@ -57,7 +57,7 @@ class Program:
     slots: int
     temporaries: int
     other: int
-    over: int
+    refused: str
     flops: int
     communication: Sequence[Collective]
     seconds: float
@@ -173,13 +173,13 @@ def _compiled(
         try:
             compiled = traced.lower().compile()
         except jax.errors.JaxRuntimeError as error:
-            over = _exceeded(str(error))
-            if over is None:
+            refused = str(error).splitlines()[0]
+            if "RESOURCE_EXHAUSTED" not in refused:
                 raise
             seconds = time.monotonic() - started
             return Program(
-                name, **facts, temporaries=0, other=0, over=over, communication=(),
-                seconds=seconds, hlo="",
+                name, **facts, temporaries=_temporaries(refused), other=0, refused=refused,
+                communication=(), seconds=seconds, hlo="",
             )  # fmt: skip
     memory, hlo = compiled.memory_analysis(), compiled.as_text()
     held = facts["parameters"] + facts["slots"]
@@ -189,7 +189,7 @@ def _compiled(
         **facts,
         temporaries=memory.temp_size_in_bytes,
         other=other + memory.output_size_in_bytes - memory.alias_size_in_bytes,
-        over=0,
+        refused="",
         communication=collectives(hlo),
         seconds=time.monotonic() - started,
         hlo=hlo,
@@ -226,12 +226,10 @@ def _bytes_per_device(tree: Any) -> int:
     )
 
 
-def _exceeded(message: str) -> int | None:
-    """Bytes over a device's memory, from what XLA says: "Exceeded hbm capacity by 4.84G"."""
-    match = re.search(r"Exceeded hbm capacity by ([\d.]+)([KMGT])", message)
-    if match is None:
-        return None
-    return int(float(match[1]) * 1024 ** ("KMGT".index(match[2]) + 1))
+def _temporaries(refused: str) -> int:
+    """Bytes that a program would need, from libtpu's "required for HLO temporaries (37.71G)"."""
+    match = re.search(r"temporaries \(([\d.]+)([KMGT])\)", refused)
+    return int(float(match[1]) * 1024 ** ("KMGT".index(match[2]) + 1)) if match else 0
 
 
 # ---- In words -----------------------------------------------------------------------------------
@@ -253,7 +251,7 @@ def described(
         kinds.setdefault(item.kind, []).append(item.sent)
     parts = [f"{len(sent)} {kind} {_gib(sum(sent))}" for kind, sent in sorted(kinds.items())]
     yield f"  communication: a device sends {_gib(program.sent)} ({', '.join(parts) or 'nothing'})"
-    if chip is not None and not program.over:
+    if chip is not None and not program.refused:
         compute, exchange = each / chip.flops, program.sent / chip.link
         yield (
             f"  predicted step: {compute + exchange:.3g} s ="
@@ -264,10 +262,11 @@ def described(
 
 def fits(program: Program, config: RunConfig, partitioning: Partitioning, chip: Chip) -> str:
     """Whether a step fits into a device's memory, and what would make it fit if not."""
-    spare = -program.over or chip.memory - program.total
-    if spare >= 0:
+    spare = chip.memory - program.total
+    if spare >= 0 and not program.refused:
         return f"fits with {_gib(spare)} to spare"
-    return f"does not fit: {_gib(-spare)} too much; {'; or '.join(remedies(config, partitioning))}"
+    much = f"{_gib(-spare)} too much" if spare < 0 else program.refused
+    return f"does not fit, {much}: {'; or '.join(remedies(config, partitioning))}"
 
 
 def remedies(config: RunConfig, partitioning: Partitioning) -> list[str]:
@@ -293,8 +292,6 @@ def remedies(config: RunConfig, partitioning: Partitioning) -> list[str]:
 
 def _memory(program: Program) -> str:
     parts = {"parameters": program.parameters, "slots": program.slots}
-    if program.over:
-        return " + ".join(f"{name} {_gib(size)}" for name, size in parts.items() if size)
     if program.slots:
         parts["gradients, activations and temporaries"] = program.temporaries
     else:
@@ -305,7 +302,10 @@ def _memory(program: Program) -> str:
 
 
 def _gib(size: float) -> str:
-    return f"{size / GIB:.2f} GiB" if size >= GIB / 10 else f"{size / (1 << 20):.2f} MiB"
+    for unit, name in ((GIB, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if size >= unit / 10:
+            return f"{size / unit:.2f} {name}"
+    return f"{size:.0f} bytes"
 
 
 def adjusted(

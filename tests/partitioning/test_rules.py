@@ -3,10 +3,11 @@
 import jax
 import pytest
 from jax.sharding import PartitionSpec
-from tiny_models import FLOAT32, T5_1_0, T5_1_1, UMT5, model_config
 
 from t0repro.model.t5 import T5, initial_parameters
 from t0repro.partitioning.rules import parameter_axes, parameter_spec, slot_spec
+
+from ..tiny_models import FLOAT32, T5_1_0, T5_1_1, UMT5, model_config
 
 LANGUAGE_MODEL = model_config(model_type="lm", num_encoder_layers=0)
 SHARED = model_config(shared_towers=True)

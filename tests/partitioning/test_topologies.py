@@ -1,0 +1,50 @@
+"""Slices by Google's names: their number of devices, and what libtpu says of them."""
+
+import math
+
+import pytest
+
+from t0repro.errors import UserError
+from t0repro.partitioning.topologies import devices_of, torus
+
+
+@pytest.mark.parametrize(
+    ("chips", "axes", "shape"),
+    [
+        (256, 2, (16, 16)),  # v3-512
+        (128, 2, (8, 16)),
+        (8, 2, (2, 4)),
+        (64, 3, (4, 4, 4)),  # v4-128
+        (128, 3, (4, 4, 8)),
+        (4, 3, (2, 2, 1)),  # v4-8
+        (1, 2, (1, 1)),
+    ],
+)
+def test_chips_are_arranged_as_a_torus(chips, axes, shape):
+    assert tuple(torus(chips, axes)) == shape
+    assert math.prod(shape) == chips
+
+
+@pytest.mark.parametrize("name", ["v3", "v3-500", "v9-8", "v3-1", "gpu-8"])
+def test_an_unknown_slice_says_which_there_are(name):
+    with pytest.raises(UserError, match="no topology") as error:
+        devices_of(name)
+    assert "v5e" in str(error.value.fix)
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "kind"),
+    [("v3-512", 512, "TPU v3"), ("v4-128", 64, "TPU v4"), ("v5e-256", 256, "TPU v5 lite")],
+)
+def test_libtpu_has_these_devices(name, count, kind):
+    pytest.importorskip("libtpu", reason="the extra tpu is not installed")
+    devices, chip = devices_of(name)
+    assert (len(devices), devices[0].device_kind) == (count, kind)
+    assert chip.flops > 1e12
+
+
+def test_without_libtpu_the_error_says_how_to_get_it(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match="libtpu") as error:
+        devices_of("v3-8")
+    assert "EXTRAS=tpu" in str(error.value.fix)
