@@ -205,16 +205,16 @@ def check_divides(
     divided = [
         ("num_heads", model.num_heads, MODEL, layout.model),
         ("d_ff", model.d_ff, MODEL, layout.model),
-        ("the vocabulary", model.vocab_size, MODEL, layout.model),
+        ("vocab_size", model.vocab_size, MODEL, layout.model),
     ]
     if layout.data is not None and rows is not None:
-        divided.append(("a microbatch of rows", rows, DATA, layout.data))
+        divided.append(("rows of a microbatch", rows, DATA, layout.data))
     if layout.data is not None and layout.fully_sharded:
         divided.append(("d_model", model.d_model, DATA, layout.data))
     for name, size, axis, parts in divided:
         if size % parts:
             raise UserError(
-                f"{name[0].upper()}{name[1:]}, {size:,}, does not divide among {axis} {parts}.",
+                f"{name} = {size:,} does not divide among {axis} {parts}.",
                 where=where,
                 fix=f"Choose a size of the axis {axis} that divides {size:,}.",
             )

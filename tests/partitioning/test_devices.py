@@ -17,12 +17,12 @@ EIGHT = jax.devices()[:1] * 8  # only counted: every layout here is refused
 @pytest.mark.parametrize(
     ("layout", "rows", "message"),
     [
-        (Layout(1, 8), None, "Num_heads, 2, does not divide among model 8"),
+        (Layout(1, 8), None, "num_heads = 2 does not divide among model 8"),
         (Layout(model=3), None, "8 devices do not divide into groups of 3"),
         (Layout(64, 16, topology="v3-1024"), None, "8 devices do not divide into groups of 16"),
         (Layout(4, 4), None, "takes 16 devices; there are 8"),
-        (Layout(8, 1), 12, "A microbatch of rows, 12, does not divide among data 8"),
-        (Layout(8, 1, fully_sharded=True), 8, "D_model, 12, does not divide among data 8"),
+        (Layout(8, 1), 12, "rows of a microbatch = 12 does not divide among data 8"),
+        (Layout(8, 1, fully_sharded=True), 8, "d_model = 12 does not divide among data 8"),
     ],
 )
 def test_a_layout_that_cannot_be_names_the_dimension(layout, rows, message):
@@ -35,8 +35,8 @@ def test_a_layout_that_cannot_be_names_the_dimension(layout, rows, message):
 
 def test_d_ff_and_the_vocabulary_are_named_too():
     for config, name in (
-        (model_config(num_heads=4, d_ff=30), "D_ff, 30"),
-        (model_config(num_heads=4, vocab_size=130), "The vocabulary, 130"),
+        (model_config(num_heads=4, d_ff=30), "d_ff = 30"),
+        (model_config(num_heads=4, vocab_size=130), "vocab_size = 130"),
     ):
         with pytest.raises(UserError, match=name):
             choose(Layout(2, 4), config, devices=EIGHT)
