@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from t0repro.config.decoding_plan import DecodingPlan
 from t0repro.config.ranges import Range
-from t0repro.config.run_config import DTypePolicy, ModelConfig
+from t0repro.config.run_config import DTypePolicy, Layout, ModelConfig
 from t0repro.config.training_plan import DatasetConfig, EvaluatorConfig, RestoreConfig
 
 InferMode = Literal["predict", "score", "predict_with_aux"]
@@ -27,6 +27,7 @@ class InferencePlan:
       input_vocabulary: The gin record of the model's vocabulary of inputs.
       output_vocabulary: That of targets.
       output_dir: The folder of the results.
+      layout: How the run is divided among devices.
     """
 
     model: ModelConfig
@@ -37,6 +38,7 @@ class InferencePlan:
     input_vocabulary: Any
     output_vocabulary: Any
     output_dir: str
+    layout: Layout
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,6 +19,7 @@ from t0repro.config.decoding_plan import DecodingPlan
 from t0repro.evaluation.engine import score_examples
 from t0repro.model.t5 import T5
 from t0repro.model.t5x_decoding import Decodes, generate
+from t0repro.partitioning.devices import across_devices_of, data_parts
 
 Indexed = list[tuple[int, Any]]
 Aux = dict[str, list[Any]]
@@ -82,15 +83,16 @@ class ModelFunctions:
         key = jax.random.PRNGKey(self.seed)
         for number, batch in enumerate(_batches(dataset, self.batch_size)):
             examples = [_tokens(example) for _, example in batch]
-            examples += examples[:1] * (self.batch_size - len(examples))
+            # As many as several devices need to share them evenly.
+            size = self.batch_size + -self.batch_size % data_parts(self.params)
+            examples += examples[:1] * (size - len(examples))
             inputs, targets = (
                 np.stack([example[name] for example in examples]) for name in ("inputs", "targets")
             )
             batch_key = jax.random.fold_in(key, number)
-            yield (
-                [int(index) for index, _ in batch],
-                generate(self.model, self.params, inputs, targets, self.plan, batch_key),
-            )
+            with across_devices_of(self.params):
+                decodes = generate(self.model, self.params, inputs, targets, self.plan, batch_key)
+            yield [int(index) for index, _ in batch], decodes
 
 
 def _tokens(example: Any) -> dict[str, np.ndarray]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -87,10 +88,14 @@ def opened(plan: InferencePlan, ref: CheckpointRef) -> Checkpoint:
     import numpy as np
 
     from t0repro.model.t5 import T5, initial_parameters
+    from t0repro.partitioning.devices import choose, line_of
     from t0repro.training.train_state import parameters_from_flat_tree
 
     model = T5(plan.model, plan.dtypes)
     shapes = jax.eval_shape(lambda: initial_parameters(model, jax.random.key(0)))
+    partitioning = choose(plan.layout, plan.model, where="partitioning.PjitPartitioner")
+    if partitioning.mesh.size > 1:
+        print(line_of(partitioning, plan.layout), file=sys.stderr)
     tree = _tree(plan, ref, shapes)
     if plan.restore.dtype not in (None, "float32"):
         rounded = jnp.dtype(plan.restore.dtype)
@@ -102,7 +107,7 @@ def opened(plan: InferencePlan, ref: CheckpointRef) -> Checkpoint:
         path=str(ref.path),
         step=int(tree.get("state/step", 0)),
         digest=parameters_digest(tree),
-        params=parameters_from_flat_tree(tree, shapes, where=str(ref.path)),
+        params=parameters_from_flat_tree(tree, partitioning.placed(shapes), where=str(ref.path)),
         model=model,
     )
 

@@ -12,6 +12,7 @@ from t0repro.config.inference_plan import EvalPlan, ExampleFiles, InferMode, Inf
 from t0repro.config.t5x import data, records
 from t0repro.config.t5x import model as t5x_model
 from t0repro.config.t5x.gin_files import Parsed
+from t0repro.config.t5x.layout import layout_of
 from t0repro.config.t5x.places import Places
 from t0repro.errors import UserError
 
@@ -154,6 +155,9 @@ def _common(program: Any, record: records.DatasetConfig, places: Places) -> dict
         "input_vocabulary": program.model.input_vocabulary,
         "output_vocabulary": program.model.output_vocabulary,
         "output_dir": program.output_dir,
+        "layout": layout_of(
+            program.partitioner, places.place("partitioning.PjitPartitioner.num_partitions")
+        ),
     }
 
 
