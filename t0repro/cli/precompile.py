@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from t0repro.cli.gin_options import GinFiles, GinFolders, GinParams
+from t0repro.cli.gin_options import (
+    GinBindings,
+    GinFiles,
+    GinFolders,
+    GinParams,
+    GinSearchPaths,
+    RunMode,
+    RunModes,
+)
 from t0repro.cli.options import Modules
+
+if TYPE_CHECKING:
+    from t0repro.config.run_config import RunConfig
 
 
 def precompile(
@@ -31,11 +43,15 @@ def precompile(
         int | None, typer.Option(min=1, help="Microbatches of a batch, instead of gin's.")
     ] = None,
     hlo: Annotated[Path | None, typer.Option(help="Folder for the compiled programs.")] = None,
+    run_mode: RunModes = None,
+    gin_bindings: GinBindings = None,
+    gin_search_paths: GinSearchPaths = ".",
 ) -> None:
     """Compile a run's steps and say what they need: memory, operations, communication, time.
 
     Compiles the train step, or scoring and generation, for a TPU slice (with libtpu, the extra
-    tpu), for virtual CPU devices, or for the devices at hand. Nothing is allocated or run.
+    tpu), for virtual CPU devices, or for the devices at hand. Nothing is allocated or run. With
+    --run_mode train the gin files are T5X's.
 
     Example:
       t0repro precompile --topology v3-8 --module_import t0repro.tasks.demo --gin_file dataset.gin
@@ -45,24 +61,47 @@ def precompile(
     # Compiling for devices that are not here takes none of those that are.
     if topology is not None:
         os.environ["JAX_PLATFORMS"] = "cpu"
-    from t0repro.config.mtf.dialect import load
-    from t0repro.config.mtf.parser import GinInputs
-
-    inputs = GinInputs(
-        model_dir="",
-        gin_files=gin_file or (),
-        gin_params=gin_param or (),
-        location_prefixes=gin_location_prefix or (),
-        module_imports=module_import or (),
-    )
     devices, chip, float32 = _devices(topology)
-    config = load(inputs, float32_activations=float32).run
+    if run_mode is not None:
+        config = _t5x_config(run_mode, gin_file or (), gin_bindings or (), gin_search_paths)
+    else:
+        from t0repro.config.mtf.dialect import load
+        from t0repro.config.mtf.parser import GinInputs
+
+        inputs = GinInputs(
+            model_dir="",
+            gin_files=gin_file or (),
+            gin_params=gin_param or (),
+            location_prefixes=gin_location_prefix or (),
+            module_imports=module_import or (),
+        )
+        config = load(inputs, float32_activations=float32).run
     from t0repro.runs.precompile import adjusted
     from t0repro.runs.precompile import precompile as compiled
 
     config = adjusted(config, model_parallelism, fully_sharded, num_microbatches)
     for line in compiled(config, devices, chip, hlo):
         typer.echo(line)
+
+
+def _t5x_config(
+    run_mode: RunMode, files: Sequence[str], bindings: Sequence[str], search_paths: str
+) -> RunConfig:
+    """The training that T5X's gin files describe."""
+    from t0repro.config.gin_errors import configuration_errors
+    from t0repro.config.t5x.gin_files import GinInputs, parse
+    from t0repro.config.t5x.run import train_config
+    from t0repro.errors import UserError
+
+    if run_mode is not RunMode.TRAIN:
+        raise UserError(
+            f"Of T5X's runs, precompile takes a training, not {run_mode.value!r}.",
+            where="--run_mode",
+            fix="Give --run_mode train and the gin files of a training.",
+        )
+    with configuration_errors():
+        inputs = GinInputs("train", tuple(files), tuple(bindings), tuple(search_paths.split(",")))
+        return train_config(parse(inputs))
 
 
 def _devices(topology: str | None) -> tuple:

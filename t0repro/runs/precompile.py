@@ -123,7 +123,8 @@ def train_programs(config: RunConfig, partitioning: Partitioning) -> Iterator[Pr
         dropout_key=jax.random.key(0),
         partitioning=several,
     )
-    pack = config.train_data is not None and config.train_data.pack
+    data = config.plan.train_data if config.plan is not None else config.train_data
+    pack = data is not None and data.pack
     names = ["inputs", "targets"] if not config.model.decoder_only else ["targets"]
     names += [f"{name}_segmentation" for name in names] if pack else []
     batch = {
