@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -43,6 +43,9 @@ def precompile(
         int | None, typer.Option(min=1, help="Microbatches of a batch, instead of gin's.")
     ] = None,
     hlo: Annotated[Path | None, typer.Option(help="Folder for the compiled programs.")] = None,
+    suggest: Annotated[
+        bool, typer.Option("--suggest", help="If a training does not fit, look for what would.")
+    ] = False,
     run_mode: RunModes = None,
     gin_bindings: GinBindings = None,
     gin_search_paths: GinSearchPaths = ".",
@@ -80,7 +83,27 @@ def precompile(
     from t0repro.runs.precompile import precompile as compiled
 
     config = adjusted(config, model_parallelism, fully_sharded, num_microbatches)
+    if suggest:
+        _suggest(config, devices, chip)
+        return
     for line in compiled(config, devices, chip, hlo):
+        typer.echo(line)
+
+
+def _suggest(config: RunConfig, devices: Any, chip: Any) -> None:
+    """Prints what is tried to make a training fit."""
+    from t0repro.errors import UserError
+    from t0repro.runs.suggestions import suggest
+
+    if chip is None or config.mode != "train":
+        raise UserError(
+            "There is nothing to suggest: the devices' memory is not known."
+            if chip is None
+            else "Suggestions are for trainings.",
+            where="--suggest",
+            fix="Give a training, and a TPU slice as --topology.",
+        )
+    for line in suggest(config, devices, chip):
         typer.echo(line)
 
 

@@ -73,6 +73,10 @@ class Program:
         """Bytes that a device sends in one step."""
         return sum(item.sent for item in self.communication)
 
+    def fits_in(self, chip: Chip) -> bool:
+        """Whether a device has the memory for it."""
+        return not self.refused and self.total <= chip.memory
+
 
 def precompile(
     config: RunConfig, devices: Sequence[Any], chip: Chip | None, hlo: Path | None = None
@@ -88,16 +92,28 @@ def precompile(
     Raises:
       UserError: if the layout cannot be.
     """
-    rows = config.batch_size // config.num_microbatches if config.mode == "train" else None
-    where = config.provenance.get("layout")
-    partitioning = choose(config.layout, config.model, rows=rows, devices=devices, where=where)
+    partitioning, programs = compiled_for(config, devices)
     yield line_of(partitioning, config.layout)
-    compiled = train_programs if config.mode == "train" else evaluation_programs
-    for program in compiled(config, partitioning):
+    for program in programs:
         yield from described(program, config, partitioning, chip)
         if hlo is not None and program.hlo:
             write_atomically(hlo / f"{program.name}.hlo.txt", program.hlo)
             yield f"  HLO: {hlo / program.name}.hlo.txt"
+
+
+def compiled_for(
+    config: RunConfig, devices: Sequence[Any]
+) -> tuple[Partitioning, Iterator[Program]]:
+    """The devices of a run, and its steps, each compiled when its turn comes.
+
+    Raises:
+      UserError: if the layout cannot be.
+    """
+    rows = config.batch_size // config.num_microbatches if config.mode == "train" else None
+    where = config.provenance.get("layout")
+    partitioning = choose(config.layout, config.model, rows=rows, devices=devices, where=where)
+    programs = train_programs if config.mode == "train" else evaluation_programs
+    return partitioning, programs(config, partitioning)
 
 
 # ---- Programs -----------------------------------------------------------------------------------
@@ -264,7 +280,7 @@ def described(
 def fits(program: Program, config: RunConfig, partitioning: Partitioning, chip: Chip) -> str:
     """Whether a step fits into a device's memory, and what would make it fit if not."""
     spare = chip.memory - program.total
-    if spare >= 0 and not program.refused:
+    if program.fits_in(chip):
         return f"fits with {_gib(spare)} to spare"
     much = f"{_gib(-spare)} too much" if spare < 0 else program.refused
     return f"does not fit, {much}: {'; or '.join(remedies(config, partitioning))}"
@@ -275,7 +291,7 @@ def remedies(config: RunConfig, partitioning: Partitioning) -> list[str]:
     found, model = [], config.model
     if config.mode == "train":
         if not model.recompute_grads:
-            found.append("recompute activations (Bitransformer's recompute_grads = True)")
+            found.append("recompute activations (LayerStack.recompute_grads = True)")
         rows = config.batch_size // config.num_microbatches
         if rows > partitioning.data:
             found.append(f"more microbatches than {config.num_microbatches}")

@@ -334,7 +334,8 @@ def test_the_folder_of_tensorflow_datasets_is_handed_to_seqio(monkeypatch):
     ],
 )
 def test_mesh_shape_and_layout_rules_are_the_layout(overrides, layout):
-    assert load("run.batch_size = 64", *overrides).layout == layout
+    rules = "utils.run.layout_rules = 'batch:batch,d_ff:model,heads:model,vocab:model'"
+    assert load("run.batch_size = 64", rules, *overrides).layout == layout
 
 
 def test_a_rule_that_divides_d_model_is_refused():

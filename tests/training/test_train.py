@@ -59,7 +59,7 @@ def test_a_run_that_was_interrupted_continues_with_the_same_losses(whole, tmp_pa
         run(tmp_path, 6, interrupted())
     assert list_checkpoints(tmp_path) == [3]
     state, said = run(tmp_path, 6, batches[3:])
-    assert "start: step 3" in said[1]
+    assert "start: step 3" in said[2]
     assert losses(tmp_path) == losses(whole[0])
     assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4, 5, 6]
     restored = to_flat_tree(state)
@@ -75,14 +75,14 @@ def test_a_run_starts_from_a_flat_tree_with_its_step_and_slots(whole, tmp_path):
 def test_a_run_starts_from_the_path_of_a_checkpoint(whole, tmp_path):
     path = checkpoint_path(whole[0], 3)
     _, said = run(tmp_path, 4, tiny.batches(6)[3:], restore_from=path)
-    assert said[1] == f"start: step 3 of {path}"
+    assert said[2] == f"start: step 3 of {path}"
 
 
 def test_a_checkpoint_in_model_dir_comes_before_restore_from(whole, tmp_path):
     tree = load_tree(checkpoint_path(whole[0], 6))
     run(tmp_path, 2, tiny.batches(2))
     _, said = run(tmp_path, 3, tiny.batches(1), restore_from=tree)
-    assert "start: step 2" in said[1]
+    assert "start: step 2" in said[2]
 
 
 def test_nothing_is_opened_or_written_when_train_steps_is_reached(whole):

@@ -1,0 +1,71 @@
+"""Finds, by compiling, a way to make a training fit that is changed as little as possible."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from t0repro.config.run_config import RunConfig
+from t0repro.errors import UserError
+from t0repro.partitioning.devices import Partitioning
+from t0repro.partitioning.topologies import Chip
+from t0repro.runs.precompile import compiled_for, fits
+
+
+def suggest(config: RunConfig, devices: Sequence[Any], chip: Chip) -> Iterator[str]:
+    """Compiles ever smaller variants of a training until one fits; yields a line for each.
+
+    Args:
+      config: a training.
+      devices: to compile for.
+      chip: what is published about them.
+    """
+    partitioning, programs = compiled_for(config, devices)
+    if all(program.fits_in(chip) for program in programs):
+        yield "as configured: fits"
+        return
+    for change, variant in variants(config, partitioning):
+        try:
+            changed, programs = compiled_for(variant, devices)
+        except UserError as error:
+            yield f"{change}: {error.what}"
+            continue
+        (program,) = programs
+        yield f"{change}: {fits(program, variant, changed, chip).partition(':')[0]}"
+        if program.fits_in(chip):
+            return
+    yield "nothing that can be tried fits: use devices with more memory"
+
+
+def variants(config: RunConfig, partitioning: Partitioning) -> Iterator[tuple[str, RunConfig]]:
+    """What to try, each with the changes before it: what costs least time comes first.
+
+    Recomputation costs a third more operations, microbatches some utilisation, full sharding and
+    model parallelism communication.
+    """
+    changes: dict[str, str] = {}
+
+    def with_change(kind: str, text: str) -> tuple[str, RunConfig]:
+        changes[kind] = text
+        return ", ".join(changes.values()), config
+
+    rows, data = config.batch_size // config.num_microbatches, partitioning.data
+    while rows % 2 == 0 and rows // 2 >= data:
+        rows //= 2
+        config = dataclasses.replace(config, num_microbatches=2 * config.num_microbatches)
+        yield with_change("parts", f"{config.num_microbatches} microbatches")
+    if not config.model.recompute_grads:
+        model = dataclasses.replace(config.model, recompute_grads=True)
+        config = dataclasses.replace(config, model=model)
+        yield with_change("recompute", "LayerStack.recompute_grads = True")
+    if not config.layout.fully_sharded and data > 1:
+        layout = dataclasses.replace(config.layout, fully_sharded=True)
+        config = dataclasses.replace(config, layout=layout)
+        yield with_change("sharding", "full sharding")
+    parts = config.layout.model
+    while data % 2 == 0 and config.model.num_heads % (2 * parts) == 0:
+        parts, data = 2 * parts, data // 2
+        layout = dataclasses.replace(config.layout, data=data, model=parts, topology=None)
+        config = dataclasses.replace(config, layout=layout)
+        yield with_change("model", f"model parallelism {parts}")

@@ -1,0 +1,53 @@
+"""What makes a training fit is tried in turn, the cheapest change first."""
+
+import dataclasses
+
+import pytest
+
+from t0repro.config.run_config import Layout
+from t0repro.partitioning.devices import choose
+from t0repro.partitioning.topologies import devices_of
+from t0repro.runs.suggestions import suggest, variants
+
+from ..tiny_models import BFLOAT16, model_config, run_config
+
+TRAINING = run_config(
+    "unused",
+    10,
+    model=model_config(d_model=128, d_ff=256, num_heads=4, d_kv=32, vocab_size=1024),
+    batch_size=16,
+    num_microbatches=1,
+    dtypes=BFLOAT16,
+    layout=Layout(model=2),
+    sequence_length={"inputs": 512, "targets": 128},
+)
+
+
+@pytest.fixture(scope="module")
+def v3():
+    pytest.importorskip("libtpu", reason="the extra tpu is not installed")
+    return devices_of("v3-8")
+
+
+def test_each_variant_has_the_changes_before_it(v3):
+    partitioning = choose(TRAINING.layout, TRAINING.model, rows=16, devices=v3[0])
+    found = list(variants(TRAINING, partitioning))
+    assert [text for text, _ in found] == [
+        "2 microbatches",
+        "4 microbatches",
+        "4 microbatches, LayerStack.recompute_grads = True",
+        "4 microbatches, LayerStack.recompute_grads = True, full sharding",
+        "4 microbatches, LayerStack.recompute_grads = True, full sharding, model parallelism 4",
+    ]
+    _, last = found[-1]
+    assert last.layout == Layout(2, 4, fully_sharded=True)
+    assert last.num_microbatches == 4 and last.model.recompute_grads
+
+
+def test_the_search_ends_with_the_first_variant_that_fits(v3):
+    devices, chip = v3
+    assert list(suggest(TRAINING, devices, chip)) == ["as configured: fits"]
+    small = dataclasses.replace(chip, memory=1)
+    lines = list(suggest(dataclasses.replace(TRAINING, num_microbatches=4), devices, small))
+    assert lines[0].startswith("LayerStack.recompute_grads = True: does not fit")
+    assert lines[-1] == "nothing that can be tried fits: use devices with more memory"
