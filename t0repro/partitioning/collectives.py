@@ -18,6 +18,7 @@ _CALLED = re.compile(
     r"(?:\{(?P<many>[^}]*)\}|%?(?P<one>[\w.\-]+))"
 )
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_CONSTANT = re.compile(r"= s32\[\]\S* constant\((\d+)\)")
 _ARRAY = re.compile(r"\b([a-z]+\d+|pred|s4|u4|f8\w+)\[([\d,]*)\]")
 
 
@@ -59,7 +60,7 @@ def collectives(hlo: str) -> list[Collective]:
       hlo: what `as_text` of a compiled function returns.
     """
     lines = _computations(hlo)
-    calls = {name: list(_calls(body)) for name, body in lines.items()}
+    calls = {name: list(_calls(body, lines)) for name, body in lines.items()}
     entry = re.search(r"^ENTRY %?([\w.\-]+) ", hlo, re.M)
     if entry is None:
         return []
@@ -97,14 +98,26 @@ def _computations(hlo: str) -> dict[str, list[str]]:
     return lines
 
 
-def _calls(body: list[str]) -> Iterator[tuple[str, int, bool]]:
+def _calls(body: list[str], lines: dict[str, list[str]]) -> Iterator[tuple[str, int, bool]]:
     """The computations that one calls: name, how often, and whether as the body of a loop."""
     for line in body:
         loop = " while(" in line
-        known = _TRIPS.search(line) if loop else None
+        times = _trips(line, lines) if loop else 1
         for match in _CALLED.finditer(line):
             for name in (match["many"] or match["one"]).split(","):
-                yield name.strip().lstrip("%"), int(known[1]) if known else 1, loop
+                yield name.strip().lstrip("%"), times, loop
+
+
+def _trips(line: str, lines: dict[str, list[str]]) -> int:
+    """How often a loop runs: as XLA says or, on TPUs, the number that its counter is less than."""
+    if known := _TRIPS.search(line):
+        return int(known[1])
+    condition = re.search(r"condition=%?([\w.\-]+)", line)
+    body = lines.get(condition[1], []) if condition else []
+    if not any("direction=LT" in each for each in body):
+        return 1
+    limits = [int(found[1]) for each in body if (found := _CONSTANT.search(each))]
+    return limits[0] if len(limits) == 1 else 1
 
 
 def _operations(body: list[str]) -> Iterator[tuple[str, int, int]]:

@@ -33,5 +33,12 @@ def test_bytes_groups_and_loops():
     assert not gathered.in_loop and gathered.sent == 96
 
 
+def test_a_tpus_loop_runs_until_its_counter_is_at_the_limit():
+    without = HLO.replace(', c={"known_trip_count":{"n":"3"}}', "")
+    assert [item.times for item in collectives(without) if item.in_loop] == [1]
+    limit = without.replace("ROOT %less", "%n = s32[]{:T(256)} constant(5)\n  ROOT %less")
+    assert [item.times for item in collectives(limit) if item.in_loop] == [5]
+
+
 def test_counts_keep_loops_apart():
     assert counts(collectives(HLO)) == {"all-gather": 1, "all-reduce in loop": 1}
