@@ -296,12 +296,11 @@ def _loader() -> type:
     """PyYAML's safe loader with promptsource's two classes and no other, parsing in C if it can."""
     _promptsource()
 
-    class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
-        pass
-
+    safe: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    loader: Any = type("Loader", (safe,), {})
     for tag in ("!Template", "!TemplateMetadata"):
-        Loader.add_constructor(tag, yaml.FullLoader.yaml_constructors[tag])
-    return Loader
+        loader.add_constructor(tag, yaml.FullLoader.yaml_constructors[tag])
+    return loader
 
 
 @functools.cache

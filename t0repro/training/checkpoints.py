@@ -11,6 +11,7 @@ Trees are flat here: "target/encoder/encoder_norm/scale" -> array (t0repro.train
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shutil
 import sys
@@ -139,20 +140,27 @@ def save_tree(
 
 @contextlib.contextmanager
 def _quiet_after_failure() -> Iterator[None]:
-    """Keeps TensorStore from printing a traceback for each write that was under way at a failure.
+    """Keeps Orbax and TensorStore from printing tracebacks of a failure that is raised anyway.
 
-    Orbax closes its event loop at the first write that fails; the others then find it closed, which
-    Python reports as an exception that nobody can catch.
+    Orbax logs the failure in each of its threads. It then closes its event loop; writes that are
+    still under way find it closed, which Python reports as an exception that nobody can catch.
     """
-    hook = sys.unraisablehook
+    hook, log = sys.unraisablehook, logging.getLogger("absl")
 
     def report(unraisable: Any) -> None:
         error = unraisable.exc_value
         if not (isinstance(error, RuntimeError) and str(error) == "Event loop is closed"):
             hook(unraisable)
 
+    def is_worth_logging(record: logging.LogRecord) -> bool:
+        return "orbax/checkpoint/_src/futures" not in record.pathname
+
     sys.unraisablehook = report
-    yield
+    log.addFilter(is_worth_logging)
+    try:
+        yield
+    finally:
+        log.removeFilter(is_worth_logging)
     sys.unraisablehook = hook  # after a failure `report` stays: the writes end later
 
 
