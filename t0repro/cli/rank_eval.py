@@ -139,12 +139,13 @@ def rank_eval(
         extras=[e for e in (normalize, *(each.value for each in also or ())) if e != "none"],
     )
     _add_cache(cache_dir)
-    _evaluate(checkpoint, step, mixture, out, settings, write)
+    _evaluate(checkpoint, step, model_parallelism, mixture, out, settings, write)
 
 
 def _evaluate(
     checkpoint: str,
     step: int | None,
+    model_parallelism: int,
     mixture: str,
     out: Path,
     settings: Settings,

@@ -200,7 +200,9 @@ def _compiled(
             )  # fmt: skip
     memory, hlo = compiled.memory_analysis(), compiled.as_text()
     held = facts["parameters"] + facts["slots"]
-    other = memory.argument_size_in_bytes - held + memory.generated_code_size_in_bytes
+    # A program is not given the parameters that it does not read, as the decoder's when encoding;
+    # the device holds them all the same.
+    other = max(0, memory.argument_size_in_bytes - held) + memory.generated_code_size_in_bytes
     return Program(
         name,
         **facts,
