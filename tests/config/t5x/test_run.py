@@ -212,9 +212,9 @@ checkpoints.SaveBestCheckpointer.metric_mode = 'min'
         ("LOSS_NORMALIZING_FACTOR = 'NUM_TOKENS'", "loss_normalizing_factor = 'NUM_TOKENS'"),
         ("train_script.train.get_dataset_fn = 1", "train.get_dataset_fn"),
         ("utils.SaveCheckpointConfig.state_transformation_fns = [1]", "assignment_map alone"),
-        ("utils.RestoreCheckpointConfig.path = ['a', 'b']", "one checkpoint"),
+        ("utils.RestoreCheckpointConfig.path = ['a', 'b']", "a single checkpoint"),
         ("trainer.Trainer.num_microbatches = 3", "does not divide the batch of 128"),
-        ("train_script.train.eval_period = 1500", "no multiple of [^$]*period = 1000"),
+        ("train_script.train.eval_period = 1500", "not a multiple of [^$]*period = 1000"),
         ("train_script.train.eval_steps = 0", "plan.eval_steps is 0"),
         ("train_script.train.actions = {'EVAL': []}", "'TRAIN_EVAL'"),
         ("trainer.Trainer.learning_rate_fn = None", "learning_rate_fn"),
@@ -227,7 +227,7 @@ def test_what_has_no_counterpart_is_refused_with_its_place(binding, complaint):
 
 
 def test_restoring_all_checkpoints_is_refused():
-    with pytest.raises(UserError, match="one checkpoint"):
+    with pytest.raises(UserError, match="a single checkpoint"):
         config(
             "INITIAL_CHECKPOINT_PATH = 'a'",
             "utils.RestoreCheckpointConfig.mode = 'all'",
