@@ -14,6 +14,14 @@ from t0repro.config.run_config import RunConfig, TrainDataConfig
 from t0repro.errors import UserError
 from t0repro.model.t5 import T5, count_parameters, initial_parameters
 from t0repro.partitioning.devices import choose, line_of
+from t0repro.runs.plan import (
+    PlannedInputs,
+    chosen_seed,
+    keys,
+    last_step,
+    may_be_nan,
+    planned_actions,
+)
 from t0repro.training.actions import Action, SaveCheckpoints, ShowProgress, StopOnSignal
 from t0repro.training.checkpoints import (
     checkpoint_path,
@@ -25,7 +33,9 @@ from t0repro.training.checkpoints import (
 from t0repro.training.metrics import MetricsManager, Writer
 from t0repro.training.optimizers import Optimizer, make_optimizer
 from t0repro.training.schedules import make_schedule
+from t0repro.training.summaries import SplitMetrics
 from t0repro.training.train_state import FlatTree, TrainState, from_flat_tree, new_train_state
+from t0repro.training.train_step import Measured
 from t0repro.training.trainer import NumpyBatch, Trainer
 from t0repro.words import counted
 
@@ -68,6 +78,7 @@ def train(
     actions: Sequence[Action] = (),
     writers: Sequence[Writer] = (),
     say: Callable[[str], None] | None = None,
+    planned: PlannedInputs | None = None,
 ) -> TrainState:
     """Trains until the global step reaches config.train_steps and returns the last state.
 
@@ -84,6 +95,8 @@ def train(
       actions: Actions to run between steps, in addition to the standard ones (saving, progress).
       writers: Receive metrics in addition to metrics.jsonl, for instance TensorBoard event files.
       say: Receives lines about what is being done; prints to standard error by default.
+      planned: What a run with a plan reads and writes beside these; its plan's seed wins over
+        `seed`, and its metrics go to `planned.open_writer`'s writers in place of `writers`.
 
     Raises:
       UserError: If the configuration cannot be trained, a checkpoint does not fit, or a loss is not
@@ -101,8 +114,12 @@ def train(
         )
     model, optimizer = T5(config.model, config.dtypes), make_optimizer(config.optimizer)
     schedule = make_schedule(config.schedule)
+    plan, initial_key, dropout_key = config.plan, jax.random.key(seed), None
+    if plan is not None:
+        seed = chosen_seed(plan, say)
+        initial_key, dropout_key = keys(seed)
     # Shapes only: a restored run never allocates the parameters that it would throw away.
-    fresh = jax.eval_shape(lambda: _fresh_state(model, optimizer, seed))
+    fresh = jax.eval_shape(lambda: _fresh_state(model, optimizer, initial_key))
     count = counted(count_parameters(fresh.params), "parameter")
     say(f"model: {count}, activations {config.dtypes.activation}")
 
@@ -122,7 +139,7 @@ def train(
         restore_from = checkpoint_path(model_dir, found)
         saved_data = data_folder(restore_from)
     if restore_from is None:
-        state = _fresh_state(model, optimizer, seed, fresh)
+        state = _fresh_state(model, optimizer, initial_key, fresh)
         say(f"start: new parameters from seed {seed}")
     else:
         where = "init_checkpoint"
@@ -133,26 +150,33 @@ def train(
 
     # ---------------------------------------------------------------- anything to do?
     start_step = int(state.step)
-    if start_step >= config.train_steps:
-        say(f"nothing to train: step {start_step:,}, train_steps {config.train_steps:,}")
+    end_step = config.train_steps if plan is None else last_step(config, start_step)
+    evaluate_only = plan is not None and plan.run_eval_before_training
+    if start_step >= end_step and not evaluate_only:
+        say(f"nothing to train: step {start_step:,}, train_steps {end_step:,}")
         return state
 
     # ---------------------------------------------------------------- the loop
     microbatches = counted(config.num_microbatches, "microbatch", "microbatches")
     parts = f"{counted(config.batch_size, 'sequence')} in {microbatches}"
-    say(f"train: steps {start_step:,} to {config.train_steps:,}, a batch is {parts}")
+    say(f"train: steps {start_step:,} to {end_step:,}, a batch is {parts}")
     source = batches if isinstance(batches, BatchSource) else None
     signals = StopOnSignal(say)
-    saving = SaveCheckpoints(
-        model_dir,
-        config.save_checkpoints_steps,
-        config.keep_checkpoint_max,
-        None if source is None else source.save,
-    )
+    save_data = None if source is None else source.save
+    metrics: MetricsManager | SplitMetrics
+    if plan is None:
+        metrics = MetricsManager(model_dir, start_step, writers)
+        period, keep = config.save_checkpoints_steps, config.keep_checkpoint_max
+        standard: Sequence[Action] = [SaveCheckpoints(model_dir, period, keep, save_data)]
+    else:
+        planned = planned or PlannedInputs()
+        metrics = SplitMetrics(model_dir, start_step, planned.open_writer)
+        steps = end_step - start_step
+        standard = planned_actions(config, planned, metrics, save_data, steps, say)
     if isinstance(batches, BatchSource):
-        batches = batches.open(start_step, saved_data, say)
+        batches = batches.open(start_step, saved_data, say) if start_step < end_step else ()
     elif callable(batches):
-        batches = batches()
+        batches = batches() if start_step < end_step else ()
     trainer = Trainer(
         model,
         state,
@@ -160,13 +184,16 @@ def train(
         schedule=schedule,
         num_microbatches=config.num_microbatches,
         seed=seed,
-        metrics=MetricsManager(model_dir, start_step, writers),
-        actions=[ShowProgress(), saving, *actions, signals],
+        metrics=metrics,
+        actions=[ShowProgress(), *standard, *actions, signals],
+        dropout_key=dropout_key if config.model.dropout_rate else None,
+        measured=None if plan is None else Measured(weights=plan.weight_metrics),
+        may_be_nan=may_be_nan(config),
         partitioning=partitioning,
     )
     try:
         with trainer:
-            done = trainer.train(batches, config.train_steps - start_step)
+            done = trainer.train(batches, end_step - start_step)
     except KeyboardInterrupt:  # the second Ctrl-C
         saved = latest_step(model_dir)
         place = "the start" if saved is None else f"{checkpoint_path(model_dir, saved)}"
@@ -174,7 +201,10 @@ def train(
         raise
 
     # ---------------------------------------------------------------- the end
-    if signals.received is not None and trainer.step < config.train_steps:
+    if start_step >= end_step:
+        say(f"nothing to train: step {start_step:,}, train_steps {end_step:,}")
+        return trainer.train_state
+    if signals.received is not None and trainer.step < end_step:
         saved = checkpoint_path(model_dir, trainer.step)
         say(f"stopped by a signal: the same command continues from {saved}")
         raise StoppedBySignal(signals.received)
@@ -184,9 +214,10 @@ def train(
             where="the training data" if config.train_data is None else _data_of(config.train_data),
             fix="Check that the task has rows in this split, and that they are not filtered out.",
         )
-    if trainer.step < config.train_steps:
+    if trainer.step < end_step:
         say(f"the batches ended after {counted(done, 'step')}, at step {trainer.step:,}")
-    say(f"checkpoint: {checkpoint_path(model_dir, trainer.step)}")
+    if checkpoint_path(model_dir, trainer.step).is_dir():
+        say(f"checkpoint: {checkpoint_path(model_dir, trainer.step)}")
     return trainer.train_state
 
 
@@ -195,10 +226,10 @@ def _data_of(data: TrainDataConfig) -> str:
 
 
 def _fresh_state(
-    model: T5, optimizer: Optimizer, seed: int, like: TrainState | None = None
+    model: T5, optimizer: Optimizer, key: jax.Array, like: TrainState | None = None
 ) -> TrainState:
-    """Parameters drawn from the seed, zero slots, step 0; divided among devices as `like` is."""
+    """Parameters drawn from the key, zero slots, step 0; divided among devices as `like` is."""
     if like is not None and isinstance(like.step.sharding, NamedSharding):
         shardings = jax.tree.map(lambda leaf: leaf.sharding, like)
-        return jax.jit(lambda: _fresh_state(model, optimizer, seed), out_shardings=shardings)()
-    return new_train_state(initial_parameters(model, jax.random.key(seed)), optimizer)
+        return jax.jit(lambda: _fresh_state(model, optimizer, key), out_shardings=shardings)()
+    return new_train_state(initial_parameters(model, key), optimizer)

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from t0repro.training.checkpoints import save_checkpoint
+from t0repro.config.training_plan import SaveConfig
+from t0repro.training.checkpoints import (
+    checkpoint_path,
+    list_checkpoints,
+    remove_checkpoint,
+    save_checkpoint,
+)
+from t0repro.training.keeping import PINNED, metric_by_step, superfluous
 from t0repro.training.metrics import StepMetrics
 
 if TYPE_CHECKING:
@@ -32,6 +40,9 @@ class Action:
 
     def on_metrics(self, metrics: StepMetrics) -> None:
         """Called with each step's metrics once they have been read, one step late."""
+
+    def on_values(self, step: int, values: Mapping[str, Any], seconds: float) -> None:
+        """Called before `on_metrics` with all that the step computed, copied to the host."""
 
     def end(self, trainer: Trainer) -> None:
         """Called when training has ended, also if by an exception."""
@@ -77,6 +88,63 @@ class SaveCheckpoints(Action):
         trainer.flush()
         save_checkpoint(self._model_dir, trainer.train_state, self._keep, self._save_data)
         self._saved = trainer.step
+
+
+class SaveByPlan(SaveCheckpoints):
+    """Saves as T5X does: before the first step, each period from there, and at chosen steps.
+
+    Args:
+      model_dir: where checkpoint_<step> directories are written.
+      plan: when to save, in which type, and what to keep.
+      save_data: writes the position in the data into a folder of the checkpoint.
+      only_finite: whether a state is not saved if its latest loss was not finite.
+    """
+
+    def __init__(
+        self,
+        model_dir: str | os.PathLike[str],
+        plan: SaveConfig,
+        save_data: Callable[[Path], None] | None = None,
+        *,
+        only_finite: bool = False,
+    ):
+        super().__init__(model_dir, plan.period or 0, save_data=save_data)
+        self._plan, self._first = plan, 0
+        self._only_finite, self._loss = only_finite, 0.0
+
+    def on_metrics(self, metrics: StepMetrics) -> None:
+        """Notes the latest loss."""
+        self._loss = metrics.loss
+
+    def start(self, trainer: Trainer, last_step: int) -> None:
+        """Saves the state that training starts from, if it has no checkpoint here."""
+        super().start(trainer, last_step)
+        self._first = trainer.step
+        if self._plan.period and trainer.step not in list_checkpoints(self._model_dir):
+            self._save(trainer)
+
+    def after_step(self, trainer: Trainer) -> None:
+        """Saves if a checkpoint is due."""
+        step, period = trainer.step, self._plan.period
+        due = period and ((step - self._first) % period == 0 or step == self._last)
+        if due or step in self._plan.steps:
+            self._save(trainer)
+
+    def _save(self, trainer: Trainer) -> None:
+        trainer.flush()
+        if self._only_finite and not math.isfinite(self._loss):
+            return
+        model_dir, plan = self._model_dir, self._plan
+        save_checkpoint(model_dir, trainer.train_state, save_data=self._save_data, dtype=plan.dtype)
+        self._saved = trainer.step
+        values = metric_by_step(model_dir, plan.best.metric) if plan.best else {}
+        steps = [
+            step
+            for step in list_checkpoints(model_dir)
+            if not (checkpoint_path(model_dir, step) / PINNED).exists()
+        ]
+        for step in superfluous(steps, plan, values):
+            remove_checkpoint(checkpoint_path(model_dir, step))
 
 
 class StopOnSignal(Action):

@@ -15,7 +15,12 @@ import numpy as np
 
 from t0repro.model.shapes import Array, Float
 from t0repro.model.t5 import T5, Batch
-from t0repro.training.loss import cross_entropy, token_weights
+from t0repro.training.loss import (
+    cross_entropy,
+    loss_denominator,
+    token_weights,
+    with_loss_weights,
+)
 
 Sums = dict[str, jax.Array]
 
@@ -62,6 +67,20 @@ def loss_and_sums(
         "correct": _count(correct),
     }
     return loss, sums | token_counts(batch)
+
+
+def measured_evaluation(model: T5, parameters: dict, batch: Batch) -> Sums:
+    """The sums of a whole batch of an evaluation: no dropout, z_loss as the model has it there."""
+    config = model.config
+    batch = with_loss_weights(config, batch)
+    _, sums = loss_and_sums(
+        model,
+        parameters,
+        batch,
+        denominator=loss_denominator(config, batch),
+        z_loss=config.arithmetic.z_loss_in_evaluation,
+    )
+    return sums
 
 
 def token_counts(batch: Batch) -> Sums:

@@ -21,6 +21,7 @@ from typing import Any
 
 import flax.traverse_util
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from t0repro.converters.integrity import (
@@ -33,6 +34,7 @@ from t0repro.converters.jax_tree import jax_refs
 from t0repro.converters.orbax_dir import is_orbax
 from t0repro.errors import UserError
 from t0repro.files import atomic_directory
+from t0repro.parameters import layout
 from t0repro.training.train_state import FlatTree, TrainState, to_flat_tree
 from t0repro.training.writing import writing
 
@@ -63,6 +65,7 @@ def save_checkpoint(
     state: TrainState,
     keep: int | None = None,
     save_data: Callable[[Path], None] | None = None,
+    dtype: str | None = None,
 ) -> Path:
     """Writes a state as model_dir/checkpoint_<step> and returns that path.
 
@@ -72,6 +75,7 @@ def save_checkpoint(
       keep: how many of the latest checkpoints to keep in model_dir; None or 0 keeps all.
       save_data: writes the position in the data into the folder that it is given; `data_folder`
         finds that folder later.
+      dtype: type of the parameters in the checkpoint; None for float32. Slots stay float32.
 
     Raises:
       UserError: if that step already has a checkpoint, or if the disk is full; in either case
@@ -79,11 +83,15 @@ def save_checkpoint(
     """
     path = checkpoint_path(model_dir, int(jax.device_get(state.step)))
     with writing(path):
-        save_tree(path, to_flat_tree(state), save_data)
+        tree = to_flat_tree(state)
+        for name in tree if dtype else ():
+            if name.startswith(layout.PARAMETERS):
+                tree[name] = tree[name].astype(jnp.dtype(dtype))
+        save_tree(path, tree, save_data)
         # Old checkpoints go only once the new one is complete. A negative number keeps all; with
         # it, tf.train.Saver would delete what it has just saved.
         for step in list_checkpoints(model_dir)[:-keep] if keep and keep > 0 else []:
-            _remove(checkpoint_path(model_dir, step))
+            remove_checkpoint(checkpoint_path(model_dir, step))
     return path
 
 
@@ -205,7 +213,7 @@ def remove_interrupted_saves(model_dir: PathLike) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _remove(path: Path) -> None:
+def remove_checkpoint(path: Path) -> None:
     """Removes a checkpoint; it is renamed first, so that it is never listed half removed."""
     hidden = path.with_name(f".{path.name}.removed.tmp")
     shutil.rmtree(hidden, ignore_errors=True)

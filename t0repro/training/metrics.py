@@ -41,6 +41,22 @@ class StepMetrics:
     seconds: float
 
 
+class Metrics(Protocol):
+    """Where a Trainer's metrics go."""
+
+    def write_step(self, metrics: StepMetrics) -> None:
+        """Writes one training step's metrics."""
+
+    def write(self, split: str, step: int, values: Mapping[str, float]) -> None:
+        """Writes the values of an evaluation."""
+
+    def flush(self) -> None:
+        """Makes what was written visible to readers."""
+
+    def close(self) -> None:
+        """Flushes and closes every file."""
+
+
 class MetricsManager:
     """Writes model_dir/metrics.jsonl, and hands everything to writers such as clu's.
 

@@ -19,6 +19,7 @@ from t0repro.errors import UserError
 from t0repro.model.t5 import T5
 from t0repro.partitioning.devices import Partitioning
 from t0repro.training.actions import Action
+from t0repro.training.batch_sums import measured_evaluation, summary
 from t0repro.training.loss import (
     count_examples,
     count_targets,
@@ -26,11 +27,11 @@ from t0repro.training.loss import (
     evaluation_sums,
     loss_denominator,
 )
-from t0repro.training.metrics import MetricsManager, StepMetrics
+from t0repro.training.metrics import Metrics, StepMetrics
 from t0repro.training.optimizers import Optimizer
 from t0repro.training.schedules import Schedule
 from t0repro.training.train_state import TrainState
-from t0repro.training.train_step import jitted_train_step, make_train_step
+from t0repro.training.train_step import Measured, jitted_train_step, make_train_step
 from t0repro.words import counted
 
 NumpyBatch = Mapping[str, np.ndarray]
@@ -68,6 +69,9 @@ class Trainer:
       metrics: where to write metrics; None writes none.
       actions: run between steps, in this order.
       partitioning: the devices that the state is divided among; None if it is on one.
+      dropout_key: PRNG key for dropout, into which each step is folded; made from `seed` if None.
+      measured: what a step measures for T5X's metrics; None for nothing.
+      may_be_nan: whether training goes on when a loss is not finite; otherwise it is an error.
 
     Attributes:
       step: the global step, that is the number of updates done.
@@ -83,27 +87,34 @@ class Trainer:
         schedule: Schedule,
         num_microbatches: int = 1,
         seed: int = 0,
-        metrics: MetricsManager | None = None,
+        metrics: Metrics | None = None,
         actions: Sequence[Action] = (),
         partitioning: Partitioning | None = None,
+        dropout_key: jax.Array | None = None,
+        measured: Measured | None = None,
+        may_be_nan: bool = False,
     ):
         self._model, self._state = model, state
         self._metrics, self._actions = metrics, actions
         self._num_microbatches = num_microbatches
-        # Fold in a constant, because parameters are drawn with the seed's key itself.
-        key = jax.random.fold_in(jax.random.key(seed), 1) if model.config.dropout_rate else None
         several = partitioning is not None and partitioning.mesh.size > 1
         self._partitioning = partitioning if several else None
+        self._may_be_nan = may_be_nan
+        if dropout_key is None and model.config.dropout_rate:
+            # Fold in a constant, because parameters are drawn with the seed's key itself.
+            dropout_key = jax.random.fold_in(jax.random.key(seed), 1)
         train_step = make_train_step(
             model,
             optimizer,
             schedule,
             num_microbatches=num_microbatches,
-            dropout_key=key,
+            dropout_key=dropout_key,
+            measured=measured,
             partitioning=self._partitioning,
         )
         self._train_step = jitted_train_step(train_step, state, self._partitioning)
         self._evaluate = jax.jit(evaluation_sums, static_argnums=0)
+        self._measure = jax.jit(measured_evaluation, static_argnums=0)
         self._compiled: dict[Any, Callable] = {}
         self._pending: _Pending | None = None
         self._read_at = 0.0
@@ -195,6 +206,24 @@ class Trainer:
             self._metrics.flush()
         return metrics
 
+    def eval_measured(self, batches: Iterable[NumpyBatch], *, packed: bool) -> dict[str, float]:
+        """Computes T5X's metrics of batches, without dropout, under its names.
+
+        Args:
+          batches: what to evaluate.
+          packed: whether rows hold several examples, which decides some of the names.
+        """
+        self.flush()
+        sums, count = collections.defaultdict[str, float](float), 0
+        for batch in batches:
+            features = self._on_devices(batch)
+            with self._active():
+                values = self._measure(self._model, self._state.params, features)
+            count += 1
+            for name, value in jax.device_get(values).items():
+                sums[name] += float(value)
+        return summary(sums, count, packed=packed) if count else {}
+
     def stop(self) -> None:
         """Makes `train` end after the current step, as if there were no more batches."""
         self._stopping = True
@@ -264,7 +293,7 @@ class Trainer:
             seconds=round(now - self._read_at, 6),
         )
         self._read_at = now
-        if not math.isfinite(metrics.loss):
+        if not math.isfinite(metrics.loss) and not self._may_be_nan:
             raise UserError(
                 f"The loss of step {metrics.step} is {metrics.loss}.",
                 where="training",
@@ -273,6 +302,7 @@ class Trainer:
         if self._metrics is not None:
             self._metrics.write_step(metrics)
         for action in self._actions:
+            action.on_values(pending.step, values, metrics.seconds)
             action.on_metrics(metrics)
 
 

@@ -1,0 +1,169 @@
+"""The parts of a training that its plan decides: keys, saving, metrics, evaluations and the end."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+import jax
+
+from t0repro.config.run_config import AdafactorConfig, RunConfig
+from t0repro.config.training_plan import TerminateOnNanConfig, TrainingPlan
+from t0repro.errors import UserError
+from t0repro.training.actions import Action, SaveByPlan
+from t0repro.training.stopping import make_actions
+from t0repro.training.summaries import Evaluate, OpenWriter, SplitMetrics, Summarise
+from t0repro.training.trainer import NumpyBatch, Trainer
+
+InferEval = Callable[[Trainer], Mapping[str, Mapping[str, float]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedInputs:
+    """What a planned training reads and writes beside its training batches.
+
+    Attributes:
+      train_eval: Batches by task, for evaluations with the training's metrics.
+      infer_eval: Evaluates the tasks' own metrics; None for no such evaluation.
+      open_writer: Opens the writer of a split's metrics; None writes metrics.jsonl alone.
+    """
+
+    train_eval: Mapping[str, Iterable[NumpyBatch]] = dataclasses.field(default_factory=dict)
+    infer_eval: InferEval | None = None
+    open_writer: OpenWriter | None = None
+
+
+def chosen_seed(plan: TrainingPlan, say: Callable[[str], None]) -> int:
+    """The plan's seed, or one of this moment, which is told."""
+    if plan.random_seed is not None:
+        return plan.random_seed
+    seed = int(time.time())
+    say(f"seed: {seed}, since random_seed is None")
+    return seed
+
+
+def keys(seed: int) -> tuple[jax.Array, jax.Array]:
+    """The keys of the initial parameters and of dropout, as T5X splits its seed's."""
+    initial, training = jax.random.split(jax.random.PRNGKey(seed))
+    return initial, training
+
+
+def last_step(config: RunConfig, start_step: int) -> int:
+    """The step at which a training that starts at a step ends.
+
+    Raises:
+      UserError: If it is past that step already.
+    """
+    assert config.plan is not None
+    relative = config.plan.relative_steps
+    if relative is not None:
+        return start_step + relative
+    if config.train_steps < start_step:
+        raise UserError(
+            f"total_steps is {config.train_steps:,}, but the checkpoint is of step {start_step:,}.",
+            where=config.provenance.get("train_steps"),
+            fix="TRAIN_STEPS counts the checkpoint's steps too; or set relative_steps.",
+        )
+    return config.train_steps
+
+
+def shortest_period(plan: TrainingPlan, steps: int) -> int:
+    """The shortest of the periods in force, which summaries follow unless they have their own."""
+    evaluated = plan.train_eval_data or plan.infer_eval_data
+    periods = (
+        plan.eval_period if evaluated else 0,
+        plan.save.period if plan.save else 0,
+        plan.gc_period,
+    )
+    return min((period for period in periods if period), default=max(1, steps))
+
+
+def planned_actions(
+    config: RunConfig,
+    inputs: PlannedInputs,
+    metrics: SplitMetrics,
+    save_data: Callable[[Path], None] | None,
+    steps: int,
+    say: Callable[[str], None],
+) -> Sequence[Action]:
+    """What happens between steps, in the order in which T5X does it.
+
+    Args:
+      config: The run, with a plan.
+      inputs: What evaluations read.
+      metrics: Where metrics are written.
+      save_data: Writes the position in the data into a checkpoint's folder.
+      steps: How many steps the run is about to do.
+      say: Receives lines about what is being done.
+    """
+    plan = config.plan
+    assert plan is not None
+    run_actions = {mode: make_actions(items, say) for mode, items in plan.actions.items()}
+    actions: list[Action] = [
+        Summarise(
+            plan.stats_period or shortest_period(plan, steps),
+            metrics,
+            packed=plan.train_data.pack,
+            run_actions=run_actions.get("TRAIN"),
+        )
+    ]
+    if plan.gc_period:
+        actions.append(CollectGarbage(plan.gc_period))
+    if plan.save is not None:
+        actions.append(
+            SaveByPlan(
+                config.model_dir, plan.save, save_data, only_finite=_stops_on_nan(plan)
+            )
+        )
+    if inputs.train_eval or inputs.infer_eval:
+        packed = plan.train_eval_data is not None and plan.train_eval_data.pack
+        actions.append(
+            Evaluate(
+                plan.eval_period,
+                metrics,
+                train_eval=inputs.train_eval,
+                packed=packed,
+                infer_eval=inputs.infer_eval,
+                run_actions={mode: run for mode, run in run_actions.items() if run is not None},
+                before_training=plan.run_eval_before_training,
+            )
+        )
+    return actions
+
+
+def may_be_nan(config: RunConfig) -> bool:
+    """Whether a loss that is not finite is somebody else's business than the trainer's."""
+    plan, optimizer = config.plan, config.optimizer
+    if plan is None:
+        return False
+    skips = isinstance(optimizer, AdafactorConfig) and optimizer.skip_nan_updates
+    return skips or _stops_on_nan(plan)
+
+
+def _stops_on_nan(plan: TrainingPlan) -> bool:
+    actions = [action for items in plan.actions.values() for action in items]
+    return any(isinstance(action, TerminateOnNanConfig) for action in actions)
+
+
+class CollectGarbage(Action):
+    """Collects Python's garbage every `period` steps, and at no other time."""
+
+    def __init__(self, period: int):
+        self._period, self._first = period, 0
+
+    def start(self, trainer: Trainer, last_step: int) -> None:
+        """Takes over from Python's own collection."""
+        self._first = trainer.step
+        gc.disable()
+
+    def after_step(self, trainer: Trainer) -> None:
+        """Collects if it is time."""
+        if (trainer.step - self._first) % self._period == 0:
+            gc.collect()
+
+    def end(self, trainer: Trainer) -> None:
+        """Leaves it to Python again."""
+        gc.enable()
