@@ -25,6 +25,7 @@ from t0repro.cli import (
     report,
     t5x_run,
     tasks,
+    train,
 )
 from t0repro.cli.gate import gate
 from t0repro.cli.spelling import canonical, show_canonical, with_t5x_overrides
@@ -42,6 +43,8 @@ app = typer.Typer(
 
 app.command()(doctor.doctor)
 app.command()(explain.explain)
+app.command()(train.train)
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(train.run)
 app.command()(cache.cache)
 app.command()(convert.convert)
 app.command()(parity.parity)
@@ -69,6 +72,7 @@ app.add_typer(tasks.app)
 
 # What to print after Ctrl-C for commands that keep finished work; all others start over.
 _GOES_ON = {
+    "train": "Start the same command again: training goes on from the latest checkpoint.",
     "cache": "Start the same command again: tasks that are cached already are kept.",
     "convert": "Start the same command again: tensors that are written already are kept.",
     "rank-eval": "Start the same command again: pairs that are scored already are kept.",

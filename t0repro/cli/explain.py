@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -19,6 +20,16 @@ from t0repro.cli.gin_options import (
     allowlist_of,
 )
 from t0repro.cli.options import AsJson, Modules
+
+if TYPE_CHECKING:
+    from t0repro.config.run_config import RunConfig
+
+
+class Dialects(enum.StrEnum):
+    """The two dialects of gin files."""
+
+    MTF = "mtf"
+    T5X = "t5x"
 
 
 def explain(
@@ -36,6 +47,10 @@ def explain(
         bool,
         typer.Option("--dry_run", help="Only list what the files would import; import nothing."),
     ] = False,
+    dialect: Annotated[
+        Dialects | None,
+        typer.Option("--as", help="Show a training in the words of Mesh TensorFlow or T5X."),
+    ] = None,
 ) -> None:
     """Show every value that gin files and overrides set, with the file and line that set it.
 
@@ -58,7 +73,7 @@ def explain(
         return
     if run_mode:
         t5x_inputs = (gin_file or (), gin_bindings or (), gin_search_paths, allowlist)
-        _explain_t5x(run_mode, *t5x_inputs, as_json=as_json)
+        _explain_t5x(run_mode, *t5x_inputs, as_json=as_json, dialect=dialect)
         return
     from t0repro.config.explain import render
     from t0repro.config.mtf.dialect import load
@@ -73,7 +88,21 @@ def explain(
         import_allowlist=allowlist,
     )
     config = load(inputs).run
+    if dialect:
+        _show_translation(config, dialect)
+        return
     echo(config.to_json() if as_json else render(config))
+
+
+def _show_translation(config: RunConfig, dialect: Dialects) -> None:
+    """Prints a training's bindings in a dialect; on stderr, what that cannot express."""
+    from t0repro.config.translation import translated
+
+    translation = translated(config, dialect.value)
+    for line in translation.bindings:
+        echo(line)
+    for line in translation.missing:
+        echo(f"not expressed: {line}", err=True)
 
 
 def _list_imports(
@@ -115,6 +144,7 @@ def _explain_t5x(
     allowlist: tuple[str, ...] | None,
     *,
     as_json: bool,
+    dialect: Dialects | None,
 ) -> None:
     import json
 
@@ -126,6 +156,11 @@ def _explain_t5x(
             run_mode, tuple(files), tuple(bindings), tuple(search_paths.split(",")), allowlist
         )
     )
+    if dialect and run_mode == "train":
+        from t0repro.config.t5x.run import train_config
+
+        _show_translation(train_config(parsed), dialect)
+        return
     if as_json:
         values = {item.name: {"value": item.value, "place": item.place} for item in parsed.values}
         echo(json.dumps({"values": values, "imports": parsed.imports}, indent=2))

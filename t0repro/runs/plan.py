@@ -114,9 +114,7 @@ def planned_actions(
         actions.append(CollectGarbage(plan.gc_period))
     if plan.save is not None:
         actions.append(
-            SaveByPlan(
-                config.model_dir, plan.save, save_data, only_finite=_stops_on_nan(plan)
-            )
+            SaveByPlan(config.model_dir, plan.save, save_data, only_finite=_stops_on_nan(plan))
         )
     if inputs.train_eval or inputs.infer_eval:
         packed = plan.train_eval_data is not None and plan.train_eval_data.pack

@@ -9,6 +9,7 @@ from t0repro.config.t5x import records
 from t0repro.config.t5x.places import Places
 from t0repro.config.training_plan import (
     ActionConfig,
+    ActionMode,
     BestCheckpoints,
     DatasetConfig,
     EarlyStoppingConfig,
@@ -156,22 +157,23 @@ def evaluator_config(record: Any, places: Places) -> EvaluatorConfig | None:
                 "seqio.Evaluator.logger_cls", logger, "the loggers are SeqIO's three."
             )
         results = getattr(logger, "write_n_results", None)
-        loggers.append(LoggerConfig(_LOGGERS[type(logger)], logger.output_dir, results))
+        kind: Any = _LOGGERS[type(logger)]
+        loggers.append(LoggerConfig(kind, logger.output_dir, results))
     return EvaluatorConfig(tuple(loggers), record.num_examples, record.use_memory_cache)
 
 
 def actions_config(
     actions: Mapping[str, Any] | None, places: Places
-) -> dict[str, tuple[ActionConfig, ...]]:
+) -> dict[ActionMode, tuple[ActionConfig, ...]]:
     """What is done with metrics, by where they come from.
 
     Raises:
       UserError: For a mode or an action that T5X does not have.
     """
-    name, found = "train_script.train.actions", {}
+    name, found = "train.actions", dict[ActionMode, tuple[ActionConfig, ...]]()
     for mode, items in (actions or {}).items():
-        _one_of(mode, ("TRAIN", "TRAIN_EVAL", "INFER_EVAL"), name, places)
-        found[mode] = tuple(_action(item, name, places) for item in items)
+        known: Any = _one_of(mode, ("TRAIN", "TRAIN_EVAL", "INFER_EVAL"), name, places)
+        found[known] = tuple(_action(item, name, places) for item in items)
     return found
 
 

@@ -56,12 +56,14 @@ class Parsed:
       values: every argument that the run reads, defaults included, in the order of the calls.
       imports: modules that the files import beside T5X's and SeqIO's; they register tasks.
       warnings: what a file binds and nothing reads.
+      gin_text: the configuration as gin writes it, for the run's config.gin.
     """
 
     program: Any
     values: tuple[Value, ...]
     imports: tuple[str, ...]
     warnings: tuple[str, ...]
+    gin_text: str = ""
 
 
 def shipped_files() -> Path:
@@ -89,9 +91,9 @@ def parse(inputs: GinInputs) -> Parsed:
         _check_macros(reached, bindings)
         warnings = _check_overrides(reached, bindings)
         gin.finalize()
-        return Parsed(
-            _call(program), tuple(_values(reached, bindings)), tuple(imports), tuple(warnings)
-        )
+        called, values = _call(program), tuple(_values(reached, bindings))
+        text = gin.operative_config_str()
+        return Parsed(called, values, tuple(imports), tuple(warnings), text)
 
 
 def macros_read(inputs: GinInputs) -> frozenset[str]:

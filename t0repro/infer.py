@@ -1,0 +1,9 @@
+"""`python -m t0repro.infer`: `t0repro infer`, under the name of T5X's script."""
+
+import sys
+
+from t0repro.cli.app import main
+
+if __name__ == "__main__":
+    sys.argv[1:1] = ["infer"]
+    main()

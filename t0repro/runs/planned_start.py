@@ -1,0 +1,174 @@
+"""Starts a training that a T5X gin file describes: its data, its checkpoint, its files."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from t0repro.config.run_config import RunConfig
+from t0repro.config.t5x import records
+from t0repro.config.t5x.gin_files import Parsed
+from t0repro.files import write_atomically
+
+if TYPE_CHECKING:
+    from t0repro.runs.plan import InferEval
+
+Say = Callable[[str], None]
+
+
+def start(
+    parsed: Parsed, config: RunConfig, *, allow_changed: bool = False, say: Say | None = None
+) -> None:
+    """Trains from model_dir's latest checkpoint, or the one to restore, or new parameters.
+
+    Args:
+      parsed: The gin files, whose modules have been imported.
+      config: What `train_config` made of them.
+      allow_changed: Whether to continue in a model_dir although settings changed.
+      say: Receives lines about what is being done; prints to standard error by default.
+
+    Raises:
+      UserError: If the data, the checkpoint or the folder does not fit the run.
+    """
+    from t0repro.converters import sources
+    from t0repro.data.seqio_data import SeqioTrainBatches, train_eval_batches
+    from t0repro.event_files import event_writer
+    from t0repro.runs import train as training
+    from t0repro.runs.plan import PlannedInputs, chosen_seed
+    from t0repro.training.model_dir import held_for_training
+
+    say = say or (lambda line: print(line, file=sys.stderr, flush=True))
+    assert config.plan is not None
+    plan = dataclasses.replace(config.plan, random_seed=chosen_seed(config.plan, say))
+    config = dataclasses.replace(config, plan=plan)
+    program, model_dir = parsed.program, Path(config.model_dir)
+    check_data(program, config)
+    with held_for_training(model_dir, "jax", config, allow_changed=allow_changed):
+        resumed = bool(sources.list_checkpoints(model_dir))
+        tree = None if resumed else starting_tree(config, say)
+        write_descriptions(config, parsed.gin_text)
+        evaluated = plan.train_eval_data
+        training.train(
+            config,
+            SeqioTrainBatches(
+                plan.train_data, save_dataset=bool(plan.save and plan.save.data), resumed=resumed
+            ),
+            restore_from=tree if not resumed else _foreign_checkpoint(model_dir),
+            say=say,
+            planned=PlannedInputs(
+                train_eval=train_eval_batches(evaluated, plan.eval_steps) if evaluated else {},
+                infer_eval=infer_eval(parsed, config, say),
+                open_writer=lambda split: event_writer(model_dir / split),
+            ),
+        )
+
+
+def check_data(program: records.TrainProgram, config: RunConfig) -> None:
+    """Checks tasks, splits, caches and vocabularies, before anything is built or written.
+
+    Raises:
+      UserError: If a task is missing, not cached, or encoded with another vocabulary.
+    """
+    from t0repro.data.checks import check_cached, check_mixture
+    from t0repro.data.vocabularies import check_vocabularies
+
+    plan = config.plan
+    assert plan is not None
+    for data in (plan.train_data, plan.train_eval_data, plan.infer_eval_data):
+        if data is None:
+            continue
+        check_mixture(data.mixture_or_task_name)
+        model = program.model
+        check_vocabularies(
+            data.mixture_or_task_name, model.input_vocabulary, model.output_vocabulary
+        )
+        if data.use_cached:
+            check_cached(data.mixture_or_task_name, data.split)
+
+
+def starting_tree(config: RunConfig, say: Say) -> dict[str, Any] | None:
+    """Reads the checkpoint that the plan restores, under the model's names; None for none."""
+    import jax
+
+    from t0repro.converters import sources
+    from t0repro.model.t5 import T5, initial_parameters
+    from t0repro.runs.plan import keys
+    from t0repro.training.optimizers import make_optimizer
+    from t0repro.training.restore import restored
+    from t0repro.training.train_state import new_train_state, to_flat_tree
+
+    plan = config.plan
+    assert plan is not None and plan.random_seed is not None and config.optimizer is not None
+    if plan.restore is None:
+        return None
+    assert isinstance(plan.restore.path, str)
+    ref = sources.find_checkpoint(plan.restore.path)
+    say(f"restore: {ref.path}")
+    model = T5(config.model, config.dtypes)
+    initial_key, _ = keys(plan.random_seed)
+    fresh = new_train_state(
+        initial_parameters(model, initial_key), make_optimizer(config.optimizer)
+    )
+    tree = sources.load_any(ref.path)
+    place = config.provenance.get("plan.restore.path")
+    return restored(tree, to_flat_tree(jax.device_get(fresh)), plan.restore, place)
+
+
+def _foreign_checkpoint(model_dir: Path) -> dict[str, Any] | None:
+    """model_dir's latest checkpoint if another program wrote it; `train` restores its own."""
+    from t0repro.converters import sources
+
+    latest = sources.find_checkpoint(model_dir)
+    return None if latest.format == "jax" else sources.load_any(latest.path)
+
+
+def infer_eval(parsed: Parsed, config: RunConfig, say: Say) -> InferEval | None:
+    """Evaluates the tasks' own metrics of a trainer's state; None if the run has no such thing."""
+    plan = config.plan
+    assert plan is not None
+    if plan.infer_eval_data is None or plan.evaluator is None:
+        return None
+    import seqio
+
+    from t0repro.config.t5x.inference import decoding_plan
+    from t0repro.config.t5x.places import Places
+    from t0repro.evaluation.seqio_evaluator import TaskEvaluator
+    from t0repro.model.t5 import T5
+
+    data = plan.infer_eval_data
+    tasks = seqio.get_subtasks(seqio.get_mixture_or_task(data.mixture_or_task_name))
+    if not any(task.metric_fns and data.split in task.splits for task in tasks):
+        say(f"infer_eval: no task of {data.mixture_or_task_name} has {data.split} and a metric")
+        return None
+    decoding = decoding_plan(parsed.program.model, Places.of(parsed.values))
+    evaluator = TaskEvaluator(data, plan.evaluator, config.model_dir, decoding)
+    model = T5(config.model, config.dtypes)
+    return lambda trainer: evaluator.evaluate(model, trainer.train_state.params, trainer.step)
+
+
+# ---- Files beside the checkpoints ----------------------------------------------------------------
+
+
+def write_descriptions(config: RunConfig, gin_text: str) -> None:
+    """Writes config.gin and model-info.txt into model_dir, as T5X does."""
+    folder = Path(config.model_dir)
+    os.makedirs(folder, exist_ok=True)
+    write_atomically(folder / "config.gin", gin_text)
+    write_atomically(folder / "model-info.txt", model_info(config))
+
+
+def model_info(config: RunConfig) -> str:
+    """A line per parameter, with its size and shape, and their total number."""
+    import math
+
+    shapes = config.model.shape.parameters()
+    lines = [
+        f"Variable    {name:<80} size {math.prod(shape):<12} shape {shape}"
+        for name, shape in sorted(shapes.items())
+    ]
+    total = sum(math.prod(shape) for shape in shapes.values())
+    return "\n".join([*lines, f"Total number of parameters: {total}", ""])

@@ -1,0 +1,66 @@
+"""`t0repro train` as a user calls it: a run on the demo's tasks, what it leaves, and refusals."""
+
+import json
+import subprocess
+import sys
+
+from ..runs.tiny_gin import MODEL, SIZES
+
+RUN = (
+    "INITIAL_CHECKPOINT_PATH = []",
+    "MIXTURE_OR_TASK_NAME = 'demo_train'",
+    "TASK_FEATURE_LENGTHS = {'inputs': 64, 'targets': 16}",
+    "USE_CACHED_TASKS = False",
+    "DROPOUT_RATE = 0.1",
+    "BATCH_SIZE = 8",
+    "RANDOM_SEED = 42",
+    "train/utils.DatasetConfig.seed = 42",
+    "utils.SaveCheckpointConfig.save_dataset = True",
+    "utils.SaveCheckpointConfig.period = 2",
+    "train_script.train.eval_period = 2",
+    "train_script.train.infer_eval_dataset_cfg = None",
+)
+
+
+def call(module, *arguments):
+    command = [sys.executable, "-P", "-m", module, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
+    return done.returncode, done.stdout, done.stderr
+
+
+def train(model_dir, steps, *arguments):
+    bindings = (*SIZES, *RUN, f"MODEL_DIR = '{model_dir}'", f"TRAIN_STEPS = {steps}")
+    files = [f"--gin_file={MODEL}", "--gin_file=t5x/configs/runs/finetune.gin"]
+    overrides = [f"--gin_bindings={binding}" for binding in bindings]
+    modules = ["--module_import=t0repro.tasks.demo"]
+    return call("t0repro.train", *files, *overrides, *modules, *arguments)
+
+
+def test_a_run_goes_on_where_it_was_and_leaves_what_t5x_leaves(tmp_path):
+    code, shown, said = train(tmp_path, 3, "--dry_run")
+    assert code == 0 and "demo_train" in shown and not any(tmp_path.iterdir()), said
+    code, _, said = train(tmp_path, 2)
+    assert code == 0, said
+    code, _, said = train(tmp_path, 3)
+    assert code == 0 and "step 2 of" in said, said
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if row["split"] == "train"] == [2, 3]
+    assert sorted(path.name for path in tmp_path.glob("checkpoint_*")) == [
+        "checkpoint_0",
+        "checkpoint_2",
+        "checkpoint_3",
+    ]
+    assert "MODEL_DIR = " in (tmp_path / "config.gin").read_text()
+    info = (tmp_path / "model-info.txt").read_text()
+    assert "Total number of parameters: 26720" in info
+    assert list((tmp_path / "train").glob("events.out.*"))
+
+
+def test_several_processes_are_refused_by_name():
+    code, _, said = call("t0repro.train", "--process_count=2")
+    assert code == 2 and "--process_count" in said
+
+
+def test_a_run_mode_without_a_command_is_refused_by_name():
+    code, _, said = call("t0repro.cli", "run", "--run_mode=precompile")
+    assert code == 2 and "precompile" in said

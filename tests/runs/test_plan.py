@@ -1,0 +1,199 @@
+"""Training by a plan: the same numbers as Mesh TensorFlow's kind, and T5X's periods and stops."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+
+import tests.tiny_models as tiny
+from t0repro.config.run_config import Arithmetic, ScheduleConfig
+from t0repro.config.training_plan import (
+    DatasetConfig,
+    EarlyStoppingConfig,
+    SaveConfig,
+    TerminateOnNanConfig,
+    TrainingPlan,
+)
+from t0repro.errors import UserError
+from t0repro.runs.plan import PlannedInputs
+from t0repro.runs.train import train
+from t0repro.training.checkpoints import list_checkpoints, load_tree
+from t0repro.training.train_state import to_flat_tree
+
+DATA = DatasetConfig("a_task", {"inputs": 6, "targets": 5}, "train", 4, False, 1)
+SAVE = SaveConfig(3, (), None, "float32", True, None, None)
+PLAN = TrainingPlan(
+    train_data=DATA,
+    train_eval_data=None,
+    infer_eval_data=None,
+    evaluator=None,
+    random_seed=3,
+    relative_steps=None,
+    eval_steps=2,
+    eval_period=3,
+    stats_period=1,
+    run_eval_before_training=False,
+    save=SAVE,
+    restore=None,
+    actions={},
+    weight_metrics=True,
+    gc_period=0,
+)
+T5X = Arithmetic(True, *[True] * 7)
+BATCHES = tiny.batches(8)
+
+
+def quiet(line):
+    del line
+
+
+def planned(folder, steps, batches=BATCHES, inputs=None, model=None, restore_from=None, **changes):
+    """Trains by PLAN with changes; the batches before the step that it resumes at are skipped."""
+    plan = dataclasses.replace(PLAN, **changes)
+    config = tiny.run_config(folder, steps, plan=plan)
+    config = dataclasses.replace(config, model=model or config.model)
+    done = max(list_checkpoints(folder), default=0) if folder.exists() else 0
+    return train(config, batches[done:], planned=inputs, say=quiet, restore_from=restore_from)
+
+
+def lines(folder, split="train"):
+    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [row for row in rows if row["split"] == split]
+
+
+def assert_same_bits(one, other):
+    one, other = to_flat_tree(one), to_flat_tree(other)
+    assert one.keys() == other.keys()
+    for name in one:
+        np.testing.assert_array_equal(one[name], other[name], err_msg=name)
+
+
+def test_t5xs_kind_of_run_equals_mesh_tensorflows_bit_for_bit(tmp_path):
+    """With a denominator of all targets and float32; what T5X computes otherwise is inert then."""
+    start = to_flat_tree(tiny.new_state())
+    mesh = tiny.run_config(tmp_path / "mesh", 6)
+    factors = {"factors": "constant", "base_learning_rate": 0.01}
+    schedule = ScheduleConfig("create_learning_rate_scheduler", factors, 6)
+    expected = train(mesh, BATCHES, restore_from=start, say=quiet)
+    config = tiny.run_config(tmp_path / "t5x", 6, plan=PLAN)
+    model = dataclasses.replace(config.model, loss_denominator=20.0, arithmetic=T5X)
+    config = dataclasses.replace(config, model=model, schedule=schedule)
+    ours = train(config, BATCHES, restore_from=start, say=quiet)
+    assert_same_bits(ours, expected)
+    losses = [row["loss"] for row in lines(tmp_path / "t5x")]
+    assert losses == [row["loss"] for row in lines(tmp_path / "mesh")]
+
+
+def test_a_run_that_is_stopped_and_goes_on_equals_the_undisturbed_one_bit_for_bit(tmp_path):
+    model = tiny.model_config(d_model=8, d_ff=12, dropout_rate=0.3, arithmetic=T5X)
+    undisturbed = planned(tmp_path / "a", 7, model=model)
+    planned(tmp_path / "b", 2, model=model)
+    resumed = planned(tmp_path / "b", 7, model=model)
+    assert_same_bits(undisturbed, resumed)
+
+
+def test_it_saves_before_the_first_step_each_period_at_chosen_steps_and_at_the_end(tmp_path):
+    planned(tmp_path, 8, save=dataclasses.replace(SAVE, steps=(4,)))
+    assert list_checkpoints(tmp_path) == [0, 3, 4, 6, 8]
+
+
+def test_without_save_rules_nothing_is_saved(tmp_path):
+    planned(tmp_path, 2, save=None)
+    assert list_checkpoints(tmp_path) == []
+
+
+def test_parameters_are_saved_in_the_rules_type_and_slots_in_float32(tmp_path):
+    planned(tmp_path, 1, save=dataclasses.replace(SAVE, dtype="bfloat16", keep=1))
+    tree = load_tree(tmp_path / "checkpoint_1")
+    types = {name.partition("/")[0]: value.dtype.name for name, value in tree.items()}
+    assert types["target"] == "bfloat16" and "bfloat16" not in {
+        value.dtype.name for name, value in tree.items() if name.startswith("state")
+    }
+    assert list_checkpoints(tmp_path) == [1]
+
+
+def test_summaries_are_means_over_their_steps_and_named_as_in_t5x(tmp_path):
+    planned(tmp_path / "each", 7)
+    planned(tmp_path / "threes", 7, stats_period=None)
+    each, threes = lines(tmp_path / "each"), lines(tmp_path / "threes")
+    assert [row["step"] for row in threes] == [3, 6, 7]
+    for name in ("loss", "learning_rate", "weight_gradient_norm", "z_loss"):
+        expected = np.mean([row[name] for row in each[:3]])
+        assert threes[0][name] == pytest.approx(expected, rel=1e-6)
+    expected = {
+        "accuracy",
+        "learning_rate/current",
+        "loss_per_nonpadding_target_token",
+        "non_padding_fraction/overall",
+        "timing/seqs_per_second",
+        "weight_rms/decoder/decoder_norm/scale",
+        "weight_update_rms/encoder/layers_0/mlp/wo/kernel",
+    }
+    assert expected <= threes[0].keys()
+
+
+def test_the_seed_decides_initial_parameters_as_t5x_splits_it(tmp_path):
+    planned(tmp_path, 1)
+    initial, _ = jax.random.split(jax.random.PRNGKey(3))
+    expected = tiny.initial_parameters(tiny.model(), initial)["encoder"]["encoder_norm"]["scale"]
+    tree = load_tree(tmp_path / "checkpoint_0")
+    np.testing.assert_array_equal(tree["target/encoder/encoder_norm/scale"], expected)
+
+
+# ---- Evaluations --------------------------------------------------------------------------------
+
+
+def test_it_evaluates_each_period_and_at_the_end_and_before_if_asked(tmp_path):
+    asked = []
+
+    def infer_eval(trainer):
+        asked.append(trainer.step)
+        return {"a_task": {"rouge": 1.5}}
+
+    inputs = PlannedInputs(train_eval={"a_task": BATCHES[:2]}, infer_eval=infer_eval)
+    planned(tmp_path, 7, inputs=inputs, train_eval_data=DATA, run_eval_before_training=True)
+    assert asked == [0, 3, 6, 7]
+    rows = lines(tmp_path, "training_eval/a_task")
+    assert [row["step"] for row in rows] == [0, 3, 6, 7] and "accuracy" in rows[0]
+    assert lines(tmp_path, "inference_eval/a_task")[-1]["rouge"] == 1.5
+
+
+def test_at_total_steps_it_evaluates_only(tmp_path):
+    planned(tmp_path, 3)
+    inputs = PlannedInputs(train_eval={"a_task": BATCHES[:1]})
+    state = planned(tmp_path, 3, inputs=inputs, train_eval_data=DATA, run_eval_before_training=True)
+    assert int(state.step) == 3
+    assert [row["step"] for row in lines(tmp_path, "training_eval/a_task")] == [3]
+
+
+def test_relative_steps_count_from_where_the_run_starts(tmp_path):
+    planned(tmp_path, 3)
+    assert int(planned(tmp_path, 3, relative_steps=2).step) == 5
+
+
+def test_a_checkpoint_past_total_steps_is_an_error(tmp_path):
+    planned(tmp_path, 3)
+    with pytest.raises(UserError, match="total_steps is 2, but the checkpoint is of step 3"):
+        planned(tmp_path, 2)
+
+
+def test_early_stopping_ends_the_run_and_keeps_its_last_state(tmp_path):
+    stopping = EarlyStoppingConfig("a_task", "rouge", "max", 2, 0.0, 0.0)
+    inputs = PlannedInputs(infer_eval=lambda trainer: {"a_task": {"rouge": 1.0}})
+    state = planned(tmp_path, 8, inputs=inputs, eval_period=2, actions={"INFER_EVAL": (stopping,)})
+    assert int(state.step) == 4 and list_checkpoints(tmp_path)[-1] == 4
+
+
+def test_terminate_on_nan_keeps_the_last_good_checkpoint(tmp_path):
+    start = to_flat_tree(tiny.new_state())
+    planned(tmp_path, 3, restore_from=start)
+    path = tmp_path / "checkpoint_3"
+    tree = {name: np.array(value) for name, value in load_tree(path).items()}
+    tree["target/decoder/decoder_norm/scale"][0] = np.nan
+    stop = TerminateOnNanConfig("train", "loss")
+    state = planned(
+        tmp_path / "bad", 7, restore_from=tree, actions={"TRAIN": (stop,)}, batches=BATCHES[3:]
+    )
+    assert int(state.step) < 7 and list_checkpoints(tmp_path / "bad") == [3]
