@@ -48,10 +48,12 @@ class SplitMetrics:
     def write_step(self, metrics: StepMetrics) -> None:
         """Writes nothing: `Summarise` writes summaries."""
 
-    def write(self, split: str, step: int, values: Mapping[str, float]) -> None:
-        """Writes a line, and the values under their own names to the split's writer."""
+    def write(
+        self, split: str, step: int, values: Mapping[str, float], *, events: bool = True
+    ) -> None:
+        """Writes a line and, with `events`, the values by their own names to the split's writer."""
         self._lines.write({"split": split, "step": step, **values})
-        if self._open_writer is not None:
+        if self._open_writer is not None and events:
             if split not in self._writers:
                 self._writers[split] = self._open_writer(split)
             self._writers[split].write_scalars(step, values)
@@ -186,7 +188,9 @@ class Evaluate(Action):
     ) -> None:
         for task, values in results.items():
             numbers = {name: float(x) for name, x in values.items() if isinstance(x, int | float)}
-            self._metrics.write(f"{folder}/{task[:113]}", trainer.step, numbers)
+            # SeqIO's loggers write the events of the tasks' own metrics themselves.
+            events = mode == "TRAIN_EVAL"
+            self._metrics.write(f"{folder}/{task[:113]}", trainer.step, numbers, events=events)
         run = self._run_actions.get(mode)
         # A stop stays a stop, whatever another mode's actions say.
         if run is not None and results and run(results):
