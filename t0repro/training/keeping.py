@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -38,7 +39,7 @@ def _is_forced(step: int, best: BestCheckpoints) -> bool:
     return best.force_keep_period is not None and step % best.force_keep_period == 0
 
 
-def metric_by_step(model_dir: str | Path, metric: str) -> dict[int, float]:
+def metric_by_step(model_dir: str | os.PathLike[str], metric: str) -> dict[int, float]:
     """Step -> a metric's latest value in metrics.jsonl, named `<run>/<tag>` as in TensorBoard."""
     path, values = Path(model_dir) / METRICS_FILE, dict[int, float]()
     for line in path.read_text().splitlines() if path.exists() else ():
