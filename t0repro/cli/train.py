@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from t0repro.cli import aux
 from t0repro.cli.gin_options import (
     GinBindings,
     GinFiles,
@@ -44,8 +47,27 @@ def train(
     initialization_timeout: Annotated[
         int | None, typer.Option(help="Seconds to wait for the other processes.")
     ] = None,
+    name: Annotated[
+        str | None, typer.Option(help="MODEL_DIR is runs/NAME unless it is set.")
+    ] = None,
+    platform: Annotated[str | None, typer.Option(help="Must stand for this machine.")] = None,
+    cell: Annotated[str | None, typer.Option(help="Must stand for this machine.")] = None,
+    auxiliary_job_mixtures: aux.Mixtures = None,
+    auxiliary_job_gin_file: aux.JobGinFile = None,
+    replace_gin_file: aux.ReplaceGinFile = False,
+    final_auxiliary_job_steps: aux.FinalSteps = 0,
+    auxiliary_job_build_target_path: aux.BuildTarget = "eval",
+    auxiliary_job_platform: aux.Platform = None,
+    auxiliary_job_cell: aux.Cell = None,
+    machines: aux.Machines = None,
+    launcher: aux.LauncherName = None,
+    max_parallel: aux.MaxParallel = 1,
+    poll_seconds: aux.PollSeconds = 10.0,
 ) -> None:
     """Train what T5X's gin files describe: pretraining or fine-tuning.
+
+    With --auxiliary_job_mixtures every checkpoint is evaluated, or fine-tuned, as training goes
+    on: docs/auxiliary_jobs.md.
 
     Example:
       t0repro train --gin_file t5x/examples/t5/t5_1_1/small.gin
@@ -55,7 +77,10 @@ def train(
     """
     _check_processes(multiprocess_gpu, coordinator_address, process_count, process_index)
     del initialization_timeout
-    parsed = parse_files("train", gin_file, gin_bindings, gin_search_paths, gin_import_allowlist)
+    _check_machine(machines, platform, cell)
+    named = [f"MODEL_DIR = 'runs/{name}'"] if name else []
+    bindings = [*named, *(gin_bindings or ())]  # the later one wins
+    parsed = parse_files("train", gin_file, bindings, gin_search_paths, gin_import_allowlist)
     from t0repro.config.t5x.run import train_config
 
     config, model = train_config(parsed), parsed.program.model
@@ -68,9 +93,41 @@ def train(
     if dry_run:
         checks.check_training(config, vocabularies, typer.echo)
         return
+    from t0repro.jobs.beside import AuxiliaryOptions, auxiliary_jobs_beside
     from t0repro.runs import planned_start
 
-    planned_start.start(parsed, config, allow_changed=allow_changed)
+    with contextlib.ExitStack() as beside:
+        if auxiliary_job_mixtures or auxiliary_job_gin_file:
+            jobs = AuxiliaryOptions(
+                mixtures=auxiliary_job_mixtures,
+                gin_file=auxiliary_job_gin_file,
+                train_gin_files=tuple(gin_file or ()),
+                gin_search_paths=gin_search_paths,
+                replace_gin_file=replace_gin_file,
+                final_steps=final_auxiliary_job_steps,
+                build_target=auxiliary_job_build_target_path,
+                platform=auxiliary_job_platform,
+                cell=auxiliary_job_cell,
+                machines=machines,
+                launcher=launcher,
+                max_parallel=max_parallel,
+                poll_seconds=poll_seconds,
+            )
+            beside.enter_context(auxiliary_jobs_beside(config.model_dir, jobs))
+        planned_start.start(parsed, config, allow_changed=allow_changed)
+
+
+def _check_machine(machines: Path | None, platform: str | None, cell: str | None) -> None:
+    """Refuses to train elsewhere than here; labels that no file explains mean this machine."""
+    from t0repro.jobs.machines import find_machine
+
+    machine = find_machine(machines, platform, cell)
+    if machine.launcher != "local":
+        raise UserError(
+            f"The platform or cell stands for {machine.launcher}, but this command trains here.",
+            where="--platform" if platform else "--cell",
+            fix="Submit this command to that machine, without --platform and --cell.",
+        )
 
 
 def _check_processes(

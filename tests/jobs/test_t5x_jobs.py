@@ -1,5 +1,8 @@
 """The example of T5X's page on auxiliary jobs, on the demo: every checkpoint evaluated by SeqIO."""
 
+import subprocess
+import sys
+
 import pytest
 
 from t0repro.config.t5x.inference import eval_plan
@@ -50,3 +53,52 @@ def test_its_metrics_stand_in_the_trainings_tensorboard(trained):
     tag, value = progress.metric
     assert tag.endswith("accuracy") and 0 <= value <= 100
     assert curve(model_dir / "inference_eval" / TASK, tag) == [(3, round(value, 4))]
+
+
+TRAIN = f"""
+from __gin__ import dynamic_registration
+import __main__ as train_script
+import seqio
+import t0repro.tasks.demo
+from t5x import utils
+from t5x.examples.t5 import network
+include '{MODEL}'
+include 't5x/configs/runs/pretrain.gin'
+MIXTURE_OR_TASK_NAME = 'demo_train'
+TASK_FEATURE_LENGTHS = {{'inputs': 64, 'targets': 16}}
+USE_CACHED_TASKS = False
+DROPOUT_RATE = 0.1
+BATCH_SIZE = 8
+TRAIN_STEPS = 4
+RANDOM_SEED = 42
+train_script.train.train_eval_dataset_cfg = None
+train_script.train.eval_period = 2
+utils.SaveCheckpointConfig.period = 2
+"""
+
+
+@pytest.mark.slow
+def test_the_pages_sample_command_trains_and_evaluates_as_it_goes_on(trained, tmp_path):
+    """Its flags as the page has them; the labels of machines mean this one."""
+    (tmp_path / "my_train.gin").write_text(TRAIN + "\n".join(SIZES) + "\n")
+    done = subprocess.run(
+        [
+            *(sys.executable, "-P", "-m", "t0repro.cli", "train"),
+            *("--cell=iz", "--platform=jf_2x2", "--name=continuous_eval_test"),
+            *("--final_auxiliary_job_steps=0", "--replace_gin_file=True"),
+            f"--auxiliary_job_mixtures={TASK}",
+            f"--auxiliary_job_gin_file={trained[1]}",
+            *("--auxiliary_job_cell=iz", "--auxiliary_job_platform=jf_2x2"),
+            "--auxiliary_job_build_target_path=//t5x:eval",
+            f"--gin_file={tmp_path / 'my_train.gin'}",
+            "--poll_seconds=0.5",
+        ],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    model_dir = tmp_path / "runs" / "continuous_eval_test"
+    points = curve(model_dir / "inference_eval" / TASK, "eval/accuracy")
+    assert [step for step, _ in points] == [0, 2, 4]

@@ -72,7 +72,6 @@ def train_config(parsed: Parsed) -> RunConfig:
     program, places = parsed.program, Places.of(parsed.values)
     assert isinstance(program, records.TrainProgram)
     places.check_unset(program, "train", _OWN_CODE)
-    _check_partitioner(program.partitioner, places)
     plan = _plan(program, places)
     model = t5x_model.model_config(program.model, places)
     train = plan.train_data
@@ -161,17 +160,6 @@ def _plan(program: records.TrainProgram, places: Places) -> TrainingPlan:
         weight_metrics=program.trainer_cls.weight_metrics_computer is not None,
         gc_period=program.gc_period,
     )
-
-
-def _check_partitioner(record: records.PjitPartitioner, places: Places) -> None:
-    """Refuses layouts that divide the model itself among devices."""
-    name, why = "partitioning.PjitPartitioner", "a model is not divided among devices yet."
-    if record.num_partitions not in (None, 1):
-        raise places.refused(f"{name}.num_partitions", record.num_partitions, why, "Bind 1.")
-    submesh = record.model_parallel_submesh
-    if submesh is not None and set(submesh) != {1}:
-        raise places.refused(f"{name}.model_parallel_submesh", submesh, why, "Bind None.")
-    places.check_unset(record, name, {"ici_mesh_shape": why, "dcn_mesh_shape": why})
 
 
 def _init_checkpoint(plan: TrainingPlan) -> str | None:

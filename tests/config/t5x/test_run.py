@@ -218,7 +218,6 @@ checkpoints.SaveBestCheckpointer.metric_mode = 'min'
         ("train_script.train.eval_steps = 0", "plan.eval_steps is 0"),
         ("train_script.train.actions = {'EVAL': []}", "'TRAIN_EVAL'"),
         ("trainer.Trainer.learning_rate_fn = None", "learning_rate_fn"),
-        ("partitioning.PjitPartitioner.num_partitions = 2", "not divided"),
     ],
 )
 def test_what_has_no_counterpart_is_refused_with_its_place(binding, complaint):
