@@ -32,10 +32,11 @@ errors=$(mktemp)
 trap 'rm -f "$plan" "$errors"; jobs -p | xargs -r kill 2>/dev/null || true' EXIT
 
 # The lock of `t0repro cache`: neither command may remove what the other is writing. The workers inherit
-# it, so that it is held until the last of them ends, even if this script is killed.
+# it, so that it is held until the last of them ends, even if this script is killed; big processes take
+# a few seconds to die.
 mkdir -p "$CACHE_DIR"
 exec 9>"$CACHE_DIR/.t0repro.lock"
-if ! flock --nonblock 9; then
+if ! flock --timeout 10 9; then
   echo "cache: another run is caching into $CACHE_DIR; wait for it, or set CACHE_DIR to another folder" >&2
   exit 2
 fi
