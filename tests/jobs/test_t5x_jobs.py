@@ -1,5 +1,7 @@
 """The example of T5X's page on auxiliary jobs, on the demo: every checkpoint evaluated by SeqIO."""
 
+import json
+import shutil
 import subprocess
 import sys
 
@@ -10,6 +12,7 @@ from t0repro.jobs.commands import JobSettings
 from t0repro.jobs.controller import Controller, Policy
 from t0repro.jobs.local import LocalLauncher
 from t0repro.jobs.status import read_status
+from t0repro.training.checkpoints import list_checkpoints
 
 from ..runs.tiny_gin import MODEL, SIZES, parsed, save_checkpoint
 from .trainings import curve
@@ -102,3 +105,45 @@ def test_the_pages_sample_command_trains_and_evaluates_as_it_goes_on(trained, tm
     model_dir = tmp_path / "runs" / "continuous_eval_test"
     points = curve(model_dir / "inference_eval" / TASK, "eval/accuracy")
     assert [step for step, _ in points] == [0, 2, 4]
+
+
+FINETUNE = f"""
+from __gin__ import dynamic_registration
+import __main__ as train_script
+import seqio
+import t0repro.tasks.demo
+from t5x import utils
+from t5x.examples.t5 import network
+include '{MODEL}'
+include 't5x/configs/runs/finetune.gin'
+TASK_FEATURE_LENGTHS = {{'inputs': 64, 'targets': 16}}
+USE_CACHED_TASKS = False
+BATCH_SIZE = 8
+RANDOM_SEED = 42
+train_script.train.train_eval_dataset_cfg = None
+train_script.train.infer_eval_dataset_cfg = None
+train_script.train.eval_period = 2
+utils.SaveCheckpointConfig.period = 2
+"""
+
+
+@pytest.mark.slow
+def test_each_checkpoint_is_fine_tuned_in_a_folder_of_its_own(trained, tmp_path):
+    """T5X's second example: so many steps more from each checkpoint."""
+    model_dir = tmp_path / "model"
+    shutil.copytree(trained[0] / "checkpoint_3", model_dir / "checkpoint_3")
+    (tmp_path / "my_finetune.gin").write_text(FINETUNE + "\n".join(SIZES) + "\n")
+    settings = JobSettings(
+        mixtures=("demo_train",),
+        gin_file=str(tmp_path / "my_finetune.gin"),
+        replace_gin_file=True,
+        build_target="train",
+        final_steps=2,
+    )
+    policy = Policy(poll_seconds=0.1, max_failures=1)
+    assert Controller(model_dir, settings, LocalLauncher(), policy, print).run(lambda: False)
+    tuned = model_dir / "auxiliary" / "demo_train" / "step_3" / "output"
+    assert list_checkpoints(tuned) == [3, 5]
+    rows = [json.loads(line) for line in (tuned / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if row["split"] == "train"] == [5]
+    assert list_checkpoints(model_dir) == [3] and not (model_dir / "train").exists()
