@@ -102,9 +102,15 @@ def _changes_nothing(error: str, why: str) -> UserError:
 
 
 def _bucket_with_epsilon(
-    offset: np.ndarray, bidirectional: bool, num_buckets: int = 32, max_distance: int = 128
+    offset: np.ndarray,
+    bidirectional: bool,
+    num_buckets: int = 32,
+    max_distance: int = 128,
+    *,
+    epsilon: bool = False,
 ) -> np.ndarray:
     """`layers.relative_position_bucket` with EPSILON added to the logarithm's argument."""
+    del epsilon  # T5X's, which is too small to change a bucket
     bucket = np.zeros_like(offset)
     distance = -offset
     if bidirectional:

@@ -161,6 +161,10 @@ def train(
     parts = f"{counted(config.batch_size, 'sequence')} in {microbatches}"
     say(f"train: steps {start_step:,} to {end_step:,}, a batch is {parts}")
     source = batches if isinstance(batches, BatchSource) else None
+    if isinstance(batches, BatchSource):
+        batches = batches.open(start_step, saved_data, say) if start_step < end_step else ()
+    elif callable(batches):
+        batches = batches() if start_step < end_step else ()
     signals = StopOnSignal(say)
     save_data = None if source is None else source.save
     metrics: MetricsManager | SplitMetrics
@@ -173,10 +177,6 @@ def train(
         metrics = SplitMetrics(model_dir, start_step, planned.open_writer)
         steps = end_step - start_step
         standard = planned_actions(config, planned, metrics, save_data, steps, say)
-    if isinstance(batches, BatchSource):
-        batches = batches.open(start_step, saved_data, say) if start_step < end_step else ()
-    elif callable(batches):
-        batches = batches() if start_step < end_step else ()
     trainer = Trainer(
         model,
         state,

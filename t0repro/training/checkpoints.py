@@ -15,6 +15,7 @@ import logging
 import os
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -129,10 +130,7 @@ def save_tree(
                 ):
                     checkpointer.save(temporary, nested, force=True)
             except BaseException:
-                # Orbax writes beside its target and, when it fails, leaves what it wrote: on a
-                # full disk it would go on taking up space.
-                for partial in path.parent.glob(f"{temporary.name}.*"):
-                    shutil.rmtree(partial, ignore_errors=True)
+                _remove_what_orbax_left(temporary)
                 raise
             if save_data is not None:
                 (temporary / DATA).mkdir()
@@ -144,6 +142,17 @@ def save_tree(
             where=str(path),
             fix="Remove it or choose another name.",
         ) from error
+
+
+def _remove_what_orbax_left(temporary: Path) -> None:
+    """Removes what Orbax wrote beside its target before it failed, which takes up a full disk.
+
+    Writes that are still under way would put files back, so it looks again for a while.
+    """
+    for _ in range(20):
+        for partial in temporary.parent.glob(f"{temporary.name}.*"):
+            shutil.rmtree(partial, ignore_errors=True)
+        time.sleep(0.05)
 
 
 @contextlib.contextmanager

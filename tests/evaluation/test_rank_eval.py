@@ -436,7 +436,7 @@ def test_tasks_without_rows_here_are_an_error_or_left_out_and_named(model_dir, p
     outcome = evaluate(model_dir, tmp_path / "out", settings, mixture, said)
     assert outcome.tasks == (other,)
     assert said[0] == f"Left out: 1 task ({absent}): rows not at hand."
-    with pytest.raises(UserError, match="the rows of split 'validation' are at hand"):
+    with pytest.raises(UserError, match="The rows of split 'validation' are not here for any task"):
         evaluate(model_dir, tmp_path / "out", settings, absent)
 
 

@@ -49,7 +49,7 @@ def test_targets_are_shared_out_among_inputs(inputs, targets, expected):
     ("inputs", "targets", "part"),
     [
         (("a", "b"), ("x", "y", "z"), "3 targets"),
-        (("a", "b", "c"), ("x", "y"), "not enough"),
+        (("a", "b", "c"), ("x", "y"), "3 inputs need more than 2 targets"),
         (None, ("x",), "needs inputs"),
         ("/no/such", ("x",), "/no/such"),
     ],
