@@ -128,9 +128,15 @@ def beam_cache_job() -> Job:
 
 
 def _records(task: Path) -> Result:
-    """The records of each split of a cached task, sorted, for Beam writes them in any order."""
+    """The records of each split of a cached task, sorted, for Beam writes them in any order.
+
+    Nor is the order of an example's features fixed: it is that of a process's hash table.
+    """
     splits: dict[str, list[bytes]] = {}
     for path in task.glob("*.tfrecord-*"):
-        records = tf.data.TFRecordDataset(str(path)).as_numpy_iterator()
+        records = (
+            tf.train.Example.FromString(record).SerializeToString(deterministic=True)
+            for record in tf.data.TFRecordDataset(str(path)).as_numpy_iterator()
+        )
         splits.setdefault(f"{task.name}/{path.name.partition('.')[0]}", []).extend(records)
     return {name: b"\n".join(sorted(records)) for name, records in splits.items()}
