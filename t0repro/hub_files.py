@@ -13,6 +13,7 @@ of Google Cloud Storage's JSON API:
 
 from __future__ import annotations
 
+import abc
 import base64
 import dataclasses
 import hashlib
@@ -81,7 +82,7 @@ class HubFile:
         return self.sha256 or self.blob or self.md5 or self.crc32c or ""
 
 
-class RemoteFiles:
+class RemoteFiles(abc.ABC):
     """Files on a server; subclasses implement the server's API.
 
     Args:
@@ -101,16 +102,17 @@ class RemoteFiles:
         self._session.headers["Accept-Encoding"] = "identity"
         self._reached = False
 
+    @abc.abstractmethod
     def files(self, folder: str) -> list[HubFile] | None:
         """Lists a folder's files; None if there is no such folder.
 
         Raises:
           UserError: If the server cannot be reached or answers with an error.
         """
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _url(self, file: HubFile) -> str:
-        raise NotImplementedError
+        """The address that a file is downloaded from."""
 
     def download(self, file: HubFile, to: Path, advance: Callable[[int], None]) -> None:
         """Downloads a file and verifies its checksum; resumes if part of it is already at `to`.

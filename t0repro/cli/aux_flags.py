@@ -9,8 +9,6 @@ from typing import Any
 
 from absl import flags
 
-from t0repro.errors import UserError
-
 _TEXTS = {
     "auxiliary_job_mixtures": "Mixtures, joined by commas: for each new checkpoint a job for each.",
     "auxiliary_job_gin_file": "The T5X gin file of the jobs.",
@@ -40,21 +38,13 @@ def jobs_beside(options: Any) -> Iterator[None]:
     """Runs the auxiliary jobs that the flags ask for while the block trains.
 
     Raises:
-      UserError: if flags of auxiliary jobs lack what a job needs; see also
-        `beside.auxiliary_jobs_beside`.
+      UserError: see `beside.auxiliary_jobs_beside`.
     """
-    given = [name for name in _TEXTS if options[name].present]
-    if not given:
+    if not any(options[name].present for name in _TEXTS):
         yield
         return
     from t0repro.jobs.beside import AuxiliaryOptions, auxiliary_jobs_beside
 
-    if not options.auxiliary_job_mixtures:
-        raise UserError(
-            "Flags of auxiliary jobs are given, but no mixtures: no job would ever be started.",
-            where=", ".join(f"--{name}" for name in given),
-            fix="Name at least one: --auxiliary_job_mixtures=NAME.",
-        )
     jobs = AuxiliaryOptions(
         mixtures=options.auxiliary_job_mixtures,
         gin_file=options.auxiliary_job_gin_file,

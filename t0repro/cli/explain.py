@@ -18,6 +18,7 @@ from t0repro.cli.gin_options import (
     GinSearchPaths,
     RunModes,
     allowlist_of,
+    t5x_inputs,
 )
 from t0repro.cli.options import AsJson, Modules
 
@@ -149,13 +150,9 @@ def _explain_t5x(
     import json
 
     from t0repro.config.explain import in_columns
-    from t0repro.config.t5x.gin_files import GinInputs, parse
+    from t0repro.config.t5x.gin_files import parse
 
-    parsed = parse(
-        GinInputs(
-            run_mode, tuple(files), tuple(bindings), tuple(search_paths.split(",")), allowlist
-        )
-    )
+    parsed = parse(t5x_inputs(run_mode, files, bindings, search_paths, allowlist))
     if dialect and run_mode == "train":
         from t0repro.config.t5x.run import train_config
 

@@ -1,10 +1,15 @@
 """Options for a run's gin files and overrides, named as in `t5_mesh_transformer` and T5X."""
 
+from __future__ import annotations
+
 import enum
 from collections.abc import Sequence
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from t0repro.config.t5x.gin_files import GinInputs
 
 GinFiles = Annotated[list[str] | None, typer.Option("--gin_file", help="A gin file; repeatable.")]
 GinParams = Annotated[
@@ -30,6 +35,20 @@ def allowlist_of(values: Sequence[str] | None) -> tuple[str, ...] | None:
         return None
     names = (name.strip() for value in values for name in value.split(","))
     return tuple(name for name in names if name)
+
+
+def t5x_inputs(
+    run_mode: str,
+    files: Sequence[str] | None,
+    bindings: Sequence[str] | None,
+    search_paths: str,
+    allowlist: tuple[str, ...] | None = None,
+) -> GinInputs:
+    """What a command line says of T5X's gin files."""
+    from t0repro.config.t5x.gin_files import GinInputs
+
+    folders = tuple(search_paths.split(","))
+    return GinInputs(run_mode, tuple(files or ()), tuple(bindings or ()), folders, allowlist)
 
 
 class RunMode(enum.StrEnum):

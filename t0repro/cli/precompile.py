@@ -17,6 +17,7 @@ from t0repro.cli.gin_options import (
     GinSearchPaths,
     RunMode,
     RunModes,
+    t5x_inputs,
 )
 from t0repro.cli.options import Modules
 
@@ -112,7 +113,7 @@ def _t5x_config(
 ) -> RunConfig:
     """The training that T5X's gin files describe."""
     from t0repro.config.gin_errors import configuration_errors
-    from t0repro.config.t5x.gin_files import GinInputs, parse
+    from t0repro.config.t5x.gin_files import parse
     from t0repro.config.t5x.run import train_config
     from t0repro.errors import UserError
 
@@ -123,8 +124,7 @@ def _t5x_config(
             fix="Give --run_mode train and the gin files of a training.",
         )
     with configuration_errors():
-        inputs = GinInputs("train", tuple(files), tuple(bindings), tuple(search_paths.split(",")))
-        return train_config(parse(inputs))
+        return train_config(parse(t5x_inputs("train", files, bindings, search_paths)))
 
 
 def _devices(topology: str | None) -> tuple:

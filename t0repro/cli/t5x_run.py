@@ -13,6 +13,7 @@ from t0repro.cli.gin_options import (
     GinImportAllowlist,
     GinSearchPaths,
     allowlist_of,
+    t5x_inputs,
 )
 from t0repro.cli.options import Modules
 
@@ -134,17 +135,9 @@ def parse_files(
     Raises:
       UserError: see `t0repro.config.t5x.gin_files.parse`.
     """
-    from t0repro.config.t5x.gin_files import GinInputs, parse
+    from t0repro.config.t5x.gin_files import parse
 
-    parsed = parse(
-        GinInputs(
-            run_mode,
-            tuple(files or ()),
-            tuple(bindings or ()),
-            tuple(search_paths.split(",")),
-            allowlist_of(allowlist),
-        )
-    )
+    parsed = parse(t5x_inputs(run_mode, files, bindings, search_paths, allowlist_of(allowlist)))
     for warning in parsed.warnings:
         typer.echo(f"warning: {warning}", err=True)
     return parsed

@@ -13,6 +13,7 @@ the same data in every process.
 
 from __future__ import annotations
 
+import abc
 import json
 import secrets
 from collections.abc import Callable, Iterator, Mapping
@@ -32,7 +33,7 @@ Say = Callable[[str], None]
 Batch = dict[str, np.ndarray]
 
 
-class ResumableBatches:
+class ResumableBatches(abc.ABC):
     """Endless batches of a tf.data pipeline; implements `runs.train.BatchSource`.
 
     A subclass says which pipeline (`_dataset`), what decides its batches (`_arguments`), and how an
@@ -72,17 +73,17 @@ class ResumableBatches:
 
     # ---- What a subclass provides ---------------------------------------------------------------
 
+    @abc.abstractmethod
     def _dataset(self, seed: int) -> Any:
         """The endless, batched tf.data.Dataset for a seed."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _arguments(self) -> dict[str, Any]:
         """What decides the batches, apart from the seed; JSON values."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _to_numpy(self, element: Mapping[str, Any]) -> Batch:
         """A batch of int32 arrays [batch_size, length] from an element of the dataset."""
-        raise NotImplementedError
 
     def _is_resumed(self, say: Say) -> bool:
         """Whether the position in a checkpoint is to be used."""

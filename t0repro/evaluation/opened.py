@@ -7,12 +7,16 @@ import hashlib
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 
 from t0repro.config.run_config import Activation, DType, DTypePolicy, Layout, ModelConfig
 from t0repro.errors import UserError
+
+if TYPE_CHECKING:
+    from t0repro.converters import hf_config
+    from t0repro.parameters.shape import ModelShape
 
 _CONFIG = "operative_config.gin"
 
@@ -86,7 +90,23 @@ def open_checkpoint(
             where=path,
             fix="Evaluate it with --backend=mtf.",
         )
-    config = ModelConfig(
+    config = _model_config(family, computed)
+    layout = Layout(model=model_parallelism)
+    devices = choose(layout, config, where="--model_parallelism")
+    if devices.mesh.size > 1:
+        print(line_of(devices, layout), file=sys.stderr)
+    return Checkpoint(
+        path=path,
+        step=int(tree.get("state/step", 0)),
+        digest=parameters_digest(tree),
+        params=parameters_from_flat_tree(tree, devices.placed(parameter_shapes(tree)), where=path),
+        model=T5(config, DTypePolicy("float32", "float32", activation)),
+    )
+
+
+def _model_config(family: ModelShape, computed: hf_config.Arithmetic) -> ModelConfig:
+    """The model that scores: no dropout, and nothing of a loss."""
+    return ModelConfig(
         num_encoder_layers=family.num_encoder_layers,
         num_decoder_layers=family.num_decoder_layers,
         d_model=family.d_model,
@@ -106,17 +126,6 @@ def open_checkpoint(
         label_smoothing=0.0,
         z_loss=0.0,
         loss_denominator=None,
-    )
-    layout = Layout(model=model_parallelism)
-    devices = choose(layout, config, where="--model_parallelism")
-    if devices.mesh.size > 1:
-        print(line_of(devices, layout), file=sys.stderr)
-    return Checkpoint(
-        path=path,
-        step=int(tree.get("state/step", 0)),
-        digest=parameters_digest(tree),
-        params=parameters_from_flat_tree(tree, devices.placed(parameter_shapes(tree)), where=path),
-        model=T5(config, DTypePolicy("float32", "float32", activation)),
     )
 
 

@@ -44,7 +44,7 @@ class Policy:
       poll_seconds: between two looks at checkpoints and jobs.
       max_failures: jobs of a point that may fail before it is given up.
       retry_seconds: pause after the first failure; it doubles with each further one.
-      limits: of each job.
+      limits: what each job may use.
       environment: variables for each job.
       options: for the engine.
       metric: the tag shown as main metric; None chooses one.
@@ -145,12 +145,9 @@ class Controller:
                     self._journal.add("again", point)
 
     def _release_pins(self) -> None:
-        for step in sorted({point.step for point in self._journal.progress}):
-            if all(each.is_final for each in self._of_step(step)):
-                pins.unpin(step, self._folder)
-
-    def _of_step(self, step: int) -> list[Progress]:
-        return [each for point, each in self._journal.progress.items() if point.step == step]
+        progress = self._journal.progress.items()
+        open_steps = {point.step for point, each in progress if not each.is_final}
+        pins.unpin_all_but(open_steps, self._folder)
 
     # ---- Jobs ----------------------------------------------------------------------------------
 
@@ -165,19 +162,19 @@ class Controller:
                 continue
             if state == "unknown" and job.ending is None and not self._is_lost(point):
                 continue
-            self._end(point, progress, job)
+            self._end(point, progress, job, lost=state == "unknown")
 
     def _is_lost(self, point: Point) -> bool:
         self._lost[point] = self._lost.get(point, 0) + 1
         return self._lost[point] >= _LOOKS_BEFORE_LOST
 
-    def _end(self, point: Point, progress: Progress, job: Job) -> None:
-        """Notes how a job ended."""
+    def _end(self, point: Point, progress: Progress, job: Job, *, lost: bool) -> None:
+        """Notes how a job ended; `lost` if the engine knows nothing of it."""
         del self._running[point]
         self._lost.pop(point, None)
         ending = job.ending
         who = f"step {point.step:,}, {point.mixture}"
-        if ending is None and self._launcher.state(job) == "unknown":
+        if ending is None and lost:
             self._journal.add("interrupted", point)
             return
         if ending is not None and not ending.reason:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import glob
 import os
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 
 from t0repro.converters import sources
@@ -50,9 +51,12 @@ def pin(ref: CheckpointRef, folder: Path) -> Path | None:
     return place / os.path.basename(ref.path)
 
 
-def unpin(step: int, folder: Path) -> None:
-    """Removes a pin; nothing happens if there is none."""
-    shutil.rmtree(folder / PINS / str(step), ignore_errors=True)
+def unpin_all_but(steps: Collection[int], folder: Path) -> None:
+    """Removes the pins of other steps, and what a killed controller left of an unfinished one."""
+    kept = {str(step) for step in steps}
+    for name in os.listdir(folder / PINS) if (folder / PINS).is_dir() else ():
+        if name not in kept:
+            shutil.rmtree(folder / PINS / name, ignore_errors=True)
 
 
 def _link(ref: CheckpointRef, place: Path) -> None:

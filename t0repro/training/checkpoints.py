@@ -22,7 +22,6 @@ from typing import Any
 
 import flax.traverse_util
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from t0repro.converters.integrity import (
@@ -35,8 +34,7 @@ from t0repro.converters.jax_tree import jax_refs
 from t0repro.converters.orbax_dir import is_orbax
 from t0repro.errors import UserError
 from t0repro.files import atomic_directory
-from t0repro.parameters import layout
-from t0repro.training.train_state import FlatTree, TrainState, to_flat_tree
+from t0repro.training.train_state import FlatTree, TrainState, to_flat_tree, with_parameters_in
 from t0repro.training.writing import writing
 
 DATA = "data"  # the checkpoint's folder for the position in the data
@@ -85,10 +83,7 @@ def save_checkpoint(
     path = checkpoint_path(model_dir, int(jax.device_get(state.step)))
     with writing(path):
         tree = to_flat_tree(state)
-        for name in tree if dtype else ():
-            if name.startswith(layout.PARAMETERS):
-                tree[name] = tree[name].astype(jnp.dtype(dtype))
-        save_tree(path, tree, save_data)
+        save_tree(path, with_parameters_in(tree, dtype) if dtype else tree, save_data)
         # Old checkpoints go only once the new one is complete. A negative number keeps all; with
         # it, tf.train.Saver would delete what it has just saved.
         for step in list_checkpoints(model_dir)[:-keep] if keep and keep > 0 else []:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import jax.numpy as jnp
 import numpy as np
 
 from t0repro.config.training_plan import RestoreConfig
 from t0repro.errors import UserError
 from t0repro.parameters import layout
 from t0repro.parameters.assignment import assigned_names
-from t0repro.training.train_state import FlatTree
+from t0repro.training.train_state import FlatTree, with_parameters_in
 
 
 def restored(
@@ -41,7 +40,9 @@ def restored(
     result |= {name: fresh[name] for name in scratch}
     if config.strict:
         _check_slots(result, fresh, where)
-    return _rounded(result, config.dtype)
+    if config.dtype in (None, "float32"):
+        return result
+    return with_parameters_in(result, config.dtype)
 
 
 def _check_slots(tree: Mapping[str, np.ndarray], fresh: FlatTree, where: str | None) -> None:
@@ -56,13 +57,3 @@ def _check_slots(tree: Mapping[str, np.ndarray], fresh: FlatTree, where: str | N
             fix="Bind the optimizer that trained it; or utils.RestoreCheckpointConfig.strict ="
             " False, to start the missing ones at zero.",
         )
-
-
-def _rounded(tree: dict[str, np.ndarray], dtype: str | None) -> dict[str, np.ndarray]:
-    """The tree with its parameters in a type; None or float32 leaves them as they are."""
-    if dtype in (None, "float32"):
-        return tree
-    return {
-        name: value.astype(jnp.dtype(dtype)) if name.startswith(layout.PARAMETERS) else value
-        for name, value in tree.items()
-    }

@@ -65,6 +65,14 @@ def flat_slots(slots: Any) -> dict[str, Slots]:
     return flat
 
 
+def with_parameters_in(tree: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """A flat tree with its parameters in another type; slots and the step stay as they are."""
+    return {
+        name: value.astype(jnp.dtype(dtype)) if name.startswith(layout.PARAMETERS) else value
+        for name, value in tree.items()
+    }
+
+
 def to_flat_tree(state: TrainState) -> dict[str, np.ndarray]:
     """Copies the state to the host, in the form of a checkpoint."""
     state = jax.device_get(state)

@@ -4,35 +4,22 @@ import dataclasses
 
 import tests.tiny_models as tiny
 from t0repro.config.run_config import Arithmetic
-from t0repro.config.t5x import gin_files, run
 from t0repro.config.translation import translated
 
-FILES = ("t5x/examples/t5/t5_1_1/small.gin", "t5x/configs/runs/pretrain.gin")
-REQUIRED = (
-    "DROPOUT_RATE = 0.1",
-    "MIXTURE_OR_TASK_NAME = 'a_task'",
-    "TASK_FEATURE_LENGTHS = {'inputs': 8, 'targets': 6}",
-    "TRAIN_STEPS = 10",
-    "MODEL_DIR = 'runs/a'",
-)
-
-
-def t5x_config(*bindings):
-    inputs = gin_files.GinInputs("train", FILES, (*REQUIRED, *bindings))
-    return run.train_config(gin_files.parse(inputs))
+from .t5x_trainings import config
 
 
 def test_t5xs_bindings_of_a_run_make_the_same_run_again():
-    ours = t5x_config("adafactor.Adafactor.beta1 = 0.0", "LOSS_NORMALIZING_FACTOR = 7")
+    ours = config("adafactor.Adafactor.beta1 = 0.0", "LOSS_NORMALIZING_FACTOR = 7")
     translation = translated(ours, "t5x")
     assert translation.missing == ()
     lines = [line for line in translation.bindings if not line.startswith("train_script")]
-    again = t5x_config(*lines)
+    again = config(*lines)
     assert dataclasses.replace(again, provenance={}) == dataclasses.replace(ours, provenance={})
 
 
 def test_mesh_tensorflow_is_told_what_it_cannot_express():
-    translation = translated(t5x_config("LOSS_NORMALIZING_FACTOR = 'AVERAGE_PER_SEQUENCE'"), "mtf")
+    translation = translated(config("LOSS_NORMALIZING_FACTOR = 'AVERAGE_PER_SEQUENCE'"), "mtf")
     assert "d_model = 512" in translation.bindings
     assert "run.batch_size = ('sequences_per_batch', 128)" in translation.bindings
     words = "; ".join(translation.missing)

@@ -12,7 +12,6 @@ from t0repro.config.run_config import (
     RunConfig,
     ScheduleConfig,
 )
-from t0repro.config.t5x import gin_files, run
 from t0repro.config.training_plan import (
     BestCheckpoints,
     EarlyStoppingConfig,
@@ -21,20 +20,7 @@ from t0repro.config.training_plan import (
 )
 from t0repro.errors import UserError
 
-MODEL = "t5x/examples/t5/t5_1_1/small.gin"
-PRETRAIN, FINETUNE = "t5x/configs/runs/pretrain.gin", "t5x/configs/runs/finetune.gin"
-REQUIRED = (
-    "DROPOUT_RATE = 0.1",
-    "MIXTURE_OR_TASK_NAME = 'a_task'",
-    "TASK_FEATURE_LENGTHS = {'inputs': 8, 'targets': 6}",
-    "TRAIN_STEPS = 10",
-    "MODEL_DIR = 'runs/a'",
-)
-
-
-def config(*bindings: str, files=(MODEL, PRETRAIN)) -> RunConfig:
-    inputs = gin_files.GinInputs("train", tuple(files), (*REQUIRED, *bindings))
-    return run.train_config(gin_files.parse(inputs))
+from ..t5x_trainings import FINETUNE, MODEL, PRETRAIN, config
 
 
 def from_file(tmp_path, text: str) -> RunConfig:
