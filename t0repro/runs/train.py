@@ -32,6 +32,7 @@ from t0repro.training.checkpoints import (
 )
 from t0repro.training.metrics import MetricsManager, Writer
 from t0repro.training.optimizers import Optimizer, make_optimizer
+from t0repro.training.run_state import RecordRunState
 from t0repro.training.schedules import make_schedule
 from t0repro.training.summaries import SplitMetrics
 from t0repro.training.train_state import FlatTree, TrainState, from_flat_tree, new_train_state
@@ -185,7 +186,7 @@ def train(
         num_microbatches=config.num_microbatches,
         seed=seed,
         metrics=metrics,
-        actions=[ShowProgress(), *standard, *actions, signals],
+        actions=[ShowProgress(), RecordRunState(model_dir), *standard, *actions, signals],
         dropout_key=dropout_key if config.model.dropout_rate else None,
         measured=None if plan is None else Measured(weights=plan.weight_metrics),
         may_be_nan=may_be_nan(config),

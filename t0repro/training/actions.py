@@ -174,7 +174,7 @@ class StopOnSignal(Action):
     def after_step(self, trainer: Trainer) -> None:
         """Asks the trainer to stop if a signal has come."""
         if self.received is not None:
-            trainer.stop()
+            trainer.stop(f"a signal, {signal.Signals(self.received).name}")
 
     def end(self, trainer: Trainer) -> None:
         """Restores the previous signal handlers."""

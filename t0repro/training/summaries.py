@@ -118,7 +118,7 @@ class Summarise(Action):
         self._metrics.write("train", step, metrics)
         self._clear()
         if self._run_actions is not None and self._run_actions({"train": metrics}):
-            self._trainer.stop()
+            self._trainer.stop("an action on the training's metrics")
 
     def _clear(self) -> None:
         self._sums: dict[str, float] = collections.defaultdict(float)
@@ -194,4 +194,4 @@ class Evaluate(Action):
         run = self._run_actions.get(mode)
         # A stop stays a stop, whatever another mode's actions say.
         if run is not None and results and run(results):
-            trainer.stop()
+            trainer.stop(f"an action on the metrics of {mode}")

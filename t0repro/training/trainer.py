@@ -75,7 +75,8 @@ class Trainer:
 
     Attributes:
       step: the global step, that is the number of updates done.
-      failed: whether an exception ended training.
+      error: the exception that ended training, or None.
+      stop_reason: why training was asked to stop, or None.
     """
 
     def __init__(
@@ -119,7 +120,14 @@ class Trainer:
         self._pending: _Pending | None = None
         self._read_at = 0.0
         self.step = int(jax.device_get(state.step))
-        self.failed = self._stopping = False
+        self.error: BaseException | None = None
+        self.stop_reason: str | None = None
+        self._stopping = False
+
+    @property
+    def failed(self) -> bool:
+        """Whether an exception ended training."""
+        return self.error is not None
 
     @property
     def train_state(self) -> TrainState:
@@ -172,8 +180,8 @@ class Trainer:
                     break
             self.flush()
             return self.step - first
-        except BaseException:
-            self.failed = True
+        except BaseException as error:
+            self.error = error
             raise
         finally:
             for action in started:
@@ -224,9 +232,14 @@ class Trainer:
                 sums[name] += float(value)
         return summary(sums, count, packed=packed) if count else {}
 
-    def stop(self) -> None:
-        """Makes `train` end after the current step, as if there were no more batches."""
+    def stop(self, reason: str | None = None) -> None:
+        """Makes `train` end after the current step, as if there were no more batches.
+
+        Args:
+          reason: why, in a line; the first reason given is kept.
+        """
         self._stopping = True
+        self.stop_reason = self.stop_reason or reason
 
     def flush(self) -> None:
         """Waits for the latest step and writes its metrics."""
