@@ -34,6 +34,7 @@ def perplexity_batches(config: RunConfig) -> list[tuple[str, list[Batch]]]:
 
 
 def scored_examples(config: RunConfig) -> list[Batch]:
+    # One flat list, since the scores of all datasets go to one file, in this order.
     """The padded examples of all of score_from_dataset's datasets, one dataset after another."""
     return [
         {name: np.asarray(example[name], np.int32) for name in MODEL_FEATURES if name in example}
@@ -104,4 +105,5 @@ def _batches(dataset: Any, config: RunConfig) -> Iterator[Batch]:
 
 
 def _filled(x: np.ndarray, rows: int) -> np.ndarray:
+    # Rows of padding (token 0) carry no loss weight, so they add nothing to the sums.
     return np.pad(x, ((0, rows - len(x)), (0, 0)))

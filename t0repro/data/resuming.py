@@ -54,6 +54,8 @@ class ResumableBatches(abc.ABC):
         position = self._position(saved, say)
         if self._seed is None:
             # Drawn here and saved: without a seed, a resumed run could not make its batches again.
+            # The seed drawn is never 0, which `or` would take for one that was not
+            # recorded.
             self._seed = position.get("seed") or secrets.randbits(31) + 1
         self._taken = self._first(step, position)
         dataset = self._dataset(self._seed)
@@ -69,6 +71,8 @@ class ResumableBatches(abc.ABC):
         if self._saves_iterator:
             self._tracked().write(str(folder / ITERATOR))
             position["iterator"] = ITERATOR
+        # Written last: a position is only read together with an iterator's state that is
+        # whole.
         write_atomically(folder / POSITION, json.dumps(position, indent=1) + "\n")
 
     # ---- What a subclass provides ---------------------------------------------------------------
@@ -104,6 +108,8 @@ class ResumableBatches(abc.ABC):
 
     def _batches(self) -> Iterator[Batch]:
         for element in self._iterator:
+            # Counted before the batch is handed over: the generator runs no further
+            # until the next is asked for.
             self._taken += 1
             yield self._to_numpy(element)
 
@@ -116,6 +122,8 @@ class ResumableBatches(abc.ABC):
             return {}
         position = json.loads((saved / POSITION).read_text())
         ours, theirs = self._arguments(), position["arguments"]
+        # Only our own names are compared: what an older version recorded in addition does
+        # not matter.
         changed = [name for name in ours if ours[name] != theirs.get(name)]
         if self._bound_seed not in (None, position["seed"]):
             changed.append("seed")
@@ -130,6 +138,8 @@ class ResumableBatches(abc.ABC):
         if self._saves_iterator and position.get("iterator"):
             assert saved is not None
             say(f"data: after {taken}, by the input pipeline's state")
+            # Without assert_consumed, TensorFlow restores what matches and passes over
+            # the rest in silence.
             self._tracked().read(str(saved / ITERATOR)).assert_consumed()
             return
         say(f"data: after {taken}, which are made again and skipped")

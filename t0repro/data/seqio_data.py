@@ -135,6 +135,7 @@ class EvalBatches:
                 where=f"split {self._data.split!r}",
                 fix="Choose another split, or remove the task from the mixture.",
             )
+        # Kept only after a full pass: an iteration that was given up has too few batches.
         if self._data.use_memory_cache:
             self._kept = batches
 
@@ -145,6 +146,8 @@ class EvalBatches:
             seed=self._data.seed,
             num_epochs=self._steps * self._data.batch_size,
         )
+        # Batched anew across epochs, so that a task with fewer examples than a batch still
+        # fills them.
         batches = rows.unbatch().repeat().batch(self._data.batch_size, drop_remainder=True)
         return batches.take(self._steps)
 
@@ -197,6 +200,7 @@ def runs_python(dataset: Any) -> bool:
     import tensorflow as tf
 
     graph = tf.raw_ops.DatasetToGraphV2(
+        # tf.data has no public function that gives a pipeline's graph.
         input_dataset=dataset._variant_tensor,
         external_state_policy=1,  # ignore stateful operations, which this is to find
         strip_device_assignment=True,

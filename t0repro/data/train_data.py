@@ -30,10 +30,14 @@ class TrainBatches(ResumableBatches):
 
     def _is_resumed(self, say: Say) -> bool:
         del say
+        # Bound either way, skip_seen_data is Mesh TensorFlow's own way to resume and
+        # decides alone.
         return self._data.skip_seen_data is None and self._has_checkpoint
 
     def _first(self, step: int, position: Mapping[str, Any]) -> int:
         if self._data.skip_seen_data and self._has_checkpoint:
+            # Mesh TensorFlow counts from the step at which the data began, whatever was
+            # really read.
             return max(0, step - self._data.seen_data_init_step)
         return super()._first(step, position)
 

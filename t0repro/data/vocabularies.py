@@ -12,6 +12,7 @@ from t0repro.tasks.vocabulary import EXTRA_IDS, default_vocabulary
 _T5 = {
     ("gs://t5-data/vocabs/cc_all.32000/sentencepiece.model", EXTRA_IDS),
     ("gs://t5-data/vocabs/cc_all.32000.100extra/sentencepiece.model", EXTRA_IDS),
+    # The address already counts the sentinels, so extra_ids is 0.
     ("gs://t5-data/vocabs/cc_all.32000.100extra/sentencepiece.model", 0),
 }
 
@@ -30,6 +31,7 @@ def seqio_vocabulary(record: Any) -> Any:
 
     if isinstance(record, records.SentencePieceVocabulary):
         address, extra_ids = record.sentencepiece_model_file, record.extra_ids or 0
+        # T5's own file is in a bucket; T0REPRO_VOCAB names a local copy of it.
         if (address, extra_ids) in _T5:
             return seqio_tasks.seqio_vocabulary(default_vocabulary())
         return seqio_tasks.LazyVocabulary(address, extra_ids)
@@ -80,10 +82,12 @@ def _are_same(one: Any, other: Any) -> bool:
     """Whether two vocabularies encode alike, wherever their files lie."""
     import seqio
 
+    # SeqIO compares addresses, and T5's vocabulary has several (docs/decisions.md).
     if one == other or _is_t5s(one) and _is_t5s(other):
         return True
     if not all(isinstance(each, seqio.SentencePieceVocabulary) for each in (one, other)):
         return False
+    # The bytes of the models: copies of one file under different names encode alike.
     return one.sp_model == other.sp_model
 
 
