@@ -2,7 +2,7 @@
 
 SeqIO makes every batch itself, so their order is the one that T5X sees; only the names of the
 features change to this project's (`t0repro.data.batches`). What the model derives on its own, the
-decoder's inputs and the loss weights, is left out.
+features change to this project's (`t0repro.data.batches`). What the model derives by itself, the
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class SeqioTrainBatches(ResumableBatches):
     """The endless training batches of a dataset; implements `runs.train.BatchSource`.
 
     Without `save_dataset`, a resumed run reads its data from the beginning again, as in T5X. With
-    it, checkpoints hold the state of the input pipeline or, if that runs Python functions, which
-    have no state to save, the position, before which batches are made again and skipped.
+    it, checkpoints hold the state of the input pipeline or, if that runs Python functions and so has
+    no state to save, the position: earlier batches are then made again and skipped.
 
     Args:
       data: The dataset; its sequence_length is given.
       save_dataset: Whether checkpoints say where the data were.
-      resumed: Whether training goes on from a checkpoint of its own model_dir.
+      resumed: Whether training continues from a checkpoint of its own model_dir.
     """
 
     def __init__(self, data: DatasetConfig, *, save_dataset: bool, resumed: bool = False):
@@ -158,7 +158,7 @@ def seqio_dataset(data: DatasetConfig, *, seed: int | None, num_epochs: int | No
     Args:
       data: The dataset; its own seed is not read.
       seed: Seed for the order of examples and for random preprocessors.
-      num_epochs: How often the examples are gone through; None repeats them without end.
+      num_epochs: How many times to go through the examples; None repeats them without end.
     """
     # compat has to be installed before anything imports t5 or seqio.
     from t0repro.mesh import compat
@@ -183,7 +183,7 @@ def seqio_dataset(data: DatasetConfig, *, seed: int | None, num_epochs: int | No
 
 
 def renamed(batch: Mapping[str, Any]) -> Batch:
-    """A batch of SeqIO's under this project's names: int32 [batch_size, length]."""
+    """A SeqIO batch under this project's names: int32 [batch_size, length]."""
     return {
         ours: np.asarray(batch[theirs], np.int32)
         for theirs, ours in FEATURE_NAMES.items()
