@@ -36,6 +36,8 @@ def assigned_names(
     unused = {pattern for pattern, _ in rules}
     for name in wanted:
         for pattern, replacement in rules:
+            # The whole name, as in T5X: a pattern that fits only a part matches
+            # nothing.
             match = re.fullmatch(pattern, name)
             if match:
                 unused.discard(pattern)

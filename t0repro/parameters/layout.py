@@ -27,6 +27,7 @@ SLOTS = "state/param_states/"
 ADAFACTOR_SLOTS = ("v_row", "v_col", "v", "m")  # T5X's names
 ADAM_SLOTS = ("adam_m", "adam_v")  # from mesh_tensorflow.optimize.AdamWeightDecayOptimizer
 MOMENTUM_SLOT = "momentum_v"  # from mesh_tensorflow.optimize.MomentumOptimizer
+# optax's names for Adam's moments, where a checkpoint of T5X's tree keeps them.
 _OPTAX = {"adam_m": "mu", "adam_v": "nu"}
 OPTAX_COUNT = f"{SLOTS}0/count"
 SLOT_NAMES = (*ADAFACTOR_SLOTS, *ADAM_SLOTS, MOMENTUM_SLOT)
@@ -195,8 +196,10 @@ DECODER_ONLY_EMBEDDING = PARAMETERS + DECODER_ONLY[0].t5x
 def _patterns(
     column: Column, decoder_only: bool, bias_per_layer: bool | None
 ) -> tuple[tuple[re.Pattern[str], Row], ...]:
+    # Mesh TensorFlow pads layer numbers to three digits, and does not cut longer ones.
     number = r"(?P<layer>\d{3,})" if column == "mtf" else r"(?P<layer>\d+)"
     return tuple(
+        # re.escape has put backslashes before the braces of {layer}.
         (re.compile(re.escape(getattr(row, column)).replace(r"\{layer\}", number)), row)
         for row in (DECODER_ONLY if decoder_only else TABLE)
         if getattr(row, column)
@@ -241,6 +244,7 @@ def mtf_to_path(variable: str, bias_per_layer: bool | None = None) -> str | None
       variable: Its name.
       bias_per_layer: See `find_row`.
     """
+    # Only decoder-only models have this tower; no variable of another begins so.
     decoder_only = variable.startswith("transformer/")
     name = _numbered_layers(modern_norm_name(variable))
     found = find_row(name, "mtf", decoder_only, bias_per_layer)
@@ -328,6 +332,7 @@ def old_norm_name(variable: str) -> str:
 
 def split_mtf_slot(variable: str) -> tuple[str, str | None]:
     """Splits a Mesh TensorFlow variable into parameter and slot: `a/b_slot_vr` is ("a/b", "vr")."""
+    # Adafactor's slots hang on by `_slot_`, Adam's by a slash, momentum's by an underscore.
     match = re.fullmatch(r"(.+)_slot_(vr|vc|v|m)", variable) or re.fullmatch(
         r"(.+)(?:/(?=adam)|_(?=momentum))(adam_m|adam_v|momentum_v)", variable
     )
@@ -452,6 +457,7 @@ def exchange_tied_slots(key: str, shapes: Mapping[str, Sequence[int]]) -> str:
     path, slot = split_key(key)
     other = {"v_row": "v_col", "v_col": "v_row"}.get(slot or "")
     shape = shapes.get(PARAMETERS + path, ())
+    # Where the straight renaming is right, T5X's importer and this table agree.
     if other is None or len(shape) < 2 or factored_slots(shape)["vr"] == "v_row":
         return key
     return slot_key(path, other)

@@ -71,6 +71,7 @@ class ModelShape:
         if self.position_bias_per_layer:
             umt5 = self.gated and not self.tied
             return self._relative("umT5") if umt5 else "T5, a position bias in each layer"
+        # T5 1.0 is ReLU and tied, T5 1.1 gated and untied; other combinations have no name.
         if self.gated == self.tied:
             return f"T5, {'gated' if self.gated else 'ReLU'}, {'tied' if self.tied else 'untied'}"
         family = "T5 1.1" if self.gated else "T5 1.0"
@@ -80,6 +81,7 @@ class ModelShape:
         if self.gated and self.vocab_size >= 250_000:
             return self._relative("mT5")
         sizes = (self.d_model, self.d_ff, self.num_heads, self.d_kv)
+        # Every published size has as many layers in one tower as in the other.
         if self.num_encoder_layers != self.num_decoder_layers:
             return family
         size = _SIZES[family].get((self.num_encoder_layers, *sizes))
@@ -96,6 +98,7 @@ class ModelShape:
         }
         layers = (self.num_encoder_layers, self.num_decoder_layers)
         sizes = (self.d_model, self.d_ff, self.num_heads, self.d_kv)
+        # ByT5's towers differ in depth, and its widths are its own.
         size = own.get((family, *layers, self.d_model))
         if not size and layers[0] == layers[1]:
             size = _SIZES["T5 1.1"].get((layers[0], *sizes))
@@ -137,6 +140,7 @@ class ModelShape:
             return row.bias_per_layer == self.position_bias_per_layer
         if row.t5x == "decoder/logits_dense/kernel":
             return not self.tied
+        # Of wi, wi_0 and wi_1 only the model's own; every other parameter is in all models.
         kernel = row.t5x.split("/")[-2]
         return not kernel.startswith("wi") or kernel in self.wi_kernels
 
