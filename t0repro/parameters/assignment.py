@@ -24,7 +24,7 @@ def assigned_names(
     Args:
       wanted: names of the model's entries, such as `target/decoder/logits_dense/kernel`.
       stored: names of the checkpoint's.
-      rules: (pattern, replacement) pairs.
+      stored: names of the checkpoint's entries.
 
     Raises:
       UserError: if a rule matches nothing, or names an entry that the checkpoint lacks.

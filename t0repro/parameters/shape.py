@@ -88,7 +88,7 @@ class ModelShape:
         return f"{family} {size}" if size else family
 
     def _relative(self, family: str) -> str:
-        """Family and size of a model that is built like T5 1.1, maybe in sizes of its own."""
+        """Family and size of a model built like T5 1.1, possibly in sizes of its own."""
         own = {
             ("ByT5", 12, 4, 1472): "small",
             ("ByT5", 18, 6, 1536): "base",
