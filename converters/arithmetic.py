@@ -76,6 +76,7 @@ def arithmetic(
                 where=binding.place,
                 fix=_OTHER_GIN,
             )
+    # What a gin file leaves unbound has its default, which may not be the model's either.
     for field in ("epsilon", "max_distance"):
         default = getattr(hf_config.Arithmetic, field)
         if text and field not in bound and getattr(found, field) != default:
@@ -108,6 +109,7 @@ def load_configured(
     if not model.position_bias_per_layer:
         return tree
     counts = {"encoder": model.num_encoder_layers, "decoder": model.num_decoder_layers}
+    # `coder/` is either tower's end: the shared biases of encoder and decoder, and their slots.
     for key in [key for key in tree if f"coder/{layout.RELATIVE_BIAS}" in key]:
         before, tower, after = key.partition("encoder" if "encoder" in key else "decoder")
         array = tree.pop(key)

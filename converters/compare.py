@@ -92,6 +92,7 @@ def compare(
             if difference := _compare_tensor(key, *readers):
                 differences.append(difference)
             done(readers[0].tensors[key].nbytes)
+    # Tensors that cannot be compared (NaN) come first.
     differences.sort(key=lambda item: -item.max if item.max == item.max else -math.inf)
     return Comparison(
         readers[0].ref, readers[1].ref, len(names[0] | names[1]), tuple(differences), tolerance

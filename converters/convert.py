@@ -116,6 +116,7 @@ def convert(
     _check_request(to, options)
     ref = find_checkpoint(src, step, source)
     _check_target_absent(Path(dst), force)
+    # Taken before the first byte is read, and compared after the last.
     fingerprint = _fingerprint(ref)
     report, reader, plan = _planned(ref, Path(dst), to, options)
     if dry_run:
@@ -183,6 +184,7 @@ def _prepare(
     wanted = options.vocab_size
     # transformers leaves a vocabulary at its own size; the other formats expect it padded.
     if wanted is None and reader.ref.format == "hf" and to != "hf" and size > VOCAB_DIVISOR:
+        # Rounded up to a whole multiple.
         wanted = -(-size // VOCAB_DIVISOR) * VOCAB_DIVISOR
     if wanted is not None and wanted != size:
         reader = transforms.Resized(reader, wanted)
@@ -271,6 +273,8 @@ def _check_form_exists(shape: ModelShape, to: Format, ref: CheckpointRef, scan: 
 def _check_target_absent(directory: Path, force: bool) -> None:
     if directory.is_dir():
         own = staging.staging_directory(directory.absolute())
+        # A directory with nothing but an interrupted conversion's files: the same call
+        # resumes there.
         ours = {own.name, *LOCK_FILES}
         if force or all(path.name in ours for path in directory.iterdir()):
             return
@@ -297,6 +301,7 @@ def _check_step(step: int, ref: CheckpointRef) -> None:
 
 
 def _check_free_space(directory: Path, needed: int) -> None:
+    # The directory may not exist yet; its nearest existing parent is on the same disk.
     existing = next(p for p in [directory, *directory.absolute().parents] if p.exists())
     free = shutil.disk_usage(existing).free
     if free < needed * _SPACE_MARGIN:
@@ -387,6 +392,7 @@ def _write_tensors(
         following = dict(zip((output.name for output in new), new[1:], strict=False))
         for output in plan.outputs:
             if output.name in noted and _kept(writer, output, staged):
+                # Outputs made of no tensor (T5X's dummies) are not counted.
                 resumed += bool(output.keys)
             else:
                 array = (ahead.pop(output.name, None) or pool.submit(build, output)).result()

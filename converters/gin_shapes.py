@@ -82,6 +82,7 @@ class _Delegate:
     """Takes gin's references for what they are, and looks none up."""
 
     def configurable_reference(self, scoped_configurable_name: str, evaluate: bool) -> Any:
+        # `%name` is gin's shorthand for `@name/gin.macro()`; files have either.
         name = scoped_configurable_name.removesuffix("/macro").removesuffix("/gin.macro")
         return _Macro(name) if evaluate and name != scoped_configurable_name else None
 
@@ -103,6 +104,8 @@ def check_gin_file(path: str | os.PathLike[str], family: ModelShape) -> list[str
       UserError: if the file cannot be read or is not gin, or a size differs; the message names the
         binding and its line.
     """
+    # Entered first, so that the file's own bindings win: model files set macros and leave these
+    # to defaults.gin.
     bindings = {
         ("", *argument): Bound(_Macro(name), f"{'.'.join(argument)} = %{name}", "defaults.gin")
         for argument, name in _DEFAULTS.items()
@@ -112,6 +115,7 @@ def check_gin_file(path: str | os.PathLike[str], family: ModelShape) -> list[str
         field = _FIELDS.get((configurable, argument))
         resolved = _resolve(binding, bindings)
         if field is None or isinstance(resolved.value, _Macro) or resolved.value is None:
+            # A macro of a file that is not here cannot be compared.
             continue
         towers = [tower for tower in _TOWERS if tower in scope.split("/")]
         if not scope:
@@ -155,6 +159,7 @@ def bound_arithmetic(text: str, path: Path) -> dict[str, Bound]:
       Fields of `Arithmetic`, each if it is bound for the whole model.
     """
     bindings: dict[tuple[str, str, str], Bound] = {}
+    # The generator has to be run to its end for `bindings` to be filled.
     for _ in _read_text(text, path, bindings, [path]):
         pass  # an include that is not here
     bound = {}
@@ -236,6 +241,7 @@ def _read_text(
                 yield from _read(found, bindings, [*including, found])
         elif isinstance(statement, config_parser.BindingStatement):
             location = statement.location
+            # gin accepts a configurable with or without its module path.
             configurable = statement.selector.rpartition(".")[2]
             bindings[statement.scope, configurable, statement.arg_name] = Bound(
                 statement.value, location.line_content.strip(), f"{path}:{location.line_num}"

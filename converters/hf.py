@@ -275,6 +275,7 @@ def hf_outputs(tensors: Mapping[str, TensorInfo], where: str) -> list[Output]:
     outputs = [_weight(key, info, file) for (key, info), file in zip(weights, files, strict=True)]
     slots = {key: info for key, info in tensors.items() if key.startswith(layout.SLOTS)}
     for key, info in slots.items():
+        # Slots keep T5X's names and axes: no other program reads this file.
         outputs.append(Output(key, info, (key,), next, SLOTS_FILE))
     return outputs
 

@@ -87,6 +87,8 @@ def arithmetic_of(config: Mapping[str, Any], where: str) -> Arithmetic:
     return Arithmetic(
         _activations(config, where),
         int(config.get("relative_attention_max_distance", _MAX_DISTANCE)),
+        # Unscaled tied logits are read as a kernel of their own (`HfReader`), so
+        # scale_tied_logits stays True.
         float(config.get("layer_norm_epsilon", _EPSILON)),
     )
 
@@ -125,6 +127,7 @@ def logits_of(config: Mapping[str, Any], has_kernel: bool, where: str) -> Logits
       UserError: if it cannot be told which of them wrote a tied mT5.
     """
     unscaled: Logits = "kernel" if has_kernel else "embedding"
+    # transformers' default: only mT5's configuration is untied.
     tied = bool(config.get("tie_word_embeddings", config["model_type"] != "mt5"))
     if config["model_type"] == "t5":
         return "scaled embedding" if config.get("scale_decoder_outputs", tied) else unscaled
@@ -216,6 +219,7 @@ def gin_text(arithmetic: Arithmetic, shape: ModelShape, source: str) -> str:
         own += f"t0repro.jax_model.relative_attention_max_distance = {distance}\n"
     if "gelu_exact" in arithmetic.activations:
         own += "t0repro.jax_model.exact_gelu = True\n"
+    # Later bindings win: every size that the included file binds is bound again below.
     return f"""\
 # The model of {source}, from its config.json and its weights.
 include 'models/t5.1.0.base.gin'

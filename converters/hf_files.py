@@ -14,6 +14,7 @@ from t0repro.converters.tensor_bundle import protobuf_fields
 from t0repro.errors import UserError
 from t0repro.parameters.shape import ModelShape, describe
 
+# 3 special tokens, 256 bytes and 125 sentinels.
 _BYT5_VOCABULARY = 384
 _BYT5_EXTRA_IDS = 125
 _T5_EXTRA_IDS = 100
@@ -28,6 +29,7 @@ def model_config(family: ModelShape, dtype: str, arithmetic: Arithmetic) -> dict
       dtype: of the parameters, as numpy names it.
       arithmetic: what the weights do not tell.
     """
+    # As in `ModelShape.name`: mT5 differs from T5 1.1 in its vocabulary alone.
     model_type = "mt5" if family.vocab_size >= 250_000 else "t5"
     if family.position_bias_per_layer:
         model_type = "umt5"
@@ -103,6 +105,7 @@ def tokenizer_files(vocabulary: Path | None, family: ModelShape) -> dict[str, by
             where=str(vocabulary),
             fix="Give the vocabulary that the model was trained with.",
         )
+    # Sentinels only where the embedding has rows for them.
     extra_ids = _T5_EXTRA_IDS if len(pieces) + _T5_EXTRA_IDS <= family.vocab_size else 0
     config: dict[str, Any] = {"tokenizer_class": "T5Tokenizer", "extra_ids": extra_ids}
     if byte_fallback:
@@ -132,8 +135,11 @@ def _parse_sentencepiece(content: bytes) -> tuple[list[tuple[str, float]], bytes
     """
     pieces, charsmap, byte_fallback = [], b"", False
     for number, value in protobuf_fields(content):
+        # Of ModelProto: 1 is pieces, 2 trainer_spec (35 in it is byte_fallback), 3
+        # normalizer_spec.
         if number == 1:
             fields = dict(protobuf_fields(value))
+            # protobuf_fields gives a float's 32 bits as an integer.
             score = struct.unpack("<f", fields.get(2, 0).to_bytes(4, "little"))[0]
             pieces.append((fields[1].decode(), score))
         elif number == 2:
@@ -150,6 +156,7 @@ def _fast_tokenizer(
     # T5 calls padding, end and unknown by these names, whatever the model calls ids 0, 1 and 2.
     vocabulary: list[list[Any]] = [[token, 0.0] for token in ("<pad>", "</s>", "<unk>")]
     vocabulary += [[piece, score] for piece, score in pieces[3:]]
+    # Sentinels count down: <extra_id_0> has the last id.
     vocabulary += [[f"<extra_id_{n}>", 0.0] for n in range(extra_ids - 1, -1, -1)]
     special = [0, 1, 2, *range(len(pieces), len(vocabulary))]
     end = {"SpecialToken": {"id": "</s>", "type_id": 0}}

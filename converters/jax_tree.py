@@ -77,6 +77,7 @@ class _Renamed:
         self._arrays = arrays
         self._names = {}
         for name in arrays.tensors:
+            # T5X's msgpack file has the tree below `optimizer`, beside a `version`.
             key = layout.from_optax(name.removeprefix("optimizer/"))
             if key not in (None, "version"):
                 self._names[key] = name
@@ -143,6 +144,7 @@ def _is_dummy(key: str, tree: Mapping[str, _Shaped], momentum: bool) -> bool:
         return tuple(parameter.shape) != _DUMMY_SHAPE
     if len(parameter.shape) < 2 or min(parameter.shape) > 1:
         return True
+    # A side of 1 gives real factored slots of shape (1,), unless `v` is kept whole.
     unfactored = tree.get(layout.slot_key(path, "v"))
     return unfactored is not None and unfactored.shape == parameter.shape
 
