@@ -1,4 +1,4 @@
-"""How a checkpoint's model computes, where its tensors do not tell: from config.json and from gin.
+"""How a checkpoint's model computes, where its tensors do not say: from config.json and from gin.
 
 A directory that transformers reads says so in config.json. Other checkpoints leave it to the gin
 file that they were trained with, `operative_config.gin` beside them.

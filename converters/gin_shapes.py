@@ -79,7 +79,7 @@ class _Macro:
 
 
 class _Delegate:
-    """Takes gin's references for what they are, and looks none up."""
+    """Keeps gin's references as they are and looks none of them up."""
 
     def configurable_reference(self, scoped_configurable_name: str, evaluate: bool) -> Any:
         # `%name` is gin's shorthand for `@name/gin.macro()`; files have either.
@@ -136,7 +136,7 @@ def check_gin_file(path: str | os.PathLike[str], family: ModelShape) -> list[str
 
 
 def master_dtype(path: str | os.PathLike[str]) -> str | None:
-    """The type that a gin file asks Mesh TensorFlow's checkpoints to be in, None if it does not.
+    """The dtype that a gin file binds for Mesh TensorFlow's checkpoints; None if it binds none.
 
     Raises:
       UserError: if the file cannot be read or is not gin.
@@ -149,11 +149,11 @@ def master_dtype(path: str | os.PathLike[str]) -> str | None:
 
 
 def bound_arithmetic(text: str, path: Path) -> dict[str, Bound]:
-    """What gin text binds of a model's arithmetic that its weights do not tell.
+    """What gin text binds of a model's arithmetic that its weights do not show.
 
     Args:
-      text: of either dialect; files that it includes count where they are here.
-      path: where the text is from, for messages and for what it includes.
+      text: Text of either dialect; files that it includes count if they are here.
+      path: Where the text is from, for messages and for its includes.
 
     Returns:
       Fields of `Arithmetic`, each if it is bound for the whole model.
@@ -182,12 +182,12 @@ def bound_arithmetic(text: str, path: Path) -> dict[str, Bound]:
 
 
 def _has_several_layers(family: ModelShape) -> bool:
-    """Whether a tower has several layers; an only layer's own bias is like a shared one."""
+    """Whether a tower has several layers; the bias of an only layer is like a shared one."""
     return max(family.num_encoder_layers, family.num_decoder_layers) > 1
 
 
 def _family_fields(field: str, towers: Sequence[str], family: ModelShape) -> list[str]:
-    """The fields of the family that a binding is about: a stack's layers go by the tower."""
+    """The fields of the family that a binding sets: a stack's layers depend on the tower."""
     if field != "layers":
         return [field]
     if family.decoder_only:
@@ -196,7 +196,7 @@ def _family_fields(field: str, towers: Sequence[str], family: ModelShape) -> lis
 
 
 def _resolve(binding: Bound, bindings: dict[tuple[str, str, str], Bound]) -> Bound:
-    """The binding of the macro that a binding refers to, at last."""
+    """Follows a binding through macros to the one that holds the value."""
     for _ in range(10):  # a macro may refer to a macro; one that refers to itself ends here
         if not isinstance(binding.value, _Macro):
             break
@@ -211,7 +211,7 @@ def _resolve(binding: Bound, bindings: dict[tuple[str, str, str], Bound]) -> Bou
 def _read(
     path: Path, bindings: dict[tuple[str, str, str], Bound], including: Sequence[Path]
 ) -> Iterator[str]:
-    """Enters a file's bindings, later ones over earlier ones; yields includes that are not here."""
+    """Adds a file's bindings, later ones over earlier ones; yields includes that are not here."""
     try:
         text = path.read_text()
     except OSError as error:
@@ -249,7 +249,7 @@ def _read_text(
 
 
 def _find(name: str, including: Path) -> Path | None:
-    """An included file: beside the including one, where the command runs, or among t5's own."""
+    """An included file: next to the including one, in the working directory, or among t5's own."""
     folders = [including.parent, Path()]
     for package, *inside in (("t5", "models", "gin"), ("mesh_tensorflow", "transformer", "gin")):
         spec = importlib.util.find_spec(package)

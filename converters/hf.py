@@ -188,7 +188,7 @@ def hf_name(key: str) -> str | None:
 
 
 def read_arithmetic(path: str) -> hf_config.Arithmetic:
-    """What a directory's config.json says of the arithmetic; see `hf_config.arithmetic_of`."""
+    """What a directory's config.json says about the arithmetic; see `hf_config.arithmetic_of`."""
     return hf_config.arithmetic_of(_config(path), storage.join(path, CONFIG))
 
 
@@ -255,7 +255,7 @@ def _weights(path: str) -> Iterator[tuple[str, SafetensorsFile]]:
 
 
 def hf_outputs(tensors: Mapping[str, TensorInfo], where: str) -> list[Output]:
-    """The tensors of the directory's files: weights in shards, slots and step in theirs.
+    """The tensors of the directory's files: weights in shards, slots and step in their own.
 
     Args:
       tensors: flat key -> shape and type.

@@ -1,4 +1,4 @@
-"""What a T5's config.json says of its arithmetic that its weights do not.
+"""What a T5's config.json says about its arithmetic that its weights do not.
 
 transformers' T5, mT5 and umT5 compute other logits from the same weights under another
 activation, norm epsilon, reach of the position bias, or scale before the logits. `arithmetic_of`
