@@ -74,6 +74,8 @@ def describe(array: np.ndarray) -> dict[str, Any]:
 
 def manifest_path(ref: CheckpointRef) -> str:
     """Returns where a checkpoint's manifest is, if it has one."""
+    # A Hugging Face directory is the checkpoint; the other formats' lie in one that others
+    # share.
     directory = ref.path if ref.format == "hf" else os.path.dirname(ref.path)
     return storage.join(directory, MANIFEST)
 
@@ -94,6 +96,8 @@ def read_manifest(directory: str) -> Manifest | None:
         return Manifest(
             format=formats[content["target"]["format"]],
             step=int(content["target"]["step"]),
+            # A manifest of an older version, or one edited, may name none that is
+            # known.
             norm_names=norm_names.get(content.get("mtf_norm_names")),
             tensors={name: dict(expected) for name, expected in content["tensors"].items()},
         )

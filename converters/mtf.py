@@ -41,6 +41,7 @@ class MtfReader:
             if (entry := self._bundle.entries[name]).dtype is not None
         }
         self.norm_names: layout.NormNames = "rms_norm"
+        # Old names occur together or not at all, so one is enough.
         if any(layout.modern_norm_name(name) != name for name in self._bundle.entries):
             self.norm_names = "layer_norm"
         shared = any(map(layout.names_shared_layer, self._bundle.entries))
@@ -91,6 +92,7 @@ def _flat_key(name: str, bundle: BundleReader, bias_per_layer: bool) -> str | No
     if variable not in bundle.entries:
         return None  # a slot without its parameter
     shape = bundle.entries[variable].shape
+    # Only matrices are factored: such a slot belongs to no T5.
     if slot in ("vr", "vc") and len(shape) < 2:
         return None
     return layout.slot_key(path, layout.slot_from_mtf(slot, shape))
@@ -133,6 +135,7 @@ def mtf_name(
         return name
     parameter = tensors.get(layout.PARAMETERS + path)
     shape = parameter.shape if parameter else ()
+    # A slot of a matrix that this checkpoint lacks has no other name to go by.
     return layout.join_mtf_slot(name, layout.slot_to_mtf(slot, shape) if len(shape) > 1 else slot)
 
 
@@ -165,6 +168,7 @@ class MtfWriter:
 
     def __init__(self, directory: Path, step: int, operative_config: str | None = None):
         self._directory, self._step, self._config = directory, step, operative_config
+        # The shard is continued where an interrupted conversion stopped.
         self._bundle = BundleWriter(directory / f"model.ckpt-{step}", resume=True)
 
     def stored(self, output: Output) -> np.ndarray | None:
@@ -187,6 +191,7 @@ class MtfWriter:
         self._bundle.close()
         if self._config is not None:
             write_atomically(self._directory / OPERATIVE_CONFIG, self._config)
+        # Names relative to the directory, so that it can be moved.
         write_atomically(self._directory / STATE_FILE, _state_text([self._step]))
 
     def abandon(self) -> None:

@@ -11,6 +11,7 @@ from t0repro.converters.released import Released
 from t0repro.parameters import layout
 
 _FLOAT32 = 4
+# min_dim_size_to_factor, the default of both stacks.
 _MIN_SIZE_TO_FACTOR = 128
 
 
@@ -61,6 +62,7 @@ def needs_of(released: Released) -> Needs:
         disk=weights,
         training_disk=weights + slots,
         evaluation=weights,
+        # The gradients are as large as the parameters, and both are there at once.
         training=2 * weights + slots,
     )
 
@@ -80,6 +82,7 @@ def this_machine(folder: Path) -> Machine:
     """
     import psutil
 
+    # The folder need not exist; its nearest existing parent is on the same disk.
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     return Machine(
         disk=shutil.disk_usage(there).free,
@@ -94,6 +97,7 @@ def _accelerators() -> list[tuple[str, int]]:
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
+        # No driver or no GPU: nothing to list.
         return []
     try:
         handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))

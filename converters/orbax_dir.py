@@ -42,6 +42,7 @@ _ARRAY = ".zarray"
 def is_orbax(path: str) -> bool:
     """Returns whether a directory is a complete Orbax checkpoint, or one of this project's."""
     names = (INTEGRITY, METADATA, _CHECKPOINT_METADATA)
+    # Any of the three is written last by its writer.
     return any(storage.is_file(storage.join(path, name)) for name in names)
 
 
@@ -98,6 +99,8 @@ class OrbaxArrays:
         info, metadata = self.tensors[name], self._metadata[name]
         chunk_name = f"{name.replace('/', '.')}/{_chunk_name(metadata)}"
         chunk = self._inside(chunk_name)
+        # Fast path for arrays as this project writes them: one uncompressed chunk, read
+        # straight into memory.
         if self._ocdbt or not _is_plain(metadata) or not storage.is_file(chunk):
             return self._read_by_tensorstore(name)
         array = recycling.empty(info.shape, info.dtype)
@@ -115,6 +118,8 @@ class OrbaxArrays:
         import tensorstore as ts
 
         directory = self._inside(name.replace("/", "."))
+        # TensorStore decodes chunks and compression of every kind, but reads only local
+        # files here.
         if self._copy is not None:
             store = self._ocdbt_store(self._copy.path, name.replace("/", "."))
             chunks = self._chunks.get(name, set())
@@ -202,10 +207,13 @@ def _chunk_names(metadata: Mapping[str, Any]) -> Iterator[str]:
     if metadata.get("zarr_format") != 2 or metadata.get("fill_value") is not None:
         return
     counts = [
-        -(-size // chunk) for size, chunk in zip(metadata["shape"], metadata["chunks"], strict=True)
+        # Rounded up: chunks at the ends may stick out.
+        -(-size // chunk)
+        for size, chunk in zip(metadata["shape"], metadata["chunks"], strict=True)
     ]
     separator = metadata.get("dimension_separator", ".")
     for place in np.ndindex(*counts):
+        # A scalar has one chunk, "0".
         yield separator.join(map(str, place)) or "0"
 
 
@@ -217,6 +225,7 @@ def _is_plain(metadata: Mapping[str, Any]) -> bool:
         and not metadata.get("filters")
         and metadata["order"] == "C"
         and list(metadata["chunks"]) == list(metadata["shape"])
+        # An array without elements has no chunk to read.
         and math.prod(metadata["shape"]) > 0
     )
 
@@ -264,6 +273,7 @@ class OrbaxWriter:
         """Writes an array under its tree path."""
         directory = self._path / output.name.replace("/", ".")
         directory.mkdir(exist_ok=True)
+        # `_chunk_name`'s default separator is the one that `_zarray` writes.
         chunk = directory / _chunk_name({"shape": array.shape})
         self._write(chunk, bytes_of(array))
         self._write(directory / _ARRAY, memoryview(_zarray(array).encode()))
@@ -295,9 +305,12 @@ class OrbaxWriter:
             if self._root == self._path:
                 small[_CHECKPOINT_METADATA] = _checkpoint_metadata(_HANDLER)
             else:
+                # Orbax's CheckpointManager looks for the mark in the checkpoint's
+                # own folder, not in its items'.
                 write_atomically(self._root / _CHECKPOINT_METADATA, _checkpoint_metadata(None))
         for name, content in small.items():
             self._write(self._path / name, memoryview(content))
+        # Everything is on the disk before the listing that vouches for it.
         sync_all([self._path / name for name in self._files])
         write_integrity(self._path, self._files)
 
@@ -315,6 +328,7 @@ class OrbaxWriter:
 
 
 def _zarray(array: np.ndarray) -> str:
+    # numpy's own code for bfloat16 is a void type ("<V2"); Zarr's readers go by the name.
     dtype = array.dtype.name if array.dtype.name == "bfloat16" else array.dtype.str
     return json.dumps(
         {
@@ -322,6 +336,8 @@ def _zarray(array: np.ndarray) -> str:
             "compressor": None,
             "dimension_separator": ".",
             "dtype": dtype,
+            # Without a fill value TensorStore reports a lost chunk instead of reading
+            # zeros.
             "fill_value": None,
             "filters": None,
             "order": "C",

@@ -70,6 +70,7 @@ def make_plan(
       UserError: If the gin file cannot be read or contradicts config.json, or if the target
         cannot express the model's arithmetic.
     """
+    # An explicit choice wins, then what the source or its manifest says, then today's names.
     norm_names = options.norm_names or reader.norm_names or "rms_norm"
     step = target.step or 0
     text = gin_text(reader.ref, options.gin_file)
@@ -92,6 +93,7 @@ def make_plan(
             notes=tuple(notes),
         )
     outputs = list(jax_tree.jax_outputs(tensors, family, options.scan))
+    # The `jax` format is this project's own layout, whatever --layout says.
     of_t5x = (options.layout or "legacy") if target.format == "t5x" else None
     small = {mtf.OPERATIVE_CONFIG: text.encode()} if text else {}
     if options.scan and (averaged := scanning.averaged_kernels(tensors)):
@@ -139,6 +141,7 @@ def _hf_plan(
         **tokenizer,
         hf.CONFIG: json.dumps(config, indent=2).encode(),
     }
+    # transformers looks for the index only where the weights are in several files.
     if any(output.file != hf.WEIGHTS for output in weights):
         small[hf.INDEX] = index_text(weights).encode()
     if text:

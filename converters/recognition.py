@@ -91,6 +91,7 @@ def _matrix(shapes: Mapping[str, tuple[int, ...]], path: str) -> tuple[int, ...]
 
 
 def _count_layers(shapes: Mapping[str, tuple[int, ...]], tower: str) -> int:
+    # Decoder-only trees share the decoder's names, so the common table serves here.
     found = (layout.find_row(path, "t5x") for path in shapes)
     numbers = [
         layer for row, layer in filter(None, found) if row.tower == tower and layer is not None

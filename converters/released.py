@@ -160,6 +160,7 @@ def fetch(
     wanted = {"name": released.name, "revision": revision if released.format == "hf" else None}
     if (done := _done(to, wanted, step)) is not None:
         return done
+    # After the look at what is there: a folder that is complete needs no network and no opt-in.
     if os.environ.get(OPT_IN) != "1":
         raise UserError(
             f"Fetching {released.name} needs the network, which is used only if you ask for it.",
@@ -180,6 +181,8 @@ def fetch(
         total = sum(file.size for file in chosen.values())
         partial = to / UNFINISHED
         with byte_progress(f"fetching {released.name}", total) as advance:
+            # The lock keeps a second fetch out; files that are there are continued or
+            # passed over.
             for name, file in chosen.items():
                 (partial / name).parent.mkdir(parents=True, exist_ok=True)
                 server.download(file, partial / name, advance)
@@ -248,6 +251,7 @@ def _chosen(
 
 
 def _check_space(to: Path, chosen: dict[str, HubFile]) -> None:
+    # What an interrupted fetch left need not be downloaded again.
     held = sum(
         (to / UNFINISHED / name).stat().st_size
         for name in chosen
@@ -266,6 +270,7 @@ def _check_space(to: Path, chosen: dict[str, HubFile]) -> None:
 def _publish(partial: Path, to: Path, chosen: dict[str, HubFile]) -> None:
     """Moves the files into place; those that readers recognise a checkpoint by come last."""
     last = ("config.json", ".index", "/checkpoint", "/.zmetadata", "/_METADATA")
+    # False sorts before True: the files in `last` come after all others.
     for name in sorted(chosen, key=lambda name: (name.endswith(last), name)):
         with open(partial / name, "rb") as file:
             os.fsync(file.fileno())

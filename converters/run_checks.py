@@ -77,6 +77,7 @@ def checkpoints_to_evaluate(model_dir: str, steps: Any, *, jax: bool) -> list[st
         )
     if steps is None:
         return []
+    # utils.get_checkpoint_iterator yields None where the state file names no latest checkpoint.
     chosen = [path for path in utils.get_checkpoint_iterator(steps, model_dir) if path]
     if not chosen:
         raise UserError(
@@ -100,6 +101,7 @@ def _checkpoints_to_start_from(inputs: RunInputs, *, jax: bool) -> list[str]:
 
 def _initial(path: str, inputs: RunInputs, jax: bool) -> str | None:
     """Returns init_checkpoint's Mesh TensorFlow prefix; None if JAX reads it in another format."""
+    # A prefix, or a path that is nowhere: its check comes next and names what is missing.
     if storage.is_file(f"{path}.index") or not storage.is_directory(path):
         return path
     if jax:
@@ -152,6 +154,7 @@ def check_types(prefix: str, bundle: BundleReader, inputs: RunInputs) -> None:
     masters = {
         entry.dtype.name
         for name, entry in bundle.entries.items()
+        # Slots are float32 whatever the masters are, and the step is an integer.
         if layout.split_mtf_slot(name)[1] is None
         and entry.dtype is not None
         and name != layout.MTF_STEP
@@ -183,6 +186,8 @@ def check_vocabulary(prefix: str, vocabulary: Any, divisor: int) -> None:
         if name not in entries:
             continue
         used = targets if name.startswith("decoder") else inputs
+        # Rounded up to a multiple of vocab_divisor, as Mesh TensorFlow pads it; layers may
+        # be stacked before the rows.
         rows, padded = entries[name].shape[-2], -(-used.vocab_size // divisor) * divisor
         if rows != padded:
             raise UserError(

@@ -47,6 +47,7 @@ class SafetensorsFile:
     def __init__(self, path: str):
         self._path = path
         self._header, self._start = _read_header(path)
+        # Taken out, so that the rest of the header is tensors only.
         self.metadata: dict[str, str] = self._header.pop("__metadata__", {})
         self.tensors = {name: _info(path, name, entry) for name, entry in self._header.items()}
         end = max((entry["data_offsets"][1] for entry in self._header.values()), default=0)
@@ -62,6 +63,7 @@ class SafetensorsFile:
         array = recycling.empty(info.shape, info.dtype)
         if not storage.read_into(self._path, self._start + begin, array):
             raise _damaged(self._path, f"{name} goes beyond its end")
+        # As the other readers' arrays: they may be views of memory that is used again.
         array.flags.writeable = False
         return array
 
@@ -76,6 +78,7 @@ def _read_header(path: str) -> tuple[dict[str, Any], int]:
             fix="Copy all of its files, or choose another checkpoint.",
         ) from None
     first = storage.read_range(path, 0, 8)
+    # A file too short for the length is refused by the check below.
     length = struct.unpack("<Q", first)[0] if len(first) == 8 else size
     if not 2 <= length <= min(size - 8, _HEADER_LIMIT):
         raise _damaged(path, "it does not begin as a safetensors file does")
@@ -138,7 +141,11 @@ class SafetensorsWriter:
         self._files: set[Path] = set()
         for name in {output.file: None for output in outputs}:
             self._prepare(
-                name, [o for o in outputs if o.file == name], metadata or {"format": "pt"}
+                # transformers refuses weights whose header does not say which
+                # framework wrote them.
+                name,
+                [o for o in outputs if o.file == name],
+                metadata or {"format": "pt"},
             )
 
     def _prepare(self, name: str, outputs: list[Output], metadata: Mapping[str, str]) -> None:
@@ -158,6 +165,7 @@ class SafetensorsWriter:
             self._places[output.name] = 8 + len(header) + begin
         path = self._directory / name
         self._files.add(path)
+        # Not truncated: an interrupted writer's tensors are still there to be kept.
         with open(path, "r+b" if path.exists() else "w+b") as file:
             file.write(struct.pack("<Q", len(header)) + header)
 
@@ -195,6 +203,7 @@ def index_text(outputs: list[Output]) -> str:
 
 def shard_names(sizes: list[int], limit: int) -> list[str]:
     """The file that each of some tensors goes to, by their sizes in bytes, in their order."""
+    # Infinite, so that the first tensor begins the first shard.
     shards, filled = [], math.inf
     number = 0
     for size in sizes:
@@ -202,6 +211,7 @@ def shard_names(sizes: list[int], limit: int) -> list[str]:
             number, filled = number + 1, 0
         filled += size
         shards.append(number)
+    # One shard has a plain name and no index.
     if number <= 1:
         return ["model.safetensors"] * len(sizes)
     return [f"model-{shard:05d}-of-{number:05d}.safetensors" for shard in shards]

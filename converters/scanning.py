@@ -71,6 +71,7 @@ def scanned_axes(row: layout.Row, slot: str | None = None, joined: bool = False)
     axes.insert(1, _LAYERS)
     if slot == "v_row":
         return tuple(axis for axis in axes if axis in (_row_axis(row), _LAYERS))
+    # v_col lacks the row axis; the parameter itself (slot None) lacks nothing.
     return tuple(axis for axis in axes if slot != "v_col" or axis != _row_axis(row))
 
 
@@ -110,8 +111,10 @@ def scanned_outputs(tensors: Mapping[str, TensorInfo], shape: ModelShape) -> Ite
         path, slot = (key, None) if key == layout.STEP else layout.split_key(key)
         row, layer = layout.find_row(path, "t5x", shape.decoder_only) or (None, None)
         _, _, rest = path.partition("/")
+        # What occurs once in the model is the same in both trees.
         if row is None or not (row.tower or rest == layout.RELATIVE_BIAS):
             yield Output(key, info, (key,), next)
+        # Layer 0 stands for all; the others' tensors are read when its array is built.
         elif layer in (None, 0) and slot == "v" and path in to_average:
             for name in _FACTORED:
                 yield _stacked(path, slot, name, row, info, shape)
@@ -175,8 +178,11 @@ def _stack(
     result = recycling.empty(info.shape, info.dtype)
     places, array = np.moveaxis(result, axis, 0), np.empty(())
     for place in places:
+        # When the iterator is exhausted, the last array is repeated: a shared bias, in each
+        # layer.
         array = next(arrays, array)
         if mean_over is not None:
+            # float64, so that the mean is rounded once.
             array = array.mean(axis=mean_over, dtype=np.float64).astype(info.dtype)
         place[...] = array.reshape(place.shape)
     return result
@@ -234,6 +240,7 @@ class UnscannedArrays:
             return
         tower, rest, slot, row = found
         parameter = self._arrays.tensors.get(f"{layout.PARAMETERS}{tower}/{tower}/{rest}")
+        # Joined heads leave one axis fewer: the row's own and the layers'.
         joined = parameter is not None and len(parameter.shape) == len(row.axes) + 1
         axes, parameter_axes = scanned_axes(row, slot, joined), scanned_axes(row, None, joined)
         if (
@@ -272,6 +279,7 @@ def _biases_differ(arrays: Arrays) -> bool:
     """Whether the layers of a tower have different relative position biases, or slots of them."""
     names = [name for name in arrays.tensors if f"/{layout.RELATIVE_BIAS}" in name]
     for name in names:
+        # Factored slots of a bias do not tell: means may be equal where the biases are not.
         if len(arrays.tensors[name].shape) == 3:
             first, *others = np.moveaxis(arrays.read(name), 1, 0)
             if any(layer.tobytes() != first.tobytes() for layer in others):
