@@ -29,7 +29,7 @@ from t0repro.words import sized
 OPT_IN = "T0REPRO_CHECKPOINT_HUB"
 HUB, STORAGE = "https://huggingface.co", "https://storage.googleapis.com"
 UNFINISHED = ".fetching"
-"""Folder, in the one that is fetched to, of files that are not all there yet."""
+"""Folder, inside the destination, for files that are not all there yet."""
 SOURCE = "fetched.json"
 
 # The files that conversions and transformers read; repositories also hold other forms of weights.

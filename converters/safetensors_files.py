@@ -38,10 +38,10 @@ class SafetensorsFile:
     """A file that is open for reading.
 
     Args:
-      path: of the file.
+      path: The file.
 
     Raises:
-      UserError: if it is missing, cut, or no such file.
+      UserError: If it is missing, truncated or not a safetensors file.
     """
 
     def __init__(self, path: str):
@@ -57,7 +57,7 @@ class SafetensorsFile:
             )
 
     def read(self, name: str) -> np.ndarray:
-        """One tensor."""
+        """Reads one tensor."""
         info = self.tensors[name]
         begin, _ = self._header[name]["data_offsets"]
         array = recycling.empty(info.shape, info.dtype)
@@ -128,9 +128,9 @@ class SafetensorsWriter:
     """Writes tensors of known shapes into files of known names, at known places.
 
     Args:
-      directory: where the files go; what an interrupted writer left there is used.
-      outputs: everything that will be written, each with the name of its file.
-      metadata: strings for every file's header.
+      directory: Where the files go; what an interrupted writer left there is used.
+      outputs: Everything that will be written, each with the name of its file.
+      metadata: Strings for every file's header.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class SafetensorsWriter:
             file.write(struct.pack("<Q", len(header)) + header)
 
     def stored(self, output: Output) -> np.ndarray | None:
-        """What an earlier writer wrote in a tensor's place, or None."""
+        """Returns what an earlier writer left in a tensor's place, or None."""
         path = self._directory / output.file
         if path.stat().st_size < self._places[output.name] + output.info.nbytes:
             return None
@@ -178,7 +178,7 @@ class SafetensorsWriter:
         return array if storage.read_into(str(path), self._places[output.name], array) else None
 
     def keep(self, output: Output, array: np.ndarray) -> None:
-        """The place is filled already."""
+        """Nothing to do: the place is filled already."""
 
     def add(self, output: Output, array: np.ndarray) -> None:
         """Writes a tensor in its place."""
@@ -202,7 +202,7 @@ def index_text(outputs: list[Output]) -> str:
 
 
 def shard_names(sizes: list[int], limit: int) -> list[str]:
-    """The file that each of some tensors goes to, by their sizes in bytes, in their order."""
+    """Assigns tensors, by their sizes in bytes and in their order, to files."""
     # Infinite, so that the first tensor begins the first shard.
     shards, filled = [], math.inf
     number = 0

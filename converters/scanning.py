@@ -145,12 +145,12 @@ def _stacked(
     """The array of a scanned tree that holds what all layers have at a path.
 
     Args:
-      path: the parameter's in the first layer, or one that is there once.
-      slot: the slot that is read, None for the parameter itself.
-      name: the slot that is written.
-      row: the parameter's.
-      info: shape and type in one layer.
-      of: the model.
+      path: The parameter's path in the first layer, or that of one that all layers share.
+      slot: The slot that is read; None for the parameter itself.
+      name: The slot that is written.
+      row: The parameter's row.
+      info: Shape and type in one layer.
+      of: The model.
     """
     tower, _, rest = path.partition("/")
     rest = rest.removeprefix("layers_0/")
@@ -193,7 +193,7 @@ def _stack(
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """Where one layer's array is in a scanned tree; `layer` is None for one that layers share."""
+    """Where one layer's array is in a scanned tree; `layer` is None if the layers share it."""
 
     name: str
     axis: int
@@ -220,7 +220,7 @@ class UnscannedArrays:
             self._enter(name, info)
 
     def read(self, name: str) -> np.ndarray:
-        """One layer's array."""
+        """Reads one layer's array."""
         if name not in self._places:
             return self._arrays.read(name)
         place = self._places[name]
