@@ -69,6 +69,7 @@ def list_checkpoints(directory: str | os.PathLike[str]) -> list[CheckpointRef]:
         CheckpointRef("mtf", storage.join(path, f"model.ckpt-{step}"), step)
         for step in mtf.mtf_steps(path)
     ]
+    # A stable sort keeps JAX's behind Mesh TensorFlow's of the same step.
     refs += jax_tree.jax_refs(path)
     return sorted(refs, key=lambda ref: ref.step or 0)
 
@@ -105,6 +106,7 @@ def _latest(path: str, refs: list[CheckpointRef], source: Format | None) -> Chec
     prefix = mtf.latest_mtf_prefix(path) if source in (None, "mtf") else None
     if prefix is not None and (named := _exact(prefix)):
         candidates.insert(0, named)
+    # Reversed: of equal steps `max` returns the first, which is then JAX's.
     return max(reversed(candidates), key=lambda ref: ref.step if ref.step is not None else -1)
 
 
@@ -203,6 +205,7 @@ def _check_slots(reader: CheckpointReader, shapes: dict[str, tuple[int, ...]]) -
         present = slots[path]
         if partly_trained and not present:
             continue
+        # A parameter has both factored slots or one whole second moment.
         needed = ["v_row", "v_col"] if {"v_row", "v_col"} & present.keys() else ["v"]
         if adam:
             needed = list(layout.ADAM_SLOTS)

@@ -48,6 +48,7 @@ class Staged:
     @contextlib.contextmanager
     def log(self) -> Iterator[Callable[[Output, np.ndarray, Callable[[], None]], None]]:
         """Yields a function that writes a tensor, hashes it meanwhile, and logs the digest."""
+        # A thread of its own, so that hashing overlaps with writing.
         with open(self.root / DIGESTS, "a") as file, ThreadPoolExecutor(1) as pool:
 
             def enter(output: Output, array: np.ndarray, write: Callable[[], None]) -> None:
@@ -86,6 +87,8 @@ def staged(directory: Path, request: dict[str, Any]) -> Iterator[Staged]:
     with contextlib.ExitStack() as held:
         if directory.exists():
             held.enter_context(folder_lock(directory, _PURPOSE))
+        # Both are locked: the destination, if others may write into it, and the hidden
+        # directory itself.
         held.enter_context(folder_lock(root, _PURPOSE))
         text, files = json.dumps(request, sort_keys=True), root / "files"
         # An interrupted cleanup may have left the request without the files, or only some of them.
@@ -94,6 +97,7 @@ def staged(directory: Path, request: dict[str, Any]) -> Iterator[Staged]:
             files.mkdir()
             write_atomically(root / REQUEST, text)
         yield Staged(root, files, dict(_lines(root / DIGESTS)))
+        # Only after success: an exception leaves the context before this line.
         _empty(root)
     with contextlib.suppress(OSError):  # another run may have taken the directory since
         for name in LOCK_FILES:
@@ -150,6 +154,7 @@ def publish(staged: Staged, directory: Path, target: CheckpointRef, manifest: st
     if target.format == "mtf":
         mtf.publish_mtf(staged.path, directory, target.step or 0)
     else:
+        # Small files first, the checkpoint's directory after them.
         for extra in staged.path.iterdir():
             if extra.is_file():
                 os.replace(extra, directory / extra.name)

@@ -36,6 +36,7 @@ def _file_system(protocol: str) -> Any:
     import fsspec
 
     try:
+        # Cached: fsspec's file systems hold connections and listings.
         return fsspec.filesystem(protocol)
     except (ImportError, ValueError) as error:
         if protocol in _EPATH_PROTOCOLS:
@@ -109,6 +110,7 @@ def names(path: str) -> list[str]:
     if not is_remote(path):
         return sorted(os.listdir(path))
     system, path = _at(path)
+    # Some file systems end a directory's entry with a slash or give it with the whole address.
     return sorted(entry.rstrip("/").rpartition("/")[2] for entry in system.ls(path, detail=False))
 
 
@@ -184,6 +186,7 @@ def read_into(path: str, start: int, array: np.ndarray) -> bool:
     """
     room = array.reshape(-1).view(np.uint8).data
     system, path = _at(path) if is_remote(path) else (None, path)
+    # Unbuffered: what is read goes straight into the array's memory.
     opened = system.open(path, "rb", block_size=1 << 24) if system else open(path, "rb", 0)
     with opened as file:
         file.seek(start)

@@ -51,6 +51,7 @@ class MsgpackArrays:
                 self._places[name] = self._find(path, name, leaf.removeprefix(_PLACEHOLDER))
             elif leaf is not None:
                 self._inline[name] = _numbers(leaf, file, name)
+        # bfloat16 may be kept as bits in uint16, so the type is the translated one.
         self.tensors = {
             name: self._info(self._arrays.tensors[place]) for name, place in self._places.items()
         } | {name: TensorInfo(array.shape, array.dtype) for name, array in self._inline.items()}
@@ -64,6 +65,7 @@ class MsgpackArrays:
         if name in self._inline:
             return self._inline[name]
         array = self._arrays.read(self._places[name])
+        # The same bits under the type that they stand for.
         return array.view(self._info(self._arrays.tensors[self._places[name]]).dtype)
 
     @property
@@ -78,6 +80,7 @@ class MsgpackArrays:
 
     def _find(self, path: str, name: str, place: str) -> str:
         """The array's name among the directories; of a path only the last part counts."""
+        # T5X records the path of the machine that wrote the checkpoint.
         directory = place.rstrip("/").rpartition("/")[2]
         if (array := directory.replace(".", "/")) not in self._arrays.tensors:
             raise UserError(
@@ -133,6 +136,8 @@ def _numbers(leaf: Any, file: str, name: str) -> np.ndarray:
 
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in tree.items():
+        # A dictionary with a driver is a TensorStore specification, any other a branch of
+        # the tree.
         if isinstance(value, dict) and not {"driver", "kvstore"} <= value.keys():
             yield from _leaves(value, f"{prefix}{key}/")
         else:
@@ -159,5 +164,6 @@ def msgpack_file(tensors: Mapping[str, TensorInfo], step: int) -> bytes:
                 "compressor": None,
             },
         }
+    # T5X keeps the step in the file itself, not as an array beside it.
     tree["state"]["step"] = np.asarray(step, np.int32)
     return serialization.msgpack_serialize({"version": _VERSION, "optimizer": tree})

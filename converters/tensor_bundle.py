@@ -81,6 +81,7 @@ class BundleReader:
         self._num_shards = header.get(1, 0)
         if self._num_shards < 1:
             raise _damaged(index, "it has no header")
+        # BundleHeaderProto.endianness: 0 is little-endian.
         if header.get(2, 0) != 0:
             raise _damaged(index, "it was written on a big-endian machine")
         self.entries = {name.decode(): _parse_entry(value) for name, value in table.items()}
@@ -110,6 +111,7 @@ class BundleReader:
         return f"{self._prefix}.data-{shard:05d}-of-{self._num_shards:05d}"
 
     def _check_shards(self) -> None:
+        # Shards without tensors have to be there too: TensorFlow opens every one.
         needed = dict.fromkeys(range(self._num_shards), 0)
         for entry in self.entries.values():
             needed[entry.shard] = max(needed.get(entry.shard, 0), entry.offset + entry.size)
@@ -188,11 +190,14 @@ def _decompressed(path: str, block: bytes) -> bytes:
 
 def _block_items(block: bytes) -> Iterator[tuple[bytes, bytes]]:
     (num_restarts,) = struct.unpack_from("<I", block, len(block) - 4)
+    # A block ends with the offsets of its restarts and their number, which a linear reading
+    # ignores.
     position, end, key = 0, len(block) - 4 - 4 * num_restarts, b""
     while position < end:
         shared, position = _varint(block, position)
         unshared, position = _varint(block, position)
         length, position = _varint(block, position)
+        # A key is stored as the length that it shares with the one before, and the rest.
         key = key[:shared] + block[position : position + unshared]
         position += unshared
         yield key, block[position : position + length]
@@ -227,6 +232,7 @@ def protobuf_fields(message: bytes) -> Iterator[tuple[int, Any]]:
             length, position = _varint(message, position)
             value, position = message[position : position + length], position + length
         else:
+            # Wire type 5 is fixed32, 1 is fixed64.
             width = 4 if tag & 7 == 5 else 8
             value = int.from_bytes(message[position : position + width], "little")
             position += width
@@ -235,6 +241,7 @@ def protobuf_fields(message: bytes) -> Iterator[tuple[int, Any]]:
 
 def _parse_entry(message: bytes) -> Entry:
     fields: dict[int, Any] = dict(protobuf_fields(message))
+    # TensorShapeProto: each field 2 is a dimension, whose field 1 is its size.
     sizes = [dict(protobuf_fields(dim)) for n, dim in protobuf_fields(fields.get(2, b"")) if n == 2]
     # Field 7 lists the slices of a partitioned variable, whose entry has no data of its own.
     return Entry(
@@ -286,6 +293,7 @@ class BundleWriter:
         """Returns the `size` bytes in the next tensor's place, or None if there are fewer."""
         offset = self._data.tell()
         data = self._data.read(size)
+        # Back to the place: `keep` or `add` decides what becomes of it.
         self._data.seek(offset)
         return data if len(data) == size else None
 
@@ -297,6 +305,7 @@ class BundleWriter:
 
     def close(self) -> None:
         """Syncs the data file and writes the index."""
+        # An interrupted conversion of more tensors may have left bytes behind the last one.
         self._data.truncate()
         _sync_and_close(self._data)
         # One shard; VersionDef.producer 1, kTensorBundleVersion.
@@ -355,6 +364,7 @@ def _format_table(table: Mapping[bytes, bytes]) -> bytes:
     index: dict[bytes, bytes] = {}
     pending: dict[bytes, bytes] = {}
     size = 0
+    # The format wants keys in ascending order of their bytes.
     for key in sorted(table):
         pending[key] = table[key]
         size += len(key) + len(table[key])
@@ -363,6 +373,7 @@ def _format_table(table: Mapping[bytes, bytes]) -> bytes:
             pending, size = {}, 0
     if pending:
         index[max(pending)] = _append_block(output, pending)
+    # TensorFlow writes an empty meta block, and its reader expects one.
     meta_handle = _append_block(output, {})
     index_handle = _append_block(output, index)
     footer = (meta_handle + index_handle).ljust(_FOOTER_BYTES - 8, b"\0")
@@ -375,6 +386,7 @@ def _append_block(output: bytearray, items: Mapping[bytes, bytes]) -> bytes:
     for number, (key, value) in enumerate(items.items()):
         shared = 0
         if number % _RESTART_INTERVAL == 0:
+            # At a restart point a key is written in full.
             restarts.append(len(block))
         else:
             shared = len(os.path.commonprefix([previous, key]))
@@ -382,6 +394,7 @@ def _append_block(output: bytearray, items: Mapping[bytes, bytes]) -> bytes:
             block += _encode_varint(length)
         block += key[shared:] + value
         previous = key
+    # Even an empty block has one restart.
     restarts = restarts or [0]
     block += struct.pack(f"<{len(restarts) + 1}I", *restarts, len(restarts))
     handle = _encode_varint(len(output)) + _encode_varint(len(block))

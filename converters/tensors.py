@@ -139,6 +139,8 @@ def sync_all(paths: Iterable[Path]) -> None:
             os.close(descriptor)
 
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        # The directories too: without that, a power loss may lose the names of synced
+        # files.
         list(pool.map(sync, [*paths, *{path.parent for path in paths}]))
 
 

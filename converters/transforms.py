@@ -154,6 +154,7 @@ def _check_order(reader: CheckpointReader, vocab_size: int) -> None:
     """
     for key in reader.tensors:
         path, slot = ("", None) if key == layout.STEP else layout.split_key(key)
+        # A slot's parameter has the axis; the slot may have lost it to the mean.
         axis = _vocabulary_axis(layout.PARAMETERS + path, reader.tensors) if path else None
         if slot in ("v_row", "v_col") and axis is not None:
             before = list(reader.tensors[layout.PARAMETERS + path].shape)
@@ -190,6 +191,7 @@ class ExchangedSlots(_Around):
     def __init__(self, reader: CheckpointReader):
         super().__init__(reader)
         shapes = {key: info.shape for key, info in reader.tensors.items()}
+        # The exchange is its own inverse, so one table serves both directions.
         self._keys = {layout.exchange_tied_slots(key, shapes): key for key in reader.tensors}
         self.tensors = {key: reader.tensors[source] for key, source in self._keys.items()}
 
