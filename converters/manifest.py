@@ -103,7 +103,7 @@ def read_manifest(directory: str) -> Manifest | None:
         )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise UserError(
-            "The conversion's record, which holds the step and each tensor's digest, is damaged.",
+            "The conversion's record is damaged; it holds the step and each tensor's digest.",
             where=path,
             fix="Copy the file again, or remove it: a Hugging Face model without it counts as step"
             " 0, and nothing is compared.",

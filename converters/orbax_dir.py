@@ -42,7 +42,6 @@ _ARRAY = ".zarray"
 def is_orbax(path: str) -> bool:
     """Returns whether a directory is a complete Orbax checkpoint, or one of this project's."""
     names = (INTEGRITY, METADATA, _CHECKPOINT_METADATA)
-    # Any of the three is written last by its writer.
     return any(storage.is_file(storage.join(path, name)) for name in names)
 
 
@@ -50,12 +49,12 @@ class OrbaxArrays:
     """The arrays of an Orbax directory by their paths in the tree ("target/a/kernel").
 
     Args:
-      path: the directory that holds the arrays. Of a remote one, arrays that lie there plainly, as
-        this project writes them, are read where they are; others are copied here, each when it is
-        read, but all at once if they are in OCDBT's store.
+      path: The directory that holds the arrays. In a remote one, arrays in plain files, as this
+        project writes them, are read in place; others are copied here, each when it is read, but an
+        OCDBT store is copied whole.
 
     Raises:
-      UserError: if there are none, or a file is missing or of another length than was written.
+      UserError: If there are none, or a file is missing or has another length than was written.
     """
 
     def __init__(self, path: str):
@@ -91,7 +90,7 @@ class OrbaxArrays:
         ]
 
     def read(self, name: str) -> np.ndarray:
-        """One array as it is stored.
+        """Reads one array as stored.
 
         Raises:
           UserError: if it cannot be read or is not what was written.
@@ -184,7 +183,7 @@ def _parse(path: str, content: bytes) -> dict[str, Any]:
 
 
 def _info(path: str, metadata: Mapping[str, Any]) -> TensorInfo:
-    """Shape and type of an array.
+    """The shape and type of an array.
 
     Raises:
       UserError: if the description gives none that an array of numbers can have.
@@ -280,7 +279,7 @@ class OrbaxWriter:
         self._names.append(output.name)
 
     def stored(self, output: Output) -> np.ndarray | None:
-        """What is there of an array; its metadata is written after its values."""
+        """Returns what is stored of an array, or None; the metadata is written after the values."""
         directory = self._path / output.name.replace("/", ".")
         chunk = directory / _chunk_name({"shape": output.info.shape})
         if not (directory / _ARRAY).is_file() or not chunk.is_file():
@@ -291,7 +290,7 @@ class OrbaxWriter:
         return array if _fill(array, chunk) else None
 
     def keep(self, output: Output, array: np.ndarray) -> None:
-        """Enters an array that is there into the lists of names and files."""
+        """Adds an array that is there already to the lists of names and files."""
         directory = self._path / output.name.replace("/", ".")
         self._enter(directory / _chunk_name({"shape": array.shape}), bytes_of(array))
         self._enter(directory / _ARRAY, memoryview((directory / _ARRAY).read_bytes()))
@@ -367,7 +366,7 @@ def _tree_metadata(names: list[str]) -> bytes:
 
 
 def _checkpoint_metadata(handler: str | None) -> bytes:
-    """Orbax's mark of a finished checkpoint; the handler is named where it is one for all."""
+    """Orbax's mark of a finished checkpoint; names the handler if one reads it all."""
     now = time.time_ns()
     description: dict[str, Any] = {"init_timestamp_nsecs": now, "commit_timestamp_nsecs": now}
     if handler:

@@ -111,7 +111,7 @@ class BundleReader:
         return f"{self._prefix}.data-{shard:05d}-of-{self._num_shards:05d}"
 
     def _check_shards(self) -> None:
-        # Shards without tensors have to be there too: TensorFlow opens every one.
+        # Starting from 0, so that a shard without tensors has to be there too.
         needed = dict.fromkeys(range(self._num_shards), 0)
         for entry in self.entries.values():
             needed[entry.shard] = max(needed.get(entry.shard, 0), entry.offset + entry.size)
@@ -373,7 +373,7 @@ def _format_table(table: Mapping[bytes, bytes]) -> bytes:
             pending, size = {}, 0
     if pending:
         index[max(pending)] = _append_block(output, pending)
-    # TensorFlow writes an empty meta block, and its reader expects one.
+    # The format has a block of metadata before the index, which TensorFlow leaves empty.
     meta_handle = _append_block(output, {})
     index_handle = _append_block(output, index)
     footer = (meta_handle + index_handle).ljust(_FOOTER_BYTES - 8, b"\0")

@@ -33,8 +33,9 @@ class SeqioTrainBatches(ResumableBatches):
     """The endless training batches of a dataset; implements `runs.train.BatchSource`.
 
     Without `save_dataset`, a resumed run reads its data from the beginning again, as in T5X. With
-    it, checkpoints hold the state of the input pipeline or, if that runs Python functions and so has
-    no state to save, the position: earlier batches are then made again and skipped.
+    it, checkpoints hold the state of the input pipeline. If the pipeline runs Python functions, it
+    has no state to save; checkpoints then hold the position, and earlier batches are made again and
+    skipped.
 
     Args:
       data: The dataset; its sequence_length is given.

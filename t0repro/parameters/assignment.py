@@ -23,8 +23,8 @@ def assigned_names(
 
     Args:
       wanted: names of the model's entries, such as `target/decoder/logits_dense/kernel`.
-      stored: names of the checkpoint's.
       stored: names of the checkpoint's entries.
+      rules: (pattern, replacement) pairs.
 
     Raises:
       UserError: if a rule matches nothing, or names an entry that the checkpoint lacks.
