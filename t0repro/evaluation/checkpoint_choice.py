@@ -38,6 +38,7 @@ def one_checkpoint(config: RunConfig) -> Any:
     Raises:
       UserError: if it chooses several, none, or an open-ended series.
     """
+    # None waits for checkpoints that are still to come, which a single file cannot hold.
     found = list(_present(config)) if config.eval_checkpoint_step is not None else []
     if len(found) != 1:
         raise UserError(
@@ -61,6 +62,7 @@ def _present(config: RunConfig) -> list[Any]:
         steps = [max(by_step)] if by_step else []
     else:
         asked = (wanted,) if isinstance(wanted, int) else tuple(map(int, wanted or ()))
+        # find_closest: an asked step that is not there stands for the nearest one that is.
         if choice.find_closest and by_step:
             asked = {min(by_step, key=lambda there: abs(there - step)) for step in asked}
         steps = sorted(step for step in set(asked) if step in by_step)
@@ -82,6 +84,7 @@ def _coming(config: RunConfig) -> Iterator[Any]:
     choice, last, told = config.checkpoint_choice, None, False
     while True:
         found = [ref for ref in sources.list_checkpoints(config.model_dir) if ref.step is not None]
+        # The list ascends by step, so the last is the latest.
         latest = found[-1] if found else None
         if latest is None or latest == last:
             if not told:
@@ -91,6 +94,7 @@ def _coming(config: RunConfig) -> Iterator[Any]:
             continue
         last, told = latest, False
         assert latest.step is not None
+        # Passed over in silence, but remembered: it is not taken for new again.
         if latest.step <= choice.skip_until:
             continue
         if choice.stop_after is None or latest.step <= choice.stop_after:

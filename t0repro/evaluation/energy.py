@@ -32,6 +32,7 @@ class EnergyMeter:
         self._counters = [*cpus, *devices]
         names = [("CPU packages (RAPL)", cpus), ("GPUs (NVML)", devices)]
         self.source = " and ".join(f"{len(found)} {name}" for name, found in names if found)
+        # The first reading starts the count.
         self.joules()
 
     def joules(self) -> float | None:

@@ -52,6 +52,8 @@ class Engine:
     def __init__(self, params: dict, model: T5, say: Callable[[str], None] | None = None):
         self.params, self.model = params, model
         self.say = say or (lambda text: None)
+        # (inputs_length, targets_length) -> most rows that fit, once a batch of the shape
+        # did not.
         self._halved: dict[tuple[int, int], int] = {}
 
     def run(self, pairs: Pairs, plan: Plan) -> Iterator[Scored]:
@@ -102,6 +104,7 @@ class Engine:
 
     def _too_large(self, batch: PlannedBatch, error: Exception) -> None:
         """Records that a batch size does not fit; re-raises errors of any other kind."""
+        # XLA's own status; some backends only say it in words.
         if "RESOURCE_EXHAUSTED" not in str(error) and "out of memory" not in str(error).lower():
             raise error
         where = f"{batch.inputs_length} input and {batch.targets_length} target tokens"
@@ -190,8 +193,10 @@ def _summed(batch: PlannedBatch, parts: Sequence[tuple[DecoderRows, np.ndarray]]
     place = {int(pair): at for at, pair in enumerate(pairs)}
     scores = np.zeros(len(pairs))
     for rows, log_p in parts:
+        # Rows beyond those of `rows` were added so that the devices share the batch evenly.
         real, log_p = rows.pair >= 0, log_p[: len(rows.pair)]
         at = np.array([place[int(pair)] for pair in rows.pair[real]], np.int64)
+        # A pair's tokens are wherever the packing put them, so they are summed by owner.
         scores += np.bincount(at, weights=log_p[real].astype(np.float64), minlength=len(pairs))
     return Scored(pairs, scores)
 

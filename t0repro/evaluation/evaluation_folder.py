@@ -84,6 +84,8 @@ class EvaluationFolder:
 
         settings, prompt = self._settings, prompted_tasks().get(name)
         generates = name in self._generated
+        # Decoding and scoring depend on different modules; a change of one leaves the
+        # other's results.
         code = code_version.generation_digest() if generates else code_version.scoring_digest()
         return {
             "command": self._command,

@@ -57,6 +57,8 @@ def generate_tokens(
     rows = [_unpadded(tokens, inputs_length) for tokens in inputs]
     outputs: list[list[int]] = [[] for _ in rows]
     batches = _batches(rows, batch_size)
+    # Mesh TensorFlow's own batches, filled up as it does: a beam search depends on all of their
+    # rows.
     if config.beam_size > 1:
         count = len(rows)
         rows += rows[:1] * fill_with_first
@@ -71,6 +73,8 @@ def generate_tokens(
             # Fill a partial batch with copies of its first row, which cost no further steps.
             full = np.concatenate([members, np.full(batch_size - len(members), members[0])])
             padded = _padded([rows[member] for member in full])
+            # The number of the batch is folded in, so that each draws its own noise
+            # from one seed.
             batch_key = jax.random.fold_in(key, number)
             # Rows that only fill the devices end their beam search before its first step.
             padded, steps = (padded_rows(x, data_parts(params)) for x in (padded, limits[full]))
@@ -82,6 +86,7 @@ def generate_tokens(
 
     with count_progress(len(outputs), "decoding", "examples", "decoded") as advance:
         for members, tokens in _in_flight(started()):
+            # Copies and filling come after the real rows, and are dropped.
             real = members[members < len(outputs)]
             for member, row in zip(real, tokens, strict=False):
                 outputs[member] = np.trim_zeros(row, "b").tolist()

@@ -90,6 +90,7 @@ class PlannedBatch:
         segments = np.zeros_like(ids)
         for at, row in enumerate(self.rows):
             start = 0
+            # Segments count from 1; 0 is padding.
             for segment, number in enumerate(row.inputs, 1):
                 tokens = pairs.inputs[number]
                 place = slice(start, start := start + len(tokens))
@@ -164,6 +165,7 @@ def make_plan(
     batches: list[PlannedBatch] = []
     waiting = {item.number: item for item in items}
     for shape in reversed(choose_shapes(items)):  # long rows first: short inputs fill them up
+        # Items that filled up rows of a longer shape are packed already.
         own = [waiting.pop(n) for n in (items[at].number for at in shape.members) if n in waiting]
         fillers = [item for item in waiting.values() if shape.holds(item)]
         targets = _best_targets(own, shape)
@@ -195,6 +197,7 @@ def _items(pairs: Pairs, todo: Int[np.ndarray, " todo"]) -> list[Item]:
             by_input.setdefault(int(pairs.input_of[pair]), []).append(int(pair))
     items = []
     for number, members in by_input.items():
+        # Nearly always one piece; only inputs with very many choices have more.
         pieces = packing.pieces_of(lengths, members)
         length = len(pairs.inputs[number])
         targets = max(sum(lengths[pair] for pair in piece) for piece in pieces)
@@ -242,6 +245,7 @@ def choose_shapes(items: Sequence[Item]) -> list[Shape]:
 
 def _row_lengths(longest: int) -> Iterator[list[int]]:
     """Yields sets of row lengths to try, ascending, each with room for the longest input."""
+    # Rounded up to a multiple.
     last = -(-longest // INPUTS_MULTIPLE) * INPUTS_MULTIPLE
     yield [last]
     for shortest in _SHORTEST_ROWS:
@@ -282,8 +286,10 @@ def _split(
       The cost in encoder tokens, and for each group (target tokens per row, first item, end).
     """
     # Dynamic programming: best[k, end] is the least cost of the items before cuts[end] in k groups.
+    # A cut is where the number of targets changes; of too many cuts every n-th is kept.
     cuts = np.flatnonzero(np.diff(targets, prepend=-1))
     cuts = np.append(cuts[:: -(-len(cuts) // _MOST_CUTS)], len(targets))
+    # Prefix sums: a group's total is the difference of two entries.
     sums = [np.concatenate([[0], np.cumsum(x)]) for x in (length, targets, 2 * length > row_length)]
     inputs, outputs, halves = (total[cuts] for total in sums)
     attention = 1 + row_length / ATTENTION_LENGTH
@@ -306,6 +312,7 @@ def _split(
             total = best[level - 1, :end] + cost
             cut[level, end] = int(total.argmin())
             best[level, end] = total[cut[level, end]]
+    # Back from the last item to the first, along the cuts that gave the least cost.
     level, end, found = int(best[:, n].argmin()), n, []
     cost = float(best[level, n])
     while end:
@@ -337,6 +344,7 @@ def _batches(rows: Sequence[Row], tokens: int, length: int) -> list[PlannedBatch
     targets = int(_rounded(np.array(max(row.targets for row in rows)), TARGETS_MULTIPLE))
     limit = max(min(tokens // length, tokens // (4 * targets)), 1)
     count = -(-len(rows) // limit)
+    # Spread evenly, so that the last batch is not nearly empty.
     size = -(-len(rows) // count)
     return [
         PlannedBatch(tuple(rows[start : start + size]), size, length, targets)

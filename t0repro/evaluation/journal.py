@@ -35,6 +35,7 @@ _RECORD = np.dtype(
         ("checksum", "<u4"),
     ]
 )
+# The bytes that the checksum covers: all but its own.
 _CHECKED = _RECORD.itemsize - 4
 _SECONDS_BETWEEN_SYNCS = 5.0
 _RECORDS_AT_ONCE = 1 << 16  # so that memory does not grow with the journal
@@ -65,10 +66,13 @@ class Journal:
         found[0] = np.nan
         order = np.argsort(digests)
         for records in self._blocks() if len(digests) else ():
+            # For each record, where its digest would be; whether it is there is
+            # compared below.
             place = np.searchsorted(digests, records["digest"], sorter=order)
             place = order[np.minimum(place, len(digests) - 1)]
             known = digests[place] == records["digest"]
             for row, name in zip(found, ("score", "seconds", "joules"), strict=True):
+                # Of several records of a pair, the last one in the file wins.
                 row[place[known]] = records[name][known]
         return found
 
@@ -93,6 +97,8 @@ class Journal:
         records["seconds"] = seconds
         records["joules"] = np.nan if joules is None else joules
         records["checksum"] = _checksums(records)
+        # Flushed at once, so that a killed process loses only the batches that are still
+        # being computed.
         self._file.write(records.tobytes())
         self._file.flush()
         if time.monotonic() - self._synced >= _SECONDS_BETWEEN_SYNCS:

@@ -54,6 +54,7 @@ class ModelFunctions:
         scores: list[Any] = []
         for indices, decodes in self._decoded(dataset):
             for index, tokens, score in zip(indices, *map(np.asarray, decodes), strict=False):
+                # Decodes ascend by score, so the best one is the last.
                 if not self.plan.return_all_decodes:
                     tokens, score = tokens[-1], score[-1]
                 outputs.append((index, tokens.tolist()))
@@ -68,6 +69,7 @@ class ModelFunctions:
             examples.append(_tokens(example))
         if not examples:
             return []
+        # The limit is in tokens: a batch_size of the longest examples.
         longest = max(len(row) for example in examples for row in example.values())
         scores = score_examples(
             self.params,

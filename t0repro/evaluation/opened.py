@@ -133,6 +133,8 @@ def parameters_digest(tree: Mapping[str, np.ndarray]) -> str:
     """Digest, 32 hex digits, of the parameters' names, dtypes, shapes and values."""
     digest = hashlib.blake2b(digest_size=16)
     for name in sorted(tree):
+        # In an order of their own, so that the digest does not depend on how the tree was
+        # read.
         if name.startswith("target/"):
             digest.update(f"{name} {tree[name].dtype} {tree[name].shape}".encode())
             digest.update(np.ascontiguousarray(tree[name]).view(np.uint8).data)
