@@ -73,6 +73,7 @@ def pieces_of(lengths: Sequence[int], members: Sequence[int]) -> tuple[tuple[int
     for pair in members:
         if lengths[pair] > room:
             pieces.append([])
+            # A choice of more than MAX_ROW tokens has a row of that length to itself.
             room = max(MAX_ROW, lengths[pair])
         pieces[-1].append(pair)
         room -= lengths[pair]
@@ -120,6 +121,7 @@ class _Pool:
                     kinds.setdefault((item.length, item.targets, is_own), []).append(item)
         # The largest first: argmax takes the first of equals
         share = {kind: max(kind[0] / length, kind[1] / targets) for kind in kinds}
+        # Own items before fillers, so that `largest` ends where the fillers begin.
         order = sorted(kinds, key=lambda kind: (not kind[2], -share[kind], kind))
         self._items = [kinds[kind] for kind in order]
         self._own = sum(kind[2] for kind in order)
@@ -131,6 +133,7 @@ class _Pool:
 
     def largest(self) -> Item | None:
         """Removes and returns the largest item that is not a filler; None if there is none."""
+        # Sizes in descending order; `_next` moves on when a size is used up.
         while self._next < self._own:
             if self._items[self._next]:
                 return self._take(self._next)
@@ -142,6 +145,7 @@ class _Pool:
         fits = (self._length <= length) & (self._targets <= targets)
         if not fits.any():
             return None
+        # Each dimension counts by its share of the free room: the scarcer one decides.
         weights = length / self._scale[0] ** 2, targets / self._scale[1] ** 2
         value = np.where(fits, self._length * weights[0] + self._targets * weights[1], -1)
         return self._take(int(value.argmax()))

@@ -77,6 +77,8 @@ def distinct_pairs(
         )
         if (target <= 0).any():
             raise ValueError(f"Example {number}: a target holds an id below 1 before its end.")
+        # Numbers are given in the order of first appearance, so dictionaries serve as sets
+        # with an index.
         at = inputs.setdefault(source.tobytes(), len(inputs))
         index.append(pairs.setdefault((at, target.tobytes()), len(pairs)))
     return Pairs(
@@ -91,4 +93,5 @@ def _unpadded(tokens: Any, length: int | None) -> Tokens:
     """Tokens up to the last one that is not zero."""
     tokens = np.asarray(tokens, np.int32)[:length]
     present = np.flatnonzero(tokens)
+    # A slice of a larger array would keep that array alive.
     return np.ascontiguousarray(tokens[: present[-1] + 1 if present.size else 0])

@@ -204,9 +204,12 @@ def _check_pairs(scores: TaskScores, order: np.ndarray) -> None:
 def _ties_and_margins(table: _Table, best: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Whether the best score is tied, and its margin over the second best: [examples] each."""
     top = np.take_along_axis(table.value, best[:, None], -1)
+    # Padding is -inf, and so is an impossible choice; only `real` tells them apart.
     tie = ((table.value == top) & table.real).sum(-1) > 1
     margin = np.where(tie, 0.0, np.inf)
     if table.value.shape[-1] > 1:
+        # After partition the second largest is in its sorted place; the rest need not be
+        # sorted.
         second = np.partition(table.value, -2, axis=-1)[:, -2]
         finite = ~tie & np.isfinite(second)  # inf - inf would be NaN
         margin[finite] = top[finite, 0].astype(np.float64) - second[finite]
@@ -239,6 +242,7 @@ def _class_metrics(table: _Table, weight: np.ndarray) -> dict[str, float]:
 def _binary_metrics(table: _Table, weight: np.ndarray) -> dict[str, float]:
     import sklearn.metrics
 
+    # A softmax over both choices; subtracting the maximum keeps exp from overflowing.
     odds = np.exp(table.value - table.value.max(-1, keepdims=True))
     positive = odds[:, 1] / odds.sum(-1)
     right = table.is_correct[:, 1]
@@ -256,6 +260,7 @@ def _multiclass_metrics(table: _Table, weight: np.ndarray) -> dict[str, float]:
     classes = table.value.shape[-1]
     mean_f1 = sklearn.metrics.fbeta_score(
         table.is_correct,
+        # The prediction as a one-hot row, as scikit-learn wants it.
         np.eye(classes)[table.value.argmax(-1)],
         beta=1,
         labels=range(classes),

@@ -133,6 +133,7 @@ def rank_eval(
         outcome = evaluation.run(say)
     finally:
         metrics.close()
+    # A task may be empty; that all are is a mistake in the split.
     if len(outcome.empty) == len(names):
         raise UserError(
             f"The split {settings.split!r} of {mixture!r} has no examples.",
@@ -212,6 +213,7 @@ class _Evaluation:
         if settings.calibrated:
             free = np.array(self.vocabulary.encode(CONTENT_FREE), np.int32)
         journal = Journal(self.out / "scores" / scores_key(self.checkpoint) / "pairs.bin")
+        # The readers are kept: `available` is known only once each was read to its end.
         readers = {name: self._reader(name) for name in names}
         tasks: dict[str, _RankedTask] = {}
         try:
@@ -229,6 +231,7 @@ class _Evaluation:
                 del parts, run  # free this window's memory before the next one is read
         finally:
             journal.close()
+            # A failure leaves tasks half written; their temporary files go.
             for task in tasks.values():
                 task.output.discard()
 

@@ -91,6 +91,8 @@ class RankRun:
         self.checkpoint, self.journal = checkpoint, journal
         examples = [example for part in parts for example in part.examples]
         if content_free is not None:
+            # The same choices again, below another input: the second half of the
+            # examples.
             examples += [{**example, "inputs": content_free} for example in examples]
         self.pairs: Pairs = distinct_pairs(examples, lengths)
         self._places = _places(parts, self.pairs.index, content_free is not None)
@@ -161,6 +163,7 @@ class RankRun:
         """Calls `done` for each part whose pairs are all scored; returns the other parts."""
         left = []
         for place in waiting:
+            # NaN in one of its pairs: a batch that is still to come scores it.
             if np.isnan(self.scores[place.index]).any() or np.isnan(self.scores[place.free]).any():
                 left.append(place)
             else:
@@ -204,6 +207,7 @@ def _places(
     parts: Sequence[Part], index: Int[np.ndarray, " examples"], with_free: bool
 ) -> list[_Place]:
     """Each part's pairs; the second half of `index` belongs to the content-free input."""
+    # Examples come twice if there is a content-free input, in the same order.
     half, start, found = len(index) // 2, 0, []
     for part in parts:
         end = start + len(part.examples)

@@ -113,7 +113,10 @@ class Sample:
         counted = self._counted(numbered)
         if self._limit is None:
             return counted
+        # By lot and then number, so that equal lots cannot make the choice depend on the
+        # order.
         lots = ((_lot(number), number, item) for number, item in counted)
+        # Keeps `limit` inputs in memory, not the split.
         taken = heapq.nsmallest(self._limit, lots, key=lambda each: each[:2])
         return iter(sorted(((n, item) for _, n, item in taken), key=lambda each: each[0]))
 
@@ -141,6 +144,8 @@ def windows(readers: Iterable[TaskReader], most_pairs: int) -> Iterator[list[Par
     for reader in readers:
         examples: list[dict[str, Any]] = []
         for _, choices in _by_input(reader.examples()):
+            # The window is full: hand it over, with the part of this task that was read
+            # already.
             if room < len(choices) and (window or examples):
                 if examples:
                     window.append(Part(reader.name, examples, last=False))
@@ -155,6 +160,7 @@ def windows(readers: Iterable[TaskReader], most_pairs: int) -> Iterator[list[Par
 
 def _by_input(rows: Iterable[dict[str, Any]]) -> Iterator[tuple[int, list[dict[str, Any]]]]:
     """Yields each input's number and rows: a row per choice if answers are ranked, else one."""
+    # Without idx, each row is an input of its own.
     numbers = itertools.count()
 
     def number(row: Mapping[str, Any]) -> int:
@@ -174,11 +180,13 @@ def data_origin(name: str, split: str, use_cached: bool) -> dict[str, Any] | Non
 
     task = seqio.TaskRegistry.get(name)
     if use_cached and task.cache_dir:
+        # SeqIO's info and stats files, which name shards and count examples.
         files = sorted(Path(task.cache_dir).glob(f"*.{split}.json"))
         return {"cache": digest_of_texts(path.read_text(encoding="utf-8") for path in files)}
     source = task.source
     if not hasattr(source, "origin"):
         return None
+    # A path differs between machines, and a time between copies of the same rows.
     hidden = ("path", "modified_ns")
     origin = {key: value for key, value in source.origin(split).items() if key not in hidden}
     subset = f"/{source.subset}" if source.subset else ""

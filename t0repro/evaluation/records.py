@@ -26,6 +26,7 @@ _CHECKSUM = "checksum"
 
 def read_records(folder: str | os.PathLike[str], step: int) -> dict[str, dict[str, Any]]:
     """Reads the records of a step's tasks, by task; empty if there are none."""
+    # Names may end in digits, so the step in the file's name is checked against the record's.
     found = map(_read, sorted((Path(folder) / RESULTS).glob(f"*_{step}.json")))
     records = {record["key"]["task"]: record for record in found if record is not None}
     return {task: record for task, record in records.items() if record["key"]["step"] == step}
@@ -54,6 +55,7 @@ def is_finished(folder: Path, key: Mapping[str, Any], record: Mapping[str, Any] 
     """Whether a task's record has this key and its files are unchanged."""
     return (
         record is not None
+        # Through JSON, as the record's key went: tuples have become lists.
         and record["key"] == json.loads(json.dumps(key))
         and not changed_files(folder, record)
     )

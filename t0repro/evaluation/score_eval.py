@@ -48,12 +48,14 @@ class TaskWindows:
         window: list[EvalTask] = []
         windows = 0
         for task in eval_tasks(data, self._config.sequence_length):
+            # Whole tasks only: a task larger than a window has one to itself.
             held = sum(len(other.examples) for other in window)
             if window and held + len(task.examples) > EXAMPLES_IN_MEMORY:
                 windows += 1
                 yield window
                 window = []
             window.append(task)
+        # Everything is in one window, so it can stay for the next checkpoint.
         if not windows:
             self._kept = window
         yield window
@@ -92,6 +94,7 @@ def scored(
     parts = [Part(task.name, task.examples) for task in tasks]
     found: dict[int, ScoredPart] = {}
     run = RankRun(checkpoint, parts, lengths, tokens_per_batch=tokens_per_batch)
+    # By identity: equal parts of two tasks are still two parts.
     run.score(print_to_stderr, lambda part: found.update({id(part.part): part}))
     return [Outputs(each.scores, each.cost) for each in (found[id(part)] for part in parts)]
 
@@ -131,6 +134,7 @@ def write_results(
     settings = _settings(config)
     ranks = config.mode == "score_eval"
     names = [task.name for task in tasks]
+    # The mode stands for the command: it chooses examples in its own way.
     folder = EvaluationFolder(path, checkpoint, settings, () if ranks else names, config.mode)
     results = []
     for task, output in zip(tasks, outputs, strict=True):
@@ -164,6 +168,7 @@ def _settings(config: RunConfig) -> Settings:
 
 def _details(task: EvalTask, settings: Settings, ranks: bool, result: TaskResult) -> dict[str, Any]:
     """A task's sizes for its record; the size of the split is known only without a limit."""
+    # Under a limit the rows beyond it were never read, so the size of the split is not known.
     available = result.statistics["inputs"] if settings.limit is None else None
     counted = "pairs" if ranks else "examples"
     return {counted: len(task.examples), "available": available}

@@ -82,6 +82,7 @@ def select_tasks(
     """
     # By name, so that two runs read, score and report tasks in the same order.
     tasks = sorted(subtasks(mixture, "--mixture"), key=lambda task: task.name)
+    # With both modes each task is asked for in the form that ranks, if it has one.
     if set(modes) == {"rank", "generate"}:
         tasks = [_ranking_twin(task) for task in tasks]
     ranked = [task for task in tasks if _ranks(task)]
@@ -173,6 +174,7 @@ def check_vocabulary(names: Sequence[str], rows: int, where: str) -> Any:
     vocabulary: Any = None
     for name in names:
         vocabulary = seqio.get_mixture_or_task(name).output_features["targets"].vocabulary
+        # Rounded up to a multiple of VOCABULARY_MULTIPLE.
         padded = -(-vocabulary.vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
         if padded != rows:
             raise UserError(

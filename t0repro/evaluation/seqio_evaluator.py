@@ -92,6 +92,7 @@ class TaskEvaluator:
                     score_fn=functions.score,
                 )
             except ValueError as error:
+                # Without a limit the error is not about the number of examples.
                 if self._num_examples is None:
                     raise
                 raise UserError(
@@ -105,6 +106,7 @@ class TaskEvaluator:
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
     """The metrics that are single numbers."""
+    # SeqIO wraps metrics in objects with a `value`; others are plain.
     plain = {name: getattr(value, "value", value) for name, value in values.items()}
     return {name: float(value) for name, value in plain.items() if _is_number(value)}
 
