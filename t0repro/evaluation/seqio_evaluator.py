@@ -1,6 +1,6 @@
 """Evaluates checkpoints with SeqIO's own Evaluator, whose loggers write what T5X's runs write.
 
-Below `<folder>/inference_eval`: TensorBoard's events in `<task>/`, and of each task
+Below `<folder>/inference_eval`: TensorBoard's events in `<task>/`, and for each task
 `<task>-metrics.jsonl` and `<task>-<step>.jsonl` with every prediction. A training evaluates in the
 same way (infer_eval).
 """
@@ -26,9 +26,9 @@ class TaskEvaluator:
     """The tasks of an evaluation: their examples are read once, for all steps.
 
     Args:
-      data: The examples; lengths of None stand for the longest example's.
+      data: The examples; if its lengths are None, those of the longest example are used.
       evaluator: How many examples, and which loggers.
-      folder: Where the loggers write, below `inference_eval`.
+      folder: Where the loggers write, in `inference_eval` below it.
       decoding: How outputs are generated.
 
     Raises:
