@@ -83,6 +83,7 @@ def judge_of(task: EvalTask) -> Judge:
 
 
 def _name(metric: Any) -> str:
+    # t5's tasks bind options of the metric by functools.partial, also several times.
     while isinstance(metric, functools.partial):
         metric = metric.func
     return getattr(metric, "__name__", "")
@@ -131,6 +132,7 @@ class TaskOutput:
         self._pairs = ScoredPairs() if judge.ranks else None
         self._targets: list[Any] = []
         self._predictions: list[Any] = []
+        # `zip` in `add` goes by this order.
         names = (f"{judge.task}_targets", f"{judge.task}_inputs", self.predictions_file)
         self._files = [LineFile(folder / name) for name in names] if folder else []
 
@@ -185,11 +187,13 @@ class Statistics:
 
     def add(self, examples: Sequence[Example]) -> None:
         """Counts examples; zeros at the end of their tokens are padding."""
+        # Examples may come padded or not, by the reader; only their tokens are digested.
         for example in examples:
             source, target = (
                 np.trim_zeros(np.asarray(example[name], np.int32), "b")
                 for name in ("inputs", "targets")
             )
+            # The separator keeps apart rows whose concatenated tokens are equal.
             self._rows.update(source.tobytes() + b"|" + target.tobytes())
             self._counts["input_tokens"] += len(source)
             self._counts["target_tokens"] += len(target)
@@ -206,6 +210,7 @@ class LineFile:
 
     def __init__(self, path: Path):
         self.path = path
+        # Hidden, so that a reader that lists the folder does not take it for a task's file.
         self._temporary = path.with_name(f".{path.name}.tmp")
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = open(self._temporary, "wb")  # noqa: SIM115 (closed by commit or discard)
@@ -223,6 +228,7 @@ class LineFile:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
+        # After the sync: the name never stands for a file that is only partly on the disk.
         os.replace(self._temporary, self.path)
         return self._digest.hexdigest()
 

@@ -37,6 +37,7 @@ def read_lines(path: str, binding: str) -> list[str]:
         raise UserError(
             f"There is no file {path}.", where=binding, fix="Bind it to a text file."
         ) from error
+    # As Mesh TensorFlow splits: an empty last line is dropped, empty ones before it count.
     lines = [line.rstrip() for line in text.removesuffix("\n").split("\n")] if text else []
     if lines and not lines[-1]:
         lines.pop()

@@ -31,6 +31,8 @@ class TruncationCounter:
         """Counts the target of each example, and an input once for all of its choices."""
         for example in examples:
             number = int(example["idx"][0]) if "idx" in example else None
+            # The choices of an input come one after the other, so comparing with the
+            # last number is enough.
             if number is None or number != self._last:
                 self._inputs += 1
                 self._count(example, "inputs")
@@ -49,9 +51,11 @@ class TruncationCounter:
         count = self._cut[name]
         if self._lengths is None or count is None:
             return
+        # Shorter than the limit: nothing was cut, and tokenizing can be spared.
         if np.count_nonzero(example[name]) < self._lengths[name]:
             return
         text = example.get(f"{name}_pretokenized")
+        # One text that is unknown makes the whole count unknown.
         self._cut[name] = None if text is None else count + self._is_cut(name, text)
 
     def _is_cut(self, name: str, text: bytes | str) -> bool:
