@@ -291,6 +291,8 @@ def update_after_all_gradients() -> None:
 
     @functools.wraps(original)
     def apply_grads(self: Any, grads: Any, variables: Any) -> Any:
+        # Parameters that the loss does not reach have no gradient; there is nothing to wait
+        # for.
         present = [grad for grad in grads if grad is not None]
         waiting = [grad if grad is None else mtf.depend(grad, present) for grad in grads]
         return original(self, waiting, variables)

@@ -78,6 +78,7 @@ class _Evaluation:
         # The same name that eval_model gives it.
         folder = arguments["eval_summary_dir"] or f"{arguments['model_dir']}/{self._split}_eval"
         suffix = arguments["eval_dir_suffix"]
+        # eval_model adds the suffix only if there is one, with an underscore.
         self._folder = Path(folder if suffix is None else f"{folder}_{suffix}")
         self._statistics: dict[str, Statistics] = {}
         self._examples: dict[str, int] = {}
@@ -132,6 +133,8 @@ class _Evaluation:
     ) -> Callable[..., Any]:
         @functools.wraps(metric_fn)
         def compute(targets: Sequence[Any], predictions: Sequence[Any]) -> Any:
+            # Of the first metric only: later tasks' metrics come after the same
+            # computation.
             self._seconds = self._seconds or time.monotonic() - self._began
             result = metric_fn(targets, predictions)
             results = self._results.setdefault(task, {})
@@ -147,6 +150,8 @@ class _Evaluation:
 
     def _record(self, task: str) -> None:
         """Writes a scored task's record, replacing any that an earlier run left."""
+        # First, so that a record never describes files of another run if this one dies
+        # here.
         records.remove_record(self._folder, task, self._step)
         if not (self._scores and self._writes):
             return

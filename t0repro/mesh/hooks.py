@@ -73,6 +73,7 @@ class MetricsFile:
         if not self._path.exists():
             return
         lines = self._path.read_text(encoding="utf-8").splitlines()
+        # Lines of evaluations stay: a resumed run does not evaluate those steps again.
         kept = [line for line in lines if not _is_training_after(line, step)]
         if len(kept) < len(lines):
             write_atomically(self._path, "".join(f"{line}\n" for line in kept))
@@ -136,6 +137,7 @@ class LossRecorder(tf.train.SessionRunHook):
         """Reads the step that training starts from."""
         del coord
         self._step = int(session.run(tf.train.get_global_step()))
+        # Not in `begin`: only the session knows which checkpoint was restored.
         self._metrics.drop_training_after(self._step)
 
     def before_run(self, run_context: Any) -> Any:
@@ -167,6 +169,8 @@ def _batch_counts(structure: Mapping[str, int]) -> dict[str, Any]:
     Packed sequences hold several examples, numbered from 1 by targets_segmentation.
     """
     try:
+        # The name that TensorFlow gives the batch's tensors in the graph of a tf.data
+        # pipeline.
         features = tf.get_default_graph().get_operation_by_name("IteratorGetNext").outputs
     except KeyError:
         return {}
@@ -176,8 +180,10 @@ def _batch_counts(structure: Mapping[str, int]) -> dict[str, Any]:
     tokens = tf.math.count_nonzero(targets)
     if "targets_segmentation" in structure:
         segments = features[structure["targets_segmentation"]]
+        # Segments are numbered from 1, so the largest number is the count.
         examples = tf.reduce_sum(tf.reduce_max(segments, axis=-1))
     else:
+        # Rows of padding have no target.
         examples = tf.math.count_nonzero(tf.reduce_max(targets, axis=-1))
     return {"tokens": tokens, "examples": examples}
 
@@ -202,6 +208,8 @@ class Progress:
             self._examples += examples
             self._tokens += tokens
         last = step == self._last_step
+        # A terminal's line may be rewritten ten times a second; a log gets a line every few
+        # seconds.
         if not last and now - self._shown < (0.1 if self._terminal else _SECONDS_BETWEEN_LINES):
             return
         self._shown = now
@@ -257,6 +265,7 @@ def record_perplexity(estimator_class: Any, metrics: MetricsFile) -> None:
         dataset = getattr(input_fn, "keywords", {}).get("eval_dataset")
         name = kwargs.get("name") or ""
         task = dataset.name if dataset is not None else name
+        # <task>_<split>_<examples>: what follows the task's name up to the next underscore.
         split = name.removeprefix(f"{task}_").split("_")[0] or "eval"
         values = dict(numbers(result.items()))
         step = int(values.pop("global_step"))

@@ -65,6 +65,7 @@ def _run(flags: Any, inputs: RunInputs | None) -> None:
     if inputs is None:
         model_api.run(flags)
         return
+    # t5 sets these after it parsed gin, and gin is locked by then.
     with gin.unlock_config():
         for kind in _FLOAT32_ON_CPU:
             gin.bind_parameter(f"utils.get_variable_dtype.{kind}_dtype", "float32")
@@ -85,6 +86,7 @@ def record_command(model_dir: str) -> None:
     folder = os.path.join(model_dir, "commands")
     try:
         tf.io.gfile.makedirs(folder)
+        # Numbered as t5 does: command, command.1, command.2, ...
         count = len(tf.io.gfile.glob(os.path.join(folder, "command*")))
         name = f"command.{count}" if count else "command"
         with tf.io.gfile.GFile(os.path.join(folder, name), "w") as file:
