@@ -28,6 +28,7 @@ def check_address(path: str | None, where: str | None) -> None:
     named = os.environ.get("GOOGLE_APPLICATION_CREDENTIALS")
     reason = f"GOOGLE_APPLICATION_CREDENTIALS is {named}, which is not a file. " if named else ""
     raise UserError(
+        # Said here, since TensorFlow would first retry for minutes and then name no cause.
         f"{path} cannot be read: this machine has no Google Cloud credentials. {reason}".strip(),
         where=where,
         fix="Run `gcloud auth application-default login`, or copy it here with"
@@ -74,6 +75,7 @@ def guard_gin() -> None:
     import gin.config
 
     readers: Any = gin.config._FILE_READERS
+    # Registered once in a process, however many command lines are parsed in it.
     if (_refuse, _is_out_of_reach) not in readers:
         # First, since gin tries its readers in order and TensorFlow's may be among them.
         readers.insert(0, (_refuse, _is_out_of_reach))

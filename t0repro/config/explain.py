@@ -21,6 +21,7 @@ def render(config: RunConfig) -> str:
 
 def in_columns(rows: Sequence[tuple[str, str, str]]) -> str:
     """Names, values and places in three columns; a long value pushes its place to the right."""
+    # Widths of fields and values; places come last and need none.
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     return "\n".join(
         f"{field:<{widths[0]}}  {value:<{min(widths[1], 40)}}  {place}".rstrip()

@@ -37,6 +37,8 @@ def configuration_errors(bindings: Bindings | None = None) -> Iterator[None]:
         try:
             yield
         except UserError as error:
+            # gin may have raised a subclass of its own, which stands for ours (see
+            # `_unwrapped`).
             kind = _unwrapped(type(error))
             if error.where and error.fix and kind is type(error):
                 raise
@@ -82,6 +84,7 @@ def _unwrapped(kind: type[UserError]) -> type[UserError]:
 def _described(error: Exception, files: list[str], bindings: Bindings | None) -> UserError:
     """The UserError for an exception raised while `files`, innermost last, were being parsed."""
     text, file = str(error), files[-1] if files else None
+    # seqio's own words, which have no class of their own.
     unknown = re.match(r"No Task or Mixture found with name '(.*)'", text)
     if unknown:
         return unknown_mixture(unknown.group(1))
@@ -121,6 +124,7 @@ def _words(error: Exception) -> str:
         return f"The text ends in the middle of a statement: {error.args[0]}."
     if isinstance(error, SyntaxError):
         return f"This is not a gin statement: {_short(error.msg)}."
+    # What gin appends begins at one of these.
     text = re.split(r"\n  In (?:file|bindings)| in config string:", str(error))[0]
     return _short(text) or f"{type(error).__name__}."
 
@@ -246,6 +250,7 @@ def check_references(
     import gin.config
 
     macros, read = bound_macros(), set(read_by_t5)
+    # Unread macros are found by exclusion, so everything that is bound has to be looked at.
     for (scope, selector), arguments in gin.config._CONFIG.items():
         for argument, value in arguments.items():
             place = bindings.places.get((scope, selector, argument)) or _ANYWHERE
@@ -272,6 +277,7 @@ def _checked_reference(value: Any, macros: set[str], place: str) -> set[str]:
         )
     if not isinstance(value, gin.config.ConfigurableReference) or value.selector != MACRO:
         return set()
+    # The macro's name is the scope of its reference.
     name = "/".join(value.scopes)
     if name not in macros:
         raise UserError(
@@ -287,6 +293,7 @@ def _instead(name: str, read: set[str]) -> str:
     """What to bind instead of a macro that nothing reads."""
     if name in _BIND_INSTEAD:
         return f"bind {_BIND_INSTEAD[name]}"
+    # A misspelt macro may have been meant as an argument of `run`.
     known = [*read, *(f"run.{argument}" for argument in _parameters("utils.run"))]
     return f"nearest: {nearest_names(name, known, 3)}"
 

@@ -56,6 +56,7 @@ def restrict_imports(allowlist: Allowlist) -> None:
     import gin.config
 
     context: Any = gin.config.ParseContext
+    # Called again in one process, it has to replace its own wrapper rather than wrap it.
     original = getattr(context.process_import, "unrestricted", context.process_import)
 
     def process_import(self: Any, statement: Any) -> None:
@@ -103,6 +104,7 @@ def mesh_folders(prefixes: Sequence[str]) -> list[str]:
     """Where Mesh TensorFlow's gin files are looked for, found without importing t5."""
     import t0repro.gin
 
+    # In gin's order: t5's files, this project's, then --gin_location_prefix.
     own = os.path.dirname(str(t0repro.gin.__file__))
     return [os.path.join(_package("t5"), "models", "gin"), own, *prefixes]
 
@@ -123,6 +125,7 @@ def _imports_of_file(file: str, folders: Sequence[str], within: tuple[str, ...])
             where=file,
             fix="Remove the `include` that leads back to the file itself.",
         )
+    # As gin looks for files: each folder in turn, in each by each reader.
     for path in [file] if os.path.isabs(file) else [os.path.join(at, file) for at in folders]:
         for reader, exists in gin.config._FILE_READERS:
             # The reader that looks in installed packages logs an error where it finds nothing.

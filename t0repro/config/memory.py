@@ -47,12 +47,15 @@ class Memory:
 def estimate(run: RunConfig, devices: int = 1) -> Memory:
     """Estimates the memory that a run needs on each of so many devices."""
     layout = run.layout
+    # On one device nothing is divided, whatever the layout asks for.
     model = layout.model if devices > 1 else 1
     data = devices // model
+    # The factor by which one device's share of the parameters is smaller than the whole.
     shares = model * (data if layout.fully_sharded else 1)
     parameters = run.model.shape.parameter_count() * _FLOAT32 // shares
     trains = run.mode == "train"
     lengths = run.sequence_length or {}
+    # Rows of a microbatch on one device, rounded up.
     rows = -(-run.batch_size // (run.num_microbatches * max(1, data)))
     return Memory(
         parameters=parameters,
@@ -90,11 +93,13 @@ def _activations(
     per_token = 4 * model.d_model + 4 * model.num_heads * model.d_kv
     per_token += (len(model.activations) + 1) * model.d_ff
     encoder = rows * inputs * (per_token + 2 * model.num_heads * inputs)
+    # Decoder layers have two attentions, and attend to their own targets and to the inputs.
     decoder = rows * targets * (2 * per_token + 2 * model.num_heads * (targets + inputs))
     if keep_all:
         layers = model.num_encoder_layers * encoder + model.num_decoder_layers * decoder
     else:
         layers = max(encoder, decoder)
+    # The logits and their gradient, in float32 whatever the activations are.
     logits = 2 * rows * targets * model.vocab_size * _FLOAT32
     return layers * bytes_each + logits
 
@@ -124,12 +129,14 @@ def check_fits(run: RunConfig, total: int, free: int, devices: int = 1) -> str:
         f" {sized(memory.activations)} activations); {sized(free)} of"
         f" {sized(total)} are free"
     )
+    # Against all of the memory: parameters do not fit however free the device is.
     if memory.certain > total:
         raise UserError(
             f"The model does not fit into memory: {need}.",
             where=run.provenance.get("model.d_model"),
             fix="Run it on a device with more memory, or choose a smaller model.",
         )
+    # Against what is free now: another process may leave.
     if memory.total > free:
         return f"{need}: this may not fit; lower tokens_per_microbatch_per_replica or the batch."
     return f"{need}: it fits."

@@ -57,6 +57,7 @@ def _macro_name(value: Any) -> str | None:
     """The name of the macro that a binding's value refers to, or None for any other value."""
     import gin.config
 
+    # A macro is a reference to a configurable called `macro`, evaluated in a scope of its name.
     if isinstance(value, gin.config.ConfigurableReference) and value.evaluate:
         scope, _, selector = value.scoped_selector.rpartition("/")
         if selector.endswith("macro"):
@@ -94,6 +95,7 @@ def record_bindings(flag: str = "--gin_param") -> Iterator[Bindings]:
 
     def noting_binding(binding_key: Any, value: Any) -> None:
         bind_parameter(binding_key, value)
+        # After gin has accepted it: a binding that it refuses has no place.
         key = gin.config.ParsedBindingKey.parse(binding_key)
         bindings.places[(key.scope, key.complete_selector, key.arg_name)] = _describe(
             location, flag
@@ -115,6 +117,7 @@ def record_bindings(flag: str = "--gin_param") -> Iterator[Bindings]:
 def _describe(locations: list[Any], flag: str) -> str:
     if not locations:
         return "set by t5_mesh_transformer"
+    # The innermost: a statement in an included file was made there, not at the `include`.
     innermost = locations[-1]
     if innermost.filename is None:
         return f"{flag} {innermost.line_content.strip()!r}"

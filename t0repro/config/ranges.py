@@ -82,6 +82,7 @@ def check(value: Any, provenance: Mapping[str, str], prefix: str = "") -> None:
         limits = range_of(type(value), field.name)
         if dataclasses.is_dataclass(item):
             check(item, provenance, f"{name}.")
+        # Schedules and optax calls have a range for each argument name.
         elif isinstance(limits, Mapping):
             _check_arguments(name, item, limits, provenance)
         elif limits is not None:
@@ -109,6 +110,7 @@ def check_field(kind: type, field: str, value: Any, where: str | None, shown: st
         return
     if isinstance(value, str) and (str in allowed or value in words):
         return  # a word may stand for numbers, as "all" does
+    # Literals inside a union, such as T5X's names of loss denominators.
     whole = float not in (hint, *allowed)
     for name, item in _parts(shown or field, value):
         _check_number(name, item, limits, where, whole)
@@ -122,6 +124,7 @@ def _check_arguments(
         place = _place(f"{name}.{key}", provenance)
         if key in limits and value is not None:
             _check_number(f"{name}.{key}", value, limits[key], place, whole=False)
+        # A factor is a number, or a schedule with arguments of its own.
         for factor in value if isinstance(value, list) else ():
             if isinstance(factor, Mapping):
                 _check_arguments(f"{name}.{key}", factor["arguments"], limits, provenance)

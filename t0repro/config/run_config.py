@@ -144,6 +144,7 @@ class ModelConfig:
     @property
     def shape(self) -> ModelShape:
         """The sizes that determine the parameters; a checkpoint's are inferred from its tensors."""
+        # One activation is T5 1.0's `wi`; each of several has a kernel of its own.
         gated = len(self.activations) > 1
         return ModelShape(
             num_encoder_layers=self.num_encoder_layers,
@@ -498,6 +499,7 @@ class RunConfig:
 
         # strict: the optimizers are a union, and without it dacite could match another optimizer's
         # dataclass by ignoring the fields that it lacks.
+        # JSON has no tuples: lists are cast where a field is a tuple.
         options = dacite.Config(cast=[tuple], strict=True)
         try:
             values = json.loads(text)
