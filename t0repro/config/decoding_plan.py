@@ -13,18 +13,18 @@ class DecodingPlan:
     """The arguments of EncoderDecoderModel.predict_batch_with_aux and of its decode_fn.
 
     Attributes:
-      method: A beam search, also with one beam (which is not always the greedy output: a longer
-        output may score better than one that ends at once), or sampling.
+      method: A beam search or sampling. A beam search with one beam is not always greedy: a longer
+        output may score better than one that ends at once.
       num_decodes: Beams, or samples.
       return_all_decodes: Whether all of them are returned; otherwise the best.
       prompt_with_targets: Whether each output begins with its example's targets.
       eos_id: The token that ends an output.
       alpha: Exponent of the length penalty ((5 + length) / 6)**alpha of a beam search.
-      max_decode_len: Most tokens of a beam search; None stands for the targets' length.
+      max_decode_len: Maximum tokens of a beam search; None stands for the targets' length.
       temperature: Divides the logits before sampling; 1e-4 or less takes the likeliest token.
       topk: Sample among this many of the likeliest tokens; 0 keeps all.
       topp: Sample among the fewest tokens with at least this much probability; 0 keeps all.
-      max_decode_steps: Most tokens sampled after the prompt; None stands for the targets' length.
+      max_decode_steps: Maximum tokens sampled after the prompt; None stands for the targets' length.
       rescale_log_probs: Whether a sample's score counts the temperature, topk and topp.
     """
 

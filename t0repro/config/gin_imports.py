@@ -88,7 +88,7 @@ def list_imports(
       allowlist: See `restrict_imports`.
 
     Raises:
-      UserError: If a file is missing or is no gin file, or files include each other.
+      UserError: If a file is missing or is not a gin file, or files include each other.
     """
     cloud.guard_gin()
     with configuration_errors():

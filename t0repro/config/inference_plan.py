@@ -24,8 +24,8 @@ class InferencePlan:
       data: The examples; never packed.
       restore: Which checkpoints, of any format.
       decoding: How outputs are generated.
-      input_vocabulary: The gin record of the model's vocabulary of inputs.
-      output_vocabulary: That of targets.
+      input_vocabulary: The gin record of the model's vocabulary for inputs.
+      output_vocabulary: The same for targets.
       output_dir: The folder of the results.
       layout: How the run is divided among devices.
     """
@@ -78,10 +78,10 @@ class InferPlan(InferencePlan):
 
     Attributes:
       mode: What is computed.
-      checkpoint_period: Batches in a chunk, after each of which an interrupted run can go on.
-      shard_id, num_shards: Which part of the examples this run takes, and of how many.
+      checkpoint_period: Batches in a chunk; an interrupted run can resume after each chunk.
+      shard_id, num_shards: Which part of the examples this run takes, and out of how many.
       merge: Whether the chunks become one file at the end.
-      files: What the examples are read from instead of a registered task.
+      files: Where the examples are read from instead of a registered task.
       all_inputs: Whether all features of an example are written, not only its texts.
       input_fields: The features to write instead, if they are named.
       output_ids: Whether an output's token ids are written too.

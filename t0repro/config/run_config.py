@@ -35,8 +35,8 @@ ModelType = Literal["bitransformer", "lm", "delimited_lm"]
 # Mesh TensorFlow's names, in which `gelu` is the tanh approximation. `gelu_exact` is the one with
 # the error function, which transformers calls "gelu"; `silu` is another name for `swish`.
 Activation = Literal["relu", "gelu", "gelu_exact", "swish", "silu", "sigmoid", "tanh", "linear"]
-# T5X's names of two divisors of the loss that depend on the batch: its targets > 0; or its
-# examples, each token's loss divided by the number of targets of its example first.
+# T5X's names for two divisors of the loss that depend on the batch: its number of targets > 0; or
+# its number of examples, after each token's loss is divided by its example's number of targets.
 LossDenominator = Literal["NUM_REAL_TARGET_TOKENS", "AVERAGE_PER_SEQUENCE"]
 
 
@@ -55,7 +55,7 @@ class Arithmetic:
         multiplied by its scale rather than after.
       epsilon_in_position_bucket: Whether float32's epsilon is added to the argument of the bucket's
         logarithm.
-      encoder_output_dropout_per_position: Whether the dropout of the encoder's outputs draws anew
+      encoder_output_dropout_per_position: Whether dropout on the encoder's outputs is drawn anew
         for every position, as no other dropout of the model does.
       smoothing_spares_target: Whether label smoothing gives its mass to the other entries alone,
         s / (V - 1) each, and subtracts the entropy of that distribution, so that 0 is the least
@@ -205,8 +205,8 @@ class AdafactorConfig:
       decay_rate: A constant second-moment decay, used instead of the power of the step.
       exclude_from_parameter_scale: Paths of parameters whose update is not scaled by their size.
       momentum_slot: Whether the momentum's slot exists even if beta1 is 0.
-      weight_decay_rate: Part of a parameter that each update takes away; None for nothing.
-      weight_decay_rate_lr_exponent: That part is multiplied by the learning rate to this power.
+      weight_decay_rate: Fraction of a parameter that each update takes away; None for nothing.
+      weight_decay_rate_lr_exponent: That fraction is multiplied by the learning rate to this power.
       global_norm_clip: Limit for the norm of all gradients together, before anything else.
       max_parameter_scale: Limit for the size of a parameter that scales its update.
       skip_nan_updates: Whether entries that would become NaN stay as they are.
@@ -267,7 +267,7 @@ class SgdConfig:
 
 @dataclasses.dataclass(frozen=True)
 class OptaxConfig:
-    """Transformations of optax, one after the other; they know their own learning rates.
+    """Transformations of optax, applied one after the other, with learning rates of their own.
 
     Attributes:
       transformations: Calls of optax: {"function": name, "arguments": {...}}, in which an argument

@@ -1,6 +1,6 @@
-"""What a run of T5X's has beside its model and optimizer: data, checkpoints, evaluations, actions.
+"""What a T5X run has besides its model and optimizer: data, checkpoints, evaluations, actions.
 
-`RunConfig.plan` holds one; a run of Mesh TensorFlow's has none. Where T5X's arguments mean the same
+`RunConfig.plan` holds one; a Mesh TensorFlow run has none. Where T5X's arguments mean the same
 under a clear name, they keep it.
 """
 
@@ -20,10 +20,10 @@ class DatasetConfig:
     Attributes:
       sequence_length: Tokens per feature; None stands for the longest example's.
       batch_size: Examples over all devices; rows, when they are packed.
-      seed: For the order of the examples; None takes another at each start.
-      use_custom_packing_ops: Packing by SeqIO's compiled operation; refused, since it is not built.
+      seed: Seed for the order of the examples; None takes another at each start.
+      use_custom_packing_ops: Pack with SeqIO's compiled operation; refused, since it is not built.
       use_memory_cache: Whether an evaluation keeps its examples in memory.
-      trim_output_features: Whether a too long feature is cut at its length.
+      trim_output_features: Whether a feature that is too long is cut to its length.
     """
 
     mixture_or_task_name: str
@@ -64,8 +64,8 @@ class SaveConfig:
       period: Steps between checkpoints, counted from the step that the run starts at.
       steps: Further steps after which to save.
       keep: How many of the latest are kept (of the best, with `best`); None keeps all.
-      dtype: Of the parameters in a checkpoint; None keeps float32. Slots stay float32.
-      data: Whether the position in the data is saved, for a run to go on exactly there.
+      dtype: Dtype of the parameters in a checkpoint; None keeps float32. Slots stay float32.
+      data: Whether the position in the data is saved, so that a run can resume exactly there.
       keep_data: How many of the latest checkpoints keep that position; None means all.
     """
 
@@ -86,7 +86,7 @@ class RestoreConfig:
       path: A checkpoint in any format, or with mode "latest" a folder of checkpoints; several only
         for an evaluation, one after the other.
       mode: "specific", "latest" or "all".
-      dtype: What parameters are rounded to when they are read; None leaves them as they are.
+      dtype: Dtype that parameters are rounded to when they are read; None leaves them as they are.
       assignment_map: (pattern, replacement) pairs on whole names such as `target/decoder/...`; a
         replacement of None keeps what was initialised.
       strict: Whether every slot must be in the checkpoint.
@@ -159,7 +159,7 @@ class TrainingPlan:
     """A training as T5X runs it.
 
     Attributes:
-      random_seed: For initial parameters and dropout; None takes another at each start.
+      random_seed: Seed for initial parameters and dropout; None takes another at each start.
       relative_steps: Steps from wherever the run starts; wins over `RunConfig.train_steps`.
       train_eval_data: Data of evaluations with the training's metrics; None for none.
       infer_eval_data: Data of evaluations with the tasks' own metrics; None for none.
