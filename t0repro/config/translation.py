@@ -102,10 +102,12 @@ def _model(config: RunConfig, dialect: Dialect) -> _Items:
     for field, binding in _MODEL[dialect].items():
         value = getattr(model, field)
         if dialect == "mtf" and field == "activations":
+            # gin lists the gated form's activations and names a single one.
             value = list(value) if len(value) > 1 else value[0]
         yield binding, value
     denominator = model.loss_denominator
     if dialect == "t5x":
+        # T5X's default is the plain sum (1); Mesh TensorFlow's, all targets of the batch.
         names = {None: "NUM_TOTAL_TARGET_TOKENS", 1.0: None}
         factor = names.get(denominator, denominator)  # pyright: ignore[reportCallIssue, reportArgumentType]
         yield "models.EncoderDecoderModel.loss_normalizing_factor", factor
@@ -201,12 +203,14 @@ def _run(config: RunConfig, dialect: Dialect) -> _Items:
         yield "trainer.Trainer.num_microbatches", config.num_microbatches
         yield "train_script.train.total_steps", config.train_steps
         yield "utils.SaveCheckpointConfig.period", config.save_checkpoints_steps
+        # Mesh TensorFlow's 0 keeps all checkpoints, as T5X's None does.
         yield "utils.SaveCheckpointConfig.keep", config.keep_checkpoint_max or None
         yield "utils.RestoreCheckpointConfig.path", config.init_checkpoint or []
         if config.init_variable_filter:
             yield f"init_variable_filter = {config.init_variable_filter!r}", _NOT_EXPRESSED
         return
     yield "run.sequence_length", lengths
+    # As a pair: a plain number would be taken for tokens or sequences by other settings.
     yield "run.batch_size", ("sequences_per_batch", config.batch_size)
     if config.num_microbatches > 1:
         yield "serialize_num_microbatches.microbatches_per_step", config.num_microbatches

@@ -53,6 +53,7 @@ class RunArguments:
             for name, parameter in signature.parameters.items()
             if parameter.default is not parameter.empty
         }
+        # Bindings win over defaults, as in a call through gin.
         return {**defaults, **gin.get_bindings(selector)}
 
     def argument(self, selector: str, name: str) -> Any:

@@ -60,6 +60,8 @@ class DatasetReader:
                 where=self._gin.bindings.find((), selector, "checkpoint_input_pipeline"),
                 fix="Bind one of them to False.",
             )
+        # False and unbound are different: only unbound resumes exactly (see
+        # TrainDataConfig).
         bound = self._gin.bindings.find((), selector, "skip_seen_data") is not None
         return {name: run[name] for name in names} | ({} if bound else {"skip_seen_data": None})
 
@@ -87,6 +89,7 @@ class DatasetReader:
                 f"{function.__name__}.mixture_or_task_name is not bound.",
                 fix="Add --gin_file=dataset.gin and --gin_param=\"MIXTURE_NAME = 'NAME'\".",
             )
+        # Every argument is noted, also those at their defaults, so that explain can say so.
         for argument in KNOWN_BINDINGS[selector]:
             self._gin.note(f"{field}.{argument}", selector, argument)
         return arguments

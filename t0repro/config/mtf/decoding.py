@@ -115,9 +115,11 @@ class DecodingReader:
         self._check_decoding(values)
         search = importlib.import_module("mesh_tensorflow.beam_search").beam_search
         prefilter = self._read(_BEAM_SEARCH, search, "num_prefilter", "decoding.prefilter")
+        # The mesh decides how many candidates each part of the vocabulary contributes.
         parts = mtf.tensor_dim_to_mesh_dim_size(
             self._run["layout_rules"], self._run["mesh_shape"], mtf.Dimension("vocab", vocab_size)
         )
+        # A beam search needs two candidates a beam, in case one of them ends.
         if prefilter and prefilter * parts < 2:
             self._refuse(_BEAM_SEARCH, "num_prefilter", f"num_prefilter = {prefilter}")
         return DecodingConfig(**values, prefilter=prefilter or 0, vocab_parts=parts)
@@ -157,6 +159,7 @@ class DecodingReader:
             name: self._required(_STRINGS, function, name, none_is_missing=name == "targets")
             for name in ("inputs", "targets")
         }
+        # Lists of gin become tuples: RunConfig is frozen.
         values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
         more = {name: self._read(_STRINGS, function, name) for name in ("eos_id", "score_eos")}
         return ScoreStringsConfig(**values, **more)
@@ -164,6 +167,7 @@ class DecodingReader:
     def _check_postprocess(self, selector: str) -> None:
         function = getattr(self._utils, selector.rpartition(".")[2])
         postprocess = self._required(selector, function, "score_postprocess_fn")
+        # gin wraps what it configures; the function itself is inside.
         while not hasattr(postprocess, "__name__") and hasattr(postprocess, "func"):
             postprocess = postprocess.func
         if getattr(postprocess, "__name__", "") != "save_scores":

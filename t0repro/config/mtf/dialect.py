@@ -27,6 +27,7 @@ def load(inputs: GinInputs, *, float32_activations: bool = True) -> Configuratio
       UserError: for anything that is wrong in a file or an override, with its place.
     """
     bindings = parse(inputs)
+    # A second block: from here on the places of bindings are known to messages.
     with configuration_errors(bindings):
         return reader.read(inputs.model_dir, bindings, float32_activations=float32_activations)
 

@@ -26,9 +26,11 @@ def layout_of(arguments: RunArguments, tpu_mesh: str | None) -> Layout:
     shape = mtf.convert_to_shape(arguments.run["mesh_shape"])
     rules = mtf.convert_to_layout_rules(arguments.run["layout_rules"])
     arguments.note("layout", f"{UTILS}.run", "mesh_shape")
+    # One device: nothing to divide, and rules without a mesh mean nothing.
     if shape.size == 1:
         return Layout()
 
+    # A set: dimensions on the same mesh axis are divided by it once.
     def parts(*dimensions: str) -> int:
         axes = {
             rules.tensor_dimension_to_mesh_axis(mtf.Dimension(name, shape.size), shape)
@@ -42,6 +44,7 @@ def layout_of(arguments: RunArguments, tpu_mesh: str | None) -> Layout:
     if tpu_mesh:
         selector = f"{UTILS}.tpu_mesh_shape"
         arguments.note("layout", selector, "tpu_topology")
+        # Only a mesh that was counted for a TPU follows the devices that are there.
         bound = arguments.arguments(selector, arguments.utils.tpu_mesh_shape)
         topology = bound["tpu_topology"]
     return Layout(parts("batch"), parts("d_ff", "heads", "vocab"), topology=topology)

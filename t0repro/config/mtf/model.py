@@ -145,9 +145,11 @@ def read_model(model: Any, model_type: str, bindings: Bindings) -> ModelConfig:
         reader.check_tower(tower, kinds[scope], scope)
     if two_towers:
         reader.check_bitransformer(model)
+    # The decoder, or the only tower, decides what both towers must agree on.
     decoder = list(towers.values())[-1]
     attention, *_, feed_forward = decoder.layer_stack._layers[: len(kinds[list(towers)[-1]])]
     layers = {
+        # A stack lists every sublayer's layer: two or three of them make one block.
         scope: len(tower.layer_stack._layers) // len(kinds[scope])
         for scope, tower in towers.items()
     }
@@ -207,6 +209,7 @@ class _ModelReader:
             if getattr(decoder, argument):
                 self.refuse(f"{argument} with an encoder", _UNITRANSFORMER, argument)
         names = (encoder.name, decoder.name)
+        # ("decoder", "decoder") is how bi_v1_shared makes its towers share variables.
         if names not in (("encoder", "decoder"), ("decoder", "decoder")):
             self.refuse(
                 f"towers called {names}", f"{_TRANSFORMER}.make_bitransformer", "encoder_name"
@@ -224,6 +227,7 @@ class _ModelReader:
             else:
                 names = [f"layer_{number:03d}" for number in range(len(kinds))]
             self._check_layer_names(tower, names, scope)
+        # Two layers in a block of the encoder, three in one of the decoder.
         if shared and len(encoder.layer_stack._layers) * 3 != len(decoder.layer_stack._layers) * 2:
             self.refuse(
                 "shared towers of different depths",
@@ -267,6 +271,7 @@ class _ModelReader:
             if type(layer).__name__ != kind:
                 self._refuse_layer(f"{type(layer).__name__} ({index}, expected {kind})", scope)
             self._check_layer(layer, kind, scope)
+            # RunConfig has one size for all layers of a kind.
             for size in _SIZES[kind]:
                 first, this = getattr(layers[kinds.index(kind)], size), getattr(layer, size)
                 if first != this:
@@ -285,6 +290,7 @@ class _ModelReader:
     def norm_names(self, towers: Mapping[str, Any]) -> Any:
         """Which of the two known sets of sublayers all towers have: "rms_norm" or "layer_norm"."""
         found = {scope: self._sublayers(tower) for scope, tower in towers.items()}
+        # All towers are compared with the first.
         first = next(iter(found.values()))
         for scope, sublayers in found.items():
             for argument, functions in sublayers.items():

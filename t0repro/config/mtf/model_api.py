@@ -162,6 +162,7 @@ def _bind_model() -> None:
             raise NotOnJax(f"The JAX stack does not support MtfModel.{name}.", fix="Unbind it.")
     if given.get("extra_gin_bindings"):
         gin.parse_config(given["extra_gin_bindings"])
+    # What gin binds of MtfModel wins, then MtfModel's own default, which is not `run`'s.
     for name in _OF_RUN:
         if name in given:
             gin.bind_parameter(f"run.{name}", given[name])
@@ -193,6 +194,7 @@ def _training(
                 where=found.path,
                 fix="Rename it to model.ckpt-<step>.",
             )
+        # MtfModel counts from the checkpoint's step.
         train_steps, start = found.step + train_steps, found.path
     return [
         "run.mode = 'train'",

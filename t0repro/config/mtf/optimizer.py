@@ -132,6 +132,7 @@ class OptimizerReader:
         self, reference: Reference, names: Mapping[str, str], frozen: tuple[str, ...]
     ) -> AdafactorConfig:
         arguments = self._arguments(reference)
+        # Names of other models' dimensions do nothing in a T5.
         stacked = set(arguments["stacked_dim_names"] or ()) & _DIMENSIONS
         if stacked:
             self._refuse(reference, "stacked_dim_names", f"{sorted(stacked)} as stacked dimensions")
@@ -151,7 +152,11 @@ class OptimizerReader:
             decay_offset=decay["offset"],
             decay_rate=rate,
             exclude_from_parameter_scale=tuple(
-                path for path, name in names.items() if any(part in name for part in excluded)
+                # Mesh TensorFlow looks for a part of the name here, and for a
+                # regular expression in Adam's.
+                path
+                for path, name in names.items()
+                if any(part in name for part in excluded)
             ),
             frozen=frozen,
         )
@@ -197,11 +202,14 @@ class OptimizerReader:
         if value is None:
             if not isinstance(optimizer, AdafactorConfig):
                 return None
+            # Adafactor's own default depends on whether updates are scaled by the
+            # parameter.
             scaled = {"multiply_by_parameter_scale": optimizer.multiply_by_parameter_scale}
             return ScheduleConfig("adafactor_default", scaled, total_train_steps)
         if isinstance(value, int | float):
             return ScheduleConfig("constant", {"value": float(value)}, total_train_steps)
         if isinstance(value, list | tuple):
+            # gin would call the factors; what is wanted is what they refer to.
             factors = self._factors(raw_value(_RUN, "learning_rate_schedule"))
             product = {"factors": factors, "offset": 0}
             return ScheduleConfig("product_learning_rate", product, total_train_steps)

@@ -74,16 +74,20 @@ def _parse(inputs: GinInputs, warn: bool) -> Bindings:
 
     skip: Any = inputs.skip_unknown
     if skip is not True:
+        # t5's list comes on top, whatever the user adds.
         skip = (*mesh_transformer.DEPRECATED_GIN_REFERENCES, *(skip or ()))
+    # gin's state is the process's own: another command line may have been parsed before.
     gin.clear_config()
     own_gin_files = os.path.dirname(str(importlib.import_module("t0repro.gin").__file__))
     for prefix in (_folder(mesh_transformer, "gin"), own_gin_files, *inputs.location_prefixes):
         gin.add_config_file_search_path(prefix)
     cloud.guard_gin()
     allowlist = inputs.import_allowlist
+    # What --module_import names is allowed in gin files too.
     restrict_imports(None if allowlist is None else (*allowlist, *inputs.module_imports))
     for cache_dir in inputs.cache_dirs:
         cloud.check_address(cache_dir, "--additional_task_cache_dirs")
+    # defaults.gin first, so that files and parameters win over it.
     with record_bindings() as bindings:
         gin.config.parse_config_file(
             os.path.join(_folder(utils, "gin"), "defaults.gin"), skip_unknown=skip
@@ -102,6 +106,7 @@ def _parse(inputs: GinInputs, warn: bool) -> Bindings:
         if warn:
             print(printable(f"warning: {warning}"), file=sys.stderr)
     gin.bind_parameter("run.vocabulary", mesh_transformer.get_vocabulary())
+    # Locked from here on; a later change has to unlock it on purpose.
     gin.finalize()
     seqio.add_global_cache_dirs(list(inputs.cache_dirs))
     if inputs.tfds_data_dir:
