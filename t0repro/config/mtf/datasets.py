@@ -49,7 +49,7 @@ class DatasetReader:
         )
 
     def _data_resumption(self) -> dict[str, Any]:
-        """Where a resumed run's data go on; skip_seen_data is None where nothing binds it."""
+        """Where a resumed run's data continue; skip_seen_data is None if nothing binds it."""
         selector, run = f"{UTILS}.run", self._gin.run
         names = ("skip_seen_data", "seen_data_init_step", "checkpoint_input_pipeline")
         for name in names:

@@ -74,7 +74,7 @@ class DecodingReader:
         """The fields, by their names in RunConfig.
 
         Args:
-          vocab_size: of the model, padded.
+          vocab_size: The model's, padded.
 
         Raises:
           UserError: for what the JAX stack does not do, with the binding's place.
