@@ -24,7 +24,7 @@ class DecodingPlan:
       temperature: Divides the logits before sampling; 1e-4 or less takes the likeliest token.
       topk: Sample among this many of the likeliest tokens; 0 keeps all.
       topp: Sample among the fewest tokens with at least this much probability; 0 keeps all.
-      max_decode_steps: Maximum tokens sampled after the prompt; None stands for the targets' length.
+      max_decode_steps: Maximum tokens sampled after the prompt; None: the targets' length.
       rescale_log_probs: Whether a sample's score counts the temperature, topk and topp.
     """
 

@@ -1,4 +1,4 @@
-"""A training in the words of the other dialect, and which of its values that cannot express."""
+"""A training in the words of the other dialect, and the values that it cannot express."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Dialect = Literal["mtf", "t5x"]
 
 @dataclasses.dataclass(frozen=True)
 class Translation:
-    """Bindings of a gin file, one a line, and what they leave out.
+    """Bindings of a gin file, one per line, and what they leave out.
 
     Attributes:
       missing: Values that the dialect cannot express, in words.
