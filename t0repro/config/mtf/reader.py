@@ -35,6 +35,7 @@ def read(model_dir: str, bindings: Bindings, *, float32_activations: bool = True
     inputs = InputsReader(arguments).inputs(model_dir)
     try:
         run = _ConfigReader(arguments, float32_activations).run_config(inputs)
+    # Kept, not raised: the run may be for Mesh TensorFlow.
     except NotOnJax as refusal:
         run = refusal
     # What was called here must not appear in the operative_config.gin of a Mesh TensorFlow run.
@@ -107,6 +108,7 @@ class _ConfigReader:
             **decoding.fields(model.vocab_size),
             "dtypes": self._dtypes(),
             "optimizer": optimizer,
+            # Schedules that end somewhere count to total_run_steps if it is bound.
             "schedule": training.schedule(run["total_run_steps"] or train_steps, optimizer),
             "train_data": data.train_data(),
             "eval_data": data.eval_data(),
@@ -132,6 +134,7 @@ class _ConfigReader:
             self._gin.argument(f"{UTILS}.tpu_estimator_model_fn", "init_variable_filter") or ""
         )
         config = RunConfig(**fields, provenance=dict(sorted(self._gin.provenance.items())))
+        # Only here is everything read, whichever file or flag it came from.
         ranges.check(config, config.provenance)
         return config
 
@@ -145,6 +148,8 @@ class _ConfigReader:
                 continue
             configurable = gin.config._REGISTRY[selector]
             parameters = inspect.signature(configurable.wrapped).parameters
+            # Values are compared with the signature's defaults: binding a default
+            # changes nothing.
             for argument in set(arguments) - set(known):
                 with gin.config_scope(scope or None):
                     value = gin.get_bindings(selector)[argument]

@@ -91,6 +91,7 @@ class InputsReader:
         import gin.config
 
         bound = mtf_optimizer.raw_value(f"{UTILS}.run", "mesh_shape")
+        # The raw binding: called, it is a Shape, which no longer says where it came from.
         if not isinstance(bound, gin.config.ConfigurableReference):
             return None
         configurable: Any = bound.configurable
@@ -108,6 +109,7 @@ class InputsReader:
 
     def _sequence_length(self) -> Mapping[str, int] | None:
         length = self._gin.run["sequence_length"]
+        # Mesh TensorFlow takes one number for both features.
         if isinstance(length, int):
             length = {"inputs": length, "targets": length}
         where = self._gin.place_of_run("sequence_length")
@@ -150,6 +152,7 @@ class InputsReader:
                 where=where,
                 fix="Bind run.batch_size to a number or to ('sequences_per_batch', N).",
             )
+        # Mesh TensorFlow counts a batch's tokens by the longer of its features.
         longest = max(sequence_length.values())
         if amount % longest:
             raise UserError(

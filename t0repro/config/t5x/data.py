@@ -156,6 +156,7 @@ def evaluator_config(record: Any, places: Places) -> EvaluatorConfig | None:
             raise places.refused(
                 "seqio.Evaluator.logger_cls", logger, "the loggers are SeqIO's three."
             )
+        # Only the JSON logger has it.
         results = getattr(logger, "write_n_results", None)
         kind: Any = _LOGGERS[type(logger)]
         loggers.append(LoggerConfig(kind, logger.output_dir, results))

@@ -85,8 +85,10 @@ def parse(inputs: GinInputs) -> Parsed:
     """
     import gin
 
+    # What gin holds is read inside the block; nothing of it is there afterwards.
     with _files_in_gin(inputs) as (bindings, imports):
         program = _program(inputs.run_mode)
+        # The calls that the program will make; what they do not read is a mistake.
         reached = _reached(program)
         _check_macros(reached, bindings)
         warnings = _check_overrides(reached, bindings)
@@ -119,6 +121,7 @@ def _files_in_gin(inputs: GinInputs) -> Iterator[tuple[Bindings, list[str]]]:
         record_bindings("--gin_bindings") as bindings,
         _looking_in(*inputs.gin_search_paths, str(shipped_files())),
     ):
+        # Module imports are checked as the files are parsed, which is where gin runs them.
         restrict_imports(inputs.import_allowlist)
         gin.parse_config_files_and_bindings(
             list(inputs.gin_files), list(inputs.gin_bindings), finalize_config=False
@@ -143,6 +146,8 @@ def _gin_left_as_it_was() -> Iterator[None]:
     finally:
         gin.clear_config()
         for served in [*gin.config._INVERSE_REGISTRY]:
+            # Records and optax's functions only; what the user's modules register
+            # stays.
             if served.__module__ == records.__name__ or served.__module__.startswith("optax."):
                 gin.config._REGISTRY.pop(gin.config._INVERSE_REGISTRY.pop(served).selector)
 
@@ -186,6 +191,7 @@ def _call(program: str) -> Any:
         return gin.get_configurable(program)()
     except TypeError as error:
         what, _, caller = str(error).partition("\n")
+        # Other TypeErrors are errors of a record, which say what is wrong themselves.
         if "missing" not in what:
             raise
         names = re.findall(r"'(\w+)'", what)
@@ -214,6 +220,7 @@ def _program(run_mode: str) -> str:
     Raises:
       UserError: if no file configures it.
     """
+    # `import __main__ as train_script` makes gin's selector begin with another name.
     configured = {mode: _configured(record) for mode, (_, record) in modules.PROGRAMS.items()}
     selector = configured[run_mode]
     if selector:
@@ -247,6 +254,8 @@ def _reached(selector: str) -> list[_Call]:
     calls: dict[tuple[tuple[str, ...], str], _Call] = {}
 
     def visit(scopes: tuple[str, ...], selector: str) -> None:
+        # A configurable may be reached by several paths, and a macro may be read by many
+        # bindings.
         if (scopes, selector) in calls:
             return
         arguments = gin.config._get_bindings(selector, scope_components=list(scopes))
@@ -288,6 +297,7 @@ def _check_macros(reached: Iterable[_Call], bindings: Bindings) -> None:
     lines = []
     for name in missing:
         place = bindings.place((name, MACRO, "value"))
+        # A macro that is set but not read is probably the missing one, misspelt.
         stray = nearest_names(name, bound - set(read), count=1)
         hint = "" if stray == "none is similar" else f", for which {stray} may be meant"
         required = f" (required at {_without_folder(place)})" if place else ""
@@ -329,6 +339,7 @@ def _check_overrides(reached: Sequence[_Call], bindings: Bindings) -> list[str]:
         if selector == MACRO or any(_reads(call, scope, selector) for call in reached):
             continue
         name = f"{scope + '/' if scope else ''}{_short(selector)}.{argument}"
+        # Files of this package bind more than any one run reads.
         if place.startswith(str(shipped_files())):
             continue
         if not place.startswith("--gin"):
@@ -347,6 +358,7 @@ def _check_overrides(reached: Sequence[_Call], bindings: Bindings) -> list[str]:
 def _reads(call: _Call, scope: str, selector: str) -> bool:
     """Whether a call takes the bindings of a scope: its own scopes begin with it."""
     parts = tuple(scope.split("/")) if scope else ()
+    # gin applies a binding in a scope to every call in that scope or in one inside it.
     return call.selector == selector and call.scopes[: len(parts)] == parts
 
 

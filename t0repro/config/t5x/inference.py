@@ -71,6 +71,7 @@ def infer_plan(parsed: Parsed) -> InferPlan:
     record, files = program.dataset_cfg, None
     if isinstance(record.mixture_or_task_name, records.TfExampleTask):
         files = _files(record.mixture_or_task_name, places)
+        # The record is frozen; the task's name is what the rest of the plan reads.
         record = dataclasses.replace(record, mixture_or_task_name=files.name)
     if record.task_feature_lengths is None:
         raise places.refused(
@@ -196,6 +197,7 @@ def decoding_plan(model: records.EncoderDecoderModel, places: Places) -> Decodin
         function, where, {key: why for key, why in _NOT_DONE.items() if hasattr(function, key)}
     )
     options = {field.name: getattr(function, field.name) for field in dataclasses.fields(function)}
+    # In this order, so that decoder_params win (see above).
     options |= model.default_decoder_params or {}
     options |= model.decoding.decoder_params or {}
     options["num_decodes"] = model.decoding.num_decodes
@@ -242,6 +244,7 @@ def _files(task: records.TfExampleTask, places: Places) -> ExampleFiles:
         )
     paths = [task.paths] if isinstance(task.paths, str) else list(task.paths)
     keys = [task.inputs_key, task.targets_key or ""]
+    # As T5X makes the name, so that its results' files can be found again.
     digest = hashlib.md5(":".join(paths + keys).encode()).hexdigest()[:10]
     return ExampleFiles(
         name=f"infer_{task.task_id or digest}",  # T5X's name, which the results' files bear

@@ -65,6 +65,7 @@ def _fully_sharded(rules: Any, where: str | None) -> bool:
         return False
     whole, pairs = False, rules
     if isinstance(rules, AxisRules):
+        # Two dimensions mean that parameters are divided along data as well.
         whole, pairs = rules.parameter_partitioning_dims == 2, rules.additional_rules or ()
         if rules.activation_partitioning_dims != 1:
             raise UserError(

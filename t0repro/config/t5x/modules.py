@@ -155,6 +155,7 @@ def served() -> Iterator[list[str]]:
 
     def import_for_gin(name: str, *_: Any, fromlist: Any = None, **__: Any) -> Any:
         root = name.partition(".")[0]
+        # Only these roots are described here; all else is a module of the user's.
         if root not in ("t5x", "seqio", "optax", "__main__"):
             if importlib.util.find_spec(root) is None:
                 raise UserError(
@@ -163,6 +164,8 @@ def served() -> Iterator[list[str]]:
                 )
             if name not in imported:
                 imported.append(name)
+            # As Python's own __import__: the module itself with a `from` list, else its
+            # root.
             return _Deferred(name if fromlist else root)
         return _module(name) if fromlist else _module(root)
 
@@ -175,6 +178,7 @@ def served() -> Iterator[list[str]]:
 
 
 def _module(name: str) -> _Served | _Optax:
+    # Any function of optax can be called, so its names are not listed but looked up.
     if name in ("optax", "t5x.optimizers"):
         return _Optax(_MODULES.get(name, {}))
     contents: dict[str, Any] = dict(_MODULES.get(name, {}))

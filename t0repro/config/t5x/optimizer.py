@@ -86,6 +86,7 @@ def _adafactor(record: records.Adafactor, places: Places) -> AdafactorConfig:
         multiply_by_parameter_scale=record.multiply_by_parameter_scale,
         decay_exponent=record.decay_rate,
         decay_offset=record.step_offset,
+        # None means no momentum there, and 0.0 a slot that holds it without effect.
         beta1=record.beta1 or 0.0,
         clipping_threshold=record.clipping_threshold,
         factored=record.factored,
@@ -108,6 +109,7 @@ def _check_scanned(record: records.Adafactor, model: ModelConfig, places: Places
     With logical rules T5X factors a stack of kernels whatever their size; a single kernel, as here,
     only if both of its sides are long enough.
     """
+    # The sides that a kernel can have.
     shortest = min(model.d_model, model.d_ff, model.num_heads * model.d_kv)
     if record.factored and record.logical_factor_rules and shortest < record.min_dim_size_to_factor:
         raise places.refused(
@@ -133,6 +135,8 @@ def _call(value: Any, places: Places) -> Mapping[str, Any]:
         if isinstance(argument, list | tuple):
             return [plain(name, item) for item in argument]
         try:
+            # Through JSON, so that what RunConfig holds can be written and read back
+            # equal.
             return json.loads(json.dumps(argument))
         except TypeError:
             raise places.refused(

@@ -27,6 +27,7 @@ class Places:
         """The place of a name; without its scope or its module, of the first that has it."""
         if name in self.by_name:
             return self.by_name[name]
+        # A value is recorded with its scope and its module; callers may leave out either.
         endings = (f"/{name}", f".{name}")
         return next((place for key, place in self.by_name.items() if key.endswith(endings)), None)
 
@@ -48,6 +49,7 @@ class Places:
         defaults = {field.name: field.default for field in dataclasses.fields(record)}
         for argument, why in whys.items():
             value, default = getattr(record, argument), defaults[argument]
+            # None and empty sequences stand for a default that gin bound explicitly.
             if value != default and value not in (None, (), []):
                 raise self.refused(f"{name}.{argument}", value, why)
 
