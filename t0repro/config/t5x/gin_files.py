@@ -49,13 +49,13 @@ class Value:
 
 @dataclasses.dataclass(frozen=True)
 class Parsed:
-    """What the gin files and overrides of one run come to.
+    """What the gin files and overrides of one run amount to.
 
     Attributes:
       program: the record of `modules.PROGRAMS[run_mode]`.
       values: every argument that the run reads, defaults included, in the order of the calls.
-      imports: modules that the files import beside T5X's and SeqIO's; they register tasks.
-      warnings: what a file binds and nothing reads.
+      imports: modules that the files import besides T5X's and SeqIO's; they register tasks.
+      warnings: what a file binds but nothing reads.
       gin_text: the configuration as gin writes it, for the run's config.gin.
     """
 
@@ -67,7 +67,7 @@ class Parsed:
 
 
 def shipped_files() -> Path:
-    """The folder below which `t5x/configs/runs/pretrain.gin` and the other gin files lie."""
+    """The folder that contains `t5x/configs/runs/pretrain.gin` and the other gin files."""
     import t0repro.gin
 
     return Path(str(t0repro.gin.__file__)).parent
@@ -407,7 +407,7 @@ def _prefixes(scopes: Sequence[str]) -> tuple[str, ...]:
 
 
 def _followed(value: Any) -> Any:
-    """What a reference to a macro comes to in the end; any other value as it is."""
+    """What a reference to a macro finally stands for; any other value as it is."""
     import gin.config
 
     while isinstance(value, gin.config.ConfigurableReference) and _referred_to(value) == MACRO:

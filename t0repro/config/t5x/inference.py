@@ -29,7 +29,7 @@ _INFER_CODE = _OWN_CODE | {
     "merge_fn": "chunks are put one after the other.",
 }
 _MODES = ("predict", "score", "predict_with_aux")
-# Options of T5X's two decoding functions that change a search but are not done here.
+# Options of T5X's two decoding functions that change a search but are not supported here.
 _NOT_DONE = {
     "max_decode_step": "a search is as long as the targets, or max_decode_len.",
     "min_log_prob": "no candidate is dropped for its probability.",

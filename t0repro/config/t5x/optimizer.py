@@ -122,7 +122,7 @@ def _check_scanned(record: records.Adafactor, model: ModelConfig, places: Places
 
 
 def _call(value: Any, places: Places) -> Mapping[str, Any]:
-    """A call of optax as plain data, calls among its arguments too.
+    """A call of optax as plain data, including calls among its arguments.
 
     Raises:
       UserError: If an argument is neither plain data nor such a call.
