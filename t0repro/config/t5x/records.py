@@ -24,11 +24,13 @@ class Record:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):  # pyright: ignore[reportArgumentType]
             if field.init:
+                # Frozen: a plain assignment would raise.
                 object.__setattr__(self, field.name, _called(getattr(self, field.name)))
 
 
 def _called(value: Any) -> Any:
     if isinstance(value, type) and issubclass(value, Record):
+        # gin supplies the arguments, as it would for T5X's own class.
         return value()
     if isinstance(value, Mapping):
         return {key: _called(item) for key, item in value.items()}
@@ -197,6 +199,7 @@ class EncoderDecoderModel(Record):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        # Called here, so that gin supplies what it binds for the method.
         object.__setattr__(self, "decoding", self.predict_batch_with_aux())
 
     def predict_batch_with_aux(
@@ -477,6 +480,7 @@ class TrainProgram(Record):
     """
 
     model: EncoderDecoderModel
+    # Required arguments first, as in T5X's signature; the others have its defaults.
     train_dataset_cfg: DatasetConfig
     train_eval_dataset_cfg: DatasetConfig | None
     infer_eval_dataset_cfg: DatasetConfig | None

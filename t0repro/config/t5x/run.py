@@ -86,6 +86,7 @@ def train_config(parsed: Parsed) -> RunConfig:
         batch_size=train.batch_size,
         num_microbatches=program.trainer_cls.num_microbatches or 1,
         train_steps=program.total_steps,
+        # RunConfig wants a number: a run that saves nothing else saves at its end.
         save_checkpoints_steps=(plan.save and plan.save.period) or max(1, program.total_steps),
         keep_checkpoint_max=plan.save and plan.save.keep,
         init_checkpoint=_init_checkpoint(plan),
@@ -104,6 +105,8 @@ def shared_fields(model: records.EncoderDecoderModel) -> dict[str, Any]:
     vocabulary = getattr(model.output_vocabulary, "sentencepiece_model_file", None)
     parameters = model.decoding.decoder_params or {}
     return {
+        # Mesh TensorFlow's modes do not run from such a RunConfig; these are its neutral
+        # values.
         "train_data": None,
         "eval_data": None,
         "eval_checkpoint_step": None,
@@ -201,6 +204,7 @@ def _check_periods(plan: TrainingPlan, places: Places) -> None:
         "utils.SaveCheckpointConfig.period": (plan.save and plan.save.period) or 0,
         "train.gc_period": plan.gc_period,
     }
+    # 0 turns a period off.
     named = {name: period for name, period in periods.items() if period}
     shortest = min(named.values(), default=1)
     for name, period in named.items():
@@ -229,6 +233,7 @@ def _provenance(places: Places) -> dict[str, str]:
         f"schedule.arguments.{name}": f"{t5x_optimizer.SCHEDULE}.{name}"
         for name in _SCHEDULE_ARGUMENTS
     }
+    # The same arguments in three scopes.
     for part in ("train", "train_eval", "infer_eval"):
         for field, name in _DATA_FIELDS.items():
             fields[f"plan.{part}_data.{field}"] = f"{part}/utils.DatasetConfig.{name}"
