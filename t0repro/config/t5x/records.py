@@ -48,9 +48,9 @@ class DatasetConfig(Record):
 
     Attributes:
       mixture_or_task_name: a registered SeqIO task or mixture, or a `TfExampleTask`.
-      task_feature_lengths: tokens by feature; None stands for the longest example.
+      task_feature_lengths: tokens per feature; None stands for the longest example.
       batch_size: examples over all devices; rows, when they are packed.
-      seed: None for another order at each start.
+      seed: None takes another order at each start.
     """
 
     mixture_or_task_name: Any
@@ -72,8 +72,8 @@ class SaveCheckpointConfig(Record):
     """Which checkpoints a training keeps.
 
     Attributes:
-      dtype: of parameters; slots stay float32. None keeps the parameters' own type.
-      period: steps between checkpoints; None saves none but at `checkpoint_steps`.
+      dtype: dtype of the parameters; slots stay float32. None keeps the parameters' own.
+      period: steps between checkpoints; None saves only at `checkpoint_steps`.
       keep: how many of the latest are kept; None keeps all.
     """
 
@@ -324,7 +324,7 @@ class SaveBestCheckpointer(Record):
     """Keeps the checkpoints with the best value of a metric, and the latest.
 
     Attributes:
-      metric_name_to_monitor: `<run>/<tag>` in the TensorBoard files, as "train/accuracy".
+      metric_name_to_monitor: `<run>/<tag>` in the TensorBoard files, such as "train/accuracy".
       metric_mode: "max" or "min".
     """
 
@@ -531,7 +531,7 @@ class InferProgram(Record):
     """What `infer_script.infer` is called with.
 
     Attributes:
-      checkpoint_period: batches between the points from which an interrupted job goes on.
+      checkpoint_period: batches between the points where an interrupted job can resume.
       shard_id: which of `num_shards` parts of the examples this job takes.
     """
 
@@ -582,9 +582,9 @@ class WriteInferences(Record):
     """`infer_script.write_inferences_to_file`: what a line of the results holds.
 
     Attributes:
-      include_all_inputs: all features of an example, and not only its texts.
+      include_all_inputs: whether all features of an example are written, not only its texts.
       input_fields_to_include: the features to write instead.
-      output_ids: an output's token ids too.
+      output_ids: whether an output's token ids are written too.
     """
 
     include_all_inputs: bool = False

@@ -51,7 +51,7 @@ _DATA_FIELDS = {
         for name in "mixture_or_task_name split batch_size shuffle seed use_cached pack".split()
     },
 }
-# What T5X calls in place of its own functions, which would have to be T5X's code.
+# Functions that T5X would call in place of its own; they would have to be T5X's code.
 _OWN_CODE = {
     name: "this function of the run cannot be replaced."
     for name in (
