@@ -143,10 +143,12 @@ def catalogue() -> Mapping[tuple[str, str | None], CatalogueEntry]:
     """Every dataset configuration of T0's table, keyed by (dataset, subset)."""
     with open(CATALOGUE, newline="", encoding="utf-8") as file:
         entries = [_entry(row) for row in csv.DictReader(file)]
+    # Read-only, since every caller gets the same object.
     return types.MappingProxyType({(entry.dataset, entry.subset): entry for entry in entries})
 
 
 def _entry(row: Mapping[str, str]) -> CatalogueEntry:
+    # `train=120 validation=30`: splits in the order of the dataset.
     sizes = (item.split("=") for item in row["splits"].split())
     return CatalogueEntry(
         dataset=row["dataset"],

@@ -47,6 +47,7 @@ def add_example_files(
     found = sorted({path for pattern in paths for path in glob.glob(pattern)})
     if not found:
         raise UserError("The files of examples are not there.", where=", ".join(paths))
+    # SeqIO refuses a name twice, and a run that is repeated in one process comes here again.
     if name in seqio.TaskRegistry.names():
         return
     keys = [key for key in (inputs_key, targets_key) if key]

@@ -48,6 +48,8 @@ class HubReader:
     def read(self, start: int = 0, stop: int | None = None) -> Iterator[dict[str, Any]]:
         """Rows `start` to `stop`."""
         stop = len(self.data) if stop is None else min(stop, len(self.data))
+        # Arrow gives columns; a thousand rows at a time keeps the conversion cheap and
+        # memory bounded.
         for first in range(start, stop, BATCH):
             columns = self.data[first : min(first + BATCH, stop)]
             names = list(columns)
@@ -96,6 +98,7 @@ def hub_reader(entry: CatalogueEntry, split: str) -> HubReader:
 
 
 @functools.cache
+# Read once a process: the branch may move between two calls.
 def _load(
     dataset: str, subset: str | None, place: HubPlace, split: str, expected: int | None
 ) -> HubReader:
@@ -124,7 +127,9 @@ def _load(
                 f" {_by_hand(dataset, subset, split)}"
             ),
         ) from error
+    # After a whole download only: what is remembered must be readable offline.
     _remember(place, split, commit, files)
+    # A warning: the rows are usable, and T0's sizes are those of another day.
     if expected is not None and len(data) != expected:
         logging.warning(
             "%s, split %s, has %d rows on the hub today; T0's had %d.",
@@ -144,6 +149,7 @@ def _resolve(place: HubPlace, split: str) -> tuple[str, list[str]]:
         info = huggingface_hub.HfApi().dataset_info(
             place.repository, revision=place.revision, timeout=TIMEOUT_SECONDS
         )
+    # Whatever the network does; the last download answers, if there was one.
     except Exception:
         record = _record(place, split)
         if not record.is_file():
@@ -172,6 +178,7 @@ def _files(place: HubPlace, split: str, held: Sequence[str]) -> list[str]:
 def _record(place: HubPlace, split: str) -> Path:
     """The file that records which commit and files were downloaded, for later use offline."""
     name = f"{place.repository}@{place.revision}/{place.configuration}/{split}.json"
+    # `*` stands for the only configuration, and is awkward in a file's name.
     return user_cache() / "hub" / name.replace("*", "_")
 
 

@@ -40,6 +40,7 @@ class PromptedMixture:
         Raises:
           UserError: If the rate is a number of rows, and the rows are missing.
         """
+        # Counting rows is left to the end: it needs the data.
         if task in self.rates or self.default_rate is None:
             return self.rates[task]
         return self.default_rate(task_descriptions()[task].rows)
@@ -178,6 +179,7 @@ def keep_at_hand(name: str, split: str, *, use_cached: bool, say: Callable[[str]
     if not missing:
         return
     kept = [task for task in mixture.tasks if task.name not in missing]
+    # Tasks that lack the split altogether do not make a mixture trainable.
     if not any(split in task.splits for task in kept):
         raise UserError(
             f"Nothing of {name!r} is at hand: split {split!r} of {counted(len(missing), 'task')},"
@@ -189,6 +191,7 @@ def keep_at_hand(name: str, split: str, *, use_cached: bool, say: Callable[[str]
     # Rates that are numbers of rows are counted here, for the tasks that are kept: counting those
     # of the whole mixture would fail on the missing rows.
     rates = [(task.name, mixture.get_rate(task)) for task in kept]
+    # SeqIO has no way to change a mixture in place.
     seqio.MixtureRegistry.remove(name)
     seqio.MixtureRegistry.add(name, rates)
     left_out = "; ".join(f"{task} ({why})" for task, why in missing.items())

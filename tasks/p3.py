@@ -85,6 +85,8 @@ def matching_names(patterns: Sequence[str]) -> list[str]:
     """
     found: set[str] = set()
     for pattern in patterns:
+        # Shell patterns, as the shell and T0's users write them; seqio_cache_tasks has
+        # regular expressions.
         names = fnmatch.filter(known_names(), pattern)
         if not names:
             stem = re.sub(r"[*?\[\]]+", "", pattern)
@@ -125,6 +127,7 @@ def fetch(patterns: Sequence[str], to: Path, repository: HubRepository) -> Fetch
     with folder_lock(to, "fetching P3"):
         present = [name for name in names if _is_whole(to / name)]
         wanted = [name for name in names if name not in set(present)]
+        # Complete tasks are not asked for, so that a finished fetch works offline.
         listed = _list(wanted, repository)
         absent = [name for name, files in listed.items() if files is None]
         if absent and len(absent) == len(names):
@@ -168,9 +171,11 @@ def _is_whole(folder: Path) -> bool:
 
 def _checked_listing(name: str, files: Sequence[HubFile]) -> list[HubFile]:
     """The files without the marker, after checking that no shard or info file is missing."""
+    # The marker is written here, last; the others must all be listed.
     names = {file.name for file in files}
     problems = [] if MARKER in names else ["COMPLETED is missing"]
     shards = [re.fullmatch(r"(.+)\.tfrecord-(\d+)-of-(\d+)", name) for name in names]
+    # The number of shards is in the name of each.
     splits = {match[1]: int(match[3]) for match in shards if match}
     if not splits:
         problems.append("there is no split")
@@ -178,6 +183,7 @@ def _checked_listing(name: str, files: Sequence[HubFile]) -> list[HubFile]:
         needed = [f"{split}.tfrecord-{shard:05d}-of-{count:05d}" for shard in range(count)]
         needed += [f"info.{split}.json", f"stats.{split}.json"]
         problems += [f"{file} is missing" for file in needed if file not in names]
+    # A mirror's listing must not lead out of the task's folder.
     strange = [file for file in names if "/" in file or file in ("", ".", "..")]
     if problems or strange:
         raise UserError(

@@ -75,6 +75,7 @@ def _of_choices(
         yield {
             **inputs,
             **tokens.of_target(choice),
+            # t5's preprocessor numbers inputs by their order in the split.
             "idx": np.array([ordinal, index], np.int32),
             "is_correct": np.bool_(choice == example["targets"]),
             "weight": np.float32(1.0),
@@ -107,6 +108,7 @@ class _Tokens:
                 self._targets.clear()
             eos, length = self._processor.eos_id(), self._lengths["targets"]
             tokens = [*self._processor.encode(text), eos]
+            # Cut, but still with EOS at the end.
             if len(tokens) > length:
                 tokens = [*tokens[: length - 1], eos]
             found = self._targets[text] = {

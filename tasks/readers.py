@@ -52,6 +52,8 @@ class LocalReader:
     @classmethod
     def of(cls, path: Path) -> LocalReader:
         """The reader of a file as it is now."""
+        # The time and size are part of the reader, so that a changed file is another
+        # reader.
         status = path.stat()
         return cls(path, status.st_mtime_ns, status.st_size)
 
@@ -128,6 +130,7 @@ def local_reader(
       subset: The configuration, or None.
       split: The file's name without its suffix.
     """
+    # Without a folder nothing is local, and that is no error: the hub may be allowed.
     if root is None and not os.environ.get(rows.DATA_VARIABLE):
         return None
     root = root or rows.data_folder()
@@ -233,6 +236,7 @@ def read_story_cloze(path: Path) -> Iterator[dict[str, Any]]:
     Raises:
       UserError: If a column is missing, a line is cut or the text is not UTF-8.
     """
+    # utf-8-sig drops the byte-order mark that spreadsheets write.
     with open(path, newline="", encoding="utf-8-sig") as file:
         reader = csv.DictReader(file)
         try:
@@ -242,6 +246,7 @@ def read_story_cloze(path: Path) -> Iterator[dict[str, Any]]:
             for row in reader:
                 brought = {new: row[old] for old, new in STORY_CLOZE_COLUMNS.items()}
                 answer = brought["answer_right_ending"]
+                # DictReader fills a short line up with None.
                 if None in brought.values() or answer not in ("1", "2"):
                     raise _broken(path, reader.line_num, "it is cut, or its answer is not 1 or 2")
                 yield {**brought, "answer_right_ending": int(answer)}

@@ -102,6 +102,7 @@ def add_prompted_task(
         splits = {split: Split(split) for split in splits}
     _check_metrics(dataset, template)
     rows = PromptedRows(name, dataset, subset, template, splits, root)
+    # Before anything is registered: SeqIO and the descriptions must not disagree.
     description = _with_most_splits(
         TaskDescription(_prompt(rows), rows, vocabulary or default_vocabulary())
     )
@@ -176,6 +177,7 @@ def _with_most_splits(description: TaskDescription) -> TaskDescription:
     if known is None:
         return description
     ours, theirs = description.rows, known.rows
+    # Equal in everything but the splits; otherwise it is another task of the same name.
     if (
         known.prompt != description.prompt
         or theirs.root != ours.root
@@ -187,6 +189,7 @@ def _with_most_splits(description: TaskDescription) -> TaskDescription:
 
 def _agree(one: Mapping[str, Split], other: Mapping[str, Split]) -> bool:
     """Whether one has all of the other's splits, from the same rows."""
+    # The registration with fewer splits has to be a part of the other.
     few, many = sorted((one, other), key=len)
     return few.items() <= many.items()
 
@@ -229,6 +232,7 @@ def load_tasks(
     modules = resolved(modules)
     for path in templates:
         read_template_file(path)  # so that a broken file is reported before seconds of imports
+    # A module of the user's may register plain SeqIO tasks beside prompted ones.
     with_seqio = into_seqio or needs_seqio(modules)
     if with_seqio and modules:
         from t0repro.mesh import compat
@@ -310,6 +314,7 @@ def _register_mixture(name: str, rates: Mapping[str, float], content: TemplateFi
             )
     mixtures = registered_mixtures()
     before = prompted_mixtures().get(name)
+    # The same mixture again is no error: a file may be read twice in a process.
     if name in known or (
         name in mixtures and (before is None or dict(before.rates) != dict(rates))
     ):

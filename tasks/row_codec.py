@@ -37,6 +37,7 @@ def _tagged(value: Any) -> Any:
         return value
     if kind is list:
         return [_tagged(item) for item in value]
+    # Exact types: a subclass would come back as its base.
     if kind is dict and all(type(key) is str for key in value) and _TAG not in value:
         return {key: _tagged(item) for key, item in value.items()}
     if kind is dict:

@@ -126,6 +126,7 @@ def _depth(value: Any) -> int:
         if isinstance(item, dict | list):
             deepest = max(deepest, depth + 1)
             inside = item.values() if isinstance(item, dict) else item
+            # A stack of its own, since what is measured is deeper than Python's.
             waiting += [(each, depth + 1) for each in inside]
     return deepest
 
@@ -155,6 +156,8 @@ def _read_parquet(path: Path, start: int, stop: int | None) -> Iterator[dict[str
         end = file.metadata.num_rows if stop is None else stop
         groups = []
         for group in range(file.num_row_groups):
+            # Row groups are found by counting, so that rows before `start` are not
+            # decoded.
             last = first + file.metadata.row_group(group).num_rows
             if last > start and first < end:
                 groups.append((group, first))
@@ -183,6 +186,7 @@ def place_of_row(path: Path, index: int) -> str:
     """Where row `index`, from 0, is: the file and the line, or the row in a Parquet file."""
     if path.suffix == ".parquet":
         return f"{path}, row {index + 1}"
+    # Blank lines are not rows, so the line's number has to be counted.
     number, _ = next(itertools.islice(_lines(path), index, None), (index + 1, b""))
     return f"{path}, line {number}"
 
@@ -190,6 +194,7 @@ def place_of_row(path: Path, index: int) -> str:
 def number_of_rows(path: Path) -> int:
     """Number of rows of a file, counted without parsing; cached while the file is unchanged."""
     status = path.stat()
+    # Time and size are in the key: a changed file is counted again.
     return _number_of_rows(path, status.st_mtime_ns, status.st_size)
 
 
@@ -233,4 +238,5 @@ def kept_row(index: int, count: int, max_rows: int | None) -> bool:
     """Whether row `index` of `count` is among the evenly spaced `max_rows`."""
     if max_rows is None or count <= max_rows:
         return True
+    # Where the scaled index passes a whole number: evenly spaced, and exactly max_rows of them.
     return (index + 1) * max_rows // count > index * max_rows // count
