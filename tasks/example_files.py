@@ -36,7 +36,7 @@ def add_example_files(
       paths: Files, or patterns of files.
       inputs_key: The feature or field with the text of the inputs.
       targets_key: That of the targets; None makes them empty.
-      features: seqio.Features `inputs` and `targets`.
+      targets_key: The feature or field with the text of the targets; None makes them empty.
 
     Raises:
       UserError: If no file is there.

@@ -38,7 +38,7 @@ HUB = "https://huggingface.co"
 REPOSITORY = "bigscience/P3"
 REVISION = "eebf82105ad8b692635572bcb5ba58e1b6d3c473"
 UNFINISHED = ".p3_unfinished"
-"""Folder, in the one that is fetched to, of tasks that are not whole yet."""
+"""Folder, inside the destination, for tasks that are not complete yet."""
 MARKER = "COMPLETED"
 
 

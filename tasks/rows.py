@@ -16,8 +16,8 @@ from t0repro.errors import UserError
 DATA_VARIABLE = "T0REPRO_DATA_DIR"
 SUFFIXES = (".jsonl", ".parquet")
 DEPTH = 100
-"""How deep lists and objects of a row may lie in each other."""
-_TOO_DEEP = f"its lists and objects lie more than {DEPTH} deep in each other"
+"""How deeply the lists and objects of a row may be nested."""
+_TOO_DEEP = f"its lists and objects are nested more than {DEPTH} deep"
 
 
 def data_folder() -> Path:
