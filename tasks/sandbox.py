@@ -128,6 +128,7 @@ class _Process:
                 line = process.stdout.readline()
             except BrokenPipeError:
                 line = b""
+            # A line without its end was cut short: the process died while it answered.
             if not line.endswith(b"\n"):
                 raise self._ended(process)
         answer = json.loads(line)
@@ -139,6 +140,7 @@ class _Process:
         # After a fork, the pipes are the parent's: its requests and ours would mix.
         if self._process is None or self._owner != os.getpid():
             self._owner = os.getpid()
+            # -P: modules are not looked for in the working directory.
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-W", "ignore", "-m", "t0repro.tasks.sandbox"],
                 stdin=subprocess.PIPE,
@@ -150,6 +152,7 @@ class _Process:
     def _ended(self, process: subprocess.Popen[bytes]) -> TemplateFailure:
         """The error for a process that has died; the next request starts another."""
         self.close()
+        # SIGPROF comes from the timer that `_serve` sets before each row.
         if process.returncode == -signal.SIGPROF:
             return TemplateFailure(f"it ran for more than {SECONDS:g} s of processor time")
         return TemplateFailure(
@@ -161,6 +164,7 @@ class _Process:
         process, self._process = self._process, None
         if process is None or self._owner != os.getpid():
             return
+        # Closing its input is what ends it.
         for pipe in (process.stdin, process.stdout):
             assert pipe is not None
             with contextlib.suppress(BrokenPipeError):
@@ -203,6 +207,7 @@ class StrictEnvironment(jinja2.sandbox.SandboxedEnvironment):
 
     def __init__(self) -> None:
         promptsource = promptsource_environment()
+        # StrictUndefined: what a row does not have is an error, not an empty text.
         super().__init__(loader=jinja2.BaseLoader(), undefined=jinja2.StrictUndefined)
         self.filters = {**promptsource.filters, "string": _text_of}
         self.globals = dict(promptsource.globals)
@@ -238,6 +243,8 @@ class _StrictTemplate:
         hidden = {
             name: _HiddenLabel(-1)
             for name, value in row.items()
+            # Rows spell hyphens where templates write underscores (see
+            # CompiledTemplate.render).
             if name.replace("-", "_") in self._labels and type(value) is int and value == -1
         }
         try:
@@ -261,6 +268,7 @@ class _Text:
         self.name, self.jinja, self.answer_choices = name, jinja, answer_choices
 
 
+# As many templates as a run is likely to use at once.
 @functools.lru_cache(maxsize=256)
 def _strict(name: str, jinja: str, answer_choices: str | None, cut: bool) -> _StrictTemplate:
     return _StrictTemplate(_Text(name, jinja, answer_choices), cut)
@@ -293,6 +301,7 @@ def _variables(text: str) -> list[str]:
         found = jinja2.meta.find_undeclared_variables(environment.parse(text))
     except jinja2.TemplateSyntaxError:
         return []
+    # What Jinja itself provides, and what promptsource adds, are no columns.
     return sorted(found - set(environment.globals) - {"answer_choices"})
 
 
@@ -335,14 +344,17 @@ def _serve() -> None:
     with open("/proc/self/statm") as file:
         held = int(file.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (held + BYTES, held + BYTES))
+    # No file can grow, so nothing can be written, /tmp included.
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     # With the default action the kernel ends the process. A Python handler would not do: it runs
     # only between bytecodes, and a call into C can last as long as it likes.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    # One line is one request: row_codec encodes without line breaks.
     for line in sys.stdin.buffer:
         operation, arguments = row_codec.decode(line)
         signal.setitimer(signal.ITIMER_PROF, SECONDS)
         answer = json.dumps(_answer(operation, arguments))
+        # The time that writing the answer takes is not the template's.
         signal.setitimer(signal.ITIMER_PROF, 0)
         sys.stdout.buffer.write(answer.encode("ascii") + b"\n")
         sys.stdout.buffer.flush()

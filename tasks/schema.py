@@ -87,11 +87,13 @@ class Schema:
           SchemaError: If a column does not fit.
         """
         brought: dict[str, Any] = {}
+        # In the schema's order, whatever the row's.
         for column, convert, needed in self._columns:
             if column in row:
                 value = row[column]
             else:
                 name, convert = self._alias(column, row)
+                # Columns that no template reads may be missing.
                 if name is None:
                     if needed:
                         raise SchemaError(column, f"it is missing; the row has {_listed(row)}")
@@ -148,6 +150,7 @@ def _compile(feature: Any, class_names: Sequence[str] | None = None) -> Convert:
     if kind == "ClassLabel":
         return _class_label(feature["names"], class_names)
     if kind == "Value":
+        # "int32", "int64" and the like are one type here.
         return _VALUES[feature["dtype"].rstrip("0123456789")]
     return _record({name: _compile(inner) for name, inner in feature.items()})
 
@@ -210,8 +213,10 @@ def _class_label(names: Sequence[str], data_names: Sequence[str] | None) -> Conv
                 return number_of[value]
             raise SchemaError("", f"it is {value!r}, which is none of its classes {_some(names)}")
         number = _integer(value)
+        # -1 in every dataset of the hub, so it is never translated.
         if number == HIDDEN:
             return HIDDEN
+        # By name: the number is that of the class with the same name in T0's time.
         if translated is not None and data_names is not None and 0 <= number < len(translated):
             known = translated[number]
             if known is None:
@@ -265,6 +270,7 @@ def _list_of(feature: Any) -> Convert:
     if convert is _text:
         return _list_of_text
 
+    # Some copies hold lists of records where records of lists are wanted, and the reverse.
     def convert_list(value: Any) -> list[Any]:
         if type(value) is dict and isinstance(feature, dict) and "_type" not in feature:
             value = _rows_of(value)
@@ -294,6 +300,7 @@ def _record(columns: Mapping[str, Convert]) -> Convert:
         if type(value) is not dict:
             raise _wrong(value, "a record")
         try:
+            # Fields that the schema does not have are dropped.
             return {name: _inside(name, inner, value) for name, inner in pairs}
         except KeyError as error:
             raise SchemaError(f".{error.args[0]}", f"it is missing from {_shown(value)}") from None
@@ -319,6 +326,7 @@ def _record_of_lists(inner: Mapping[str, Any]) -> Convert:
         if type(value) is list:
             value = _columns_of(value, inner)
         brought = record(value)
+        # zip would cut the longer lists in silence.
         if len({len(items) for items in brought.values() if items is not None}) > 1:
             raise SchemaError("", "the lists of its record differ in length")
         return brought

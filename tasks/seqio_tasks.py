@@ -35,6 +35,7 @@ def add_task(description: TaskDescription) -> None:
             raise name_is_taken(name)
         if source.files_of_splits == rows.files_of_splits:
             return
+        # SeqIO refuses to add a name twice.
         seqio.TaskRegistry.remove(name)
     ranks = description.prompt.score_eval
     vocabulary = seqio_vocabulary(description.vocabulary)
@@ -42,9 +43,12 @@ def add_task(description: TaskDescription) -> None:
         name,
         PromptedSource(rows),
         preprocessors=[
+            # The twin's examples are made before they are tokenized: one per answer
+            # choice.
             *([_expand_choices()] if ranks else []),
             tokenize,
             seqio.preprocessors.append_eos,
+            # Where seqio_cache_tasks cuts the pipeline; a run may do without the cache.
             seqio.CacheDatasetPlaceholder(required=False),
         ],
         output_features={
@@ -103,6 +107,7 @@ class PromptedSource(PromptedRows, seqio.FunctionDataSource):
     """
 
     def __init__(self, rows: PromptedRows):
+        # Two bases with constructors of their own: each is called by name.
         PromptedRows.__init__(
             self,
             rows.name,
@@ -139,6 +144,7 @@ class LazyVocabulary(seqio.SentencePieceVocabulary):
 
     def _model_context(self):
         if self._model is None:
+            # Before TensorFlow sees the address, which it would ask the network for.
             path = local_copy(self._sentencepiece_model_file)
             try:
                 loaded = seqio.SentencePieceVocabulary(path, self._extra_ids)._model_context()
@@ -232,6 +238,7 @@ def _choices(example: Mapping[str, tf.Tensor]) -> tf.Tensor:
 
 
 def _is_each_choice_correct(example: Mapping[str, tf.Tensor]) -> tf.Tensor:
+    # Targets may carry the space before them; choices are stripped already (see `postprocess`).
     return tf.equal(example["answer_choices"], tf.strings.strip(example["targets"]))
 
 

@@ -78,6 +78,7 @@ def checked_rows(
     Raises:
       UserError: If a row is broken or does not fit the schema; it names column, file and line.
     """
+    # Counting takes a pass over the data, which is spared where all rows are taken.
     count = 0 if max_rows is None else reader.count()
     for number, row in enumerate(reader.read(start, stop), start=start):
         if not kept_row(number, count, max_rows):
@@ -116,6 +117,7 @@ class PromptedRows:
     ):
         self.name, self.dataset, self.subset = name, dataset, subset
         self.template, self.root = template, root
+        # A copy, so that no caller can add splits to a registered task.
         self.files_of_splits = dict(splits)
 
     def reader(self, split: str) -> Reader:
@@ -216,6 +218,7 @@ class PromptedRows:
     def checked_count(self, split: str) -> int:
         """Number of rows in the split's data, after checking each of them once per process."""
         reader = self.reader(split)
+        # The schema is part of the key: the same data may be checked for different columns.
         key = (reader, self._schema(reader))
         if key not in _checked:
             found = checked_rows(self.dataset, self.subset, reader, key[1])

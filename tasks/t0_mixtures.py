@@ -98,6 +98,7 @@ def t0_rate(train_size: int, num_templates: int) -> int:
       train_size: Number of training examples in the dataset, before a template drops any.
       num_templates: Number of templates that promptsource has for it, used or not.
     """
+    # Above the limit, the limit is shared by the templates; below it each has the whole size.
     return MAX_EXAMPLES // num_templates if train_size > MAX_EXAMPLES else train_size
 
 
@@ -105,6 +106,7 @@ def t0_mixtures(tasks: Sequence[T0Task]) -> list[T0Mixture]:
     """The eight mixtures of these tasks."""
     used = [each for each in tasks if each.task.name not in EXCLUDED_TASKS]
     mixtures = [
+        # `groups` is bound now; a closure would see the last one of the loop.
         _training(name, used, lambda each, groups=groups: each.entry.train in groups)
         for name, groups in TRAINED_ON.items()
     ]
@@ -165,6 +167,7 @@ def _first_original_tasks(tasks: Sequence[T0Task]) -> set[str]:
     """Names of the tasks of each BASE dataset's first original-task template."""
     first: dict[T0Dataset, str] = {}
     for each in tasks:
+        # The first in the order of the table and of the templates' names.
         if each.entry.train == "BASE" and each.task.original_task:
             first.setdefault(each.entry, each.task.name)
     return set(first.values())

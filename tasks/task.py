@@ -111,6 +111,7 @@ def record_task(description: TaskDescription) -> None:
 def registered_tasks() -> list[str]:
     """Names of all tasks, including those that only SeqIO knows."""
     known = task_descriptions()
+    # Not imported here: that takes seconds, and nothing is registered in it yet.
     seqio = sys.modules.get("seqio")
     others = () if seqio is None else seqio.TaskRegistry.names()
     return [*known, *(name for name in others if name not in known)]

@@ -146,6 +146,7 @@ class _Loader(yaml.SafeLoader):
                 None, None, f"{node.tag} must be keys and values", node.start_mark
             )
         content = _Mapping()
+        # YAML's merge keys (<<) and anchors still work.
         yield content  # before it is filled, since an anchor inside may refer to it
         self.flatten_mapping(node)
         lines: dict[str, int] = {}
@@ -158,6 +159,7 @@ class _Loader(yaml.SafeLoader):
                     "is there twice",
                     key_node.start_mark,
                 )
+            # YAML counts lines from 0.
             lines[key] = key_node.start_mark.line + 1
             content[key] = self.construct_object(value_node, deep=True)
         content.tag, content.line, content.lines = node.tag, node.start_mark.line + 1, lines
@@ -210,6 +212,7 @@ def _load(path: Path) -> _Mapping:
 def _template(path: Path, key: str, entry: Any, entries: _Mapping) -> Any:
     """The promptsource `Template` of one entry, checked."""
     where = f"{path}, line {entries.line_of(key)}"
+    # A tag is required: an entry without it may be another kind of file.
     if not isinstance(entry, _Mapping) or entry.tag != "!Template":
         raise UserError(
             f"Entry {key!r} of templates is not a template.", where=where, fix="Tag it !Template."
@@ -234,6 +237,8 @@ def _template(path: Path, key: str, entry: Any, entries: _Mapping) -> Any:
         jinja,
         choices,
         _metadata(entry.get("metadata"), where),
+        # promptsource identifies templates by UUID; the key serves where the file gives
+        # none.
         identifier=str(entry.get("id") or key),
         reference=str(entry.get("reference") or ""),
     )
@@ -293,6 +298,7 @@ def _check_names(
     lines = [entries.line_of(key) for key in entries]
     seen: dict[str, tuple[str, int]] = {}
     for template, line in zip(templates, lines, strict=True):
+        # Two names that differ only in punctuation would be one task.
         name = task_name(dataset, subset, template.name)
         if len(name.encode()) > LONGEST_NAME:
             raise UserError(
