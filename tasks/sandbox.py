@@ -46,11 +46,11 @@ from t0repro.tasks.templates import (
 )
 
 SECONDS = 2.0
-"""Of processor time that one row may take; usual templates take a thousandth of a second."""
+"""Processor time that one row may take; usual templates take a thousandth of a second."""
 BYTES = 1 << 29
-"""Of memory that rendering may take."""
+"""Memory that rendering may take."""
 CHARACTERS = 1 << 24
-"""That a rendering may have; sequence lengths keep a few thousand."""
+"""Length that a rendering may have; sequence lengths keep a few thousand characters."""
 
 
 class SandboxedTemplate:

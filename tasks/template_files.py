@@ -79,7 +79,7 @@ def read_template_file(path: str | Path) -> TemplateFile:
         raise UserError(
             "The file has no templates.",
             where=f"{path}, line {content.line_of('templates')}",
-            fix="Below templates: stands one entry for each, `<id>: !Template` and its keys.",
+            fix="Below templates:, write one entry for each, `<id>: !Template` and its keys.",
         )
     templates = [_template(path, key, entry, entries) for key, entry in entries.items()]
     _check_names(path, dataset, subset, templates, entries)
