@@ -150,6 +150,7 @@ class CompiledTemplate:
         module = _promptsource()
         self.name: str = template.name
         self._environment = environment or module.env
+        # What stands for a `|||` in the data while the two halves are split.
         self._escaped = module.Template.pipe_protector
         # promptsource cuts variables in this way, by editing the text of the template.
         end = f" | string | truncate({module.TEXT_VAR_LENGTH}) }}}}" if cut else "}}"
@@ -177,6 +178,8 @@ class CompiledTemplate:
         # One generator draws for both, and for the choices first, in promptsource's order.
         _drawing.key, _drawing.generator = draw_key, None
         try:
+            # The choices may draw, and the body may use them: this order is
+            # promptsource's.
             choices = fields["answer_choices"] = self._choices(fields)
             parts = self._split(self._body.render(fields))
         finally:
@@ -299,6 +302,7 @@ def _loader() -> type:
     safe: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     loader: Any = type("Loader", (safe,), {})
     for tag in ("!Template", "!TemplateMetadata"):
+        # promptsource's constructors, under a loader that knows no other classes.
         loader.add_constructor(tag, yaml.FullLoader.yaml_constructors[tag])
     return loader
 

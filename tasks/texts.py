@@ -94,6 +94,7 @@ def add_text_task(
                 seqio.preprocessors.rekey, key_map={"inputs": None, "targets": "text"}
             ),
             seqio.preprocessors.tokenize,
+            # Cached before the objective, whose noise is drawn anew in every epoch.
             seqio.CacheDatasetPlaceholder(),
             denoise[objective],
             seqio.preprocessors.append_eos_after_trim,
@@ -127,6 +128,8 @@ def add_described(description: str) -> list[str]:
                 where=TEXTS_VARIABLE,
                 fix="Write span:NAME=FILES or prefix:NAME=FILES; several are joined by ';'.",
             )
+        # `NAME[SPLIT]` entries of one task are collected, since SeqIO registers all splits
+        # at once.
         tasks.setdefault(name, (kinds[kind], {}))[1][split or "train"] = files.strip()
     for name, (objective, files) in tasks.items():
         add_text_task(name, files, objective=objective)
@@ -170,6 +173,7 @@ def _texts(
         return tf.data.TextLineDataset(path)
 
     paths = list(files[split])
+    # SeqIO asks for it only in training; one seed gives one order.
     if shuffle_files:
         import random
 
@@ -211,5 +215,6 @@ def _row(line: str) -> dict[str, Any]:
     return row if isinstance(row, dict) else {}
 
 
+# On import, since a gin file can only import a module.
 if os.environ.get(TEXTS_VARIABLE):
     add_described(os.environ[TEXTS_VARIABLE])

@@ -83,6 +83,7 @@ def _with_extra_ids(path: str, extra_ids: int) -> bytes:
         raise not_a_model(path, error) from error
     user_defined = sentencepiece_model_pb2.ModelProto.SentencePiece.USER_DEFINED
     # Written by SeqIO's rule, so that the bytes, and with them a cache's digest, agree with its.
+    # From the highest number down: <extra_id_0> gets the last id.
     for number in reversed(range(extra_ids)):
         model.pieces.add(piece=f"\u2581<extra_id_{number}>", score=0.0, type=user_defined)
     return model.SerializeToString()
@@ -105,6 +106,7 @@ def local_copy(address: str) -> str:
         if not Path(address).is_file():
             raise UserError("The vocabulary is missing.", where=address, fix=_advice())
         return address
+    # By the whole address, so that vocabularies of two buckets do not collide.
     copy = _cache_folder() / address.removeprefix("gs://")
     if not copy.is_file():
         write_atomically(copy, _fetch(address))

@@ -127,6 +127,7 @@ def distinct(make: Callable[[random.Random, int], Row], draw: random.Random) -> 
     while True:
         row = make(draw, index)
         text = json.dumps({key: row[key] for key in row if key not in ("id", "idx")})
+        # Numbers and ids are left out: they would make every row distinct.
         if text not in seen:
             seen.add(text)
             index += 1
@@ -147,6 +148,7 @@ DATASETS = (
 def generate(folder: Path) -> None:
     """Writes every split of every dataset below the folder, `synthetic_<dataset>/<subset>/`."""
     for name, make, splits in DATASETS:
+        # Seeded by the name, so that a dataset's rows do not depend on the others.
         rows = distinct(make, random.Random(f"{SEED}/{name}"))
         for split, count in splits.items():
             lines = [json.dumps(next(rows)) + "\n" for _ in range(count)]

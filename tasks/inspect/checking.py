@@ -110,6 +110,7 @@ def _judge(seen: Sequence[_Seen], has_answer_choices: bool) -> tuple[Verdict, st
     """A task's verdict and the reason for it, judged by the first rows of its splits."""
     if not seen:
         return Verdict.NO_ROWS, "its rows are not at hand"
+    # A misspelt variable is broken whatever else the template does.
     undefined = [each.undefined for each in seen if each.undefined]
     if undefined:
         return Verdict.BROKEN, undefined[0]
@@ -167,6 +168,7 @@ class _Seen:
         Raises:
           UserError: If a row is broken or the template fails on it.
         """
+        # More rows are looked at only as long as none of them has given an example.
         for index, row in itertools.islice(self._source.rows(self.split), ROWS_LOOKED_AT):
             if self.rows >= ROWS and (self.examples or self.undefined):
                 break

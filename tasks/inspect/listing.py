@@ -80,6 +80,7 @@ def _mixtures_of_tasks() -> dict[str, str]:
 
 def _listed(task: PromptedTask, mixture: str | None, caches: Sequence[Path]) -> ListedTask:
     rate = None if mixture is None else _rate(mixture, task.name)
+    # The marker is written last, so a folder with it is complete.
     cached = next(
         (folder for folder in caches if (folder / task.name / "COMPLETED").is_file()), None
     )
@@ -96,6 +97,7 @@ def _listed(task: PromptedTask, mixture: str | None, caches: Sequence[Path]) -> 
         mixture=mixture,
         rate=rate,
         examples=examples,
+        # A twin's rate has no meaning: it is not trained on.
         oversampled=rate / examples if trains and rate and examples else None,
         cached=None if cached is None else str(cached),
     )
@@ -107,6 +109,7 @@ def _rate(mixture: str, task: str) -> float | None:
         rate = _rate_in_seqio(mixture, task) if known is None else known.rate(task)
     except UserError:  # a rate that is the number of rows, which are not at hand
         return None
+    # Rates are mostly whole numbers, and are printed without a fraction then.
     return int(rate) if float(rate).is_integer() else rate
 
 
@@ -120,6 +123,8 @@ def _training_examples(task: str, cached: Path | None) -> int | None:
     if cached is not None:
         statistics = cached / task / "stats.train.json"
         if statistics.is_file():
+            # The statistics of the cache itself are exact; P3's sizes are those of the
+            # released version.
             return json.loads(statistics.read_text()).get("examples")
     return p3_sizes().get(task, {}).get("train")
 

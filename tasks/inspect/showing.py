@@ -108,6 +108,7 @@ def show_task(
     lengths = lengths or {"inputs": 1024, "targets": 256}
     source = description.rows
     split = chosen_split(source, name, split)
+    # Rendered a second time without the cut, to show what it takes away.
     uncut = compile_template(source.template, cut=False)
     tokenizer, error = _tokenizer(description.vocabulary)
     dropped: Counter[str] = Counter()
@@ -119,6 +120,7 @@ def show_task(
         if isinstance(rendering, Drop):
             dropped[rendering.value] += 1
             continue
+        # The same draws as above, or the two would not be comparable.
         whole = uncut.render(row, f"{source.name}/{split}/{index}")
         examples.append(_shown(index, row, rendering, whole, tokenizer, lengths))
         if len(examples) == rows:
@@ -173,6 +175,7 @@ def _shown(
 ) -> ShownExample:
     choices = rendering.answer_choices or None
     tokens = tokenizer.encode(rendering.inputs) if tokenizer else None
+    # EOS counts, as it does in a batch.
     target_tokens = len(tokenizer.encode(rendering.targets)) + 1 if tokenizer else None
     kept_end = None
     if tokenizer and tokens and len(tokens) > lengths["inputs"]:

@@ -108,6 +108,7 @@ def _panel(example: ShownExample, shown: ShownTask) -> Panel:
     body.append("input", style="bold cyan")
     body.append(_count(example.input_tokens) + "\n")
     inputs = Text(_shown(example.inputs))
+    # A set: choices may repeat.
     for choice in set(example.choices or ()):
         inputs.highlight_words([_shown(choice)], style="underline")
     body.append_text(inputs)
