@@ -29,7 +29,9 @@ from t0repro.tasks.prompt_cache.shards import Piece, PieceResult, SpooledRows
 from t0repro.tasks.registration import needs_seqio
 from t0repro.words import counted
 
+# Rows that a worker renders between two answers, so that progress shows and memory stays small.
 _ROWS_PER_PIECE = 1 << 12
+# EFBIG too: a file may hit a limit (ulimit -f) before the disk is full.
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -84,6 +86,7 @@ def cache_tasks(
             plan = plan_for(request) if plan_for else _planned(request, pool, workers)
             run = _Run(plan, request, folder, staging)
             with progress(run.total) as advance:
+                # Two pieces per worker, so that none waits for its next one.
                 run.work(pool, 2 * workers, advance)
     except OSError as error:
         if error.errno in _DISK_FULL:
@@ -129,6 +132,8 @@ def _workers(count: int) -> Iterator[ProcessPoolExecutor]:
     try:
         yield pool
     finally:
+        # What is queued is dropped; what is running is waited for, since the staging folder
+        # goes next.
         pool.shutdown(wait=True, cancel_futures=True)
 
 
@@ -191,6 +196,8 @@ class _Run:
         for prompt in plan.prompts:
             for split, rows in prompt.rows.items():
                 self._groups.setdefault(rows, []).append((prompt, split))
+        # A rendering per row and prompt is the unit of progress; a twin is rendered with
+        # its task.
         self.total = sum(rows.estimate * len(group) for rows, group in self._groups.items())
         self._splits_left = {task.name: set(task.splits) for task in plan.tasks()}
         self._described: dict[str, dict[str, Any]] = {task.name: {} for task in plan.tasks()}
@@ -213,6 +220,8 @@ class _Run:
                 base = str(self._staging / f"rows-{entry[0]}")
                 spooling[pool.submit(shards.spool_rows, entry[1], base)] = entry[1]
             while len(writing) < ahead and queued:
+                # One dataset's pieces after another's, so that its spool can be
+                # removed early.
                 piece = next(queued[0], None)
                 if piece is None:
                     queued.pop(0)
@@ -231,14 +240,17 @@ class _Run:
                     split = writing.pop(future)
                     result = future.result()
                     split.add(result)
+                    # A second pass over the same rows is no progress.
                     if not split.again:
                         advance(result.rows)
+                    # Complete unless the twin has to be written again.
                     if split.left == 0 and not self._needs_ordinals(split):
                         self._finish(split)
                         in_use[id(split.rows.spool)] -= 1
                         if not in_use[id(split.rows.spool)]:
                             split.rows.spool.remove()
                     elif split.left == 0:
+                        # Next, while the spool is there.
                         queued.insert(0, self._rewrite_twin(split))
 
     # Pieces ------------------------------------------------------------------------------------
@@ -256,7 +268,10 @@ class _Run:
         staged = {form: self._staged(tasks[form]) for form in forms}
         for path in staged.values():
             path.mkdir(parents=True, exist_ok=True)
+        # Rows of one shard.
         per_shard = max(1, split.rows.spool.count // split.num_shards)
+        # Small shards are written several at a time: a message to a worker has its cost
+        # too.
         step = max(1, _ROWS_PER_PIECE // per_shard)
         starts = range(0, split.num_shards, step)
         split.left = len(starts)
@@ -288,10 +303,14 @@ class _Run:
         kept = np.ones(split.rows.spool.count, bool)
         kept[split.dropped_places()] = False
         path = self._staging / f"ordinals-{split.prompt.source}-{split.split}.npy"
+        # A kept row's number among those kept; dropped ones have a number that is never
+        # read.
         np.save(path, np.cumsum(kept) - 1)
         split.again = True
         del split.statistics[True]
+        # The second pass counts anew.
         split.count, split.dropped = 0, {}
+        # The task itself is written; only its twin (True) comes again.
         yield from self._pieces_of(split, (True,), str(path))
 
     # What is written last ----------------------------------------------------------------------
@@ -313,6 +332,7 @@ class _Run:
             self._write_json(task, f"info.{split.split}.json", self._info(split, form))
             self._described[task.name][split.split] = _description(split, form, statistics)
             self._splits_left[task.name].remove(split.split)
+            # A task is put in place as soon as its last split is written.
             if not self._splits_left[task.name]:
                 self._complete(split.prompt, task)
 
@@ -348,6 +368,7 @@ def _description(split: _Split, score_eval: bool, statistics: Statistics) -> dic
         "examples": statistics.examples,
         "shards": split.num_shards,
         "files": split.files[score_eval],
+        # The numbers of a few dropped rows are enough to look at them.
         "dropped": {
             reason: {"rows": len(places), "first": sorted(places)[: shards.NUMBERS_KEPT]}
             for reason, places in sorted(numbers.items())

@@ -64,6 +64,7 @@ def remove_interrupted(folder: Path, task: str) -> bool:
     Raises:
       UserError: If the folder contains a file that does not belong in a cache.
     """
+    # Complete, or nothing there: not an interrupted cache.
     if not folder.is_dir() or (folder / MARKER).is_file():
         return False
     foreign = [path.name for path in folder.iterdir() if not CACHE_FILE.fullmatch(path.name)]
@@ -97,12 +98,14 @@ def put_in_place(staged: Path, folder: Path, splits: Sequence[str]) -> None:
         sync_directory(folder.parent)
         return
     for split in splits:
+        # Left by a run that was killed between the renames below.
         for stray in folder.glob(f"{split}.tfrecord-*"):
             stray.unlink()
         for path in sorted(staged.glob(f"{split}.tfrecord-*")):
             os.rename(path, folder / path.name)
         for name in (f"stats.{split}.json", PROVENANCE, f"info.{split}.json"):
             if (staged / name).exists():
+                # What the next rename vouches for is on the disk before it.
                 sync_directory(folder)
                 os.rename(staged / name, folder / name)
     sync_directory(folder)

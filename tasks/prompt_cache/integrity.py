@@ -187,6 +187,7 @@ def _check_samples(task: seqio.Task, folder: Path, split: str) -> None:
         for name in ("inputs", "targets"):
             tokens = list(features[name].int64_list.value)
             texts = features[f"{name}_pretokenized"].bytes_list.value
+            # Out of range, the vocabulary could not even spell them.
             wrong = [token for token in tokens if not 0 <= token < vocabulary.vocab_size]
             text = texts[0].decode("utf-8", "replace") if texts else None
             if wrong or (text is not None and not _agree(vocabulary, tokens, text)):
@@ -203,9 +204,11 @@ def _check_samples(task: seqio.Task, folder: Path, split: str) -> None:
 def _agree(vocabulary: Any, tokens: Sequence[int], text: str) -> bool:
     """Whether tokens spell a text, or its beginning, as far as the vocabulary can spell it."""
 
+    # Spaces are compared loosely: decoding does not restore them exactly.
     def spelt(numbers: Sequence[int]) -> str:
         return " ".join(vocabulary.decode([n for n in numbers if n != vocabulary.eos_id]).split())
 
+    # A prefix: the tokens may have been cut to a length.
     return spelt(vocabulary.encode(text)).startswith(spelt(tokens))
 
 

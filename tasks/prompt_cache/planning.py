@@ -78,6 +78,7 @@ def _selected(request: Request) -> list[str]:
                 fix=f"{regex} nearest: {nearest_names(pattern, tasks)}.".strip(),
             )
         names += matching
+    # Once each, in order; mixtures and patterns may overlap.
     return list(dict.fromkeys(names))
 
 
@@ -115,10 +116,13 @@ class _Planner:
         cached = _cached_splits(self.folder / folder)
         if cached is not None:
             self._check_same(task, self.folder / folder, [s for s in wanted if s in cached])
+        # What is cached is not looked at again, so rows of complete splits may be gone.
         splits = [split for split in wanted if split not in (cached or ())]
         splits = [split for split in splits if self._at_hand(task, split)]
         if not splits:
             return
+        # Only once something is left to write: the folder of a complete task is not
+        # touched.
         remove_interrupted(self.folder / folder, name)
         self._tasks.setdefault(rows.name, []).append(
             CachedTask(name, folder, tuple(splits), task.prompt.score_eval)
@@ -137,6 +141,7 @@ class _Planner:
                 fix=f"{first.fix} Or leave such splits out with --at_hand, or name others with"
                 " --splits.",
             )
+        # Everything that was asked for lacks its rows, and no earlier run made any of it.
         if selected and not self._tasks and len(self.left_out) and not self._any_cached():
             raise UserError(
                 "None of the rows that these tasks need are at hand.",
@@ -165,6 +170,7 @@ class _Planner:
         for source_name, tasks in self._tasks.items():
             made_of = self._made_of[source_name]
             source, template = made_of.rows, made_of.rows.template
+            # A dictionary keeps the order and drops repetitions.
             splits = dict.fromkeys(split for each in tasks for split in each.splits)
             found.append(
                 Prompt(
@@ -184,6 +190,7 @@ class _Planner:
                     eos=_eos(made_of),
                 )
             )
+        # One dataset after another, so that its rows are spooled once.
         return tuple(sorted(found, key=lambda prompt: (prompt.dataset, prompt.subset or "")))
 
     @staticmethod
@@ -200,6 +207,7 @@ class _Planner:
             source = self._made_of[source_name].rows
             for split in dict.fromkeys(split for each in tasks for split in each.splits):
                 key = self._key(source, split)
+                # Checked for the columns of all templates together.
                 columns.setdefault(key, set()).update(columns_read(source.template))
                 sources[key] = (source, split)
         return {
@@ -210,6 +218,7 @@ class _Planner:
                 file=key[3].file,
                 max_rows=key[3].max_rows,
                 columns=tuple(sorted(columns[key])),
+                # Without a limit the whole count is the estimate.
                 estimate=min(source.row_count(split), key[3].max_rows or 1 << 62),
             )
             for key, (source, split) in sources.items()
@@ -269,6 +278,7 @@ def _cached_splits(folder: Path) -> Sequence[str] | None:
 
 
 @functools.lru_cache(maxsize=4)
+# A digest of a megabyte, asked for once per task.
 def _digest(model: bytes) -> str:
     return hashlib.sha256(model).hexdigest()
 

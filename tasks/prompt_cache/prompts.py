@@ -75,6 +75,7 @@ class ExampleWriter:
 
     def __init__(self, tokenizer: Tokenizer, eos: Mapping[str, int | None]):
         self._tokenizer = tokenizer
+        # Encoded once: the same token ends every target.
         self._eos = {name: b"" if token is None else varint(token) for name, token in eos.items()}
         names = [*features(True, True), *features(False, True)]
         self._targets_seen: dict[str, tuple[bytes, int]] = {}
@@ -104,6 +105,7 @@ class ExampleWriter:
             tokens, text = self._encoders["targets"], self._encoders["targets_pretokenized"]
             packed = tokens.varints(encoded + self._eos["targets"])
             found = packed + text.strings([target.encode()]), count(encoded)
+            # Long targets seldom repeat, and would fill the memory.
             if len(target) <= _SHORT and len(self._targets_seen) < _REMEMBERED_TARGETS:
                 self._targets_seen[target] = found
         return found

@@ -30,6 +30,7 @@ def varint(number: int) -> bytes:
     return bytes(parts)
 
 
+# Most lengths are below this, and looking one up is faster than encoding it.
 _VARINTS = [varint(number) for number in range(1 << 14)]
 
 
@@ -42,6 +43,7 @@ class FeatureEncoder:
     """Encodes one named feature of an Example as an entry of its map of features."""
 
     def __init__(self, name: str):
+        # Tag 0x0a is field 1, length-delimited; 0x12 is field 2.
         self._key = _sized(b"\x0a", name.encode())
 
     def _entry(self, kind: int, content: bytes) -> bytes:
@@ -54,6 +56,7 @@ class FeatureEncoder:
 
     def varints(self, packed: bytes) -> bytes:
         """A list of integers, given as their joined `varint`s."""
+        # An empty list has no field at all, as protobuf writes it.
         return self._entry(_INT64_LIST, _sized(b"\x0a", packed) if packed else b"")
 
     def floats(self, values: Sequence[float]) -> bytes:
@@ -129,6 +132,7 @@ def count_records(path: Path) -> int:
     """
     count = 0
     for _, length, file in _heads(path):
+        # Without its contents, a record is skipped with its checksum.
         file.seek(length + 4, os.SEEK_CUR)
         count += 1
     return count

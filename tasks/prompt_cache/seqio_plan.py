@@ -93,6 +93,7 @@ def spread(tasks: Sequence[seqio.Task], processes: int) -> list[list[str]]:
     """Shares tasks among processes, with about as many splits each; no share is empty."""
     shares: list[list[str]] = [[] for _ in range(processes)]
     loads = [0] * processes
+    # The largest first, each to the process with the least to do.
     for task in sorted(tasks, key=lambda task: -len(task.splits)):
         least = loads.index(min(loads))
         shares[least].append(task.name)
@@ -111,6 +112,7 @@ def plan(arguments: argparse.Namespace) -> list[list[str]]:
         importlib.import_module(module)
     tasks = selected_tasks(arguments.mixtures, arguments.tasks)
     left = uncached(tasks, arguments.output_cache_dir)
+    # By then rows and vocabulary are known to be readable.
     if left:
         check_readable(left)
     removed = remove_interrupted(left, arguments.output_cache_dir)

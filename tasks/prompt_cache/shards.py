@@ -153,6 +153,7 @@ class PieceResult:
 
 def number_of_shards(rows: int, min_shards: int) -> int:
     """Number of files to write a split of `rows` rows to."""
+    # Rounded up.
     return max(min_shards, -(-rows // ROWS_PER_SHARD))
 
 
@@ -163,6 +164,7 @@ def shard_order(count: int, shard: int, num_shards: int, seed: str) -> np.ndarra
     shuffle buffer, even a dataset sorted by label is then read well mixed. SeqIO's own cache is
     shuffled too.
     """
+    # The same rows for any number of workers.
     places = np.arange(shard, count, num_shards)
     digest = hashlib.sha256(f"{seed}/{shard}".encode()).digest()
     np.random.Generator(np.random.PCG64(int.from_bytes(digest[:16], "little"))).shuffle(places)
@@ -188,6 +190,8 @@ def write_piece(piece: Piece) -> PieceResult:
         files={form: {} for form in piece.folders},
     )
     ordinals = (
+        # Mapped, since a piece needs only some of the rows; without pickle, since it is
+        # only numbers.
         np.load(piece.ordinals, mmap_mode="r", allow_pickle=False) if piece.ordinals else None
     )
     with piece.spool.open() as reader:
@@ -203,6 +207,7 @@ def write_piece(piece: Piece) -> PieceResult:
                     file.close()
                     written = {"records": file.records, "bytes": file.bytes}
                     result.files[form][_file_name(piece, shard)] = written
+            # Closing again is harmless, and an error must not leave a file open.
             finally:
                 for file in files.values():
                     file.abandon()
@@ -260,6 +265,7 @@ def _write_batch(
     files: Mapping[bool, RecordFile],
     statistics: Mapping[bool, Statistics],
 ) -> None:
+    # Cached by path and eos, which are the same for all pieces of a task.
     writer = _example_writer(piece.vocabulary, tuple(sorted(piece.prompt.eos.items())))
     has_choices = bool(piece.prompt.template.answer_choices)
     inputs = writer.inputs([rendering for _, rendering in batch])

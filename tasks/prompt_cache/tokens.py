@@ -20,6 +20,7 @@ class Tokenizer:
     def __init__(self, model: bytes, threads: int = 1):
         self._model = sentencepiece.SentencePieceProcessor()
         self._model.LoadFromSerializedProto(model)
+        # Encoded once per token: most of the work of writing an example is joining these.
         self._varints = [varint(token) for token in range(self._model.get_piece_size())]
         self._threads = threads
 
