@@ -35,8 +35,8 @@ def add_example_files(
       kind: "tfrecord" for tf.train.Examples, "jsonl" for a JSON object on each line.
       paths: Files, or patterns of files.
       inputs_key: The feature or field with the text of the inputs.
-      targets_key: That of the targets; None makes them empty.
       targets_key: The feature or field with the text of the targets; None makes them empty.
+      features: seqio.Features `inputs` and `targets`.
 
     Raises:
       UserError: If no file is there.
