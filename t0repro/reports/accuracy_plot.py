@@ -32,6 +32,7 @@ def accuracy_plot(
         # On a narrow screen a name stands above its row, since beside it no room would be left
         pitch, left = (0.92, 0.15) if drawing.narrow else (0.72, 0.3 + 0.085 * max(map(len, names)))
         axes = drawing.axes(0.8 + pitch * len(datasets), left)
+        # The first dataset is at the top, where the largest y is.
         for row, (name, dataset) in enumerate(zip(names, datasets, strict=True)):
             y = pitch * (len(datasets) - 1 - row)
             _draw_dataset(drawing, axes, y, row, dataset)
@@ -42,6 +43,7 @@ def accuracy_plot(
             axes.set_yticks([])
         else:
             axes.set_yticks([pitch * at for at in range(len(datasets))], names[::-1])
+        # Room for the lowest row's interval, and for the letters above the highest.
         axes.set_ylim(-0.34, pitch * (len(datasets) - 1) + (0.62 if drawing.narrow else 0.42))
         axes.set_xlim(-2, 102)
         axes.set_xlabel("accuracy, percent")
@@ -106,6 +108,7 @@ def _draw_dataset(drawing: Drawing, axes, y: float, row: int, dataset: DatasetRe
         )
     tips[f"chance-{row}"] = f"{dataset.dataset}: chance {dataset.chance:.1f}%"
     tips[f"majority-{row}"] = f"{dataset.dataset}: majority class {dataset.majority:.1f}%"
+    # A box of two values would only repeat the dots.
     if len(dataset.prompts) > 2:
         _draw_box(axes, y + _DOTS, dataset)
     for i, prompt in enumerate(dataset.prompts):
@@ -135,6 +138,7 @@ def _draw_dataset(drawing: Drawing, axes, y: float, row: int, dataset: DatasetRe
 
 def _draw_box(axes, y: float, dataset: DatasetResult) -> None:
     spread = dataset.accuracy
+    # What bxp draws; it is given the quartiles, so that plot and table cannot differ.
     box: Mapping[str, float] = {
         "med": spread.median,
         "q1": spread.lower_quartile,

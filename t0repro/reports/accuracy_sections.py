@@ -38,6 +38,7 @@ def accuracy_sections(report: Report) -> list[Section]:
     if not report.groups:
         return []
     header = (
+        # Groups and datasets are made of the same results: without one there is neither.
         Column("dataset"), Column("group"), "prompts", "examples", "mean", "interval", "s.e.",
         "chance", "majority", Column("clearly above"), "median", "quartiles", "range",
     )  # fmt: skip
@@ -147,6 +148,7 @@ def published_sections(report: Report) -> list[Section]:
         )
         for figure in report.published
     )
+    # A section without rows is none at all.
     return [Section("Published figures", header=header, rows=rows)] * bool(rows)
 
 

@@ -30,6 +30,7 @@ class Bootstrap:
 
     def interval(self, values: Float[np.ndarray, " replicates"]) -> Interval:
         """The central interval that holds `confidence` of the resampled values."""
+        # 50 rather than 100: half of what is left out is on each side.
         tail = 50 * (1 - self.confidence)
         low, high = np.percentile(values, [tail, 100 - tail])
         return Interval(float(low), float(high))
@@ -54,12 +55,15 @@ def resampled_accuracy(
     """
     sizes = [len(result.example) for result in results]
     accuracy = np.empty((bootstrap.replicates, len(results)))
+    # Groups of prompts that share their examples.
     for size in sorted(set(sizes)):
         columns = [i for i, count in enumerate(sizes) if count == size]
         weight = np.stack([results[i].weight for i in columns], -1)
         right = weight * np.stack([results[i].correct for i in columns], -1)
+        # The size is in the seed: the same examples for all prompts of the group.
         generator = bootstrap.generator(dataset, size)
         for replicate in range(bootstrap.replicates):
+            # With replacement, as many as there are.
             drawn = generator.integers(0, size, size)
             # [examples] how often each example was drawn; counts @ weight is the resample's total
             counts = np.bincount(drawn, minlength=size)

@@ -193,6 +193,7 @@ def compare_runs(
     prompts, bootstrap = prompts or {}, bootstrap or Bootstrap()
     scores_a = {scores.task: scores for scores in read_task_scores(a.eval_dir, a.step)}
     scores_b = {scores.task: scores for scores in read_task_scores(b.eval_dir, b.step)}
+    # A task that only one run has cannot be paired; it is listed instead.
     shared = sorted(scores_a.keys() & scores_b.keys())
     if not shared:
         raise UserError(
@@ -203,6 +204,7 @@ def compare_runs(
     if same_pairs:
         for task in shared:
             _check_same_pairs(scores_a[task], scores_b[task])
+    # The number of classes decides between t5's two definitions of the metric (see rank.py).
     classes = fixed_classes(prompts)
     ranked = {task: _ranked(scores_a[task], scores_b[task], classes.get(task)) for task in shared}
     by_dataset: dict[str, list[str]] = {}
@@ -276,6 +278,7 @@ def _compare_task(
 
 def _shared_pairs(a: TaskScores, b: TaskScores) -> tuple[np.ndarray, np.ndarray]:
     """Each run's indices of the pairs that both scored with equally long targets."""
+    # One number per pair: its example's index and its choice's, as digits of a number.
     choices = 1 + max(a.choice_index.max(), b.choice_index.max())
     keys_a, keys_b = (s.input_index * choices + s.choice_index for s in (a, b))
     _, at_a, at_b = np.intersect1d(keys_a, keys_b, assume_unique=True, return_indices=True)
@@ -290,6 +293,7 @@ def _ranked(a: TaskScores, b: TaskScores, num_classes: int | None) -> tuple[Rank
     """Both runs' predictions on the examples that both have."""
     shared = np.intersect1d(a.input_index, b.input_index)
     kept_a, kept_b = _on_examples(a, shared), _on_examples(b, shared)
+    # Paired figures make sense only where both runs were asked the same.
     if not shared.size or not _same_answers(kept_a, kept_b):
         raise UserError(
             f"Task {a.task!r}: the runs share no example, or an example has other answers.",
@@ -303,6 +307,7 @@ def _ranked(a: TaskScores, b: TaskScores, num_classes: int | None) -> tuple[Rank
 
 def _on_examples(scores: TaskScores, examples: np.ndarray) -> TaskScores:
     keep = np.isin(scores.input_index, examples)
+    # Nothing to leave out: the same arrays, and no copy.
     if keep.all():
         return scores
     names = (
@@ -350,8 +355,10 @@ def _difference(
     share, count = np.zeros(len(examples)), np.zeros(len(examples))
     same = total = only_a = only_b = 0
     for a, b in tasks:
+        # 1 where only b is right, -1 where only a is, 0 where they agree.
         gain = b.correct.astype(np.int64) - a.correct
         place = np.searchsorted(examples, a.example)
+        # A prompt counts the same whatever its number of examples.
         share[place] += 100 * gain / len(gain) / len(tasks)
         count[place] += gain
         same += int((a.predicted == b.predicted).sum())
@@ -360,6 +367,8 @@ def _difference(
     generator = bootstrap.generator(dataset)
     resampled = np.array(
         [
+            # The shares sum to the difference, so the sum over a resample is its
+            # difference.
             share[generator.integers(0, len(share), len(share))].sum()
             for _ in range(bootstrap.replicates)
         ]

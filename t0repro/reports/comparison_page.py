@@ -21,6 +21,8 @@ def comparison_page(comparisons: Sequence[RunComparison]) -> Page:
         sections += [accuracy_section(compared), scores_section(compared, "Scores, task by task")]
         sections += flips_section(compared)
     sections.append(Section("How to read it", note=_METHOD))
+    # The warning covers everything on the page, so one page of mixed data says which rows it
+    # means.
     datasets = [entry.dataset for compared in comparisons for entry in compared.datasets]
     return Page("Runs compared", tuple(sections), warning=_warning(datasets))
 
@@ -106,6 +108,7 @@ def scores_section(compared: RunComparison, title: str) -> Section:
         )
         for task in compared.tasks
     )
+    # Rows with a flip, whatever their scores differ by.
     bold = frozenset(at for at, task in enumerate(compared.tasks) if task.flipped)
     lines = tuple(scores_in_words(compared))
     return Section(title, lines=lines, header=header, rows=rows, bold=bold, level=3)

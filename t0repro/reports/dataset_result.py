@@ -137,6 +137,7 @@ def prompt_result(
 
 def _unanswerable(result: RankResult, eval_dir: str | os.PathLike[str]) -> tuple[Unanswerable, ...]:
     """The first examples whose answer is none of their choices."""
+    # Counted in full; only the first are looked up and listed.
     found = [int(example) for example in result.example[~result.answerable][:UNANSWERABLE_KEPT]]
     texts = read_inputs_of(eval_dir, result.task, found)
     return tuple(Unanswerable(example, texts.get(example)) for example in found)

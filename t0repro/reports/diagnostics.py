@@ -82,6 +82,7 @@ def confusion(
     if not fixed:
         return None
     sizes = [len(choices[result.task] or ()) for result in fixed]
+    # Prompts with other numbers of choices would need another table.
     size = max(set(sizes), key=sizes.count)
     members = [result for result, found in zip(fixed, sizes, strict=True) if found == size]
     counts = np.zeros((size, size), np.int64)
@@ -111,6 +112,7 @@ def calibration(results: Sequence[RankResult], bins: int = BINS) -> Calibration:
         for at in range(bins)
         if (place == at).any()
     ]
+    # Absolute gaps, so that over- and underconfidence do not cancel out.
     gaps = [abs(entry.accuracy - entry.confidence) * entry.examples for entry in found]
     return Calibration(tuple(found), float(sum(gaps) / len(confidence)))
 
@@ -130,8 +132,10 @@ def prompt_flips(
         shared = np.intersect1d(shared, result.example)
     if not shared.size:
         return (), 0.0
+    # For each shared example, the number of prompts that get it right.
     right = sum(result.correct[np.searchsorted(result.example, shared)] for result in results)
     right = np.asarray(right, np.int64)
+    # The smaller side: half of the prompts is the most that can disagree.
     disagreement = np.minimum(right, len(results) - right)
     # Stable, so that two reports of the same scores list the same examples.
     order = np.argsort(-disagreement, kind="stable")[:FLIPS_KEPT]

@@ -56,6 +56,7 @@ def group_of(
     training_tasks: Collection[str],
 ) -> str:
     """A key of GROUP_TITLES: what the task's dataset and prompt were to the training."""
+    # SeqIO's name of the training task, without the twin's suffix.
     if task.removesuffix("_score_eval") in training_tasks:
         return "trained_prompts"
     if training_datasets is None:
@@ -73,6 +74,7 @@ def group_result(
     members = [dataset for dataset in datasets if dataset.group == group]
     if not members:
         return None
+    # Each dataset counts the same, however many prompts it has.
     resampled = np.mean([means[dataset.dataset, group] for dataset in members], axis=0)
     interval = bootstrap.interval(resampled)
     chance = float(np.mean([dataset.chance for dataset in members]))

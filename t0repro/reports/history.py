@@ -47,6 +47,7 @@ def read_history(eval_dir: str | os.PathLike[str], prompts: Mapping[str, PromptI
         raise UserError(
             "The folder holds no predictions.", where=str(eval_dir), fix="Evaluate a checkpoint."
         )
+    # A curve needs a value at every step.
     whole = [task for task, there in found.items() if set(there) == set(steps)]
     if not whole:
         raise UserError(

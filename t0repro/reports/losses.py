@@ -129,6 +129,7 @@ def compare_losses(
             fix="Start both from the same checkpoint, so that their global steps overlap.",
         )
     for path, losses in ((metrics_a, losses_a), (metrics_b, losses_b)):
+        # Named here, since NaN would pass every comparison with a tolerance.
         for step in sorted(shared):
             if not math.isfinite(losses[step]):
                 raise UserError(f"The loss at step {step} is {losses[step]}.", where=str(path))
@@ -158,6 +159,7 @@ def loss_curve(metrics: str | os.PathLike[str], label: str) -> LossCurve | None:
 def thinned_losses(compared: LossComparison, count: int = MAX_ROWS) -> list[LossRow]:
     """The rows to show: evenly spaced if there are many, and always including the worst."""
     rows = thinned(compared.rows, count)
+    # By identity: equal rows of other steps are not the worst.
     if not any(row is compared.worst for row in rows):
         rows = sorted([*rows, compared.worst], key=lambda row: row.step)
     return rows
@@ -167,6 +169,7 @@ def thinned(items: Sequence[Item], count: int) -> list[Item]:
     """At most `count` of the items, evenly spaced, including the first and the last."""
     if len(items) <= count:
         return list(items)
+    # Rounded positions, so that first and last are always in.
     return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)]
 
 

@@ -93,6 +93,7 @@ def make_report(
     """
     options, beside = options or ReportOptions(), beside or Beside()
     step = latest_step(run.eval_dir) if run.step is None else run.step
+    # Fixed from here on: a training may write the next step while the report is made.
     run = dataclasses.replace(run, step=step)
     records = read_records(run.eval_dir, step)
     ranked, decoded = _by_mode(run, records, options.tasks)

@@ -37,6 +37,7 @@ def markdown_table(header: Sequence[str | Column], rows: Iterable[Sequence[str |
     """A Markdown table: the first column and columns of text to the left, numbers to the right."""
     columns = [as_column(column) for column in header]
     names = [name for name, _, _ in columns]
+    # Markdown aligns a column by colons in the line below the header.
     rule = ["---" if text or not at else "---:" for at, (_, text, _) in enumerate(columns)]
     lines = [
         "| " + " | ".join(escape(as_cell(cell).text) for cell in line) + " |"

@@ -53,6 +53,7 @@ def history_plot(steps: Sequence[int], curves: Mapping[str, Sequence[float]], la
         right = 0.2 + 0.085 * max(map(len, names.values()))
         axes = drawing.axes(height, _LEFT, right)
         # A line of text is a quarter of an inch high
+        # In percent of the axis, which is less high than the figure by its margins.
         places = spread_out(
             {name: values[-1] for name, values in curves.items()}, 25 / (height - 0.56)
         )
