@@ -78,9 +78,9 @@ class DatasetResult:
 
     Attributes:
       group: a key of GROUP_TITLES.
-      examples: of the prompt that has the most.
+      examples: Number of examples of the prompt that has the most.
       paired: whether all prompts have equally many examples, so that they share one resample.
-      standard_error: of the mean over prompts.
+      standard_error: Standard error of the mean over prompts.
       majority: accuracy of always choosing the position that is right most often.
       above_chance: whether the interval of the mean over prompts begins above chance.
     """

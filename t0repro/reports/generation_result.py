@@ -18,8 +18,8 @@ class GenerationResult:
 
     Attributes:
       group: a key of GROUP_TITLES.
-      metrics: as the template's metrics give them, most in percent; each of all examples.
-      first_target: of the first example; first_output what was decoded for it.
+      metrics: as the template's metrics give them, most in percent; each over all examples.
+      first_target: the first example's target; first_output what was decoded for it.
     """
 
     task: str
