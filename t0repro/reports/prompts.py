@@ -50,6 +50,7 @@ def dataset_label(task: str, prompts: Mapping[str, PromptInfo]) -> str:
     if info is None:
         return task.removesuffix("_score_eval")
     label = f"{info.dataset}/{info.subset}" if info.subset else info.dataset
+    # From the task's name: the registered dataset is ANLI as a whole.
     round_of_anli = re.search(r"_(r[123])(_score_eval)?$", task)
     return f"anli/{round_of_anli[1]}" if info.dataset == "anli" and round_of_anli else label
 
@@ -92,6 +93,7 @@ def training_tasks(mixtures: Sequence[str]) -> set[str]:
     from t0repro.tasks.task import registered_tasks
 
     tasks = set(registered_tasks()) & set(mixtures)
+    # Names that are no tasks have to be mixtures.
     for mixture in set(mixtures) - tasks:
         tasks |= set(tasks_of_mixture(mixture, "--train-mixture"))
     return tasks

@@ -59,6 +59,7 @@ def collect(
         checkpoint=checkpoint or facts.get("checkpoint"),
         step=step,
         device=device or facts.get("device"),
+        # 0 is a duration too.
         duration_seconds=facts.get("duration_seconds")
         if duration_seconds is None
         else duration_seconds,
@@ -78,6 +79,7 @@ def git_commit() -> str | None:
     """The commit of the checkout that this code runs from, with `-dirty` if it has changes."""
     try:
         found = subprocess.run(
+            # --exclude=*: no tag is matched, so that only the commit is printed.
             ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
             cwd=Path(__file__).parent,
             capture_output=True,
@@ -101,10 +103,12 @@ def _facts(folder: Path, step: int) -> dict:
         raise UserError(f"This is not JSON: {error}", where=str(path)) from error
     if not isinstance(facts, dict):
         raise UserError("This is not a JSON object.", where=str(path))
+    # A folder may hold several steps; the file is of the last one evaluated.
     return facts if facts.get("step", step) == step else {}
 
 
 def _operative_config(folder: Path) -> str | None:
+    # rank_eval writes it into the folder, training into the model_dir above.
     for place in (folder, folder.resolve().parent):
         path = place / "operative_config.gin"
         if path.is_file():

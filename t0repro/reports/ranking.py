@@ -43,6 +43,7 @@ def rank_folder(
     found = task_scores(eval_dir, step, tasks, in_memory)
     if less is not None:
         found = [
+            # Content-free scores are in the order of TaskScores, as the record says.
             dataclasses.replace(scores, score=scores.score - np.asarray(less[scores.task]))
             for scores in found
             if scores.task in less

@@ -101,6 +101,8 @@ def load_report(path: str | os.PathLike[str]) -> Report:
         version = int(content["schema_version"])
     except (ValueError, KeyError, TypeError) as error:
         raise UserError("This is not a report: no schema_version.", where=str(path)) from error
+    # An older report lacks fields, which have defaults; a newer one may mean something else by
+    # them.
     if version > SCHEMA_VERSION:
         raise UserError(
             f"The report has schema {version}; this t0repro reads up to {SCHEMA_VERSION}.",

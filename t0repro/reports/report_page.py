@@ -58,6 +58,7 @@ def brief_page(report: Report) -> Page:
     bold = set()
     for group in report.groups:
         rows += [_brief_row(d) for d in report.datasets if d.group == group.group]
+        # The group's row comes after its datasets' and is set in bold.
         bold.add(len(rows))
         rows.append(_brief_row(group))
     header = (

@@ -44,11 +44,13 @@ def write_results(
     Returns:
       The report and the paths of the files.
     """
+    # Empty tasks have no files to read.
     ranked = [name for name in outcome.tasks if name not in outcome.empty]
     decoded = [name for name in outcome.generated if name not in outcome.empty]
     options = ReportOptions(
         title=title,
         bootstrap=Bootstrap(replicates=resamples),
+        # None, not an empty set: then no dataset can be called held out.
         training_datasets=training_datasets(trained, prompts) or None,
         training_tasks=trained,
         tasks=[*ranked, *decoded],

@@ -32,6 +32,7 @@ class Run:
 def labelled(text: str) -> tuple[str | None, Path]:
     """Splits LABEL=PATH; a path alone, which may itself contain `=`, has no label."""
     label, separator, path = text.partition("=")
+    # A path may contain `=`; if it exists as written, it is one.
     if not separator or Path(text).exists():
         return None, Path(text)
     return label, Path(path)
@@ -47,6 +48,7 @@ def find_evaluation(path: str | os.PathLike[str]) -> tuple[Path, int | None]:
       UserError: if there is no evaluation, or more than one.
     """
     path = Path(path)
+    # The folder itself, before anything that may be inside it.
     if any(path.glob("*_targets")):
         return path, None
     evaluations = sorted(
@@ -57,6 +59,7 @@ def find_evaluation(path: str | os.PathLike[str]) -> tuple[Path, int | None]:
     if len(evaluations) == 1:
         return evaluations[0], None
     report = path / "report.json" if path.is_dir() else path
+    # rank-eval's --out folder holds both; the folder of files wins.
     if not evaluations and report.is_file():
         return _evaluation_of_report(report)
     raise UserError(

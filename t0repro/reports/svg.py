@@ -84,7 +84,9 @@ class Drawing:
 
         self.figure = Figure(figsize=(self.inches, height))
         FigureCanvasSVG(self.figure)
+        # Transparent, so that the page's background shows.
         self.figure.patch.set_alpha(0)
+        # Room below for the axis's label, and a little above.
         bottom, top = 0.48 / height, 1 - 0.08 / height
         width = (self.inches - left - right) / self.inches
         axes = self.figure.add_axes((left / self.inches, bottom, width, top - bottom))
@@ -125,9 +127,11 @@ def spread_out(values: Mapping[Key, float], gap: float) -> dict[Key, float]:
     """Places for labels in 0 to 100, near their values, at least `gap` apart where possible."""
     places: dict[Key, float] = {}
     lowest = 0.0
+    # Ascending: a label is pushed up by the one below it.
     for key in sorted(values, key=lambda key: values[key]):
         places[key] = max(values[key], lowest)
         lowest = places[key] + gap
+    # What is pushed beyond the top comes down again, all labels together.
     beyond = max(places.values(), default=0) - 100
     return {key: place - max(beyond, 0) for key, place in places.items()}
 
@@ -145,12 +149,14 @@ def _inline_svg(drawing: Drawing, label: str, prefix: str) -> str:
                 parent.remove(child)
     _add_tips(root, drawing.tips)
     _tidy_ids(root, prefix=re.sub(r"\W+", "-", prefix.lower()))
+    # Without a size of its own, the SVG fills the width that the page gives it.
     for name in ("width", "height", "version"):
         root.attrib.pop(name, None)
     root.set("role", "group")
     root.set("aria-label", label)
     ElementTree.register_namespace("", _SVG)
     text = ElementTree.tostring(root, encoding="unicode")
+    # Matplotlib writes colours in lower case, as ROLES has them.
     for role, colour in ROLES.items():
         text = text.replace(colour, f"var(--{role})")
     # The page's font; the size stays
@@ -177,6 +183,7 @@ def _tidy_ids(root: ElementTree.Element, prefix: str) -> None:
             used.add(element.attrib[link].removeprefix("#"))
         for value in element.attrib.values():
             used.update(re.findall(r"url\(#([^)]+)\)", value))
+    # A second pass: only now all references are known.
     for element in root.iter():
         name = element.attrib.pop("id", None)
         if name in used:

@@ -45,6 +45,7 @@ def write_tables(
 
     found = task_scores(eval_dir, step, tasks, in_memory)
     parts = [_columns(scores, prompts) for scores in found]
+    # All tasks in one table, which is what spreadsheets and pandas want.
     columns = {name: np.concatenate([part[name] for part in parts]) for name in COLUMNS}
     buffer = io.BytesIO()
     pyarrow.parquet.write_table(pyarrow.table(columns), buffer, compression="zstd")
@@ -71,6 +72,7 @@ def _plain(text: str) -> str:
 def _columns(scores: TaskScores, prompts: Mapping[str, PromptInfo]) -> dict[str, Any]:
     classes = fixed_classes(prompts).get(scores.task)
     ranked = rank_classification(scores, num_classes=classes)
+    # A pair's example is found by its index; ranked.example is sorted.
     predicted = ranked.predicted[np.searchsorted(ranked.example, scores.input_index)]
     constants = {
         "task": scores.task,

@@ -18,6 +18,7 @@ def coverage_in_words(report: Report) -> list[str]:
 
 
 def _sampled_in_words(tasks: Sequence[TaskCost]) -> list[str]:
+    # Only what both numbers are known of can be summed.
     known = [
         (cost.inputs, cost.available)
         for cost in tasks
@@ -76,6 +77,7 @@ def cost_sections(report: Report) -> list[Section]:
     """The tasks that took most seconds and those with the longest inputs, each once."""
     slowest = sorted(report.tasks, key=lambda cost: -cost.seconds)[:_TASKS_SHOWN]
     longest = sorted(report.tasks, key=lambda cost: -cost.longest_input)[:_TASKS_SHOWN]
+    # Both lists may name a task; it is shown once.
     shown: Sequence[TaskCost] = list(dict.fromkeys([*slowest, *longest]))
     header = (Column("task"), "pairs", "tokens", "longest input", "seconds")
     rows = tuple(

@@ -32,6 +32,7 @@ def _print_section(section: Section, console: Console) -> None:
             console,
             section.title,
             [name for name, _, _ in columns],
+            # The rest is said to be left out, never dropped in silence.
             [[_text(as_cell(cell)) for cell in row] for row in section.rows[:MAX_ROWS]],
             numbers={name for name, text, _ in columns[1:] if not text},
             bold=section.bold,

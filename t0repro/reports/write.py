@@ -53,12 +53,14 @@ def write_files(files: Mapping[str, str | bytes], out: str | os.PathLike[str]) -
       UserError: if a file cannot be written; the file is named.
     """
     out = Path(out)
+    # A name of its own: two reports may be written to one folder at a time.
     staging = out / f".{uuid.uuid4().hex[:8]}.tmp"
     path = out
     try:
         for name, content in files.items():
             path = out / name
             write_atomically(staging / name, content)
+        # By now everything is on the disk; what is left can hardly fail for space.
         for name in files:
             path = out / name
             os.replace(staging / name, path)
