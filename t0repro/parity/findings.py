@@ -51,6 +51,7 @@ class Finding:
     @property
     def passes(self) -> bool:
         """Whether it is within its tolerance, if it has one. A NaN never is."""
+        # `<=` is false for NaN.
         return self.tolerance is None or self.error <= self.tolerance
 
 
@@ -83,8 +84,11 @@ def _findings(
                         ours.token_losses, np.ones_like(reference.token_losses))  # fmt: skip
     yield relative("loss", "step 1", reference.losses[:1], ours.losses[:1], FIRST_LOSS)
     yield from _tensors("gradient", reference.gradients, ours.gradients)
+    # 0 is the start, which is the same by construction.
     first, *later = sorted(reference.trees.keys() & ours.trees.keys() - {0})
     yield from _trees("first step", reference.trees[first], ours.trees[first], TENSOR)
+    # Later steps carry the differences of all before them; 20 is what the tolerance is stated
+    # for.
     judged = slice(0, STEPS_JUDGED)
     last = min(STEPS_JUDGED, len(reference.losses))
     if last > 1:
@@ -107,6 +111,7 @@ def _tensors(
     for name, expected, value in _pairs(kind, reference, ours):
         scale = _rms(expected)
         difference = _difference(expected, value)
+        # Entries are shown relative to the RMS, and the tensor is judged by its own.
         errors, error = np.abs(difference) / max(scale, _TINY), _ratio(_rms(difference), scale)
         measure = "the tensor's RMS"
         yield _finding(kind, name, expected, difference, errors, measure, error, TENSOR)
@@ -169,6 +174,7 @@ def metrics_finding(
                     0.0 if float32 else None)  # fmt: skip
 
 
+# Keeps a division by zero finite, and is below every number that is compared.
 _TINY = 1e-38
 
 
@@ -186,6 +192,7 @@ def _pairs(
 
 
 def _difference(expected: np.ndarray, value: np.ndarray) -> np.ndarray:
+    # In float64, so that the difference is not rounded itself.
     return value.astype(np.float64) - expected.astype(np.float64)
 
 

@@ -28,6 +28,7 @@ from t0repro.parity.jax_run import StackResult, run_jax
 from t0repro.parity.mesh_jobs import MeshJob, run_mesh, save_batches
 from t0repro.parity.mesh_result import as_stack_result
 
+# Small cases, since their files are read and recomputed by tests.
 ROWS, LENGTHS = 8, {"inputs": 24, "targets": 12}
 _SMALL = ("d_model = 128", "d_kv = 64", "num_heads = 2", "d_ff = 160", "num_layers = 1")
 _TINY = ("d_model = 16", "d_kv = 8", "num_heads = 2", "d_ff = 24", "num_layers = 1")
@@ -91,6 +92,7 @@ class Case:
         generator = np.random.default_rng(zlib.crc32(b"batches"))
         make = packed_batch if self.packed else unpacked_batch
         count = 1 if self.dropout else self.steps
+        # With dropout one batch is repeated: what varies is the noise alone.
         batches = [make(generator) for _ in range(count)] * (self.steps // count)
         return [
             {name: x for name, x in batch.items() if self.inputs_read or "inputs" not in name}
@@ -152,11 +154,14 @@ def start_tree(config: RunConfig, step: int) -> dict[str, np.ndarray]:
     tree = {layout.STEP: np.asarray(step, np.int32)}
     for path, leaf in flax.traverse_util.flatten_dict(shapes, sep="/").items():
         draw = np.random.default_rng(zlib.crc32(path.encode())).standard_normal(leaf.shape)
+        # Around 1, so that a forgotten scale shows.
         if path.endswith("scale"):
             draw = 1 + 0.1 * draw
         elif path.endswith("rel_embedding"):
             draw = 0.1 * draw
         elif path.endswith("kernel"):
+            # The scale of initial kernels; queries hold attention's 1/sqrt(d_kv) as
+            # well.
             width = leaf.shape[0] * (config.model.d_kv if "/query/" in path else 1)
             draw = draw * width**-0.5
         tree[layout.PARAMETERS + path] = draw.astype(np.float32)
@@ -175,6 +180,7 @@ def packed_batch(generator: np.random.Generator) -> dict[str, np.ndarray]:
         for name, length in LENGTHS.items():
             start = 0
             for segment in range(1, count + 1):
+                # At most an equal share, so that every segment of the row has room.
                 size = int(generator.integers(2, length // count + 1))
                 place = slice(start, start + size)
                 batch[name][row, place] = _tokens(generator, size)
@@ -196,6 +202,7 @@ def unpacked_batch(generator: np.random.Generator) -> dict[str, np.ndarray]:
 
 
 def _tokens(generator: np.random.Generator, size: int) -> np.ndarray:
+    # From 2 on: 0 is padding and 1 is EOS.
     tokens = generator.integers(2, 1000, size)
     tokens[-1] = 1
     return tokens
@@ -213,6 +220,8 @@ def run_on_mesh(cases: Sequence[Case], folder: str | Path) -> list[dict[str, Any
     for case in cases:
         out = Path(folder) / case.name
         tree = start_tree(case.config(), case.start_step)
+        # Written as a JAX checkpoint and converted, as a user would bring it to Mesh
+        # TensorFlow.
         save_tree(out / "jax" / f"checkpoint_{case.start_step}", tree)
         convert(out / "jax", out / "start", "mtf")
         job = MeshJob(
@@ -225,6 +234,7 @@ def run_on_mesh(cases: Sequence[Case], folder: str | Path) -> list[dict[str, Any
             float32=case.dtype == "float32",
         )
         jobs.append(job)
+    # One process for all cases: each start of TensorFlow takes seconds.
     results = run_mesh(jobs)
     return [
         summary(case, as_stack_result(result, job.snapshots))
@@ -272,6 +282,7 @@ def _norms(arrays: Mapping[str, np.ndarray]) -> dict[str, float]:
 
 
 def _digits(x: Any) -> float:
+    # Enough to tell float32 numbers apart, and short enough for a diff.
     return float(f"{float(x):.9g}")
 
 

@@ -86,6 +86,7 @@ def without_exchange(tree: FlatTree) -> dict[str, np.ndarray]:
             continue
         shape = tree[layout.PARAMETERS + path].shape
         other = layout.slot_key(path, "v_col")
+        # A tie of the two largest axes, as in layout.factored_slots.
         if sorted(shape)[-1] == sorted(shape)[-2]:
             swapped[key], swapped[other] = tree[other], tree[key]
     if all(swapped[key] is tree[key] for key in tree):

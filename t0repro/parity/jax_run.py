@@ -88,6 +88,7 @@ def run_jax(
     """
     assert config.optimizer is not None and config.schedule is not None
     model, optimizer = T5(config.model, config.dtypes), make_optimizer(config.optimizer)
+    # Shapes alone: the values come from the checkpoint.
     fresh = jax.eval_shape(
         lambda: new_train_state(initial_parameters(model, jax.random.key(0)), optimizer)
     )
@@ -121,6 +122,7 @@ def _train(
     trees, values = {}, []
     for done, batch in enumerate(batches, start=1):
         state, metrics = step(state, batch)
+        # Fetched at once, so that donated or replaced arrays are not read later.
         values.append(jax.device_get(metrics))
         if done in snapshots:
             trees[done] = _by_parameter(to_flat_tree(state))
@@ -163,6 +165,7 @@ def _forward(model: T5, params: dict, batch: Arrays) -> tuple[Arrays, np.ndarray
     activations: dict[str, np.ndarray] = {}
     towers = [(name, inside[name]) for name in ("encoder", "decoder") if name in inside]
     embedder = inside.get("token_embedder") or inside["decoder"]["token_embedder"]
+    # The embedder is called once per tower, in this order.
     for (tower, modules), x in zip(towers, embedder["__call__"], strict=True):
         feature = "inputs" if tower == "encoder" else "targets"
         activations |= _residual_stream(tower, modules, x)
@@ -189,6 +192,8 @@ def _residual_stream(tower: str, modules: Mapping[str, Any], x: np.ndarray) -> A
     for layer in sorted(layers, key=lambda name: int(name.removeprefix("layers_"))):
         for sublayer in sublayers:
             if sublayer in modules[layer]:
+                # A sublayer's output is added to the stream; the module returns
+                # only what is added.
                 x = x + modules[layer][sublayer]["__call__"][0]
                 stream[f"{tower}/{layer}/{sublayer}"] = x
     return stream

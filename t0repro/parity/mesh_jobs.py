@@ -105,6 +105,7 @@ def run_mesh(jobs: Sequence[MeshJob]) -> list[MeshResult]:
         text=True,
         check=False,
     )
+    # The whole output is kept in a file; the message has room for its last line.
     if done.returncode:
         log = Path(jobs[0].out) / "mesh_tensorflow.log"
         write_atomically(log, done.stdout + done.stderr)
@@ -142,4 +143,5 @@ def load_batches(path: str | Path) -> list[dict[str, np.ndarray]]:
         for key in arrays.files:
             index, _, feature = key.partition("/")
             batches.setdefault(int(index), {})[feature] = arrays[key]
+    # By number: "10" would come before "2".
     return [batches[index] for index in sorted(batches)]

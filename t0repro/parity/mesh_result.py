@@ -24,6 +24,7 @@ def as_stack_result(result: MeshResult, snapshots: Sequence[int]) -> StackResult
     return StackResult(
         losses=arrays["losses"],
         learning_rates=arrays["learning_rates"],
+        # load_any gives T5X's names, with the slots of square matrices exchanged.
         trees={done: load_any(result.checkpoint(done)) for done in snapshots},
         activations={
             _activation_name(name): x for name, x in _in_order(result.group("activations")).items()
@@ -47,6 +48,7 @@ def _by_path(gradients: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 def _in_order(activations: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Sorts by the number that each name begins with, and removes it."""
+    # Numbers are padded with zeros, so that sorting restores the order of the computation.
     return {name.partition("/")[2]: activations[name] for name in sorted(activations)}
 
 
@@ -59,6 +61,7 @@ def _activation_name(name: str) -> str:
     sublayers = {
         "encoder": ENCODER_SUBLAYERS,
         "decoder": DECODER_SUBLAYERS,
+        # A decoder-only block has no cross attention between its two sublayers.
         "transformer": (DECODER_SUBLAYERS[0], DECODER_SUBLAYERS[-1]),
     }[tower]
     return f"{'encoder' if tower == 'encoder' else 'decoder'}/layers_{block}/{sublayers[layer]}"

@@ -39,6 +39,7 @@ tf = _tensorflow_1()
 
 def main() -> None:
     """Runs every job in the file named on the command line."""
+    # Mesh TensorFlow builds graphs; eager execution would end its model function.
     tf.disable_v2_behavior()
     tf.logging.set_verbosity(tf.logging.ERROR)
     for values in json.loads(Path(sys.argv[1]).read_text()):
@@ -63,6 +64,7 @@ def run_job(job: MeshJob) -> None:
     batches = load_batches(job.batches)
     arrays: Arrays = {}
     with tf.Graph().as_default():
+        # Only for parameters that Mesh TensorFlow draws itself, in a case without a start.
         tf.set_random_seed(0)
         start_step, start = _train(model_fn, batches, job, out, arrays)
     if job.tensors:
@@ -97,6 +99,7 @@ def _model_function(model_dir: str) -> Callable[..., Any]:
     with gin.unlock_config():
         gin.bind_parameter("run.train_model_fn", lambda *args, **kwargs: None)
     try:
+        # Without a TPU, as t5_mesh_transformer calls it here.
         utils.run(tpu_job_name=None, tpu=None, gcp_project=None, tpu_zone=None, model_dir=model_dir)
     finally:
         utils.tpu_estimator_model_fn = original
@@ -230,6 +233,7 @@ def _train(
             session.run(to_masters)
             return saver.save(session, str(out / "model.ckpt"), global_step=step)
 
+        # A start that was drawn here is saved, so that the JAX side can read it.
         start = job.start or save()
         if gradients:
             found = session.run(gradients, _feed(placeholders, batches[0]))
@@ -300,6 +304,7 @@ def _restored(lowering: Any, start: str, wanted: Any, feeds: list[dict]) -> list
     results = []
     with tf.Session() as session:
         session.run([tf.global_variables_initializer(), tf.local_variables_initializer()])
+        # All variables of the graph: slots too, if the graph has any.
         tf.train.Saver(tf.global_variables()).restore(session, start)
         session.run(lowering.copy_masters_to_slices())
         for feed in feeds:

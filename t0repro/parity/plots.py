@@ -37,6 +37,7 @@ def error_plot(findings: Sequence[Finding], label: str) -> str:
 
     Only the worst _MOST_BARS are drawn, in the order of the computation.
     """
+    # The worst are the ones to look at; more bars than this cannot be read.
     worst = sorted(findings, key=lambda finding: -finding.error)[:_MOST_BARS]
     shown = [finding for finding in findings if finding in worst]
     tolerance = shown[0].tolerance
@@ -68,9 +69,11 @@ def error_plot(findings: Sequence[Finding], label: str) -> str:
 
 def _draw_error(drawing: Drawing, axes, row: int, finding: Finding) -> None:
     """Draws a finding's bar, in another colour if it departs."""
+    # NaN and infinity are drawn at the right edge.
     error = float(np.clip(np.nan_to_num(finding.error, nan=1e3), _SMALLEST, 1e3))
     colour = ROLES["accent"] if finding.passes else ROLES["chance"]
     height = 0.3 if drawing.narrow else 0.7
+    # `left` with a logarithmic axis: bars begin at the smallest error, not at 0.
     (bar,) = axes.barh([row], [error - _SMALLEST], left=_SMALLEST, height=height, color=colour)
     bar.set_gid(f"error-{row}")
     drawing.tips[f"error-{row}"] = (

@@ -121,6 +121,7 @@ _ROWS_SHOWN = 40
 
 def _losses(parity: Parity) -> dict[str, Any]:
     mesh, ours = parity.mesh_losses, parity.jax_losses
+    # Evenly spaced, first and last included.
     chosen = np.unique(np.linspace(0, len(mesh) - 1, _ROWS_SHOWN).astype(int))
     rows = tuple(
         (

@@ -132,6 +132,7 @@ def make_job(
             fix='Add --gin_param "dropout_rate = 0.0".',
         )
     out = Path(out)
+    # Results of an earlier comparison: their checkpoints would be found as well.
     shutil.rmtree(out / MESH_FOLDER, ignore_errors=True)
     source = TrainBatches(config).open(0, None, lambda line: None)
     batches = list(itertools.islice(source, steps))
@@ -174,6 +175,7 @@ def _mesh_checkpoint(start: str | None, out: Path) -> str | None:
     if start is None:
         return None
     found = sources.find_checkpoint(start)
+    # Types are looked at before converting: a float32 start is used as it is.
     reader = sources.open_checkpoint(found)
     types = {x.dtype for key, x in reader.tensors.items() if key.startswith(layout.PARAMETERS)}
     if found.format == "mtf" and types == {np.dtype(np.float32)}:
@@ -204,9 +206,11 @@ def run_mesh_side(job: Job) -> tuple[StackResult, int]:
             )
         ]
     )[0]
+    # 0 only if Mesh TensorFlow drew and saved the start.
     snapshots = job.snapshots if job.start else [0, *job.snapshots]
     found = as_stack_result(result, snapshots)
     if job.task is not None and found.scores is not None:
+        # Empty rows that filled the last batch are cut off.
         found = dataclasses.replace(found, scores=found.scores[: len(job.task.examples)])
     if job.start:
         from t0repro.converters.sources import load_any
@@ -218,6 +222,7 @@ def run_mesh_side(job: Job) -> tuple[StackResult, int]:
 def _rows(task: EvalTask, config: RunConfig) -> list[dict[str, np.ndarray]]:
     """The task's examples in batches of ROWS, padded to the run's lengths and with empty rows."""
     assert config.sequence_length is not None
+    # Rounded up to whole batches: a graph has one shape.
     count = -(-len(task.examples) // ROWS) * ROWS
     arrays = {}
     for name in ("inputs", "targets"):
