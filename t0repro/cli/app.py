@@ -44,6 +44,7 @@ app = typer.Typer(
 app.command()(doctor.doctor)
 app.command()(explain.explain)
 app.command()(train.train)
+# What it does not know itself is for the command that --run_mode names.
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(train.run)
 app.command()(cache.cache)
 app.command()(convert.convert)
@@ -97,13 +98,18 @@ def _global_options(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Print the version."
+            # Eager, so that --version works without a command.
+            "--version",
+            callback=_print_version,
+            is_eager=True,
+            help="Print the version.",
         ),
     ] = False,
 ) -> None:
     del version
     settings = context.obj
     settings.debug = debug
+    # By the first word alone: a command in a group goes on as its group does.
     settings.go_on = _GOES_ON.get(context.invoked_subcommand or "", settings.go_on)
 
 
@@ -111,5 +117,7 @@ def main() -> None:
     """Runs the command line in sys.argv and exits."""
     with gate("t0repro") as settings:
         command = typer.main.get_command(app)
+        # After Typer has built the commands: their help is shown with the names that t5's
+        # flags have.
         show_canonical(command)
         command(args=with_t5x_overrides(sys.argv[1:]), obj=settings)

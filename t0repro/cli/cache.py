@@ -76,6 +76,7 @@ def cache(
         min_shards=min_shards,
     )
     progress = functools.partial(count_progress, doing="caching", things="rows", done_word="cached")
+    # The bar's words are bound here; cache_tasks knows only how to count.
     summary = cache_tasks(request, workers or default_workers(), progress)
     _print(summary, output_cache_dir)
 
@@ -85,12 +86,14 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _print(summary: Summary, folder: str) -> None:
+    # A reason is a sentence about a dataset; its tasks share it.
     missing = sorted({reason for _, _, reason in summary.left_out})
     if missing:
         tasks = {task for task, _, _ in summary.left_out}
         echo(f"Left out splits of {counted(len(tasks), 'task')}; their rows are not here:")
         for reason in missing:
             echo(f"  {reason}")
+    # A run that had nothing to do takes next to no time.
     rate = summary.examples / max(summary.seconds, 1e-9)
     echo(
         f"Cached {len(summary.cached)} of {counted(summary.selected, 'task')} in {folder}:"

@@ -63,6 +63,7 @@ def diff(
 
     comparison = compare(a, b, tolerance=tol, slots=slots)
     _print_comparison(comparison)
+    # The exit code is the answer, for scripts.
     if comparison.failures:
         raise typer.Exit(1)
 
@@ -86,6 +87,7 @@ def verify(path: _Path, step: _Step = None) -> None:
         echo(f"Problem: {problem}")
     if verification.problems:
         raise typer.Exit(1)
+    # A plain "no problem" only where everything could be checked.
     echo("No problem in what was checked." if verification.unchecked else "No problem.")
 
 
@@ -155,6 +157,7 @@ def plan(
     echo(f"{found.name} ({found.family}, {found.format}): {describe(found.shape)}")
     echo(f"{needs.parameters:,} parameters")
     rows = [("", "needs", "here", "")]
+    # Against what is free now, not against what the machine has.
     for what, needed, has in (
         ("disk, the checkpoint in float32", needs.disk, machine.disk),
         ("disk, a checkpoint while training", needs.training_disk, machine.disk),
@@ -167,6 +170,7 @@ def plan(
     for accelerator, memory in machine.accelerators:
         one = f"{accelerator}, {sized(memory)}"
         for what, needed in (("evaluation", needs.evaluation), ("training", needs.training)):
+            # Rounded up: parameters can be divided among devices, but not a device.
             devices = -(-needed // memory)
             echo(f"{one}: {what} takes at least {devices} of them.")
     if not machine.accelerators:
@@ -200,6 +204,7 @@ def _print_comparison(comparison: Comparison) -> None:
         return
     rows = [("tensor", "difference", "max", "RMS", "")]
     for item in differences[:_ROWS_SHOWN]:
+        # NaN (no comparison possible) is shown as nothing.
         largest, rms = (f"{value:.3g}" if value == value else "" for value in (item.max, item.rms))
         rows.append((item.key, item.reason, largest, rms, item.detail))
     _print_table(rows)

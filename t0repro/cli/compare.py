@@ -77,11 +77,13 @@ def compare(
             where=" and ".join(str(path) for _, path in given),
             fix="Name files of one kind.",
         )
+    # The first run is the reference for all others.
     if kinds == {True}:
         page, content, within = _losses(given, tol)
     else:
         bootstrap = Bootstrap(replicates=resamples, seed=seed)
         page, content, within = _evaluations(given, step, tol, module_import or (), bootstrap)
+    # Shown before the exit code: a difference is the very thing to look at.
     _show(page, content, out)
     if not within:
         raise typer.Exit(1)
@@ -143,6 +145,7 @@ def _show(page: Page, content: str, out: Path | None) -> None:
 def _labels(given: Sequence[Given]) -> list[str]:
     """The labels, or else the names of the runs' folders; a, b, ... if those are not distinct."""
     labels = [label or _name(path) for label, path in given]
+    # Labels head columns, so they have to differ.
     if len(set(labels)) == len(labels) and all(labels):
         return labels
     return [label or chr(ord("a") + at) for at, (label, _) in enumerate(given)]

@@ -68,6 +68,7 @@ def explain(
     """
     allowlist = allowlist_of(gin_import_allowlist)
     if dry_run:
+        # A listing runs nobody's code, so nothing below that imports is reached.
         overrides = [*(gin_param or ()), *(gin_bindings or ())]
         folders = gin_search_paths.split(",") if run_mode else (gin_location_prefix or ())
         _list_imports(run_mode, gin_file or (), overrides, folders, allowlist, as_json)
@@ -89,6 +90,7 @@ def explain(
         import_allowlist=allowlist,
     )
     config = load(inputs).run
+    # The words of a dialect are bindings, so that they can be put into a file.
     if dialect:
         _show_translation(config, dialect)
         return
@@ -124,6 +126,7 @@ def _list_imports(
     if run_mode:
         from t0repro.config.t5x.gin_files import shipped_files
 
+        # The files of this package come last, as where a run looks for them.
         folders = [*folders, str(shipped_files())]
     else:
         folders = gin_imports.mesh_folders(folders)
@@ -153,6 +156,7 @@ def _explain_t5x(
     from t0repro.config.t5x.gin_files import parse
 
     parsed = parse(t5x_inputs(run_mode, files, bindings, search_paths, allowlist))
+    # Only trainings can be said in both dialects.
     if dialect and run_mode == "train":
         from t0repro.config.t5x.run import train_config
 

@@ -47,6 +47,7 @@ def gate(command: str, *, show_unexpected: bool = False) -> Iterator[Settings]:
     try:
         yield settings
     except (KeyboardInterrupt, SystemExit) as end:
+        # sys.exit also passes here, and is no interruption.
         if not _was_interrupted(end):
             raise
         _end_interrupted(command, settings.go_on)
@@ -105,8 +106,11 @@ def find_user_error(error: BaseException | None) -> str | None:
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
     """Yields an exception, its cause, the cause of that, and so on."""
+    # A chain of causes may lead back to itself.
     seen = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         yield error
+        # __context__ covers exceptions that were raised while another was handled, without
+        # `from`.
         error = error.__cause__ or error.__context__

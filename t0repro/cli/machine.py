@@ -31,6 +31,7 @@ def say_what_runs_here(options: Any, configuration: Configuration, *, on_jax: bo
         # Virtual devices of a CPU share its memory.
         shares = 1 if name == "the CPU" or devices == 1 else devices
         fit = check_fits(run, total, free, shares)
+        # A fit is worth a line only where something else was said; a misfit always is.
         if lines or not fit.endswith("it fits."):
             lines.append(fit)
     for line in lines:
@@ -50,6 +51,7 @@ def tpu_lines(
     """
     given = [f"--{flag}={getattr(options, flag)}" for flag in _TPU_FLAGS if getattr(options, flag)]
     lines = []
+    # A TPU on this machine would make them mean what they say.
     if given and "tpu" not in device.lower():
         lines.append(f"{', '.join(given)}: no effect without a TPU; this runs on {device}.")
     inputs = configuration.inputs
@@ -76,6 +78,7 @@ def _device(on_jax: bool) -> tuple[str, int, int]:
         import jax
 
         device = jax.local_devices()[0]
+        # CPU devices have no statistics; the machine's memory stands for theirs.
         statistics = device.memory_stats() or {}
         if "bytes_limit" in statistics:
             total = statistics["bytes_limit"]

@@ -42,4 +42,5 @@ DType = Literal["float32", "bfloat16"]
 
 def modules_or_t0(modules: Sequence[str] | None, templates: Sequence[Path] | None) -> list[str]:
     """The modules that were named; T0's own if neither modules nor prompts were."""
+    # One's own prompts need no tasks of T0's beside them.
     return list(modules or ([] if templates else [DEFAULT_MODULE]))

@@ -64,6 +64,7 @@ def precompile(
     """
     # Compiling for devices that are not here takes none of those that are.
     if topology is not None:
+        # Before jax is imported: it reads the variable once.
         os.environ["JAX_PLATFORMS"] = "cpu"
     devices, chip, float32 = _devices(topology)
     if run_mode is not None:
@@ -85,6 +86,7 @@ def precompile(
 
     config = adjusted(config, model_parallelism, fully_sharded, num_microbatches)
     if suggest:
+        # Trying out what fits replaces the report on the run as it stands.
         _suggest(config, devices, chip)
         return
     for line in compiled(config, devices, chip, hlo):
@@ -144,6 +146,7 @@ def _devices(topology: str | None) -> tuple:
                 where="--topology",
                 fix="Give a number of virtual CPU devices, as cpu-8.",
             )
+        # Before the first use of a device, after which the number is fixed.
         jax.config.update("jax_num_cpu_devices", int(count))
     devices = jax.devices()
     return devices, topologies.published(devices[0]), devices[0].platform == "cpu"

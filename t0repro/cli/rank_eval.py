@@ -111,6 +111,7 @@ def rank_eval(
     Example: t0repro rank-eval --checkpoint runs/demo/model --mixture demo_eval_score_eval
     --module_import t0repro.tasks.demo --out runs/demo/rank_eval
     """
+    # Tasks look for the variable when their rows are read.
     if data is not None:
         os.environ["T0REPRO_DATA_DIR"] = str(data)
     from t0repro.evaluation.evaluation_folder import Settings
@@ -162,6 +163,7 @@ def _evaluate(
         opened = open_checkpoint(checkpoint, step, settings.activation, model_parallelism)
         outcome = evaluate(opened, mixture, out, settings)
         report, paths = write(outcome, opened.step, out)
+    # In brief: everything is in the files.
     print_page(brief_page(report))
     _print_speed(outcome)
     for path in paths:

@@ -101,6 +101,7 @@ def make(
 
     prompts = load_prompts(module_import or ())
     trained = training_tasks(train_mixture or ())
+    # Datasets may be named without a module that knows their tasks.
     datasets = training_datasets(trained, prompts) | set(train_dataset or ())
     options = ReportOptions(
         title=title,
@@ -169,6 +170,7 @@ def _beside(
     compared = None
     if losses:
         (label_a, path_a), (label_b, path_b) = map(labelled, losses)
+        # Unlabelled losses are taken to be of the runs whose scores are compared.
         compared = ((label_a or label, path_a), (label_b or other_label or "other", path_b))
     return Beside(
         other=Run(other_label or "other", other_path) if other_path else None,

@@ -18,6 +18,7 @@ def canonical_arguments(arguments: Iterable[str]) -> list[str]:
     """The command line with canonical option names; values are unchanged."""
     spelled = []
     for argument in arguments:
+        # Only what looks like an option; "--" alone ends them.
         if argument.startswith("--") and argument != "--":
             name, equals, value = argument[2:].partition("=")
             argument = f"--{canonical(name)}{equals}{value}"
@@ -55,6 +56,8 @@ def show_canonical(command: Any) -> None:
     """Makes the help of a Typer command and its subcommands show canonical names and fill lines."""
     command.help = _flowing(command.help or "")
     for parameter in command.params:
+        # Help shows these lists; both spellings are accepted all the same (see
+        # `canonical`).
         for names in (parameter.opts, getattr(parameter, "secondary_opts", [])):
             names[:] = [
                 f"--{canonical(name[2:])}" if name.startswith("--") else name for name in names
@@ -69,6 +72,7 @@ def _flowing(text: str) -> str:
     Typer prints later paragraphs with the docstring's line breaks, which break again at 80 columns.
     """
     return "\n\n".join(
+        # Indented lines are examples, whose line breaks matter.
         paragraph if "\n " in paragraph else paragraph.replace("\n", " ")
         for paragraph in text.split("\n\n")
     )

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 def console_entry_point() -> None:
     """Runs the command with the arguments in sys.argv; the console script's entry point."""
+    # A traceback of something unexpected is kept: it may come hours into a run.
     with gate("t5_mesh_transformer", show_unexpected=True) as settings:
         define_flags()
         sys.modules["__main__"].__doc__ = __doc__  # what absl prints above the flags on --help
@@ -65,6 +66,7 @@ def define_flags() -> None:
     from mesh_tensorflow.transformer import utils
     from t5.models import mesh_transformer_main
 
+    # Flags are the process's own, and tests define them more than once.
     if "backend" not in flags.FLAGS:
         flags.DEFINE_enum(
             "backend", "mtf", ["mtf", "jax"], "Mesh TensorFlow on CPU, or JAX on any device."
@@ -115,6 +117,8 @@ def run(options: Any) -> None:
     """
     _check_flags(options)
     if options.vocab:
+        # The tasks' vocabulary is named when they are registered, so it is set before any
+        # import.
         os.environ["T0REPRO_VOCAB"] = options.vocab
     if not options.debug and not options["verbosity"].present:
         logging.set_verbosity(logging.WARNING)
@@ -159,6 +163,7 @@ def _run_jax(options: Any) -> None:
     float32 = jax.default_backend() == "cpu"
     configuration = _load(options, float32_activations=float32)
     _check_inputs(configuration.inputs, jax=True, at_hand=options.at_hand)
+    # Checked and said before anything is written.
     say_what_runs_here(options, configuration, on_jax=True)
     with aux_flags.jobs_beside(options):
         run(dataclasses.replace(configuration, allow_changed=options.allow_changed))
