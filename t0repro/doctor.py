@@ -154,6 +154,7 @@ def _jax() -> tuple[State, str, str]:
     import jax.numpy as jnp
 
     total = int(jnp.arange(4).sum())
+    # Devices are listed with the answer, since a GPU that is not seen is no error of JAX's.
     devices = ", ".join(f"{device.platform}:{device.device_kind}" for device in jax.devices())
     return ("ok", devices, "") if total == 6 else ("broken", f"0+1+2+3 gave {total}", _SETUP)
 
@@ -171,6 +172,7 @@ def _mesh_tensorflow() -> tuple[State, str, str]:
     if ended.returncode:
         lines = ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"]
         return "broken", lines[-1], _SETUP
+    # Only the last line: libraries may have printed others before it.
     losses = json.loads(ended.stdout.splitlines()[-1])
     detail = f"one step took a loss from {losses['before']:.3f} to {losses['after']:.3f} on CPU"
     return "ok", detail, ""
@@ -233,5 +235,6 @@ def _vocabulary() -> tuple[State, str, str]:
         pieces = processor.GetPieceSize()
     except (RuntimeError, OSError):
         return "broken", f"{value} is not a SentencePiece model", fix
+    # A smaller vocabulary, such as the demo's, is no mistake.
     note = "" if pieces == _T5_PIECES else f" (T5's has {_T5_PIECES})"
     return "ok", f"{value}: {pieces} pieces{note}", ""

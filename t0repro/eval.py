@@ -5,5 +5,6 @@ import sys
 from t0repro.cli.app import main
 
 if __name__ == "__main__":
+    # As if `eval` had been the first word of the command line.
     sys.argv[1:1] = ["eval"]
     main()

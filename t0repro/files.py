@@ -43,11 +43,13 @@ def storage_error(error: BaseException) -> UserError | None:
         name = error.filename
         where = os.fspath(name) if isinstance(name, str | os.PathLike) else None
     else:
+        # Exceptions of TensorFlow and TensorStore carry the system's message as text.
         text = str(error)
         meanings = [meaning for words, meaning in _BY_WORDS if words.search(text)]
         if not meanings:
             return None
         what, fix = meanings[0]
+        # The first absolute path in the text is usually the file.
         path = re.search(r"""(?<![\w/])/[^\s"';:,\]]+""", text)
         where = path[0] if path else None
     return UserError(
@@ -67,6 +69,7 @@ def write_atomically(path: str | os.PathLike[str], content: str | bytes) -> None
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
+    # In the same folder, so that the rename stays within a file system.
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     data = content.encode() if isinstance(content, str) else content
     try:
@@ -81,6 +84,7 @@ def write_atomically(path: str | os.PathLike[str], content: str | bytes) -> None
         raise OSError(error.errno, error.strerror, os.fspath(path)) from error
     finally:
         with contextlib.suppress(OSError):
+            # After a rename there is nothing left under this name.
             temporary.unlink(missing_ok=True)
 
 

@@ -63,6 +63,7 @@ class HubFile:
         if self.sha256:
             digest = hashlib.sha256()
         elif self.blob:
+            # Git hashes a header with the length before the content.
             digest = hashlib.sha1(b"blob %d\0" % self.size)
         elif self.md5:
             digest = hashlib.md5()
@@ -74,6 +75,7 @@ class HubFile:
             while block := file.read(_BLOCK):
                 digest.update(block)
         checksum = digest.hexdigest()
+        # google_crc32c gives bytes, hashlib text.
         return checksum if isinstance(checksum, str) else checksum.decode()
 
     @property
@@ -152,6 +154,7 @@ class RemoteFiles(abc.ABC):
         """Sends a request, with retries; returns the response if it is a success, 404 or 416."""
         import requests
 
+        # None stands for the last attempt, after which nothing is waited for.
         for delay in (*self._delays, None):
             try:
                 answer = self._session.get(url, timeout=TIMEOUT_SECONDS, **options)
@@ -168,6 +171,7 @@ class RemoteFiles(abc.ABC):
                 if not self._reached or delay is None:
                     raise self._unreachable(error) from error
             else:
+                # 404 and 416 are answers that callers understand.
                 if answer.status_code < 400 or answer.status_code in (404, 416):
                     return answer
                 answer.close()
@@ -184,6 +188,7 @@ class RemoteFiles(abc.ABC):
         """Appends to `to` until it has the listed size; progress resets the retries."""
         to.touch()
         have = to.stat().st_size
+        # Longer than the file: left by another version of it.
         if have > file.size:
             to.write_bytes(b"")
             have = 0
@@ -193,6 +198,7 @@ class RemoteFiles(abc.ABC):
             came, error = self._append(file, to, have, advance)
             have += came
             if came > 0:
+                # Bytes came, so the server is there: the delays start over.
                 attempts = iter(self._delays)
             if have >= file.size:
                 break
@@ -221,17 +227,23 @@ class RemoteFiles(abc.ABC):
                     where=self._url(file),
                     fix="Try again later, or from another --base_url.",
                 )
+            # A range was granted only if the answer says where it begins; otherwise the
+            # whole file comes.
             goes_on = answer.headers.get("Content-Range", "").startswith(f"bytes {have}-")
             start = have if answer.status_code == 206 and goes_on else 0
             if start < have:  # the server ignored the range and sent the whole file
                 advance(start - have)
             came, error = start, "it ends early"
             with open(to, "r+b") as target:
+                # What is beyond the beginning is replaced, or the file would stay
+                # too long.
                 target.truncate(start)
                 target.seek(start)
                 try:
                     # iter_content would drop the part of a block that arrived before a cut.
                     while came < file.size and (block := answer.raw.read1(_BLOCK)):
+                        # Never more than the listed size, whatever the
+                        # server sends.
                         block = block[: file.size - came]
                         target.write(block)
                         came += len(block)
@@ -299,6 +311,7 @@ class HubRepository(RemoteFiles):
         following = answer.links.get("next", {}).get("url")
         if following is None:
             return None
+        # A relative link is relative to the page that it is on.
         following = urllib.parse.urljoin(url, following)
         if following in pages:
             reason = "its next page is one that was read already"
@@ -373,6 +386,7 @@ class Bucket(RemoteFiles):
                     fix="Give the address of the server, or of a mirror of it, as --base_url.",
                 ) from None
             if "nextPageToken" not in listing:
+                # Names that end in a slash stand for folders.
                 return [file for file in found if not file.path.endswith("/")] or None
             pages.add(query.get("pageToken"))
             query["pageToken"] = listing["nextPageToken"]
@@ -390,6 +404,7 @@ class Bucket(RemoteFiles):
 
 def _bucket_file(item: dict[str, Any]) -> HubFile:
     md5 = item.get("md5Hash")
+    # Objects composed of parts have no MD5.
     crc32c = None if md5 else base64.b64decode(item["crc32c"]).hex()
     size = int(item["size"])
     return HubFile(item["name"], size, md5=md5 and base64.b64decode(md5).hex(), crc32c=crc32c)
@@ -398,6 +413,7 @@ def _bucket_file(item: dict[str, Any]) -> HubFile:
 def _hub_file(entry: dict[str, Any], url: str) -> HubFile | None:
     if entry.get("type") != "file":
         return None
+    # Large files are kept by LFS, whose id is the SHA-256; others have Git's.
     large = entry.get("lfs") or {}
     try:
         sha256 = str(large["oid"]).removeprefix("sha256:") if large else None

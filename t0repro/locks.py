@@ -59,8 +59,11 @@ def folder_lock(
         try:
             folder.mkdir(parents=True, exist_ok=True)
             held.enter_context(lock)
+            # The flock first: it is exact on one machine, and the lease is for the
+            # others.
             _acquire(lease, say)
             held.callback(lease.release)
+            # For the message that a refused run prints.
             (folder / COMMAND_FILE).write_text(f"{purpose}\n{shlex.join(sys.argv)}\n")
             held.callback((folder / COMMAND_FILE).unlink, missing_ok=True)
         except filelock.Timeout as error:

@@ -48,6 +48,7 @@ def count_progress(
         def advance(count: int) -> None:
             nonlocal done
             done += count
+            # A rate over the whole time: it does not jump with the size of a batch.
             bar.update(task, advance=count, rate=done / (time.monotonic() - started))
 
         yield advance
@@ -100,9 +101,12 @@ def _line_printer(
         nonlocal done, last
         done += count
         now = time.monotonic()
+        # Done or due: the last line may come early, so that the total is always printed.
         if now - last >= _SECONDS_BETWEEN_LINES or (at_end and done == total):
             last = now
             rate = done / max(now - started, 1e-9)
+            # A total that was too low (rows are estimated) leaves nothing rather than
+            # less.
             print_line(line(done, rate, max(total - done, 0) / max(rate, 1e-9)))
 
     return advance

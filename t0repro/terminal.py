@@ -98,6 +98,7 @@ def _widths(
     spare = room - sum(least)
     if spare < 0:
         return None
+    # What is left is given from the first column on, each up to what it wants.
     widths = []
     for most, width in zip(wanted, least, strict=True):
         more = min(most - width, spare)
@@ -125,5 +126,6 @@ def _print_records(
             for name, cell in zip(header[1:], row[1:], strict=True)
             if cell.plain
         ]
+        # One indented paragraph per row.
         for line in Text(", ").join(parts).wrap(console, console.width - 2):
             console.print(Text("  ") + line, overflow="fold")

@@ -35,6 +35,7 @@ def printable(text: str, *, keep: str = "") -> str:
       keep: characters to leave unchanged, for instance line breaks.
     """
     if text.isprintable():
+        # The usual case, without a loop over characters.
         return text
     return "".join(char if char in keep else _visible(char) for char in text)
 
