@@ -1,36 +1,36 @@
-"""The flags of auxiliary jobs on t5_mesh_transformer, named as on `t0repro aux`."""
+"""The flags of auxiliary jobs on t5_mesh_transformer, as `t0repro.jobs.options` defines them."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import typing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from absl import flags
 
-_TEXTS = {
-    "auxiliary_job_mixtures": "Mixtures, joined by commas: for each new checkpoint a job for each.",
-    "auxiliary_job_gin_file": "The T5X gin file of the jobs.",
-    "auxiliary_job_build_target_path": "What a job runs: eval, train, rank-eval (options may"
-    " follow), or any command.",
-    "auxiliary_job_platform": "An entry of the file of machines.",
-    "auxiliary_job_cell": "An entry of the file of machines.",
-    "machines": "A YAML file: what platforms and cells stand for.",
-    "launcher": "Where jobs run: local, slurm or k8s.",
-}
+from t0repro.jobs.options import AuxiliaryOptions
+
+# The training's own gin files are Mesh TensorFlow's, and a job reads T5X's: they are never joined.
+_TAKEN_FOR_GRANTED = "replace_gin_file"
 
 
 def define() -> None:
     """Defines the flags; those left out make no job."""
-    for name, text in _TEXTS.items():
-        flags.DEFINE_string(name, None, text)
-    flags.DEFINE_boolean("replace_gin_file", True, "Taken for granted: a job reads its own file.")
-    flags.DEFINE_integer(
-        "final_auxiliary_job_steps", 0, "0 evaluates each checkpoint; N fine-tunes each N steps."
-    )
-    flags.DEFINE_integer("max_parallel", 1, "The most jobs at a time.", lower_bound=1)
-    flags.DEFINE_float("poll_seconds", 10.0, "Seconds between two looks.", lower_bound=0.01)
+    types = typing.get_type_hints(AuxiliaryOptions, include_extras=True)
+    for field in dataclasses.fields(AuxiliaryOptions):
+        type_, option = typing.get_args(types[field.name])
+        kinds = typing.get_args(type_) or (type_,)  # str | None
+        if field.name == _TAKEN_FOR_GRANTED:
+            flags.DEFINE_boolean(field.name, True, "Taken for granted: a job reads its own file.")
+        elif int in kinds:
+            flags.DEFINE_integer(field.name, field.default, option.help, lower_bound=option.min)
+        elif float in kinds:
+            flags.DEFINE_float(field.name, field.default, option.help, lower_bound=option.min)
+        else:
+            flags.DEFINE_string(field.name, field.default, option.help)
 
 
 @contextlib.contextmanager
@@ -40,24 +40,15 @@ def jobs_beside(options: Any) -> Iterator[None]:
     Raises:
       UserError: see `beside.auxiliary_jobs_beside`.
     """
-    if not any(options[name].present for name in _TEXTS):
+    names = [field.name for field in dataclasses.fields(AuxiliaryOptions)]
+    if not any(options[name].present for name in names):
         yield
         return
-    from t0repro.jobs.beside import AuxiliaryOptions, auxiliary_jobs_beside
+    from t0repro.config.t5x.gin_files import GinInputs
+    from t0repro.jobs.beside import auxiliary_jobs_beside
 
-    jobs = AuxiliaryOptions(
-        mixtures=options.auxiliary_job_mixtures,
-        gin_file=options.auxiliary_job_gin_file,
-        # The training's own gin files are Mesh TensorFlow's; a job reads T5X's.
-        replace_gin_file=True,
-        final_steps=options.final_auxiliary_job_steps,
-        build_target=options.auxiliary_job_build_target_path or "eval",
-        platform=options.auxiliary_job_platform,
-        cell=options.auxiliary_job_cell,
-        machines=Path(options.machines) if options.machines else None,
-        launcher=options.launcher,
-        max_parallel=options.max_parallel,
-        poll_seconds=options.poll_seconds,
-    )
-    with auxiliary_jobs_beside(options.model_dir, jobs):
+    jobs = AuxiliaryOptions(**{name: getattr(options, name) for name in names})
+    machines = Path(options.machines) if options.machines else None
+    jobs = dataclasses.replace(jobs, machines=machines, replace_gin_file=True)
+    with auxiliary_jobs_beside(options.model_dir, jobs, GinInputs("train")):
         yield

@@ -1,7 +1,8 @@
-"""`t0repro eval` and `t0repro infer`: T5X's run modes, with its flags."""
+"""`t0repro eval` and `t0repro infer`: T5X's run modes, and the flags of all of its run modes."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,38 +17,41 @@ from t0repro.cli.gin_options import (
     t5x_inputs,
 )
 from t0repro.cli.options import Modules
+from t0repro.cli.shared import with_groups
 
 if TYPE_CHECKING:
-    from t0repro.config.t5x.gin_files import Parsed
-
-DryRun = Annotated[
-    bool,
-    typer.Option(
-        "--dry_run",
-        help="Only check: macros, tasks, caches, vocabularies, checkpoints. Nothing is written.",
-    ),
-]
-TfdsDataDir = Annotated[
-    str | None, typer.Option("--tfds_data_dir", help="The folder of TensorFlow Datasets' data.")
-]
-CacheDirs = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--seqio_additional_cache_dirs",
-        help="Folders of SeqIO's caches, separated by commas; repeatable.",
-    ),
-]
+    from t0repro.config.t5x.gin_files import GinInputs, Parsed
 
 
+@dataclasses.dataclass(frozen=True)
+class T5xOptions:
+    """What every run mode of T5X takes."""
+
+    gin_file: GinFiles = None
+    gin_bindings: GinBindings = None
+    gin_search_paths: GinSearchPaths = "."
+    gin_import_allowlist: GinImportAllowlist = None
+    module_import: Modules = None
+    tfds_data_dir: Annotated[
+        str | None, typer.Option(help="The folder of TensorFlow Datasets' data.")
+    ] = None
+    seqio_additional_cache_dirs: Annotated[
+        list[str] | None,
+        typer.Option(help="Folders of SeqIO's caches, separated by commas; repeatable."),
+    ] = None
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry_run",
+            help="Only check: macros, tasks, caches, vocabularies, checkpoints. Nothing is"
+            " written.",
+        ),
+    ] = False
+
+
+@with_groups
 def evaluate(
-    gin_file: GinFiles = None,
-    gin_bindings: GinBindings = None,
-    gin_search_paths: GinSearchPaths = ".",
-    gin_import_allowlist: GinImportAllowlist = None,
-    module_import: Modules = None,
-    tfds_data_dir: TfdsDataDir = None,
-    seqio_additional_cache_dirs: CacheDirs = None,
-    dry_run: DryRun = False,
+    options: T5xOptions,
     watch: Annotated[
         bool, typer.Option("--watch", help="Go on as checkpoints come (mode latest or all).")
     ] = False,
@@ -66,12 +70,12 @@ def evaluate(
         --gin.MIXTURE_OR_TASK_NAME="'my_task'" --gin.CHECKPOINT_PATH="'runs/c4/checkpoint_1000'"
         --gin.EVAL_OUTPUT_DIR="'runs/eval'" --module_import my_tasks
     """
-    parsed = parse_files("eval", gin_file, gin_bindings, gin_search_paths, gin_import_allowlist)
+    parsed = parse_files(gin_inputs("eval", options))
     from t0repro.config.t5x.inference import eval_plan
 
     plan = eval_plan(parsed)
-    register(parsed, module_import, tfds_data_dir, seqio_additional_cache_dirs)
-    if dry_run:
+    register(parsed, options)
+    if options.dry_run:
         from t0repro.runs.dry_run import check_inference
 
         check_inference(plan, typer.echo)
@@ -81,15 +85,9 @@ def evaluate(
     evaluate_checkpoints(plan, watch=watch, until=until)
 
 
+@with_groups
 def infer(
-    gin_file: GinFiles = None,
-    gin_bindings: GinBindings = None,
-    gin_search_paths: GinSearchPaths = ".",
-    gin_import_allowlist: GinImportAllowlist = None,
-    module_import: Modules = None,
-    tfds_data_dir: TfdsDataDir = None,
-    seqio_additional_cache_dirs: CacheDirs = None,
-    dry_run: DryRun = False,
+    options: T5xOptions,
     shard_id: Annotated[
         int | None, typer.Option("--shard_id", help="Overrides infer.shard_id.", min=0)
     ] = None,
@@ -105,15 +103,13 @@ def infer(
         --gin.TASK_FEATURE_LENGTHS="{'inputs': 512, 'targets': 64}"
         --gin.INFER_OUTPUT_DIR="'runs/infer'" --module_import my_tasks
     """
-    bindings = [*(gin_bindings or ())]
-    if shard_id is not None:
-        bindings.append(f"infer.shard_id = {shard_id}")
-    parsed = parse_files("infer", gin_file, bindings, gin_search_paths, gin_import_allowlist)
+    shard = [] if shard_id is None else [f"infer.shard_id = {shard_id}"]
+    parsed = parse_files(gin_inputs("infer", options, last=shard))
     from t0repro.config.t5x.inference import infer_plan
 
     plan = infer_plan(parsed)
-    register(parsed, module_import, tfds_data_dir, seqio_additional_cache_dirs)
-    if dry_run:
+    register(parsed, options)
+    if options.dry_run:
         from t0repro.runs.dry_run import check_inference
 
         check_inference(plan, typer.echo)
@@ -123,13 +119,27 @@ def infer(
     batch_infer.infer(plan)
 
 
-def parse_files(
-    run_mode: str,
-    files: Sequence[str] | None,
-    bindings: Sequence[str] | None,
-    search_paths: str,
-    allowlist: Sequence[str] | None,
-) -> Parsed:
+def gin_inputs(
+    run_mode: str, options: T5xOptions, *, first: Sequence[str] = (), last: Sequence[str] = ()
+) -> GinInputs:
+    """What the command line says of gin; of two bindings of a name the later one wins.
+
+    Args:
+      run_mode: T5X's name of it.
+      options: the flags.
+      first: bindings before those of the command line.
+      last: bindings after them.
+    """
+    return t5x_inputs(
+        run_mode,
+        options.gin_file,
+        [*first, *(options.gin_bindings or ()), *last],
+        options.gin_search_paths,
+        allowlist_of(options.gin_import_allowlist),
+    )
+
+
+def parse_files(inputs: GinInputs) -> Parsed:
     """The program that the command line's gin files configure; shows warnings.
 
     Raises:
@@ -137,19 +147,14 @@ def parse_files(
     """
     from t0repro.config.t5x.gin_files import parse
 
-    parsed = parse(t5x_inputs(run_mode, files, bindings, search_paths, allowlist_of(allowlist)))
+    parsed = parse(inputs)
     for warning in parsed.warnings:
         typer.echo(f"warning: {warning}", err=True)
     return parsed
 
 
-def register(
-    parsed: Parsed,
-    modules: Sequence[str] | None,
-    tfds_data_dir: str | None,
-    cache_dirs: Sequence[str] | None,
-) -> None:
-    """Registers the tasks of the modules that the gin files and the command line name.
+def register(parsed: Parsed, options: T5xOptions, modules: Sequence[str] = ()) -> None:
+    """Registers the tasks of the modules that the gin files, the command line and `modules` name.
 
     Raises:
       UserError: If a module cannot be found.
@@ -161,9 +166,10 @@ def register(
     compat.install()
     import seqio
 
-    if tfds_data_dir:
-        seqio.set_tfds_data_dir_override(tfds_data_dir)
-    folders = [folder for value in cache_dirs or () for folder in value.split(",") if folder]
+    if options.tfds_data_dir:
+        seqio.set_tfds_data_dir_override(options.tfds_data_dir)
+    cache_dirs = options.seqio_additional_cache_dirs or ()
+    folders = [folder for value in cache_dirs for folder in value.split(",") if folder]
     if folders:
         seqio.add_global_cache_dirs(folders)
-    load_tasks([*parsed.imports, *(modules or ())], into_seqio=True)
+    load_tasks([*parsed.imports, *(options.module_import or ()), *modules], into_seqio=True)

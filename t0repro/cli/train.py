@@ -3,66 +3,50 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from t0repro.cli import aux
-from t0repro.cli.gin_options import (
-    GinBindings,
-    GinFiles,
-    GinImportAllowlist,
-    GinSearchPaths,
-    RunMode,
-)
-from t0repro.cli.options import Modules
-from t0repro.cli.t5x_run import CacheDirs, DryRun, TfdsDataDir, parse_files, register
+from t0repro.cli.gin_options import RunMode
+from t0repro.cli.shared import with_groups
+from t0repro.cli.t5x_run import T5xOptions, gin_inputs, parse_files, register
 from t0repro.errors import UserError
-
-MultiprocessGpu = Annotated[
-    bool, typer.Option("--multiprocess_gpu", help="Not supported: a run is one process.")
-]
+from t0repro.jobs.options import AuxiliaryOptions
 
 
+@dataclasses.dataclass(frozen=True)
+class ProcessOptions:
+    """T5X's flags of several processes."""
+
+    multiprocess_gpu: Annotated[
+        bool, typer.Option("--multiprocess_gpu", help="Not supported: a run is one process.")
+    ] = False
+    coordinator_address: Annotated[
+        str | None, typer.Option(help="Address of the first of several processes.")
+    ] = None
+    process_count: Annotated[int | None, typer.Option(help="Number of processes.")] = None
+    process_index: Annotated[int | None, typer.Option(help="Number of this process.")] = None
+    initialization_timeout: Annotated[
+        int | None, typer.Option(help="Seconds to wait for the other processes.")
+    ] = None
+
+
+@with_groups
 def train(
-    gin_file: GinFiles = None,
-    gin_bindings: GinBindings = None,
-    gin_search_paths: GinSearchPaths = ".",
-    gin_import_allowlist: GinImportAllowlist = None,
-    module_import: Modules = None,
-    tfds_data_dir: TfdsDataDir = None,
-    seqio_additional_cache_dirs: CacheDirs = None,
-    dry_run: DryRun = False,
+    options: T5xOptions,
+    processes: ProcessOptions,
+    jobs: AuxiliaryOptions,
     allow_changed: Annotated[
         bool,
         typer.Option(help="Train on in a model_dir although the optimizer or the model changed."),
     ] = False,
-    multiprocess_gpu: MultiprocessGpu = False,
-    coordinator_address: Annotated[
-        str | None, typer.Option(help="Address of the first of several processes.")
-    ] = None,
-    process_count: Annotated[int | None, typer.Option(help="Number of processes.")] = None,
-    process_index: Annotated[int | None, typer.Option(help="Number of this process.")] = None,
-    initialization_timeout: Annotated[
-        int | None, typer.Option(help="Seconds to wait for the other processes.")
-    ] = None,
     name: Annotated[
         str | None, typer.Option(help="MODEL_DIR is runs/NAME unless it is set.")
     ] = None,
     platform: Annotated[str | None, typer.Option(help="Must stand for this machine.")] = None,
     cell: Annotated[str | None, typer.Option(help="Must stand for this machine.")] = None,
-    auxiliary_job_mixtures: aux.Mixtures = None,
-    auxiliary_job_gin_file: aux.JobGinFile = None,
-    replace_gin_file: aux.ReplaceGinFile = False,
-    final_auxiliary_job_steps: aux.FinalSteps = 0,
-    auxiliary_job_build_target_path: aux.BuildTarget = "eval",
-    auxiliary_job_platform: aux.Platform = None,
-    auxiliary_job_cell: aux.Cell = None,
-    machines: aux.Machines = None,
-    launcher: aux.LauncherName = None,
-    max_parallel: aux.MaxParallel = 1,
-    poll_seconds: aux.PollSeconds = 10.0,
 ) -> None:
     """Train what T5X's gin files describe: pretraining or fine-tuning.
 
@@ -75,45 +59,30 @@ def train(
         --gin.MIXTURE_OR_TASK_NAME="'c4_v220_span_corruption'" --gin.TRAIN_STEPS=10000
         --gin.TASK_FEATURE_LENGTHS="{'inputs': 512, 'targets': 114}" --gin.DROPOUT_RATE=0.0
     """
-    _check_processes(multiprocess_gpu, coordinator_address, process_count, process_index)
-    del initialization_timeout
-    _check_machine(machines, platform, cell)
+    _check_processes(processes)
+    _check_machine(jobs.machines, platform, cell)
     named = [f"MODEL_DIR = 'runs/{name}'"] if name else []
-    bindings = [*named, *(gin_bindings or ())]  # the later one wins
-    parsed = parse_files("train", gin_file, bindings, gin_search_paths, gin_import_allowlist)
+    inputs = gin_inputs("train", options, first=named)
+    parsed = parse_files(inputs)
     from t0repro.config.t5x.run import train_config
 
     config, model = train_config(parsed), parsed.program.model
     data = parsed.program.train_dataset_cfg
-    modules = [*(module_import or ()), *([data.module] if data.module else [])]
-    register(parsed, modules, tfds_data_dir, seqio_additional_cache_dirs)
-    vocabularies = (model.input_vocabulary, model.output_vocabulary)
+    register(parsed, options, [data.module] if data.module else [])
     from t0repro.runs import dry_run as checks
 
-    if dry_run:
+    if options.dry_run:
+        vocabularies = (model.input_vocabulary, model.output_vocabulary)
         checks.check_training(config, vocabularies, typer.echo)
         return
-    from t0repro.jobs.beside import AuxiliaryOptions, auxiliary_jobs_beside
+    from t0repro.jobs.beside import auxiliary_jobs_beside
     from t0repro.runs import planned_start
 
     with contextlib.ExitStack() as beside:
-        if auxiliary_job_mixtures or auxiliary_job_gin_file:
-            jobs = AuxiliaryOptions(
-                mixtures=auxiliary_job_mixtures,
-                gin_file=auxiliary_job_gin_file,
-                train_gin_files=tuple(gin_file or ()),
-                gin_search_paths=gin_search_paths,
-                replace_gin_file=replace_gin_file,
-                final_steps=final_auxiliary_job_steps,
-                build_target=auxiliary_job_build_target_path,
-                platform=auxiliary_job_platform,
-                cell=auxiliary_job_cell,
-                machines=machines,
-                launcher=launcher,
-                max_parallel=max_parallel,
-                poll_seconds=poll_seconds,
-            )
-            beside.enter_context(auxiliary_jobs_beside(config.model_dir, jobs))
+        if jobs.are_given:
+            # The training's own bindings are not its jobs'.
+            files = dataclasses.replace(inputs, gin_bindings=())
+            beside.enter_context(auxiliary_jobs_beside(config.model_dir, jobs, files))
         planned_start.start(parsed, config, allow_changed=allow_changed)
 
 
@@ -130,17 +99,16 @@ def _check_machine(machines: Path | None, platform: str | None, cell: str | None
         )
 
 
-def _check_processes(
-    multiprocess_gpu: bool, address: str | None, count: int | None, index: int | None
-) -> None:
+def _check_processes(processes: ProcessOptions) -> None:
     """Refuses several processes; the flags that describe a single one pass."""
-    if count not in (None, 1) or index not in (None, 0):
+    count = processes.process_count
+    if count not in (None, 1) or processes.process_index not in (None, 0):
         raise UserError(
             "A run of several processes is not supported.",
             where="--process_count" if count not in (None, 1) else "--process_index",
             fix="Start one process on a machine with all the devices.",
         )
-    if multiprocess_gpu and address is None:
+    if processes.multiprocess_gpu and processes.coordinator_address is None:
         raise UserError(
             "--multiprocess_gpu needs --coordinator_address.",
             where="--multiprocess_gpu",

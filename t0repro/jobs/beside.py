@@ -13,8 +13,10 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import dacite
 import yaml
 
+from t0repro.config.t5x.gin_files import GinInputs
 from t0repro.errors import UserError
 from t0repro.jobs.commands import JobSettings, check
 from t0repro.jobs.controller import Controller, Policy
@@ -22,57 +24,41 @@ from t0repro.jobs.kubernetes import KubernetesLauncher
 from t0repro.jobs.launcher import Launcher
 from t0repro.jobs.local import LocalLauncher
 from t0repro.jobs.machines import LAUNCHERS, Machine, find_machine
+from t0repro.jobs.options import AuxiliaryOptions
 from t0repro.jobs.slurm import SlurmLauncher
 from t0repro.jobs.worker import Limits
 
 
-@dataclasses.dataclass(frozen=True)
-class AuxiliaryOptions:
-    """The options of `t0repro aux`; see its help."""
+def job_settings(options: AuxiliaryOptions, gin: GinInputs) -> JobSettings:
+    """What the jobs do.
 
-    mixtures: str | None
-    gin_file: str | None = None
-    train_gin_files: tuple[str, ...] = ()
-    gin_bindings: tuple[str, ...] = ()
-    gin_search_paths: str = "."
-    replace_gin_file: bool = False
-    final_steps: int = 0
-    build_target: str = "eval"
-    platform: str | None = None
-    cell: str | None = None
-    machines: Path | None = None
-    launcher: str | None = None
-    max_parallel: int = 1
-    poll_seconds: float = 10.0
-    max_failures: int = 3
-    time_limit: float | None = None
-    main_metric: str | None = None
-
-    @property
-    def settings(self) -> JobSettings:
-        """What the jobs do."""
-        names = [name.strip() for name in (self.mixtures or "").split(",")]
-        return JobSettings(
-            mixtures=tuple(name for name in names if name),
-            gin_file=self.gin_file,
-            train_gin_files=self.train_gin_files,
-            replace_gin_file=self.replace_gin_file,
-            gin_bindings=self.gin_bindings,
-            gin_search_paths=tuple(self.gin_search_paths.split(",")),
-            final_steps=self.final_steps,
-            build_target=self.build_target,
-        )
+    Args:
+      options: the options of auxiliary jobs.
+      gin: the gin files of the training, and the overrides for the jobs.
+    """
+    return JobSettings(
+        mixtures=options.mixtures,
+        gin_file=options.auxiliary_job_gin_file,
+        train_gin_files=gin.gin_files,
+        replace_gin_file=options.replace_gin_file,
+        gin_bindings=gin.gin_bindings,
+        gin_search_paths=gin.gin_search_paths,
+        final_steps=options.final_auxiliary_job_steps,
+        build_target=options.auxiliary_job_build_target_path,
+    )
 
 
 def make_controller(
-    model_dir: Path, options: AuxiliaryOptions, say: Callable[[str], None]
+    model_dir: Path, options: AuxiliaryOptions, gin: GinInputs, say: Callable[[str], None]
 ) -> Controller:
     """The controller that the options describe.
 
     Raises:
       UserError: if they make no sense together.
     """
-    machine = find_machine(options.machines, options.platform, options.cell)
+    machine = find_machine(
+        options.machines, options.auxiliary_job_platform, options.auxiliary_job_cell
+    )
     policy = Policy(
         max_parallel=options.max_parallel,
         poll_seconds=options.poll_seconds,
@@ -87,7 +73,7 @@ def make_controller(
         metric=options.main_metric,
     )
     launcher = _launcher(options.launcher or machine.launcher, machine)
-    return Controller(model_dir, options.settings, launcher, policy, say)
+    return Controller(model_dir, job_settings(options, gin), launcher, policy, say)
 
 
 def _launcher(name: str, machine: Machine) -> Launcher:
@@ -110,7 +96,7 @@ def _launcher(name: str, machine: Machine) -> Launcher:
 
 @contextlib.contextmanager
 def auxiliary_jobs_beside(
-    model_dir: str | os.PathLike[str], options: AuxiliaryOptions
+    model_dir: str | os.PathLike[str], options: AuxiliaryOptions, gin: GinInputs
 ) -> Iterator[None]:
     """Runs a controller in a process of its own while the block trains in `model_dir`.
 
@@ -120,10 +106,10 @@ def auxiliary_jobs_beside(
     Raises:
       UserError: at once, if a job could not work; at the end, if not every job succeeded.
     """
-    check(options.settings)
-    fields = dataclasses.asdict(options) | {"machines": options.machines and str(options.machines)}
+    check(job_settings(options, gin))
+    asked = json.dumps([dataclasses.asdict(options), dataclasses.asdict(gin)], default=str)
     controller = subprocess.Popen(
-        [sys.executable, "-m", __name__, os.fspath(model_dir), json.dumps(fields)],
+        [sys.executable, "-m", __name__, os.fspath(model_dir), asked],
         stdin=subprocess.PIPE,
         start_new_session=True,  # Ctrl-C is the training's; the controller ends by the pipe
     )
@@ -145,15 +131,12 @@ def auxiliary_jobs_beside(
         )
 
 
-def _main(model_dir: str, fields: str) -> None:
+def _main(model_dir: str, asked: str) -> None:
     """The controller's process."""
-    options = AuxiliaryOptions(**json.loads(fields))
-    options = dataclasses.replace(
-        options,
-        train_gin_files=tuple(options.train_gin_files),
-        gin_bindings=tuple(options.gin_bindings),
-        machines=Path(options.machines) if options.machines else None,
-    )
+    cast = dacite.Config(cast=[tuple, Path])
+    asked_options, asked_gin = json.loads(asked)
+    options = dacite.from_dict(AuxiliaryOptions, asked_options, cast)
+    gin = dacite.from_dict(GinInputs, asked_gin, cast)
 
     def training_goes_on() -> bool:
         return not select.select([sys.stdin], [], [], 0)[0]
@@ -163,7 +146,7 @@ def _main(model_dir: str, fields: str) -> None:
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     try:
-        done = make_controller(Path(model_dir), options, say).run(training_goes_on)
+        done = make_controller(Path(model_dir), options, gin, say).run(training_goes_on)
     except UserError as error:
         say(str(error))
         done = False

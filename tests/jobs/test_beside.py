@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from t0repro.config.t5x.gin_files import GinInputs
 from t0repro.errors import UserError
-from t0repro.jobs.beside import AuxiliaryOptions, auxiliary_jobs_beside
+from t0repro.jobs.beside import auxiliary_jobs_beside
+from t0repro.jobs.options import AuxiliaryOptions
 from t0repro.jobs.status import read_status
 
 from .trainings import curve, save_checkpoints
@@ -16,16 +18,16 @@ from .trainings import curve, save_checkpoints
 T5 = str(Path(sys.executable).with_name("t5_mesh_transformer"))
 
 
-def options(command: list[str] | str, **changes) -> AuxiliaryOptions:
+def jobs_beside(model_dir: Path, command: list[str] | str, **changes):
     target = command if isinstance(command, str) else " ".join(command)
-    return AuxiliaryOptions(
-        **{"mixtures": "m", "build_target": target, "poll_seconds": 0.1} | changes
-    )
+    asked = {"auxiliary_job_mixtures": "m", "poll_seconds": 0.1} | changes
+    options = AuxiliaryOptions(auxiliary_job_build_target_path=target, **asked)
+    return auxiliary_jobs_beside(model_dir, options, GinInputs("train"))
 
 
 def test_when_the_block_ends_every_checkpoint_is_done(tmp_path, evaluator):
     model_dir = tmp_path / "model"
-    with auxiliary_jobs_beside(model_dir, options(evaluator)):
+    with jobs_beside(model_dir, evaluator):
         save_checkpoints(model_dir, 3, 6)
     assert curve(model_dir / "inference_eval" / "m") == [(3, 0.75), (6, 0.8571)]
 
@@ -33,7 +35,7 @@ def test_when_the_block_ends_every_checkpoint_is_done(tmp_path, evaluator):
 def test_a_job_that_could_not_work_stops_the_training_before_it_starts(tmp_path):
     with (
         pytest.raises(UserError, match="no mixtures"),
-        auxiliary_jobs_beside(tmp_path / "model", options("true", mixtures="")),
+        jobs_beside(tmp_path / "model", "true", auxiliary_job_mixtures=""),
     ):
         pytest.fail("the training started")
 
@@ -42,7 +44,7 @@ def test_a_job_given_up_is_said_at_the_end(tmp_path):
     model_dir = tmp_path / "model"
     with (
         pytest.raises(UserError, match="not every auxiliary job"),
-        auxiliary_jobs_beside(model_dir, options("false", max_failures=1)),
+        jobs_beside(model_dir, "false", max_failures=1),
     ):
         save_checkpoints(model_dir, 3)
     (progress,) = read_status(model_dir).values()
@@ -53,7 +55,7 @@ def test_a_training_that_fails_ends_its_jobs_and_keeps_its_own_error(tmp_path):
     model_dir = tmp_path / "model"
     with (
         pytest.raises(ZeroDivisionError),
-        auxiliary_jobs_beside(model_dir, options("sleep 600")),
+        jobs_beside(model_dir, "sleep 600"),
     ):
         save_checkpoints(model_dir, 3)
         while not list(model_dir.glob("auxiliary/m/step_3/*.log")):

@@ -1,0 +1,53 @@
+"""Options that several commands share, defined once as the fields of a dataclass.
+
+A command takes such a dataclass as a parameter; `with_groups` gives the command an option for each
+field, in the parameter's place, and hands it the filled dataclass.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import typing
+from collections.abc import Callable, Iterator
+from typing import Any
+
+
+def with_groups(command: Callable[..., Any]) -> Callable[..., Any]:
+    """A command that Typer can read: parameters that are dataclasses become their fields.
+
+    The dataclasses' fields have defaults, and annotations as Typer takes them.
+    """
+    types = typing.get_type_hints(command, include_extras=True)
+    groups = {name: type_ for name, type_ in types.items() if dataclasses.is_dataclass(type_)}
+
+    @functools.wraps(command)
+    def wrapped(**values: Any) -> Any:
+        for name, group in groups.items():
+            fields = [field.name for field in dataclasses.fields(group)]
+            values[name] = group(**{field: values.pop(field) for field in fields})
+        return command(**values)
+
+    parameters = [
+        parameter
+        for name, given in inspect.signature(command).parameters.items()
+        for parameter in (
+            _options(groups[name]) if name in groups else [given.replace(annotation=types[name])]
+        )
+    ]
+    # Typer reads both: the order from one, the types from the other.
+    wrapped.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportAttributeAccessIssue]
+    wrapped.__annotations__ = {each.name: each.annotation for each in parameters}
+    return wrapped
+
+
+def _options(group: Any) -> Iterator[inspect.Parameter]:
+    types = typing.get_type_hints(group, include_extras=True)
+    for field in dataclasses.fields(group):
+        yield inspect.Parameter(
+            field.name,
+            inspect.Parameter.POSITIONAL_OR_KEYWORD,
+            default=field.default,
+            annotation=types[field.name],
+        )

@@ -1,0 +1,69 @@
+"""The options of auxiliary jobs, defined once for every command line that has them.
+
+`t0repro aux`, `t0repro train` and `t5_mesh_transformer` read the names, types, defaults, bounds and
+help texts from here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+@dataclasses.dataclass(frozen=True)
+class AuxiliaryOptions:
+    """What T5X's page on auxiliary jobs names, and this project's own; flags have these names."""
+
+    auxiliary_job_mixtures: Annotated[
+        str | None, typer.Option(help="Mixtures, joined by commas; a job for each.")
+    ] = None
+    auxiliary_job_gin_file: Annotated[
+        str | None, typer.Option(help="The gin file of the jobs, in T5X's dialect.")
+    ] = None
+    replace_gin_file: Annotated[
+        bool,
+        typer.Option("--replace_gin_file", help="Leave the training's gin files out of the jobs."),
+    ] = False
+    final_auxiliary_job_steps: Annotated[
+        int, typer.Option(help="0 evaluates each checkpoint; N fine-tunes each for N steps.")
+    ] = 0
+    auxiliary_job_build_target_path: Annotated[
+        str, typer.Option(help="eval, train, rank-eval (options may follow), or any command.")
+    ] = "eval"
+    auxiliary_job_platform: Annotated[
+        str | None, typer.Option(help="An entry of the file of machines.")
+    ] = None
+    auxiliary_job_cell: Annotated[
+        str | None, typer.Option(help="An entry of the file of machines.")
+    ] = None
+    machines: Annotated[
+        Path | None, typer.Option(help="A YAML file: what platforms and cells stand for.")
+    ] = None
+    launcher: Annotated[str | None, typer.Option(help="Where jobs run: local, slurm or k8s.")] = (
+        None
+    )
+    max_parallel: Annotated[int, typer.Option(min=1, help="The most jobs at a time.")] = 1
+    poll_seconds: Annotated[float, typer.Option(min=0.01, help="Seconds between two looks.")] = 10.0
+    max_failures: Annotated[
+        int, typer.Option(min=1, help="Failures after which a job is given up.")
+    ] = 3
+    time_limit: Annotated[
+        float | None, typer.Option(min=0, help="Seconds that a job may take.")
+    ] = None
+    main_metric: Annotated[
+        str | None, typer.Option(help="The TensorBoard tag to show; an accuracy by default.")
+    ] = None
+
+    @property
+    def are_given(self) -> bool:
+        """Whether a training was asked to have auxiliary jobs beside it."""
+        return self.auxiliary_job_mixtures is not None or self.auxiliary_job_gin_file is not None
+
+    @property
+    def mixtures(self) -> tuple[str, ...]:
+        """The mixtures' names."""
+        names = (name.strip() for name in (self.auxiliary_job_mixtures or "").split(","))
+        return tuple(name for name in names if name)
