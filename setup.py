@@ -37,6 +37,11 @@ setup(
         "gpu": ["jax[cuda13]==0.10.2"],
         "tpu": ["jax[tpu]==0.10.2"],
         "s3": ["s3fs"],  # checkpoints at s3:// addresses
+        "vertex": [
+            "google-cloud-aiplatform==2.7.0",
+            "google-cloud-storage==3.17.1",
+            "google-cloud-logging==3.17.0",
+        ],
         "hardlife": ["moto[server]"],  # a loopback S3 for tests/hardlife/test_remote.py
     },
     entry_points={

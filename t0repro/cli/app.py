@@ -26,6 +26,7 @@ from t0repro.cli import (
     t5x_run,
     tasks,
     train,
+    vertex,
 )
 from t0repro.cli.gate import gate
 from t0repro.cli.spelling import canonical, show_canonical, with_t5x_overrides
@@ -70,6 +71,7 @@ app.add_typer(checkpoints)
 app.add_typer(aux.app)
 app.add_typer(report.app)
 app.add_typer(tasks.app)
+app.add_typer(vertex.app)
 
 # What to print after Ctrl-C for commands that keep finished work; all others start over.
 _GOES_ON = {

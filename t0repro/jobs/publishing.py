@@ -14,11 +14,11 @@ import urllib.parse
 from collections.abc import Iterator
 from pathlib import Path
 
+from t0repro.event_files import MARK, read_scalars
 from t0repro.jobs.journal import Point
 from t0repro.locks import LOCK_FILES
 
 RESULTS = "results"
-_EVENTS = "tfevents"
 
 
 def publish_events(point: Point, output: Path, model_dir: Path) -> None:
@@ -31,7 +31,7 @@ def publish_events(point: Point, output: Path, model_dir: Path) -> None:
       model_dir: the training's folder.
     """
     mixture = urllib.parse.quote(point.mixture, safe="")
-    events = [path for path in _files(output) if _EVENTS in path.name]
+    events = [path for path in _files(output) if MARK in path.name]
     for number, path in enumerate(sorted(events)):
         folder = path.parent.relative_to(output)
         if not folder.parts:
@@ -47,7 +47,7 @@ def publish_files(output: Path, results: Path) -> None:
     Names say the step where a file is a step's own; a later step's report replaces an earlier one.
     """
     for path in _files(output):
-        if _EVENTS not in path.name:
+        if MARK not in path.name:
             _copy(path, results / path.relative_to(output))
 
 
@@ -71,22 +71,10 @@ def main_metric(output: Path, wanted: str | None = None) -> tuple[str, float] | 
 
 def _scalars(output: Path) -> dict[str, float]:
     """Tag -> its last value in the event files below a folder."""
-    folders = sorted({path.parent for path in _files(output) if _EVENTS in path.name})
-    if not folders:
-        return {}
-    import numpy as np
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    from tensorboard.util import tensor_util
-
+    folders = sorted({path.parent for path in _files(output) if MARK in path.name})
     last: dict[str, float] = {}
     for folder in folders:
-        events = EventAccumulator(str(folder)).Reload()
-        for tag in events.Tags()["scalars"]:
-            last[tag] = events.Scalars(tag)[-1].value
-        for tag in events.Tags()["tensors"]:
-            value = tensor_util.make_ndarray(events.Tensors(tag)[-1].tensor_proto)
-            if value.ndim == 0 and np.issubdtype(value.dtype, np.floating):
-                last[tag] = float(value)
+        last |= {tag: points[-1][1] for tag, points in read_scalars(folder).items()}
     return last
 
 

@@ -117,6 +117,15 @@ def devices_of(topology: str) -> tuple[list[Any], Chip]:
     return list(found.devices), family.chip
 
 
+def chip_of(topology: str) -> Chip:
+    """What is published about each device of a TPU slice; this takes no libtpu.
+
+    Raises:
+      UserError: for an unknown name.
+    """
+    return _parsed(topology)[0].chip
+
+
 def published(device: Any) -> Chip | None:
     """What is published about a device at hand; None if nothing is known here."""
     kinds = [chip for kind, chip in _AT_HAND.items() if device.device_kind.startswith(kind)]

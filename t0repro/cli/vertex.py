@@ -1,0 +1,276 @@
+"""`t0repro vertex`: runs of either stack as jobs on Vertex AI."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from t0repro.cli.echo import echo
+from t0repro.cli.gin_options import GinBindings, GinFiles
+from t0repro.errors import UserError
+
+if TYPE_CHECKING:
+    from t0repro.vertex.cloud import Place
+    from t0repro.vertex.experiments import Tracking
+    from t0repro.vertex.jobs import Look
+    from t0repro.vertex.submission import Request
+
+app = typer.Typer(
+    name="vertex",
+    help="Submit, follow and compare jobs on Vertex AI (the extra vertex).",
+    no_args_is_help=True,
+    epilog="Example: t0repro vertex status 1234567890 --project P --location europe-west4",
+)
+
+Project = Annotated[str, typer.Option(help="The Google Cloud project.")]
+Location = Annotated[str, typer.Option(help="The region, such as europe-west4.")]
+Job = Annotated[str, typer.Argument(help="The job's number or resource name.")]
+
+
+@app.command()
+def submit(
+    project: Project,
+    location: Location,
+    staging_bucket: Annotated[
+        str, typer.Option(help="gs://BUCKET, or a folder in it, for the job's gin files.")
+    ],
+    image_uri: Annotated[str, typer.Option(help="The container's image.")],
+    display_name: Annotated[str, typer.Option(help="The job's name in the console.")],
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[-- ARGUMENT...]",
+            help="After `--`: more arguments of the run mode; or, without --run_mode, a whole"
+            " command: t5_mesh_transformer ...",
+        ),
+    ] = None,
+    run_mode: Annotated[
+        str | None,
+        typer.Option(help="train, eval, infer, precompile, rank-eval or aux."),
+    ] = None,
+    gin_file: GinFiles = None,
+    gin_bindings: GinBindings = None,
+    machine_type: Annotated[str, typer.Option(help="cloud-tpu, a2-highgpu-1g, ...")] = "cloud-tpu",
+    accelerator_type: Annotated[
+        str | None, typer.Option(help="TPU_V2, TPU_V3, NVIDIA_TESLA_A100, ...")
+    ] = None,
+    accelerator_count: Annotated[
+        int, typer.Option(min=0, help="TPU cores in all, or GPUs of each machine.")
+    ] = 0,
+    replica_count: Annotated[int, typer.Option(min=1, help="Machines.")] = 1,
+    experiment: Annotated[
+        str | None, typer.Option(help="Track the job in this experiment, which must exist.")
+    ] = None,
+    run_name: Annotated[str | None, typer.Option(help="The run's name there; a new one.")] = None,
+    tensorboard: Annotated[
+        str | None,
+        typer.Option(help="A TensorBoard's number or resource name.", show_default="experiment's"),
+    ] = None,
+    service_account: Annotated[str | None, typer.Option(help="What the job runs as.")] = None,
+    network: Annotated[str | None, typer.Option(help="A network to peer with.")] = None,
+    labels: Annotated[list[str] | None, typer.Option(help="KEY=VALUE; repeatable.")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry_run", help="Check and print the specification; send nothing.")
+    ] = False,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Follow the job, upload its metrics, record its end.")
+    ] = False,
+    poll_seconds: Annotated[
+        float, typer.Option(min=0.01, help="With --wait: seconds between two looks.")
+    ] = 15.0,
+) -> None:
+    """Submit a run as a custom job: checked here first, and tracked in Vertex AI Experiments.
+
+    Gin files of this machine are copied to the staging bucket. Overrides are --gin.NAME=VALUE.
+    Results and checkpoints belong in a bucket, which the container sees at /gcs/BUCKET.
+
+    Example:
+      t0repro vertex submit --project P --location europe-west4 --staging_bucket gs://B
+        --image_uri europe-docker.pkg.dev/P/r/t0repro --display_name small --run_mode train
+        --accelerator_type TPU_V3 --accelerator_count 32 --gin_file my.gin
+        --gin.MODEL_DIR="'/gcs/B/small'" --experiment t5 --run_name small-1 --wait
+      t0repro vertex submit ... -- t5_mesh_transformer --backend=mtf --model_dir=gs://B/t0 ...
+    """
+    from t0repro.vertex.cloud import Place
+    from t0repro.vertex.spec import Machines
+    from t0repro.vertex.submission import Request
+
+    place = Place(project, location, staging_bucket)
+    request = Request(
+        display_name=display_name,
+        image_uri=image_uri,
+        machines=Machines(machine_type, accelerator_type, accelerator_count, replica_count),
+        words=_words(run_mode, gin_file or [], gin_bindings or [], command or []),
+        labels=_labels(labels or []),
+        service_account=service_account,
+        network=network,
+    )
+    if (experiment is None) != (run_name is None):
+        raise UserError(
+            "A tracked job takes both an experiment and a name for the run.",
+            where="--experiment, --run_name",
+            fix="Give both, or neither.",
+        )
+    from t0repro.vertex.experiments import Tracking
+
+    tracking = Tracking(experiment, run_name, tensorboard) if experiment and run_name else None
+    _submit(request, place, tracking, dry_run=dry_run, wait=wait, poll_seconds=poll_seconds)
+
+
+def _words(
+    run_mode: str | None, gin_files: list[str], bindings: list[str], command: list[str]
+) -> tuple[str, ...]:
+    """The job's command line."""
+    from t0repro.vertex.spec import override
+
+    if run_mode is None:
+        if gin_files or bindings:
+            raise UserError(
+                "--gin_file and --gin are for run modes.",
+                where="the command line",
+                fix="Add --run_mode, or give the gin files after the command that follows `--`.",
+            )
+        return tuple(command)
+    return (
+        f"--run_mode={run_mode}",
+        *(f"--gin_file={name}" for name in gin_files),
+        *(override(binding) for binding in bindings),
+        *command,
+    )
+
+
+def _labels(pairs: list[str]) -> dict[str, str]:
+    wrong = [pair for pair in pairs if "=" not in pair]
+    if wrong:
+        raise UserError(f"{wrong[0]} is no label.", where="--labels", fix="Write KEY=VALUE.")
+    return dict(pair.split("=", 1) for pair in pairs)
+
+
+def _submit(
+    request: Request,
+    place: Place,
+    tracking: Tracking | None,
+    *,
+    dry_run: bool,
+    wait: bool,
+    poll_seconds: float,
+) -> None:
+    from t0repro.vertex import submission
+    from t0repro.vertex.checks import check
+    from t0repro.vertex.ending import follow
+
+    configured, lines = check(request.arguments, request.machines, place.location)
+    for line in lines:
+        echo(line, err=True)
+    if dry_run:
+        typer.echo(submission.prepare(request, place, configured).spec.to_yaml(), nl=False)
+        return
+    record = None
+    if tracking is None:
+        name = submission.submit(request, place)
+    else:
+        name, record = submission.submit_and_track(request, configured, tracking, place)
+    typer.echo(f"submitted {name}")
+    if wait:
+        seen, metrics = follow(name, record, place, poll_seconds=poll_seconds, say=_say)
+        _print_end(seen, metrics)
+
+
+def _say(line: str) -> None:
+    echo(line, err=True)
+
+
+@app.command()
+def status(job: Job, project: Project, location: Location) -> None:
+    """Show a job's state; if it has ended and is tracked, record its metrics and end, too.
+
+    Example: t0repro vertex status 1234567890 --project P --location europe-west4
+    """
+    from t0repro.vertex.cloud import Place
+    from t0repro.vertex.ending import record_end, record_of
+    from t0repro.vertex.jobs import look
+
+    place = Place(project, location)
+    seen = look(job, place)
+    record = record_of(seen, place) if seen.ended else None
+    metrics = record_end(seen, record, place) if record is not None else {}
+    typer.echo(f"{seen.display_name} ({seen.name}), submitted {seen.created:%Y-%m-%d %H:%M:%S} UTC")
+    if not seen.ended:
+        typer.echo(seen.state)
+        return
+    _print_end(seen, metrics)
+
+
+def _print_end(seen: Look, metrics: dict[str, float]) -> None:
+    """Prints a job's end.
+
+    Raises:
+      UserError: If it failed.
+    """
+    for name, value in metrics.items():
+        if not name.endswith("/step"):
+            typer.echo(f"{name}: {value:.6g} at step {metrics[f'{name}/step']:.0f}")
+    if seen.state == "succeeded":
+        typer.echo("succeeded")
+        return
+    raise UserError(
+        f"The job {seen.state}{f': {seen.reason}' if seen.reason else ''}.",
+        where=seen.name,
+        fix=f"Read its log: t0repro vertex logs {seen.name.rpartition('/')[2]} ... Submitted again"
+        " with the same folder of results, a training goes on from its latest checkpoint.",
+    )
+
+
+@app.command()
+def logs(
+    job: Job,
+    project: Project,
+    location: Location,
+    last: Annotated[int | None, typer.Option(min=1, help="Only so many lines.")] = None,
+) -> None:
+    """Print what a job's containers have logged so far.
+
+    Example: t0repro vertex logs 1234567890 --project P --location europe-west4 --last 100
+    """
+    from t0repro.vertex import jobs
+    from t0repro.vertex.cloud import Place
+
+    for line in jobs.logs(job, Place(project, location), last=last):
+        echo(line)
+
+
+@app.command()
+def cancel(job: Job, project: Project, location: Location) -> None:
+    """Ask Vertex AI to end a job.
+
+    Example: t0repro vertex cancel 1234567890 --project P --location europe-west4
+    """
+    from t0repro.vertex import jobs
+    from t0repro.vertex.cloud import Place
+
+    jobs.cancel(job, Place(project, location))
+    typer.echo("Asked to end; `t0repro vertex status` says when it has.")
+
+
+@app.command()
+def compare(
+    experiment: Annotated[str, typer.Argument(help="The experiment.")],
+    project: Project,
+    location: Location,
+    run: Annotated[
+        list[str] | None,
+        typer.Option(help="A run; repeatable.", show_default="every job's run"),
+    ] = None,
+) -> None:
+    """Compare the jobs of an experiment: state, machines, and the best of each metric.
+
+    Example: t0repro vertex compare t5 --run small-1 --run small-2 --project P
+    --location europe-west4
+    """
+    from t0repro.terminal import print_table, terminal
+    from t0repro.vertex.cloud import Place
+    from t0repro.vertex.comparison import compared
+
+    header, rows = compared(experiment, run or [], Place(project, location))
+    print_table(terminal(), experiment, header, rows)

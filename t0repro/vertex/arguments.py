@@ -1,0 +1,156 @@
+"""A job's command line, as it would be given on this machine.
+
+Two kinds of commands run as jobs: the run modes, which the image's entry point takes as
+`--run_mode=MODE ...`, and t5_mesh_transformer with the arguments of T0's README.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import enum
+from collections.abc import Mapping, Sequence
+
+from t0repro.errors import UserError
+
+MESH_TRANSFORMER = "t5_mesh_transformer"
+
+
+class JobMode(enum.StrEnum):
+    """What the image's entry point runs: the command of this name."""
+
+    TRAIN = "train"
+    EVAL = "eval"
+    INFER = "infer"
+    PRECOMPILE = "precompile"
+    RANK_EVAL = "rank-eval"
+    AUX = "aux"
+
+
+GIN_MODES = (JobMode.TRAIN, JobMode.EVAL, JobMode.INFER, JobMode.PRECOMPILE)  # those of T5X
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """What of a job's command line concerns more than the container.
+
+    Attributes:
+      words: all arguments, in order.
+      mode: the run mode; None for t5_mesh_transformer.
+      backend: mtf or jax.
+      search_paths: folders of gin files, from --gin_search_paths or --gin_location_prefix.
+      bindings: overrides, from --gin.NAME=VALUE, --gin_bindings or --gin_param.
+      output: the folder that a command line names for results; gin names the others.
+      mixture: what --mixture or --auxiliary_job_mixtures name.
+    """
+
+    words: tuple[str, ...]
+    mode: JobMode | None
+    backend: str
+    gin_files: tuple[str, ...]
+    search_paths: tuple[str, ...]
+    bindings: tuple[str, ...]
+    module_imports: tuple[str, ...]
+    output: str | None
+    checkpoint: str | None
+    mixture: str | None
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """What replaces the image's entry point: nothing for run modes, which it takes."""
+        return (MESH_TRANSFORMER,) if self.mode is None else ()
+
+
+def read_arguments(words: Sequence[str]) -> Arguments:
+    """Reads a job's command line: `--run_mode=MODE ...` or `t5_mesh_transformer ...`.
+
+    Raises:
+      UserError: If it is neither, or has an option without its value.
+    """
+    if words and words[0] == MESH_TRANSFORMER:
+        return _read(tuple(words[1:]), None)
+    mode, _ = _parsed(_parser("--run_mode"), words)
+    if mode.run_mode is None:
+        raise UserError(
+            "The job has nothing to do.",
+            where="--run_mode",
+            fix=f"Give one of {', '.join(JobMode)}, or a whole command after `--`:"
+            f" -- {MESH_TRANSFORMER} --backend=mtf ...",
+        )
+    try:
+        return _read(tuple(words), JobMode(mode.run_mode))
+    except ValueError as error:
+        raise UserError(
+            f"There is no run mode {mode.run_mode!r}.",
+            where="--run_mode",
+            fix=f"One of {', '.join(JobMode)}.",
+        ) from error
+
+
+def _read(words: tuple[str, ...], mode: JobMode | None) -> Arguments:
+    single = ("--backend", "--model_dir", "--out", "--checkpoint", "--mixture")
+    parser = _parser(*single, "--auxiliary_job_mixtures", "--gin_search_paths")
+    repeated = ("--gin_file", "--gin_param", "--gin_bindings", "--gin_location_prefix")
+    for name in (*repeated, "--module_import"):
+        parser.add_argument(name, action="append", default=[])
+    found, rest = _parsed(parser, words)
+    overrides = [word.removeprefix("--gin.") for word in rest if word.startswith("--gin.")]
+    folders = found.gin_search_paths.split(",") if found.gin_search_paths else []
+    return Arguments(
+        words=words,
+        mode=mode,
+        backend=found.backend or ("mtf" if mode is None else "jax"),
+        gin_files=tuple(found.gin_file),
+        search_paths=(*folders, *found.gin_location_prefix),
+        bindings=(*overrides, *found.gin_bindings, *found.gin_param),
+        module_imports=tuple(found.module_import),
+        output=found.out or found.model_dir,
+        checkpoint=found.checkpoint,
+        mixture=found.mixture or found.auxiliary_job_mixtures,
+    )
+
+
+def gin_files_replaced(
+    arguments: Arguments, places: Mapping[str, str], folder: str | None
+) -> tuple[str, ...]:
+    """The command line with other paths for gin files.
+
+    Args:
+      arguments: the command line, read.
+      places: name on this machine -> path in the container; other names stay.
+      folder: where the container finds included files; None if none are staged.
+    """
+    words: list[str] = []
+    follows_file = False
+    for word in arguments.words:
+        name, equals, value = word.partition("=")
+        if follows_file:
+            word = places.get(word, word)
+        elif name == "--gin_file" and equals:
+            word = f"{name}={places.get(value, value)}"
+        follows_file = word == "--gin_file"
+        words.append(word)
+    if folder is None:
+        return tuple(words)
+    if arguments.mode is None:
+        return (*words, f"--gin_location_prefix={folder}")
+    folders = ",".join((folder, *arguments.search_paths))
+    return (*words, f"--gin_search_paths={folders}")  # of two, the commands take the last
+
+
+def _parser(*single: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for name in single:
+        parser.add_argument(name)
+    return parser
+
+
+def _parsed(
+    parser: argparse.ArgumentParser, words: Sequence[str]
+) -> tuple[argparse.Namespace, list[str]]:
+    try:
+        return parser.parse_known_args(list(words))
+    except argparse.ArgumentError as error:
+        raise UserError(
+            f"The job's command line cannot be read: {error}.", fix="Write --option=value."
+        ) from error

@@ -1,0 +1,95 @@
+"""Checks a job without a network: gin, machines, memory, paths."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from t0repro.config.run_config import RunConfig
+from t0repro.errors import UserError
+from t0repro.vertex.arguments import Arguments
+from t0repro.vertex.configuration import Configured, read
+from t0repro.vertex.machines import ACCELERATORS, check_machines
+from t0repro.vertex.spec import Machines
+from t0repro.vertex.staging import MOUNT
+
+
+def check(
+    arguments: Arguments, machines: Machines, location: str
+) -> tuple[Configured, tuple[str, ...]]:
+    """Checks a job; nothing is sent.
+
+    Returns:
+      What the gin files say, and a line for each thing that was checked or could not be.
+
+    Raises:
+      UserError: For the first thing that is wrong.
+    """
+    lines = check_machines(machines, location)
+    configured = read(arguments)
+    _check_paths(configured, arguments)
+    lines += [f"warning: {warning}" for warning in configured.warnings]
+    if configured.run is not None and arguments.backend == "jax":
+        lines += _memory(configured.run, machines)
+    return configured, tuple(lines)
+
+
+def _check_paths(configured: Configured, arguments: Arguments) -> None:
+    """Refuses results that would vanish with the machine, or that the stack cannot write."""
+    for name, path in (("results", configured.output), ("checkpoint", arguments.checkpoint)):
+        if path is None or path.startswith(("gs://", f"{MOUNT}/", "hf://", "s3://")):
+            continue
+        raise UserError(
+            f"The job's {name} at {path} would be on a machine that is gone with the job."
+            if name == "results"
+            else f"The job's container has no {path}.",
+            where=path,
+            fix="Give a folder in a bucket, gs://BUCKET/... or"
+            f" {MOUNT}/BUCKET/..., which the container sees as files.",
+        )
+
+
+def _memory(run: RunConfig, machines: Machines) -> Iterator[str]:
+    """Whether a run fits into the machines' memory, in words.
+
+    Raises:
+      UserError: If it does not.
+    """
+    kind = ACCELERATORS.get(machines.accelerator_type or "")
+    if kind is None:
+        yield "memory: not checked, for want of figures about the machine"
+        return
+    devices = machines.accelerator_count * machines.replica_count
+    if kind.topology is not None:
+        yield from _on_slice(run, f"{kind.topology}-{devices}", devices)
+        return
+    from t0repro.config.memory import check_fits
+
+    assert kind.memory is not None
+    yield f"memory (estimated): {check_fits(run, kind.memory, kind.memory, devices)}"
+
+
+def _on_slice(run: RunConfig, topology: str, count: int) -> Iterator[str]:
+    """What libtpu's compiler says of a run on a slice; an estimate where it is not installed."""
+    import importlib.util
+
+    from t0repro.config.memory import check_fits
+    from t0repro.partitioning import topologies
+
+    if importlib.util.find_spec("libtpu") is None:
+        memory = topologies.chip_of(topology).memory
+        line = check_fits(run, memory, memory, count)
+        yield f"memory (estimated; the extra tpu lets precompile compile it): {line}"
+        return
+    from t0repro.runs import precompile
+
+    devices, chip = topologies.devices_of(topology)
+    partitioning, programs = precompile.compiled_for(run, devices)
+    for program in programs:
+        verdict = precompile.fits(program, run, partitioning, chip)
+        if not program.fits_in(chip):
+            raise UserError(
+                f"The job's {program.name} step {verdict}.",
+                where=topology,
+                fix="Choose a larger slice, or what the message offers.",
+            )
+        yield f"memory: the {program.name} step {verdict} on {topology}"

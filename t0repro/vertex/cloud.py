@@ -1,0 +1,144 @@
+"""Connections to Vertex AI and Cloud Storage, and their errors in words."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from t0repro.errors import UserError
+
+# The names of services in gcloud's own variables for other endpoints, as private networks need.
+VERTEX, LOGGING = "AIPLATFORM", "LOGGING"
+_LOGIN = "Log in with `gcloud auth application-default login`."
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where jobs run and files are staged.
+
+    Attributes:
+      location: a region, such as europe-west4.
+      staging_bucket: `gs://BUCKET` or a folder in it.
+    """
+
+    project: str
+    location: str
+    staging_bucket: str | None = None
+
+
+def connect(place: Place) -> Any:
+    """The module google.cloud.aiplatform, set up for a place.
+
+    Raises:
+      UserError: If it is not installed, or the location is no region of Vertex AI's.
+    """
+    try:
+        from google.cloud import aiplatform
+    except ImportError as error:
+        raise UserError(
+            f"Google's client for Vertex AI is not installed: {error}.",
+            fix="Install the extra vertex: EXTRAS=vertex bash scripts/setup.sh.",
+        ) from error
+    try:
+        aiplatform.init(
+            project=place.project,
+            location=place.location,
+            staging_bucket=place.staging_bucket,
+            api_endpoint=overridden(VERTEX),
+        )
+    except ValueError as error:
+        raise UserError(
+            f"{place.location} is no region of Vertex AI's.",
+            where="--location",
+            fix="Give a region, such as us-central1 or europe-west4.",
+        ) from error
+    return aiplatform
+
+
+def overridden(service: str) -> str | None:
+    """The host that gcloud's variable names for a service instead of Google's own, if any."""
+    address = os.environ.get(f"CLOUDSDK_API_ENDPOINT_OVERRIDES_{service}", "")
+    return re.sub("^https://|/$", "", address) or None
+
+
+def storage_client(project: str) -> Any:
+    """A client of Cloud Storage."""
+    from google.cloud import storage
+
+    with cloud_errors("open Cloud Storage"):
+        return storage.Client(project=project)
+
+
+@contextlib.contextmanager
+def cloud_errors(doing: str, where: str | None = None) -> Iterator[None]:
+    """Turns what Google's clients raise into a UserError.
+
+    Args:
+      doing: what was asked of the service, after "could not": "create the job".
+      where: the resource or flag concerned.
+
+    Raises:
+      UserError: for any error of a service, of the credentials or of the connection.
+    """
+    import google.auth.exceptions
+    import requests
+    from google.api_core import exceptions
+
+    try:
+        yield
+    except exceptions.GoogleAPICallError as error:
+        kind, fix = _explained(error)
+        raise UserError(
+            f"Could not {doing}: {kind}: {_said(error)}", where=where, fix=fix
+        ) from error
+    except google.auth.exceptions.GoogleAuthError as error:
+        said = " ".join(str(error).split())
+        raise UserError(
+            f"Could not {doing}: no credentials that Google accepts: {said}",
+            where=where,
+            fix=_LOGIN,
+        ) from error
+    except (exceptions.RetryError, requests.RequestException, ConnectionError) as error:
+        raise UserError(
+            f"Could not {doing}: the connection failed: {' '.join(str(error).split())}",
+            where=where,
+            fix="Look at the network, then start the same command again.",
+        ) from error
+
+
+def _explained(error: Any) -> tuple[str, str]:
+    """What kind of error a service's is, and what to do about it."""
+    from google.api_core import exceptions
+
+    # In this order: Unauthenticated and the quota's are subclasses of more general ones.
+    kinds = (
+        (exceptions.Unauthorized, "not logged in", _LOGIN),
+        (
+            exceptions.Forbidden,
+            "permission denied",
+            "Have an administrator grant the role: roles/aiplatform.user for Vertex AI,"
+            " roles/storage.objectAdmin and roles/storage.legacyBucketReader for the bucket.",
+        ),
+        (
+            exceptions.TooManyRequests,
+            "the quota is used up",
+            "Wait for other jobs to end, ask for more on the console's page of quotas, or choose"
+            " another --accelerator_type, a smaller --accelerator_count or another --location.",
+        ),
+        (exceptions.NotFound, "it does not exist", "Look at its name, project and location."),
+        (exceptions.Conflict, "it exists already", "Choose another name."),
+        (exceptions.ClientError, "the request is refused", "Correct what the message names."),
+    )
+    for kind, words, fix in kinds:
+        if isinstance(error, kind):
+            return words, fix
+    return "the service failed", "Start the same command again in a few minutes."
+
+
+def _said(error: Any) -> str:
+    """The service's message on one line, without the address that Cloud Storage puts before it."""
+    return re.sub(r"^(GET|POST|PUT|DELETE|PATCH) \S+: ", "", " ".join(error.message.split()))

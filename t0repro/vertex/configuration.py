@@ -1,0 +1,139 @@
+"""What a job's gin files say, read on this machine before anything is sent."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from t0repro.config.run_config import RunConfig
+from t0repro.errors import UserError
+from t0repro.vertex.arguments import Arguments, JobMode
+
+
+@dataclasses.dataclass(frozen=True)
+class Configured:
+    """A job's configuration, as far as it is known here.
+
+    Attributes:
+      text: the whole configuration in gin; "" for commands that read no gin.
+      warnings: what gin files bind and nothing reads.
+      run: a training or scoring that precompile can compile; None for any other job.
+      architecture: the model's parameters and their shapes; "" if the configuration does not say.
+      output: the folder of the results.
+      mixture: a mixture or task, or several joined by commas.
+      split: of its examples.
+    """
+
+    text: str = ""
+    warnings: tuple[str, ...] = ()
+    run: RunConfig | None = None
+    architecture: str = ""
+    output: str | None = None
+    mixture: str | None = None
+    split: str | None = None
+
+
+def read(arguments: Arguments) -> Configured:
+    """Reads a job's gin files, as the container will.
+
+    Raises:
+      UserError: For macros without a value, misspelt names, values out of range, and whatever else
+        the run would refuse; and if the results have no folder.
+    """
+    configured = _read(arguments)
+    if not configured.output and arguments.mode is not JobMode.PRECOMPILE:
+        raise UserError(
+            "The job has no folder for its results.",
+            where=f"--run_mode {arguments.mode}" if arguments.mode else "--model_dir",
+            fix="Name one in the bucket: as --out for rank-eval, --model_dir for aux and"
+            " t5_mesh_transformer, and in gin for the others.",
+        )
+    return configured
+
+
+def _read(arguments: Arguments) -> Configured:
+    if arguments.mode is None:
+        return _mesh_transformer(arguments)
+    if arguments.mode in (JobMode.TRAIN, JobMode.PRECOMPILE):
+        return _t5x_training(arguments)
+    if arguments.mode in (JobMode.EVAL, JobMode.INFER):
+        return _t5x_inference(arguments)
+    return Configured(output=arguments.output, mixture=arguments.mixture)
+
+
+def _t5x(arguments: Arguments, mode: str) -> Any:
+    from t0repro.config.t5x.gin_files import GinInputs, parse
+
+    if not arguments.gin_files:
+        raise UserError(
+            f"The run mode {arguments.mode} needs a gin file.", where="--gin_file", fix="Name one."
+        )
+    search = arguments.search_paths or (".",)
+    return parse(GinInputs(mode, arguments.gin_files, arguments.bindings, search))
+
+
+def _t5x_training(arguments: Arguments) -> Configured:
+    from t0repro.config.t5x.run import train_config
+
+    parsed = _t5x(arguments, "train")
+    run = train_config(parsed)
+    data = run.plan.train_data if run.plan else None
+    return Configured(
+        text=parsed.gin_text,
+        warnings=parsed.warnings,
+        run=run,
+        architecture=_architecture(run),
+        output=run.model_dir,
+        mixture=data and data.mixture_or_task_name,
+        split=data and data.split,
+    )
+
+
+def _t5x_inference(arguments: Arguments) -> Configured:
+    from t0repro.config.t5x import inference
+
+    parsed = _t5x(arguments, str(arguments.mode))
+    plan = (inference.eval_plan if arguments.mode is JobMode.EVAL else inference.infer_plan)(parsed)
+    return Configured(
+        text=parsed.gin_text,
+        warnings=parsed.warnings,
+        architecture=_architecture(plan),
+        output=plan.output_dir,
+        mixture=plan.data.mixture_or_task_name,
+        split=plan.data.split,
+    )
+
+
+def _mesh_transformer(arguments: Arguments) -> Configured:
+    from t0repro.config.configuration import NotOnJax
+    from t0repro.config.mtf.dialect import load
+    from t0repro.config.mtf.parser import GinInputs
+
+    inputs = GinInputs(
+        model_dir=arguments.output or "",
+        gin_files=arguments.gin_files,
+        gin_params=arguments.bindings,
+        location_prefixes=arguments.search_paths,
+        module_imports=arguments.module_imports,
+    )
+    configuration = load(inputs, float32_activations=False)
+    try:
+        run = configuration.run
+    except NotOnJax:
+        if arguments.backend == "jax":
+            raise
+        run = None  # precompile compiles what the JAX stack can do
+    return Configured(
+        text=configuration.gin_text,
+        run=run,
+        architecture=_architecture(run) if run else "",
+        output=arguments.output,
+        mixture=configuration.inputs.mixture_or_task_name,
+        split=configuration.inputs.split,
+    )
+
+
+def _architecture(run: Any) -> str:
+    from t0repro.runs.planned_start import model_info
+
+    return model_info(run)

@@ -1,0 +1,98 @@
+"""What a job wrote into its folder of results, copied here and summed up."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from t0repro import event_files
+from t0repro.vertex.cloud import cloud_errors
+from t0repro.vertex.staging import split_address
+
+_REPORT = "report.json"
+
+
+def copy_results(client: Any, address: str, folder: Path) -> None:
+    """Brings a local copy of a job's event files and report up to date.
+
+    Event files only grow, so of a file that is here in part only the rest is read.
+
+    Raises:
+      UserError: If the bucket cannot be read.
+    """
+    bucket, prefix = split_address(address)
+    with cloud_errors("read the job's results", where=address):
+        for blob in client.list_blobs(bucket, prefix=f"{prefix}/"):
+            name = blob.name.removeprefix(f"{prefix}/")
+            if event_files.MARK in name or name.endswith(_REPORT):
+                _copy(blob, folder / name)
+
+
+def _copy(blob: Any, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if event_files.MARK not in target.name:
+        target.write_bytes(blob.download_as_bytes())
+        return
+    here = target.stat().st_size if target.exists() else 0
+    if blob.size > here:
+        # Up to the size that was listed: the file may grow meanwhile, and be listed again.
+        data = blob.download_as_bytes(start=here, end=blob.size - 1)
+        with target.open("ab") as file:
+            file.write(data)
+
+
+def best_metrics(folder: Path) -> dict[str, float]:
+    """The summary metrics of a job: of each metric its maximum and the step of that, as numbers.
+
+    Metrics are those of SeqIO's tasks and of Mesh TensorFlow's evaluations in event files, as
+    `<task>/<metric>`, and the mean accuracies of a rank evaluation's report, in percent, as
+    `rank_eval/<dataset>`. Beside `NAME` stands `NAME/step`.
+    """
+    found: dict[str, tuple[float, int]] = {}
+    for directory in sorted({path.parent for path in folder.rglob(f"*{event_files.MARK}*")}):
+        run = directory.relative_to(folder)
+        if not _evaluates(run):
+            continue
+        for tag, points in event_files.read_scalars(directory).items():
+            finite = [(value, step) for step, value in points if math.isfinite(value)]
+            if finite:
+                # Of equal values the first counts, as one would stop there.
+                best = max(finite, key=lambda point: (point[0], -point[1]))
+                name = _name(run, tag)
+                found[name] = max(found.get(name, best), best, key=lambda point: point[0])
+    for path in sorted(folder.rglob(_REPORT)):
+        found |= _of_report(path)
+    return _flat(found)
+
+
+def _evaluates(run: Path) -> bool:
+    """Whether a TensorBoard run holds tasks' metrics: inference_eval/<task>, or <split>_eval."""
+    return any(part.endswith("_eval") and part != "training_eval" for part in run.parts)
+
+
+def _name(run: Path, tag: str) -> str:
+    """`<task>/<metric>`: SeqIO writes eval/<metric> in the task's run, t5 eval/<task>/<metric>."""
+    metric = tag.removeprefix("eval/").removeprefix("inference/")
+    parts = run.parts
+    if "inference_eval" in parts:
+        return "/".join((*parts[parts.index("inference_eval") + 1 :], metric))
+    return metric
+
+
+def _of_report(path: Path) -> dict[str, tuple[float, int]]:
+    from t0repro.reports.report import load_report
+
+    report = load_report(path)
+    step = report.provenance.step
+    means = {one.dataset: one.accuracy.mean for one in report.datasets}
+    means |= {f"mean of {one.group}": one.mean for one in report.groups}
+    return {f"rank_eval/{name}": (mean, step) for name, mean in means.items()}
+
+
+def _flat(found: Mapping[str, tuple[float, int]]) -> dict[str, float]:
+    flat: dict[str, float] = {}
+    for name, (value, step) in found.items():
+        flat |= {name: value, f"{name}/step": step}
+    return flat

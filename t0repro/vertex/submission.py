@@ -1,0 +1,189 @@
+"""Submits jobs: all that can fail is tried before anything is charged, and undone if it fails."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from t0repro.errors import UserError
+from t0repro.vertex import experiments, staging
+from t0repro.vertex.arguments import Arguments, read_arguments
+from t0repro.vertex.cloud import Place, cloud_errors, connect, storage_client
+from t0repro.vertex.configuration import Configured
+from t0repro.vertex.experiments import Facts, Record, Tracking
+from t0repro.vertex.spec import JobSpec, Machines
+
+CONFIGURATION, ARCHITECTURE = "config.gin", "model-info.txt"  # as T5X names them
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A job as a user asks for it, with the command line that it would have on this machine.
+
+    Attributes:
+      words: `--run_mode=MODE ...`, or `t5_mesh_transformer ...`.
+      labels, service_account, network: see JobSpec.
+    """
+
+    display_name: str
+    image_uri: str
+    machines: Machines
+    words: tuple[str, ...]
+    labels: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    service_account: str | None = None
+    network: str | None = None
+
+    @property
+    def arguments(self) -> Arguments:
+        """The command line, read."""
+        return read_arguments(self.words)
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """A job whose files have their places but are not copied yet."""
+
+    spec: JobSpec
+    staged: staging.Staged
+
+
+def prepare(request: Request, place: Place, configured: Configured | None = None) -> Prepared:
+    """The specification of a job, and the files to stage; nothing is sent.
+
+    Args:
+      request: the job.
+      place: where it is to run.
+      configured: what its gin files say, to be staged with them.
+
+    Raises:
+      UserError: If the gin files cannot be staged, or a label or the command line is wrong.
+    """
+    arguments = request.arguments
+    if place.staging_bucket is None:
+        raise UserError(
+            "There is no bucket for the job's files.",
+            where="--staging_bucket",
+            fix="Give gs://BUCKET, in the job's region.",
+        )
+    folder = staging.new_folder(place.staging_bucket, request.display_name)
+    staged = staging.stage(arguments, folder)
+    if configured is not None and configured.text:
+        staged.files[CONFIGURATION] = configured.text.encode()
+    if configured is not None and configured.architecture:
+        staged.files[ARCHITECTURE] = configured.architecture.encode()
+    spec = JobSpec(
+        display_name=request.display_name,
+        image_uri=request.image_uri,
+        machines=request.machines,
+        arguments=staged.arguments,
+        command=arguments.command,
+        labels=request.labels,
+        service_account=request.service_account,
+        network=request.network,
+    )
+    return Prepared(spec, staged)
+
+
+def create_custom_job(request: Request, place: Place) -> Any:
+    """Copies a job's gin files to staging and returns the job, which is not submitted yet.
+
+    Returns:
+      A google.cloud.aiplatform.CustomJob, to `submit`.
+
+    Raises:
+      UserError: If the bucket is missing or refuses, with nothing left in it.
+    """
+    prepared = prepare(request, place)
+    staging.upload(prepared.staged, storage_client(place.project))
+    return _custom_job(prepared, place)
+
+
+def submit(request: Request, place: Place) -> str:
+    """Starts a job that is not tracked and returns its resource name.
+
+    Raises:
+      UserError: If anything refuses it; nothing of it is left then.
+    """
+    prepared, storage = prepare(request, place), storage_client(place.project)
+    with _staged(prepared.staged, storage):
+        return _submitted(prepared, place)
+
+
+def submit_and_track(
+    request: Request, configured: Configured, tracking: Tracking, place: Place
+) -> tuple[str, Record]:
+    """Starts a job and makes its run in Vertex AI Experiments.
+
+    Returns:
+      The job's resource name, and what leads to its run; `jobs.wait_until_ended` and `ending.end`
+      do the rest.
+
+    Raises:
+      UserError: If anything refuses it; no job, no run and no staged file is left then.
+    """
+    experiments.check(tracking, place)
+    prepared, storage = prepare(request, place, configured), storage_client(place.project)
+    staged = prepared.staged
+    with (
+        _staged(staged, storage),
+        experiments.started(tracking, prepared.spec, _facts(configured, staged), place) as run,
+    ):
+        record = Record(
+            experiment=tracking.experiment,
+            run_name=tracking.run_name,
+            execution=run.execution.resource_name,
+            output=configured.output and staging.address_of(configured.output),
+            tensorboard=run.tensorboard,
+        )
+        staging.write(storage, f"{staged.folder}/{experiments.RECORD}", record.to_json())
+        name = _submitted(prepared, place)
+    run.submitted(name)
+    return name, record
+
+
+@contextlib.contextmanager
+def _staged(staged: staging.Staged, storage: Any) -> Iterator[None]:
+    """Copies files for a job that is submitted in the block; removes them if the block fails."""
+    staging.upload(staged, storage)
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(UserError):  # the first error says more
+            staging.remove(storage, *staging.split_address(staged.folder))
+        raise
+
+
+def _custom_job(prepared: Prepared, place: Place) -> Any:
+    """The google.cloud.aiplatform.CustomJob of a specification; nothing is sent."""
+    spec = prepared.spec
+    return connect(place).CustomJob(
+        display_name=spec.display_name,
+        worker_pool_specs=spec.worker_pool_specs,
+        # By this address a job leads to its staged files, and to what tracks it.
+        base_output_dir=prepared.staged.folder,
+        labels=dict(spec.labels),
+        staging_bucket=place.staging_bucket,
+    )
+
+
+def _submitted(prepared: Prepared, place: Place) -> str:
+    spec = prepared.spec
+    with cloud_errors("create the job", where=spec.display_name):
+        job = _custom_job(prepared, place)
+        job.submit(service_account=spec.service_account, network=spec.network)
+    return job.resource_name
+
+
+def _facts(configured: Configured, staged: staging.Staged) -> Facts:
+    def staged_as(name: str) -> str | None:
+        return f"{staged.folder}/{name}" if name in staged.files else None
+
+    return Facts(
+        configuration=staged_as(CONFIGURATION),
+        architecture=staged_as(ARCHITECTURE),
+        output=configured.output and staging.address_of(configured.output),
+        mixture=configured.mixture,
+        split=configured.split,
+    )

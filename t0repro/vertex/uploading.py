@@ -1,0 +1,136 @@
+"""Copies a job's TensorBoard files to Vertex AI TensorBoard while the job runs.
+
+Vertex AI's own integration does not cover Cloud TPU, and its uploader reads a folder. So event
+files are copied from the bucket to a folder here as they grow, and the uploader reads that. Every
+folder of event files becomes a run named after the job's: `RUN-train`, `RUN-inference-eval-TASK`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from t0repro.errors import UserError
+from t0repro.vertex.cloud import Place, cloud_errors, connect, storage_client
+from t0repro.vertex.results import copy_results
+
+_LAST_TRIES = 5  # to upload after the job has ended, before it is left to `status`
+
+
+@contextlib.contextmanager
+def uploading(
+    results: str,
+    experiment: str,
+    run_name: str,
+    tensorboard: str,
+    place: Place,
+    *,
+    every: float,
+    say: Callable[[str], None],
+) -> Iterator[None]:
+    """Uploads from a thread within the block, and to the end when the block has ended.
+
+    A slow or failing upload delays nobody but itself; what failed is sent again.
+
+    Args:
+      results: address of the folder that the job writes into.
+      experiment: the experiment under which the TensorBoard shows the runs.
+      run_name: of the job; its TensorBoard runs' names begin with it.
+      tensorboard: resource name.
+      place: project and location.
+      every: seconds between two looks at the bucket.
+      say: receives a line about each failure.
+    """
+    ended = threading.Event()
+
+    def work() -> None:
+        tries_left = _LAST_TRIES
+        with tempfile.TemporaryDirectory(prefix="t0repro-vertex-") as folder:
+            upload = _Upload(results, experiment, run_name, tensorboard, place, Path(folder))
+            while True:
+                was_last = ended.is_set()  # before the copy, so that the last one is whole
+                try:
+                    upload.once()
+                    if was_last:
+                        return
+                except UserError as error:
+                    say(f"TensorBoard: {error.what}")
+                    tries_left -= was_last
+                    if not tries_left:
+                        say("TensorBoard: not all is uploaded.")
+                        return
+                ended.wait(every) if not was_last else threading.Event().wait(every)
+
+    thread = threading.Thread(target=work, name="uploader", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+class _Upload:
+    """The state between one look at the bucket and the next."""
+
+    def __init__(
+        self,
+        results: str,
+        experiment: str,
+        run_name: str,
+        tensorboard: str,
+        place: Place,
+        folder: Path,
+    ):
+        self._results, self._place, self._folder = results, place, folder
+        self._experiment, self._run_name = experiment, run_name
+        self._tensorboard = tensorboard
+        self._uploader: Any = None
+
+    def once(self) -> None:
+        """Copies what is new and sends it.
+
+        Raises:
+          UserError: If either fails; the next call sends everything again, since the uploader does
+            not know what of a failed request arrived. A point that arrives twice is one point.
+        """
+        copy_results(storage_client(self._place.project), self._results, self._folder)
+        try:
+            with cloud_errors("upload to TensorBoard", where=self._tensorboard):
+                if self._uploader is None:
+                    self._uploader = self._made()
+                # Google's public method for this goes on until its thread is told to stop, and then
+                # leaves out what came since its last look.
+                self._uploader._upload_once()
+        except BaseException:
+            self._uploader = None
+            raise
+
+    def _made(self) -> Any:
+        connect(self._place)
+        from google.cloud.aiplatform import initializer
+        from google.cloud.aiplatform.tensorboard import uploader, uploader_constants, uploader_utils
+        from google.cloud.aiplatform.utils import TensorboardClientWithOverride
+
+        client = initializer.global_config.create_client(TensorboardClientWithOverride)
+        blobs: Any = uploader_utils.get_blob_storage_bucket_and_folder(
+            client, self._tensorboard, self._place.project
+        )
+        made = uploader.TensorBoardUploader(
+            experiment_name=self._experiment,
+            tensorboard_resource_name=self._tensorboard,
+            blob_storage_bucket=blobs[0],
+            blob_storage_folder=blobs[1],
+            writer_client=client,
+            logdir=str(self._folder),
+            # Profiles are read from a bucket, not from a folder.
+            allowed_plugins=uploader_constants.ALLOWED_PLUGINS - {"profile"},
+            run_name_prefix=f"{self._run_name}-",
+            verbosity=0,
+        )
+        made.create_experiment()
+        return made
