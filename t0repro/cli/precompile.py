@@ -3,33 +3,25 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from t0repro.cli.gin_options import (
-    GinBindings,
-    GinFiles,
-    GinFolders,
-    GinParams,
-    GinSearchPaths,
-    RunMode,
-    RunModes,
-    t5x_inputs,
-)
-from t0repro.cli.options import Modules
+from t0repro.cli.gin_options import GinFolders, GinParams, RunMode, RunModes
+from t0repro.cli.shared import with_groups
+from t0repro.cli.t5x_run import T5xOptions, gin_inputs, parse_files, register
 
 if TYPE_CHECKING:
     from t0repro.config.run_config import RunConfig
+    from t0repro.config.t5x.gin_files import GinInputs as T5xInputs
 
 
+@with_groups
 def precompile(
-    gin_file: GinFiles = None,
+    options: T5xOptions,
     gin_param: GinParams = None,
     gin_location_prefix: GinFolders = None,
-    module_import: Modules = None,
     topology: Annotated[
         str | None,
         typer.Option(help="v3-512, v4-128, v5e-256, ..., cpu-8; the devices at hand by default."),
@@ -48,49 +40,79 @@ def precompile(
         bool, typer.Option("--suggest", help="If a training does not fit, look for what would.")
     ] = False,
     run_mode: RunModes = None,
-    gin_bindings: GinBindings = None,
-    gin_search_paths: GinSearchPaths = ".",
 ) -> None:
     """Compile a run's steps and say what they need: memory, operations, communication, time.
 
     Compiles the train step, or scoring and generation, for a TPU slice (with libtpu, the extra
-    tpu), for virtual CPU devices, or for the devices at hand. Nothing is allocated or run. With
-    --run_mode train the gin files are T5X's.
+    tpu), for virtual CPU devices, or for the devices at hand. Nothing is allocated or run, and no
+    data is read, unless --dry_run checks the tasks. T5X's precompile.gin leaves the compiled
+    modules in its MODEL_DIR; with --run_mode train the files are those of a T5X training.
 
     Example:
       t0repro precompile --topology v3-8 --module_import t0repro.tasks.demo --gin_file dataset.gin
         --gin_file demo/t5.1.1.demo.gin --gin_param "MIXTURE_NAME = 'demo_train'"
         --gin_param "run.train_steps = 100" --gin_param "utils.run.mesh_shape = []"
+      t0repro precompile --topology v3-8 --gin_file t5x/examples/t5/t5_1_1/small.gin
+        --gin_file t5x/configs/runs/precompile.gin --gin.DROPOUT_RATE=0.0
+        --gin.MODEL_DIR="'runs/compiled'" --gin.MIXTURE_OR_TASK_NAME="'c4_v220_span_corruption'"
+        --gin.TASK_FEATURE_LENGTHS="{'inputs': 512, 'targets': 114}"
     """
     # Compiling for devices that are not here takes none of those that are.
     if topology is not None:
         # Before jax is imported: it reads the variable once.
         os.environ["JAX_PLATFORMS"] = "cpu"
+    mode = _t5x_mode(options, run_mode, gin_param)
+    # T5X's files first: what is wrong with them is said before JAX is imported.
+    config = None if mode is None else _t5x_config(gin_inputs(mode.value, options), options)
     devices, chip, float32 = _devices(topology)
-    if run_mode is not None:
-        config = _t5x_config(run_mode, gin_file or (), gin_bindings or (), gin_search_paths)
-    else:
+    if config is None:
         from t0repro.config.mtf.dialect import load
         from t0repro.config.mtf.parser import GinInputs
 
         inputs = GinInputs(
             model_dir="",
-            gin_files=gin_file or (),
+            gin_files=options.gin_file or (),
             gin_params=gin_param or (),
             location_prefixes=gin_location_prefix or (),
-            module_imports=module_import or (),
+            module_imports=options.module_import or (),
         )
         config = load(inputs, float32_activations=float32).run
-    from t0repro.runs.precompile import adjusted
+    from t0repro.runs.precompile import adjusted, devices_line
     from t0repro.runs.precompile import precompile as compiled
 
     config = adjusted(config, model_parallelism, fully_sharded, num_microbatches)
     if suggest:
-        # Trying out what fits replaces the report on the run as it stands.
         _suggest(config, devices, chip)
         return
-    for line in compiled(config, devices, chip, hlo):
+    if options.dry_run:
+        typer.echo(devices_line(config, devices))
+        return
+    left = Path(config.model_dir) if mode is RunMode.PRECOMPILE else None
+    for line in compiled(config, devices, chip, hlo, left):
         typer.echo(line)
+
+
+def _t5x_mode(
+    options: T5xOptions, run_mode: RunMode | None, gin_param: list[str] | None
+) -> RunMode | None:
+    """The run mode of T5X that the gin files are for; None if they are Mesh TensorFlow's."""
+    if run_mode is not None or gin_param:
+        return run_mode
+    return RunMode.PRECOMPILE if options.gin_bindings or _import_t5x(options) else None
+
+
+def _import_t5x(options: T5xOptions) -> bool:
+    """Whether a gin file imports T5X or its script, as all of T5X's do."""
+    from t0repro.config.gin_imports import list_imports
+    from t0repro.config.t5x.gin_files import shipped_files
+    from t0repro.errors import UserError
+
+    folders = [*options.gin_search_paths.split(","), str(shipped_files())]
+    try:
+        lines = list_imports(options.gin_file or (), (), folders, None)
+    except UserError:  # one of Mesh TensorFlow's is not found there
+        return False
+    return any(line.module.partition(".")[0] in ("t5x", "__main__") for line in lines)
 
 
 def _suggest(config: RunConfig, devices: Any, chip: Any) -> None:
@@ -110,23 +132,29 @@ def _suggest(config: RunConfig, devices: Any, chip: Any) -> None:
         typer.echo(line)
 
 
-def _t5x_config(
-    run_mode: RunMode, files: Sequence[str], bindings: Sequence[str], search_paths: str
-) -> RunConfig:
-    """The training that T5X's gin files describe."""
+def _t5x_config(inputs: T5xInputs, options: T5xOptions) -> RunConfig:
+    """The training that T5X's gin files describe; a dry run checks its tasks and vocabularies."""
     from t0repro.config.gin_errors import configuration_errors
-    from t0repro.config.t5x.gin_files import parse
-    from t0repro.config.t5x.run import train_config
+    from t0repro.config.t5x.run import precompile_config, train_config
     from t0repro.errors import UserError
 
-    if run_mode is not RunMode.TRAIN:
+    readers = {"train": train_config, "precompile": precompile_config}
+    if inputs.run_mode not in readers:
         raise UserError(
-            f"Of T5X's runs, precompile takes a training, not {run_mode.value!r}.",
+            f"Of T5X's runs, precompile takes a training, not {inputs.run_mode!r}.",
             where="--run_mode",
-            fix="Give --run_mode train and the gin files of a training.",
+            fix="Give precompile.gin, or --run_mode train and the gin files of a training.",
         )
     with configuration_errors():
-        return train_config(parse(t5x_inputs("train", files, bindings, search_paths)))
+        parsed = parse_files(inputs)
+        config = readers[inputs.run_mode](parsed)
+    if options.dry_run:
+        from t0repro.runs.dry_run import check_training
+
+        model = parsed.program.model
+        register(parsed, options)
+        check_training(config, (model.input_vocabulary, model.output_vocabulary), typer.echo)
+    return config
 
 
 def _devices(topology: str | None) -> tuple:

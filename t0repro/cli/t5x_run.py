@@ -80,8 +80,10 @@ def evaluate(
 
         check_inference(plan, typer.echo)
         return
+    from t0repro.runs.description import describe_inference
     from t0repro.runs.task_eval import evaluate_checkpoints
 
+    describe_inference(plan, parsed.gin_text)
     evaluate_checkpoints(plan, watch=watch, until=until)
 
 
@@ -115,7 +117,10 @@ def infer(
         check_inference(plan, typer.echo)
         return
     from t0repro.runs import batch_infer
+    from t0repro.runs.description import describe_inference
 
+    if plan.shard_id == 0:  # the shards share a folder
+        describe_inference(plan, parsed.gin_text)
     batch_infer.infer(plan)
 
 

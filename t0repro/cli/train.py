@@ -125,13 +125,10 @@ def run(
     Example:
       t0repro run --run_mode=train --gin_file run.gin --gin.MODEL_DIR="'runs/a'"
     """
-    if run_mode is RunMode.PRECOMPILE:
-        raise UserError(
-            "The run mode precompile, with T5X's precompile.gin, is not supported.",
-            where="--run_mode",
-            fix="Compile a training: t0repro precompile --run_mode train, with its gin files.",
-        )
     group: Any = context.parent.command if context.parent else None
     command = group.get_command(context, run_mode.value)
-    with command.make_context(run_mode.value, list(context.args), parent=context.parent) as inner:
+    arguments = list(context.args)
+    if run_mode is RunMode.PRECOMPILE:  # this command takes Mesh TensorFlow's files too
+        arguments += ["--run_mode", run_mode.value]
+    with command.make_context(run_mode.value, arguments, parent=context.parent) as inner:
         command.invoke(inner)

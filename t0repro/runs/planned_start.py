@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 from t0repro.config.run_config import RunConfig
 from t0repro.config.t5x import records
 from t0repro.config.t5x.gin_files import Parsed
-from t0repro.files import write_atomically
 
 if TYPE_CHECKING:
+    from clu.metric_writers import MetricWriter
+
     from t0repro.runs.plan import InferEval
 
 Say = Callable[[str], None]
@@ -36,8 +36,8 @@ def start(
     """
     from t0repro.converters import sources
     from t0repro.data.seqio_data import SeqioTrainBatches, train_eval_batches
-    from t0repro.event_files import event_writer
     from t0repro.runs import train as training
+    from t0repro.runs.description import describe_training
     from t0repro.runs.plan import PlannedInputs, chosen_seed
     from t0repro.training.model_dir import held_for_training
 
@@ -50,7 +50,7 @@ def start(
     with held_for_training(model_dir, "jax", config, allow_changed=allow_changed):
         resumed = bool(sources.list_checkpoints(model_dir))
         tree = None if resumed else starting_tree(config, say)
-        write_descriptions(config, parsed.gin_text)
+        describe_training(config, parsed.gin_text)
         evaluated = plan.train_eval_data
         training.train(
             config,
@@ -62,9 +62,30 @@ def start(
             planned=PlannedInputs(
                 train_eval=train_eval_batches(evaluated, plan.eval_steps) if evaluated else {},
                 infer_eval=infer_eval(parsed, config, say),
-                open_writer=lambda split: event_writer(model_dir / split),
+                open_writer=_opener_of_writers(model_dir, parsed.gin_text, tree),
             ),
         )
+
+
+def _opener_of_writers(
+    model_dir: Path, gin_text: str, tree: dict[str, Any] | None
+) -> Callable[[str], MetricWriter]:
+    """Opens TensorBoard's files in model_dir/<split>; those of `train` show the configuration."""
+    import gin
+    from t0repro.converters import sources
+    from t0repro.event_files import event_writer
+
+    saved = sources.list_checkpoints(model_dir)
+    # T5X puts the text at the step that the run starts from.
+    step = (saved[-1].step or 0) if saved else int((tree or {}).get("state/step", 0))
+
+    def open_writer(split: str) -> MetricWriter:
+        writer = event_writer(model_dir / split)
+        if split == "train":
+            writer.write_texts(step, {"config": gin.markdown(gin_text)})
+        return writer
+
+    return open_writer
 
 
 def check_data(program: records.TrainProgram, config: RunConfig) -> None:
@@ -148,27 +169,3 @@ def infer_eval(parsed: Parsed, config: RunConfig, say: Say) -> InferEval | None:
     evaluator = TaskEvaluator(data, plan.evaluator, config.model_dir, decoding)
     model = T5(config.model, config.dtypes)
     return lambda trainer: evaluator.evaluate(model, trainer.train_state.params, trainer.step)
-
-
-# ---- Files beside the checkpoints ----------------------------------------------------------------
-
-
-def write_descriptions(config: RunConfig, gin_text: str) -> None:
-    """Writes config.gin and model-info.txt into model_dir, as T5X does."""
-    folder = Path(config.model_dir)
-    os.makedirs(folder, exist_ok=True)
-    write_atomically(folder / "config.gin", gin_text)
-    write_atomically(folder / "model-info.txt", model_info(config))
-
-
-def model_info(config: RunConfig) -> str:
-    """A line per parameter, with its size and shape, and their total number."""
-    import math
-
-    shapes = config.model.shape.parameters()
-    lines = [
-        f"Variable    {name:<80} size {math.prod(shape):<12} shape {shape}"
-        for name, shape in sorted(shapes.items())
-    ]
-    total = sum(math.prod(shape) for shape in shapes.values())
-    return "\n".join([*lines, f"Total number of parameters: {total}", ""])

@@ -6,6 +6,7 @@ Nothing is allocated: the compiler is given shapes. For TPU slices it is libtpu'
 from __future__ import annotations
 
 import dataclasses
+import io
 import math
 import re
 import time
@@ -15,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from t0repro.config.run_config import RunConfig
@@ -50,6 +52,7 @@ class Program:
       communication: its collectives.
       seconds: time to trace and compile.
       hlo: the compiled program's text; "" if it did not compile.
+      modules: HLO modules before and after optimization, serialized; none if it did not compile.
     """
 
     name: str
@@ -62,6 +65,7 @@ class Program:
     communication: Sequence[Collective]
     seconds: float
     hlo: str
+    modules: tuple[bytes, ...] = ()
 
     @property
     def total(self) -> int:
@@ -79,7 +83,11 @@ class Program:
 
 
 def precompile(
-    config: RunConfig, devices: Sequence[Any], chip: Chip | None, hlo: Path | None = None
+    config: RunConfig,
+    devices: Sequence[Any],
+    chip: Chip | None,
+    hlo: Path | None = None,
+    t5x_folder: Path | None = None,
 ) -> Iterator[str]:
     """Compiles the steps of a run's mode and yields lines about each.
 
@@ -88,6 +96,7 @@ def precompile(
       devices: to compile for, at hand or from t0repro.partitioning.topologies.
       chip: what is published about them; None leaves out predictions.
       hlo: folder to write each compiled program's text to.
+      t5x_folder: folder to write the files of T5X's precompile to; see `write_t5x_files`.
 
     Raises:
       UserError: if the layout cannot be.
@@ -99,6 +108,37 @@ def precompile(
         if hlo is not None and program.hlo:
             write_atomically(hlo / f"{program.name}.hlo.txt", program.hlo)
             yield f"  HLO: {hlo / program.name}.hlo.txt"
+        if t5x_folder is not None and program.modules:
+            files = write_t5x_files(t5x_folder, program, partitioning)
+            yield f"  HLO: {', '.join(map(str, files))}"
+
+
+def write_t5x_files(folder: Path, program: Program, partitioning: Partitioning) -> list[Path]:
+    """Writes what T5X's precompile leaves in model_dir, under its names; returns the files.
+
+    They are the serialized HLO modules before and after optimization, and `assignment`, the numbers
+    of the mesh's devices as numpy saves them.
+    """
+    numbers = io.BytesIO()
+    np.save(numbers, partitioning.mesh.device_ids)
+    before, after = program.modules
+    contents = {
+        "lowered_hlo_pre_optimization": before,
+        "lowered_hlo_post_optimization": after,
+        "assignment": numbers.getvalue(),
+    }
+    for name, content in contents.items():
+        write_atomically(folder / name, content)
+    return [folder / name for name in contents]
+
+
+def devices_line(config: RunConfig, devices: Sequence[Any]) -> str:
+    """A line about the devices that a run takes.
+
+    Raises:
+      UserError: if the layout cannot be.
+    """
+    return line_of(_partitioning(config, devices), config.layout)
 
 
 def compiled_for(
@@ -109,11 +149,15 @@ def compiled_for(
     Raises:
       UserError: if the layout cannot be.
     """
-    rows = config.batch_size // config.num_microbatches if config.mode == "train" else None
-    where = config.provenance.get("layout")
-    partitioning = choose(config.layout, config.model, rows=rows, devices=devices, where=where)
+    partitioning = _partitioning(config, devices)
     programs = train_programs if config.mode == "train" else evaluation_programs
     return partitioning, programs(config, partitioning)
+
+
+def _partitioning(config: RunConfig, devices: Sequence[Any]) -> Partitioning:
+    rows = config.batch_size // config.num_microbatches if config.mode == "train" else None
+    where = config.provenance.get("layout")
+    return choose(config.layout, config.model, rows=rows, devices=devices, where=where)
 
 
 # ---- Programs -----------------------------------------------------------------------------------
@@ -188,7 +232,8 @@ def _compiled(
         traced = jitted.trace(*arguments)
         facts["flops"] = count_flops(traced.jaxpr.jaxpr)
         try:
-            compiled = traced.lower().compile()
+            lowered = traced.lower()
+            compiled = lowered.compile()
         except jax.errors.JaxRuntimeError as error:
             refused = str(error).splitlines()[0]
             if "RESOURCE_EXHAUSTED" not in refused:
@@ -212,6 +257,10 @@ def _compiled(
         communication=collectives(hlo),
         seconds=time.monotonic() - started,
         hlo=hlo,
+        modules=(
+            lowered.compiler_ir(dialect="hlo").as_serialized_hlo_module_proto(),
+            compiled.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto(),
+        ),
     )
 
 

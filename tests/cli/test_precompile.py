@@ -3,7 +3,9 @@
 import subprocess
 import sys
 
+import numpy as np
 import pytest
+from jaxlib._hlo import HloModule
 
 DEMO = [
     *("--module_import", "t0repro.tasks.demo", "--gin_file", "dataset.gin"),
@@ -26,6 +28,29 @@ def test_a_run_is_compiled_for_virtual_devices_in_its_layout(tmp_path):
     assert lines[0] == "devices: 4 x cpu, data 2, model 2"
     assert any("communication" in line and "all-reduce" in line for line in lines)
     assert "all-reduce" in (tmp_path / "train.hlo.txt").read_text()
+
+
+def test_precompile_gin_leaves_t5xs_files_in_its_model_dir(tmp_path):
+    files = ("t5x/examples/t5/t5_1_1/tiny.gin", "t5x/configs/runs/precompile.gin")
+    macros = [
+        *(f"--gin_file={name}" for name in files),
+        "--gin.MIXTURE_OR_TASK_NAME='a_task'",
+        "--gin.TASK_FEATURE_LENGTHS={'inputs': 16, 'targets': 8}",
+        "--gin.BATCH_SIZE=8",
+        "--gin.DROPOUT_RATE=0.1",
+        f"--gin.MODEL_DIR='{tmp_path}'",
+    ]
+    command = [sys.executable, "-P", "-m", "t0repro.cli", "run", "--run_mode=precompile", *macros]
+    done = subprocess.run([*command, "--topology=cpu-2"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.startswith("devices: 2 x cpu, data 2, model 1\ntrain: compiled in ")
+    assert np.load(tmp_path / "assignment").tolist() == [[0], [1]]
+    for name in ("lowered_hlo_pre_optimization", "lowered_hlo_post_optimization"):
+        module = HloModule.from_serialized_hlo_module_proto((tmp_path / name).read_bytes())
+        assert module.name.startswith("jit_")
+    # Without a run mode the files themselves say whose they are.
+    missing = precompile(*macros[:-1])
+    assert missing.returncode == 2 and "MODEL_DIR" in missing.stderr
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,14 @@ def test_a_dry_run_checks_and_writes_nothing_and_a_run_evaluates(checkpoint, tmp
     assert code == 0, said
     metrics = (output / "inference_eval" / f"{TASK}-metrics.jsonl").read_text()
     assert json.loads(metrics)["step"] == 3 and "accuracy" in shown
+    assert_described(output)
+
+
+def assert_described(output):
+    """The folder has the configuration, and the model without slots."""
+    assert "MIXTURE_OR_TASK_NAME = " in (output / "config.gin").read_text()
+    info = (output / "model-info.txt").read_text()
+    assert "Total number of parameters: 26720" in info and "param_states" not in info
 
 
 def test_a_dry_run_reports_all_that_is_wrong_at_once(checkpoint, tmp_path):
@@ -81,6 +89,7 @@ def test_infer_takes_the_shard_from_the_command_line(checkpoint, tmp_path):
     )
     assert code == 0, said
     assert (tmp_path / f"{TASK}-score.jsonl-00003-of-00008.COMPLETED").exists()
+    assert not (tmp_path / "config.gin").exists()  # the first shard writes it
 
 
 @pytest.mark.parametrize("mode", ["eval", "infer"])

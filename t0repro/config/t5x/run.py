@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from t0repro.config import ranges
@@ -98,6 +99,32 @@ def train_config(parsed: Parsed) -> RunConfig:
     ranges.check(config, config.provenance)
     _check(config, places)
     return config
+
+
+def precompile_config(parsed: Parsed) -> RunConfig:
+    """The training whose step T5X's precompile.gin compiles: its rate is 0.001, as in T5X.
+
+    Raises:
+      UserError: See `train_config`.
+    """
+    program = parsed.program
+    assert isinstance(program, records.PrecompileProgram)
+    rate = records.LearningRateSchedule(factors="constant", base_learning_rate=1e-3)
+    training = records.TrainProgram(
+        model=program.model,
+        train_dataset_cfg=program.train_dataset_cfg,
+        train_eval_dataset_cfg=None,
+        infer_eval_dataset_cfg=None,
+        checkpoint_cfg=records.CheckpointConfig(),
+        partitioner=program.partitioner,
+        trainer_cls=records.Trainer(learning_rate_fn=rate),
+        model_dir=program.model_dir,
+        total_steps=1,
+        eval_steps=1,
+        eval_period=1,
+        random_seed=program.random_seed or 42,
+    )
+    return train_config(dataclasses.replace(parsed, program=training))
 
 
 def shared_fields(model: records.EncoderDecoderModel) -> dict[str, Any]:

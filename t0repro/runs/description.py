@@ -1,0 +1,103 @@
+"""config.gin and model-info.txt: what a T5X run writes about itself beside its results."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any
+
+import jax
+import numpy as np
+
+from t0repro.config.inference_plan import InferencePlan
+from t0repro.config.run_config import RunConfig
+from t0repro.files import write_atomically
+from t0repro.model.t5 import T5, initial_parameters
+from t0repro.parameters import layout
+from t0repro.partitioning.devices import Partitioning, choose
+from t0repro.training.optimizers import make_optimizer
+from t0repro.training.train_state import TrainState, new_train_state
+
+# The sizes in the table of parameters, as T5X's network names its logical axes.
+_LOGICAL_AXES = {
+    "d_model": "embed",
+    "d_ff": "mlp",
+    "joined_kv": "joined_kv",
+    "num_heads": "heads",
+    "vocab_size": "vocab",
+    "relative_attention_num_buckets": "relpos_buckets",
+}
+
+
+def describe_training(config: RunConfig, gin_text: str) -> None:
+    """Writes both files into model_dir; model-info.txt lists the optimizer's slots too.
+
+    Raises:
+      UserError: If the devices at hand cannot be arranged as the run's layout asks.
+    """
+    assert config.optimizer is not None
+    model, optimizer = T5(config.model, config.dtypes), make_optimizer(config.optimizer)
+    state = jax.eval_shape(
+        lambda: new_train_state(initial_parameters(model, jax.random.key(0)), optimizer)
+    )
+    rows, where = config.batch_size // config.num_microbatches, config.provenance.get("layout")
+    partitioning = choose(config.layout, config.model, rows=rows, where=where)
+    _write(config.model_dir, gin_text, model_info(state, partitioning))
+
+
+def describe_inference(plan: InferencePlan, gin_text: str) -> None:
+    """Writes both files into the output folder of an evaluation or inference.
+
+    Raises:
+      UserError: If the devices at hand cannot be arranged as the run's layout asks.
+    """
+    model = T5(plan.model, plan.dtypes)
+    parameters = jax.eval_shape(lambda: initial_parameters(model, jax.random.key(0)))
+    step = jax.ShapeDtypeStruct((), np.int32)
+    partitioning = choose(plan.layout, plan.model, where="partitioning.PjitPartitioner")
+    state = TrainState(step=step, params=parameters, slots={})  # pyright: ignore[reportArgumentType]
+    _write(plan.output_dir, gin_text, model_info(state, partitioning))
+
+
+def _write(folder: str, gin_text: str, info: str) -> None:
+    os.makedirs(folder, exist_ok=True)
+    write_atomically(os.path.join(folder, "config.gin"), gin_text)
+    write_atomically(os.path.join(folder, "model-info.txt"), info)
+
+
+def model_info(state: TrainState, partitioning: Partitioning) -> str:
+    """A line per array: its name, size, shape by logical axes, and the axis that divides each.
+
+    Parameters come first, then their total number, an empty line, and the rest of the state.
+
+    Args:
+      state: Shapes are enough.
+      partitioning: The devices of the run.
+    """
+    flat, _ = jax.tree_util.tree_flatten_with_path(state)
+    names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in flat]
+    shapes = [tuple(leaf.shape) for _, leaf in flat]
+    specs = [sharding.spec for sharding in jax.tree.leaves(partitioning.shardings(state))]
+    rows = sorted(zip(names, shapes, specs, strict=True))
+    parameters, others = [], []
+    for name, shape, spec in rows:
+        if name.startswith("params/"):
+            parameters.append(_line(name.removeprefix("params/"), shape, spec))
+        else:
+            others.append(_line(name.replace("slots/", "param_states/", 1), shape, spec))
+    total = sum(math.prod(shape) for name, shape, _ in rows if name.startswith("params/"))
+    lines = [*parameters, f"Total number of parameters: {total}", "", *others]
+    return "\n".join(lines) + "\n"
+
+
+def _line(name: str, shape: tuple[int, ...], spec: Any) -> str:
+    row = layout.find_row(name, "t5x") or layout.find_row(name, "t5x", decoder_only=True)
+    # A slot has no row: T5X names no logical axes for factored slots either.
+    axes = [_LOGICAL_AXES[size] for size in row[0].axes] if row else []
+    named = [f"{axis}={size}" for axis, size in zip(axes, shape, strict=True)] if axes else []
+    described = f"({', '.join(named)})" if named else str(shape)
+    divided = (*spec, *[None] * (len(shape) - len(spec)))  # a short spec leaves later axes whole
+    return (
+        f"Variable    {name:<80} size {math.prod(shape):<12} shape {described:<40}"
+        f" partition spec {divided}"
+    )
