@@ -1,20 +1,21 @@
-"""Topics of questions and of news: mixture `topics_train`, and two for ranking.
+"""Topics of questions (trec) and of news (ag_news), for examples that train beside evaluations.
 
-`questions_score_eval` (trec) and `news_score_eval` (ag_news) rank the answers of two prompts each
-that are not trained on, on evenly spaced rows. Rows come from T0REPRO_DATA_DIR; neither set has a
-validation split, so rows of their test splits are evaluated.
+Mixtures: `questions_train`, `news_train`, and both together as `topics_train`; for ranking,
+`questions_eval_score_eval` and `news_eval_score_eval`, of two prompts each that are not trained
+on.
+Rows come from T0REPRO_DATA_DIR. Neither set has a validation split: evenly spaced rows of their
+test splits are ranked.
 """
 
-from t0repro.tasks.jobs import PromptedDataset, evaluation_rate, register_job
+from t0repro.tasks.jobs import PromptedDataset, register_job
 from t0repro.tasks.registration import add_mixture
 from t0repro.tasks.source import Split
-from t0repro.tasks.task import SCORE_EVAL_SUFFIX
 from t0repro.tasks.templates import task_name
 
 ROWS = 150
 """Rows of each set that are ranked, so that an evaluation takes seconds on a CPU."""
 
-TREC = PromptedDataset(
+QUESTIONS = PromptedDataset(
     "trec",
     None,
     train=("pick_the_best_descriptor", "trec1", "what_category_best_describe"),
@@ -29,8 +30,13 @@ NEWS = PromptedDataset(
     validation=Split("test", ROWS),
 )
 
-register_job("topics", (TREC, NEWS))
-for mixture, entry in (("questions", TREC), ("news", NEWS)):
-    names = [task_name(entry.dataset, entry.subset, template) for template in entry.evaluate]
-    tasks = [f"topics_{name}{SCORE_EVAL_SUFFIX}" for name in names]
-    add_mixture(f"{mixture}{SCORE_EVAL_SUFFIX}", tasks, evaluation_rate)
+register_job("questions", (QUESTIONS,))
+register_job("news", (NEWS,))
+add_mixture(
+    "topics_train",
+    {
+        f"{job}_{task_name(entry.dataset, entry.subset, template)}": 1.0
+        for job, entry in (("questions", QUESTIONS), ("news", NEWS))
+        for template in entry.train
+    },
+)

@@ -21,7 +21,8 @@ app = typer.Typer(name="aux", invoke_without_command=True)
 def aux(
     context: typer.Context,
     jobs: AuxiliaryOptions,
-    model_dir: Annotated[Path | None, typer.Option(help="The training's folder.")] = None,
+    # No Path, which would make one slash of an address's two.
+    model_dir: Annotated[str | None, typer.Option(help="The training's folder.")] = None,
     gin_file: GinFiles = None,
     gin_bindings: GinBindings = None,
     gin_search_paths: GinSearchPaths = ".",

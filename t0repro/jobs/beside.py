@@ -17,6 +17,7 @@ import dacite
 import yaml
 
 from t0repro.config.t5x.gin_files import GinInputs
+from t0repro.converters import storage
 from t0repro.errors import UserError
 from t0repro.jobs.commands import JobSettings, check
 from t0repro.jobs.controller import Controller, Policy
@@ -49,13 +50,17 @@ def job_settings(options: AuxiliaryOptions, gin: GinInputs) -> JobSettings:
 
 
 def make_controller(
-    model_dir: Path, options: AuxiliaryOptions, gin: GinInputs, say: Callable[[str], None]
+    model_dir: str | os.PathLike[str],
+    options: AuxiliaryOptions,
+    gin: GinInputs,
+    say: Callable[[str], None],
 ) -> Controller:
     """The controller that the options describe.
 
     Raises:
-      UserError: if they make no sense together.
+      UserError: if they make no sense together, or the folder is in a bucket.
     """
+    folder = _local_folder(model_dir)
     machine = find_machine(
         options.machines, options.auxiliary_job_platform, options.auxiliary_job_cell
     )
@@ -73,7 +78,22 @@ def make_controller(
         metric=options.main_metric,
     )
     launcher = _launcher(options.launcher or machine.launcher, machine)
-    return Controller(model_dir, job_settings(options, gin), launcher, policy, say)
+    return Controller(folder, job_settings(options, gin), launcher, policy, say)
+
+
+def _local_folder(model_dir: str | os.PathLike[str]) -> Path:
+    """The training's folder.
+
+    An object store has neither links to pin a checkpoint with nor locks nor files to append to, and
+    a folder there is renamed object by object, so that one half renamed looks whole.
+    """
+    if storage.is_remote(os.fspath(model_dir)):
+        raise UserError(
+            f"Auxiliary jobs need a folder, and {os.fspath(model_dir)} is an address.",
+            where="--model_dir",
+            fix="Train into a folder; or mount the bucket as one, and give its path.",
+        )
+    return Path(storage.local_path(model_dir))
 
 
 def _launcher(name: str, machine: Machine) -> Launcher:
@@ -107,6 +127,7 @@ def auxiliary_jobs_beside(
       UserError: at once, if a job could not work; at the end, if not every job succeeded.
     """
     check(job_settings(options, gin))
+    _local_folder(model_dir)
     asked = json.dumps([dataclasses.asdict(options), dataclasses.asdict(gin)], default=str)
     controller = subprocess.Popen(
         [sys.executable, "-m", __name__, os.fspath(model_dir), asked],
@@ -146,7 +167,7 @@ def _main(model_dir: str, asked: str) -> None:
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     try:
-        done = make_controller(Path(model_dir), options, gin, say).run(training_goes_on)
+        done = make_controller(model_dir, options, gin, say).run(training_goes_on)
     except UserError as error:
         say(str(error))
         done = False

@@ -235,10 +235,6 @@ class Controller:
         An evaluation's output is its own until it is published, so that an attempt that dies
         leaves nothing in the training's curves.
         """
-        checkpoint = next((self._folder / pins.PINS / str(point.step)).glob("*"))
-        name = checkpoint.name
-        if not checkpoint.is_dir():  # one of Mesh TensorFlow's files
-            name = f"model.ckpt-{point.step}"
         output = str(self._results_of(point))
         return {
             # A job that trains does so in a folder of its own: the training's is held.
@@ -246,7 +242,7 @@ class Controller:
             if self._settings.target == "train"
             else str(self._model_dir),
             commands.MIXTURE: point.mixture,
-            commands.CHECKPOINT: str(checkpoint.with_name(name)),
+            commands.CHECKPOINT: str(pins.pinned(point.step, self._folder)),
             commands.TRAIN_STEPS: point.step + self._settings.final_steps,
             commands.OUTPUT: output,
         }

@@ -1,7 +1,8 @@
 """Keeps a checkpoint for as long as jobs need it, whatever the training deletes.
 
 A pin is the checkpoint's files once more, under the same names, as hard links: it takes no space
-and no time, needs nothing of the program that trains, and outlives the original.
+and no time, needs nothing of the program that trains, and outlives the original. Beside it lies a
+copy of the training's operative_config.gin, which the training may still rewrite.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from t0repro.converters import sources
+from t0repro.converters.mtf import OPERATIVE_CONFIG
 from t0repro.converters.tensors import CheckpointRef
 from t0repro.errors import UserError
 from t0repro.files import atomic_directory
@@ -51,6 +53,13 @@ def pin(ref: CheckpointRef, folder: Path) -> Path | None:
     return place / os.path.basename(ref.path)
 
 
+def pinned(step: int, folder: Path) -> Path:
+    """The path of a pinned checkpoint: a folder, or the prefix of Mesh TensorFlow's files."""
+    place = folder / PINS / str(step)
+    whole = place / f"checkpoint_{step}"
+    return whole if whole.is_dir() else place / f"model.ckpt-{step}"
+
+
 def unpin_all_but(steps: Collection[int], folder: Path) -> None:
     """Removes the pins of other steps, and what a killed controller left of an unfinished one."""
     kept = {str(step) for step in steps}
@@ -60,6 +69,10 @@ def unpin_all_but(steps: Collection[int], folder: Path) -> None:
 
 
 def _link(ref: CheckpointRef, place: Path) -> None:
+    # The model's activation and the like are known from this file beside a checkpoint alone.
+    beside = Path(ref.path).with_name(OPERATIVE_CONFIG)
+    if beside.is_file():
+        shutil.copy2(beside, place / OPERATIVE_CONFIG)
     if os.path.isdir(ref.path):
         shutil.copytree(ref.path, place / os.path.basename(ref.path), copy_function=_link_or_copy)
         return

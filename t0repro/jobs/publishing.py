@@ -1,8 +1,8 @@
 """Puts a finished job's results where people read them, each once and in the order of steps.
 
-A job writes into a folder of its own, and only what succeeded is copied out of it: TensorBoard's
-files into the training's folder, so that its curves stand beside the training's; everything else
-into the mixture's folder of results, where the files of all steps come together.
+A job writes into a folder of its own, and only what succeeded leaves it: TensorBoard's files go to
+the training's folder, so that its curves stand beside the training's; everything else is copied to
+the mixture's folder of results, where the files of all steps come together.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import statistics
 import urllib.parse
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from t0repro.event_files import MARK, read_scalars
 from t0repro.jobs.journal import Point
@@ -22,7 +23,10 @@ RESULTS = "results"
 
 
 def publish_events(point: Point, output: Path, model_dir: Path) -> None:
-    """Copies a job's event files into the training's folder; doing it twice is as doing it once.
+    """Moves a job's event files into the training's folder.
+
+    They are moved, not copied: TensorBoard looks into every folder below the one that it is shown,
+    and would have each point twice. An interrupted call can be repeated.
 
     Args:
       point: what the job was for.
@@ -31,14 +35,14 @@ def publish_events(point: Point, output: Path, model_dir: Path) -> None:
       model_dir: the training's folder.
     """
     mixture = urllib.parse.quote(point.mixture, safe="")
-    events = [path for path in _files(output) if MARK in path.name]
-    for number, path in enumerate(sorted(events)):
+    for path in [path for path in _files(output) if MARK in path.name]:
         folder = path.parent.relative_to(output)
         if not folder.parts:
             folder = Path("inference_eval", mixture)
         # TensorBoard reads a folder's files in the order of their names, and never goes back.
-        name = f"events.out.tfevents.{point.step:012d}.{mixture}.{number}"
+        name = f"events.out.tfevents.{point.step:012d}.{mixture}.{path.name}"
         _copy(path, model_dir / folder / name)
+        path.unlink()
 
 
 def publish_files(output: Path, results: Path) -> None:
@@ -56,26 +60,43 @@ def main_metric(output: Path, wanted: str | None = None) -> tuple[str, float] | 
 
     Args:
       output: what the job wrote.
-      wanted: a tag; by default the mean of the accuracies of all tasks, or else the first tag in
-        alphabetical order.
+      wanted: a tag; by default the accuracy of the evaluated tasks, or else the first tag in
+        alphabetical order. Where several tasks have it, their mean counts.
     """
     found = _scalars(output)
-    if wanted is not None:
-        return (wanted, found[wanted]) if wanted in found else None
-    accuracies = [value for tag, value in found.items() if tag.endswith("accuracy")]
-    if len(accuracies) > 1:
-        return f"mean accuracy of {len(accuracies)} tasks", statistics.fmean(accuracies)
-    tags = sorted(found, key=lambda tag: (not tag.endswith("accuracy"), tag))
-    return (tags[0], found[tags[0]]) if tags else None
+    accuracies = [one for one in found if one.tag.endswith("accuracy")]
+    chosen = (
+        [one for one in found if one.tag == wanted]
+        if wanted is not None
+        # A job that trains logs its training's accuracy, too.
+        else [one for one in accuracies if one.tag.startswith("eval/")] or accuracies or found[:1]
+    )
+    if not chosen:
+        return None
+    tags = {one.tag for one in chosen}
+    name = tags.pop() if len(tags) == 1 else "accuracy"
+    if len(chosen) > 1:
+        name = f"mean {name} of {len(chosen)} tasks"
+    return name, statistics.fmean(one.value for one in chosen)
 
 
-def _scalars(output: Path) -> dict[str, float]:
-    """Tag -> its last value in the event files below a folder."""
-    folders = sorted({path.parent for path in _files(output) if MARK in path.name})
-    last: dict[str, float] = {}
-    for folder in folders:
-        last |= {tag: points[-1][1] for tag, points in read_scalars(folder).items()}
-    return last
+class _Scalar(NamedTuple):
+    tag: str
+    folder: str
+    value: float
+
+
+def _scalars(output: Path) -> list[_Scalar]:
+    """The last value of each tag in each folder of event files, by tag and folder.
+
+    SeqIO has a folder for each task, in which all have the same tags.
+    """
+    folders = {path.parent for path in _files(output) if MARK in path.name}
+    return sorted(
+        _Scalar(tag, str(folder), points[-1][1])
+        for folder in folders
+        for tag, points in read_scalars(folder).items()
+    )
 
 
 def _files(folder: Path) -> Iterator[Path]:

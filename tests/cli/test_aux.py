@@ -52,6 +52,13 @@ def test_a_job_given_up_is_exit_code_1(tmp_path):
     [
         ([], "There is no folder to watch"),
         (["--model_dir=x"], "There are no mixtures"),
+        (
+            [
+                *("--model_dir=gs://bucket/run", "--auxiliary_job_mixtures=a"),
+                "--auxiliary_job_build_target_path=true",
+            ],
+            "Auxiliary jobs need a folder, and gs://bucket/run is an address",
+        ),
         (["status", "/nowhere"], "There are no auxiliary jobs here"),
         (
             ["--model_dir=x", "--auxiliary_job_mixtures=a", "--replace_gin_file=True"],

@@ -18,7 +18,7 @@ from .trainings import curve, save_checkpoints
 T5 = str(Path(sys.executable).with_name("t5_mesh_transformer"))
 
 
-def jobs_beside(model_dir: Path, command: list[str] | str, **changes):
+def jobs_beside(model_dir: Path | str, command: list[str] | str, **changes):
     target = command if isinstance(command, str) else " ".join(command)
     asked = {"auxiliary_job_mixtures": "m", "poll_seconds": 0.1} | changes
     options = AuxiliaryOptions(auxiliary_job_build_target_path=target, **asked)
@@ -38,6 +38,17 @@ def test_a_job_that_could_not_work_stops_the_training_before_it_starts(tmp_path)
         jobs_beside(tmp_path / "model", "true", auxiliary_job_mixtures=""),
     ):
         pytest.fail("the training started")
+
+
+@pytest.mark.parametrize("address", ["gs://bucket/run", "s3://bucket/run", "memory://run"])
+def test_a_training_in_a_bucket_is_refused_before_it_starts(tmp_path, monkeypatch, address):
+    monkeypatch.chdir(tmp_path)
+    with (
+        pytest.raises(UserError, match="Auxiliary jobs need a folder"),
+        jobs_beside(address, "true"),
+    ):
+        pytest.fail("the training started")
+    assert not any(tmp_path.iterdir())
 
 
 def test_a_job_given_up_is_said_at_the_end(tmp_path):

@@ -40,6 +40,8 @@ def test_every_checkpoint_is_evaluated_once_with_each_mixture(tmp_path, evaluato
         assert {path.name for path in results.iterdir()} == {
             f"{mixture}_{step}_predictions" for step in (3, 6, 9)
         }
+    # TensorBoard looks into every folder below the training's, and finds no point a second time.
+    assert len(list(model_dir.rglob("*tfevents*"))) == 6
     status = read_status(model_dir)
     assert [each.metric for each in status.values()][0] == ("accuracy", 0.75)
     assert len(curves(status)) == 2 and "accuracy  ▁" in curves(status)[0]
@@ -90,6 +92,18 @@ def test_a_checkpoint_in_work_outlives_the_trainings_retention(tmp_path, evaluat
     working.join(60)
     assert runs(tmp_path) == ["3 m"]
     assert not any((model_dir / "auxiliary" / "pins").iterdir())  # released after
+
+
+def test_a_pinned_checkpoint_still_lies_beside_the_settings_of_its_model(tmp_path):
+    """What an evaluation reads beside a checkpoint, such as the activation, is pinned with it."""
+    model_dir = tmp_path / "model"
+    save_checkpoints(model_dir, 3)
+    (model_dir / "operative_config.gin").write_text("its settings")
+    shown = tmp_path / "shown"
+    assert work_once(
+        model_dir, f"sh -c 'cat $INITIAL_CHECKPOINT_PATH/../operative_config.gin > {shown}'"
+    )
+    assert shown.read_text() == "its settings"
 
 
 def test_failures_are_retried_up_to_a_limit_and_their_logs_end_is_shown(tmp_path):
