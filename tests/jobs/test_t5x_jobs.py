@@ -107,6 +107,70 @@ def test_the_pages_sample_command_trains_and_evaluates_as_it_goes_on(trained, tm
     assert [step for step, _ in points] == [0, 2, 4]
 
 
+MOVED = f"""
+import seqio
+import t0repro.tasks.demo
+
+def tokens(output, example=None, is_target=False):
+    return len(example["targets"]) if is_target else output
+
+def loss(targets, scores):
+    return {{"loss_per_nonpadding_target_token": -sum(scores) / sum(targets)}}
+
+task = seqio.TaskRegistry.get("{TASK.removesuffix("_score_eval")}")
+seqio.TaskRegistry.add(
+    "with_loss", task.source, preprocessors=task.preprocessors,
+    output_features=task.output_features, postprocess_fn=tokens, metric_fns=[loss],
+)
+"""
+LOSS = "loss_per_nonpadding_target_token"
+
+
+@pytest.mark.slow
+def test_a_train_eval_that_is_too_slow_moves_into_the_job(tmp_path, monkeypatch):
+    """As the page suggests: the task's metric functions compute its metrics, with equal values."""
+    (tmp_path / "moved.py").write_text(MOVED)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    sizes = "\n".join([*SIZES, "Z_LOSS = 0.0", "import moved"]) + "\n"
+    inside = [
+        "train_script.train.train_eval_dataset_cfg = @train_eval/utils.DatasetConfig()",
+        "train_script.train.eval_steps = 2",
+        "train_eval/utils.DatasetConfig.mixture_or_task_name = 'with_loss'",
+        "train_eval/utils.DatasetConfig.pack = False",
+    ]
+    (tmp_path / "inside.gin").write_text(TRAIN + sizes + "\n".join(inside) + "\n")
+    (tmp_path / "beside.gin").write_text(TRAIN + sizes)
+    (tmp_path / "job.gin").write_text(
+        EVAL + sizes + "seqio.Evaluator.num_examples = 16\n"  # two batches of eight
+        "TASK_FEATURE_LENGTHS = {'inputs': 64, 'targets': 16}\n"
+    )
+    jobs = (
+        *("--auxiliary_job_mixtures=with_loss", f"--auxiliary_job_gin_file={tmp_path}/job.gin"),
+        *("--replace_gin_file", "--poll_seconds=0.5", f"--main_metric=eval/{LOSS}"),
+    )
+    for name, flags in (("inside", ()), ("beside", jobs)):
+        done = subprocess.run(
+            [
+                *(sys.executable, "-P", "-m", "t0repro.cli", "train", f"--name={name}"),
+                *(f"--gin_file={tmp_path}/{name}.gin", "--gin.RANDOM_SEED=1", *flags),
+                "--gin_bindings=train/utils.DatasetConfig.seed = 1",
+            ],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+    trained = dict(curve(tmp_path / "runs" / "inside" / "training_eval" / "with_loss", LOSS))
+    beside = tmp_path / "runs" / "beside"
+    assert not (beside / "training_eval").exists()
+    moved = dict(curve(beside / "inference_eval" / "with_loss", f"eval/{LOSS}"))
+    assert set(trained) == {2, 4} and set(moved) == {0, 2, 4}
+    for step, value in trained.items():
+        assert moved[step] == pytest.approx(value, rel=1e-4)
+    assert moved[4] != moved[2] != moved[0]
+
+
 FINETUNE = f"""
 from __gin__ import dynamic_registration
 import __main__ as train_script
