@@ -15,7 +15,7 @@ Unpacked batches have only inputs and targets.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from t0repro.config.run_config import EvalDataConfig
@@ -38,13 +38,13 @@ class EvalTask:
     Attributes:
       name: The task's name.
       examples: Dicts with `inputs` and `targets` (int32 [length], padded with 0 when lengths are
-        given) and the task's other features.
+        given) and the task's other features. Each iteration reads them anew.
       postprocess: Turns a score or a decoded text into what the metrics compare.
       metric_fns: Each is called as metric(targets, predictions) -> {name: value}.
     """
 
     name: str
-    examples: Sequence[Mapping[str, Any]]
+    examples: Iterable[dict[str, Any]]
     postprocess: Callable[..., Any]
     metric_fns: Sequence[Callable[..., Mapping[str, float]]]
 
@@ -79,13 +79,22 @@ def eval_tasks(
     for dataset in datasets:
         if not dataset.metric_fns:
             continue
-        examples = list(dataset.dataset_fn().as_numpy_iterator())
         yield EvalTask(
             name=dataset.name,
-            examples=examples,
+            examples=_Examples(dataset.dataset_fn),
             postprocess=dataset.postprocess_fn,
             metric_fns=dataset.metric_fns,
         )
+
+
+class _Examples:
+    """A dataset's examples as numpy arrays."""
+
+    def __init__(self, dataset_fn: Callable[[], Any]):
+        self._dataset_fn = dataset_fn
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return self._dataset_fn().as_numpy_iterator()
 
 
 def targets_vocabulary(data: EvalDataConfig) -> Any:

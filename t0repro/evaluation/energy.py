@@ -7,6 +7,7 @@ root can read RAPL's files; counters that cannot be read are left out.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,33 @@ from typing import Any
 import pynvml
 
 POWERCAP = Path("/sys/class/powercap")
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """Time and energy that outputs took.
+
+    Attributes:
+      seconds: wall-clock time.
+      joules: energy; None if the hardware does not report it.
+      energy_source: what measured the joules; empty if nothing did.
+    """
+
+    seconds: float
+    joules: float | None = None
+    energy_source: str = ""
+
+    def __add__(self, other: Cost) -> Cost:
+        # One part of unknown energy makes the total unknown.
+        known = self.joules is not None and other.joules is not None
+        joules = self.joules + other.joules if known else None
+        return Cost(self.seconds + other.seconds, joules, other.energy_source)
+
+    def as_record(self) -> dict[str, Any]:
+        """Seconds and, if known, joules with their source, as they go into a task's record."""
+        if self.joules is None:
+            return {"seconds": self.seconds}
+        return dataclasses.asdict(self)
 
 
 class EnergyMeter:

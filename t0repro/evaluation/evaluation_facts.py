@@ -36,17 +36,18 @@ _PACKAGES = (
 )
 
 
-def write_facts(folder: Path, checkpoint: Checkpoint, names: Sequence[str]) -> None:
+def write_facts(folder: Path, checkpoint: Checkpoint, names: Sequence[str], device: str) -> None:
     """Writes provenance.json into an evaluation's folder.
 
     Args:
       folder: the `<split>_eval` folder, with a record of each finished task.
       checkpoint: the checkpoint that was evaluated.
       names: names of the tasks to cover.
+      device: what computed.
     """
     records = read_records(folder, checkpoint.step)
     used = {name: records[name] for name in names if name in records}
-    facts = {**_facts(checkpoint, used), **_energy(list(used.values()))}
+    facts = {**_facts(checkpoint, used), "device": device, **_energy(list(used.values()))}
     write_atomically(folder / EVALUATION_FACTS, json.dumps(facts, indent=1))
 
 
@@ -78,16 +79,20 @@ def package_versions() -> dict[str, str]:
     return versions
 
 
-def _facts(checkpoint: Checkpoint, used: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def jax_device() -> str:
+    """The devices that JAX computes on."""
     import jax
 
-    device = jax.devices()[0]
+    kind = jax.devices()[0].device_kind
+    return f"{jax.device_count()} x {kind}, {os.cpu_count()} CPU cores"
+
+
+def _facts(checkpoint: Checkpoint, used: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     records = list(used.values())
     return {
         "step": checkpoint.step,
         "checkpoint": checkpoint.path,
         "checkpoint_hash": checkpoint.digest,
-        "device": f"{jax.device_count()} x {device.device_kind}, {os.cpu_count()} CPU cores",
         "duration_seconds": sum(record["seconds"] for record in records),
         "versions": package_versions(),
         "templates_hash": digest_of_texts(record["key"]["prompt"] for record in records),

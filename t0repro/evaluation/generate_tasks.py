@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from t0repro.config.run_config import DecodingConfig
-from t0repro.evaluation.energy import EnergyMeter
+from t0repro.evaluation.energy import Cost, EnergyMeter
 
 if TYPE_CHECKING:
     from t0repro.evaluation.opened import Checkpoint
@@ -32,7 +32,7 @@ def decode_examples(
     examples: Sequence[Mapping[str, Any]],
     lengths: Mapping[str, int],
     vocabulary: Any,
-) -> tuple[list[str], dict[str, Any]]:
+) -> tuple[list[str], Cost]:
     """Decodes a task's inputs greedily.
 
     Args:
@@ -42,8 +42,7 @@ def decode_examples(
       vocabulary: a SeqIO vocabulary.
 
     Returns:
-      The texts in the order of the examples, and their cost: seconds and, if the hardware reports
-      it, joules.
+      The texts in the order of the examples, and what they cost.
     """
     import jax
 
@@ -60,8 +59,5 @@ def decode_examples(
         batch_size=min(_BATCH.get(jax.default_backend(), 32), len(examples)),
         inputs_length=lengths["inputs"],
     )
-    cost: dict[str, Any] = {"seconds": time.monotonic() - started}
-    joules = meter.joules()
-    if joules is not None:
-        cost |= {"joules": joules, "energy_source": meter.source}
+    cost = Cost(time.monotonic() - started, meter.joules(), meter.source)
     return texts_of(tokens, vocabulary), cost

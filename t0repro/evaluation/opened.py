@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -98,7 +98,7 @@ def open_checkpoint(
     return Checkpoint(
         path=path,
         step=int(tree.get("state/step", 0)),
-        digest=parameters_digest(tree),
+        digest=parameters_digest(tree, tree.__getitem__),
         params=parameters_from_flat_tree(tree, devices.placed(parameter_shapes(tree)), where=path),
         model=T5(config, DTypePolicy("float32", "float32", activation)),
     )
@@ -129,13 +129,18 @@ def _model_config(family: ModelShape, computed: hf_config.Arithmetic) -> ModelCo
     )
 
 
-def parameters_digest(tree: Mapping[str, np.ndarray]) -> str:
-    """Digest, 32 hex digits, of the parameters' names, dtypes, shapes and values."""
+def parameters_digest(names: Iterable[str], read: Callable[[str], np.ndarray]) -> str:
+    """Digest, 32 hex digits, of the parameters' names, dtypes, shapes and values.
+
+    Args:
+      names: keys of a checkpoint's tensors; those that are no parameters are left out.
+      read: returns the tensor of a key, and is called for one at a time.
+    """
     digest = hashlib.blake2b(digest_size=16)
-    for name in sorted(tree):
-        # In an order of their own, so that the digest does not depend on how the tree was
-        # read.
+    # In an order of their own, so that the digest does not depend on how the tree was read.
+    for name in sorted(names):
         if name.startswith("target/"):
-            digest.update(f"{name} {tree[name].dtype} {tree[name].shape}".encode())
-            digest.update(np.ascontiguousarray(tree[name]).view(np.uint8).data)
+            array = read(name)
+            digest.update(f"{name} {array.dtype} {array.shape}".encode())
+            digest.update(np.ascontiguousarray(array).view(np.uint8).data)
     return digest.hexdigest()

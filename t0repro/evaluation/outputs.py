@@ -18,6 +18,7 @@ line ends.
 from __future__ import annotations
 
 import ast
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -279,13 +280,20 @@ def _parse_target(line: str, path: Path, number: int) -> tuple[tuple[int, int], 
 
 def _parse_score(line: str, path: Path, number: int) -> float:
     try:
-        return float(line)
+        score = float(line)
     except ValueError as error:
         raise UserError(
             f"This is not a log-likelihood: {line[:120]!r}",
             where=f"{path}:{number}",
             fix="Evaluate in score_eval mode; infer and eval write decoded text instead.",
         ) from error
+    if not math.isfinite(score):
+        raise UserError(
+            f"This score cannot be ranked: {line[:120]!r}",
+            where=f"{path}:{number}",
+            fix="Evaluate again; if it comes again, check the checkpoint or compute in float32.",
+        )
+    return score
 
 
 def _input_text(line: str) -> str:

@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from t0repro.errors import UserError
-from t0repro.evaluation.evaluation_facts import operative_config, write_facts
+from t0repro.evaluation.energy import Cost
+from t0repro.evaluation.evaluation_facts import jax_device, operative_config, write_facts
 from t0repro.evaluation.evaluation_folder import (
     EvaluationFolder,
     Settings,
@@ -139,7 +140,7 @@ def rank_eval(
             f"The split {settings.split!r} of {mixture!r} has no examples.",
             fix="Check whether the data is there, and whether the templates drop every row.",
         )
-    write_facts(outcome.folder, checkpoint, names)
+    write_facts(outcome.folder, checkpoint, names, jax_device())
     config = operative_config(mixture, checkpoint, settings)
     write_atomically(outcome.folder / "operative_config.gin", config)
     return outcome
@@ -217,7 +218,7 @@ class _Evaluation:
         readers = {name: self._reader(name) for name in names}
         tasks: dict[str, _RankedTask] = {}
         try:
-            for parts in windows(_announced(readers.values(), say), PAIRS_IN_MEMORY):
+            for parts in windows(_announced(readers, say), PAIRS_IN_MEMORY):
                 run = RankRun(
                     self.checkpoint,
                     parts,
@@ -304,12 +305,12 @@ class _Evaluation:
         texts, cost = decode_examples(self.checkpoint, examples, lengths, self.vocabulary)
         output = self._output(reader)
         output.add(examples, texts)
-        details = {"examples": len(examples), "available": reader.available, **cost}
+        details = {"examples": len(examples), "available": reader.available, **cost.as_record()}
         self._record(output.finish(), details)
         self.outcome = dataclasses.replace(
             self.outcome,
             decoded=self.outcome.decoded + len(examples),
-            decoding_seconds=self.outcome.decoding_seconds + cost["seconds"],
+            decoding_seconds=self.outcome.decoding_seconds + cost.seconds,
         )
 
 
@@ -318,9 +319,7 @@ class _RankedTask:
 
     def __init__(self, output: TaskOutput):
         self.output = output
-        self._seconds = 0.0
-        self._joules: float | None = 0.0
-        self._source = ""
+        self._cost = Cost(0.0, joules=0.0)
         self._indices: list[np.ndarray] = []
         self._free: list[np.ndarray] = []
 
@@ -328,20 +327,14 @@ class _RankedTask:
         """Adds one part's scores and cost."""
         examples = scored.part.examples
         self.output.add(examples, scored.scores)
-        self._seconds += scored.seconds
-        if self._joules is not None:
-            # One part of unknown energy makes the task's total unknown.
-            self._joules = None if scored.joules is None else self._joules + scored.joules
-        self._source = scored.energy_source
+        self._cost += scored.cost
         if scored.content_free is not None:
             self._indices += [example["idx"] for example in examples]
             self._free.append(scored.content_free)
 
     def details(self) -> dict[str, Any]:
         """Cost and content-free scores, as they go into the task's record."""
-        found: dict[str, Any] = {"seconds": self._seconds, "content_free": None}
-        if self._joules is not None:
-            found |= {"joules": self._joules, "energy_source": self._source}
+        found: dict[str, Any] = {**self._cost.as_record(), "content_free": None}
         if self._free:
             indices = np.array(self._indices)
             order = np.lexsort((indices[:, 1], indices[:, 0]))  # as in TaskScores
@@ -349,8 +342,11 @@ class _RankedTask:
         return found
 
 
-def _announced(readers: Collection[TaskReader], say: Say) -> Iterator[TaskReader]:
-    for count, reader in enumerate(readers, 1):
-        yield reader
+def _announced(
+    readers: Mapping[str, TaskReader], say: Say
+) -> Iterator[tuple[str, Iterator[dict[str, Any]]]]:
+    """Yields each task's name and examples; says from time to time how many have been read."""
+    for count, (name, reader) in enumerate(readers.items(), 1):
+        yield name, reader.examples()
         if count % 10 == 0 or count == len(readers):
             say(f"read {count} of {counted(len(readers), 'task')}")

@@ -6,12 +6,12 @@ import dataclasses
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from jaxtyping import Float, Int
 
-from t0repro.evaluation.energy import EnergyMeter
+from t0repro.evaluation.energy import Cost, EnergyMeter
 from t0repro.evaluation.grouping import Plan, make_plan
 from t0repro.evaluation.journal import DIGEST, Journal
 from t0repro.evaluation.pairs import Pairs, distinct_pairs
@@ -36,25 +36,13 @@ class ScoredPart:
     Attributes:
       scores: log-likelihood of each example's choice, float32, natural log.
       content_free: float64 scores of the same choices given the content-free input, or None.
-      seconds: time spent scoring its pairs; a pair that tasks share counts for each of them.
-      joules: energy, counted the same way; None if the hardware does not report it.
-      energy_source: what measured the joules; empty if nothing did.
+      cost: of scoring its pairs; a pair that tasks share counts for each of them.
     """
 
     part: Part
     scores: Float[np.ndarray, " examples"]
     content_free: Float[np.ndarray, " examples"] | None
-    seconds: float
-    joules: float | None
-    energy_source: str
-
-    @property
-    def cost(self) -> dict[str, Any]:
-        """Seconds and, if known, joules with their source, as they go into a record."""
-        found: dict[str, Any] = {"seconds": self.seconds}
-        if self.joules is not None:
-            found |= {"joules": self.joules, "energy_source": self.energy_source}
-        return found
+    cost: Cost
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -178,9 +166,11 @@ class RankRun:
             place.part,
             self.scores[place.index].astype(np.float32),
             self.scores[place.free] if len(place.free) else None,
-            float(self._seconds[pairs].sum()),
-            joules if self._meter.source and np.isfinite(joules) else None,
-            self._meter.source,
+            Cost(
+                float(self._seconds[pairs].sum()),
+                joules if self._meter.source and np.isfinite(joules) else None,
+                self._meter.source,
+            ),
         )
 
     def _check(self, pairs: np.ndarray, scores: np.ndarray) -> None:

@@ -131,29 +131,30 @@ def _lot(number: int) -> bytes:
     return hashlib.blake2b(number.to_bytes(8, "little"), digest_size=8, key=b"seed 0").digest()
 
 
-def windows(readers: Iterable[TaskReader], most_pairs: int) -> Iterator[list[Part]]:
-    """Groups examples into windows to score together: whole tasks as long as they fit.
+def windows(
+    tasks: Iterable[tuple[str, Iterable[dict[str, Any]]]], most_examples: int
+) -> Iterator[list[Part]]:
+    """Groups examples into windows to evaluate together: whole tasks as long as they fit.
 
     Args:
-      readers: readers of the tasks.
-      most_pairs: maximum pairs in a window. The choices of an input stay together, so one input
+      tasks: each task's name and examples, which are read only as far as a window reaches.
+      most_examples: maximum number in a window. The choices of an input stay together, so one input
         with more choices than that exceeds it.
     """
     window: list[Part] = []
-    room = most_pairs
-    for reader in readers:
+    room = most_examples
+    for name, rows in tasks:
         examples: list[dict[str, Any]] = []
-        for _, choices in _by_input(reader.examples()):
-            # The window is full: hand it over, with the part of this task that was read
-            # already.
+        for _, choices in _by_input(rows):
+            # The window is full: hand it over, with the part of this task that was read already.
             if room < len(choices) and (window or examples):
                 if examples:
-                    window.append(Part(reader.name, examples, last=False))
+                    window.append(Part(name, examples, last=False))
                 yield window
-                window, examples, room = [], [], most_pairs
+                window, examples, room = [], [], most_examples
             examples += choices
             room -= len(choices)
-        window.append(Part(reader.name, examples))
+        window.append(Part(name, examples))
     if window:
         yield window
 

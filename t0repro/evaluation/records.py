@@ -27,23 +27,21 @@ _CHECKSUM = "checksum"
 def read_records(folder: str | os.PathLike[str], step: int) -> dict[str, dict[str, Any]]:
     """Reads the records of a step's tasks, by task; empty if there are none."""
     # Names may end in digits, so the step in the file's name is checked against the record's.
-    found = map(_read, sorted((Path(folder) / RESULTS).glob(f"*_{step}.json")))
+    found = map(read_with_checksum, sorted((Path(folder) / RESULTS).glob(f"*_{step}.json")))
     records = {record["key"]["task"]: record for record in found if record is not None}
     return {task: record for task, record in records.items() if record["key"]["step"] == step}
 
 
 def decoded_tasks(folder: str | os.PathLike[str]) -> set[str]:
     """Names of the folder's tasks that were decoded, whose files hold texts instead of scores."""
-    found = map(_read, (Path(folder) / RESULTS).glob("*.json"))
+    found = map(read_with_checksum, (Path(folder) / RESULTS).glob("*.json"))
     return {each["key"]["task"] for each in found if each and each.get("mode") == "generate"}
 
 
 def write_record(folder: Path, record: Mapping[str, Any]) -> None:
     """Writes a task's record; its files must have been written before."""
     path = _path(folder, record["key"]["task"], record["key"]["step"])
-    # As it will be read back (tuples become lists), so that the checksum is of the same content.
-    content = json.loads(json.dumps(record))
-    write_atomically(path, json.dumps({**content, _CHECKSUM: _checksum(content)}))
+    write_with_checksum(path, record)
 
 
 def remove_record(folder: str | os.PathLike[str], task: str, step: int) -> None:
@@ -71,13 +69,17 @@ def changed_files(folder: Path, record: Mapping[str, Any]) -> list[str]:
 def check_files(folder: Path, task: str, step: int) -> None:
     """Refuses a task whose files were changed since they were written.
 
-    Files without a record, such as Mesh TensorFlow's, are accepted as they are.
+    Files without a record, such as those of Mesh TensorFlow alone, are accepted as they are.
 
     Raises:
-      UserError: naming the first changed file.
+      UserError: naming the first changed file, or the record if it is damaged.
     """
-    record = _read(_path(folder, task, step))
-    changed = changed_files(folder, record) if record else []
+    path = _path(folder, task, step)
+    record = read_with_checksum(path)
+    if record is None:
+        changed = [f"{RESULTS}/{path.name}"] if path.exists() else []
+    else:
+        changed = changed_files(folder, record)
     if changed:
         raise UserError(
             f"The file {changed[0]} is not what the evaluation of step {step} wrote.",
@@ -95,8 +97,15 @@ def _path(folder: Path, task: str, step: int) -> Path:
     return folder / RESULTS / f"{task}_{step}.json"
 
 
-def _read(path: Path) -> dict[str, Any] | None:
-    """Reads a record; None if it is missing or damaged."""
+def write_with_checksum(path: Path, content: Mapping[str, Any]) -> None:
+    """Writes a JSON object that `read_with_checksum` reads."""
+    # As it will be read back (tuples become lists), so that the checksum is of the same content.
+    content = json.loads(json.dumps(content))
+    write_atomically(path, json.dumps({**content, _CHECKSUM: _checksum(content)}))
+
+
+def read_with_checksum(path: Path) -> dict[str, Any] | None:
+    """Reads a JSON object; None if it is missing, or not what was written."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

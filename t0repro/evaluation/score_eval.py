@@ -7,6 +7,7 @@ report needs to know about the evaluation: a record of each task, and provenance
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,84 +15,108 @@ from typing import Any
 import numpy as np
 
 from t0repro.config.run_config import RunConfig
-from t0repro.data.batches import EvalTask, eval_tasks
+from t0repro.data.batches import eval_tasks
+from t0repro.errors import UserError
+from t0repro.evaluation.energy import Cost
 from t0repro.evaluation.evaluation_folder import EvaluationFolder, Settings
 from t0repro.evaluation.opened import Checkpoint
 from t0repro.evaluation.rank_run import RankRun, ScoredPart, print_to_stderr
-from t0repro.evaluation.reading import Part
-from t0repro.evaluation.task_output import TaskOutput, TaskResult, judge_of
+from t0repro.evaluation.reading import Part, windows
+from t0repro.evaluation.task_output import (
+    Judge,
+    TaskOutput,
+    TaskResult,
+    explaining_cut_examples,
+    judge_of,
+)
 from t0repro.evaluation.truncation import TruncationCounter
 
-# As in rank_eval: memory does not grow with the number or size of tasks beyond a window.
+# As in rank_eval: beyond a window, texts and tokens take no more memory however many there are.
 EXAMPLES_IN_MEMORY = 131_072
 
 
 class TaskWindows:
-    """A run's tasks with their examples, a window of whole tasks at a time.
+    """A run's tasks, a window of examples at a time; a large task is divided among windows.
 
     Iterating again, for another checkpoint, reads the tasks again, unless all are in one window.
 
     Args:
       config: the run's configuration, with evaluation data.
+
+    Attributes:
+      judges: judge of each task that has been read, by name.
     """
 
     def __init__(self, config: RunConfig):
         self._config = config
-        self._kept: list[EvalTask] | None = None
+        self.judges: dict[str, Judge] = {}
+        self._kept: list[Part] | None = None
+        self._all_read = False
 
-    def __iter__(self) -> Iterator[list[EvalTask]]:
+    def __iter__(self) -> Iterator[list[Part]]:
         if self._kept is not None:
             yield self._kept
             return
+        first, self._all_read = True, False
+        for window in windows(self._tasks(), EXAMPLES_IN_MEMORY):
+            # Everything is in one window, so it can stay for the next checkpoint.
+            if first and self._all_read:
+                self._kept = window
+            first = False
+            yield window
+            del window  # free its memory before the next one is read
+
+    def _tasks(self) -> Iterator[tuple[str, Iterable[dict[str, Any]]]]:
         data = self._config.eval_data
         assert data is not None
-        window: list[EvalTask] = []
-        windows = 0
         for task in eval_tasks(data, self._config.sequence_length):
-            # Whole tasks only: a task larger than a window has one to itself.
-            held = sum(len(other.examples) for other in window)
-            if window and held + len(task.examples) > EXAMPLES_IN_MEMORY:
-                windows += 1
-                yield window
-                window = []
-            window.append(task)
-        # Everything is in one window, so it can stay for the next checkpoint.
-        if not windows:
-            self._kept = window
-        yield window
+            self.judges[task.name] = judge_of(task)
+            yield task.name, task.examples
+        self._all_read = True
+
+    @functools.cached_property
+    def lengths(self) -> Mapping[str, int]:
+        """Maximum tokens per feature; without run.sequence_length, those of all tasks' longest."""
+        if self._config.sequence_length is not None:
+            return self._config.sequence_length
+        longest = {"inputs": 1, "targets": 1}
+        for parts in self:
+            for example in (example for part in parts for example in part.examples):
+                longest = {name: max(size, len(example[name])) for name, size in longest.items()}
+            del parts
+        return longest
 
 
 @dataclasses.dataclass(frozen=True)
 class Outputs:
-    """A model's outputs for a task's examples.
+    """A model's outputs for a part's examples.
 
     Attributes:
       values: a score or a decoded text for each example.
-      cost: seconds, and joules and energy_source if the hardware reports energy.
+      cost: what they cost.
     """
 
     values: Sequence[Any] | np.ndarray
-    cost: Mapping[str, Any]
+    cost: Cost
 
 
 def scored(
     checkpoint: Checkpoint,
-    tasks: Sequence[EvalTask],
+    parts: Sequence[Part],
     lengths: Mapping[str, int],
     tokens_per_batch: int,
 ) -> list[Outputs]:
-    """Scores the targets of a window's tasks; pairs that they share are scored once.
+    """Scores the targets of a window; pairs that its parts share are scored once.
 
     Args:
       checkpoint: the checkpoint to score with.
-      tasks: the tasks with their examples.
+      parts: the window.
       lengths: maximum tokens per feature.
       tokens_per_batch: see grouping.make_plan.
 
     Raises:
       UserError: if a score is not finite, naming task, example and step.
     """
-    parts = [Part(task.name, task.examples) for task in tasks]
     found: dict[int, ScoredPart] = {}
     run = RankRun(checkpoint, parts, lengths, tokens_per_batch=tokens_per_batch)
     # By identity: equal parts of two tasks are still two parts.
@@ -99,57 +124,90 @@ def scored(
     return [Outputs(each.scores, each.cost) for each in (found[id(part)] for part in parts)]
 
 
-def generated(tasks: Sequence[EvalTask], texts: Sequence[str], seconds: float) -> list[Outputs]:
-    """Splits decoded texts by task.
+def generated(parts: Sequence[Part], texts: Sequence[str], seconds: float) -> list[Outputs]:
+    """Splits decoded texts by part.
 
     Args:
-      tasks: in the order of the texts.
+      parts: in the order of the texts.
       texts: one text per example.
-      seconds: total decoding time, split among tasks by their number of examples.
+      seconds: total decoding time, split among parts by their number of examples.
     """
     found, start = [], 0
-    for task in tasks:
-        end = start + len(task.examples)
-        share = seconds * len(task.examples) / max(len(texts), 1)
-        found.append(Outputs(texts[start:end], {"seconds": share}))
+    for part in parts:
+        end = start + len(part.examples)
+        share = seconds * len(part.examples) / max(len(texts), 1)
+        found.append(Outputs(texts[start:end], Cost(share)))
         start = end
     return found
 
 
-def write_results(
-    config: RunConfig,
-    tasks: Sequence[EvalTask],
-    checkpoint: Checkpoint,
-    outputs: Sequence[Outputs],
-) -> list[TaskResult]:
-    """Writes each task's files and its record; computes the metrics.
+class TaskWriter:
+    """Writes each task's files and record, and computes its metrics, once all its parts are there.
 
     Args:
       config: the run's configuration.
-      tasks: the tasks of a window with their examples.
-      checkpoint: the checkpoint that was evaluated.
-      outputs: the tasks' outputs, in the same order.
+      checkpoint: the checkpoint that is evaluated.
+      judges: judge of each task, by name.
     """
-    path = evaluation_folder(config)
-    settings = _settings(config)
-    ranks = config.mode == "score_eval"
-    names = [task.name for task in tasks]
-    # The mode stands for the command: it chooses examples in its own way.
-    folder = EvaluationFolder(path, checkpoint, settings, () if ranks else names, config.mode)
-    results = []
-    for task, output in zip(tasks, outputs, strict=True):
-        writer = TaskOutput(
-            judge_of(task),
-            checkpoint.step,
-            path if config.output_eval_examples else None,
-            TruncationCounter(_features(task.name), config.sequence_length),
+
+    def __init__(self, config: RunConfig, checkpoint: Checkpoint, judges: Mapping[str, Judge]):
+        self._config, self._checkpoint, self._judges = config, checkpoint, judges
+        self._path, self._settings = evaluation_folder(config), _settings(config)
+        self._open: dict[str, tuple[TaskOutput, Cost]] = {}
+
+    def __enter__(self) -> TaskWriter:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for output, _ in self._open.values():
+            output.discard()
+
+    def add(self, parts: Sequence[Part], outputs: Sequence[Outputs]) -> list[TaskResult]:
+        """Adds a window's outputs; returns the results of the tasks that are finished with it.
+
+        Raises:
+          UserError: if a task has no examples, or `num_eval_examples` ends between the choices of
+            an input.
+        """
+        results = []
+        for part, found in zip(parts, outputs, strict=True):
+            output, cost = self._open.get(part.task) or (self._output(part.task), Cost(0.0, 0.0))
+            self._open[part.task] = output, cost + found.cost
+            output.add(part.examples, found.values)
+            if part.last:
+                results.append(self._finish(part.task))
+        return results
+
+    def _output(self, name: str) -> TaskOutput:
+        truncation = TruncationCounter(_features(name), self._config.sequence_length)
+        folder = self._path if self._config.output_eval_examples else None
+        return TaskOutput(self._judges[name], self._checkpoint.step, folder, truncation)
+
+    def _finish(self, name: str) -> TaskResult:
+        output, cost = self._open[name]
+        if not output.examples:
+            raise UserError(
+                f"The split {self._settings.split!r} of {name} has no examples.",
+                fix="Check whether the data is there, and whether the templates drop every row.",
+            )
+        with explaining_cut_examples(self._settings.limit):
+            result = output.finish()
+        del self._open[name]
+        if self._config.output_eval_examples:
+            self._record(result, output.examples, cost)
+        return result
+
+    def _record(self, result: TaskResult, examples: int, cost: Cost) -> None:
+        ranks, mode = self._config.mode == "score_eval", self._config.mode
+        generated_tasks = () if ranks else (result.task,)
+        # The mode stands for the command: it chooses examples in its own way.
+        folder = EvaluationFolder(
+            self._path, self._checkpoint, self._settings, generated_tasks, mode
         )
-        writer.add(task.examples, output.values)
-        result = writer.finish()
-        if config.output_eval_examples:
-            folder.record(result, {**_details(task, settings, ranks, result), **output.cost})
-        results.append(result)
-    return results
+        # The size of the split is known only without a limit.
+        available = result.statistics["inputs"] if self._settings.limit is None else None
+        counts = {"pairs" if ranks else "examples": examples, "available": available}
+        folder.record(result, {**counts, **cost.as_record()})
 
 
 def _settings(config: RunConfig) -> Settings:
@@ -166,14 +224,6 @@ def _settings(config: RunConfig) -> Settings:
     )
 
 
-def _details(task: EvalTask, settings: Settings, ranks: bool, result: TaskResult) -> dict[str, Any]:
-    """A task's sizes for its record; the size of the split is known only without a limit."""
-    # Under a limit the rows beyond it were never read, so the size of the split is not known.
-    available = result.statistics["inputs"] if settings.limit is None else None
-    counted = "pairs" if ranks else "examples"
-    return {counted: len(task.examples), "available": available}
-
-
 def _features(name: str) -> Mapping[str, Any]:
     import seqio
 
@@ -185,11 +235,3 @@ def evaluation_folder(config: RunConfig) -> Path:
     split = config.eval_data.split if config.eval_data else "validation"
     folder = config.eval_summary_dir or f"{config.model_dir}/{split}_eval"
     return Path(folder + (f"_{config.eval_dir_suffix}" if config.eval_dir_suffix else ""))
-
-
-def longest(tasks: Iterable[EvalTask]) -> dict[str, int]:
-    """Longest inputs and targets, in tokens: the lengths when run.sequence_length is None."""
-    return {
-        feature: max((len(ex[feature]) for task in tasks for ex in task.examples), default=1)
-        for feature in ("inputs", "targets")
-    }

@@ -18,8 +18,9 @@ import dataclasses
 import functools
 import hashlib
 import os
+import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -242,6 +243,29 @@ class LineFile:
 def _input_text(example: Example) -> str:
     text = example.get("inputs_pretokenized", b"")
     return text.decode("utf-8") if isinstance(text, bytes) else str(text)
+
+
+@contextlib.contextmanager
+def explaining_cut_examples(limit: int | None) -> Iterator[None]:
+    """Says which binding to change where t5 cannot rank an input that lacks some of its choices.
+
+    Args:
+      limit: mesh_eval_dataset_fn.num_eval_examples; None if all examples are evaluated.
+
+    Raises:
+      UserError: in place of the AssertionError of t5's rank_classification.
+    """
+    try:
+        yield
+    except AssertionError as error:
+        # Its message is "5 % 2 != 0": pairs, choices of an input.
+        if limit is None or (counts := re.fullmatch(r"(\d+) % (\d+) != 0", str(error))) is None:
+            raise
+        raise UserError(
+            f"{counts[1]} pairs cannot be ranked: each input has {counts[2]} choices.",
+            where=f"mesh_eval_dataset_fn.num_eval_examples = {limit}",
+            fix=f"It counts pairs: bind it to a multiple of {counts[2]}, or to -1 for all.",
+        ) from error
 
 
 def check_finite(scores: np.ndarray, task: str, step: int) -> None:

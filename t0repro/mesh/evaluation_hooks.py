@@ -1,21 +1,27 @@
 """Metrics, records and a closing summary for eval and score_eval on Mesh TensorFlow.
 
-The record of a scored task holds what the report cannot learn from Mesh TensorFlow's own files: how
-many inputs and targets were cut to the sequence length.
+The record of a scored task and provenance.json hold what the report cannot learn from Mesh
+TensorFlow's own files: how many inputs and targets were cut to the sequence length, the digest of
+the checkpoint, and the device.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from t0repro.errors import UserError
 from t0repro.evaluation import records
 from t0repro.evaluation.closing import print_results
-from t0repro.evaluation.task_output import Statistics
+from t0repro.evaluation.evaluation_facts import write_facts
+from t0repro.evaluation.evaluation_folder import EvaluationFolder, Settings
+from t0repro.evaluation.opened import Checkpoint, parameters_digest
+from t0repro.evaluation.task_output import Statistics, TaskResult, explaining_cut_examples
 from t0repro.evaluation.truncation import TruncationCounter
 from t0repro.mesh.hooks import MetricsFile, numbers
 
@@ -35,7 +41,7 @@ def record_evaluation(utils: Any, metrics: MetricsFile) -> None:
     def get_checkpoint_iterator(*args: Any, **kwargs: Any) -> Iterator[str]:
         for path in original_iterator(*args, **kwargs):
             for evaluation in current:
-                evaluation.begin(int(utils.get_step_from_checkpoint_path(path)))
+                evaluation.begin(path, int(utils.get_step_from_checkpoint_path(path)))
             yield path
             for evaluation in current:
                 evaluation.end()
@@ -83,14 +89,18 @@ class _Evaluation:
         self._statistics: dict[str, Statistics] = {}
         self._examples: dict[str, int] = {}
         self._results: dict[str, dict[str, float]] = {}
-        self._step, self._began, self._seconds = 0, 0.0, 0.0
+        self._path, self._step, self._began, self._seconds = "", 0, 0.0, 0.0
+        self._checkpoint: Checkpoint | None = None
 
-    def begin(self, step: int) -> None:
+    def begin(self, path: str, step: int) -> None:
         """Starts the clock for a checkpoint: all outputs are computed before any task's metrics."""
-        self._step, self._began, self._seconds = step, time.monotonic(), 0.0
+        self._path, self._step, self._checkpoint = path, step, None
+        self._began, self._seconds = time.monotonic(), 0.0
 
     def end(self) -> None:
-        """Prints the results of a checkpoint."""
+        """Writes provenance.json and prints the results of a checkpoint."""
+        if self._checkpoint is not None:  # records were written
+            write_facts(self._folder, self._checkpoint, [*self._results], _device())
         if self._results:
             print_results(self._results, self._step, self._folder)
         self._results = {}
@@ -136,7 +146,8 @@ class _Evaluation:
             # Of the first metric only: later tasks' metrics come after the same
             # computation.
             self._seconds = self._seconds or time.monotonic() - self._began
-            result = metric_fn(targets, predictions)
+            with explaining_cut_examples(_num_eval_examples()):
+                result = metric_fn(targets, predictions)
             results = self._results.setdefault(task, {})
             if isinstance(result, Mapping):
                 results.update(numbers(result.items()))
@@ -159,33 +170,63 @@ class _Evaluation:
         files = {name: records.file_digest(self._folder / name) for name in names}
         if None in files.values():
             return  # the files are not on this machine's file systems, where records are looked for
+        if self._checkpoint is None:
+            self._checkpoint = _identified(self._path, self._step)
         limit, statistics = _num_eval_examples(), self._statistics[task].as_record()
-        record = {
-            "key": {
-                "command": "score_eval on Mesh TensorFlow",
-                "task": task,
-                "step": self._step,
-                "limit": limit,
-                "lengths": dict(self._lengths or {}),
-            },
-            "mode": "rank",
-            "metrics": self._results[task],
-            "files": files,
+        settings = Settings(
+            split=self._split,
+            limit=limit,
+            lengths=dict(self._lengths or {}),
+            activation=_bound("utils.get_variable_dtype.activation_dtype", "float32"),
+            use_cached=_bound("mesh_eval_dataset_fn.use_cached", False),
+        )
+        folder = EvaluationFolder(
+            self._folder, self._checkpoint, settings, command="score_eval on Mesh TensorFlow"
+        )
+        # All tasks are scored together, so each gets a share in proportion to its examples.
+        share = self._examples[task] / max(sum(self._examples.values()), 1)
+        details = {
             "pairs": self._examples[task],
             "available": None if limit else statistics["inputs"],
-            # All tasks are scored together, so each gets a share in proportion to its examples.
-            "seconds": self._seconds * self._examples[task] / max(sum(self._examples.values()), 1),
-            **statistics,
+            "seconds": self._seconds * share,
         }
-        records.write_record(self._folder, record)
+        metrics = self._results[task]
+        folder.record(TaskResult(task, self._step, metrics, statistics, files), details)
+
+
+def _identified(path: str, step: int) -> Checkpoint:
+    """What a record says of a checkpoint; the digest is empty if it is of no T5."""
+    from t0repro.converters import sources
+
+    try:
+        reader = sources.open_checkpoint(sources.find_checkpoint(path))
+        digest = parameters_digest(reader.tensors, reader.read)
+    except UserError:
+        digest = ""
+    return Checkpoint(path, step, digest, params={}, model=None)
+
+
+def _device() -> str:
+    """The devices that TensorFlow has here."""
+    import tensorflow as tf
+
+    devices = tf.config.list_physical_devices("GPU") or tf.config.list_physical_devices("CPU")
+    details = tf.config.experimental.get_device_details(devices[0])
+    name = details.get("device_name", devices[0].device_type.lower())
+    return f"{len(devices)} x {name}, {os.cpu_count()} CPU cores"
+
+
+def _bound(parameter: str, default: Any) -> Any:
+    """What gin binds a parameter to."""
+    import gin
+
+    try:
+        return gin.query_parameter(parameter)
+    except ValueError:  # not bound
+        return default
 
 
 def _num_eval_examples() -> int | None:
     """How many of a task's first examples gin asks for; None if it asks for all."""
-    import gin
-
-    try:
-        count = gin.query_parameter("mesh_eval_dataset_fn.num_eval_examples")
-    except ValueError:  # not bound
-        return None
+    count = _bound("mesh_eval_dataset_fn.num_eval_examples", None)
     return count if isinstance(count, int) and count >= 0 else None

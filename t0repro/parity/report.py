@@ -33,7 +33,7 @@ def write_report(parity: Parity, job: Job) -> list[Path]:
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "gin_files": list(job.inputs.gin_files),
         "gin_params": list(job.inputs.gin_params),
-        "eval_task": None if job.task is None else job.task.name,
+        "eval_task": None if job.task is None else job.task.judge.task,
         "git_commit": git_commit(),
         "versions": package_versions(),
     }

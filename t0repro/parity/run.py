@@ -14,9 +14,10 @@ import numpy as np
 
 from t0repro.config.mtf.parser import GinInputs
 from t0repro.config.run_config import EvalDataConfig, RunConfig
-from t0repro.data.batches import EvalTask, eval_tasks
+from t0repro.data.batches import eval_tasks
 from t0repro.data.train_data import TrainBatches
 from t0repro.errors import UserError
+from t0repro.evaluation.task_output import Judge, judge_of
 from t0repro.parity import inject
 from t0repro.parity.findings import Finding, compare_results, metrics_finding
 from t0repro.parity.jax_run import StackResult, run_jax
@@ -28,6 +29,14 @@ ROWS = 16  # rows in a batch of pairs
 MESH_FOLDER = "mesh_tensorflow"
 
 Say = Callable[[str], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoredTask:
+    """A task of which both stacks score some examples, and its metrics."""
+
+    judge: Judge
+    examples: Sequence[Mapping[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +58,7 @@ class Job:
     inputs: GinInputs
     out: Path
     batches: Sequence[dict[str, np.ndarray]]
-    task: EvalTask | None
+    task: ScoredTask | None
     float32: bool
     start: str | None
 
@@ -140,7 +149,7 @@ def make_job(
     return Job(config, inputs, out, batches, task, float32, _mesh_checkpoint(start, out))
 
 
-def _task(name: str, config: RunConfig) -> EvalTask:
+def _task(name: str, config: RunConfig) -> ScoredTask:
     """The task with its first PAIRS validation examples or fewer, in whole groups of choices."""
     data = config.eval_data or EvalDataConfig(name, "validation", False, False, 0, False, None)
     data = dataclasses.replace(
@@ -153,12 +162,13 @@ def _task(name: str, config: RunConfig) -> EvalTask:
             where="--eval_task",
             fix="Name a task that rank classification evaluates, e.g. one in ..._score_eval.",
         )
-    count = min(PAIRS, len(task.examples))
-    if count < len(task.examples):
+    examples = list(itertools.islice(task.examples, PAIRS + 1))
+    count = min(PAIRS, len(examples))
+    if count < len(examples):
         # Do not separate the choices of one input.
-        while count > 1 and _input_of(task.examples[count]) == _input_of(task.examples[count - 1]):
+        while count > 1 and _input_of(examples[count]) == _input_of(examples[count - 1]):
             count -= 1
-    return dataclasses.replace(task, examples=task.examples[:count])
+    return ScoredTask(judge_of(task), examples[:count])
 
 
 def _input_of(example: Mapping[str, Any]) -> int:
@@ -219,7 +229,7 @@ def run_mesh_side(job: Job) -> tuple[StackResult, int]:
     return found, result.start_step
 
 
-def _rows(task: EvalTask, config: RunConfig) -> list[dict[str, np.ndarray]]:
+def _rows(task: ScoredTask, config: RunConfig) -> list[dict[str, np.ndarray]]:
     """The task's examples in batches of ROWS, padded to the run's lengths and with empty rows."""
     assert config.sequence_length is not None
     # Rounded up to whole batches: a graph has one shape.
@@ -280,15 +290,12 @@ def compare_sides(
     )
 
 
-def _metrics(task: EvalTask, reference: StackResult, ours: StackResult, float32: bool) -> Finding:
-    from t0repro.evaluation.task_output import judge_of
-
+def _metrics(task: ScoredTask, reference: StackResult, ours: StackResult, float32: bool) -> Finding:
     assert reference.scores is not None and ours.scores is not None
-    judge = judge_of(task)
     by_stack = [
-        judge.metrics_of(task.examples, scores) for scores in (reference.scores, ours.scores)
+        task.judge.metrics_of(task.examples, scores) for scores in (reference.scores, ours.scores)
     ]
-    return metrics_finding(task.name, *by_stack, float32=float32)
+    return metrics_finding(task.judge.task, *by_stack, float32=float32)
 
 
 def to_json(parity: Parity, facts: dict[str, Any]) -> str:

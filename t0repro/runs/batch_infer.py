@@ -3,8 +3,10 @@
 In the output folder, for each task and shard:
 
     <task>-<mode>.jsonl-00000-of-00001             a line per example, in the examples' order
-    <task>-<mode>.jsonl-00000-of-00001.COMPLETED   empty; written last
+    <task>-<mode>.jsonl-00000-of-00001.COMPLETED   its digest (in T5X empty); written last
     tmp-<task>-00000-of-00001/                     chunks; an interrupted run goes on after them
+
+A file or chunk that is not what its digest says counts as missing.
 
 Source: t5x.infer.
 """
@@ -27,7 +29,8 @@ from t0repro.config.inference_plan import InferPlan
 from t0repro.errors import UserError
 from t0repro.evaluation.model_functions import ModelFunctions
 from t0repro.evaluation.opened import Checkpoint
-from t0repro.files import write_atomically
+from t0repro.evaluation.records import file_digest
+from t0repro.files import sync_directory, write_atomically
 from t0repro.runs.chosen import chosen, opened
 from t0repro.words import counted
 
@@ -103,7 +106,10 @@ class _TaskJob:
 
     def is_completed(self) -> bool:
         """Whether an earlier run wrote the whole file, or the chunks where none is to be merged."""
-        return Path(f"{self.output}{COMPLETED}").exists()
+        if self._plan.merge:
+            return _is_whole(self.output)
+        count = self._whole_chunks()
+        return count > 0 and _mark_of(self.output) == _chunks_in_words(count)
 
     def run(self, checkpoint: Checkpoint) -> None:
         """Goes on after the last whole chunk, and puts the chunks together at the end."""
@@ -124,7 +130,8 @@ class _TaskJob:
             )
         if self._plan.merge:
             self._merge(number)
-        write_atomically(f"{self.output}{COMPLETED}", "")
+        else:
+            write_atomically(f"{self.output}{COMPLETED}", _chunks_in_words(number))
         print(f"wrote {self.output}", file=sys.stderr)
 
     def _prepare(self, checkpoint: Checkpoint) -> int:
@@ -142,14 +149,14 @@ class _TaskJob:
             shutil.rmtree(self._chunks)
         self._chunks.mkdir(parents=True, exist_ok=True)
         write_atomically(record, text)
-        done = next(
-            number
-            for number in itertools.count()
-            if not Path(f"{self._chunk(number)}{COMPLETED}").exists()
-        )
+        done = self._whole_chunks()
         if done:
             print(f"{self._task.name}: goes on after {counted(done, 'chunk')}", file=sys.stderr)
         return done
+
+    def _whole_chunks(self) -> int:
+        """Number of chunks before the first that is missing or not what was written."""
+        return next(n for n in itertools.count() if not _is_whole(self._chunk(n)))
 
     def _chunk(self, number: int) -> Path:
         return self._chunks / f"{self.output.name}-chunk{number:05}"
@@ -194,7 +201,7 @@ class _TaskJob:
             lines.append(json.dumps(_line(plan, example, output, values, vocabulary)) + "\n")
         path = self._chunk(number)
         write_atomically(path, "".join(lines))
-        write_atomically(f"{path}{COMPLETED}", "")
+        _mark_whole(path)
         print(f"{self._task.name}: {counted(len(lines), 'example')} more", file=sys.stderr)
 
     def _merge(self, count: int) -> None:
@@ -204,8 +211,34 @@ class _TaskJob:
             for number in range(count):
                 with open(self._chunk(number), "rb") as chunk:
                     shutil.copyfileobj(chunk, merged)
+            merged.flush()
+            os.fsync(merged.fileno())
         os.replace(whole, self.output)
+        sync_directory(self.output.parent)
+        _mark_whole(self.output)
         shutil.rmtree(self._chunks)
+
+
+def _mark_whole(path: Path) -> None:
+    """Writes the file beside `path` that says that it is complete, and what is in it."""
+    write_atomically(f"{path}{COMPLETED}", file_digest(path) or "")
+
+
+def _mark_of(path: Path) -> str | None:
+    """What the file beside `path` says; None if there is none."""
+    marker = Path(f"{path}{COMPLETED}")
+    return marker.read_text(encoding="utf-8", errors="replace") if marker.is_file() else None
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a file is there as it was when it was marked."""
+    mark = _mark_of(path)
+    return mark is not None and mark == file_digest(path)
+
+
+def _chunks_in_words(count: int) -> str:
+    """What marks an output that is left in chunks."""
+    return counted(count, "chunk")
 
 
 def _line(

@@ -106,7 +106,7 @@ def opened(plan: InferencePlan, ref: CheckpointRef) -> Checkpoint:
     return Checkpoint(
         path=str(ref.path),
         step=int(tree.get("state/step", 0)),
-        digest=parameters_digest(tree),
+        digest=parameters_digest(tree, tree.__getitem__),
         params=parameters_from_flat_tree(tree, partitioning.placed(shapes), where=str(ref.path)),
         model=model,
     )

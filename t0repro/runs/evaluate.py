@@ -5,19 +5,20 @@ eval generates texts; score_eval computes the targets' log-likelihoods.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from t0repro.config.configuration import Configuration
 from t0repro.config.run_config import RunConfig
-from t0repro.data.batches import EvalTask
 from t0repro.errors import UserError
 from t0repro.runs.loaded_model import generated_texts, loaded
-from t0repro.runs.score import save_scores
+from t0repro.runs.score import ScoreFiles
 
 if TYPE_CHECKING:
     from t0repro.evaluation.opened import Checkpoint
+    from t0repro.evaluation.reading import Part
     from t0repro.evaluation.score_eval import Outputs, TaskWindows
 
 
@@ -30,14 +31,16 @@ def evaluate(configuration: Configuration) -> None:
     from t0repro.evaluation import score_eval
     from t0repro.evaluation.checkpoint_choice import chosen_checkpoints
     from t0repro.evaluation.closing import print_results
-    from t0repro.evaluation.evaluation_facts import write_facts
+    from t0repro.evaluation.evaluation_facts import jax_device, write_facts
 
     config = configuration.run
     windows = _windows(config)
     for checkpoint in loaded(configuration, chosen_checkpoints(config)):
         evaluated = _evaluate(configuration, checkpoint, windows)
         if config.output_eval_examples:
-            write_facts(score_eval.evaluation_folder(config), checkpoint, [*evaluated])
+            write_facts(
+                score_eval.evaluation_folder(config), checkpoint, [*evaluated], jax_device()
+            )
         print_results(evaluated, checkpoint.step, score_eval.evaluation_folder(config))
 
 
@@ -54,7 +57,7 @@ def _windows(config: RunConfig) -> TaskWindows:
 
 
 def _evaluate(
-    configuration: Configuration, checkpoint: Checkpoint, windows: Iterable[list[EvalTask]]
+    configuration: Configuration, checkpoint: Checkpoint, windows: TaskWindows
 ) -> dict[str, Mapping[str, float]]:
     """Evaluates all tasks at one checkpoint; returns the metrics of each."""
     from t0repro.evaluation import score_eval
@@ -66,44 +69,50 @@ def _evaluate(
     output_of = _scores if config.mode == "score_eval" else _texts
     saves_scores = config.mode == "score_eval" and config.scores_filename is not None
     evaluated: dict[str, Mapping[str, float]] = {}
-    scores: list[Any] = []
-    targets: list[Any] = []
     writer = event_writer(score_eval.evaluation_folder(config))
     metrics = MetricsManager(config.model_dir, writers=[writer])
-    for tasks in windows:
-        outputs = output_of(configuration, checkpoint, tasks)
-        for result in score_eval.write_results(config, tasks, checkpoint, outputs):
-            split = config.eval_data.split
-            metrics.write(split, result.step, result.metrics, task=result.task)
-            evaluated[result.task] = result.metrics
-        if saves_scores:
-            scores += [score for output in outputs for score in output.values]
-            targets += [example["targets"] for task in tasks for example in task.examples]
-        del tasks, outputs  # free this window's memory before the next one is read
+    lengths = windows.lengths
+    with (
+        score_eval.TaskWriter(config, checkpoint, windows.judges) as tasks,
+        ScoreFiles(configuration) if saves_scores else contextlib.nullcontext() as files,
+    ):
+        for parts in windows:
+            outputs = output_of(configuration, checkpoint, parts, lengths)
+            for result in tasks.add(parts, outputs):
+                split = config.eval_data.split
+                metrics.write(split, result.step, result.metrics, task=result.task)
+                evaluated[result.task] = result.metrics
+            if files is not None:
+                for part, output in zip(parts, outputs, strict=True):
+                    files.add(output.values, (example["targets"] for example in part.examples))
+            del parts, outputs  # free this window's memory before the next one is read
+        if files is not None:
+            files.commit()
     metrics.close()
-    if saves_scores:
-        save_scores(configuration, scores, targets)
     return evaluated
 
 
 def _scores(
-    configuration: Configuration, checkpoint: Checkpoint, tasks: Sequence[EvalTask]
+    configuration: Configuration,
+    checkpoint: Checkpoint,
+    parts: Sequence[Part],
+    lengths: Mapping[str, int],
 ) -> list[Outputs]:
     from t0repro.evaluation import score_eval
 
-    config = configuration.run
-    lengths = config.sequence_length or score_eval.longest(tasks)
-    tokens = config.batch_size * max(lengths.values())
-    return score_eval.scored(checkpoint, tasks, lengths, tokens)
+    tokens = configuration.run.batch_size * max(lengths.values())
+    return score_eval.scored(checkpoint, parts, lengths, tokens)
 
 
 def _texts(
-    configuration: Configuration, checkpoint: Checkpoint, tasks: Sequence[EvalTask]
+    configuration: Configuration,
+    checkpoint: Checkpoint,
+    parts: Sequence[Part],
+    lengths: Mapping[str, int],
 ) -> list[Outputs]:
     from t0repro.evaluation import score_eval
 
-    lengths = configuration.run.sequence_length or score_eval.longest(tasks)
-    inputs = [example["inputs"] for task in tasks for example in task.examples]
+    inputs = [example["inputs"] for part in parts for example in part.examples]
     started = time.monotonic()
     texts = generated_texts(configuration, checkpoint, inputs, lengths["inputs"])
-    return score_eval.generated(tasks, texts, time.monotonic() - started)
+    return score_eval.generated(parts, texts, time.monotonic() - started)

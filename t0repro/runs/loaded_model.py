@@ -43,7 +43,7 @@ def loaded(configuration: Configuration, checkpoints: Iterator[Any]) -> Iterator
         yield Checkpoint(
             path=str(checkpoint.path),
             step=int(tree["state/step"]),
-            digest=parameters_digest(tree),
+            digest=parameters_digest(tree, tree.__getitem__),
             params=parameters_from_flat_tree(tree, shapes, where=checkpoint.path),
             model=model,
         )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -63,31 +64,50 @@ def _score(configuration: Configuration, examples: Sequence[Any]) -> None:
         checkpoint.params, checkpoint.model, examples, lengths, tokens_per_batch=tokens
     )
     check_finite(scores, config.mode, checkpoint.step)
-    save_scores(configuration, list(scores), [example["targets"] for example in examples])
+    with ScoreFiles(configuration) as files:
+        files.add(scores, [example["targets"] for example in examples])
+        files.commit()
 
 
-def save_scores(
-    configuration: Configuration, scores: Sequence[Any], targets: Sequence[np.ndarray]
-) -> None:
+class ScoreFiles:
     """Writes `<prefix>.scores` and, with save_example_text, `.targets` and `.lengths`.
 
-    Each file has one line per example.
-
-    Lengths count the tokens up to and including EOS, without padding.
+    Each file has one line per example; none appears under its name before all are written. Lengths
+    count the tokens up to and including EOS, without padding.
 
     Source: mesh_tensorflow.transformer.utils.save_scores.
     """
-    from t0repro.evaluation.text_files import write_lines
 
-    config, vocabulary = configuration.run, configuration.vocabularies[1]
-    prefix = config.scores_filename
-    write_lines(f"{prefix}.scores", [f"{score:g}" for score in scores])
-    if not config.save_example_text:
-        return
-    tokens = [_until_eos(ids) for ids in targets]
-    texts = [vocabulary.decode([token for token in ids if token > 0]) for ids in tokens]
-    write_lines(f"{prefix}.targets", texts)
-    write_lines(f"{prefix}.lengths", [len(ids) for ids in tokens])
+    def __init__(self, configuration: Configuration):
+        from t0repro.evaluation.task_output import LineFile
+
+        config, self._vocabulary = configuration.run, configuration.vocabularies[1]
+        self._texts = config.save_example_text
+        suffixes = ("scores", "targets", "lengths") if self._texts else ("scores",)
+        self._files = [LineFile(Path(f"{config.scores_filename}.{each}")) for each in suffixes]
+
+    def add(self, scores: Iterable[Any], targets: Iterable[np.ndarray]) -> None:
+        """Adds one line per example."""
+        self._files[0].write(f"{score:g}" for score in scores)
+        if self._texts:
+            tokens = [_until_eos(ids) for ids in targets]
+            texts = (
+                self._vocabulary.decode([token for token in ids if token > 0]) for ids in tokens
+            )
+            self._files[1].write(texts)
+            self._files[2].write(len(ids) for ids in tokens)
+
+    def commit(self) -> None:
+        """Gives the files their names."""
+        for file in self._files:
+            file.commit()
+
+    def __enter__(self) -> ScoreFiles:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for file in self._files:
+            file.discard()  # finds nothing to remove after a commit
 
 
 def _until_eos(ids: np.ndarray, eos: int = 1) -> list[int]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from t0repro.config.inference_plan import EvalPlan
 from t0repro.converters.tensors import CheckpointRef
-from t0repro.files import write_atomically
+from t0repro.evaluation.records import read_with_checksum, write_with_checksum
 from t0repro.runs.chosen import chosen, coming, opened
 
 RECORD = "evaluated.json"
@@ -94,13 +94,11 @@ class EvaluatedCheckpoints:
         done = self._read()
         done.setdefault(self._settings, []).append(str(ref.path))
         rows = [{"settings": json.loads(key), "checkpoints": done[key]} for key in done]
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(self.path, json.dumps(rows, indent=1) + "\n")
+        write_with_checksum(self.path, {"evaluated": rows})
 
     def _read(self) -> dict[str, list[str]]:
-        if not self.path.is_file():
-            return {}
-        rows = json.loads(self.path.read_text(encoding="utf-8"))
+        # A damaged record is as good as none: what it named is evaluated again.
+        rows = (read_with_checksum(self.path) or {"evaluated": []})["evaluated"]
         return {json.dumps(row["settings"], sort_keys=True): row["checkpoints"] for row in rows}
 
 

@@ -174,3 +174,10 @@ def test_a_pair_that_comes_twice_names_file_and_line(tmp_path):
     write_task(tmp_path, [OLD_NUMPY[1], OLD_NUMPY[1]])
     with pytest.raises(UserError, match=r"idx \(0, 1\) comes more than once(.|\n)*_targets:2"):
         read_task_scores(tmp_path)
+
+
+@pytest.mark.parametrize("score", ["inf", "-inf", "nan"])
+def test_a_score_that_is_not_finite_names_file_and_line(tmp_path, score):
+    write_task(tmp_path, scores=["-1.0", score])
+    with pytest.raises(UserError, match="(?s)cannot be ranked.*_10_predictions:2"):
+        read_task_scores(tmp_path)

@@ -1,34 +1,49 @@
-"""What score_eval holds in memory: a window of tasks, whatever their number."""
+"""What score_eval holds in memory: a window of examples, whatever the number and size of tasks."""
 
+import dataclasses
 import gc
 import weakref
 
+import numpy as np
 import pytest
 
 from t0repro.config.run_config import EvalDataConfig
 from t0repro.data.batches import EvalTask
+from t0repro.errors import UserError
 from t0repro.evaluation import score_eval
+from t0repro.evaluation.task_output import explaining_cut_examples
 
 from ..tiny_models import run_config
 
 SIZES = (3, 4, 2, 9, 1, 1)
 
 
-class Examples(list):
-    """A list that can be watched."""
+class Example(dict):
+    """An example that can be watched."""
+
+
+class Examples:
+    """Examples that are read anew in each iteration."""
+
+    def __init__(self, number, read):
+        self.number, self.read = number, read
+
+    def __iter__(self):
+        for at in range(SIZES[self.number]):
+            example = Example(inputs=np.ones(self.number + at + 1), targets=np.ones(at + 1))
+            self.read.append(weakref.ref(example))
+            yield example
+            del example
 
 
 @pytest.fixture
 def read(monkeypatch):
-    """The examples that tasks were read with, and how often each was."""
+    """References to all examples that have been read."""
     read = []
 
     def eval_tasks(data, sequence_length):
-        for number, size in enumerate(SIZES):
-            examples = Examples({"inputs": [number]} for _ in range(size))
-            read.append(weakref.ref(examples))
-            yield EvalTask(f"task_{number}", examples, str, ())
-            del examples
+        for number in range(len(SIZES)):
+            yield EvalTask(f"task_{number}", Examples(number, read), str, ())
 
     monkeypatch.setattr(score_eval, "eval_tasks", eval_tasks)
     return read
@@ -40,32 +55,59 @@ def config():
     return run_config("a_model_dir", 1, eval_data=data)
 
 
-def names(windows):
-    return [[int(task.name[-1]) for task in window] for window in windows]
+def parts(windows):
+    return [[(int(part.task[-1]), len(part.examples), part.last) for part in w] for w in windows]
 
 
-def test_windows_are_whole_tasks_in_their_order(read, config, monkeypatch):
+def test_windows_are_whole_tasks_and_parts_of_those_that_are_larger(read, config, monkeypatch):
     monkeypatch.setattr(score_eval, "EXAMPLES_IN_MEMORY", 7)
     windows = score_eval.TaskWindows(config)
-    assert names(windows) == [[0, 1], [2], [3], [4, 5]]
-    assert names(windows) == [[0, 1], [2], [3], [4, 5]]  # for another checkpoint
-    assert len(read) == 2 * len(SIZES)
+    expected = [
+        [(0, 3, True), (1, 4, True)],
+        [(2, 2, True), (3, 5, False)],
+        [(3, 4, True), (4, 1, True), (5, 1, True)],
+    ]
+    assert parts(windows) == expected
+    assert parts(windows) == expected  # for another checkpoint
+    assert len(read) == 2 * sum(SIZES) and len(windows.judges) == len(SIZES)
 
 
-def test_only_a_window_is_held(read, config, monkeypatch):
-    monkeypatch.setattr(score_eval, "EXAMPLES_IN_MEMORY", 7)
+def test_only_a_window_is_held_though_a_task_is_larger(read, config, monkeypatch):
+    monkeypatch.setattr(score_eval, "EXAMPLES_IN_MEMORY", 4)
     held = []
     for window in score_eval.TaskWindows(config):
-        here = sum(len(task.examples) for task in window)
+        here = sum(len(part.examples) for part in window)
         del window
         gc.collect()
-        # The task that begins the next window has been read to see that it does not fit.
-        held.append((here, sum(len(at()) for at in read if at() is not None)))
-    assert held[0] == (7, 9) and held[-1] == (2, 2)
-    assert all(total <= here + max(SIZES) for here, total in held)
+        held.append((here, sum(at() is not None for at in read)))
+    assert len(held) == sum(SIZES) / 4
+    # The input that begins the next window has been read to see that it does not fit, and the one
+    # after it to see where its choices end.
+    assert all(total <= here + 2 for here, total in held)
 
 
 def test_what_fits_in_one_window_is_read_once(read, config):
     windows = score_eval.TaskWindows(config)
-    assert names(windows) == names(windows) == [list(range(len(SIZES)))]
-    assert len(read) == len(SIZES)
+    assert parts(windows) == parts(windows) == [[(n, s, True) for n, s in enumerate(SIZES)]]
+    assert len(read) == sum(SIZES)
+
+
+@pytest.mark.parametrize("window", [7, 100])
+def test_without_bound_lengths_all_tasks_have_those_of_the_longest(
+    read, config, monkeypatch, window
+):
+    monkeypatch.setattr(score_eval, "EXAMPLES_IN_MEMORY", window)
+    windows = score_eval.TaskWindows(dataclasses.replace(config, sequence_length=None))
+    assert windows.lengths == {"inputs": 12, "targets": 9}  # task 3's last example
+    assert score_eval.TaskWindows(config).lengths == config.sequence_length
+
+
+def test_only_t5s_error_about_cut_off_choices_is_explained():
+    with (
+        pytest.raises(UserError, match="5 pairs cannot be ranked: each input has 2 choices"),
+        explaining_cut_examples(5),
+    ):
+        raise AssertionError("5 % 2 != 0")
+    for limit, error in ((None, AssertionError("5 % 2 != 0")), (5, AssertionError("another"))):
+        with pytest.raises(AssertionError), explaining_cut_examples(limit):
+            raise error

@@ -7,6 +7,7 @@ from pathlib import Path
 import mesh_commands as commands
 import pytest
 
+from t0repro.errors import UserError
 from t0repro.evaluation.outputs import find_tasks, read_task_scores
 from t0repro.reports.bootstrap import Bootstrap
 from t0repro.reports.make_report import ReportOptions, make_report
@@ -81,6 +82,7 @@ def test_a_report_finds_what_the_evaluation_recorded(run):
 def test_the_command_ends_with_accuracies_files_and_the_command_for_a_report(
     trained, server, tmp_path
 ):
+    found = []
     for backend in ("jax", "mtf"):
         model_dir = shutil.copytree(trained[0], tmp_path / backend)
         flags = commands.evaluate(model_dir, "score_eval", "tiny_eval", f"--backend={backend}")
@@ -91,8 +93,42 @@ def test_the_command_ends_with_accuracies_files_and_the_command_for_a_report(
         folder = model_dir / "validation_eval"
         assert f"wrote 3 files into {folder}" in text, backend
         assert f"t0repro report make {folder} --out {model_dir / 'report'}" in text, backend
-        (cost,) = make_report(Run(backend, folder), {}, QUICK).tasks
+        report = make_report(Run(backend, folder), {}, QUICK)
+        (cost,) = report.tasks
         assert (cost.inputs, cost.available, cost.cut_inputs, cost.cut_targets) == (5, 5, 0, 0)
+        found.append(report.provenance)
+    # The same tensors, read on both stacks.
+    assert found[0].checkpoint_hash == found[1].checkpoint_hash
+    assert [Path(each.checkpoint).name for each in found] == ["model.ckpt-4"] * 2
+    for each in found:
+        assert all((each.checkpoint_hash, each.templates_hash, each.data_revision)), each
+        assert "CPU cores" in each.device and each.duration_seconds > 0
+
+
+@pytest.mark.parametrize("backend", ["jax", "mtf"])
+def test_files_that_were_damaged_are_not_believed_and_written_again(
+    trained, server, tmp_path, backend
+):
+    model_dir = shutil.copytree(trained[0], tmp_path / "model")
+    folder = model_dir / "validation_eval"
+    flags = commands.evaluate(model_dir, "score_eval", "tiny_eval", f"--backend={backend}")
+    cut = [*flags, "--gin_param=mesh_eval_dataset_fn.num_eval_examples = 6"]
+    code, text = server.run(cut)
+    assert code == 2 and "Traceback" not in text, text
+    assert "6 pairs cannot be ranked: each input has 4 choices" in text
+    assert not [*folder.glob("results/*")]
+    assert server.run(flags)[0] == 0
+    paths = [path for path in sorted(folder.rglob("*")) if "tiny_generate" in path.name]
+    assert len(paths) == 4  # inputs, targets, predictions, record
+    whole = {path: path.read_bytes() for path in paths}
+    for path in paths:
+        path.write_bytes(whole[path][:-4])
+        with pytest.raises(UserError, match="is not what the evaluation of step 4 wrote"):
+            read_task_scores(folder)
+        path.write_bytes(whole[path])
+    paths[0].write_text("")
+    assert server.run(flags)[0] == 0
+    read_task_scores(folder)
 
 
 @pytest.mark.parametrize("backend", ["jax", "mtf"])

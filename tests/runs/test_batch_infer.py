@@ -147,6 +147,28 @@ def test_an_interrupted_run_goes_on_after_its_last_whole_chunk(
     assert len(calls) == 4 and "completed before" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("merge", [True, False])
+def test_a_damaged_file_is_not_believed_and_written_again(
+    checkpoint, few, tmp_path, monkeypatch, merge
+):
+    made = plan(checkpoint, tmp_path, "infer.mode = 'score'", name=few)
+    made = dataclasses.replace(made, merge=merge)
+    infer(made)
+    (path, *_) = sorted(tmp_path.glob("*00001" if merge else "tmp*/*chunk00001"))
+    whole, score, calls = path.read_bytes(), ModelFunctions.score, []
+    monkeypatch.setattr(
+        ModelFunctions, "score", lambda self, data: (calls.append(self.seed), score(self, data))[1]
+    )
+    edited = whole.replace(b'"score": -', b'"score": -1', 1)
+    for damaged in (edited, whole[:-9], b"", None):
+        path.unlink() if damaged is None else path.write_bytes(damaged)
+        infer(made)
+        assert path.read_bytes() == whole
+    assert calls == [0, 1, 2] * 4 if merge else [1, 2] * 4
+    infer(made)
+    assert len(calls) == (12 if merge else 8)
+
+
 def test_chunks_of_another_checkpoint_are_not_gone_on_from(checkpoint, few, tmp_path, capsys):
     made = plan(checkpoint, tmp_path, "infer.mode = 'score'", name=few)
     stale = tmp_path / "tmp-few_examples-00000-of-00001"

@@ -14,8 +14,8 @@ from t0repro.config.t5x.inference import eval_plan
 from t0repro.converters.sources import find_checkpoint
 from t0repro.errors import UserError
 from t0repro.evaluation.engine import score_examples
-from t0repro.runs.chosen import opened
-from t0repro.runs.task_eval import evaluate_checkpoints
+from t0repro.runs.chosen import chosen, opened
+from t0repro.runs.task_eval import EvaluatedCheckpoints, evaluate_checkpoints
 
 from .tiny_gin import parsed, save_checkpoint
 
@@ -128,6 +128,19 @@ def test_a_specific_checkpoint_in_another_format(model_dir, tmp_path):
     results = evaluate_checkpoints(plan(path / "model.ckpt-3", tmp_path / "out", name=RANKED))
     direct = evaluate_checkpoints(plan(model_dir / "checkpoint_3", tmp_path / "o2", name=RANKED))
     assert results == direct and list(results) == [3]
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"evaluated": [', "edited"])
+def test_a_damaged_record_of_evaluations_is_not_believed(model_dir, tmp_path, content):
+    made = plan(model_dir / "checkpoint_3", tmp_path, name=RANKED)
+    EvaluatedCheckpoints(made).add(chosen(made.restore)[0])
+    (record,) = tmp_path.rglob("evaluated.json")
+    assert evaluate_checkpoints(made) == {}
+    text = record.read_text()
+    record.write_text(
+        text.replace("checkpoint_3", "checkpoint_5") if content == "edited" else content
+    )
+    assert list(evaluate_checkpoints(made)) == [3]
 
 
 def test_names_are_mapped_as_the_file_says(model_dir, tmp_path):
