@@ -36,6 +36,8 @@ setup(
         "hf": ["torch==2.13.0", "transformers==5.23.0"],
         "gpu": ["jax[cuda13]==0.10.2"],
         "tpu": ["jax[tpu]==0.10.2"],
+        "mlflow": ["mlflow"],  # --tracker mlflow
+        "wandb": ["wandb"],  # --tracker wandb
         "s3": ["s3fs"],  # checkpoints at s3:// addresses
         "vertex": [
             "google-cloud-aiplatform==2.7.0",

@@ -109,7 +109,7 @@ def normal_name(package: str) -> str:
 
 def test_every_package_that_is_imported_is_asked_for_by_name():
     packages = {normal_name(name) for names in asked_for().values() for name in names}
-    extras = {"torch", "transformers"}
+    extras = {"torch", "transformers", "mlflow", "wandb"}
     providers = importlib.metadata.packages_distributions()
     for module in third_party_imports("t0repro", "tasks", "converters") - extras:
         assert {normal_name(name) for name in providers[module]} & packages, module

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from t0repro.cli.options import DType, Label, Modules, Resamples, Title, TrainMixtures
+from t0repro.cli.tracking import Trackers, tracked_evaluation
 from t0repro.words import counted
 
 if TYPE_CHECKING:
@@ -102,6 +103,7 @@ def rank_eval(
     title: Title = "Rank evaluation",
     train_mixture: TrainMixtures = None,
     resamples: Resamples = 1000,
+    tracker: Trackers = None,
 ) -> None:
     """Score every answer choice of a mixture, rank them, and write a report.
 
@@ -140,7 +142,8 @@ def rank_eval(
         extras=[e for e in (normalize, *(each.value for each in also or ())) if e != "none"],
     )
     _add_cache(cache_dir)
-    _evaluate(checkpoint, step, model_parallelism, mixture, out, settings, write)
+    with tracked_evaluation(tracker, out, checkpoint, mixture, settings):
+        _evaluate(checkpoint, step, model_parallelism, mixture, out, settings, write)
 
 
 def _evaluate(

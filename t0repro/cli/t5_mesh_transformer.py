@@ -1,7 +1,7 @@
 r"""The command t5_mesh_transformer: t5 0.9.4's, on Mesh TensorFlow or on JAX.
 
 It takes every flag of t5's command (t5 itself defines them) and more: --backend, --vocab,
---at_hand, --allow_changed, --gin_import_allowlist, --debug, and those of auxiliary jobs
+--at_hand, --allow_changed, --gin_import_allowlist, --tracker, --debug, and those of auxiliary jobs
 (docs/auxiliary_jobs.md). Inputs are checked before anything is built or written; a mistake ends
 with a message on stderr and exit code 2.
 
@@ -17,17 +17,19 @@ import dataclasses
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from absl import app, flags, logging
 
-from t0repro.cli import aux_flags
+from t0repro.cli import aux_flags, tracking
 from t0repro.cli.gate import USER_ERROR, gate
 from t0repro.cli.gin_options import allowlist_of
 from t0repro.cli.logs import SeqioOnce
 from t0repro.cli.machine import say_what_runs_here
 from t0repro.cli.spelling import canonical_arguments
 from t0repro.errors import UserError
+from t0repro.trackers.tracker import TrackerName
 
 if TYPE_CHECKING:
     from t0repro.config.configuration import Configuration, RunInputs
@@ -94,6 +96,7 @@ def define_flags() -> None:
             "Train on in a model_dir although the optimizer, the model's settings or a checkpoint's"
             " name changed.",
         )
+        flags.DEFINE_multi_enum("tracker", None, list(TrackerName), tracking.HELP)
         aux_flags.define()
     by_module = flags.FLAGS.flags_by_module_dict()
     for module in (mesh_transformer_main, utils, aux_flags, sys.modules[__name__]):
@@ -165,7 +168,10 @@ def _run_jax(options: Any) -> None:
     _check_inputs(configuration.inputs, jax=True, at_hand=options.at_hand)
     # Checked and said before anything is written.
     say_what_runs_here(options, configuration, on_jax=True)
-    with aux_flags.jobs_beside(options):
+    with (
+        tracking.tracked_training(options.tracker, Path(options.model_dir), configuration.run),
+        aux_flags.jobs_beside(options),
+    ):
         run(dataclasses.replace(configuration, allow_changed=options.allow_changed))
 
 
@@ -197,7 +203,11 @@ def _run_mesh_tensorflow(options: Any) -> None:
         # the gin files say.
         parser.parse(gin_inputs(options), warn=False)
         configuration = None
-    with aux_flags.jobs_beside(options):
+    config = configuration.run if configuration else None
+    with (
+        tracking.tracked_training(options.tracker, Path(options.model_dir), config),
+        aux_flags.jobs_beside(options),
+    ):
         run(options, configuration)
 
 

@@ -12,6 +12,7 @@ import typer
 from t0repro.cli.gin_options import RunMode
 from t0repro.cli.shared import with_groups
 from t0repro.cli.t5x_run import T5xOptions, gin_inputs, parse_files, register
+from t0repro.cli.tracking import Trackers, tracked_training
 from t0repro.errors import UserError
 from t0repro.jobs.options import AuxiliaryOptions
 
@@ -47,6 +48,7 @@ def train(
     ] = None,
     platform: Annotated[str | None, typer.Option(help="Must stand for this machine.")] = None,
     cell: Annotated[str | None, typer.Option(help="Must stand for this machine.")] = None,
+    tracker: Trackers = None,
 ) -> None:
     """Train what T5X's gin files describe: pretraining or fine-tuning.
 
@@ -79,6 +81,7 @@ def train(
     from t0repro.runs import planned_start
 
     with contextlib.ExitStack() as beside:
+        beside.enter_context(tracked_training(tracker, Path(config.model_dir), config))
         if jobs.are_given:
             # The training's own bindings are not its jobs'.
             files = dataclasses.replace(inputs, gin_bindings=())

@@ -54,7 +54,7 @@ def test_a_run_goes_on_where_it_was_and_leaves_what_t5x_leaves(tmp_path):
     assert code == 0 and "demo_train" in shown and not any(tmp_path.iterdir()), said
     code, _, said = train(tmp_path, 2)
     assert code == 0, said
-    code, _, said = train(tmp_path, 3)
+    code, _, said = train(tmp_path, 3, "--tracker=tensorboard")
     assert code == 0 and "step 2 of" in said, said
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if row["split"] == "train"] == [2, 3]
@@ -69,6 +69,7 @@ def test_a_run_goes_on_where_it_was_and_leaves_what_t5x_leaves(tmp_path):
     assert "shape (embed=8, mlp=16)" in info and "partition spec (None, 'model')" in info
     assert "param_states/decoder/logits_dense/kernel/v" in info
     assert "MODEL_DIR = " in shown_config(tmp_path / "train")
+    assert json.loads((tmp_path / "tracking.json").read_text())["tensorboard"]["trained"] == 3
 
 
 def test_several_processes_are_refused_by_name():

@@ -469,9 +469,11 @@ def test_the_command_goes_on_after_a_kill_and_writes_a_report(model_dir, tmp_pat
         time.sleep(0.01)
     killed.send_signal(signal.SIGKILL)
     killed.communicate()
-    done = start(model_dir, tmp_path, "--also=calibrated", *arguments)
+    done = start(model_dir, tmp_path, "--also=calibrated", "--tracker=tensorboard", *arguments)
     output, _ = done.communicate(timeout=300)
     assert done.returncode == 0, output
+    (tracked,) = json.loads((tmp_path / "tracking.json").read_text()).values()
+    assert len(tracked["evaluated"]) == 9
     report = load_report(tmp_path)
     assert report.provenance.checkpoint_hash and report.provenance.data_revision
     assert {group.group for group in report.groups} == {"held_out_prompts", "held_out_datasets"}

@@ -1,0 +1,54 @@
+"""`--tracker` of the commands that train or evaluate: what a tracker is told about each."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from t0repro.trackers.following import tracked
+from t0repro.trackers.tracker import TrackedRun, TrackerName
+
+if TYPE_CHECKING:
+    from t0repro.config.run_config import RunConfig
+
+HELP = (
+    "Send metrics, settings and files to this tracker too; repeatable. Needs the extra of its name."
+)
+Trackers = Annotated[list[TrackerName] | None, typer.Option("--tracker", help=HELP)]
+
+_OF_TRAINING = (
+    "config.gin",
+    "operative_config.gin",
+    "model-info.txt",
+    "commands/command*",
+    "run_state.json",
+)
+_OF_EVALUATION = ("report.*", "*_eval/operative_config.gin", "*_eval/provenance.json")
+
+
+def tracked_training(
+    names: Sequence[TrackerName] | None, model_dir: Path, config: RunConfig | None
+) -> contextlib.AbstractContextManager[None]:
+    """Tracks what the block writes into model_dir; the settings are the configuration's."""
+    settings: dict[str, Any] = json.loads(config.to_json()) if config else {}
+    # Where each value comes from is longer than the values, and stands in the gin files.
+    settings.pop("provenance", None)
+    return tracked(names or (), TrackedRun(model_dir, settings, _OF_TRAINING), _say)
+
+
+def tracked_evaluation(
+    names: Sequence[TrackerName] | None, out: Path, checkpoint: str, mixture: str, settings: Any
+) -> contextlib.AbstractContextManager[None]:
+    """Tracks what the block writes into an evaluation's folder; `settings` is a dataclass."""
+    about = {"checkpoint": checkpoint, "mixture": mixture, **dataclasses.asdict(settings)}
+    return tracked(names or (), TrackedRun(out, about, _OF_EVALUATION), _say)
+
+
+def _say(line: str) -> None:
+    typer.echo(line, err=True)
