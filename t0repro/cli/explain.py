@@ -98,11 +98,11 @@ def explain(
 
 
 def _show_translation(config: RunConfig, dialect: Dialects) -> None:
-    """Prints a training's bindings in a dialect; on stderr, what that cannot express."""
+    """Prints a training as a gin file of a dialect; on stderr, what that cannot express."""
     from t0repro.config.translation import translated
 
     translation = translated(config, dialect.value)
-    for line in translation.bindings:
+    for line in (*translation.header, "", *translation.bindings):
         echo(line)
     for line in translation.missing:
         echo(f"not expressed: {line}", err=True)

@@ -438,6 +438,7 @@ class RunConfig:
       scores_filename: Prefix of the files that save_scores writes, or None.
       save_example_text: Whether save_scores writes targets and their lengths as well as scores.
       vocabulary: Path or address of the SentencePiece model; None if no data is bound.
+      vocabulary_extra_ids: Sentinels that are added to the SentencePiece model's tokens.
       plan: Data, checkpoints and evaluations of a training that a T5X gin file describes; None for
         Mesh TensorFlow's.
       layout: How the run is divided among devices.
@@ -476,6 +477,7 @@ class RunConfig:
     vocabulary: str | None
     provenance: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False)
     init_variable_filter: str = ""
+    vocabulary_extra_ids: Annotated[int, Range(at_least=0)] = 0
     plan: TrainingPlan | None = None
     layout: Layout = Layout()
 

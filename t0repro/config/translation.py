@@ -7,21 +7,52 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from t0repro.config.run_config import AdafactorConfig, Arithmetic, RunConfig, TrainDataConfig
-from t0repro.config.training_plan import DatasetConfig
+from t0repro.config.training_plan import DatasetConfig, TrainingPlan
 
 Dialect = Literal["mtf", "t5x"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Translation:
-    """Bindings of a gin file, one per line, and what they leave out.
+    """A gin file of a dialect, in lines, and what it leaves out.
 
     Attributes:
+      header: Imports and includes, which come before the bindings.
+      bindings: What wins over the included files.
       missing: Values that the dialect cannot express, in words.
     """
 
+    header: tuple[str, ...]
     bindings: tuple[str, ...]
     missing: tuple[str, ...]
+
+
+# The included files say what no value here does: which layers there are, and which functions run.
+_HEADER: dict[Dialect, tuple[str, ...]] = {
+    "mtf": ("include 'dataset.gin'", "include 'models/t5.1.1.base.gin'"),
+    "t5x": (
+        "from __gin__ import dynamic_registration",
+        "import __main__ as train_script",
+        "import seqio",
+        "from t5x import adafactor",
+        "from t5x import models",
+        "from t5x import partitioning",
+        "from t5x import trainer",
+        "from t5x import utils",
+        "from t5x.examples.t5 import network",
+        "include 't5x/examples/t5/t5_1_1/base.gin'",
+        "include 't5x/configs/runs/pretrain.gin'",
+    ),
+}
+
+
+class _Reference(str):
+    """A reference to a configurable, which gin writes without quotes."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
 
 
 # Field of ModelConfig -> binding.
@@ -36,7 +67,7 @@ _MODEL: dict[Dialect, dict[str, str]] = {
         "vocab_size": "network.T5Config.vocab_size",
         "activations": "network.T5Config.mlp_activations",
         "logits_from_embedding": "network.T5Config.logits_via_embedding",
-        "dropout_rate": "network.T5Config.dropout_rate",
+        "dropout_rate": "DROPOUT_RATE",
         "label_smoothing": "models.EncoderDecoderModel.label_smoothing",
         "z_loss": "models.EncoderDecoderModel.z_loss",
     },
@@ -49,7 +80,10 @@ _MODEL: dict[Dialect, dict[str, str]] = {
         "num_encoder_layers": "encoder/transformer.make_layer_stack.num_layers",
         "num_decoder_layers": "decoder/transformer.make_layer_stack.num_layers",
         "activations": "transformer_layers.DenseReluDense.activation",
-        "label_smoothing": "transformer.Unitransformer.label_smoothing",
+        "logits_from_embedding": "transformer.Unitransformer.shared_embedding_and_softmax_weights",
+        "model_type": "utils.run.model_type",
+        # Under the decoder's scope, as in the included file, whose binding would win otherwise.
+        "label_smoothing": "decoder/transformer.Unitransformer.label_smoothing",
         "z_loss": "transformer.Unitransformer.z_loss",
     },
 }
@@ -80,6 +114,20 @@ _ADAFACTOR: dict[Dialect, dict[str, str]] = {
 _ARITHMETIC: dict[Dialect, Arithmetic] = {"mtf": Arithmetic(), "t5x": Arithmetic(True, *[True] * 7)}
 
 
+# What the included files leave at its default, and no binding above changes.
+_UNCHANGED = {
+    "shared_towers": False,
+    "position_bias_per_layer": False,
+    "relative_attention_num_buckets": 32,
+    "relative_attention_max_distance": 128,
+    "rms_norm_epsilon": 1e-6,
+    "scale_tied_logits": True,
+    "input_full_attention": False,
+    "loss_on_targets_only": False,
+    "recompute_grads": False,
+}
+
+
 def translated(config: RunConfig, dialect: Dialect) -> Translation:
     """A training's values as bindings of a dialect, whichever dialect they came from."""
     bindings: list[str] = []
@@ -90,7 +138,7 @@ def translated(config: RunConfig, dialect: Dialect) -> Translation:
                 missing.append(name)
             else:
                 bindings.append(f"{name} = {value!r}")
-    return Translation(tuple(bindings), tuple(missing))
+    return Translation(_HEADER[dialect], tuple(bindings), tuple(missing))
 
 
 _NOT_EXPRESSED = object()
@@ -118,20 +166,17 @@ def _model(config: RunConfig, dialect: Dialect) -> _Items:
         yield "transformer.Unitransformer.loss_denominator", denominator
     if dialect == "t5x" and model.model_type != "bitransformer":
         yield f"model.model_type = {model.model_type}", _NOT_EXPRESSED
-    for field in ("shared_towers", "position_bias_per_layer"):
-        if getattr(model, field) and dialect == "t5x":
-            yield f"model.{field} = True", _NOT_EXPRESSED
+    for field, default in _UNCHANGED.items():
+        if (value := getattr(model, field)) != default:
+            yield f"model.{field} = {value}", _NOT_EXPRESSED
     yield from _arithmetic(model.arithmetic, dialect, model.label_smoothing > 0)
 
 
 def _arithmetic(arithmetic: Arithmetic, dialect: Dialect, smoothed: bool) -> _Items:
     for field in dataclasses.fields(arithmetic):
         value = getattr(arithmetic, field.name)
-        if field.name == "float32_attention_logits":
-            if dialect == "t5x":
-                yield "network.T5Config.float32_attention_logits", value
-            elif not value:
-                yield "attention.attention.float32_logits", value
+        if field.name == "float32_attention_logits" and dialect == "t5x":
+            yield "network.T5Config.float32_attention_logits", value
         elif field.name == "smoothing_spares_target" and not smoothed:
             continue  # there is nothing to smooth
         elif value != getattr(_ARITHMETIC[dialect], field.name):
@@ -163,21 +208,24 @@ def _schedule(config: RunConfig, dialect: Dialect) -> _Items:
     if schedule is None:
         return
     arguments, t5x = schedule.arguments, schedule.name == "create_learning_rate_scheduler"
+    factors, rates = "utils.create_learning_rate_scheduler", "learning_rate_schedules"
+    name, values = schedule.name, dict(arguments)
     if dialect == "t5x" and t5x:
-        for name, value in arguments.items():
-            yield f"utils.create_learning_rate_scheduler.{name}", value
-    elif dialect == "t5x" and schedule.name == "constant_learning_rate":
-        yield "utils.create_learning_rate_scheduler.factors", "constant"
-        rate = arguments["learning_rate"]
-        yield "utils.create_learning_rate_scheduler.base_learning_rate", rate
-    elif dialect == "mtf" and t5x and arguments.get("factors", "").strip() == "constant":
-        rate = arguments["base_learning_rate"]
-        yield "learning_rate_schedules.constant_learning_rate.learning_rate", rate
-    elif dialect == "mtf" and not t5x:
-        for name, value in arguments.items():
-            yield f"learning_rate_schedules.{schedule.name}.{name}", value
-    else:
-        yield f"schedule = {schedule.name}({dict(arguments)})", _NOT_EXPRESSED
+        for argument, value in values.items():
+            yield f"{factors}.{argument}", value
+        return
+    if dialect == "t5x" and name == "constant_learning_rate":
+        yield f"{factors}.factors", "constant"
+        yield f"{factors}.base_learning_rate", arguments["learning_rate"]
+        return
+    if t5x and arguments.get("factors", "").strip() == "constant":
+        name, values = "constant_learning_rate", {"learning_rate": arguments["base_learning_rate"]}
+    elif dialect == "t5x" or t5x:
+        yield f"schedule = {name}({values})", _NOT_EXPRESSED
+        return
+    yield "utils.run.learning_rate_schedule", _Reference(f"@{rates}.{name}")
+    for argument, value in values.items():
+        yield f"{rates}.{name}.{argument}", value
 
 
 def _data(config: RunConfig, dialect: Dialect) -> _Items:
@@ -186,46 +234,114 @@ def _data(config: RunConfig, dialect: Dialect) -> _Items:
         data = config.plan.train_data
     if data is None:
         return
-    prefix = "train/utils.DatasetConfig" if dialect == "t5x" else "mesh_train_dataset_fn"
-    for field in ("mixture_or_task_name", "use_cached", "pack", "shuffle", "seed"):
-        yield f"{prefix}.{field}", getattr(data, field)
-    yield (
-        ("train/utils.DatasetConfig.split" if dialect == "t5x" else "run.dataset_split"),
-        data.split,
-    )
+    if dialect == "mtf":
+        yield "MIXTURE_NAME", data.mixture_or_task_name
+        yield "utils.run.dataset_split", data.split
+        names = {name: f"mesh_train_dataset_fn.{name}" for name in _SHARED_DATA}
+    else:
+        yield "MIXTURE_OR_TASK_NAME", data.mixture_or_task_name
+        yield "train/utils.DatasetConfig.split", data.split
+        names = {name: f"train/utils.DatasetConfig.{name}" for name in _SHARED_DATA}
+        names |= {"use_cached": "USE_CACHED_TASKS", "shuffle": "SHUFFLE_TRAIN_EXAMPLES"}
+        if config.vocabulary is not None:
+            yield "seqio.SentencePieceVocabulary.sentencepiece_model_file", config.vocabulary
+            yield "seqio.SentencePieceVocabulary.extra_ids", config.vocabulary_extra_ids
+    for field, binding in names.items():
+        yield binding, getattr(data, field)
+
+
+_SHARED_DATA = ("use_cached", "pack", "shuffle", "seed")
 
 
 def _run(config: RunConfig, dialect: Dialect) -> _Items:
-    lengths = config.sequence_length
-    if dialect == "t5x":
-        yield "train/utils.DatasetConfig.task_feature_lengths", lengths
-        yield "train/utils.DatasetConfig.batch_size", config.batch_size
-        yield "trainer.Trainer.num_microbatches", config.num_microbatches
-        yield "train_script.train.total_steps", config.train_steps
-        yield "utils.SaveCheckpointConfig.period", config.save_checkpoints_steps
-        # Mesh TensorFlow's 0 keeps all checkpoints, as T5X's None does.
-        yield "utils.SaveCheckpointConfig.keep", config.keep_checkpoint_max or None
-        yield "utils.RestoreCheckpointConfig.path", config.init_checkpoint or []
-        if config.init_variable_filter:
-            yield f"init_variable_filter = {config.init_variable_filter!r}", _NOT_EXPRESSED
-        return
-    yield "run.sequence_length", lengths
-    # As a pair: a plain number would be taken for tokens or sequences by other settings.
-    yield "run.batch_size", ("sequences_per_batch", config.batch_size)
-    if config.num_microbatches > 1:
-        yield "serialize_num_microbatches.microbatches_per_step", config.num_microbatches
-    yield "run.train_steps", config.train_steps
-    yield "run.save_checkpoints_steps", config.save_checkpoints_steps
-    yield "run.keep_checkpoint_max", config.keep_checkpoint_max
-    yield "run.init_checkpoint", config.init_checkpoint
+    yield from (_run_of_t5x if dialect == "t5x" else _run_of_mesh)(config)
+
+
+def _run_of_mesh(config: RunConfig) -> _Items:
+    for name in ("master", "slice", "activation"):
+        yield f"utils.get_variable_dtype.{name}_dtype", getattr(config.dtypes, name)
+    yield "utils.run.sequence_length", config.sequence_length
+    yield "utils.run.batch_size", ("sequences_per_batch", config.batch_size)
+    rows = config.batch_size // config.num_microbatches
+    tokens = rows * max((config.sequence_length or {"": 1}).values())
+    name = "utils.serialize_num_microbatches.tokens_per_microbatch_per_replica"
+    yield name, tokens if config.num_microbatches > 1 else None
+    layout = config.layout
+    parts = {"batch": layout.data or 1, "model": layout.model}
+    yield "utils.run.mesh_shape", ",".join(f"{k}:{v}" for k, v in parts.items() if v > 1) or []
+    if layout.fully_sharded:
+        yield "layout.fully_sharded = True", _NOT_EXPRESSED
+    yield "utils.run.train_steps", config.train_steps
+    yield "utils.run.save_checkpoints_steps", config.save_checkpoints_steps
+    yield "utils.run.keep_checkpoint_max", config.keep_checkpoint_max
+    yield "utils.run.init_checkpoint", config.init_checkpoint
     plan = config.plan
     if plan is None:
         return
     for field in ("train_eval_data", "infer_eval_data", "relative_steps", "actions"):
         if getattr(plan, field):
-            yield (
-                f"plan.{field}: training itself evaluates nothing and stops for nothing",
-                (_NOT_EXPRESSED),
-            )
+            words = f"plan.{field}: training itself evaluates nothing and stops for nothing"
+            yield words, _NOT_EXPRESSED
     if plan.save is not None and plan.save.best is not None:
         yield "plan.save.best", _NOT_EXPRESSED
+
+
+def _run_of_t5x(config: RunConfig) -> _Items:
+    yield "MODEL_DIR", config.model_dir
+    yield "TASK_FEATURE_LENGTHS", config.sequence_length
+    yield "BATCH_SIZE", config.batch_size
+    yield "TRAIN_STEPS", config.train_steps
+    yield "trainer.Trainer.num_microbatches", config.num_microbatches
+    yield "partitioning.PjitPartitioner.num_partitions", config.layout.model
+    if config.layout.fully_sharded:
+        yield "partitioning.standard_logical_axis_rules.parameter_partitioning_dims", 2
+    save, restore = "utils.SaveCheckpointConfig", "utils.RestoreCheckpointConfig"
+    yield f"{save}.period", config.save_checkpoints_steps
+    yield f"{save}.keep", config.keep_checkpoint_max or None
+    yield f"{restore}.path", config.init_checkpoint or []
+    if config.init_variable_filter:
+        yield f"init_variable_filter = {config.init_variable_filter!r}", _NOT_EXPRESSED
+    plan = config.plan
+    if plan is None:
+        # Mesh TensorFlow evaluates nothing as it trains, and goes on in the data exactly there.
+        yield "train_script.train.train_eval_dataset_cfg", None
+        yield f"{save}.dtype", config.dtypes.master
+        yield f"{save}.save_dataset", True
+        return
+    yield from _plan_of_t5x(plan)
+
+
+def _plan_of_t5x(plan: TrainingPlan) -> _Items:
+    yield "RANDOM_SEED", plan.random_seed
+    yield "TRAIN_STEPS_RELATIVE", plan.relative_steps
+    names = "eval_steps eval_period stats_period run_eval_before_training gc_period".split()
+    for field in names:
+        yield f"train_script.train.{field}", getattr(plan, field)
+    if not plan.weight_metrics:
+        yield "trainer.Trainer.weight_metrics_computer", None
+    evaluated = plan.train_eval_data
+    if evaluated is None:
+        yield "train_script.train.train_eval_dataset_cfg", None
+    else:
+        for field in _EVALUATED:
+            name = {"sequence_length": "task_feature_lengths"}.get(field, field)
+            yield f"train_eval/utils.DatasetConfig.{name}", getattr(evaluated, field)
+    save, restore = plan.save, plan.restore
+    if save is None:
+        yield "utils.CheckpointConfig.save", None
+    else:
+        yield "utils.SaveCheckpointConfig.dtype", save.dtype
+        yield "utils.SaveCheckpointConfig.checkpoint_steps", list(save.steps) or None
+        yield "utils.SaveCheckpointConfig.save_dataset", save.data
+        yield "utils.SaveCheckpointConfig.keep_dataset_checkpoints", save.keep_data
+    if restore is not None:
+        for field in ("mode", "dtype", "strict", "fallback_to_scratch"):
+            yield f"utils.RestoreCheckpointConfig.{field}", getattr(restore, field)
+        rules = [tuple(rule) for rule in restore.assignment_map]
+        yield "utils.RestoreCheckpointConfig.assignment_map", rules or None
+        yield "utils.RestoreCheckpointConfig.restore_dataset", restore.data
+    if plan.infer_eval_data or plan.actions or (save is not None and save.best):
+        yield "infer_eval, actions and the best checkpoints: take them over by hand", _NOT_EXPRESSED
+
+
+_EVALUATED = ("mixture_or_task_name", "sequence_length", "split", "batch_size", *_SHARED_DATA)

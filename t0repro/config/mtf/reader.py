@@ -120,6 +120,7 @@ class _ConfigReader:
             "eval_checkpoint_step": inputs.eval_checkpoint_step,
             "scores_filename": self._gin.argument(f"{UTILS}.save_scores", "scores_filename"),
             "vocabulary": getattr(inputs.vocabularies[0], "sentencepiece_model_file", None),
+            "vocabulary_extra_ids": getattr(inputs.vocabularies[0], "extra_ids", 0),
             "layout": layout_of(self._gin, inputs.tpu_mesh),
         }
         for name in (

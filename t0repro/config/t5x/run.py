@@ -29,6 +29,7 @@ _FIELDS = {
     "keep_checkpoint_max": "utils.SaveCheckpointConfig.keep",
     "init_checkpoint": "utils.RestoreCheckpointConfig.path",
     "vocabulary": "seqio.SentencePieceVocabulary.sentencepiece_model_file",
+    "vocabulary_extra_ids": "seqio.SentencePieceVocabulary.extra_ids",
     "dtypes.activation": "network.T5Config.dtype",
     "dtypes.master": "utils.SaveCheckpointConfig.dtype",
     "plan.random_seed": "train.random_seed",
@@ -158,6 +159,7 @@ def shared_fields(model: records.EncoderDecoderModel) -> dict[str, Any]:
         "scores_filename": None,
         "save_example_text": True,
         "vocabulary": vocabulary,
+        "vocabulary_extra_ids": getattr(model.output_vocabulary, "extra_ids", None) or 0,
     }
 
 
