@@ -1,0 +1,149 @@
+"""What T5X wrote, and its conversions, as INITIAL_CHECKPOINT_PATH and as CHECKPOINT_PATH."""
+
+import json
+
+import numpy as np
+import pytest
+import seqio
+import tensorflow as tf
+
+from t0repro.config.t5x.gin_files import GinInputs, parse
+from t0repro.config.t5x.inference import eval_plan, infer_plan
+from t0repro.config.t5x.run import train_config
+from t0repro.converters import convert
+from t0repro.converters.sources import load_any
+from t0repro.runs import planned_start
+from t0repro.runs.batch_infer import infer
+from t0repro.runs.chosen import chosen, opened
+
+from ..converters.checkpoint_files import assert_same_bits
+from ..converters.test_t5x_layouts import T5X_FILES, written_by_t5x
+
+pytestmark = written_by_t5x
+
+TASK = "tokens_of_128"
+# The model file that T5X trained with, and its checkpoint: both of T5X's formats.
+WRITTEN = {"tiny": "final_a_legacy", "square": "final_a_square_orbax"}
+FORMS = ("t5x", "jax", "mtf", "hf")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered():
+    """A task of random tokens, for models whose vocabulary has 128 of them."""
+
+    def rows(split, shuffle_files, seed=None):
+        tokens = np.random.default_rng(0).integers(2, 128, (8, 2, 6)).astype(np.int32)
+        return tf.data.Dataset.from_tensor_slices({"inputs": tokens[:, 0], "targets": tokens[:, 1]})
+
+    feature = seqio.Feature(seqio.PassThroughVocabulary(128), add_eos=False)
+    seqio.TaskRegistry.add(
+        TASK,
+        seqio.FunctionDataSource(rows, splits=("train", "test")),
+        preprocessors=[],
+        output_features={"inputs": feature, "targets": feature},
+    )
+    yield
+    seqio.TaskRegistry.remove(TASK)
+
+
+@pytest.fixture(scope="module")
+def forms(tmp_path_factory):
+    """(model, form) -> path."""
+    found = {}
+    for model, name in WRITTEN.items():
+        source = T5X_FILES / "ckpt" / name / "checkpoint_12"
+        found[model, "t5x"] = source
+        for form in FORMS[1:]:
+            folder = tmp_path_factory.mktemp(f"{model}_{form}") / "converted"
+            convert.convert(source, folder, form)
+            found[model, form] = folder if form == "hf" else find(folder)
+    return found
+
+
+def find(folder):
+    from t0repro.converters.sources import find_checkpoint
+
+    return find_checkpoint(folder).path
+
+
+@pytest.fixture(scope="module", autouse=True)
+def model_files(tmp_path_factory):
+    """T5X's model files, with tokens for a vocabulary."""
+    folder = tmp_path_factory.mktemp("gin")
+    for model in WRITTEN:
+        (folder / f"{model}_tokens.gin").write_text(
+            "from __gin__ import dynamic_registration\nimport seqio\n"
+            f"include '{T5X_FILES}/{model}.gin'\n"
+            "VOCABULARY = @seqio.PassThroughVocabulary()\n"
+            "seqio.PassThroughVocabulary.size = 128\n"
+        )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        yield
+
+
+def parsed(run_mode, run_file, model, *bindings):
+    files = (f"{model}_tokens.gin", f"t5x/configs/runs/{run_file}.gin")
+    shared = (
+        "DROPOUT_RATE = 0.0",
+        f"MIXTURE_OR_TASK_NAME = '{TASK}'",
+        "TASK_FEATURE_LENGTHS = {'inputs': 6, 'targets': 6}",
+    )
+    return parse(GinInputs(run_mode, files, (*shared, *bindings)))
+
+
+def training(model, checkpoint, folder="unused"):
+    return parsed(
+        "train", "finetune", model, f"INITIAL_CHECKPOINT_PATH = '{checkpoint}'",
+        f"MODEL_DIR = '{folder}'", "TRAIN_STEPS = 13", "USE_CACHED_TASKS = False",
+        "BATCH_SIZE = 4", "RANDOM_SEED = 1", "train/utils.DatasetConfig.seed = 1",
+        "train_script.train.train_eval_dataset_cfg = None",
+        "train_script.train.infer_eval_dataset_cfg = None",
+        "train_script.train.stats_period = 1",
+    )  # fmt: skip
+
+
+def inference(model, checkpoint, folder):
+    return infer_plan(
+        parsed(
+            "infer", "infer", model, f"CHECKPOINT_PATH = '{checkpoint}'",
+            f"INFER_OUTPUT_DIR = '{folder}'", "infer.mode = 'score'",
+            "utils.DatasetConfig.batch_size = 8",
+            "utils.RestoreCheckpointConfig.dtype = 'float32'",
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("model", WRITTEN)
+def test_training_and_evaluation_start_from_the_same_bits_in_every_form(forms, model):
+    expected = load_any(forms[model, "t5x"])
+    digests = set()
+    for form in FORMS:
+        config = train_config(training(model, forms[model, form]))
+        tree = planned_start.starting_tree(config, lambda line: None)
+        wanted = {name for name in expected if name.startswith("target/") or form != "hf"}
+        # Slots that are not in use are dummies, which formats may leave out.
+        wanted = {name for name in wanted if expected[name].shape != (1,)}
+        assert_same_bits({n: expected[n] for n in wanted}, {n: tree[n] for n in wanted})
+        plan = eval_plan(
+            parsed("eval", "eval", model, f"CHECKPOINT_PATH = '{forms[model, form]}'",
+                   "EVAL_OUTPUT_DIR = 'unused'")
+        )  # fmt: skip
+        digests.add(opened(plan, chosen(plan.restore)[0]).digest)
+    assert len(digests) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", WRITTEN)
+def test_first_losses_and_scores_are_the_same_in_every_form(forms, model, tmp_path):
+    losses, scores = {}, {}
+    for form in FORMS:
+        folder = tmp_path / form
+        run = training(model, forms[model, form], folder)
+        planned_start.start(run, train_config(run), say=lambda line: None)
+        rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+        losses[form] = next(row["loss"] for row in rows if row["split"] == "train")
+        (file,) = infer(inference(model, forms[model, form], folder / "scored"))
+        scores[form] = [json.loads(line)["score"] for line in file.read_text().splitlines()]
+    assert losses["t5x"] > 0 and set(losses.values()) == {losses["t5x"]}
+    assert len(scores["t5x"]) == 8 and all(each == scores["t5x"] for each in scores.values())
