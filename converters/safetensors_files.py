@@ -63,7 +63,6 @@ class SafetensorsFile:
         array = recycling.empty(info.shape, info.dtype)
         if not storage.read_into(self._path, self._start + begin, array):
             raise _damaged(self._path, f"{name} goes beyond its end")
-        # As the other readers' arrays: they may be views of memory that is used again.
         array.flags.writeable = False
         return array
 

@@ -99,7 +99,7 @@ def _activations(
         layers = model.num_encoder_layers * encoder + model.num_decoder_layers * decoder
     else:
         layers = max(encoder, decoder)
-    # The logits and their gradient, in float32 whatever the activations are.
+    # In float32 whatever the activations are.
     logits = 2 * rows * targets * model.vocab_size * _FLOAT32
     return layers * bytes_each + logits
 

@@ -34,7 +34,7 @@ def perplexity_batches(config: RunConfig) -> list[tuple[str, list[Batch]]]:
 
 
 def scored_examples(config: RunConfig) -> list[Batch]:
-    # One flat list, since the scores of all datasets go to one file, in this order.
+    # One flat list: all scores go to one file, in this order.
     """The padded examples of all of score_from_dataset's datasets, one dataset after another."""
     return [
         {name: np.asarray(example[name], np.int32) for name in MODEL_FEATURES if name in example}

@@ -93,5 +93,4 @@ def _unpadded(tokens: Any, length: int | None) -> Tokens:
     """Tokens up to the last one that is not zero."""
     tokens = np.asarray(tokens, np.int32)[:length]
     present = np.flatnonzero(tokens)
-    # A slice of a larger array would keep that array alive.
     return np.ascontiguousarray(tokens[: present[-1] + 1 if present.size else 0])
