@@ -12,7 +12,7 @@ import re
 import sys
 from pathlib import Path
 
-from t0repro.mesh import compat
+from t0repro import compat
 
 compat.install()  # TensorFlow imports without its start-up lines
 import tensorflow as tf  # noqa: E402

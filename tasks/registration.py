@@ -235,7 +235,7 @@ def load_tasks(
     # A module of the user's may register plain SeqIO tasks beside prompted ones.
     with_seqio = into_seqio or needs_seqio(modules)
     if with_seqio and modules:
-        from t0repro.mesh import compat
+        from t0repro import compat
 
         compat.quiet_logs()
     with contextlib.nullcontext() if with_seqio else describing():

@@ -64,7 +64,7 @@ def add_text_task(
             fix=f"Choose one of {', '.join(OBJECTIVES)}.",
         )
     found = {split: _matching(name, patterns) for split, patterns in files.items()}
-    from t0repro.mesh import compat
+    from t0repro import compat
 
     compat.install()
     import seqio

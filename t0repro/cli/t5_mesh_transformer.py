@@ -61,7 +61,7 @@ def console_entry_point() -> None:
 
 def define_flags() -> None:
     """Defines t5's flags, which importing its command does, and this project's own."""
-    from t0repro.mesh import compat
+    from t0repro import compat
 
     # Before t5's command is imported: without the patches that import fails.
     compat.install()

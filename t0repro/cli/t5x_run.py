@@ -164,7 +164,7 @@ def register(parsed: Parsed, options: T5xOptions, modules: Sequence[str] = ()) -
     Raises:
       UserError: If a module cannot be found.
     """
-    from t0repro.mesh import compat
+    from t0repro import compat
     from t0repro.tasks.registration import load_tasks
 
     compat.quiet_logs()

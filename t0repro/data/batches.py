@@ -61,7 +61,7 @@ def eval_tasks(
     Source: mesh_tensorflow.transformer.utils.eval_model.
     """
     # compat has to be installed before anything imports t5 or seqio.
-    from t0repro.mesh import compat
+    from t0repro import compat
 
     compat.install()
     from t5.models import mesh_transformer

@@ -44,7 +44,7 @@ def scored_examples(config: RunConfig) -> list[Batch]:
 
 
 def _eval_datasets(config: RunConfig) -> list[tuple[str, Any]]:
-    from t0repro.mesh import compat
+    from t0repro import compat
 
     compat.install()
     from t5.models import mesh_transformer
@@ -71,7 +71,7 @@ def _eval_datasets(config: RunConfig) -> list[tuple[str, Any]]:
 
 
 def _train_dataset(config: RunConfig) -> Any:
-    from t0repro.mesh import compat
+    from t0repro import compat
 
     compat.install()
     from t5.models import mesh_transformer

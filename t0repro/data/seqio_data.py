@@ -162,7 +162,7 @@ def seqio_dataset(data: DatasetConfig, *, seed: int | None, num_epochs: int | No
       num_epochs: How many times to go through the examples; None repeats them without end.
     """
     # compat has to be installed before anything imports t5 or seqio.
-    from t0repro.mesh import compat
+    from t0repro import compat
 
     compat.install()
     import seqio

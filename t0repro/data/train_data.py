@@ -86,7 +86,7 @@ class TrainBatches(ResumableBatches):
         Source: mesh_tensorflow.transformer.utils.train_model, which repeats the dataset and drops
         any remainder that does not fill a batch.
         """
-        from t0repro.mesh import compat
+        from t0repro import compat
 
         compat.install()
         from t5.models import mesh_transformer

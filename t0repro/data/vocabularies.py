@@ -22,7 +22,7 @@ def seqio_vocabulary(record: Any) -> Any:
 
     T5's own is read from T0REPRO_VOCAB, if that is set.
     """
-    from t0repro.mesh import compat
+    from t0repro import compat
 
     compat.install()
     import seqio

@@ -82,7 +82,7 @@ class TaskReader:
         return prompted_examples(description, self._split, self._lengths, self._sample)
 
     def _rows_of_seqio(self) -> Iterator[dict[str, Any]]:
-        from t0repro.mesh import compat
+        from t0repro import compat
 
         compat.install()
         from t5.models import mesh_transformer

@@ -43,7 +43,7 @@ class TaskEvaluator:
         decoding: DecodingPlan,
     ):
         # compat has to be installed before anything imports t5 or seqio.
-        from t0repro.mesh import compat
+        from t0repro import compat
 
         compat.install()
         import seqio

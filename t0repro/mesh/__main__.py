@@ -10,7 +10,7 @@ from __future__ import annotations
 import runpy
 import sys
 
-from t0repro.mesh import compat
+from t0repro import compat
 
 
 def main() -> None:

@@ -37,7 +37,7 @@ _SECONDS_BETWEEN_LINES = 5.0
 def install(model_dir: str) -> None:
     """Makes training and evaluation in this process write model_dir/metrics.jsonl.
 
-    Must be called after t0repro.mesh.compat.install().
+    Must be called after t0repro.compat.install().
     """
     from mesh_tensorflow.transformer import utils
     from tensorflow.python.tpu import tpu_estimator

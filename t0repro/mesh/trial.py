@@ -22,7 +22,7 @@ def main() -> None:
 
 def train_one_step() -> tuple[float, float]:
     """Losses of a linear model before and after one step of Mesh TensorFlow's Adafactor."""
-    from t0repro.mesh import compat
+    from t0repro import compat
 
     compat.install()
     import mesh_tensorflow as mtf

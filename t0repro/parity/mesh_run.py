@@ -26,7 +26,7 @@ Arrays = dict[str, np.ndarray]
 
 def _tensorflow_1() -> Any:
     """TensorFlow 1's API, after compat has patched it; compat must come before the import."""
-    from t0repro.mesh import compat
+    from t0repro import compat
 
     compat.install()
     import tensorflow

@@ -49,7 +49,7 @@ def infer(plan: InferPlan) -> list[Path]:
         not the model's, or a task has no example.
     """
     from t0repro.data.vocabularies import check_vocabularies
-    from t0repro.mesh import compat
+    from t0repro import compat
 
     compat.install()
     import seqio

@@ -90,7 +90,7 @@ def _run(checks: Sequence[tuple[str, Callable[[], Iterator[str]]]], say: Say) ->
 
 
 def _files(plan: InferPlan) -> Iterator[str]:
-    from t0repro.mesh import compat
+    from t0repro import compat
     from t0repro.runs.batch_infer import register_files
 
     compat.install()
@@ -111,7 +111,7 @@ def _data(
     """
     from t0repro.data import checks
     from t0repro.data.vocabularies import check_vocabularies, seqio_vocabulary
-    from t0repro.mesh import compat
+    from t0repro import compat
 
     compat.install()
     import seqio

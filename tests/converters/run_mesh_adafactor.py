@@ -14,7 +14,7 @@ import numpy as np
 
 
 def main() -> None:
-    from t0repro.mesh import compat
+    from t0repro import compat
 
     compat.install()
     import mesh_tensorflow as mtf

@@ -113,7 +113,7 @@ def test_the_latest_checkpoint_must_be_known(mesh, checkpoint, tmp_path):
 @pytest.fixture(scope="module")
 def mesh():
     """Mesh TensorFlow, importable."""
-    from t0repro.mesh import compat
+    from t0repro import compat
 
     compat.install()
 

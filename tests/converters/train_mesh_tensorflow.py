@@ -62,7 +62,7 @@ def random_tokens(sequence_length, vocabulary, dataset_split):
 
 
 def main() -> None:
-    from t0repro.mesh import compat
+    from t0repro import compat
 
     compat.install()
     import t5.models

@@ -15,7 +15,7 @@ from t0repro.data.seqio_data import (
     train_eval_batches,
 )
 from t0repro.errors import UserError
-from t0repro.mesh import compat
+from t0repro import compat
 
 compat.install()
 import seqio  # noqa: E402

@@ -58,7 +58,7 @@ def test_targets_of_the_installed_t5_postprocessor_are_read(tmp_path):
 
 @pytest.mark.mtf
 def test_files_written_by_mesh_tensorflow_itself_are_read(tmp_path):
-    from t0repro.mesh import compat
+    from t0repro import compat
 
     compat.install()
     from mesh_tensorflow.transformer.utils import write_lines_to_file

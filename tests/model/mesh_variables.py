@@ -18,7 +18,7 @@ import sys
 
 
 def main() -> None:
-    from t0repro.mesh import compat
+    from t0repro import compat
 
     compat.install()
     import mesh_tensorflow.transformer.utils as utils

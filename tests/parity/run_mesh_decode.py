@@ -20,7 +20,7 @@ INPUTS_LENGTH = 48
 
 
 def main() -> None:
-    from t0repro.mesh import compat
+    from t0repro import compat
 
     compat.install()
     import mesh_tensorflow.transformer.utils as utils

@@ -29,7 +29,7 @@ def demo():
 
 
 def by_t5(name, lengths):
-    from t0repro.mesh import compat
+    from t0repro import compat
 
     compat.install()
     from t5.models import mesh_transformer

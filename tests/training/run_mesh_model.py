@@ -26,7 +26,7 @@ VOCABULARY = 250
 
 
 def main() -> None:
-    from t0repro.mesh import compat
+    from t0repro import compat
 
     compat.install()
     import mesh_tensorflow.transformer.utils as utils

@@ -17,7 +17,7 @@ import sys
 
 
 def main() -> None:
-    from t0repro.mesh import compat
+    from t0repro import compat
 
     compat.install()
     import numpy as np

@@ -53,7 +53,7 @@ def parse(inputs: GinInputs, *, warn: bool = True) -> Bindings:
       UserError: for whatever gin's parser finds wrong, a module that cannot be imported, or a
         macro on the command line that nothing reads.
     """
-    from t0repro.mesh import compat
+    from t0repro import compat
 
     compat.install()
     with configuration_errors():

@@ -6,7 +6,7 @@ either library with our own copy. Each patch is a function whose docstring says 
 a patch restores something, it does nothing if TensorFlow (or the library) still has it. `install()`
 applies them all; it must run before the first `import mesh_tensorflow`.
 
-    from t0repro.mesh import compat
+    from t0repro import compat
 
     compat.install()
     import mesh_tensorflow
@@ -96,8 +96,7 @@ def install() -> None:
         return
     if "mesh_tensorflow" in sys.modules:
         raise RuntimeError(
-            "mesh_tensorflow was imported before t0repro.mesh.compat.install(): call install() "
-            "first."
+            "mesh_tensorflow was imported before t0repro.compat.install(): call install() first."
         )
     # First, because the patches import TensorFlow, which prints its start-up lines then.
     quiet_logs()

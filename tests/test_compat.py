@@ -5,7 +5,8 @@ import subprocess
 import sys
 
 import pytest
-from mesh_commands import run_python
+
+from .mesh.mesh_commands import run_python
 
 pytestmark = pytest.mark.mtf
 
@@ -36,7 +37,7 @@ sys.meta_path.insert(0, NoTorch())
 # Each case in a fork of one process that has imported TensorFlow, which is what takes the time.
 WITHOUT_EACH = """
 import json, os
-from t0repro.mesh import compat
+from t0repro import compat
 
 compat.quiet_logs()
 for left_out in [None, *NAMES]:
@@ -85,7 +86,7 @@ def test_without_this_patch_the_libraries_do_not_import(outcomes, patch):
 
 def test_install_prints_nothing_and_neither_do_the_imports_after_it():
     ended = run_python(
-        "from t0repro.mesh import compat\n"
+        "from t0repro import compat\n"
         "compat.install()\n"
         "import mesh_tensorflow, seqio, t5.data.mixtures, t5.models\n"
         "from t5.models import mesh_transformer_main\n"
@@ -97,7 +98,7 @@ def test_install_prints_nothing_and_neither_do_the_imports_after_it():
 
 def test_install_twice_is_install_once_and_stand_ins_raise_when_they_are_called():
     ended = run_python(
-        "from t0repro.mesh import compat\n"
+        "from t0repro import compat\n"
         "compat.install()\n"
         "from mesh_tensorflow.transformer import utils\n"
         "patched = utils.get_estimator, utils.decode\n"
@@ -123,7 +124,7 @@ def test_install_twice_is_install_once_and_stand_ins_raise_when_they_are_called(
 
 # Whether each assignment in a graph of two weights has the gradients of both among its ancestors.
 WAITS = """
-from t0repro.mesh import compat
+from t0repro import compat
 
 compat.install()
 import mesh_tensorflow as mtf
@@ -183,7 +184,7 @@ def test_install_after_mesh_tensorflow_says_so():
     ended = run_python(
         "import sys, types\n"
         "sys.modules['mesh_tensorflow'] = types.ModuleType('mesh_tensorflow')\n"
-        "from t0repro.mesh import compat\n"
+        "from t0repro import compat\n"
         "compat.install()\n"
     )
     assert ended.returncode == 1
@@ -193,7 +194,7 @@ def test_install_after_mesh_tensorflow_says_so():
 def test_without_torch_the_hugging_face_model_says_what_it_needs():
     ended = run_python(
         f"{NO_TORCH}"
-        "from t0repro.mesh import compat\n"
+        "from t0repro import compat\n"
         "compat.install()\n"
         "import t5.models\n"
         "t5.models.HfPyTorchModel('t5-small', 'dir')\n"
