@@ -9,7 +9,8 @@ Source: t5x.utils.get_infer_fn.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -83,7 +84,8 @@ class ModelFunctions:
     def _decoded(self, dataset: Any) -> Iterator[tuple[list[int], Decodes]]:
         """Each batch's indices and decodes; of the rows, the first are the indexed ones."""
         key = jax.random.PRNGKey(self.seed)
-        for number, batch in enumerate(_batches(dataset, self.batch_size)):
+        pairs, numbers = _pairs(dataset), itertools.count()
+        while batch := list(itertools.islice(pairs, self.batch_size)):
             examples = [_tokens(example) for _, example in batch]
             # As many as several devices need to share them evenly.
             size = self.batch_size + -self.batch_size % data_parts(self.params)
@@ -91,7 +93,7 @@ class ModelFunctions:
             inputs, targets = (
                 np.stack([example[name] for example in examples]) for name in ("inputs", "targets")
             )
-            batch_key = jax.random.fold_in(key, number)
+            batch_key = jax.random.fold_in(key, next(numbers))
             with across_devices_of(self.params):
                 decodes = generate(self.model, self.params, inputs, targets, self.plan, batch_key)
             yield [int(index) for index, _ in batch], decodes
@@ -102,17 +104,6 @@ def _tokens(example: Any) -> dict[str, np.ndarray]:
         "inputs": np.asarray(example["encoder_input_tokens"], np.int32),
         "targets": np.asarray(example["decoder_target_tokens"], np.int32),
     }
-
-
-def _batches(dataset: Any, size: int) -> Iterator[Sequence[tuple[Any, Any]]]:
-    batch: list[tuple[Any, Any]] = []
-    for item in _pairs(dataset):
-        batch.append(item)
-        if len(batch) == size:
-            yield batch
-            batch = []
-    if batch:
-        yield batch
 
 
 def _pairs(dataset: Any) -> Iterator[tuple[Any, Any]]:

@@ -6,6 +6,7 @@ import ctypes
 import dataclasses
 import functools
 import hashlib
+import itertools
 import os
 import signal
 from collections.abc import Iterator, Mapping, Sequence
@@ -201,7 +202,8 @@ def write_piece(piece: Piece) -> PieceResult:
                 for form, folder in piece.folders.items()
             }
             try:
-                for batch in _batches(_renderings(piece, reader, shard, result), _BATCH):
+                renderings = _renderings(piece, reader, shard, result)
+                while batch := list(itertools.islice(renderings, _BATCH)):
                     _write_batch(piece, batch, ordinals, files, result.statistics)
                 for form, file in files.items():
                     file.close()
@@ -276,17 +278,6 @@ def _write_batch(
             ordinal = place if ordinals is None else int(ordinals[place])
             for record in writer.as_ranking(rendering, encoded, ordinal, statistics[True]):
                 files[True].write(record)
-
-
-def _batches(items: Iterator[Any], size: int) -> Iterator[list[Any]]:
-    batch = []
-    for item in items:
-        batch.append(item)
-        if len(batch) == size:
-            yield batch
-            batch = []
-    if batch:
-        yield batch
 
 
 # What a worker keeps between pieces -------------------------------------------------------------
