@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from t0repro.config.run_config import RunConfig
-from t0repro.config.t5x import records
+from t0repro.config.t5x import programs
 from t0repro.config.t5x.gin_files import Parsed
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def _opener_of_writers(
     return open_writer
 
 
-def check_data(program: records.TrainProgram, config: RunConfig) -> None:
+def check_data(program: programs.TrainProgram, config: RunConfig) -> None:
     """Checks tasks, splits, caches and vocabularies, before anything is built or written.
 
     Raises:

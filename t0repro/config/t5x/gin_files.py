@@ -15,7 +15,7 @@ from t0repro.config.gin_errors import configuration_errors
 from t0repro.config.gin_imports import restrict_imports
 from t0repro.config.macros import MACRO, bound_macros, check_macros_are_read
 from t0repro.config.provenance import Bindings, record_bindings
-from t0repro.config.t5x import modules, records
+from t0repro.config.t5x import modules, programs, records
 from t0repro.errors import UserError, nearest_names
 
 
@@ -148,7 +148,8 @@ def _gin_left_as_it_was() -> Iterator[None]:
         for served in [*gin.config._INVERSE_REGISTRY]:
             # Records and optax's functions only; what the user's modules register
             # stays.
-            if served.__module__ == records.__name__ or served.__module__.startswith("optax."):
+            ours = served.__module__ in (records.__name__, programs.__name__)
+            if ours or served.__module__.startswith("optax."):
                 gin.config._REGISTRY.pop(gin.config._INVERSE_REGISTRY.pop(served).selector)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from t0repro.config import ranges
 from t0repro.config.decoding_plan import DecodingPlan
 from t0repro.config.inference_plan import EvalPlan, ExampleFiles, InferMode, InferPlan
-from t0repro.config.t5x import data, records
+from t0repro.config.t5x import data, programs, records
 from t0repro.config.t5x import model as t5x_model
 from t0repro.config.t5x.gin_files import Parsed
 from t0repro.config.t5x.layout import layout_of
@@ -43,7 +43,7 @@ def eval_plan(parsed: Parsed) -> EvalPlan:
       UserError: For a value that has no counterpart here or is out of range, with its place.
     """
     program, places = parsed.program, Places.of(parsed.values)
-    assert isinstance(program, records.EvalProgram)
+    assert isinstance(program, programs.EvalProgram)
     places.check_unset(program, "evaluate", _EVAL_CODE)
     evaluator = data.evaluator_config(program.inference_evaluator_cls, places)
     if evaluator is None:
@@ -65,11 +65,11 @@ def infer_plan(parsed: Parsed) -> InferPlan:
       UserError: For a value that has no counterpart here or is out of range, with its place.
     """
     program, places = parsed.program, Places.of(parsed.values)
-    assert isinstance(program, records.InferProgram)
+    assert isinstance(program, programs.InferProgram)
     places.check_unset(program, "infer", _INFER_CODE)
     _check_infer(program, places)
     record, files = program.dataset_cfg, None
-    if isinstance(record.mixture_or_task_name, records.TfExampleTask):
+    if isinstance(record.mixture_or_task_name, programs.TfExampleTask):
         files = _files(record.mixture_or_task_name, places)
         # The record is frozen; the task's name is what the rest of the plan reads.
         record = dataclasses.replace(record, mixture_or_task_name=files.name)
@@ -99,7 +99,7 @@ def infer_plan(parsed: Parsed) -> InferPlan:
     return plan
 
 
-def _check_infer(program: records.InferProgram, places: Places) -> None:
+def _check_infer(program: programs.InferProgram, places: Places) -> None:
     if program.mode not in _MODES:
         raise places.refused(
             "infer.mode", program.mode, "there is no such mode.", f"Bind one of {_MODES}."
@@ -121,10 +121,10 @@ def _check_infer(program: records.InferProgram, places: Places) -> None:
         )
 
 
-def _written(program: records.InferProgram, places: Places) -> records.WriteInferences:
+def _written(program: programs.InferProgram, places: Places) -> programs.WriteInferences:
     """What a line of the results holds."""
-    written = program.write_fn or records.WriteInferences()
-    if not isinstance(written, records.WriteInferences):
+    written = program.write_fn or programs.WriteInferences()
+    if not isinstance(written, programs.WriteInferences):
         raise places.refused(
             "infer.write_fn", written, "results are JSON lines in T5X's form.", "Leave it out."
         )
@@ -233,7 +233,7 @@ def _apply_hard_limit(options: dict[str, Any]) -> None:
         options["max_decode_steps"] = min(steps, limit)
 
 
-def _files(task: records.TfExampleTask, places: Places) -> ExampleFiles:
+def _files(task: programs.TfExampleTask, places: Places) -> ExampleFiles:
     name = "create_task_from_tfexample_file"
     if task.file_type not in ("tfrecord", "jsonl"):
         raise places.refused(

@@ -15,24 +15,24 @@ import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from t0repro.config.t5x import records
+from t0repro.config.t5x import programs, records
 from t0repro.errors import UserError, nearest_names
 
 # The function that each run mode's gin file configures, and its record.
 PROGRAMS = {
-    "train": ("train", records.TrainProgram),
-    "eval": ("evaluate", records.EvalProgram),
-    "infer": ("infer", records.InferProgram),
-    "precompile": ("precompile", records.PrecompileProgram),
+    "train": ("train", programs.TrainProgram),
+    "eval": ("evaluate", programs.EvalProgram),
+    "infer": ("infer", programs.InferProgram),
+    "precompile": ("precompile", programs.PrecompileProgram),
 }
 
 _MODULES: Mapping[str, Mapping[str, Any]] = {
     "__main__": {
         **dict(PROGRAMS.values()),
-        "create_task_from_tfexample_file": records.TfExampleTask,
-        "write_inferences_to_file": records.WriteInferences,
+        "create_task_from_tfexample_file": programs.TfExampleTask,
+        "write_inferences_to_file": programs.WriteInferences,
     },
-    "t5x.infer": {"write_inferences_to_file": records.WriteInferences},
+    "t5x.infer": {"write_inferences_to_file": programs.WriteInferences},
     "t5x.utils": {
         "DatasetConfig": records.DatasetConfig,
         "SaveCheckpointConfig": records.SaveCheckpointConfig,
@@ -66,7 +66,7 @@ _MODULES: Mapping[str, Mapping[str, Any]] = {
         "EarlyStoppingAction": records.EarlyStopping,
         "TerminateOnNanAction": records.TerminateOnNan,
     },
-    "t5x.gin_utils": {"summarize_gin_config": records.WriteConfig},
+    "t5x.gin_utils": {"summarize_gin_config": programs.WriteConfig},
     "t5x.examples.t5.network": {
         "Transformer": records.Transformer,
         "T5Config": records.T5Config,

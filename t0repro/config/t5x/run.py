@@ -6,8 +6,9 @@ import dataclasses
 from typing import Any
 
 from t0repro.config import ranges
-from t0repro.config.run_config import CheckpointChoice, DecodingConfig, RunConfig
-from t0repro.config.t5x import data, records
+from t0repro.config.decoding_config import DecodingConfig
+from t0repro.config.run_config import CheckpointChoice, RunConfig
+from t0repro.config.t5x import data, programs, records
 from t0repro.config.t5x import model as t5x_model
 from t0repro.config.t5x import optimizer as t5x_optimizer
 from t0repro.config.t5x.gin_files import Parsed
@@ -72,7 +73,7 @@ def train_config(parsed: Parsed) -> RunConfig:
       UserError: For a value that has no counterpart here or is out of range, with its place.
     """
     program, places = parsed.program, Places.of(parsed.values)
-    assert isinstance(program, records.TrainProgram)
+    assert isinstance(program, programs.TrainProgram)
     places.check_unset(program, "train", _OWN_CODE)
     plan = _plan(program, places)
     model = t5x_model.model_config(program.model, places)
@@ -163,7 +164,7 @@ def shared_fields(model: records.EncoderDecoderModel) -> dict[str, Any]:
     }
 
 
-def _plan(program: records.TrainProgram, places: Places) -> TrainingPlan:
+def _plan(program: programs.TrainProgram, places: Places) -> TrainingPlan:
     def dataset(record: records.DatasetConfig | None, scope: str) -> Any:
         return None if record is None else data.dataset_config(record, scope, places)
 

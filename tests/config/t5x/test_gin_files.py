@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import gin
-from t0repro.config.t5x import gin_files, records
+from t0repro.config.t5x import gin_files, programs, records
 from t0repro.errors import UserError
 
 MODEL = "t5x/examples/t5/t5_1_1/small.gin"
@@ -64,7 +64,7 @@ utils.SaveCheckpointConfig.save_dataset = True
     )
     parsed = parse(files=[str(tmp_path / "c4.gin")], required=("MODEL_DIR = 'runs/c4'",))
     program = parsed.program
-    assert isinstance(program, records.TrainProgram)
+    assert isinstance(program, programs.TrainProgram)
     assert program.model.module.config.emb_dim == 512
     assert program.train_dataset_cfg.batch_size == 256
     assert (program.train_dataset_cfg.seed, program.random_seed) == (42, 42)

@@ -1,0 +1,156 @@
+"""What T5X's scripts are called with, as records: a program for each run mode, and what it names.
+
+The names are those under which gin files import the scripts (`import __main__ as train_script`);
+`t0repro.config.t5x.modules` serves them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from t0repro.config.t5x.records import (
+    CheckpointConfig,
+    DatasetConfig,
+    EncoderDecoderModel,
+    Evaluator,
+    Feature,
+    PjitPartitioner,
+    Record,
+    RestoreCheckpointConfig,
+    Trainer,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainProgram(Record):
+    """What `train_script.train` is called with.
+
+    Attributes:
+      total_steps: the step at which training ends, restored steps included.
+      relative_steps: steps from wherever this run starts; wins over `total_steps`.
+      stats_period: steps between summaries; None stands for the shortest of the other periods.
+      random_seed: for initialisation and dropout; None takes another at each start.
+    """
+
+    model: EncoderDecoderModel
+    # Required arguments first, as in T5X's signature; the others have its defaults.
+    train_dataset_cfg: DatasetConfig
+    train_eval_dataset_cfg: DatasetConfig | None
+    infer_eval_dataset_cfg: DatasetConfig | None
+    checkpoint_cfg: CheckpointConfig
+    partitioner: PjitPartitioner
+    trainer_cls: Trainer
+    model_dir: str
+    total_steps: int
+    eval_steps: int
+    eval_period: int
+    random_seed: int | None
+    summarize_config_fn: Any = None
+    relative_steps: int | None = None
+    stats_period: int | None = None
+    use_hardware_rng: bool = False
+    inference_evaluator_cls: Evaluator | None = None
+    get_dataset_fn: Any = None
+    concurrent_metrics: bool = True
+    actions: Mapping[str, Sequence[Any]] | None = None
+    train_eval_get_dataset_fn: Any = None
+    run_eval_before_training: bool = False
+    train_state_initializer_cls: Any = None
+    use_orbax: bool = True
+    verify_matching_vocabs_fn: Any = None
+    gc_period: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvalProgram(Record):
+    """What `eval_script.evaluate` is called with."""
+
+    model: EncoderDecoderModel
+    dataset_cfg: DatasetConfig
+    restore_checkpoint_cfg: RestoreCheckpointConfig
+    partitioner: PjitPartitioner
+    output_dir: str
+    inference_evaluator_cls: Evaluator | None = None
+    training_evaluator_cls: Any = None
+    summarize_config_fn: Any = None
+    train_state_initializer_cls: Any = None
+    train_eval_get_dataset_fn: Any = None
+    fallback_init_rng: int | None = None
+    use_orbax: bool = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InferProgram(Record):
+    """What `infer_script.infer` is called with.
+
+    Attributes:
+      checkpoint_period: batches between the points where an interrupted job can resume.
+      shard_id: which of `num_shards` parts of the examples this job takes.
+    """
+
+    mode: str
+    model: EncoderDecoderModel
+    dataset_cfg: DatasetConfig
+    restore_checkpoint_cfg: RestoreCheckpointConfig
+    partitioner: PjitPartitioner
+    output_dir: str
+    checkpoint_period: int
+    shard_id: int = 0
+    num_shards: int = 1
+    merge_chunked_results: bool = True
+    write_fn: Any = None
+    checkpoint_ds_iter: bool = True
+    train_state_initializer_cls: Any = None
+    fallback_init_rng: int | None = None
+    merge_fn: Any = None
+    summarize_config_fn: Any = None
+    use_orbax: bool = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrecompileProgram(Record):
+    """What `train_script.precompile` is called with."""
+
+    model: EncoderDecoderModel
+    train_dataset_cfg: DatasetConfig
+    partitioner: PjitPartitioner
+    model_dir: str
+    random_seed: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TfExampleTask(Record):
+    """`infer_script.create_task_from_tfexample_file`: a task read from TFRecord files."""
+
+    paths: Sequence[str]
+    file_type: str
+    inputs_key: str
+    targets_key: str | None
+    features: Mapping[str, Feature]
+    task_id: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WriteInferences(Record):
+    """`infer_script.write_inferences_to_file`: what a line of the results holds.
+
+    Attributes:
+      include_all_inputs: whether all features of an example are written, not only its texts.
+      input_fields_to_include: the features to write instead.
+      output_ids: whether an output's token ids are written too.
+    """
+
+    include_all_inputs: bool = False
+    input_fields_to_include: Sequence[str] | None = None
+    output_ids: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WriteConfig(Record):
+    """`gin_utils.summarize_gin_config`: writes the configuration beside the results."""
+
+    model_dir: str | None = None
+    summary_writer: Any = None
+    step: int = 0
