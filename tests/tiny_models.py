@@ -8,10 +8,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from t0repro.config.decoding_config import DecodingConfig
 from t0repro.config.run_config import (
     AdafactorConfig,
     CheckpointChoice,
-    DecodingConfig,
     DTypePolicy,
     ModelConfig,
     RunConfig,

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from t0repro.config.run_config import DecodingConfig
+from t0repro.config.decoding_config import DecodingConfig
 from t0repro.evaluation.energy import Cost, EnergyMeter
 
 if TYPE_CHECKING:

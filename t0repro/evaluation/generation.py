@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from t0repro.config.run_config import DecodingConfig
+from t0repro.config.decoding_config import DecodingConfig
 from t0repro.model.decoding import generate, search_limit
 from t0repro.model.shapes import Int
 from t0repro.model.t5 import T5
@@ -57,13 +57,10 @@ def generate_tokens(
     rows = [_unpadded(tokens, inputs_length) for tokens in inputs]
     outputs: list[list[int]] = [[] for _ in rows]
     batches = _batches(rows, batch_size)
-    # Mesh TensorFlow's own batches, filled up as it does: a beam search depends on all of their
-    # rows.
     if config.beam_size > 1:
-        count = len(rows)
-        rows += rows[:1] * fill_with_first
-        rows += [np.zeros(0, np.int32)] * (-len(rows) % batch_size)
-        batches = _consecutive(count, batch_size)
+        # Mesh TensorFlow's own batches: a beam search depends on all of their rows.
+        batches = _consecutive(len(rows), batch_size)
+        rows = _filled(rows, batch_size, fill_with_first)
     limits = _search_limits(rows, config, batch_size)
     key = jax.random.key(seed)
 
@@ -73,8 +70,7 @@ def generate_tokens(
             # Fill a partial batch with copies of its first row, which cost no further steps.
             full = np.concatenate([members, np.full(batch_size - len(members), members[0])])
             padded = _padded([rows[member] for member in full])
-            # The number of the batch is folded in, so that each draws its own noise
-            # from one seed.
+            # The batch's number, so that each batch draws its own noise from one seed.
             batch_key = jax.random.fold_in(key, number)
             # Rows that only fill the devices end their beam search before its first step.
             padded, steps = (padded_rows(x, data_parts(params)) for x in (padded, limits[full]))
@@ -127,6 +123,12 @@ def texts_of(tokens: Sequence[Sequence[int]], vocabulary: Any) -> list[str]:
     for row, ids in zip(table, tokens, strict=True):
         row[: len(ids)] = ids
     return [text.decode("utf-8") for text in vocabulary.decode_tf(tf.constant(table)).numpy()]
+
+
+def _filled(rows: list[np.ndarray], batch_size: int, copies: int) -> list[np.ndarray]:
+    """The rows with copies of the first after them, and empty rows up to a whole batch."""
+    rows = rows + rows[:1] * copies
+    return rows + [np.zeros(0, np.int32)] * (-len(rows) % batch_size)
 
 
 def _search_limits(rows: Sequence[np.ndarray], config: DecodingConfig, batch_size: int) -> Any:

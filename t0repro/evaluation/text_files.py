@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from t0repro.config.run_config import InferConfig, ScoreStringsConfig
+from t0repro.config.decoding_config import InferConfig, ScoreStringsConfig
 from t0repro.errors import UserError
 from t0repro.files import write_atomically
 from t0repro.model.shapes import Int

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from t0repro.config.run_config import DecodingConfig
+from t0repro.config.decoding_config import DecodingConfig
 from t0repro.model.blocks import Memory
 from t0repro.model.layers import same_segment
 from t0repro.model.shapes import Array, Bool, Float, Int

@@ -48,8 +48,8 @@ def infer(plan: InferPlan) -> list[Path]:
       UserError: If there is no checkpoint, it does not fit the model, the task's vocabulary is
         not the model's, or a task has no example.
     """
-    from t0repro.data.vocabularies import check_vocabularies
     from t0repro import compat
+    from t0repro.data.vocabularies import check_vocabularies
 
     compat.install()
     import seqio

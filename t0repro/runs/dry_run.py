@@ -109,9 +109,9 @@ def _data(
 
     In a training, evaluations of tasks without the split are left out, as in T5X.
     """
+    from t0repro import compat
     from t0repro.data import checks
     from t0repro.data.vocabularies import check_vocabularies, seqio_vocabulary
-    from t0repro import compat
 
     compat.install()
     import seqio

@@ -2,15 +2,10 @@
 
 import pytest
 
+from t0repro.config.decoding_config import DecodingConfig, InferConfig, ScoreStringsConfig
 from t0repro.config.mtf import dialect
 from t0repro.config.mtf.parser import GinInputs
-from t0repro.config.run_config import (
-    CheckpointChoice,
-    DecodingConfig,
-    InferConfig,
-    RunConfig,
-    ScoreStringsConfig,
-)
+from t0repro.config.run_config import CheckpointChoice, RunConfig
 from t0repro.errors import UserError
 
 PARAMS = (

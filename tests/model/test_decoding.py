@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from t0repro.config.run_config import DecodingConfig
+from t0repro.config.decoding_config import DecodingConfig
 from t0repro.model import decoding
 from t0repro.model.t5 import T5, initial_parameters
 

@@ -13,13 +13,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from t0repro.config.configuration import NotOnJax
+from t0repro.config.decoding_config import DecodingConfig, InferConfig, ScoreStringsConfig
 from t0repro.config.provenance import Bindings
-from t0repro.config.run_config import (
-    CheckpointChoice,
-    DecodingConfig,
-    InferConfig,
-    ScoreStringsConfig,
-)
+from t0repro.config.run_config import CheckpointChoice
 from t0repro.errors import UserError
 
 _UTILS = "mesh_tensorflow.transformer.utils"
