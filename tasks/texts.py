@@ -17,7 +17,7 @@ import functools
 import glob
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from t0repro.errors import UserError, nearest_names
@@ -68,24 +68,11 @@ def add_text_task(
 
     compat.install()
     import seqio
-    import tensorflow as tf
-    from t5.data import preprocessors
-
-    from t0repro.tasks.seqio_tasks import seqio_vocabulary
 
     if name in seqio.TaskRegistry.names():
         raise UserError(
             f"There is a task {name!r} already.", fix="Give the texts' task another name."
         )
-    denoise = {
-        "span_corruption": functools.partial(
-            preprocessors.span_corruption, merge_examples_to_reduce_padding=merge_examples
-        ),
-        "prefix_lm": preprocessors.prefix_lm,
-    }
-    feature = seqio.Feature(
-        seqio_vocabulary(vocabulary or default_vocabulary()), add_eos=True, dtype=tf.int32
-    )
     seqio.TaskRegistry.add(
         name,
         _source(found, (field,) if isinstance(field, str) else tuple(field)),
@@ -96,12 +83,34 @@ def add_text_task(
             seqio.preprocessors.tokenize,
             # Cached before the objective, whose noise is drawn anew in every epoch.
             seqio.CacheDatasetPlaceholder(),
-            denoise[objective],
+            _denoising(objective, merge_examples),
             seqio.preprocessors.append_eos_after_trim,
         ],
-        output_features={"inputs": feature, "targets": feature},
+        output_features=dict.fromkeys(("inputs", "targets"), _feature(vocabulary)),
         metric_fns=[],
         shuffle_buffer_size=_SHUFFLE_BUFFER,
+    )
+
+
+def _feature(vocabulary: VocabularyFile | seqio.Vocabulary | None) -> seqio.Feature:
+    """Tokens of a vocabulary, T5's if none is given, that end in EOS."""
+    import seqio
+    import tensorflow as tf
+
+    from t0repro.tasks.seqio_tasks import seqio_vocabulary
+
+    encoding = seqio_vocabulary(vocabulary or default_vocabulary())
+    return seqio.Feature(encoding, add_eos=True, dtype=tf.int32)
+
+
+def _denoising(objective: Objective, merge_examples: bool) -> Callable[..., Any]:
+    """t5's preprocessor that makes inputs and targets of a text's tokens."""
+    from t5.data import preprocessors
+
+    if objective == "prefix_lm":
+        return preprocessors.prefix_lm
+    return functools.partial(
+        preprocessors.span_corruption, merge_examples_to_reduce_padding=merge_examples
     )
 
 

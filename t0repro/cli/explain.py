@@ -18,6 +18,7 @@ from t0repro.cli.gin_options import (
     GinSearchPaths,
     RunModes,
     allowlist_of,
+    mesh_inputs,
     t5x_inputs,
 )
 from t0repro.cli.options import AsJson, Modules
@@ -79,17 +80,13 @@ def explain(
         return
     from t0repro.config.explain import render
     from t0repro.config.mtf.dialect import load
-    from t0repro.config.mtf.parser import GinInputs
 
-    inputs = GinInputs(
-        model_dir=model_dir,
-        gin_files=gin_file or (),
-        gin_params=gin_param or (),
-        location_prefixes=gin_location_prefix or (),
-        module_imports=module_import or (),
-        import_allowlist=allowlist,
-    )
-    config = load(inputs).run
+    folders = gin_location_prefix
+    config = load(
+        mesh_inputs(
+            gin_file, gin_param, folders, module_import, allowlist=allowlist, model_dir=model_dir
+        )
+    ).run
     # The words of a dialect are bindings, so that they can be put into a file.
     if dialect:
         _show_translation(config, dialect)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from t0repro.config.mtf.parser import GinInputs as MeshInputs
     from t0repro.config.t5x.gin_files import GinInputs
 
 GinFiles = Annotated[list[str] | None, typer.Option("--gin_file", help="A gin file; repeatable.")]
@@ -35,6 +36,28 @@ def allowlist_of(values: Sequence[str] | None) -> tuple[str, ...] | None:
         return None
     names = (name.strip() for value in values for name in value.split(","))
     return tuple(name for name in names if name)
+
+
+def mesh_inputs(
+    files: Sequence[str] | None,
+    params: Sequence[str] | None,
+    folders: Sequence[str] | None,
+    modules: Sequence[str] | None,
+    *,
+    allowlist: tuple[str, ...] | None = None,
+    model_dir: str = "",
+) -> MeshInputs:
+    """What a command line says of Mesh TensorFlow's gin files."""
+    from t0repro.config.mtf.parser import GinInputs
+
+    return GinInputs(
+        model_dir=model_dir,
+        gin_files=files or (),
+        gin_params=params or (),
+        location_prefixes=folders or (),
+        module_imports=modules or (),
+        import_allowlist=allowlist,
+    )
 
 
 def t5x_inputs(

@@ -14,6 +14,7 @@ from t0repro.cli.gin_options import (
     GinImportAllowlist,
     GinParams,
     allowlist_of,
+    mesh_inputs,
 )
 from t0repro.cli.options import DType, Modules
 from t0repro.words import counted
@@ -82,17 +83,16 @@ def parity(
     """
     from absl import logging
 
-    from t0repro.config.mtf.parser import GinInputs
     from t0repro.parity import report, run
 
     logging.set_verbosity(logging.ERROR)  # hides SeqIO's advice about uncached data
-    inputs = GinInputs(
+    inputs = mesh_inputs(
+        gin_file,
+        gin_param,
+        gin_location_prefix,
+        module_import,
+        allowlist=allowlist_of(gin_import_allowlist),
         model_dir=str(out / run.MESH_FOLDER),
-        gin_files=gin_file or (),
-        gin_params=gin_param or (),
-        location_prefixes=gin_location_prefix or (),
-        module_imports=module_import or (),
-        import_allowlist=allowlist_of(gin_import_allowlist),
     )
     job = run.make_job(inputs, out, steps=steps, start=start, dtype=dtype, eval_task=eval_task)
     typer.echo(f"Mesh TensorFlow: {counted(len(job.batches), 'step')}", err=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from t0repro.cli.gin_options import GinFolders, GinParams, RunMode, RunModes
+from t0repro.cli.gin_options import GinFolders, GinParams, RunMode, RunModes, mesh_inputs
 from t0repro.cli.shared import with_groups
 from t0repro.cli.t5x_run import T5xOptions, gin_inputs, parse_files, register
 
@@ -57,39 +57,38 @@ def precompile(
         --gin.MODEL_DIR="'runs/compiled'" --gin.MIXTURE_OR_TASK_NAME="'c4_v220_span_corruption'"
         --gin.TASK_FEATURE_LENGTHS="{'inputs': 512, 'targets': 114}"
     """
-    # Compiling for devices that are not here takes none of those that are.
+    # Before jax is imported, and so that compiling for devices elsewhere takes none of those here.
     if topology is not None:
-        # Before jax is imported: it reads the variable once.
         os.environ["JAX_PLATFORMS"] = "cpu"
     mode = _t5x_mode(options, run_mode, gin_param)
     # T5X's files first: what is wrong with them is said before JAX is imported.
     config = None if mode is None else _t5x_config(gin_inputs(mode.value, options), options)
     devices, chip, float32 = _devices(topology)
     if config is None:
-        from t0repro.config.mtf.dialect import load
-        from t0repro.config.mtf.parser import GinInputs
+        config = _mesh_config(options, gin_param, gin_location_prefix, float32)
+    from t0repro.runs import precompile as compiling
 
-        inputs = GinInputs(
-            model_dir="",
-            gin_files=options.gin_file or (),
-            gin_params=gin_param or (),
-            location_prefixes=gin_location_prefix or (),
-            module_imports=options.module_import or (),
-        )
-        config = load(inputs, float32_activations=float32).run
-    from t0repro.runs.precompile import adjusted, devices_line
-    from t0repro.runs.precompile import precompile as compiled
-
-    config = adjusted(config, model_parallelism, fully_sharded, num_microbatches)
+    config = compiling.adjusted(config, model_parallelism, fully_sharded, num_microbatches)
     if suggest:
         _suggest(config, devices, chip)
-        return
-    if options.dry_run:
-        typer.echo(devices_line(config, devices))
-        return
-    left = Path(config.model_dir) if mode is RunMode.PRECOMPILE else None
-    for line in compiled(config, devices, chip, hlo, left):
-        typer.echo(line)
+    elif options.dry_run:
+        typer.echo(compiling.devices_line(config, devices))
+    else:
+        left = Path(config.model_dir) if mode is RunMode.PRECOMPILE else None
+        for line in compiling.precompile(config, devices, chip, hlo, left):
+            typer.echo(line)
+
+
+def _mesh_config(
+    options: T5xOptions,
+    gin_param: list[str] | None,
+    gin_location_prefix: list[str] | None,
+    float32: bool,
+) -> RunConfig:
+    from t0repro.config.mtf.dialect import load
+
+    inputs = mesh_inputs(options.gin_file, gin_param, gin_location_prefix, options.module_import)
+    return load(inputs, float32_activations=float32).run
 
 
 def _t5x_mode(

@@ -15,7 +15,7 @@ from t0repro.cli.tracking import Trackers, tracked_evaluation
 from t0repro.words import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from t0repro.evaluation.evaluation_folder import Settings
     from t0repro.evaluation.rank_eval import Outcome
@@ -117,8 +117,6 @@ def rank_eval(
     if data is not None:
         os.environ["T0REPRO_DATA_DIR"] = str(data)
     from t0repro.evaluation.evaluation_folder import Settings
-    from t0repro.reports.prompts import load_prompts, training_tasks
-    from t0repro.reports.results import write_results
 
     settings = Settings(
         split=split,
@@ -131,19 +129,34 @@ def rank_eval(
         modes=tuple(modes.split(",")),
         at_hand=at_hand,
     )
-    prompts = load_prompts(module_import or (), into_seqio=True)
-    write = functools.partial(
-        write_results,
-        prompts=prompts,
-        trained=training_tasks(train_mixture or ()),
-        label=label,
-        title=title,
-        resamples=resamples,
-        extras=[e for e in (normalize, *(each.value for each in also or ())) if e != "none"],
-    )
+    extras = [normalize, *(extra.value for extra in also or ())]
+    write = _writer(module_import or (), train_mixture or (), label, title, resamples, extras)
     _add_cache(cache_dir)
     with tracked_evaluation(tracker, out, checkpoint, mixture, settings):
         _evaluate(checkpoint, step, model_parallelism, mixture, out, settings, write)
+
+
+def _writer(
+    modules: Sequence[str],
+    mixtures: Sequence[str],
+    label: str,
+    title: str,
+    resamples: int,
+    extras: Sequence[str],
+) -> Callable[..., tuple[Report, list[Path]]]:
+    """Registers the modules' tasks; returns `write_results` for a report with these options."""
+    from t0repro.reports.prompts import load_prompts, training_tasks
+    from t0repro.reports.results import write_results
+
+    return functools.partial(
+        write_results,
+        prompts=load_prompts(modules, into_seqio=True),
+        trained=training_tasks(mixtures),
+        label=label,
+        title=title,
+        resamples=resamples,
+        extras=[name for name in extras if name != "none"],
+    )
 
 
 def _evaluate(

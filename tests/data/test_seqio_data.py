@@ -7,6 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
+from t0repro import compat
 from t0repro.config.training_plan import DatasetConfig
 from t0repro.data.seqio_data import (
     SeqioTrainBatches,
@@ -15,7 +16,6 @@ from t0repro.data.seqio_data import (
     train_eval_batches,
 )
 from t0repro.errors import UserError
-from t0repro import compat
 
 compat.install()
 import seqio  # noqa: E402

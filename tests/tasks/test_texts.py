@@ -5,10 +5,10 @@ import json
 import numpy as np
 import pytest
 
+from t0repro import compat
 from t0repro.config.training_plan import DatasetConfig
 from t0repro.data.seqio_data import runs_python, seqio_dataset
 from t0repro.errors import UserError
-from t0repro import compat
 from t0repro.tasks.texts import add_described, add_text_task
 
 compat.install()

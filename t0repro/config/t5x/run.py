@@ -110,9 +110,9 @@ def precompile_config(parsed: Parsed) -> RunConfig:
       UserError: See `train_config`.
     """
     program = parsed.program
-    assert isinstance(program, records.PrecompileProgram)
+    assert isinstance(program, programs.PrecompileProgram)
     rate = records.LearningRateSchedule(factors="constant", base_learning_rate=1e-3)
-    training = records.TrainProgram(
+    training = programs.TrainProgram(
         model=program.model,
         train_dataset_cfg=program.train_dataset_cfg,
         train_eval_dataset_cfg=None,
