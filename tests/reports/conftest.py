@@ -1,8 +1,10 @@
-"""The demo's prompts."""
+"""The demo's prompts, and a small evaluation."""
 
 import warnings
 
 import pytest
+
+from .suites import small_suite
 
 
 @pytest.fixture(scope="session")
@@ -13,3 +15,8 @@ def prompts():
         from t0repro.reports.prompts import load_prompts
 
         return load_prompts(["t0repro.tasks.demo"])
+
+
+@pytest.fixture
+def suite(tmp_path):
+    return small_suite(tmp_path / "jax" / "validation_eval")

@@ -24,7 +24,7 @@ from t0repro.reports.terminal import print_page
 from t0repro.reports.write import write_report
 
 from .scored_folder import write_scores
-from .test_report import Page as ParsedPage
+from .suites import Page as ParsedPage
 
 HOSTILE = [
     '<script>alert(1)</script><img src=x onerror="alert(1)">',

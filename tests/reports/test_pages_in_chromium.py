@@ -17,8 +17,8 @@ from t0repro.reports.write import write_page, write_report
 
 from .browser import ENTER, ESCAPE, HERE, SHIFT, SPACE, TAB, open_browser
 from .scored_folder import write_scores
+from .suites import full_report, small_suite
 from .test_comparison import PROMPTS, write_run
-from .test_report import full_report, small_suite
 
 pytestmark = pytest.mark.skipif(not HERE, reason="Chromium and chromedriver are not here")
 

@@ -1,0 +1,46 @@
+import json
+
+from typer.testing import CliRunner
+
+from t0repro.cli.report import app
+from t0repro.errors import UserError
+from t0repro.reports.report import load_report
+
+
+def test_report_make_writes_three_files_and_prints_a_summary(suite, tmp_path):
+    write_metrics = "\n".join(
+        json.dumps({"split": "train", "step": s, "loss": 1.0}) for s in range(3)
+    )
+    (tmp_path / "m.jsonl").write_text(write_metrics)
+    metrics = str(tmp_path / "m.jsonl")
+    arguments = ["make", str(suite.folder), "--out", str(tmp_path / "out"), "--label", "jax"]
+    arguments += ["--other", f"mtf={suite.folder}", "--metrics", metrics, "--resamples", "100"]
+    arguments += ["--losses", f"jax={metrics}", metrics, "--train-dataset", "ag_news_classify"]
+    arguments += ["--note", "First sentence.", "--note", "Second sentence."]
+    run = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert run.exit_code == 0
+    assert "Predictions differ: nowhere" in run.output
+    assert str(tmp_path / "out" / "report.html") in run.output.replace("\n", "")
+    report = load_report(tmp_path / "out")
+    assert report.notes == ("First sentence.", "Second sentence.")
+    assert [group.group for group in report.groups] == ["held_out_prompts", "held_out_datasets"]
+    assert report.losses is not None
+    assert (report.losses.label_a, report.losses.label_b) == ("jax", "mtf")
+
+
+def test_report_make_writes_nothing_on_bad_input(suite, tmp_path):
+    out = tmp_path / "out"
+    for arguments in (
+        [str(tmp_path), "--out", str(out)],
+        [str(suite.folder), "--out", str(out), "--metrics", str(tmp_path / "absent.jsonl")],
+        [str(suite.folder), "--out", str(out), "--conversion", str(tmp_path / "absent.txt")],
+        [str(suite.folder), "--out", str(out), "--module_import", "no_such_module"],
+    ):
+        run = CliRunner().invoke(app, ["make", *arguments])
+        assert isinstance(run.exception, UserError)
+    assert not out.exists()
+
+
+def test_report_make_help_shows_an_example():
+    run = CliRunner().invoke(app, ["make", "--help"])
+    assert "t0repro report make runs/demo/validation_eval" in " ".join(run.output.split())
