@@ -109,6 +109,16 @@ def _launcher(name: str, machine: Machine) -> Launcher:
                 fix="Give the platform a `template` in the file of machines (--machines).",
             )
         return KubernetesLauncher(yaml.safe_load(Path(machine.template).read_text()))
+    if name == "vertex":
+        if machine.vertex is None:
+            raise UserError(
+                "Jobs on Vertex AI need a project, a location, an image and a machine type.",
+                where="--launcher",
+                fix="Give the platform an entry `vertex` in the file of machines (--machines).",
+            )
+        from t0repro.jobs.vertex_ai import VertexLauncher
+
+        return VertexLauncher(machine.vertex)
     raise UserError(
         f"There is no launcher {name}.", where="--launcher", fix=f"One of {', '.join(LAUNCHERS)}."
     )
@@ -154,20 +164,20 @@ def auxiliary_jobs_beside(
 
 def _main(model_dir: str, asked: str) -> None:
     """The controller's process."""
-    # JSON has neither tuples nor paths.
+    # # JSON has neither tuples nor paths.
     cast = dacite.Config(cast=[tuple, Path])
     asked_options, asked_gin = json.loads(asked)
     options = dacite.from_dict(AuxiliaryOptions, asked_options, cast)
     gin = dacite.from_dict(GinInputs, asked_gin, cast)
 
     def training_goes_on() -> bool:
-        # The training writes nothing here, so what can be read is the end of the file.
+        # # The training writes nothing here, so what can be read is the end of the file.
         return not select.select([sys.stdin], [], [], 0)[0]
 
     def say(text: str) -> None:
         print(f"auxiliary jobs: {text}", file=sys.stderr, flush=True)
 
-    # Raised as SystemExit, so that the launcher is closed and ends its jobs.
+    # # Raised as SystemExit, so that the launcher is closed and ends its jobs.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     try:
         done = make_controller(model_dir, options, gin, say).run(training_goes_on)

@@ -4,7 +4,7 @@ It is YAML, with two tables of entries; a cell's fields win over a platform's:
 
 platforms:
   jf_2x2:                      # any name: what --auxiliary_job_platform is given
-    launcher: slurm            # local, slurm or k8s
+    launcher: slurm            # local, slurm, k8s or vertex
     options: [--partition=gpu, --gres=gpu:1]
     memory_gb: 64
 cells:
@@ -23,7 +23,28 @@ import yaml
 
 from t0repro.errors import UserError, nearest_names
 
-LAUNCHERS = ("local", "slurm", "k8s")
+LAUNCHERS = ("local", "slurm", "k8s", "vertex")
+
+
+@dataclasses.dataclass(frozen=True)
+class VertexMachine:
+    """A custom job's machine on Vertex AI, in the words of `t0repro vertex`.
+
+    Attributes:
+      image_uri: the image that the jobs run in.
+      staging_bucket: `gs://BUCKET`, in which Vertex AI keeps a folder for each job.
+    """
+
+    project: str
+    location: str
+    image_uri: str
+    machine_type: str
+    staging_bucket: str
+    accelerator_type: str | None = None
+    accelerator_count: int = 0
+    service_account: str | None = None
+    network: str | None = None
+    labels: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +54,7 @@ class Machine:
     Attributes:
       options: for the engine's own command that submits (sbatch).
       template: the file of a Job manifest, for Kubernetes; relative to the file of machines.
+      vertex: the machine on Vertex AI.
       cpus: processors of each job.
       time_limit: seconds that a job may take.
       environment: variables for the jobs.
@@ -41,6 +63,7 @@ class Machine:
     launcher: str = "local"
     options: list[str] = dataclasses.field(default_factory=list)
     template: str | None = None
+    vertex: VertexMachine | None = None
     cpus: int | None = None
     memory_gb: float | int | None = None
     time_limit: float | int | None = None

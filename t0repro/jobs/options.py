@@ -42,9 +42,9 @@ class AuxiliaryOptions:
     machines: Annotated[
         Path | None, typer.Option(help="A YAML file: what platforms and cells stand for.")
     ] = None
-    launcher: Annotated[str | None, typer.Option(help="Where jobs run: local, slurm or k8s.")] = (
-        None
-    )
+    launcher: Annotated[
+        str | None, typer.Option(help="Where jobs run: local, slurm, k8s or vertex.")
+    ] = None
     max_parallel: Annotated[int, typer.Option(min=1, help="The most jobs at a time.")] = 1
     poll_seconds: Annotated[float, typer.Option(min=0.01, help="Seconds between two looks.")] = 10.0
     max_failures: Annotated[
