@@ -24,6 +24,10 @@ def read_scalars(directory: str | os.PathLike[str]) -> dict[str, list[tuple[int,
     Scalars are summaries of that name, as TensorFlow 1 wrote them, or tensors without a dimension.
     """
     import numpy as np
+
+    from t0repro import compat
+
+    compat.quiet_logs()  # TensorBoard imports TensorFlow
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.util import tensor_util
 

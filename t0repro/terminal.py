@@ -16,6 +16,7 @@ from t0repro.words import printable
 _READABLE_KEY, _READABLE = 22, 12
 # Rich puts a space on either side of a cell and one between cells
 _BETWEEN = 3
+_BARS = "▁▂▃▄▅▆▇█"
 
 
 def terminal(width: int = 120) -> Console:
@@ -27,6 +28,14 @@ def terminal(width: int = 120) -> Console:
     if console.is_terminal:
         return console
     return Console(markup=False, emoji=False, highlight=False, width=width)
+
+
+def bars(values: Sequence[float], low: float | None = None, high: float | None = None) -> str:
+    """A curve on one line: a bar for each value, between two extremes, by default the values'."""
+    low = min(values) if low is None else low
+    high = max(values) if high is None else high
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BARS[round((value - low) * scale)] for value in values)
 
 
 def print_table(

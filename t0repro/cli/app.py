@@ -23,6 +23,7 @@ from t0repro.cli import (
     precompile,
     rank_eval,
     report,
+    runs,
     t5x_run,
     tasks,
     train,
@@ -53,6 +54,8 @@ app.command()(parity.parity)
 app.command()(precompile.precompile)
 app.command("rank-eval")(rank_eval.rank_eval)
 app.command()(compare.compare)
+app.command()(runs.runs)
+app.command()(runs.plot)
 app.command("eval")(t5x_run.evaluate)
 app.command()(t5x_run.infer)
 checkpoints = typer.Typer(

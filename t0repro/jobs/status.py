@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from t0repro.errors import UserError
 from t0repro.jobs.controller import FOLDER
 from t0repro.jobs.journal import JOURNAL, Journal, Point, Progress
+from t0repro.terminal import bars
 
 HEADER = ("checkpoint", "mixture", "state", "attempts", "seconds", "metric")
-_BARS = "▁▂▃▄▅▆▇█"
 
 
 def read_status(model_dir: Path) -> dict[Point, Progress]:
@@ -72,16 +71,10 @@ def curves(status: dict[Point, Progress]) -> list[str]:
     by_mixture = sorted(status.items(), key=lambda item: (item[0].mixture, item[0].step))
     for mixture, points in itertools.groupby(by_mixture, key=lambda item: item[0].mixture):
         found = [(point.step, each.metric) for point, each in points if each.metric is not None]
-        # One point is no curve.
+        # # One point is no curve.
         if len(found) > 1:
             tag, values = found[0][1][0], [metric[1] for _, metric in found]
             steps = f"steps {found[0][0]:,} to {found[-1][0]:,}"
             extremes = f"{min(values):.4g} to {max(values):.4g}"
-            lines.append(f"{mixture}: {tag}  {_bars(values)}  {extremes}, {steps}")
+            lines.append(f"{mixture}: {tag}  {bars(values)}  {extremes}, {steps}")
     return lines
-
-
-def _bars(values: Sequence[float]) -> str:
-    low, high = min(values), max(values)
-    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
-    return "".join(_BARS[round((value - low) * scale)] for value in values)

@@ -9,9 +9,9 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from t0repro.errors import UserError
 
@@ -70,12 +70,8 @@ class LossComparison:
         return self.worst.relative_difference <= tolerance
 
 
-def read_losses(metrics: str | os.PathLike[str], split: str = "train") -> dict[int, float]:
-    """Reads the loss of each step from a metrics.jsonl, by ascending step.
-
-    If a step occurs twice, as it does after a restart from an earlier checkpoint, its last line
-    counts. Lines of another split or without a loss are skipped, and so is a last line that a
-    killed run left half-written.
+def metric_rows(metrics: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
+    """The lines of a metrics.jsonl; a last one that a killed run left half-written is skipped.
 
     Raises:
       UserError: if the file is missing, or a line is not a JSON object (reported with its number).
@@ -87,7 +83,6 @@ def read_losses(metrics: str | os.PathLike[str], split: str = "train") -> dict[i
             where=str(path),
             fix="Training writes metrics.jsonl into its model_dir; name that file.",
         )
-    losses: dict[int, float] = {}
     lines = path.read_text(encoding="utf-8").split("\n")
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -102,8 +97,23 @@ def read_losses(metrics: str | os.PathLike[str], split: str = "train") -> dict[i
             ) from error
         if not isinstance(record, dict):
             raise UserError("This line is not a JSON object.", where=f"{path}:{number}")
-        if record.get("split") == split and record.get("loss") is not None:
-            losses[int(record["step"])] = float(record["loss"])
+        yield record
+
+
+def read_losses(metrics: str | os.PathLike[str], split: str = "train") -> dict[int, float]:
+    """Reads the loss of each step from a metrics.jsonl, by ascending step.
+
+    If a step occurs twice, as it does after a restart from an earlier checkpoint, its last line
+    counts. Lines of another split or without a loss are skipped.
+
+    Raises:
+      UserError: as metric_rows does.
+    """
+    losses = {
+        int(row["step"]): float(row["loss"])
+        for row in metric_rows(metrics)
+        if row.get("split") == split and row.get("loss") is not None
+    }
     return dict(sorted(losses.items()))
 
 

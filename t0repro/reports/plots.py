@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 
 from t0repro.reports.dataset_result import DatasetResult
@@ -46,43 +47,89 @@ def calibration_plot(datasets: Sequence[DatasetResult], label: str) -> str:
 
 def history_plot(steps: Sequence[int], curves: Mapping[str, Sequence[float]], label: str) -> str:
     """Mean accuracy over prompts by step, a line for each dataset, named at its end."""
+    points = {name: list(zip(steps, values, strict=True)) for name, values in curves.items()}
+    return curves_plot(points, label, "accuracy, percent", limits=(0, 100), form="{:.1f}%")
+
+
+_COLOURS, _STYLES = ("accent", "chance", "majority", "ink"), ("-", "--", ":", "-.")
+_MARKED = 30  # a curve of more points has no marks, but for its last
+
+
+def curves_plot(
+    curves: Mapping[str, Sequence[tuple[int, float]]],
+    label: str,
+    values: str,
+    *,
+    limits: tuple[float, float] | None = None,
+    form: str = "{:.4g}",
+) -> str:
+    """Curves by step, each named at its end.
+
+    Args:
+      curves: name -> (step, value), ascending.
+      label: what assistive technology reads.
+      values: the vertical axis's label.
+      limits: of the vertical axis; None fits them to the values.
+      form: how a value is written where the pointer is.
+    """
 
     def draw(drawing: Drawing) -> None:
         height = 0.9 + max(2.8, 0.25 * len(curves))
-        names = {name: shortened(printable(name), 14 if drawing.narrow else 26) for name in curves}
-        right = 0.2 + 0.085 * max(map(len, names.values()))
+        names = _short_names(list(curves), 14 if drawing.narrow else 26)
+        right = 0.2 + 0.085 * max(map(len, names))
         axes = drawing.axes(height, _LEFT, right)
-        # A line of text is a quarter of an inch high
-        # In percent of the axis, which is less high than the figure by its margins.
-        places = spread_out(
-            {name: values[-1] for name, values in curves.items()}, 25 / (height - 0.56)
-        )
-        for number, (name, values) in enumerate(curves.items()):
-            axes.plot(steps, values, color=ROLES["accent"], linewidth=1.4, alpha=0.75)
-            for at, (step, value) in enumerate(zip(steps, values, strict=True)):
+        for number, (name, points) in enumerate(curves.items()):
+            color = ROLES[_COLOURS[number % 4]]
+            axes.plot(*zip(*points, strict=True), color=color, linewidth=1.4, alpha=0.75,
+                      linestyle=_STYLES[number // 4 % 4])  # fmt: skip
+            for at, (step, value) in enumerate(points if len(points) <= _MARKED else points[-1:]):
                 mark = f"history-{number}-{at}"
-                axes.plot(
-                    [step], [value], marker="o", markersize=4, color=ROLES["accent"], gid=mark
-                )
-                drawing.tips[mark] = f"{name}, step {step}: {value:.1f}%"
-            axes.annotate(
-                names[name],
-                (steps[-1], values[-1]),
-                (1.02, places[name] / 100),
-                textcoords="axes fraction",
-                va="center",
-                color=ROLES["muted"],
-            )
-        axes.set_ylim(0, 100)
+                axes.plot([step], [value], marker="o", markersize=4, color=color, gid=mark)
+                drawing.tips[mark] = f"{name}, step {step}: {form.format(value)}"
+        if limits:
+            axes.set_ylim(*limits)
+        _name_ends(axes, names, [points[-1] for points in curves.values()], height)
         axes.set_xlabel("step")
-        axes.set_ylabel("accuracy, percent")
+        axes.set_ylabel(values)
         axes.grid(axis="y", linewidth=0.7)
+        steps = sorted({step for points in curves.values() for step, _ in points})
         if len(steps) <= (4 if drawing.narrow else 8):
             axes.set_xticks(steps)
         else:
             whole_steps(axes, 4 if drawing.narrow else 8)
 
     return inline_plot(draw, label)
+
+
+def _short_names(names: Sequence[str], length: int) -> list[str]:
+    """The names cut to a length: at their ends or, if that made two the same, in the middle."""
+    shown = [printable(name) for name in names]
+    short = [shortened(name, length) for name in shown]
+    if len(set(short)) == len(short):
+        return short
+    ending = os.path.commonprefix([name[::-1] for name in shown])  # the same in all tells nothing
+    shown = [name[: len(name) - len(ending)] for name in shown]
+    half = (length - 1) // 2
+    return [n if len(n) <= length else f"{n[:half]}…{n[-half:]}" for n in shown]
+
+
+def _name_ends(
+    axes, names: Sequence[str], ends: Sequence[tuple[int, float]], height: float
+) -> None:
+    """Writes curves' names to the right of the axes, near the curves' ends but apart."""
+    low, high = axes.get_ylim()
+    heights = {at: 100 * (value - low) / (high - low) for at, (_, value) in enumerate(ends)}
+    # A line of text is a quarter of an inch high
+    places = spread_out(heights, 25 / (height - 0.56))
+    for at, (name, end) in enumerate(zip(names, ends, strict=True)):
+        axes.annotate(
+            name,
+            end,
+            (1.02, places[at] / 100),
+            textcoords="axes fraction",
+            va="center",
+            color=ROLES["muted"],
+        )
 
 
 def loss_plot(curve: LossCurve, label: str) -> str:

@@ -9,6 +9,7 @@ from matplotlib.image import imread
 from t0repro.reports.bootstrap import Bootstrap
 from t0repro.reports.comparison import compare_runs, to_json
 from t0repro.reports.comparison_page import comparison_page, history_page
+from t0repro.reports.curves import curves_page
 from t0repro.reports.history import read_history
 from t0repro.reports.make_report import ReportOptions, make_report
 from t0repro.reports.report import SCHEMA_VERSION
@@ -97,7 +98,15 @@ def pages(report, tmp_path_factory):
         write_run(a, wrong, step=step)
     history = read_history(a, PROMPTS)
     write_page("history", history_page(history), history.to_json(), folder)
+    curves = {
+        f"run_{number}_with_a_name_of_some_length": [
+            (step, number + 1 / step) for step in range(1, 5 if number else 200)
+        ]
+        for number in range(5)
+    }
+    write_page("curves", curves_page(curves, "loss"), "{}", folder)
     return {
+        "curves": (folder / "curves.html", 4 * 4 + 1),  # of a long curve only the end is marked
         "report": (path, marks),
         "compare": (folder / "compare.html", 0),
         "history": (folder / "history.html", 3),
@@ -106,7 +115,7 @@ def pages(report, tmp_path_factory):
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 390])
-@pytest.mark.parametrize("name", ["report", "compare", "history"])
+@pytest.mark.parametrize("name", ["report", "compare", "history", "curves"])
 def test_a_page_shows_its_marks_and_nothing_sticks_out_or_is_requested(
     browser, pages, name, width, dark
 ):
@@ -185,7 +194,7 @@ def test_details_open_and_wide_tables_scroll_by_the_keyboard(browser, report):
 
 
 @pytest.mark.parametrize("width", [400, 680, 1280])
-@pytest.mark.parametrize("name", ["report", "compare", "history"])
+@pytest.mark.parametrize("name", ["report", "compare", "history", "curves"])
 def test_the_text_of_charts_and_tables_can_be_read_at_every_width(browser, pages, name, width):
     browser.show(pages[name][0], width)
     assert browser.run("return document.documentElement.scrollWidth") == width

@@ -1,0 +1,135 @@
+"""Curves of trainings: a metric of several runs by step, for a terminal and as a page."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from t0repro.errors import UserError, nearest_names
+from t0repro.event_files import MARK, read_scalars
+from t0repro.reports.losses import MAX_CURVE_POINTS, metric_rows, thinned
+from t0repro.reports.page import Column, Page, Section
+from t0repro.reports.plots import curves_plot
+from t0repro.terminal import bars
+from t0repro.training.metrics import METRICS_FILE
+
+Points = list[tuple[int, float]]
+
+_COLUMNS = 60  # of a curve on a terminal
+_TRAIN = "train"
+
+
+def read_curves(folders: Sequence[Path], metric: str) -> dict[str, Points]:
+    """A metric's curves in several runs: label -> (step, value), ascending.
+
+    A run's metrics.jsonl has the metrics of the training and of its evaluations, by split; what it
+    lacks, such as the results of auxiliary jobs, is looked for as a tag in all event files below
+    the run. Of a step that occurs twice, as after a restart, the last value counts. Values that are
+    not finite have no place in a curve.
+
+    Raises:
+      UserError: if a run has no metrics, or none of them has this one.
+    """
+    known: set[str] = set()
+    curves: dict[tuple[Path, str], Points] = {}
+    for folder in folders:
+        found = _of_lines(folder)
+        if metric not in found:
+            found |= _of_events(folder)
+        if not found:
+            raise UserError(
+                "There are no metrics here.",
+                where=str(folder),
+                fix="Give the folder of a training; `t0repro runs DIR` lists those below DIR.",
+            )
+        known |= found.keys()
+        for place, values in sorted(found.get(metric, {}).items()):
+            points = sorted(item for item in values.items() if math.isfinite(item[1]))
+            if points:
+                curves[folder, place] = points
+    if not curves:
+        raise UserError(
+            f"No run has the metric {metric!r}.",
+            where="--metric",
+            fix=f"Nearest: {nearest_names(metric, known, count=5)}.",
+        )
+    return dict(zip(_labels(list(curves)), curves.values(), strict=True))
+
+
+def _labels(curves: Sequence[tuple[Path, str]]) -> list[str]:
+    """A name for each curve, as short as tells it from the others."""
+    runs = {folder for folder, _ in curves}
+    names = {folder.resolve().name for folder in runs}
+    places = {place for _, place in curves}
+    last = {place.rpartition("/")[2] for place in places}
+    labels = []
+    for folder, place in curves:
+        run = folder.resolve().name if len(names) == len(runs) else str(folder)
+        shown = place.rpartition("/")[2] if len(last) == len(places) else place
+        parts = [run] if len(runs) > 1 or place == _TRAIN else []
+        labels.append(": ".join([*parts, *([shown] if place != _TRAIN else [])]))
+    return labels
+
+
+# Metric -> where it was measured -> step -> value.
+_Found = dict[str, dict[str, dict[int, float]]]
+
+
+def _of_lines(folder: Path) -> _Found:
+    found: _Found = {}
+    path = folder / METRICS_FILE
+    for row in metric_rows(path) if path.is_file() else ():
+        split, step = str(row.get("split", _TRAIN)), row.get("step")
+        for name, value in row.items():
+            if name != "step" and isinstance(step, int) and isinstance(value, int | float):
+                found.setdefault(name, {}).setdefault(split, {})[step] = float(value)
+    return found
+
+
+def _of_events(folder: Path) -> _Found:
+    found: _Found = {}
+    for parent, _, names in os.walk(folder):
+        if any(MARK in name for name in names):
+            place = os.path.relpath(parent, folder)
+            for tag, points in read_scalars(parent).items():
+                found.setdefault(tag, {})[place] = dict(points)
+    return found
+
+
+def curves_page(curves: Mapping[str, Points], metric: str) -> Page:
+    """The curves, and their extremes in a table."""
+    drawn = {label: thinned(points, MAX_CURVE_POINTS) for label, points in curves.items()}
+    header = (Column("curve"), "points", "first", "lowest", "highest", "last", "last step")
+    rows = tuple(
+        (
+            label,
+            f"{len(points):,}",
+            *(f"{value:.4g}" for value in _extremes([value for _, value in points])),
+            f"{points[-1][0]:,}",
+        )
+        for label, points in curves.items()
+    )
+    section = Section(
+        f"{metric}, by step",
+        plot=curves_plot(drawn, f"{metric} by step", metric),
+        header=header,
+        rows=rows,
+    )
+    return Page("Curves of trainings", (section,))
+
+
+def _extremes(values: Sequence[float]) -> tuple[float, float, float, float]:
+    return values[0], min(values), max(values), values[-1]
+
+
+def curves_in_words(curves: Mapping[str, Points]) -> Iterable[str]:
+    """Each curve as a line of bars, all on one scale."""
+    values = [value for points in curves.values() for _, value in points]
+    low, high = min(values), max(values)
+    longest = max(map(len, curves))
+    for label, points in curves.items():
+        shown = [value for _, value in thinned(points, _COLUMNS)]
+        steps = f"steps {points[0][0]:,} to {points[-1][0]:,}"
+        yield f"{label:{longest}}  {bars(shown, low, high)}  {steps}"

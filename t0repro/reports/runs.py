@@ -1,0 +1,65 @@
+"""The trainings below a folder: what each one's run_state.json says."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from t0repro.errors import UserError
+from t0repro.training.run_state import RUN_STATE_FILE, RunState, read_run_state
+
+HEADER = ("run", "state", "step", "loss", "tokens", "tokens/s", "left")
+_NO_RUNS_INSIDE = re.compile(r"checkpoint_\d+.*|\..*")
+
+
+def find_runs(folder: str | os.PathLike[str]) -> dict[Path, RunState]:
+    """Every training at or below a folder, by path.
+
+    Raises:
+      UserError: if there is none, or one's record cannot be read.
+    """
+    found = {}
+    for parent, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not _NO_RUNS_INSIDE.fullmatch(name))
+        if RUN_STATE_FILE in names and (state := read_run_state(parent)) is not None:
+            found[Path(parent)] = state
+    if not found:
+        raise UserError(
+            "There are no trainings here.",
+            where=str(folder),
+            fix=f"Give a folder below which trainings wrote their {RUN_STATE_FILE}.",
+        )
+    return found
+
+
+def rows(runs: Mapping[Path, RunState]) -> list[tuple[str, ...]]:
+    """The cells of a table with the columns of HEADER."""
+    return [
+        (
+            str(path),
+            f"{run.state}: {run.reason}" if run.reason else run.state,
+            f"{run.step:,} of {run.last_step:,}",
+            "" if run.loss is None else f"{run.loss:.4f}",
+            f"{run.target_tokens:,}",
+            "" if run.target_tokens_per_second is None else f"{run.target_tokens_per_second:,.0f}",
+            _left(run),
+        )
+        for path, run in runs.items()
+    ]
+
+
+def _left(run: RunState) -> str:
+    """The time left of a training that goes on, in hours, minutes and seconds."""
+    if run.state != "running" or run.seconds_left is None:
+        return ""
+    return str(datetime.timedelta(seconds=round(run.seconds_left)))
+
+
+def to_json(runs: Mapping[Path, RunState]) -> list[dict[str, Any]]:
+    """One object for each run: its folder, and the fields of its record."""
+    return [{"folder": str(path)} | dataclasses.asdict(run) for path, run in runs.items()]

@@ -1,0 +1,72 @@
+"""The list of trainings tells how each one stands."""
+
+import dataclasses
+import json
+import os
+import socket
+import subprocess
+
+import pytest
+
+from t0repro.errors import UserError
+from t0repro.reports.runs import find_runs, rows, to_json
+from t0repro.training.run_state import RUN_STATE_FILE, RunState
+
+RUNNING = RunState(
+    state="running",
+    reason=None,
+    first_step=0,
+    step=1200,
+    last_step=3000,
+    loss=2.34567,
+    target_tokens=98765,
+    examples=1000,
+    steps_per_second=0.5,
+    target_tokens_per_second=1234.5,
+    seconds_left=3723.4,
+    started="2026-11-22T00:00:00+00:00",
+    updated="2026-11-22T00:10:00+00:00",
+    host=socket.gethostname(),
+    process=os.getpid(),
+)
+
+
+def write(folder, **changes):
+    folder.mkdir(parents=True)
+    state = dataclasses.replace(RUNNING, **changes)
+    (folder / RUN_STATE_FILE).write_text(json.dumps(dataclasses.asdict(state)))
+
+
+def test_each_training_is_listed_with_its_state_and_speed(tmp_path):
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    write(tmp_path / "a")
+    write(tmp_path / "b", state="finished", step=3000, seconds_left=0.0)
+    write(
+        tmp_path / "b" / "auxiliary" / "m" / "step_3" / "output", state="stopped", reason="SIGTERM"
+    )
+    write(tmp_path / "c", process=dead.pid)
+    write(tmp_path / "d", loss=None, target_tokens_per_second=None, seconds_left=None)
+    write(tmp_path / "d" / "checkpoint_3")  # a copy, and no training
+    runs = find_runs(tmp_path)
+    listed = {
+        str(path.relative_to(tmp_path)): row[1:] for path, row in zip(runs, rows(runs), strict=True)
+    }
+    assert listed == {
+        "a": ("running", "1,200 of 3,000", "2.3457", "98,765", "1,234", "1:02:03"),
+        "b": ("finished", "3,000 of 3,000", "2.3457", "98,765", "1,234", ""),
+        "b/auxiliary/m/step_3/output": (
+            "stopped: SIGTERM", "1,200 of 3,000", "2.3457", "98,765", "1,234", "",
+        ),
+        "c": (
+            "failed: its process is gone: it was killed, or the machine went down",
+            "1,200 of 3,000", "2.3457", "98,765", "1,234", "",
+        ),
+        "d": ("running", "1,200 of 3,000", "", "98,765", "", ""),
+    }  # fmt: skip
+    assert to_json(runs)[0] == {"folder": str(tmp_path / "a")} | dataclasses.asdict(RUNNING)
+
+
+def test_a_folder_without_trainings_is_named(tmp_path):
+    with pytest.raises(UserError, match="no trainings here"):
+        find_runs(tmp_path)
