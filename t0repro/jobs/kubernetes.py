@@ -36,7 +36,7 @@ class KubernetesLauncher:
 
     def manifest(self, job: Job) -> dict[str, Any]:
         """The manifest of a job."""
-        # A deep copy, since the template serves every job.
+        # # A deep copy, since the template serves every job.
         manifest = json.loads(json.dumps(self.template))
         try:
             pod = manifest["spec"]["template"]["spec"]
@@ -51,7 +51,7 @@ class KubernetesLauncher:
         # The controller starts failed jobs again, and counts them.
         manifest["spec"]["backoffLimit"] = 0
         pod["restartPolicy"] = "Never"
-        # The image's own Python, if the template names one.
+        # # The image's own Python, if the template names one.
         python = container.pop("command", [sys.executable])[0]
         container["command"] = [python, "-m", "t0repro.jobs.worker", str(job.write())]
         requests = container.setdefault("resources", {}).setdefault("requests", {})
@@ -74,7 +74,7 @@ class KubernetesLauncher:
         if status.get("active"):
             return "running"
         ended = status.get("succeeded") or status.get("failed")
-        # Accepted, but no pod has started.
+        # # Accepted, but no pod has started.
         return "ended" if ended else "waiting"
 
     def cancel(self, job: Job) -> None:
@@ -87,5 +87,5 @@ class KubernetesLauncher:
 
 def _name(job: Job) -> str:
     """A job's name as Kubernetes allows it: lower case letters, digits and dashes, at most 63."""
-    # The end of a name tells attempts apart.
+    # # The end of a name tells attempts apart.
     return re.sub(r"[^a-z0-9]+", "-", job.name.lower()).strip("-")[-63:].strip("-")

@@ -30,7 +30,7 @@ class SlurmLauncher:
             options.append(f"--cpus-per-task={limits.cpus}")
         if limits.memory_gb is not None:
             options.append(f"--mem={math.ceil(limits.memory_gb * 1000)}M")
-        # Slurm counts minutes.
+        # # Slurm counts minutes.
         if limits.seconds is not None:
             options.append(f"--time={math.ceil(limits.seconds / 60)}")
         run_engine("sbatch", "--parsable", *options, *job.options, f"--wrap={worker}")
@@ -39,12 +39,12 @@ class SlurmLauncher:
         """Where a job is, from the queue, or from the accounts if it has left that."""
         queued = run_engine("squeue", "--noheader", f"--name={job.name}", "--format=%T")
         states = queued.split()
-        # A job that has ended leaves the queue; the accounts remember it.
+        # # A job that has ended leaves the queue; the accounts remember it.
         if not states:
             accounts = run_engine(
                 "sacct", "--noheader", "--allocations", f"--name={job.name}", "--format=State%30"
             )
-            # Of several with one name, the latest.
+            # # Of several with one name, the latest.
             states = accounts.split("\n")[-1:] if accounts else []
         if not states:
             return "ended" if job.ending is not None else "unknown"

@@ -54,6 +54,22 @@ def test_continuous_fine_tuning_trains_with_both_files():
 
 
 @pytest.mark.parametrize(
+    ("file", "target", "steps"), [("eval", "//t5x:eval", 0), ("finetune", "train", 60)]
+)
+def test_the_files_of_the_example_on_real_data_fit_their_jobs(file, target, steps):
+    """scripts/auxiliary_jobs.sh runs them."""
+    folder = "t5x/examples/t5/t5_1_1/examples"
+    example = settings(
+        gin_file=f"{folder}/topics_{file}.gin",
+        train_gin_files=(f"{folder}/topics_train.gin",),
+        final_steps=steps,
+        build_target=target,
+    )
+    macros, warnings = check(example)
+    assert warnings == [] and "INITIAL_CHECKPOINT_PATH" in macros
+
+
+@pytest.mark.parametrize(
     ("changes", "what", "fix"),
     [
         ({"mixtures": ()}, "no mixtures", "Name at least one"),
