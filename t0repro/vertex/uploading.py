@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from t0repro.errors import UserError
 from t0repro.vertex.cloud import Place, cloud_errors, connect, storage_client
 from t0repro.vertex.results import copy_results
 
@@ -57,8 +56,8 @@ def uploading(
                     upload.once()
                     if was_last:
                         return
-                except UserError as error:
-                    say(f"TensorBoard: {error.what}")
+                except Exception as error:  # whatever it is, the job is followed to its end
+                    say(f"TensorBoard: {' '.join(str(error).split())}")
                     tries_left -= was_last
                     if not tries_left:
                         say("TensorBoard: not all is uploaded.")

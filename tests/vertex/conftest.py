@@ -14,7 +14,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 
-from t0repro.vertex.cloud import Place
+from t0repro.vertex.cloud import Place, connect
 from tests.loopback import running
 from tests.vertex.services import LOCATION, PROJECT, Services, serving
 from tests.vertex.storage import StorageServer
@@ -99,6 +99,16 @@ def cloud(tmp_path, certificate, monkeypatch):
         worker.join()
     server.stop(None).wait()
     _forget()
+
+
+@pytest.fixture
+def experiment(cloud):
+    """The experiment t5, made as its users make it."""
+    from google.cloud.aiplatform import Experiment
+
+    connect(cloud.place)
+    Experiment.create("t5")
+    return "t5"
 
 
 def _forget():

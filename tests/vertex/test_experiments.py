@@ -22,18 +22,6 @@ TRAINING = Configured(
 )
 
 
-@pytest.fixture
-def experiment(cloud):
-    """The experiment t5, made as its users make it."""
-    from google.cloud.aiplatform import Experiment
-
-    from t0repro.vertex.cloud import connect
-
-    connect(cloud.place)
-    Experiment.create("t5")
-    return "t5"
-
-
 def submitted(cloud, configured=TRAINING, tensorboard=None, run_name="small-1"):
     request = Request("small", "image", Machines("n1-standard-4"), WORDS)
     tracking = Tracking("t5", run_name, tensorboard)

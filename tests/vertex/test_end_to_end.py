@@ -1,0 +1,121 @@
+"""From `t0repro vertex submit` to summary metrics, with the job's container executed here."""
+
+import re
+
+import pytest
+import yaml
+
+from tests.cli.commands import run
+from tests.runs.tiny_gin import MODEL, SIZES
+from tests.vertex.services import LOCATION, PROJECT, STORE
+
+TASK = "demo_synthetic_glue_mrpc_want_to_know_score_eval"
+TRAIN = f"""
+from __gin__ import dynamic_registration
+import __main__ as train_script
+import seqio
+import t0repro.tasks.demo
+from t5x import utils
+from t5x.examples.t5 import network
+include '{MODEL}'
+include 't5x/configs/runs/pretrain.gin'
+include 'shared/sizes.gin'
+MIXTURE_OR_TASK_NAME = '{TASK}'
+train/utils.DatasetConfig.split = 'validation'
+TASK_FEATURE_LENGTHS = {{'inputs': 64, 'targets': 16}}
+USE_CACHED_TASKS = False
+DROPOUT_RATE = 0.0
+BATCH_SIZE = 8
+RANDOM_SEED = 42
+train_script.train.train_eval_dataset_cfg = None
+train_script.train.eval_period = 2
+utils.SaveCheckpointConfig.period = 2
+train_script.train.infer_eval_dataset_cfg = @infer_eval/utils.DatasetConfig()
+train_script.train.inference_evaluator_cls = @seqio.Evaluator
+infer_eval/utils.DatasetConfig:
+  mixture_or_task_name = %MIXTURE_OR_TASK_NAME
+  task_feature_lengths = %TASK_FEATURE_LENGTHS
+  split = 'validation'
+  batch_size = %BATCH_SIZE
+  shuffle = False
+  seed = 42
+  use_cached = False
+  pack = False
+seqio.Evaluator:
+  logger_cls = [@seqio.TensorBoardLogger]
+  num_examples = 4
+"""
+
+
+@pytest.fixture
+def gin_file(tmp_path, monkeypatch):
+    """A training's gin file and one that it includes, in the current folder."""
+    work = tmp_path / "work"
+    (work / "shared").mkdir(parents=True)
+    (work / "train.gin").write_text(TRAIN)
+    imports = "from __gin__ import dynamic_registration\nimport seqio\n"
+    imports += "from t5x.examples.t5 import network\n"
+    (work / "shared/sizes.gin").write_text(imports + "\n".join(SIZES) + "\n")
+    monkeypatch.chdir(work)
+    return "train.gin"
+
+
+def place(*more):
+    return ("--project", PROJECT, "--location", LOCATION, *more)
+
+
+def submit(monkeypatch, capsys, *arguments):
+    words = ("vertex", "submit", *place("--staging_bucket", "gs://bucket"))
+    words += ("--image_uri", "image", "--display_name", "small", "--machine_type", "n1-standard-4")
+    return run(monkeypatch, capsys, *words, *arguments)
+
+
+@pytest.mark.slow
+def test_a_training_from_submit_to_summary_metrics(
+    cloud,
+    experiment,
+    gin_file,
+    monkeypatch,
+    capsys,
+):
+    cloud.services.run_jobs = True
+    code, out, err = submit(
+        monkeypatch,
+        capsys,
+        *("--run_mode", "train", "--gin_file", gin_file, "--gin.TRAIN_STEPS=4"),
+        *("--gin.MODEL_DIR='/gcs/bucket/model'", "--experiment", "t5", "--run_name", "small-1"),
+        *("--tensorboard", "7", "--wait", "--poll_seconds", "0.2"),
+    )
+    services = cloud.services
+    assert code == 0, (out, err, services.logs)
+    state = services.contexts[f"{STORE}/contexts/t5-small-1"].metadata
+    metrics = state["_metrics"]
+    best = metrics[f"{TASK}/accuracy"]
+    assert state["_state"] == "COMPLETE" and 0 <= best <= 100
+    assert metrics[f"{TASK}/accuracy/step"] in (0, 2, 4)
+    assert f"{TASK}/accuracy: {best:.6g} at step" in out
+    # Every point of every scalar that the training logged is in the TensorBoard.
+    curve = services.points[f"small-1-inference-eval-{TASK.replace('_', '-')}", "eval/accuracy"]
+    assert sorted(curve) == [0, 2, 4] and max(curve.values()) == pytest.approx(best)
+    assert sorted(services.points["small-1-train", "loss"])[-1] == 4
+    (execution,) = services.executions.values()
+    assert execution.state.name == "COMPLETE"
+
+
+def test_a_dry_run_prints_what_would_be_sent_and_sends_nothing(
+    cloud, gin_file, monkeypatch, capsys
+):
+    code, out, err = submit(
+        monkeypatch,
+        capsys,
+        *("--run_mode", "train", "--gin_file", gin_file, "--gin.TRAIN_STEPS=4"),
+        *("--gin.MODEL_DIR='gs://bucket/model'", "--dry_run"),
+    )
+    assert code == 0, err
+    (pool,) = yaml.safe_load(out)["worker_pool_specs"]
+    mode, file, steps, model_dir, search = pool["container_spec"]["args"]
+    assert (mode, steps) == ("--run_mode=train", "--gin.TRAIN_STEPS=4")
+    assert model_dir == "--gin.MODEL_DIR='gs://bucket/model'"
+    assert re.fullmatch("--gin_file=/gcs/bucket/t0repro/small-.*/gin/0-train.gin", file)
+    assert search.endswith("/include")
+    assert not (cloud.services.calls or cloud.staged())
