@@ -9,12 +9,12 @@ from typing import Annotated, Any
 
 import typer
 
-from t0repro.cli.gin_options import RunMode
 from t0repro.cli.shared import with_groups
 from t0repro.cli.t5x_run import T5xOptions, gin_inputs, parse_files, register
 from t0repro.cli.tracking import Trackers, tracked_training
 from t0repro.errors import UserError
 from t0repro.jobs.options import AuxiliaryOptions
+from t0repro.vertex.arguments import JobMode
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,9 +121,11 @@ def _check_processes(processes: ProcessOptions) -> None:
 
 def run(
     context: typer.Context,
-    run_mode: Annotated[RunMode, typer.Option("--run_mode", help="What to do.")],
+    run_mode: Annotated[JobMode, typer.Option("--run_mode", help="What to do.")],
 ) -> None:
-    """Run one of T5X's run modes: the same as the command of that name, with its options.
+    """Run a run mode: the same as the command of that name, with its options.
+
+    This is the entry point of containers.
 
     Example:
       t0repro run --run_mode=train --gin_file run.gin --gin.MODEL_DIR="'runs/a'"
@@ -131,7 +133,7 @@ def run(
     group: Any = context.parent.command if context.parent else None
     command = group.get_command(context, run_mode.value)
     arguments = list(context.args)
-    if run_mode is RunMode.PRECOMPILE:  # this command takes Mesh TensorFlow's files too
+    if run_mode is JobMode.PRECOMPILE:  # this command takes Mesh TensorFlow's files too
         arguments += ["--run_mode", run_mode.value]
     with command.make_context(run_mode.value, arguments, parent=context.parent) as inner:
         command.invoke(inner)

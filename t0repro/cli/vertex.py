@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from t0repro.cli.echo import echo
 from t0repro.cli.gin_options import GinBindings, GinFiles
+from t0repro.cli.spelling import canonical_arguments, with_t5x_overrides
 from t0repro.errors import UserError
+from t0repro.vertex.arguments import MESH_TRANSFORMER
 
 if TYPE_CHECKING:
+    from t0repro.vertex.arguments import Arguments
     from t0repro.vertex.cloud import Place
     from t0repro.vertex.experiments import Tracking
     from t0repro.vertex.jobs import Look
@@ -30,6 +33,7 @@ Job = Annotated[str, typer.Argument(help="The job's number or resource name.")]
 
 @app.command()
 def submit(
+    context: typer.Context,
     project: Project,
     location: Location,
     staging_bucket: Annotated[
@@ -115,6 +119,7 @@ def submit(
     from t0repro.vertex.experiments import Tracking
 
     tracking = Tracking(experiment, run_name, tensorboard) if experiment and run_name else None
+    _check_options(context, request.arguments)
     _submit(request, place, tracking, dry_run=dry_run, wait=wait, poll_seconds=poll_seconds)
 
 
@@ -138,6 +143,32 @@ def _words(
         *(override(binding) for binding in bindings),
         *command,
     )
+
+
+def _check_options(context: typer.Context, arguments: Arguments) -> None:
+    """Refuses options that the job's command does not know, as that command would in the container.
+
+    Raises:
+      UserError, click.UsageError: For an option that is unknown, incomplete or of the wrong type.
+    """
+    if arguments.mode is None:
+        from absl import flags
+
+        from t0repro.cli import t5_mesh_transformer
+
+        t5_mesh_transformer.define_flags()
+        try:
+            flags.FLAGS([MESH_TRANSFORMER, *canonical_arguments(arguments.words)])
+        except flags.Error as error:
+            raise UserError(f"{MESH_TRANSFORMER}: {error}.", where="after `--`") from error
+        return
+    root = context.find_root()
+    group: Any = root.command
+    # The first word is --run_mode=MODE, which the image's entry point takes.
+    words = with_t5x_overrides(arguments.words[1:])
+    group.get_command(root, arguments.mode.value).make_context(
+        arguments.mode.value, words, parent=root
+    ).close()
 
 
 def _labels(pairs: list[str]) -> dict[str, str]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
-from t0repro.config.run_config import RunConfig
+from t0repro.config.run_config import ModelConfig, RunConfig
 from t0repro.errors import UserError
 from t0repro.vertex.arguments import Arguments, JobMode
 
@@ -41,7 +42,7 @@ def read(arguments: Arguments) -> Configured:
         the run would refuse; and if the results have no folder.
     """
     configured = _read(arguments)
-    if not configured.output and arguments.mode is not JobMode.PRECOMPILE:
+    if not configured.output:
         raise UserError(
             "The job has no folder for its results.",
             where=f"--run_mode {arguments.mode}" if arguments.mode else "--model_dir",
@@ -61,7 +62,7 @@ def _read(arguments: Arguments) -> Configured:
     return Configured(output=arguments.output, mixture=arguments.mixture)
 
 
-def _t5x(arguments: Arguments, mode: str) -> Any:
+def _t5x(arguments: Arguments) -> Any:
     from t0repro.config.t5x.gin_files import GinInputs, parse
 
     if not arguments.gin_files:
@@ -69,20 +70,21 @@ def _t5x(arguments: Arguments, mode: str) -> Any:
             f"The run mode {arguments.mode} needs a gin file.", where="--gin_file", fix="Name one."
         )
     search = arguments.search_paths or (".",)
-    return parse(GinInputs(mode, arguments.gin_files, arguments.bindings, search))
+    return parse(GinInputs(str(arguments.mode), arguments.gin_files, arguments.bindings, search))
 
 
 def _t5x_training(arguments: Arguments) -> Configured:
-    from t0repro.config.t5x.run import train_config
+    from t0repro.config.t5x.run import precompile_config, train_config
 
-    parsed = _t5x(arguments, "train")
-    run = train_config(parsed)
+    parsed = _t5x(arguments)
+    compiles = arguments.mode is JobMode.PRECOMPILE
+    run = (precompile_config if compiles else train_config)(parsed)
     data = run.plan.train_data if run.plan else None
     return Configured(
         text=parsed.gin_text,
         warnings=parsed.warnings,
         run=run,
-        architecture=_architecture(run),
+        architecture=_architecture(run.model),
         output=run.model_dir,
         mixture=data and data.mixture_or_task_name,
         split=data and data.split,
@@ -92,12 +94,12 @@ def _t5x_training(arguments: Arguments) -> Configured:
 def _t5x_inference(arguments: Arguments) -> Configured:
     from t0repro.config.t5x import inference
 
-    parsed = _t5x(arguments, str(arguments.mode))
+    parsed = _t5x(arguments)
     plan = (inference.eval_plan if arguments.mode is JobMode.EVAL else inference.infer_plan)(parsed)
     return Configured(
         text=parsed.gin_text,
         warnings=parsed.warnings,
-        architecture=_architecture(plan),
+        architecture=_architecture(plan.model),
         output=plan.output_dir,
         mixture=plan.data.mixture_or_task_name,
         split=plan.data.split,
@@ -126,14 +128,19 @@ def _mesh_transformer(arguments: Arguments) -> Configured:
     return Configured(
         text=configuration.gin_text,
         run=run,
-        architecture=_architecture(run) if run else "",
+        architecture=_architecture(run.model) if run else "",
         output=arguments.output,
         mixture=configuration.inputs.mixture_or_task_name,
         split=configuration.inputs.split,
     )
 
 
-def _architecture(run: Any) -> str:
-    from t0repro.runs.planned_start import model_info
-
-    return model_info(run)
+def _architecture(model: ModelConfig) -> str:
+    """The model's parameters, one a line; how devices divide them is known only there."""
+    shapes = sorted(model.shape.parameters().items())
+    lines = [
+        f"Variable    {name:<80} size {math.prod(shape):<12} shape {shape}"
+        for name, shape in shapes
+    ]
+    total = sum(math.prod(shape) for _, shape in shapes)
+    return "\n".join([*lines, f"Total number of parameters: {total}", ""])
