@@ -14,7 +14,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from t0repro.config.run_config import RunConfig
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 
@@ -59,30 +63,36 @@ def main() -> None:
     parser.add_argument("--param", nargs="*", default=[], help="more gin overrides")
     options = parser.parse_args()
 
-    from t0repro.config.mtf.dialect import load
-    from t0repro.config.mtf.parser import GinInputs
     from t0repro.partitioning.topologies import devices_of
     from t0repro.runs.precompile import precompile
 
     for size in options.sizes:
         for name in options.commands:
-            command = COMMANDS[name]
-            files = ("dataset.gin", SIZES[size], *command["files"])
-            params = (*COMMON, *command["params"], *options.param)
-            if options.layers is not None:
-                params = (*params, f"num_layers = {options.layers}")
-            inputs = GinInputs("", files, params, module_imports=("t0repro.tasks.demo",))
-            config = load(inputs, float32_activations=False).run
-            model = dataclasses.replace(
-                config.model, vocab_size=32128, recompute_grads=options.recompute
-            )
+            config = configured(size, name, options.layers, options.param)
+            model = dataclasses.replace(config.model, recompute_grads=options.recompute)
             config = dataclasses.replace(config, model=model)
             layers = f"{model.num_encoder_layers}+{model.num_decoder_layers} layers"
-            topology = options.topology or command["topology"]
+            topology = options.topology or COMMANDS[name]["topology"]
             parts = f"{config.batch_size} rows in {config.num_microbatches} microbatches"
             print(f"== T0 {size}, {name}, {layers}, {topology}, {parts}", flush=True)
             for line in precompile(config, *devices_of(topology)):
                 print(line, flush=True)
+
+
+def configured(
+    size: str, command: str, layers: int | None = None, more: Sequence[str] = ()
+) -> RunConfig:
+    """A command of T0's, with so many layers in each tower and more gin overrides."""
+    from t0repro.config.mtf.dialect import load
+    from t0repro.config.mtf.parser import GinInputs
+
+    files = ("dataset.gin", SIZES[size], *COMMANDS[command]["files"])
+    params = (*COMMON, *COMMANDS[command]["params"], *more)
+    if layers is not None:
+        params = (*params, f"num_layers = {layers}")
+    inputs = GinInputs("", files, params, module_imports=("t0repro.tasks.demo",))
+    config = load(inputs, float32_activations=False).run
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=32128))
 
 
 if __name__ == "__main__":

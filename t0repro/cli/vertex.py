@@ -245,8 +245,9 @@ def _print_end(seen: Look, metrics: dict[str, float]) -> None:
     if seen.state == "succeeded":
         typer.echo("succeeded")
         return
+    what = "was cancelled" if seen.state == "cancelled" else "failed"
     raise UserError(
-        f"The job {seen.state}{f': {seen.reason}' if seen.reason else ''}.",
+        f"The job {what}{f': {seen.reason}' if seen.reason else ''}".rstrip(".") + ".",
         where=seen.name,
         fix=f"Read its log: t0repro vertex logs {seen.name.rpartition('/')[2]} ... Submitted again"
         " with the same folder of results, a training goes on from its latest checkpoint.",

@@ -297,7 +297,8 @@ def _update(stored: dict, message):
     kept = _found(stored, message.name)
     merged = type(message)(message)
     # The client sends the whole resource, so it replaces what was there.
-    merged.name = kept.name
+    if hasattr(kept, "parent_contexts"):  # set by AddContextChildren alone
+        merged.parent_contexts = kept.parent_contexts
     stored[message.name] = merged
     return merged
 

@@ -5,9 +5,9 @@ import re
 import pytest
 import yaml
 
-from tests.cli.commands import run
 from tests.runs.tiny_gin import MODEL, SIZES
-from tests.vertex.services import LOCATION, PROJECT, STORE
+from tests.vertex.commands import submit
+from tests.vertex.services import STORE
 
 TASK = "demo_synthetic_glue_mrpc_want_to_know_score_eval"
 TRAIN = f"""
@@ -58,16 +58,6 @@ def gin_file(tmp_path, monkeypatch):
     (work / "shared/sizes.gin").write_text(imports + "\n".join(SIZES) + "\n")
     monkeypatch.chdir(work)
     return "train.gin"
-
-
-def place(*more):
-    return ("--project", PROJECT, "--location", LOCATION, *more)
-
-
-def submit(monkeypatch, capsys, *arguments):
-    words = ("vertex", "submit", *place("--staging_bucket", "gs://bucket"))
-    words += ("--image_uri", "image", "--display_name", "small", "--machine_type", "n1-standard-4")
-    return run(monkeypatch, capsys, *words, *arguments)
 
 
 @pytest.mark.slow

@@ -1,0 +1,86 @@
+"""What an evaluation of T0 takes on Vertex AI's machines, and what it costs at prices you give.
+
+    python scripts/bench/vertex_cost.py --pairs 1000000
+    python scripts/bench/vertex_cost.py --pairs 1000000 --prices prices.yaml --utilization 0.4
+
+The evaluation is T0's score_eval: 262,144 input tokens a batch, so 256 pairs, each encoded and
+decoded. Its steps are compiled for each slice with one and with two layers a tower; every further
+layer adds what the second added. The step time is precompile's: from published peaks, without
+overlap, and a lower bound; --utilization says what share of it your runs reach.
+
+    hours = pairs / 256 x (encode + decode) / utilization / 3600
+    cost  = hours x the machine's price an hour
+
+The file of prices has an entry for each machine, from Google's page on the day that you write it:
+
+    as_of: 2026-11-22
+    currency: USD
+    per_hour: {TPU_V3-8: ..., TPU_V3-32: ...}
+
+Needs libtpu (the extra tpu) and no TPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import precompile_t0  # beside this script; it keeps JAX to the CPU
+
+ROWS, LAYERS = 256, 24
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--pairs", type=int, required=True, help="(input, choice) pairs to score")
+    parser.add_argument("--slices", nargs="+", default=["v2-8", "v3-8", "v3-32"])
+    parser.add_argument("--utilization", type=float, default=1.0)
+    parser.add_argument("--prices", help="a YAML file, as above")
+    options = parser.parse_args()
+    prices = read_prices(options.prices)
+
+    print("machine      encode, s  decode, s      hours  cost")
+    for name in options.slices:
+        one, two = step_seconds(name, 1), step_seconds(name, 2)
+        encode, decode = (a + (LAYERS - 1) * (b - a) for a, b in zip(one, two, strict=True))
+        hours = options.pairs / ROWS * (encode + decode) / options.utilization / 3600
+        machine = f"TPU_{name.upper()}"
+        price = prices["per_hour"].get(machine)
+        cost = f"{hours * price:.2f} {prices['currency']}" if price else "needs its price"
+        print(f"{machine:<12} {encode:>9.3g}  {decode:>9.3g}  {hours:>9.3g}  {cost}", flush=True)
+    if options.prices:
+        print(f"prices as of {prices['as_of']}")
+
+
+def step_seconds(topology: str, layers: int) -> tuple[float, float]:
+    """Predicted seconds to encode and to decode a batch, with so many layers a tower."""
+    from t0repro.partitioning.topologies import devices_of
+    from t0repro.runs.precompile import compiled_for
+
+    on_slice = f"utils.tpu_mesh_shape.tpu_topology = '{topology}'"
+    config = precompile_t0.configured("3B", "evaluate", layers, [on_slice])
+    devices, chip = devices_of(topology)
+    _, programs = compiled_for(config, devices)
+    seconds = {}
+    for program in programs:
+        if program.refused:
+            raise SystemExit(f"{topology}, {program.name}: {program.refused}")
+        seconds[program.name] = program.flops / len(devices) / chip.flops + program.sent / chip.link
+        if len(seconds) == 2:  # generation comes third and is no part of scoring
+            break
+    return seconds["encode"], seconds["decode"]
+
+
+def read_prices(path: str | None) -> dict:
+    """The file of prices; none is known here."""
+    if path is None:
+        return {"per_hour": {}}
+    import yaml
+
+    with open(path, encoding="utf-8") as file:
+        return yaml.safe_load(file)
+
+
+if __name__ == "__main__":
+    main()

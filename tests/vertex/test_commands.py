@@ -1,0 +1,109 @@
+"""`t0repro vertex`: exit codes, and what each command prints."""
+
+import functools
+
+import pytest
+
+from t0repro.event_files import event_writer
+from tests.vertex import commands
+from tests.vertex.services import STORE, JobState
+
+RANK_EVAL = ("--run_mode", "rank-eval", "--", "--checkpoint=gs://bucket/model", "--mixture=m")
+
+
+@pytest.fixture
+def vertex(monkeypatch, capsys):
+    return functools.partial(commands.vertex, monkeypatch, capsys)
+
+
+@pytest.fixture
+def submit(monkeypatch, capsys):
+    def submit(run_name, *command, more=()):
+        tracking = ("--experiment", "t5", "--run_name", run_name)
+        return commands.submit(monkeypatch, capsys, *tracking, *more, *command)
+
+    return submit
+
+
+def rank_eval(out):
+    return (*RANK_EVAL, f"--out=/gcs/bucket/{out}")
+
+
+def end(cloud, job, accuracy, state=JobState.JOB_STATE_SUCCEEDED):
+    """Ends a job that found an accuracy at step 5."""
+    out = cloud.services.jobs[job].job_spec.worker_pool_specs[0].container_spec.args[-1]
+    writer = event_writer(out.replace("--out=/gcs", str(cloud.storage.root)) + "/inference_eval/m")
+    writer.write_scalars(5, {"eval/accuracy": accuracy})
+    writer.close()
+    cloud.services.jobs[job].state = state
+
+
+def test_two_jobs_are_submitted_looked_at_and_compared(cloud, experiment, submit, vertex):
+    for name, accuracy in (("one", 40.0), ("two", 60.0)):
+        code, out, err = submit(name, *rank_eval(name), more=("--labels", "team=x"))
+        assert code == 0, err
+        job = out.split()[-1]
+        assert out == f"submitted {job}\n"
+        code, out, _ = vertex("status", job)
+        assert code == 0 and out.splitlines()[-1] == "waiting"
+        end(cloud, job, accuracy)
+        code, out, _ = vertex("status", job.rpartition("/")[2])
+        assert code == 0
+        assert out.splitlines()[1:] == [f"m/accuracy: {accuracy:g} at step 5", "succeeded"]
+    code, out, err = vertex("compare", "t5")
+    assert code == 0, err
+    rows = [line.split() for line in out.splitlines() if line.strip()]
+    assert ["state", "COMPLETE", "COMPLETE"] in rows
+    assert ["m/accuracy", "40", "at", "5", "60", "at", "5"] in rows
+    code, out, _ = vertex("compare", "t5", "--run", "two")
+    assert "40 at 5" not in out and "60 at 5" in out
+    code, _, err = vertex("compare", "t5", "--run", "tow")
+    assert code == 2 and "Nearest: 'two'" in err
+
+
+def test_a_failed_job_is_an_exit_code_and_says_how_to_go_on(cloud, experiment, submit, vertex):
+    job = submit("one", *rank_eval("o"))[1].split()[-1]
+    cloud.services.jobs[job].error.message = "The replica exited with status 1."
+    end(cloud, job, 40.0, JobState.JOB_STATE_FAILED)
+    code, out, err = vertex("status", job)
+    assert code == 2 and "m/accuracy: 40 at step 5" in out
+    assert "The job failed: The replica exited with status 1." in err and "vertex logs" in err
+    assert cloud.services.contexts[f"{STORE}/contexts/t5-one"].metadata["_state"] == "FAILED"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("taken", *rank_eval("o")), "has a run taken already"),
+        (("a", *rank_eval("o"), "--limt=3"), "No such option: --limt"),
+        (("a", "--", "t5_mesh_transformer", "--backnd=mtf"), "Unknown command line flag 'backnd'"),
+        (("a", *RANK_EVAL), "Missing option '--out'"),
+        (("a", "--run_mode", "evaluate"), "no run mode 'evaluate'"),
+        (("a",), "nothing to do"),
+        (("a", "--gin_file", "x.gin"), "are for run modes"),
+        (("a", "--run_mode", "aux", "--labels", "x"), "x is no label"),
+    ],
+)
+def test_a_mistake_ends_with_2_and_nothing_submitted(cloud, experiment, submit, arguments, message):
+    submit("taken", *rank_eval("taken"))
+    before = list(cloud.services.jobs)
+    code, out, err = submit(*arguments)
+    assert code == 2 and not out, err
+    assert " ".join(message.split()) in " ".join(err.replace("│", " ").split())
+    assert list(cloud.services.jobs) == before
+
+
+def test_a_run_name_without_an_experiment_is_refused(cloud, monkeypatch, capsys):
+    code, _, err = commands.submit(monkeypatch, capsys, "--run_name", "a", *rank_eval("o"))
+    assert code == 2 and "both an experiment and a name" in err
+
+
+def test_the_log_is_printed_and_a_job_is_cancelled(cloud, experiment, submit, vertex):
+    job = submit("one", *rank_eval("o"))[1].split()[-1]
+    cloud.services.logs[job] = "begins\nends\n"
+    code, out, _ = vertex("logs", job, "--last", "1")
+    assert code == 0 and out.endswith(" ends\n") and out.count("\n") == 1
+    code, out, _ = vertex("cancel", job)
+    assert code == 0 and "Asked to end" in out
+    code, _, err = vertex("status", job)
+    assert code == 2 and "The job was cancelled." in err
