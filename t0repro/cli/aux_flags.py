@@ -20,17 +20,17 @@ _TAKEN_FOR_GRANTED = "replace_gin_file"
 def define() -> None:
     """Defines the flags; those left out make no job."""
     types = typing.get_type_hints(AuxiliaryOptions, include_extras=True)
-    for field in dataclasses.fields(AuxiliaryOptions):
-        type_, option = typing.get_args(types[field.name])
+    for name, default in dataclasses.asdict(AuxiliaryOptions()).items():
+        type_, option = typing.get_args(types[name])
         kinds = typing.get_args(type_) or (type_,)  # str | None
-        if field.name == _TAKEN_FOR_GRANTED:
-            flags.DEFINE_boolean(field.name, True, "Taken for granted: a job reads its own file.")
+        if name == _TAKEN_FOR_GRANTED:
+            flags.DEFINE_boolean(name, True, "Taken for granted: a job reads its own file.")
         elif int in kinds:
-            flags.DEFINE_integer(field.name, field.default, option.help, lower_bound=option.min)
+            flags.DEFINE_integer(name, default, option.help, lower_bound=option.min)
         elif float in kinds:
-            flags.DEFINE_float(field.name, field.default, option.help, lower_bound=option.min)
+            flags.DEFINE_float(name, default, option.help, lower_bound=option.min)
         else:
-            flags.DEFINE_string(field.name, field.default, option.help)
+            flags.DEFINE_string(name, default, option.help)
 
 
 @contextlib.contextmanager

@@ -20,7 +20,9 @@ def with_groups(command: Callable[..., Any]) -> Callable[..., Any]:
     The dataclasses' fields have defaults, and annotations as Typer takes them.
     """
     types = typing.get_type_hints(command, include_extras=True)
-    groups = {name: type_ for name, type_ in types.items() if dataclasses.is_dataclass(type_)}
+    groups: dict[str, Any] = {
+        name: type_ for name, type_ in types.items() if dataclasses.is_dataclass(type_)
+    }
 
     @functools.wraps(command)
     def wrapped(**values: Any) -> Any:
