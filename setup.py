@@ -39,12 +39,14 @@ setup(
         "mlflow": ["mlflow"],  # --tracker mlflow
         "wandb": ["wandb"],  # --tracker wandb
         "s3": ["s3fs"],  # checkpoints at s3:// addresses
+        "gs": ["gcsfs"],  # checkpoints at gs:// addresses; without it TensorFlow reads them
         "vertex": [
             "google-cloud-aiplatform==2.7.0",
             "google-cloud-storage==3.17.1",
             "google-cloud-logging==3.17.0",
         ],
-        "hardlife": ["moto[server]"],  # a loopback S3 for tests/hardlife/test_remote.py
+        # Loopback servers of S3 and Google Cloud Storage for tests/hardlife/test_remote.py.
+        "hardlife": ["moto[server]", "gcp-storage-emulator"],
     },
     entry_points={
         "console_scripts": [

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -106,16 +107,31 @@ def load_configured(
     """
     check_configured(ref, model)
     tree = sources.load_any(ref.path, slots=slots)
+    repeated = repeated_biases(tree, model)
+    shared = {name: tree.pop(name) for name in set(repeated.values())}
+    return tree | {name: shared[source] for name, source in repeated.items()}
+
+
+def repeated_biases(names: Iterable[str], model: ModelConfig) -> dict[str, str]:
+    """Finds the tensors that fill each layer's own position bias from one that all layers share.
+
+    Args:
+      names: Flat keys of a checkpoint.
+      model: The model that is to have its parameters, and their slots.
+
+    Returns:
+      Key of a layer -> the checkpoint's key; empty if not only the model has a bias per layer.
+    """
     if not model.position_bias_per_layer:
-        return tree
+        return {}
     counts = {"encoder": model.num_encoder_layers, "decoder": model.num_decoder_layers}
+    found = {}
     # `coder/` is either tower's end: the shared biases of encoder and decoder, and their slots.
-    for key in [key for key in tree if f"coder/{layout.RELATIVE_BIAS}" in key]:
+    for key in [key for key in names if f"coder/{layout.RELATIVE_BIAS}" in key]:
         before, tower, after = key.partition("encoder" if "encoder" in key else "decoder")
-        array = tree.pop(key)
         for layer in range(counts[tower]):
-            tree[f"{before}{tower}/layers_{layer}{after}"] = array
-    return tree
+            found[f"{before}{tower}/layers_{layer}{after}"] = key
+    return found
 
 
 def check_configured(ref: CheckpointRef, model: ModelConfig) -> None:

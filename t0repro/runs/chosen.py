@@ -10,7 +10,7 @@ from typing import Any
 from t0repro.config.inference_plan import InferencePlan
 from t0repro.config.training_plan import RestoreConfig
 from t0repro.converters import sources
-from t0repro.converters.arithmetic import load_configured
+from t0repro.converters.arithmetic import load_configured, repeated_biases
 from t0repro.converters.tensors import CheckpointRef
 from t0repro.errors import UserError
 from t0repro.evaluation.opened import Checkpoint, parameters_digest
@@ -123,6 +123,12 @@ def _tree(plan: InferencePlan, ref: CheckpointRef, shapes: Any) -> dict[str, Any
 
     reader = sources.open_checkpoint(ref)
     wanted = [f"target/{name}" for name in flax.traverse_util.flatten_dict(shapes, sep="/")]
-    names = assigned_names(wanted, reader.tensors, plan.restore.assignment_map)
-    tree = {name: reader.read(source) for name, source in names.items() if source is not None}
+    repeated = repeated_biases(reader.tensors, plan.model)
+    stored = {*reader.tensors, *repeated}
+    names = assigned_names(wanted, stored, plan.restore.assignment_map)
+    tree = {
+        name: reader.read(repeated.get(source, source))
+        for name, source in names.items()
+        if source is not None
+    }
     return tree | {"state/step": reader.read("state/step")}

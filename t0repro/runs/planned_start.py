@@ -57,7 +57,7 @@ def start(
             SeqioTrainBatches(
                 plan.train_data, save_dataset=bool(plan.save and plan.save.data), resumed=resumed
             ),
-            restore_from=tree if not resumed else _foreign_checkpoint(model_dir),
+            restore_from=tree if not resumed else _foreign_checkpoint(model_dir, config),
             say=say,
             planned=PlannedInputs(
                 train_eval=train_eval_batches(evaluated, plan.eval_steps) if evaluated else {},
@@ -116,6 +116,7 @@ def starting_tree(config: RunConfig, say: Say) -> dict[str, Any] | None:
     import jax
 
     from t0repro.converters import sources
+    from t0repro.converters.arithmetic import repeated_biases
     from t0repro.model.t5 import T5, initial_parameters
     from t0repro.runs.plan import keys
     from t0repro.training.optimizers import make_optimizer
@@ -135,16 +136,18 @@ def starting_tree(config: RunConfig, say: Say) -> dict[str, Any] | None:
         initial_parameters(model, initial_key), make_optimizer(config.optimizer)
     )
     tree = sources.load_any(ref.path)
+    tree |= {name: tree[shared] for name, shared in repeated_biases(tree, config.model).items()}
     place = config.provenance.get("plan.restore.path")
     return restored(tree, to_flat_tree(jax.device_get(fresh)), plan.restore, place)
 
 
-def _foreign_checkpoint(model_dir: Path) -> dict[str, Any] | None:
+def _foreign_checkpoint(model_dir: Path, config: RunConfig) -> dict[str, Any] | None:
     """model_dir's latest checkpoint if another program wrote it; `train` restores its own."""
     from t0repro.converters import sources
+    from t0repro.converters.arithmetic import load_configured
 
     latest = sources.find_checkpoint(model_dir)
-    return None if latest.format == "jax" else sources.load_any(latest.path)
+    return None if latest.format == "jax" else load_configured(latest, config.model)
 
 
 def infer_eval(parsed: Parsed, config: RunConfig, say: Say) -> InferEval | None:

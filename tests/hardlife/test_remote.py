@@ -1,6 +1,6 @@
-"""Checkpoints in an object store that fails: S3 from a server on this machine, and fsspec's memory.
+"""Checkpoints in an object store that fails: S3 and Google's, from servers on this machine.
 
-Needs EXTRAS=s3,hardlife (s3fs, and moto's server).
+Needs EXTRAS=s3,gs,hardlife (s3fs and gcsfs, and the two servers).
 """
 
 import os
@@ -9,6 +9,8 @@ import socket
 import subprocess
 import sys
 import threading
+import urllib.parse
+import urllib.request
 
 import numpy as np
 import pytest
@@ -19,7 +21,7 @@ from . import jobs
 
 pytestmark = pytest.mark.hardlife
 
-FORMATS = ("mtf", "hf")
+FORMATS = ("jax", "mtf", "hf")
 
 
 class Relay:
@@ -72,48 +74,108 @@ class Relay:
         return self.limit < 0
 
 
-@pytest.fixture(scope="module")
-def store(tmp_path_factory):
-    """An S3 server with one checkpoint in each format, and a relay in front of it."""
-    pytest.importorskip("s3fs", reason="EXTRAS=s3,hardlife bash scripts/setup.sh brings s3fs")
-    pytest.importorskip("moto", reason="EXTRAS=s3,hardlife bash scripts/setup.sh brings moto")
-    import boto3
-    from moto.server import ThreadedMotoServer
+class S3:
+    """moto's server, and how s3fs finds it."""
 
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    _, port = server.get_host_and_port()
-    folder = tmp_path_factory.mktemp("store")
-    source = jobs.write_checkpoint(folder / "source")
-    keys = {"aws_access_key_id": "test", "aws_secret_access_key": "test"}
-    client = boto3.client(
-        "s3", endpoint_url=f"http://127.0.0.1:{port}", region_name="us-east-1", **keys
-    )
-    client.create_bucket(Bucket="bucket")
+    name, address = "S3", "s3://bucket"
+
+    def __init__(self):
+        pytest.importorskip("s3fs", reason="EXTRAS=s3 bash scripts/setup.sh brings s3fs")
+        moto = pytest.importorskip("moto.server", reason="EXTRAS=hardlife brings moto")
+        import boto3
+
+        self._server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+        self._server.start()
+        _, self.port = self._server.get_host_and_port()
+        keys = {"aws_access_key_id": "test", "aws_secret_access_key": "test"}
+        url = f"http://127.0.0.1:{self.port}"
+        self._client = boto3.client("s3", endpoint_url=url, region_name="us-east-1", **keys)
+        self._client.create_bucket(Bucket="bucket")
+
+    def put(self, key, path):
+        self._client.upload_file(str(path), "bucket", key)
+
+    def environment(self, port):
+        return {
+            "FSSPEC_S3_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+            "FSSPEC_S3_KEY": "test",
+            "FSSPEC_S3_SECRET": "test",
+            "AWS_MAX_ATTEMPTS": "1",
+        }
+
+    def stop(self):
+        self._client.close()
+        self._server.stop()
+
+
+class GoogleStorage:
+    """gcp-storage-emulator's server, and how gcsfs finds it."""
+
+    name, address = "Google Cloud Storage", "gs://bucket"
+
+    def __init__(self):
+        pytest.importorskip("gcsfs", reason="EXTRAS=gs bash scripts/setup.sh brings gcsfs")
+        emulator = pytest.importorskip(
+            "gcp_storage_emulator.server", reason="EXTRAS=hardlife brings gcp-storage-emulator"
+        )
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        self._server = emulator.create_server(
+            "127.0.0.1", self.port, in_memory=True, default_bucket="bucket"
+        )
+        self._server.start()
+
+    def put(self, key, path):
+        address = f"http://127.0.0.1:{self.port}/upload/storage/v1/b/bucket/o"
+        query = urllib.parse.urlencode({"uploadType": "media", "name": key})
+        request = urllib.request.Request(f"{address}?{query}", path.read_bytes(), method="POST")
+        request.add_header("Content-Type", "application/octet-stream")
+        urllib.request.urlopen(request).close()
+
+    def environment(self, port):
+        return {
+            "STORAGE_EMULATOR_HOST": f"http://127.0.0.1:{port}",
+            "FSSPEC_GS_TOKEN": "anon",
+            "FSSPEC_GCS_TOKEN": "anon",
+            # By default gcsfs asks by gRPC what kind of bucket it is, which no stand-in answers.
+            "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
+        }
+
+    def stop(self):
+        self._server.stop()
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """A checkpoint, and folders with its conversions to each format."""
+    folder = tmp_path_factory.mktemp("source")
+    checkpoint = jobs.write_checkpoint(folder / "jax")
+    for to in FORMATS[1:]:
+        jobs.convert_job(checkpoint, to).finish(folder / to)
+        (folder / to / "out").rename(folder / f"{to}_only")
+    return folder
+
+
+@pytest.fixture(scope="module", params=[S3, GoogleStorage], ids=["s3", "gs"])
+def store(request, source):
+    """A server with the checkpoint in each format, and a relay in front of it."""
+    server = request.param()
     for to in FORMATS:
-        jobs.convert_job(source, to).finish(folder / to)
-        for path in (folder / to / "out").rglob("*"):
+        folder = source / ("jax" if to == "jax" else f"{to}_only")
+        for path in folder.rglob("*"):
             if path.is_file():
-                key = f"{to}/{path.relative_to(folder / to / 'out')}"
-                client.upload_file(str(path), "bucket", key)
-    client.close()
-    relay = Relay(port)
-    yield source, relay
+                server.put(f"{to}/{path.relative_to(folder)}", path)
+    relay = Relay(server.port)
+    yield server, relay
     relay.close()
     server.stop()
 
 
-def convert(address, folder, relay):
+def convert(address, folder, environment):
     """Converts to Mesh TensorFlow's format in a process that knows the store by the relay."""
     done = subprocess.run(
         [sys.executable, "-P", "-m", "t0repro.cli", "convert", address, str(folder), "--to", "mtf"],
-        env={
-            **os.environ,
-            "FSSPEC_S3_ENDPOINT_URL": f"http://127.0.0.1:{relay.port}",
-            "FSSPEC_S3_KEY": "test",
-            "FSSPEC_S3_SECRET": "test",
-            "AWS_MAX_ATTEMPTS": "1",
-        },
+        env={**os.environ, **environment},
         capture_output=True,
         text=True,
         timeout=300,
@@ -129,23 +191,25 @@ def parameters(folder):
 
 @pytest.mark.parametrize("to", FORMATS)
 def test_a_store_that_cuts_connections_ends_a_conversion_clearly_and_it_goes_on(
-    to, store, moments, outcome, tmp_path
+    to, store, source, moments, outcome, tmp_path
 ):
-    source, relay = store
-    expected = parameters(source)
+    server, relay = store
+    environment = server.environment(relay.port)
+    expected = parameters(source / "jax")
     cut = 0
     for _ in range(2):
-        relay.limit, before = int(10 ** moments.uniform(3, 6.5)), relay.cuts
-        code, said = convert(f"s3://bucket/{to}", tmp_path / "out", relay)
+        relay.limit, before = int(10 ** moments.uniform(3, 6)), relay.cuts
+        code, said = convert(f"{server.address}/{to}", tmp_path / "out", environment)
         if code == 0:
             break
         cut += 1
         assert relay.cuts > before and "Traceback" not in said, said[-3000:]
         assert not (tmp_path / "out").exists()
     relay.limit = None
-    code, said = convert(f"s3://bucket/{to}", tmp_path / "again", relay)
+    code, said = convert(f"{server.address}/{to}", tmp_path / "again", environment)
     assert code == 0, said[-3000:]
     assert parameters(tmp_path / "again") == expected
     outcome(
-        f"S3 that cuts connections: {to}: {cut} conversions failed clearly, then the same bytes"
+        f"{server.name} that cuts connections: {to}: {cut} conversions failed clearly, then the"
+        " same bytes"
     )

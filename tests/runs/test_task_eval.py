@@ -153,6 +153,27 @@ def test_names_are_mapped_as_the_file_says(model_dir, tmp_path):
     assert evaluate_checkpoints(mapped) == evaluate_checkpoints(direct)
 
 
+def test_a_shared_position_bias_fills_each_layers_own_with_and_without_rules(model_dir, tmp_path):
+    checkpoint = model_dir / "checkpoint_3"
+    shared = opened(plan(checkpoint, tmp_path), find_checkpoint(checkpoint)).params
+    bias = {
+        tower: shared[tower]["relpos_bias"]["rel_embedding"] for tower in ("encoder", "decoder")
+    }
+    for rules in (
+        "()",
+        r"[('target/decoder/(.*)', 'target/decoder/\\1')]",
+        r"[('target/(.*)/layers_\\d+/relpos_bias/(.*)', 'target/\\1/relpos_bias/\\2')]",
+    ):
+        made = plan(checkpoint, tmp_path, f"utils.RestoreCheckpointConfig.assignment_map = {rules}")
+        each = dataclasses.replace(made.model, position_bias_per_layer=True)
+        params = opened(dataclasses.replace(made, model=each), find_checkpoint(checkpoint)).params
+        for tower, expected in bias.items():
+            assert "relpos_bias" not in params[tower]
+            for layer in range(2):
+                found = params[tower][f"layers_{layer}"]["relpos_bias"]["rel_embedding"]
+                np.testing.assert_array_equal(found, expected)
+
+
 def test_watching_goes_on_as_checkpoints_come(model_dir, tmp_path):
     folder = tmp_path / "growing"
     folder.mkdir()
