@@ -44,6 +44,9 @@ class JaxReader:
 
     Raises:
       UserError: If the directory cannot be read or holds a name that is not in the layout table.
+
+    Attributes:
+      stored: The arrays under the checkpoint's own names.
     """
 
     def __init__(self, ref: CheckpointRef, norm_names: layout.NormNames | None = None):
@@ -52,6 +55,7 @@ class JaxReader:
         path = _tree_directory(ref.path)
         msgpack = storage.is_file(storage.join(path, t5x_msgpack.FILE))
         stored = t5x_msgpack.MsgpackArrays(path) if msgpack else OrbaxArrays(path)
+        self.stored: scanning.Arrays = stored
         self.has_integrity = stored.has_integrity
         self.unchecked = stored.unchecked()  # see OrbaxArrays
         arrays: scanning.Arrays = _Renamed(stored)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import numpy as np
 
 from t0repro.converters.integrity import INTEGRITY
 from t0repro.converters.jax_tree import JaxReader
-from t0repro.converters.manifest import MANIFEST, Mismatch, manifest_path, read_manifest
+from t0repro.converters.manifest import MANIFEST, Manifest, Mismatch, manifest_path, read_manifest
 from t0repro.converters.sources import check_checkpoint, find_checkpoint, open_checkpoint
 from t0repro.converters.tensors import CheckpointReader, CheckpointRef, total_bytes
 from t0repro.parameters.shape import ModelShape
@@ -57,11 +57,13 @@ def verify(path: str | os.PathLike[str], step: int | None = None) -> Verificatio
     manifest = read_manifest(os.path.dirname(manifest_path(reader.ref)))
     if manifest and not manifest.is_of(reader.ref):
         manifest = None  # it describes another checkpoint of this directory
-    problems, compared = [], 0
+    problems: list[str] = []
+    compared: set[str] = set()
     with byte_progress("Verifying", total_bytes(reader.tensors)) as done:
         for key, info in reader.tensors.items():
             name = reader.native_name(key)
-            compared += bool(manifest and name in manifest.tensors)
+            if manifest and name in manifest.tensors:
+                compared.add(name)
             try:
                 array = reader.read(key)  # hf's reader compares with the manifest itself
                 if manifest and reader.ref.format != "hf":
@@ -70,17 +72,39 @@ def verify(path: str | os.PathLike[str], step: int | None = None) -> Verificatio
             except Mismatch as error:  # report all of them, not only the first
                 problems.append(error.what)
             done(info.nbytes)
+    if manifest and isinstance(reader, JaxReader):
+        problems += _compare_stored(reader, manifest, compared)
     checks = ["files and sizes", "names and shapes", *_checksums(reader), "NaN and Inf"]
     if compared:
-        checks.append(f"SHA-256 of {compared} tensors in {MANIFEST}")
+        checks.append(f"SHA-256 of {len(compared)} tensors in {MANIFEST}")
     return Verification(
         reader.ref,
         family,
         len(reader.tensors),
         tuple(checks),
-        tuple(_unchecked(reader, compared)),
+        ()
+        if manifest and compared >= manifest.tensors.keys()
+        else tuple(_unchecked(reader, compared)),
         tuple(problems),
     )
+
+
+def _compare_stored(reader: JaxReader, manifest: Manifest, compared: set[str]) -> list[str]:
+    """Compares the arrays that are stored otherwise than they are read; returns what is wrong.
+
+    Those are the arrays of a scanned tree, which hold a tensor for each layer, T5X's placeholders
+    for unused slots, and what optax names in its own way.
+    """
+    problems = []
+    names = [name for name in reader.stored.tensors if name in manifest.tensors]
+    for name in names:
+        if name not in compared:
+            compared.add(name)
+            try:
+                manifest.check(name, reader.stored.read(name), reader.ref.path)
+            except Mismatch as error:
+                problems.append(error.what)
+    return problems
 
 
 def _checksums(reader: CheckpointReader) -> list[str]:
@@ -94,10 +118,8 @@ def _checksums(reader: CheckpointReader) -> list[str]:
     return []
 
 
-def _unchecked(reader: CheckpointReader, compared: int) -> Iterator[str]:
+def _unchecked(reader: CheckpointReader, compared: Collection[str]) -> Iterator[str]:
     """Yields the kinds of damage that nothing in the checkpoint would reveal."""
-    if compared == len(reader.tensors):
-        return
     if reader.ref.format == "hf" and not compared:
         yield f"flipped bits: safetensors has no checksums, and there is no {MANIFEST}."
     if not isinstance(reader, JaxReader) or reader.has_integrity:

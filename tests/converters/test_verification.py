@@ -11,13 +11,33 @@ from t0repro.converters.sources import load_any
 from t0repro.converters.verification import verify
 from t0repro.errors import UserError
 
+T5X = [{"layout": layout, "scan": scan} for layout in ("legacy", "orbax") for scan in (False, True)]
 
-@pytest.mark.parametrize("to", ["mtf", "jax", "t5x", "hf"])
-def test_what_a_conversion_wrote_is_sound(tiny_checkpoint, tmp_path, to):
-    convert(tiny_checkpoint, tmp_path / "out", to)
+
+@pytest.mark.parametrize(
+    ("to", "options"), [("mtf", {}), ("jax", {}), ("hf", {}), *(("t5x", each) for each in T5X)]
+)
+def test_every_tensor_that_a_conversion_wrote_is_compared(tiny_checkpoint, tmp_path, to, options):
+    convert(tiny_checkpoint, tmp_path / "out", to, **options)
     verification = verify(tmp_path / "out")
-    assert verification.problems == ()
-    assert f"SHA-256 of {verification.tensors - (to == 'hf')} tensors" in verification.checks[-1]
+    assert verification.problems == verification.unchecked == ()
+    written = json.loads((tmp_path / "out" / "conversion.json").read_text())["tensors"]
+    assert len(written) >= (verification.tensors - (to == "hf") if not options.get("scan") else 40)
+    assert f"SHA-256 of {len(written)} tensors" in verification.checks[-1]
+
+
+@pytest.mark.parametrize("layout", ["legacy", "orbax"])
+def test_a_stacked_array_that_the_conversion_did_not_write_so_is_named(
+    tiny_checkpoint, tmp_path, layout
+):
+    convert(tiny_checkpoint, tmp_path / "out", "t5x", layout=layout, scan=True)
+    record = tmp_path / "out" / "conversion.json"
+    content = json.loads(record.read_text())
+    name = "target/encoder/encoder/mlp/wo/kernel"
+    content["tensors"][name]["sha256"] = "0" * 64
+    record.write_text(json.dumps(content))
+    (problem,) = verify(tmp_path / "out").problems
+    assert problem == f"{name} is not what the conversion wrote (its SHA-256 differs)."
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
