@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
 import re
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterator
-from functools import cache
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -19,6 +20,9 @@ from t0repro.words import sized
 
 _CHUNK_BYTES = 1 << 26
 _EPATH_PROTOCOLS = ("gs", "s3", "az", "hf")
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 
 def is_remote(path: str) -> bool:
@@ -31,10 +35,12 @@ def local_path(path: str | os.PathLike[str]) -> str:
     return os.fspath(path).removeprefix("file://")
 
 
-@cache
+@functools.cache
 def _file_system(protocol: str) -> Any:
     import fsspec
 
+    # gcsfs prints the traceback of each attempt that failed; the error of the last one says it all.
+    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
     try:
         # Cached: fsspec's file systems hold connections and listings.
         return fsspec.filesystem(protocol)
@@ -87,6 +93,28 @@ def _at(path: str) -> tuple[Any, str]:
     return _file_system(path.partition("://")[0]), path
 
 
+def _explained(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Makes a UserError of what a store's library raises, unless it says that there is no file."""
+
+    @functools.wraps(function)
+    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        try:
+            return function(*args, **kwargs)
+        except (UserError, FileNotFoundError):
+            raise
+        except Exception as error:  # each library has exceptions of its own
+            if not is_remote(path := str(args[0])):
+                raise
+            raise UserError(
+                f"The store did not answer as it should: {error}",
+                where=path,
+                fix="Check the connection and the permissions, then start the same command again.",
+            ) from error
+
+    return call
+
+
+@_explained
 def is_file(path: str) -> bool:
     """Whether there is a file of this name."""
     if not is_remote(path):
@@ -95,6 +123,7 @@ def is_file(path: str) -> bool:
     return system.isfile(path)
 
 
+@_explained
 def is_directory(path: str) -> bool:
     """Whether there is a directory of this name."""
     if not is_remote(path):
@@ -103,6 +132,7 @@ def is_directory(path: str) -> bool:
     return system.isdir(path)
 
 
+@_explained
 def names(path: str) -> list[str]:
     """Lists the names in a directory; empty if there is no such directory."""
     if not is_directory(path):
@@ -132,6 +162,7 @@ def is_inside(name: str) -> bool:
     return bool(name) and "://" not in name and not os.path.isabs(name) and ".." not in parts
 
 
+@_explained
 def size(path: str) -> int:
     """Returns a file's size in bytes.
 
@@ -160,6 +191,7 @@ def refresh(path: str) -> None:
         _at(path)[0].invalidate_cache()
 
 
+@_explained
 def stamp(path: str) -> list[Any]:
     """Returns what changes when a file is written: size and mtime, or a remote store's key."""
     if is_remote(path):
@@ -178,6 +210,7 @@ def read(path: str) -> bytes:
     return read_range(path, 0, None)
 
 
+@_explained
 def read_into(path: str, start: int, array: np.ndarray) -> bool:
     """Fills an array with a file's bytes from `start` on; returns whether there were enough.
 
@@ -240,6 +273,7 @@ class LocalCopy:
                         done(len(data))
 
 
+@_explained
 def read_range(path: str, start: int, count: int | None) -> bytes:
     """Reads up to `count` bytes of a file from `start` on; all of them if `count` is None."""
     if not is_remote(path):

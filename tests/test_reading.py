@@ -13,6 +13,7 @@ import jax
 import msgpack
 import numpy as np
 import pytest
+import tensorflow as tf
 import yaml
 
 import t0repro
@@ -25,11 +26,13 @@ from t0repro.evaluation.outputs import read_task_scores
 from t0repro.model.t5 import T5, initial_parameters
 from t0repro.parity.mesh_jobs import load_batches
 from t0repro.reports.report import load_report
+from t0repro.tasks.prompt_cache.records import read_records
 from t0repro.tasks.template_files import read_template_file
 from t0repro.training.checkpoints import load_tree, save_tree
 
 from . import tiny_models
 from .reports.scored_folder import write_scores
+from .tasks.prompt_caches import make
 
 _FORBIDDEN_MODULES = {
     "pickle", "_pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib",
@@ -236,3 +239,36 @@ def test_no_file_of_an_evaluation_is_executed(tmp_path):
         (tmp_path / "mine.yaml").write_bytes(data)
         with nothing_runs(mark):
             read_template_file(tmp_path / "mine.yaml")
+
+
+def test_no_file_of_a_cache_is_executed(tmp_path, monkeypatch):
+    import seqio
+
+    import t0repro.tasks.demo  # noqa: F401
+    from t0repro.data.checks import check_cached
+
+    name, mark = "demo_synthetic_glue_mrpc_want_to_know", tmp_path / "mark"
+    make(tmp_path / "whole", name, min_shards=1)
+    task, count = seqio.TaskRegistry.get(name), 0
+    lengths = {"inputs": 32, "targets": 8}
+    for data in payloads(mark).values():
+        for folder in poisoned(tmp_path / "whole" / name, tmp_path / "copy", data):
+            count += 1
+            monkeypatch.setattr(task, "_cache_dir", str(folder))
+            with nothing_runs(mark):
+                check_cached(name, "validation")
+            # As SeqIO reads it, which checks nothing first.
+            with nothing_runs(mark):
+                dataset = task.get_dataset(lengths, "validation", use_cached=True)
+                list(dataset.as_numpy_iterator())
+    # A whole record whose bytes are the bomb, so that no checksum saves the reader.
+    shutil.copytree(tmp_path / "whole" / name, tmp_path / "copy", dirs_exist_ok=True)
+    (shard,) = (tmp_path / "copy").glob("validation.tfrecord-*")
+    for data in payloads(mark).values():
+        with tf.io.TFRecordWriter(str(shard)) as writer:
+            writer.write(data)
+        with nothing_runs(mark):
+            list(read_records(shard))
+        with nothing_runs(mark):
+            list(task.get_dataset(lengths, "validation", use_cached=True).as_numpy_iterator())
+    assert count >= 20

@@ -12,6 +12,7 @@ import warnings
 import jax
 import numpy as np
 import pytest
+import seqio
 
 from t0repro.errors import UserError
 from t0repro.evaluation import code_version, engine, rank_eval, reading
@@ -29,6 +30,7 @@ from t0repro.reports.run import Run
 from t0repro.tasks import task as registry
 
 from ..plain_scoring import row_scores
+from ..tasks.prompt_caches import make
 from .small_model import save_model
 
 MIXTURE = "demo_eval_score_eval"
@@ -343,6 +345,30 @@ def test_an_edited_record_is_written_again(evaluated, model_dir, tmp_path):
     again = evaluate(model_dir, out)
     assert task not in again.finished
     assert read_records(again.folder, 7)[task]["cut_inputs"] == record["cut_inputs"]
+
+
+@pytest.mark.parametrize("harm", ["removed", "emptied", "of another vocabulary"])
+def test_a_damaged_cache_of_prompted_tasks_is_refused_before_anything_is_scored(
+    model_dir, prompts, tmp_path, monkeypatch, harm
+):
+    name = "demo_synthetic_glue_mrpc_want_to_know_score_eval"
+    make(tmp_path / "cache", name, min_shards=2)
+    folder = tmp_path / "cache" / name
+    monkeypatch.setattr(seqio.TaskRegistry.get(name), "_cache_dir", str(folder))
+    cached = dataclasses.replace(SETTINGS, use_cached=True)
+    assert evaluate(model_dir, tmp_path / "whole", cached, name).pairs == 6
+    shard = sorted(folder.glob("validation.tfrecord-*"))[1]
+    if harm == "removed":
+        shard.unlink()
+    elif harm == "emptied":
+        shard.write_bytes(b"")
+    else:
+        path = folder / "provenance.json"
+        digest = json.loads(path.read_text())["vocabulary"]["sha256"]
+        path.write_text(path.read_text().replace(digest, "0" * 64))
+    with pytest.raises(UserError, match="is incomplete|cached with another vocabulary"):
+        evaluate(model_dir, tmp_path / "out", cached, name)
+    assert not (tmp_path / "out").exists()
 
 
 def test_results_of_two_checkpoints_do_not_mix_in_one_folder(evaluated, tmp_path):
