@@ -4,7 +4,7 @@
 #
 #   T0REPRO_DATA_DIR=DIR T0REPRO_VOCAB=FILE bash scripts/auxiliary_jobs.sh
 #
-# Everything goes to runs/topics and runs/news in the current folder. Run again, it goes on where it stopped.
+# Everything goes to runs/topics and runs/news in the current folder. Run again, it continues where it stopped.
 # Further arguments go to both trainings, such as --gin.TRAIN_STEPS=200.
 set -euo pipefail
 : "${T0REPRO_DATA_DIR:?the folder of datasets, <dataset>/<subset>/<split>.jsonl}"

@@ -9,7 +9,7 @@
 # nothing about the real datasets whose form the rows have.
 #
 # RUN_DIR (default runs/quickstart_demo) receives everything. What is there already is not done again, so
-# an interrupted run goes on where it stopped; remove the folder for a fresh one. Further arguments go to
+# an interrupted run continues where it stopped; remove the folder for a fresh one. Further arguments go to
 # both training commands, e.g. --gin_param="run.batch_size = 16".
 set -euo pipefail
 cd "$(dirname "$0")/.."

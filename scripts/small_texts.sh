@@ -4,7 +4,7 @@
 #
 #   T0REPRO_DATA_DIR=DIR T0REPRO_VOCAB=FILE bash scripts/small_texts.sh
 #
-# Everything goes to runs/small_texts in the current folder. An interrupted run goes on where it stopped.
+# Everything goes to runs/small_texts in the current folder. An interrupted run continues where it stopped.
 # SCRATCH=1 also fine-tunes from random parameters, which shows what the pretraining brings.
 # Further arguments go to all trainings.
 set -euo pipefail

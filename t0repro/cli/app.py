@@ -34,8 +34,8 @@ from t0repro.cli.spelling import canonical, show_canonical, with_t5x_overrides
 
 app = typer.Typer(
     name="t0repro",
-    help="The T0 recipe on Mesh TensorFlow and JAX: checkpoints, reports and comparisons. To train"
-    " and evaluate, use t5_mesh_transformer.",
+    help="The T0 recipe on Mesh TensorFlow and JAX, and T5X's gin files: checkpoints, reports and"
+    " comparisons. T0's own training and evaluation commands are t5_mesh_transformer's.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,  # `gate` prints errors instead

@@ -1,4 +1,4 @@
-"""`t0repro aux`: evaluates or fine-tunes every checkpoint of a training as it goes on."""
+"""`t0repro aux`: evaluates or fine-tunes every checkpoint while training continues."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def aux(
     gin_bindings: GinBindings = None,
     gin_search_paths: GinSearchPaths = ".",
     once: Annotated[
-        bool, typer.Option("--once", help="End when the checkpoints that are there are done.")
+        bool, typer.Option("--once", help="Stop once the checkpoints that exist now are done.")
     ] = False,
 ) -> None:
-    """Auxiliary jobs: evaluate or fine-tune every checkpoint of a training as it goes on.
+    """Auxiliary jobs: evaluate or fine-tune every checkpoint while training continues.
 
     One job starts for every new checkpoint and each mixture.
     In the jobs' gin files MODEL_DIR, MIXTURE_OR_TASK_NAME, INITIAL_CHECKPOINT_PATH, TRAIN_STEPS
@@ -64,7 +64,7 @@ def status(
     watch: Annotated[bool, typer.Option("--watch", help="Print it again as it changes.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
 ) -> None:
-    """Shows every checkpoint's jobs: state, attempts, time, main metric; and the metric's curve.
+    """Show every checkpoint's jobs: state, attempts, time, main metric; and the metric's curve.
 
     Example: t0repro aux status runs/demo/model --watch
     """

@@ -93,7 +93,7 @@ def define_flags() -> None:
         flags.DEFINE_boolean(
             "allow_changed",
             False,
-            "Train on in a model_dir although the optimizer, the model's settings or a checkpoint's"
+            "Continue in a model_dir even if the optimizer, the model's settings or a checkpoint's"
             " name changed.",
         )
         flags.DEFINE_multi_enum("tracker", None, list(TrackerName), tracking.HELP)

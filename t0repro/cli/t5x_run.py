@@ -53,10 +53,11 @@ class T5xOptions:
 def evaluate(
     options: T5xOptions,
     watch: Annotated[
-        bool, typer.Option("--watch", help="Go on as checkpoints come (mode latest or all).")
+        bool,
+        typer.Option("--watch", help="Continue as checkpoints appear (mode latest or all)."),
     ] = False,
     until: Annotated[
-        int | None, typer.Option("--until", help="With --watch: end after this step.", min=0)
+        int | None, typer.Option("--until", help="With --watch: stop after this step.", min=0)
     ] = None,
 ) -> None:
     """Evaluate checkpoints with the metrics of SeqIO tasks, as T5X's gin files say.
@@ -96,7 +97,7 @@ def infer(
 ) -> None:
     """Write predictions or scores of examples as JSON lines, as T5X's gin files say.
 
-    An interrupted run goes on where it was.
+    An interrupted run continues where it stopped.
 
     Example:
       t0repro infer --gin_file t5x/examples/t5/t5_1_1/small.gin

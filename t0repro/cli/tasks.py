@@ -65,7 +65,7 @@ def show_task(
     task: Annotated[str, typer.Argument(help="A task's name.")],
     split: Annotated[
         str | None,
-        typer.Option(help="A split of the task.", show_default="the first that is at hand"),
+        typer.Option(help="A split of the task.", show_default="the first whose rows are here"),
     ] = None,
     rows: Annotated[int, typer.Option(min=1, help="The number of examples.")] = 3,
     module_import: ModulesOrT0 = None,
@@ -96,7 +96,7 @@ def check_tasks(
     templates: Templates = None,
     as_json: AsJson = False,
 ) -> None:
-    """Render the first rows at hand of every task; exit code 1 if a prompt is broken.
+    """Render the first rows of every task; exit code 1 if a prompt is broken.
 
     Example: t0repro tasks check --templates my_prompts.yaml
     """

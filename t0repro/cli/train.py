@@ -41,7 +41,7 @@ def train(
     jobs: AuxiliaryOptions,
     allow_changed: Annotated[
         bool,
-        typer.Option(help="Train on in a model_dir although the optimizer or the model changed."),
+        typer.Option(help="Continue in a model_dir even if the optimizer or the model changed."),
     ] = False,
     name: Annotated[
         str | None, typer.Option(help="MODEL_DIR is runs/NAME unless it is set.")
@@ -52,8 +52,8 @@ def train(
 ) -> None:
     """Train what T5X's gin files describe: pretraining or fine-tuning.
 
-    With --auxiliary_job_mixtures every checkpoint is evaluated, or fine-tuned, as training goes
-    on: docs/auxiliary_jobs.md.
+    With --auxiliary_job_mixtures every checkpoint is evaluated, or fine-tuned, while training
+    continues: docs/auxiliary_jobs.md.
 
     Example:
       t0repro train --gin_file t5x/examples/t5/t5_1_1/small.gin

@@ -45,8 +45,8 @@ class AuxiliaryOptions:
     launcher: Annotated[
         str | None, typer.Option(help="Where jobs run: local, slurm, k8s or vertex.")
     ] = None
-    max_parallel: Annotated[int, typer.Option(min=1, help="The most jobs at a time.")] = 1
-    poll_seconds: Annotated[float, typer.Option(min=0.01, help="Seconds between two looks.")] = 10.0
+    max_parallel: Annotated[int, typer.Option(min=1, help="Maximum number of jobs at a time.")] = 1
+    poll_seconds: Annotated[float, typer.Option(min=0.01, help="Seconds between polls.")] = 10.0
     max_failures: Annotated[
         int, typer.Option(min=1, help="Failures after which a job is given up.")
     ] = 3
@@ -54,7 +54,7 @@ class AuxiliaryOptions:
         float | None, typer.Option(min=0, help="Seconds that a job may take.")
     ] = None
     main_metric: Annotated[
-        str | None, typer.Option(help="The TensorBoard tag to show; an accuracy by default.")
+        str | None, typer.Option(help="The TensorBoard tag to show; by default an accuracy.")
     ] = None
 
     @property

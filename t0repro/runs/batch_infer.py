@@ -4,7 +4,7 @@ In the output folder, for each task and shard:
 
     <task>-<mode>.jsonl-00000-of-00001             a line per example, in the examples' order
     <task>-<mode>.jsonl-00000-of-00001.COMPLETED   its digest (in T5X empty); written last
-    tmp-<task>-00000-of-00001/                     chunks; an interrupted run goes on after them
+    tmp-<task>-00000-of-00001/                     chunks; an interrupted run continues after them
 
 A file or chunk that is not what its digest says counts as missing.
 
@@ -64,7 +64,7 @@ def infer(plan: InferPlan) -> list[Path]:
         job = _TaskJob(plan, task)
         files.append(job.output)
         if job.is_completed():
-            print(f"{job.output}: completed before", file=sys.stderr)
+            print(f"{job.output}: already complete", file=sys.stderr)
             continue
         if checkpoint is None:
             # # Unlike an evaluation, an inference has one checkpoint.
@@ -147,13 +147,13 @@ class _TaskJob:
         text = json.dumps(settings, indent=1) + "\n"
         record = self._chunks / _SETTINGS
         if self._chunks.is_dir() and (not record.is_file() or record.read_text() != text):
-            print(f"{self._chunks}: of other settings; begun anew", file=sys.stderr)
+            print(f"{self._chunks}: made with other settings; started over", file=sys.stderr)
             shutil.rmtree(self._chunks)
         self._chunks.mkdir(parents=True, exist_ok=True)
         write_atomically(record, text)
         done = self._whole_chunks()
         if done:
-            print(f"{self._task.name}: goes on after {counted(done, 'chunk')}", file=sys.stderr)
+            print(f"{self._task.name}: continues after {counted(done, 'chunk')}", file=sys.stderr)
         return done
 
     def _whole_chunks(self) -> int:

@@ -141,10 +141,10 @@ def test_an_interrupted_run_goes_on_after_its_last_whole_chunk(
         infer(made)
     assert not [*(tmp_path / "a").glob("*.COMPLETED")] and calls == [0, 1]
     (written,) = infer(made)
-    assert calls == [0, 1, 1, 2] and "goes on after 1 chunk" in capsys.readouterr().err
+    assert calls == [0, 1, 1, 2] and "continues after 1 chunk" in capsys.readouterr().err
     assert written.read_bytes() == undisturbed
     infer(made)
-    assert len(calls) == 4 and "completed before" in capsys.readouterr().err
+    assert len(calls) == 4 and "already complete" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("merge", [True, False])
@@ -178,7 +178,7 @@ def test_chunks_of_another_checkpoint_are_not_gone_on_from(checkpoint, few, tmp_
     chunk.write_text("stale\n")
     chunk.with_name(f"{chunk.name}.COMPLETED").write_text("")
     (written,) = infer(made)
-    assert "begun anew" in capsys.readouterr().err and "stale" not in written.read_text()
+    assert "started over" in capsys.readouterr().err and "stale" not in written.read_text()
 
 
 def test_shards_have_all_examples_between_them(checkpoint, few, tmp_path):
