@@ -94,6 +94,7 @@ def _read(words: tuple[str, ...], mode: JobMode | None) -> Arguments:
     for name in (*repeated, "--module_import"):
         parser.add_argument(name, action="append", default=[])
     found, rest = _parsed(parser, words)
+    # argparse cannot declare --gin.NAME: they are among the words that it does not know.
     overrides = [word.removeprefix("--gin.") for word in rest if word.startswith("--gin.")]
     folders = found.gin_search_paths.split(",") if found.gin_search_paths else []
     return Arguments(
@@ -139,6 +140,7 @@ def gin_files_replaced(
 
 
 def _parser(*single: str) -> argparse.ArgumentParser:
+    # No abbreviations: a word that is unknown here may be an option of the container's command.
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for name in single:
         parser.add_argument(name)

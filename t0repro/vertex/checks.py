@@ -36,6 +36,8 @@ def check(
 def _check_paths(configured: Configured, arguments: Arguments) -> None:
     """Refuses results that would vanish with the machine, or that the stack cannot write."""
     for name, path in (("results", configured.output), ("checkpoint", arguments.checkpoint)):
+        # What a container can open: addresses of stores, and buckets where they are
+        # mounted.
         if path is None or path.startswith(("gs://", f"{MOUNT}/", "hf://", "s3://")):
             continue
         raise UserError(
@@ -58,6 +60,7 @@ def _memory(run: RunConfig, machines: Machines) -> Iterator[str]:
     if kind is None:
         yield "memory: not checked, for want of figures about the machine"
         return
+    # The count is each machine's; a TPU slice is one replica.
     devices = machines.accelerator_count * machines.replica_count
     if kind.topology is not None:
         yield from _on_slice(run, f"{kind.topology}-{devices}", devices)

@@ -62,6 +62,7 @@ def connect(place: Place) -> Any:
 def overridden(service: str) -> str | None:
     """The host that gcloud's variable names for a service instead of Google's own, if any."""
     address = os.environ.get(f"CLOUDSDK_API_ENDPOINT_OVERRIDES_{service}", "")
+    # The variable may hold a whole address; the clients take a host.
     return re.sub("^https://|/$", "", address) or None
 
 

@@ -60,6 +60,7 @@ def _best(row: dict, name: str) -> str:
 
 def _text(value: object) -> str:
     """A cell; pandas has NaN where a run lacks a value."""
+    # NaN is the one value that differs from itself.
     if value is None or value != value:
         return ""
     return f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -62,6 +62,7 @@ def record_end(seen: Look, record: Record, place: Place) -> dict[str, float]:
         with tempfile.TemporaryDirectory(prefix="t0repro-vertex-") as folder:
             copy_results(storage_client(place.project), record.output, Path(folder))
             metrics = best_metrics(Path(folder))
+    # Another follower may have recorded the end already.
     if not found.ended:
         found.metrics(metrics)
         if seen.reason:

@@ -134,6 +134,7 @@ def started(
       UserError: If the service refuses, or another run took the name.
     """
     aiplatform = connect(place)
+    # Undone in reverse order if anything fails; kept, by `pop_all`, once the job is submitted.
     with contextlib.ExitStack() as made:
         with cloud_errors("make the run", where=f"--run_name {tracking.run_name}"):
             run = _run(aiplatform, tracking)

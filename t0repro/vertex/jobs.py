@@ -163,6 +163,7 @@ def logs(name: str, place: Place, *, last: int | None = None) -> list[str]:
         found = client.list_entries(
             filter_=query, order_by="timestamp desc", max_results=last, page_size=1000
         )
+        # Asked for the latest first, so that the limit keeps those.
         return [_line(entry) for entry in found][::-1]
 
 

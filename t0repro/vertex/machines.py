@@ -39,6 +39,7 @@ def _gpu(machines: str, counts: tuple[int, ...], gigabytes: float) -> Accelerato
 
 
 _SLICES = (8, 32, 64, 128, 256, 512, 1024, 2048)
+# GPUs that one machine of a series may have.
 _A2, _A3 = (1, 2, 4, 8, 16), (1, 2, 4, 8)
 ACCELERATORS = {
     "TPU_V2": Accelerator(

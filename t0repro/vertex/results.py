@@ -32,6 +32,7 @@ def copy_results(client: Any, address: str, folder: Path) -> None:
 
 def _copy(blob: Any, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
+    # A report is replaced as a whole.
     if event_files.MARK not in target.name:
         target.write_bytes(blob.download_as_bytes())
         return
@@ -61,6 +62,7 @@ def best_metrics(folder: Path) -> dict[str, float]:
                 # Of equal values the first counts, as one would stop there.
                 best = max(finite, key=lambda point: (point[0], -point[1]))
                 name = _name(run, tag)
+                # Several folders may hold one metric; the largest value counts.
                 found[name] = max(found.get(name, best), best, key=lambda point: point[0])
     for path in sorted(folder.rglob(_REPORT)):
         found |= _of_report(path)

@@ -98,6 +98,7 @@ def stage(arguments: Arguments, folder: str) -> Staged:
 
 def _local(name: str, search_paths: Sequence[str]) -> Path | None:
     """The local file that gin opens for a name; None if it is not in a folder of the user's."""
+    # As gin looks: for the name itself first, then in each folder.
     candidates = [Path(folder, name) for folder in ("", *search_paths)]
     return next((path for path in candidates if path.is_file()), None)
 
@@ -155,6 +156,7 @@ def upload(staged: Staged, client: Any) -> None:
     try:
         for name, data in staged.files.items():
             write(client, f"{staged.folder}/{name}", data)
+    # Ctrl-C, too, leaves nothing behind.
     except BaseException:
         with contextlib.suppress(UserError):  # the first error says more
             remove(client, bucket, prefix)

@@ -137,8 +137,10 @@ def submit_and_track(
             output=configured.output and staging.address_of(configured.output),
             tensorboard=run.tensorboard,
         )
+        # Before the job is made, so that no job leads to a file that is missing.
         staging.write(storage, f"{staged.folder}/{experiments.RECORD}", record.to_json())
         name = _submitted(prepared, place)
+    # Outside the block: the job runs now, and an error here must not undo what belongs to it.
     run.submitted(name)
     return name, record
 

@@ -58,10 +58,12 @@ def uploading(
                         return
                 except Exception as error:  # whatever it is, the job is followed to its end
                     say(f"TensorBoard: {' '.join(str(error).split())}")
+                    # Only tries after the job's end are counted.
                     tries_left -= was_last
                     if not tries_left:
                         say("TensorBoard: not all is uploaded.")
                         return
+                # An event that is set no longer waits.
                 ended.wait(every) if not was_last else threading.Event().wait(every)
 
     thread = threading.Thread(target=work, name="uploader", daemon=True)
