@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
 import os
@@ -11,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from t0repro.cli.options import DType, Label, Modules, Resamples, Title, TrainMixtures
+from t0repro.cli.process_flags import ProcessOptions
+from t0repro.cli.shared import with_groups
 from t0repro.cli.tracking import Trackers, tracked_evaluation
 from t0repro.words import counted
 
@@ -80,10 +83,12 @@ _Also = Annotated[
 ]
 
 
+@with_groups
 def rank_eval(
     checkpoint: _Checkpoint,
     mixture: _Mixture,
     out: _Out,
+    processes: ProcessOptions,
     module_import: Modules = None,
     split: _Split = "validation",
     modes: _Modes = "rank",
@@ -118,22 +123,26 @@ def rank_eval(
         os.environ["T0REPRO_DATA_DIR"] = str(data)
     from t0repro.evaluation.evaluation_folder import Settings
 
-    settings = Settings(
-        split=split,
-        limit=limit,
-        lengths={"inputs": inputs_length, "targets": targets_length},
-        activation=activation or _default_activation(),
-        tokens_per_batch=tokens_per_batch,
-        use_cached=cache_dir is not None,
-        calibrated=bool(also),
-        modes=tuple(modes.split(",")),
-        at_hand=at_hand,
-    )
-    extras = [normalize, *(extra.value for extra in also or ())]
-    write = _writer(module_import or (), train_mixture or (), label, title, resamples, extras)
-    _add_cache(cache_dir)
-    with tracked_evaluation(tracker, out, checkpoint, mixture, settings):
-        _evaluate(checkpoint, step, model_parallelism, mixture, out, settings, write)
+    with processes.joined():
+        from t0repro.partitioning.processes import is_first
+
+        settings = Settings(
+            split=split,
+            limit=limit,
+            lengths={"inputs": inputs_length, "targets": targets_length},
+            activation=activation or _default_activation(),
+            tokens_per_batch=tokens_per_batch,
+            use_cached=cache_dir is not None,
+            calibrated=bool(also),
+            modes=tuple(modes.split(",")),
+            at_hand=at_hand,
+        )
+        extras = [normalize, *(extra.value for extra in also or ())]
+        write = _writer(module_import or (), train_mixture or (), label, title, resamples, extras)
+        _add_cache(cache_dir)
+        tracked = tracked_evaluation(tracker, out, checkpoint, mixture, settings)
+        with tracked if is_first() else contextlib.nullcontext():
+            _evaluate(checkpoint, step, model_parallelism, mixture, out, settings, write)
 
 
 def _writer(
@@ -171,11 +180,14 @@ def _evaluate(
     from t0repro.evaluation.opened import open_checkpoint
     from t0repro.evaluation.rank_eval import rank_eval as evaluate
     from t0repro.locks import folder_lock
+    from t0repro.partitioning.processes import held_by_first, output_folder
     from t0repro.reports.report_page import brief_page
     from t0repro.reports.terminal import print_page
 
     # The report reads what the evaluation wrote, so one lock has to cover both.
-    with folder_lock(out, "rank evaluation", fix="Wait for it to end, or choose another --out."):
+    fix = "Wait for it to end, or choose another --out."
+    with held_by_first(lambda: folder_lock(out, "rank evaluation", fix=fix)):
+        out = output_folder(out, resumed=True)
         opened = open_checkpoint(checkpoint, step, settings.activation, model_parallelism)
         outcome = evaluate(opened, mixture, out, settings)
         report, paths = write(outcome, opened.step, out)

@@ -13,6 +13,7 @@ Example:
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import sys
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from absl import app, flags, logging
 
-from t0repro.cli import aux_flags, tracking
+from t0repro.cli import aux_flags, process_flags, tracking
 from t0repro.cli.gate import USER_ERROR, gate
 from t0repro.cli.gin_options import allowlist_of
 from t0repro.cli.logs import SeqioOnce
@@ -98,8 +99,9 @@ def define_flags() -> None:
         )
         flags.DEFINE_multi_enum("tracker", None, list(TrackerName), tracking.HELP)
         aux_flags.define()
+        process_flags.define()
     by_module = flags.FLAGS.flags_by_module_dict()
-    for module in (mesh_transformer_main, utils, aux_flags, sys.modules[__name__]):
+    for module in (mesh_transformer_main, utils, aux_flags, process_flags, sys.modules[__name__]):
         for flag in by_module.get(module.__name__, []):
             # --help lists only the key flags of the main module, which is the console script.
             flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)
@@ -160,22 +162,32 @@ def _check_flags(options: Any) -> None:
 def _run_jax(options: Any) -> None:
     import jax
 
+    from t0repro.partitioning.processes import is_first
     from t0repro.runs.run import run
 
-    # As t5's main does on every run without --tpu.
-    float32 = jax.default_backend() == "cpu"
-    configuration = _load(options, float32_activations=float32)
-    _check_inputs(configuration.inputs, jax=True, at_hand=options.at_hand)
-    # Checked and said before anything is written.
-    say_what_runs_here(options, configuration, on_jax=True)
-    with (
-        tracking.tracked_training(options.tracker, Path(options.model_dir), configuration.run),
-        aux_flags.jobs_beside(options),
-    ):
-        run(dataclasses.replace(configuration, allow_changed=options.allow_changed))
+    with process_flags.of_absl(options).joined():
+        # As t5's main does on every run without --tpu.
+        float32 = jax.default_backend() == "cpu"
+        configuration = _load(options, float32_activations=float32)
+        _check_inputs(configuration.inputs, jax=True, at_hand=options.at_hand)
+        # Checked and said before anything is written.
+        say_what_runs_here(options, configuration, on_jax=True)
+        with contextlib.ExitStack() as beside:
+            if is_first():
+                model_dir = Path(options.model_dir)
+                tracked = tracking.tracked_training(options.tracker, model_dir, configuration.run)
+                beside.enter_context(tracked)
+                beside.enter_context(aux_flags.jobs_beside(options))
+            run(dataclasses.replace(configuration, allow_changed=options.allow_changed))
 
 
 def _run_mesh_tensorflow(options: Any) -> None:
+    if (options.process_count or 1) > 1 or options.multiprocess_gpu:
+        raise UserError(
+            "Mesh TensorFlow runs as one process here.",
+            where="--process_count" if options.process_count else "--multiprocess_gpu",
+            fix="Add --backend=jax.",
+        )
     import tensorflow
 
     tf = tensorflow.compat.v1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
@@ -17,10 +17,14 @@ from t0repro.cli.gin_options import (
     t5x_inputs,
 )
 from t0repro.cli.options import Modules
+from t0repro.cli.process_flags import ProcessOptions
 from t0repro.cli.shared import with_groups
 
 if TYPE_CHECKING:
+    from t0repro.config.inference_plan import InferencePlan
     from t0repro.config.t5x.gin_files import GinInputs, Parsed
+
+Plan = TypeVar("Plan", bound="InferencePlan")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +56,7 @@ class T5xOptions:
 @with_groups
 def evaluate(
     options: T5xOptions,
+    processes: ProcessOptions,
     watch: Annotated[
         bool,
         typer.Option("--watch", help="Continue as checkpoints appear (mode latest or all)."),
@@ -71,26 +76,29 @@ def evaluate(
         --gin.MIXTURE_OR_TASK_NAME="'my_task'" --gin.CHECKPOINT_PATH="'runs/c4/checkpoint_1000'"
         --gin.EVAL_OUTPUT_DIR="'runs/eval'" --module_import my_tasks
     """
-    parsed = parse_files(gin_inputs("eval", options))
-    from t0repro.config.t5x.inference import eval_plan
+    with processes.joined():
+        parsed = parse_files(gin_inputs("eval", options))
+        from t0repro.config.t5x.inference import eval_plan
 
-    plan = eval_plan(parsed)
-    register(parsed, options)
-    if options.dry_run:
-        from t0repro.runs.dry_run import check_inference
+        plan = eval_plan(parsed)
+        register(parsed, options)
+        if options.dry_run:
+            from t0repro.runs.dry_run import check_inference
 
-        check_inference(plan, typer.echo)
-        return
-    from t0repro.runs.description import describe_inference
-    from t0repro.runs.task_eval import evaluate_checkpoints
+            check_inference(plan, typer.echo)
+            return
+        from t0repro.runs.description import describe_inference
+        from t0repro.runs.task_eval import evaluate_checkpoints
 
-    describe_inference(plan, parsed.gin_text)
-    evaluate_checkpoints(plan, watch=watch, until=until)
+        plan = _with_own_output(plan)
+        describe_inference(plan, parsed.gin_text)
+        evaluate_checkpoints(plan, watch=watch, until=until)
 
 
 @with_groups
 def infer(
     options: T5xOptions,
+    processes: ProcessOptions,
     shard_id: Annotated[
         int | None, typer.Option("--shard_id", help="Overrides infer.shard_id.", min=0)
     ] = None,
@@ -106,23 +114,33 @@ def infer(
         --gin.TASK_FEATURE_LENGTHS="{'inputs': 512, 'targets': 64}"
         --gin.INFER_OUTPUT_DIR="'runs/infer'" --module_import my_tasks
     """
-    shard = [] if shard_id is None else [f"infer.shard_id = {shard_id}"]
-    parsed = parse_files(gin_inputs("infer", options, last=shard))
-    from t0repro.config.t5x.inference import infer_plan
+    with processes.joined():
+        shard = [] if shard_id is None else [f"infer.shard_id = {shard_id}"]
+        parsed = parse_files(gin_inputs("infer", options, last=shard))
+        from t0repro.config.t5x.inference import infer_plan
 
-    plan = infer_plan(parsed)
-    register(parsed, options)
-    if options.dry_run:
-        from t0repro.runs.dry_run import check_inference
+        plan = infer_plan(parsed)
+        register(parsed, options)
+        if options.dry_run:
+            from t0repro.runs.dry_run import check_inference
 
-        check_inference(plan, typer.echo)
-        return
-    from t0repro.runs import batch_infer
-    from t0repro.runs.description import describe_inference
+            check_inference(plan, typer.echo)
+            return
+        from t0repro.runs import batch_infer
+        from t0repro.runs.description import describe_inference
 
-    if plan.shard_id == 0:  # the shards share a folder
-        describe_inference(plan, parsed.gin_text)
-    batch_infer.infer(plan)
+        plan = _with_own_output(plan)
+        if plan.shard_id == 0:  # the shards share a folder
+            describe_inference(plan, parsed.gin_text)
+        batch_infer.infer(plan)
+
+
+def _with_own_output(plan: Plan) -> Plan:
+    """Of several processes, only the first one's results are kept."""
+    from t0repro.partitioning.processes import output_folder
+
+    folder = output_folder(plan.output_dir, resumed=True)
+    return dataclasses.replace(plan, output_dir=str(folder))
 
 
 def gin_inputs(

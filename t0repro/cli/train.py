@@ -9,29 +9,13 @@ from typing import Annotated, Any
 
 import typer
 
+from t0repro.cli.process_flags import ProcessOptions
 from t0repro.cli.shared import with_groups
 from t0repro.cli.t5x_run import T5xOptions, gin_inputs, parse_files, register
 from t0repro.cli.tracking import Trackers, tracked_training
 from t0repro.errors import UserError
 from t0repro.jobs.options import AuxiliaryOptions
 from t0repro.vertex.arguments import JobMode
-
-
-@dataclasses.dataclass(frozen=True)
-class ProcessOptions:
-    """T5X's flags of several processes."""
-
-    multiprocess_gpu: Annotated[
-        bool, typer.Option("--multiprocess_gpu", help="Not supported: a run is one process.")
-    ] = False
-    coordinator_address: Annotated[
-        str | None, typer.Option(help="Address of the first of several processes.")
-    ] = None
-    process_count: Annotated[int | None, typer.Option(help="Number of processes.")] = None
-    process_index: Annotated[int | None, typer.Option(help="Number of this process.")] = None
-    initialization_timeout: Annotated[
-        int | None, typer.Option(help="Seconds to wait for the other processes.")
-    ] = None
 
 
 @with_groups
@@ -61,28 +45,29 @@ def train(
         --gin.MIXTURE_OR_TASK_NAME="'c4_v220_span_corruption'" --gin.TRAIN_STEPS=10000
         --gin.TASK_FEATURE_LENGTHS="{'inputs': 512, 'targets': 114}" --gin.DROPOUT_RATE=0.0
     """
-    _check_processes(processes)
     _check_machine(jobs.machines, platform, cell)
-    named = [f"MODEL_DIR = 'runs/{name}'"] if name else []
-    inputs = gin_inputs("train", options, first=named)
-    parsed = parse_files(inputs)
-    from t0repro.config.t5x.run import train_config
+    with processes.joined(), contextlib.ExitStack() as beside:
+        named = [f"MODEL_DIR = 'runs/{name}'"] if name else []
+        inputs = gin_inputs("train", options, first=named)
+        parsed = parse_files(inputs)
+        from t0repro.config.t5x.run import train_config
 
-    config, model = train_config(parsed), parsed.program.model
-    data = parsed.program.train_dataset_cfg
-    register(parsed, options, [data.module] if data.module else [])
-    from t0repro.runs import dry_run as checks
+        config, model = train_config(parsed), parsed.program.model
+        data = parsed.program.train_dataset_cfg
+        register(parsed, options, [data.module] if data.module else [])
+        from t0repro.runs import dry_run as checks
 
-    if options.dry_run:
-        vocabularies = (model.input_vocabulary, model.output_vocabulary)
-        checks.check_training(config, vocabularies, typer.echo)
-        return
-    from t0repro.jobs.beside import auxiliary_jobs_beside
-    from t0repro.runs import planned_start
+        if options.dry_run:
+            vocabularies = (model.input_vocabulary, model.output_vocabulary)
+            checks.check_training(config, vocabularies, typer.echo)
+            return
+        from t0repro.jobs.beside import auxiliary_jobs_beside
+        from t0repro.partitioning.processes import is_first
+        from t0repro.runs import planned_start
 
-    with contextlib.ExitStack() as beside:
-        beside.enter_context(tracked_training(tracker, Path(config.model_dir), config))
-        if jobs.are_given:
+        if is_first():
+            beside.enter_context(tracked_training(tracker, Path(config.model_dir), config))
+        if jobs.are_given and is_first():
             # The training's own bindings are not its jobs'.
             files = dataclasses.replace(inputs, gin_bindings=())
             beside.enter_context(auxiliary_jobs_beside(config.model_dir, jobs, files))
@@ -99,23 +84,6 @@ def _check_machine(machines: Path | None, platform: str | None, cell: str | None
             f"The platform or cell stands for {machine.launcher}, but this command trains here.",
             where="--platform" if platform else "--cell",
             fix="Submit this command to that machine, without --platform and --cell.",
-        )
-
-
-def _check_processes(processes: ProcessOptions) -> None:
-    """Refuses several processes; the flags that describe a single one pass."""
-    count = processes.process_count
-    if count not in (None, 1) or processes.process_index not in (None, 0):
-        raise UserError(
-            "A run of several processes is not supported.",
-            where="--process_count" if count not in (None, 1) else "--process_index",
-            fix="Start one process on a machine with all the devices.",
-        )
-    if processes.multiprocess_gpu and processes.coordinator_address is None:
-        raise UserError(
-            "--multiprocess_gpu needs --coordinator_address.",
-            where="--multiprocess_gpu",
-            fix="Leave it out: one process drives all devices of a machine.",
         )
 
 

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from t0repro.files import write_atomically
+from t0repro.partitioning.processes import from_first
 from t0repro.progress import count_progress
 from t0repro.words import counted
 
@@ -56,7 +57,7 @@ class ResumableBatches(abc.ABC):
             # Drawn here and saved: without a seed, a resumed run could not make its batches again.
             # The seed drawn is never 0, which `or` would take for one that was not
             # recorded.
-            self._seed = position.get("seed") or secrets.randbits(31) + 1
+            self._seed = from_first(lambda: position.get("seed") or secrets.randbits(31) + 1)
         self._taken = self._first(step, position)
         dataset = self._dataset(self._seed)
         self._saves_iterator = self._can_save_iterator(dataset)

@@ -12,8 +12,17 @@ from typing import Any
 
 from t0repro.config.run_config import RunConfig
 from t0repro.errors import UserError
+from t0repro.partitioning.processes import from_first
 
 SECONDS_BETWEEN_LOOKS = 1.0
+
+
+def checkpoints_in(folder: str) -> list[Any]:
+    """A folder's checkpoints; of several processes, all get what the first one sees."""
+    from t0repro.converters import sources
+
+    names = from_first(lambda: [str(ref.path) for ref in sources.list_checkpoints(folder)])
+    return [ref for ref in sources.list_checkpoints(folder) if str(ref.path) in names]
 
 
 def chosen_checkpoints(config: RunConfig) -> Iterator[Any]:
@@ -51,9 +60,7 @@ def one_checkpoint(config: RunConfig) -> Any:
 
 
 def _present(config: RunConfig) -> list[Any]:
-    from t0repro.converters import sources
-
-    found = sources.list_checkpoints(config.model_dir)
+    found = checkpoints_in(config.model_dir)
     by_step = {ref.step: ref for ref in found if ref.step is not None}
     wanted, choice = config.eval_checkpoint_step, config.checkpoint_choice
     if wanted == "all":
@@ -79,11 +86,9 @@ def _present(config: RunConfig) -> list[Any]:
 
 def _coming(config: RunConfig) -> Iterator[Any]:
     """Polls for new checkpoints and yields each, until stop_after."""
-    from t0repro.converters import sources
-
     choice, last, told = config.checkpoint_choice, None, False
     while True:
-        found = [ref for ref in sources.list_checkpoints(config.model_dir) if ref.step is not None]
+        found = [ref for ref in checkpoints_in(config.model_dir) if ref.step is not None]
         # The list ascends by step, so the last is the latest.
         latest = found[-1] if found else None
         if latest is None or latest == last:

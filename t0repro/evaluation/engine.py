@@ -24,7 +24,7 @@ from t0repro.evaluation.pairs import Pairs, distinct_pairs
 from t0repro.model.blocks import Memory
 from t0repro.model.shapes import Array, Float, Int
 from t0repro.model.t5 import T5, cross_attention_memory
-from t0repro.partitioning.devices import across_devices_of, data_parts, padded_rows
+from t0repro.partitioning.devices import across_devices_of, data_parts, fetched, padded_rows
 from t0repro.training.loss import cross_entropy
 from t0repro.words import counted
 
@@ -89,7 +89,7 @@ class Engine:
         if started is not None:
             try:
                 # Dispatch is asynchronous: running out of memory may surface only at this fetch.
-                return _summed(batch, [(rows, np.asarray(log_p)) for rows, log_p in started])
+                return _summed(batch, [(rows, fetched(log_p)) for rows, log_p in started])
             except jax.errors.JaxRuntimeError as error:
                 self._too_large(batch, error)
         parts = [

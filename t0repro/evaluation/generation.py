@@ -22,7 +22,7 @@ from t0repro.config.decoding_config import DecodingConfig
 from t0repro.model.decoding import generate, search_limit
 from t0repro.model.shapes import Int
 from t0repro.model.t5 import T5
-from t0repro.partitioning.devices import across_devices_of, data_parts, padded_rows
+from t0repro.partitioning.devices import across_devices_of, data_parts, fetched, padded_rows
 from t0repro.progress import count_progress
 
 _IN_FLIGHT = 2  # batches dispatched before the oldest one's tokens are waited for
@@ -99,9 +99,9 @@ def _in_flight(
         waiting.append(batch)
         if len(waiting) >= _IN_FLIGHT:
             members, tokens = waiting.popleft()
-            yield members, np.asarray(tokens)
+            yield members, fetched(tokens)
     for members, tokens in waiting:
-        yield members, np.asarray(tokens)
+        yield members, fetched(tokens)
 
 
 def texts_of(tokens: Sequence[Sequence[int]], vocabulary: Any) -> list[str]:

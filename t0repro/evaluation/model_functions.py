@@ -20,7 +20,7 @@ from t0repro.config.decoding_plan import DecodingPlan
 from t0repro.evaluation.engine import score_examples
 from t0repro.model.t5 import T5
 from t0repro.model.t5x_decoding import Decodes, generate
-from t0repro.partitioning.devices import across_devices_of, data_parts
+from t0repro.partitioning.devices import across_devices_of, data_parts, fetched
 
 Indexed = list[tuple[int, Any]]
 Aux = dict[str, list[Any]]
@@ -54,7 +54,7 @@ class ModelFunctions:
         outputs: Indexed = []
         scores: list[Any] = []
         for indices, decodes in self._decoded(dataset):
-            for index, tokens, score in zip(indices, *map(np.asarray, decodes), strict=False):
+            for index, tokens, score in zip(indices, *map(fetched, decodes), strict=False):
                 # Decodes ascend by score, so the best one is the last.
                 if not self.plan.return_all_decodes:
                     tokens, score = tokens[-1], score[-1]

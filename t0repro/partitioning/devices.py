@@ -109,12 +109,31 @@ class Partitioning:
     def put_batch(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
         """Divides a batch's rows among the devices; if they do not divide, each has all of them."""
         sharding = self.batch_sharding(len(next(iter(batch.values()))))
-        return jax.device_put(dict(batch), sharding)
+        return {name: put(x, sharding) for name, x in batch.items()}
 
     def batch_sharding(self, rows: int) -> NamedSharding:
         """How a feature of so many rows is divided."""
         divides = rows % self.data == 0
         return NamedSharding(self.mesh, PartitionSpec(DATA) if divides else PartitionSpec())
+
+
+def put(x: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    """Places an array on the devices; of several processes, each has the array and places a part.
+
+    `jax.device_put` would first compare the arrays of the processes, over the network.
+    """
+    if sharding.is_fully_addressable:
+        return jax.device_put(x, sharding)
+    return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+
+def fetched(x: jax.Array) -> np.ndarray:
+    """An array's values, also if other processes hold parts of it; all make this call then."""
+    if x.is_fully_addressable or x.is_fully_replicated:
+        return np.asarray(x)
+    from jax.experimental import multihost_utils
+
+    return np.asarray(multihost_utils.process_allgather(x, tiled=True))
 
 
 def partitioning_of(tree: Any) -> Mesh | None:
@@ -200,7 +219,21 @@ def choose(
             fix="Choose sizes whose product is at most the number of devices.",
         )
     check_divides(dataclasses.replace(layout, data=data), model, rows, where)
+    _check_processes(devices, data * layout.model, where)
     return _arranged(devices, data, layout.model, layout.fully_sharded, len(devices))
+
+
+def _check_processes(devices: Sequence[Any], used: int, where: str | None) -> None:
+    """Refuses to leave a process without a device."""
+    idle = {device.process_index for device in devices}
+    idle -= {device.process_index for device in devices[:used]}
+    if idle:
+        raise UserError(
+            f"This layout takes {used} of {len(devices)} devices, which leaves"
+            f" {counted(len(idle), 'process', 'processes')} with none.",
+            where=where,
+            fix="Start fewer processes, or take a batch size that more devices can divide.",
+        )
 
 
 def check_divides(

@@ -13,7 +13,9 @@ from t0repro.converters import sources
 from t0repro.converters.arithmetic import load_configured, repeated_biases
 from t0repro.converters.tensors import CheckpointRef
 from t0repro.errors import UserError
+from t0repro.evaluation.checkpoint_choice import checkpoints_in
 from t0repro.evaluation.opened import Checkpoint, parameters_digest
+from t0repro.partitioning.processes import from_first
 
 SECONDS_BETWEEN_LOOKS = 5.0
 
@@ -27,12 +29,14 @@ def chosen(restore: RestoreConfig) -> list[CheckpointRef]:
     refs: list[CheckpointRef] = []
     for path in [restore.path] if isinstance(restore.path, str) else restore.path:
         if restore.mode == "all":
-            present = sources.list_checkpoints(path)
+            present = checkpoints_in(path)
             if not present:
                 sources.find_checkpoint(path)  # raises, and says what is wrong
             refs += present
         else:
-            refs.append(sources.find_checkpoint(path))
+            # The latest may be another one by the time that another process looks.
+            found = from_first(lambda path=path: str(sources.find_checkpoint(path).path))
+            refs.append(sources.find_checkpoint(found))
     return refs
 
 
@@ -63,7 +67,7 @@ def coming(
         )
     seen: set[str] = set()
     while True:
-        present = [ref for ref in sources.list_checkpoints(restore.path) if ref.path not in seen]
+        present = [ref for ref in checkpoints_in(restore.path) if ref.path not in seen]
         if restore.mode == "latest":
             seen.update(ref.path for ref in present[:-1])
             present = present[-1:]

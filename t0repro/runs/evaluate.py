@@ -6,6 +6,7 @@ eval generates texts; score_eval computes the targets' log-likelihoods.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -33,15 +34,30 @@ def evaluate(configuration: Configuration) -> None:
     from t0repro.evaluation.closing import print_results
     from t0repro.evaluation.evaluation_facts import jax_device, write_facts
 
+    checkpoints = chosen_checkpoints(configuration.run)
+    configuration = _with_own_output(configuration)
     config = configuration.run
     windows = _windows(config)
-    for checkpoint in loaded(configuration, chosen_checkpoints(config)):
+    for checkpoint in loaded(configuration, checkpoints):
         evaluated = _evaluate(configuration, checkpoint, windows)
         if config.output_eval_examples:
             write_facts(
                 score_eval.evaluation_folder(config), checkpoint, [*evaluated], jax_device()
             )
         print_results(evaluated, checkpoint.step, score_eval.evaluation_folder(config))
+
+
+def _with_own_output(configuration: Configuration) -> Configuration:
+    """Of several processes, only the first one's results are kept."""
+    from t0repro.partitioning.processes import is_first, output_folder
+
+    if is_first():
+        return configuration
+    run, folder = configuration.run, str(output_folder(configuration.run.model_dir))
+    scores = None if run.scores_filename is None else f"{folder}/scores"
+    run = dataclasses.replace(run, model_dir=folder, eval_summary_dir=None, scores_filename=scores)
+    inputs = dataclasses.replace(configuration.inputs, model_dir=folder)
+    return dataclasses.replace(configuration, run_or_refusal=run, inputs=inputs)
 
 
 def _windows(config: RunConfig) -> TaskWindows:

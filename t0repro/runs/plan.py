@@ -13,6 +13,7 @@ import jax
 from t0repro.config.run_config import AdafactorConfig, RunConfig
 from t0repro.config.training_plan import TerminateOnNanConfig, TrainingPlan
 from t0repro.errors import UserError
+from t0repro.partitioning.processes import from_first
 from t0repro.training.actions import Action, SaveByPlan
 from t0repro.training.stopping import make_actions
 from t0repro.training.summaries import Evaluate, OpenWriter, SplitMetrics, Summarise
@@ -40,7 +41,7 @@ def chosen_seed(plan: TrainingPlan, say: Callable[[str], None]) -> int:
     """The plan's seed, or one of this moment, which is told."""
     if plan.random_seed is not None:
         return plan.random_seed
-    seed = int(time.time())
+    seed = from_first(lambda: int(time.time()))
     say(f"seed: {seed}, since random_seed is None")
     return seed
 

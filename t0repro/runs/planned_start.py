@@ -36,6 +36,7 @@ def start(
     """
     from t0repro.converters import sources
     from t0repro.data.seqio_data import SeqioTrainBatches, train_eval_batches
+    from t0repro.partitioning.processes import is_first
     from t0repro.runs import train as training
     from t0repro.runs.description import describe_training
     from t0repro.runs.plan import PlannedInputs, chosen_seed
@@ -50,7 +51,8 @@ def start(
     with held_for_training(model_dir, "jax", config, allow_changed=allow_changed):
         resumed = bool(sources.list_checkpoints(model_dir))
         tree = None if resumed else starting_tree(config, say)
-        describe_training(config, parsed.gin_text)
+        if is_first():
+            describe_training(config, parsed.gin_text)
         evaluated = plan.train_eval_data
         training.train(
             config,
@@ -74,13 +76,14 @@ def _opener_of_writers(
     import gin
     from t0repro.converters import sources
     from t0repro.event_files import event_writer
+    from t0repro.partitioning.processes import output_folder
 
-    saved = sources.list_checkpoints(model_dir)
+    saved, written = sources.list_checkpoints(model_dir), output_folder(model_dir)
     # T5X puts the text at the step that the run starts from.
     step = (saved[-1].step or 0) if saved else int((tree or {}).get("state/step", 0))
 
     def open_writer(split: str) -> MetricWriter:
-        writer = event_writer(model_dir / split)
+        writer = event_writer(written / split)
         if split == "train":
             writer.write_texts(step, {"config": gin.markdown(gin_text)})
         return writer
@@ -162,6 +165,7 @@ def infer_eval(parsed: Parsed, config: RunConfig, say: Say) -> InferEval | None:
     from t0repro.config.t5x.places import Places
     from t0repro.evaluation.seqio_evaluator import TaskEvaluator
     from t0repro.model.t5 import T5
+    from t0repro.partitioning.processes import output_folder
 
     data = plan.infer_eval_data
     tasks = seqio.get_subtasks(seqio.get_mixture_or_task(data.mixture_or_task_name))
@@ -169,6 +173,6 @@ def infer_eval(parsed: Parsed, config: RunConfig, say: Say) -> InferEval | None:
         say(f"infer_eval: no task of {data.mixture_or_task_name} has {data.split} and a metric")
         return None
     decoding = decoding_plan(parsed.program.model, Places.of(parsed.values))
-    evaluator = TaskEvaluator(data, plan.evaluator, config.model_dir, decoding)
+    evaluator = TaskEvaluator(data, plan.evaluator, output_folder(config.model_dir), decoding)
     model = T5(config.model, config.dtypes)
     return lambda trainer: evaluator.evaluate(model, trainer.train_state.params, trainer.step)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from t0repro.config.configuration import Configuration
 from t0repro.config.mtf.model_api import refused_export
 from t0repro.errors import UserError
+from t0repro.partitioning.processes import is_alone
 from t0repro.runs.evaluate import evaluate
 from t0repro.runs.infer import infer
 from t0repro.runs.perplexity import evaluate_perplexity
@@ -23,6 +24,8 @@ MODES: dict[str, Callable[[Configuration], None]] = {
     "score_from_strings": score_from_strings,
 }
 
+_ON_SEVERAL = ("train", "eval", "score_eval")
+
 
 def run(configuration: Configuration) -> None:
     """Runs the configured mode.
@@ -31,6 +34,12 @@ def run(configuration: Configuration) -> None:
       UserError: For a mode or an option that the JAX stack does not support, or for bad input.
     """
     mode, place = configuration.inputs.mode, configuration.inputs.provenance.get("mode")
+    if mode not in _ON_SEVERAL and not is_alone():
+        raise UserError(
+            f"Mode {mode!r} runs as one process.",
+            where=place,
+            fix=f"Several processes are for {', '.join(_ON_SEVERAL)}; start one for this mode.",
+        )
     if mode in MODES:
         MODES[mode](configuration)
     elif str(mode).startswith("export"):

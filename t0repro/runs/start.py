@@ -15,6 +15,7 @@ def start_training(configuration: Configuration) -> None:
     from t0repro.converters import sources
     from t0repro.data.train_data import TrainBatches
     from t0repro.event_files import event_writer
+    from t0repro.partitioning.processes import is_first, output_folder
     from t0repro.runs import train as training
     from t0repro.training.model_dir import held_for_training
 
@@ -24,12 +25,13 @@ def start_training(configuration: Configuration) -> None:
     with held_for_training(model_dir, "jax", config, allow_changed=allow_changed):
         has_checkpoint = bool(sources.list_checkpoints(model_dir))
         start = starting_point(config)
-        record_command(configuration)
+        if is_first():
+            record_command(configuration)
         training.train(
             config,
             TrainBatches(config, has_checkpoint=has_checkpoint),
             restore_from=start,
-            writers=[event_writer(config.model_dir)],
+            writers=[event_writer(output_folder(model_dir))],
         )
 
 

@@ -14,6 +14,7 @@ from t0repro.config.run_config import RunConfig, TrainDataConfig
 from t0repro.errors import UserError
 from t0repro.model.t5 import T5, count_parameters, initial_parameters
 from t0repro.partitioning.devices import choose, line_of
+from t0repro.partitioning.processes import from_first, output_folder
 from t0repro.runs.plan import (
     PlannedInputs,
     chosen_seed,
@@ -134,7 +135,8 @@ def train(
     model_dir = Path(config.model_dir)
     # Whoever starts training holds model_dir's lock, so these are leftovers of killed saves.
     remove_interrupted_saves(model_dir)
-    found = latest_step(model_dir)
+    found = from_first(lambda: latest_step(model_dir))
+    written = output_folder(model_dir)
     saved_data = None
     if found is not None:
         restore_from = checkpoint_path(model_dir, found)
@@ -170,12 +172,12 @@ def train(
     save_data = None if source is None else source.save
     metrics: MetricsManager | SplitMetrics
     if plan is None:
-        metrics = MetricsManager(model_dir, start_step, writers)
+        metrics = MetricsManager(written, start_step, writers)
         period, keep = config.save_checkpoints_steps, config.keep_checkpoint_max
         standard: Sequence[Action] = [SaveCheckpoints(model_dir, period, keep, save_data)]
     else:
         planned = planned or PlannedInputs()
-        metrics = SplitMetrics(model_dir, start_step, planned.open_writer)
+        metrics = SplitMetrics(written, start_step, planned.open_writer)
         steps = end_step - start_step
         standard = planned_actions(config, planned, metrics, save_data, steps, say)
     trainer = Trainer(
@@ -186,7 +188,7 @@ def train(
         num_microbatches=config.num_microbatches,
         seed=seed,
         metrics=metrics,
-        actions=[ShowProgress(), RecordRunState(model_dir), *standard, *actions, signals],
+        actions=[ShowProgress(), RecordRunState(written), *standard, *actions, signals],
         dropout_key=dropout_key if config.model.dropout_rate else None,
         measured=None if plan is None else Measured(weights=plan.weight_metrics),
         may_be_nan=may_be_nan(config),

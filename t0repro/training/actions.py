@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from t0repro.config.training_plan import SaveConfig
+from t0repro.partitioning.processes import SharedSignal, is_alone
 from t0repro.training.checkpoints import (
     checkpoint_path,
     list_checkpoints,
@@ -156,24 +157,33 @@ class StopOnSignal(Action):
     Args:
       say: receives a line when the signal arrives.
 
+    Of several processes, all end after the same step.
+
     Attributes:
-      received: the signal's number, or None.
+      received: the number of the signal that ended training, or None.
     """
 
     def __init__(self, say: Callable[[str], None]):
         self._say = say
         self.received: int | None = None
+        self._noted: int | None = None
+        self._shared: SharedSignal | None = None
         self._before: dict[int, Any] = {}
 
     def start(self, trainer: Trainer, last_step: int) -> None:
         """Installs the signal handlers; Python allows that only in the main thread."""
         del trainer, last_step
+        self._shared = None if is_alone() else SharedSignal()
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
                 self._before[number] = signal.signal(number, self._note)
 
     def after_step(self, trainer: Trainer) -> None:
-        """Asks the trainer to stop if a signal has come."""
+        """Asks the trainer to stop if a signal has come, to any of the processes."""
+        if self._shared is not None:
+            self.received = self._shared.after_step(self._noted or 0) or None
+        else:
+            self.received = self._noted
         if self.received is not None:
             trainer.stop(f"a signal, {signal.Signals(self.received).name}")
 
@@ -184,7 +194,7 @@ class StopOnSignal(Action):
 
     def _note(self, number: int, frame: Any) -> None:
         del frame
-        self.received = number
+        self._noted = number
         # Right away, so that a second signal interrupts the step.
         self._restore()
         again = " (Ctrl-C again stops at once)" if number == signal.SIGINT else ""

@@ -16,7 +16,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,13 @@ from t0repro.converters.jax_tree import jax_refs
 from t0repro.converters.orbax_dir import is_orbax
 from t0repro.errors import UserError
 from t0repro.files import atomic_directory
-from t0repro.training.train_state import FlatTree, TrainState, to_flat_tree, with_parameters_in
+from t0repro.partitioning.processes import from_first, is_alone, is_first, wait_for_all
+from t0repro.training.train_state import (
+    TrainState,
+    flat_arrays,
+    to_flat_tree,
+    with_parameters_in,
+)
 from t0repro.training.writing import writing
 
 DATA = "data"  # the checkpoint's folder for the position in the data
@@ -82,7 +88,8 @@ def save_checkpoint(
     """
     path = checkpoint_path(model_dir, int(jax.device_get(state.step)))
     with writing(path):
-        tree = to_flat_tree(state)
+        # Of several processes, each writes the parts that its devices hold.
+        tree = to_flat_tree(state) if is_alone() else flat_arrays(state)
         save_tree(path, with_parameters_in(tree, dtype) if dtype else tree, save_data)
         # Old checkpoints go only once the new one is complete. A negative number keeps all; with
         # it, tf.train.Saver would delete what it has just saved.
@@ -98,13 +105,15 @@ def data_folder(path: PathLike) -> Path | None:
 
 
 def save_tree(
-    path: PathLike, tree: FlatTree, save_data: Callable[[Path], None] | None = None
+    path: PathLike, tree: Mapping[str, Any], save_data: Callable[[Path], None] | None = None
 ) -> None:
     """Writes a flat tree as an Orbax checkpoint directory, which appears only once it is complete.
 
+    Of several processes, all make this call.
+
     Args:
       path: the directory.
-      tree: its arrays by flat name.
+      tree: its arrays by flat name; in one process they are copied from the devices.
       save_data: see `save_checkpoint`.
 
     Raises:
@@ -114,9 +123,9 @@ def save_tree(
     import orbax.checkpoint as ocp
 
     path = Path(path).absolute()
-    arrays = {name: np.asarray(value) for name, value in tree.items()}
+    arrays = {name: np.asarray(value) if is_alone() else value for name, value in tree.items()}
     try:
-        with atomic_directory(path) as temporary:
+        with _directory_of_all(path) as temporary:
             nested = flax.traverse_util.unflatten_dict(arrays, sep="/")
             try:
                 with (
@@ -127,16 +136,28 @@ def save_tree(
             except BaseException:
                 _remove_what_orbax_left(temporary)
                 raise
-            if save_data is not None:
-                (temporary / DATA).mkdir()
-                save_data(temporary / DATA)
-            write_integrity(temporary, describe_files(temporary))
+            if is_first():
+                if save_data is not None:
+                    (temporary / DATA).mkdir()
+                    save_data(temporary / DATA)
+                write_integrity(temporary, describe_files(temporary))
     except FileExistsError as error:
         raise UserError(
             "There is a checkpoint already.",
             where=str(path),
             fix="Remove it or choose another name.",
         ) from error
+
+
+@contextlib.contextmanager
+def _directory_of_all(path: Path) -> Iterator[Path]:
+    """The first process's `atomic_directory`, for all processes to write into."""
+    if is_first():
+        with atomic_directory(path) as temporary:
+            yield Path(from_first(lambda: str(temporary)))
+    else:
+        yield Path(from_first(str))
+    wait_for_all()  # until it has its name
 
 
 def _remove_what_orbax_left(temporary: Path) -> None:
@@ -213,13 +234,20 @@ def check_integrity(path: PathLike) -> None:
 
 
 def remove_interrupted_saves(model_dir: PathLike) -> None:
-    """Removes what killed saves left behind; no other process may be writing to model_dir."""
+    """Removes what killed saves left behind; no other run may be writing to model_dir."""
+    if not is_first():
+        return
     for path in Path(model_dir).glob(".checkpoint_*.tmp*"):
         shutil.rmtree(path, ignore_errors=True)
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Removes a checkpoint; it is renamed first, so that it is never listed half removed."""
+    """Removes a checkpoint; it is renamed first, so that it is never listed half removed.
+
+    Of several processes, only the first one removes it.
+    """
+    if not is_first():
+        return
     hidden = path.with_name(f".{path.name}.removed.tmp")
     shutil.rmtree(hidden, ignore_errors=True)
     os.rename(path, hidden)

@@ -31,6 +31,7 @@ from t0repro.errors import UserError
 from t0repro.files import write_atomically
 from t0repro.locks import folder_lock
 from t0repro.parameters import layout
+from t0repro.partitioning.processes import held_by_first
 from t0repro.training.optimizers import make_optimizer
 from t0repro.training.train_state import check_parameters, flat_slots
 from t0repro.training.writing import writing
@@ -65,13 +66,19 @@ def held_for_training(
     Raises:
       UserError: if another run holds the folder, or if `check_model_dir` raises one.
     """
-    fix = "Wait for it to end, or train in another --model_dir."
-    with folder_lock(Path(model_dir), "training", fix=fix):
-        check_model_dir(model_dir, backend, config, allow_changed=allow_changed)
-        if config is not None:
-            with writing(Path(model_dir) / RECORD):
-                settings = json.dumps(_settings(config), indent=1)
-                write_atomically(Path(model_dir) / RECORD, settings + "\n")
+
+    @contextlib.contextmanager
+    def checked() -> Iterator[None]:
+        fix = "Wait for it to end, or train in another --model_dir."
+        with folder_lock(Path(model_dir), "training", fix=fix):
+            check_model_dir(model_dir, backend, config, allow_changed=allow_changed)
+            if config is not None:
+                with writing(Path(model_dir) / RECORD):
+                    settings = json.dumps(_settings(config), indent=1)
+                    write_atomically(Path(model_dir) / RECORD, settings + "\n")
+            yield
+
+    with held_by_first(checked):
         yield
 
 

@@ -30,6 +30,7 @@ from jax.sharding import NamedSharding
 
 from t0repro.errors import UserError
 from t0repro.parameters import layout
+from t0repro.partitioning.devices import put
 from t0repro.training.optimizers import Optimizer
 from t0repro.training.slots import Slots
 
@@ -75,15 +76,20 @@ def with_parameters_in(tree: Mapping[str, Any], dtype: str) -> dict[str, Any]:
 
 def to_flat_tree(state: TrainState) -> dict[str, np.ndarray]:
     """Copies the state to the host, in the form of a checkpoint."""
-    state = jax.device_get(state)
-    flat: dict[str, np.ndarray] = {layout.STEP: np.asarray(state.step, np.int32)}
+    flat = flat_arrays(jax.device_get(state))
+    return {name: np.asarray(value) for name, value in flat.items()}
+
+
+def flat_arrays(state: TrainState) -> dict[str, Any]:
+    """The state's arrays, wherever they are, under the names of a checkpoint."""
+    flat: dict[str, Any] = {layout.STEP: state.step}
     for path, value in flax.traverse_util.flatten_dict(state.params, sep="/").items():
-        flat[layout.PARAMETERS + path] = np.asarray(value)
+        flat[layout.PARAMETERS + path] = value
     if not isinstance(state.slots, dict):
         return flat | _of_optax(state.slots)
     slots = flat_slots(state.slots)
     values = {
-        (path, name): np.asarray(getattr(slot, name))
+        (path, name): getattr(slot, name)
         for path, slot in slots.items()
         for name in layout.SLOT_NAMES
         if getattr(slot, name) is not None
@@ -99,10 +105,10 @@ def to_flat_tree(state: TrainState) -> dict[str, np.ndarray]:
     return flat
 
 
-def _of_optax(state: Any) -> dict[str, np.ndarray]:
+def _of_optax(state: Any) -> dict[str, Any]:
     """The entries of an optax state, named as flax's serialization names its parts."""
     parts = flax.traverse_util.flatten_dict(flax.serialization.to_state_dict(state), sep="/")
-    return {layout.SLOTS + name: np.asarray(value) for name, value in parts.items()}
+    return {layout.SLOTS + name: value for name, value in parts.items()}
 
 
 def _to_optax(tree: FlatTree, like: Any) -> Any:
@@ -204,7 +210,7 @@ def _on_devices(value: Any, like: Any, dtype: Any = np.float32) -> jax.Array:
     """A checkpoint's value on the device, or divided among several as `like` is."""
     sharding = getattr(like, "sharding", None)
     if isinstance(sharding, NamedSharding):
-        return jax.device_put(np.asarray(value, dtype), sharding)
+        return put(np.asarray(value, dtype), sharding)
     return jnp.asarray(value, dtype)
 
 

@@ -1,0 +1,79 @@
+"""The flags by which a command becomes one process of several; T5X's, for all commands."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from typing import Annotated, Any
+
+import typer
+
+from t0repro.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class ProcessOptions:
+    """T5X's flags of several processes; without them the environment is asked."""
+
+    multiprocess_gpu: Annotated[
+        bool,
+        typer.Option(
+            "--multiprocess_gpu",
+            help="Be one of several processes; what is not given, JAX finds out.",
+        ),
+    ] = False
+    coordinator_address: Annotated[
+        str | None,
+        typer.Option(help="Where the others reach process 0.", metavar="HOST:PORT"),
+    ] = None
+    process_count: Annotated[int | None, typer.Option(help="Number of processes.")] = None
+    process_index: Annotated[int | None, typer.Option(help="Which of them this is, from 0.")] = None
+    initialization_timeout: Annotated[
+        int | None,
+        typer.Option(min=1, help="Seconds to wait for the other processes.", show_default="300"),
+    ] = None
+
+    def joined(self) -> contextlib.AbstractContextManager[None]:
+        """A context in which this process is one of those that flags or environment name.
+
+        Raises:
+          UserError: if the flags do not say where the first process is.
+        """
+        incomplete = self.coordinator_address is None or self.process_index is None
+        if (self.process_count or 1) > 1 and incomplete and not self.multiprocess_gpu:
+            raise UserError(
+                f"--process_count={self.process_count} needs --coordinator_address and"
+                " --process_index.",
+                where="--process_count",
+                fix="Give all three; or add --multiprocess_gpu where JAX knows the cluster.",
+            )
+        from t0repro.partitioning import processes
+
+        return processes.joined(
+            processes.Asked(
+                self.coordinator_address,
+                self.process_count,
+                self.process_index,
+                self.initialization_timeout,
+                detect=self.multiprocess_gpu,
+            )
+        )
+
+
+def define() -> None:
+    """Defines the same flags for t5_mesh_transformer."""
+    from absl import flags
+
+    flags.DEFINE_boolean(
+        "multiprocess_gpu", False, "Be one of several processes; JAX finds out what is not given."
+    )
+    flags.DEFINE_string("coordinator_address", None, "HOST:PORT where process 0 is reached.")
+    flags.DEFINE_integer("process_count", None, "Number of processes.")
+    flags.DEFINE_integer("process_index", None, "Which of them this is, from 0.")
+    flags.DEFINE_integer("initialization_timeout", None, "Seconds to wait for the others.")
+
+
+def of_absl(options: Any) -> ProcessOptions:
+    """What parsed flags say."""
+    names = [field.name for field in dataclasses.fields(ProcessOptions)]
+    return ProcessOptions(**{name: options[name].value for name in names})

@@ -1,0 +1,331 @@
+"""Several processes, on one machine or many, that train or evaluate together.
+
+Every process runs the same program on the devices of all of them (jax.distributed). What they must
+not do each by themselves goes through here: only the first process writes, its choices hold for
+all (`from_first`), and nobody goes on before something is there (`wait_for_all`).
+
+A process by itself is the first of one, for which all this does nothing.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import glob
+import importlib.util
+import itertools
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from t0repro.errors import UserError
+from t0repro.partitioning.watch import Watch
+
+Value = TypeVar("Value")
+
+ADDRESS, COUNT, INDEX = (
+    "T0REPRO_COORDINATOR_ADDRESS",
+    "T0REPRO_PROCESS_COUNT",
+    "T0REPRO_PROCESS_INDEX",
+)
+# A dead process is noticed at once by `Watch`. This is for a dead machine or network.
+_HEARTBEAT_SECONDS = 30
+_INITIALIZATION_SECONDS = 300
+_FOR_EVER = 7 * 24 * 3600 * 1000  # milliseconds; a process that died ends the others' waiting
+_numbers = itertools.count()  # the same in every process, since all make the same calls
+_scratch: list[str] = []  # the folder of `output_folder` in processes other than the first
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What a command line says about the processes of a run; None leaves it to the environment.
+
+    Attributes:
+      address: HOST:PORT at which the first process is reached.
+      count: number of processes.
+      index: which of them this is, from 0.
+      timeout: seconds to wait for the others to start.
+      detect: ask JAX for the cluster although the environment shows no sign of one.
+    """
+
+    address: str | None = None
+    count: int | None = None
+    index: int | None = None
+    timeout: int | None = None
+    detect: bool = False
+
+
+# ---- Joining ------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def joined(asked: Asked) -> Iterator[None]:
+    """Runs the block as one process of several, if flags or the environment say that it is.
+
+    If one of them ends early, the others end within seconds, saying which it was. Within the
+    block, processes other than the first print nothing; an error that leaves it is shown.
+
+    Args:
+      asked: the flags.
+
+    Raises:
+      UserError: if the flags are incomplete, or the others cannot be reached.
+    """
+    wanted = with_environment(asked, os.environ)
+    if not is_several(wanted, os.environ):
+        yield
+        return
+    _initialize(wanted)
+    if jax.process_count() == 1:
+        yield
+        return
+    # Commands that this one starts, such as auxiliary jobs, are no members of this run.
+    os.environ[COUNT] = "1"
+    with contextlib.ExitStack() as quiet:
+        host = _address().rpartition(":")[0].strip("[]")
+        watch = Watch(jax.process_index(), jax.process_count(), host, from_first)
+        if not is_first():
+            nowhere = quiet.enter_context(open(os.devnull, "w"))
+            quiet.enter_context(contextlib.redirect_stdout(nowhere))
+            quiet.enter_context(contextlib.redirect_stderr(nowhere))
+            _scratch[:] = [quiet.enter_context(tempfile.TemporaryDirectory())]
+        print(f"processes: {jax.process_count()}, coordinated by {_address()}", file=sys.stderr)
+        try:
+            yield
+        except SystemExit:  # stopped by a signal, as all are
+            _leave(watch)
+            raise
+        except BaseException as error:
+            if not isinstance(error, UserError | KeyboardInterrupt):
+                watch.end_with_others()
+            watch.abandon()
+            # Otherwise JAX waits for the others in vain as Python ends, and then aborts.
+            atexit.register(_end, 2 if isinstance(error, UserError) else 1)
+            raise
+        _leave(watch)
+
+
+def _end(code: int) -> None:
+    """Ends the process without JAX's own ending."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _leave(watch: Watch) -> None:
+    """Ends this process's part in order; waits for the others a while."""
+    watch.leave()
+    jax.distributed.shutdown()
+
+
+def with_environment(asked: Asked, environment: Mapping[str, str]) -> Asked:
+    """Flags, completed from T0REPRO_* variables and from those of a Kubernetes indexed job.
+
+    Raises:
+      UserError: if a variable is no number, or the index is not below the count.
+    """
+    detect = asked.detect or environment.get(COUNT) == "auto"
+    numbers: dict[str, int | None] = {}
+    for field, given, variable in (
+        ("count", asked.count, COUNT),
+        ("index", asked.index, INDEX),
+    ):
+        text = environment.get(variable)
+        if given is None and text is not None and text != "auto":
+            given = _number(variable, text)
+        numbers[field] = given
+    address = asked.address or environment.get(ADDRESS)
+    index = numbers["index"]
+    if index is None and (numbers["count"] or 1) > 1 and "JOB_COMPLETION_INDEX" in environment:
+        index = _number("JOB_COMPLETION_INDEX", environment["JOB_COMPLETION_INDEX"])
+    count = numbers["count"]
+    if count is not None and (count < 1 or not 0 <= (index or 0) < count):
+        raise UserError(
+            f"There is no process {index or 0} of {count}.",
+            where="--process_count, --process_index",
+            fix="Indices count from 0 and are less than --process_count.",
+        )
+    if index and count is None:
+        raise UserError(
+            f"This is process {index}, but it is not said of how many.",
+            where="--process_index",
+            fix="Give --process_count and --coordinator_address too.",
+        )
+    return Asked(address, count, index, asked.timeout, detect)
+
+
+def _number(variable: str, text: str) -> int:
+    if not text.isdecimal():
+        raise UserError(f"{variable} is {text!r}, which is no number.", where=variable)
+    return int(text)
+
+
+def is_several(asked: Asked, environment: Mapping[str, str]) -> bool:
+    """Whether a process is one of several; a count of 1 says no whatever the environment shows."""
+    if asked.count is not None:
+        return asked.count > 1
+    return asked.detect or asked.address is not None or cluster(environment) is not None
+
+
+def cluster(environment: Mapping[str, str]) -> str | None:
+    """The name of the launcher that started this process as one of several, by its variables.
+
+    Which of them it is, and where the first one is, JAX then finds out for itself.
+    """
+    if int(environment.get("SLURM_STEP_NUM_TASKS", 1)) > 1 and "SLURM_PROCID" in environment:
+        return "Slurm"
+    if int(environment.get("OMPI_COMM_WORLD_SIZE", 1)) > 1:
+        return "Open MPI"
+    if "," in environment.get("TPU_WORKER_HOSTNAMES", ""):
+        return "TPU pod"
+    if {"KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"} <= environment.keys():
+        # JAX asks the cluster's API for the number of pods, which takes this package.
+        return "Kubernetes" if importlib.util.find_spec("kubernetes") else None
+    # A TPU VM of Compute Engine says what it belongs to only on its metadata server.
+    if importlib.util.find_spec("libtpu") and glob.glob("/dev/accel[0-9]*"):
+        return "TPU pod"
+    return None
+
+
+def _initialize(asked: Asked) -> None:
+    """Starts jax.distributed.
+
+    Raises:
+      UserError: if it does not know where the others are, or cannot reach them.
+    """
+    timeout = asked.timeout or _INITIALIZATION_SECONDS
+    try:
+        jax.distributed.initialize(
+            asked.address,
+            asked.count,
+            asked.index,
+            initialization_timeout=timeout,
+            heartbeat_timeout_seconds=_HEARTBEAT_SECONDS,
+            shutdown_timeout_seconds=_HEARTBEAT_SECONDS,
+        )
+    except (ValueError, RuntimeError) as error:
+        line = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(
+            f"The processes of this run do not find each other: {line}",
+            where=f"coordinator {asked.address or 'not given'}, process {asked.index or 0} of"
+            f" {asked.count or 'unknown'}",
+            fix="Start --process_count processes with the same --coordinator_address HOST:PORT,"
+            " which is process 0's, and --process_index 0, 1, ...",
+        ) from error
+
+
+# ---- Among the processes ------------------------------------------------------------------------
+
+
+def is_first() -> bool:
+    """Whether this is the process that writes what is written once."""
+    return _client() is None or jax.process_index() == 0
+
+
+def is_alone() -> bool:
+    """Whether there is only this process."""
+    return _client() is None or jax.process_count() == 1
+
+
+def wait_for_all() -> None:
+    """Returns once every process has made this call."""
+    if not is_alone():
+        _client().wait_at_barrier(f"t0repro/{next(_numbers)}", _FOR_EVER)
+
+
+def from_first(value: Callable[[], Value]) -> Value:
+    """What a function returns in the first process, for all of them; it must be JSON."""
+    if is_alone():
+        return value()
+    client, key = _client(), f"t0repro/{next(_numbers)}"
+    if is_first():
+        found = value()
+        client.key_value_set(key, json.dumps(found))
+        return found
+    return json.loads(client.blocking_key_value_get(key, _FOR_EVER))
+
+
+@contextlib.contextmanager
+def held_by_first(block: Callable[[], contextlib.AbstractContextManager[Any]]) -> Iterator[None]:
+    """A context that the first process enters for all, such as a folder's lock.
+
+    The others go on when it has been entered, and it is left when all are done.
+    """
+    with block() if is_first() else contextlib.nullcontext():
+        wait_for_all()
+        yield
+        wait_for_all()
+
+
+def output_folder(folder: str | os.PathLike[str], *, resumed: bool = False) -> Path:
+    """Where this process writes what is written once: the folder, or a place that is thrown away.
+
+    All processes compute the same results, and only the first one's are kept.
+
+    Args:
+      folder: the folder.
+      resumed: whether what is in it decides what there is left to do, as in an evaluation. The
+        other processes then get it as it is now; checkpoints are not copied.
+    """
+    if is_first():
+        if resumed:
+            wait_for_all()
+        return Path(folder)
+    copy = Path(tempfile.mkdtemp(dir=_scratch[0]))
+    if resumed:
+        if os.path.isdir(folder):
+            ignored = shutil.ignore_patterns("checkpoint_*", "model.ckpt*", ".*")
+            shutil.copytree(folder, copy, ignore=ignored, dirs_exist_ok=True)
+        wait_for_all()
+    return copy
+
+
+class SharedSignal:
+    """The largest of the processes' numbers, told to all at the same step.
+
+    What each gives after a step is combined on the devices, while they compute the next step, and
+    known to all after that one: nobody waits, and nobody can be a step ahead of the answer.
+    """
+
+    def __init__(self) -> None:
+        self._pending: jax.Array | None = None
+        devices = np.array(jax.devices())
+        mesh = Mesh(devices, ("all",), axis_types=(AxisType.Auto,))
+        self._divided = NamedSharding(mesh, PartitionSpec("all"))
+        everywhere = NamedSharding(mesh, PartitionSpec())
+        self._largest = jax.jit(lambda numbers: numbers.max(), out_shardings=everywhere)
+
+    def after_step(self, number: int) -> int:
+        """Gives this process's number; returns the largest that was given after the last step."""
+        before, shape = self._pending, (self._divided.mesh.size,)
+        numbers = jax.make_array_from_callback(
+            shape, self._divided, lambda index: np.full(shape, number, np.int32)[index]
+        )
+        self._pending = self._largest(numbers)
+        return 0 if before is None else int(before)
+
+
+def _client() -> Any:
+    """JAX's client of the coordination service; None for a process by itself.
+
+    JAX has no public name for it; Orbax and Flax read it here too.
+    """
+    from jax._src import distributed
+
+    return distributed.global_state.client
+
+
+def _address() -> str:
+    from jax._src import distributed
+
+    return distributed.global_state.coordinator_address or ""

@@ -1,0 +1,91 @@
+"""One process of several that train a small model on CPU, as a program:
+
+    python member.py INDEX COUNT PORT JSON
+
+JSON: {"folder": model_dir, "steps": last step, "data", "model", "fully_sharded": the layout,
+"at": {step: [index, signal]} of a process that sends itself a signal, "evaluate": true for scores
+and texts of the last state}. The first process prints what came out as JSON.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+from tiny_models import FLOAT32, batches, model_config, run_config
+
+from t0repro.config.run_config import DecodingConfig, Layout
+from t0repro.evaluation.engine import score_examples
+from t0repro.evaluation.generation import generate_tokens
+from t0repro.model.t5 import T5
+from t0repro.partitioning import processes
+from t0repro.runs.train import train
+from t0repro.training.actions import Action
+
+MODEL = model_config(d_model=32, d_ff=64, num_heads=4, d_kv=8, z_loss=1e-4, dropout_rate=0.1)
+
+
+class Batches:
+    """The same batches for whoever asks; the one of a step is decided by its number."""
+
+    def open(self, step, saved, say):
+        assert (saved is not None) == (step > 0), "the position was saved by the first process"
+        return batches(20, rows=8)[step:]
+
+    def save(self, folder):
+        (folder / "position.json").write_text("{}")
+
+
+class SignalMyself(Action):
+    """Sends signals to this process after steps."""
+
+    def __init__(self, signals):
+        self._signals = {int(step): number for step, number in signals.items()}
+
+    def after_step(self, trainer):
+        if trainer.step in self._signals:
+            os.kill(os.getpid(), self._signals[trainer.step])
+
+
+def trained(folder, steps, signals=(), say=None, **layout):
+    """Trains to a step, from the latest checkpoint."""
+    config = run_config(
+        folder, steps, model=MODEL, batch_size=8, layout=Layout(**layout), save_checkpoints_steps=2
+    )
+    return train(config, Batches(), actions=[SignalMyself(dict(signals))], say=say)
+
+
+def evaluated(params):
+    """Scores of pairs and generated tokens; no number of rows divides among the devices."""
+    model, generator = T5(MODEL, FLOAT32), np.random.default_rng(0)
+    examples = [
+        {"inputs": generator.integers(2, 128, 3 + n % 7), "targets": generator.integers(2, 128, 3)}
+        for n in range(13)
+    ]
+    inputs = [example["inputs"].astype(np.int32) for example in examples[:5]]
+    greedy = DecodingConfig(1, 0.6, 0.0, -1, 1.5, 10, None, 2, 1)
+    sampled = DecodingConfig(1, 0.6, 1.0, 5, 1.5, 10, None, 2, 1)
+    return {
+        "scores": score_examples(params, model, examples, None, tokens_per_batch=64).tolist(),
+        "texts": [
+            generate_tokens(params, model, inputs, config, length=8, batch_size=5)
+            for config in (greedy, sampled)
+        ],
+    }
+
+
+def main(index, count, port, asked):
+    """Runs what is asked for as one of `count` processes."""
+    signals = {s: number for s, (who, number) in asked.get("at", {}).items() if who == index}
+    layout = {name: asked[name] for name in ("data", "model", "fully_sharded") if name in asked}
+    with processes.joined(processes.Asked(f"127.0.0.1:{port}", count, index)):
+        state = trained(asked["folder"], asked["steps"], signals, **layout)
+        if asked.get("evaluate"):
+            print(json.dumps(evaluated(state.params)))
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:4]), json.loads(sys.argv[4]))

@@ -1,0 +1,165 @@
+"""Several processes on loopback compute what one does, and end together."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import flax.traverse_util
+import numpy as np
+import pytest
+
+from t0repro.errors import UserError
+from t0repro.partitioning.processes import Asked, cluster, is_several, with_environment
+from t0repro.training.checkpoints import list_checkpoints, load_tree
+
+from .member import evaluated, trained
+
+MEMBER = Path(__file__).with_name("member.py")
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def members(count, devices=1, **asked):
+    """Runs `count` processes with virtual devices each: exit codes, outputs and errors."""
+    flags = f"--xla_force_host_platform_device_count={devices}"
+    environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    command = [str(count), str(free_port()), json.dumps(asked)]
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(MEMBER), str(index), *command],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(count)
+    ]
+    said = [process.communicate(timeout=200) for process in started]
+    return (
+        [process.returncode for process in started],
+        [out for out, _ in said],
+        [e for _, e in said],
+    )
+
+
+def losses(folder):
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row["loss"] for row in rows}
+
+
+def assert_same(folder, reference, step):
+    one, other = (load_tree(each / f"checkpoint_{step}") for each in (reference, folder))
+    assert one.keys() == other.keys()
+    for name in one:
+        np.testing.assert_allclose(other[name], one[name], rtol=0, atol=1e-5, err_msg=name)
+    found, wanted = losses(folder), losses(reference)
+    assert sorted(found) == sorted(wanted)
+    for number, loss in wanted.items():
+        assert found[number] == pytest.approx(loss, abs=1e-5)
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory):
+    """The folder of a training of six steps in this process."""
+    folder = tmp_path_factory.mktemp("one")
+    trained(folder, 6, say=lambda line: None)
+    return folder
+
+
+def test_two_processes_stop_at_one_step_and_one_goes_on(tmp_path, one_process):
+    # The signal reaches process 1 alone; parameters and slots are divided between the two.
+    codes, _, said = members(
+        2, folder=str(tmp_path), steps=6, fully_sharded=True, at={3: [1, signal.SIGTERM]}
+    )
+    assert codes == [128 + signal.SIGTERM] * 2, said
+    assert "processes: 2" in said[0] and "devices: 2 x cpu, data 2, model 1, fully" in said[0]
+    assert "stopped by a signal" in said[0] and "train" not in said[1]
+    assert list_checkpoints(tmp_path) == [2, 4]
+    trained(tmp_path, 6, say=lambda line: None)
+    assert_same(tmp_path, one_process, 6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("count", "devices", "layout"),
+    [(2, 2, {"data": 2, "model": 2}), (4, 1, {}), (4, 2, {"model": 2, "fully_sharded": True})],
+)
+def test_training_and_evaluation_are_one_processes(tmp_path, one_process, count, devices, layout):
+    codes, printed, said = members(
+        count, devices, folder=str(tmp_path), steps=6, evaluate=True, **layout
+    )
+    assert codes == [0] * count, said
+    assert_same(tmp_path, one_process, 6)
+    found = json.loads(printed[0].splitlines()[-1])
+    params = flax.traverse_util.unflatten_dict(
+        {
+            name.removeprefix("target/"): value
+            for name, value in load_tree(one_process / "checkpoint_6").items()
+            if name.startswith("target/")
+        },
+        sep="/",
+    )
+    wanted = evaluated(params)
+    np.testing.assert_allclose(found["scores"], wanted["scores"], rtol=0, atol=1e-4)
+    assert found["texts"] == wanted["texts"] and any(wanted["texts"][0])
+    assert all("{" not in other for other in printed[1:]), "the others print nothing"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 2])
+def test_when_one_is_killed_the_others_say_which_and_a_restart_goes_on(
+    tmp_path, one_process, victim
+):
+    started = time.monotonic()
+    codes, _, said = members(4, folder=str(tmp_path), steps=6, at={5: [victim, signal.SIGKILL]})
+    assert time.monotonic() - started < 120
+    assert codes[victim] == -signal.SIGKILL
+    for index, (code, text) in enumerate(zip(codes, said, strict=True)):
+        if index != victim:
+            assert code == 1 and f"Process {victim} of 4" in text, text
+    assert list_checkpoints(tmp_path) == [2, 4]
+    codes, _, said = members(2, folder=str(tmp_path), steps=6, fully_sharded=True)
+    assert codes == [0, 0], said
+    assert_same(tmp_path, one_process, 6)
+
+
+@pytest.mark.parametrize(
+    ("environment", "name"),
+    [
+        ({}, None),
+        ({"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, None),
+        ({"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0"}, "Slurm"),
+        ({"SLURM_NTASKS": "4"}, None),  # the batch script itself, which srun did not start
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "Open MPI"),
+        ({"TPU_WORKER_HOSTNAMES": "a,b"}, "TPU pod"),
+        ({"TPU_WORKER_HOSTNAMES": "localhost"}, None),
+    ],
+)
+def test_launchers_are_recognised(environment, name):
+    assert cluster(environment) == name
+    assert is_several(Asked(), environment) == (name is not None)
+    assert not is_several(Asked(count=1), environment)
+
+
+def test_an_indexed_job_of_kubernetes_needs_only_its_size_and_address():
+    environment = {
+        "JOB_COMPLETION_INDEX": "3",
+        "T0REPRO_PROCESS_COUNT": "4",
+        "T0REPRO_COORDINATOR_ADDRESS": "train-0:8476",
+    }
+    assert with_environment(Asked(), environment) == Asked("train-0:8476", 4, 3)
+    assert with_environment(Asked(index=1), environment).index == 1
+
+
+@pytest.mark.parametrize("asked", [Asked(count=2, index=2), Asked(index=1), Asked(count=0)])
+def test_impossible_numbers_are_refused(asked):
+    with pytest.raises(UserError):
+        with_environment(asked, {})
