@@ -19,6 +19,7 @@ from t0repro.cli import (
     convert,
     doctor,
     explain,
+    launch,
     parity,
     precompile,
     rank_eval,
@@ -48,6 +49,8 @@ app.command()(explain.explain)
 app.command()(train.train)
 # What it does not know itself is for the command that --run_mode names.
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(train.run)
+# What follows the two dashes is the command to start.
+app.command(context_settings={"allow_extra_args": True})(launch.launch)
 app.command()(cache.cache)
 app.command()(convert.convert)
 app.command()(parity.parity)

@@ -14,14 +14,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import dacite
-import yaml
 
 from t0repro.config.t5x.gin_files import GinInputs
 from t0repro.converters import storage
 from t0repro.errors import UserError
 from t0repro.jobs.commands import JobSettings, check
 from t0repro.jobs.controller import Controller, Policy
-from t0repro.jobs.kubernetes import KubernetesLauncher
+from t0repro.jobs.kubernetes import KubernetesLauncher, read_template
 from t0repro.jobs.launcher import Launcher
 from t0repro.jobs.local import LocalLauncher
 from t0repro.jobs.machines import LAUNCHERS, Machine, find_machine
@@ -102,13 +101,7 @@ def _launcher(name: str, machine: Machine) -> Launcher:
     if name == "slurm":
         return SlurmLauncher()
     if name == "k8s":
-        if machine.template is None:
-            raise UserError(
-                "Jobs on Kubernetes need a Job manifest to start from.",
-                where="--launcher",
-                fix="Give the platform a `template` in the file of machines (--machines).",
-            )
-        return KubernetesLauncher(yaml.safe_load(Path(machine.template).read_text()))
+        return KubernetesLauncher(read_template(machine.template))
     if name == "vertex":
         if machine.vertex is None:
             raise UserError(

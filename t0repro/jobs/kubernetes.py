@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import sys
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from t0repro.errors import UserError
 from t0repro.jobs.launcher import EngineState, Job
 from t0repro.jobs.slurm import run_engine
+from t0repro.jobs.worker import Limits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,31 +41,9 @@ class KubernetesLauncher:
 
     def manifest(self, job: Job) -> dict[str, Any]:
         """The manifest of a job."""
-        # # A deep copy, since the template serves every job.
-        manifest = json.loads(json.dumps(self.template))
-        try:
-            pod = manifest["spec"]["template"]["spec"]
-            container = pod["containers"][0]
-        except (KeyError, IndexError, TypeError) as error:
-            raise UserError(
-                "The Job template lacks spec.template.spec.containers.",
-                fix="Give a whole Job manifest, with an image and the volume of the training.",
-            ) from error
-        manifest |= {"apiVersion": "batch/v1", "kind": "Job"}
-        manifest["metadata"] = manifest.get("metadata", {}) | {"name": _name(job)}
-        # The controller starts failed jobs again, and counts them.
-        manifest["spec"]["backoffLimit"] = 0
-        pod["restartPolicy"] = "Never"
-        # # The image's own Python, if the template names one.
+        manifest, container = completed(self.template, _name(job), job.limits)
         python = container.pop("command", [sys.executable])[0]
         container["command"] = [python, "-m", "t0repro.jobs.worker", str(job.write())]
-        requests = container.setdefault("resources", {}).setdefault("requests", {})
-        if job.limits.cpus:
-            requests["cpu"] = str(job.limits.cpus)
-        if job.limits.memory_gb is not None:
-            requests["memory"] = f"{round(job.limits.memory_gb * 1000)}M"
-        if job.limits.seconds is not None:
-            manifest["spec"]["activeDeadlineSeconds"] = round(job.limits.seconds)
         return manifest
 
     def state(self, job: Job) -> EngineState:
@@ -85,7 +68,63 @@ class KubernetesLauncher:
         """Leaves the jobs to the engine; the next controller finds them by their names."""
 
 
+def read_template(file: str | os.PathLike[str] | None) -> dict[str, Any]:
+    """A user's Job manifest.
+
+    Raises:
+      UserError: if none is named, or the file cannot be read.
+    """
+    if file is None:
+        raise UserError(
+            "Jobs on Kubernetes need a Job manifest to start from.",
+            where="--machines",
+            fix="Give the platform a `template` in the file of machines (--machines).",
+        )
+    try:
+        return yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        raise UserError(f"The Job manifest cannot be read: {reason}", where=str(file)) from error
+
+
+def completed(
+    template: dict[str, Any], name: str, limits: Limits
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A copy of a user's Job manifest with name and limits, and its container, for the command.
+
+    Raises:
+      UserError: if the template has no container.
+    """
+    # A deep copy, since the template serves every job.
+    manifest = json.loads(json.dumps(template))
+    try:
+        pod = manifest["spec"]["template"]["spec"]
+        container = pod["containers"][0]
+    except (KeyError, IndexError, TypeError) as error:
+        raise UserError(
+            "The Job template lacks spec.template.spec.containers.",
+            fix="Give a whole Job manifest, with an image and the volume of the training.",
+        ) from error
+    manifest |= {"apiVersion": "batch/v1", "kind": "Job"}
+    manifest["metadata"] = manifest.get("metadata", {}) | {"name": name}
+    # Whoever created the Job starts it again if it failed, and counts how often.
+    manifest["spec"]["backoffLimit"] = 0
+    pod["restartPolicy"] = "Never"
+    requests = container.setdefault("resources", {}).setdefault("requests", {})
+    if limits.cpus:
+        requests["cpu"] = str(limits.cpus)
+    if limits.memory_gb is not None:
+        requests["memory"] = f"{round(limits.memory_gb * 1000)}M"
+    if limits.seconds is not None:
+        manifest["spec"]["activeDeadlineSeconds"] = round(limits.seconds)
+    return manifest, container
+
+
 def _name(job: Job) -> str:
-    """A job's name as Kubernetes allows it: lower case letters, digits and dashes, at most 63."""
-    # # The end of a name tells attempts apart.
-    return re.sub(r"[^a-z0-9]+", "-", job.name.lower()).strip("-")[-63:].strip("-")
+    return allowed_name(job.name)
+
+
+def allowed_name(name: str) -> str:
+    """A name as Kubernetes allows it: lower case letters, digits and dashes, at most 63."""
+    # The end of a name tells attempts apart.
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[-63:].strip("-")

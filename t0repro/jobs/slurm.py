@@ -9,6 +9,7 @@ import sys
 
 from t0repro.errors import UserError
 from t0repro.jobs.launcher import EngineState, Job
+from t0repro.jobs.worker import Limits
 
 _WAITING = {"PENDING", "CONFIGURING", "REQUEUED", "SUSPENDED", "RESIZING"}
 _RUNNING = {"RUNNING", "COMPLETING", "STAGE_OUT", "SIGNALING"}
@@ -24,16 +25,9 @@ class SlurmLauncher:
           UserError: if sbatch refuses it.
         """
         worker = shlex.join([sys.executable, "-m", "t0repro.jobs.worker", str(job.write())])
-        limits = job.limits
-        options = [f"--job-name={job.name}", f"--output={job.folder / job.name}.slurm.log"]
-        if limits.cpus:
-            options.append(f"--cpus-per-task={limits.cpus}")
-        if limits.memory_gb is not None:
-            options.append(f"--mem={math.ceil(limits.memory_gb * 1000)}M")
-        # # Slurm counts minutes.
-        if limits.seconds is not None:
-            options.append(f"--time={math.ceil(limits.seconds / 60)}")
-        run_engine("sbatch", "--parsable", *options, *job.options, f"--wrap={worker}")
+        log = str(job.folder / f"{job.name}.slurm.log")
+        limits = options(job.name, log, job.limits)
+        run_engine("sbatch", "--parsable", *limits, *job.options, f"--wrap={worker}")
 
     def state(self, job: Job) -> EngineState:
         """Where a job is, from the queue, or from the accounts if it has left that."""
@@ -59,6 +53,19 @@ class SlurmLauncher:
 
     def close(self) -> None:
         """Leaves the jobs to the engine; the next controller finds them by their names."""
+
+
+def options(name: str, log: str, limits: Limits) -> list[str]:
+    """What sbatch is told of any job: its name, its log and what each process may use."""
+    told = [f"--job-name={name}", f"--output={log}"]
+    if limits.cpus:
+        told.append(f"--cpus-per-task={limits.cpus}")
+    if limits.memory_gb is not None:
+        told.append(f"--mem={math.ceil(limits.memory_gb * 1000)}M")
+    # Slurm counts minutes.
+    if limits.seconds is not None:
+        told.append(f"--time={math.ceil(limits.seconds / 60)}")
+    return told
 
 
 def run_engine(*command: str, text: str | None = None) -> str:

@@ -1,10 +1,11 @@
 """One process of several that train a small model on CPU, as a program:
 
-    python member.py INDEX COUNT PORT JSON
+    python member.py JSON
 
-JSON: {"folder": model_dir, "steps": last step, "data", "model", "fully_sharded": the layout,
-"at": {step: [index, signal]} of a process that sends itself a signal, "evaluate": true for scores
-and texts of the last state}. The first process prints what came out as JSON.
+Which one it is, the environment says. JSON: {"folder": model_dir, "steps": last step, "data",
+"model", "fully_sharded": the layout, "at": {step: [index, signal]} of a process that sends itself a
+signal, "evaluate": true for scores and texts of the last state}. The first process prints what came
+out as JSON.
 """
 
 import json
@@ -14,6 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import jax
 import numpy as np
 from tiny_models import FLOAT32, batches, model_config, run_config
 
@@ -77,15 +79,16 @@ def evaluated(params):
     }
 
 
-def main(index, count, port, asked):
-    """Runs what is asked for as one of `count` processes."""
-    signals = {s: number for s, (who, number) in asked.get("at", {}).items() if who == index}
+def main(asked):
+    """Runs what is asked for."""
     layout = {name: asked[name] for name in ("data", "model", "fully_sharded") if name in asked}
-    with processes.joined(processes.Asked(f"127.0.0.1:{port}", count, index)):
+    with processes.joined(processes.Asked()):
+        index = jax.process_index()
+        signals = {s: number for s, (who, number) in asked.get("at", {}).items() if who == index}
         state = trained(asked["folder"], asked["steps"], signals, **layout)
         if asked.get("evaluate"):
             print(json.dumps(evaluated(state.params)))
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:4]), json.loads(sys.argv[4]))
+    main(json.loads(sys.argv[1]))

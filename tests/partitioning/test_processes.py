@@ -29,20 +29,24 @@ def free_port():
 
 def members(count, devices=1, **asked):
     """Runs `count` processes with virtual devices each: exit codes, outputs and errors."""
-    flags = f"--xla_force_host_platform_device_count={devices}"
-    environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    command = [str(count), str(free_port()), json.dumps(asked)]
+    environment = {
+        **os.environ,
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "JAX_PLATFORMS": "cpu",
+        "T0REPRO_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}",
+        "T0REPRO_PROCESS_COUNT": str(count),
+    }
     started = [
         subprocess.Popen(
-            [sys.executable, str(MEMBER), str(index), *command],
-            env=environment,
+            [sys.executable, str(MEMBER), json.dumps(asked)],
+            env=environment | {"T0REPRO_PROCESS_INDEX": str(index)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
         for index in range(count)
     ]
-    said = [process.communicate(timeout=200) for process in started]
+    said = [process.communicate(timeout=900) for process in started]
     return (
         [process.returncode for process in started],
         [out for out, _ in said],

@@ -1,0 +1,135 @@
+"""Writes what an engine needs to start a command as several processes that work together.
+
+Slurm gets a batch script, Kubernetes a JobSet, a Cloud TPU the gcloud commands. In each the
+processes find each other by what the engine puts into their environment
+(t0repro.partitioning.processes).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shlex
+import sys
+from typing import Any
+
+from t0repro.errors import UserError
+from t0repro.jobs import kubernetes, slurm
+from t0repro.jobs.machines import Machine
+from t0repro.jobs.worker import Limits
+
+_PORT = 8476  # any free one, the same on all machines
+_PODS = "processes"
+_RESTARTS = 3
+# The processes save and end when they get this signal; Slurm sends it before the time is up.
+_SECONDS_TO_SAVE = 120
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """A command to start.
+
+    Attributes:
+      name: of the job on the engine.
+      command: its words.
+      processes: how many of it work together, each on a machine or an accelerator of its own.
+      machine: where, and what each process may use.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    processes: int
+    machine: Machine
+
+    @property
+    def limits(self) -> Limits:
+        """What each process may use."""
+        machine = self.machine
+        return Limits(cpus=machine.cpus, memory_gb=machine.memory_gb, seconds=machine.time_limit)
+
+
+def slurm_script(launch: Launch) -> str:
+    """A script for sbatch: `srun` starts the processes, and ends all when one fails."""
+    options = [
+        *slurm.options(launch.name, f"{launch.name}-%j.log", launch.limits),
+        f"--ntasks={launch.processes}",
+        f"--signal=TERM@{_SECONDS_TO_SAVE}",
+        *launch.machine.options,
+    ]
+    lines = [
+        "#!/bin/bash",
+        *(f"#SBATCH {option}" for option in options),
+        "set -euo pipefail",
+        f"export PATH={shlex.quote(os.path.dirname(sys.executable))}:$PATH",
+        *(f"export {name}={shlex.quote(text)}" for name, text in _environment(launch)),
+        f"srun --kill-on-bad-exit=1 --label {shlex.join(launch.command)}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def job_set(launch: Launch, template: dict[str, Any]) -> dict[str, Any]:
+    """A JobSet with an indexed Job, one pod for each process; it starts anew if one fails.
+
+    Args:
+      launch: the command.
+      template: a Job manifest of the user's, as for auxiliary jobs.
+
+    Raises:
+      UserError: if the template has no container.
+    """
+    name = kubernetes.allowed_name(launch.name)
+    job, container = kubernetes.completed(template, name, launch.limits)
+    container["command"] = list(launch.command)
+    variables = {
+        **dict(_environment(launch)),
+        "T0REPRO_COORDINATOR_ADDRESS": f"{name}-{_PODS}-0-0.{name}:{_PORT}",
+        "T0REPRO_PROCESS_COUNT": str(launch.processes),
+    }
+    kept = [one for one in container.get("env", []) if one.get("name") not in variables]
+    container["env"] = kept + [{"name": key, "value": text} for key, text in variables.items()]
+    size = launch.processes
+    job["spec"] |= {"parallelism": size, "completions": size, "completionMode": "Indexed"}
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": job["metadata"],
+        "spec": {
+            "failurePolicy": {"maxRestarts": _RESTARTS},
+            "network": {"enableDNSHostnames": True},
+            "replicatedJobs": [
+                {"name": _PODS, "replicas": 1, "template": {"spec": job["spec"]}},
+            ],
+        },
+    }
+
+
+def tpu_vm_commands(launch: Launch) -> list[list[str]]:
+    """The gcloud commands that create a TPU, run the command on all its machines and delete it.
+
+    How many machines there are is the TPU's to say, so `processes` plays no part.
+
+    Raises:
+      UserError: if the machine's options lack what gcloud requires.
+    """
+    options = launch.machine.options
+    for required in ("--zone", "--accelerator-type", "--version"):
+        if not any(option.startswith(f"{required}=") for option in options):
+            raise UserError(
+                f"gcloud creates no TPU without {required}.",
+                where="--option",
+                fix=f"Add --option={required}=..., or put it into the file of machines.",
+            )
+    # Where the TPU is; the other options describe what to create.
+    place = [option for option in options if option.startswith(("--zone=", "--project="))]
+    tpu_vm, name = ["gcloud", "compute", "tpus", "tpu-vm"], launch.name
+    variables = [*_environment(launch), ("T0REPRO_PROCESS_COUNT", "auto")]
+    words = ["env", *(f"{key}={text}" for key, text in variables), *launch.command]
+    return [
+        [*tpu_vm, "create", name, *options],
+        [*tpu_vm, "ssh", name, *place, "--worker=all", f"--command={shlex.join(words)}"],
+        [*tpu_vm, "delete", name, *place, "--quiet"],
+    ]
+
+
+def _environment(launch: Launch) -> list[tuple[str, str]]:
+    return sorted(launch.machine.environment.items())
