@@ -89,6 +89,7 @@ _GOES_ON = {
     "infer": "Start the same command again: chunks that are written already are kept.",
     "checkpoint": "Start the same command again: files that are downloaded already are kept.",
     "aux": "Start the same command again: what is done already is kept.",
+    "vertex": "A job that was submitted goes on: `t0repro vertex status` shows and records it.",
     "tasks": "Start the same command again: files that are downloaded already are kept.",
 }
 

@@ -195,11 +195,11 @@ def _submit(
     for line in lines:
         echo(line, err=True)
     if dry_run:
-        typer.echo(submission.prepare(request, place, configured).spec.to_yaml(), nl=False)
+        typer.echo(submission.prepare(request, configured, place).spec.to_yaml(), nl=False)
         return
     record = None
     if tracking is None:
-        name = submission.submit(request, place)
+        name = submission.submit(request, configured, place)
     else:
         name, record = submission.submit_and_track(request, configured, tracking, place)
     typer.echo(f"submitted {name}")

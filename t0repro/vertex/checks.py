@@ -10,7 +10,7 @@ from t0repro.vertex.arguments import Arguments
 from t0repro.vertex.configuration import Configured, read
 from t0repro.vertex.machines import ACCELERATORS, check_machines
 from t0repro.vertex.spec import Machines
-from t0repro.vertex.staging import MOUNT
+from t0repro.vertex.staging import MOUNT, mounted
 
 
 def check(
@@ -47,6 +47,14 @@ def _check_paths(configured: Configured, arguments: Arguments) -> None:
             where=path,
             fix="Give a folder in a bucket, gs://BUCKET/... or"
             f" {MOUNT}/BUCKET/..., which the container sees as files.",
+        )
+    output = configured.output or ""
+    on_line = any(output in word for word in arguments.words)
+    if output.startswith("gs://") and arguments.backend == "jax" and not on_line:
+        raise UserError(
+            f"The gin files put the results at {output}, but the JAX stack writes files.",
+            where=output,
+            fix=f"Bind {mounted(output)}, at which the container sees it.",
         )
 
 

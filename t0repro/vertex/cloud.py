@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import os
 import re
 from collections.abc import Iterator
@@ -43,6 +44,7 @@ def connect(place: Place) -> Any:
             f"Google's client for Vertex AI is not installed: {error}.",
             fix="Install the extra vertex: EXTRAS=vertex bash scripts/setup.sh.",
         ) from error
+    _quiet()
     try:
         aiplatform.init(
             project=place.project,
@@ -57,6 +59,13 @@ def connect(place: Place) -> Any:
             fix="Give a region, such as us-central1 or europe-west4.",
         ) from error
     return aiplatform
+
+
+def _quiet() -> None:
+    """Has Google's client log warnings alone: else it prints each request to standard output."""
+    for name, logger in list(logging.root.manager.loggerDict.items()):
+        if name.startswith("google.cloud.aiplatform") and isinstance(logger, logging.Logger):
+            logger.setLevel(logging.WARNING)
 
 
 def overridden(service: str) -> str | None:

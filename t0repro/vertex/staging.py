@@ -67,11 +67,17 @@ def address_of(path: str) -> str:
     return re.sub(f"^{MOUNT}/", "gs://", path)
 
 
-def stage(arguments: Arguments, folder: str) -> Staged:
+def stage(arguments: Arguments, folder: str, output: str | None = None) -> Staged:
     """Plans the copies of a command's gin files.
 
     Files that come with this package, with t5 or with Mesh TensorFlow, and those that are in Cloud
     Storage already, are not copied.
+
+    Args:
+      arguments: the command line.
+      folder: the job's own, `gs://...`.
+      output: the folder of results. The JAX stack writes files, so for it an address becomes the
+        path at which the container sees it.
 
     Raises:
       UserError: If a gin file includes another by a path that the container cannot have.
@@ -93,7 +99,10 @@ def stage(arguments: Arguments, folder: str) -> Staged:
     # Numbers are given to --gin_file's files alone, so `include` may hold any names.
     files |= {f"include/{name}": data for name, data in included.items()}
     search = f"{mounted(folder)}/include" if included else None
-    return Staged(folder, files, gin_files_replaced(arguments, places, search))
+    words = gin_files_replaced(arguments, places, search)
+    if output is not None and arguments.backend == "jax":
+        words = tuple(word.replace(output, mounted(output)) for word in words)
+    return Staged(folder, files, words)
 
 
 def _local(name: str, search_paths: Sequence[str]) -> Path | None:

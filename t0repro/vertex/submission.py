@@ -49,13 +49,13 @@ class Prepared:
     staged: staging.Staged
 
 
-def prepare(request: Request, place: Place, configured: Configured | None = None) -> Prepared:
+def prepare(request: Request, configured: Configured, place: Place) -> Prepared:
     """The specification of a job, and the files to stage; nothing is sent.
 
     Args:
       request: the job.
+      configured: what its gin files say, from `checks.check` or `configuration.read`.
       place: where it is to run.
-      configured: what its gin files say, to be staged with them.
 
     Raises:
       UserError: If the gin files cannot be staged, or a label or the command line is wrong.
@@ -68,10 +68,10 @@ def prepare(request: Request, place: Place, configured: Configured | None = None
             fix="Give gs://BUCKET, in the job's region.",
         )
     folder = staging.new_folder(place.staging_bucket, request.display_name)
-    staged = staging.stage(arguments, folder)
-    if configured is not None and configured.text:
+    staged = staging.stage(arguments, folder, configured.output)
+    if configured.text:
         staged.files[CONFIGURATION] = configured.text.encode()
-    if configured is not None and configured.architecture:
+    if configured.architecture:
         staged.files[ARCHITECTURE] = configured.architecture.encode()
     spec = JobSpec(
         display_name=request.display_name,
@@ -86,7 +86,7 @@ def prepare(request: Request, place: Place, configured: Configured | None = None
     return Prepared(spec, staged)
 
 
-def create_custom_job(request: Request, place: Place) -> Any:
+def create_custom_job(request: Request, configured: Configured, place: Place) -> Any:
     """Copies a job's gin files to staging and returns the job, which is not submitted yet.
 
     Returns:
@@ -95,18 +95,18 @@ def create_custom_job(request: Request, place: Place) -> Any:
     Raises:
       UserError: If the bucket is missing or refuses, with nothing left in it.
     """
-    prepared = prepare(request, place)
+    prepared = prepare(request, configured, place)
     staging.upload(prepared.staged, storage_client(place.project))
     return _custom_job(prepared, place)
 
 
-def submit(request: Request, place: Place) -> str:
+def submit(request: Request, configured: Configured, place: Place) -> str:
     """Starts a job that is not tracked and returns its resource name.
 
     Raises:
       UserError: If anything refuses it; nothing of it is left then.
     """
-    prepared, storage = prepare(request, place), storage_client(place.project)
+    prepared, storage = prepare(request, configured, place), storage_client(place.project)
     with _staged(prepared.staged, storage):
         return _submitted(prepared, place)
 
@@ -124,7 +124,7 @@ def submit_and_track(
       UserError: If anything refuses it; no job, no run and no staged file is left then.
     """
     experiments.check(tracking, place)
-    prepared, storage = prepare(request, place, configured), storage_client(place.project)
+    prepared, storage = prepare(request, configured, place), storage_client(place.project)
     staged = prepared.staged
     with (
         _staged(staged, storage),

@@ -45,6 +45,14 @@ def test_what_the_run_would_refuse_is_refused(change, message):
         checked(*filter(None, words))
 
 
+def test_an_address_for_results_that_only_a_gin_file_knows_is_refused(tmp_path):
+    (tmp_path / "my.gin").write_text("MODEL_DIR = 'gs://b/m'\n")
+    words = [word for word in TRAIN if "MODEL_DIR" not in word]
+    with pytest.raises(UserError, match="the JAX stack writes files") as refused:
+        checked(*words, f"--gin_file={tmp_path / 'my.gin'}")
+    assert "Bind /gcs/b/m" in str(refused.value)
+
+
 def test_an_evaluation_and_an_inference_have_their_configuration_too():
     for mode, folder in (("eval", "EVAL_OUTPUT_DIR"), ("infer", "INFER_OUTPUT_DIR")):
         dropped = ("--run_mode", "--gin_file=t5x", "--gin.MODEL_DIR", "--gin.TRAIN_STEPS")
