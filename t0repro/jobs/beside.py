@@ -157,20 +157,20 @@ def auxiliary_jobs_beside(
 
 def _main(model_dir: str, asked: str) -> None:
     """The controller's process."""
-    # # JSON has neither tuples nor paths.
+    # JSON has neither tuples nor paths.
     cast = dacite.Config(cast=[tuple, Path])
     asked_options, asked_gin = json.loads(asked)
     options = dacite.from_dict(AuxiliaryOptions, asked_options, cast)
     gin = dacite.from_dict(GinInputs, asked_gin, cast)
 
     def training_goes_on() -> bool:
-        # # The training writes nothing here, so what can be read is the end of the file.
+        # The training writes nothing here, so what can be read is the end of the file.
         return not select.select([sys.stdin], [], [], 0)[0]
 
     def say(text: str) -> None:
         print(f"auxiliary jobs: {text}", file=sys.stderr, flush=True)
 
-    # # Raised as SystemExit, so that the launcher is closed and ends its jobs.
+    # Raised as SystemExit, so that the launcher is closed and ends its jobs.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     try:
         done = make_controller(model_dir, options, gin, say).run(training_goes_on)

@@ -114,7 +114,7 @@ class Controller:
 
     def _look(self, more_to_come: bool) -> bool:
         """Does what can be done now; returns whether to look again."""
-        # # Checkpoints first: each is pinned before the training can delete it. Pins go
+        # Checkpoints first: each is pinned before the training can delete it. Pins go
         # last.
         self._look_for_checkpoints()
         self._look_at_jobs()
@@ -157,14 +157,14 @@ class Controller:
         for point, progress in sorted(self._journal.progress.items()):
             if progress.state != "running":
                 continue
-            # # A controller that was started again meets jobs that it did not start
+            # A controller that was started again meets jobs that it did not start
             # itself.
             job = self._running.setdefault(point, self._job(point, progress.attempt))
             state = self._launcher.state(job)
             if state in ("waiting", "running"):
                 self._lost.pop(point, None)
                 continue
-            # # An exit file is proof enough; without one, the engine may only be slow
+            # An exit file is proof enough; without one, the engine may only be slow
             # to show the job.
             if state == "unknown" and job.ending is None and not self._is_lost(point):
                 continue
@@ -217,7 +217,7 @@ class Controller:
             # fine-tuning goes on from its own checkpoints.
             shutil.rmtree(self._results_of(point), ignore_errors=True)
         self._results_of(point).mkdir(parents=True, exist_ok=True)
-        # # Noted before it is submitted, so that no job runs that the journal does not
+        # Noted before it is submitted, so that no job runs that the journal does not
         # know.
         self._journal.add("started", point, attempt=attempt)
         self._launcher.submit(job)
@@ -226,7 +226,7 @@ class Controller:
 
     def _job(self, point: Point, attempt: int) -> Job:
         values = self._values(point)
-        # # Two trainings have the same mixtures and steps; their jobs may share an engine.
+        # Two trainings have the same mixtures and steps; their jobs may share an engine.
         digest = hashlib.sha256(f"{self._folder}\n{point.mixture}".encode()).hexdigest()[:8]
         return Job(
             name=f"t0repro-{digest}-{point.step}-{attempt}",
@@ -257,7 +257,7 @@ class Controller:
         }
 
     def _folder_of(self, point: Point) -> Path:
-        # # A mixture's name may hold what a folder's may not.
+        # A mixture's name may hold what a folder's may not.
         mixture = urllib.parse.quote(point.mixture, safe="")
         return self._folder / mixture / f"step_{point.step}"
 

@@ -86,7 +86,7 @@ class Journal:
                 if line:
                     self._take(json.loads(line))
             except (ValueError, KeyError, TypeError) as error:
-                # # Only the last line, or one that begins well and breaks off, can
+                # Only the last line, or one that begins well and breaks off, can
                 # be a dying process's.
                 if number < len(lines) and not _was_cut(line):
                     raise UserError(
@@ -131,7 +131,7 @@ def _append(path: Path, line: str) -> None:
         file.write((b"\n" if cut else b"") + line.encode() + b"\n")
         file.flush()
         os.fsync(file.fileno())
-    # # A new file's name is on disk only once its folder is.
+    # A new file's name is on disk only once its folder is.
     if is_new:
         sync_directory(path.parent)
 

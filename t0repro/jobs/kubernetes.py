@@ -57,7 +57,7 @@ class KubernetesLauncher:
         if status.get("active"):
             return "running"
         ended = status.get("succeeded") or status.get("failed")
-        # # Accepted, but no pod has started.
+        # Accepted, but no pod has started.
         return "ended" if ended else "waiting"
 
     def cancel(self, job: Job) -> None:

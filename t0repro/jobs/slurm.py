@@ -33,12 +33,12 @@ class SlurmLauncher:
         """Where a job is, from the queue, or from the accounts if it has left that."""
         queued = run_engine("squeue", "--noheader", f"--name={job.name}", "--format=%T")
         states = queued.split()
-        # # A job that has ended leaves the queue; the accounts remember it.
+        # A job that has ended leaves the queue; the accounts remember it.
         if not states:
             accounts = run_engine(
                 "sacct", "--noheader", "--allocations", f"--name={job.name}", "--format=State%30"
             )
-            # # Of several with one name, the latest.
+            # Of several with one name, the latest.
             states = accounts.split("\n")[-1:] if accounts else []
         if not states:
             return "ended" if job.ending is not None else "unknown"

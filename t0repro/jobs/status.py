@@ -71,7 +71,7 @@ def curves(status: dict[Point, Progress]) -> list[str]:
     by_mixture = sorted(status.items(), key=lambda item: (item[0].mixture, item[0].step))
     for mixture, points in itertools.groupby(by_mixture, key=lambda item: item[0].mixture):
         found = [(point.step, each.metric) for point, each in points if each.metric is not None]
-        # # One point is no curve.
+        # One point is no curve.
         if len(found) > 1:
             tag, values = found[0][1][0], [metric[1] for _, metric in found]
             steps = f"steps {found[0][0]:,} to {found[-1][0]:,}"

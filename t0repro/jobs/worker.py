@@ -104,7 +104,7 @@ def main(job_file: str) -> None:
     work = Work.read(Path(job_file))
     asked_to_end = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: asked_to_end.set())
-    # # A launcher may have made it the leader already.
+    # A launcher may have made it the leader already.
     if os.getpgid(0) != os.getpid():
         os.setpgid(0, 0)
     if work.dies_with_parent:
@@ -117,14 +117,14 @@ def main(job_file: str) -> None:
     ending = _run(work, lock, asked_to_end)
     if ending is not None:
         write_atomically(Path(work.exit_file), json.dumps(dataclasses.asdict(ending)) + "\n")
-    # # This ends the worker too; the exit file is on disk by now.
+    # This ends the worker too; the exit file is on disk by now.
     os.killpg(0, signal.SIGKILL)
 
 
 def _run(work: Work, lock: int, asked_to_end: threading.Event) -> Ending | None:
     """Runs the command; None if the worker was asked to end it."""
     started = time.monotonic()
-    # # The command and what it starts inherit it.
+    # The command and what it starts inherit it.
     if work.processors:
         os.sched_setaffinity(0, work.processors)
     with open(work.log_file, "wb") as log:
@@ -170,7 +170,7 @@ def _watch(
             _end(process)
             return f"it used more than {limits.memory_gb:g} GB of memory"
     code = process.returncode
-    # # A negative code is a signal's number.
+    # A negative code is a signal's number.
     if code < 0:
         return f"killed by {signal.Signals(-code).name}"
     return f"exit code {code}" if code else ""
@@ -186,7 +186,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def _resident() -> int:
     total = 0
     for process in psutil.Process().children(recursive=True):
-        # # A process may end while it is being looked at.
+        # A process may end while it is being looked at.
         with contextlib.suppress(psutil.Error):
             total += process.memory_info().rss
     return total
@@ -204,7 +204,7 @@ def _keep(output: IO[bytes], log: IO[bytes], most: int) -> None:
         if rest := chunk[len(head) :]:
             tail.append(rest)
             dropped += len(rest)
-            # # The end of a log often says why a job failed: a tenth of the limit is
+            # The end of a log often says why a job failed: a tenth of the limit is
             # kept for it.
             while sum(map(len, tail)) - len(tail[0]) > most // 10:
                 tail.popleft()

@@ -162,7 +162,7 @@ class Tower(nn.Module):
             config.num_encoder_layers if self.encoder else config.num_decoder_layers
         ):
             block = Block(config, self.dtype, self.encoder, name=f"layers_{index}")
-            # # When decoding, each layer's keys and values have been computed; else all
+            # When decoding, each layer's keys and values have been computed; else all
             # read one array.
             memory = encoded[index] if isinstance(encoded, tuple) else encoded
             x = recomputed(block, deterministic)(x, bias, present, memory, encoded_bias, position)
@@ -176,7 +176,7 @@ class Tower(nn.Module):
             return x
         if config.logits_from_embedding:
             return embedder.attend(x)
-        # # T5 1.1 has a kernel of its own for the logits.
+        # T5 1.1 has a kernel of its own for the logits.
         dtype, float32 = logits_dtype(config, self.dtype), jnp.dtype("float32")
         init, axes = kernel_initializer(config), ("embed", "vocab")
         return Dense(config.vocab_size, dtype, init, float32, axes, name="logits_dense")(x)

@@ -159,7 +159,7 @@ def decoder_step(
         {"params": params, "cache": cache},
         tokens.reshape(-1, 1),
         position,
-        # # The length of the cache, whose leaves are [rows, heads, length, d_kv].
+        # The length of the cache, whose leaves are [rows, heads, length, d_kv].
         jax.tree.leaves(cache)[0].shape[2],
         reads.memory,
         reads.visible,
@@ -195,7 +195,7 @@ def _sample(
         position, tokens, last, done, cache = carry
         logits, cache = decoder_step(model, params, reads, cache, last[:, None], position)
         chosen = _choose(logits[:, 0], temperature, keep_top_k, jax.random.fold_in(key, position))
-        # # A row that is done stays padding.
+        # A row that is done stays padding.
         chosen = jnp.where(done, 0, chosen)
         tokens = tokens.at[:, position].set(chosen)
         return position + 1, tokens, chosen, done | (chosen == EOS), cache
@@ -219,7 +219,7 @@ def _choose(
         dropped = jax.lax.top_k(logits, keep_top_k + 1)[0][:, -1:]
         logits = jnp.where(logits <= dropped, _DROPPED, logits)
     if temperature != 0.0:
-        # # Above zero, where the logarithm is finite.
+        # Above zero, where the logarithm is finite.
         uniform = jax.random.uniform(key, logits.shape, minval=1e-9, maxval=1.0)
         logits = logits - jnp.log(-jnp.log(uniform)) * temperature
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
@@ -273,7 +273,7 @@ def _search(
         def chosen(new: jax.Array, old: jax.Array) -> jax.Array:
             return jnp.where(active.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
 
-        # # Row i of the batch has rows i * beams onwards of the cache; each beam takes its
+        # Row i of the batch has rows i * beams onwards of the cache; each beam takes its
         # parent's.
         flat = (jnp.arange(rows)[:, None] * beams + parents).reshape(-1)
         cache = jax.tree.map(lambda x: x[flat], cache)
@@ -291,11 +291,11 @@ def _search(
     )
     carry = (jnp.int32(0), start, empty_cache(model, rows * beams, length))
     state = jax.lax.while_loop(more, step, carry)[1]
-    # # Without a finished beam the best alive one is the answer, at its plain log-probability.
+    # Without a finished beam the best alive one is the answer, at its plain log-probability.
     any_finished = state.is_finished.any(axis=1)
     tokens = jnp.where(any_finished[:, None], state.finished[:, 0], state.alive[:, 0])
     scores = jnp.where(any_finished, state.finished_scores[:, 0], state.log_probs[:, 0])
-    # # A beam can continue after its EOS (see the module's docstring): that part is no output.
+    # A beam can continue after its EOS (see the module's docstring): that part is no output.
     after_end = jnp.cumsum(tokens == EOS, axis=1) - (tokens == EOS) > 0
     return Decoded(jnp.where(after_end, 0, tokens), scores)
 
@@ -319,7 +319,7 @@ def _grow(
     grown = grown.at[:, :, position].set(tokens)
     ends = tokens == EOS
 
-    # # Continuations that end are no longer alive: they fall below all others.
+    # Continuations that end are no longer alive: they fall below all others.
     _, alive = jax.lax.top_k(scores - ends * _NEVER, beams)
     all_scores = jnp.concatenate([state.finished_scores, scores - ~ends * _NEVER], axis=1)
     finished_scores, finished = jax.lax.top_k(all_scores, beams)
@@ -327,7 +327,7 @@ def _grow(
     all_flags = jnp.concatenate([state.is_finished, ends], axis=1)
     new = _Beams(
         alive=jnp.take_along_axis(grown, alive[..., None], axis=1),
-        # # Back to plain log-probabilities, which the next step adds to.
+        # Back to plain log-probabilities, which the next step adds to.
         log_probs=jnp.take_along_axis(scores * penalty, alive, axis=1),
         last=jnp.take_along_axis(tokens, alive, axis=1),
         finished=jnp.take_along_axis(all_tokens, finished[..., None], axis=1),
@@ -359,10 +359,10 @@ def _best_continuations(
     """
     batch, beams, vocab = scores.shape
     split = scores.reshape(batch, beams, vocab_parts, vocab // vocab_parts)
-    # # Without a prefilter (0), as many of each beam compete as are wanted.
+    # Without a prefilter (0), as many of each beam compete as are wanted.
     kept = min(prefilter or count, split.shape[-1])
     values, tokens = jax.lax.top_k(split, kept)
-    # # From ids within a part of the vocabulary to ids in all of it.
+    # From ids within a part of the vocabulary to ids in all of it.
     tokens = tokens + jnp.arange(vocab_parts)[:, None] * split.shape[-1]
     best, index = jax.lax.top_k(values.reshape(batch, -1), count)
     chosen = jnp.take_along_axis(tokens.reshape(batch, -1), index, axis=1)
@@ -372,10 +372,10 @@ def _best_continuations(
 def _is_decided(state: _Beams, limits: Int[Array, " batch"], alpha: float) -> Array:
     """Whether each row's worst finished beam beats anything its best alive one can become."""
     longest = ((5.0 + limits.astype(jnp.float32)) / 6.0) ** alpha
-    # # The most that a beam can reach: nothing lost on the way, and the largest penalty to
+    # The most that a beam can reach: nothing lost on the way, and the largest penalty to
     # divide by.
     reachable = state.log_probs[:, 0] / longest
-    # # An unfinished beam counts as 0, above every real score.
+    # An unfinished beam counts as 0, above every real score.
     worst = jnp.min(state.finished_scores * state.is_finished, axis=1)
     worst = worst - ~state.is_finished.any(axis=1) * _NEVER
     return worst > reachable

@@ -134,7 +134,7 @@ class Dropout(nn.Module):
         if self.broadcast_axis is not None:
             shape[self.broadcast_axis] = 1
         key = self.make_rng("dropout")
-        # # All groups draw as one batch, so that a divided run drops what an undivided one
+        # All groups draw as one batch, so that a divided run drops what an undivided one
         # drops.
         kept = for_all_groups(lambda rows: jax.random.bernoulli(key, keep, rows), tuple(shape))
         return x * (kept.astype(x.dtype) / jnp.asarray(keep, x.dtype))
@@ -341,14 +341,14 @@ def relative_position_bucket(
     traced, so that every device has the same buckets.
     """
     bucket = np.zeros_like(offset)
-    # # Positive for keys before the query.
+    # Positive for keys before the query.
     distance = -offset
     if bidirectional:
         num_buckets //= 2
         bucket = bucket + (distance < 0).astype(np.int32) * num_buckets
         distance = np.abs(distance)
     else:
-        # # Later keys, which a decoder does not see, share bucket 0.
+        # Later keys, which a decoder does not see, share bucket 0.
         distance = np.maximum(distance, 0)
     max_exact = num_buckets // 2
     # The logarithm of small distances is not used; clipping at 1 avoids a warning about log(0).
@@ -370,7 +370,7 @@ def attention_weights(
     as with empty inputs: near -1e9, float32 is too coarse for log_z to include the logarithm of the
     number of keys, so each weight is 1 rather than 1 over their number.
     """
-    # # The maximum cancels out, so its gradient need not be computed.
+    # The maximum cancels out, so its gradient need not be computed.
     maximum = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
     log_z = jnp.log(jnp.sum(jnp.exp(logits - maximum), axis=-1, keepdims=True)) + maximum
     return jnp.exp(logits - log_z)

@@ -114,7 +114,7 @@ def _beam_search(
         logits, cache = decoder_step(model, params, reads, state.cache, state.last, state.position)
         log_probs = jax.nn.log_softmax(logits) + state.log_probs[..., None]
         vocabulary = logits.shape[-1]
-        # # Twice as many as beams: at most half of them can end, so enough stay alive.
+        # Twice as many as beams: at most half of them can end, so enough stay alive.
         best, index = jax.lax.top_k(log_probs.reshape(rows, -1), 2 * beams)
         # Inside a prompt one beam is left, at no cost.
         forced = prompt[:, state.position][:, None]
@@ -126,7 +126,7 @@ def _beam_search(
         ends = tokens == plan.eos_id
 
         alive = _best_last(best + ends * _NEVER, beams)
-        # # Continuations that do not end are no candidates for the finished ones.
+        # Continuations that do not end are no candidates for the finished ones.
         scores = best / penalty(state.position + 1) + ~ends * _NEVER
         all_scores = jnp.concatenate([state.scores, scores], axis=1)
         kept = _best_last(all_scores, beams)
@@ -201,7 +201,7 @@ def _temperature_sample(
 ) -> Decodes:
     (rows, length), decodes = prompt.shape, plan.num_decodes
     reads = read_inputs(model, params, inputs)
-    # # Decodes of one row are adjacent.
+    # Decodes of one row are adjacent.
     prompts = jnp.repeat(prompt, decodes, axis=0)
     limit = jnp.full(rows * decodes, length)
     if plan.max_decode_steps is not None:
@@ -213,7 +213,7 @@ def _temperature_sample(
         logits, cache = decoder_step(model, params, reads, state.cache, last, state.position)
         chosen, log_p = _chosen(logits.reshape(rows * decodes, -1), plan, now)
         forced = prompts[:, state.position]
-        # # What is forced, or follows the end, costs nothing.
+        # What is forced, or follows the end, costs nothing.
         log_p = jnp.where((forced == 0) & ~state.done, log_p, 0.0)
         token = jnp.where(state.done, 0, jnp.where(forced == 0, chosen, forced))
         position = state.position + 1
@@ -245,7 +245,7 @@ def _chosen(
     """A token for each row and its log-probability."""
     if plan.temperature <= _GREEDY_TEMPERATURE:
         token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        # # Rescaled to the one token that is left, its probability is 1.
+        # Rescaled to the one token that is left, its probability is 1.
         if plan.rescale_log_probs:
             return token, jnp.zeros(token.shape)
         return token, _log_prob(logits, token)

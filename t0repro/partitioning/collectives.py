@@ -44,7 +44,7 @@ class Collective:
     def sent(self) -> int:
         """Bytes that a device sends in one call of the program, around a ring of its group."""
         others = (self.group - 1) / self.group
-        # # A reduce-scatter's result is one part of the array that goes around; the others'
+        # A reduce-scatter's result is one part of the array that goes around; the others'
         # is all of it.
         factor = {
             "all-reduce": 2 * others,
@@ -68,7 +68,7 @@ def collectives(hlo: str) -> list[Collective]:
         return []
     runs: dict[str, tuple[int, bool]] = {}
 
-    # # A computation may be called from several places, inside a loop and outside one.
+    # A computation may be called from several places, inside a loop and outside one.
     def visit(name: str, times: int, in_loop: bool) -> None:
         before = runs.get(name, (0, False))
         runs[name] = (before[0] + times, before[1] or in_loop)
@@ -94,7 +94,7 @@ def _computations(hlo: str) -> dict[str, list[str]]:
     lines: dict[str, list[str]] = {}
     body: list[str] = []
     for line in hlo.splitlines():
-        # # A computation begins at the margin; what it does is indented.
+        # A computation begins at the margin; what it does is indented.
         if line[:1] not in (" ", "}", "") and (head := _HEAD.match(line)):
             body = lines[head["name"]] = []
         else:
@@ -135,7 +135,7 @@ def _operations(body: list[str]) -> Iterator[tuple[str, int, int]]:
 
 
 def _bytes(dtype: str, shape: str) -> int:
-    # # A type's name ends in its bits, but for pred, which takes a byte.
+    # A type's name ends in its bits, but for pred, which takes a byte.
     bits = _BITS.get(dtype) or int((re.search(r"\d+", dtype) or ["8"])[0])
     return math.prod(int(size) for size in shape.split(",") if size) * bits // 8
 

@@ -73,19 +73,19 @@ class Partitioning:
         """How one array is divided, by its path in the tree; whole if it is of another kind."""
         if not name.startswith("slots/"):
             return self._parameter(name.removeprefix("params/"))
-        # # slots/encoder/encoder_norm/scale/v: the last part names the slot.
+        # slots/encoder/encoder_norm/scale/v: the last part names the slot.
         path, _, slot = name.removeprefix("slots/").rpartition("/")
         if slot in parameters.SLOT_NAMES:
             of = shapes.get(f"params/{path}", ())
             spec = slot_spec(self._parameter(path), slot, of) if len(of) > 1 else PartitionSpec()
-            # # What is divided as its parameter must have as many axes; anything else
+            # What is divided as its parameter must have as many axes; anything else
             # is whole everywhere.
             return spec if len(spec) == len(shape) else PartitionSpec()
         # Optax's states hold trees of parameters somewhere inside: 0/mu/encoder/...
         parts = name.split("/")
         for start in range(1, len(parts)):
             path = "/".join(parts[start:])
-            # # Equal shapes tell a moment of the parameter from a counter.
+            # Equal shapes tell a moment of the parameter from a counter.
             if shapes.get(f"params/{path}") == shape:
                 return self._parameter(path)
         return PartitionSpec()
@@ -206,7 +206,7 @@ def choose(
                 where=where,
                 fix=f"Choose a model parallelism that divides {len(devices)}.",
             )
-        # # The parts must divide the batch and, if fully sharded, d_model too.
+        # The parts must divide the batch and, if fully sharded, d_model too.
         bounds = [rows] if rows is not None else []
         bounds += [model.d_model] if layout.fully_sharded else []
         data = math.gcd(groups, *bounds)
@@ -275,14 +275,14 @@ def _arranged(
 ) -> Partitioning:
     """The first devices as a mesh; on TPUs, neighbours share a model."""
     chosen = list(devices)[: data * model]
-    # # JAX knows how a whole slice is wired; of a part of one, the order at hand has to do.
+    # JAX knows how a whole slice is wired; of a part of one, the order at hand has to do.
     if chosen[0].platform == "tpu" and len(chosen) == len(devices) > 1:
         from jax.experimental import mesh_utils
 
         array = mesh_utils.create_device_mesh((data, model), chosen)
     else:
         array = np.array(chosen, dtype=object).reshape(data, model)
-    # # Auto: XLA decides what `constrain` leaves open.
+    # Auto: XLA decides what `constrain` leaves open.
     mesh = Mesh(array, (DATA, MODEL), axis_types=(AxisType.Auto,) * 2)
     return Partitioning(mesh, fully_sharded, at_hand)
 

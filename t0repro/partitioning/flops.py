@@ -22,7 +22,7 @@ def count_flops(jaxpr: Any) -> int:
         if equation.primitive.name == "dot_general":
             total += _dot(equation)
         else:
-            # # A scan's body is one jaxpr that runs `length` times.
+            # A scan's body is one jaxpr that runs `length` times.
             times = equation.params.get("length", 1) if equation.primitive.name == "scan" else 1
             total += times * sum(count_flops(inner) for inner in _inner(equation.params))
     return total
@@ -41,7 +41,7 @@ def _inner(params: dict[str, Any]) -> Iterator[Any]:
     """The jaxprs that an equation calls; of the branches of a condition, all."""
     for value in params.values():
         for item in value if isinstance(value, tuple | list) else (value,):
-            # # Some primitives hold a jaxpr, others a closed one around it.
+            # Some primitives hold a jaxpr, others a closed one around it.
             inner = getattr(item, "jaxpr", item)
             if hasattr(inner, "eqns"):
                 yield inner

@@ -81,7 +81,7 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return x
-    # # Inside `sums_over_groups` the mesh's axis `data` divides the groups themselves.
+    # Inside `sums_over_groups` the mesh's axis `data` divides the groups themselves.
     rules = {**RULES, "batch": None} if _groups() > 1 else RULES
     names = [rules.get(axis) if axis else None for axis in axes]
     divided = [
@@ -122,7 +122,7 @@ def sums_over_groups(
         x = x.reshape(x.shape[0], groups, -1, *x.shape[2:])
         return jax.lax.with_sharding_constraint(x, PartitionSpec(None, DATA))
 
-    # # Constraints inside the function learn that the new axis is the mesh's `data`.
+    # Constraints inside the function learn that the new axis is the mesh's `data`.
     mapped = jax.vmap(function, in_axes=(0, 1), axis_name=_GROUP, spmd_axis_name=DATA)
     sums = mapped(jax.tree.map(own, params, specs), jax.tree.map(by_group, batches))
     return jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
@@ -140,7 +140,7 @@ def for_all_groups(
     groups = _groups()
     if groups == 1:
         return draw(shape)
-    # # Draw for all rows and take this group's, so that grouping does not change what is
+    # Draw for all rows and take this group's, so that grouping does not change what is
     # dropped.
     whole = draw((groups * shape[0], *shape[1:])).reshape(groups, *shape)
     return _of_group(whole, jax.lax.axis_index(_GROUP))

@@ -82,7 +82,7 @@ _NOT_ON_A_TPU = {
     "TPU_ACCELERATOR_TYPE": "v5e-8",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
-# # The link of these is NVLink, in one direction.
+# The link of these is NVLink, in one direction.
 _AT_HAND = {
     "NVIDIA H100": _chip(80, 989e12, 450e9),
     "NVIDIA H200": _chip(141, 989e12, 450e9),
@@ -146,13 +146,13 @@ def torus(chips: int, axes: int) -> Sequence[int]:
 
 def _parsed(topology: str) -> tuple[_Family, int]:
     """The version and the number of chips of a name such as v3-512 or v5litepod-16."""
-    # # Google's accelerator types say v5litepod for v5e.
+    # Google's accelerator types say v5litepod for v5e.
     name = topology.lower().replace("v5litepod", "v5e")
     match = re.fullmatch(r"(v\w+)-(\d+)", name)
     family = _FAMILIES.get(match[1]) if match else None
     count = int(match[2]) if match else 0
     chips = count // family.per_chip if family else 0
-    # # A power of two has no bit in common with the number before it.
+    # A power of two has no bit in common with the number before it.
     if family is None or chips < 1 or chips & (chips - 1):
         raise UserError(
             f"There is no topology {topology!r}.",

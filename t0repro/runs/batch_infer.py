@@ -67,7 +67,7 @@ def infer(plan: InferPlan) -> list[Path]:
             print(f"{job.output}: already complete", file=sys.stderr)
             continue
         if checkpoint is None:
-            # # Unlike an evaluation, an inference has one checkpoint.
+            # Unlike an evaluation, an inference has one checkpoint.
             (ref,) = chosen(plan.restore)
             checkpoint = opened(plan, ref)
         job.run(checkpoint)
@@ -115,7 +115,7 @@ class _TaskJob:
     def run(self, checkpoint: Checkpoint) -> None:
         """Goes on after the last whole chunk, and puts the chunks together at the end."""
         first = self._prepare(checkpoint)
-        # # The period counts batches.
+        # The period counts batches.
         size = self._plan.checkpoint_period * self._plan.data.batch_size
         examples = self._examples(skip=first * size)
         number = first
@@ -187,7 +187,7 @@ class _TaskJob:
 
     def _write_chunk(self, number: int, chunk: Sequence[Any], checkpoint: Checkpoint) -> None:
         plan = self._plan
-        # # A seed of its own: a chunk samples the same whether or not the run was
+        # A seed of its own: a chunk samples the same whether or not the run was
         # interrupted before.
         functions = ModelFunctions(
             checkpoint.model, checkpoint.params, plan.decoding, plan.data.batch_size, seed=number
@@ -210,7 +210,7 @@ class _TaskJob:
 
     def _merge(self, count: int) -> None:
         """Puts the chunks one after the other and removes them."""
-        # # Written apart and renamed, so that half a file is never taken for the result.
+        # Written apart and renamed, so that half a file is never taken for the result.
         whole = self.output.with_name(f".{self.output.name}.tmp")
         with open(whole, "wb") as merged:
             for number in range(count):
@@ -220,7 +220,7 @@ class _TaskJob:
             os.fsync(merged.fileno())
         os.replace(whole, self.output)
         sync_directory(self.output.parent)
-        # # Marked before the chunks go, so that an interruption leaves one or the other.
+        # Marked before the chunks go, so that an interruption leaves one or the other.
         _mark_whole(self.output)
         shutil.rmtree(self._chunks)
 
@@ -275,7 +275,7 @@ def _line(
 def _is_written(feature: str, plan: InferPlan) -> bool:
     if plan.all_inputs:
         return True
-    # # Without options T5X writes the texts that the tokens were made of.
+    # Without options T5X writes the texts that the tokens were made of.
     text = feature.removesuffix("_pretokenized")
     if plan.input_fields is not None:
         return feature in plan.input_fields or (text != feature and text in plan.input_fields)

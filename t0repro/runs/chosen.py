@@ -96,7 +96,7 @@ def opened(plan: InferencePlan, ref: CheckpointRef) -> Checkpoint:
     from t0repro.training.train_state import parameters_from_flat_tree
 
     model = T5(plan.model, plan.dtypes)
-    # # Shapes alone: nothing is drawn.
+    # Shapes alone: nothing is drawn.
     shapes = jax.eval_shape(lambda: initial_parameters(model, jax.random.key(0)))
     partitioning = choose(plan.layout, plan.model, where="partitioning.PjitPartitioner")
     if partitioning.mesh.size > 1:

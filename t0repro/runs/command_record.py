@@ -14,7 +14,7 @@ def record_command(configuration: Configuration) -> None:
     """Writes model_dir/commands/command[.N] and, when training, operative_config.gin."""
     model_dir = Path(configuration.inputs.model_dir)
     folder = model_dir / "commands"
-    # # As t5 names them: command, command.1, command.2.
+    # As t5 names them: command, command.1, command.2.
     count = len(list(folder.glob("command*"))) if folder.is_dir() else 0
     write_atomically(folder / (f"command.{count}" if count else "command"), shlex.join(sys.argv))
     if configuration.inputs.mode == "train":

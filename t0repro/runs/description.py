@@ -84,7 +84,7 @@ def model_info(state: TrainState, partitioning: Partitioning) -> str:
         if name.startswith("params/"):
             parameters.append(_line(name.removeprefix("params/"), shape, spec))
         else:
-            # # T5X's name of the optimizer's state.
+            # T5X's name of the optimizer's state.
             others.append(_line(name.replace("slots/", "param_states/", 1), shape, spec))
     total = sum(math.prod(shape) for name, shape, _ in rows if name.startswith("params/"))
     lines = [*parameters, f"Total number of parameters: {total}", "", *others]

@@ -69,6 +69,7 @@ def check_training(config: RunConfig, vocabularies: tuple[Any, Any], say: Say) -
 def _data_check(
     data: DatasetConfig, model: ModelConfig, vocabularies: tuple[Any, Any], may_lack_split: bool
 ) -> Callable[[], Iterator[str]]:
+    # A function of its own: a lambda written in the loop would see the last dataset alone.
     return lambda: _data(data, model, vocabularies, may_lack_split)
 
 

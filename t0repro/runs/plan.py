@@ -73,6 +73,7 @@ def last_step(config: RunConfig, start_step: int) -> int:
 
 def shortest_period(plan: TrainingPlan, steps: int) -> int:
     """The shortest of the periods in force, which summaries follow unless they have their own."""
+    # A period that nothing follows is not in force.
     evaluated = plan.train_eval_data or plan.infer_eval_data
     periods = (
         plan.eval_period if evaluated else 0,

@@ -180,6 +180,7 @@ def train_programs(config: RunConfig, partitioning: Partitioning) -> Iterator[Pr
         optimizer,
         make_schedule(config.schedule),
         num_microbatches=config.num_microbatches,
+        # Any key will do: no value is computed.
         dropout_key=jax.random.key(0),
         partitioning=several,
     )
@@ -200,10 +201,12 @@ def evaluation_programs(config: RunConfig, partitioning: Partitioning) -> Iterat
     """Scoring, which is to encode and to decode, and generation, each with one batch."""
     model = T5(config.model, config.dtypes)
     parameters = _placed(partitioning, _parameters(config))
+    # Evaluations pad a batch with rows until it divides among the devices.
     rows = -(-config.batch_size // partitioning.data) * partitioning.data
     inputs = _tokens(partitioning, rows, _length(config, "inputs"))
     targets = _tokens(partitioning, rows, _length(config, "targets"))
     memory = jax.eval_shape(lambda p, x: engine.encode(model, p, x, x), parameters, inputs)
+    # Keys and values are [rows, heads, length, d_kv].
     by_heads = NamedSharding(partitioning.mesh, PartitionSpec("data", "model"))
     memory = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=by_heads), memory
@@ -236,6 +239,7 @@ def _compiled(
             compiled = lowered.compile()
         except jax.errors.JaxRuntimeError as error:
             refused = str(error).splitlines()[0]
+            # Only a program that does not fit is a result; any other error is one.
             if "RESOURCE_EXHAUSTED" not in refused:
                 raise
             seconds = time.monotonic() - started
@@ -252,6 +256,7 @@ def _compiled(
         name,
         **facts,
         temporaries=memory.temp_size_in_bytes,
+        # What is donated is both argument and result, and counts once.
         other=other + memory.output_size_in_bytes - memory.alias_size_in_bytes,
         refused="",
         communication=collectives(hlo),
@@ -343,6 +348,7 @@ def remedies(config: RunConfig, partitioning: Partitioning) -> list[str]:
     if config.mode == "train":
         if not model.recompute_grads:
             found.append("recompute activations (LayerStack.recompute_grads = True)")
+        # Each part of the devices needs a row of every microbatch.
         rows = config.batch_size // config.num_microbatches
         if rows > partitioning.data:
             found.append(f"more microbatches than {config.num_microbatches}")

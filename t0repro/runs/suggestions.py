@@ -26,6 +26,7 @@ def suggest(config: RunConfig, devices: Sequence[Any], chip: Chip) -> Iterator[s
         yield "as configured: fits"
         return
     for change, variant in variants(config, partitioning):
+        # A layout that cannot divide the model is told; the next one may.
         try:
             changed, programs = compiled_for(variant, devices)
         except UserError as error:
@@ -51,6 +52,7 @@ def variants(config: RunConfig, partitioning: Partitioning) -> Iterator[tuple[st
         return ", ".join(changes.values()), config
 
     rows, data = config.batch_size // config.num_microbatches, partitioning.data
+    # By halves, so that microbatches stay equal.
     while rows % 2 == 0 and rows // 2 >= data:
         rows //= 2
         config = dataclasses.replace(config, num_microbatches=2 * config.num_microbatches)

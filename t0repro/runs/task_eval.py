@@ -81,6 +81,7 @@ class EvaluatedCheckpoints:
     def __init__(self, plan: EvalPlan):
         self.path = Path(plan.output_dir) / RECORD
         described = {"data": plan.data, "evaluator": plan.evaluator, "decoding": plan.decoding}
+        # Sorted, so that equal settings are equal texts.
         self._settings = json.dumps(
             {name: dataclasses.asdict(value) for name, value in described.items()}, sort_keys=True
         )

@@ -139,7 +139,7 @@ class SaveByPlan(SaveCheckpoints):
         save_checkpoint(model_dir, trainer.train_state, save_data=self._save_data, dtype=plan.dtype)
         self._saved = trainer.step
         values = metric_by_step(model_dir, plan.best.metric) if plan.best else {}
-        # # A pinned checkpoint is neither removed nor counted among those that are kept.
+        # A pinned checkpoint is neither removed nor counted among those that are kept.
         steps = [
             step
             for step in list_checkpoints(model_dir)
@@ -240,7 +240,7 @@ class ShowProgress(Action):
                 transient=True,
             )
             self._bar.start()
-            # # Until the first loss arrives, the step is being compiled.
+            # Until the first loss arrives, the step is being compiled.
             self._bar.add_task("compiling", total=last_step - self._first)
 
     def on_metrics(self, metrics: StepMetrics) -> None:
@@ -263,7 +263,7 @@ class ShowProgress(Action):
 
     def _text(self) -> str:
         latest = self._recent[-1]
-        # # Infinity, so that a speed is 0 rather than a division by zero.
+        # Infinity, so that a speed is 0 rather than a division by zero.
         seconds = sum(row.seconds for row in self._recent) or float("inf")
         examples = sum(row.examples for row in self._recent) / seconds
         tokens = sum(row.target_tokens for row in self._recent) / seconds

@@ -79,7 +79,7 @@ def update(gradient: Gradient, config: AdafactorConfig) -> tuple[jax.Array, Slot
         assert gradient.slots.m is not None, "there is momentum, so the slots have m"
         momentum = change = gradient.slots.m * config.beta1 + change * (1.0 - config.beta1)
     slots = second_moment.replace(m=momentum)
-    # # By the bare learning rate, not by the one scaled with the parameter's size.
+    # By the bare learning rate, not by the one scaled with the parameter's size.
     decay = _weight_decay(gradient.learning_rate, config)
     if decay is not None:
         change = change + decay * gradient.parameter
@@ -110,7 +110,7 @@ def _weight_decay(learning_rate: jax.Array, config: AdafactorConfig) -> jax.Arra
     """The part of a parameter that an update takes away; None for nothing."""
     if config.weight_decay_rate_lr_exponent:
         power = learning_rate**config.weight_decay_rate_lr_exponent
-        # # The exponent alone stands for a factor of 1, as in T5X.
+        # The exponent alone stands for a factor of 1, as in T5X.
         return (config.weight_decay_rate or 1.0) * power
     return config.weight_decay_rate
 
@@ -138,7 +138,7 @@ def _normalised(
     v_col = slots.v_col * decay + jnp.mean(squared, axis=d1) * mixing
     # v_row lacks axis d0, so the parameter's axis d1 may have moved down by one.
     reduced = d1 - 1 if d1 > d0 else d1
-    # # Divided by its mean, v_row says only how rows differ; the scale is in v_col.
+    # Divided by its mean, v_row says only how rows differ; the scale is in v_col.
     mean = jnp.mean(v_row, axis=reduced, keepdims=True)
     row = jnp.expand_dims(jax.lax.rsqrt(v_row / mean), d0)
     column = jnp.expand_dims(jax.lax.rsqrt(v_col), d1)

@@ -59,7 +59,7 @@ def loss_and_sums(
         z_loss=coefficient,
     )
     loss = jnp.sum(losses * weights) / denominator
-    # # Only reported: it must not add to the gradient.
+    # Only reported: it must not add to the gradient.
     log_z = jax.nn.logsumexp(jax.lax.stop_gradient(logits), axis=-1)
     correct = (jnp.argmax(logits, axis=-1) == targets) & (targets > 0)
     sums = {
@@ -107,7 +107,7 @@ def summary(sums: Mapping[str, float], steps: int, *, packed: bool) -> dict[str,
       packed: whether rows hold several examples, which decides names as in T5X.
     """
     loss, z_loss = sums["loss"], sums["z_loss"]
-    # # At least 1, so that batches of padding give zeros rather than NaN.
+    # At least 1, so that batches of padding give zeros rather than NaN.
     all_targets, real = sums["all_targets"], max(sums["real_losses"], 1.0)
     metrics = {
         "accuracy": sums["correct"] / real,

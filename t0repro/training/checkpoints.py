@@ -210,7 +210,7 @@ def load_tree(path: PathLike) -> dict[str, np.ndarray]:
     try:
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
             metadata = checkpointer.metadata(path).item_metadata.tree
-            # # As numpy, whatever devices and shardings the program that wrote it had.
+            # As numpy, whatever devices and shardings the program that wrote it had.
             as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), metadata)
             nested = checkpointer.restore(path, restore_args=as_numpy)
     except Exception as error:  # Orbax and TensorStore raise many kinds for a damaged checkpoint.

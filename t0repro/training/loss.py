@@ -45,7 +45,7 @@ def cross_entropy(
     log_z = jax.nn.logsumexp(logits, axis=-1)  # [batch, length]
     at_target = jnp.take_along_axis(logits, jnp.maximum(targets, 0)[..., None], axis=-1)[..., 0]
     # The smoothed target distribution sums to 1, so log_z enters with a factor of 1.
-    # # The sum over logits below includes the target's; if it is spared, that share is taken
+    # The sum over logits below includes the target's; if it is spared, that share is taken
     # out here.
     elsewhere = label_smoothing / ((vocab - 1) if spares_target else vocab)
     at_once = 1.0 - label_smoothing - (elsewhere if spares_target else 0.0)
@@ -74,7 +74,7 @@ def with_loss_weights(config: ModelConfig, batch: Batch) -> Batch:
         of_example = jnp.sum(counted, axis=-1, keepdims=True)
     else:
         segments = jnp.asarray(batch["targets_segmentation"])
-        # # At most `length` segments, and 0 for padding.
+        # At most `length` segments, and 0 for padding.
         length = segments.shape[-1]
 
         def of_row(weights: jax.Array, ids: jax.Array) -> jax.Array:
@@ -171,7 +171,7 @@ def evaluation_sums(
     targets = jnp.asarray(batch["targets"])
     weights = (targets > 0).astype(jnp.float32)
     counted = _with_loss(model.config, targets)
-    # # These metrics leave a delimited_lm's inputs out whether or not its loss counts them.
+    # These metrics leave a delimited_lm's inputs out whether or not its loss counts them.
     if model.config.model_type == "delimited_lm":
         weights = weights * ~of_inputs(targets)
     smoothed = cross_entropy(logits, targets, label_smoothing=model.config.label_smoothing)

@@ -157,7 +157,7 @@ class JsonLines:
         with writing(self._path):
             size = os.fstat(self._file.fileno()).st_size
             if self._file.write(line) != len(line):
-                # # Part of the line was written: take it back.
+                # Part of the line was written: take it back.
                 self._file.truncate(size)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), os.fspath(self._path))
 

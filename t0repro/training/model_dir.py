@@ -210,7 +210,7 @@ def _slot_shapes(model: ModelConfig, optimizer: OptimizerConfig) -> dict[str, tu
         path: jax.ShapeDtypeStruct(shape, np.float32)
         for path, shape in model.shape.parameters().items()
     }
-    # # Shapes alone: no slot is allocated.
+    # Shapes alone: no slot is allocated.
     nested = flax.traverse_util.unflatten_dict(parameters, sep="/")
     slots = flat_slots(jax.eval_shape(make_optimizer(optimizer).init, nested))
     return {

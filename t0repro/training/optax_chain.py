@@ -43,7 +43,7 @@ def _called(value: Any) -> Any:
     """The result of a call of optax; any other value as it is."""
     if isinstance(value, list | tuple):
         return type(value)(_called(item) for item in value)
-    # # How a configuration writes a call.
+    # How a configuration writes a call.
     if not (isinstance(value, Mapping) and set(value) == {"function", "arguments"}):
         return value
     function = getattr(optax, value["function"], None)

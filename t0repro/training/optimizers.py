@@ -78,7 +78,7 @@ def make_optimizer(config: OptimizerConfig) -> Optimizer:
     ) -> tuple[Any, Any]:
         leaves, tree = jax.tree_util.tree_flatten_with_path(params)
         slots, values = tree.flatten_up_to(state), tree.flatten_up_to(gradients)
-        # # By the norm of all gradients together, hence before any of them is used.
+        # By the norm of all gradients together, hence before any of them is used.
         if isinstance(config, AdafactorConfig):
             values = adafactor.clipped(values, config)
         updates, new_slots = [], []

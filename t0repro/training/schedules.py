@@ -78,7 +78,7 @@ def learning_rate_schedule_noam(
 
     T5 was trained with a decay fraction of 0, which leaves the reciprocal square root alone.
     """
-    # # Both count from `offset`, so the decay still ends with the training.
+    # Both count from `offset`, so the decay still ends with the training.
     total, step = total - offset, step - offset
     rate = jax.lax.rsqrt(jnp.maximum(step, warmup_steps)) * multiplier
     if linear_decay_fraction > 0:

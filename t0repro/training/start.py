@@ -35,7 +35,7 @@ def keep_matching(tree: FlatTree, config: RunConfig, seed: int = 0) -> dict[str,
     kept = {
         key: value
         for key, value in tree.items()
-        # # Patterns are written for Mesh TensorFlow's names.
+        # Patterns are written for Mesh TensorFlow's names.
         if re.search(config.init_variable_filter, _mesh_name(key, names, tree))
     }
     if not kept:

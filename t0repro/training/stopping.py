@@ -75,7 +75,7 @@ def make_actions(configs: Sequence[ActionConfig], say: Say) -> Callable[[Results
         else TerminateOnNan(config, say)
         for config in configs
     ]
-    # # A list, so that none is skipped after the first that says to stop.
+    # A list, so that none is skipped after the first that says to stop.
     return lambda results: any([action.run(results) for action in actions])
 
 

@@ -169,7 +169,7 @@ class Evaluate(Action):
 
     def evaluate(self, trainer: Trainer) -> None:
         """Writes the results of both kinds of evaluation; stops training if an action says so."""
-        # # The metrics of the steps before come first in the file.
+        # The metrics of the steps before come first in the file.
         trainer.flush()
         results = {
             name: trainer.eval_measured(batches, packed=self._packed)
@@ -191,7 +191,7 @@ class Evaluate(Action):
             numbers = {name: float(x) for name, x in values.items() if isinstance(x, int | float)}
             # SeqIO's loggers write the events of the tasks' own metrics themselves.
             events = mode == "TRAIN_EVAL"
-            # # T5X cuts names at 113 characters.
+            # T5X cuts names at 113 characters.
             self._metrics.write(f"{folder}/{task[:113]}", trainer.step, numbers, events=events)
         run = self._run_actions.get(mode)
         # A stop stays a stop, whatever another mode's actions say.

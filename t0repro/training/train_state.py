@@ -100,7 +100,7 @@ def flat_arrays(state: TrainState) -> dict[str, Any]:
             values.setdefault((path, name), np.zeros((1,), np.float32))
     flat |= {_slot_entries(path, name)[0]: value for (path, name), value in values.items()}
     if "adam_m" in names:
-        # # As optax's adam counts for itself.
+        # As optax's adam counts for itself.
         flat[layout.OPTAX_COUNT] = flat[layout.STEP]
     return flat
 
@@ -156,7 +156,7 @@ def from_flat_tree(
     params = {
         path: _on_devices(tree[layout.PARAMETERS + path], value) for path, value in shapes.items()
     }
-    # # Mesh TensorFlow's optimizers keep a dictionary of Slots; a chain keeps optax's own
+    # Mesh TensorFlow's optimizers keep a dictionary of Slots; a chain keeps optax's own
     # state.
     if not isinstance(like.slots, dict):
         return TrainState(
@@ -256,7 +256,7 @@ def check_parameters(
     for path, shape in shapes.items():
         found = tuple(tree[layout.PARAMETERS + path].shape)
         if found != shape:
-            # # A wrong vocabulary is the likeliest reason for these two, and has a fix
+            # A wrong vocabulary is the likeliest reason for these two, and has a fix
             # of its own.
             vocabulary = path.startswith("token_embedder") or "logits_dense" in path
             raise UserError(

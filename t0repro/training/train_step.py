@@ -66,7 +66,7 @@ def make_train_step(
     key = dropout_key if model.config.dropout_rate else None
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
-        # # From the global step, so that a run that continues draws what it would have
+        # From the global step, so that a run that continues draws what it would have
         # drawn.
         step_key = None if key is None else jax.random.fold_in(key, state.step)
         loss, sums, gradients = loss_sums_and_gradients(
@@ -103,7 +103,7 @@ def jitted_train_step(
       partitioning: the devices; None for one. Lower the result in its `active` context.
     """
     if partitioning is None:
-        # # Donated: the new state takes the place of the old one in memory.
+        # Donated: the new state takes the place of the old one in memory.
         return jax.jit(train_step, donate_argnums=0)
     shardings = (partitioning.shardings(state), NamedSharding(partitioning.mesh, PartitionSpec()))
     return jax.jit(train_step, donate_argnums=0, out_shardings=shardings)
@@ -164,7 +164,7 @@ def loss_sums_and_gradients(
             return jax.tree.map(jnp.add, total, of_part(params, *item)), None
 
         first = jax.tree.map(lambda x: x[0], parts)
-        # # Shapes alone: which sums there are depends on the metrics asked for.
+        # Shapes alone: which sums there are depends on the metrics asked for.
         _, sums, _ = jax.eval_shape(of_part, params, first, 0)
         zeros = (
             jnp.float32(0.0),
@@ -187,7 +187,7 @@ def _loss_alone(*args: Any, **options: Any) -> tuple[jax.Array, Sums]:
 def split_into_microbatches(batch: Batch, count: int) -> dict[str, jax.Array]:
     """Reshapes each feature [batch, length] to [count, batch / count, length]."""
     return {
-        # # Row r goes to microbatch r modulo count, as in mtf.serialize_training_step.
+        # Row r goes to microbatch r modulo count, as in mtf.serialize_training_step.
         name: constrain(
             jnp.moveaxis(jnp.asarray(x).reshape(x.shape[0] // count, count, *x.shape[1:]), 1, 0),
             *(None, "batch", *[None] * (x.ndim - 1)),
