@@ -50,9 +50,11 @@ def train(
         named = [f"MODEL_DIR = 'runs/{name}'"] if name else []
         inputs = gin_inputs("train", options, first=named)
         parsed = parse_files(inputs)
-        from t0repro.config.t5x.run import train_config
+        from t0repro.config.t5x.run import train_config, train_warnings
 
         config, model = train_config(parsed), parsed.program.model
+        for warning in train_warnings(parsed):
+            typer.echo(f"warning: {warning}", err=True)
         data = parsed.program.train_dataset_cfg
         register(parsed, options, [data.module] if data.module else [])
         from t0repro.runs import dry_run as checks

@@ -10,6 +10,7 @@ from t0repro.config.t5x.inference import eval_plan
 
 from ..runs.tiny_gin import MODEL, SIZES, parsed, save_checkpoint
 
+EVAL_MACROS = ("MIXTURE_OR_TASK_NAME", "CHECKPOINT_PATH", "EVAL_OUTPUT_DIR")
 TASK = "demo_synthetic_glue_mrpc_want_to_know_score_eval"
 
 
@@ -25,7 +26,7 @@ def run(mode, *arguments):
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     """A checkpoint of the tiny model."""
-    bindings = ("MIXTURE_OR_TASK_NAME = 'a'", "CHECKPOINT_PATH = 'b'", "EVAL_OUTPUT_DIR = 'c'")
+    bindings = [f"{name} = 'x'" for name in EVAL_MACROS]
     return save_checkpoint(
         tmp_path_factory.mktemp("model"), eval_plan(parsed("eval", "eval", *bindings)), 3
     )
@@ -75,6 +76,18 @@ def test_a_dry_run_reports_all_that_is_wrong_at_once(checkpoint, tmp_path):
     assert code == 2 and not (tmp_path / "out").exists()
     assert "No task of" in said and "Choose one of validation" in said
     assert "The checkpoint does not fit the model: of another shape" in said
+
+
+def test_an_evaluation_looks_for_caches_in_the_folders_of_the_command_line(tmp_path, monkeypatch):
+    import seqio
+
+    from t0repro.cli.t5x_run import T5xOptions, register
+
+    folders = [str(tmp_path / name) for name in "abc"]
+    monkeypatch.setattr(seqio.utils, "_GLOBAL_CACHE_DIRECTORIES", [])
+    made = parsed("eval", "eval", *(f"{name} = 'x'" for name in EVAL_MACROS))
+    register(made, T5xOptions(seqio_additional_cache_dirs=[",".join(folders[:2]), folders[2]]))
+    assert seqio.get_global_cache_dirs() == folders
 
 
 def test_infer_takes_the_shard_from_the_command_line(checkpoint, tmp_path):

@@ -6,6 +6,7 @@ import sys
 
 from ..runs.tiny_gin import MODEL, SIZES
 
+RANKED = "demo_synthetic_glue_mrpc_want_to_know_score_eval"
 RUN = (
     "INITIAL_CHECKPOINT_PATH = []",
     "MIXTURE_OR_TASK_NAME = 'demo_train'",
@@ -18,7 +19,8 @@ RUN = (
     "utils.SaveCheckpointConfig.save_dataset = True",
     "utils.SaveCheckpointConfig.period = 2",
     "train_script.train.eval_period = 2",
-    "train_script.train.infer_eval_dataset_cfg = None",
+    f"infer_eval/utils.DatasetConfig.mixture_or_task_name = '{RANKED}'",
+    "EVALUATOR_NUM_EXAMPLES = 4",
 )
 
 
@@ -69,6 +71,9 @@ def test_a_run_goes_on_where_it_was_and_leaves_what_t5x_leaves(tmp_path):
     assert "shape (embed=8, mlp=16)" in info and "partition spec (None, 'model')" in info
     assert "param_states/decoder/logits_dense/kernel/v" in info
     assert "MODEL_DIR = " in shown_config(tmp_path / "train")
+    ranked = (tmp_path / "inference_eval" / f"{RANKED}-metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in ranked] == [2, 3]
+    assert all(0 <= json.loads(line)["accuracy"] <= 100 for line in ranked)
     assert json.loads((tmp_path / "tracking.json").read_text())["tensorboard"]["trained"] == 3
 
 

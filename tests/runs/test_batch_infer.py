@@ -230,6 +230,19 @@ def test_examples_from_files(checkpoint, tmp_path, kind):
     seqio.TaskRegistry.remove(made.files.name)
 
 
+def test_a_folder_stands_for_its_latest_checkpoint(checkpoint, tmp_path):
+    made = plan(checkpoint.parent, tmp_path, "utils.RestoreCheckpointConfig.mode = 'latest'")
+    save_checkpoint(checkpoint.parent, made, 3)
+    assert [ref.path for ref in chosen(made.restore)] == [str(checkpoint)]
+
+
+@pytest.mark.parametrize("argument", ["write_fn", "merge_fn", "fallback_init_rng"])
+def test_what_an_inference_does_not_do_is_refused_by_name(argument):
+    with pytest.raises(UserError, match=f"infer.{argument} = 17") as caught:
+        plan("x", "y", f"infer.{argument} = 17")
+    assert argument in caught.value.where
+
+
 def test_faults_are_named(checkpoint, few, tmp_path):
     with pytest.raises(UserError, match="there is no such mode"):
         plan(checkpoint, tmp_path, "infer.mode = 'guess'")

@@ -205,6 +205,13 @@ def test_faults_are_named(model_dir, tmp_path):
         plan(model_dir, tmp_path, "utils.DatasetConfig.pack = True")
 
 
+@pytest.mark.parametrize("argument", ["training_evaluator_cls", "fallback_init_rng"])
+def test_what_an_evaluation_does_not_do_is_refused_by_name(argument):
+    with pytest.raises(UserError, match=f"evaluate.{argument} = 17") as caught:
+        plan("x", "y", f"evaluate.{argument} = 17")
+    assert argument in caught.value.where
+
+
 @pytest.mark.parametrize(
     ("lines", "message"),
     [

@@ -103,6 +103,17 @@ def train_config(parsed: Parsed) -> RunConfig:
     return config
 
 
+def train_warnings(parsed: Parsed) -> list[str]:
+    """What a training reads and does otherwise than T5X, with the place that asks for it."""
+    if not parsed.program.use_hardware_rng:
+        return []
+    place = Places.of(parsed.values).place("train.use_hardware_rng")
+    return [
+        f"{place}: train.use_hardware_rng = True: JAX's default generator is used all the same,"
+        " whose numbers are the same on every device"
+    ]
+
+
 def precompile_config(parsed: Parsed) -> RunConfig:
     """The training whose step T5X's precompile.gin compiles: its rate is 0.001, as in T5X.
 

@@ -12,6 +12,8 @@ from t0repro.config.run_config import (
     RunConfig,
     ScheduleConfig,
 )
+from t0repro.config.t5x import run
+from t0repro.config.t5x.gin_files import GinInputs, parse
 from t0repro.config.training_plan import (
     BestCheckpoints,
     EarlyStoppingConfig,
@@ -20,7 +22,7 @@ from t0repro.config.training_plan import (
 )
 from t0repro.errors import UserError
 
-from ..t5x_trainings import FINETUNE, MODEL, PRETRAIN, config
+from ..t5x_trainings import FINETUNE, MODEL, PRETRAIN, REQUIRED, config
 
 
 def from_file(tmp_path, text: str) -> RunConfig:
@@ -65,6 +67,15 @@ def test_a_fine_tuning_has_three_datasets_and_a_checkpoint_to_start_from():
     assert ours.plan.infer_eval_data.sequence_length is None
     assert [logger.name for logger in ours.plan.evaluator.loggers] == ["py", "tensorboard", "json"]
     assert ours.schedule.arguments["base_learning_rate"] == 0.001
+
+
+def test_hardware_random_numbers_are_not_drawn_and_that_is_told_by_name():
+    def warnings(*bindings):
+        return run.train_warnings(parse(GinInputs("train", (MODEL, PRETRAIN), bindings)))
+
+    assert warnings(*REQUIRED) == []
+    (told,) = warnings(*REQUIRED, "USE_HARDWARE_RNG = True")
+    assert "pretrain.gin:" in told and "use_hardware_rng = True: JAX's default generator" in told
 
 
 def test_each_value_has_the_place_that_set_it():
@@ -237,6 +248,51 @@ scanned.T5Config:
     assert model.position_bias_per_layer  # as scalable_t5 has, unlike T5X's t5
     with pytest.raises(UserError, match="a side of 64"):
         from_file(tmp_path, text.format(heads=1))
+
+
+@pytest.mark.parametrize("family", ["t5_1_1", "mt5"])
+@pytest.mark.parametrize("size", ["small", "base", "large", "xl", "xxl"])
+def test_scanned_models_have_the_shape_of_the_others_and_a_bias_in_each_layer(family, size):
+    scanned = config(files=[f"t5x/examples/scalable_t5/{family}/{size}.gin", PRETRAIN]).model
+    other = config(files=[f"t5x/examples/t5/{family}/{size}.gin", PRETRAIN]).model
+    assert scanned.position_bias_per_layer and scanned.recompute_grads  # remat_policy
+    same = dataclasses.replace(scanned, position_bias_per_layer=False, recompute_grads=False)
+    assert same == other
+
+
+UMT5 = "t5x/examples/scalable_t5/umt5"
+
+
+@pytest.mark.parametrize("size, d_model", [("small", 512), ("base", 768), ("xxl", 4096)])
+def test_umt5_is_pretrained_deterministically_with_its_own_vocabulary(size, d_model):
+    ours = config(
+        "TRAIN_EVAL_MIXTURE_OR_TASK_NAME = 'held_out'", files=[f"{UMT5}/pretrain_{size}.gin"]
+    )
+    assert (ours.model.d_model, ours.model.vocab_size) == (d_model, 256384)
+    assert ours.vocabulary_extra_ids == 300 and not ours.plan.train_data.pack
+    assert (ours.plan.random_seed, ours.plan.train_data.seed, ours.plan.save.data) == (0, 42, True)
+    assert ours.plan.train_eval_data.mixture_or_task_name == "held_out"
+
+
+def test_umt5s_fine_tuning_of_a_user_and_the_loader_that_it_may_name(tmp_path):
+    """As T5X's tydiqa_base.gin is put together; the data's loader of its pretraining is refused."""
+    includes = ("mt5/base", "umt5/architectures/encoder_decoder", "umt5/runs/finetuning_common")
+    includes += ("umt5/optimizer/adafactor", "umt5/vocab")
+    text = "from __gin__ import dynamic_registration\nfrom t5x import adafactor\n" + "".join(
+        f"include 't5x/examples/scalable_t5/{name}.gin'\n" for name in includes
+    )
+    path = tmp_path / "mine.gin"
+    path.write_text(text + "adafactor.Adafactor.step_offset = 1_000_000\n")
+    ours = config("INITIAL_CHECKPOINT_PATH = 'a'", files=[str(path)])
+    assert ours.optimizer.decay_offset == 1_000_000 and ours.model.position_bias_per_layer
+    path.write_text(
+        "from __gin__ import dynamic_registration\nimport __main__ as train_script\n"
+        f"from t5x import utils\ninclude '{MODEL}'\ninclude '{PRETRAIN}'\n"
+        "train_script.train.train_eval_get_dataset_fn = @utils.get_training_eval_datasets\n"
+    )
+    with pytest.raises(UserError, match="get_training_eval_datasets") as caught:
+        config(files=[str(path)])
+    assert "mine.gin:6" in str(caught.value)
 
 
 def test_fields_that_only_t5x_sets_have_mesh_tensorflows_meaning_by_default():
