@@ -56,6 +56,13 @@ def test_a_mistyped_command_or_option_exits_with_2(monkeypatch, capsys):
     assert run(monkeypatch, capsys, "doctor", "--jsn")[0] == 2
 
 
+def test_what_t5x_starts_and_this_does_not_is_refused_by_name(monkeypatch, capsys):
+    code, _, err = run(monkeypatch, capsys, "run", "--run_mode=export")
+    assert code == 2 and "'export' is not one of" in err and "precompile" in err
+    code, _, err = run(monkeypatch, capsys, "train", "--fdl_config=a")
+    assert code == 2 and "--fdl_config" in err
+
+
 def test_version(monkeypatch, capsys):
     code, out, _ = run(monkeypatch, capsys, "--version")
     assert code == 0

@@ -5,7 +5,10 @@ import os
 
 import pytest
 
+from t0repro.converters.sources import load_any
+
 from ..cli.test_train import train
+from ..converters.checkpoint_files import assert_same_bits
 
 pytestmark = pytest.mark.slow
 
@@ -24,6 +27,25 @@ def losses(folder):
     return {row["step"]: row["loss"] for row in rows if row["split"] == "train"}
 
 
+def have_devices(count, monkeypatch):
+    flags = os.environ.get("XLA_FLAGS", "")
+    monkeypatch.setenv("XLA_FLAGS", f"{flags} --xla_force_host_platform_device_count={count}")
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_a_deterministic_training_that_was_stopped_ends_in_the_same_bits(
+    tmp_path, monkeypatch, devices
+):
+    """With the three bindings of T5X's page on pretraining, and with dropout."""
+    have_devices(devices, monkeypatch)
+    for folder, stops in (("whole", [3]), ("stopped", [1, 3])):
+        for steps in stops:
+            code, _, said = train(tmp_path / folder, steps)
+            assert code == 0 and f"devices: {devices} x" in said, said
+    whole, stopped = (load_any(tmp_path / each / "checkpoint_3") for each in ("whole", "stopped"))
+    assert_same_bits(whole, stopped)
+
+
 @pytest.mark.parametrize(
     ("binding", "layout"),
     [
@@ -36,8 +58,7 @@ def losses(folder):
     ],
 )
 def test_on_eight_devices(tmp_path, monkeypatch, one_device, binding, layout):
-    flags = os.environ.get("XLA_FLAGS", "")
-    monkeypatch.setenv("XLA_FLAGS", f"{flags} --xla_force_host_platform_device_count=8")
+    have_devices(8, monkeypatch)
     code, _, said = train(tmp_path, 4, f"--gin_bindings={binding}")
     assert code == 0 and f"devices: 8 x cpu, {layout}" in said, said
     found = losses(tmp_path)

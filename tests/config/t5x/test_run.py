@@ -274,6 +274,28 @@ def test_umt5_is_pretrained_deterministically_with_its_own_vocabulary(size, d_mo
     assert ours.plan.train_eval_data.mixture_or_task_name == "held_out"
 
 
+@pytest.mark.parametrize(
+    "module, name",
+    [
+        ("models", "DecoderOnlyModel"),
+        ("optimizers", "MultiOptimizer"),
+        ("checkpoints", "Checkpointer"),
+        ("contrib.moe", "models"),
+    ],
+)
+def test_what_t5x_has_and_this_has_not_is_refused_by_name_and_line(tmp_path, module, name):
+    path = tmp_path / "mine.gin"
+    package, _, last = module.rpartition(".")
+    path.write_text(
+        "from __gin__ import dynamic_registration\n"
+        f"from t5x{'.' + package if package else ''} import {last}\n"
+        f"include '{MODEL}'\ninclude '{PRETRAIN}'\nMODEL = @{last}.{name}()\n"
+    )
+    with pytest.raises(UserError, match=name if "." not in module else "t5x.contrib") as caught:
+        config(files=[str(path)])
+    assert "mine.gin:" in str(caught.value)
+
+
 def test_umt5s_fine_tuning_of_a_user_and_the_loader_that_it_may_name(tmp_path):
     """As T5X's tydiqa_base.gin is put together; the data's loader of its pretraining is refused."""
     includes = ("mt5/base", "umt5/architectures/encoder_decoder", "umt5/runs/finetuning_common")
