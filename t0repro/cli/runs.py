@@ -62,6 +62,7 @@ def plot(
         typer.echo(line)
     if out:
         content = json_format.dumps({"metric": metric, "curves": curves}, indent=1) + "\n"
+        # Two commands that write into one folder would mix their files.
         with folder_lock(out, "drawing curves"):
             paths = write_page("curves", page, content, out)
         for path in paths:

@@ -76,6 +76,7 @@ def evaluate(
         --gin.MIXTURE_OR_TASK_NAME="'my_task'" --gin.CHECKPOINT_PATH="'runs/c4/checkpoint_1000'"
         --gin.EVAL_OUTPUT_DIR="'runs/eval'" --module_import my_tasks
     """
+    # Processes join before anything asks JAX for its devices.
     with processes.joined():
         parsed = parse_files(gin_inputs("eval", options))
         from t0repro.config.t5x.inference import eval_plan
@@ -115,6 +116,7 @@ def infer(
         --gin.INFER_OUTPUT_DIR="'runs/infer'" --module_import my_tasks
     """
     with processes.joined():
+        # Last, so that the flag wins over the gin files.
         shard = [] if shard_id is None else [f"infer.shard_id = {shard_id}"]
         parsed = parse_files(gin_inputs("infer", options, last=shard))
         from t0repro.config.t5x.inference import infer_plan

@@ -105,6 +105,7 @@ def check_tasks(
     from t0repro.tasks.inspect import checking, tables
     from t0repro.tasks.mixture import select_tasks
 
+    # A task and its twin have one prompt, which is checked once.
     tasks = checking.without_twins(select_tasks(mixture, dataset))
     with count_progress(len(tasks), "checking", "tasks", "checked") as advance:
         checked = checking.check_tasks(tasks, advance)

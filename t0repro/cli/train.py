@@ -45,8 +45,10 @@ def train(
         --gin.MIXTURE_OR_TASK_NAME="'c4_v220_span_corruption'" --gin.TRAIN_STEPS=10000
         --gin.TASK_FEATURE_LENGTHS="{'inputs': 512, 'targets': 114}" --gin.DROPOUT_RATE=0.0
     """
+    # First, since a mistake need not wait for the other processes.
     _check_machine(jobs.machines, platform, cell)
     with processes.joined(), contextlib.ExitStack() as beside:
+        # First, so that --gin.MODEL_DIR wins.
         named = [f"MODEL_DIR = 'runs/{name}'"] if name else []
         inputs = gin_inputs("train", options, first=named)
         parsed = parse_files(inputs)
@@ -67,6 +69,7 @@ def train(
         from t0repro.partitioning.processes import is_first
         from t0repro.runs import planned_start
 
+        # One process speaks for all of them.
         if is_first():
             beside.enter_context(tracked_training(tracker, Path(config.model_dir), config))
         if jobs.are_given and is_first():
@@ -101,6 +104,7 @@ def run(
       t0repro run --run_mode=train --gin_file run.gin --gin.MODEL_DIR="'runs/a'"
     """
     group: Any = context.parent.command if context.parent else None
+    # By that command's own parser, which checks its options.
     command = group.get_command(context, run_mode.value)
     arguments = list(context.args)
     if run_mode is JobMode.PRECOMPILE:  # this command takes Mesh TensorFlow's files too
