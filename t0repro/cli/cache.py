@@ -35,6 +35,14 @@ _Seed = Annotated[
 _MinShards = Annotated[
     int, typer.Option(min=1, max=99999, help="Minimum number of files per split.")
 ]
+_BeamOptions = Annotated[
+    str | None,
+    typer.Option(
+        "--beam_options",
+        help="Do the work with Beam, on the runner that these options name.",
+        metavar="--runner=NAME,...",
+    ),
+]
 
 
 def cache(
@@ -48,6 +56,7 @@ def cache(
     workers: _Workers = None,
     seed: _Seed = 0,
     min_shards: _MinShards = 16,
+    beam_options: _BeamOptions = None,
 ) -> None:
     """Cache prompted tasks in SeqIO's format; tasks that are cached already are left alone.
 
@@ -77,7 +86,8 @@ def cache(
     )
     progress = functools.partial(count_progress, doing="caching", things="rows", done_word="cached")
     # The bar's words are bound here; cache_tasks knows only how to count.
-    summary = cache_tasks(request, workers or default_workers(), progress)
+    beam = None if beam_options is None else list(_names(beam_options))
+    summary = cache_tasks(request, workers or default_workers(), progress, beam_options=beam)
     _print(summary, output_cache_dir)
 
 

@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -22,6 +22,7 @@ import numpy as np
 from t0repro.errors import UserError
 from t0repro.files import write_atomically
 from t0repro.tasks.prompt_cache import folders, provenance, shards
+from t0repro.tasks.prompt_cache.beam import BeamWorkers
 from t0repro.tasks.prompt_cache.plan import CachedTask, Plan, Prompt, Request, RowsOfSplit
 from t0repro.tasks.prompt_cache.planning import make_plan
 from t0repro.tasks.prompt_cache.prompts import Statistics, features
@@ -61,6 +62,7 @@ def cache_tasks(
     workers: int,
     progress: Callable[[int], contextlib.AbstractContextManager[Callable[[int], None]]],
     plan_for: Callable[[Request], Plan] | None = None,
+    beam_options: Sequence[str] | None = None,
 ) -> Summary:
     """Caches whatever was asked for and is not cached yet.
 
@@ -71,6 +73,7 @@ def cache_tasks(
         function, to be called with the number of renderings just done.
       plan_for: Makes the plan from tasks that this process has registered, as `make_plan` does;
         by default a worker makes it.
+      beam_options: Run the work as Beam pipelines with these options; None runs it on `workers`.
 
     Returns:
       A summary of what was done.
@@ -82,12 +85,20 @@ def cache_tasks(
     started = time.monotonic()
     folder = Path(request.folder)
     try:
-        with folders.locked(folder) as staging, _workers(workers) as pool:
-            plan = plan_for(request) if plan_for else _planned(request, pool, workers)
+        with contextlib.ExitStack() as stack:
+            staging = stack.enter_context(folders.locked(folder))
+            if beam_options is None:
+                pool = stack.enter_context(_workers(workers))
+                plan = plan_for(request) if plan_for else _planned(request, pool, workers)
+                # Two pieces per worker, so that none waits for its next one.
+                wait, ahead = _finished, 2 * workers
+            else:
+                plan = plan_for(request) if plan_for else _planned_elsewhere(request)
+                pool = BeamWorkers(beam_options, staging)
+                wait, ahead = pool.finished, None  # a pipeline takes all that there is to do
             run = _Run(plan, request, folder, staging)
             with progress(run.total) as advance:
-                # Two pieces per worker, so that none waits for its next one.
-                run.work(pool, 2 * workers, advance)
+                run.work(pool, wait, ahead, advance)
     except OSError as error:
         if error.errno in _DISK_FULL:
             raise _no_space(folder, error) from error
@@ -143,12 +154,16 @@ def _planned(request: Request, pool: ProcessPoolExecutor, workers: int) -> Plan:
     Were a worker to import SeqIO, it would keep the gigabyte that SeqIO and TensorFlow take.
     """
     if needs_seqio(request.modules):
-        with _pool(1) as other:
-            return other.submit(make_plan, request).result()
+        return _planned_elsewhere(request)
     plan = pool.submit(make_plan, request)
     for _ in range(workers - 1):  # meanwhile the other workers start and import
         pool.submit(shards.warm_up)
     return plan.result()
+
+
+def _planned_elsewhere(request: Request) -> Plan:
+    with _pool(1) as other:
+        return other.submit(make_plan, request).result()
 
 
 # The run ---------------------------------------------------------------------------------------
@@ -205,8 +220,21 @@ class _Run:
         self.examples = 0
         self.dropped: Counter[str] = Counter()
 
-    def work(self, pool: ProcessPoolExecutor, ahead: int, advance: Callable[[int], None]) -> None:
-        """Runs the whole plan, keeping up to `ahead` pieces submitted to the workers."""
+    def work(
+        self,
+        pool: ProcessPoolExecutor | BeamWorkers,
+        wait: Callable[[list[Future[Any]]], set[Future[Any]]],
+        ahead: int | None,
+        advance: Callable[[int], None],
+    ) -> None:
+        """Runs the whole plan.
+
+        Args:
+          pool: The workers.
+          wait: Waits until some of their calls are done and returns these.
+          ahead: The most pieces submitted at a time; None submits whatever is known.
+          advance: See `cache_tasks`.
+        """
         for digest, model in self._plan.vocabularies.items():
             self._vocabulary(digest).write_bytes(model)
         spooling: dict[Future[SpooledRows], RowsOfSplit] = {}
@@ -216,21 +244,23 @@ class _Run:
         in_use: dict[int, int] = {}  # a spool's id -> splits that need it
         while True:
             # At most two at a time: one dataset's rows are spooled while another's are rendered.
-            while len(queued) + len(spooling) < 2 and (entry := next(waiting, None)):
+            while (ahead is None or len(queued) + len(spooling) < 2) and (
+                entry := next(waiting, None)
+            ):
                 base = str(self._staging / f"rows-{entry[0]}")
                 spooling[pool.submit(shards.spool_rows, entry[1], base)] = entry[1]
-            while len(writing) < ahead and queued:
+            while queued and (ahead is None or len(writing) < ahead):
                 # One dataset's pieces after another's, so that its spool can be
                 # removed early.
                 piece = next(queued[0], None)
                 if piece is None:
                     queued.pop(0)
-                    break
+                    continue
                 writing[pool.submit(shards.write_piece, piece[1])] = piece[0]
             futures = [*spooling, *writing]
             if not futures and not queued:
                 return
-            for future in _finished(futures):
+            for future in wait(futures):
                 if future in spooling:
                     rows = spooling.pop(future)
                     spooled = future.result()

@@ -22,9 +22,11 @@ def request(folder: Path, *patterns: str, **settings) -> Request:
     )  # fmt: skip
 
 
-def make(folder: Path, *patterns: str, workers: int = 1, **settings) -> Summary:
+def make(folder: Path, *patterns: str, workers: int = 1, beam_options=None, **settings) -> Summary:
     """Caches registered tasks, the plan made in this process."""
-    return cache_tasks(request(folder, *patterns, **settings), workers, silent, make_plan)
+    return cache_tasks(
+        request(folder, *patterns, **settings), workers, silent, make_plan, beam_options
+    )
 
 
 def files(folder: Path) -> dict[str, bytes]:

@@ -1,0 +1,88 @@
+"""Runs the work of a cache run as Beam pipelines, on Beam's runners instead of local processes.
+
+What is queued is run by one pipeline at a time: the rows of all splits are spooled by the first,
+all shards are written by the second, and twins whose rows are numbered anew by a third. The same
+functions write the same bytes as the local workers do.
+
+Workers read and write the cache folder at the same path as this machine, and find the rows there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tempfile
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import dacite
+
+from t0repro.errors import UserError
+from t0repro.files import write_atomically
+from t0repro.tasks.prompt_cache.shards import PieceResult, SpooledRows, spool_rows, write_piece
+
+# What each function returns, since results come back as JSON.
+_RESULTS = {"spool_rows": SpooledRows, "write_piece": PieceResult}
+_FUNCTIONS = {"spool_rows": spool_rows, "write_piece": write_piece}
+
+
+class BeamWorkers:
+    """Takes calls like a pool of processes, and makes them when somebody waits for their results.
+
+    Args:
+      options: Beam's pipeline options, as on the command line of a pipeline.
+      folder: a folder that all workers see, for results.
+    """
+
+    def __init__(self, options: Sequence[str], folder: Path):
+        self._options, self._folder = list(options), folder
+        self._queued: list[tuple[Future[Any], str, tuple[Any, ...]]] = []
+
+    def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        """Queues a call of one of `_FUNCTIONS`."""
+        future: Future[Any] = Future()
+        self._queued.append((future, function.__name__, arguments))
+        return future
+
+    def finished(self, futures: Collection[Future[Any]]) -> set[Future[Any]]:
+        """Runs a pipeline over everything queued; all futures have their results then."""
+        import apache_beam as beam
+        from apache_beam.options.pipeline_options import PipelineOptions
+
+        queued, self._queued = self._queued, []
+        with tempfile.TemporaryDirectory(dir=self._folder) as results:
+            calls = [(n, name, arguments) for n, (_, name, arguments) in enumerate(queued)]
+            with beam.Pipeline(options=PipelineOptions(self._options)) as pipeline:
+                # Reshuffled, so that calls are spread over all workers.
+                _ = pipeline | beam.Create(calls) | beam.Reshuffle() | beam.Map(_call, results)
+            for number, (future, name, _) in enumerate(queued):
+                future.set_result(_read(Path(results, f"{number}.json"), name))
+        return set(futures)
+
+
+def _call(call: tuple[int, str, tuple[Any, ...]], results: str) -> None:
+    """Makes a call on a worker; writes its result, or the user's mistake that it found."""
+    number, name, arguments = call
+    try:
+        result = dataclasses.asdict(_FUNCTIONS[name](*arguments))
+    except UserError as error:
+        result = {"error": [error.what, error.where, error.fix]}
+    write_atomically(Path(results, f"{number}.json"), json.dumps(result))
+
+
+def _read(path: Path, name: str) -> Any:
+    """A call's result.
+
+    Raises:
+      UserError: if the call found a mistake.
+    """
+    result = json.loads(path.read_text(encoding="utf-8"))
+    if "error" in result:
+        what, where, fix = result["error"]
+        raise UserError(what, where=where, fix=fix)
+    for field in ("statistics", "files"):  # JSON's names are strings
+        if field in result:
+            result[field] = {key == "true": value for key, value in result[field].items()}
+    return dacite.from_dict(_RESULTS[name], result, dacite.Config(strict=True))
