@@ -178,6 +178,7 @@ def _extras(
                 for task, record in records.items()
                 if record.get("content_free") is not None
             }
+        # Ranked again from the same scores: only what is added or divided by differs.
         results = rank_folder(
             run.eval_dir,
             prompts,

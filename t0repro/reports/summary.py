@@ -82,4 +82,5 @@ def _summarize_dataset(
         flips=flips,
         flipped=flipped,
     )
+    # Groups average these over their datasets, resample by resample.
     return dataset, resampled.mean(-1)
