@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The two examples of docs/auxiliary_jobs.md on real data: every checkpoint of a training is ranked on two
-# mixtures as training goes on; and every checkpoint of another is fine-tuned in a folder of its own.
+# mixtures while training continues; and every checkpoint of another is fine-tuned in a folder of its own.
 #
 #   T0REPRO_DATA_DIR=DIR T0REPRO_VOCAB=FILE bash scripts/auxiliary_jobs.sh
 #

@@ -6,7 +6,7 @@
 #
 #   T0REPRO_DATA_DIR=DIR T0REPRO_VOCAB=FILE bash scripts/learning_check.sh
 #
-# RUN_DIR (default runs/learning_check) receives the model and the report. Run again, it goes on where it
+# RUN_DIR (default runs/learning_check) receives the model and the report. Run again, it continues where it
 # stopped. TRAIN_STEPS is 400 unless set.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -81,7 +81,7 @@ app.add_typer(vertex.app)
 
 # What to print after Ctrl-C for commands that keep finished work; all others start over.
 _GOES_ON = {
-    "train": "Start the same command again: training goes on from the latest checkpoint.",
+    "train": "Start the same command again: training continues from the latest checkpoint.",
     "cache": "Start the same command again: tasks that are cached already are kept.",
     "convert": "Start the same command again: tensors that are written already are kept.",
     "rank-eval": "Start the same command again: pairs that are scored already are kept.",
@@ -89,7 +89,7 @@ _GOES_ON = {
     "infer": "Start the same command again: chunks that are written already are kept.",
     "checkpoint": "Start the same command again: files that are downloaded already are kept.",
     "aux": "Start the same command again: what is done already is kept.",
-    "vertex": "A job that was submitted goes on: `t0repro vertex status` shows and records it.",
+    "vertex": "A submitted job continues: `t0repro vertex status` shows and records it.",
     "tasks": "Start the same command again: files that are downloaded already are kept.",
 }
 
@@ -118,7 +118,7 @@ def _global_options(
     del version
     settings = context.obj
     settings.debug = debug
-    # By the first word alone: a command in a group goes on as its group does.
+    # By the first word alone: a command in a group continues as its group does.
     settings.go_on = _GOES_ON.get(context.invoked_subcommand or "", settings.go_on)
 
 

@@ -250,7 +250,7 @@ def _print_end(seen: Look, metrics: dict[str, float]) -> None:
         f"The job {what}{f': {seen.reason}' if seen.reason else ''}".rstrip(".") + ".",
         where=seen.name,
         fix=f"Read its log: t0repro vertex logs {seen.name.rpartition('/')[2]} ... Submitted again"
-        " with the same folder of results, a training goes on from its latest checkpoint.",
+        " with the same folder of results, training continues from its latest checkpoint.",
     )
 
 

@@ -303,7 +303,7 @@ def _run_of_t5x(config: RunConfig) -> _Items:
         yield f"init_variable_filter = {config.init_variable_filter!r}", _NOT_EXPRESSED
     plan = config.plan
     if plan is None:
-        # Mesh TensorFlow evaluates nothing as it trains, and goes on in the data exactly there.
+        # Mesh TensorFlow evaluates nothing as it trains, and continues in the data exactly there.
         yield "train_script.train.train_eval_dataset_cfg", None
         yield f"{save}.dtype", config.dtypes.master
         yield f"{save}.save_dataset", True

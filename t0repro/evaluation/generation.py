@@ -51,8 +51,7 @@ def generate_tokens(
       batch_size: number of rows decoded together.
       inputs_length: maximum tokens of an input, beyond which it is cut off; None keeps all.
       seed: Seed for sampling.
-      fill_with_first: in a beam search, the number of copies of the first input to append; the
-        rest of the last batch is filled with empty rows.
+      fill_with_first: copies of the first input that a beam search appends, before empty rows.
     """
     rows = [_unpadded(tokens, inputs_length) for tokens in inputs]
     outputs: list[list[int]] = [[] for _ in rows]

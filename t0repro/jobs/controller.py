@@ -214,7 +214,7 @@ class Controller:
         job = self._job(point, attempt)
         if not self._settings.final_steps:
             # What a dead attempt at an evaluation wrote is no part of the next one's results; a
-            # fine-tuning goes on from its own checkpoints.
+            # fine-tuning continues from its own checkpoints.
             shutil.rmtree(self._results_of(point), ignore_errors=True)
         self._results_of(point).mkdir(parents=True, exist_ok=True)
         # Noted before it is submitted, so that no job runs that the journal does not

@@ -78,7 +78,7 @@ class VertexLauncher:
         return "ended"
 
     def cancel(self, job: Job) -> None:
-        """Asks the service to end a job, if it is there and goes on."""
+        """Asks the service to end a job, if it is still running."""
         found = jobs.find(job.name, self._place)
         if found is not None and not found.ended:
             jobs.cancel(found.name, self._place)

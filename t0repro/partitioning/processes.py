@@ -2,7 +2,7 @@
 
 Every process runs the same program on the devices of all of them (jax.distributed). What they must
 not do each by themselves goes through here: only the first process writes, its choices hold for
-all (`from_first`), and nobody goes on before something is there (`wait_for_all`).
+all (`from_first`), and nobody continues before something is there (`wait_for_all`).
 
 A process by itself is the first of one, for which all this does nothing.
 """

@@ -54,7 +54,7 @@ def rows(runs: Mapping[Path, RunState]) -> list[tuple[str, ...]]:
 
 
 def _left(run: RunState) -> str:
-    """The time left of a training that goes on, in hours, minutes and seconds."""
+    """The time left of a running training, in hours, minutes and seconds."""
     if run.state != "running" or run.seconds_left is None:
         return ""
     return str(datetime.timedelta(seconds=round(run.seconds_left)))

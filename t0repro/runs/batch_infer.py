@@ -113,7 +113,7 @@ class _TaskJob:
         return count > 0 and _mark_of(self.output) == _chunks_in_words(count)
 
     def run(self, checkpoint: Checkpoint) -> None:
-        """Goes on after the last whole chunk, and puts the chunks together at the end."""
+        """Continues after the last whole chunk, and puts the chunks together at the end."""
         first = self._prepare(checkpoint)
         # The period counts batches.
         size = self._plan.checkpoint_period * self._plan.data.batch_size

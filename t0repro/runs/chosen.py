@@ -53,7 +53,7 @@ def coming(
     Args:
       restore: Mode "latest" or "all".
       say: Receives a line when it begins to wait.
-      until: Ends after a checkpoint of this step or a later one; None goes on for ever.
+      until: Ends after a checkpoint of this step or a later one; None never ends.
       seconds: Between two looks into the folder.
 
     Raises:

@@ -38,7 +38,7 @@ class PlannedInputs:
 
 
 def chosen_seed(plan: TrainingPlan, say: Callable[[str], None]) -> int:
-    """The plan's seed, or one of this moment, which is told."""
+    """The plan's seed, or one drawn from the clock, with a message."""
     if plan.random_seed is not None:
         return plan.random_seed
     seed = from_first(lambda: int(time.time()))

@@ -26,7 +26,7 @@ def suggest(config: RunConfig, devices: Sequence[Any], chip: Chip) -> Iterator[s
         yield "as configured: fits"
         return
     for change, variant in variants(config, partitioning):
-        # A layout that cannot divide the model is told; the next one may.
+        # A layout that cannot divide the model is reported; the next one may.
         try:
             changed, programs = compiled_for(variant, devices)
         except UserError as error:

@@ -25,7 +25,7 @@ class EarlyStopping:
         self._values: list[float] = []
 
     def run(self, results: Results) -> bool:
-        """Whether to stop after these results; False if they lack the metric, which is told."""
+        """Whether to stop after these results; False, with a message, if they lack the metric."""
         value = _value(results, self._config, self._say)
         if value is None:
             return False
@@ -57,7 +57,7 @@ class TerminateOnNan:
         self._config, self._say = config, say
 
     def run(self, results: Results) -> bool:
-        """Whether to stop after these results; False if they lack the metric, which is told."""
+        """Whether to stop after these results; False, with a message, if they lack the metric."""
         value = _value(results, self._config, self._say)
         if value is None or math.isfinite(value):
             return False

@@ -54,7 +54,7 @@ def connect(place: Place) -> Any:
         )
     except ValueError as error:
         raise UserError(
-            f"{place.location} is no region of Vertex AI's.",
+            f"{place.location} is not a region of Vertex AI.",
             where="--location",
             fix="Give a region, such as us-central1 or europe-west4.",
         ) from error

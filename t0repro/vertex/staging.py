@@ -50,7 +50,7 @@ def new_folder(staging_bucket: str, display_name: str) -> str:
     """An address below the staging bucket that no other job has."""
     if not re.fullmatch(r"gs://[^/]+(/.*)?", staging_bucket):
         raise UserError(
-            f"{staging_bucket} is no bucket.", where="--staging_bucket", fix="Give gs://BUCKET."
+            f"{staging_bucket} is not a bucket.", where="--staging_bucket", fix="Give gs://BUCKET."
         )
     name = re.sub(r"[^A-Za-z0-9_-]+", "-", display_name).strip("-") or "job"
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())

@@ -123,7 +123,7 @@ def test_predictions_carry_texts_ids_and_scores_of_all_beams(checkpoint, few, tm
     assert isinstance(lines_of(infer(best)[0])[0]["prediction"], str)
 
 
-def test_an_interrupted_run_goes_on_after_its_last_whole_chunk(
+def test_an_interrupted_run_continues_after_its_last_whole_chunk(
     checkpoint, few, tmp_path, monkeypatch, capsys
 ):
     made = plan(checkpoint, tmp_path / "a", "infer.mode = 'score'", name=few)
@@ -169,7 +169,7 @@ def test_a_damaged_file_is_not_believed_and_written_again(
     assert len(calls) == (12 if merge else 8)
 
 
-def test_chunks_of_another_checkpoint_are_not_gone_on_from(checkpoint, few, tmp_path, capsys):
+def test_chunks_of_another_checkpoint_are_not_continued(checkpoint, few, tmp_path, capsys):
     made = plan(checkpoint, tmp_path, "infer.mode = 'score'", name=few)
     stale = tmp_path / "tmp-few_examples-00000-of-00001"
     stale.mkdir()
