@@ -28,6 +28,12 @@ app = typer.Typer(
 
 Project = Annotated[str, typer.Option(help="The Google Cloud project.")]
 Location = Annotated[str, typer.Option(help="The region, such as europe-west4.")]
+Wait = Annotated[
+    bool, typer.Option("--wait", help="Follow the job, upload its metrics, record its end.")
+]
+PollSeconds = Annotated[
+    float, typer.Option(min=0.01, help="With --wait: seconds between two looks.")
+]
 Job = Annotated[str, typer.Argument(help="The job's number or resource name.")]
 
 
@@ -77,12 +83,8 @@ def submit(
     dry_run: Annotated[
         bool, typer.Option("--dry_run", help="Check and print the specification; send nothing.")
     ] = False,
-    wait: Annotated[
-        bool, typer.Option("--wait", help="Follow the job, upload its metrics, record its end.")
-    ] = False,
-    poll_seconds: Annotated[
-        float, typer.Option(min=0.01, help="With --wait: seconds between two looks.")
-    ] = 15.0,
+    wait: Wait = False,
+    poll_seconds: PollSeconds = 15.0,
 ) -> None:
     """Submit a run as a custom job: checked here first, and tracked in Vertex AI Experiments.
 
@@ -213,23 +215,29 @@ def _say(line: str) -> None:
 
 
 @app.command()
-def status(job: Job, project: Project, location: Location) -> None:
+def status(
+    job: Job,
+    project: Project,
+    location: Location,
+    wait: Wait = False,
+    poll_seconds: PollSeconds = 15.0,
+) -> None:
     """Show a job's state; if it has ended and is tracked, record its metrics and end, too.
 
     Example: t0repro vertex status 1234567890 --project P --location europe-west4
     """
     from t0repro.vertex.cloud import Place
-    from t0repro.vertex.ending import record_end, record_of
+    from t0repro.vertex.ending import follow, record_of
     from t0repro.vertex.jobs import look
 
     place = Place(project, location)
     seen = look(job, place)
-    record = record_of(seen, place) if seen.ended else None
-    metrics = record_end(seen, record, place) if record is not None else {}
     typer.echo(f"{seen.display_name} ({seen.name}), submitted {seen.created:%Y-%m-%d %H:%M:%S} UTC")
-    if not seen.ended:
+    if not (seen.ended or wait):
         typer.echo(seen.state)
         return
+    record = record_of(seen, place)
+    seen, metrics = follow(seen.name, record, place, poll_seconds=poll_seconds, say=_say)
     _print_end(seen, metrics)
 
 

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from t0repro.errors import UserError
 
 MESH_TRANSFORMER = "t5_mesh_transformer"
+_AUXILIARY = "--auxiliary_job_gin_file"
 
 
 class JobMode(enum.StrEnum):
@@ -38,6 +39,7 @@ class Arguments:
       words: all arguments, in order.
       mode: the run mode; None for t5_mesh_transformer.
       backend: mtf or jax.
+      auxiliary_gin_files: those of auxiliary jobs beside the run.
       search_paths: folders of gin files, from --gin_search_paths or --gin_location_prefix.
       bindings: overrides, from --gin.NAME=VALUE, --gin_bindings or --gin_param.
       output: the folder that a command line names for results; gin names the others.
@@ -48,6 +50,7 @@ class Arguments:
     mode: JobMode | None
     backend: str
     gin_files: tuple[str, ...]
+    auxiliary_gin_files: tuple[str, ...]
     search_paths: tuple[str, ...]
     bindings: tuple[str, ...]
     module_imports: tuple[str, ...]
@@ -91,7 +94,7 @@ def _read(words: tuple[str, ...], mode: JobMode | None) -> Arguments:
     single = ("--backend", "--model_dir", "--out", "--checkpoint", "--mixture")
     parser = _parser(*single, "--auxiliary_job_mixtures", "--gin_search_paths")
     repeated = ("--gin_file", "--gin_param", "--gin_bindings", "--gin_location_prefix")
-    for name in (*repeated, "--module_import"):
+    for name in (*repeated, _AUXILIARY, "--module_import"):
         parser.add_argument(name, action="append", default=[])
     found, rest = _parsed(parser, words)
     # argparse cannot declare --gin.NAME: they are among the words that it does not know.
@@ -102,6 +105,7 @@ def _read(words: tuple[str, ...], mode: JobMode | None) -> Arguments:
         mode=mode,
         backend=found.backend or ("mtf" if mode is None else "jax"),
         gin_files=tuple(found.gin_file),
+        auxiliary_gin_files=tuple(found.auxiliary_job_gin_file),
         search_paths=(*folders, *found.gin_location_prefix),
         bindings=(*overrides, *found.gin_bindings, *found.gin_param),
         module_imports=tuple(found.module_import),
@@ -127,9 +131,9 @@ def gin_files_replaced(
         name, equals, value = word.partition("=")
         if follows_file:
             word = places.get(word, word)
-        elif name == "--gin_file" and equals:
+        elif name in ("--gin_file", _AUXILIARY) and equals:
             word = f"{name}={places.get(value, value)}"
-        follows_file = word == "--gin_file"
+        follows_file = word in ("--gin_file", _AUXILIARY)
         words.append(word)
     if folder is None:
         return tuple(words)

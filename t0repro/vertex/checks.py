@@ -35,19 +35,18 @@ def check(
 
 def _check_paths(configured: Configured, arguments: Arguments) -> None:
     """Refuses results that would vanish with the machine, or that the stack cannot write."""
-    for name, path in (("results", configured.output), ("checkpoint", arguments.checkpoint)):
-        # What a container can open: addresses of stores, and buckets where they are
-        # mounted.
-        if path is None or path.startswith(("gs://", f"{MOUNT}/", "hf://", "s3://")):
-            continue
+    # What a container can open: addresses of stores, and buckets where they are mounted.
+    seen = ("gs://", f"{MOUNT}/", "hf://", "s3://")
+    fix = f"Give a folder in a bucket: gs://BUCKET/..., which containers see at {MOUNT}/BUCKET/..."
+    if configured.output and not configured.output.startswith(seen):
         raise UserError(
-            f"The job's {name} at {path} would be on a machine that is gone with the job."
-            if name == "results"
-            else f"The job's container has no {path}.",
-            where=path,
-            fix="Give a folder in a bucket, gs://BUCKET/... or"
-            f" {MOUNT}/BUCKET/..., which the container sees as files.",
+            f"Results at {configured.output} would be on a machine that is gone with the job.",
+            where=configured.output,
+            fix=fix,
         )
+    for path in configured.checkpoints:
+        if not path.startswith(seen):
+            raise UserError(f"The job's container has no checkpoint {path}.", where=path, fix=fix)
     output = configured.output or ""
     on_line = any(output in word for word in arguments.words)
     if output.startswith("gs://") and arguments.backend == "jax" and not on_line:

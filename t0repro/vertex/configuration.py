@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 from t0repro.config.run_config import ModelConfig, RunConfig
+from t0repro.config.training_plan import RestoreConfig
 from t0repro.errors import UserError
 from t0repro.vertex.arguments import Arguments, JobMode
 
@@ -21,6 +22,7 @@ class Configured:
       run: a training or scoring that precompile can compile; None for any other job.
       architecture: the model's parameters and their shapes; "" if the configuration does not say.
       output: the folder of the results.
+      checkpoints: paths or addresses that parameters are restored from.
       mixture: a mixture or task, or several joined by commas.
       split: of its examples.
     """
@@ -30,6 +32,7 @@ class Configured:
     run: RunConfig | None = None
     architecture: str = ""
     output: str | None = None
+    checkpoints: tuple[str, ...] = ()
     mixture: str | None = None
     split: str | None = None
 
@@ -59,7 +62,8 @@ def _read(arguments: Arguments) -> Configured:
         return _t5x_training(arguments)
     if arguments.mode in (JobMode.EVAL, JobMode.INFER):
         return _t5x_inference(arguments)
-    return Configured(output=arguments.output, mixture=arguments.mixture)
+    checkpoints = (arguments.checkpoint,) if arguments.checkpoint else ()
+    return Configured(output=arguments.output, checkpoints=checkpoints, mixture=arguments.mixture)
 
 
 def _t5x(arguments: Arguments) -> Any:
@@ -86,6 +90,7 @@ def _t5x_training(arguments: Arguments) -> Configured:
         run=run,
         architecture=_architecture(run.model),
         output=run.model_dir,
+        checkpoints=_paths(run.plan.restore) if run.plan else (),
         mixture=data and data.mixture_or_task_name,
         split=data and data.split,
     )
@@ -101,6 +106,7 @@ def _t5x_inference(arguments: Arguments) -> Configured:
         warnings=parsed.warnings,
         architecture=_architecture(plan.model),
         output=plan.output_dir,
+        checkpoints=_paths(plan.restore),
         mixture=plan.data.mixture_or_task_name,
         split=plan.data.split,
     )
@@ -130,9 +136,16 @@ def _mesh_transformer(arguments: Arguments) -> Configured:
         run=run,
         architecture=_architecture(run.model) if run else "",
         output=arguments.output,
+        checkpoints=(start,) if (start := configuration.inputs.init_checkpoint) else (),
         mixture=configuration.inputs.mixture_or_task_name,
         split=configuration.inputs.split,
     )
+
+
+def _paths(restore: RestoreConfig | None) -> tuple[str, ...]:
+    if restore is None:
+        return ()
+    return (restore.path,) if isinstance(restore.path, str) else restore.path
 
 
 def _architecture(model: ModelConfig) -> str:

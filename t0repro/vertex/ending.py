@@ -13,7 +13,7 @@ from pathlib import Path
 
 from t0repro.vertex import experiments
 from t0repro.vertex.cloud import Place, cloud_errors, storage_client
-from t0repro.vertex.experiments import Record
+from t0repro.vertex.experiments import Record, Tracker
 from t0repro.vertex.jobs import Look, wait_until_ended
 from t0repro.vertex.results import best_metrics, copy_results
 from t0repro.vertex.staging import split_address
@@ -41,11 +41,16 @@ def follow(
       The job as it ended, and its summary metrics.
     """
     with contextlib.ExitStack() as beside:
-        if record is not None and record.output and record.tensorboard:
+        if record is not None and record.output and record.tensorboard and _goes_on(record, place):
             where = (record.output, record.experiment, record.run_name, record.tensorboard)
             beside.enter_context(uploading(*where, place, every=poll_seconds, say=say))
         seen = wait_until_ended(name, place, poll_seconds=poll_seconds, say=say)
     return seen, {} if record is None else record_end(seen, record, place)
+
+
+def _goes_on(record: Record, place: Place) -> bool:
+    """Whether the end of a job is still to be recorded."""
+    return not experiments.reopened(record, place).ended
 
 
 def record_end(seen: Look, record: Record, place: Place) -> dict[str, float]:
@@ -64,11 +69,15 @@ def record_end(seen: Look, record: Record, place: Place) -> dict[str, float]:
             metrics = best_metrics(Path(folder))
     # Another follower may have recorded the end already.
     if not found.ended:
-        found.metrics(metrics)
-        if seen.reason:
-            found.parameters({"failure": seen.reason})
-        found.end(seen.state)
+        _tell(found, seen, metrics)
     return metrics
+
+
+def _tell(tracker: Tracker, seen: Look, metrics: dict[str, float]) -> None:
+    tracker.metrics(metrics)
+    if seen.reason:
+        tracker.parameters({"failure": seen.reason})
+    tracker.end(seen.state)
 
 
 def record_of(seen: Look, place: Place) -> Record | None:

@@ -84,7 +84,7 @@ def stage(arguments: Arguments, folder: str, output: str | None = None) -> Stage
     """
     files: dict[str, bytes] = {}
     places: dict[str, str] = {}
-    for name in arguments.gin_files:
+    for name in (*arguments.gin_files, *arguments.auxiliary_gin_files):
         local = _local(name, arguments.search_paths)
         if name.startswith("gs://"):
             places[name] = mounted(name)
@@ -96,7 +96,7 @@ def stage(arguments: Arguments, folder: str, output: str | None = None) -> Stage
         local = _local(name, arguments.search_paths)
         if local is not None:
             _add_included(local, arguments.search_paths, included)
-    # Numbers are given to --gin_file's files alone, so `include` may hold any names.
+    # Numbers are given to the command line's files alone, so `include` may hold any names.
     files |= {f"include/{name}": data for name, data in included.items()}
     search = f"{mounted(folder)}/include" if included else None
     words = gin_files_replaced(arguments, places, search)

@@ -61,7 +61,6 @@ def certificate(tmp_path_factory) -> tuple[bytes, bytes]:
     path = tmp_path_factory.mktemp("tls") / "root.pem"
     path.write_bytes(pem)
     os.environ["GRPC_DEFAULT_SSL_ROOTS_FILE_PATH"] = str(path)
-    os.environ["GRPC_VERBOSITY"] = "NONE"  # else it says of every server that stops that it did
     private = key.private_bytes(
         serialization.Encoding.PEM,
         serialization.PrivateFormat.PKCS8,

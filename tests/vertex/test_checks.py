@@ -66,8 +66,14 @@ def test_an_evaluation_and_an_inference_have_their_configuration_too():
 
 
 def test_a_rank_evaluation_of_a_local_checkpoint_is_refused():
-    with pytest.raises(UserError, match="container has no runs/model"):
+    with pytest.raises(UserError, match="container has no checkpoint runs/model"):
         checked("--run_mode=rank-eval", "--checkpoint=runs/model", "--out=/gcs/b/o", "--mixture=m")
+
+
+def test_a_training_from_a_local_checkpoint_is_refused():
+    words = [word.replace("pretrain", "finetune") for word in TRAIN]
+    with pytest.raises(UserError, match="container has no checkpoint runs/c"):
+        checked(*words, "--gin.INITIAL_CHECKPOINT_PATH='runs/c'")
 
 
 def test_a_job_without_a_folder_for_results_is_refused():

@@ -74,9 +74,12 @@ def test_a_failed_job_is_an_exit_code_and_says_how_to_go_on(cloud, experiment, s
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("taken", *rank_eval("o")), "has a run taken already"),
         (("a", *rank_eval("o"), "--limt=3"), "No such option: --limt"),
-        (("a", "--", "t5_mesh_transformer", "--backnd=mtf"), "Unknown command line flag 'backnd'"),
+        pytest.param(
+            ("a", "--", "t5_mesh_transformer", "--backnd=mtf"),
+            "Unknown command line flag 'backnd'",
+            marks=[pytest.mark.slow, pytest.mark.mtf],
+        ),
         (("a", *RANK_EVAL), "Missing option '--out'"),
         (("a", "--run_mode", "evaluate"), "no run mode 'evaluate'"),
         (("a",), "nothing to do"),
@@ -84,13 +87,20 @@ def test_a_failed_job_is_an_exit_code_and_says_how_to_go_on(cloud, experiment, s
         (("a", "--run_mode", "aux", "--labels", "x"), "x is no label"),
     ],
 )
-def test_a_mistake_ends_with_2_and_nothing_submitted(cloud, experiment, submit, arguments, message):
-    submit("taken", *rank_eval("taken"))
-    before = list(cloud.services.jobs)
+def test_a_mistake_ends_with_2_before_anything_is_asked_of_the_services(
+    cloud, submit, arguments, message
+):
     code, out, err = submit(*arguments)
     assert code == 2 and not out, err
-    assert " ".join(message.split()) in " ".join(err.replace("│", " ").split())
-    assert list(cloud.services.jobs) == before
+    assert message in " ".join(err.replace("│", " ").split())
+    assert not (cloud.services.calls or cloud.staged())
+
+
+def test_a_name_that_is_taken_ends_with_2_and_no_second_job(cloud, experiment, submit):
+    assert submit("taken", *rank_eval("o"))[0] == 0
+    code, out, err = submit("taken", *rank_eval("o"))
+    assert code == 2 and not out and "has a run taken already" in err
+    assert len(cloud.services.jobs) == 1
 
 
 def test_a_run_name_without_an_experiment_is_refused(cloud, monkeypatch, capsys):

@@ -92,6 +92,39 @@ def test_a_training_from_submit_to_summary_metrics(
     assert execution.state.name == "COMPLETE"
 
 
+@pytest.mark.slow
+@pytest.mark.mtf
+def test_the_readmes_commands_run_as_jobs_on_mesh_tensorflow_and_are_scored_on_jax(
+    cloud, experiment, monkeypatch, capsys
+):
+    """t5_mesh_transformer trains, and a rank evaluation takes the checkpoint that it leaves."""
+    cloud.services.run_jobs = True
+    tracked = ("--experiment", "t5", "--wait", "--poll_seconds", "0.5", "--run_name")
+    code, _, err = submit(
+        monkeypatch,
+        capsys,
+        *(*tracked, "mesh-1", "--", "t5_mesh_transformer", "--backend=mtf"),
+        *("--model_dir=/gcs/bucket/t0", "--module_import=t0repro.tasks.demo"),
+        *("--gin_file=dataset.gin", "--gin_param=MIXTURE_NAME = 'demo_train'"),
+        *("--gin_file=demo/t5.1.1.demo.gin", "--gin_param=utils.run.mesh_shape = []"),
+        *("--gin_param=run.train_steps = 2", "--gin_param=run.save_checkpoints_steps = 2"),
+        "--gin_param=run.batch_size = ('sequences_per_batch', 4)",
+    )
+    assert code == 0, (err, cloud.services.logs)
+    code, out, err = submit(
+        monkeypatch,
+        capsys,
+        *(*tracked, "ranks-1", "--run_mode", "rank-eval", "--"),
+        *("--checkpoint=/gcs/bucket/t0", f"--mixture={TASK}", "--limit=8"),
+        *("--module_import=t0repro.tasks.demo", "--out=/gcs/bucket/ranks"),
+    )
+    assert code == 0, (err, cloud.services.logs)
+    metrics = cloud.services.contexts[f"{STORE}/contexts/t5-ranks-1"].metadata["_metrics"]
+    accuracy = metrics["rank_eval/synthetic_glue/mrpc"]
+    assert 0 <= accuracy <= 100 and metrics["rank_eval/synthetic_glue/mrpc/step"] == 2
+    assert f"rank_eval/synthetic_glue/mrpc: {accuracy:.6g} at step 2" in out
+
+
 def test_a_dry_run_prints_what_would_be_sent_and_sends_nothing(
     cloud, gin_file, monkeypatch, capsys
 ):

@@ -3,6 +3,7 @@
 from t0repro.event_files import event_writer
 from t0repro.vertex.cloud import storage_client
 from t0repro.vertex.results import best_metrics, copy_results
+from tests.reports.suites import report_of, small_suite
 
 
 def write(folder, tag, values):
@@ -31,6 +32,19 @@ def test_mesh_tensorflows_evaluations_count_and_trainings_losses_do_not(tmp_path
     write(tmp_path / "train", "loss", {100: 2.0})
     write(tmp_path / "training_eval/a", "loss", {100: 2.0})
     assert best_metrics(tmp_path) == {"a/accuracy": 50.0, "a/accuracy/step": 100}
+
+
+def test_a_rank_evaluations_report_counts_with_the_step_of_its_checkpoint(tmp_path):
+    evaluation = small_suite(tmp_path / "validation_eval")
+    report = report_of(evaluation)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/report.json").write_text(report.to_json())
+    found = best_metrics(tmp_path / "out")
+    (news,) = [each for each in report.datasets if each.dataset == "ag_news"]
+    assert found["rank_eval/ag_news"] == news.accuracy.mean
+    assert found["rank_eval/ag_news/step"] == report.provenance.step
+    (group,) = [each for each in report.groups if each.group == "held_out_datasets"]
+    assert found["rank_eval/mean of held_out_datasets"] == group.mean
 
 
 def test_files_that_grow_are_copied_once_and_then_what_was_added(cloud, tmp_path):

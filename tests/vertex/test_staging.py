@@ -70,6 +70,13 @@ def test_the_commands_of_t0_take_their_own_flag_for_included_files(tmp_path, mon
     )
 
 
+def test_the_gin_file_of_auxiliary_jobs_comes_along(tmp_path):
+    file = write(tmp_path / "eval.gin")
+    found = staged("--run_mode=aux", f"--auxiliary_job_gin_file={file}")
+    assert list(found.files) == ["gin/0-eval.gin"]
+    assert found.arguments[1].endswith("=/gcs/b/t0repro/job/gin/0-eval.gin")
+
+
 @pytest.mark.parametrize("climbs", [True, False])
 def test_an_include_that_the_container_cannot_have_is_refused(tmp_path, monkeypatch, climbs):
     monkeypatch.chdir(write(tmp_path / "in/run.gin").parent)
