@@ -197,7 +197,9 @@ def _submit(
     for line in lines:
         echo(line, err=True)
     if dry_run:
-        typer.echo(submission.prepare(request, configured, place).spec.to_yaml(), nl=False)
+        spec = submission.prepare(request, configured, place).spec
+        typer.echo(spec.to_yaml(), nl=False)
+        echo(f"The same container with Docker: {spec.shell_command()}", err=True)
         return
     record = None
     if tracking is None:

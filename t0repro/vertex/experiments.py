@@ -140,9 +140,7 @@ def started(
             run = _run(aiplatform, tracking)
             made.callback(_take_back, run, delete_backing_tensorboard_run=True)
             context = aiplatform.Context(run.resource_name)
-            inputs, outputs = _artifacts(aiplatform, tracking, facts)
-            for artifact in (*inputs, *outputs):
-                made.callback(_take_back, artifact)
+            inputs, outputs = _artifacts(aiplatform, tracking, facts, made)
             execution = _execution(aiplatform, tracking, spec)
             made.callback(_take_back, execution)
             execution.assign_input_artifacts(inputs)
@@ -197,7 +195,9 @@ def _parameters(spec: JobSpec) -> dict[str, str | int]:
     }
 
 
-def _artifacts(aiplatform: Any, tracking: Tracking, facts: Facts) -> tuple[list[Any], list[Any]]:
+def _artifacts(
+    aiplatform: Any, tracking: Tracking, facts: Facts, made: contextlib.ExitStack
+) -> tuple[list[Any], list[Any]]:
     """The artifacts that a job reads, and those that it writes; what is not known is left out."""
     kinds = {
         "configuration": ("system.Artifact", facts.configuration, {}),
@@ -207,18 +207,18 @@ def _artifacts(aiplatform: Any, tracking: Tracking, facts: Facts) -> tuple[list[
     }
     if facts.mixture is None:
         del kinds["dataset"]
-    made = {
-        name: aiplatform.Artifact.create(
-            schema_title=schema,
-            display_name=f"{tracking.run_name}-{name}",
-            uri=address,
-            metadata={key: value for key, value in metadata.items() if value is not None},
-        )
-        for name, (schema, address, metadata) in kinds.items()
-        if address is not None
-    }
-    model = made.pop("model", None)
-    return list(made.values()), [model] if model else []
+    artifacts = {}
+    for name, (schema, address, metadata) in kinds.items():
+        if address is not None:
+            artifacts[name] = aiplatform.Artifact.create(
+                schema_title=schema,
+                display_name=f"{tracking.run_name}-{name}",
+                uri=address,
+                metadata={key: value for key, value in metadata.items() if value is not None},
+            )
+            made.callback(_take_back, artifacts[name])
+    model = artifacts.pop("model", None)
+    return list(artifacts.values()), [model] if model else []
 
 
 def _execution(aiplatform: Any, tracking: Tracking, spec: JobSpec) -> Any:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from t0repro.errors import UserError
-from t0repro.vertex import experiments, staging
+from t0repro.vertex import experiments, jobs, staging
 from t0repro.vertex.arguments import Arguments, read_arguments
 from t0repro.vertex.cloud import Place, cloud_errors, connect, storage_client
 from t0repro.vertex.configuration import Configured
@@ -117,8 +117,7 @@ def submit_and_track(
     """Starts a job and makes its run in Vertex AI Experiments.
 
     Returns:
-      The job's resource name, and what leads to its run; `jobs.wait_until_ended` and `ending.end`
-      do the rest.
+      The job's resource name, and what leads to its run; `ending.follow` does the rest.
 
     Raises:
       UserError: If anything refuses it; no job, no run and no staged file is left then.
@@ -171,10 +170,20 @@ def _custom_job(prepared: Prepared, place: Place) -> Any:
 
 
 def _submitted(prepared: Prepared, place: Place) -> str:
+    """Starts a job and returns its resource name."""
+    from google.api_core import exceptions
+
     spec = prepared.spec
     with cloud_errors("create the job", where=spec.display_name):
         job = _custom_job(prepared, place)
-        job.submit(service_account=spec.service_account, network=spec.network)
+        try:
+            job.submit(service_account=spec.service_account, network=spec.network)
+        except (exceptions.ServerError, exceptions.RetryError):
+            # The job may exist although the answer was lost. No other has its folder.
+            found = jobs.find(spec.display_name, place)
+            if found is None or found.folder != prepared.staged.folder:
+                raise
+            return found.name
     return job.resource_name
 
 

@@ -1,5 +1,7 @@
 """What would fail in the cloud fails here, without a network."""
 
+import importlib.util
+
 import pytest
 
 from t0repro.errors import UserError
@@ -110,6 +112,14 @@ def test_what_the_tables_do_not_know_is_said_and_passes():
         "NVIDIA_TESLA_A100 in us-central1: see the quotas of your project"
     ]
     assert not check_machines(V3, "europe-west4")
+
+
+def test_a_training_is_compiled_for_its_slice_or_estimated_without_the_compiler():
+    lines = checked(*TRAIN, "--gin.BATCH_SIZE=8", machines=V3)[1]
+    if importlib.util.find_spec("libtpu") is None:
+        assert lines[-1].startswith("memory (estimated; the extra tpu")
+    else:
+        assert lines[-1].startswith("memory: the train step fits with")
 
 
 def test_a_model_that_fits_no_gpu_is_refused_and_a_small_one_fits():

@@ -76,8 +76,8 @@ def test_lost_connections_are_waited_out(cloud, experiment):
     cloud.services.faults["GetCustomJob"] = [
         0.0,
         Refused(grpc.StatusCode.UNAVAILABLE, "the connection was lost"),
-        Refused(grpc.StatusCode.INTERNAL, "the backend is gone"),
-        Refused(grpc.StatusCode.INTERNAL, "the backend is still gone"),
+        Refused(grpc.StatusCode.UNKNOWN, "the stream was removed"),
+        Refused(grpc.StatusCode.UNKNOWN, "the stream is still gone"),
     ]
     said = []
 
@@ -89,7 +89,7 @@ def test_lost_connections_are_waited_out(cloud, experiment):
     seen, _ = follow(name, record, cloud.place, poll_seconds=0.02, say=say)
     assert seen.state == "succeeded"
     assert (said[0], said[-1]) == ("job 1000: waiting", "job 1000: succeeded")
-    assert [line for line in said if "trying again" in line and "the backend is gone" in line]
+    assert [line for line in said if "trying again" in line and "the stream was removed" in line]
 
 
 def test_a_look_that_is_forbidden_is_an_error_that_says_the_job_goes_on(cloud, experiment):

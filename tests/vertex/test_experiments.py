@@ -94,19 +94,21 @@ QUOTA = Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, "custom_model_training_tpu_v
 
 
 @pytest.mark.parametrize(
-    ("method", "fault", "message"),
+    ("method", "faults", "message"),
     [
-        ("CreateCustomJob", QUOTA, "the quota is used up"),
-        ("CreateCustomJob", PERMISSION, "permission denied"),
-        ("CreateExecution", PERMISSION, "permission denied"),
-        ("CreateArtifact", PERMISSION, "permission denied"),
-        ("AddExecutionEvents", PERMISSION, "permission denied"),
+        ("CreateCustomJob", [QUOTA], "the quota is used up"),
+        ("CreateCustomJob", [PERMISSION], "permission denied"),
+        ("CreateExecution", [PERMISSION], "permission denied"),
+        # The first belongs to the TensorBoard, the third comes after one of the job's.
+        ("CreateArtifact", [PERMISSION], "permission denied"),
+        ("CreateArtifact", [0.0, 0.0, PERMISSION], "permission denied"),
+        ("AddExecutionEvents", [PERMISSION], "permission denied"),
     ],
 )
 def test_a_refusal_at_any_point_leaves_no_job_no_run_and_no_file(
-    cloud, experiment, method, fault, message
+    cloud, experiment, method, faults, message
 ):
-    cloud.services.faults[method] = [fault]
+    cloud.services.faults[method] = faults[:]
     with pytest.raises(UserError, match=message):
         submitted(cloud, tensorboard="7")
     services = cloud.services
@@ -114,6 +116,20 @@ def test_a_refusal_at_any_point_leaves_no_job_no_run_and_no_file(
     assert list(services.contexts) == [EXPERIMENT]
     assert not [name for name in services.tensorboard if "/runs/" in name]
     submitted(cloud, tensorboard="7")  # the name is free again
+
+
+def test_a_job_whose_confirmation_is_lost_is_found_and_stays_tracked(cloud, experiment):
+    create = cloud.services.CreateCustomJob
+
+    def create_and_hang_up(request):
+        create(request)
+        raise Refused(grpc.StatusCode.UNKNOWN, "the stream was removed")
+
+    cloud.services.CreateCustomJob = create_and_hang_up
+    name, _ = submitted(cloud)
+    assert [name] == list(cloud.services.jobs)
+    run = cloud.services.contexts[f"{EXPERIMENT}-small-1"]
+    assert run.metadata["_params"]["job"] == name and cloud.staged()
 
 
 def test_a_bucket_that_is_missing_is_said_and_nothing_made(cloud, experiment):
