@@ -24,16 +24,16 @@ def precompile(
     gin_location_prefix: GinFolders = None,
     topology: Annotated[
         str | None,
-        typer.Option(help="v3-512, v4-128, v5e-256, ..., cpu-8; the devices at hand by default."),
+        typer.Option(help="v3-512, v4-128, v5e-256, ..., cpu-8; by default this machine's own."),
     ] = None,
     model_parallelism: Annotated[
-        int | None, typer.Option(min=1, help="Devices that share each layer, instead of gin's.")
+        int | None, typer.Option(min=1, help="Devices that share each layer; overrides gin.")
     ] = None,
     fully_sharded: Annotated[
         bool, typer.Option("--fully_sharded", help="Divide parameters and slots among all devices.")
     ] = False,
     num_microbatches: Annotated[
-        int | None, typer.Option(min=1, help="Microbatches of a batch, instead of gin's.")
+        int | None, typer.Option(min=1, help="Microbatches per batch; overrides gin.")
     ] = None,
     hlo: Annotated[Path | None, typer.Option(help="Folder for the compiled programs.")] = None,
     suggest: Annotated[
@@ -44,7 +44,7 @@ def precompile(
     """Compile a run's steps and say what they need: memory, operations, communication, time.
 
     Compiles the train step, or scoring and generation, for a TPU slice (with libtpu, the extra
-    tpu), for virtual CPU devices, or for the devices at hand. Nothing is allocated or run, and no
+    tpu), for virtual CPU devices, or for this machine's own. Nothing is allocated or run, and no
     data is read, unless --dry_run checks the tasks. T5X's precompile.gin leaves the compiled
     modules in its MODEL_DIR; with --run_mode train the files are those of a T5X training.
 

@@ -74,7 +74,7 @@ _Normalize = Annotated[
     Literal["none", "target_length"],
     typer.Option(
         help="target_length also reports scores divided by the choice's number of tokens; T0's"
-        " definition divides by nothing."
+        " definition does not divide."
     ),
 ]
 _Also = Annotated[
