@@ -114,9 +114,8 @@ def test_a_tpu_gets_commands_that_create_it_run_on_all_hosts_and_delete_it():
 def test_gcloud_knows_every_flag():
     for command in tpu_vm_commands(launch(*TPU)):
         done = subprocess.run([*command, "--no-such-flag"], capture_output=True, text=True)
-        unknown = re.findall(r"^\s*(--[\w-]+)", done.stderr, re.M)
-        assert "unrecognized arguments" in done.stderr and unknown[:1] == ["--no-such-flag"]
-        assert not any(option.partition("=")[0] in unknown for option in command[5:])
+        # It lists all that it does not know; alone, it stands on the same line.
+        assert "unrecognized arguments: --no-such-flag" in done.stderr, done.stderr
 
 
 def test_the_command_submits_what_a_dry_run_prints(tmp_path, monkeypatch):
