@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from typing import Any
 
 from t0repro.config.configuration import RunInputs
 from t0repro.config.gin_errors import unknown_mixture
@@ -48,6 +50,21 @@ def check_mixture(name: str) -> None:
         raise unknown_mixture(name)
 
 
+def splits_of(task: Any) -> Sequence[str]:
+    """A SeqIO task's splits.
+
+    Raises:
+      UserError: If it has none, as a task of TensorFlow Datasets without its data.
+    """
+    if not task.source.splits:
+        raise UserError(
+            f"The data of the task {task.name} are not on this machine: it has no splits.",
+            fix="Name the folder where TensorFlow Datasets prepared them (--tfds_data_dir, or"
+            " --t5_tfds_data_dir of t5_mesh_transformer).",
+        )
+    return task.splits
+
+
 def check_cached(name: str, split: str) -> None:
     """Raises UserError if a task of the mixture that has the split is not cached, or incompletely.
 
@@ -58,7 +75,7 @@ def check_cached(name: str, split: str) -> None:
     from t0repro.tasks.prompt_cache.integrity import check_caches
 
     mixture = seqio.get_mixture_or_task(name)
-    tasks = [task for task in seqio.get_subtasks(mixture) if split in task.splits]
+    tasks = [task for task in seqio.get_subtasks(mixture) if split in splits_of(task)]
     missing = [task.name for task in tasks if not task.cache_dir]
     if not missing:
         check_caches(tasks, split, _say)
@@ -82,6 +99,6 @@ def check_rows(name: str, split: str) -> None:
     from t0repro.tasks.seqio_tasks import PromptedSource
 
     for task in seqio.get_subtasks(seqio.get_mixture_or_task(name)):
-        if split in task.splits and isinstance(task.source, PromptedSource):
+        if split in splits_of(task) and isinstance(task.source, PromptedSource):
             # Finding the reader is enough: it raises if there is none, and reads no rows.
             task.source.reader(split)

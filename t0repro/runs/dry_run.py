@@ -121,7 +121,7 @@ def _data(
     checks.check_mixture(name)
     provider = seqio.get_mixture_or_task(name)
     tasks = seqio.get_subtasks(provider)
-    with_split = [task for task in tasks if data.split in task.splits]
+    with_split = [task for task in tasks if data.split in checks.splits_of(task)]
     if not with_split and may_lack_split:
         yield f"left out: no task of {name} has a split {data.split!r}"
         return
