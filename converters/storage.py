@@ -39,8 +39,9 @@ def local_path(path: str | os.PathLike[str]) -> str:
 def _file_system(protocol: str) -> Any:
     import fsspec
 
-    # gcsfs prints the traceback of each attempt that failed; the error of the last one says it all.
-    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
+    # They log the traceback of each attempt that failed; the error of the last one says it all.
+    for library in ("fsspec", "gcsfs"):
+        logging.getLogger(library).setLevel(logging.CRITICAL)
     try:
         # Cached: fsspec's file systems hold connections and listings.
         return fsspec.filesystem(protocol)
@@ -65,11 +66,12 @@ class _EpathFiles:
 
         return epath.Path(path)
 
-    def isfile(self, path: str) -> bool:
-        return self._path(path).is_file()
-
-    def isdir(self, path: str) -> bool:
-        return self._path(path).is_dir()
+    def info(self, path: str) -> dict[str, str]:
+        if self._path(path).is_dir():
+            return {"type": "directory"}
+        if self._path(path).is_file():
+            return {"type": "file"}
+        raise FileNotFoundError(path)
 
     def ls(self, path: str, detail: bool = False) -> list[str]:
         del detail
@@ -119,8 +121,7 @@ def is_file(path: str) -> bool:
     """Whether there is a file of this name."""
     if not is_remote(path):
         return os.path.isfile(path)
-    system, path = _at(path)
-    return system.isfile(path)
+    return _type(path) == "file"
 
 
 @_explained
@@ -128,8 +129,17 @@ def is_directory(path: str) -> bool:
     """Whether there is a directory of this name."""
     if not is_remote(path):
         return os.path.isdir(path)
+    return _type(path) == "directory"
+
+
+def _type(path: str) -> str | None:
+    """What is at a remote address, "file" or "directory"; None if nothing is."""
     system, path = _at(path)
-    return system.isdir(path)
+    try:
+        # Not isfile and isdir: fsspec's answer False to every error, a lost connection too.
+        return system.info(path)["type"]
+    except FileNotFoundError:
+        return None
 
 
 @_explained

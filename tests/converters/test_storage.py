@@ -134,6 +134,22 @@ def test_an_address_that_nothing_here_opens_is_told(tmp_path):
         convert("nowhere://bucket/model", tmp_path / "out", "mtf")
 
 
+@pytest.mark.parametrize("method", ["info", "ls", "open"])
+def test_a_store_that_does_not_answer_is_told_and_taken_for_no_missing_file(
+    tiny_checkpoint, tmp_path, upload, monkeypatch, method
+):
+    import fsspec
+
+    address = upload(tiny_checkpoint, "model")
+
+    def reset(*args, **kwargs):
+        raise ConnectionResetError("the connection was reset")
+
+    monkeypatch.setattr(type(fsspec.filesystem("memory")), method, reset)
+    with pytest.raises(UserError, match="(?s)did not answer.*was reset.*memory://.*connection"):
+        convert(address, tmp_path / "out", "mtf")
+
+
 def test_etils_epath_reads_where_fsspec_cannot(tiny_checkpoint, monkeypatch):
     """For gs:// without gcsfs; here the same calls on a local directory."""
     system = storage._EpathFiles()
