@@ -142,27 +142,28 @@ def _beam_search(
             cache=jax.tree.map(lambda x: x[rows_of.reshape(-1)], cache),
         )
 
-    nothing = jnp.zeros((rows, beams, length), jnp.int32)
-    # Only the first beam exists at the start; with equal beams, all would grow alike.
-    first = jnp.where(jnp.arange(beams) == 0, 0.0, _NEVER)
-    state = jax.lax.while_loop(
-        more,
-        step,
-        _Search(
-            position=jnp.int32(0),
-            live=nothing,
-            log_probs=jnp.tile(first, (rows, 1)),
-            last=nothing[:, :, 0],
-            finished=nothing,
-            scores=jnp.full((rows, beams), _NEVER),
-            is_finished=nothing[:, :, 0] > 0,
-            cache=empty_cache(model, rows * beams, length),
-        ),
-    )
+    state = jax.lax.while_loop(more, step, _start(model, rows, beams, length))
     any_finished = state.is_finished.any(axis=1)
     return Decodes(
         jnp.where(any_finished[:, None, None], state.finished, state.live),
         jnp.where(any_finished[:, None], state.scores, state.log_probs),
+    )
+
+
+def _start(model: T5, rows: int, beams: int, length: int) -> _Search:
+    """The state before the first step: no tokens, and one live beam in each row."""
+    nothing = jnp.zeros((rows, beams, length), jnp.int32)
+    # Only the first beam exists at the start; with equal beams, all would grow alike.
+    first = jnp.where(jnp.arange(beams) == 0, 0.0, _NEVER)
+    return _Search(
+        position=jnp.int32(0),
+        live=nothing,
+        log_probs=jnp.tile(first, (rows, 1)),
+        last=nothing[:, :, 0],
+        finished=nothing,
+        scores=jnp.full((rows, beams), _NEVER),
+        is_finished=nothing[:, :, 0] > 0,
+        cache=empty_cache(model, rows * beams, length),
     )
 
 
