@@ -5,7 +5,8 @@
 #   T0REPRO_DATA_DIR=DIR T0REPRO_VOCAB=FILE bash scripts/small_texts.sh
 #
 # Everything goes to runs/small_texts in the current folder. An interrupted run continues where it stopped.
-# SCRATCH=1 also fine-tunes from random parameters, which shows what the pretraining brings.
+# SCRATCH=1 also fine-tunes from random parameters; scripts/bench/small_texts.py then shows what the
+# pretraining brings (docs/benchmarks.md has what was seen).
 # Further arguments go to all trainings.
 set -euo pipefail
 : "${T0REPRO_DATA_DIR:?the folder of datasets, <dataset>/<subset>/<split>.jsonl}"

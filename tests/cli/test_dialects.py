@@ -55,14 +55,6 @@ def losses(folder):
     return [row["loss"] for row in rows if row["split"] == "train"]
 
 
-def mesh_losses(folder):
-    """Mesh TensorFlow's losses by its own event files."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(folder)).Reload()
-    return [event.value for event in events.Scalars("loss")]
-
-
 @pytest.fixture(scope="module")
 def start(tmp_path_factory):
     """A Mesh TensorFlow checkpoint, and the training's options in T5X's dialect."""
@@ -94,4 +86,4 @@ def test_a_run_has_the_same_losses_in_either_dialect_bit_for_bit(start, tmp_path
     # Mesh TensorFlow itself, within what parity.md says of a few steps.
     on_mesh = tmp_path / "on_mesh"
     call("t5_mesh_transformer", *flags, f"--model_dir={on_mesh}", "--backend=mtf")
-    np.testing.assert_allclose(mesh_losses(on_mesh), losses(folder), rtol=5e-6)
+    np.testing.assert_allclose(losses(on_mesh), losses(folder), rtol=5e-6)
