@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--commands", nargs="+", choices=COMMANDS, default=list(COMMANDS))
     parser.add_argument("--layers", type=int, help="layers of each tower instead of all 24")
     parser.add_argument("--topology", help="a slice other than the paper's")
-    parser.add_argument("--recompute", action="store_true", help="recompute activations")
+    parser.add_argument("--recompute", default="none", help="minimal or full recomputation")
     parser.add_argument("--param", nargs="*", default=[], help="more gin overrides")
     options = parser.parse_args()
 
@@ -69,7 +69,7 @@ def main() -> None:
     for size in options.sizes:
         for name in options.commands:
             config = configured(size, name, options.layers, options.param)
-            model = dataclasses.replace(config.model, recompute_grads=options.recompute)
+            model = dataclasses.replace(config.model, recompute=options.recompute)
             config = dataclasses.replace(config, model=model)
             layers = f"{model.num_encoder_layers}+{model.num_decoder_layers} layers"
             topology = options.topology or COMMANDS[name]["topology"]

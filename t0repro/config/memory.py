@@ -67,7 +67,7 @@ def estimate(run: RunConfig, devices: int = 1) -> Memory:
             lengths.get("inputs", _LENGTH),
             lengths.get("targets", _LENGTH),
             bytes_each=2 if run.dtypes.activation == "bfloat16" else 4,
-            keep_all=trains and not run.model.recompute_grads,
+            keep_all=trains and run.model.recompute == "none",
         ),
     )
 

@@ -39,6 +39,7 @@ Activation = Literal["relu", "gelu", "gelu_exact", "swish", "silu", "sigmoid", "
 # T5X's names for two divisors of the loss that depend on the batch: its number of targets > 0; or
 # its number of examples, after each token's loss is divided by its example's number of targets.
 LossDenominator = Literal["NUM_REAL_TARGET_TOKENS", "AVERAGE_PER_SEQUENCE"]
+Recompute = Literal["none", "minimal", "full", "offload"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,14 +99,16 @@ class ModelConfig:
         attend to each other in both directions.
       loss_on_targets_only: In a language model, no loss up to an example's first EOS.
       shared_towers: Whether the encoder uses the decoder's parameters (bi_v1_shared).
-      recompute_grads: Whether a layer's activations are recomputed in the backward pass instead of
-        being kept.
+      recompute: Which of a layer's activations the backward pass computes again instead of finding
+        them kept: `none`; `minimal`, all but the products with parameters; `full`, all but the
+        layer's input; `offload`, as minimal, with what is kept in the host's memory.
       norm_names: What Mesh TensorFlow's norm variables are called; `layer_norm` in T5 1.0's
         releases.
       relative_attention_max_distance: Distances from here on share one bucket of the position bias.
       position_bias_per_layer: Whether each layer has its own position bias, as in umT5; otherwise
         all layers of a tower share one.
       rms_norm_epsilon: Added to the mean square in every layer norm.
+      scan_layers: Whether one compiled body serves all layers of a tower; None decides by depth.
       scale_tied_logits: Whether logits from the embedding are scaled by d_model**-0.5. False for
         the tied mT5 and umT5 of transformers, which do not scale them.
       arithmetic: How it is computed where Mesh TensorFlow and T5X differ.
@@ -129,7 +132,8 @@ class ModelConfig:
     input_full_attention: bool = False
     loss_on_targets_only: bool = False
     shared_towers: bool = False
-    recompute_grads: bool = False
+    recompute: Recompute = "none"
+    scan_layers: bool | None = None
     norm_names: Literal["rms_norm", "layer_norm"] = "rms_norm"
     relative_attention_max_distance: Annotated[int, Range(at_least=2)] = 128
     position_bias_per_layer: bool = False

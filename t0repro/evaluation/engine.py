@@ -25,7 +25,7 @@ from t0repro.model.blocks import Memory
 from t0repro.model.shapes import Array, Float, Int
 from t0repro.model.t5 import T5, cross_attention_memory
 from t0repro.partitioning.devices import across_devices_of, data_parts, fetched, padded_rows
-from t0repro.training.loss import cross_entropy
+from t0repro.training.loss import cross_entropy, of_each_target
 from t0repro.words import counted
 
 TOKENS_PER_BATCH = {"cpu": 4096, "gpu": 65536, "tpu": 65536}
@@ -241,14 +241,19 @@ def decode(
       segments: segment ids of the choices, from 1; 0 at padding.
       reads: the input segment that each target token attends to.
     """
-    logits = model.apply(
+    hidden = model.apply(
         {"params": params},
         memory,
         encoded_segments,
         targets,
         segments,
         segments_read=reads,
+        hidden=True,
         method=T5.decode,
     )
-    assert isinstance(logits, jax.Array)
-    return -cross_entropy(logits, targets)
+    assert isinstance(hidden, jax.Array)
+
+    def values(logits: Array, targets: Array) -> dict[str, Array]:
+        return {"log_p": -cross_entropy(logits, targets)}
+
+    return of_each_target(model, params, hidden, targets, values)["log_p"]

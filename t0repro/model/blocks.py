@@ -21,12 +21,12 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from t0repro.config.run_config import ModelConfig
+from t0repro.config.run_config import ModelConfig, Recompute
+from t0repro.model.dropout import Dropout, ScannedLayer
 from t0repro.model.layers import (
     MLP,
     Attention,
     Dense,
-    Dropout,
     Embedding,
     KeysAndValues,
     RelativePositionBias,
@@ -36,6 +36,9 @@ from t0repro.model.layers import (
     visibility_bias,
 )
 from t0repro.model.shapes import Array, Bool, Float, Int
+
+# Towers of at least so many layers have one body for all of them, unless the configuration says.
+SCANNED_FROM = 12
 
 # Keys and values of the encoder's outputs, one per decoder layer, first to last.
 Memory = tuple[KeysAndValues, ...]
@@ -48,11 +51,13 @@ class Block(nn.Module):
       config: the model's shape.
       dtype: activation dtype.
       encoder: whether this is an encoder's block.
+      layer: which layer this is, if one body serves them all.
     """
 
     config: ModelConfig
     dtype: jnp.dtype
     encoder: bool
+    layer: ScannedLayer | None = None
 
     @nn.compact
     def __call__(
@@ -80,14 +85,14 @@ class Block(nn.Module):
           deterministic: False applies dropout.
         """
         config = self.config
-        dropout = Dropout(config.dropout_rate, -2)
+        dropout = Dropout(config.dropout_rate, -2, self.layer)
 
         def normalised(name: str) -> Array:
             norm = RMSNorm(config, self.dtype, name=f"pre_{name}_layer_norm")
             return norm(x) * present
 
         def attention(name: str) -> Callable[..., Array]:
-            module = Attention(config, self.dtype, name=name)
+            module = Attention(config, self.dtype, self.layer, name=name)
             return functools.partial(module, deterministic=deterministic)
 
         name = "attention" if self.encoder else "self_attention"
@@ -105,7 +110,7 @@ class Block(nn.Module):
             y = attention("encoder_decoder_attention")(queries, encoded, encoded_bias)
             x = x + dropout(y.reshape(x.shape), deterministic=deterministic)
 
-        mlp = MLP(config, self.dtype, name="mlp")
+        mlp = MLP(config, self.dtype, self.layer, name="mlp")
         y = mlp(normalised("mlp"), deterministic=deterministic)
         return x + dropout(y, deterministic=deterministic)
 
@@ -136,6 +141,7 @@ class Tower(nn.Module):
         *,
         deterministic: bool,
         position: Int[Array, ""] | None = None,
+        hidden: bool = False,
     ) -> Float[Array, "batch length features"]:
         """Returns an encoder's normalised outputs, zero at padding, or any other tower's logits.
 
@@ -148,38 +154,94 @@ class Tower(nn.Module):
           encoded_visible: whether a position attends to each of the encoder's positions.
           deterministic: False applies dropout.
           position: position of the one token in each row when decoding with a cache.
+          hidden: returns any tower's normalised outputs, from which `logits_of` makes logits.
         """
         config = self.config
         dropout = Dropout(config.dropout_rate, -2)
         embedder = self.embedder or Embedding(config, self.dtype, name="token_embedder")
-        bias = visibility_bias(visible)
+        bias, shared = visibility_bias(visible), None
         if not config.position_bias_per_layer:
-            bias = position_bias(config, self.dtype, self.encoder)(bias.shape[-1], position) + bias
+            shared = position_bias(config, self.dtype, self.encoder)(bias.shape[-1], position)
         encoded_bias = None if encoded_visible is None else visibility_bias(encoded_visible)
 
         x = dropout(embedder(tokens), deterministic=deterministic)
-        for index in range(
-            config.num_encoder_layers if self.encoder else config.num_decoder_layers
-        ):
-            block = Block(config, self.dtype, self.encoder, name=f"layers_{index}")
-            # When decoding, each layer's keys and values have been computed; else all
-            # read one array.
-            memory = encoded[index] if isinstance(encoded, tuple) else encoded
-            x = recomputed(block, deterministic)(x, bias, present, memory, encoded_bias, position)
+        decoding = position is not None or isinstance(encoded, tuple)
+        if self._scanned and not decoding:
+            x = self._all_layers(x, bias, shared, present, encoded, encoded_bias, deterministic)
+        else:
+            bias = bias if shared is None else shared + bias
+            for index in range(self._layers):
+                block = Block(config, self.dtype, self.encoder, name=f"layers_{index}")
+                # When decoding, each layer's keys and values have been computed; else all read one
+                # array.
+                memory = encoded[index] if isinstance(encoded, tuple) else encoded
+                layer = recomputed(block, deterministic)
+                x = layer(x, bias, present, memory, encoded_bias, position)
         norm = "encoder_norm" if self.encoder else "decoder_norm"
         x = RMSNorm(config, self.dtype, name=norm)(x)
         per_position = self.encoder and config.arithmetic.encoder_output_dropout_per_position
         last = Dropout(config.dropout_rate, None) if per_position else dropout
         x = last(x, deterministic=deterministic) * present
 
-        if self.encoder:
+        if self.encoder or (hidden and not self.is_initializing()):
             return x
         if config.logits_from_embedding:
             return embedder.attend(x)
-        # T5 1.1 has a kernel of its own for the logits.
-        dtype, float32 = logits_dtype(config, self.dtype), jnp.dtype("float32")
-        init, axes = kernel_initializer(config), ("embed", "vocab")
-        return Dense(config.vocab_size, dtype, init, float32, axes, name="logits_dense")(x)
+        return vocabulary(config, self.dtype)(x)
+
+    @property
+    def _layers(self) -> int:
+        config = self.config
+        return config.num_encoder_layers if self.encoder else config.num_decoder_layers
+
+    @property
+    def _scanned(self) -> bool:
+        """Whether one body serves all layers; new parameters are drawn layer by layer."""
+        asked = self.config.scan_layers
+        deep = self._layers >= SCANNED_FROM if asked is None else asked
+        return deep and not self.is_initializing()
+
+    def _all_layers(
+        self,
+        x: Array,
+        bias: Array,
+        shared: Array | None,
+        present: Array,
+        encoded: Array | None,
+        encoded_bias: Array | None,
+        deterministic: bool,
+    ) -> Array:
+        """The residual stream after all layers, computed by one body in a loop.
+
+        Each layer has its own parameters; they are stacked here, in the activation dtype where it
+        is what they are cast to anyway. So the train state, checkpoints and gradients know nothing
+        of it, and the copy is half as large as the parameters when activations are bfloat16.
+        """
+        config, own = self.config, self.variables["params"]
+        draws = config.dropout_rate and not deterministic
+        rng = self.scope.rngs["dropout"] if draws and self.scope is not None else None
+
+        def stacked(*layers: jax.Array) -> jax.Array:
+            # Vectors are the norms' scales, which are multiplied in float32.
+            return jnp.stack([x.astype(self.dtype) if x.ndim > 1 else x for x in layers])
+
+        def body(x: jax.Array, item: tuple[jax.Array, Any]) -> tuple[jax.Array, None]:
+            index, parameters = item
+            layer = None if rng is None else ScannedLayer(index, self._layers, rng)
+            block = Block(config, self.dtype, self.encoder, layer, parent=None)
+            # The sum of the biases is as large as the attention's logits, so each layer adds them.
+            both = bias if shared is None else shared + bias
+            arrays = (both, present, encoded, encoded_bias, None)
+            y = block.apply({"params": parameters}, x, *arrays, deterministic=deterministic)
+            assert isinstance(y, jax.Array)
+            return y, None
+
+        if config.recompute != "none":
+            # Nothing outside the loop's body can be merged with what it computes again.
+            body = jax.checkpoint(body, prevent_cse=False, policy=kept(config.recompute))
+        layers = [own[f"layers_{index}"] for index in range(self._layers)]
+        parameters = jax.lax.optimization_barrier(jax.tree.map(stacked, *layers))
+        return jax.lax.scan(body, x, (jnp.arange(self._layers), parameters))[0]
 
 
 def position_bias(config: ModelConfig, dtype: jnp.dtype, encoder: bool) -> RelativePositionBias:
@@ -192,8 +254,15 @@ def position_bias(config: ModelConfig, dtype: jnp.dtype, encoder: bool) -> Relat
     return RelativePositionBias(config, dtype, bidirectional, name="relpos_bias")
 
 
+def vocabulary(config: ModelConfig, dtype: jnp.dtype) -> Dense:
+    """Creates the layer that makes float32 logits, in a model whose embedding does not."""
+    init, axes = kernel_initializer(config), ("embed", "vocab")
+    factors, result = logits_dtype(config, dtype), jnp.dtype("float32")
+    return Dense(config.vocab_size, factors, init, result, axes, name="logits_dense")
+
+
 def recomputed(block: Block, deterministic: bool) -> Callable[..., jax.Array]:
-    """The block's call, recomputed in the backward pass if `config.recompute_grads` is set.
+    """The block's call, recomputed in the backward pass as `config.recompute` says.
 
     Args:
       block: the block.
@@ -204,6 +273,17 @@ def recomputed(block: Block, deterministic: bool) -> Callable[..., jax.Array]:
     def call(module: nn.Module, *arrays: Any) -> Any:
         return module(*arrays, deterministic=deterministic)  # pyright: ignore[reportCallIssue]
 
-    if block.config.recompute_grads:
-        call = nn.remat(call)
+    if block.config.recompute != "none":
+        call = nn.remat(call, policy=kept(block.config.recompute))
     return functools.partial(call, block)
+
+
+def kept(recompute: Recompute) -> Callable[..., Any] | None:
+    """What `jax.checkpoint` keeps of a layer for the backward pass; None for its input alone."""
+    policies = jax.checkpoint_policies
+    if recompute == "minimal":
+        # The products with parameters, which are most of the operations; not attention's matrices.
+        return policies.dots_with_no_batch_dims_saveable
+    if recompute == "offload":
+        return policies.offload_dot_with_no_batch_dims("device", "pinned_host")
+    return None

@@ -18,8 +18,9 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from t0repro.config.run_config import ModelConfig
+from t0repro.model.dropout import Dropout, ScannedLayer
 from t0repro.model.shapes import Array, Bool, Float, Int
-from t0repro.partitioning.rules import constrain, for_all_groups
+from t0repro.partitioning.rules import constrain
 
 # What Mesh TensorFlow adds to the logits of positions that are not visible
 # (attention.visibility_mask_to_attention_bias).
@@ -114,32 +115,6 @@ class Embedding(nn.Module):
         return constrain(logits, "batch", None, "vocab")
 
 
-class Dropout(nn.Module):
-    """Zeroes entries and scales up the rest, with one draw for all positions along one axis.
-
-    Mesh TensorFlow broadcasts its noise over the length: a channel is dropped for a whole sequence.
-    With a broadcast_axis of None every entry has its own draw.
-    """
-
-    rate: float
-    broadcast_axis: int | None
-
-    @nn.compact
-    def __call__(self, x: Float[Array, "*shape"], *, deterministic: bool) -> Float[Array, "*shape"]:
-        """Returns x itself when deterministic or when the rate is zero."""
-        if deterministic or self.rate == 0.0:
-            return x
-        keep = 1.0 - self.rate
-        shape = list(x.shape)
-        if self.broadcast_axis is not None:
-            shape[self.broadcast_axis] = 1
-        key = self.make_rng("dropout")
-        # All groups draw as one batch, so that a divided run drops what an undivided one
-        # drops.
-        kept = for_all_groups(lambda rows: jax.random.bernoulli(key, keep, rows), tuple(shape))
-        return x * (kept.astype(x.dtype) / jnp.asarray(keep, x.dtype))
-
-
 class MLP(nn.Module):
     """The feed-forward layer: the product of one activated projection per activation, then `wo`.
 
@@ -149,6 +124,7 @@ class MLP(nn.Module):
 
     config: ModelConfig
     dtype: jnp.dtype
+    layer: ScannedLayer | None = None
 
     @nn.compact
     def __call__(
@@ -165,7 +141,7 @@ class MLP(nn.Module):
             factor = activation(name)(dense(x))
             hidden = factor if hidden is None else hidden * factor
         assert hidden is not None, "a model has at least one activation"
-        hidden = Dropout(config.dropout_rate, -2)(hidden, deterministic=deterministic)
+        hidden = Dropout(config.dropout_rate, -2, self.layer)(hidden, deterministic=deterministic)
         init, axes = kernel_initializer(config), ("mlp", "embed")
         return Dense(config.d_model, self.dtype, init, axes=axes, name="wo")(hidden)
 
@@ -187,6 +163,7 @@ class Attention(nn.Module):
 
     config: ModelConfig
     dtype: jnp.dtype
+    layer: ScannedLayer | None = None
 
     @nn.compact
     def __call__(
@@ -233,7 +210,8 @@ class Attention(nn.Module):
         logits = jnp.einsum("bhqd,bhkd->bhqk", query, key)
         weights = attention_weights(logits + bias.astype(logits_type)).astype(self.dtype)
         # One draw for all queries of a sequence: axis -2 of [batch, heads, query, key].
-        weights = Dropout(config.dropout_rate, -2)(weights, deterministic=deterministic)
+        dropout = Dropout(config.dropout_rate, -2, self.layer)
+        weights = dropout(weights, deterministic=deterministic)
         y = jnp.einsum("bhqk,bhkd->bhqd", weights, value).swapaxes(1, 2)
         y = y.reshape(*y.shape[:-2], heads * d_kv)
         init = nn.initializers.normal((heads * d_kv) ** -0.5)

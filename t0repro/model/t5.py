@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from t0repro.config.run_config import DTypePolicy, ModelConfig
-from t0repro.model.blocks import Memory, Tower
+from t0repro.model.blocks import Memory, Tower, vocabulary
 from t0repro.model.decoder_only import delayed, text_to_self, visible_targets
 from t0repro.model.layers import (
     Embedding,
@@ -82,14 +82,15 @@ class T5(nn.Module):
         self.decoder = Tower(self.config, dtype, encoder=False, embedder=self.token_embedder)
 
     def __call__(
-        self, batch: Batch, *, deterministic: bool = True
-    ) -> Float[Array, "batch targets_length vocab"]:
+        self, batch: Batch, *, deterministic: bool = True, hidden: bool = False
+    ) -> Float[Array, "batch targets_length features"]:
         """Float32 logits of each target given the inputs and the targets before it.
 
         Args:
           batch: arrays as in the module's docstring; without segmentation each row is one example
             and zeros are padding.
           deterministic: False applies dropout, drawn from the PRNG stream "dropout".
+          hidden: returns what `logits_of` makes them from instead, [batch, length, d_model].
         """
         if self.config.decoder_only:
             batch = text_to_self(self.config, batch)
@@ -99,6 +100,7 @@ class T5(nn.Module):
                 visible_targets(self.config, targets, segments),
                 nonpadding(segments, self.dtypes),
                 deterministic=deterministic,
+                hidden=hidden,
             )
         batch = {name: jnp.asarray(x) for name, x in batch.items()}
         inputs, targets = batch["inputs"], batch["targets"]
@@ -106,7 +108,12 @@ class T5(nn.Module):
         target_segments = segments_of(targets, batch.get("targets_segmentation"))
         encoded = self.encode(inputs, input_segments, deterministic=deterministic)
         return self.decode(
-            encoded, input_segments, targets, target_segments, deterministic=deterministic
+            encoded,
+            input_segments,
+            targets,
+            target_segments,
+            deterministic=deterministic,
+            hidden=hidden,
         )
 
     def encode(
@@ -133,7 +140,8 @@ class T5(nn.Module):
         *,
         deterministic: bool = True,
         segments_read: Int[Array, "batch length"] | None = None,
-    ) -> Float[Array, "batch length vocab"]:
+        hidden: bool = False,
+    ) -> Float[Array, "batch length features"]:
         """Float32 logits of the targets given the encoder's outputs.
 
         Args:
@@ -143,6 +151,7 @@ class T5(nn.Module):
           segments: segments of the targets; a position attends to earlier ones of its own segment.
           deterministic: False applies dropout.
           segments_read: the input segment that each target attends to; defaults to `segments`.
+          hidden: returns what `logits_of` makes logits from instead.
         """
         reads = segments if segments_read is None else segments_read
         return self.decoder(
@@ -152,6 +161,7 @@ class T5(nn.Module):
             encoded,
             same_segment(reads, encoder_segments),
             deterministic=deterministic,
+            hidden=hidden,
         )
 
     def decode_step(
@@ -217,6 +227,21 @@ def cross_attention_memory(
         )
         for index in range(model.config.num_decoder_layers)
     )
+
+
+def logits_of(
+    model: T5, parameters: Mapping[str, Any], hidden: Float[Array, "batch length d_model"]
+) -> Float[Array, "batch length vocab"]:
+    """Float32 logits, from what the model returns if `hidden`."""
+    config, dtype, decoder = model.config, jnp.dtype(model.dtypes.activation), parameters["decoder"]
+    if not config.logits_from_embedding:
+        logits = vocabulary(config, dtype).apply({"params": decoder["logits_dense"]}, hidden)
+    else:
+        table = (decoder if config.decoder_only else parameters)["token_embedder"]
+        embedding = Embedding(config, dtype)
+        logits = embedding.apply({"params": table}, hidden, method=Embedding.attend)
+    assert isinstance(logits, jax.Array)
+    return logits
 
 
 def segments_of(

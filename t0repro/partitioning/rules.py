@@ -16,6 +16,7 @@ the communication from this (GSPMD, https://arxiv.org/abs/2105.04663).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -81,14 +82,25 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return x
-    # Inside `sums_over_groups` the mesh's axis `data` divides the groups themselves.
-    rules = {**RULES, "batch": None} if _groups() > 1 else RULES
+    rules = _rules_in_scope()
     names = [rules.get(axis) if axis else None for axis in axes]
     divided = [
         name if name and size % mesh.shape[name] == 0 else None
         for name, size in zip(names, x.shape, strict=True)
     ]
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*divided))
+
+
+def parts_of(*axes: str) -> int:
+    """Number of devices among which the mesh in scope divides an activation of these axes."""
+    mesh, rules = jax.sharding.get_abstract_mesh(), _rules_in_scope()
+    return math.prod(mesh.shape[name] for axis in axes if (name := rules.get(axis)) in mesh.shape)
+
+
+def _rules_in_scope() -> dict[str, str]:
+    """The table; what is traced in `sums_over_groups` is of one group's rows."""
+    # Inside `sums_over_groups` the mesh's axis `data` divides the groups themselves.
+    return {axis: name for axis, name in RULES.items() if axis != "batch" or _groups() == 1}
 
 
 # ---- Each part of a batch by itself -------------------------------------------------------------

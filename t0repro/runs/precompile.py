@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from t0repro.config.run_config import RunConfig
+from t0repro.config.run_config import ModelConfig, Recompute, RunConfig
 from t0repro.errors import UserError
 from t0repro.evaluation import engine
 from t0repro.files import write_atomically
@@ -346,9 +346,8 @@ def remedies(config: RunConfig, partitioning: Partitioning) -> list[str]:
     """What reduces the memory of a step and has not been done yet."""
     found, model = [], config.model
     if config.mode == "train":
-        if not model.recompute_grads:
-            found.append("recompute activations (LayerStack.recompute_grads = True)")
-        # Each part of the devices needs a row of every microbatch.
+        if ways := more_recomputation(model):
+            found.append(f"recompute activations ({' or '.join(map(repr, ways))})")
         rows = config.batch_size // config.num_microbatches
         if rows > partitioning.data:
             found.append(f"more microbatches than {config.num_microbatches}")
@@ -362,6 +361,12 @@ def remedies(config: RunConfig, partitioning: Partitioning) -> list[str]:
     if partitioning.data > 1 and not partitioning.fully_sharded:
         found.append("full sharding")
     return found or ["use devices with more memory"]
+
+
+def more_recomputation(model: ModelConfig) -> tuple[Recompute, ...]:
+    """Policies that keep less than a model's, from the one that computes least again."""
+    ways: tuple[Recompute, ...] = ("minimal", "full")
+    return ways[("none", "minimal", "full").index(model.recompute) :]
 
 
 def _memory(program: Program) -> str:

@@ -10,7 +10,7 @@ from t0repro.config.run_config import RunConfig
 from t0repro.errors import UserError
 from t0repro.partitioning.devices import Partitioning
 from t0repro.partitioning.topologies import Chip
-from t0repro.runs.precompile import compiled_for, fits
+from t0repro.runs.precompile import compiled_for, fits, more_recomputation
 
 
 def suggest(config: RunConfig, devices: Sequence[Any], chip: Chip) -> Iterator[str]:
@@ -57,10 +57,10 @@ def variants(config: RunConfig, partitioning: Partitioning) -> Iterator[tuple[st
         rows //= 2
         config = dataclasses.replace(config, num_microbatches=2 * config.num_microbatches)
         yield with_change("parts", f"{config.num_microbatches} microbatches")
-    if not config.model.recompute_grads:
-        model = dataclasses.replace(config.model, recompute_grads=True)
+    for way in more_recomputation(config.model):
+        model = dataclasses.replace(config.model, recompute=way)
         config = dataclasses.replace(config, model=model)
-        yield with_change("recompute", "LayerStack.recompute_grads = True")
+        yield with_change("recompute", f"recompute = {way!r}")
     if not config.layout.fully_sharded and data > 1:
         layout = dataclasses.replace(config.layout, fully_sharded=True)
         config = dataclasses.replace(config, layout=layout)

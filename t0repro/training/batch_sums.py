@@ -18,6 +18,7 @@ from t0repro.model.t5 import T5, Batch
 from t0repro.training.loss import (
     cross_entropy,
     loss_denominator,
+    of_each_target,
     token_weights,
     with_loss_weights,
 )
@@ -46,25 +47,31 @@ def loss_and_sums(
     """
     config = model.config
     rngs = {} if dropout_key is None else {"dropout": dropout_key}
-    logits = model.apply(
-        {"params": parameters}, batch, deterministic=dropout_key is None, rngs=rngs
+    hidden = model.apply(
+        {"params": parameters}, batch, deterministic=dropout_key is None, rngs=rngs, hidden=True
     )
+    assert isinstance(hidden, jax.Array)
     targets, weights = jnp.asarray(batch["targets"]), token_weights(config, batch)
     coefficient = config.z_loss if z_loss else 0.0
-    losses = cross_entropy(
-        logits,
-        targets,
-        label_smoothing=config.label_smoothing,
-        spares_target=config.arithmetic.smoothing_spares_target,
-        z_loss=coefficient,
-    )
-    loss = jnp.sum(losses * weights) / denominator
-    # Only reported: it must not add to the gradient.
-    log_z = jax.nn.logsumexp(jax.lax.stop_gradient(logits), axis=-1)
-    correct = (jnp.argmax(logits, axis=-1) == targets) & (targets > 0)
+
+    def values(logits: Array, targets: Array) -> Sums:
+        loss = cross_entropy(
+            logits,
+            targets,
+            label_smoothing=config.label_smoothing,
+            spares_target=config.arithmetic.smoothing_spares_target,
+            z_loss=coefficient,
+        )
+        # Only reported: it must not add to the gradient.
+        log_z = jax.nn.logsumexp(jax.lax.stop_gradient(logits), axis=-1)
+        return {"loss": loss, "log_z": log_z, "correct": jnp.argmax(logits, axis=-1) == targets}
+
+    of = of_each_target(model, parameters, hidden, targets, values)
+    loss = jnp.sum(of["loss"] * weights) / denominator
+    correct = of["correct"] & (targets > 0)
     sums = {
         "loss": loss,
-        "z_loss": jnp.sum(coefficient * jnp.square(log_z) * weights) / denominator,
+        "z_loss": jnp.sum(coefficient * jnp.square(of["log_z"]) * weights) / denominator,
         "correct": _count(correct),
     }
     return loss, sums | token_counts(batch)

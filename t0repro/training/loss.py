@@ -10,7 +10,8 @@ the configuration sets another. Mesh TensorFlow adds z_loss in training only
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,11 @@ import numpy as np
 from t0repro.config.run_config import ModelConfig
 from t0repro.model.decoder_only import of_inputs, text_to_self
 from t0repro.model.shapes import Array, Float, Int
-from t0repro.model.t5 import T5, Batch
+from t0repro.model.t5 import T5, Batch, logits_of
+from t0repro.partitioning.rules import parts_of
+
+# Bytes of float32 logits that a device holds at a time.
+LOGITS_BYTES = 1 << 28
 
 
 def cross_entropy(
@@ -58,6 +63,46 @@ def cross_entropy(
     if z_loss:
         loss = loss + z_loss * jnp.square(log_z)
     return loss
+
+
+def of_each_target(
+    model: T5,
+    parameters: Mapping[str, Any],
+    hidden: Float[Array, "batch length d_model"],
+    targets: Int[Array, "batch length"],
+    values: Callable[[Array, Array], dict[str, Array]],
+) -> dict[str, Float[Array, "batch length"]]:
+    """Values of each target, made from its logits, of which only a part exists at a time.
+
+    1,024 rows of 256 targets have 34 GB of logits. Beyond `LOGITS_BYTES` on a device they are made
+    for some positions of all rows after the other, and again in the backward pass.
+
+    Args:
+      model: the model.
+      parameters: its parameters.
+      hidden: what the model returns if `hidden`.
+      targets: what is predicted.
+      values: (logits, targets) of some positions -> arrays [batch, positions].
+    """
+    rows, length = targets.shape
+    size = 4 * rows * length * model.config.vocab_size // parts_of("batch", "vocab")
+    parts = min(length, -(-size // LOGITS_BYTES))
+
+    def of_part(part: tuple[Array, Array]) -> dict[str, Array]:
+        return values(logits_of(model, parameters, part[0]), part[1])
+
+    if parts <= 1:
+        return of_part((hidden, targets))
+    positions = -(-length // parts)
+
+    def split(x: Array) -> Array:
+        padding = [(0, 0), (0, parts * positions - length)] + [(0, 0)] * (x.ndim - 2)
+        return jnp.pad(x, padding).reshape(rows, parts, positions, *x.shape[2:]).swapaxes(0, 1)
+
+    found = jax.lax.map(
+        jax.checkpoint(of_part, prevent_cse=False), (split(hidden), split(jnp.asarray(targets)))
+    )
+    return {name: x.swapaxes(0, 1).reshape(rows, -1)[:, :length] for name, x in found.items()}
 
 
 def with_loss_weights(config: ModelConfig, batch: Batch) -> Batch:
@@ -124,20 +169,24 @@ def training_loss(
     """
     rngs = {} if dropout_key is None else {"dropout": dropout_key}
     batch = text_to_self(model.config, batch)
-    logits = model.apply(
-        {"params": parameters}, batch, deterministic=dropout_key is None, rngs=rngs
+    hidden = model.apply(
+        {"params": parameters}, batch, deterministic=dropout_key is None, rngs=rngs, hidden=True
     )
-    assert isinstance(logits, jax.Array)
-    targets = jnp.asarray(batch["targets"])
+    assert isinstance(hidden, jax.Array)
     config = model.config
-    losses = cross_entropy(
-        logits,
-        targets,
-        label_smoothing=config.label_smoothing,
-        spares_target=config.arithmetic.smoothing_spares_target,
-        z_loss=config.z_loss,
-    )
-    return jnp.sum(losses * token_weights(config, batch)) / denominator
+
+    def values(logits: Array, targets: Array) -> dict[str, Array]:
+        loss = cross_entropy(
+            logits,
+            targets,
+            label_smoothing=config.label_smoothing,
+            spares_target=config.arithmetic.smoothing_spares_target,
+            z_loss=config.z_loss,
+        )
+        return {"loss": loss}
+
+    losses = of_each_target(model, parameters, hidden, jnp.asarray(batch["targets"]), values)
+    return jnp.sum(losses["loss"] * token_weights(config, batch)) / denominator
 
 
 def token_weights(config: ModelConfig, batch: Batch) -> Array:
@@ -166,23 +215,31 @@ def evaluation_sums(
     loss, and the plain cross entropy and correct predictions over targets > 0.
     """
     batch = text_to_self(model.config, batch)
-    logits = model.apply({"params": parameters}, batch)
-    assert isinstance(logits, jax.Array)
+    hidden = model.apply({"params": parameters}, batch, hidden=True)
+    assert isinstance(hidden, jax.Array)
     targets = jnp.asarray(batch["targets"])
     weights = (targets > 0).astype(jnp.float32)
     counted = _with_loss(model.config, targets)
     # These metrics leave a delimited_lm's inputs out whether or not its loss counts them.
     if model.config.model_type == "delimited_lm":
         weights = weights * ~of_inputs(targets)
-    smoothed = cross_entropy(logits, targets, label_smoothing=model.config.label_smoothing)
-    plain = cross_entropy(logits, targets)
-    correct = (jnp.argmax(logits, axis=-1) == targets) * weights
+
+    def values(logits: Array, targets: Array) -> dict[str, Array]:
+        smoothing = model.config.label_smoothing
+        return {
+            "smoothed": cross_entropy(logits, targets, label_smoothing=smoothing),
+            "plain": cross_entropy(logits, targets),
+            "correct": jnp.argmax(logits, axis=-1) == targets,
+        }
+
+    of = of_each_target(model, parameters, hidden, targets, values)
+    correct = of["correct"] * weights
     per_row = jnp.sum(weights, axis=-1)
     rows = (per_row > 0).astype(jnp.float32)
     return {
         "batches": jnp.float32(1.0),
-        "loss": jnp.sum(smoothed * counted) / denominator,
-        "cross_entropy": jnp.sum(plain * weights),
+        "loss": jnp.sum(of["smoothed"] * counted) / denominator,
+        "cross_entropy": jnp.sum(of["plain"] * weights),
         "correct_tokens": jnp.sum(correct),
         "correct_rows": jnp.sum((jnp.sum(correct, axis=-1) == per_row) * rows),
         "tokens": jnp.sum(weights),

@@ -42,8 +42,8 @@ RECORD = "trained_with.json"
 # Fields of ModelConfig that may change between runs in a folder: they concern only the loss,
 # dropout or memory use, and `norm_names` only a spelling.
 _MAY_CHANGE = frozenset(
-    ["dropout_rate", "label_smoothing", "z_loss", "loss_denominator", "recompute_grads"]
-    + ["loss_on_targets_only", "norm_names"]
+    ["dropout_rate", "label_smoothing", "z_loss", "loss_denominator", "recompute"]
+    + ["scan_layers", "loss_on_targets_only", "norm_names"]
 )
 
 

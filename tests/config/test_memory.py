@@ -38,7 +38,7 @@ def test_momentum_and_adam_add_slots(run):
 
 def test_microbatches_and_recomputation_need_less(run):
     more = dataclasses.replace(run, num_microbatches=4)
-    model = dataclasses.replace(run.model, recompute_grads=True)
+    model = dataclasses.replace(run.model, recompute="full")
     for smaller in (more, dataclasses.replace(run, model=model)):
         assert memory.estimate(smaller).activations < memory.estimate(run).activations
 

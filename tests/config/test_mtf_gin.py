@@ -80,7 +80,7 @@ def test_every_field_of_the_model_and_the_optimizer_says_where_it_came_from():
         "optimizer.frozen",  # there only where variable_filter is bound
         *(f"optimizer.{name}" for name in T5X_ONLY),
     ]
-    place = config.provenance["model.recompute_grads"]
+    place = config.provenance["model.recompute"]
     assert place == "--gin_param 'LayerStack.recompute_grads = True'"
 
 

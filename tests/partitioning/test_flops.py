@@ -41,7 +41,7 @@ def test_the_count_is_the_compiled_programs_within_a_few_percent():
 def test_microbatches_leave_the_count_as_it_is_and_recomputation_adds_a_forward_pass():
     plain, parts, recomputed = (
         count_flops(gradients_of(model_config(**WIDE, **changes), microbatches=n).jaxpr.jaxpr)
-        for changes, n in (({}, 1), ({}, 4), ({"recompute_grads": True}, 1))
+        for changes, n in (({}, 1), ({}, 4), ({"recompute": "full"}, 1))
     )
     assert parts == plain
     assert 1.1 < recomputed / plain < 4 / 3 + 0.01

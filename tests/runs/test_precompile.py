@@ -63,7 +63,7 @@ def test_what_would_make_it_fit_is_what_has_not_been_done():
     partitioning = choose(Layout(), MODEL, devices=jax.devices()[:1])
     text = "; ".join(remedies(TRAINING, partitioning))
     assert "recompute" in text and "more microbatches than 4" in text
-    recomputing = dataclasses.replace(MODEL, recompute_grads=True)
+    recomputing = dataclasses.replace(MODEL, recompute="full")
     done = dataclasses.replace(TRAINING, model=recomputing, num_microbatches=32)
     assert remedies(done, partitioning) == ["use devices with more memory"]
 

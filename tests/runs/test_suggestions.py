@@ -35,13 +35,14 @@ def test_each_variant_has_the_changes_before_it(v3):
     assert [text for text, _ in found] == [
         "2 microbatches",
         "4 microbatches",
-        "4 microbatches, LayerStack.recompute_grads = True",
-        "4 microbatches, LayerStack.recompute_grads = True, full sharding",
-        "4 microbatches, LayerStack.recompute_grads = True, full sharding, model parallelism 4",
+        "4 microbatches, recompute = 'minimal'",
+        "4 microbatches, recompute = 'full'",
+        "4 microbatches, recompute = 'full', full sharding",
+        "4 microbatches, recompute = 'full', full sharding, model parallelism 4",
     ]
     _, last = found[-1]
     assert last.layout == Layout(2, 4, fully_sharded=True)
-    assert last.num_microbatches == 4 and last.model.recompute_grads
+    assert last.num_microbatches == 4 and last.model.recompute == "full"
 
 
 def test_the_search_ends_with_the_first_variant_that_fits(v3):
@@ -49,5 +50,5 @@ def test_the_search_ends_with_the_first_variant_that_fits(v3):
     assert list(suggest(TRAINING, devices, chip)) == ["as configured: fits"]
     small = dataclasses.replace(chip, memory=1)
     lines = list(suggest(dataclasses.replace(TRAINING, num_microbatches=4), devices, small))
-    assert lines[0].startswith("LayerStack.recompute_grads = True: does not fit")
+    assert lines[0].startswith("recompute = 'minimal': does not fit")
     assert lines[-1] == "nothing that can be tried fits: use devices with more memory"

@@ -5,6 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from t0repro.model.t5 import initial_parameters
+from t0repro.training import loss as loss_module
 from t0repro.training.loss import (
     count_examples,
     count_targets,
@@ -109,3 +111,36 @@ def test_evaluation_metrics_are_means_over_targets_with_loss():
 def test_examples_and_targets_are_counted(batch, examples, targets):
     assert count_examples(batch) == examples
     assert count_targets(batch) == targets
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["own logits", "tied"])
+def test_a_loss_made_of_parts_of_the_logits_is_the_whole_ones(tied, monkeypatch):
+    """And so are its gradients: z_loss, smoothing, padding of the last part and all."""
+    model = tiny.model(label_smoothing=0.1, z_loss=1e-2, logits_from_embedding=tied)
+    params, (batch,) = initial_parameters(model, jax.random.key(0)), tiny.batches(1)
+
+    def found():
+        function = jax.jit(jax.value_and_grad(lambda p: loss_of(model, p)))
+        return function(params), str(jax.make_jaxpr(lambda p: loss_of(model, p))(params))
+
+    def loss_of(model, p):
+        return training_loss(model, p, batch, denominator=20.0)
+
+    whole, whole_program = found()
+    # Four rows of 128 logits: two of the five positions at a time.
+    monkeypatch.setattr(loss_module, "LOGITS_BYTES", 4 * 4 * 128 * 2)
+    parts, program = found()
+    assert "f32[4,2,128]" in program and "f32[4,5,128]" not in program
+    assert "f32[4,5,128]" in whole_program
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6), parts, whole)
+
+
+def test_a_large_batch_never_has_all_its_logits_in_memory():
+    """By the compiled program's own figures; nothing is run."""
+    model = tiny.model(vocab_size=32128)
+    params = jax.eval_shape(lambda: initial_parameters(model, jax.random.key(0)))
+    tokens = jax.ShapeDtypeStruct((64, 128), np.int32)
+    batch = {"inputs": jax.ShapeDtypeStruct((64, 1), np.int32), "targets": tokens}
+    function = jax.jit(jax.grad(lambda p, b: training_loss(model, p, b, denominator=1.0)))
+    temporary = function.lower(params, batch).compile().memory_analysis().temp_size_in_bytes
+    assert 64 * 128 * 32128 * 4 > 2 * temporary

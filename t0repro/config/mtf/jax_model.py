@@ -7,9 +7,10 @@ them by name.
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, get_args
 
 import gin
+from t0repro.config.run_config import Recompute
 from t0repro.errors import UserError
 
 SELECTOR = "t0repro.jax_model"
@@ -20,6 +21,7 @@ def jax_model(
     relative_attention_max_distance: int = 128,
     exact_gelu: bool = False,
     scale_tied_logits: bool = True,
+    recompute: str | None = None,
 ) -> dict[str, Any]:
     """The settings that gin binds, by name.
 
@@ -27,11 +29,22 @@ def jax_model(
       relative_attention_max_distance: As in `ModelConfig`.
       exact_gelu: Whether `gelu` is the one with the error function and not its tanh approximation.
       scale_tied_logits: As in `ModelConfig`.
+      recompute: As in `ModelConfig`; None for what `LayerStack.recompute_grads` says.
+
+    Raises:
+      UserError: If there is no such way to recompute.
     """
+    if recompute is not None and recompute not in (ways := get_args(Recompute)):
+        raise UserError(
+            f"There is no way to recompute {recompute!r}.",
+            where=f"{SELECTOR}.recompute",
+            fix=f"Bind one of {', '.join(ways)}.",
+        )
     return {
         "relative_attention_max_distance": relative_attention_max_distance,
         "exact_gelu": exact_gelu,
         "scale_tied_logits": scale_tied_logits,
+        "recompute": recompute,
     }
 
 

@@ -13,7 +13,7 @@ from typing import Any, NoReturn, cast
 from t0repro.config.configuration import NotOnJax
 from t0repro.config.mtf import jax_model
 from t0repro.config.provenance import Bindings
-from t0repro.config.run_config import Activation, ModelConfig
+from t0repro.config.run_config import Activation, ModelConfig, Recompute
 from t0repro.errors import UserError
 from t0repro.parameters.layout import SHARED_LAYERS
 
@@ -108,7 +108,7 @@ FIELD_SOURCES: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
     "input_full_attention": (_UNITRANSFORMER, "input_full_attention", ("decoder",)),
     "loss_on_targets_only": (_UNITRANSFORMER, "loss_on_targets_only", ("decoder",)),
     "shared_towers": (f"{_TRANSFORMER}.make_bitransformer", "encoder_name", ()),
-    "recompute_grads": (_STACK, "recompute_grads", ("decoder",)),
+    "recompute": (_STACK, "recompute_grads", ("decoder",)),
     "norm_names": (_STACK, "norm_epsilon", ("decoder",)),
     "rms_norm_epsilon": (f"{_TRANSFORMER}.sublayer_rms_norm", "epsilon", ()),
     "relative_attention_max_distance": (
@@ -175,7 +175,7 @@ def read_model(model: Any, model_type: str, bindings: Bindings) -> ModelConfig:
         input_full_attention=decoder.input_full_attention,
         loss_on_targets_only=decoder.loss_on_targets_only,
         shared_towers=len({tower.name for tower in towers.values()}) < len(towers),
-        recompute_grads=any(tower.layer_stack._recompute_grads for tower in towers.values()),
+        recompute=own.pop("recompute") or reader.recompute(towers),
         norm_names=reader.norm_names(towers),
         rms_norm_epsilon=reader.norm_epsilon(towers),
         # An only layer's own bias is like one that all layers share, by its variable's name too.
@@ -343,6 +343,11 @@ class _ModelReader:
             )
         if kind == "DenseReluDense":
             self._check_activation(layer.activation, scope)
+
+    def recompute(self, towers: Mapping[str, Any]) -> Recompute:
+        """Mesh TensorFlow keeps a layer's input alone, or everything."""
+        asked = any(tower.layer_stack._recompute_grads for tower in towers.values())
+        return "full" if asked else "none"
 
     def activations(self, feed_forward: Any, exact_gelu: bool) -> tuple[Activation, ...]:
         """The names of a feed-forward layer's activations, `gelu_exact` if that is asked for."""

@@ -12,6 +12,7 @@ from t0repro.config.run_config import (
     DTypePolicy,
     LossDenominator,
     ModelConfig,
+    Recompute,
 )
 from t0repro.config.t5x import records
 from t0repro.config.t5x.places import Places
@@ -37,7 +38,8 @@ FIELDS = {
     "label_smoothing": f"{MODEL}.label_smoothing",
     "z_loss": f"{MODEL}.z_loss",
     "loss_denominator": f"{MODEL}.loss_normalizing_factor",
-    "recompute_grads": f"{SHAPE}.remat_policy",
+    "recompute": f"{SHAPE}.remat_policy",
+    "scan_layers": f"{SHAPE}.scan_layers",
 }
 _DENOMINATORS: dict[Any, float | LossDenominator | None] = {
     None: 1.0,
@@ -62,7 +64,6 @@ def model_config(model: records.EncoderDecoderModel, places: Places) -> ModelCon
             " there is no other converter.",
         },
     )
-    remat = getattr(shape, "remat_policy", "none")
     several_layers = max(shape.num_encoder_layers, shape.num_decoder_layers) > 1
     return ModelConfig(
         num_encoder_layers=shape.num_encoder_layers,
@@ -81,8 +82,9 @@ def model_config(model: records.EncoderDecoderModel, places: Places) -> ModelCon
         label_smoothing=model.label_smoothing,
         z_loss=model.z_loss,
         loss_denominator=_denominator(model, places),
-        # T5X's policies say which activations are kept; here it is none of a layer's.
-        recompute_grads=remat not in ("none", None),
+        recompute=_recompute(shape),
+        # scalable_t5 scans unless told otherwise; results are equal, so here depth decides.
+        scan_layers=None if getattr(shape, "scan_layers", True) else False,
         arithmetic=Arithmetic(
             float32_attention_logits=shape.float32_attention_logits,
             float32_vocabulary_logits=True,
@@ -132,6 +134,12 @@ def _activations(shape: records.T5Config, places: Places) -> tuple[Activation, .
                 f"Nearest names: {nearest_names(str(name), _ACTIVATIONS)}.",
             )
     return tuple(shape.mlp_activations)  # pyright: ignore[reportReturnType]
+
+
+def _recompute(shape: records.T5Config) -> Recompute:
+    """scalable_t5's policy, where a policy of any other name keeps nothing but a layer's input."""
+    policy = getattr(shape, "remat_policy", None) or "none"
+    return policy if policy in ("none", "minimal") else "full"
 
 
 def _denominator(

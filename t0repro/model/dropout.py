@@ -1,0 +1,92 @@
+"""Dropout, and its keys in a layer whose number is known only on the device."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import hashlib
+
+import flax
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.core.scope import LazyRng
+
+from t0repro.model.shapes import Array, Float, Int
+from t0repro.partitioning.rules import for_all_groups
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ScannedLayer:
+    """One turn of a body that is traced once for all layers of a tower.
+
+    Attributes:
+      index: which layer it is, from 0.
+      count: number of layers.
+      rng: the tower's key; Flax folds the path of each module below it into it.
+      drawn: number of keys that each module has drawn.
+    """
+
+    index: Int[Array, ""]
+    count: int
+    rng: LazyRng
+    drawn: collections.Counter[tuple[str, ...]] = dataclasses.field(
+        default_factory=collections.Counter
+    )
+
+    def key(self, path: tuple[str, ...]) -> jax.Array:
+        """The key that Flax gives the module at this path below `layers_<index>`.
+
+        Flax folds in a hash of the path, so a table of the hashes of all layers is looked up.
+        """
+        self.drawn[path] += 1
+        hashes = [
+            _hash(*self.rng.suffix, f"layers_{layer}", *path, self.drawn[path])
+            for layer in range(self.count)
+        ]
+        return jax.random.fold_in(self.rng.rng, jnp.asarray(np.uint32(hashes))[self.index])
+
+
+def _hash(*names: str | int) -> int:
+    """What flax.core.scope folds into a key for a path and a number of draws."""
+    separator = b"\0" if flax.config.flax_fix_rng_separator else b""
+    sha1 = hashlib.sha1(usedforsecurity=False)
+    for name in names:
+        if isinstance(name, int):
+            data = name.to_bytes((name.bit_length() + 7) // 8, "big")
+        else:
+            data = name.encode()
+        sha1.update(separator + data)
+    return int.from_bytes(sha1.digest()[:4], "big")
+
+
+class Dropout(nn.Module):
+    """Zeroes entries and scales up the rest, with one draw for all positions along one axis.
+
+    Mesh TensorFlow broadcasts its noise over the length: a channel is dropped for a whole sequence.
+    With a broadcast_axis of None every entry has its own draw.
+
+    Attributes:
+      rate: the part of entries that becomes zero.
+      broadcast_axis: see above.
+      layer: the layer that this is in, if its tower is scanned.
+    """
+
+    rate: float
+    broadcast_axis: int | None
+    layer: ScannedLayer | None = None
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "*shape"], *, deterministic: bool) -> Float[Array, "*shape"]:
+        """Returns x itself when deterministic or when the rate is zero."""
+        if deterministic or self.rate == 0.0:
+            return x
+        keep = 1.0 - self.rate
+        shape = list(x.shape)
+        if self.broadcast_axis is not None:
+            shape[self.broadcast_axis] = 1
+        key = self.make_rng("dropout") if self.layer is None else self.layer.key(self.path)
+        # All groups draw as one batch, so that a divided run drops what an undivided one drops.
+        kept = for_all_groups(lambda rows: jax.random.bernoulli(key, keep, rows), tuple(shape))
+        return x * (kept.astype(x.dtype) / jnp.asarray(keep, x.dtype))
