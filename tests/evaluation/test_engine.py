@@ -1,3 +1,5 @@
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -170,3 +172,23 @@ def test_batches_come_in_the_plans_order_while_the_next_one_is_under_way(params,
     assert next(run).pairs.tolist() == plan.batches[0].pairs.tolist()
     assert started == list(plan.batches[:2])
     assert [s.pairs.tolist() for s in run] == [b.pairs.tolist() for b in plan.batches[1:]]
+
+
+def test_batches_of_the_same_lengths_are_compiled_once(params):
+    """Fixed shapes by buckets: more examples of the same lengths bring no new program."""
+    model = T5(dataclasses.replace(MODEL.config, z_loss=0.5), MODEL.dtypes)  # compiled nowhere else
+    programs = (engine.encode, engine.decode)
+
+    def compiled(inputs):
+        pairs = distinct_pairs(examples_of(7, inputs, 2), None)
+        plan = make_plan(pairs, 64)
+        before = [program._cache_size() for program in programs]
+        for _ in Engine(params, model).run(pairs, plan):
+            pass
+        shapes = {(batch.size, batch.inputs_length) for batch in plan.batches}
+        new = [p._cache_size() - count for p, count in zip(programs, before, strict=True)]
+        return new, len(shapes), len(plan.batches)
+
+    (encoders, decoders), shapes, batches = compiled(24)
+    assert encoders == shapes < batches and decoders <= batches
+    assert compiled(24)[0] == [0, 0]

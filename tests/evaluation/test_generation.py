@@ -9,6 +9,7 @@ import pytest
 from t0repro.config.decoding_config import DecodingConfig
 from t0repro.evaluation import generation
 from t0repro.evaluation.generation import generate_tokens
+from t0repro.model import decoding
 from t0repro.model.decoding import generate
 
 from .small_model import MODEL, small_parameters
@@ -74,3 +75,11 @@ def test_input_lengths_are_rounded_to_few():
     assert {generation._rounded(n) for n in range(1, 513)} == {
         16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512,
     }  # fmt: skip
+
+
+def test_batches_whose_inputs_round_to_the_same_length_are_compiled_once(params):
+    model = T5(dataclasses.replace(MODEL.config, z_loss=0.5), MODEL.dtypes)  # compiled nowhere else
+    before = decoding._sample._cache_size()
+    for lengths in ((3, 9, 4, 2, 12), (16, 1, 5), (7, 7)):
+        generate_tokens(params, model, inputs_of(*lengths), GREEDY, length=6, batch_size=2)
+    assert decoding._sample._cache_size() == before + 1

@@ -12,14 +12,12 @@ from t0repro.training.train_step import loss_and_gradients
 
 from .. import tiny_models as tiny
 
-DEEP = {"num_encoder_layers": 3, "num_decoder_layers": 3}
+DEEP = {"num_encoder_layers": 2, "num_decoder_layers": 2}
 VARIANTS = {
-    "shared position bias": {},
-    "position bias per layer": {"position_bias_per_layer": True},
+    "shared position bias, partly recomputed": {"recompute": "minimal"},
+    "position bias per layer, recomputed": {"position_bias_per_layer": True, "recompute": "full"},
     "shared towers": {"shared_towers": True},
     "language model": {"model_type": "delimited_lm", "num_encoder_layers": 0},
-    "recomputed": {"recompute": "full"},
-    "partly recomputed": {"recompute": "minimal"},
 }
 
 

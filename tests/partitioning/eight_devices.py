@@ -162,6 +162,14 @@ if __name__ == "__main__":
             for name, config in OPTIMIZERS.items()
         },
         "dropout": [trained(each, dropout_rate=0.1) for each in (None, Layout(4, 2))],
+        "scanned layers": [
+            trained(each, num_encoder_layers=2, num_decoder_layers=2, scan_layers=scan)
+            for each, scan in ((None, False), (Layout(4, 2), True))
+        ],
+        "scanned layers, fully sharded": [
+            trained(each, num_encoder_layers=2, num_decoder_layers=2, scan_layers=scan)
+            for each, scan in ((None, False), (Layout(4, 2, fully_sharded=True), True))
+        ],
         "one batch, not packed": [
             trained(each, microbatches=1, pack=False) for each in (None, Layout(4, 2))
         ],

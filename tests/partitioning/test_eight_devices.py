@@ -46,8 +46,11 @@ def test_each_optimizer_trains_to_the_same_losses(result, optimizer):
     assert_same_training(*result["optimizers"][optimizer])
 
 
-@pytest.mark.parametrize("case", ["dropout", "one batch, not packed"])
-def test_dropout_and_a_batch_in_one_part_train_to_the_same_losses(result, case):
+CASES = ["dropout", "one batch, not packed", "scanned layers", "scanned layers, fully sharded"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_case_trains_to_the_same_losses(result, case):
     assert_same_training(*result[case])
 
 

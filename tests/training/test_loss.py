@@ -143,4 +143,4 @@ def test_a_large_batch_never_has_all_its_logits_in_memory():
     batch = {"inputs": jax.ShapeDtypeStruct((64, 1), np.int32), "targets": tokens}
     function = jax.jit(jax.grad(lambda p, b: training_loss(model, p, b, denominator=1.0)))
     temporary = function.lower(params, batch).compile().memory_analysis().temp_size_in_bytes
-    assert 64 * 128 * 32128 * 4 > 2 * temporary
+    assert temporary < 64 * 128 * 32128 * 4
