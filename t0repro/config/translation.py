@@ -124,7 +124,7 @@ _UNCHANGED = {
     "scale_tied_logits": True,
     "input_full_attention": False,
     "loss_on_targets_only": False,
-    "recompute_grads": False,
+    "recompute": "none",
 }
 
 

@@ -13,6 +13,7 @@ FIELDS = {
     "relative_attention_max_distance = 64": ("relative_attention_max_distance", 64),
     "exact_gelu = True": ("activations", ("gelu_exact", "linear")),
     "scale_tied_logits = False": ("scale_tied_logits", False),
+    "recompute = 'minimal'": ("recompute", "minimal"),
 }
 
 

@@ -10,6 +10,7 @@ from t0repro.config import ranges
 from t0repro.config.configuration import Configuration, NotOnJax, RunInputs
 from t0repro.config.mtf import datasets as mtf_datasets
 from t0repro.config.mtf import decoding as mtf_decoding
+from t0repro.config.mtf import jax_model
 from t0repro.config.mtf import model as mtf_model
 from t0repro.config.mtf import optimizer as mtf_optimizer
 from t0repro.config.mtf.arguments import RunArguments
@@ -198,6 +199,8 @@ class _ConfigReader:
                 ranges.check_field(ModelConfig, "num_decoder_layers", depth, place, "num_layers")
 
     def _model(self) -> Any:
+        import gin
+
         self._check_depth()
         vocabulary = self._gin.run["vocabulary"]
         model = self._gin.utils.build_model(
@@ -212,6 +215,8 @@ class _ConfigReader:
             if model_type != "bitransformer":
                 scopes = ()  # there is one tower, which no scope is made for
             self._gin.note(f"model.{field}", selector, argument, scopes)
+        if gin.get_bindings(jax_model.SELECTOR).get("recompute") is not None:
+            self._gin.note("model.recompute", jax_model.SELECTOR, "recompute")
         return mtf_model.read_model(model, model_type, self._gin.bindings)
 
     def _dtypes(self) -> DTypePolicy:

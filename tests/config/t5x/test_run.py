@@ -255,8 +255,8 @@ scanned.T5Config:
 def test_scanned_models_have_the_shape_of_the_others_and_a_bias_in_each_layer(family, size):
     scanned = config(files=[f"t5x/examples/scalable_t5/{family}/{size}.gin", PRETRAIN]).model
     other = config(files=[f"t5x/examples/t5/{family}/{size}.gin", PRETRAIN]).model
-    assert scanned.position_bias_per_layer and scanned.recompute_grads  # remat_policy
-    same = dataclasses.replace(scanned, position_bias_per_layer=False, recompute_grads=False)
+    assert scanned.position_bias_per_layer and scanned.recompute != "none"  # remat_policy
+    same = dataclasses.replace(scanned, position_bias_per_layer=False, recompute="none")
     assert same == other
 
 
@@ -315,6 +315,32 @@ def test_umt5s_fine_tuning_of_a_user_and_the_loader_that_it_may_name(tmp_path):
     with pytest.raises(UserError, match="get_training_eval_datasets") as caught:
         config(files=[str(path)])
     assert "mine.gin:6" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("binding", "recompute", "scan_layers"),
+    [
+        ("remat_policy = 'none'", "none", None),
+        ("remat_policy = 'minimal'", "minimal", None),
+        ("remat_policy = 'full'", "full", None),
+        ("scan_layers = False", "none", False),
+    ],
+)
+def test_what_is_computed_again_and_scanned_is_as_scalable_t5_says(
+    tmp_path, binding, recompute, scan_layers
+):
+    text = f"""
+from t5x.examples.t5 import network
+from t5x.examples.scalable_t5 import network as scanned
+---
+network.Transformer.config = @scanned.T5Config()
+scanned.T5Config:
+  vocab_size = 32128
+  dropout_rate = 0.0
+  {binding}
+"""
+    model = from_file(tmp_path, text).model
+    assert (model.recompute, model.scan_layers) == (recompute, scan_layers)
 
 
 def test_fields_that_only_t5x_sets_have_mesh_tensorflows_meaning_by_default():
