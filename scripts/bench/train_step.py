@@ -1,0 +1,170 @@
+"""Times the train step on this machine's devices, from a run's JSON and batches in an .npz file.
+
+    python scripts/bench/train_step.py RUN.json BATCHES.npz --steps 20
+
+Needs jax, flax, optax and orbax alone, so it runs on an accelerator machine as it is; no file is
+written. RUN.json is RunConfig.to_json's (scripts/bench/train.py writes both files). The arrays of
+BATCHES.npz are [batches, rows, length], by feature. Prints one line of JSON:
+
+    first_step     seconds from the start of Python to the end of the first step
+    step           seconds of a step: the median, each with a batch from the host
+    input          seconds that the host takes for a batch; most of them while the device computes
+    tokens         inputs and targets a second, padding included
+    flops          operations of a step's matrix products, nothing computed twice
+    rate, peak     operations a second: the step's, and the published ones or, of a device that
+                   none are published of, those of a product of float32 matrices measured here
+    mfu            rate / peak
+    memory         most bytes in use, on a device or, on CPU, of the process
+"""
+
+import argparse
+import dataclasses
+import json
+import resource
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+_STARTED = time.perf_counter()
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+
+from t0repro.config.run_config import (  # noqa: E402
+    AdafactorConfig,
+    Arithmetic,
+    DTypePolicy,
+    Layout,
+    ModelConfig,
+    ScheduleConfig,
+)
+from t0repro.model.t5 import T5, initial_parameters  # noqa: E402
+from t0repro.partitioning.devices import choose  # noqa: E402
+from t0repro.partitioning.flops import count_flops  # noqa: E402
+from t0repro.partitioning.topologies import published  # noqa: E402
+from t0repro.training.optimizers import make_optimizer  # noqa: E402
+from t0repro.training.schedules import make_schedule  # noqa: E402
+from t0repro.training.train_state import new_train_state  # noqa: E402
+from t0repro.training.train_step import jitted_train_step, make_train_step  # noqa: E402
+
+
+def main() -> None:
+    """Trains a few steps and prints what they took."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("run", type=Path)
+    parser.add_argument("batches", type=Path)
+    parser.add_argument("--steps", type=int, default=10)
+    options = parser.parse_args()
+    values = json.loads(options.run.read_text())
+    arrays = dict(np.load(options.batches))
+    count = len(arrays["targets"])
+    batches = [{name: x[n % count] for name, x in arrays.items()} for n in range(options.steps + 1)]
+    print(json.dumps(measured(values, batches)), flush=True)
+
+
+def measured(values: dict[str, Any], batches: list[dict[str, np.ndarray]]) -> dict[str, Any]:
+    """What the module's docstring lists, of a run's values and a batch for each step."""
+    model = model_of(values)
+    rows = values["batch_size"] // values["num_microbatches"]
+    partitioning = choose(Layout(**values["layout"]), model.config, rows=rows)
+    step, state, loss = made(model, values, partitioning, batches[0])
+    first = time.perf_counter() - _STARTED
+    seconds, fetching = [], []
+    for batch in batches[1:]:
+        before = time.perf_counter()
+        on_device = partitioning.put_batch(batch)
+        fetching.append(time.perf_counter() - before)
+        state, metrics = step(state, on_device)
+        loss = float(metrics["loss"])
+        seconds.append(time.perf_counter() - before)
+    seconds_a_step = statistics.median(seconds)
+    flops, peak = operations(model, values, batches[0]), peak_rate(partitioning.mesh.size)
+    tokens = sum(batches[0][name].size for name in ("inputs", "targets"))
+    return {
+        "device": f"{partitioning}, jax {jax.__version__}",
+        "first_step": first,
+        "step": seconds_a_step,
+        "input": statistics.median(fetching),
+        "tokens": tokens / seconds_a_step,
+        "flops": flops,
+        "rate": flops / seconds_a_step,
+        "peak": peak,
+        "mfu": flops / seconds_a_step / peak,
+        "memory": memory(),
+        "loss": loss,
+    }
+
+
+def model_of(values: dict[str, Any]) -> T5:
+    """The model of a RunConfig's JSON; dacite, which reads the rest of it, may be absent here."""
+    model = {**values["model"], "activations": tuple(values["model"]["activations"])}
+    model["arithmetic"] = Arithmetic(**model["arithmetic"])
+    return T5(ModelConfig(**model), DTypePolicy(**values["dtypes"]))
+
+
+def made(model: T5, values: dict[str, Any], partitioning: Any, batch: Any) -> Any:
+    """The compiled step, the state after one of them, and its loss."""
+    several = partitioning if partitioning.mesh.size > 1 else None
+    optimizer = make_optimizer(AdafactorConfig(**values["optimizer"]))
+    train_step = make_train_step(
+        model,
+        optimizer,
+        make_schedule(ScheduleConfig(**values["schedule"])),
+        num_microbatches=values["num_microbatches"],
+        dropout_key=jax.random.key(1),
+        partitioning=several,
+    )
+
+    def fresh() -> Any:
+        return new_train_state(initial_parameters(model, jax.random.key(0)), optimizer)
+
+    shardings = partitioning.shardings(jax.eval_shape(fresh))
+    state = jax.jit(fresh, out_shardings=None if several is None else shardings)()
+    on_device = partitioning.put_batch(batch)
+    with partitioning.active():
+        step = jitted_train_step(train_step, state, several).lower(state, on_device).compile()
+    state, metrics = step(state, on_device)
+    return step, state, float(metrics["loss"])
+
+
+def operations(model: T5, values: dict[str, Any], batch: Any) -> int:
+    """Operations of a step that computes nothing twice; dropout has no products."""
+    config = dataclasses.replace(model.config, recompute="none", dropout_rate=0.0)
+    model, optimizer = (
+        T5(config, model.dtypes),
+        make_optimizer(AdafactorConfig(**values["optimizer"])),
+    )
+    step = make_train_step(model, optimizer, make_schedule(ScheduleConfig(**values["schedule"])))
+    state = jax.eval_shape(
+        lambda: new_train_state(initial_parameters(model, jax.random.key(0)), optimizer)
+    )
+    return count_flops(jax.make_jaxpr(step)(state, batch).jaxpr)
+
+
+def peak_rate(devices: int) -> float:
+    """Operations a second of all devices: published, or of a large product measured now."""
+    if chip := published(jax.devices()[0]):
+        return chip.flops * devices
+    x = jnp.ones((2048, 2048), jnp.float32)
+    product = jax.jit(jnp.dot)
+    product(x, x).block_until_ready()
+    seconds = []
+    for _ in range(10):
+        before = time.perf_counter()
+        product(x, x).block_until_ready()
+        seconds.append(time.perf_counter() - before)
+    return 2 * 2048**3 / min(seconds)
+
+
+def memory() -> int:
+    """Most bytes in use so far."""
+    of_process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", of_process)
+
+
+if __name__ == "__main__":
+    main()

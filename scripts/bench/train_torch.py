@@ -1,0 +1,64 @@
+"""The PyTorch side of train.py: transformers' T5 on the same batches, in its own process.
+
+    python scripts/bench/train_torch.py RUN.json BATCHES.npz pytorch|compiled STEPS
+
+Rows are taken as one example each: transformers has no segments, and the products are the same.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import statistics
+import sys
+import time
+
+_STARTED = time.perf_counter()
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from transformers import T5Config, T5ForConditionalGeneration  # noqa: E402
+
+
+def main() -> None:
+    """Trains a few steps and prints what they took as JSON."""
+    run, batches, way, steps = sys.argv[1:]
+    with open(run) as file:
+        size = json.load(file)["model"]
+    model = T5ForConditionalGeneration(
+        T5Config(
+            vocab_size=size["vocab_size"],
+            num_layers=size["num_encoder_layers"],
+            num_decoder_layers=size["num_decoder_layers"],
+            d_model=size["d_model"],
+            d_ff=size["d_ff"],
+            num_heads=size["num_heads"],
+            d_kv=size["d_kv"],
+            feed_forward_proj="gated-gelu",
+            tie_word_embeddings=False,
+            decoder_start_token_id=0,
+            dropout_rate=size["dropout_rate"],
+        )
+    )
+    optimizer = torch.optim.Adafactor(model.parameters(), lr=1e-3)
+    forward = torch.compile(model) if way == "compiled" else model
+    arrays = {name: torch.from_numpy(x).long() for name, x in np.load(batches).items()}
+    count, seconds, first = len(arrays["targets"]), [], 0.0
+    for number in range(int(steps) + 1):
+        before = time.perf_counter()
+        inputs, targets = (arrays[name][number % count] for name in ("inputs", "targets"))
+        labels = targets.masked_fill(targets == 0, -100)
+        loss = forward(input_ids=inputs, attention_mask=(inputs != 0).long(), labels=labels).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        loss.item()
+        seconds.append(time.perf_counter() - before)
+        first = first or time.perf_counter() - _STARTED
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    step = statistics.median(seconds[1:])
+    print(json.dumps({"first_step": first, "step": step, "memory": memory}))
+
+
+if __name__ == "__main__":
+    main()
