@@ -72,7 +72,7 @@ def of_each_target(
     targets: Int[Array, "batch length"],
     values: Callable[[Array, Array], dict[str, Array]],
 ) -> dict[str, Array]:
-    """Values of each target [batch, length], made from its logits, a part of which exists at a time.
+    """Values of each target, made from its logits, of which only a part exists at a time.
 
     1,024 rows of 256 targets have 34 GB of logits. Beyond `LOGITS_BYTES` on a device they are made
     for some positions of all rows after the other, and again in the backward pass.
