@@ -11,6 +11,7 @@ from t0repro.evaluation import generation
 from t0repro.evaluation.generation import generate_tokens
 from t0repro.model import decoding
 from t0repro.model.decoding import generate
+from t0repro.model.t5 import T5
 
 from .small_model import MODEL, small_parameters
 
