@@ -31,7 +31,8 @@ WRITTEN = {
 FORMS = {model: ("t5x", "jax", "mtf", "hf") for model in WRITTEN} | {"scanned": ("t5x", "jax")}
 # T5X's own model files; that of the scanned model was not kept.
 MODEL_FILES = {model: f"include '{T5X_FILES}/{model}.gin'" for model in ("tiny", "square")} | {
-    "scanned": """include 't5x/examples/scalable_t5/t5_1_1/small.gin'
+    "scanned": """from t5x.examples.scalable_t5 import network
+include 't5x/examples/scalable_t5/t5_1_1/small.gin'
 network.T5Config:
   vocab_size = 1408
   dtype = 'float32'
