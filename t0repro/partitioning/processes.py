@@ -110,7 +110,9 @@ def joined(asked: Asked) -> Iterator[None]:
                 watch.end_with_others()
             watch.abandon()
             # Otherwise JAX waits for the others in vain as Python ends, and then aborts.
-            atexit.register(_end, 2 if isinstance(error, UserError) else 1)
+            interrupted = isinstance(error, KeyboardInterrupt)
+            code = 130 if interrupted else 2 if isinstance(error, UserError) else 1
+            atexit.register(_end, code)  # as t0repro.cli.gate ends these
             raise
         _leave(watch)
 

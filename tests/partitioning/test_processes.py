@@ -46,12 +46,15 @@ def members(count, devices=1, **asked):
         )
         for index in range(count)
     ]
-    said = [process.communicate(timeout=900) for process in started]
-    return (
-        [process.returncode for process in started],
-        [out for out, _ in said],
-        [e for _, e in said],
-    )
+    exits = {}
+    while len(exits) < count:
+        for index, process in enumerate(started):
+            if process.poll() is not None:
+                exits.setdefault(index, time.monotonic())
+        time.sleep(0.05)
+    outputs, errors = zip(*(process.communicate() for process in started), strict=True)
+    codes = [process.returncode for process in started]
+    return codes, outputs, errors, exits
 
 
 def losses(folder):
@@ -80,7 +83,7 @@ def one_process(tmp_path_factory):
 
 def test_two_processes_stop_at_one_step_and_one_goes_on(tmp_path, one_process):
     # The signal reaches process 1 alone; parameters and slots are divided between the two.
-    codes, _, said = members(
+    codes, _, said, _ = members(
         2, folder=str(tmp_path), steps=6, fully_sharded=True, at={3: [1, signal.SIGTERM]}
     )
     assert codes == [128 + signal.SIGTERM] * 2, said
@@ -97,7 +100,7 @@ def test_two_processes_stop_at_one_step_and_one_goes_on(tmp_path, one_process):
     [(2, 2, {"data": 2, "model": 2}), (4, 1, {}), (4, 2, {"model": 2, "fully_sharded": True})],
 )
 def test_training_and_evaluation_are_one_processes(tmp_path, one_process, count, devices, layout):
-    codes, printed, said = members(
+    codes, printed, said, _ = members(
         count, devices, folder=str(tmp_path), steps=6, evaluate=True, **layout
     )
     assert codes == [0] * count, said
@@ -122,15 +125,16 @@ def test_training_and_evaluation_are_one_processes(tmp_path, one_process, count,
 def test_when_one_is_killed_the_others_say_which_and_a_restart_goes_on(
     tmp_path, one_process, victim
 ):
-    started = time.monotonic()
-    codes, _, said = members(4, folder=str(tmp_path), steps=6, at={5: [victim, signal.SIGKILL]})
-    assert time.monotonic() - started < 120
+    codes, _, said, exits = members(
+        4, folder=str(tmp_path), steps=6, at={5: [victim, signal.SIGKILL]}
+    )
+    assert max(exits.values()) - exits[victim] < 60
     assert codes[victim] == -signal.SIGKILL
     for index, (code, text) in enumerate(zip(codes, said, strict=True)):
         if index != victim:
             assert code == 1 and f"Process {victim} of 4" in text, text
     assert list_checkpoints(tmp_path) == [2, 4]
-    codes, _, said = members(2, folder=str(tmp_path), steps=6, fully_sharded=True)
+    codes, _, said, _ = members(2, folder=str(tmp_path), steps=6, fully_sharded=True)
     assert codes == [0, 0], said
     assert_same(tmp_path, one_process, 6)
 
