@@ -23,6 +23,7 @@ from t0repro.cli import (
     parity,
     precompile,
     rank_eval,
+    replay,
     report,
     runs,
     t5x_run,
@@ -57,6 +58,7 @@ app.command()(parity.parity)
 app.command()(precompile.precompile)
 app.command("rank-eval")(rank_eval.rank_eval)
 app.command()(compare.compare)
+app.command()(replay.replay)
 app.command()(runs.runs)
 app.command()(runs.plot)
 app.command("eval")(t5x_run.evaluate)

@@ -130,8 +130,10 @@ class EarlyStoppingConfig:
     """Stops when a task's metric has not improved for a while.
 
     Attributes:
-      patience: Evaluations that are compared, each with the one before.
-      atol, rtol: How much better a value has to be, absolutely and relative to the one before.
+      patience: Evaluations without an improvement after which it stops.
+      atol, rtol: How much better a value has to be, absolutely and relative to the reference.
+      reference: What a value is compared with: "best" is the best so far; "previous" is T5X's rule
+        (t0repro.training.stopping).
     """
 
     task: str
@@ -140,6 +142,7 @@ class EarlyStoppingConfig:
     patience: Annotated[int, Range(at_least=1)]
     atol: Annotated[float, Range(at_least=0)]
     rtol: Annotated[float, Range(at_least=0)]
+    reference: Literal["best", "previous"] = "best"
 
 
 @dataclasses.dataclass(frozen=True)

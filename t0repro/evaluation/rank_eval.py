@@ -112,7 +112,7 @@ def rank_eval(
         this step, or a score is not finite (naming task, example and step).
     """
     from t0repro.event_files import event_writer
-    from t0repro.training.metrics import MetricsManager
+    from t0repro.training.metrics import MetricLog
 
     selected = select_tasks(
         mixture,
@@ -128,7 +128,7 @@ def rank_eval(
     vocabulary = check_vocabulary(names, rows, checkpoint.path)
     # Before anything is written, so that two checkpoints of one step cannot mix their results.
     claim_step(Path(out), checkpoint)
-    metrics = MetricsManager(out, writers=[event_writer(out)])
+    metrics = MetricLog(out, writers=[event_writer(out)])
     try:
         evaluation = _Evaluation(checkpoint, Path(out), settings, selected, vocabulary, metrics)
         outcome = evaluation.run(say)

@@ -78,7 +78,7 @@ def _evaluate(
     """Evaluates all tasks at one checkpoint; returns the metrics of each."""
     from t0repro.evaluation import score_eval
     from t0repro.event_files import event_writer
-    from t0repro.training.metrics import MetricsManager
+    from t0repro.training.metrics import MetricLog
 
     config = configuration.run
     assert config.eval_data is not None
@@ -86,7 +86,7 @@ def _evaluate(
     saves_scores = config.mode == "score_eval" and config.scores_filename is not None
     evaluated: dict[str, Mapping[str, float]] = {}
     writer = event_writer(score_eval.evaluation_folder(config))
-    metrics = MetricsManager(config.model_dir, writers=[writer])
+    metrics = MetricLog(config.model_dir, writers=[writer])
     lengths = windows.lengths
     with (
         score_eval.TaskWriter(config, checkpoint, windows.judges) as tasks,

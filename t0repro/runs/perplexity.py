@@ -12,7 +12,7 @@ def evaluate_perplexity(configuration: Configuration) -> None:
     from t0repro.evaluation import perplexity
     from t0repro.evaluation.checkpoint_choice import chosen_checkpoints
     from t0repro.event_files import event_writer
-    from t0repro.training.metrics import MetricsManager
+    from t0repro.training.metrics import MetricLog
 
     config = configuration.run
     steps = config.perplexity_eval_steps
@@ -27,7 +27,7 @@ def evaluate_perplexity(configuration: Configuration) -> None:
             name = f"{task}_{split}_{config.batch_size * steps}"
             name += f"_{config.eval_dir_suffix}" if config.eval_dir_suffix is not None else ""
             events = event_writer(f"{config.model_dir}/eval_{name}")
-            metrics = MetricsManager(config.model_dir)
+            metrics = MetricLog(config.model_dir)
             metrics.write(split, step, values, task=task)
             metrics.close()
             events.write_scalars(step, values)

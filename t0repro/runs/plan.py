@@ -15,11 +15,13 @@ from t0repro.config.training_plan import TerminateOnNanConfig, TrainingPlan
 from t0repro.errors import UserError
 from t0repro.partitioning.processes import from_first
 from t0repro.training.actions import Action, SaveByPlan
+from t0repro.training.bad_update import ReportBadUpdate
+from t0repro.training.loop import TrainingLoop
+from t0repro.training.metrics import OpenWriter, SplitMetrics
+from t0repro.training.progress_notes import Progress
 from t0repro.training.stopping import make_actions
-from t0repro.training.summaries import Evaluate, OpenWriter, SplitMetrics, Summarise
-from t0repro.training.trainer import NumpyBatch, Trainer
-
-InferEval = Callable[[Trainer], Mapping[str, Mapping[str, float]]]
+from t0repro.training.summaries import Evaluate, InferEval, Summarise
+from t0repro.training.trainer import NumpyBatch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,12 +85,28 @@ def shortest_period(plan: TrainingPlan, steps: int) -> int:
     return min((period for period in periods if period), default=max(1, steps))
 
 
+@dataclasses.dataclass(frozen=True)
+class Beginning:
+    """Where a planned training begins, in steps and in files.
+
+    Attributes:
+      step: The global step that it starts from.
+      last_step: The step at which it ends.
+      checkpoint: The checkpoint in model_dir that it goes on from; None for a new run.
+      save_data: Writes the position in the data into a checkpoint's folder.
+    """
+
+    step: int
+    last_step: int
+    checkpoint: Path | None
+    save_data: Callable[[Path], None] | None
+
+
 def planned_actions(
     config: RunConfig,
     inputs: PlannedInputs,
-    metrics: SplitMetrics,
-    save_data: Callable[[Path], None] | None,
-    steps: int,
+    files: SplitMetrics,
+    beginning: Beginning,
     say: Callable[[str], None],
 ) -> Sequence[Action]:
     """What happens between steps, in the order in which T5X does it.
@@ -96,38 +114,42 @@ def planned_actions(
     Args:
       config: The run, with a plan.
       inputs: What evaluations read.
-      metrics: Where metrics are written.
-      save_data: Writes the position in the data into a checkpoint's folder.
-      steps: How many steps the run is about to do.
+      files: Where metrics are written.
+      beginning: Where the training begins.
       say: Receives lines about what is being done.
     """
     plan = config.plan
     assert plan is not None
-    run_actions = {mode: make_actions(items, say) for mode, items in plan.actions.items()}
+    on_metrics = {mode: make_actions(items, say) for mode, items in plan.actions.items()}
+    progress = Progress(
+        config.model_dir,
+        beginning.step,
+        {mode: run.actions for mode, run in on_metrics.items()},
+        beginning.checkpoint,
+    )
+    steps = beginning.last_step - beginning.step
     actions: list[Action] = [
         Summarise(
-            plan.stats_period or shortest_period(plan, steps),
-            metrics,
-            packed=plan.train_data.pack,
-            run_actions=run_actions.get("TRAIN"),
+            plan.stats_period or shortest_period(plan, steps), progress, on_metrics.get("TRAIN")
         )
     ]
+    if stops_on_nan(plan):
+        actions.append(ReportBadUpdate(config, say))
     if plan.gc_period:
         actions.append(CollectGarbage(plan.gc_period))
     if plan.save is not None:
         actions.append(
-            SaveByPlan(config.model_dir, plan.save, save_data, only_finite=_stops_on_nan(plan))
+            SaveByPlan(config.model_dir, plan.save, beginning.save_data, progress=progress)
         )
     if inputs.train_eval or inputs.infer_eval:
-        packed = plan.train_eval_data is not None and plan.train_eval_data.pack
         actions.append(
             Evaluate(
                 plan.eval_period,
-                metrics,
+                files,
                 train_eval=inputs.train_eval,
-                packed=packed,
                 infer_eval=inputs.infer_eval,
-                run_actions={mode: run for mode, run in run_actions.items() if run is not None},
+                run_actions=on_metrics,
+                progress=progress,
                 before_training=plan.run_eval_before_training,
             )
         )
@@ -140,10 +162,11 @@ def may_be_nan(config: RunConfig) -> bool:
     if plan is None:
         return False
     skips = isinstance(optimizer, AdafactorConfig) and optimizer.skip_nan_updates
-    return skips or _stops_on_nan(plan)
+    return skips or stops_on_nan(plan)
 
 
-def _stops_on_nan(plan: TrainingPlan) -> bool:
+def stops_on_nan(plan: TrainingPlan) -> bool:
+    """Whether an action watches for values that are not finite."""
     actions = [action for items in plan.actions.values() for action in items]
     return any(isinstance(action, TerminateOnNanConfig) for action in actions)
 
@@ -154,16 +177,16 @@ class CollectGarbage(Action):
     def __init__(self, period: int):
         self._period, self._first = period, 0
 
-    def start(self, trainer: Trainer, last_step: int) -> None:
+    def start(self, loop: TrainingLoop, last_step: int) -> None:
         """Takes over from Python's own collection."""
-        self._first = trainer.step
+        self._first = loop.step
         gc.disable()
 
-    def after_step(self, trainer: Trainer) -> None:
+    def after_step(self, loop: TrainingLoop) -> None:
         """Collects if it is time."""
-        if (trainer.step - self._first) % self._period == 0:
+        if (loop.step - self._first) % self._period == 0:
             gc.collect()
 
-    def end(self, trainer: Trainer) -> None:
+    def end(self, loop: TrainingLoop) -> None:
         """Leaves it to Python again."""
         gc.enable()

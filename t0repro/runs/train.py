@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import signal
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -12,16 +14,18 @@ from jax.sharding import NamedSharding
 
 from t0repro.config.run_config import RunConfig, TrainDataConfig
 from t0repro.errors import UserError
-from t0repro.model.t5 import T5, count_parameters, initial_parameters
-from t0repro.partitioning.devices import choose, line_of
+from t0repro.model.t5 import T5, count_parameters
+from t0repro.partitioning.devices import Partitioning, choose, line_of
 from t0repro.partitioning.processes import from_first, output_folder
 from t0repro.runs.plan import (
+    Beginning,
     PlannedInputs,
     chosen_seed,
     keys,
     last_step,
     may_be_nan,
     planned_actions,
+    stops_on_nan,
 )
 from t0repro.training.actions import Action, SaveCheckpoints, ShowProgress, StopOnSignal
 from t0repro.training.checkpoints import (
@@ -31,15 +35,20 @@ from t0repro.training.checkpoints import (
     load_tree,
     remove_interrupted_saves,
 )
-from t0repro.training.metrics import MetricsManager, Writer
-from t0repro.training.optimizers import Optimizer, make_optimizer
+from t0repro.training.loop import TrainingLoop
+from t0repro.training.metrics import MetricLog, SplitMetrics, Writer
+from t0repro.training.models import T5Model
+from t0repro.training.optimizers import make_optimizer
+from t0repro.training.partitioner import Partitioner
+from t0repro.training.progress_notes import last_evaluated
 from t0repro.training.run_state import RecordRunState
-from t0repro.training.schedules import make_schedule
-from t0repro.training.summaries import SplitMetrics
-from t0repro.training.train_state import FlatTree, TrainState, from_flat_tree, new_train_state
-from t0repro.training.train_step import Measured
-from t0repro.training.trainer import NumpyBatch, Trainer
+from t0repro.training.schedules import Schedule, make_schedule
+from t0repro.training.train_state import FlatTree, TrainState, from_flat_tree
+from t0repro.training.trainer import NumpyBatch, PreemptionError, Trainer
+from t0repro.training.weight_metrics import WeightMetricsComputer
 from t0repro.words import counted
+
+Say = Callable[[str], None]
 
 
 @runtime_checkable
@@ -64,22 +73,62 @@ class BatchSource(Protocol):
         ...
 
 
+Batches = Iterable[NumpyBatch] | Callable[[], Iterable[NumpyBatch]] | BatchSource
+
+
 class StoppedBySignal(SystemExit):
-    """A signal ended training early, after a save; the exit code is 128 plus its number."""
+    """A signal ended training early, after a save.
+
+    The exit code is 130 for Ctrl-C (SIGINT), and PREEMPTED for SIGTERM and for a notice that the
+    machine is about to be taken away: nothing is wrong, and the same command continues.
+    """
 
     def __init__(self, number: int):
-        super().__init__(128 + number)
+        super().__init__(128 + number if number == signal.SIGINT else PREEMPTED)
+
+
+# sysexits.h's EX_TEMPFAIL, "try again later". A shell reports 143 for a process that SIGTERM ended
+# at once, without a save.
+PREEMPTED = 75
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """What of a run's configuration is made before its checkpoint is looked for.
+
+    Attributes:
+      initial_key: PRNG key of new parameters.
+      dropout_key: PRNG key of dropout, into which each step is folded.
+      seed: what the keys were made of.
+    """
+
+    config: RunConfig
+    model: T5Model
+    schedule: Schedule
+    partitioning: Partitioning
+    initial_key: jax.Array
+    dropout_key: jax.Array
+    seed: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Start:
+    """The state that training starts from, and the checkpoint in model_dir that it is of."""
+
+    state: TrainState
+    step: int
+    checkpoint: Path | None
 
 
 def train(
     config: RunConfig,
-    batches: Iterable[NumpyBatch] | Callable[[], Iterable[NumpyBatch]] | BatchSource,
+    batches: Batches,
     *,
     restore_from: FlatTree | str | Path | None = None,
     seed: int = 0,
     actions: Sequence[Action] = (),
     writers: Sequence[Writer] = (),
-    say: Callable[[str], None] | None = None,
+    say: Say | None = None,
     planned: PlannedInputs | None = None,
 ) -> TrainState:
     """Trains until the global step reaches config.train_steps and returns the last state.
@@ -106,133 +155,226 @@ def train(
       StoppedBySignal: After SIGTERM or SIGINT, once the state has been saved.
     """
     say = say or (lambda line: print(line, file=sys.stderr, flush=True))
+    run = _prepared(config, seed, say)
+    start = _start(run, restore_from, say)
+    end_step = config.train_steps if config.plan is None else last_step(config, start.step)
+    nothing = f"nothing to train: step {start.step:,}, train_steps {end_step:,}"
+    evaluate_only = config.plan is not None and config.plan.run_eval_before_training
+    if start.step >= end_step and not evaluate_only:
+        say(nothing)
+        return start.state
 
-    # ---------------------------------------------------------------- model and optimizer
+    microbatches = counted(config.num_microbatches, "microbatch", "microbatches")
+    parts = f"{counted(config.batch_size, 'sequence')} in {microbatches}"
+    say(f"train: steps {start.step:,} to {end_step:,}, a batch is {parts}")
+    opened = _opened(batches, start, say) if start.step < end_step else ()
+    save_data = batches.save if isinstance(batches, BatchSource) else None
+    beginning = Beginning(start.step, end_step, start.checkpoint, save_data)
+    signals = StopOnSignal(say)
+    loop = (
+        _plain_loop(run, start, beginning, writers, [*actions, signals])
+        if config.plan is None
+        else _planned_loop(run, start, beginning, planned, [*actions, signals], say)
+    )
+    done = _run_loop(loop, opened, end_step - start.step, say)
+    if start.step >= end_step:
+        say(nothing)
+    else:
+        _say_how_it_ended(loop, end_step, done, signals, config, say)
+    return loop.train_state
+
+
+# ---- Before the loop ----------------------------------------------------------------------------
+
+
+def _prepared(config: RunConfig, seed: int, say: Say) -> _Run:
+    """The model, its optimizer and schedule, the keys and the devices."""
     if config.optimizer is None or config.schedule is None:
         raise UserError(
             "There is no optimizer or no learning-rate schedule.",
             where="utils.run",
             fix="Bind utils.run.optimizer and utils.run.learning_rate_schedule.",
         )
-    model, optimizer = T5(config.model, config.dtypes), make_optimizer(config.optimizer)
+    plan = config.plan
+    module = T5(config.model, config.dtypes)
+    model = T5Model(module, make_optimizer(config.optimizer), measured=plan is not None)
     schedule = make_schedule(config.schedule)
-    plan, initial_key, dropout_key = config.plan, jax.random.key(seed), None
-    if plan is not None:
+    if plan is None:
+        initial_key = jax.random.key(seed)
+        # Fold in a constant, because parameters are drawn with the seed's key itself.
+        dropout_key = jax.random.fold_in(initial_key, 1)
+    else:
         seed = chosen_seed(plan, say)
         initial_key, dropout_key = keys(seed)
     # Shapes only: a restored run never allocates the parameters that it would throw away.
-    fresh = jax.eval_shape(lambda: _fresh_state(model, optimizer, initial_key))
-    count = counted(count_parameters(fresh.params), "parameter")
+    shapes = jax.eval_shape(lambda: _fresh_state(model, initial_key))
+    count = counted(count_parameters(shapes.params), "parameter")
     say(f"model: {count}, activations {config.dtypes.activation}")
-
-    # ---------------------------------------------------------------- devices
     rows, where = config.batch_size // config.num_microbatches, config.provenance.get("layout")
     partitioning = choose(config.layout, config.model, rows=rows, where=where)
     say(line_of(partitioning, config.layout))
-    fresh = partitioning.placed(fresh)
+    return _Run(config, model, schedule, partitioning, initial_key, dropout_key, seed)
 
-    # ---------------------------------------------------------------- where to start
-    model_dir = Path(config.model_dir)
+
+def _start(run: _Run, restore_from: FlatTree | str | Path | None, say: Say) -> _Start:
+    """The state of the latest checkpoint, of `restore_from`, or of new parameters."""
+    model_dir = Path(run.config.model_dir)
     # Whoever starts training holds model_dir's lock, so these are leftovers of killed saves.
     remove_interrupted_saves(model_dir)
     found = from_first(lambda: latest_step(model_dir))
-    written = output_folder(model_dir)
-    saved_data = None
-    if found is not None:
-        restore_from = checkpoint_path(model_dir, found)
-        saved_data = data_folder(restore_from)
-    if restore_from is None:
-        state = _fresh_state(model, optimizer, initial_key, fresh)
-        say(f"start: new parameters from seed {seed}")
-    else:
-        where = "init_checkpoint"
-        if isinstance(restore_from, str | Path):
-            where, restore_from = str(restore_from), load_tree(restore_from)
-        state = from_flat_tree(restore_from, fresh, where=where)
-        say(f"start: step {int(state.step):,} of {where}")
-
-    # ---------------------------------------------------------------- anything to do?
-    start_step = int(state.step)
-    end_step = config.train_steps if plan is None else last_step(config, start_step)
-    evaluate_only = plan is not None and plan.run_eval_before_training
-    if start_step >= end_step and not evaluate_only:
-        say(f"nothing to train: step {start_step:,}, train_steps {end_step:,}")
-        return state
-
-    # ---------------------------------------------------------------- the loop
-    microbatches = counted(config.num_microbatches, "microbatch", "microbatches")
-    parts = f"{counted(config.batch_size, 'sequence')} in {microbatches}"
-    say(f"train: steps {start_step:,} to {end_step:,}, a batch is {parts}")
-    source = batches if isinstance(batches, BatchSource) else None
-    if isinstance(batches, BatchSource):
-        batches = batches.open(start_step, saved_data, say) if start_step < end_step else ()
-    elif callable(batches):
-        batches = batches() if start_step < end_step else ()
-    signals = StopOnSignal(say)
-    save_data = None if source is None else source.save
-    metrics: MetricsManager | SplitMetrics
-    if plan is None:
-        metrics = MetricsManager(written, start_step, writers)
-        period, keep = config.save_checkpoints_steps, config.keep_checkpoint_max
-        standard: Sequence[Action] = [SaveCheckpoints(model_dir, period, keep, save_data)]
-    else:
-        planned = planned or PlannedInputs()
-        metrics = SplitMetrics(written, start_step, planned.open_writer)
-        steps = end_step - start_step
-        standard = planned_actions(config, planned, metrics, save_data, steps, say)
-    trainer = Trainer(
-        model,
-        state,
-        optimizer=optimizer,
-        schedule=schedule,
-        num_microbatches=config.num_microbatches,
-        seed=seed,
-        metrics=metrics,
-        actions=[ShowProgress(), RecordRunState(written), *standard, *actions, signals],
-        dropout_key=dropout_key if config.model.dropout_rate else None,
-        measured=None if plan is None else Measured(weights=plan.weight_metrics),
-        may_be_nan=may_be_nan(config),
-        partitioning=partitioning,
+    checkpoint = None if found is None else checkpoint_path(model_dir, found)
+    restore_from = restore_from if checkpoint is None else checkpoint
+    fresh = run.partitioning.placed(
+        jax.eval_shape(lambda: _fresh_state(run.model, run.initial_key))
     )
+    if restore_from is None:
+        say(f"start: new parameters from seed {run.seed}")
+        return _Start(_fresh_state(run.model, run.initial_key, fresh), 0, None)
+    where = "init_checkpoint"
+    if isinstance(restore_from, str | Path):
+        where, restore_from = str(restore_from), load_tree(restore_from)
+    state = from_flat_tree(restore_from, fresh, where=where)
+    say(f"start: step {int(state.step):,} of {where}")
+    return _Start(state, int(state.step), checkpoint)
+
+
+def _fresh_state(model: T5Model, key: jax.Array, like: TrainState | None = None) -> TrainState:
+    """Parameters drawn from the key, zero slots, step 0; divided among devices as `like` is."""
+    if like is not None and isinstance(like.step.sharding, NamedSharding):
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, like)
+        return jax.jit(lambda: _fresh_state(model, key), out_shardings=shardings)()
+    assert model.optimizer_def is not None
+    return TrainState.create(model.optimizer_def, model.get_initial_variables(key))
+
+
+def _opened(batches: Batches, start: _Start, say: Say) -> Iterable[NumpyBatch]:
+    """The batches from where training continues."""
+    if isinstance(batches, BatchSource):
+        saved = None if start.checkpoint is None else data_folder(start.checkpoint)
+        return batches.open(start.step, saved, say)
+    return batches() if callable(batches) else batches
+
+
+# ---- The loop -----------------------------------------------------------------------------------
+
+
+def _trainer(run: _Run, state: TrainState, eval_names: Sequence[str] = (), **options) -> Trainer:
+    plan = run.config.plan
+    measures = plan is not None and plan.weight_metrics
+    return Trainer(
+        run.model,
+        state,
+        Partitioner(run.partitioning),
+        eval_names,
+        None,
+        None,
+        run.dropout_key,
+        run.schedule,
+        run.config.num_microbatches,
+        WeightMetricsComputer() if measures else None,
+        **options,
+    )
+
+
+def _plain_loop(
+    run: _Run,
+    start: _Start,
+    beginning: Beginning,
+    writers: Sequence[Writer],
+    actions: Sequence[Action],
+) -> TrainingLoop:
+    """Mesh TensorFlow's kind of training: a line for every step, and checkpoints."""
+    config, model_dir = run.config, Path(run.config.model_dir)
+    written = output_folder(model_dir)
+    period, keep = config.save_checkpoints_steps, config.keep_checkpoint_max
+    return TrainingLoop(
+        _trainer(run, start.state),
+        log=MetricLog(written, start.step, writers),
+        actions=[
+            ShowProgress(),
+            RecordRunState(written),
+            SaveCheckpoints(model_dir, period, keep, beginning.save_data),
+            *actions,
+        ],
+        may_be_nan=may_be_nan(config),
+    )
+
+
+def _planned_loop(
+    run: _Run,
+    start: _Start,
+    beginning: Beginning,
+    inputs: PlannedInputs | None,
+    actions: Sequence[Action],
+    say: Say,
+) -> TrainingLoop:
+    """T5X's kind of training, with summaries and evaluations."""
+    config, inputs = run.config, inputs or PlannedInputs()
+    plan, written = config.plan, output_folder(Path(config.model_dir))
+    assert plan is not None
+    # Only a held update leaves the state that explains it, and nothing must follow it.
+    holds = stops_on_nan(plan)
+    evaluated = from_first(lambda: last_evaluated(config.model_dir))
+    files = SplitMetrics(written, start.step, inputs.open_writer, evaluated)
+    trainer = _trainer(
+        run, start.state, list(inputs.train_eval), files=files, hold_if_not_finite=holds
+    )
+    standard = planned_actions(config, inputs, files, beginning, say)
+    return TrainingLoop(
+        trainer,
+        files=files,
+        actions=[ShowProgress(), RecordRunState(written), *standard, *actions],
+        may_be_nan=may_be_nan(config),
+        synchronous=holds,
+    )
+
+
+def _run_loop(loop: TrainingLoop, batches: Iterable[NumpyBatch], num_steps: int, say: Say) -> int:
+    """Runs the loop; returns the number of steps done."""
     try:
-        with trainer:
-            done = trainer.train(batches, end_step - start_step)
+        with loop:
+            return loop.run(batches, num_steps)
+    except PreemptionError as error:
+        raise StoppedBySignal(signal.SIGTERM) from error
     except KeyboardInterrupt:  # the second Ctrl-C
-        saved = latest_step(model_dir)
-        place = "the start" if saved is None else f"{checkpoint_path(model_dir, saved)}"
-        say(f"stopped at once, without saving: the same command continues from {place}")
+        say("stopped at once, without saving: the same command continues from the last checkpoint")
         raise
 
-    # ---------------------------------------------------------------- the end
-    if start_step >= end_step:
-        say(f"nothing to train: step {start_step:,}, train_steps {end_step:,}")
-        return trainer.train_state
-    if signals.received is not None and trainer.step < end_step:
-        saved = checkpoint_path(model_dir, trainer.step)
+
+# ---- After the loop -----------------------------------------------------------------------------
+
+
+def _say_how_it_ended(
+    loop: TrainingLoop,
+    end_step: int,
+    done: int,
+    signals: StopOnSignal,
+    config: RunConfig,
+    say: Say,
+) -> None:
+    """Tells where training ended and why.
+
+    Raises:
+      StoppedBySignal: If a signal ended it.
+      UserError: If there was nothing to train on.
+    """
+    saved = checkpoint_path(config.model_dir, loop.step)
+    if signals.received is not None and loop.step < end_step:
         say(f"stopped by a signal: the same command continues from {saved}")
         raise StoppedBySignal(signals.received)
-    if not done:
+    if not done and loop.stop_reason is None:
+        data = config.train_data
         raise UserError(
             "There was not one batch to train on, and nothing was saved.",
-            where="the training data" if config.train_data is None else _data_of(config.train_data),
+            where="the training data" if data is None else _data_of(data),
             fix="Check that the task has rows in this split, and that they are not filtered out.",
         )
-    if trainer.step < end_step:
-        say(f"the batches ended after {counted(done, 'step')}, at step {trainer.step:,}")
-    if checkpoint_path(model_dir, trainer.step).is_dir():
-        say(f"checkpoint: {checkpoint_path(model_dir, trainer.step)}")
-    return trainer.train_state
+    if loop.step < end_step:
+        why = loop.stop_reason or "the batches ended"
+        say(f"{why} after {counted(done, 'step')}, at step {loop.step:,}")
+    if saved.is_dir():
+        say(f"checkpoint: {saved}")
 
 
 def _data_of(data: TrainDataConfig) -> str:
     return f"{data.mixture_or_task_name}, split {data.split!r}"
-
-
-def _fresh_state(
-    model: T5, optimizer: Optimizer, key: jax.Array, like: TrainState | None = None
-) -> TrainState:
-    """Parameters drawn from the key, zero slots, step 0; divided among devices as `like` is."""
-    if like is not None and isinstance(like.step.sharding, NamedSharding):
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, like)
-        return jax.jit(lambda: _fresh_state(model, optimizer, key), out_shardings=shardings)()
-    return new_train_state(initial_parameters(model, key), optimizer)

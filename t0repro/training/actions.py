@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
+
+from jax.experimental import multihost_utils
 
 from t0repro.config.training_plan import SaveConfig
 from t0repro.partitioning.processes import SharedSignal, is_alone
@@ -23,29 +24,34 @@ from t0repro.training.checkpoints import (
 )
 from t0repro.training.keeping import PINNED, metric_by_step, superfluous
 from t0repro.training.metrics import StepMetrics
+from t0repro.training.progress_notes import Progress
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
+    from rich.progress import Progress as Bar
 
-    from t0repro.training.trainer import Trainer
+    from t0repro.training.loop import TrainingLoop
+    from t0repro.training.trainer import NumpyBatch
 
 
 class Action:
-    """Something that a Trainer does between steps; methods do nothing unless overridden."""
+    """Something that a TrainingLoop does between steps; methods do nothing unless overridden."""
 
-    def start(self, trainer: Trainer, last_step: int) -> None:
+    def start(self, loop: TrainingLoop, last_step: int) -> None:
         """Called when training starts, with the global step at which it will end."""
 
-    def after_step(self, trainer: Trainer) -> None:
+    def after_step(self, loop: TrainingLoop) -> None:
         """Called after each update, while the device may still be computing it."""
 
     def on_metrics(self, metrics: StepMetrics) -> None:
         """Called with each step's metrics once they have been read, one step late."""
 
-    def on_values(self, step: int, values: Mapping[str, Any], seconds: float) -> None:
-        """Called before `on_metrics` with all that the step computed, copied to the host."""
+    def on_bad_update(self, loop: TrainingLoop, batch: NumpyBatch, metrics: StepMetrics) -> None:
+        """Called if an update was not done because of a loss or gradient that is not finite.
 
-    def end(self, trainer: Trainer) -> None:
+        The state is that before the update.
+        """
+
+    def end(self, loop: TrainingLoop) -> None:
         """Called when training has ended, also if by an exception."""
 
 
@@ -70,25 +76,25 @@ class SaveCheckpoints(Action):
         self._save_data = save_data
         self._saved = self._last = 0
 
-    def start(self, trainer: Trainer, last_step: int) -> None:
+    def start(self, loop: TrainingLoop, last_step: int) -> None:
         """Counts from the step that training starts at, as Mesh TensorFlow does."""
-        self._saved, self._last = trainer.step, last_step
+        self._saved, self._last = loop.step, last_step
 
-    def after_step(self, trainer: Trainer) -> None:
+    def after_step(self, loop: TrainingLoop) -> None:
         """Saves if a checkpoint is due, after writing the metrics of all steps so far."""
-        if trainer.step - self._saved >= self._every or trainer.step == self._last:
-            self._save(trainer)
+        if loop.step - self._saved >= self._every or loop.step == self._last:
+            self._save(loop)
 
-    def end(self, trainer: Trainer) -> None:
+    def end(self, loop: TrainingLoop) -> None:
         """Saves if training ended before its last step, unless an exception ended it."""
-        if trainer.step > self._saved and not trainer.failed:
-            self._save(trainer)
+        if loop.step > self._saved and not loop.failed:
+            self._save(loop)
 
-    def _save(self, trainer: Trainer) -> None:
+    def _save(self, loop: TrainingLoop) -> None:
         # Metrics first: a checkpoint on disk then implies the metrics of all its steps.
-        trainer.flush()
-        save_checkpoint(self._model_dir, trainer.train_state, self._keep, self._save_data)
-        self._saved = trainer.step
+        loop.flush()
+        save_checkpoint(self._model_dir, loop.train_state, self._keep, self._save_data)
+        self._saved = loop.step
 
 
 class SaveByPlan(SaveCheckpoints):
@@ -98,7 +104,7 @@ class SaveByPlan(SaveCheckpoints):
       model_dir: where checkpoint_<step> directories are written.
       plan: when to save, in which type, and what to keep.
       save_data: writes the position in the data into a folder of the checkpoint.
-      only_finite: whether a state is not saved if its latest loss was not finite.
+      progress: gives the step that periods are counted from, and notes for the checkpoint.
     """
 
     def __init__(
@@ -107,37 +113,35 @@ class SaveByPlan(SaveCheckpoints):
         plan: SaveConfig,
         save_data: Callable[[Path], None] | None = None,
         *,
-        only_finite: bool = False,
+        progress: Progress,
     ):
         super().__init__(model_dir, plan.period or 0, save_data=save_data)
-        self._plan, self._first = plan, 0
-        self._only_finite, self._loss = only_finite, 0.0
+        self._plan, self._progress = plan, progress
 
-    def on_metrics(self, metrics: StepMetrics) -> None:
-        """Notes the latest loss."""
-        self._loss = metrics.loss
-
-    def start(self, trainer: Trainer, last_step: int) -> None:
+    def start(self, loop: TrainingLoop, last_step: int) -> None:
         """Saves the state that training starts from, if it has no checkpoint here."""
-        super().start(trainer, last_step)
-        self._first = trainer.step
-        if self._plan.period and trainer.step not in list_checkpoints(self._model_dir):
-            self._save(trainer)
+        super().start(loop, last_step)
+        if self._plan.period and loop.step not in list_checkpoints(self._model_dir):
+            self._save(loop)
 
-    def after_step(self, trainer: Trainer) -> None:
+    def after_step(self, loop: TrainingLoop) -> None:
         """Saves if a checkpoint is due."""
-        step, period = trainer.step, self._plan.period
-        due = period and ((step - self._first) % period == 0 or step == self._last)
+        step, period = loop.step, self._plan.period
+        due = period and ((step - self._progress.first_step) % period == 0 or step == self._last)
         if due or step in self._plan.steps:
-            self._save(trainer)
+            self._save(loop)
 
-    def _save(self, trainer: Trainer) -> None:
-        trainer.flush()
-        if self._only_finite and not math.isfinite(self._loss):
-            return
+    def _save(self, loop: TrainingLoop) -> None:
+        loop.flush()
         model_dir, plan = self._model_dir, self._plan
-        save_checkpoint(model_dir, trainer.train_state, save_data=self._save_data, dtype=plan.dtype)
-        self._saved = trainer.step
+        save_checkpoint(
+            model_dir,
+            loop.train_state,
+            save_data=self._save_data,
+            save_notes=self._progress.save,
+            dtype=plan.dtype,
+        )
+        self._saved = loop.step
         values = metric_by_step(model_dir, plan.best.metric) if plan.best else {}
         # A pinned checkpoint is neither removed nor counted among those that are kept.
         steps = [
@@ -152,12 +156,11 @@ class SaveByPlan(SaveCheckpoints):
 class StopOnSignal(Action):
     """Ends training after the step in which SIGTERM or SIGINT arrives, so that it is saved.
 
-    A second signal has its usual effect, as without this action.
+    A second signal has its usual effect, as without this action. Of several processes, all end
+    after the same step, also at jax's own notice that one of their machines is to be taken away.
 
     Args:
-      say: receives a line when the signal arrives.
-
-    Of several processes, all end after the same step.
+      say: receives a line when the signal arrives, and one when all is saved.
 
     Attributes:
       received: the number of the signal that ended training, or None.
@@ -167,34 +170,40 @@ class StopOnSignal(Action):
         self._say = say
         self.received: int | None = None
         self._noted: int | None = None
-        self._shared: SharedSignal | None = None
+        self._noted_at = 0.0
         self._before: dict[int, Any] = {}
+        self._shared: SharedSignal | None = None
 
-    def start(self, trainer: Trainer, last_step: int) -> None:
+    def start(self, loop: TrainingLoop, last_step: int) -> None:
         """Installs the signal handlers; Python allows that only in the main thread."""
-        del trainer, last_step
+        del loop, last_step
         self._shared = None if is_alone() else SharedSignal()
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
                 self._before[number] = signal.signal(number, self._note)
 
-    def after_step(self, trainer: Trainer) -> None:
-        """Asks the trainer to stop if a signal has come, to any of the processes."""
+    def after_step(self, loop: TrainingLoop) -> None:
+        """Asks the loop to stop if a signal has come, to any of the processes."""
         if self._shared is not None:
+            # To be asked at every step by every process; true at the one step they agree on.
+            if _jax_was_told(loop.step) and self._noted is None:
+                self._noted, self._noted_at = signal.SIGTERM, time.monotonic()
             self.received = self._shared.after_step(self._noted or 0) or None
         else:
             self.received = self._noted
         if self.received is not None:
-            trainer.stop(f"a signal, {signal.Signals(self.received).name}")
+            loop.stop(f"a signal, {signal.Signals(self.received).name}")
 
-    def end(self, trainer: Trainer) -> None:
+    def end(self, loop: TrainingLoop) -> None:
         """Restores the previous signal handlers."""
-        del trainer
         self._restore()
+        if self._noted is not None and not loop.failed:
+            seconds = time.monotonic() - self._noted_at
+            self._say(f"saved {seconds:.1f} s after the signal")
 
     def _note(self, number: int, frame: Any) -> None:
         del frame
-        self._noted = number
+        self._noted, self._noted_at = number, time.monotonic()
         # Right away, so that a second signal interrupts the step.
         self._restore()
         again = " (Ctrl-C again stops at once)" if number == signal.SIGINT else ""
@@ -203,6 +212,14 @@ class StopOnSignal(Action):
     def _restore(self) -> None:
         while self._before:
             signal.signal(*self._before.popitem())
+
+
+def _jax_was_told(step: int) -> bool:
+    """Whether jax's processes agreed to end at this step; False where nothing listens for that."""
+    try:
+        return multihost_utils.reached_preemption_sync_point(step)
+    except RuntimeError:  # jax's service for it is switched off
+        return False
 
 
 class ShowProgress(Action):
@@ -220,19 +237,20 @@ class ShowProgress(Action):
         self._interval = interval
         self._stream = stream or sys.stderr
         self._recent: deque[StepMetrics] = deque(maxlen=20)
-        self._bar: Progress | None = None
+        self._bar: Bar | None = None
         self._first = self._last = 0
         self._shown_at = 0.0
 
-    def start(self, trainer: Trainer, last_step: int) -> None:
+    def start(self, loop: TrainingLoop, last_step: int) -> None:
         """Opens the live line if the stream is a terminal."""
-        self._first, self._last = trainer.step, last_step
+        self._first, self._last = loop.step, last_step
         self._shown_at = time.monotonic()
         if self._stream.isatty():
             from rich.console import Console
-            from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+            from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+            from rich.progress import Progress as Bar
 
-            self._bar = Progress(
+            self._bar = Bar(
                 BarColumn(bar_width=20),
                 TextColumn("{task.description}"),
                 TimeRemainingColumn(),
@@ -240,7 +258,6 @@ class ShowProgress(Action):
                 transient=True,
             )
             self._bar.start()
-            # Until the first loss arrives, the step is being compiled.
             self._bar.add_task("compiling", total=last_step - self._first)
 
     def on_metrics(self, metrics: StepMetrics) -> None:
@@ -253,7 +270,7 @@ class ShowProgress(Action):
             self._shown_at = time.monotonic()
             print(self._text() + ", " + self._time_left() + " left", file=self._stream, flush=True)
 
-    def end(self, trainer: Trainer) -> None:
+    def end(self, loop: TrainingLoop) -> None:
         """Closes the live line and prints its last state."""
         if self._bar is not None:
             self._bar.stop()
@@ -263,7 +280,6 @@ class ShowProgress(Action):
 
     def _text(self) -> str:
         latest = self._recent[-1]
-        # Infinity, so that a speed is 0 rather than a division by zero.
         seconds = sum(row.seconds for row in self._recent) or float("inf")
         examples = sum(row.examples for row in self._recent) / seconds
         tokens = sum(row.target_tokens for row in self._recent) / seconds

@@ -1,13 +1,11 @@
 """T5X's loss with the sums of a batch that T5X's metrics are made of, and the metrics.
 
 The names are those of t5x.models.compute_base_metrics (google-research/t5x at cc342d4). Sums of
-microbatches, steps and batches add up; `summary` makes metrics of them. Real tokens are those
-> 0: with AVERAGE_PER_SEQUENCE, T5X counts sums of weights in their place.
+microbatches, steps and batches add up, and so do the metrics that `metrics_of` makes of them. Real
+tokens are those > 0: with AVERAGE_PER_SEQUENCE, T5X counts sums of weights in their place.
 """
 
 from __future__ import annotations
-
-from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +13,15 @@ import numpy as np
 
 from t0repro.model.shapes import Array, Float
 from t0repro.model.t5 import T5, Batch
-from t0repro.training.loss import (
-    cross_entropy,
-    loss_denominator,
-    of_each_target,
-    token_weights,
-    with_loss_weights,
+from t0repro.training.loss import cross_entropy, of_each_target, token_weights
+from t0repro.training.metric_classes import (
+    Average,
+    AveragePerStep,
+    Metric,
+    StepsPerTime,
+    Sum,
+    Time,
+    TimeRate,
 )
 
 Sums = dict[str, jax.Array]
@@ -77,20 +78,6 @@ def loss_and_sums(
     return loss, sums | token_counts(batch)
 
 
-def measured_evaluation(model: T5, parameters: dict, batch: Batch) -> Sums:
-    """The sums of a whole batch of an evaluation: no dropout, z_loss as the model has it there."""
-    config = model.config
-    batch = with_loss_weights(config, batch)
-    _, sums = loss_and_sums(
-        model,
-        parameters,
-        batch,
-        denominator=loss_denominator(config, batch),
-        z_loss=config.arithmetic.z_loss_in_evaluation,
-    )
-    return sums
-
-
 def token_counts(batch: Batch) -> Sums:
     """Numbers of tokens and examples of a batch, as float32 scalars."""
     counts = {"rows": jnp.float32(np.shape(batch["targets"])[0])}
@@ -105,51 +92,55 @@ def token_counts(batch: Batch) -> Sums:
     return counts
 
 
-def summary(sums: Mapping[str, float], steps: int, *, packed: bool) -> dict[str, float]:
-    """T5X's metrics of some steps, or batches of an evaluation.
+def metrics_of(sums: Sums, *, packed: bool) -> dict[str, Metric]:
+    """T5X's metrics of a batch or microbatch, which merge over microbatches and steps.
 
     Args:
-      sums: the sums of all of them.
-      steps: how many they are.
+      sums: of the batch.
       packed: whether rows hold several examples, which decides names as in T5X.
     """
     loss, z_loss = sums["loss"], sums["z_loss"]
-    # At least 1, so that batches of padding give zeros rather than NaN.
-    all_targets, real = sums["all_targets"], max(sums["real_losses"], 1.0)
-    metrics = {
-        "accuracy": sums["correct"] / real,
-        "loss": loss / steps,
-        "loss_per_nonpadding_target_token": loss / real,
-        "loss_per_all_target_tokens": loss / all_targets,
-        "z_loss": z_loss / steps,
-        "z_loss_per_all_target_tokens": z_loss / all_targets,
-        "cross_ent_loss": (loss - z_loss) / steps,
-        "cross_ent_loss_per_all_target_tokens": (loss - z_loss) / all_targets,
-        "non_padding_fraction/loss_weights": sums["real_losses"] / all_targets,
+    all_targets, real = sums["all_targets"], sums["real_losses"]
+    plain = loss - z_loss
+    metrics: dict[str, Metric] = {
+        "accuracy": Average(sums["correct"], real),
+        "loss": AveragePerStep(loss),
+        "loss_per_nonpadding_target_token": Average(loss, real),
+        "loss_per_all_target_tokens": Average(loss, all_targets),
+        "z_loss": AveragePerStep(z_loss),
+        "z_loss_per_all_target_tokens": Average(z_loss, all_targets),
+        "cross_ent_loss": AveragePerStep(plain),
+        "cross_ent_loss_per_all_target_tokens": Average(plain, all_targets),
+        "non_padding_fraction/loss_weights": Average(real, all_targets),
     }
     names = {"inputs": "encoder", "targets": "decoder"}
     if not packed:
         names = {"inputs": "encoder_input_tokens", "targets": "decoder_target_tokens"}
     for side, name in names.items():
-        metrics[f"effective_batch_size/{name}"] = sums[f"examples_{side}"] / steps
-        metrics[f"non_padding_fraction/{name}"] = sums[f"real_{side}"] / sums[f"all_{side}"]
-    tokens = sums["all_inputs"] + all_targets
+        rows, tokens = sums["rows"], sums[f"all_{side}"]
+        metrics[f"effective_batch_size/{name}"] = AveragePerStep(sums[f"examples_{side}"])
+        metrics[f"non_padding_fraction/{name}"] = Average(sums[f"real_{side}"], tokens)
+        if packed:
+            metrics[f"examples_per_row/{name}"] = Average(sums[f"examples_{side}"], rows)
     real_tokens = sums["real_inputs"] + sums["real_targets"]
-    return metrics | {"non_padding_fraction/overall": real_tokens / tokens}
+    tokens = sums["all_inputs"] + all_targets
+    return metrics | {"non_padding_fraction/overall": Average(real_tokens, tokens)} | rates(sums)
 
 
-def rates(sums: Mapping[str, float], steps: int, seconds: float, devices: int) -> dict[str, float]:
-    """T5X's timing metrics of some steps that took so long."""
+def rates(sums: Sums) -> dict[str, Metric]:
+    """T5X's timing metrics, and those of tokens that are not padding."""
+    devices = jax.device_count()
     sequences, targets = sums["rows"], sums["all_targets"]
-    per_second = 1.0 / max(seconds, 1e-9)
     return {
-        "timing/seconds": seconds,
-        "timing/seqs": sequences,
-        "timing/steps_per_second": steps * per_second,
-        "timing/seqs_per_second": sequences * per_second,
-        "timing/seqs_per_second_per_core": sequences * per_second / devices,
-        "timing/target_tokens_per_second": targets * per_second,
-        "timing/target_tokens_per_second_per_core": targets * per_second / devices,
+        "timing/seconds": Time(),
+        "timing/seqs": Sum(sequences),
+        "timing/steps_per_second": StepsPerTime(),
+        "timing/seqs_per_second": TimeRate(sequences),
+        "timing/seqs_per_second_per_core": TimeRate(sequences / devices),
+        "timing/target_tokens_per_second": TimeRate(targets),
+        "timing/target_tokens_per_second_per_core": TimeRate(targets / devices),
+        "timing/real_input_tokens_per_second": TimeRate(sums["real_inputs"]),
+        "timing/real_target_tokens_per_second": TimeRate(sums["real_targets"]),
     }
 
 

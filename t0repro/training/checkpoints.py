@@ -71,6 +71,7 @@ def save_checkpoint(
     keep: int | None = None,
     save_data: Callable[[Path], None] | None = None,
     dtype: str | None = None,
+    save_notes: Callable[[Path], None] | None = None,
 ) -> Path:
     """Writes a state as model_dir/checkpoint_<step> and returns that path.
 
@@ -81,6 +82,7 @@ def save_checkpoint(
       save_data: writes the position in the data into the folder that it is given; `data_folder`
         finds that folder later.
       dtype: type of the parameters in the checkpoint; None for float32. Slots stay float32.
+      save_notes: writes further small files into the checkpoint's own folder.
 
     Raises:
       UserError: if that step already has a checkpoint, or if the disk is full; in either case
@@ -90,7 +92,8 @@ def save_checkpoint(
     with writing(path):
         # Of several processes, each writes the parts that its devices hold.
         tree = to_flat_tree(state) if is_alone() else flat_arrays(state)
-        save_tree(path, with_parameters_in(tree, dtype) if dtype else tree, save_data)
+        tree = with_parameters_in(tree, dtype) if dtype else tree
+        save_tree(path, tree, save_data, save_notes)
         # Old checkpoints go only once the new one is complete. A negative number keeps all; with
         # it, tf.train.Saver would delete what it has just saved.
         for step in list_checkpoints(model_dir)[:-keep] if keep and keep > 0 else []:
@@ -105,7 +108,10 @@ def data_folder(path: PathLike) -> Path | None:
 
 
 def save_tree(
-    path: PathLike, tree: Mapping[str, Any], save_data: Callable[[Path], None] | None = None
+    path: PathLike,
+    tree: Mapping[str, Any],
+    save_data: Callable[[Path], None] | None = None,
+    save_notes: Callable[[Path], None] | None = None,
 ) -> None:
     """Writes a flat tree as an Orbax checkpoint directory, which appears only once it is complete.
 
@@ -115,6 +121,7 @@ def save_tree(
       path: the directory.
       tree: its arrays by flat name; in one process they are copied from the devices.
       save_data: see `save_checkpoint`.
+      save_notes: see `save_checkpoint`.
 
     Raises:
       UserError: if `path` exists already.
@@ -140,6 +147,8 @@ def save_tree(
                 if save_data is not None:
                     (temporary / DATA).mkdir()
                     save_data(temporary / DATA)
+                if save_notes is not None:
+                    save_notes(temporary)
                 write_integrity(temporary, describe_files(temporary))
     except FileExistsError as error:
         raise UserError(

@@ -266,6 +266,11 @@ def count_targets(batch: Mapping[str, np.ndarray]) -> int:
     return int(np.count_nonzero(np.asarray(batch["targets"]) > 0))
 
 
+def count_inputs(batch: Mapping[str, np.ndarray]) -> int:
+    """Number of inputs in a numpy batch that are not padding; 0 without inputs."""
+    return int(np.count_nonzero(np.asarray(batch.get("inputs", ()))))
+
+
 def count_examples(batch: Mapping[str, np.ndarray]) -> int:
     """Number of examples in a numpy batch: segments if packed, else rows not all padding."""
     if "targets_segmentation" in batch:

@@ -1,7 +1,7 @@
-"""Training and evaluation metrics, and the manager that writes them to model_dir.
+"""Training and evaluation metrics, and what writes them to model_dir.
 
 TensorBoard's event files are written by clu, which imports TensorFlow. The JAX core does not depend
-on either: callers that have them pass `t0repro.event_files.event_writer(model_dir)` to the manager.
+on either: callers that have them pass t0repro.event_files.event_writer.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import dataclasses
 import errno
 import json
 import os
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -18,6 +19,7 @@ from t0repro.files import write_atomically
 from t0repro.training.writing import writing
 
 METRICS_FILE = "metrics.jsonl"
+OpenWriter = Callable[[str], "Writer"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +32,10 @@ class StepMetrics:
       learning_rate: learning rate of the update.
       target_tokens: number of targets in the batch that carry loss.
       examples: number of examples in the batch.
-      seconds: wall-clock time from the end of the previous step to the end of this one.
+      seconds: wall-clock time from the end of the previous step on the device to the end of this
+        one, without saves and evaluations between them.
+      input_tokens: number of inputs in the batch that are not padding.
+      input_wait_seconds: how long the device stood still because the batch was not there yet.
     """
 
     step: int
@@ -39,25 +44,11 @@ class StepMetrics:
     target_tokens: int
     examples: int
     seconds: float
+    input_tokens: int = 0
+    input_wait_seconds: float = 0.0
 
 
-class Metrics(Protocol):
-    """Where a Trainer's metrics go."""
-
-    def write_step(self, metrics: StepMetrics) -> None:
-        """Writes one training step's metrics."""
-
-    def write(self, split: str, step: int, values: Mapping[str, float]) -> None:
-        """Writes the values of an evaluation."""
-
-    def flush(self) -> None:
-        """Makes what was written visible to readers."""
-
-    def close(self) -> None:
-        """Flushes and closes every file."""
-
-
-class MetricsManager:
+class MetricLog:
     """Writes model_dir/metrics.jsonl, and hands everything to writers such as clu's.
 
     A line of metrics.jsonl is {"split": "train", "step": 1, "loss": ..., ...} for every training
@@ -125,6 +116,58 @@ class Writer(Protocol):
         """Flushes and releases the file."""
 
 
+class SplitMetrics:
+    """Writes model_dir/metrics.jsonl, and each split's values to a writer of its own.
+
+    Args:
+      model_dir: the directory; created if it does not exist.
+      start_step: training's lines of later steps, left over from an interrupted run, are dropped;
+        None keeps every line.
+      open_writer: opens a split's writer, for instance TensorBoard's events in model_dir/<split>;
+        None writes lines alone.
+      evaluated: see JsonLines.
+    """
+
+    def __init__(
+        self,
+        model_dir: str | os.PathLike[str],
+        start_step: int | None,
+        open_writer: OpenWriter | None = None,
+        evaluated: int | None = None,
+    ):
+        self._lines = JsonLines(Path(model_dir) / METRICS_FILE, start_step, evaluated)
+        self._open_writer, self._writers = open_writer, dict[str, Writer]()
+        self._lock = threading.Lock()  # a trainer's background threads write too
+
+    def writer_of(self, split: str) -> Writer | None:
+        """The writer of a split, opened if it is the first time; None if there are only lines."""
+        if self._open_writer is not None and split not in self._writers:
+            self._writers[split] = self._open_writer(split)
+        return self._writers.get(split)
+
+    def write(
+        self, split: str, step: int, values: Mapping[str, float], *, events: bool = True
+    ) -> None:
+        """Writes a line and, with `events`, the values by their own names to the split's writer."""
+        with self._lock:
+            self._lines.write({"split": split, "step": step, **values})
+            writer = self.writer_of(split) if events else None
+            if writer is not None:
+                writer.write_scalars(step, values)
+
+    def flush(self) -> None:
+        """Syncs what was written to disk and makes it visible to readers."""
+        self._lines.sync()
+        for writer in self._writers.values():
+            writer.flush()
+
+    def close(self) -> None:
+        """Flushes and closes every file."""
+        self._lines.close()
+        for writer in self._writers.values():
+            writer.close()
+
+
 class JsonLines:
     """Appends JSON objects to a file, one whole line per write.
 
@@ -132,14 +175,21 @@ class JsonLines:
       path: the file.
       start_step: training lines of later steps are dropped, since a run that was interrupted after
         its last checkpoint repeats those steps. None keeps every line.
+      evaluated: the step whose evaluation was the last to be finished, if the run evaluates by a
+        plan: lines of evaluations that will be done again are dropped too.
     """
 
-    def __init__(self, path: str | os.PathLike[str], start_step: int | None = None):
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        start_step: int | None = None,
+        evaluated: int | None = None,
+    ):
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and start_step is not None:
             lines = path.read_text().splitlines(keepends=True)
-            kept = [line for line in lines if _is_until(line, start_step)]
+            kept = [line for line in lines if _is_until(line, start_step, evaluated)]
             if kept != lines:
                 write_atomically(path, "".join(kept))
         drop_half_line(path)
@@ -180,10 +230,16 @@ def drop_half_line(path: Path) -> None:
         file.truncate(content.rfind(b"\n") + 1)
 
 
-def _is_until(line: str, step: int) -> bool:
-    """Whether a line is complete and is not a training line of a later step."""
+def _is_until(line: str, step: int, evaluated: int | None) -> bool:
+    """Whether a line is complete and is not of a step or evaluation that will be done again."""
     try:
         row = json.loads(line)
-        return line.endswith("\n") and (row["split"] != "train" or row["step"] <= step)
+        last = step
+        if row["split"].startswith(("training_eval/", "inference_eval/")):
+            # The evaluation of a step follows its checkpoint, so it may be missing or half done.
+            last = step if evaluated is None or evaluated >= step else step - 1
+        elif row["split"] != "train":
+            return line.endswith("\n")
+        return line.endswith("\n") and row["step"] <= last
     except (ValueError, KeyError, TypeError):
         return False

@@ -23,7 +23,7 @@ from t0repro.training.actions import Action
 from t0repro.training.metrics import StepMetrics
 
 if TYPE_CHECKING:
-    from t0repro.training.trainer import Trainer
+    from t0repro.training.loop import TrainingLoop
 
 RUN_STATE_FILE = "run_state.json"
 State = Literal["running", "finished", "stopped", "failed"]
@@ -117,9 +117,9 @@ class RecordRunState(Action):
         self._tokens = self._examples = self._first = self._last = 0
         self._started, self._written_at = _now(), 0.0
 
-    def start(self, trainer: Trainer, last_step: int) -> None:
+    def start(self, loop: TrainingLoop, last_step: int) -> None:
         """Writes that training has begun."""
-        self._first, self._last = trainer.step, last_step
+        self._first, self._last = loop.step, last_step
         self._write("running")
 
     def on_metrics(self, metrics: StepMetrics) -> None:
@@ -130,18 +130,18 @@ class RecordRunState(Action):
         if time.monotonic() - self._written_at >= self._interval:
             self._write("running")
 
-    def end(self, trainer: Trainer) -> None:
+    def end(self, loop: TrainingLoop) -> None:
         """Writes how training ended."""
-        error = trainer.error
+        error = loop.error
         if error is not None:
             lines = str(error).strip().splitlines()
             self._write(
                 "failed", f"{type(error).__name__}: {lines[0] if lines else ''}".strip(": ")
             )
-        elif trainer.step >= self._last:
+        elif loop.step >= self._last:
             self._write("finished")
         else:
-            self._write("stopped", trainer.stop_reason or "the batches ended")
+            self._write("stopped", loop.stop_reason or "the batches ended")
 
     def _write(self, state: State, reason: str | None = None) -> None:
         latest = self._recent[-1] if self._recent else None

@@ -1,89 +1,216 @@
-"""T5X's actions on metrics: early stopping, and stopping when a metric is not finite."""
+"""Actions on metrics, with T5X's names: early stopping, and stopping at a value not finite."""
 
 from __future__ import annotations
 
+import abc
+import enum
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import numpy as np
 
-from t0repro.config.training_plan import ActionConfig, EarlyStoppingConfig, TerminateOnNanConfig
+from t0repro.config.training_plan import ActionConfig, EarlyStoppingConfig
 
-Results = Mapping[str, Mapping[str, float]]  # task -> metric -> value
+Results = Mapping[str, Mapping[str, Any]]  # task -> metric -> value
 Say = Callable[[str], None]
 
 
-class EarlyStopping:
-    """T5X's rule: stop when none of the latest `patience` values is better than the one before it.
+class ActionMode(enum.Enum):
+    """After what an action is run: a summary of training, or one of the two evaluations."""
 
-    So a patience of 3 means three values and two comparisons, and a NaN counts as better. Values
-    are compared in float32, as T5X does.
+    TRAIN = 1
+    TRAIN_EVAL = 2
+    INFER_EVAL = 3
+
+
+class BaseAction(abc.ABC):
+    """Looks at metrics and says whether training is to stop."""
+
+    @abc.abstractmethod
+    def run(self, train_state: Any, metrics_by_task: Results) -> bool:
+        """Whether to stop after these metrics.
+
+        Args:
+          train_state: the current state.
+          metrics_by_task: task -> metric -> value; the training's own task is `train`. Values are
+            numbers, or have a number as `.value`.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the action has to remember, as JSON can hold it; saved in checkpoints."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes up what `state_dict` returned before an interruption."""
+        del state
+
+
+ActionMapType = Mapping[ActionMode, Sequence[BaseAction]]
+
+
+class EarlyStoppingAction(BaseAction):
+    """Stops when a metric has not improved for a while.
+
+    An improvement is a change for the better by more than atol + rtol * |value compared with|.
+
+    - reference="best" stops after `patience` evaluations in a row without an improvement on the
+      best value before them. NaN is no improvement, also on nothing.
+    - reference="previous" is T5X's rule to the letter: it keeps the latest `patience` values and
+      stops when none improves on the one before it. A patience of 3 so means three values and two
+      comparisons, 1 stops at once, and one lucky dip on a plateau begins anew. The comparison is in
+      float32, in which NaN counts as an improvement.
+
+    Args:
+      metric: (task, metric) to watch.
+      mode: whether smaller ("min") or larger ("max") values are better.
+      patience: see above.
+      atol, rtol: tolerances, not negative.
+      reference: what a value is compared with.
+      say: receives a line when the metric is missing and when it stops; logged by default.
+
+    Raises:
+      ValueError: for another mode or reference, a negative tolerance, or a patience below 1.
     """
 
-    def __init__(self, config: EarlyStoppingConfig, say: Say):
-        self._config, self._say = config, say
-        self._values: list[float] = []
+    def __init__(
+        self,
+        metric: tuple[str, str],
+        mode: str,
+        patience: int = 3,
+        atol: float = 0.0,
+        rtol: float = 0.0,
+        *,
+        reference: Literal["best", "previous"] = "best",
+        say: Say | None = None,
+    ):
+        if mode not in ("min", "max"):
+            raise ValueError(f"mode is 'min' or 'max', not {mode!r}.")
+        if reference not in ("best", "previous"):
+            raise ValueError(f"reference is 'best' or 'previous', not {reference!r}.")
+        if atol < 0 or rtol < 0 or patience < 1:
+            raise ValueError("atol and rtol are at least 0, and patience at least 1.")
+        self._task, self._metric = metric
+        self._mode, self._patience, self._atol, self._rtol = mode, patience, atol, rtol
+        self._reference, self._say = reference, say or logging.warning
+        self._history: list[float] = []  # previous: the window; best: the best, and what came since
 
-    def run(self, results: Results) -> bool:
-        """Whether to stop after these results; False, with a message, if they lack the metric."""
-        value = _value(results, self._config, self._say)
+    def run(self, train_state: Any, metrics_by_task: Results) -> bool:
+        """Whether to stop; False, with a message, if the metric is missing."""
+        del train_state
+        value = _value(metrics_by_task, self._task, self._metric, self._say)
         if value is None:
             return False
-        config, values = self._config, self._values
+        follow = self._since_best if self._reference == "best" else self._in_window
+        stops = follow(value)
+        if stops:
+            values = ", ".join(f"{value:g}" for value in self._history)
+            self._say(
+                f"stopping early: {self._metric} of {self._task} has not improved in"
+                f" {self._patience} evaluations: {values}"
+            )
+        return stops
+
+    def state_dict(self) -> dict[str, Any]:
+        """The values that later ones are compared with."""
+        return {"history": self._history}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes up the history."""
+        self._history = [float(value) for value in state["history"]]
+
+    def _since_best(self, value: float) -> bool:
+        if not self._history or self._improves(value, self._history[0]):
+            self._history = [value]
+        else:
+            self._history.append(value)
+        return len(self._history) > self._patience
+
+    def _improves(self, value: float, best: float) -> bool:
+        if math.isnan(best):
+            return not math.isnan(value)
+        delta = self._atol + self._rtol * abs(best)
+        return value < best - delta if self._mode == "min" else value > best + delta
+
+    def _in_window(self, value: float) -> bool:
+        values = self._history
         values.append(value)
-        if len(values) < config.patience:
+        if len(values) < self._patience:
             return False
         pairs = zip(values[1:], values[:-1], strict=True)
         if all(self._is_no_better(current, before) for current, before in pairs):
-            self._say(
-                f"stopping early: {config.metric} of {config.task} has not improved in"
-                f" {config.patience} evaluations: {', '.join(f'{value:g}' for value in values)}"
-            )
             return True
         values.pop(0)
         return False
 
     def _is_no_better(self, current: float, before: float) -> bool:
-        delta = self._config.atol + self._config.rtol * abs(before)
-        if self._config.mode == "min":
+        delta = self._atol + self._rtol * abs(before)
+        if self._mode == "min":
             return bool(np.float32(current) >= np.float32(before - delta))
         return bool(np.float32(current) <= np.float32(before + delta))
 
 
-class TerminateOnNan:
-    """Stops when a metric is NaN or infinite."""
+class TerminateOnNanAction(BaseAction):
+    """Stops when a metric is NaN or infinite.
 
-    def __init__(self, config: TerminateOnNanConfig, say: Say):
-        self._config, self._say = config, say
+    Args:
+      task: the task; `train` for the training's own metrics.
+      metric: the metric.
+      say: receives a line when the metric is missing and when it stops; logged by default.
+    """
 
-    def run(self, results: Results) -> bool:
-        """Whether to stop after these results; False, with a message, if they lack the metric."""
-        value = _value(results, self._config, self._say)
+    def __init__(self, task: str, metric: str = "loss", *, say: Say | None = None):
+        self._task, self._metric, self._say = task, metric, say or logging.warning
+
+    def run(self, train_state: Any, metrics_by_task: Results) -> bool:
+        """Whether to stop; False, with a message, if the metric is missing."""
+        del train_state
+        value = _value(metrics_by_task, self._task, self._metric, self._say)
         if value is None or math.isfinite(value):
             return False
-        self._say(f"stopping: {self._config.metric} of {self._config.task} is {value}")
+        self._say(f"stopping: {self._metric} of {self._task} is {value}")
         return True
 
 
-def make_actions(configs: Sequence[ActionConfig], say: Say) -> Callable[[Results], bool] | None:
-    """Runs the actions of a mode, all of them, and returns whether one says to stop."""
-    if not configs:
-        return None
-    actions = [
-        EarlyStopping(config, say)
-        if isinstance(config, EarlyStoppingConfig)
-        else TerminateOnNan(config, say)
-        for config in configs
-    ]
-    # A list, so that none is skipped after the first that says to stop.
-    return lambda results: any([action.run(results) for action in actions])
+class RunActions:
+    """The actions of one mode, all of which are run whatever the first of them says."""
+
+    def __init__(self, actions: Sequence[BaseAction]):
+        self.actions = tuple(actions)
+
+    def __call__(self, train_state: Any, results: Results) -> bool:
+        """Whether one of them says to stop."""
+        # A list, so that none is skipped after the first that says to stop.
+        return any([action.run(train_state, results) for action in self.actions])
 
 
-def _value(results: Results, config: ActionConfig, say: Say) -> float | None:
-    if config.task not in results:
-        say(f"warning: no results of {config.task}; there are {', '.join(results) or 'none'}")
+def make_actions(configs: Sequence[ActionConfig], say: Say) -> RunActions:
+    """The actions that a plan describes."""
+    return RunActions(
+        [
+            EarlyStoppingAction(
+                (config.task, config.metric),
+                config.mode,
+                config.patience,
+                config.atol,
+                config.rtol,
+                reference=config.reference,
+                say=say,
+            )
+            if isinstance(config, EarlyStoppingConfig)
+            else TerminateOnNanAction(config.task, config.metric, say=say)
+            for config in configs
+        ]
+    )
+
+
+def _value(results: Results, task: str, metric: str, say: Say) -> float | None:
+    if task not in results:
+        say(f"warning: no results of {task}; there are {', '.join(results) or 'none'}")
         return None
-    if config.metric not in results[config.task]:
-        say(f"warning: {config.task} has no metric {config.metric}")
+    if metric not in results[task]:
+        say(f"warning: {task} has no metric {metric}")
         return None
-    return float(results[config.task][config.metric])
+    value = results[task][metric]
+    return float(getattr(value, "value", value))

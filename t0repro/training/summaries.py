@@ -1,4 +1,4 @@
-"""T5X's metrics of training: summaries every few steps, in metrics.jsonl and by TensorBoard's tags.
+"""T5X's rhythm of a training: summaries and evaluations every few steps, and actions on them.
 
 A summary at step k is of the steps up to k since the summary before it, and the state after k
 updates. Splits are TensorBoard's runs: `train`, `training_eval/<task>`, `inference_eval/<task>`.
@@ -6,135 +6,77 @@ updates. Splits are TensorBoard's runs: `train`, `training_eval/<task>`, `infere
 
 from __future__ import annotations
 
-import collections
-import os
+import concurrent.futures
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import jax
-
 from t0repro.training.actions import Action
-from t0repro.training.batch_sums import rates, summary
-from t0repro.training.metrics import METRICS_FILE, JsonLines, StepMetrics, Writer
+from t0repro.training.metrics import SplitMetrics, StepMetrics
+from t0repro.training.progress_notes import Progress
+from t0repro.training.stopping import RunActions
 
 if TYPE_CHECKING:
-    from t0repro.training.trainer import Trainer
+    from t0repro.training.loop import TrainingLoop
 
-OpenWriter = Callable[[str], Writer]
-# What is done with the metrics of a mode, by task: whether to stop.
-RunActions = Callable[[Mapping[str, Mapping[str, float]]], bool]
-
-
-class SplitMetrics:
-    """Writes model_dir/metrics.jsonl, and each split's values to a writer of its own.
-
-    Args:
-      model_dir: the directory; created if it does not exist.
-      start_step: training's lines of later steps, left over from an interrupted run, are dropped.
-      open_writer: opens a split's writer, for instance TensorBoard's events in model_dir/<split>;
-        None writes lines alone.
-    """
-
-    def __init__(
-        self,
-        model_dir: str | os.PathLike[str],
-        start_step: int,
-        open_writer: OpenWriter | None = None,
-    ):
-        self._lines = JsonLines(Path(model_dir) / METRICS_FILE, start_step)
-        self._open_writer, self._writers = open_writer, dict[str, Writer]()
-
-    def write_step(self, metrics: StepMetrics) -> None:
-        """Writes nothing: `Summarise` writes summaries."""
-
-    def write(
-        self, split: str, step: int, values: Mapping[str, float], *, events: bool = True
-    ) -> None:
-        """Writes a line and, with `events`, the values by their own names to the split's writer."""
-        self._lines.write({"split": split, "step": step, **values})
-        if self._open_writer is not None and events:
-            if split not in self._writers:
-                self._writers[split] = self._open_writer(split)
-            self._writers[split].write_scalars(step, values)
-
-    def flush(self) -> None:
-        """Syncs what was written to disk and makes it visible to readers."""
-        self._lines.sync()
-        for writer in self._writers.values():
-            writer.flush()
-
-    def close(self) -> None:
-        """Flushes and closes every file."""
-        self._lines.close()
-        for writer in self._writers.values():
-            writer.close()
+InferEval = Callable[["TrainingLoop"], Mapping[str, Mapping[str, float]]]
 
 
 class Summarise(Action):
-    """Writes a summary every `period` steps from the start and after the last step.
+    """Writes a summary every `period` steps and after the last step.
 
     Args:
       period: steps between summaries.
-      metrics: where they are written.
-      packed: whether rows hold several examples.
+      progress: gives the step that they are counted from.
       run_actions: is given each summary as the metrics of the task `train`.
     """
 
-    def __init__(
-        self,
-        period: int,
-        metrics: SplitMetrics,
-        *,
-        packed: bool,
-        run_actions: RunActions | None = None,
-    ):
-        self._period, self._metrics, self._packed = period, metrics, packed
-        self._run_actions = run_actions
-        self._first = self._last = 0
-        self._clear()
+    def __init__(self, period: int, progress: Progress, run_actions: RunActions | None = None):
+        self._period, self._progress, self._run_actions = period, progress, run_actions
+        self._last = 0
+        self._written: concurrent.futures.Future | None = None
 
-    def start(self, trainer: Trainer, last_step: int) -> None:
-        """Counts from the step that training starts at."""
-        self._first, self._last = trainer.step, last_step
-        self._trainer = trainer
+    def start(self, loop: TrainingLoop, last_step: int) -> None:
+        """Notes where training ends."""
+        self._last, self._loop = last_step, loop
 
-    def on_values(self, step: int, values: Mapping[str, Any], seconds: float) -> None:
-        """Adds a step's values; writes a summary if it is due."""
-        for name, value in values["sums"].items():
-            self._sums[name] += float(value)
-        rate = float(values["learning_rate"])
-        for name, value in [*values["weights"].items(), ("learning_rate", rate)]:
-            self._means[name] += float(value)
-        self._steps, self._seconds = self._steps + 1, self._seconds + seconds
-        if (step - self._first) % self._period and step != self._last:
+    def after_step(self, loop: TrainingLoop) -> None:
+        """Has a summary written in the background if it is due."""
+        due = (loop.step - self._progress.first_step) % self._period == 0
+        if due or loop.step == self._last:
+            self._written = loop.trainer.train_metrics_manager.write_summary(loop.step)
+
+    def on_metrics(self, metrics: StepMetrics) -> None:
+        """Runs the actions on a summary once it is there."""
+        del metrics
+        if self._written is None:
             return
-        metrics = {
-            **summary(self._sums, self._steps, packed=self._packed),
-            **{name: value / self._steps for name, value in self._means.items()},
-            "learning_rate/current": rate,
-            **rates(self._sums, self._steps, self._seconds, jax.device_count()),
-        }
-        self._metrics.write("train", step, metrics)
-        self._clear()
-        if self._run_actions is not None and self._run_actions({"train": metrics}):
-            self._trainer.stop("an action on the training's metrics")
+        written, self._written = self._written, None
+        values = written.result()
+        if (
+            values
+            and self._run_actions
+            and self._run_actions(self._loop.train_state, {"train": values})
+        ):
+            self._loop.stop("an action on the training's metrics")
 
-    def _clear(self) -> None:
-        self._sums: dict[str, float] = collections.defaultdict(float)
-        self._means: dict[str, float] = collections.defaultdict(float)
-        self._steps, self._seconds = 0, 0.0
+    def end(self, loop: TrainingLoop) -> None:
+        """Writes what a training that was stopped has not summarised yet."""
+        if not loop.failed:
+            loop.trainer.train_metrics_manager.write_summary(loop.step)
 
 
 class Evaluate(Action):
-    """Evaluates every `period` steps from the start and after the last step.
+    """Evaluates every `period` steps and after the last step.
+
+    An evaluation that an interruption kept from its end is done again when training goes on, so
+    that its results, and the stops that follow from them, are those of an undisturbed run.
 
     Args:
       period: steps between evaluations; 0 for none.
       metrics: where results are written.
       train_eval: batches by task, evaluated with the training's metrics.
-      packed: whether their rows hold several examples.
-      infer_eval: evaluates the tasks' own metrics of a trainer's state: {task: {metric: value}}.
+      progress: knows what was done before an interruption.
+      infer_eval: evaluates the tasks' own metrics: {task: {metric: value}}.
       run_actions: what is done with the results of `TRAIN_EVAL` and `INFER_EVAL`.
       before_training: whether to evaluate before the first step too.
     """
@@ -145,55 +87,57 @@ class Evaluate(Action):
         metrics: SplitMetrics,
         *,
         train_eval: Mapping[str, Any],
-        packed: bool,
-        infer_eval: Callable[[Trainer], Mapping[str, Mapping[str, float]]] | None = None,
+        progress: Progress,
+        infer_eval: InferEval | None = None,
         run_actions: Mapping[str, RunActions] | None = None,
         before_training: bool = False,
     ):
         self._period, self._metrics, self._before = period, metrics, before_training
-        self._train_eval, self._packed, self._infer_eval = train_eval, packed, infer_eval
-        self._run_actions = run_actions or {}
-        self._first = self._last = 0
+        self._train_eval, self._infer_eval = train_eval, infer_eval
+        self._run_actions, self._progress = run_actions or {}, progress
+        self._last = 0
 
-    def start(self, trainer: Trainer, last_step: int) -> None:
-        """Counts from the step that training starts at; evaluates there if that is wanted."""
-        self._first, self._last = trainer.step, last_step
-        if self._before:
-            self.evaluate(trainer)
+    def start(self, loop: TrainingLoop, last_step: int) -> None:
+        """Evaluates where training starts, if that is wanted or was interrupted."""
+        self._last = last_step
+        if self._progress.evaluated == loop.step and self._progress.stopped:
+            file = self._progress.path.name
+            loop.stop(f"an action had stopped it at this step; remove {file} to train on")
+            return
+        missed = loop.step > self._progress.first_step and self._is_due(loop.step)
+        if (missed and self._progress.evaluated != loop.step) or self._before:
+            self.evaluate(loop)
 
-    def after_step(self, trainer: Trainer) -> None:
+    def after_step(self, loop: TrainingLoop) -> None:
         """Evaluates if that is due."""
-        due = self._period and (trainer.step - self._first) % self._period == 0
-        if due or (self._period and trainer.step == self._last):
-            self.evaluate(trainer)
+        if self._is_due(loop.step) or (self._period and loop.step == self._last):
+            self.evaluate(loop)
 
-    def evaluate(self, trainer: Trainer) -> None:
+    def _is_due(self, step: int) -> bool:
+        return bool(self._period) and (step - self._progress.first_step) % self._period == 0
+
+    def evaluate(self, loop: TrainingLoop) -> None:
         """Writes the results of both kinds of evaluation; stops training if an action says so."""
         # The metrics of the steps before come first in the file.
-        trainer.flush()
-        results = {
-            name: trainer.eval_measured(batches, packed=self._packed)
-            for name, batches in self._train_eval.items()
-        }
-        self._report("training_eval", "TRAIN_EVAL", trainer, results)
+        loop.flush()
+        self._run("TRAIN_EVAL", loop, loop.trainer.eval(self._train_eval))
         if self._infer_eval is not None:
-            self._report("inference_eval", "INFER_EVAL", trainer, self._infer_eval(trainer))
+            results = self._infer_eval(loop)
+            for task, values in results.items():
+                numbers = {
+                    name: float(x) for name, x in values.items() if isinstance(x, int | float)
+                }
+                # T5X cuts names at 113 characters.
+                split = f"inference_eval/{task[:113]}"
+                # SeqIO's loggers write the events of the tasks' own metrics themselves.
+                self._metrics.write(split, loop.step, numbers, events=False)
+            self._run("INFER_EVAL", loop, results)
         self._metrics.flush()
+        self._progress.note_evaluated(loop.step, stopped=loop.trainer.stop_training)
 
-    def _report(
-        self,
-        folder: str,
-        mode: str,
-        trainer: Trainer,
-        results: Mapping[str, Mapping[str, float]],
+    def _run(
+        self, mode: str, loop: TrainingLoop, results: Mapping[str, Mapping[str, float]]
     ) -> None:
-        for task, values in results.items():
-            numbers = {name: float(x) for name, x in values.items() if isinstance(x, int | float)}
-            # SeqIO's loggers write the events of the tasks' own metrics themselves.
-            events = mode == "TRAIN_EVAL"
-            # T5X cuts names at 113 characters.
-            self._metrics.write(f"{folder}/{task[:113]}", trainer.step, numbers, events=events)
         run = self._run_actions.get(mode)
-        # A stop stays a stop, whatever another mode's actions say.
-        if run is not None and results and run(results):
-            trainer.stop(f"an action on the metrics of {mode}")
+        if run is not None and results and run(loop.train_state, results):
+            loop.stop(f"an action on the metrics of {mode}")

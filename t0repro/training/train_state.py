@@ -12,6 +12,10 @@ Optimizers other than Adafactor have, in place of the last line,
     state/param_states/0/count                       int32, the global step again, as there
     state/param_states/<path>/momentum_v             the velocity of the momentum optimizer
     state/param_states/<n>/...                       state of a chain of optax, as flax names it
+
+A model with variables that are not trained, such as running means, has them too:
+
+    flax_mutables/<collection>/<path>
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import NamedSharding
 
 from t0repro.errors import UserError
@@ -36,6 +41,8 @@ from t0repro.training.slots import Slots
 
 FlatTree = Mapping[str, np.ndarray]
 
+_MUTABLES = "flax_mutables/"
+
 
 @flax.struct.dataclass
 class TrainState:
@@ -45,17 +52,60 @@ class TrainState:
       step: int32 scalar, the global step.
       params: nested dictionary of float32 arrays with T5X's names.
       slots: the optimizer's state, the same dictionary with a Slots per array.
+      flax_mutables: the model's other variables, {collection: tree}; None if it has none.
+      optimizer: what made the slots and updates them; no part of the pytree or of a checkpoint.
     """
 
     step: jax.Array
     params: Any
     slots: Any
+    flax_mutables: Any = None
+    optimizer: Optimizer | None = flax.struct.field(pytree_node=False, default=None)
+
+    @classmethod
+    def create(
+        cls, optimizer_def: optax.GradientTransformation, model_variables: Mapping[str, Any]
+    ) -> TrainState:
+        """The state of step 0 for what a model's `get_initial_variables` returns.
+
+        Args:
+          optimizer_def: from t0repro.training.optimizers, or any of optax's, which then applies a
+            learning rate of its own.
+          model_variables: `params`, and the collections of the model's other variables.
+        """
+        others = {name: x for name, x in model_variables.items() if name != "params"}
+        optimizer = optax.with_extra_args_support(optimizer_def)
+        return new_train_state(model_variables["params"], optimizer).replace(
+            flax_mutables=others or None
+        )
+
+    def apply_gradient(
+        self, grads: Any, learning_rate: Any, flax_mutables: Any = None
+    ) -> TrainState:
+        """The state after one update.
+
+        Args:
+          grads: gradients of all parameters, float32.
+          learning_rate: learning rate of this update.
+          flax_mutables: the model's other variables after the step; None leaves them.
+        """
+        assert self.optimizer is not None
+        updates, slots = self.optimizer.update(
+            grads, self.slots, self.params, step=self.step, learning_rate=learning_rate
+        )
+        return self.replace(
+            step=self.step + 1,
+            params=optax.apply_updates(self.params, updates),
+            slots=slots,
+            flax_mutables=self.flax_mutables if flax_mutables is None else flax_mutables,
+        )
 
 
 def new_train_state(params: Any, optimizer: Optimizer, step: int = 0) -> TrainState:
     """A state whose slots are all zero."""
     step_count = jnp.asarray(step, jnp.int32)
-    return TrainState(step=step_count, params=params, slots=optimizer.init(params))
+    slots = optimizer.init(params)
+    return TrainState(step=step_count, params=params, slots=slots, optimizer=optimizer)
 
 
 def flat_slots(slots: Any) -> dict[str, Slots]:
@@ -85,6 +135,8 @@ def flat_arrays(state: TrainState) -> dict[str, Any]:
     flat: dict[str, Any] = {layout.STEP: state.step}
     for path, value in flax.traverse_util.flatten_dict(state.params, sep="/").items():
         flat[layout.PARAMETERS + path] = value
+    for path, value in flax.traverse_util.flatten_dict(state.flax_mutables or {}, sep="/").items():
+        flat[_MUTABLES + path] = value
     if not isinstance(state.slots, dict):
         return flat | _of_optax(state.slots)
     slots = flat_slots(state.slots)
@@ -159,10 +211,11 @@ def from_flat_tree(
     # Mesh TensorFlow's optimizers keep a dictionary of Slots; a chain keeps optax's own
     # state.
     if not isinstance(like.slots, dict):
-        return TrainState(
+        return like.replace(
             step=_on_devices(tree.get(layout.STEP, 0), like.step, np.int32),
             params=flax.traverse_util.unflatten_dict(params, sep="/"),
             slots=_to_optax(tree, like.slots),
+            flax_mutables=_mutables(tree, like.flax_mutables, where),
         )
     slots = {
         path: Slots(
@@ -174,11 +227,32 @@ def from_flat_tree(
         )
         for path, slot in flat_slots(like.slots).items()
     }
-    return TrainState(
+    return like.replace(
         step=_on_devices(tree.get(layout.STEP, 0), like.step, np.int32),
         params=flax.traverse_util.unflatten_dict(params, sep="/"),
         slots=flax.traverse_util.unflatten_dict(slots, sep="/"),
+        flax_mutables=_mutables(tree, like.flax_mutables, where),
     )
+
+
+def _mutables(tree: FlatTree, like: Any, where: str) -> Any:
+    """A model's variables that are not trained; an error if the checkpoint lacks one."""
+    if like is None:
+        return None
+    wanted = flax.traverse_util.flatten_dict(like, sep="/")
+    missing = [path for path in wanted if _MUTABLES + path not in tree]
+    if missing:
+        raise UserError(
+            f"The checkpoint lacks {len(missing)} of the model's {len(wanted)} variables that are"
+            f" not trained, for instance {missing[0]}.",
+            where=where,
+            fix="Give a checkpoint that a training of this model wrote.",
+        )
+    values = {
+        path: _on_devices(tree[_MUTABLES + path], value, value.dtype)
+        for path, value in wanted.items()
+    }
+    return flax.traverse_util.unflatten_dict(values, sep="/")
 
 
 def parameters_from_flat_tree(

@@ -2,38 +2,274 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from t0repro.errors import UserError
 from t0repro.model.shapes import Array, Float
 from t0repro.model.t5 import T5, Batch
 from t0repro.partitioning.devices import Partitioning
-from t0repro.partitioning.rules import constrain, sums_over_groups
-from t0repro.training.batch_sums import Sums, loss_and_sums
-from t0repro.training.loss import loss_denominator, training_loss, with_loss_weights
+from t0repro.partitioning.rules import DATA, constrain, sums_over_groups
+from t0repro.training.metric_classes import Average, LastValue, merge_metrics
+from t0repro.training.models import BaseModel, T5Model
 from t0repro.training.optimizers import Optimizer
 from t0repro.training.schedules import Schedule
 from t0repro.training.train_state import TrainState
-from t0repro.training.weight_metrics import weight_metrics
+from t0repro.training.weight_metrics import WeightMetricsComputer
+from t0repro.words import counted
 
 TrainStep = Callable[[TrainState, Batch], tuple[TrainState, dict[str, Any]]]
+_DATA_SPEC = PartitionSpec(DATA)
 
 
-@dataclasses.dataclass(frozen=True)
-class Measured:
-    """What a train step returns beside the loss, for T5X's metrics.
+# ---- T5X's functions ----------------------------------------------------------------------------
 
-    Attributes:
-      weights: whether parameters, gradients and updates are measured too.
+
+def accumulate_grads_microbatched(
+    model: BaseModel,
+    train_state: TrainState,
+    batch: Batch,
+    dropout_rng: Array | None,
+    num_microbatches: int | None,
+    data_partition_spec: PartitionSpec = _DATA_SPEC,
+    *,
+    t5x_dropout_compat: bool = False,
+    partitioning: Partitioning | None = None,
+) -> tuple[Any, dict[str, Any], Any]:
+    """Computes a batch's gradients, one microbatch at a time: (gradients, metrics, mutables).
+
+    Losses and gradients of the microbatches are added up, in float32 if there are several. A model
+    whose loss depends on the whole batch says so by `BaseModel.whole_batch`. Of n microbatches,
+    number m has the rows m, m + n, m + 2n, ... of the batch, as in mtf.serialize_training_step.
+
+    On several devices gradients are added up between them after the last microbatch; if fully
+    sharded after each, since no device has room for all gradients.
+
+    Args:
+      model: the model.
+      train_state: gives the parameters and the flax mutables.
+      batch: what `model.features` returned, on devices.
+      dropout_rng: PRNG key of this step, into which each microbatch's number is folded; None for no
+        dropout.
+      num_microbatches: number of equal parts; None or 1 for the batch as a whole.
+      data_partition_spec: taken for T5X's sake: rows are divided along the mesh in scope.
+      t5x_dropout_compat: repeats T5X, which gives all microbatches of a step the same key, and so
+        the same masks, and cuts the batch into contiguous slices.
+      partitioning: the devices, if there are several.
+
+    Raises:
+      UserError: if the batch has no so many equal parts.
+    """
+    del data_partition_spec
+    count = num_microbatches or 1
+    rows = next(iter(batch.values())).shape[0]
+    if rows % count:
+        raise UserError(
+            f"A batch of {counted(rows, 'row')} has no {count} equal microbatches.",
+            where="utils.run.batch_size",
+            fix="Choose a batch size that is a multiple of the number of microbatches.",
+        )
+    # Before the split: what the loss is divided by belongs to all microbatches together.
+    batch, loss_fn = model.whole_batch(batch)
+    keys = microbatch_keys(dropout_rng, count, t5x_dropout_compat)
+    gradients_of = _gradients_function(loss_fn, train_state.flax_mutables or None)
+    if count == 1:
+        return gradients_of(train_state.params, batch, keys(0), train_state.flax_mutables)
+
+    def of_parts(params: Any, parts: Any) -> tuple[Any, Any, Any]:
+        return _scanned(gradients_of, params, parts, keys, train_state.flax_mutables, count)
+
+    parts = split_into_microbatches(batch, count, contiguous=t5x_dropout_compat)
+    together = partitioning is None or partitioning.fully_sharded or partitioning.data == 1
+    if together or not _adds_up(of_parts, train_state.params, parts):
+        return of_parts(train_state.params, parts)
+    assert partitioning is not None
+    shardings = partitioning.shardings(train_state.params)
+    specs = jax.tree.map(lambda sharding: sharding.spec, shardings)
+    return sums_over_groups(of_parts, train_state.params, parts, partitioning.data, specs)
+
+
+def apply_grads(
+    train_state: TrainState,
+    grad_accum: Any,
+    metrics: Mapping[str, Any],
+    learning_rate: jax.Array,
+    weight_metrics_computer: WeightMetricsComputer | None = None,
+    other_state_variables: Mapping[str, Any] | None = None,
+) -> tuple[TrainState, dict[str, Any]]:
+    """Updates the state with gradients: (state, metrics with those of the update).
+
+    Args:
+      train_state: the state before the update.
+      grad_accum: gradients of all parameters.
+      metrics: metrics of the batch; left as they are.
+      learning_rate: learning rate of this update.
+      weight_metrics_computer: measures parameters, gradients and updates; None for nothing.
+      other_state_variables: `flax_mutables` after the batch, if there are any.
+    """
+    new_state = train_state.apply_gradient(
+        grad_accum, learning_rate=learning_rate, **(other_state_variables or {})
+    )
+    rate = jnp.asarray(learning_rate, jnp.float32)
+    metrics = {
+        **metrics,
+        "learning_rate": Average(rate, jnp.float32(1.0)),
+        "learning_rate/current": LastValue(rate),
+    }
+    if weight_metrics_computer is not None:
+        metrics |= weight_metrics_computer.compute_metrics(grad_accum, train_state, new_state)
+    return new_state, metrics
+
+
+def eval_step(model: BaseModel, train_state: TrainState, batch: Batch) -> dict[str, Any]:
+    """The metrics of one batch of an evaluation."""
+    mutables = train_state.flax_mutables
+    extra = () if mutables is None else (mutables,)
+    return model.eval_fn(train_state.params, batch, *extra)[1]
+
+
+def train_with_lr(
+    train_state: TrainState,
+    batch: Batch,
+    learning_rate: jax.Array,
+    dropout_rng: Array | None,
+    model: BaseModel,
+    num_microbatches: int | None,
+    weight_metrics_computer: WeightMetricsComputer | None = None,
+    data_partition_spec: PartitionSpec = _DATA_SPEC,
+    *,
+    t5x_dropout_compat: bool = False,
+    hold_if_not_finite: bool = False,
+    partitioning: Partitioning | None = None,
+) -> tuple[TrainState, dict[str, Any]]:
+    """One update at a learning rate: (state, metrics). See `accumulate_grads_microbatched`.
+
+    With `hold_if_not_finite`, a loss or a gradient that is NaN or infinite leaves the state as it
+    was, step included; the metric `update_held` is then 1.
+    """
+    gradients, metrics, mutables = accumulate_grads_microbatched(
+        model,
+        train_state,
+        batch,
+        dropout_rng,
+        num_microbatches,
+        data_partition_spec,
+        t5x_dropout_compat=t5x_dropout_compat,
+        partitioning=partitioning,
+    )
+    others = {} if mutables is None else {"flax_mutables": mutables}
+    new_state, metrics = apply_grads(
+        train_state, gradients, metrics, learning_rate, weight_metrics_computer, others
+    )
+    if not hold_if_not_finite:
+        return new_state, metrics
+    sums = [jnp.sum(jnp.abs(x)) for x in jax.tree.leaves((gradients, metrics.get("loss")))]
+    finite = jnp.all(jnp.isfinite(jnp.stack(sums)))
+    held = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new_state, train_state)
+    return held, {**metrics, "update_held": LastValue(1.0 - finite.astype(jnp.float32))}
+
+
+# ---- Microbatches -------------------------------------------------------------------------------
+
+
+def split_into_microbatches(
+    batch: Batch, count: int, *, contiguous: bool = False
+) -> dict[str, jax.Array]:
+    """Reshapes each feature [batch, length] to [count, batch / count, length].
+
+    Microbatches are strided, unless they are to be `contiguous` slices of the batch.
     """
 
-    weights: bool = False
+    # Row r goes to microbatch r modulo count, as in mtf.serialize_training_step.
+    def parts(x: jax.Array) -> jax.Array:
+        if contiguous:
+            return x.reshape(count, x.shape[0] // count, *x.shape[1:])
+        return jnp.moveaxis(x.reshape(x.shape[0] // count, count, *x.shape[1:]), 1, 0)
+
+    return {
+        name: constrain(parts(jnp.asarray(x)), *(None, "batch", *[None] * (x.ndim - 1)))
+        for name, x in batch.items()
+    }
+
+
+def microbatch_keys(
+    key: Array | None, count: int = 1, t5x_dropout_compat: bool = False
+) -> Callable[[Any], Array | None]:
+    """The dropout key of a microbatch, by its number."""
+    if key is None:
+        return lambda index: None
+    if not t5x_dropout_compat:
+        return lambda index: jax.random.fold_in(key, index)
+    # T5X splits the step's key anew for each microbatch, but keeps the key that it split.
+    repeated = key if count == 1 else jax.random.split(key)[1]
+    return lambda index: repeated
+
+
+def _gradients_function(loss_fn: Callable, mutables: Any) -> Callable[..., tuple[Any, Any, Any]]:
+    """(params, batch, key, mutables) -> (gradients, metrics, mutables)."""
+    function = jax.value_and_grad(loss_fn, has_aux=True)
+
+    def without(params: Any, part: Batch, key: Any, _: Any) -> tuple[Any, Any, Any]:
+        (_, metrics), gradients = function(params, part, key)
+        return gradients, metrics, None
+
+    def with_mutables(params: Any, part: Batch, key: Any, before: Any) -> tuple[Any, Any, Any]:
+        (_, (metrics, after)), gradients = function(params, part, key, before)
+        return gradients, metrics, after
+
+    return without if mutables is None else with_mutables
+
+
+def _scanned(
+    gradients_of: Callable, params: Any, parts: Any, keys: Callable, mutables: Any, count: int
+) -> tuple[Any, Any, Any]:
+    """Adds up the microbatches' gradients in float32, and merges their metrics in order."""
+
+    def add(carry: tuple, item: tuple) -> tuple[tuple, None]:
+        total, merged, before = carry
+        part, index = item
+        gradients, metrics, after = gradients_of(params, part, keys(index), before)
+        later = merge_metrics(merged, metrics)
+        # What the first is merged with are zeros, which not every metric may be merged with.
+        merged = jax.tree.map(lambda one, two: jnp.where(index == 0, one, two), metrics, later)
+        return (jax.tree.map(jnp.add, total, gradients), merged, after), None
+
+    first = jax.tree.map(lambda x: x[0], parts)
+    _, metrics, _ = jax.eval_shape(gradients_of, params, first, keys(0), mutables)
+    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+    nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), metrics)
+    carry, _ = jax.lax.scan(add, (zeros, nothing, mutables), (parts, jnp.arange(count)))
+    return carry
+
+
+def _adds_up(of_parts: Callable, params: Any, parts: Any) -> bool:
+    """Whether metrics are sums, so that groups of devices may each do some rows by themselves."""
+    _, metrics, mutables = jax.eval_shape(of_parts, params, parts)
+    kinds = [metric for metric in metrics.values() if jax.tree.leaves(metric)]
+    return mutables is None and all(getattr(metric, "additive", False) for metric in kinds)
+
+
+# ---- T5's loss, gradients and step without a trainer --------------------------------------------
+
+
+def loss_and_gradients(
+    model: T5,
+    params: dict,
+    batch: Batch,
+    *,
+    num_microbatches: int = 1,
+    dropout_key: Array | None = None,
+) -> tuple[Float[Array, ""], dict]:
+    """The loss of T5 on a batch and its float32 gradients."""
+    state = TrainState(step=jnp.int32(0), params=params, slots=None)
+    gradients, metrics, _ = accumulate_grads_microbatched(
+        T5Model(model, measured=False), state, batch, dropout_key, num_microbatches
+    )
+    return metrics["loss"].total, gradients
 
 
 def make_train_step(
@@ -43,51 +279,37 @@ def make_train_step(
     *,
     num_microbatches: int = 1,
     dropout_key: Array | None = None,
-    measured: Measured | None = None,
     partitioning: Partitioning | None = None,
 ) -> TrainStep:
     """Returns a function to jit: (state, batch) -> (next state, {"loss", "learning_rate"}).
-
-    If `measured`, the values have `sums` too (t0repro.training.batch_sums), and `weights`, a
-    dictionary of metrics by T5X's names, empty unless they are asked for.
 
     The loss is computed with the parameters before the update. The step and the microbatch's index
     are folded into the dropout key, so that no two draws of a run are the same.
 
     Args:
-      model: the model; its configuration has the options of the loss.
-      optimizer: from t0repro.training.optimizers.
+      model: the network; its configuration has the options of the loss.
+      optimizer: from t0repro.training.optimizers; the state's own slots must be its.
       schedule: maps the step before an update to its learning rate.
       num_microbatches: number of equal parts into which the batch is split.
       dropout_key: PRNG key for dropout; unused if the model's dropout rate is zero.
-      measured: what is measured beside the loss; None for nothing.
       partitioning: the devices, if there are several.
     """
-    key = dropout_key if model.config.dropout_rate else None
+    trained = T5Model(model, optimizer, measured=False)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
-        # From the global step, so that a run that continues draws what it would have
-        # drawn.
-        step_key = None if key is None else jax.random.fold_in(key, state.step)
-        loss, sums, gradients = loss_sums_and_gradients(
-            model,
-            state.params,
+        # From the global step, so that a run that continues draws what it would have drawn.
+        key = None if dropout_key is None else jax.random.fold_in(dropout_key, state.step)
+        new_state, metrics = train_with_lr(
+            state.replace(optimizer=optimizer),
             batch,
-            num_microbatches=num_microbatches,
-            dropout_key=step_key,
-            measured=measured is not None,
+            schedule(state.step),
+            key,
+            trained,
+            num_microbatches,
             partitioning=partitioning,
         )
-        learning_rate = schedule(state.step)
-        updates, slots = optimizer.update(
-            gradients, state.slots, state.params, step=state.step, learning_rate=learning_rate
-        )
-        params: Any = optax.apply_updates(state.params, updates)
-        values: dict[str, Any] = {"loss": loss, "learning_rate": learning_rate}
-        if measured is not None:
-            weights = weight_metrics(gradients, state.params, params) if measured.weights else {}
-            values |= {"sums": sums, "weights": weights}
-        return TrainState(step=state.step + 1, params=params, slots=slots), values
+        values = {"loss": metrics["loss"].total, "learning_rate": metrics["learning_rate"].total}
+        return new_state.replace(optimizer=state.optimizer), values
 
     return train_step
 
@@ -102,95 +324,9 @@ def jitted_train_step(
       state: a state, or its shapes.
       partitioning: the devices; None for one. Lower the result in its `active` context.
     """
+    # Donated: the new state takes the place of the old one in memory.
     if partitioning is None:
-        # Donated: the new state takes the place of the old one in memory.
         return jax.jit(train_step, donate_argnums=0)
+    # Of one device too: precompiling is for a mesh that is not there.
     shardings = (partitioning.shardings(state), NamedSharding(partitioning.mesh, PartitionSpec()))
     return jax.jit(train_step, donate_argnums=0, out_shardings=shardings)
-
-
-def loss_and_gradients(
-    model: T5,
-    params: dict,
-    batch: Batch,
-    *,
-    num_microbatches: int = 1,
-    dropout_key: Array | None = None,
-) -> tuple[Float[Array, ""], dict]:
-    """Computes the batch's loss and its float32 gradients, one microbatch at a time.
-
-    Of n microbatches, number m has the rows m, m + n, m + 2n, ... of the batch, as in
-    mtf.serialize_training_step.
-    """
-    loss, _, gradients = loss_sums_and_gradients(
-        model, params, batch, num_microbatches=num_microbatches, dropout_key=dropout_key
-    )
-    return loss, gradients
-
-
-def loss_sums_and_gradients(
-    model: T5,
-    params: dict,
-    batch: Batch,
-    *,
-    num_microbatches: int = 1,
-    dropout_key: Array | None = None,
-    measured: bool = False,
-    partitioning: Partitioning | None = None,
-) -> tuple[Float[Array, ""], Sums, dict]:
-    """`loss_and_gradients`, and the sums of T5X's metrics if `measured`, else no sums.
-
-    On several devices gradients are added up between them after the last microbatch; if fully
-    sharded after each, since no device has room for all gradients.
-    """
-    # Of the whole batch, so that the microbatches' losses and gradients add up.
-    batch = with_loss_weights(model.config, batch)
-    denominator = loss_denominator(model.config, batch)
-
-    def loss_of(params: dict, part: Batch, key: Array | None) -> tuple[jax.Array, Sums]:
-        function = loss_and_sums if measured else _loss_alone
-        return function(model, params, part, denominator=denominator, dropout_key=key)
-
-    def of_part(params: dict, part: Batch, index: jax.Array | int) -> tuple[jax.Array, Sums, dict]:
-        key = None if dropout_key is None else jax.random.fold_in(dropout_key, index)
-        (loss, sums), gradients = jax.value_and_grad(loss_of, has_aux=True)(params, part, key)
-        return loss, sums, gradients
-
-    if num_microbatches == 1:
-        return of_part(params, batch, 0)
-
-    def of_parts(params: dict, parts: dict[str, jax.Array]) -> tuple[jax.Array, Sums, dict]:
-        def add(total: Any, item: tuple) -> tuple[Any, None]:
-            return jax.tree.map(jnp.add, total, of_part(params, *item)), None
-
-        first = jax.tree.map(lambda x: x[0], parts)
-        # Shapes alone: which sums there are depends on the metrics asked for.
-        _, sums, _ = jax.eval_shape(of_part, params, first, 0)
-        zeros = (
-            jnp.float32(0.0),
-            jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), sums),
-            jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params),
-        )
-        return jax.lax.scan(add, zeros, (parts, jnp.arange(num_microbatches)))[0]
-
-    parts = split_into_microbatches(batch, num_microbatches)
-    if partitioning is None or partitioning.fully_sharded or partitioning.data == 1:
-        return of_parts(params, parts)
-    specs = jax.tree.map(lambda sharding: sharding.spec, partitioning.shardings(params))
-    return sums_over_groups(of_parts, params, parts, partitioning.data, specs)
-
-
-def _loss_alone(*args: Any, **options: Any) -> tuple[jax.Array, Sums]:
-    return training_loss(*args, **options), {}
-
-
-def split_into_microbatches(batch: Batch, count: int) -> dict[str, jax.Array]:
-    """Reshapes each feature [batch, length] to [count, batch / count, length]."""
-    return {
-        # Row r goes to microbatch r modulo count, as in mtf.serialize_training_step.
-        name: constrain(
-            jnp.moveaxis(jnp.asarray(x).reshape(x.shape[0] // count, count, *x.shape[1:]), 1, 0),
-            *(None, "batch", *[None] * (x.ndim - 1)),
-        )
-        for name, x in batch.items()
-    }

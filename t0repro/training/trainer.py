@@ -1,140 +1,138 @@
-"""The Trainer owns a train state, steps it through batches and runs actions between steps."""
+"""The trainer as a library, with T5X's names: subclass it, or call it from a loop of your own.
+
+To make a trainer of your own, subclass `BaseTrainer` and define `_partitioned_train_step` and
+`_partitioned_eval_step`, or subclass `Trainer` and override one of them. docs/trainer.md has an
+example. The commands train with `Trainer` too, through t0repro.training.loop.
+"""
 
 from __future__ import annotations
 
+import abc
 import collections
+import concurrent.futures
 import contextlib
 import dataclasses
-import itertools
-import math
+import functools
+import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import jax
 import numpy as np
 
-from t0repro.errors import UserError
-from t0repro.model.t5 import T5
-from t0repro.partitioning.devices import Partitioning
-from t0repro.training.actions import Action
-from t0repro.training.batch_sums import measured_evaluation, summary
-from t0repro.training.loss import (
-    count_examples,
-    count_targets,
-    evaluation_metrics,
-    evaluation_sums,
-    loss_denominator,
+from t0repro.partitioning.flops import count_flops
+from t0repro.partitioning.topologies import published
+from t0repro.training.metric_classes import Metric, Scalar, TimeRate, merge_metrics
+from t0repro.training.metrics import OpenWriter, SplitMetrics
+from t0repro.training.metrics_manager import MetricsManager
+from t0repro.training.models import BaseModel
+from t0repro.training.partitioner import Partitioner
+from t0repro.training.stopping import (
+    ActionMode,
+    BaseAction,
+    EarlyStoppingAction,
+    TerminateOnNanAction,
 )
-from t0repro.training.metrics import Metrics, StepMetrics
-from t0repro.training.optimizers import Optimizer
-from t0repro.training.schedules import Schedule
 from t0repro.training.train_state import TrainState
-from t0repro.training.train_step import Measured, jitted_train_step, make_train_step
-from t0repro.words import counted
+from t0repro.training.train_step import (
+    accumulate_grads_microbatched,
+    apply_grads,
+    eval_step,
+    train_with_lr,
+)
+from t0repro.training.weight_metrics import WeightMetricsComputer
+
+__all__ = [
+    "ActionMode",
+    "BaseAction",
+    "BaseTrainer",
+    "EarlyStoppingAction",
+    "MetricsManager",
+    "PreemptionError",
+    "TerminateOnNanAction",
+    "Trainer",
+    "WeightMetricsComputer",
+    "accumulate_grads_microbatched",
+    "apply_grads",
+    "eval_step",
+    "merge_metrics",
+    "train_with_lr",
+]
 
 NumpyBatch = Mapping[str, np.ndarray]
-
-# Features that the model reads; positions are not among them (t0repro.model.t5).
-FEATURES = ("inputs", "targets", "inputs_segmentation", "targets_segmentation")
-
-
-@dataclasses.dataclass(frozen=True)
-class _Pending:
-    """A step whose loss the device may still be computing."""
-
-    step: int
-    values: Mapping[str, jax.Array]
-    target_tokens: int
-    examples: int
+LearningRateCallable = Callable[[jax.Array], jax.Array]
+# How many updates may be queued on the device before `train` waits for the oldest.
+_AHEAD = 2
 
 
-class Trainer:
-    """Trains and evaluates a model.
+class PreemptionError(Exception):
+    """The machine is about to be taken away: save a checkpoint and end."""
 
-        with Trainer(model, state, optimizer=..., schedule=...) as trainer:
-            trainer.train(batches, num_steps=1000)
 
-    Batches are sent to the device, and losses fetched, explicitly; any other transfer during a step
-    is an error. A step's loss is read while the device computes the next step.
+class BaseTrainer(abc.ABC):
+    """Steps a train state through batches, and evaluates it.
+
+        with Trainer(...) as trainer:
+            values = trainer.train(batch_iter, num_steps=1000).result()
+
+    Metrics are fetched and written by background threads, so use it as a context manager or call
+    `close`. Batches are sent to the devices explicitly; any other transfer during a compiled step
+    is an error.
 
     Args:
       model: the model.
-      state: where to start. The trainer owns it from now on and reuses its buffers.
-      optimizer: from t0repro.training.optimizers.
-      schedule: maps the global step before an update to its learning rate.
-      num_microbatches: number of equal parts into which a batch is split.
-      seed: seed for dropout.
-      metrics: where to write metrics; None writes none.
-      actions: run between steps, in this order.
-      partitioning: the devices that the state is divided among; None if it is on one.
-      dropout_key: PRNG key for dropout, into which each step is folded; made from `seed` if None.
-      measured: what a step measures for T5X's metrics; None for nothing.
-      may_be_nan: whether training goes on when a loss is not finite; otherwise it is an error.
+      train_state: where to start. The trainer owns it from now on and reuses its buffers.
+      partitioner: the devices; None for the default one.
+      eval_names: names of the evaluations, the keys of what `eval` is given.
+      summary_dir: where metrics are written: metrics.jsonl, and what `open_writer` opens in
+        summary_dir/train and summary_dir/training_eval/<name>. None writes nothing.
+      train_state_axes: where each array of the state belongs; None asks the partitioner.
+      rng: PRNG key, into which each step is folded.
+      open_writer: opens a folder's writer of TensorBoard's events, for instance
+        t0repro.event_files.event_writer, which needs TensorFlow.
+      files: where to write metrics, in place of `summary_dir` and `open_writer`.
 
     Attributes:
-      step: the global step, that is the number of updates done.
-      error: the exception that ended training, or None.
-      stop_reason: why training was asked to stop, or None.
+      stop_training: set it, or let an action set it, to end the loop around this trainer.
+      train_metrics_manager: the manager of the split `train`.
+      eval_metrics_managers: those of `training_eval/<name>`, by name.
     """
 
     def __init__(
         self,
-        model: T5,
-        state: TrainState,
+        model: BaseModel,
+        train_state: TrainState,
+        partitioner: Partitioner | None,
+        eval_names: Sequence[str],
+        summary_dir: str | None,
+        train_state_axes: Any,
+        rng: jax.Array,
         *,
-        optimizer: Optimizer,
-        schedule: Schedule,
-        num_microbatches: int = 1,
-        seed: int = 0,
-        metrics: Metrics | None = None,
-        actions: Sequence[Action] = (),
-        partitioning: Partitioning | None = None,
-        dropout_key: jax.Array | None = None,
-        measured: Measured | None = None,
-        may_be_nan: bool = False,
+        open_writer: OpenWriter | None = None,
+        files: SplitMetrics | None = None,
     ):
-        self._model, self._state = model, state
-        self._metrics, self._actions = metrics, actions
-        self._num_microbatches = num_microbatches
-        several = partitioning is not None and partitioning.mesh.size > 1
-        self._partitioning = partitioning if several else None
-        self._may_be_nan = may_be_nan
-        if dropout_key is None and model.config.dropout_rate:
-            # Fold in a constant, because parameters are drawn with the seed's key itself.
-            dropout_key = jax.random.fold_in(jax.random.key(seed), 1)
-        train_step = make_train_step(
-            model,
-            optimizer,
-            schedule,
-            num_microbatches=num_microbatches,
-            dropout_key=dropout_key,
-            measured=measured,
-            partitioning=self._partitioning,
-        )
-        self._train_step = jitted_train_step(train_step, state, self._partitioning)
-        self._evaluate = jax.jit(evaluation_sums, static_argnums=0)
-        self._measure = jax.jit(measured_evaluation, static_argnums=0)
-        self._compiled: dict[Any, Callable] = {}
-        self._pending: _Pending | None = None
-        self._read_at = 0.0
-        self.step = int(jax.device_get(state.step))
-        self.error: BaseException | None = None
-        self.stop_reason: str | None = None
-        self._stopping = False
+        self._model, self._base_rng = model, rng
+        self._partitioner = partitioner or Partitioner()
+        self._train_state_axes = train_state_axes
+        if train_state_axes is None:
+            self._train_state_axes = self._partitioner.get_mesh_axes(train_state)
+        self._train_state, self._train_state_mutex = train_state, threading.RLock()
+        self._compiled_train_steps: dict[Any, _Step] = {}
+        self._compiled_eval_steps: dict[Any, _Step] = {}
+        self.stop_training = False
+        self._own_files = None
+        if files is None and summary_dir is not None and jax.process_index() == 0:
+            files = self._own_files = SplitMetrics(
+                summary_dir, None, _below(summary_dir, open_writer)
+            )
+        self.train_metrics_manager = MetricsManager("train", files)
+        self.eval_metrics_managers = {
+            name: MetricsManager(f"training_eval/{name[:113]}", files) for name in eval_names
+        }
 
-    @property
-    def failed(self) -> bool:
-        """Whether an exception ended training."""
-        return self.error is not None
-
-    @property
-    def train_state(self) -> TrainState:
-        """The state after the latest step; valid until the next step."""
-        return self._state
-
-    def __enter__(self) -> Trainer:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -143,189 +141,296 @@ class Trainer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._metrics is not None:
-            self._metrics.close()
+        with contextlib.ExitStack() as stack:
+            if error is not None:  # which counts more than what follows from it
+                stack.enter_context(contextlib.suppress(Exception))
+            self.close()
 
-    def compile(self, batch: NumpyBatch) -> None:
-        """Compiles the train step for batches with this one's features and shapes, if needed.
+    def close(self) -> None:
+        """Writes what is still to be written, and ends the background threads."""
+        with contextlib.ExitStack() as stack:
+            if self._own_files is not None:
+                stack.callback(self._own_files.close)
+            for manager in (self.train_metrics_manager, *self.eval_metrics_managers.values()):
+                stack.callback(manager.close)
 
-        Raises:
-          UserError: if the batch lacks a feature, or its size is not a multiple of the number of
-            microbatches.
-        """
-        self._step_for(self._on_devices(batch))
+    @property
+    def model(self) -> BaseModel:
+        """The model."""
+        return self._model
 
-    def train(self, batches: Iterable[NumpyBatch], num_steps: int) -> int:
-        """Does up to `num_steps` updates and returns how many it did.
+    @property
+    def train_state(self) -> TrainState:
+        """The state after the latest update; its arrays are valid until the next."""
+        with self._train_state_mutex:
+            return self._train_state
 
-        It does fewer if the batches run out or an action calls `stop`.
+    @train_state.setter
+    def train_state(self, train_state: TrainState) -> None:
+        with self._train_state_mutex:
+            self._train_state = train_state
 
-        Raises:
-          UserError: if a loss is not finite, or if `compile` would refuse a batch.
-        """
-        last_step = self.step + num_steps
-        started: list[Action] = []
-        try:
-            for action in self._actions:
-                # Noted first: an action whose start fails is ended too.
-                started.append(action)
-                action.start(self, last_step)
-            first = self.step
-            self._read_at = 0.0
-            for batch in itertools.islice(batches, num_steps):
-                self._do_step(batch)
-                for action in self._actions:
-                    action.after_step(self)
-                if self._stopping:
-                    break
-            self.flush()
-            return self.step - first
-        except BaseException as error:
-            self.error = error
-            raise
-        finally:
-            for action in started:
-                action.end(self)
+    # ---- Training -------------------------------------------------------------------------------
 
-    def eval(self, batches: Iterable[NumpyBatch], split: str = "eval") -> dict[str, float]:
-        """Computes Mesh TensorFlow's teacher-forced metrics, without dropout or z_loss.
+    def train(
+        self, batch_iter: Iterator[NumpyBatch], num_steps: int, start_step: int | None = None
+    ) -> concurrent.futures.Future:
+        """Does updates, and writes a summary of them in the background.
 
-        They are also written as the metrics of `split` at the current step.
+        Args:
+          batch_iter: the batches.
+          num_steps: number of updates; with 0, nothing is done or written.
+          start_step: the global step before the first, if the caller knows it.
 
         Returns:
-          `loss`, the mean over batches of the loss normalised as in training;
-          `neg_log_perplexity`, the mean log-likelihood of a target in nats; `token_accuracy`;
-          `sequence_accuracy`; `num_eval_tokens`.
+          A future of the metrics' values by name.
         """
-        self.flush()
-        sums: dict[str, float] = collections.defaultdict(float)
-        for batch in batches:
-            denominator = loss_denominator(self._model.config, batch)
-            features = self._on_devices(batch)
-            with self._active():
-                values = self._evaluate(
-                    self._model, self._state.params, features, denominator=denominator
-                )
-            for name, value in jax.device_get(values).items():
-                sums[name] += float(value)
-        metrics = evaluation_metrics(sums)
-        if self._metrics is not None:
-            self._metrics.write(split, self.step, metrics)
-            self._metrics.flush()
-        return metrics
+        manager = self.train_metrics_manager
+        with self._train_state_mutex:
+            first = int(self._train_state.step) if start_step is None else int(start_step)
+            queued: collections.deque[concurrent.futures.Future] = collections.deque()
+            for step in range(first, first + num_steps):
+                batch = next(batch_iter)
+                with jax.profiler.StepTraceAnnotation("train", step_num=step):
+                    queued.append(self.update(batch, starts_clock=step == first))
+                if len(queued) > _AHEAD:
+                    queued.popleft().result()
+            return manager.write_summary(first + num_steps)
 
-    def eval_measured(self, batches: Iterable[NumpyBatch], *, packed: bool) -> dict[str, float]:
-        """Computes T5X's metrics of batches, without dropout, under its names.
+    def update(
+        self,
+        batch: NumpyBatch,
+        input_wait: float | None = None,
+        *,
+        starts_clock: bool = False,
+    ) -> concurrent.futures.Future:
+        """Does one update; returns a future of its metrics, a `Fetched`.
+
+        They are part of the next summary of `train_metrics_manager`.
 
         Args:
-          batches: what to evaluate.
-          packed: whether rows hold several examples, which decides some of the names.
+          batch: the batch.
+          input_wait: seconds that the caller waited for the batch, if it knows.
+          starts_clock: whether the update's duration begins here, after its compilation, and not
+            at the end of the one before.
         """
-        self.flush()
-        sums, count = collections.defaultdict[str, float](float), 0
-        for batch in batches:
-            features = self._on_devices(batch)
-            with self._active():
-                values = self._measure(self._model, self._state.params, features)
-            count += 1
-            for name, value in jax.device_get(values).items():
-                sums[name] += float(value)
-        return summary(sums, count, packed=packed) if count else {}
+        with self._train_state_mutex:
+            features = self._partitioner.put_batch(self._model.features(batch))
+            step = self._train_step_for(features)
+            if starts_clock:
+                self.train_metrics_manager.start_duration_timer()
+            self._train_state, metrics = step(self._train_state, features)
+        return self.train_metrics_manager.add({**metrics, **step.rates}, input_wait)
 
-    def stop(self, reason: str | None = None) -> None:
-        """Makes `train` end after the current step, as if there were no more batches.
+    def compile_train(self, batch: NumpyBatch) -> None:
+        """Compiles the train step for batches with this one's features and shapes.
+
+        Without it that happens at the first such batch.
 
         Args:
-          reason: why, in a line; the first reason given is kept.
+          batch: an example, whose values do not matter.
         """
-        self._stopping = True
-        self.stop_reason = self.stop_reason or reason
+        started = time.perf_counter()
+        self._train_step_for(self._partitioner.put_batch(self._model.features(batch)))
+        seconds = time.perf_counter() - started
+        manager, step = self.train_metrics_manager, int(self.train_state.step)
+        manager.write_scalar("timing/compilation_seconds", seconds, step)
 
-    def flush(self) -> None:
-        """Waits for the latest step and writes its metrics."""
-        if self._pending is not None:
-            pending, self._pending = self._pending, None
-            self._record(pending)
-        if self._metrics is not None:
-            self._metrics.flush()
+    def _train_step_for(self, features: Mapping[str, jax.Array]) -> _Step:
+        key = _shapes(features)
+        if key not in self._compiled_train_steps:
+            compiled = self._compiled(self._partitioned_train_step, features)
+            self._compiled_train_steps[key] = compiled
+        return self._compiled_train_steps[key]
 
-    def _do_step(self, batch: NumpyBatch) -> None:
-        """Starts one update and records the one before."""
-        on_device = self._on_devices(batch)
-        step = self._step_for(on_device)
-        # The first step's clock starts after compilation.
-        self._read_at = self._read_at or time.perf_counter()
-        with jax.transfer_guard("disallow"):
-            self._state, values = step(self._state, on_device)
-        self.step += 1
-        # Only now that the device has work again, wait for the loss of the step before.
-        previous = self._pending
-        self._pending = _Pending(self.step, values, count_targets(batch), count_examples(batch))
-        if previous is not None:
-            self._record(previous)
+    # ---- Evaluation -----------------------------------------------------------------------------
 
-    def _step_for(self, batch: Mapping[str, jax.Array]) -> Callable:
-        """The train step compiled for a batch of these shapes."""
-        shapes = tuple(sorted((name, x.shape) for name, x in batch.items()))
-        if shapes not in self._compiled:
-            rows = batch["targets"].shape[0]
-            if rows % self._num_microbatches:
-                raise UserError(
-                    f"A batch of {counted(rows, 'row')} has no {self._num_microbatches} equal"
-                    " microbatches.",
-                    where="utils.run.batch_size",
-                    fix="Choose a batch size that is a multiple of the number of microbatches.",
-                )
-            with self._active():
-                self._compiled[shapes] = self._train_step.lower(self._state, batch).compile()
-        return self._compiled[shapes]
+    def eval(
+        self, batch_iters: Mapping[str, Iterable[NumpyBatch]]
+    ) -> dict[str, Mapping[str, Scalar]]:
+        """Evaluates the state on batches, writes summaries, and returns {name: {metric: value}}.
 
-    def _on_devices(self, batch: NumpyBatch) -> dict[str, jax.Array]:
-        """Sends the features that the model reads to the devices."""
-        features = _features(batch)
-        if self._partitioning is None:
-            return jax.device_put(features)
-        return self._partitioning.put_batch(features)
+        Args:
+          batch_iters: batches by the name of an evaluation; each is read to its end. One without
+            batches gives no metrics.
+        """
+        results = {}
+        for name, batches in batch_iters.items():
+            manager, state = self.eval_metrics_managers[name], self.train_state
+            manager.start_duration_timer(block_on=state.step)
+            queued: collections.deque[concurrent.futures.Future] = collections.deque()
+            for batch in batches:
+                features = self._partitioner.put_batch(self._model.features(batch))
+                queued.append(manager.add(self._eval_step_for(features)(state, features)))
+                if len(queued) > _AHEAD:
+                    queued.popleft().result()
+            results[name] = manager.write_summary(int(jax.device_get(state.step)))
+        return {name: future.result() for name, future in results.items()}
 
-    def _active(self) -> contextlib.AbstractContextManager[Any]:
-        """A context in which what is traced is divided among the devices."""
-        return (
-            contextlib.nullcontext() if self._partitioning is None else self._partitioning.active()
-        )
+    def compile_eval(self, batches: Mapping[str, NumpyBatch]) -> None:
+        """Compiles the evaluation step; evaluations with batches of equal shapes share one.
 
-    def _record(self, pending: _Pending) -> None:
-        """Waits for a step's loss, then writes its metrics and passes them to the actions."""
-        values = jax.device_get(pending.values)
-        now = time.perf_counter()
-        metrics = StepMetrics(
-            step=pending.step,
-            loss=float(values["loss"]),
-            learning_rate=float(values["learning_rate"]),
-            target_tokens=pending.target_tokens,
-            examples=pending.examples,
-            seconds=round(now - self._read_at, 6),
-        )
-        self._read_at = now
-        if not math.isfinite(metrics.loss) and not self._may_be_nan:
-            raise UserError(
-                f"The loss of step {metrics.step} is {metrics.loss}.",
-                where="training",
-                fix="Start again from an earlier checkpoint with a lower learning rate.",
+        Args:
+          batches: an example by the name of an evaluation.
+        """
+        for name, batch in batches.items():
+            started = time.perf_counter()
+            self._eval_step_for(self._partitioner.put_batch(self._model.features(batch)))
+            seconds = time.perf_counter() - started
+            manager, step = self.eval_metrics_managers[name], int(self.train_state.step)
+            manager.write_scalar("timing/compilation_seconds", seconds, step)
+
+    def _eval_step_for(self, features: Mapping[str, jax.Array]) -> _Step:
+        key = _shapes(features)
+        if key not in self._compiled_eval_steps:
+            compiled = self._compiled(self._partitioned_eval_step, features)
+            self._compiled_eval_steps[key] = compiled
+        return self._compiled_eval_steps[key]
+
+    # ---- What subclasses define -----------------------------------------------------------------
+
+    @property
+    @abc.abstractmethod
+    def _partitioned_train_step(self) -> Callable:
+        """(state, batch) -> (state after an update, metrics), from `Partitioner.partition`."""
+
+    @property
+    @abc.abstractmethod
+    def _partitioned_eval_step(self) -> Callable:
+        """(state, batch) -> metrics, from `Partitioner.partition`."""
+
+    def step_rng(self, step: Any) -> jax.Array:
+        """The PRNG key of a step, the same however often training was interrupted."""
+        return self._get_step_rng(step)
+
+    def _get_step_rng(self, step: Any) -> jax.Array:
+        return jax.random.fold_in(self._base_rng, step)
+
+    def _compiled(self, function: Any, features: Mapping[str, jax.Array]) -> _Step:
+        """A step for batches of these shapes, compiled if it is one jitted function."""
+        if not hasattr(function, "trace"):
+            return _Step(function, self._partitioner, {})
+        with self._partitioner.active():
+            traced = function.trace(self.train_state, features)
+            return _Step(
+                traced.lower().compile(), None, flops_rates(count_flops(traced.jaxpr.jaxpr))
             )
-        if self._metrics is not None:
-            self._metrics.write_step(metrics)
-        for action in self._actions:
-            action.on_values(pending.step, values, metrics.seconds)
-            action.on_metrics(metrics)
 
 
-def _features(batch: NumpyBatch) -> dict[str, np.ndarray]:
-    """The features that the model reads."""
-    missing = [name for name in ("inputs", "targets") if name not in batch]
-    if missing:
-        raise UserError(
-            f"A batch has no {' and no '.join(missing)}; it has {', '.join(sorted(batch))}.",
-            where="the batches",
-            fix="Train an encoder-decoder model on a task with inputs and targets.",
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """A step compiled for batches of some shapes.
+
+    Attributes:
+      function: what it calls.
+      partitioner: gives the context for a function that is not compiled; else None.
+      rates: its operations per second, as metrics.
+    """
+
+    function: Callable
+    partitioner: Partitioner | None
+    rates: Mapping[str, Metric]
+
+    def __call__(self, state: TrainState, features: Mapping[str, jax.Array]) -> Any:
+        if self.partitioner is not None:
+            with self.partitioner.active():
+                return self.function(state, features)
+        with jax.transfer_guard("disallow"):
+            return self.function(state, features)
+
+
+def flops_rates(flops: int) -> dict[str, Metric]:
+    """Metrics of a step with so many operations: `timing/flops_per_second` and `timing/mfu`.
+
+    The second is the share of the published peak of all devices; it is left out if the device's
+    is not known.
+    """
+    chip = published(jax.devices()[0])
+    rates: dict[str, Metric] = {"timing/flops_per_second": TimeRate(flops)}
+    if chip is None:
+        return rates
+    return rates | {"timing/mfu": TimeRate(flops / (chip.flops * jax.device_count()))}
+
+
+class Trainer(BaseTrainer):
+    """Trains by gradients of the model's loss, in microbatches if asked.
+
+    Args:
+      model, train_state, partitioner, eval_names, summary_dir, train_state_axes, rng: see
+        BaseTrainer, as for what `options` may hold.
+      learning_rate_fn: maps the global step before an update to its learning rate.
+      num_microbatches: number of equal parts of a batch; None or 1 for the batch as a whole.
+      weight_metrics_computer: measures parameters, gradients and updates; None for nothing.
+      t5x_dropout_compat: repeats T5X's one dropout key for all microbatches of a step.
+      hold_if_not_finite: whether an update with a loss or gradient that is not finite is not done.
+    """
+
+    def __init__(
+        self,
+        model: BaseModel,
+        train_state: TrainState,
+        partitioner: Partitioner | None,
+        eval_names: Sequence[str],
+        summary_dir: str | None,
+        train_state_axes: Any,
+        rng: jax.Array,
+        learning_rate_fn: LearningRateCallable,
+        num_microbatches: int | None,
+        weight_metrics_computer: WeightMetricsComputer | None = None,
+        *,
+        t5x_dropout_compat: bool = False,
+        hold_if_not_finite: bool = False,
+        **options: Any,
+    ):
+        self._learning_rate_fn, self._num_microbatches = learning_rate_fn, num_microbatches
+        self._weight_metrics_computer = weight_metrics_computer
+        self._t5x_dropout_compat = t5x_dropout_compat
+        self._hold_if_not_finite = hold_if_not_finite
+        super().__init__(
+            model,
+            train_state,
+            partitioner,
+            eval_names,
+            summary_dir,
+            train_state_axes,
+            rng,
+            **options,
         )
-    return {name: batch[name] for name in FEATURES if name in batch}
+
+    @functools.cached_property
+    def _partitioned_train_step(self) -> Callable:
+        def train_step(state: TrainState, batch: Mapping[str, jax.Array]) -> Any:
+            return train_with_lr(
+                state,
+                batch,
+                learning_rate=self._learning_rate_fn(state.step),
+                dropout_rng=self._get_step_rng(state.step),
+                model=self._model,
+                num_microbatches=self._num_microbatches,
+                weight_metrics_computer=self._weight_metrics_computer,
+                t5x_dropout_compat=self._t5x_dropout_compat,
+                hold_if_not_finite=self._hold_if_not_finite,
+                partitioning=self._partitioner.partitioning,
+            )
+
+        return self._partitioner.partition(
+            train_step,
+            in_axis_resources=(self._train_state_axes, self._partitioner.data_partition_spec),
+            out_axis_resources=(self._train_state_axes, None),
+            donate_argnums=0,
+        )
+
+    @functools.cached_property
+    def _partitioned_eval_step(self) -> Callable:
+        return self._partitioner.partition(
+            lambda state, batch: eval_step(self._model, state, batch),
+            in_axis_resources=(self._train_state_axes, self._partitioner.data_partition_spec),
+        )
+
+
+def _shapes(features: Mapping[str, jax.Array]) -> tuple:
+    return tuple(sorted((name, x.shape, str(x.dtype)) for name, x in features.items()))
+
+
+def _below(folder: str, open_writer: OpenWriter | None) -> OpenWriter | None:
+    return None if open_writer is None else lambda split: open_writer(f"{folder}/{split}")

@@ -2,36 +2,82 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import flax.traverse_util
 import jax
 import jax.numpy as jnp
 
+from t0repro.training.metric_classes import AverageOfMeasured, Metric
+from t0repro.training.train_state import TrainState
 
-def weight_metrics(gradients: Any, before: Any, after: Any) -> dict[str, jax.Array]:
-    """Float32 scalars by T5X's names, such as `weight_rms/decoder/decoder_norm/scale`.
+
+class WeightMetricsComputer:
+    """Measures every parameter: `weight_rms/<path>`, `weight_gradient_rms/...`, and so on.
+
+    Over the whole model there are `weight_gradient_norm`, `weight_rms_all` and
+    `weight_update_rms_all`. Means are over the steps that were measured.
 
     Args:
-      gradients: gradients of all parameters.
-      before: parameters before the update.
-      after: parameters after it, whose size is measured.
+      every: steps between measurements. Each reads all parameters, gradients and updates once more.
     """
+
+    def __init__(self, every: int = 1):
+        self._every = every
+
+    def compute_metrics(
+        self, gradients: Any, old_train_state: TrainState, new_train_state: TrainState
+    ) -> dict[str, Metric]:
+        """Metrics by name, float32 scalars on the device.
+
+        Args:
+          gradients: gradients of all parameters.
+          old_train_state: the state before the update.
+          new_train_state: the state after it, whose parameters are measured.
+        """
+        before, after = old_train_state.params, new_train_state.params
+        if self._every == 1:
+            values, count = weight_metrics(gradients, before, after), jnp.float32(1.0)
+        else:
+            measures = new_train_state.step % self._every == 0
+            shapes = jax.eval_shape(weight_metrics, gradients, before, after)
+            values = jax.lax.cond(
+                measures,
+                weight_metrics,
+                lambda *_: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes),
+                *(gradients, before, after),
+            )
+            count = measures.astype(jnp.float32)
+        return {name: AverageOfMeasured(value, count) for name, value in values.items()}
+
+
+def weight_metrics(gradients: Any, before: Any, after: Any) -> dict[str, jax.Array]:
+    """Float32 scalars by T5X's names, such as `weight_rms/decoder/decoder_norm/scale`."""
     updates = jax.tree.map(jnp.subtract, after, before)
-    squares = [jnp.vdot(gradient, gradient) for gradient in jax.tree.leaves(gradients)]
     return {
         **_by_parameter("weight_rms", after, _rms),
         **_by_parameter("weight_gradient_rms", gradients, _rms),
         **_by_parameter("weight_update_rms", updates, _rms),
         **_by_parameter("weight_max", after, lambda x: jnp.max(jnp.abs(x))),
-        "weight_gradient_norm": jnp.sqrt(jnp.sum(jnp.stack(squares))),
+        "weight_gradient_norm": jnp.sqrt(_sum_of_squares(gradients)),
+        "weight_rms_all": jnp.sqrt(_sum_of_squares(after) / _size(after)),
+        "weight_update_rms_all": jnp.sqrt(_sum_of_squares(updates) / _size(after)),
     }
 
 
-def _by_parameter(name: str, tree: Any, measure: Any) -> dict[str, jax.Array]:
+def _by_parameter(name: str, tree: Any, measure: Callable) -> dict[str, jax.Array]:
     flat = flax.traverse_util.flatten_dict(tree, sep="/")
     return {f"{name}/{path}": measure(value) for path, value in flat.items()}
 
 
 def _rms(x: jax.Array) -> jax.Array:
     return jnp.sqrt(jnp.mean(jnp.square(x)))
+
+
+def _sum_of_squares(tree: Any) -> jax.Array:
+    return jnp.sum(jnp.stack([jnp.vdot(x, x) for x in jax.tree.leaves(tree)]))
+
+
+def _size(tree: Any) -> int:
+    return sum(x.size for x in jax.tree.leaves(tree))

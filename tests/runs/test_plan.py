@@ -180,7 +180,7 @@ def test_a_checkpoint_past_total_steps_is_an_error(tmp_path):
 
 
 def test_early_stopping_ends_the_run_and_keeps_its_last_state(tmp_path):
-    stopping = EarlyStoppingConfig("a_task", "rouge", "max", 2, 0.0, 0.0)
+    stopping = EarlyStoppingConfig("a_task", "rouge", "max", 2, 0.0, 0.0, "previous")
     inputs = PlannedInputs(infer_eval=lambda trainer: {"a_task": {"rouge": 1.0}})
     state = planned(tmp_path, 8, inputs=inputs, eval_period=2, actions={"INFER_EVAL": (stopping,)})
     assert int(state.step) == 4 and list_checkpoints(tmp_path)[-1] == 4

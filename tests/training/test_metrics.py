@@ -5,7 +5,7 @@ import pytest
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from t0repro.event_files import event_writer
-from t0repro.training.metrics import JsonLines, MetricsManager, StepMetrics
+from t0repro.training.metrics import JsonLines, MetricLog, StepMetrics
 
 
 def read_events(directory):
@@ -72,7 +72,7 @@ def test_metrics_go_to_the_lines_to_tensorboard_and_to_further_writers(tmp_path)
             self.written.append("close")
 
     further = Further()
-    manager = MetricsManager(tmp_path, 0, [event_writer(tmp_path), further])
+    manager = MetricLog(tmp_path, 0, [event_writer(tmp_path), further])
     manager.write_step(StepMetrics(4, 0.5, 0.25, target_tokens=3, examples=2, seconds=0.125))
     manager.write("validation", 4, {"token_accuracy": 0.75})
     manager.write("validation", 4, {"accuracy": 50.0}, task="a_task")

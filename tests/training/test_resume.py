@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from t0repro.errors import UserError
-from t0repro.runs.train import StoppedBySignal
+from t0repro.runs.train import PREEMPTED, StoppedBySignal
 from t0repro.training.checkpoints import checkpoint_path, data_folder, list_checkpoints
 from t0repro.words import counted
 
@@ -70,7 +70,7 @@ def test_a_run_stopped_by_sigterm_is_saved_there_and_goes_on_bit_for_bit(uncache
     terminate = Behind(step, lambda: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(StoppedBySignal) as stopped:
         run(tmp_path, terminate, seed=3)
-    assert stopped.value.code == 128 + signal.SIGTERM
+    assert stopped.value.code == PREEMPTED
     assert list_checkpoints(tmp_path)[-1] == step
     tree, said = run(tmp_path, seed=3)
     passed_over = (

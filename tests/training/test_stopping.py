@@ -1,63 +1,107 @@
 """T5X's rule of early stopping to the letter, and stopping at values that are not finite."""
 
+import itertools
+import json
 import math
+from pathlib import Path
 
 import pytest
 
 from t0repro.config.training_plan import EarlyStoppingConfig, TerminateOnNanConfig
-from t0repro.training.stopping import make_actions
+from t0repro.training.metric_classes import Scalar
+from t0repro.training.stopping import EarlyStoppingAction, TerminateOnNanAction, make_actions
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
-def stops_at(values, mode="min", patience=3, atol=0.0, rtol=0.0):
+def stops_at(values, mode="min", patience=3, atol=0.0, rtol=0.0, reference="previous"):
     """The index of the value at which it stops; None if it never does."""
-    config = EarlyStoppingConfig("task", "loss", mode, patience, atol, rtol)
+    config = EarlyStoppingConfig("task", "loss", mode, patience, atol, rtol, reference)
     run = make_actions([config], lambda line: None)
-    stopped = (index for index, value in enumerate(values) if run({"task": {"loss": value}}))
+    stopped = (index for index, value in enumerate(values) if run(None, {"task": {"loss": value}}))
     return next(stopped, None)
 
 
+def rows_of_the_docs():
+    """(values, options, where T5X's rule stops, where ours does) of docs/trainer.md's table."""
+    lines = (ROOT / "docs/trainer.md").read_text().splitlines()
+    header = next(n for n, line in enumerate(lines) if line.startswith("| values | mode |"))
+    rows = itertools.takewhile(lambda line: line.startswith("|"), lines[header + 2 :])
+    for row in rows:
+        values, mode, patience, *rest = (cell.strip() for cell in row.strip("|").split("|"))
+        atol, rtol, previous, best = rest
+        options = {"mode": mode, "patience": int(patience), "atol": float(atol)}
+        stops = [None if cell == "–" else int(cell) - 1 for cell in (previous, best)]
+        numbers = [int(x) if x.strip().isdigit() else float(x) for x in values.split(",")]
+        yield pytest.param(numbers, options | {"rtol": float(rtol)}, *stops, id=row)
+
+
+@pytest.mark.parametrize("values, options, previous, best", [*rows_of_the_docs()])
+def test_both_rules_stop_where_the_docs_say(values, options, previous, best):
+    assert stops_at(values, **options, reference="previous") == previous
+    assert stops_at(values, **options, reference="best") == best
+
+
+def test_t5xs_rule_goes_on_by_itself_after_a_lucky_dip_and_ours_does_not():
+    zigzag = [1.0] + [2.0, 1.9] * 20
+    assert stops_at(zigzag, reference="previous") is None
+    assert stops_at(zigzag, reference="best") == 3
+
+
+@pytest.mark.parametrize("reference", ["previous", "best"])
+@pytest.mark.parametrize("cut", [1, 2, 3, 4])
+def test_an_action_that_goes_on_from_its_saved_state_stops_at_the_same_value(reference, cut):
+    values = [1, 2, 1.9, 2.5, 3]
+    whole = EarlyStoppingAction(("task", "loss"), "min", reference=reference)
+    first = EarlyStoppingAction(("task", "loss"), "min", reference=reference)
+    second = EarlyStoppingAction(("task", "loss"), "min", reference=reference)
+    expected = [whole.run(None, {"task": {"loss": value}}) for value in values]
+    found = [first.run(None, {"task": {"loss": value}}) for value in values[:cut]]
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert found + [second.run(None, {"task": {"loss": x}}) for x in values[cut:]] == expected
+
+
 @pytest.mark.parametrize(
-    "values, options, expected",
-    [
-        ([1, 0.8, 0.6], {"rtol": 0.3}, 2),
-        ([1, 0.8, 0.7, 0.6], {"atol": 0.15}, 3),
-        ([1, 0.8, 0.6, 0.4], {}, None),
-        ([1, 1, 1], {}, 2),
-        ([1, 2, 3], {}, 2),
-        ([1, 2, 1.9, 2.5, 3], {}, 4),
-        ([5], {"patience": 1}, 0),
-        ([1, 1], {"patience": 2}, 1),
-        ([1, 2, 3], {"mode": "max"}, None),
-        ([3, 2, 1], {"mode": "max"}, 2),
-        ([1, 1.1, 1.2], {"mode": "max", "atol": 0.2}, 2),
-        ([1, math.nan, math.nan, math.nan], {}, None),
-        ([1, 1 - 1e-9, 1 - 2e-9], {}, 2),  # float32 cannot tell these apart
-        ([3, 3, 3], {}, 2),  # whole numbers count
-    ],
+    "options", [{"mode": "less"}, {"patience": 0}, {"atol": -1.0}, {"reference": "first"}]
 )
-def test_sequences(values, options, expected):
-    assert stops_at(values, **options) == expected
+def test_options_that_make_no_rule_are_refused(options):
+    with pytest.raises(ValueError):
+        EarlyStoppingAction(("task", "loss"), **{"mode": "min", **options})
+
+
+class Value:
+    """A metric's value as clu returns it."""
+
+    value = math.nan
+
+
+def test_a_value_may_be_a_number_or_have_one():
+    action = TerminateOnNanAction("train")
+    assert action.run(None, {"train": {"loss": Value()}})
+    assert action.run(None, {"train": {"loss": Scalar(math.inf)}})
 
 
 @pytest.mark.parametrize("value, stops", [(1.0, False), (math.nan, True), (-math.inf, True)])
 def test_terminate_on_nan(value, stops):
     run = make_actions([TerminateOnNanConfig("train", "loss")], lambda line: None)
-    assert run({"train": {"loss": value}}) is stops
+    assert run(None, {"train": {"loss": value}}) is stops
 
 
 def test_a_task_or_metric_that_is_not_there_is_told_and_does_not_stop():
     told = []
     run = make_actions([TerminateOnNanConfig("train", "loss")], told.append)
-    assert not run({"other": {"loss": math.nan}}) and not run({"train": {"accuracy": math.nan}})
+    assert not run(None, {"other": {"loss": math.nan}}) and not run(
+        None, {"train": {"accuracy": math.nan}}
+    )
     assert "no results of train; there are other" in told[0] and "no metric loss" in told[1]
 
 
 def test_all_actions_run_whatever_the_first_one_says():
-    early = EarlyStoppingConfig("task", "loss", "min", 2, 0.0, 0.0)
+    early = EarlyStoppingConfig("task", "loss", "min", 2, 0.0, 0.0, "previous")
     run = make_actions([TerminateOnNanConfig("task", "loss"), early], lambda line: None)
-    assert run({"task": {"loss": math.inf}}) and run({"task": {"loss": 1.0}}) is False
-    assert run({"task": {"loss": 1.0}})
+    assert run(None, {"task": {"loss": math.inf}}) and run(None, {"task": {"loss": 1.0}}) is False
+    assert run(None, {"task": {"loss": 1.0}})
 
 
-def test_no_actions_are_nothing_to_run():
-    assert make_actions([], print) is None
+def test_no_actions_never_stop():
+    assert not make_actions([], print)(None, {"task": {"loss": math.nan}})

@@ -10,7 +10,7 @@ import pytest
 import tests.tiny_models as tiny
 from t0repro.config.run_config import Arithmetic
 from t0repro.model.t5 import T5
-from t0repro.training.batch_sums import loss_and_sums, summary
+from t0repro.training.batch_sums import loss_and_sums
 from t0repro.training.loss import (
     cross_entropy,
     evaluation_sums,
@@ -18,7 +18,10 @@ from t0repro.training.loss import (
     token_weights,
     with_loss_weights,
 )
-from t0repro.training.train_step import loss_sums_and_gradients
+from t0repro.training.metric_classes import computed, on_host, with_steps_and_time
+from t0repro.training.models import T5Model
+from t0repro.training.train_state import TrainState
+from t0repro.training.train_step import accumulate_grads_microbatched
 
 T5X = Arithmetic(smoothing_spares_target=True, z_loss_in_evaluation=True)
 PACKED = {
@@ -91,6 +94,15 @@ def by_hand(model, params, batch, *, denominator, z_loss):
     return loss.sum() / divisor.get(denominator, denominator)
 
 
+def measured(model, params, batch, microbatches=1):
+    """T5X's metrics of one step without dropout, and its gradients."""
+    state = TrainState(step=jnp.int32(0), params=params, slots=None)
+    gradients, metrics, _ = accumulate_grads_microbatched(
+        T5Model(model), state, batch, None, microbatches
+    )
+    return computed(with_steps_and_time(on_host(metrics), 1, 1.0)), gradients
+
+
 DENOMINATORS = [1.0, 262144.0, None, "NUM_REAL_TARGET_TOKENS", "AVERAGE_PER_SEQUENCE"]
 
 
@@ -106,14 +118,14 @@ def test_each_way_to_normalise_is_as_by_hand_whole_and_in_microbatches(params, d
     config = config_of(denominator, z_loss=1e-2, label_smoothing=0.1)
     model = T5(config, tiny.FLOAT32)
     expected = by_hand(model, params, rows, denominator=denominator, z_loss=1e-2)
-    whole = loss_sums_and_gradients(model, params, rows, measured=True)
-    split = loss_sums_and_gradients(model, params, rows, measured=True, num_microbatches=2)
-    assert float(whole[0]) == pytest.approx(expected, rel=1e-5)
-    assert float(split[0]) == pytest.approx(expected, rel=1e-5)
-    for one, other in zip(jax.tree.leaves(whole[2]), jax.tree.leaves(split[2]), strict=True):
+    whole, gradients = measured(model, params, rows)
+    split, summed = measured(model, params, rows, 2)
+    assert whole["loss"] == pytest.approx(expected, rel=1e-5)
+    assert split["loss"] == pytest.approx(expected, rel=1e-5)
+    for one, other in zip(jax.tree.leaves(gradients), jax.tree.leaves(summed), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5 * np.abs(one).max() + 1e-12)
-    for name in whole[1]:
-        assert float(whole[1][name]) == pytest.approx(float(split[1][name]), rel=1e-5), name
+    for name in whole:
+        assert whole[name] == pytest.approx(split[name], rel=1e-5), name
 
 
 def test_weights_of_packed_examples_are_the_reciprocal_of_their_length():
@@ -137,18 +149,20 @@ def test_t5xs_evaluation_has_the_z_loss_and_mesh_tensorflows_has_not(params):
 
 def test_metrics_have_t5xs_names_and_values(params):
     model = T5(config_of("NUM_REAL_TARGET_TOKENS", z_loss=1e-2), tiny.FLOAT32)
-    loss, sums, _ = loss_sums_and_gradients(model, params, PACKED, measured=True)
-    metrics = summary({name: float(value) for name, value in sums.items()}, 1, packed=True)
+    metrics, _ = measured(model, params, PACKED)
+    loss = by_hand(model, params, PACKED, denominator="NUM_REAL_TARGET_TOKENS", z_loss=1e-2)
     logits = np.asarray(model.apply({"params": params}, PACKED))
     real = PACKED["targets"] > 0
     hits = ((logits.argmax(-1) == PACKED["targets"]) & real).sum()
     assert metrics["accuracy"] == pytest.approx(hits / 9)
-    assert metrics["loss"] == pytest.approx(float(loss))
-    assert metrics["loss_per_nonpadding_target_token"] == pytest.approx(float(loss) / 9)
-    assert metrics["loss_per_all_target_tokens"] == pytest.approx(float(loss) / 10)
+    assert metrics["loss"] == pytest.approx(loss, rel=1e-5)
+    assert metrics["loss_per_nonpadding_target_token"] == pytest.approx(loss / 9, rel=1e-5)
+    assert metrics["loss_per_all_target_tokens"] == pytest.approx(loss / 10, rel=1e-5)
     assert metrics["cross_ent_loss"] + metrics["z_loss"] == pytest.approx(metrics["loss"])
     assert metrics["non_padding_fraction/encoder"] == pytest.approx(10 / 12)
     assert metrics["non_padding_fraction/decoder"] == pytest.approx(9 / 10)
     assert metrics["non_padding_fraction/overall"] == pytest.approx(19 / 22)
     assert metrics["effective_batch_size/encoder"] == 3
     assert metrics["effective_batch_size/decoder"] == 4
+    assert metrics["examples_per_row/encoder"] == 1.5
+    assert metrics["timing/real_input_tokens_per_second"] == 10

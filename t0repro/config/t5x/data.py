@@ -182,9 +182,10 @@ def _action(record: Any, name: str, places: Places) -> ActionConfig:
     if isinstance(record, records.EarlyStopping):
         task, metric = record.metric
         mode = _one_of(record.mode, ("min", "max"), "trainer.EarlyStoppingAction.mode", places)
-        return EarlyStoppingConfig(
-            task, metric, mode, record.patience, float(record.atol), float(record.rtol)
-        )
+        references, where = ("best", "previous"), "trainer.EarlyStoppingAction.reference"
+        reference = _one_of(record.reference, references, where, places)
+        tolerances = float(record.atol), float(record.rtol)
+        return EarlyStoppingConfig(task, metric, mode, record.patience, *tolerances, reference)
     if isinstance(record, records.TerminateOnNan):
         return TerminateOnNanConfig(record.task, record.metric)
     raise places.refused(

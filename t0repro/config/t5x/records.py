@@ -386,6 +386,7 @@ class EarlyStopping(Record):
     patience: int = 3
     atol: float = 0.0
     rtol: float = 0.0
+    reference: str = "best"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

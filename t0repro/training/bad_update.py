@@ -1,0 +1,214 @@
+"""An update whose loss or gradient is not finite: the tensor that went bad first, and a replay.
+
+`bad_update_<step>/` in a run's folder has what reproduces it: the batch, the dropout key, and the
+run's configuration; the state is the checkpoint of the step before. `t0repro replay` runs it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import flax.linen
+import flax.traverse_util
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from t0repro.config.run_config import RunConfig
+from t0repro.errors import UserError
+from t0repro.files import atomic_directory
+from t0repro.model.t5 import T5, initial_parameters
+from t0repro.partitioning.processes import is_first
+from t0repro.training.actions import Action
+from t0repro.training.checkpoints import checkpoint_path, load_tree, save_checkpoint
+from t0repro.training.metrics import StepMetrics
+from t0repro.training.models import T5Model
+from t0repro.training.train_state import parameters_from_flat_tree
+from t0repro.training.train_step import microbatch_keys, split_into_microbatches
+
+if TYPE_CHECKING:
+    from t0repro.training.loop import TrainingLoop
+    from t0repro.training.trainer import NumpyBatch
+
+BATCH_FILE, NOTES_FILE = "batch.npz", "update.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class BadTensor:
+    """The first tensor of an update that is not finite.
+
+    Attributes:
+      kind: "parameter", "activation", "loss" or "gradient".
+      name: its path.
+      microbatch: the microbatch that it is of; None for a parameter.
+      bad: how many of its entries are NaN or infinite.
+      size: number of its entries.
+    """
+
+    kind: str
+    name: str
+    microbatch: int | None
+    bad: int
+    size: int
+
+    def __str__(self) -> str:
+        place = "" if self.microbatch is None else f" in microbatch {self.microbatch}"
+        return f"the {self.kind} {self.name}{place}: {self.bad:,} of {self.size:,} not finite"
+
+
+class ReportBadUpdate(Action):
+    """Stops at an update that was held back, names the tensor, and keeps what reproduces it.
+
+    Args:
+      config: the run's configuration.
+      say: receives a line.
+    """
+
+    def __init__(self, config: RunConfig, say: Callable[[str], None]):
+        self._config, self._say = config, say
+
+    def on_bad_update(self, loop: TrainingLoop, batch: NumpyBatch, metrics: StepMetrics) -> None:
+        """Writes the folder and stops; the state is saved, if it is not yet, for the replay."""
+        model_dir, trainer = Path(self._config.model_dir), loop.trainer
+        if not checkpoint_path(model_dir, loop.step).exists():
+            save_checkpoint(model_dir, loop.train_state)
+        model = trainer.model
+        assert isinstance(model, T5Model)
+        key, count = trainer.step_rng(loop.step), self._config.num_microbatches
+        features = model.features(batch)
+        bad = first_bad_tensor(model, loop.train_state.params, features, key, count)
+        folder = model_dir / f"bad_update_{metrics.step}"
+        if is_first() and not folder.exists():
+            write_bad_update(folder, self._config, loop.step, features, key)
+        what = "nothing when computed again" if bad is None else str(bad)
+        self._say(
+            f"step {metrics.step} was not done: {what}; see it again by `t0repro replay {folder}`"
+        )
+        loop.stop(f"step {metrics.step} is not finite: {what}")
+
+
+def write_bad_update(
+    folder: Path, config: RunConfig, step: int, batch: Mapping[str, np.ndarray], key: jax.Array
+) -> None:
+    """Writes what reproduces an update.
+
+    Args:
+      folder: must not exist; it appears once it is complete.
+      config: the run.
+      step: the global step before the update, whose checkpoint is in config.model_dir.
+      batch: the features that the model reads.
+      key: the step's PRNG key.
+    """
+    typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    data = jax.random.key_data(key) if typed else key
+    notes = {"step": step, "key": np.asarray(data).tolist(), "config": json.loads(config.to_json())}
+    with atomic_directory(folder) as temporary:
+        arrays: dict[str, Any] = dict(batch)
+        np.savez(temporary / BATCH_FILE, **arrays)
+        (temporary / NOTES_FILE).write_text(json.dumps(notes, indent=1))
+
+
+def replay(folder: str | os.PathLike[str]) -> BadTensor | None:
+    """Computes a bad update again from its folder; None if nothing is bad this time.
+
+    Raises:
+      UserError: if the folder or the checkpoint is not there.
+    """
+    folder = Path(folder)
+    try:
+        notes = json.loads((folder / NOTES_FILE).read_text())
+        with np.load(folder / BATCH_FILE) as arrays:
+            batch = {name: arrays[name] for name in arrays.files}
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"This is no folder of a bad update: {error}.",
+            where=str(folder),
+            fix="Name a bad_update_<step> folder that a training with TerminateOnNanAction wrote.",
+        ) from error
+    config = RunConfig.from_json(json.dumps(notes["config"]), where=str(folder / NOTES_FILE))
+    module = T5(config.model, config.dtypes)
+    # Beside the folder, wherever the run was moved to.
+    path = checkpoint_path(folder.parent, notes["step"])
+    like = jax.eval_shape(lambda: initial_parameters(module, jax.random.key(0)))
+    params = parameters_from_flat_tree(load_tree(path), like, where=str(path))
+    key = jnp.asarray(notes["key"], jnp.uint32)
+    return first_bad_tensor(T5Model(module), params, batch, key, config.num_microbatches)
+
+
+def first_bad_tensor(
+    model: T5Model,
+    params: Any,
+    batch: Mapping[str, np.ndarray],
+    key: jax.Array,
+    num_microbatches: int,
+) -> BadTensor | None:
+    """The first tensor of an update that is not finite, in the order in which they are computed.
+
+    First the parameters, then for each microbatch the activations, the loss, and the gradients from
+    the last layers to the first.
+
+    Args:
+      model: the model.
+      params: parameters before the update.
+      batch: the features that the model reads.
+      key: the step's PRNG key.
+      num_microbatches: number of equal parts into which the batch is split.
+    """
+    for name, value in _flat(params).items():
+        bad = _bad("parameter", name, None, value)
+        if bad is not None:
+            return bad
+    whole, loss_fn = model.whole_batch({name: jnp.asarray(x) for name, x in batch.items()})
+    parts, keys = split_into_microbatches(whole, num_microbatches), microbatch_keys(key)
+    for index in range(num_microbatches):
+        part = {name: x[index] for name, x in parts.items()}
+        tensors = _computed(model, loss_fn, params, part, keys(index))
+        for kind, name, value in tensors:
+            bad = _bad(kind, name, index, value)
+            if bad is not None:
+                return bad
+    return None
+
+
+def _computed(
+    model: T5Model, loss_fn: Callable, params: Any, part: Mapping[str, jax.Array], key: Any
+) -> list[tuple[str, str, Any]]:
+    """(kind, name, value) of activations, loss and gradients, in the order of computation."""
+    dropout = bool(model.module.config.dropout_rate)
+    activations: list[tuple[str, str, Any]] = []
+
+    def record(function: Callable, args: Any, kwargs: Any, context: Any) -> Any:
+        result = function(*args, **kwargs)
+        name = "/".join(context.module.path) or "logits"
+        # Inside a scan over layers there are no values yet: its result is looked at as a whole.
+        values = [x for x in jax.tree.leaves(result) if not isinstance(x, jax.core.Tracer)]
+        if context.method_name == "__call__":
+            activations.extend(("activation", name, value) for value in values)
+        return result
+
+    # In the order of the calls, which flax's own captured intermediates do not keep.
+    with flax.linen.intercept_methods(record):
+        model.module.apply(
+            {"params": params},
+            part,
+            deterministic=not dropout,
+            rngs={"dropout": key} if dropout else {},
+        )
+    (loss, _), gradients = jax.value_and_grad(loss_fn, has_aux=True)(params, part, key)
+    backwards = [("gradient", name, value) for name, value in _flat(gradients).items()]
+    return [*activations, ("loss", "loss", loss), *reversed(backwards)]
+
+
+def _flat(tree: Any) -> dict[str, Any]:
+    return flax.traverse_util.flatten_dict(tree, sep="/")
+
+
+def _bad(kind: str, name: str, microbatch: int | None, value: Any) -> BadTensor | None:
+    array = np.asarray(value, np.float32)
+    bad = int(np.count_nonzero(~np.isfinite(array)))
+    return BadTensor(kind, name, microbatch, bad, array.size) if bad else None

@@ -1,0 +1,213 @@
+"""The training loop of the commands: a trainer's updates, with actions between them."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import itertools
+import math
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from types import TracebackType
+from typing import Any
+
+import jax
+
+from t0repro.errors import UserError
+from t0repro.training.actions import Action
+from t0repro.training.loss import count_examples, count_inputs, count_targets
+from t0repro.training.metrics import MetricLog, SplitMetrics, StepMetrics
+from t0repro.training.train_state import TrainState
+from t0repro.training.trainer import BaseTrainer, NumpyBatch, PreemptionError
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pending:
+    """An update that the device may still be computing."""
+
+    step: int
+    batch: NumpyBatch
+    fetched: concurrent.futures.Future
+
+
+class TrainingLoop:
+    """Trains until a step, running actions between updates.
+
+        with TrainingLoop(trainer, actions=[SaveCheckpoints(folder, every=1000)]) as loop:
+            loop.run(batches, num_steps=10_000)
+
+    An update's loss is read while the device computes the next update.
+
+    Args:
+      trainer: does the updates; the loop closes it.
+      log: where a line for every step is written; None for nowhere. The loop closes it.
+      files: what the trainer and the actions write to, for the loop to close.
+      actions: run between updates, in this order.
+      may_be_nan: whether training goes on when a loss is not finite; otherwise it is an error.
+      synchronous: whether each update's loss is read before the next begins.
+
+    Attributes:
+      trainer: the trainer.
+      step: the global step, that is the number of updates done.
+      error: the exception that ended training, or None.
+      stop_reason: why training was asked to stop, or None.
+    """
+
+    def __init__(
+        self,
+        trainer: BaseTrainer,
+        *,
+        log: MetricLog | None = None,
+        files: SplitMetrics | None = None,
+        actions: Sequence[Action] = (),
+        may_be_nan: bool = False,
+        synchronous: bool = False,
+    ):
+        self.trainer, self._log, self._files, self._actions = trainer, log, files, actions
+        self._may_be_nan, self._synchronous = may_be_nan, synchronous
+        self._pending: _Pending | None = None
+        self._starts_clock = True
+        self.step = int(jax.device_get(trainer.train_state.step))
+        self.error: BaseException | None = None
+        self.stop_reason: str | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether an exception ended training."""
+        return self.error is not None
+
+    @property
+    def train_state(self) -> TrainState:
+        """The state after the latest update; valid until the next."""
+        return self.trainer.train_state
+
+    def __enter__(self) -> TrainingLoop:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        with contextlib.ExitStack() as stack:
+            for file in (self._log, self._files):
+                if file is not None:
+                    stack.callback(file.close)
+            self.trainer.__exit__(kind, error, trace)
+
+    def run(self, batches: Iterable[NumpyBatch], num_steps: int) -> int:
+        """Does up to `num_steps` updates and returns how many it did.
+
+        It does fewer if the batches run out or an action calls `stop`.
+
+        Raises:
+          UserError: if a loss is not finite, or if the model refuses a batch.
+          PreemptionError: if the batches or an action raised it, after a save.
+        """
+        first, last_step = self.step, self.step + num_steps
+        started: list[Action] = []
+        try:
+            for action in self._actions:
+                # Noted first: an action whose start fails is ended too.
+                started.append(action)
+                action.start(self, last_step)
+            stopped = self.trainer.stop_training  # before the first step, by an evaluation
+            for batch, wait in () if stopped else _timed(itertools.islice(batches, num_steps)):
+                before = self.step
+                self._update(batch, wait)
+                # An update that was held back is none.
+                for action in self._actions if self.step > before else ():
+                    action.after_step(self)
+                if self.trainer.stop_training:
+                    break
+            self.flush()
+            return self.step - first
+        except PreemptionError as error:
+            # Not a failure: the actions save, as after a signal.
+            self.stop(str(error) or "preempted")
+            self.flush()
+            raise
+        except BaseException as error:
+            self.error = error
+            raise
+        finally:
+            for action in started:
+                action.end(self)
+
+    def stop(self, reason: str | None = None) -> None:
+        """Makes `run` end after the current update, as if there were no more batches.
+
+        A stop stays a stop, whatever is asked later.
+
+        Args:
+          reason: why, in a line; the first reason given is kept.
+        """
+        self.trainer.stop_training = True
+        self.stop_reason = self.stop_reason or reason
+
+    def flush(self) -> None:
+        """Waits for the latest update, and until its metrics are written."""
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            self._record(pending)
+        self.trainer.train_metrics_manager.flush()
+        if self._log is not None:
+            self._log.flush()
+        # What follows, such as a save, is no part of the next update's time.
+        self._starts_clock = True
+
+    def _update(self, batch: NumpyBatch, input_wait: float) -> None:
+        """Starts one update and records the one before."""
+        with jax.profiler.StepTraceAnnotation("train", step_num=self.step):
+            fetched = self.trainer.update(batch, input_wait, starts_clock=self._starts_clock)
+        self._starts_clock = False
+        self.step += 1
+        previous = self._pending
+        self._pending = _Pending(self.step, batch, fetched)
+        if previous is not None:
+            self._record(previous)
+        if self._synchronous:
+            pending, self._pending = self._pending, None
+            self._record(pending)
+
+    def _record(self, pending: _Pending) -> None:
+        """Waits for an update, then writes its metrics and passes them to the actions."""
+        fetched = pending.fetched.result()
+        values = fetched.metrics
+        metrics = StepMetrics(
+            step=pending.step,
+            loss=float(values["loss"].compute()),
+            learning_rate=float(values["learning_rate"].compute()),
+            target_tokens=count_targets(pending.batch),
+            examples=count_examples(pending.batch),
+            seconds=round(fetched.seconds, 6),
+            input_tokens=count_inputs(pending.batch),
+            input_wait_seconds=round(fetched.input_wait, 6),
+        )
+        held = "update_held" in values and bool(values["update_held"].compute())
+        if held:
+            self.step -= 1  # the state is as it was, and nothing has followed it
+            for action in self._actions:
+                action.on_bad_update(self, pending.batch, metrics)
+        elif not math.isfinite(metrics.loss) and not self._may_be_nan:
+            raise UserError(
+                f"The loss of step {metrics.step} is {metrics.loss}.",
+                where="training",
+                fix="Start again from an earlier checkpoint with a lower learning rate.",
+            )
+        if self._log is not None:
+            self._log.write_step(metrics)
+        for action in self._actions:
+            action.on_metrics(metrics)
+
+
+def _timed(batches: Iterator[NumpyBatch]) -> Iterator[tuple[NumpyBatch, float]]:
+    """Each batch with the seconds that it took to come."""
+    while True:
+        started = time.perf_counter()
+        batch: Any = next(batches, None)
+        if batch is None:
+            return
+        yield batch, time.perf_counter() - started

@@ -1,0 +1,199 @@
+"""Fetches, merges and writes a trainer's metrics in a background thread, and times its steps."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from t0repro.training.metric_classes import (
+    MetricMap,
+    Scalar,
+    TimeRate,
+    computed,
+    merge_metrics,
+    on_host,
+    with_steps_and_time,
+)
+from t0repro.training.metrics import SplitMetrics, Writer
+
+Values = Mapping[str, Scalar]
+
+
+@dataclasses.dataclass(frozen=True)
+class Fetched:
+    """One update's metrics on the host, and its times.
+
+    Attributes:
+      metrics: metrics by name.
+      seconds: from the end of the update before on the device to the end of this one.
+      input_wait: the part of them in which the device stood still for want of a batch.
+    """
+
+    metrics: MetricMap
+    seconds: float
+    input_wait: float
+
+
+class MetricsManager:
+    """Writes summaries of one split's metrics: `train`, or `training_eval/<task>`.
+
+    All work that waits for the device is done by one background thread, in the order of the calls.
+    A duration is from the end of one piece of device work to the end of the next: the training loop
+    runs ahead of the device, so times taken around its calls would mean nothing.
+
+    An error of the thread, such as a full disk, is raised by the future of the call that it belongs
+    to and again, once, by `flush` or `close`; what was handed in after it is written all the same.
+
+    Args:
+      name: the split's name.
+      files: where values are written; None writes nothing. The caller closes them.
+    """
+
+    def __init__(self, name: str, files: SplitMetrics | None = None):
+        self.name, self._files = name, files
+        # Process 0 writes for all; the others fetch and compute the same values.
+        self._writes = files is not None and jax.process_index() == 0
+        self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix=f"metrics {name}")
+        self._lock = threading.Lock()
+        self._pending: list[concurrent.futures.Future] = []
+        # Of the thread alone:
+        self._merged: Any = None
+        self._steps, self._seconds, self._ended_at = 0, 0.0, 0.0
+
+    @property
+    def summary_writer(self) -> Writer | None:
+        """The writer of TensorBoard's events, or whatever else the split is written to."""
+        return None if self._files is None else self._files.writer_of(self.name)
+
+    def write_scalar(self, key: str, val: Any, step: int) -> None:
+        """Writes one value, in the background."""
+        self.write_scalars(step, {key: val})
+
+    def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
+        """Writes values, in the background."""
+        self._submit(lambda: self._write(int(step), {k: float(v) for k, v in scalars.items()}))
+
+    def start_duration_timer(self, block_on: Any = ()) -> None:
+        """Starts the clock: the next duration begins now, or when `block_on` is ready.
+
+        To be called before the first step, and after pauses that are not to count.
+        """
+        called_at = time.perf_counter()
+
+        def note() -> None:
+            _wait_for(block_on)
+            now = time.perf_counter() if jax.tree.leaves(block_on) else called_at
+            self._ended_at = max(self._ended_at, now)
+
+        self._submit(note)
+
+    def add(self, metrics: Any, input_wait: float | None = None) -> concurrent.futures.Future:
+        """Adds one update's metrics to the next summary; the future is a `Fetched`.
+
+        Args:
+          metrics: metrics by name, which the device may still be computing.
+          input_wait: seconds that the caller waited for the batch just before, if it knows;
+            `timing/input_wait_fraction` is then a metric too.
+        """
+        called_at = time.perf_counter()
+
+        def fetch() -> Fetched:
+            jax.block_until_ready(metrics)
+            now, before = time.perf_counter(), self._ended_at
+            self._ended_at = now
+            # Waiting while the device works on the update before costs nothing.
+            waited = max(0.0, min(input_wait or 0.0, called_at - (before or called_at)))
+            fetched = on_host(metrics)
+            if input_wait is not None:
+                fetched["timing/input_wait_fraction"] = TimeRate(waited)
+            seconds = now - (before or now)
+            self._steps, self._seconds = self._steps + 1, self._seconds + seconds
+            merged = self._merged
+            self._merged = fetched if merged is None else merge_metrics(merged, fetched)
+            return Fetched(fetched, seconds, waited)
+
+        return self._submit(fetch)
+
+    def write_summary(self, step: int) -> concurrent.futures.Future:
+        """Writes what was added since the last summary; the future is a dictionary of Scalars.
+
+        It is empty, and nothing is written, if nothing was added.
+        """
+
+        def summarise() -> Values:
+            if self._merged is None:
+                return {}
+            values = computed(with_steps_and_time(self._merged, self._steps, self._seconds))
+            self._merged, self._steps, self._seconds = None, 0, 0.0
+            self._write(step, values)
+            return values
+
+        return self._submit(summarise)
+
+    def write_metrics_summary(
+        self, metrics: MetricMap | None, step: int, num_steps: int
+    ) -> concurrent.futures.Future:
+        """Writes metrics that were merged over `num_steps` steps; as `write_summary`."""
+        if metrics is not None:
+            self.add(metrics)
+
+        def count() -> None:
+            self._steps += num_steps - 1 if metrics is not None else 0
+
+        self._submit(count)
+        return self.write_summary(step)
+
+    def flush(self) -> None:
+        """Waits until everything handed in is written, and visible to readers.
+
+        Raises:
+          Exception: the first error of the background thread that was not raised here before.
+        """
+        error = self._wait()
+        if self._writes and self._files is not None:
+            self._files.flush()
+        if error is not None:
+            raise error
+
+    def close(self) -> None:
+        """Flushes, and ends the thread; it may be called again."""
+        try:
+            error = self._wait()
+        finally:
+            self._pool.shutdown()
+        if error is not None:
+            raise error
+
+    def _submit(self, work: Callable[[], Any]) -> concurrent.futures.Future:
+        with self._lock:
+            # Only what is unfinished or failed is kept: a long run makes millions of these.
+            self._pending = [p for p in self._pending if not p.done() or p.exception()]
+            future = self._pool.submit(work)
+            self._pending.append(future)
+        return future
+
+    def _wait(self) -> BaseException | None:
+        with self._lock:
+            pending, self._pending = self._pending, []
+        errors = [future.exception() for future in pending]
+        return next((error for error in errors if error is not None), None)
+
+    def _write(self, step: int, values: Mapping[str, float]) -> None:
+        if self._writes and self._files is not None:
+            self._files.write(self.name, step, values)
+
+
+def _wait_for(arrays: Any) -> None:
+    """Waits until arrays are computed; one that was donated since has been, or soon will be."""
+    for array in jax.tree.leaves(arrays):
+        try:
+            jax.block_until_ready(array)
+        except RuntimeError as error:
+            if "deleted or donated" not in str(error):
+                raise

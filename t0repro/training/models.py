@@ -1,0 +1,167 @@
+"""The model objects that trainers train: what T5X calls BaseModel, and T5 as one of them."""
+
+from __future__ import annotations
+
+import abc
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from t0repro.errors import UserError
+from t0repro.model.t5 import T5, Batch, initial_parameters
+from t0repro.training.batch_sums import loss_and_sums, metrics_of
+from t0repro.training.loss import loss_denominator, training_loss, with_loss_weights
+from t0repro.training.metric_classes import AveragePerStep, Metric
+from t0repro.training.optimizers import Optimizer
+
+# (params, batch, dropout_rng) -> (loss, metrics); with flax mutables as a fourth argument,
+# (loss, (metrics, mutables after the batch)).
+LossFn = Callable[..., tuple[jax.Array, Any]]
+
+# Features that T5 reads; positions are not among them (t0repro.model.t5).
+FEATURES = ("inputs", "targets", "inputs_segmentation", "targets_segmentation")
+
+
+class BaseModel(abc.ABC):
+    """What a trainer asks of a model. Subclass it and define `loss_fn` and the variables.
+
+    Args:
+      optimizer_def: the optimizer, for `TrainState.create`; from t0repro.training.optimizers, or
+        one of optax's.
+    """
+
+    def __init__(self, optimizer_def: Optimizer | None = None):
+        self.optimizer_def = optimizer_def
+
+    @abc.abstractmethod
+    def get_initial_variables(
+        self,
+        rng: jax.Array,
+        input_shapes: Mapping[str, tuple[int, ...]],
+        input_types: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """`params`, and the collections of variables that are not trained (flax mutables)."""
+
+    @abc.abstractmethod
+    def loss_fn(
+        self,
+        params: Any,
+        batch: Batch,
+        dropout_rng: jax.Array | None,
+        flax_mutables: Any = None,
+    ) -> tuple[jax.Array, Any]:
+        """The loss of a batch or microbatch, and its metrics by name.
+
+        Losses and gradients of microbatches are added up. A model with flax mutables returns
+        (loss, (metrics, mutables)) and gets them from the microbatch before.
+
+        Args:
+          params: the parameters.
+          batch: the features of `features`, on devices.
+          dropout_rng: PRNG key of this microbatch; None in an evaluation, without dropout.
+          flax_mutables: given only if the train state has some.
+        """
+
+    def eval_fn(self, params: Any, batch: Batch, flax_mutables: Any = None) -> tuple[Any, Any]:
+        """The loss and the metrics of a batch of an evaluation; by default `loss_fn`'s."""
+        if flax_mutables is None:
+            return self.loss_fn(params, batch, None)
+        loss, (metrics, _) = self.loss_fn(params, batch, None, flax_mutables)
+        return loss, metrics
+
+    def whole_batch(self, batch: Batch) -> tuple[Batch, LossFn]:
+        """The batch to be split into microbatches, and the loss function of one.
+
+        Override it if the loss is normalised by something of the whole batch, such as its number
+        of targets: added up over microbatches, losses that each microbatch normalises by itself
+        are not the loss of the batch.
+        """
+        return batch, self.loss_fn
+
+    def features(self, batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """The part of a batch that is sent to the devices; by default all of it."""
+        return dict(batch)
+
+
+class T5Model(BaseModel):
+    """T5 with Mesh TensorFlow's or T5X's loss, as its configuration says.
+
+    Args:
+      module: the network.
+      optimizer_def: see BaseModel.
+      measured: whether T5X's metrics are computed beside the loss.
+    """
+
+    def __init__(
+        self, module: T5, optimizer_def: Optimizer | None = None, *, measured: bool = True
+    ):
+        super().__init__(optimizer_def)
+        self.module, self._measured = module, measured
+
+    def get_initial_variables(
+        self,
+        rng: jax.Array,
+        input_shapes: Mapping[str, tuple[int, ...]] | None = None,
+        input_types: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Parameters alone; their shapes do not depend on the batch's."""
+        del input_shapes, input_types
+        return {"params": initial_parameters(self.module, rng)}
+
+    def whole_batch(self, batch: Batch) -> tuple[Batch, LossFn]:
+        """Adds weights of the targets, and divides every microbatch's loss as the whole's is."""
+        batch = with_loss_weights(self.module.config, batch)
+        denominator = loss_denominator(self.module.config, batch)
+        return batch, functools.partial(self._loss, denominator=denominator)
+
+    def loss_fn(
+        self, params: Any, batch: Batch, dropout_rng: jax.Array | None, flax_mutables: Any = None
+    ) -> tuple[jax.Array, dict[str, Metric]]:
+        """The loss of a whole batch, and its metrics."""
+        assert flax_mutables is None
+        # This class's own, so that a subclass may have microbatches normalised one by one.
+        batch, loss_fn = T5Model.whole_batch(self, batch)
+        return loss_fn(params, batch, dropout_rng)
+
+    def eval_fn(self, params: Any, batch: Batch, flax_mutables: Any = None) -> tuple[Any, Any]:
+        """Without dropout; with z_loss if the model's arithmetic has it in evaluations."""
+        assert flax_mutables is None
+        config = self.module.config
+        batch = with_loss_weights(config, batch)
+        loss, sums = loss_and_sums(
+            self.module,
+            params,
+            batch,
+            denominator=loss_denominator(config, batch),
+            z_loss=config.arithmetic.z_loss_in_evaluation,
+        )
+        return loss, metrics_of(sums, packed="targets_segmentation" in batch)
+
+    def features(self, batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """The features that T5 reads.
+
+        Raises:
+          UserError: if there are no inputs or no targets.
+        """
+        missing = [name for name in ("inputs", "targets") if name not in batch]
+        if missing:
+            raise UserError(
+                f"A batch has no {' and no '.join(missing)}; it has {', '.join(sorted(batch))}.",
+                where="the batches",
+                fix="Train an encoder-decoder model on a task with inputs and targets.",
+            )
+        return {name: batch[name] for name in FEATURES if name in batch}
+
+    def _loss(
+        self, params: Any, batch: Batch, dropout_rng: jax.Array | None, *, denominator: Any
+    ) -> tuple[jax.Array, dict[str, Metric]]:
+        key = dropout_rng if self.module.config.dropout_rate else None
+        options = {"denominator": denominator, "dropout_key": key}
+        if not self._measured:
+            loss = training_loss(self.module, params, batch, **options)
+            return loss, {"loss": AveragePerStep(loss)}
+        loss, sums = loss_and_sums(self.module, params, batch, **options)
+        return loss, metrics_of(sums, packed="targets_segmentation" in batch)

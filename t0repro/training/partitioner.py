@@ -1,0 +1,80 @@
+"""Compiles a trainer's functions for its devices and places what they take: T5X's partitioner."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from t0repro.partitioning.devices import Partitioning
+from t0repro.partitioning.rules import DATA
+
+
+class Partitioner:
+    """Divides train states and batches among devices, or leaves them on the default one.
+
+    Args:
+      partitioning: the devices, from t0repro.partitioning.devices; None, or one device, for one.
+    """
+
+    data_partition_spec = PartitionSpec(DATA)
+
+    def __init__(self, partitioning: Partitioning | None = None):
+        several = partitioning is not None and partitioning.mesh.size > 1
+        self.partitioning = partitioning if several else None
+
+    def get_mesh_axes(self, train_state: Any) -> Any:
+        """Where each array of a train state, or of one's shapes, belongs; None on one device."""
+        return None if self.partitioning is None else self.partitioning.shardings(train_state)
+
+    def put_batch(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+        """Sends a batch to the devices, divided by rows."""
+        if self.partitioning is None:
+            return jax.device_put(dict(batch))
+        return self.partitioning.put_batch(batch)
+
+    def partition(
+        self,
+        fn: Any,
+        in_axis_resources: Any = None,
+        out_axis_resources: Any = None,
+        static_argnums: int | tuple[int, ...] = (),
+        donate_argnums: int | tuple[int, ...] = (),
+    ) -> Any:
+        """The function under jit. Call or lower it in the `active` context.
+
+        Args:
+          fn: the function.
+          in_axis_resources: taken for T5X's sake: arguments are divided as they come.
+          out_axis_resources: a prefix of the result's tree, of `get_mesh_axes`'s and of None for
+            what every device has whole.
+          static_argnums: as for jax.jit.
+          donate_argnums: as for jax.jit.
+        """
+        del in_axis_resources
+        options: dict[str, Any] = {
+            "static_argnums": static_argnums,
+            "donate_argnums": donate_argnums,
+        }
+        if self.partitioning is None:
+            return jax.jit(fn, **options)
+        whole = NamedSharding(self.partitioning.mesh, PartitionSpec())
+        out = jax.tree.map(
+            lambda sharding: whole if sharding is None else sharding,
+            out_axis_resources,
+            is_leaf=lambda x: x is None,
+        )
+        return jax.jit(fn, out_shardings=out, **options)
+
+    def compile(self, partitioned_fn: Any, *args: Any) -> Any:
+        """A function from `partition`, compiled for arguments of these shapes."""
+        with self.active():
+            return partitioned_fn.lower(*args).compile()
+
+    def active(self) -> contextlib.AbstractContextManager[Any]:
+        """A context in which what is traced is divided among the devices."""
+        return contextlib.nullcontext() if self.partitioning is None else self.partitioning.active()

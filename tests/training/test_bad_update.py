@@ -1,0 +1,59 @@
+"""An update that is not finite is not done, is explained, and can be computed again."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from t0repro.config.training_plan import TerminateOnNanConfig
+from t0repro.errors import UserError
+from t0repro.training.bad_update import first_bad_tensor, replay
+from t0repro.training.checkpoints import list_checkpoints, load_tree
+from t0repro.training.models import T5Model
+from t0repro.training.run_state import read_run_state
+from t0repro.training.train_state import to_flat_tree
+
+from .. import tiny_models as tiny
+from ..runs.test_plan import planned
+
+STOP = {"TRAIN": (TerminateOnNanConfig("train", "loss"),)}
+
+
+def exploding_tree():
+    """Finite parameters whose encoder's feed-forward layer overflows float32."""
+    tree = {name: np.array(x) for name, x in to_flat_tree(tiny.new_state()).items()}
+    tree["target/encoder/layers_0/mlp/wi_0/kernel"][:] = 1e38
+    return tree
+
+
+def test_the_first_bad_tensor_is_named_the_state_kept_and_the_update_replayed(tmp_path):
+    state = planned(tmp_path, 7, restore_from=exploding_tree(), actions=STOP)
+    assert int(state.step) == 0 and list_checkpoints(tmp_path) == [0]
+    kept = load_tree(tmp_path / "checkpoint_0")
+    assert all(np.array_equal(kept[name], x) for name, x in exploding_tree().items())
+    bad = replay(tmp_path / "bad_update_1")
+    assert (bad.kind, bad.microbatch) == ("activation", 0)
+    assert bad.name.startswith("encoder/layers_0/mlp")
+    run = read_run_state(tmp_path)
+    assert run.state == "stopped" and str(bad) in run.reason
+    # The batch in the folder is the one of the step, with what the model reads.
+    with np.load(tmp_path / "bad_update_1/batch.npz") as batch:
+        assert np.array_equal(batch["inputs"], tiny.batches(1)[0]["inputs"])
+
+
+def test_parameters_are_looked_at_first_and_a_finite_update_has_nothing_bad():
+    params = tiny.new_state().params
+    (batch,) = tiny.batches(1)
+    find = lambda p: first_bad_tensor(T5Model(tiny.model()), p, batch, jax.random.key(0), 2)  # noqa: E731
+    assert find(params) is None
+    params["decoder"]["decoder_norm"]["scale"] = params["decoder"]["decoder_norm"]["scale"] * np.nan
+    assert str(find(params)) == ("the parameter decoder/decoder_norm/scale: 8 of 8 not finite")
+
+
+def test_another_folder_is_refused(tmp_path):
+    with pytest.raises(UserError, match="no folder of a bad update"):
+        replay(tmp_path)
+    (tmp_path / "update.json").write_text(json.dumps({}))
+    with pytest.raises(UserError, match="no folder of a bad update"):
+        replay(tmp_path)

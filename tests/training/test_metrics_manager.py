@@ -1,0 +1,170 @@
+"""The manager loses no value, raises every error, and never hangs."""
+
+import json
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from t0repro.errors import UserError
+from t0repro.event_files import event_writer
+from t0repro.training.metric_classes import (
+    Average,
+    AveragePerStep,
+    LastValue,
+    StepsPerTime,
+    Sum,
+    Time,
+    TimeRate,
+    computed,
+    merge_metrics,
+    on_host,
+    with_steps_and_time,
+)
+from t0repro.training.metrics import SplitMetrics
+from t0repro.training.metrics_manager import MetricsManager
+
+from .test_metrics import read_events
+
+
+def one_step(loss):
+    return {"loss": AveragePerStep(np.float32(loss)), "seqs": Sum(np.float32(4))}
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_summary_is_over_all_that_was_added_since_the_last(tmp_path):
+    files = SplitMetrics(tmp_path, None)
+    manager = MetricsManager("train", files)
+    for loss in (1.0, 2.0, 6.0):
+        manager.add(one_step(loss))
+    first = manager.write_summary(3)
+    manager.add(one_step(5.0))
+    second = manager.write_summary(4)
+    nothing = manager.write_summary(5)
+    manager.close()
+    assert first.result() == {"loss": 3.0, "seqs": 12.0}
+    assert second.result() == {"loss": 5.0, "seqs": 4.0} and nothing.result() == {}
+    assert [row["step"] for row in lines(tmp_path)] == [3, 4]
+    manager.close()  # again is nothing
+
+
+def test_a_merged_window_is_written_as_t5x_hands_it_in(tmp_path):
+    manager = MetricsManager("train", SplitMetrics(tmp_path, None))
+    merged = merge_metrics(on_host(one_step(1.0)), on_host(one_step(3.0)))
+    values = manager.write_metrics_summary(merged, 2, 2).result()
+    assert values == {"loss": 2.0, "seqs": 8.0} and values["loss"].value == 2.0
+    assert manager.write_metrics_summary(None, 2, 0).result() == {}
+    manager.close()
+
+
+def test_everything_handed_in_is_there_after_flush(tmp_path):
+    manager = MetricsManager("train", SplitMetrics(tmp_path, None))
+    for step in range(200):
+        manager.write_scalar("x", step, step)
+    manager.flush()
+    assert [row["x"] for row in lines(tmp_path)] == list(range(200))
+    manager.close()
+
+
+class Full:
+    """A writer to a disk that is full at one step."""
+
+    def write_scalars(self, step, scalars):
+        if step == 2:
+            raise UserError("The disk is full.")
+
+    def flush(self):
+        pass
+
+    close = flush
+
+
+def test_an_error_is_raised_once_and_what_comes_after_it_is_written_all_the_same(tmp_path):
+    manager = MetricsManager("train", SplitMetrics(tmp_path, None, lambda split: Full()))
+    for step in (1, 2, 3):
+        manager.add(one_step(step))
+        manager.write_summary(step)
+    with pytest.raises(UserError, match="full"):
+        manager.flush()
+    manager.flush()
+    assert [row["step"] for row in lines(tmp_path)] == [1, 2, 3]
+    manager.write_summary(4)
+    manager.close()
+
+
+def test_durations_are_from_the_end_of_one_step_to_the_end_of_the_next():
+    slow = jax.jit(lambda x: jax.lax.fori_loop(0, 60, lambda _, y: jnp.tanh(y @ y), x).sum())
+    x = jnp.ones((300, 300))
+    slow(x).block_until_ready()
+    manager = MetricsManager("train")
+    manager.start_duration_timer()
+    begun = time.perf_counter()
+    futures = [manager.add({"loss": Sum(slow(x))}) for _ in range(3)]
+    called = time.perf_counter() - begun
+    seconds = [future.result().seconds for future in futures]
+    elapsed = time.perf_counter() - begun
+    manager.close()
+    assert min(seconds) > 0 and sum(seconds) == pytest.approx(elapsed, abs=0.05 + called)
+
+
+def test_a_pause_is_no_part_of_a_duration():
+    manager = MetricsManager("train")
+    manager.start_duration_timer()
+    manager.add(one_step(1.0)).result()
+    time.sleep(0.5)
+    manager.start_duration_timer()
+    assert manager.add(one_step(1.0)).result().seconds < 0.4
+    manager.close()
+
+
+def test_a_timer_on_a_buffer_that_was_donated_does_not_fail():
+    state = jnp.ones(3)
+    jax.jit(lambda x: x + 1, donate_argnums=0)(state)
+    manager = MetricsManager("train")
+    manager.start_duration_timer(block_on={"params": state})
+    manager.close()
+
+
+def test_event_files_and_metrics_jsonl_agree(tmp_path):
+    files = SplitMetrics(tmp_path, None, lambda split: event_writer(tmp_path / split))
+    manager = MetricsManager("training_eval/a_task", files)
+    for step in (1, 2):
+        manager.add(one_step(step / 3))
+        manager.write_summary(step)
+    manager.close()
+    files.close()
+    events = {(step, tag): x for step, tag, x in read_events(tmp_path / "training_eval/a_task")}
+    written = {
+        (row["step"], name): np.float32(row[name])
+        for row in lines(tmp_path)
+        for name in ("loss", "seqs")
+    }
+    assert events == written
+
+
+def test_metrics_merge_and_compute_as_their_names_say():
+    first = {
+        "average": Average.from_model_output([1.0, 5.0], mask=[1, 0]),
+        "last": LastValue.from_model_output(1.0),
+        "rate": TimeRate.from_model_output(6.0),
+        "time": Time.from_model_output(),
+        "speed": StepsPerTime.from_model_output(),
+    }
+    second = {
+        "average": Average.from_model_output([3.0]),
+        "last": LastValue.from_model_output([2.0]),
+        "rate": TimeRate.from_model_output([2.0, 2.0]),
+        "time": Time.from_model_output(),
+        "speed": StepsPerTime.from_model_output(),
+    }
+    both = with_steps_and_time(on_host(merge_metrics(first, second)), 2, 4.0)
+    assert computed(both) == {
+        "average": 2.0, "last": 2.0, "rate": 2.5, "time": 4.0, "speed": 0.5,
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="filled in"):
+        second["rate"].compute()

@@ -1,0 +1,93 @@
+"""A batch's gradient does not depend on its microbatches here; in T5X it does, by these numbers."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from t0repro.model.t5 import T5
+from t0repro.training.models import T5Model
+from t0repro.training.train_step import accumulate_grads_microbatched
+
+from .. import tiny_models as tiny
+
+DENOMINATORS = ["NUM_REAL_TARGET_TOKENS", "AVERAGE_PER_SEQUENCE", None, 60.0]
+(BATCH,) = tiny.batches(1, rows=12)
+STATE = tiny.new_state()
+
+
+class AsInT5X(T5Model):
+    """Normalises each microbatch's loss by what is in the microbatch, as T5X's models do."""
+
+    def whole_batch(self, batch):
+        return batch, self.loss_fn
+
+
+def model_of(kind, denominator, **changes):
+    config = dataclasses.replace(tiny.MODEL, loss_denominator=denominator, **changes)
+    return kind(T5(config, tiny.FLOAT32), measured=False)
+
+
+def loss_and_gradient(kind, denominator, count, key=None, **changes):
+    """The loss, and all gradients in one vector."""
+    model = model_of(kind, denominator, **changes)
+    function = jax.jit(lambda state, batch: accumulate_grads_microbatched(
+        model, state, batch, key, count, t5x_dropout_compat=kind is AsInT5X
+    )[:2])  # fmt: skip
+    gradients, metrics = function(STATE, BATCH)
+    return float(metrics["loss"].total), np.concatenate(
+        [np.ravel(leaf) for leaf in jax.tree.leaves(gradients)]
+    )
+
+
+def how_wrong(kind, denominator):
+    """(loss in 4 microbatches / loss of the whole, relative distance of the scaled gradients)."""
+    whole, expected = loss_and_gradient(kind, denominator, 1)
+    loss, gradient = loss_and_gradient(kind, denominator, 4)
+    # T5X's optimizer, Adafactor, does not see a common factor: only the direction counts.
+    scaled = gradient * np.linalg.norm(expected) / np.linalg.norm(gradient)
+    return loss / whole, np.linalg.norm(scaled - expected) / np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("denominator", DENOMINATORS)
+def test_here_every_normaliser_is_exact(denominator):
+    ratio, distance = how_wrong(T5Model, denominator)
+    assert ratio == pytest.approx(1.0, rel=1e-5) and distance < 1e-5
+
+
+@pytest.mark.parametrize(
+    "denominator, factor, turned",
+    [("NUM_REAL_TARGET_TOKENS", 4, True), ("AVERAGE_PER_SEQUENCE", 4, False), (None, 4, False)],
+)
+def test_in_t5x_normalisers_of_the_batch_are_not(denominator, factor, turned):
+    """All are about 4 times too large; where microbatches differ in size, the direction is off."""
+    ratio, distance = how_wrong(AsInT5X, denominator)
+    assert ratio == pytest.approx(factor, rel=0.15)
+    assert (distance > 0.01) == turned
+
+
+def test_t5x_dropout_compat_repeats_one_mask_and_the_default_does_not():
+    rows = {name: np.repeat(x[:1], 4, axis=0) for name, x in BATCH.items()}
+    model, key = model_of(T5Model, None, dropout_rate=0.5), jax.random.key(3)
+
+    def losses(**options):
+        def loss(count):
+            batch = {name: x[:count] for name, x in rows.items()}
+            return accumulate_grads_microbatched(model, STATE, batch, key, count, **options)[1]
+
+        return float(loss(4)["loss"].total), float(loss(2)["loss"].total)
+
+    four, two = losses(t5x_dropout_compat=True)
+    # The same row under the same mask: each microbatch is a fourth, or a half, of the batch.
+    assert four == pytest.approx(two, rel=1e-6)
+    four, two = losses()
+    assert four != pytest.approx(two, rel=1e-3)
+
+
+def test_gradients_add_up_in_float32():
+    half = STATE.replace(params=jax.tree.map(lambda x: x.astype(jnp.bfloat16), STATE.params))
+    model = model_of(T5Model, None)
+    gradients, _, _ = accumulate_grads_microbatched(model, half, BATCH, None, 4)
+    assert {leaf.dtype for leaf in jax.tree.leaves(gradients)} == {jnp.dtype("float32")}
