@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -63,8 +64,10 @@ def uploading(
                     if not tries_left:
                         say("TensorBoard: not all is uploaded.")
                         return
-                # An event that is set no longer waits.
-                ended.wait(every) if not was_last else threading.Event().wait(every)
+                if was_last:
+                    time.sleep(every)
+                else:
+                    ended.wait(every)
 
     thread = threading.Thread(target=work, name="uploader", daemon=True)
     thread.start()
