@@ -1,0 +1,125 @@
+"""A planned training that kills itself with SIGKILL at a moment, for the tests of interruptions.
+
+python planned_run.py MODEL_DIR MOMENT STEP
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import tests.tiny_models as tiny  # noqa: E402
+from t0repro.config.training_plan import (  # noqa: E402
+    DatasetConfig,
+    EarlyStoppingConfig,
+    SaveConfig,
+    TrainingPlan,
+)
+from t0repro.runs.plan import PlannedInputs  # noqa: E402
+from t0repro.runs.train import train  # noqa: E402
+from t0repro.training.actions import Action  # noqa: E402
+
+LAST_STEP = 30
+MOMENTS = ("behind a step", "inside a save", "before an evaluation", "inside an evaluation")
+BATCHES = tiny.batches(LAST_STEP)
+# The metric gets no better after step 12, so early stopping ends the run at step 18.
+ROUGE = {0: 1.0, 3: 2.0, 6: 3.0, 9: 2.0, 12: 4.0, 15: 4.0, 18: 3.0, 21: 9.0}
+
+
+class Source:
+    """The batches, with a position; `on_save` is called while a checkpoint is being written."""
+
+    def __init__(self, on_save):
+        self._on_save = on_save
+
+    def open(self, step, saved, say):
+        self.step = step
+        return self._batches()
+
+    def _batches(self):
+        while self.step < LAST_STEP:
+            self.step += 1
+            yield BATCHES[self.step - 1]
+
+    def save(self, folder):
+        (folder / "position").write_text(str(self.step))
+        self._on_save(self.step)
+
+
+class Evaluated:
+    """Two batches of an evaluation; `on_start` is called before the first."""
+
+    def __init__(self, on_start):
+        self._on_start = on_start
+
+    def __iter__(self):
+        self._on_start()
+        return iter(BATCHES[:2])
+
+
+class Behind(Action):
+    """Does something once a step is done."""
+
+    def __init__(self, do):
+        self._do = do
+
+    def after_step(self, loop):
+        self._do(loop.step)
+
+
+def run(folder, moment=None, step=0, do=lambda: None, patience=2, last_step=LAST_STEP):
+    """Trains; calls `do` at a moment of a step. Returns the last state."""
+    now = [0]
+
+    def at(name, here):
+        now[0] = here
+        if (name, here) == (moment, step):
+            do()
+
+    def infer_eval(loop):
+        at("inside an evaluation", loop.step)
+        return {"a_task": {"rouge": ROUGE.get(loop.step, 0.0)}}
+
+    plan = TrainingPlan(
+        train_data=DatasetConfig("a_task", {"inputs": 6, "targets": 5}, "train", 4, False, 1),
+        train_eval_data=None,
+        infer_eval_data=None,
+        evaluator=None,
+        random_seed=3,
+        relative_steps=None,
+        eval_steps=2,
+        eval_period=3,
+        stats_period=1,
+        run_eval_before_training=False,
+        save=SaveConfig(3, (), None, "float32", True, None, None),
+        restore=None,
+        actions={
+            "INFER_EVAL": (EarlyStoppingConfig("a_task", "rouge", "max", patience, 0.0, 0.0),)
+        },
+        weight_metrics=False,
+        gc_period=0,
+    )
+    config = tiny.run_config(folder, last_step, plan=plan, num_microbatches=1)
+    model = dataclasses.replace(config.model, dropout_rate=0.2)
+    evaluated = Evaluated(lambda: at("before an evaluation", now[0]))
+    return train(
+        dataclasses.replace(config, model=model),
+        Source(lambda here: at("inside a save", here)),
+        planned=PlannedInputs(train_eval={"a_task": evaluated}, infer_eval=infer_eval),
+        actions=[Behind(lambda here: at("behind a step", here))],
+        say=lambda line: None,
+    )
+
+
+def main():
+    folder, moment, step = sys.argv[1:]
+    run(Path(folder), moment, int(step), lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+if __name__ == "__main__":
+    main()
