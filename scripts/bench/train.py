@@ -4,9 +4,9 @@
 
 T5 1.1 small, 8 packed rows of 512 and 114 tokens, float32, Adafactor, in one process each:
 
-    jax, cold      `t0repro train`, with an empty folder of compiled programs
+    jax, cold      t5_mesh_transformer --backend=jax, with an empty folder of compiled programs
     jax, warm      the same again, which finds them
-    mtf            `t0repro train --backend=mtf`
+    mtf            t5_mesh_transformer --backend=mtf
     step           scripts/bench/train_step.py, the entry for accelerators, without a data pipeline
     pytorch        transformers, as it is (the extra hf)
     compiled       transformers by torch.compile
@@ -112,7 +112,8 @@ def outcome(name: str, options: argparse.Namespace) -> dict[str, Any]:
         return printed([str(HERE / "train_step.py"), *inputs, "--steps", str(options.steps)])
     if name in ("pytorch", "compiled"):
         return printed([str(HERE / "train_torch.py"), *inputs, name, str(options.steps)])
-    command = [sys.executable, "-m", "t0repro.cli", "train", "--module_import", MODULE]
+    command = [str(Path(sys.executable).with_name("t5_mesh_transformer"))]
+    command += [f"--module_import={MODULE}"]
     command += [f"--model_dir={folder / name}", f"--backend={'mtf' if name == 'mtf' else 'jax'}"]
     command += [f"--gin_file={file}" for file in FILES]
     command += [f"--gin_param={each}" for each in overrides(options)]
