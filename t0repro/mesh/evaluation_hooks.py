@@ -167,8 +167,9 @@ class _Evaluation:
         if not (self._scores and self._writes):
             return
         names = (f"{task}_targets", f"{task}_inputs", f"{task}_{self._step}_predictions")
-        files = {name: records.file_digest(self._folder / name) for name in names}
-        if None in files.values():
+        digests = {name: records.file_digest(self._folder / name) for name in names}
+        files = {name: digest for name, digest in digests.items() if digest is not None}
+        if len(files) < len(names):
             return  # the files are not on this machine's file systems, where records are looked for
         if self._checkpoint is None:
             self._checkpoint = _identified(self._path, self._step)
