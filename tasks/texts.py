@@ -92,8 +92,8 @@ def add_text_task(
     )
 
 
-def _feature(vocabulary: VocabularyFile | seqio.Vocabulary | None) -> seqio.Feature:
-    """Tokens of a vocabulary, T5's if none is given, that end in EOS."""
+def _feature(vocabulary: VocabularyFile | seqio.Vocabulary | None) -> Any:
+    """A seqio.Feature: tokens of a vocabulary, T5's if none is given, that end in EOS."""
     import seqio
     import tensorflow as tf
 

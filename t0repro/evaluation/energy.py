@@ -33,8 +33,9 @@ class Cost:
 
     def __add__(self, other: Cost) -> Cost:
         # One part of unknown energy makes the total unknown.
-        known = self.joules is not None and other.joules is not None
-        joules = self.joules + other.joules if known else None
+        joules = None
+        if self.joules is not None and other.joules is not None:
+            joules = self.joules + other.joules
         return Cost(self.seconds + other.seconds, joules, other.energy_source)
 
     def as_record(self) -> dict[str, Any]:

@@ -167,6 +167,7 @@ class Tower(nn.Module):
         x = dropout(embedder(tokens), deterministic=deterministic)
         decoding = position is not None or isinstance(encoded, tuple)
         if self._scanned and not decoding:
+            assert not isinstance(encoded, tuple)  # which is what decoding reads
             x = self._all_layers(x, bias, shared, present, encoded, encoded_bias, deterministic)
         else:
             bias = bias if shared is None else shared + bias
@@ -220,6 +221,7 @@ class Tower(nn.Module):
         config, own = self.config, self.variables["params"]
         draws = config.dropout_rate and not deterministic
         rng = self.scope.rngs["dropout"] if draws and self.scope is not None else None
+        assert not isinstance(rng, jax.Array)  # Flax wraps the keys that it is given
 
         def stacked(*layers: jax.Array) -> jax.Array:
             # Vectors are the norms' scales, which are multiplied in float32.

@@ -10,7 +10,6 @@ import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax.core.scope import LazyRng
 
 from t0repro.model.shapes import Array, Float, Int
@@ -45,7 +44,7 @@ class ScannedLayer:
             _hash(*self.rng.suffix, f"layers_{layer}", *path, self.drawn[path])
             for layer in range(self.count)
         ]
-        return jax.random.fold_in(self.rng.rng, jnp.asarray(np.uint32(hashes))[self.index])
+        return jax.random.fold_in(self.rng.rng, jnp.asarray(hashes, jnp.uint32)[self.index])
 
 
 def _hash(*names: str | int) -> int:

@@ -38,15 +38,15 @@ def open_run(run: TrackedRun, run_id: str | None) -> MlflowRun:
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "t0repro")
         experiment = client.get_experiment_by_name(name)
         experiment_id = experiment.experiment_id if experiment else client.create_experiment(name)
-        run_id = client.create_run(experiment_id, run_name=run.name).info.run_id
+        created = client.create_run(experiment_id, run_name=run.name)
         parameters = [
             Param(_key(name), str(value)[:_LONGEST_PARAMETER])
             for name, value in run.flat_parameters().items()
         ]
         for start in range(0, len(parameters), _PARAMETERS_PER_REQUEST):
             part = parameters[start : start + _PARAMETERS_PER_REQUEST]
-            client.log_batch(run_id, params=part)
-        return MlflowRun(client, run_id)
+            client.log_batch(created.info.run_id, params=part)
+        return MlflowRun(client, created.info.run_id)
 
 
 class MlflowRun:
