@@ -1,4 +1,4 @@
-"""Auxiliary jobs as the command line has them, alone or beside a training that it starts."""
+"""Auxiliary jobs as configured on a command line, alone or beside a training that it starts."""
 
 from __future__ import annotations
 
@@ -109,6 +109,7 @@ def _launcher(name: str, machine: Machine) -> Launcher:
                 where="--launcher",
                 fix="Give the platform an entry `vertex` in the file of machines (--machines).",
             )
+        # Google's client, an extra, is needed by this launcher alone.
         from t0repro.jobs.vertex_ai import VertexLauncher
 
         return VertexLauncher(machine.vertex)
@@ -129,6 +130,7 @@ def auxiliary_jobs_beside(
     Raises:
       UserError: at once, if a job could not work; at the end, if not every job succeeded.
     """
+    # Checked here too: the controller would find a mistake only after the training has begun.
     check(job_settings(options, gin))
     _local_folder(model_dir)
     asked = json.dumps([dataclasses.asdict(options), dataclasses.asdict(gin)], default=str)

@@ -68,6 +68,7 @@ class JobSettings:
     @property
     def gin_files(self) -> tuple[str, ...]:
         """The job's gin files in the order in which gin reads them."""
+        # The job's file comes last, since a later binding wins.
         own = (self.gin_file,) if self.gin_file else ()
         return own if self.replace_gin_file else (*self.train_gin_files, *own)
 
@@ -81,6 +82,8 @@ class JobSettings:
         t0repro = (sys.executable, "-m", "t0repro.cli")
         options = self._words[1:]
         if self.run_mode:
+            # Only macros that the files read: t0repro refuses one on the command line that nothing
+            # reads.
             replaced = [f"--gin.{name}={values[name]!r}" for name in values if name in macros]
             return (
                 *t0repro,
@@ -107,6 +110,7 @@ def _filled(words: list[str], values: Mapping[str, str | int]) -> list[str]:
         for name, value in values.items():
             word = word.replace(f"{{{name}}}", str(value))
         filled.append(word)
+    # A command that names none of the values gets all of them, so that it can tell its jobs apart.
     if filled == words:
         filled += [f"--{name.lower()}={value}" for name, value in values.items()]
     return filled

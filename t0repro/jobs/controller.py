@@ -114,8 +114,8 @@ class Controller:
 
     def _look(self, more_to_come: bool) -> bool:
         """Does what can be done now; returns whether to look again."""
-        # Checkpoints first: each is pinned before the training can delete it. Pins go
-        # last.
+        # Checkpoints first, so that each is pinned before the training deletes it. Pins are
+        # released last.
         self._look_for_checkpoints()
         self._look_at_jobs()
         self._start_jobs()
@@ -157,15 +157,14 @@ class Controller:
         for point, progress in sorted(self._journal.progress.items()):
             if progress.state != "running":
                 continue
-            # A controller that was started again meets jobs that it did not start
-            # itself.
+            # A restarted controller meets jobs that it did not start itself.
             job = self._running.setdefault(point, self._job(point, progress.attempt))
             state = self._launcher.state(job)
             if state in ("waiting", "running"):
                 self._lost.pop(point, None)
                 continue
-            # An exit file is proof enough; without one, the engine may only be slow
-            # to show the job.
+            # An exit file is proof enough; without one, the engine may only be slow to show the
+            # job.
             if state == "unknown" and job.ending is None and not self._is_lost(point):
                 continue
             self._end(point, progress, job, lost=state == "unknown")
@@ -217,8 +216,7 @@ class Controller:
             # fine-tuning continues from its own checkpoints.
             shutil.rmtree(self._results_of(point), ignore_errors=True)
         self._results_of(point).mkdir(parents=True, exist_ok=True)
-        # Noted before it is submitted, so that no job runs that the journal does not
-        # know.
+        # Noted before it is submitted, so that no job runs that the journal does not know.
         self._journal.add("started", point, attempt=attempt)
         self._launcher.submit(job)
         self._running[point] = job

@@ -86,8 +86,7 @@ class Journal:
                 if line:
                     self._take(json.loads(line))
             except (ValueError, KeyError, TypeError) as error:
-                # Only the last line, or one that begins well and breaks off, can
-                # be a dying process's.
+                # A dying process leaves only a last line, or one that begins well and breaks off.
                 if number < len(lines) and not _was_cut(line):
                     raise UserError(
                         f"Line {number} of the journal cannot be read: {error}.",

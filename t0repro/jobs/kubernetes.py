@@ -57,7 +57,7 @@ class KubernetesLauncher:
         if status.get("active"):
             return "running"
         ended = status.get("succeeded") or status.get("failed")
-        # Accepted, but no pod has started.
+        # Accepted, but there is no pod yet: `active` counts pods that are pending as well.
         return "ended" if ended else "waiting"
 
     def cancel(self, job: Job) -> None:

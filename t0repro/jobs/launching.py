@@ -60,6 +60,7 @@ def slurm_script(launch: Launch) -> str:
         "#!/bin/bash",
         *(f"#SBATCH {option}" for option in options),
         "set -euo pipefail",
+        # So that `t0repro` is found in a batch shell, and is the one of this Python.
         f"export PATH={shlex.quote(os.path.dirname(sys.executable))}:$PATH",
         *(f"export {name}={shlex.quote(text)}" for name, text in _environment(launch)),
         f"srun --kill-on-bad-exit=1 --label {shlex.join(launch.command)}",
@@ -85,6 +86,7 @@ def job_set(launch: Launch, template: dict[str, Any]) -> dict[str, Any]:
         "T0REPRO_COORDINATOR_ADDRESS": f"{name}-{_PODS}-0-0.{name}:{_PORT}",
         "T0REPRO_PROCESS_COUNT": str(launch.processes),
     }
+    # Ours win over the template's: a pod must not be told of another coordinator.
     kept = [one for one in container.get("env", []) if one.get("name") not in variables]
     container["env"] = kept + [{"name": key, "value": text} for key, text in variables.items()]
     size = launch.processes

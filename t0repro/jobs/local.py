@@ -30,6 +30,7 @@ class LocalLauncher:
         self._workers[job.name] = subprocess.Popen(
             [sys.executable, "-m", "t0repro.jobs.worker", str(path)],
             stdin=subprocess.DEVNULL,
+            # A Ctrl-C at the terminal is the controller's, which then ends its jobs in order.
             start_new_session=True,
         )
 
@@ -52,6 +53,7 @@ class LocalLauncher:
         worker = self._workers.get(job.name)
         if worker is not None and worker.poll() is None:
             return "running"
+        # The worker may be gone, or be a dead controller's; what the job started may live on.
         if _is_alive(job):
             return "running"
         return "ended" if worker is not None or job.ending is not None else "unknown"

@@ -81,6 +81,7 @@ def find_machine(file: Path | None, platform: str | None, cell: str | None) -> M
     if file is None:
         return Machine()
     try:
+        # An empty file is None in YAML.
         known = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
     except (OSError, yaml.YAMLError) as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
@@ -98,6 +99,7 @@ def find_machine(file: Path | None, platform: str | None, cell: str | None) -> M
             where=str(file),
             fix=f"Its fields: {', '.join(one.name for one in dataclasses.fields(Machine))}.",
         ) from error
+    # Relative to the file that names it, so that a command works from any folder.
     if machine.template is not None:
         machine = dataclasses.replace(machine, template=str(file.parent / machine.template))
     return machine

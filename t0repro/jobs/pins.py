@@ -50,6 +50,7 @@ def pin(ref: CheckpointRef, folder: Path) -> Path | None:
             if _is_gone(ref):
                 return None
             raise
+    # The name stays: both formats tell the step by it.
     return place / os.path.basename(ref.path)
 
 

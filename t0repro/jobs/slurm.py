@@ -56,7 +56,7 @@ class SlurmLauncher:
 
 
 def options(name: str, log: str, limits: Limits) -> list[str]:
-    """What sbatch is told of any job: its name, its log and what each process may use."""
+    """The options that sbatch gets for any job: its name, its log and what each process may use."""
     told = [f"--job-name={name}", f"--output={log}"]
     if limits.cpus:
         told.append(f"--cpus-per-task={limits.cpus}")
@@ -69,7 +69,7 @@ def options(name: str, log: str, limits: Limits) -> list[str]:
 
 
 def run_engine(*command: str, text: str | None = None) -> str:
-    """What an engine's command prints, without the spaces around it.
+    """What an engine's command prints, without surrounding whitespace.
 
     Raises:
       UserError: if the command is missing or fails, with the first line of its complaint.

@@ -1,4 +1,4 @@
-"""What the auxiliary jobs of a training have come to, for people and programs."""
+"""The state of a training's auxiliary jobs, for people and for programs."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ def rows(status: dict[Point, Progress]) -> list[tuple[str, ...]]:
         (
             f"{point.step:,}",
             point.mixture,
+            # A point that succeeded in the end still has the reason of an earlier failure.
             f"{each.state}: {each.reason}" if _is_bad(each) else each.state,
             str(each.attempt),
             "" if each.seconds is None else f"{each.seconds:.0f}",

@@ -62,6 +62,7 @@ class VertexLauncher:
                 machine.machine_type, machine.accelerator_type, machine.accelerator_count
             ),
             command=("python",),  # in place of the image's entry point
+            # The same file as the container sees it.
             arguments=("-m", "t0repro.jobs.worker", path.replace(self.mount, staging.MOUNT, 1)),
             labels=machine.labels,
             service_account=machine.service_account,
@@ -71,6 +72,7 @@ class VertexLauncher:
     def state(self, job: Job) -> EngineState:
         """Where a job is; it is found by its display name."""
         found = jobs.find(job.name, self._place)
+        # A job that the service does not list is judged by its exit file.
         if found is None:
             return "ended" if job.ending is not None else "unknown"
         if found.state == "waiting" or found.state == "running":

@@ -41,7 +41,7 @@ class Limits:
       cpus: number of processors.
       memory_gb: resident memory of all its processes together, in 10**9 bytes.
       seconds: from start to end.
-      log_megabytes: of its output that are kept; what comes later is dropped but for the end.
+      log_megabytes: how much of its output is kept; of what comes later, only the end is.
     """
 
     cpus: int | None = None
@@ -204,8 +204,7 @@ def _keep(output: IO[bytes], log: IO[bytes], most: int) -> None:
         if rest := chunk[len(head) :]:
             tail.append(rest)
             dropped += len(rest)
-            # The end of a log often says why a job failed: a tenth of the limit is
-            # kept for it.
+            # The end of a log often says why a job failed, so a tenth of the limit is kept for it.
             while sum(map(len, tail)) - len(tail[0]) > most // 10:
                 tail.popleft()
     last = b"".join(tail)

@@ -128,6 +128,7 @@ def _operations(body: list[str]) -> Iterator[tuple[str, int, int]]:
     """The collectives of a computation: kind, bytes of the result, size of a group."""
     for line in body:
         if match := _OPERATION.search(line):
+            # A result may be a tuple: XLA joins several arrays in one operation.
             sizes = [_bytes(*array) for array in _ARRAY.findall(match["type"])]
             if match["start"] and match["kind"] in ("all-gather", "collective-permute"):
                 sizes = sizes[len(sizes) // 2 :]  # the first half are its operands

@@ -108,8 +108,10 @@ def joined(asked: Asked) -> Iterator[None]:
         except BaseException as error:
             if not isinstance(error, UserError | KeyboardInterrupt):
                 watch.end_with_others()
+            # The connections break now, so the others end at once instead of waiting for a
+            # heartbeat.
             watch.abandon()
-            # Otherwise JAX waits for the others in vain as Python ends, and then aborts.
+            # At exit JAX would wait for the others, in vain, and then abort the process.
             interrupted = isinstance(error, KeyboardInterrupt)
             code = 130 if interrupted else 2 if isinstance(error, UserError) else 1
             atexit.register(_end, code)  # as t0repro.cli.gate ends these
@@ -125,13 +127,13 @@ def _end(code: int) -> None:
 
 
 def _leave(watch: Watch) -> None:
-    """Ends this process's part in order; waits for the others a while."""
+    """Ends this process's part in order; JAX then waits for the others, up to a timeout."""
     watch.leave()
     jax.distributed.shutdown()
 
 
 def with_environment(asked: Asked, environment: Mapping[str, str]) -> Asked:
-    """Flags, completed from T0REPRO_* variables and from those of a Kubernetes indexed job.
+    """The flags, completed from T0REPRO_* variables and those of an indexed Kubernetes job.
 
     Raises:
       UserError: if a variable is no number, or the index is not below the count.
@@ -147,6 +149,7 @@ def with_environment(asked: Asked, environment: Mapping[str, str]) -> Asked:
             given = _number(variable, text)
         numbers[field] = given
     address = asked.address or environment.get(ADDRESS)
+    # Kubernetes gives an indexed job's pods their index but not their count.
     index = numbers["index"]
     if index is None and (numbers["count"] or 1) > 1 and "JOB_COMPLETION_INDEX" in environment:
         index = _number("JOB_COMPLETION_INDEX", environment["JOB_COMPLETION_INDEX"])
@@ -280,6 +283,7 @@ def output_folder(folder: str | os.PathLike[str], *, resumed: bool = False) -> P
         other processes then get it as it is now; checkpoints are not copied.
     """
     if is_first():
+        # After all have copied it: the first must not write into the folder while others read it.
         if resumed:
             wait_for_all()
         return Path(folder)

@@ -27,8 +27,8 @@ from typing import Any
 _LEAVING, _TOKEN_BYTES = b".", 16
 _HEAD = _TOKEN_BYTES + 4  # the run's token and the index of a process, big-endian
 _FAILURE = 1
-# JAX aborts every process once the first one is gone, so that one goes last; and a process whose
-# collective operation fails waits so long for the news that another has ended.
+# JAX aborts every process once the first one is gone, so the first waits this long before it ends.
+# A process whose collective operation fails waits as long for the news that another has ended.
 _SECONDS_FOR_NEWS = 1.0
 
 
@@ -48,6 +48,7 @@ class Watch:
         self._index, self._count = index, count
         self._left, self._lost = False, threading.Event()
         server = _server(count) if index == 0 else None
+        # The token keeps out strangers who find the port: they could end the run by hanging up.
         port, token = from_first(
             lambda: server and [server.getsockname()[1], secrets.token_hex(_TOKEN_BYTES)]
         )

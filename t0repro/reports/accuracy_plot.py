@@ -27,6 +27,7 @@ def accuracy_plot(
       published: figures to draw as lettered lines in the rows of their datasets.
     """
 
+    # Called twice by inline_plot, for a wide and for a narrow screen.
     def draw(drawing: Drawing) -> None:
         names = [shortened(printable(dataset.dataset), 30) for dataset in datasets]
         # On a narrow screen a name stands above its row, since beside it no room would be left
@@ -55,6 +56,7 @@ def accuracy_plot(
 def published_letters(published: Sequence[PublishedFigure]) -> dict[tuple[str, str], str]:
     """(model, statistic) -> the letter that stands for it in the plots."""
     kinds = dict.fromkeys((figure.model, figure.statistic) for figure in published)
+    # Not strict: there are more letters than kinds; a 27th kind would go without one.
     return dict(zip(kinds, string.ascii_lowercase, strict=False))
 
 

@@ -16,7 +16,7 @@ EXTRA_TITLES = {
 
 
 def verdict(result: DatasetResult | GroupResult) -> Cell:
-    """What the interval of the mean lies clearly above: chance, and always one answer."""
+    """Which baselines the interval of the mean lies above: chance, and the majority class."""
     if not result.above_chance:
         return Cell("neither", tone="bad")
     if not result.above_majority:
@@ -25,7 +25,7 @@ def verdict(result: DatasetResult | GroupResult) -> Cell:
 
 
 def verdict_in_words(result: DatasetResult | GroupResult) -> str:
-    """The same as a clause."""
+    """The verdict as a clause of a sentence."""
     if not result.above_chance:
         return "not clearly above chance"
     if not result.above_majority:
@@ -35,10 +35,10 @@ def verdict_in_words(result: DatasetResult | GroupResult) -> str:
 
 def accuracy_sections(report: Report) -> list[Section]:
     """A plot for each group, and the table of datasets."""
+    # Groups and datasets are made of the same results: without one there is neither.
     if not report.groups:
         return []
     header = (
-        # Groups and datasets are made of the same results: without one there is neither.
         Column("dataset"), Column("group"), "prompts", "examples", "mean", "interval", "s.e.",
         "chance", "majority", Column("clearly above"), "median", "quartiles", "range",
     )  # fmt: skip
@@ -63,6 +63,7 @@ def _legend(report: Report) -> tuple[tuple[str, str], ...]:
 def _plot_section(report: Report, group: GroupResult) -> Section:
     """The group's plot, with a legend of the published figures that are drawn in it."""
     members = [dataset for dataset in report.datasets if dataset.group == group.group]
+    # The legend names only what this plot shows; the letters are the same in all plots.
     families = {family_of(dataset.dataset) for dataset in members}
     drawn = {
         (figure.model, figure.statistic)

@@ -53,6 +53,7 @@ def generation_sections(report: Report) -> list[Section]:
             Cell(result.template_name, tip=_generation_tip(result)),
             group_name(result.group),
             str(result.examples),
+            # No percent sign: not every template's metric is a percentage.
             ", ".join(f"{name} {value:.2f}" for name, value in result.metrics.items()),
             shortened(result.first_output or "", 160),
             shortened(result.first_target or "", 160),
@@ -83,6 +84,7 @@ def diagnostic_sections(report: Report) -> list[Section]:
         (
             dataset.dataset,
             percent(dataset.calibration.error) if dataset.calibration else "",
+            # Sorted by the number, not by the text with its percent sign.
             Cell(f"{dataset.flipped:.1f}%", dataset.flipped)
             if len(dataset.prompts) > 1
             else "one prompt",

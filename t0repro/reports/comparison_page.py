@@ -21,8 +21,7 @@ def comparison_page(comparisons: Sequence[RunComparison]) -> Page:
         sections += [accuracy_section(compared), scores_section(compared, "Scores, task by task")]
         sections += flips_section(compared)
     sections.append(Section("How to read it", note=_METHOD))
-    # The warning covers everything on the page, so one page of mixed data says which rows it
-    # means.
+    # One warning covers the whole page; with mixed data it names the synthetic datasets.
     datasets = [entry.dataset for compared in comparisons for entry in compared.datasets]
     return Page("Runs compared", tuple(sections), warning=_warning(datasets))
 
@@ -156,6 +155,7 @@ def flips_section(compared: RunComparison) -> list[Section]:
         )
         for flip in compared.flips
     )
+    # A comparison counts all flips and keeps the first MAX_FLIPS_KEPT.
     shown = f", the first {len(rows)}" if len(rows) < compared.flipped else ""
     title = f"Predicted differently: {counted(compared.flipped, 'example')}{shown}"
     return [Section(title, header=header, rows=rows, level=3)] * bool(rows)
@@ -183,6 +183,7 @@ def losses_section(compared: LossComparison, title: str, level: Literal[2, 3] = 
 def _loss_cells(row: LossRow) -> tuple[str, str, str, Cell]:
     """A row as text: losses to seven digits, as float32 has them."""
     difference = Cell(f"{row.relative_difference:.2e}", row.relative_difference)
+    # `#` keeps trailing zeros: seven digits in every row.
     return str(row.step), f"{row.loss_a:#.7g}", f"{row.loss_b:#.7g}", difference
 
 

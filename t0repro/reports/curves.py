@@ -36,6 +36,7 @@ def read_curves(folders: Sequence[Path], metric: str) -> dict[str, Points]:
     curves: dict[tuple[Path, str], Points] = {}
     for folder in folders:
         found = _of_lines(folder)
+        # Only for what metrics.jsonl lacks: every event file below the run has to be read.
         if metric not in found:
             found |= _of_events(folder)
         if not found:
@@ -66,6 +67,7 @@ def _labels(curves: Sequence[tuple[Path, str]]) -> list[str]:
     last = {place.rpartition("/")[2] for place in places}
     labels = []
     for folder, place in curves:
+        # Two runs may be in folders of one name, such as a/model and b/model.
         run = folder.resolve().name if len(names) == len(runs) else str(folder)
         shown = place.rpartition("/")[2] if len(last) == len(places) else place
         parts = [run] if len(runs) > 1 or place == _TRAIN else []
@@ -80,6 +82,7 @@ _Found = dict[str, dict[str, dict[int, float]]]
 def _of_lines(folder: Path) -> _Found:
     found: _Found = {}
     path = folder / METRICS_FILE
+    # In the order of writing: after a restart, the later line of a step replaces the earlier one.
     for row in metric_rows(path) if path.is_file() else ():
         split, step = str(row.get("split", _TRAIN)), row.get("step")
         for name, value in row.items():
@@ -91,6 +94,7 @@ def _of_lines(folder: Path) -> _Found:
 def _of_events(folder: Path) -> _Found:
     found: _Found = {}
     for parent, _, names in os.walk(folder):
+        # Each folder of event files is a run of TensorBoard's, and a place of its own.
         if any(MARK in name for name in names):
             place = os.path.relpath(parent, folder)
             for tag, points in read_scalars(parent).items():

@@ -120,7 +120,7 @@ def calibration(results: Sequence[RankResult], bins: int = BINS) -> Calibration:
 def prompt_flips(
     results: Sequence[RankResult], eval_dir: str | os.PathLike[str]
 ) -> tuple[tuple[PromptFlip, ...], float]:
-    """The examples that prompts disagree on most, and the percentage that any two disagree on.
+    """The examples that prompts disagree on most, and the percentage with any disagreement.
 
     What is compared is whether the prediction is right, not which choice it is, because prompts
     order and word their choices differently. Only examples that all prompts share are compared.

@@ -54,6 +54,7 @@ def generation_results(
     found = []
     for record in records:
         task, step = record["key"]["task"], record["key"]["step"]
+        # No prompt is known for a task whose module was not named; its own name is its label then.
         label, info = dataset_label(task, prompts), prompts.get(task)
         found.append(
             GenerationResult(

@@ -11,6 +11,7 @@ from jaxtyping import Float
 from t0repro.reports.bootstrap import Bootstrap, Interval
 from t0repro.reports.dataset_result import DatasetResult
 
+# In a report's order. The last is for runs of which it is unknown what was trained on.
 GROUP_TITLES = {
     "trained_prompts": "Prompts trained on",
     "held_out_prompts": "Held-out prompts of training datasets",

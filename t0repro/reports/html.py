@@ -17,8 +17,7 @@ def render_html(page: Page) -> str:
 
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_TEMPLATES),
-        # Names come from tasks and files: all of it is escaped, unless it is HTML of our
-        # own.
+        # Names come from tasks and files, so everything is escaped but HTML of our own.
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         keep_trailing_newline=True,

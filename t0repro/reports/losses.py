@@ -112,6 +112,7 @@ def read_losses(metrics: str | os.PathLike[str], split: str = "train") -> dict[i
     losses = {
         int(row["step"]): float(row["loss"])
         for row in metric_rows(metrics)
+        # NaN and infinity are kept here: each caller decides what a loss that is not finite means.
         if row.get("split") == split and row.get("loss") is not None
     }
     return dict(sorted(losses.items()))
@@ -139,7 +140,7 @@ def compare_losses(
             fix="Start both from the same checkpoint, so that their global steps overlap.",
         )
     for path, losses in ((metrics_a, losses_a), (metrics_b, losses_b)):
-        # Named here, since NaN would pass every comparison with a tolerance.
+        # max() passes over a NaN that is not first, so a diverged run could appear to agree.
         for step in sorted(shared):
             if not math.isfinite(losses[step]):
                 raise UserError(f"The loss at step {step} is {losses[step]}.", where=str(path))

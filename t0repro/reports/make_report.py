@@ -141,6 +141,7 @@ def _by_mode(
     """The tasks that were ranked, and the records of those that were decoded."""
     decoded = {name: found for name, found in records.items() if found.get("mode") == "generate"}
     if tasks is None:
+        # Decoded tasks have no scores: find_tasks does not list them.
         return list(find_tasks(run.eval_dir)), list(decoded.values())
     ranked = [task for task in tasks if task not in decoded]
     return ranked, [decoded[task] for task in tasks if task in decoded]

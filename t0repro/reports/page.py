@@ -30,7 +30,7 @@ class Cell:
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """A table's column of text, which wraps and is aligned to the left; numbers are plain strings.
+    """A column of text, which wraps and is left-aligned; a column of numbers is a plain string.
 
     Attributes:
       name: the heading.

@@ -79,6 +79,7 @@ def curves_plot(
         right = 0.2 + 0.085 * max(map(len, names))
         axes = drawing.axes(height, _LEFT, right)
         for number, (name, points) in enumerate(curves.items()):
+            # Four colours with four dashes tell sixteen curves apart, then they repeat.
             color = ROLES[_COLOURS[number % 4]]
             axes.plot(*zip(*points, strict=True), color=color, linewidth=1.4, alpha=0.75,
                       linestyle=_STYLES[number // 4 % 4])  # fmt: skip

@@ -63,6 +63,7 @@ def collect(
         duration_seconds=facts.get("duration_seconds")
         if duration_seconds is None
         else duration_seconds,
+        # An evaluation that recorded none is given those that write the report.
         versions=facts.get("versions") or package_versions(),
         git_commit=git_commit(),
         operative_config=_operative_config(folder),

@@ -8,6 +8,7 @@ from t0repro.reports.provenance import Provenance
 
 def provenance_sections(source: Provenance, written: str) -> list[Section]:
     """Run, checkpoint, device, hashes; then versions and the configuration, folded."""
+    # What is missing is listed by name too: a reader should not have to notice a gap.
     known = [(name, value) for name, value in _facts(source) if value]
     missing = [name for name, value in _facts(source) if not value]
     facts = [

@@ -29,6 +29,7 @@ class PublishedFigure:
 def published_figures(datasets: Collection[str]) -> tuple[PublishedFigure, ...]:
     """The figures for some datasets, in the file's order; ANLI's for any of its rounds."""
     wanted = {family_of(dataset) for dataset in datasets}
+    # A source may contain commas and quotes; newline="" leaves them to the csv module.
     with open(_FILE, encoding="utf-8", newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["dataset"] in wanted]
     return tuple(

@@ -25,6 +25,8 @@ def find_runs(folder: str | os.PathLike[str]) -> dict[Path, RunState]:
     """
     found = {}
     for parent, folders, names in os.walk(folder):
+        # Changed in place, which is how os.walk is told where not to go; checkpoints hold many
+        # files.
         folders[:] = sorted(name for name in folders if not _NO_RUNS_INSIDE.fullmatch(name))
         if RUN_STATE_FILE in names and (state := read_run_state(parent)) is not None:
             found[Path(parent)] = state

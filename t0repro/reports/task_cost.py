@@ -44,6 +44,7 @@ def task_costs(
 def _task_cost(task: str, record: Mapping[str, Any]) -> TaskCost:
     return TaskCost(
         task=task,
+        # A decoded task has examples and no pairs.
         pairs=record["pairs"] if "pairs" in record else record["examples"],
         tokens=record["input_tokens"] + record["target_tokens"],
         longest_input=record["longest_input"],

@@ -64,6 +64,7 @@ def coverage_sections(report: Report) -> list[Section]:
             _number(cost.cut_targets),
         )
         for cost in report.tasks
+        # Of older evaluations both numbers are None, and so are equal.
         if cost.cut_inputs or cost.cut_targets or cost.inputs != cost.available
     )
     return [Section("Sampled and cut tasks", header=header, rows=rows)] * bool(rows)

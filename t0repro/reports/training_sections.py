@@ -21,6 +21,7 @@ def training_sections(report: Report) -> list[Section]:
                 plot=loss_plot(curve, "Training loss by step"),
             )
         )
+    # A heading alone: its two parts are sections of level 3 below it.
     if report.stacks or report.losses:
         sections.append(Section("The two stacks"))
     if report.stacks:
