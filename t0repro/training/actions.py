@@ -46,13 +46,13 @@ class Action:
         """Called with each step's metrics once they have been read, one step late."""
 
     def on_bad_update(self, loop: TrainingLoop, batch: NumpyBatch, metrics: StepMetrics) -> None:
-        """Called if an update was not done because of a loss or gradient that is not finite.
+        """Called when an update was held back because its loss or a gradient is not finite.
 
-        The state is that before the update.
+        The state is the one before the update.
         """
 
     def end(self, loop: TrainingLoop) -> None:
-        """Called when training has ended, also if by an exception."""
+        """Called when training has ended, even by an exception."""
 
 
 class SaveCheckpoints(Action):
@@ -127,6 +127,8 @@ class SaveByPlan(SaveCheckpoints):
     def after_step(self, loop: TrainingLoop) -> None:
         """Saves if a checkpoint is due."""
         step, period = loop.step, self._plan.period
+        # Counted from where the run first began, so that a resumed run saves at the steps at which
+        # an undisturbed one saves.
         due = period and ((step - self._progress.first_step) % period == 0 or step == self._last)
         if due or step in self._plan.steps:
             self._save(loop)
@@ -134,6 +136,7 @@ class SaveByPlan(SaveCheckpoints):
     def _save(self, loop: TrainingLoop) -> None:
         loop.flush()
         model_dir, plan = self._model_dir, self._plan
+        # Without `keep`: T5X's rules, below, decide what stays.
         save_checkpoint(
             model_dir,
             loop.train_state,
@@ -156,8 +159,8 @@ class SaveByPlan(SaveCheckpoints):
 class StopOnSignal(Action):
     """Ends training after the step in which SIGTERM or SIGINT arrives, so that it is saved.
 
-    A second signal has its usual effect, as without this action. Of several processes, all end
-    after the same step, also at jax's own notice that one of their machines is to be taken away.
+    A second signal has its usual effect. Several processes all end after the same step, as they do
+    when jax itself has noticed that one of their machines is about to be preempted.
 
     Args:
       say: receives a line when the signal arrives, and one when all is saved.
@@ -180,6 +183,7 @@ class StopOnSignal(Action):
         self._shared = None if is_alone() else SharedSignal()
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
+                # Kept, since whoever runs the loop may have handlers of its own.
                 self._before[number] = signal.signal(number, self._note)
 
     def after_step(self, loop: TrainingLoop) -> None:
@@ -280,6 +284,7 @@ class ShowProgress(Action):
 
     def _text(self) -> str:
         latest = self._recent[-1]
+        # Where no time was measured, an infinite one makes the speed 0, not a division by zero.
         seconds = sum(row.seconds for row in self._recent) or float("inf")
         examples = sum(row.examples for row in self._recent) / seconds
         tokens = sum(row.target_tokens for row in self._recent) / seconds

@@ -45,7 +45,7 @@ class BadTensor:
     Attributes:
       kind: "parameter", "activation", "loss" or "gradient".
       name: its path.
-      microbatch: the microbatch that it is of; None for a parameter.
+      microbatch: the microbatch that it belongs to; None for a parameter.
       bad: how many of its entries are NaN or infinite.
       size: number of its entries.
     """
@@ -95,7 +95,7 @@ class ReportBadUpdate(Action):
 def write_bad_update(
     folder: Path, config: RunConfig, step: int, batch: Mapping[str, np.ndarray], key: jax.Array
 ) -> None:
-    """Writes what reproduces an update.
+    """Writes what is needed to reproduce an update.
 
     Args:
       folder: must not exist; it appears once it is complete.
@@ -104,6 +104,7 @@ def write_bad_update(
       batch: the features that the model reads.
       key: the step's PRNG key.
     """
+    # T5X's keys (PRNGKey) are bare words already; those of jax.random.key wrap them.
     typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     data = jax.random.key_data(key) if typed else key
     notes = {"step": step, "key": np.asarray(data).tolist(), "config": json.loads(config.to_json())}
@@ -209,6 +210,7 @@ def _flat(tree: Any) -> dict[str, Any]:
 
 
 def _bad(kind: str, name: str, microbatch: int | None, value: Any) -> BadTensor | None:
+    # bfloat16 widens to float32 exactly, NaN and infinity included.
     array = np.asarray(value, np.float32)
     bad = int(np.count_nonzero(~np.isfinite(array)))
     return BadTensor(kind, name, microbatch, bad, array.size) if bad else None

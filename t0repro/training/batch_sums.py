@@ -129,6 +129,7 @@ def metrics_of(sums: Sums, *, packed: bool) -> dict[str, Metric]:
 
 def rates(sums: Sums) -> dict[str, Metric]:
     """T5X's timing metrics, and those of tokens that are not padding."""
+    # T5X's names say core for what jax calls a device.
     devices = jax.device_count()
     sequences, targets = sums["rows"], sums["all_targets"]
     return {
@@ -145,4 +146,5 @@ def rates(sums: Sums) -> dict[str, Metric]:
 
 
 def _count(truths: jax.Array) -> jax.Array:
+    # Summed as integers: a float32 sum of ones stops growing at 2**24.
     return jnp.sum(truths).astype(jnp.float32)

@@ -139,6 +139,7 @@ def save_tree(
                     _quiet_after_failure(),
                     ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer,
                 ):
+                    # Orbax refuses a folder that exists unless forced; this one is new and empty.
                     checkpointer.save(temporary, nested, force=True)
             except BaseException:
                 _remove_what_orbax_left(temporary)
@@ -163,6 +164,7 @@ def _directory_of_all(path: Path) -> Iterator[Path]:
     """The first process's `atomic_directory`, for all processes to write into."""
     if is_first():
         with atomic_directory(path) as temporary:
+            # The name has a random part, so the others have to be told it.
             yield Path(from_first(lambda: str(temporary)))
     else:
         yield Path(from_first(str))

@@ -26,6 +26,7 @@ def superfluous(steps: Sequence[int], save: SaveConfig, values: Mapping[int, flo
     if save.best is None:
         return list(steps[: -save.keep])
     best = save.best
+    # A step is saved before it is evaluated, so the latest has no value yet to be ranked by.
     earlier = [step for step in steps[:-1] if not _is_forced(step, best)]
     with_value = [step for step in earlier if step in values]
     sign = -1 if best.mode == "max" else 1

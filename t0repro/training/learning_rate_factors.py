@@ -67,6 +67,7 @@ def create_learning_rate_scheduler(
                 where="utils.create_learning_rate_scheduler.factors",
                 fix=f"Nearest names: {nearest_names(name, FACTORS)}.",
             )
+        # In the order in which they are named, which decides how float32 rounds the product.
         rate = rate * FACTORS[name](step, arguments)
     return jnp.maximum(rate, min_learning_rate)
 
@@ -83,6 +84,7 @@ def _linear_warmup(step: jax.Array, arguments: Mapping[str, Number]) -> jax.Arra
 def _linear_decay(step: jax.Array, arguments: Mapping[str, Number]) -> jax.Array:
     """Rises to the base rate, then falls by `decay_factor` of it per step, eventually below 0."""
     warmup = arguments["warmup_steps"]
+    # Not bounded here: `min_learning_rate` bounds the product.
     falling = 1.0 + arguments["decay_factor"] * (warmup - step)
     return arguments["base_learning_rate"] * jnp.minimum(step / warmup, falling)
 
@@ -92,6 +94,7 @@ def _rsqrt_decay(step: jax.Array, arguments: Mapping[str, Number]) -> jax.Array:
 
 
 def _rsqrt_normalized_decay(step: jax.Array, arguments: Mapping[str, Number]) -> jax.Array:
+    # Normalised to 1 until warm-up ends, so that the base rate is the highest rate.
     warmup = jnp.float32(arguments["warmup_steps"])
     return jnp.sqrt(warmup) / jnp.sqrt(jnp.maximum(step, warmup))
 

@@ -92,6 +92,7 @@ class TrainingLoop:
         trace: TracebackType | None,
     ) -> None:
         with contextlib.ExitStack() as stack:
+            # Closed after the trainer, whose background threads write to these until it ends.
             for file in (self._log, self._files):
                 if file is not None:
                     stack.callback(file.close)
@@ -133,13 +134,14 @@ class TrainingLoop:
             self.error = error
             raise
         finally:
+            # However it ended: signal handlers, garbage collection and the terminal are given back.
             for action in started:
                 action.end(self)
 
     def stop(self, reason: str | None = None) -> None:
         """Makes `run` end after the current update, as if there were no more batches.
 
-        A stop stays a stop, whatever is asked later.
+        A stop cannot be taken back.
 
         Args:
           reason: why, in a line; the first reason given is kept.

@@ -85,6 +85,7 @@ def of_each_target(
       values: (logits, targets) of some positions -> arrays [batch, positions].
     """
     rows, length = targets.shape
+    # 4 bytes each: logits are float32, whatever the activations are.
     size = 4 * rows * length * model.config.vocab_size // parts_of("batch", "vocab")
     parts = min(length, -(-size // LOGITS_BYTES))
 
@@ -225,6 +226,7 @@ def evaluation_sums(
         weights = weights * ~of_inputs(targets)
 
     def values(logits: Array, targets: Array) -> dict[str, Array]:
+        # No z_loss: Mesh TensorFlow adds it in training only.
         smoothing = model.config.label_smoothing
         return {
             "smoothed": cross_entropy(logits, targets, label_smoothing=smoothing),

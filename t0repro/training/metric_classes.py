@@ -35,7 +35,7 @@ class Scalar(float):
 
 @flax.struct.dataclass
 class Metric(abc.ABC):
-    """Something that merges with its like and becomes a number.
+    """Something that merges with others of its kind and becomes a number.
 
     A class that adds up its fields when it merges says so by `additive = True`; devices may then
     add them up among themselves, in any order.
@@ -69,6 +69,7 @@ class _Additive:
 
 
 def _total(values: Any) -> jax.Array:
+    # A model may return bfloat16, whose 8 bits are too few for a sum.
     return jnp.sum(jnp.asarray(values, jnp.float32))
 
 
@@ -80,7 +81,7 @@ class Sum(_Additive, Metric):
 
     @classmethod
     def from_model_output(cls, values: Any) -> Self:
-        """Of an array or a number."""
+        """From an array or a number."""
         return cls(total=_total(values))
 
     def compute(self) -> Any:
@@ -97,15 +98,17 @@ class Average(_Additive, Metric):
 
     @classmethod
     def from_model_output(cls, values: Any, mask: Any = None, *, count: Any = None) -> Self:
-        """Of an array and which of its entries count; or of a total and what to divide it by."""
+        """From an array and a mask of the entries that count, or from a total and its divisor."""
         values = jnp.asarray(values, jnp.float32)
         if count is not None:
             return cls(total=jnp.sum(values), count=jnp.asarray(count, jnp.float32))
         mask = jnp.ones_like(values) if mask is None else jnp.asarray(mask, jnp.float32)
+        # Selected, not multiplied by the mask: 0 times a masked NaN would be NaN.
         return cls(total=jnp.sum(jnp.where(mask != 0, values, 0.0)), count=jnp.sum(mask))
 
     def compute(self) -> Any:
         """The mean."""
+        # Not an `if`: under jit the count has no value yet.
         return self.total / (self.count + (self.count == 0))
 
 
@@ -122,7 +125,7 @@ class LastValue(Metric):
 
     @classmethod
     def from_model_output(cls, value: Any) -> Self:
-        """Of a number, or an array with one entry."""
+        """From a number, or an array with one entry."""
         return cls(value=_total(value))
 
     def merge(self, other: Self) -> Self:
@@ -139,11 +142,12 @@ class AveragePerStep(_Additive, Metric):
     """The total over the number of steps, however many microbatches or batches were merged."""
 
     total: Any
+    # No part of the pytree: only the host knows it, and merging must not add it up.
     steps: int | None = flax.struct.field(pytree_node=False, default=None)
 
     @classmethod
     def from_model_output(cls, values: Any) -> Self:
-        """Of an array or a number, which counts as one step's."""
+        """From an array or a number, which counts as one step's."""
         return cls(total=_total(values))
 
     def compute(self) -> Any:
@@ -159,7 +163,7 @@ class Time(Metric):
 
     @classmethod
     def from_model_output(cls) -> Self:
-        """Needs nothing."""
+        """Takes nothing."""
         return cls()
 
     def merge(self, other: Self) -> Self:
@@ -180,7 +184,7 @@ class TimeRate(_Additive, Metric):
 
     @classmethod
     def from_model_output(cls, numerator: Any) -> Self:
-        """Of an array or a number."""
+        """From an array or a number."""
         return cls(numerator=_total(numerator))
 
     def compute(self) -> Any:
@@ -202,6 +206,7 @@ class StepsPerTime(Time):
 def _filled_in(duration: float | None) -> float:
     if duration is None:
         raise ValueError("The duration is filled in when a summary is written; this is none.")
+    # The clock may show no time between two steps; a rate has to stay finite.
     return max(duration, 1e-9)
 
 

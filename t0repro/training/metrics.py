@@ -35,7 +35,7 @@ class StepMetrics:
       seconds: wall-clock time from the end of the previous step on the device to the end of this
         one, without saves and evaluations between them.
       input_tokens: number of inputs in the batch that are not padding.
-      input_wait_seconds: how long the device stood still because the batch was not there yet.
+      input_wait_seconds: how long the device sat idle because the batch was not there yet.
     """
 
     step: int
@@ -191,6 +191,7 @@ class JsonLines:
             lines = path.read_text().splitlines(keepends=True)
             kept = [line for line in lines if _is_until(line, start_step, evaluated)]
             if kept != lines:
+                # A new file rather than a shorter one, by which those who follow it notice.
                 write_atomically(path, "".join(kept))
         drop_half_line(path)
         self._path = path
@@ -239,6 +240,7 @@ def _is_until(line: str, step: int, evaluated: int | None) -> bool:
             # The evaluation of a step follows its checkpoint, so it may be missing or half done.
             last = step if evaluated is None or evaluated >= step else step - 1
         elif row["split"] != "train":
+            # The evaluation modes wrote these; training does not do them again.
             return line.endswith("\n")
         return line.endswith("\n") and row["step"] <= last
     except (ValueError, KeyError, TypeError):

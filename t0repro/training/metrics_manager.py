@@ -32,7 +32,7 @@ class Fetched:
     Attributes:
       metrics: metrics by name.
       seconds: from the end of the update before on the device to the end of this one.
-      input_wait: the part of them in which the device stood still for want of a batch.
+      input_wait: how much of that the device sat idle for want of a batch.
     """
 
     metrics: MetricMap
@@ -82,7 +82,7 @@ class MetricsManager:
     def start_duration_timer(self, block_on: Any = ()) -> None:
         """Starts the clock: the next duration begins now, or when `block_on` is ready.
 
-        To be called before the first step, and after pauses that are not to count.
+        Call it before the first step, and after pauses that should not count.
         """
         called_at = time.perf_counter()
 
@@ -144,6 +144,7 @@ class MetricsManager:
             self.add(metrics)
 
         def count() -> None:
+            # `add` has counted one step.
             self._steps += num_steps - 1 if metrics is not None else 0
 
         self._submit(count)

@@ -76,8 +76,8 @@ class BaseModel(abc.ABC):
         """The batch to be split into microbatches, and the loss function of one.
 
         Override it if the loss is normalised by something of the whole batch, such as its number
-        of targets: added up over microbatches, losses that each microbatch normalises by itself
-        are not the loss of the batch.
+        of targets: losses that each microbatch normalises by itself do not add up to the loss
+        of the batch.
         """
         return batch, self.loss_fn
 
@@ -112,7 +112,7 @@ class T5Model(BaseModel):
         return {"params": initial_parameters(self.module, rng)}
 
     def whole_batch(self, batch: Batch) -> tuple[Batch, LossFn]:
-        """Adds weights of the targets, and divides every microbatch's loss as the whole's is."""
+        """Adds the targets' weights, and divides each microbatch's loss by the whole's divisor."""
         batch = with_loss_weights(self.module.config, batch)
         denominator = loss_denominator(self.module.config, batch)
         return batch, functools.partial(self._loss, denominator=denominator)
@@ -158,6 +158,7 @@ class T5Model(BaseModel):
     def _loss(
         self, params: Any, batch: Batch, dropout_rng: jax.Array | None, *, denominator: Any
     ) -> tuple[jax.Array, dict[str, Metric]]:
+        # At a rate of 0 no mask is drawn at all.
         key = dropout_rng if self.module.config.dropout_rate else None
         options = {"denominator": denominator, "dropout_key": key}
         if not self._measured:

@@ -33,6 +33,7 @@ def make_chain(config: OptaxConfig) -> optax.GradientTransformationExtraArgs:
         learning_rate: jax.Array,
         **_: Any,
     ) -> tuple[Any, Any]:
+        # Each transformation counts its own updates and has its rate bound already.
         del step, learning_rate
         return chain.update(gradients, state, params)
 

@@ -77,6 +77,7 @@ def make_optimizer(config: OptimizerConfig) -> Optimizer:
         **_: Any,
     ) -> tuple[Any, Any]:
         leaves, tree = jax.tree_util.tree_flatten_with_path(params)
+        # Only down to the parameters' leaves: the Slots in place of each stays whole.
         slots, values = tree.flatten_up_to(state), tree.flatten_up_to(gradients)
         # By the norm of all gradients together, hence before any of them is used.
         if isinstance(config, AdafactorConfig):
@@ -122,6 +123,7 @@ def _adam(gradient: Gradient, config: AdamWeightDecayConfig) -> tuple[jax.Array,
     m = config.beta_1 * slots.adam_m + (1.0 - config.beta_1) * value
     v = config.beta_2 * slots.adam_v + (1.0 - config.beta_2) * jnp.square(value)
     change = m / (jnp.sqrt(v) + config.epsilon)
+    # After the division by the moments, so that the decay does not depend on them.
     if config.weight_decay_rate and gradient.path not in config.exclude_from_weight_decay:
         change = change + config.weight_decay_rate * gradient.parameter
     return -(gradient.learning_rate * change), Slots(adam_m=m, adam_v=v)

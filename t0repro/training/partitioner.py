@@ -24,6 +24,7 @@ class Partitioner:
     data_partition_spec = PartitionSpec(DATA)
 
     def __init__(self, partitioning: Partitioning | None = None):
+        # Without a mesh, one device runs what it would run if there were no partitioning.
         several = partitioning is not None and partitioning.mesh.size > 1
         self.partitioning = partitioning if several else None
 
@@ -49,9 +50,9 @@ class Partitioner:
 
         Args:
           fn: the function.
-          in_axis_resources: taken for T5X's sake: arguments are divided as they come.
-          out_axis_resources: a prefix of the result's tree, of `get_mesh_axes`'s and of None for
-            what every device has whole.
+          in_axis_resources: accepted for T5X's sake and ignored: arguments stay as they are placed.
+          out_axis_resources: a prefix of the result's tree: what `get_mesh_axes` returns, or None
+            for what every device holds whole.
           static_argnums: as for jax.jit.
           donate_argnums: as for jax.jit.
         """
@@ -62,6 +63,7 @@ class Partitioner:
         }
         if self.partitioning is None:
             return jax.jit(fn, **options)
+        # Results are told where to stay: a donated buffer serves only one divided as it was.
         whole = NamedSharding(self.partitioning.mesh, PartitionSpec())
         out = jax.tree.map(
             lambda sharding: whole if sharding is None else sharding,

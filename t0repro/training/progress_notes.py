@@ -48,14 +48,19 @@ class Progress:
         self.first_step, self.evaluated, self.stopped = step, None, False
         if checkpoint is None:
             if is_first():
+                # Left by an earlier run, it would make this one's first evaluation look done.
                 self.path.unlink(missing_ok=True)
             return
+        # Of the same step, these are the later notes: a checkpoint is written before the actions on
+        # the evaluation of its step.
         after = _read(self.path)
         notes = after if after.get("step") == step else _read(checkpoint / PROGRESS_FILE)
         self.first_step = notes.get("first_step", step)
         if notes is after:
             self.evaluated, self.stopped = step, bool(after["stopped"])
         for mode, states in notes.get("actions", {}).items():
+            # By position; a run that continues with more actions starts the new ones without
+            # memory.
             for action, state in zip(actions.get(mode, ()), states, strict=False):
                 action.load_state_dict(state)
 

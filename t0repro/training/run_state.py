@@ -70,10 +70,10 @@ def read_run_state(model_dir: str | os.PathLike[str]) -> RunState | None:
     """What a folder's run_state.json says; None if there is none.
 
     A training that is "running" by its file but whose process on this machine is gone was killed:
-    it is returned as "failed". Of other machines' processes nothing is known but `updated`.
+    it is returned as "failed". Of a process on another machine only `updated` tells.
 
     Raises:
-      UserError: if the file is not one of these.
+      UserError: if the file is not a run's record.
     """
     path = Path(model_dir) / RUN_STATE_FILE
     try:
@@ -86,6 +86,7 @@ def read_run_state(model_dir: str | os.PathLike[str]) -> RunState | None:
             where=str(path),
             fix="Remove it; the next training writes a new one.",
         ) from error
+    # A process number means something only on the machine that gave it.
     if state.state == "running" and state.host == socket.gethostname():
         if not _is_alive(state.process):
             reason = "its process is gone: it was killed, or the machine went down"
@@ -113,6 +114,7 @@ class RecordRunState(Action):
 
     def __init__(self, model_dir: str | os.PathLike[str], interval: float = 5.0):
         self._path, self._interval = Path(model_dir) / RUN_STATE_FILE, interval
+        # A short window: the speed is that of the latest steps, whatever a slow start took.
         self._recent: deque[StepMetrics] = deque(maxlen=20)
         self._tokens = self._examples = self._first = self._last = 0
         self._started, self._written_at = _now(), 0.0
@@ -127,6 +129,7 @@ class RecordRunState(Action):
         self._recent.append(metrics)
         self._tokens += metrics.target_tokens
         self._examples += metrics.examples
+        # Not at every step: each write waits for the disk.
         if time.monotonic() - self._written_at >= self._interval:
             self._write("running")
 
@@ -138,6 +141,7 @@ class RecordRunState(Action):
             self._write(
                 "failed", f"{type(error).__name__}: {lines[0] if lines else ''}".strip(": ")
             )
+        # Before the question of stops: a signal in the last step leaves nothing undone.
         elif loop.step >= self._last:
             self._write("finished")
         else:
@@ -146,6 +150,7 @@ class RecordRunState(Action):
     def _write(self, state: State, reason: str | None = None) -> None:
         latest = self._recent[-1] if self._recent else None
         step = latest.step if latest else self._first
+        # Where no time was measured, an infinite one makes the speed 0, not a division by zero.
         seconds = sum(row.seconds for row in self._recent) or float("inf")
         speed = len(self._recent) / seconds if latest else None
         tokens = sum(row.target_tokens for row in self._recent) / seconds if latest else None

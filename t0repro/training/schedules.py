@@ -76,10 +76,11 @@ def learning_rate_schedule_noam(
 ) -> jax.Array:
     """Multiplier / sqrt(max(step, warmup)), falling to zero over the last part of training.
 
-    T5 was trained with a decay fraction of 0, which leaves the reciprocal square root alone.
+    T5 was trained with a decay fraction of 0, which leaves just the reciprocal square root.
     """
     # Both count from `offset`, so the decay still ends with the training.
     total, step = total - offset, step - offset
+    # rsqrt as in Mesh TensorFlow; T5X's factors divide by a root, which rounds differently.
     rate = jax.lax.rsqrt(jnp.maximum(step, warmup_steps)) * multiplier
     if linear_decay_fraction > 0:
         rate = rate * jnp.minimum(1.0, (total - step) / (total * linear_decay_fraction))
@@ -123,6 +124,7 @@ def slanted_triangular(
     """A short rise and a long fall (Howard and Ruder 2018, https://arxiv.org/abs/1801.06146)."""
     step = step - start_step
     cut = math.floor(total * cut_fraction)
+    # From 1 at the cut to 0 at the last step.
     falling = 1 - (step - cut) / (cut * (1 / cut_fraction - 1))
     share = jnp.where(step < cut, step / cut, falling)
     return max_learning_rate * (1 + share * (ratio - 1)) / ratio
@@ -171,6 +173,7 @@ def adafactor_default(
 
 def _steps(steps_or_fraction: Number, total: Number) -> Number:
     """Number of steps, given as such or as a fraction of the total."""
+    # So 1 means all steps, not a single one.
     return steps_or_fraction * total if steps_or_fraction <= 1 else steps_or_fraction
 
 

@@ -22,6 +22,7 @@ class Slots:
       momentum_v: the velocity of gradient descent with momentum, of the parameter's shape.
     """
 
+    # To jax, None is an empty subtree: unused slots take no memory and are not updated.
     v_row: jax.Array | None = None
     v_col: jax.Array | None = None
     v: jax.Array | None = None

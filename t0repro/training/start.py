@@ -46,6 +46,7 @@ def keep_matching(tree: FlatTree, config: RunConfig, seed: int = 0) -> dict[str,
         )
     fresh = initial_parameters(T5(config.model, config.dtypes), jax.random.key(seed))
     for path, value in flax.traverse_util.flatten_dict(fresh, sep="/").items():
+        # Slots and the step need no entry: `from_flat_tree` starts missing ones at zero.
         kept.setdefault(layout.PARAMETERS + path, np.asarray(value))
     return kept
 

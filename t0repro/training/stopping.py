@@ -18,7 +18,7 @@ Say = Callable[[str], None]
 
 
 class ActionMode(enum.Enum):
-    """After what an action is run: a summary of training, or one of the two evaluations."""
+    """What an action runs after: a summary of training, or one of the two evaluations."""
 
     TRAIN = 1
     TRAIN_EVAL = 2
@@ -58,7 +58,7 @@ class EarlyStoppingAction(BaseAction):
     - reference="best" stops after `patience` evaluations in a row without an improvement on the
       best value before them. NaN is no improvement, also on nothing.
     - reference="previous" is T5X's rule to the letter: it keeps the latest `patience` values and
-      stops when none improves on the one before it. A patience of 3 so means three values and two
+      stops when none improves on the one before it. A patience of 3 thus means three values and two
       comparisons, 1 stops at once, and one lucky dip on a plateau begins anew. The comparison is in
       float32, in which NaN counts as an improvement.
 
@@ -128,6 +128,7 @@ class EarlyStoppingAction(BaseAction):
         return len(self._history) > self._patience
 
     def _improves(self, value: float, best: float) -> bool:
+        # Nothing compares as better than NaN, so a first NaN would never be improved on.
         if math.isnan(best):
             return not math.isnan(value)
         delta = self._atol + self._rtol * abs(best)
@@ -138,6 +139,7 @@ class EarlyStoppingAction(BaseAction):
         values.append(value)
         if len(values) < self._patience:
             return False
+        # A patience of 1 makes no pairs, and all() of none is true: T5X stops at once, too.
         pairs = zip(values[1:], values[:-1], strict=True)
         if all(self._is_no_better(current, before) for current, before in pairs):
             return True
@@ -146,6 +148,7 @@ class EarlyStoppingAction(BaseAction):
 
     def _is_no_better(self, current: float, before: float) -> bool:
         delta = self._atol + self._rtol * abs(before)
+        # A comparison with NaN is false, so NaN is not "no better" and training goes on.
         if self._mode == "min":
             return bool(np.float32(current) >= np.float32(before - delta))
         return bool(np.float32(current) <= np.float32(before + delta))
@@ -212,5 +215,6 @@ def _value(results: Results, task: str, metric: str, say: Say) -> float | None:
     if metric not in results[task]:
         say(f"warning: {task} has no metric {metric}")
         return None
+    # T5X's own metrics are objects with a number as `.value`.
     value = results[task][metric]
     return float(getattr(value, "value", value))

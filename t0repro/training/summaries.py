@@ -1,6 +1,6 @@
-"""T5X's rhythm of a training: summaries and evaluations every few steps, and actions on them.
+"""T5X's rhythm of training: summaries and evaluations every few steps, and actions on them.
 
-A summary at step k is of the steps up to k since the summary before it, and the state after k
+A summary at step k covers the steps since the summary before it, up to k, and the state after k
 updates. Splits are TensorBoard's runs: `train`, `training_eval/<task>`, `inference_eval/<task>`.
 """
 
@@ -40,7 +40,7 @@ class Summarise(Action):
         self._last, self._loop = last_step, loop
 
     def after_step(self, loop: TrainingLoop) -> None:
-        """Has a summary written in the background if it is due."""
+        """Starts to write a summary in the background if one is due."""
         due = (loop.step - self._progress.first_step) % self._period == 0
         if due or loop.step == self._last:
             self._written = loop.trainer.train_metrics_manager.write_summary(loop.step)
@@ -60,7 +60,7 @@ class Summarise(Action):
             self._loop.stop("an action on the training's metrics")
 
     def end(self, loop: TrainingLoop) -> None:
-        """Writes what a training that was stopped has not summarised yet."""
+        """Summarises the steps that no summary covers yet, after a stop."""
         if not loop.failed:
             loop.trainer.train_metrics_manager.write_summary(loop.step)
 
@@ -68,8 +68,8 @@ class Summarise(Action):
 class Evaluate(Action):
     """Evaluates every `period` steps and after the last step.
 
-    An evaluation that an interruption kept from its end is done again when training goes on, so
-    that its results, and the stops that follow from them, are those of an undisturbed run.
+    An evaluation that was interrupted is done again when training continues, so that its results,
+    and the stops that follow from them, are those of an undisturbed run.
 
     Args:
       period: steps between evaluations; 0 for none.

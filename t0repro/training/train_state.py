@@ -74,6 +74,7 @@ class TrainState:
           model_variables: `params`, and the collections of the model's other variables.
         """
         others = {name: x for name, x in model_variables.items() if name != "params"}
+        # A bare transformation of optax would not take the step and the learning rate.
         optimizer = optax.with_extra_args_support(optimizer_def)
         return new_train_state(model_variables["params"], optimizer).replace(
             flax_mutables=others or None
@@ -208,8 +209,7 @@ def from_flat_tree(
     params = {
         path: _on_devices(tree[layout.PARAMETERS + path], value) for path, value in shapes.items()
     }
-    # Mesh TensorFlow's optimizers keep a dictionary of Slots; a chain keeps optax's own
-    # state.
+    # Mesh TensorFlow's optimizers keep a dictionary of Slots; a chain keeps optax's own state.
     if not isinstance(like.slots, dict):
         return like.replace(
             step=_on_devices(tree.get(layout.STEP, 0), like.step, np.int32),
@@ -263,7 +263,7 @@ def parameters_from_flat_tree(
     Args:
       tree: a checkpoint's entries; slots may be absent.
       like: parameters, or their shapes, that the result must match; None takes all there are. If
-        it has shardings, the parameters are divided so.
+        it has shardings, the parameters are divided accordingly.
       where: the checkpoint's path, for error messages.
 
     Raises:
@@ -282,6 +282,7 @@ def parameters_from_flat_tree(
 
 def _on_devices(value: Any, like: Any, dtype: Any = np.float32) -> jax.Array:
     """A checkpoint's value on the device, or divided among several as `like` is."""
+    # float32 in memory whatever the file holds; a checkpoint in bfloat16 widens exactly.
     sharding = getattr(like, "sharding", None)
     if isinstance(sharding, NamedSharding):
         return put(np.asarray(value, dtype), sharding)
@@ -330,8 +331,7 @@ def check_parameters(
     for path, shape in shapes.items():
         found = tuple(tree[layout.PARAMETERS + path].shape)
         if found != shape:
-            # A wrong vocabulary is the likeliest reason for these two, and has a fix
-            # of its own.
+            # A wrong vocabulary is the likeliest reason for these two, and has a fix of its own.
             vocabulary = path.startswith("token_embedder") or "logits_dense" in path
             raise UserError(
                 f"{path} has shape {list(found)} in the checkpoint and {list(shape)} in the model.",
@@ -347,6 +347,7 @@ def _slot(tree: FlatTree, path: str, name: str, like: Any, where: str) -> jax.Ar
     shape = tuple(like.shape)
     found = (tree.get(entry) for entry in _slot_entries(path, name))
     value = next((value for value in found if value is not None), None)
+    # T5X writes (1,) for a slot that is not used; a parameter of one entry has the same shape.
     if value is None or (value.shape == (1,) and shape != (1,)):
         return _on_devices(np.zeros(shape, np.float32), like)
     if tuple(value.shape) != shape:

@@ -46,8 +46,8 @@ def accumulate_grads_microbatched(
     whose loss depends on the whole batch says so by `BaseModel.whole_batch`. Of n microbatches,
     number m has the rows m, m + n, m + 2n, ... of the batch, as in mtf.serialize_training_step.
 
-    On several devices gradients are added up between them after the last microbatch; if fully
-    sharded after each, since no device has room for all gradients.
+    On several devices, gradients are added up across them once, after the last microbatch; fully
+    sharded runs do it after each, since no device has room for all gradients.
 
     Args:
       model: the model.
@@ -56,13 +56,13 @@ def accumulate_grads_microbatched(
       dropout_rng: PRNG key of this step, into which each microbatch's number is folded; None for no
         dropout.
       num_microbatches: number of equal parts; None or 1 for the batch as a whole.
-      data_partition_spec: taken for T5X's sake: rows are divided along the mesh in scope.
+      data_partition_spec: accepted for T5X's sake and ignored: the mesh in scope divides the rows.
       t5x_dropout_compat: repeats T5X, which gives all microbatches of a step the same key, and so
         the same masks, and cuts the batch into contiguous slices.
       partitioning: the devices, if there are several.
 
     Raises:
-      UserError: if the batch has no so many equal parts.
+      UserError: if the batch cannot be split into that many equal parts.
     """
     del data_partition_spec
     count = num_microbatches or 1
@@ -234,7 +234,8 @@ def _scanned(
         part, index = item
         gradients, metrics, after = gradients_of(params, part, keys(index), before)
         later = merge_metrics(merged, metrics)
-        # What the first is merged with are zeros, which not every metric may be merged with.
+        # The scan starts from zeros, with which not every metric can be merged: the first replaces
+        # them.
         merged = jax.tree.map(lambda one, two: jnp.where(index == 0, one, two), metrics, later)
         return (jax.tree.map(jnp.add, total, gradients), merged, after), None
 

@@ -118,6 +118,7 @@ class BaseTrainer(abc.ABC):
         self._train_state_axes = train_state_axes
         if train_state_axes is None:
             self._train_state_axes = self._partitioner.get_mesh_axes(train_state)
+        # Reentrant: `train` holds it while `update` takes it again.
         self._train_state, self._train_state_mutex = train_state, threading.RLock()
         self._compiled_train_steps: dict[Any, _Step] = {}
         self._compiled_eval_steps: dict[Any, _Step] = {}
@@ -128,6 +129,7 @@ class BaseTrainer(abc.ABC):
                 summary_dir, None, _below(summary_dir, open_writer)
             )
         self.train_metrics_manager = MetricsManager("train", files)
+        # T5X cuts names at 113 characters.
         self.eval_metrics_managers = {
             name: MetricsManager(f"training_eval/{name[:113]}", files) for name in eval_names
         }
@@ -149,6 +151,7 @@ class BaseTrainer(abc.ABC):
     def close(self) -> None:
         """Writes what is still to be written, and ends the background threads."""
         with contextlib.ExitStack() as stack:
+            # Registered first, so closed last: the managers still write to it while they end.
             if self._own_files is not None:
                 stack.callback(self._own_files.close)
             for manager in (self.train_metrics_manager, *self.eval_metrics_managers.values()):
@@ -193,6 +196,8 @@ class BaseTrainer(abc.ABC):
                 batch = next(batch_iter)
                 with jax.profiler.StepTraceAnnotation("train", step_num=step):
                     queued.append(self.update(batch, starts_clock=step == first))
+                # Bounds the batches in the device's memory, and raises what went wrong in the
+                # oldest.
                 if len(queued) > _AHEAD:
                     queued.popleft().result()
             return manager.write_summary(first + num_steps)
@@ -257,6 +262,7 @@ class BaseTrainer(abc.ABC):
         results = {}
         for name, batches in batch_iters.items():
             manager, state = self.eval_metrics_managers[name], self.train_state
+            # Updates may still be queued: the clock starts when the last of them is done.
             manager.start_duration_timer(block_on=state.step)
             queued: collections.deque[concurrent.futures.Future] = collections.deque()
             for batch in batches:
@@ -265,6 +271,7 @@ class BaseTrainer(abc.ABC):
                 if len(queued) > _AHEAD:
                     queued.popleft().result()
             results[name] = manager.write_summary(int(jax.device_get(state.step)))
+        # Collected at the end, so that no evaluation waits for the summary of the one before.
         return {name: future.result() for name, future in results.items()}
 
     def compile_eval(self, batches: Mapping[str, NumpyBatch]) -> None:
@@ -304,6 +311,7 @@ class BaseTrainer(abc.ABC):
         return self._get_step_rng(step)
 
     def _get_step_rng(self, step: Any) -> jax.Array:
+        # T5X's name, under which subclasses override it.
         return jax.random.fold_in(self._base_rng, step)
 
     def _compiled(self, function: Any, features: Mapping[str, jax.Array]) -> _Step:
@@ -319,7 +327,7 @@ class BaseTrainer(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class _Step:
-    """A step compiled for batches of some shapes.
+    """A step compiled for batches of one set of shapes.
 
     Attributes:
       function: what it calls.
@@ -335,12 +343,13 @@ class _Step:
         if self.partitioner is not None:
             with self.partitioner.active():
                 return self.function(state, features)
+        # A constant left on the host would otherwise be sent at every step, unnoticed.
         with jax.transfer_guard("disallow"):
             return self.function(state, features)
 
 
 def flops_rates(flops: int) -> dict[str, Metric]:
-    """Metrics of a step with so many operations: `timing/flops_per_second` and `timing/mfu`.
+    """Metrics of a step with this many operations: `timing/flops_per_second` and `timing/mfu`.
 
     The second is the share of the published peak of all devices; it is left out if the device's
     is not known.
@@ -357,7 +366,7 @@ class Trainer(BaseTrainer):
 
     Args:
       model, train_state, partitioner, eval_names, summary_dir, train_state_axes, rng: see
-        BaseTrainer, as for what `options` may hold.
+        BaseTrainer, also for what `options` may hold.
       learning_rate_fn: maps the global step before an update to its learning rate.
       num_microbatches: number of equal parts of a batch; None or 1 for the batch as a whole.
       weight_metrics_computer: measures parameters, gradients and updates; None for nothing.

@@ -42,6 +42,7 @@ class WeightMetricsComputer:
         else:
             measures = new_train_state.step % self._every == 0
             shapes = jax.eval_shape(weight_metrics, gradients, before, after)
+            # Not a `where`, which would compute both: steps between measurements cost nothing.
             values = jax.lax.cond(
                 measures,
                 weight_metrics,
@@ -54,6 +55,7 @@ class WeightMetricsComputer:
 
 def weight_metrics(gradients: Any, before: Any, after: Any) -> dict[str, jax.Array]:
     """Float32 scalars by T5X's names, such as `weight_rms/decoder/decoder_norm/scale`."""
+    # What the parameters really moved by, after float32 has rounded it.
     updates = jax.tree.map(jnp.subtract, after, before)
     return {
         **_by_parameter("weight_rms", after, _rms),
