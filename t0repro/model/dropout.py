@@ -39,6 +39,7 @@ class ScannedLayer:
 
         Flax folds in a hash of the path, so a table of the hashes of all layers is looked up.
         """
+        # Before it is hashed: Flax numbers a module's draws from 1.
         self.drawn[path] += 1
         hashes = [
             _hash(*self.rng.suffix, f"layers_{layer}", *path, self.drawn[path])
@@ -49,6 +50,7 @@ class ScannedLayer:
 
 def _hash(*names: str | int) -> int:
     """What flax.core.scope folds into a key for a path and a number of draws."""
+    # The separator keeps ("ab", "c") and ("a", "bc") apart; Flax has it only if so configured.
     separator = b"\0" if flax.config.flax_fix_rng_separator else b""
     sha1 = hashlib.sha1(usedforsecurity=False)
     for name in names:

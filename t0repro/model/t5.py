@@ -77,6 +77,7 @@ class T5(nn.Module):
         if self.config.decoder_only:
             self.decoder = Tower(self.config, dtype, encoder=False)
             return
+        # One table for both towers; a language model's tower makes its own.
         self.token_embedder = Embedding(self.config, dtype)
         self.encoder = Tower(self.config, dtype, encoder=True, embedder=self.token_embedder)
         self.decoder = Tower(self.config, dtype, encoder=False, embedder=self.token_embedder)
@@ -90,7 +91,7 @@ class T5(nn.Module):
           batch: arrays as in the module's docstring; without segmentation each row is one example
             and zeros are padding.
           deterministic: False applies dropout, drawn from the PRNG stream "dropout".
-          hidden: returns what `logits_of` makes them from instead, [batch, length, d_model].
+          hidden: returns what `logits_of` takes, [batch, length, d_model], instead of logits.
         """
         if self.config.decoder_only:
             batch = text_to_self(self.config, batch)
@@ -233,6 +234,7 @@ def logits_of(
     model: T5, parameters: Mapping[str, Any], hidden: Float[Array, "batch length d_model"]
 ) -> Float[Array, "batch length vocab"]:
     """Float32 logits, from what the model returns if `hidden`."""
+    # Apart from the model's own call, so that a loss can make logits of some positions at a time.
     config, dtype, decoder = model.config, jnp.dtype(model.dtypes.activation), parameters["decoder"]
     if not config.logits_from_embedding:
         logits = vocabulary(config, dtype).apply({"params": decoder["logits_dense"]}, hidden)

@@ -66,6 +66,7 @@ def infer(plan: InferPlan) -> list[Path]:
         if job.is_completed():
             print(f"{job.output}: already complete", file=sys.stderr)
             continue
+        # Only now: a run with nothing left to do loads no checkpoint.
         if checkpoint is None:
             # Unlike an evaluation, an inference has one checkpoint.
             (ref,) = chosen(plan.restore)
@@ -137,8 +138,9 @@ class _TaskJob:
         print(f"wrote {self.output}", file=sys.stderr)
 
     def _prepare(self, checkpoint: Checkpoint) -> int:
-        """Number of chunks that are there; of another run's, none are kept."""
+        """Number of chunks that are there already; those made with other settings are removed."""
         plan = dataclasses.asdict(self._plan)
+        # The checkpoint by its contents, since its path may hold another one by now.
         settings = {
             "checkpoint": checkpoint.digest,
             **{name: plan[name] for name in ("data", "decoding", "mode", "checkpoint_period")},

@@ -48,7 +48,7 @@ def coming(
 ) -> Iterator[CheckpointRef]:
     """Yields checkpoints as they appear in a folder, each once, beginning with those there.
 
-    Mode "latest" passes over what has a successor by the time that it would be evaluated.
+    Mode "latest" skips a checkpoint that has a successor by the time it would be evaluated.
 
     Args:
       restore: Mode "latest" or "all".
@@ -103,6 +103,7 @@ def opened(plan: InferencePlan, ref: CheckpointRef) -> Checkpoint:
         print(line_of(partitioning, plan.layout), file=sys.stderr)
     tree = _tree(plan, ref, shapes)
     if plan.restore.dtype not in (None, "float32"):
+        # Kept in float32 all the same, but with the values that this type can hold.
         rounded = jnp.dtype(plan.restore.dtype)
         tree = {
             name: np.asarray(value).astype(rounded) if name.startswith("target/") else value
@@ -135,4 +136,5 @@ def _tree(plan: InferencePlan, ref: CheckpointRef, shapes: Any) -> dict[str, Any
         for name, source in names.items()
         if source is not None
     }
+    # The map is for parameters; the step has one name everywhere.
     return tree | {"state/step": reader.read("state/step")}

@@ -1,4 +1,4 @@
-"""What of a T5X run can be checked before it starts: `--dry_run`.
+"""Checks what can be checked of a T5X run before it starts: `--dry_run`.
 
 Nothing is trained, evaluated or written, and no parameter is read. Each check gives a line; all
 that is wrong is reported at once.
@@ -33,6 +33,7 @@ def check_inference(plan: InferencePlan, say: Say) -> None:
     vocabularies = (plan.input_vocabulary, plan.output_vocabulary)
     checks = [("examples", lambda: _data(plan.data, plan.model, vocabularies))]
     if isinstance(plan, InferPlan) and plan.files is not None:
+        # First, because it registers the task whose examples the next check looks for.
         checks.insert(0, ("files", lambda: _files(plan)))
     checks.append(("checkpoints", lambda: _checkpoints(plan.restore, plan.model)))
     _run(checks, say)
@@ -122,6 +123,7 @@ def _data(
     provider = seqio.get_mixture_or_task(name)
     tasks = seqio.get_subtasks(provider)
     with_split = [task for task in tasks if data.split in checks.splits_of(task)]
+    # T5X leaves such an evaluation out rather than stop the training.
     if not with_split and may_lack_split:
         yield f"left out: no task of {name} has a split {data.split!r}"
         return
@@ -148,6 +150,7 @@ def _data(
     check_vocabularies(name, *vocabularies)
     for record in vocabularies:
         size = seqio_vocabulary(record).vocab_size
+        # A smaller one is usual: T5 pads its embedding to a multiple of 128 rows.
         if size > model.vocab_size:
             raise UserError(
                 f"The vocabulary has {size:,} tokens, the model's embedding {model.vocab_size:,}.",
@@ -174,6 +177,7 @@ def _fit(ref: CheckpointRef, restore: RestoreConfig, model: ModelConfig) -> str:
     from t0repro.converters import sources
     from t0repro.parameters.assignment import assigned_names
 
+    # Names and shapes stand in the checkpoint's index, so even a large one is checked at once.
     expected = {f"target/{name}": shape for name, shape in model.shape.parameters().items()}
     tensors = sources.open_checkpoint(ref).tensors
     stored = {name: info.shape for name, info in tensors.items() if name.startswith("target/")}

@@ -55,6 +55,7 @@ def _with_own_output(configuration: Configuration) -> Configuration:
         return configuration
     run, folder = configuration.run, str(output_folder(configuration.run.model_dir))
     scores = None if run.scores_filename is None else f"{folder}/scores"
+    # No eval_summary_dir, so that event files go below the other model_dir as well.
     run = dataclasses.replace(run, model_dir=folder, eval_summary_dir=None, scores_filename=scores)
     inputs = dataclasses.replace(configuration.inputs, model_dir=folder)
     return dataclasses.replace(configuration, run_or_refusal=run, inputs=inputs)
@@ -86,6 +87,7 @@ def _evaluate(
     saves_scores = config.mode == "score_eval" and config.scores_filename is not None
     evaluated: dict[str, Mapping[str, float]] = {}
     writer = event_writer(score_eval.evaluation_folder(config))
+    # Without a start_step, which would drop lines of the training in the same file.
     metrics = MetricLog(config.model_dir, writers=[writer])
     lengths = windows.lengths
     with (
@@ -116,6 +118,7 @@ def _scores(
 ) -> list[Outputs]:
     from t0repro.evaluation import score_eval
 
+    # The engine counts tokens, a run sequences: as many tokens as a batch of full rows has.
     tokens = configuration.run.batch_size * max(lengths.values())
     return score_eval.scored(checkpoint, parts, lengths, tokens)
 

@@ -43,6 +43,7 @@ def chosen_seed(plan: TrainingPlan, say: Callable[[str], None]) -> int:
     """The plan's seed, or one drawn from the clock, with a message."""
     if plan.random_seed is not None:
         return plan.random_seed
+    # Of several processes, one clock decides: all must draw the same parameters.
     seed = from_first(lambda: int(time.time()))
     say(f"seed: {seed}, since random_seed is None")
     return seed
@@ -82,6 +83,7 @@ def shortest_period(plan: TrainingPlan, steps: int) -> int:
         plan.save.period if plan.save else 0,
         plan.gc_period,
     )
+    # Without any period there is one summary, at the end.
     return min((period for period in periods if period), default=max(1, steps))
 
 
@@ -141,6 +143,7 @@ def planned_actions(
         actions.append(
             SaveByPlan(config.model_dir, plan.save, beginning.save_data, progress=progress)
         )
+    # After the save, as in T5X, so that a metric that fails costs no training.
     if inputs.train_eval or inputs.infer_eval:
         actions.append(
             Evaluate(
@@ -157,10 +160,11 @@ def planned_actions(
 
 
 def may_be_nan(config: RunConfig) -> bool:
-    """Whether a loss that is not finite is somebody else's business than the trainer's."""
+    """Whether something other than the trainer deals with a loss that is not finite."""
     plan, optimizer = config.plan, config.optimizer
     if plan is None:
         return False
+    # Either the optimizer passes over NaN entries, or an action stops the training by itself.
     skips = isinstance(optimizer, AdafactorConfig) and optimizer.skip_nan_updates
     return skips or stops_on_nan(plan)
 

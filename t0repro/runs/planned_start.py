@@ -49,6 +49,7 @@ def start(
     program, model_dir = parsed.program, Path(config.model_dir)
     check_data(program, config)
     with held_for_training(model_dir, "jax", config, allow_changed=allow_changed):
+        # Asked under the lock: before it, another run might still be saving here.
         resumed = bool(sources.list_checkpoints(model_dir))
         tree = None if resumed else starting_tree(config, say)
         if is_first():
@@ -135,10 +136,12 @@ def starting_tree(config: RunConfig, say: Say) -> dict[str, Any] | None:
     say(f"restore: {ref.path}")
     model = T5(config.model, config.dtypes)
     initial_key, _ = keys(plan.random_seed)
+    # Values, not only shapes: what the rules leave out of the checkpoint is taken from here.
     fresh = new_train_state(
         initial_parameters(model, initial_key), make_optimizer(config.optimizer)
     )
     tree = sources.load_any(ref.path)
+    # A model with a position bias in each layer may start from one whose layers share it.
     tree |= {name: tree[shared] for name, shared in repeated_biases(tree, config.model).items()}
     place = config.provenance.get("plan.restore.path")
     return restored(tree, to_flat_tree(jax.device_get(fresh)), plan.restore, place)
@@ -154,7 +157,7 @@ def _foreign_checkpoint(model_dir: Path, config: RunConfig) -> dict[str, Any] | 
 
 
 def infer_eval(parsed: Parsed, config: RunConfig, say: Say) -> InferEval | None:
-    """Evaluates the tasks' own metrics of a trainer's state; None if the run has no such thing."""
+    """What evaluates the tasks' own metrics in a training; None if the run has no such thing."""
     plan = config.plan
     assert plan is not None
     if plan.infer_eval_data is None or plan.evaluator is None:
@@ -173,6 +176,7 @@ def infer_eval(parsed: Parsed, config: RunConfig, say: Say) -> InferEval | None:
         say(f"infer_eval: no task of {data.mixture_or_task_name} has {data.split} and a metric")
         return None
     decoding = decoding_plan(parsed.program.model, Places.of(parsed.values))
+    # Every process evaluates, since they share the devices, but only the first keeps results.
     evaluator = TaskEvaluator(data, plan.evaluator, output_folder(config.model_dir), decoding)
     model = T5(config.model, config.dtypes)
     return lambda trainer: evaluator.evaluate(model, trainer.train_state.params, trainer.step)

@@ -99,7 +99,7 @@ def precompile(
       t5x_folder: folder to write the files of T5X's precompile to; see `write_t5x_files`.
 
     Raises:
-      UserError: if the layout cannot be.
+      UserError: if the devices cannot be arranged as the layout asks.
     """
     partitioning, programs = compiled_for(config, devices)
     yield line_of(partitioning, config.layout)
@@ -136,7 +136,7 @@ def devices_line(config: RunConfig, devices: Sequence[Any]) -> str:
     """A line about the devices that a run takes.
 
     Raises:
-      UserError: if the layout cannot be.
+      UserError: if the devices cannot be arranged as the layout asks.
     """
     return line_of(_partitioning(config, devices), config.layout)
 
@@ -147,10 +147,11 @@ def compiled_for(
     """The devices of a run, and its steps, each compiled when its turn comes.
 
     Raises:
-      UserError: if the layout cannot be.
+      UserError: if the devices cannot be arranged as the layout asks.
     """
     partitioning = _partitioning(config, devices)
     programs = train_programs if config.mode == "train" else evaluation_programs
+    # Not compiled yet: who stops at the first that does not fit pays for no more.
     return partitioning, programs(config, partitioning)
 
 
@@ -198,7 +199,7 @@ def train_programs(config: RunConfig, partitioning: Partitioning) -> Iterator[Pr
 
 
 def evaluation_programs(config: RunConfig, partitioning: Partitioning) -> Iterator[Program]:
-    """Scoring, which is to encode and to decode, and generation, each with one batch."""
+    """Scoring, in its two steps encode and decode, and generation, each for one batch."""
     model = T5(config.model, config.dtypes)
     parameters = _placed(partitioning, _parameters(config))
     # Evaluations pad a batch with rows until it divides among the devices.
@@ -211,6 +212,7 @@ def evaluation_programs(config: RunConfig, partitioning: Partitioning) -> Iterat
     memory = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=by_heads), memory
     )
+    # Tokens serve as segments, too: only the shape and the type matter here.
     encode = jax.jit(lambda p, x, s: engine.encode(model, p, x, s))
     yield _compiled("encode", encode, (parameters, inputs, inputs), partitioning)
     decode = jax.jit(lambda p, *arrays: engine.decode(model, p, *arrays))
@@ -353,6 +355,7 @@ def remedies(config: RunConfig, partitioning: Partitioning) -> list[str]:
             found.append(f"more microbatches than {config.num_microbatches}")
     elif config.batch_size > partitioning.data:
         found.append(f"a smaller batch than {config.batch_size}")
+    # Taken from the data axis; heads, d_ff and vocabulary must all be divisible by it.
     wider = partitioning.model * 2
     if partitioning.data > 1 and not any(
         size % wider for size in (model.num_heads, model.d_ff, model.vocab_size)
@@ -364,7 +367,7 @@ def remedies(config: RunConfig, partitioning: Partitioning) -> list[str]:
 
 
 def more_recomputation(model: ModelConfig) -> tuple[Recompute, ...]:
-    """Policies that keep less than a model's, from the one that computes least again."""
+    """Policies that keep less than the model's own, the one that recomputes least first."""
     ways: tuple[Recompute, ...] = ("minimal", "full")
     return ways[("none", "minimal", "full").index(model.recompute) :]
 
@@ -393,7 +396,7 @@ def adjusted(
     fully_sharded: bool = False,
     num_microbatches: int | None = None,
 ) -> RunConfig:
-    """The run with another layout, whose data follows the devices, or other microbatches."""
+    """The run with another layout, whose data axis follows the devices, or other microbatches."""
     layout = config.layout
     if model_parallelism is not None:
         layout = dataclasses.replace(layout, data=None, model=model_parallelism, topology=None)

@@ -42,6 +42,7 @@ def run(configuration: Configuration) -> None:
         )
     if mode in MODES:
         MODES[mode](configuration)
+    # Mesh TensorFlow's exports write SavedModels of its graph, which JAX does not have.
     elif str(mode).startswith("export"):
         raise refused_export(mode, place)
     else:

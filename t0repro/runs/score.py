@@ -31,6 +31,7 @@ def score_from_strings(configuration: Configuration) -> None:
     assert strings is not None and lengths is not None
     vocabulary = configuration.vocabularies[0]
     inputs, targets = text_files.strings_to_score(strings)
+    # 0 is padding, which is not scored.
     ends = {"inputs": strings.eos_id, "targets": strings.eos_id if strings.score_eos else 0}
     columns = {
         name: text_files.encode_lines(lines, vocabulary, ends[name], lengths[name])
@@ -59,10 +60,12 @@ def _score(configuration: Configuration, examples: Sequence[Any]) -> None:
     lengths = config.sequence_length
     assert lengths is not None
     (checkpoint,) = loaded(configuration, iter([one_checkpoint(config)]))
+    # The engine counts tokens, a run sequences: as many tokens as a batch of full rows has.
     tokens = config.batch_size * max(lengths.values())
     scores = score_examples(
         checkpoint.params, checkpoint.model, examples, lengths, tokens_per_batch=tokens
     )
+    # Before anything is written: a score that is not finite is no result.
     check_finite(scores, config.mode, checkpoint.step)
     with ScoreFiles(configuration) as files:
         files.add(scores, [example["targets"] for example in examples])

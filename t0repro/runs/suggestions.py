@@ -1,4 +1,4 @@
-"""Finds, by compiling, a way to make a training fit that is changed as little as possible."""
+"""Finds, by compiling, how to make a training fit while changing it as little as possible."""
 
 from __future__ import annotations
 

@@ -57,6 +57,7 @@ def evaluate_checkpoints(
             evaluator = TaskEvaluator(plan.data, plan.evaluator, folder, plan.decoding)
         checkpoint = opened(plan, ref)
         metrics = evaluator.evaluate(checkpoint.model, checkpoint.params, checkpoint.step)
+        # Last: an evaluation that is interrupted before its results are written is done again.
         record.add(ref)
         results[checkpoint.step] = metrics
         print_results(metrics, checkpoint.step, folder)

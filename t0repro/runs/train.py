@@ -94,7 +94,7 @@ PREEMPTED = 75
 
 @dataclasses.dataclass(frozen=True)
 class _Run:
-    """What of a run's configuration is made before its checkpoint is looked for.
+    """What is made of a run's configuration before its checkpoint is looked for.
 
     Attributes:
       initial_key: PRNG key of new parameters.
@@ -113,7 +113,7 @@ class _Run:
 
 @dataclasses.dataclass(frozen=True)
 class _Start:
-    """The state that training starts from, and the checkpoint in model_dir that it is of."""
+    """The state that training starts from, and the checkpoint in model_dir that it came from."""
 
     state: TrainState
     step: int
@@ -170,6 +170,7 @@ def train(
     opened = _opened(batches, start, say) if start.step < end_step else ()
     save_data = batches.save if isinstance(batches, BatchSource) else None
     beginning = Beginning(start.step, end_step, start.checkpoint, save_data)
+    # The last of the actions: it reports how long the others took to save.
     signals = StopOnSignal(say)
     loop = (
         _plain_loop(run, start, beginning, writers, [*actions, signals])
@@ -241,6 +242,7 @@ def _start(run: _Run, restore_from: FlatTree | str | Path | None, say: Say) -> _
 def _fresh_state(model: T5Model, key: jax.Array, like: TrainState | None = None) -> TrainState:
     """Parameters drawn from the key, zero slots, step 0; divided among devices as `like` is."""
     if like is not None and isinstance(like.step.sharding, NamedSharding):
+        # Drawn under jit, each device makes its own part; no device has to hold the whole.
         shardings = jax.tree.map(lambda leaf: leaf.sharding, like)
         return jax.jit(lambda: _fresh_state(model, key), out_shardings=shardings)()
     assert model.optimizer_def is not None

@@ -42,6 +42,7 @@ def tracked(names: Iterable[TrackerName], run: TrackedRun, say: Say) -> Iterator
       UserError: before the block, if a tracker cannot be opened.
     """
     with contextlib.ExitStack() as stack:
+        # A tracker that is named twice would otherwise get everything twice.
         for name in dict.fromkeys(names):
             stack.enter_context(_followed(name, run, say))
         yield
@@ -74,6 +75,7 @@ class _Follower:
 
     def __exit__(self, kind: type[BaseException] | None, error: Any, trace: Any) -> None:
         self._ended.set()
+        # What follows uses the tracker and the position in the file, as the thread did.
         self._thread.join()
         # The last metrics are in the file by now.
         with self._failures("ends incomplete"):

@@ -33,6 +33,7 @@ def open_run(run: TrackedRun, run_id: str | None) -> MlflowRun:
     with _server_errors():
         client = MlflowClient()
         if run_id is not None:
+            # The run may have been ended as killed or failed.
             client.update_run(run_id, status="RUNNING")
             return MlflowRun(client, run_id)
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "t0repro")
@@ -58,6 +59,7 @@ class MlflowRun:
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Records the values of one step; `flush` sends them."""
+        # In milliseconds, by the wall clock: MLflow draws metrics by time as well as by step.
         now = int(time.time() * 1000)
         self._waiting += [Metric(_key(name), value, now, step) for name, value in values.items()]
 
