@@ -66,7 +66,8 @@ class SaveConfig:
       keep: How many of the latest are kept (of the best, with `best`); None keeps all.
       dtype: Dtype of the parameters in a checkpoint; None keeps float32. Slots stay float32.
       data: Whether the position in the data is saved, so that a run can resume exactly there.
-      keep_data: How many of the latest checkpoints keep that position; None means all.
+      keep_data: How many of the latest checkpoints keep that position. Kept for translation; it has
+        no effect, as in T5X.
     """
 
     period: Annotated[int | None, Range(at_least=1)]

@@ -191,7 +191,7 @@ def _optimizer(config: RunConfig, dialect: Dialect) -> _Items:
     for field, binding in _ADAFACTOR[dialect].items():
         yield binding, getattr(optimizer, field)
     if dialect == "t5x":
-        # None there is no momentum; 0.0 would keep a slot.
+        # In T5X None means no momentum; 0.0 would keep a slot for it.
         has_slot = optimizer.beta1 or optimizer.momentum_slot
         yield "adafactor.Adafactor.beta1", optimizer.beta1 if has_slot else None
         ours = ("decay_rate", "exclude_from_parameter_scale", "frozen")
@@ -214,6 +214,7 @@ def _schedule(config: RunConfig, dialect: Dialect) -> _Items:
         for argument, value in values.items():
             yield f"{factors}.{argument}", value
         return
+    # A constant rate is the one schedule that both dialects can say.
     if dialect == "t5x" and name == "constant_learning_rate":
         yield f"{factors}.factors", "constant"
         yield f"{factors}.base_learning_rate", arguments["learning_rate"]
@@ -245,6 +246,7 @@ def _data(config: RunConfig, dialect: Dialect) -> _Items:
         names |= {"use_cached": "USE_CACHED_TASKS", "shuffle": "SHUFFLE_TRAIN_EXAMPLES"}
         if config.vocabulary is not None:
             yield "seqio.SentencePieceVocabulary.sentencepiece_model_file", config.vocabulary
+            # Without the number of sentinels the same file would be another vocabulary.
             yield "seqio.SentencePieceVocabulary.extra_ids", config.vocabulary_extra_ids
     for field, binding in names.items():
         yield binding, getattr(data, field)
@@ -263,8 +265,10 @@ def _run_of_mesh(config: RunConfig) -> _Items:
     yield "utils.run.sequence_length", config.sequence_length
     yield "utils.run.batch_size", ("sequences_per_batch", config.batch_size)
     rows = config.batch_size // config.num_microbatches
+    # Mesh TensorFlow counts a microbatch by the longer of its features.
     tokens = rows * max((config.sequence_length or {"": 1}).values())
     name = "utils.serialize_num_microbatches.tokens_per_microbatch_per_replica"
+    # None is written out: t5's own files set 2,048 tokens, which may split the batch.
     yield name, tokens if config.num_microbatches > 1 else None
     layout = config.layout
     parts = {"batch": layout.data or 1, "model": layout.model}
@@ -297,6 +301,7 @@ def _run_of_t5x(config: RunConfig) -> _Items:
         yield "partitioning.standard_logical_axis_rules.parameter_partitioning_dims", 2
     save, restore = "utils.SaveCheckpointConfig", "utils.RestoreCheckpointConfig"
     yield f"{save}.period", config.save_checkpoints_steps
+    # 0 keeps all in Mesh TensorFlow, None in T5X.
     yield f"{save}.keep", config.keep_checkpoint_max or None
     yield f"{restore}.path", config.init_checkpoint or []
     if config.init_variable_filter:

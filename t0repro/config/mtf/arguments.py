@@ -33,6 +33,7 @@ class RunArguments:
         """The arguments of `utils.run`, with what gin calls for them, as for its mesh_shape."""
         try:
             return self.arguments(f"{UTILS}.run", self.utils.run)
+        # gin calls @tpu_mesh_shape() to fill the argument, which fails if its topology is not bound.
         except RuntimeError as error:
             if "tpu_mesh_shape" not in str(error):
                 raise
@@ -71,6 +72,7 @@ class RunArguments:
         """Raises NotOnJax, naming what is not supported and the place that asks for it."""
         raise NotOnJax(
             f"The JAX stack does not support {what} ({selector.rpartition('.')[2]}.{argument}).",
+            # The decoder's scope wins over a binding without one.
             where=self.bindings.source(("decoder",), selector, argument),
             fix="Remove the binding, or run with --backend=mtf.",
         )

@@ -16,6 +16,7 @@ from t0repro.errors import UserError
 SELECTOR = "t0repro.jax_model"
 
 
+# Registered by importing this module, which the parser does before it reads a file.
 @gin.configurable(module="t0repro")  # pyright: ignore[reportCallIssue]
 def jax_model(
     relative_attention_max_distance: int = 128,
@@ -52,6 +53,7 @@ def refuse_on_mesh_tensorflow() -> None:
     """Raises UserError if gin's configuration binds a setting to what Mesh TensorFlow cannot do."""
     parameters = inspect.signature(jax_model).parameters
     for name, value in gin.get_bindings(SELECTOR).items():
+        # A setting that is bound to its default asks for nothing.
         if value != parameters[name].default:
             raise UserError(
                 f"{SELECTOR}.{name} is {value!r}; Mesh TensorFlow computes"

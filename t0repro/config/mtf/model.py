@@ -155,6 +155,7 @@ def read_model(model: Any, model_type: str, bindings: Bindings) -> ModelConfig:
     }
     several_layers = max(layers.values()) > 1
     own = jax_model.jax_model()
+    # Not a field of ModelConfig: it changes the activations' names.
     exact_gelu = own.pop("exact_gelu")
     return ModelConfig(
         num_encoder_layers=layers.pop("encoder", 0),
@@ -297,6 +298,7 @@ class _ModelReader:
                 known = [names[argument] for names in _SUBLAYERS.values()]
                 if functions not in known:
                     self.refuse(f"the sublayers {functions}", _STACK, argument, scope)
+            # Each list is known by now; all lists of all towers must come from one set.
             if sublayers != first or sublayers not in _SUBLAYERS.values():
                 self.refuse(
                     f"sublayers of two kinds in one model: {sublayers}",
@@ -325,6 +327,7 @@ class _ModelReader:
             if name in KNOWN_BINDINGS[selector] or not hasattr(layer, name):
                 continue
             value = getattr(layer, name)
+            # A layer's constructor turns attention_kwargs = None into {}.
             if value != parameter.default and not (value == {} and parameter.default is None):
                 self.refuse(f"{name} = {value!r} of {kind}", selector, name, scope)
         if kind == "SelfAttention" and layer.relative_attention_type not in (

@@ -32,6 +32,7 @@ _OF_RUN = (
     "iterations_per_loop", "layout_rules", "mesh_shape", "learning_rate_schedule", "optimizer",
 )  # fmt: skip
 _NOT_SUPPORTED = ("predict_fn", "ensemble_inputs", "mesh_devices")
+# MtfModel's own defaults of arguments for which `run` has others.
 _DEFAULTS = {
     "save_checkpoints_steps": "5000",
     "layout_rules": "'ensemble:ensemble,batch:batch,d_ff:model,heads:model,vocab:model,"
@@ -79,6 +80,7 @@ def parse(inputs: GinInputs, flags: Any, find_checkpoint: FindCheckpoint) -> Bin
         raise refused_export(flags.mode, "--mode")
     steps = checkpoint_steps(flags)
     places = dict(parser.parse(inputs).places)
+    # The parser has locked gin's configuration.
     with gin.unlock_config():
         with record_bindings() as read:
             _read_operative_config(flags)
@@ -124,6 +126,7 @@ def checkpoint_steps(flags: Any) -> int | str | list[int]:
             )
         return -1 if flags.checkpoint_mode == "latest" else "all"
     try:
+        # absl has split the list at its commas, into strings.
         return [int(step) for step in flags.checkpoint_steps]
     except ValueError as error:
         raise UserError(

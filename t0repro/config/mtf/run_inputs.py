@@ -48,6 +48,7 @@ class InputsReader:
             split=run["dataset_split"],
             mixture_or_task_name=name,
             use_cached=use_cached,
+            # t5 gives a pair, or one vocabulary for both features.
             vocabularies=vocabulary if isinstance(vocabulary, tuple) else (vocabulary, vocabulary),
             vocab_divisor=self._vocab_divisor(),
             master_dtype=self._master_dtype(),
@@ -65,6 +66,7 @@ class InputsReader:
                 where=self._gin.bindings.find((), f"{UTILS}.run", "dataset_split"),
                 fix="Training reads the split 'train'; remove the binding.",
             )
+        # In these two modes None stands for the longest example's length.
         if run["sequence_length"] is None and mode not in ("eval", "score_eval"):
             raise UserError(
                 f"run.sequence_length is None, and mode {mode!r} needs one.",
@@ -80,6 +82,7 @@ class InputsReader:
         elif mode in ("eval", "score_eval", "perplexity_eval", "score_from_dataset"):
             function = "mesh_eval_dataset_fn"
         else:
+            # infer and score_from_strings read lines, not a mixture.
             return None, False
         bound = self._gin.arguments(
             f"{MESH_TRANSFORMER}.{function}", getattr(self._gin.mesh_transformer, function)
@@ -165,6 +168,7 @@ class InputsReader:
     def _num_microbatches(self, batch_size: int, sequence_length: Mapping[str, int] | None) -> int:
         selector = f"{UTILS}.serialize_num_microbatches"
         self._gin.note("num_microbatches", selector, "tokens_per_microbatch_per_replica")
+        # Only training adds up gradients.
         if sequence_length is None or self._gin.run["mode"] != "train":
             return 1
         mtf = importlib.import_module("mesh_tensorflow")

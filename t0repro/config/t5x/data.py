@@ -84,15 +84,18 @@ def save_config(record: records.SaveCheckpointConfig | None, places: Places) -> 
         SAVE,
         {"state_transformation_fns": _NO_TRANSFORMATIONS, "checkpoint_manager_cls": _NO_CLASSES},
     )
+    # T5X keeps the best checkpoints by another class of checkpointer.
     best = record.checkpointer_cls
     if best is not None and not isinstance(best, records.SaveBestCheckpointer):
         raise places.refused(f"{SAVE}.checkpointer_cls", best, _NO_CLASSES)
     return SaveConfig(
+        # 0 means none, too: checkpoints are then saved at checkpoint_steps and at the end.
         period=record.period or None,
         steps=tuple(record.checkpoint_steps or ()),
         keep=record.keep,
         dtype=_one_of(record.dtype, (None, "float32", "bfloat16"), f"{SAVE}.dtype", places),
         data=record.save_dataset,
+        # T5X's default manager drops it unread, and nothing here reads it either.
         keep_data=record.keep_dataset_checkpoints,
         best=None if best is None else _best(best, places),
     )

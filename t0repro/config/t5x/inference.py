@@ -149,6 +149,7 @@ def _common(program: Any, record: records.DatasetConfig, places: Places) -> dict
         raise UserError("No checkpoint is given.", fix="Set CHECKPOINT_PATH.")
     return {
         "model": t5x_model.model_config(program.model, places),
+        # No parameters are saved, so no type is asked for.
         "dtypes": t5x_model.dtypes(program.model, places, None),
         "data": data.dataset_config(record, "", places),
         "restore": restore,
@@ -182,6 +183,7 @@ def decoding_plan(model: records.EncoderDecoderModel, places: Places) -> Decodin
     Raises:
       UserError: For an option that is not done here, with its place.
     """
+    # T5X's default is beam_search.
     function = model.decode_fn if model.decode_fn is not None else records.BeamSearch()
     method = {records.BeamSearch: "beam_search", records.TemperatureSample: "temperature_sample"}
     if type(function) not in method:
@@ -200,6 +202,7 @@ def decoding_plan(model: records.EncoderDecoderModel, places: Places) -> Decodin
     # In this order, so that decoder_params win (see above).
     options |= model.default_decoder_params or {}
     options |= model.decoding.decoder_params or {}
+    # T5X passes its own number, whatever gin binds for the decoding function.
     options["num_decodes"] = model.decoding.num_decodes
     _apply_hard_limit(options)
     known = {field.name for field in dataclasses.fields(DecodingPlan)}

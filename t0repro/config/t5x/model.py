@@ -146,6 +146,7 @@ def _denominator(
     model: records.EncoderDecoderModel, places: Places
 ) -> float | LossDenominator | None:
     factor = model.loss_normalizing_factor
+    # bool is a subclass of int, and True is no divisor.
     if isinstance(factor, int | float) and not isinstance(factor, bool):
         return float(factor)
     word = factor.upper() if isinstance(factor, str) else factor

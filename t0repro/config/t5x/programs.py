@@ -31,7 +31,7 @@ class TrainProgram(Record):
       total_steps: the step at which training ends, restored steps included.
       relative_steps: steps from wherever this run starts; wins over `total_steps`.
       stats_period: steps between summaries; None stands for the shortest of the other periods.
-      random_seed: for initialisation and dropout; None takes another at each start.
+      random_seed: seed for initialisation and dropout; None draws one at each start.
     """
 
     model: EncoderDecoderModel
@@ -53,11 +53,13 @@ class TrainProgram(Record):
     use_hardware_rng: bool = False
     inference_evaluator_cls: Evaluator | None = None
     get_dataset_fn: Any = None
+    # No effect here: all actions are run, whatever else runs beside them.
     concurrent_metrics: bool = True
     actions: Mapping[str, Sequence[Any]] | None = None
     train_eval_get_dataset_fn: Any = None
     run_eval_before_training: bool = False
     train_state_initializer_cls: Any = None
+    # No effect here: there is one way to write checkpoints.
     use_orbax: bool = True
     verify_matching_vocabs_fn: Any = None
     gc_period: int = 0
@@ -101,6 +103,7 @@ class InferProgram(Record):
     num_shards: int = 1
     merge_chunked_results: bool = True
     write_fn: Any = None
+    # No effect here: a run resumes by counting chunks, not from an iterator's state.
     checkpoint_ds_iter: bool = True
     train_state_initializer_cls: Any = None
     fallback_init_rng: int | None = None

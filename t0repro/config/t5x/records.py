@@ -352,6 +352,8 @@ class PjitPartitioner(Record):
 
     num_partitions: int | None = None
     model_parallel_submesh: Sequence[int] | None = None
+    # No effect here, like `backend` and `use_cpu_pjit`: parameters are on the devices that JAX
+    # finds.
     params_on_devices: bool = True
     backend: str | None = None
     ici_mesh_shape: Mapping[str, int] | None = None
@@ -386,6 +388,7 @@ class EarlyStopping(Record):
     patience: int = 3
     atol: float = 0.0
     rtol: float = 0.0
+    # Not in T5X, whose rule is "previous".
     reference: str = "best"
 
 

@@ -87,6 +87,7 @@ def train_config(parsed: Parsed) -> RunConfig:
         schedule=t5x_optimizer.schedule_config(program.trainer_cls, program.total_steps, places),
         sequence_length=train.sequence_length,
         batch_size=train.batch_size,
+        # T5X takes None and 0 for no microbatches.
         num_microbatches=program.trainer_cls.num_microbatches or 1,
         train_steps=program.total_steps,
         # RunConfig wants a number: a run that saves nothing else saves at its end.
@@ -135,6 +136,7 @@ def precompile_config(parsed: Parsed) -> RunConfig:
         total_steps=1,
         eval_steps=1,
         eval_period=1,
+        # T5X's own default. No number is drawn: the step is compiled and not run.
         random_seed=program.random_seed or 42,
     )
     return train_config(dataclasses.replace(parsed, program=training))
@@ -145,8 +147,7 @@ def shared_fields(model: records.EncoderDecoderModel) -> dict[str, Any]:
     vocabulary = getattr(model.output_vocabulary, "sentencepiece_model_file", None)
     parameters = model.decoding.decoder_params or {}
     return {
-        # Mesh TensorFlow's modes do not run from such a RunConfig; these are its neutral
-        # values.
+        # Mesh TensorFlow's modes do not run from such a RunConfig, so these are placeholders.
         "train_data": None,
         "eval_data": None,
         "eval_checkpoint_step": None,
@@ -247,6 +248,7 @@ def _check_periods(plan: TrainingPlan, places: Places) -> None:
     }
     # 0 turns a period off.
     named = {name: period for name, period in periods.items() if period}
+    # T5X trains in rounds of the shortest period and acts between them, so it refuses the same.
     shortest = min(named.values(), default=1)
     for name, period in named.items():
         if period % shortest:
