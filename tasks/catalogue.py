@@ -157,6 +157,7 @@ def _entry(row: Mapping[str, str]) -> CatalogueEntry:
         licence=row["licence"],
         hub=(
             HubPlace(row["repository"], row["configuration"], row["revision"])
+            # Any other source is the authors themselves.
             if row["source"] == "hub"
             else None
         ),
@@ -167,6 +168,7 @@ def _entry(row: Mapping[str, str]) -> CatalogueEntry:
 def _aliases(text: str) -> dict[str, list[Alias]]:
     """Parses `column=other`, or `column=other:` if class names have a prefix ending in a colon."""
     found: dict[str, list[Alias]] = {}
+    # A column may occur several times, once for each of its other names.
     for item in filter(None, text.split(";")):
         column, other = item.split("=")
         name = other.rstrip(":")

@@ -79,6 +79,7 @@ def register_job(
                 else:
                     evaluated.append(task.name + SCORE_EVAL_SUFFIX)
 
+    # A function of the rows, so that nothing is counted until somebody asks for the rate.
     def training_rate(rows: PromptedRows) -> float:
         return t0_rate(rows.num_input_examples("train"), rates[rows.name])
 

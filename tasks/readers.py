@@ -101,7 +101,7 @@ class StoryClozeReader(LocalReader):
         return f"{self.path}, row {index + 1}"
 
     def class_names(self) -> Mapping[str, Sequence[str]]:
-        """None."""
+        """Empty: a CSV file names no classes."""
         return {}
 
     def origin(self) -> dict[str, Any]:

@@ -279,6 +279,7 @@ def register_templates(path: str | Path) -> list[PromptedTask]:
     content = read_template_file(path)
     splits_of_suffix = _splits(content)
     registered = []
+    # One suffix, the empty one, but for ANLI, whose rounds are tasks of their own.
     for suffix, splits in splits_of_suffix.items():
         for template in content.templates:
             name = task_name(content.dataset, content.subset, template.name) + suffix
@@ -303,6 +304,7 @@ def register_templates(path: str | Path) -> list[PromptedTask]:
 
 
 def _register_mixture(name: str, rates: Mapping[str, float], content: TemplateFile) -> None:
+    # Checked here, not by read_template_file: a mixture may name tasks of modules imported since.
     where = f"{content.path}, mixture {name!r}"
     known = registered_tasks()
     for task in rates:

@@ -44,6 +44,7 @@ def _tagged(value: Any) -> Any:
         return _tag("dict", [[_tagged(key), _tagged(item)] for key, item in value.items()])
     if kind is tuple:
         return _tag("tuple", [_tagged(item) for item in value])
+    # By exact type here too: a datetime is a date as well, and would lose its time.
     for name, (of_kind, write, _) in _OTHERS.items():
         if kind is of_kind:
             return _tag(name, write(value))

@@ -112,6 +112,7 @@ def _mixtures(path: Path, content: _Mapping) -> dict[str, dict[str, float]]:
         if not isinstance(tasks, _Mapping) or not tasks:
             raise UserError(f"Mixture {name!r} has no tasks with rates.", where=where, fix=fix)
         for task, rate in tasks.items():
+            # By exact type: True is an int to Python, and no rate.
             if type(rate) not in (int, float) or not 0 < rate < math.inf:
                 raise UserError(
                     f"The rate of {task} in mixture {name!r} is {reprlib.repr(rate)}.",
@@ -151,6 +152,7 @@ class _Loader(yaml.SafeLoader):
         self.flatten_mapping(node)
         lines: dict[str, int] = {}
         for key_node, value_node in node.value:
+            # YAML reads keys such as 1 or yes as a number and a truth value.
             key = str(self.construct_object(key_node, deep=True))
             if key in lines:
                 raise yaml.constructor.ConstructorError(
@@ -340,6 +342,8 @@ def _text(content: _Mapping, key: str, where: str) -> str:
         raise UserError(
             f"{key} is {reprlib.repr(value)}, not text.",
             where=f"{where.partition(', line')[0]}, line {content.line_of(key)}",
+            # Anything else that is no text is a number, a date or the like, as YAML reads bare
+            # words.
             fix="Put it in quotes." if value not in (None, "") else "Give it.",
         )
     return value

@@ -1,9 +1,8 @@
 """Topics of questions (trec) and of news (ag_news), for examples that train beside evaluations.
 
 Mixtures: `questions_train`, `news_train`, and both together as `topics_train`; for ranking,
-`questions_eval_score_eval` and `news_eval_score_eval`, of two prompts each that are not trained
-on.
-Rows come from T0REPRO_DATA_DIR. Neither set has a validation split: evenly spaced rows of their
+`questions_eval_score_eval` and `news_eval_score_eval`, two prompts each, none of them trained on.
+Rows come from T0REPRO_DATA_DIR. Neither set has a validation split, so evenly spaced rows of the
 test splits are ranked.
 """
 

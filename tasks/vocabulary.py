@@ -69,6 +69,7 @@ def processor_of(model: bytes) -> SentencePieceProcessor:
 
 def default_vocabulary() -> VocabularyFile:
     """T5's vocabulary of 32,000 pieces and 100 sentinels, or the copy that T0REPRO_VOCAB names."""
+    # Only the address: nothing is read or fetched until a token is wanted.
     return VocabularyFile(os.environ.get(VOCABULARY_VARIABLE) or DEFAULT_ADDRESS)
 
 

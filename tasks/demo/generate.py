@@ -39,6 +39,7 @@ def with_articles(sentence: str) -> str:
 
 def news(draw: random.Random, index: int) -> Row:
     """A headline and a report, in the schema of ag_news: text, label of four topics."""
+    # By turns, so that all labels are equally frequent.
     label = index % 4
     topic = words.NEWS[label]
     who = draw.choice(topic["who"]).format(place=draw.choice(words.PLACES))
@@ -108,6 +109,7 @@ def sentence_pair(draw: random.Random, index: int) -> Row:
 
 def question(draw: random.Random, index: int) -> Row:
     """A question with four options, in the schema of openbookqa/main."""
+    # The first kind gives the question and its answer, each of the others a wrong option.
     kind, *others = draw.sample(words.KINDS, 4)
     options = [draw.choice(members) for _, members in others]
     answer = index % 4

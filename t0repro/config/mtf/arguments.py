@@ -33,7 +33,7 @@ class RunArguments:
         """The arguments of `utils.run`, with what gin calls for them, as for its mesh_shape."""
         try:
             return self.arguments(f"{UTILS}.run", self.utils.run)
-        # gin calls @tpu_mesh_shape() to fill the argument, which fails if its topology is not bound.
+        # gin calls @tpu_mesh_shape() for its value, which fails if no topology is bound.
         except RuntimeError as error:
             if "tpu_mesh_shape" not in str(error):
                 raise
