@@ -33,7 +33,7 @@ GIN_MODES = (JobMode.TRAIN, JobMode.EVAL, JobMode.INFER, JobMode.PRECOMPILE)  # 
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """What of a job's command line concerns more than the container.
+    """The parts of a job's command line that matter outside its container.
 
     Attributes:
       words: all arguments, in order.
@@ -103,6 +103,7 @@ def _read(words: tuple[str, ...], mode: JobMode | None) -> Arguments:
     return Arguments(
         words=words,
         mode=mode,
+        # The commands' own defaults.
         backend=found.backend or ("mtf" if mode is None else "jax"),
         gin_files=tuple(found.gin_file),
         auxiliary_gin_files=tuple(found.auxiliary_job_gin_file),
@@ -129,6 +130,7 @@ def gin_files_replaced(
     follows_file = False
     for word in arguments.words:
         name, equals, value = word.partition("=")
+        # Both spellings: `--gin_file NAME` and `--gin_file=NAME`.
         if follows_file:
             word = places.get(word, word)
         elif name in ("--gin_file", _AUXILIARY) and equals:

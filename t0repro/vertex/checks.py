@@ -48,6 +48,7 @@ def _check_paths(configured: Configured, arguments: Arguments) -> None:
         if not path.startswith(seen):
             raise UserError(f"The job's container has no checkpoint {path}.", where=path, fix=fix)
     output = configured.output or ""
+    # `staging.stage` rewrites the command line for the container; gin files are sent as they are.
     on_line = any(output in word for word in arguments.words)
     if output.startswith("gs://") and arguments.backend == "jax" and not on_line:
         raise UserError(

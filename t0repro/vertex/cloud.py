@@ -112,6 +112,7 @@ def cloud_errors(doing: str, where: str | None = None) -> Iterator[None]:
             where=where,
             fix=_LOGIN,
         ) from error
+    # RetryError, by which a client gives up, is no GoogleAPICallError.
     except (exceptions.RetryError, requests.RequestException, ConnectionError) as error:
         raise UserError(
             f"Could not {doing}: the connection failed: {' '.join(str(error).split())}",

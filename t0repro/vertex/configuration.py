@@ -24,7 +24,7 @@ class Configured:
       output: the folder of the results.
       checkpoints: paths or addresses that parameters are restored from.
       mixture: a mixture or task, or several joined by commas.
-      split: of its examples.
+      split: the split of its examples.
     """
 
     text: str = ""
@@ -62,6 +62,7 @@ def _read(arguments: Arguments) -> Configured:
         return _t5x_training(arguments)
     if arguments.mode in (JobMode.EVAL, JobMode.INFER):
         return _t5x_inference(arguments)
+    # rank-eval and aux: what concerns the job stands in their flags.
     checkpoints = (arguments.checkpoint,) if arguments.checkpoint else ()
     return Configured(output=arguments.output, checkpoints=checkpoints, mixture=arguments.mixture)
 
@@ -73,6 +74,7 @@ def _t5x(arguments: Arguments) -> Any:
         raise UserError(
             f"The run mode {arguments.mode} needs a gin file.", where="--gin_file", fix="Name one."
         )
+    # The default of --gin_search_paths, by which the container will look, too.
     search = arguments.search_paths or (".",)
     return parse(GinInputs(str(arguments.mode), arguments.gin_files, arguments.bindings, search))
 
@@ -81,6 +83,7 @@ def _t5x_training(arguments: Arguments) -> Configured:
     from t0repro.config.t5x.run import precompile_config, train_config
 
     parsed = _t5x(arguments)
+    # precompile.gin describes the training whose step it compiles.
     compiles = arguments.mode is JobMode.PRECOMPILE
     run = (precompile_config if compiles else train_config)(parsed)
     data = run.plan.train_data if run.plan else None
@@ -124,6 +127,7 @@ def _mesh_transformer(arguments: Arguments) -> Configured:
         location_prefixes=arguments.search_paths,
         module_imports=arguments.module_imports,
     )
+    # As an accelerator computes; float32 is for CPUs, such as this machine's.
     configuration = load(inputs, float32_activations=False)
     try:
         run = configuration.run
@@ -150,6 +154,7 @@ def _paths(restore: RestoreConfig | None) -> tuple[str, ...]:
 
 def _architecture(model: ModelConfig) -> str:
     """The model's parameters, one a line; how devices divide them is known only there."""
+    # The lines of T5X's model-info.txt, without logical axes and partition specs.
     shapes = sorted(model.shape.parameters().items())
     lines = [
         f"Variable    {name:<80} size {math.prod(shape):<12} shape {shape}"

@@ -45,6 +45,8 @@ def follow(
             where = (record.output, record.experiment, record.run_name, record.tensorboard)
             beside.enter_context(uploading(*where, place, every=poll_seconds, say=say))
         seen = wait_until_ended(name, place, poll_seconds=poll_seconds, say=say)
+    # After the upload: if this process dies before the end is recorded, whoever follows next does
+    # both again.
     return seen, {} if record is None else record_end(seen, record, place)
 
 
@@ -56,7 +58,7 @@ def _goes_on(record: Record, place: Place) -> bool:
 def record_end(seen: Look, record: Record, place: Place) -> dict[str, float]:
     """Promotes the metrics of a job that has ended and sets its run's final state.
 
-    Doing it twice is as doing it once.
+    Doing it twice has the effect of doing it once.
 
     Returns:
       The summary metrics; see `results.best_metrics`.

@@ -138,6 +138,7 @@ def started(
     with contextlib.ExitStack() as made:
         with cloud_errors("make the run", where=f"--run_name {tracking.run_name}"):
             run = _run(aiplatform, tracking)
+            # By default, deleting a run leaves its counterpart in the TensorBoard behind.
             made.callback(_take_back, run, delete_backing_tensorboard_run=True)
             context = aiplatform.Context(run.resource_name)
             inputs, outputs = _artifacts(aiplatform, tracking, facts, made)
@@ -202,6 +203,7 @@ def _artifacts(
     kinds = {
         "configuration": ("system.Artifact", facts.configuration, {}),
         "architecture": ("system.Artifact", facts.architecture, {}),
+        # "" makes an artifact without an address, None makes none.
         "dataset": ("system.Dataset", "", {"mixture": facts.mixture, "split": facts.split}),
         "model": ("system.Model", facts.output, {}),
     }
@@ -257,6 +259,7 @@ class ExperimentsRun:
         """Records which job this is, once the service has named it."""
         from google.cloud.aiplatform_v1 import Execution
 
+        # By this parameter `compare` tells jobs' runs from those that the uploader makes.
         self.parameters({"job": job_name})
         with cloud_errors("record the job", where=self.run.name):
             self.execution.update(
@@ -280,6 +283,8 @@ class ExperimentsRun:
 
         final = Execution.State[_FINAL[state]]
         with cloud_errors("record the end", where=self.run.name):
+            # The run last: `ended` goes by its state, so an end that fails half way is recorded
+            # again.
             self.execution.update(state=final)
             self.run.end_run(state=final)
 

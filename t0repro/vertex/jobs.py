@@ -66,6 +66,7 @@ def find(display_name: str, place: Place) -> Look | None:
     """
     with cloud_errors("list the jobs", where=place.project):
         named = f'display_name="{display_name}"'
+        # Names need not be unique, so callers that look for one job compare its folder as well.
         found = connect(place).CustomJob.list(filter=named, order_by="create_time desc")
     return _seen(found[0]) if found else None
 
@@ -96,10 +97,11 @@ def wait_until_ended(
       say: receives a line for each change.
 
     Raises:
-      UserError: If the service does not answer for too long, or forbids to look.
+      UserError: If the service does not answer for too long, or refuses access.
     """
     from google.api_core import exceptions
 
+    # Not Google's own loop: it does not know JOB_STATE_EXPIRED and would wait for ever.
     said, silent_since = "", None
     while True:
         try:
@@ -146,7 +148,7 @@ def logs(name: str, place: Place, *, last: int | None = None) -> list[str]:
     Args:
       name: resource name or number.
       place: project and location.
-      last: only so many of the latest.
+      last: at most this many, the latest; None for all.
 
     Raises:
       UserError: If there is no such job, or Cloud Logging refuses.

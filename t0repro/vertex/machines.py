@@ -22,7 +22,7 @@ class Accelerator:
     Attributes:
       machines: pattern of the machine types that take it.
       counts: how many a machine may have.
-      memory: bytes of each device, for GPUs; a TPU's memory is precompile's to know.
+      memory: bytes of each device, for GPUs; precompile knows a TPU's.
       topology: the prefix of precompile's names, for TPUs.
       regions: region -> largest slice in cores, where that is published; None if it is not.
     """
@@ -38,6 +38,7 @@ def _gpu(machines: str, counts: tuple[int, ...], gigabytes: float) -> Accelerato
     return Accelerator(machines, counts, memory=int(gigabytes * GIB))
 
 
+# In cores, as Vertex AI counts: a chip of v2 or v3 has two.
 _SLICES = (8, 32, 64, 128, 256, 512, 1024, 2048)
 # GPUs that one machine of a series may have.
 _A2, _A3 = (1, 2, 4, 8, 16), (1, 2, 4, 8)

@@ -25,7 +25,7 @@ class Machines:
 
     Attributes:
       machine_type: Compute Engine's name, or `cloud-tpu`.
-      accelerator_type: Vertex AI's name, as TPU_V3 or NVIDIA_TESLA_A100; None for CPU alone.
+      accelerator_type: Vertex AI's name, such as TPU_V3 or NVIDIA_TESLA_A100; None for CPU alone.
       accelerator_count: TPU cores in all, or GPUs of each machine.
       replica_count: Number of machines.
     """
@@ -110,10 +110,12 @@ class JobSpec:
         for name in ("labels", "service_account", "network"):
             if value := getattr(self, name):
                 fields[name] = dict(value) if name == "labels" else value
+        # Wide, so that an argument stays on one line and can be copied.
         return yaml.dump(fields, Dumper=_Plain, sort_keys=False, allow_unicode=True, width=1000)
 
     def shell_command(self) -> str:
         """A command line that runs the same container on a machine with Docker."""
+        # Docker's entry point is one word; the words after it stand behind the image.
         entry = [f"--entrypoint={self.command[0]}"] if self.command else []
         words = [*entry, self.image_uri, *self.command[1:], *self.arguments]
         return shlex.join(["docker", "run", "--rm", *words])

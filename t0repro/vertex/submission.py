@@ -122,6 +122,7 @@ def submit_and_track(
     Raises:
       UserError: If anything refuses it; no job, no run and no staged file is left then.
     """
+    # First, since it makes nothing: most refusals then leave nothing to take back.
     experiments.check(tracking, place)
     prepared, storage = prepare(request, configured, place), storage_client(place.project)
     staged = prepared.staged

@@ -64,6 +64,7 @@ def uploading(
                     if not tries_left:
                         say("TensorBoard: not all is uploaded.")
                         return
+                # `ended` is set by now, so waiting for it would not wait.
                 if was_last:
                     time.sleep(every)
                 else:
