@@ -121,7 +121,7 @@ def _evaluations(
         for at, (label, (folder, step)) in enumerate(zip(_labels(given), found, strict=True))
     ]
     compared = [
-        # To judge scores by a tolerance, both runs must have scored the same pairs
+        # To judge scores by a tolerance, both runs must have scored the same pairs.
         compare_runs(runs[0], run, prompts, bootstrap, same_pairs=tol is not None)
         for run in runs[1:]
     ]

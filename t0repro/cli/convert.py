@@ -50,6 +50,7 @@ _MasterDType = Annotated[
 _Scan = Annotated[
     bool, typer.Option(help="Stack the layers, as T5X's scalable_t5 does (t5x only).")
 ]
+# One at a time: by a file of Orbax's, T5X takes the whole directory for Orbax's.
 _Layout = Annotated[
     Literal["legacy", "orbax"] | None,
     typer.Option(
@@ -59,6 +60,7 @@ _Layout = Annotated[
     ),
 ]
 _Slots = Annotated[bool, typer.Option(help="Convert the optimizer's slots too.")]
+# That importer leaves the two slots of a square matrix exchanged (docs/t5x_slots.md).
 _ImporterSlots = Annotated[
     bool,
     typer.Option(

@@ -32,6 +32,7 @@ GinImportAllowlist = Annotated[
 
 def allowlist_of(values: Sequence[str] | None) -> tuple[str, ...] | None:
     """The modules that `--gin_import_allowlist` names; None if it is not given."""
+    # Not the same as an empty list, which allows no import at all.
     if values is None:
         return None
     names = (name.strip() for value in values for name in value.split(","))
@@ -87,6 +88,7 @@ RunModes = Annotated[
     RunMode | None,
     typer.Option("--run_mode", help="Read the gin files as T5X does in this run mode."),
 ]
+# The option behind --gin.NAME=VALUE, which `cli.spelling` rewrites: Click knows no such names.
 GinBindings = Annotated[
     list[str] | None,
     typer.Option(

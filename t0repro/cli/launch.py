@@ -22,6 +22,7 @@ def launch(
     processes: Annotated[
         int, typer.Option(min=1, help="How many processes work together; a TPU decides itself.")
     ] = 1,
+    # With `=`, since Click would otherwise read --partition as an option of this command.
     option: Annotated[
         list[str] | None,
         typer.Option(help="An option for sbatch or gcloud, as --option=--partition=gpu."),

@@ -14,6 +14,7 @@ class SeqioOnce(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether to log a record."""
+        # By the file: SeqIO logs through absl's logger, as other libraries do.
         if "seqio" not in record.pathname:
             return True
         message = record.getMessage()

@@ -20,6 +20,7 @@ from t0repro.cli.options import DType, Modules
 from t0repro.words import counted
 
 
+# Repeated here, since importing them would import JAX, for which --help need not wait.
 class Injected(StrEnum):
     """Errors that can be injected into the JAX side; see t0repro.parity.inject."""
 
@@ -96,11 +97,13 @@ def parity(
     )
     job = run.make_job(inputs, out, steps=steps, start=start, dtype=dtype, eval_task=eval_task)
     typer.echo(f"Mesh TensorFlow: {counted(len(job.batches), 'step')}", err=True)
+    # First, because without --from the JAX side starts from what Mesh TensorFlow draws.
     reference, start_step = run.run_mesh_side(job)
     typer.echo(f"JAX: {counted(len(job.batches), 'step')}", err=True)
     found = run.compare_sides(job, reference, start_step, inject.value if inject else None)
     for path in report.write_report(found, job):
         typer.echo(path)
     typer.echo(report.verdict(found))
+    # After the report is written, since a failure is what one reads it for.
     if not found.passed:
         raise typer.Exit(1)

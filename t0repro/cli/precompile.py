@@ -95,6 +95,7 @@ def _t5x_mode(
     options: T5xOptions, run_mode: RunMode | None, gin_param: list[str] | None
 ) -> RunMode | None:
     """The run mode of T5X that the gin files are for; None if they are Mesh TensorFlow's."""
+    # --gin_param is Mesh TensorFlow's alone, as --gin.NAME is T5X's.
     if run_mode is not None or gin_param:
         return run_mode
     return RunMode.PRECOMPILE if options.gin_bindings or _import_t5x(options) else None

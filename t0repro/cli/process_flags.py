@@ -62,6 +62,7 @@ class ProcessOptions:
 
 def define() -> None:
     """Defines the same flags for t5_mesh_transformer."""
+    # t5's command parses with absl, all others with Click.
     from absl import flags
 
     flags.DEFINE_boolean(
@@ -75,5 +76,6 @@ def define() -> None:
 
 def of_absl(options: Any) -> ProcessOptions:
     """What parsed flags say."""
+    # absl's flags have the names of the fields.
     names = [field.name for field in dataclasses.fields(ProcessOptions)]
     return ProcessOptions(**{name: options[name].value for name in names})

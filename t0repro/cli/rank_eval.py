@@ -126,6 +126,7 @@ def rank_eval(
     with processes.joined():
         from t0repro.partitioning.processes import is_first
 
+        # Only now that the processes have joined: the default activation asks JAX for its backend.
         settings = Settings(
             split=split,
             limit=limit,
@@ -138,6 +139,7 @@ def rank_eval(
             at_hand=at_hand,
         )
         extras = [normalize, *(extra.value for extra in also or ())]
+        # This registers the tasks, so it comes before the mixture is looked up.
         write = _writer(module_import or (), train_mixture or (), label, title, resamples, extras)
         _add_cache(cache_dir)
         tracked = tracked_evaluation(tracker, out, checkpoint, mixture, settings)

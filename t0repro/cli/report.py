@@ -106,6 +106,7 @@ def make(
     options = ReportOptions(
         title=title,
         bootstrap=Bootstrap(replicates=resamples, seed=seed),
+        # None where nothing was named: what is held out is then unknown, rather than everything.
         training_datasets=datasets or None,
         training_tasks=trained,
         checkpoint=checkpoint,
@@ -144,6 +145,7 @@ def history(
     from t0repro.reports.terminal import print_page
     from t0repro.reports.write import write_page
 
+    # Whatever step is found: a history has them all.
     folder, _ = find_evaluation(eval_dir)
     found = read_history(folder, load_prompts(module_import or ()))
     page = history_page(found)

@@ -82,6 +82,7 @@ def evaluate(
         from t0repro.config.t5x.inference import eval_plan
 
         plan = eval_plan(parsed)
+        # Once the gin files are known to be sound: importing tasks takes seconds.
         register(parsed, options)
         if options.dry_run:
             from t0repro.runs.dry_run import check_inference
@@ -141,6 +142,7 @@ def _with_own_output(plan: Plan) -> Plan:
     """Of several processes, only the first one's results are kept."""
     from t0repro.partitioning.processes import output_folder
 
+    # With what is there already, so that all processes skip the same finished work.
     folder = output_folder(plan.output_dir, resumed=True)
     return dataclasses.replace(plan, output_dir=str(folder))
 
@@ -188,6 +190,7 @@ def register(parsed: Parsed, options: T5xOptions, modules: Sequence[str] = ()) -
     from t0repro import compat
     from t0repro.tasks.registration import load_tasks
 
+    # Before SeqIO, which needs what this repairs for today's Python.
     compat.quiet_logs()
     compat.install()
     import seqio

@@ -27,6 +27,7 @@ _Dataset = Annotated[
 def _register(modules: list[str] | None, templates: list[Path] | None) -> None:
     from t0repro.tasks.registration import load_tasks
 
+    # Without SeqIO, whose import would take most of such a command's time.
     load_tasks(modules_or_t0(modules, templates), templates or (), into_seqio=False)
 
 
@@ -141,6 +142,7 @@ def fetch_p3(
     from t0repro.hub_files import HubRepository
     from t0repro.tasks import p3
 
+    # HF_ENDPOINT is how Hugging Face's own clients are told of a mirror.
     address = base_url or os.environ.get("HF_ENDPOINT") or p3.HUB
     patterns = [pattern for pattern in tasks.split(",") if pattern]
     done = p3.fetch(patterns, to, HubRepository(address, p3.REPOSITORY, p3.REVISION))

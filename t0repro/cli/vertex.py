@@ -168,6 +168,7 @@ def _check_options(context: typer.Context, arguments: Arguments) -> None:
     group: Any = root.command
     # The first word is --run_mode=MODE, which the image's entry point takes.
     words = with_t5x_overrides(arguments.words[1:])
+    # Parsed as in the container, but not invoked.
     group.get_command(root, arguments.mode.value).make_context(
         arguments.mode.value, words, parent=root
     ).close()
@@ -197,6 +198,7 @@ def _submit(
     for line in lines:
         echo(line, err=True)
     if dry_run:
+        # It alone goes to standard output, so that it can be redirected to a file.
         spec = submission.prepare(request, configured, place).spec
         typer.echo(spec.to_yaml(), nl=False)
         echo(f"The same container with Docker: {spec.shell_command()}", err=True)
@@ -206,6 +208,7 @@ def _submit(
         name = submission.submit(request, configured, place)
     else:
         name, record = submission.submit_and_track(request, configured, tracking, place)
+    # Before the wait, so that whoever is cut off can follow the job by its name.
     typer.echo(f"submitted {name}")
     if wait:
         seen, metrics = follow(name, record, place, poll_seconds=poll_seconds, say=_say)
@@ -238,6 +241,7 @@ def status(
     if not (seen.ended or wait):
         typer.echo(seen.state)
         return
+    # Of a job that has ended, following means to upload the rest and to record the end.
     record = record_of(seen, place)
     seen, metrics = follow(seen.name, record, place, poll_seconds=poll_seconds, say=_say)
     _print_end(seen, metrics)
@@ -255,6 +259,7 @@ def _print_end(seen: Look, metrics: dict[str, float]) -> None:
     if seen.state == "succeeded":
         typer.echo("succeeded")
         return
+    # An error, so that scripts see it by the exit code.
     what = "was cancelled" if seen.state == "cancelled" else "failed"
     raise UserError(
         f"The job {what}{f': {seen.reason}' if seen.reason else ''}".rstrip(".") + ".",
