@@ -79,8 +79,7 @@ def status(
                 typer.echo(json_format.dumps(to_json(found), indent=1))
             else:
                 console = terminal()
-                # Elsewhere, as in a log, each state is printed below the one
-                # before.
+                # Elsewhere, as in a log, each state is printed below the one before.
                 if console.is_terminal and watch:
                     console.clear()
                 print_table(console, "", HEADER, rows(found), numbers=("attempts", "seconds"))

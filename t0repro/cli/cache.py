@@ -55,6 +55,7 @@ def cache(
     at_hand: _AtHand = False,
     workers: _Workers = None,
     seed: _Seed = 0,
+    # As many as SeqIO's reader interleaves; within a file, examples are shuffled already.
     min_shards: _MinShards = 16,
     beam_options: _BeamOptions = None,
 ) -> None:

@@ -112,6 +112,5 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         yield error
-        # __context__ covers exceptions that were raised while another was handled, without
-        # `from`.
+        # __context__ covers exceptions that were raised while another was handled, without `from`.
         error = error.__cause__ or error.__context__

@@ -97,6 +97,7 @@ def rank_eval(
     cache_dir: _CacheDir = None,
     at_hand: _AtHand = False,
     limit: _Limit = None,
+    # T0's own lengths.
     inputs_length: _InputsLength = 1024,
     targets_length: _TargetsLength = 256,
     tokens_per_batch: _TokensPerBatch = None,
@@ -143,6 +144,7 @@ def rank_eval(
         write = _writer(module_import or (), train_mixture or (), label, title, resamples, extras)
         _add_cache(cache_dir)
         tracked = tracked_evaluation(tracker, out, checkpoint, mixture, settings)
+        # Of several processes, one speaks to the trackers.
         with tracked if is_first() else contextlib.nullcontext():
             _evaluate(checkpoint, step, model_parallelism, mixture, out, settings, write)
 

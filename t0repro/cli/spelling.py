@@ -56,8 +56,7 @@ def show_canonical(command: Any) -> None:
     """Makes the help of a Typer command and its subcommands show canonical names and fill lines."""
     command.help = _flowing(command.help or "")
     for parameter in command.params:
-        # Help shows these lists; both spellings are accepted all the same (see
-        # `canonical`).
+        # Help shows these lists; both spellings are accepted all the same (see `canonical`).
         for names in (parameter.opts, getattr(parameter, "secondary_opts", [])):
             names[:] = [
                 f"--{canonical(name[2:])}" if name.startswith("--") else name for name in names

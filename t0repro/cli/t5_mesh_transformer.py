@@ -122,8 +122,7 @@ def run(options: Any) -> None:
     """
     _check_flags(options)
     if options.vocab:
-        # The tasks' vocabulary is named when they are registered, so it is set before any
-        # import.
+        # The tasks' vocabulary is named when they are registered, so it is set before any import.
         os.environ["T0REPRO_VOCAB"] = options.vocab
     if not options.debug and not options["verbosity"].present:
         logging.set_verbosity(logging.WARNING)

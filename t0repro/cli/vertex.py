@@ -158,6 +158,7 @@ def _check_options(context: typer.Context, arguments: Arguments) -> None:
 
         from t0repro.cli import t5_mesh_transformer
 
+        # absl has one set of flags in a process; nothing else here reads it.
         t5_mesh_transformer.define_flags()
         try:
             flags.FLAGS([MESH_TRANSFORMER, *canonical_arguments(arguments.words)])

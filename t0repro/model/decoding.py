@@ -273,8 +273,7 @@ def _search(
         def chosen(new: jax.Array, old: jax.Array) -> jax.Array:
             return jnp.where(active.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
 
-        # Row i of the batch has rows i * beams onwards of the cache; each beam takes its
-        # parent's.
+        # Row i of the batch has rows i * beams onwards of the cache; each beam takes its parent's.
         flat = (jnp.arange(rows)[:, None] * beams + parents).reshape(-1)
         cache = jax.tree.map(lambda x: x[flat], cache)
         return position + 1, jax.tree.map(chosen, grown, state), cache
@@ -372,8 +371,7 @@ def _best_continuations(
 def _is_decided(state: _Beams, limits: Int[Array, " batch"], alpha: float) -> Array:
     """Whether each row's worst finished beam beats anything its best alive one can become."""
     longest = ((5.0 + limits.astype(jnp.float32)) / 6.0) ** alpha
-    # The most that a beam can reach: nothing lost on the way, and the largest penalty to
-    # divide by.
+    # The most that a beam can reach: nothing lost on the way, and the largest penalty to divide by.
     reachable = state.log_probs[:, 0] / longest
     # An unfinished beam counts as 0, above every real score.
     worst = jnp.min(state.finished_scores * state.is_finished, axis=1)

@@ -189,8 +189,7 @@ class _TaskJob:
 
     def _write_chunk(self, number: int, chunk: Sequence[Any], checkpoint: Checkpoint) -> None:
         plan = self._plan
-        # A seed of its own: a chunk samples the same whether or not the run was
-        # interrupted before.
+        # A seed of its own: a chunk samples the same whether or not the run was interrupted before.
         functions = ModelFunctions(
             checkpoint.model, checkpoint.params, plan.decoding, plan.data.batch_size, seed=number
         )

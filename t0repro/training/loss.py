@@ -49,9 +49,8 @@ def cross_entropy(
     vocab = logits.shape[-1]
     log_z = jax.nn.logsumexp(logits, axis=-1)  # [batch, length]
     at_target = jnp.take_along_axis(logits, jnp.maximum(targets, 0)[..., None], axis=-1)[..., 0]
-    # The smoothed target distribution sums to 1, so log_z enters with a factor of 1.
-    # The sum over logits below includes the target's; if it is spared, that share is taken
-    # out here.
+    # The smoothed target distribution sums to 1, so log_z enters with a factor of 1. The sum over
+    # logits below includes the target's; if it is spared, that share is taken out here.
     elsewhere = label_smoothing / ((vocab - 1) if spares_target else vocab)
     at_once = 1.0 - label_smoothing - (elsewhere if spares_target else 0.0)
     loss = log_z - at_once * at_target

@@ -18,7 +18,7 @@ from typing import Any
 from t0repro.vertex.cloud import Place, cloud_errors, connect, storage_client
 from t0repro.vertex.results import copy_results
 
-_LAST_TRIES = 5  # to upload after the job has ended, before it is left to `status`
+_LAST_TRIES = 5  # to upload after the job has ended, before giving up
 
 
 @contextlib.contextmanager
