@@ -63,7 +63,9 @@ def add_example_files(
         source,
         preprocessors=[
             functools.partial(
-                seqio.preprocessors.rekey, key_map={"inputs": inputs_key, "targets": targets_key}
+                # SeqIO fills a feature whose key is None with empty text.
+                seqio.preprocessors.rekey,
+                key_map={"inputs": inputs_key, "targets": targets_key},
             ),
             seqio.preprocessors.tokenize_and_append_eos,
         ],

@@ -51,6 +51,7 @@ def schema_of_rows(
       columns: Columns that are read besides those that promptsource's templates of the dataset
         read.
     """
+    # Tuples, because compiled schemas are cached by them.
     names = tuple((column, tuple(found)) for column, found in reader.class_names().items())
     return schema_of(dataset, subset, columns, names)
 
@@ -183,6 +184,8 @@ class PromptedRows:
             if isinstance(rendering, Drop):
                 dropped[rendering] += 1
                 continue
+            # The keys are those of PromptedSource's signature, which tf.data holds every example
+            # to.
             example: dict[str, Any] = {"inputs": rendering.inputs, "targets": rendering.targets}
             if self.template.answer_choices:
                 example["answer_choices"] = rendering.answer_choices

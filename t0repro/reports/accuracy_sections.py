@@ -118,6 +118,7 @@ def prompts_section(report: Report) -> Section:
             percent(prompt.majority),
             str(prompt.ties),
             str(prompt.unanswerable),
+            # A task may lack a definition: calibration needs a score of a content-free input.
             *(percent(prompt.extras[name]) if name in prompt.extras else "" for name in extras),
         )
         for dataset, prompt in prompts_of(report)
@@ -144,6 +145,7 @@ def published_sections(report: Report) -> list[Section]:
             figure.dataset,
             f"{letters.get((figure.model, figure.statistic), '')}: {figure.model},"
             f" {figure.statistic} over prompts",
+            # With the decimals of its source, not one as for our own.
             Cell(f"{figure.value:g}", figure.value),
             figure.source,
         )

@@ -161,6 +161,7 @@ def dataset_result(
     return DatasetResult(
         dataset=label,
         group=group,
+        # A template may drop rows, so the largest number is the nearest to the split's own.
         examples=max(prompt.examples for prompt in prompts),
         paired=paired,
         accuracy=Spread(

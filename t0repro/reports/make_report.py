@@ -152,6 +152,7 @@ def _stacks(
 ) -> RunComparison | None:
     if beside.other is None:
         return None
+    # The stacks are to agree in every score, so a pair that one of them lacks is an error.
     return compare_runs(run, beside.other, prompts, bootstrap, same_pairs=True)
 
 

@@ -21,6 +21,7 @@ def calibration_plot(datasets: Sequence[DatasetResult], label: str) -> str:
         axes.plot([0, 100], [0, 100], color=ROLES["chance"], linewidth=1.2, linestyle="--")
         for row, dataset in enumerate(datasets):
             for at, found in enumerate(dataset.calibration.bins if dataset.calibration else ()):
+                # The id by which the SVG's element gets its tip.
                 name = f"bin-{row}-{at}"
                 axes.plot(
                     [found.confidence],
@@ -87,6 +88,7 @@ def curves_plot(
                 mark = f"history-{number}-{at}"
                 axes.plot([step], [value], marker="o", markersize=4, color=color, gid=mark)
                 drawing.tips[mark] = f"{name}, step {step}: {form.format(value)}"
+        # Before the names are placed, whose heights are measured against the limits.
         if limits:
             axes.set_ylim(*limits)
         _name_ends(axes, names, [points[-1] for points in curves.values()], height)

@@ -129,6 +129,7 @@ def restore_config(
             "checkpoint_manager_cls": _NO_CLASSES,
         },
     )
+    # float16 too: it only rounds what is read, and no run computes in it.
     types = (None, "float32", "bfloat16", "float16")
     return RestoreConfig(
         path=record.path if isinstance(record.path, str) else tuple(record.path),
@@ -187,6 +188,7 @@ def _action(record: Any, name: str, places: Places) -> ActionConfig:
         mode = _one_of(record.mode, ("min", "max"), "trainer.EarlyStoppingAction.mode", places)
         references, where = ("best", "previous"), "trainer.EarlyStoppingAction.reference"
         reference = _one_of(record.reference, references, where, places)
+        # gin reads 0 as an int.
         tolerances = float(record.atol), float(record.rtol)
         return EarlyStoppingConfig(task, metric, mode, record.patience, *tolerances, reference)
     if isinstance(record, records.TerminateOnNan):
