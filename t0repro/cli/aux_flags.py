@@ -18,7 +18,7 @@ _TAKEN_FOR_GRANTED = "replace_gin_file"
 
 
 def define() -> None:
-    """Defines the flags; those left out make no job."""
+    """Defines the flags; without any of them there are no jobs."""
     types = typing.get_type_hints(AuxiliaryOptions, include_extras=True)
     for name, default in dataclasses.asdict(AuxiliaryOptions()).items():
         type_, option = typing.get_args(types[name])

@@ -48,7 +48,7 @@ def mesh_inputs(
     allowlist: tuple[str, ...] | None = None,
     model_dir: str = "",
 ) -> MeshInputs:
-    """What a command line says of Mesh TensorFlow's gin files."""
+    """What a command line says about Mesh TensorFlow's gin files."""
     from t0repro.config.mtf.parser import GinInputs
 
     return GinInputs(
@@ -68,7 +68,7 @@ def t5x_inputs(
     search_paths: str,
     allowlist: tuple[str, ...] | None = None,
 ) -> GinInputs:
-    """What a command line says of T5X's gin files."""
+    """What a command line says about T5X's gin files."""
     from t0repro.config.t5x.gin_files import GinInputs
 
     folders = tuple(search_paths.split(","))

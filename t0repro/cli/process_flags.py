@@ -13,7 +13,7 @@ from t0repro.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class ProcessOptions:
-    """T5X's flags of several processes; without them the environment is asked."""
+    """T5X's flags for several processes; without them the environment decides."""
 
     multiprocess_gpu: Annotated[
         bool,

@@ -17,7 +17,7 @@ from typing import Any
 def with_groups(command: Callable[..., Any]) -> Callable[..., Any]:
     """A command that Typer can read: parameters that are dataclasses become their fields.
 
-    The dataclasses' fields have defaults, and annotations as Typer takes them.
+    The dataclasses' fields must have defaults, and the annotations that Typer takes.
     """
     types = typing.get_type_hints(command, include_extras=True)
     groups: dict[str, Any] = {

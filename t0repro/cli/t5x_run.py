@@ -150,10 +150,10 @@ def _with_own_output(plan: Plan) -> Plan:
 def gin_inputs(
     run_mode: str, options: T5xOptions, *, first: Sequence[str] = (), last: Sequence[str] = ()
 ) -> GinInputs:
-    """What the command line says of gin; of two bindings of a name the later one wins.
+    """What the command line says about gin; of two bindings of one name, the later wins.
 
     Args:
-      run_mode: T5X's name of it.
+      run_mode: T5X's name of the run mode.
       options: the flags.
       first: bindings before those of the command line.
       last: bindings after them.

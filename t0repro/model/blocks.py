@@ -37,7 +37,7 @@ from t0repro.model.layers import (
 )
 from t0repro.model.shapes import Array, Bool, Float, Int
 
-# Towers of at least so many layers have one body for all of them, unless the configuration says.
+# Towers of at least this many layers have one body for all, unless the configuration decides.
 SCANNED_FROM = 12
 
 # Keys and values of the encoder's outputs, one per decoder layer, first to last.

@@ -18,7 +18,7 @@ from t0repro.partitioning.rules import for_all_groups
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ScannedLayer:
-    """One turn of a body that is traced once for all layers of a tower.
+    """One iteration of a body that is traced once for all layers of a tower.
 
     Attributes:
       index: which layer it is, from 0.
@@ -69,7 +69,7 @@ class Dropout(nn.Module):
     With a broadcast_axis of None every entry has its own draw.
 
     Attributes:
-      rate: the part of entries that becomes zero.
+      rate: the fraction of entries that become zero.
       broadcast_axis: see above.
       layer: the layer that this is in, if its tower is scanned.
     """

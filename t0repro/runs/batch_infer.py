@@ -107,7 +107,7 @@ class _TaskJob:
         self._chunks = folder / f"tmp-{task.name}-{shard}"
 
     def is_completed(self) -> bool:
-        """Whether an earlier run wrote the whole file, or the chunks where none is to be merged."""
+        """Whether an earlier run wrote the whole file, or all chunks if these are not merged."""
         if self._plan.merge:
             return _is_whole(self.output)
         count = self._whole_chunks()

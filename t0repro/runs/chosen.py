@@ -24,7 +24,7 @@ def chosen(restore: RestoreConfig) -> list[CheckpointRef]:
     """The checkpoints that are there, by ascending step within a path.
 
     Raises:
-      UserError: If a path has none.
+      UserError: If a path has no checkpoint.
     """
     refs: list[CheckpointRef] = []
     for path in [restore.path] if isinstance(restore.path, str) else restore.path:

@@ -94,7 +94,7 @@ class Beginning:
     Attributes:
       step: The global step that it starts from.
       last_step: The step at which it ends.
-      checkpoint: The checkpoint in model_dir that it goes on from; None for a new run.
+      checkpoint: The checkpoint in model_dir that it continues from; None for a new run.
       save_data: Writes the position in the data into a checkpoint's folder.
     """
 

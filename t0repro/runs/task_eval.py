@@ -30,7 +30,7 @@ def evaluate_checkpoints(
 
     Args:
       plan: The evaluation.
-      watch: Whether to go on as new checkpoints appear.
+      watch: Whether to keep evaluating as new checkpoints appear.
       until: Watching ends after a checkpoint of this step or a later one; None never ends.
       seconds: Between two looks for new checkpoints; None takes the default.
 

@@ -98,7 +98,7 @@ class SaveCheckpoints(Action):
 
 
 class SaveByPlan(SaveCheckpoints):
-    """Saves as T5X does: before the first step, each period from there, and at chosen steps.
+    """Saves as T5X does: before the first step, every period from there, and at chosen steps.
 
     Args:
       model_dir: where checkpoint_<step> directories are written.

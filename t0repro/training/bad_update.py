@@ -1,7 +1,8 @@
 """An update whose loss or gradient is not finite: the tensor that went bad first, and a replay.
 
-`bad_update_<step>/` in a run's folder has what reproduces it: the batch, the dropout key, and the
-run's configuration; the state is the checkpoint of the step before. `t0repro replay` runs it.
+`bad_update_<step>/` in a run's folder has what it takes to reproduce it: the batch, the dropout
+key, and the run's configuration; the state is the checkpoint of the step before. `t0repro replay`
+runs it.
 """
 
 from __future__ import annotations

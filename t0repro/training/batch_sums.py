@@ -97,7 +97,7 @@ def metrics_of(sums: Sums, *, packed: bool) -> dict[str, Metric]:
 
     Args:
       sums: of the batch.
-      packed: whether rows hold several examples, which decides names as in T5X.
+      packed: whether rows hold several examples, which decides the metrics' names, as in T5X.
     """
     loss, z_loss = sums["loss"], sums["z_loss"]
     all_targets, real = sums["all_targets"], sums["real_losses"]

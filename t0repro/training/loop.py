@@ -44,7 +44,8 @@ class TrainingLoop:
       log: where a line for every step is written; None for nowhere. The loop closes it.
       files: what the trainer and the actions write to, for the loop to close.
       actions: run between updates, in this order.
-      may_be_nan: whether training goes on when a loss is not finite; otherwise it is an error.
+      may_be_nan: whether training continues past a loss that is not finite; otherwise that is an
+        error.
       synchronous: whether each update's loss is read before the next begins.
 
     Attributes:
@@ -118,7 +119,7 @@ class TrainingLoop:
             for batch, wait in () if stopped else _timed(itertools.islice(batches, num_steps)):
                 before = self.step
                 self._update(batch, wait)
-                # An update that was held back is none.
+                # An update that was held back does not count as a step.
                 for action in self._actions if self.step > before else ():
                     action.after_step(self)
                 if self.trainer.stop_training:
@@ -206,7 +207,7 @@ class TrainingLoop:
 
 
 def _timed(batches: Iterator[NumpyBatch]) -> Iterator[tuple[NumpyBatch, float]]:
-    """Each batch with the seconds that it took to come."""
+    """Each batch, with the seconds spent waiting for it."""
     while True:
         started = time.perf_counter()
         batch: Any = next(batches, None)

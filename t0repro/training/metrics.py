@@ -223,7 +223,7 @@ class JsonLines:
 
 
 def drop_half_line(path: Path) -> None:
-    """Cuts off an unfinished last line of a killed run, lest the next line be appended to it."""
+    """Cuts off the unfinished last line of a killed run, so that the next one does not join it."""
     if not path.exists():
         return
     with open(path, "rb+") as file:

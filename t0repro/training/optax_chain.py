@@ -17,7 +17,7 @@ from t0repro.errors import UserError
 
 
 def make_chain(config: OptaxConfig) -> optax.GradientTransformationExtraArgs:
-    """The transformations that a configuration names, one after the other.
+    """The transformations that a configuration names, applied in order.
 
     Raises:
       UserError: if optax has no such function or does not take these arguments.

@@ -1,4 +1,4 @@
-"""What a training with a plan remembers beside its state: in each checkpoint, and in model_dir.
+"""What a training with a plan remembers besides its state: in each checkpoint, and in model_dir.
 
 `progress.json` in a checkpoint has the step that its periods are counted from and the memory of its
 actions, such as the history of early stopping. A checkpoint is written before the evaluation of its
@@ -27,8 +27,8 @@ class Progress:
     Args:
       model_dir: the run's folder.
       step: the step that training is about to start from.
-      actions: the actions of each mode, which take up their memory here.
-      checkpoint: the checkpoint in model_dir that training goes on from; None for a new run.
+      actions: the actions of each mode; what they remembered is restored here.
+      checkpoint: the checkpoint in model_dir that training continues from; None for a new run.
 
     Attributes:
       path: model_dir/evaluated.json.

@@ -46,7 +46,7 @@ def restored(
 
 
 def _check_slots(tree: Mapping[str, np.ndarray], fresh: FlatTree, where: str | None) -> None:
-    """Refuses a checkpoint with some slots that lacks others; one without any has none to lose."""
+    """Refuses a checkpoint that has only some of the slots; one without any is accepted."""
     # T5X writes one entry in place of a slot that its optimizer does not use.
     wanted = [name for name in fresh if name.startswith(layout.SLOTS) and fresh[name].size > 1]
     missing = [name for name in wanted if name not in tree]

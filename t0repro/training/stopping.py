@@ -43,7 +43,7 @@ class BaseAction(abc.ABC):
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes up what `state_dict` returned before an interruption."""
+        """Restores what `state_dict` returned before an interruption."""
         del state
 
 
@@ -59,7 +59,7 @@ class EarlyStoppingAction(BaseAction):
       best value before them. NaN is no improvement, also on nothing.
     - reference="previous" is T5X's rule to the letter: it keeps the latest `patience` values and
       stops when none improves on the one before it. A patience of 3 thus means three values and two
-      comparisons, 1 stops at once, and one lucky dip on a plateau begins anew. The comparison is in
+      comparisons, 1 stops at once, and one lucky dip on a plateau starts over. The comparison is in
       float32, in which NaN counts as an improvement.
 
     Args:
@@ -117,7 +117,7 @@ class EarlyStoppingAction(BaseAction):
         return {"history": self._history}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes up the history."""
+        """Restores the history."""
         self._history = [float(value) for value in state["history"]]
 
     def _since_best(self, value: float) -> bool:
@@ -177,7 +177,7 @@ class TerminateOnNanAction(BaseAction):
 
 
 class RunActions:
-    """The actions of one mode, all of which are run whatever the first of them says."""
+    """The actions of one mode, all of which run whatever the others say."""
 
     def __init__(self, actions: Sequence[BaseAction]):
         self.actions = tuple(actions)

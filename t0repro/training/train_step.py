@@ -181,7 +181,7 @@ def split_into_microbatches(
 ) -> dict[str, jax.Array]:
     """Reshapes each feature [batch, length] to [count, batch / count, length].
 
-    Microbatches are strided, unless they are to be `contiguous` slices of the batch.
+    Microbatches are strided or, with `contiguous`, consecutive slices of the batch.
     """
 
     # Row r goes to microbatch r modulo count, as in mtf.serialize_training_step.
@@ -204,7 +204,7 @@ def microbatch_keys(
         return lambda index: None
     if not t5x_dropout_compat:
         return lambda index: jax.random.fold_in(key, index)
-    # T5X splits the step's key anew for each microbatch, but keeps the key that it split.
+    # T5X splits the step's key again for each microbatch, but keeps the key that it split.
     repeated = key if count == 1 else jax.random.split(key)[1]
     return lambda index: repeated
 
@@ -248,7 +248,7 @@ def _scanned(
 
 
 def _adds_up(of_parts: Callable, params: Any, parts: Any) -> bool:
-    """Whether metrics are sums, so that groups of devices may each do some rows by themselves."""
+    """Whether all metrics are sums, so that each group of devices can do its rows by itself."""
     _, metrics, mutables = jax.eval_shape(of_parts, params, parts)
     kinds = [metric for metric in metrics.values() if jax.tree.leaves(metric)]
     return mutables is None and all(getattr(metric, "additive", False) for metric in kinds)

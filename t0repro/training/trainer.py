@@ -230,7 +230,7 @@ class BaseTrainer(abc.ABC):
     def compile_train(self, batch: NumpyBatch) -> None:
         """Compiles the train step for batches with this one's features and shapes.
 
-        Without it that happens at the first such batch.
+        Without this call, that happens at the first such batch.
 
         Args:
           batch: an example, whose values do not matter.

@@ -35,7 +35,7 @@ def connect(place: Place) -> Any:
     """The module google.cloud.aiplatform, set up for a place.
 
     Raises:
-      UserError: If it is not installed, or the location is no region of Vertex AI's.
+      UserError: If it is not installed, or the location is not one of Vertex AI's regions.
     """
     try:
         from google.cloud import aiplatform

@@ -17,7 +17,7 @@ def compared(
 
     Args:
       experiment: its name.
-      names: the runs, in this order; none stands for all that are jobs.
+      names: the runs, in this order; empty for all that are jobs.
       place: project and location.
 
     Returns:

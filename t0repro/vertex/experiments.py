@@ -81,7 +81,7 @@ class Facts:
       architecture: address of the list of parameters; None if the configuration does not say it.
       output: address of the folder of results.
       mixture: tasks or mixtures that the job reads, joined by commas.
-      split: of their examples.
+      split: the split of their examples.
     """
 
     configuration: str | None

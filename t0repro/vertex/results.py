@@ -45,7 +45,7 @@ def _copy(blob: Any, target: Path) -> None:
 
 
 def best_metrics(folder: Path) -> dict[str, float]:
-    """The summary metrics of a job: of each metric its maximum and the step of that, as numbers.
+    """The summary metrics of a job: each metric's maximum and the step of it, as numbers.
 
     Metrics are those of SeqIO's tasks and of Mesh TensorFlow's evaluations in event files, as
     `<task>/<metric>`, and the mean accuracies of a rank evaluation's report, in percent, as
