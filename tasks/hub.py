@@ -48,8 +48,7 @@ class HubReader:
     def read(self, start: int = 0, stop: int | None = None) -> Iterator[dict[str, Any]]:
         """Rows `start` to `stop`."""
         stop = len(self.data) if stop is None else min(stop, len(self.data))
-        # Arrow gives columns; a thousand rows at a time keeps the conversion cheap and
-        # memory bounded.
+        # Arrow gives columns; converting a thousand rows at a time is cheap and bounds the memory.
         for first in range(start, stop, BATCH):
             columns = self.data[first : min(first + BATCH, stop)]
             names = list(columns)

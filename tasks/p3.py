@@ -85,8 +85,7 @@ def matching_names(patterns: Sequence[str]) -> list[str]:
     """
     found: set[str] = set()
     for pattern in patterns:
-        # Shell patterns, as the shell and T0's users write them; seqio_cache_tasks has
-        # regular expressions.
+        # Shell patterns, where seqio_cache_tasks takes regular expressions.
         names = fnmatch.filter(known_names(), pattern)
         if not names:
             stem = re.sub(r"[*?\[\]]+", "", pattern)

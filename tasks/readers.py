@@ -52,8 +52,7 @@ class LocalReader:
     @classmethod
     def of(cls, path: Path) -> LocalReader:
         """The reader of a file as it is now."""
-        # The time and size are part of the reader, so that a changed file is another
-        # reader.
+        # The time and size are part of the reader, so that a changed file is another reader.
         status = path.stat()
         return cls(path, status.st_mtime_ns, status.st_size)
 

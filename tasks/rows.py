@@ -156,8 +156,7 @@ def _read_parquet(path: Path, start: int, stop: int | None) -> Iterator[dict[str
         end = file.metadata.num_rows if stop is None else stop
         groups = []
         for group in range(file.num_row_groups):
-            # Row groups are found by counting, so that rows before `start` are not
-            # decoded.
+            # Row groups are found by counting, so that rows before `start` are not decoded.
             last = first + file.metadata.row_group(group).num_rows
             if last > start and first < end:
                 groups.append((group, first))

@@ -243,8 +243,7 @@ class _StrictTemplate:
         hidden = {
             name: _HiddenLabel(-1)
             for name, value in row.items()
-            # Rows spell hyphens where templates write underscores (see
-            # CompiledTemplate.render).
+            # Rows spell hyphens where templates write underscores (see CompiledTemplate.render).
             if name.replace("-", "_") in self._labels and type(value) is int and value == -1
         }
         try:

@@ -43,8 +43,7 @@ def add_task(description: TaskDescription) -> None:
         name,
         PromptedSource(rows),
         preprocessors=[
-            # The twin's examples are made before they are tokenized: one per answer
-            # choice.
+            # The twin's examples are made before they are tokenized: one per answer choice.
             *([_expand_choices()] if ranks else []),
             tokenize,
             seqio.preprocessors.append_eos,

@@ -239,8 +239,7 @@ def _template(path: Path, key: str, entry: Any, entries: _Mapping) -> Any:
         jinja,
         choices,
         _metadata(entry.get("metadata"), where),
-        # promptsource identifies templates by UUID; the key serves where the file gives
-        # none.
+        # promptsource identifies templates by UUID; the key serves where the file gives none.
         identifier=str(entry.get("id") or key),
         reference=str(entry.get("reference") or ""),
     )

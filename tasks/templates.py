@@ -178,8 +178,7 @@ class CompiledTemplate:
         # One generator draws for both, and for the choices first, in promptsource's order.
         _drawing.key, _drawing.generator = draw_key, None
         try:
-            # The choices may draw, and the body may use them: this order is
-            # promptsource's.
+            # The choices may draw, and the body may use them: this order is promptsource's.
             choices = fields["answer_choices"] = self._choices(fields)
             parts = self._split(self._body.render(fields))
         finally:

@@ -137,8 +137,7 @@ def add_described(description: str) -> list[str]:
                 where=TEXTS_VARIABLE,
                 fix="Write span:NAME=FILES or prefix:NAME=FILES; several are joined by ';'.",
             )
-        # `NAME[SPLIT]` entries of one task are collected, since SeqIO registers all splits
-        # at once.
+        # `NAME[SPLIT]` entries of one task are collected, since SeqIO registers all splits at once.
         tasks.setdefault(name, (kinds[kind], {}))[1][split or "train"] = files.strip()
     for name, (objective, files) in tasks.items():
         add_text_task(name, files, objective=objective)

@@ -37,8 +37,7 @@ def configuration_errors(bindings: Bindings | None = None) -> Iterator[None]:
         try:
             yield
         except UserError as error:
-            # gin may have raised a subclass of its own, which stands for ours (see
-            # `_unwrapped`).
+            # gin may have raised a subclass of its own, which stands for ours (see `_unwrapped`).
             kind = _unwrapped(type(error))
             if error.where and error.fix and kind is type(error):
                 raise

@@ -44,8 +44,7 @@ class Collective:
     def sent(self) -> int:
         """Bytes that a device sends in one call of the program, around a ring of its group."""
         others = (self.group - 1) / self.group
-        # A reduce-scatter's result is one part of the array that goes around; the others'
-        # is all of it.
+        # A reduce-scatter returns one part of the array that goes around; the others return all.
         factor = {
             "all-reduce": 2 * others,
             "all-gather": others,

@@ -78,8 +78,7 @@ class Partitioning:
         if slot in parameters.SLOT_NAMES:
             of = shapes.get(f"params/{path}", ())
             spec = slot_spec(self._parameter(path), slot, of) if len(of) > 1 else PartitionSpec()
-            # What is divided as its parameter must have as many axes; anything else
-            # is whole everywhere.
+            # A slot divided like its parameter has as many axes; any other is whole everywhere.
             return spec if len(spec) == len(shape) else PartitionSpec()
         # Optax's states hold trees of parameters somewhere inside: 0/mu/encoder/...
         parts = name.split("/")

@@ -152,8 +152,7 @@ def for_all_groups(
     groups = _groups()
     if groups == 1:
         return draw(shape)
-    # Draw for all rows and take this group's, so that grouping does not change what is
-    # dropped.
+    # Draw for all rows and take this group's, so that grouping does not change what is dropped.
     whole = draw((groups * shape[0], *shape[1:])).reshape(groups, *shape)
     return _of_group(whole, jax.lax.axis_index(_GROUP))
 

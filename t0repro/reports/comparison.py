@@ -367,8 +367,7 @@ def _difference(
     generator = bootstrap.generator(dataset)
     resampled = np.array(
         [
-            # The shares sum to the difference, so the sum over a resample is its
-            # difference.
+            # The shares sum to the difference, so the sum over a resample is its difference.
             share[generator.integers(0, len(share), len(share))].sum()
             for _ in range(bootstrap.replicates)
         ]

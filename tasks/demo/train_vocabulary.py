@@ -25,8 +25,7 @@ def sentences() -> Iterator[str]:
     """All texts of the demo: prompts, targets and answer choices of every split's rows."""
     for entry in DEMO:
         folder = dataset_folder(FOLDER, entry.dataset, entry.subset)
-        # Evaluation prompts too: their words must be spelt, though they are never trained
-        # on.
+        # Evaluation prompts too: their words must be spelt, though they are never trained on.
         for name in (*entry.train, *entry.evaluate):
             template = load_template(entry.dataset, entry.subset, name)
             for split in splits_on_disk(folder):

@@ -60,8 +60,7 @@ class DatasetReader:
                 where=self._gin.bindings.find((), selector, "checkpoint_input_pipeline"),
                 fix="Bind one of them to False.",
             )
-        # False and unbound are different: only unbound resumes exactly (see
-        # TrainDataConfig).
+        # False and unbound are different: only unbound resumes exactly (see TrainDataConfig).
         bound = self._gin.bindings.find((), selector, "skip_seen_data") is not None
         return {name: run[name] for name in names} | ({} if bound else {"skip_seen_data": None})
 

@@ -152,8 +152,7 @@ class OptimizerReader:
             decay_offset=decay["offset"],
             decay_rate=rate,
             exclude_from_parameter_scale=tuple(
-                # Mesh TensorFlow looks for a part of the name here, and for a
-                # regular expression in Adam's.
+                # A part of the name in Mesh TensorFlow; in its Adam, a regular expression.
                 path
                 for path, name in names.items()
                 if any(part in name for part in excluded)
@@ -202,8 +201,7 @@ class OptimizerReader:
         if value is None:
             if not isinstance(optimizer, AdafactorConfig):
                 return None
-            # Adafactor's own default depends on whether updates are scaled by the
-            # parameter.
+            # Adafactor's own default depends on whether updates are scaled by the parameter.
             scaled = {"multiply_by_parameter_scale": optimizer.multiply_by_parameter_scale}
             return ScheduleConfig("adafactor_default", scaled, total_train_steps)
         if isinstance(value, int | float):

@@ -150,8 +150,7 @@ class _ConfigReader:
                 continue
             configurable = gin.config._REGISTRY[selector]
             parameters = inspect.signature(configurable.wrapped).parameters
-            # Values are compared with the signature's defaults: binding a default
-            # changes nothing.
+            # Values are compared with the signature's defaults: binding a default changes nothing.
             for argument in set(arguments) - set(known):
                 with gin.config_scope(scope or None):
                     value = gin.get_bindings(selector)[argument]

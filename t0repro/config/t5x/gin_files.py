@@ -146,8 +146,7 @@ def _gin_left_as_it_was() -> Iterator[None]:
     finally:
         gin.clear_config()
         for served in [*gin.config._INVERSE_REGISTRY]:
-            # Records and optax's functions only; what the user's modules register
-            # stays.
+            # Records and optax's functions only; what the user's modules register stays.
             ours = served.__module__ in (records.__name__, programs.__name__)
             if ours or served.__module__.startswith("optax."):
                 gin.config._REGISTRY.pop(gin.config._INVERSE_REGISTRY.pop(served).selector)
@@ -255,8 +254,7 @@ def _reached(selector: str) -> list[_Call]:
     calls: dict[tuple[tuple[str, ...], str], _Call] = {}
 
     def visit(scopes: tuple[str, ...], selector: str) -> None:
-        # A configurable may be reached by several paths, and a macro may be read by many
-        # bindings.
+        # A configurable may be reached by several paths, and a macro may be read by many bindings.
         if (scopes, selector) in calls:
             return
         arguments = gin.config._get_bindings(selector, scope_components=list(scopes))

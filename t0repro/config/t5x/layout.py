@@ -10,8 +10,8 @@ from t0repro.config.run_config import Layout
 from t0repro.config.t5x.records import AxisRules, PjitPartitioner
 from t0repro.errors import UserError
 
-# T5X's rules that say what is said here, or what is never divided here either: logical axis ->
-# axis of the mesh. ("embed", "data"), of parameters, is full sharding.
+# T5X's rules that divide what is divided here too: (logical axis, axis of the mesh). The rule
+# ("embed", "data"), of parameters, is full sharding.
 _KNOWN = {
     ("batch", "data"),
     ("vocab", "model"),

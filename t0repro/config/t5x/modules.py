@@ -164,8 +164,7 @@ def served() -> Iterator[list[str]]:
                 )
             if name not in imported:
                 imported.append(name)
-            # As Python's own __import__: the module itself with a `from` list, else its
-            # root.
+            # As Python's own __import__: the module itself with a `from` list, else its root.
             return _Deferred(name if fromlist else root)
         return _module(name) if fromlist else _module(root)
 

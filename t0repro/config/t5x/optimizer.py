@@ -135,8 +135,7 @@ def _call(value: Any, places: Places) -> Mapping[str, Any]:
         if isinstance(argument, list | tuple):
             return [plain(name, item) for item in argument]
         try:
-            # Through JSON, so that what RunConfig holds can be written and read back
-            # equal.
+            # Through JSON, so that what RunConfig holds can be written and read back equal.
             return json.loads(json.dumps(argument))
         except TypeError:
             raise places.refused(
