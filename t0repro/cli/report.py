@@ -116,6 +116,7 @@ def make(
     )
     beside = _beside(label, other, metrics, losses, conversion)
     report = make_report(Run(label, eval_dir, step), prompts, options, beside)
+    # Two commands that write into one folder would mix their files.
     with folder_lock(out, "writing a report"):
         paths = write_report(report, out)
     _print(report, paths)

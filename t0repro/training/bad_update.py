@@ -151,8 +151,8 @@ def first_bad_tensor(
 ) -> BadTensor | None:
     """The first tensor of an update that is not finite, in the order in which they are computed.
 
-    First the parameters, then for each microbatch the activations, the loss, and the gradients from
-    the last layers to the first.
+    First the parameters, then for each microbatch the activations, the loss, and the gradients.
+    These are in reverse order of their paths, which is not that of the backward pass.
 
     Args:
       model: the model.
@@ -180,7 +180,7 @@ def first_bad_tensor(
 def _computed(
     model: T5Model, loss_fn: Callable, params: Any, part: Mapping[str, jax.Array], key: Any
 ) -> list[tuple[str, str, Any]]:
-    """(kind, name, value) of activations, loss and gradients, in the order of computation."""
+    """(kind, name, value) of activations as computed, of the loss, and of gradients by path."""
     dropout = bool(model.module.config.dropout_rate)
     activations: list[tuple[str, str, Any]] = []
 
@@ -202,6 +202,7 @@ def _computed(
             rngs={"dropout": key} if dropout else {},
         )
     (loss, _), gradients = jax.value_and_grad(loss_fn, has_aux=True)(params, part, key)
+    # jax sorts the keys of dictionaries: `token_embedder` comes last, `decoder` first.
     backwards = [("gradient", name, value) for name, value in _flat(gradients).items()]
     return [*activations, ("loss", "loss", loss), *reversed(backwards)]
 
