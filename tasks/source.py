@@ -140,7 +140,7 @@ class PromptedRows:
         return [name for name, reader in files.items() if reader is not None]
 
     def origin(self, split: str) -> dict[str, Any]:
-        """What the split's rows are and of which version, as JSON."""
+        """Where the split's rows come from, and in which version, as JSON values."""
         limit = self.files_of_splits[split].max_rows
         return {**self.reader(split).origin(), **({} if limit is None else {"max_rows": limit})}
 

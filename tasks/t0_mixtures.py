@@ -12,7 +12,7 @@ from t0repro.tasks.task import SCORE_EVAL_SUFFIX, PromptedTask
 from t0repro.tasks.templates import task_name, template_datasets, template_names
 
 MAX_EXAMPLES = 500_000
-"""T0 counts a dataset above so many examples as this many, shared by its templates."""
+"""T0 counts a larger dataset as this many examples, shared by its templates."""
 
 # What each model was trained on: values of the column do_train in T0's table.
 TRAINED_ON: Mapping[str, tuple[str, ...]] = {
@@ -187,7 +187,7 @@ def register_t0_tasks(
     """Registers the tasks of every dataset in T0's table, and their twins, by T0's names.
 
     Args:
-      held: Returns the splits of a dataset that its tasks shall have; tasks that would have none
+      held: Returns the splits of a dataset that its tasks are to have; tasks that would have none
         are not registered.
 
     Returns:

@@ -26,7 +26,7 @@ class KubernetesLauncher:
 
     Attributes:
       template: a Job manifest of the user's, whose first container is completed with the command;
-        it says the image, the volumes, the accelerator and whatever else the cluster wants.
+        it gives the image, the volumes, the accelerator and whatever else the cluster requires.
     """
 
     template: dict[str, Any]

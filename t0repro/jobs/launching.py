@@ -32,7 +32,7 @@ class Launch:
     Attributes:
       name: of the job on the engine.
       command: its words.
-      processes: how many of it work together, each on a machine or an accelerator of its own.
+      processes: how many copies of it work together, each on its own machine or accelerator.
       machine: where, and what each process may use.
     """
 

@@ -16,8 +16,8 @@ from t0repro.vertex.spec import JobSpec, Machines
 class VertexLauncher:
     """Submits a custom job for each job, whose container runs the worker.
 
-    Containers see buckets as folders below /gcs, by Cloud Storage FUSE. This machine has to have
-    the training's bucket mounted at the same path, for the job's file leads to everything else.
+    Containers see buckets as folders below /gcs, by Cloud Storage FUSE. This machine must have the
+    training's bucket mounted at the same path, because the job's file refers to the rest by path.
 
     Attributes:
       mount: where this machine has buckets mounted; what is in a job's file is not translated.

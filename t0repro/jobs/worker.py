@@ -52,7 +52,7 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """A command and where its traces go.
+    """A command, and where its log, its lock and its exit file go.
 
     Attributes:
       environment: variables that are added to the worker's own.

@@ -26,7 +26,7 @@ class Partitioning:
     Attributes:
       mesh: devices by (data, model).
       fully_sharded: whether parameters and slots are divided along `data` too.
-      at_hand: number of devices that there are, used or not.
+      at_hand: number of devices available, used or not.
     """
 
     mesh: Mesh
@@ -52,7 +52,7 @@ class Partitioning:
         )
 
     def active(self) -> contextlib.AbstractContextManager[Any]:
-        """A context in which what is traced is divided among these devices, if they are several."""
+        """A context in which what is traced is divided among the devices, if there are several."""
         return contextlib.nullcontext() if self.mesh.size == 1 else jax.set_mesh(self.mesh)
 
     def shardings(self, tree: Any) -> Any:
@@ -117,7 +117,7 @@ class Partitioning:
 
 
 def put(x: np.ndarray, sharding: NamedSharding) -> jax.Array:
-    """Places an array on the devices; of several processes, each has the array and places a part.
+    """Places an array on the devices; each of several processes has all of it and places its part.
 
     `jax.device_put` would first compare the arrays of the processes, over the network.
     """
@@ -127,7 +127,7 @@ def put(x: np.ndarray, sharding: NamedSharding) -> jax.Array:
 
 
 def fetched(x: jax.Array) -> np.ndarray:
-    """An array's values, also if other processes hold parts of it; all make this call then."""
+    """An array's values; if other processes hold parts of it, all of them must make this call."""
     if x.is_fully_addressable or x.is_fully_replicated:
         return np.asarray(x)
     from jax.experimental import multihost_utils
@@ -178,8 +178,7 @@ def choose(
     """Arranges the devices at hand as a run's layout asks.
 
     One device is one device, whatever the layout is. A layout without `data`, or made for another
-    TPU slice, takes all devices; of those it leaves over as many as the batch cannot be divided
-    among.
+    TPU slice, takes as many of the devices as the batch can be divided among.
 
     Args:
       layout: the run's layout.

@@ -8,7 +8,7 @@ from typing import Any
 
 
 def count_flops(jaxpr: Any) -> int:
-    """Operations of all matrix products of a jaxpr, two for each multiplication and addition.
+    """Operations of all matrix products of a jaxpr, two for each multiply-add.
 
     Loops of known length count as often as they run, a loop until a condition once. What is
     recomputed in the backward pass counts again. Everything but matrix products is left out; in a

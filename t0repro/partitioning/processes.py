@@ -1,10 +1,10 @@
 """Several processes, on one machine or many, that train or evaluate together.
 
-Every process runs the same program on the devices of all of them (jax.distributed). What they must
-not do each by themselves goes through here: only the first process writes, its choices hold for
+Every process runs the same program on the devices of all of them (jax.distributed). Whatever they
+must not each do on their own goes through here: only the first process writes, its choices hold for
 all (`from_first`), and nobody continues before something is there (`wait_for_all`).
 
-A process by itself is the first of one, for which all this does nothing.
+A process on its own is the first of one, and for it all of this does nothing.
 """
 
 from __future__ import annotations

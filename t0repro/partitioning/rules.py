@@ -43,7 +43,7 @@ _LOGICAL = {
 
 
 def parameter_axes(path: str) -> tuple[str, ...]:
-    """The logical axes of the parameter at a path of T5X's tree; () if there is no such one."""
+    """The logical axes of the parameter at a path of T5X's tree; () if there is none."""
     found = layout.find_row(path, "t5x") or layout.find_row(path, "t5x", decoder_only=True)
     return tuple(_LOGICAL[size] for size in found[0].axes) if found else ()
 

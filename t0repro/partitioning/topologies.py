@@ -119,7 +119,7 @@ def devices_of(topology: str) -> tuple[list[Any], Chip]:
 
 
 def chip_of(topology: str) -> Chip:
-    """What is published about each device of a TPU slice; this takes no libtpu.
+    """What is published about each device of a TPU slice; does not need libtpu.
 
     Raises:
       UserError: for an unknown name.

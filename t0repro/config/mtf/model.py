@@ -319,7 +319,7 @@ class _ModelReader:
         }
 
     def _check_layer(self, layer: Any, kind: str, scope: str) -> None:
-        """Every option of a layer that the JAX model has not must be at its default."""
+        """Every option of a layer that the JAX model lacks must be at its default."""
         selector = f"{_LAYERS}.{kind}"
         for name, parameter in inspect.signature(
             type(layer).__mro__[0].__init__

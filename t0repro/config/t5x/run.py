@@ -105,7 +105,7 @@ def train_config(parsed: Parsed) -> RunConfig:
 
 
 def train_warnings(parsed: Parsed) -> list[str]:
-    """What a training reads and does otherwise than T5X, with the place that asks for it."""
+    """What a training reads but does differently from T5X, with the place that asks for it."""
     if not parsed.program.use_hardware_rng:
         return []
     place = Places.of(parsed.values).place("train.use_hardware_rng")
