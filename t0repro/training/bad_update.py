@@ -149,10 +149,11 @@ def first_bad_tensor(
     key: jax.Array,
     num_microbatches: int,
 ) -> BadTensor | None:
-    """The first tensor of an update that is not finite, in the order in which they are computed.
+    """The first tensor of an update that is not finite.
 
-    First the parameters, then for each microbatch the activations, the loss, and the gradients.
-    These are in reverse order of their paths, which is not that of the backward pass.
+    Searched are the parameters, then for each microbatch the activations in the order in which they
+    are computed, the loss, and the gradients in reverse order of their paths, which is not the
+    order of the backward pass.
 
     Args:
       model: the model.
