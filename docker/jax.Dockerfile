@@ -1,7 +1,8 @@
 # The JAX stack; what follows the image's name are options of `t0repro run`.
 #   docker build --file docker/jax.Dockerfile --build-arg ACCELERATOR=tpu --tag t0repro-jax .
 #   docker run t0repro-jax --run_mode=train --gin_file=...
-FROM python:3.11-slim-bookworm
+# Not slim: the lock has packages without wheels, which need a C compiler.
+FROM python:3.11-bookworm
 
 # cpu, gpu or tpu: which of jax's builds is installed.
 ARG ACCELERATOR=cpu

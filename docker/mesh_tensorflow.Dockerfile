@@ -2,7 +2,8 @@
 # README has them.
 #   docker build --file docker/mesh_tensorflow.Dockerfile --tag t0repro-mtf .
 #   docker run t0repro-mtf --model_dir=... --module_import=t0repro.tasks.t0 --gin_file=...
-FROM python:3.11-slim-bookworm
+# Not slim: the lock has packages without wheels, which need a C compiler.
+FROM python:3.11-bookworm
 
 # For instance "mlflow".
 ARG EXTRAS=""
