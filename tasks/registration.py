@@ -350,7 +350,7 @@ def _splits(content: TemplateFile) -> dict[str, dict[str, Split]]:
     found = {suffix: splits for suffix, splits in found.items() if splits}
     if found:
         return found
-    known = [str(path.parent.relative_to(root)) for path in sorted(root.glob("*/*/*.*l*"))]
+    known = [str(path.parent.relative_to(root)) for path in sorted(root.glob("*/*/*.*"))]
     raise UserError(
         f"There are no rows for {content.path}: dataset {content.dataset!r}, subset"
         f" {content.subset!r}.",

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-import sys
 from collections.abc import Mapping
 from typing import Literal
 
 from t0repro.config.t5x import gin_files, records
 from t0repro.config.t5x.gin_files import GinInputs
 from t0repro.errors import UserError
+from t0repro.jobs.worker import INTERPRETER
 
 MODEL_DIR, MIXTURE, CHECKPOINT, TRAIN_STEPS, OUTPUT = (
     "MODEL_DIR",
@@ -79,7 +79,7 @@ class JobSettings:
           values: name of a replaced macro -> its value.
           macros: what `check` returned.
         """
-        t0repro = (sys.executable, "-m", "t0repro.cli")
+        t0repro = (INTERPRETER, "-m", "t0repro.cli")
         options = self._words[1:]
         if self.run_mode:
             # Only macros that the files read: t0repro refuses one on the command line that nothing

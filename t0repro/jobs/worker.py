@@ -50,11 +50,17 @@ class Limits:
     log_megabytes: float = 10.0
 
 
+# Stands first in a command for the Python that runs the worker: an image's is not where this
+# machine's is.
+INTERPRETER = "{python}"
+
+
 @dataclasses.dataclass(frozen=True)
 class Work:
     """A command, and where its log, its lock and its exit file go.
 
     Attributes:
+      command: may begin with INTERPRETER.
       environment: variables that are added to the worker's own.
       exit_file: receives an `Ending` as JSON.
       lock_file: locked for as long as any of the job's processes lives.
@@ -130,7 +136,7 @@ def _run(work: Work, lock: int, asked_to_end: threading.Event) -> Ending | None:
     with open(work.log_file, "wb") as log:
         try:
             process = subprocess.Popen(
-                work.command,
+                [sys.executable if word == INTERPRETER else word for word in work.command],
                 env=os.environ | work.environment,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,

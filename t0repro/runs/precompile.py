@@ -368,8 +368,11 @@ def remedies(config: RunConfig, partitioning: Partitioning) -> list[str]:
 
 def more_recomputation(model: ModelConfig) -> tuple[Recompute, ...]:
     """Policies that keep less than the model's own, the one that recomputes least first."""
-    ways: tuple[Recompute, ...] = ("minimal", "full")
-    return ways[("none", "minimal", "full").index(model.recompute) :]
+    stronger: dict[Recompute, tuple[Recompute, ...]] = {
+        "none": ("minimal", "full"),
+        "minimal": ("full",),
+    }
+    return stronger.get(model.recompute, ())
 
 
 def _memory(program: Program) -> str:

@@ -23,6 +23,8 @@ from t0repro.training.metrics import METRICS_FILE
 TRACKING_FILE = "tracking.json"
 _SECONDS = 5.0  # between two looks at the metrics
 
+_WRITING = threading.Lock()
+
 Say = Callable[[str], None]
 
 
@@ -154,8 +156,10 @@ class _Sent:
         return cls(**_tracking(folder).get(name, {}))
 
     def write(self, folder: Path, name: str) -> None:
-        state = _tracking(folder) | {name: dataclasses.asdict(self)}
-        write_atomically(folder / TRACKING_FILE, json.dumps(state, indent=2))
+        # Each tracker has a thread, and all share the file.
+        with _WRITING:
+            state = _tracking(folder) | {name: dataclasses.asdict(self)}
+            write_atomically(folder / TRACKING_FILE, json.dumps(state, indent=2))
 
     def add(self, series: str, step: int) -> bool:
         """Notes a step of a series; False if the tracker has it."""

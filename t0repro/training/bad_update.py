@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -152,8 +152,7 @@ def first_bad_tensor(
     """The first tensor of an update that is not finite.
 
     Searched are the parameters, then for each microbatch the activations in the order in which they
-    are computed, the loss, and the gradients in reverse order of their paths, which is not the
-    order of the backward pass.
+    are computed, the loss, and the gradients in the order in which the backward pass finishes them.
 
     Args:
       model: the model.
@@ -203,9 +202,27 @@ def _computed(
             rngs={"dropout": key} if dropout else {},
         )
     (loss, _), gradients = jax.value_and_grad(loss_fn, has_aux=True)(params, part, key)
-    # jax sorts the keys of dictionaries: `token_embedder` comes last, `decoder` first.
-    backwards = [("gradient", name, value) for name, value in _flat(gradients).items()]
-    return [*activations, ("loss", "loss", loss), *reversed(backwards)]
+    order = _backward_order(gradients := _flat(gradients), [name for _, name, _ in activations])
+    backwards = [("gradient", name, gradients[name]) for name in order]
+    return [*activations, ("loss", "loss", loss), *backwards]
+
+
+def _backward_order(parameters: Iterable[str], calls: Sequence[str]) -> list[str]:
+    """Parameters in the order in which the backward pass finishes their gradients.
+
+    Args:
+      parameters: names.
+      calls: names of the modules in the order of their calls.
+    """
+    # The embedding is called again for the logits; its gradient is whole after the first call's.
+    first = {name: place for place, name in reversed(list(enumerate(calls)))}
+
+    def place(parameter: str) -> int:
+        path = parameter.split("/")
+        around = ("/".join(path[:length]) for length in range(len(path), 0, -1))
+        return next((first[name] for name in around if name in first), -1)
+
+    return sorted(parameters, key=place, reverse=True)
 
 
 def _flat(tree: Any) -> dict[str, Any]:

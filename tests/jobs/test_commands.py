@@ -1,7 +1,5 @@
 """What T5X's page on auxiliary jobs warns of is refused, or warned of, before anything starts."""
 
-import sys
-
 import pytest
 
 from t0repro.errors import UserError
@@ -33,7 +31,7 @@ def test_the_pages_own_example_is_an_evaluation_with_its_macros_replaced():
     macros, warnings = check(settings())
     assert warnings == []
     assert settings().command(VALUES, macros) == (
-        *(sys.executable, "-m", "t0repro.cli", "eval", f"--gin_file={EVAL}"),
+        *("{python}", "-m", "t0repro.cli", "eval", f"--gin_file={EVAL}"),
         *("--gin_search_paths=.", "--gin.MIXTURE_OR_TASK_NAME='m'"),
         *("--gin.INITIAL_CHECKPOINT_PATH='c'", "--gin.EVAL_OUTPUT_DIR='o'"),
     )

@@ -12,11 +12,11 @@ import pytest
 
 from t0repro.jobs.launcher import Job
 from t0repro.jobs.local import LocalLauncher
-from t0repro.jobs.worker import Limits
+from t0repro.jobs.worker import INTERPRETER, Limits
 
 
 def python_job(folder: Path, code: str, **limits) -> Job:
-    return Job("job-1", folder, (sys.executable, "-c", code), {"NAME": "value"}, Limits(**limits))
+    return Job("job-1", folder, (INTERPRETER, "-c", code), {"NAME": "value"}, Limits(**limits))
 
 
 def run(job: Job):

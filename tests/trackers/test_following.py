@@ -9,7 +9,7 @@ from t0repro.errors import UserError
 from t0repro.trackers import following
 from t0repro.trackers.following import TRACKING_FILE, tracked
 from t0repro.trackers.tracker import TrackedRun, TrackerName
-from t0repro.training.metrics import JsonLines, MetricsManager
+from t0repro.training.metrics import JsonLines, MetricLog
 
 
 class Recorder:
@@ -69,7 +69,7 @@ def steps(recorder):
 
 def test_every_line_and_file_arrives_under_its_tag(tmp_path, recorder):
     with follow(tmp_path, parameters={"model": {"d_model": 4}, "seed": None}):
-        metrics = MetricsManager(tmp_path)
+        metrics = MetricLog(tmp_path)
         metrics.write("train", 1, {"loss": 2.5})
         metrics.write("eval", 1, {"accuracy": 50.0}, task="rte")
         metrics.close()
@@ -97,7 +97,7 @@ def test_a_run_that_starts_again_continues_without_repeating(tmp_path, recorder)
 def test_checkpoints_may_be_evaluated_in_any_order(tmp_path, recorder):
     for step in (20, 10, 20):
         with follow(tmp_path):
-            metrics = MetricsManager(tmp_path)
+            metrics = MetricLog(tmp_path)
             metrics.write("eval", step, {"accuracy": 1.0}, task="rte")
             metrics.close()
     assert [step for step, _ in recorder.values] == [20, 10]

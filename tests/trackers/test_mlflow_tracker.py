@@ -12,7 +12,7 @@ import pytest
 from t0repro.errors import UserError
 from t0repro.trackers.following import tracked
 from t0repro.trackers.tracker import TrackedRun, TrackerName
-from t0repro.training.metrics import MetricsManager
+from t0repro.training.metrics import MetricLog
 
 mlflow = pytest.importorskip("mlflow", reason="needs the extra mlflow")
 pytestmark = [
@@ -57,7 +57,7 @@ def write(folder, steps):
     with tracked(
         [TrackerName.MLFLOW], TrackedRun(folder, {"model": {"d_model": 8}}, ("*.gin",)), print
     ):
-        metrics = MetricsManager(folder, steps[0] - 1)
+        metrics = MetricLog(folder, steps[0] - 1)
         for step in steps:
             metrics.write("train", step, {"loss": 1 / step})
         metrics.write("eval", steps[-1], {"accuracy": 40.0}, task="rte: yes?")

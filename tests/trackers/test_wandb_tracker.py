@@ -7,7 +7,7 @@ import pytest
 
 from t0repro.trackers.following import tracked
 from t0repro.trackers.tracker import TrackedRun, TrackerName
-from t0repro.training.metrics import MetricsManager
+from t0repro.training.metrics import MetricLog
 
 wandb = pytest.importorskip("wandb", reason="needs the extra wandb")
 pytestmark = pytest.mark.slow
@@ -42,7 +42,7 @@ def test_an_offline_run_holds_settings_metrics_and_files(tmp_path, monkeypatch):
     with tracked(
         [TrackerName.WANDB], TrackedRun(folder, {"model": {"d_model": 8}}, ("*.gin",)), print
     ):
-        metrics = MetricsManager(folder, 0)
+        metrics = MetricLog(folder, 0)
         for step in (1, 2):
             metrics.write("train", step, {"loss": 1 / step})
         metrics.write("eval", 1, {"accuracy": 40.0}, task="rte")  # of an earlier checkpoint

@@ -3,6 +3,7 @@
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -49,6 +50,38 @@ def test_parameters_are_looked_at_first_and_a_finite_update_has_nothing_bad():
     assert find(params) is None
     params["decoder"]["decoder_norm"]["scale"] = params["decoder"]["decoder_norm"]["scale"] * np.nan
     assert str(find(params)) == ("the parameter decoder/decoder_norm/scale: 8 of 8 not finite")
+
+
+@jax.custom_vjp
+def spoiling(parameter):
+    """Adds nothing to a loss, and NaN to the parameter's gradient."""
+    return jnp.zeros((), parameter.dtype)
+
+
+spoiling.defvjp(
+    lambda parameter: (spoiling(parameter), parameter),
+    lambda parameter, _: (jnp.full_like(parameter, jnp.nan),),
+)
+
+
+class Spoiled(T5Model):
+    def whole_batch(self, batch):
+        batch, loss_fn = super().whole_batch(batch)
+
+        def spoiled(params, *rest):
+            loss, metrics = loss_fn(params, *rest)
+            deep = params["encoder"]["layers_0"]["mlp"]["wo"]["kernel"]
+            embedding = params["token_embedder"]["embedding"]
+            return loss + spoiling(embedding) + spoiling(deep), metrics
+
+        return batch, spoiled
+
+
+def test_of_bad_gradients_the_one_is_named_that_the_backward_pass_finishes_first():
+    (batch,) = tiny.batches(1)
+    model, params = Spoiled(tiny.model()), tiny.new_state().params
+    bad = first_bad_tensor(model, params, batch, jax.random.key(0), 1)
+    assert (bad.kind, bad.name) == ("gradient", "encoder/layers_0/mlp/wo/kernel")
 
 
 def test_another_folder_is_refused(tmp_path):
