@@ -22,6 +22,7 @@ from t0repro.cli.gin_options import (
     t5x_inputs,
 )
 from t0repro.cli.options import AsJson, Modules
+from t0repro.errors import UserError
 
 if TYPE_CHECKING:
     from t0repro.config.run_config import RunConfig
@@ -152,9 +153,14 @@ def _explain_t5x(
     from t0repro.config.explain import in_columns
     from t0repro.config.t5x.gin_files import parse
 
+    if dialect and run_mode != "train":
+        raise UserError(
+            f"Only a training can be said in another dialect, not a run of {run_mode}.",
+            where="--as",
+            fix="Leave --as out, or give --run_mode=train.",
+        )
     parsed = parse(t5x_inputs(run_mode, files, bindings, search_paths, allowlist))
-    # Only trainings can be said in both dialects.
-    if dialect and run_mode == "train":
+    if dialect:
         from t0repro.config.t5x.run import train_config
 
         _show_translation(train_config(parsed), dialect)
