@@ -74,7 +74,6 @@ def asked_for() -> dict[str, set[str]]:
 NEVER_IMPORTED = {
     "tensorflow-text": "imported by seqio, at a version that fits tensorflow's",
     "tensorflow-datasets": "imported by seqio",
-    "apache-beam": "what seqio_cache_tasks runs on",
     "setuptools": "builds the package",
     "beartype": "pytest's --jaxtyping-packages names it",
     "basedpyright": "a command",

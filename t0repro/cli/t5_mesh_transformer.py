@@ -214,7 +214,9 @@ def _run_mesh_tensorflow(options: Any) -> None:
         # the gin files say.
         parser.parse(gin_inputs(options), warn=False)
         configuration = None
-    config = configuration.run if configuration else None
+    asked = configuration.run_or_refusal if configuration else None
+    # Its settings as the JAX stack has them, unless only this one can do what they say.
+    config = None if isinstance(asked, NotOnJax) else asked
     with (
         tracking.tracked_training(options.tracker, Path(options.model_dir), config),
         aux_flags.jobs_beside(options),

@@ -76,9 +76,9 @@ def evaluate(
         --gin.MIXTURE_OR_TASK_NAME="'my_task'" --gin.CHECKPOINT_PATH="'runs/c4/checkpoint_1000'"
         --gin.EVAL_OUTPUT_DIR="'runs/eval'" --module_import my_tasks
     """
+    parsed = parse_files(gin_inputs("eval", options))
     # Processes join before anything asks JAX for its devices.
     with processes.joined():
-        parsed = parse_files(gin_inputs("eval", options))
         from t0repro.config.t5x.inference import eval_plan
 
         plan = eval_plan(parsed)
@@ -116,10 +116,10 @@ def infer(
         --gin.TASK_FEATURE_LENGTHS="{'inputs': 512, 'targets': 64}"
         --gin.INFER_OUTPUT_DIR="'runs/infer'" --module_import my_tasks
     """
+    # Last, so that the flag wins over the gin files.
+    shard = [] if shard_id is None else [f"infer.shard_id = {shard_id}"]
+    parsed = parse_files(gin_inputs("infer", options, last=shard))
     with processes.joined():
-        # Last, so that the flag wins over the gin files.
-        shard = [] if shard_id is None else [f"infer.shard_id = {shard_id}"]
-        parsed = parse_files(gin_inputs("infer", options, last=shard))
         from t0repro.config.t5x.inference import infer_plan
 
         plan = infer_plan(parsed)

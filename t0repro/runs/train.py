@@ -177,7 +177,7 @@ def train(
         if config.plan is None
         else _planned_loop(run, start, beginning, planned, [*actions, signals], say)
     )
-    done = _run_loop(loop, opened, end_step - start.step, say)
+    done = _run_loop(loop, opened, end_step - start.step, Path(config.model_dir), say)
     if start.step >= end_step:
         say(nothing)
     else:
@@ -331,7 +331,9 @@ def _planned_loop(
     )
 
 
-def _run_loop(loop: TrainingLoop, batches: Iterable[NumpyBatch], num_steps: int, say: Say) -> int:
+def _run_loop(
+    loop: TrainingLoop, batches: Iterable[NumpyBatch], num_steps: int, model_dir: Path, say: Say
+) -> int:
     """Runs the loop; returns the number of steps done."""
     try:
         with loop:
@@ -339,7 +341,9 @@ def _run_loop(loop: TrainingLoop, batches: Iterable[NumpyBatch], num_steps: int,
     except PreemptionError as error:
         raise StoppedBySignal(signal.SIGTERM) from error
     except KeyboardInterrupt:  # the second Ctrl-C
-        say("stopped at once, without saving: the same command continues from the last checkpoint")
+        saved = latest_step(model_dir)
+        place = "the start" if saved is None else str(checkpoint_path(model_dir, saved))
+        say(f"stopped at once, without saving: the same command continues from {place}")
         raise
 
 

@@ -124,7 +124,7 @@ def replay(folder: str | os.PathLike[str]) -> BadTensor | None:
     folder = Path(folder)
     try:
         notes = json.loads((folder / NOTES_FILE).read_text())
-        with np.load(folder / BATCH_FILE) as arrays:
+        with np.load(folder / BATCH_FILE, allow_pickle=False) as arrays:
             batch = {name: arrays[name] for name in arrays.files}
     except (OSError, ValueError) as error:
         raise UserError(

@@ -97,7 +97,7 @@ def apply_grads(
     train_state: TrainState,
     grad_accum: Any,
     metrics: Mapping[str, Any],
-    learning_rate: jax.Array,
+    learning_rate: jax.Array | float,
     weight_metrics_computer: WeightMetricsComputer | None = None,
     other_state_variables: Mapping[str, Any] | None = None,
 ) -> tuple[TrainState, dict[str, Any]]:

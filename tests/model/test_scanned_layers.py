@@ -14,6 +14,7 @@ from .. import tiny_models as tiny
 
 DEEP = {"num_encoder_layers": 2, "num_decoder_layers": 2}
 VARIANTS = {
+    "shared position bias": {},
     "shared position bias, partly recomputed": {"recompute": "minimal"},
     "position bias per layer, recomputed": {"position_bias_per_layer": True, "recompute": "full"},
     "shared towers": {"shared_towers": True},
@@ -41,12 +42,14 @@ def gradients(model, params, parts, key):
 
 
 @pytest.mark.parametrize("changes", CASES)
-def test_losses_are_equal_bit_for_bit_and_gradients_to_rounding(changes):
+def test_losses_are_equal_to_the_last_bit_and_gradients_to_rounding(changes):
     """With dropout: each layer's masks are those that it has on its own."""
     each, all_at_once = models(dropout_rate=0.2, **changes)
     params = initial_parameters(each, jax.random.key(0))
     ours, theirs = (gradients(m, params, 2, jax.random.key(3)) for m in (all_at_once, each))
-    assert float(ours[0]) == float(theirs[0])
+    # What is computed again is fused otherwise, which may round the last bit otherwise.
+    ulps = 1 if changes.get("recompute") else 0
+    np.testing.assert_array_max_ulp(ours[0], theirs[0], maxulp=ulps)
     compare = lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6)  # noqa: E731
     jax.tree.map(compare, ours[1], theirs[1])
 

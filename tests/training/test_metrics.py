@@ -84,6 +84,8 @@ def test_metrics_go_to_the_lines_to_tensorboard_and_to_further_writers(tmp_path)
         "train/target_tokens": 3,
         "train/examples": 2,
         "train/seconds": 0.125,
+        "train/input_tokens": 0,
+        "train/input_wait_seconds": 0.0,
     }
     validation = {"validation/token_accuracy": 0.75}
     task = {"eval/a_task/accuracy": 50.0}

@@ -33,12 +33,18 @@ def one_step(loss):
     return {"loss": AveragePerStep(np.float32(loss)), "seqs": Sum(np.float32(4))}
 
 
+@pytest.fixture
+def files(tmp_path):
+    files = SplitMetrics(tmp_path, None)
+    yield files
+    files.close()
+
+
 def lines(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_summary_is_over_all_that_was_added_since_the_last(tmp_path):
-    files = SplitMetrics(tmp_path, None)
+def test_a_summary_is_over_all_that_was_added_since_the_last(tmp_path, files):
     manager = MetricsManager("train", files)
     for loss in (1.0, 2.0, 6.0):
         manager.add(one_step(loss))
@@ -53,8 +59,8 @@ def test_a_summary_is_over_all_that_was_added_since_the_last(tmp_path):
     manager.close()  # again is nothing
 
 
-def test_a_merged_window_is_written_as_t5x_hands_it_in(tmp_path):
-    manager = MetricsManager("train", SplitMetrics(tmp_path, None))
+def test_a_merged_window_is_written_as_t5x_hands_it_in(files):
+    manager = MetricsManager("train", files)
     merged = merge_metrics(on_host(one_step(1.0)), on_host(one_step(3.0)))
     values = manager.write_metrics_summary(merged, 2, 2).result()
     assert values == {"loss": 2.0, "seqs": 8.0} and values["loss"].value == 2.0
@@ -62,8 +68,8 @@ def test_a_merged_window_is_written_as_t5x_hands_it_in(tmp_path):
     manager.close()
 
 
-def test_everything_handed_in_is_there_after_flush(tmp_path):
-    manager = MetricsManager("train", SplitMetrics(tmp_path, None))
+def test_everything_handed_in_is_there_after_flush(tmp_path, files):
+    manager = MetricsManager("train", files)
     for step in range(200):
         manager.write_scalar("x", step, step)
     manager.flush()
@@ -85,7 +91,8 @@ class Full:
 
 
 def test_an_error_is_raised_once_and_what_comes_after_it_is_written_all_the_same(tmp_path):
-    manager = MetricsManager("train", SplitMetrics(tmp_path, None, lambda split: Full()))
+    files = SplitMetrics(tmp_path, None, lambda split: Full())
+    manager = MetricsManager("train", files)
     for step in (1, 2, 3):
         manager.add(one_step(step))
         manager.write_summary(step)
@@ -95,6 +102,7 @@ def test_an_error_is_raised_once_and_what_comes_after_it_is_written_all_the_same
     assert [row["step"] for row in lines(tmp_path)] == [1, 2, 3]
     manager.write_summary(4)
     manager.close()
+    files.close()
 
 
 def test_durations_are_from_the_end_of_one_step_to_the_end_of_the_next():

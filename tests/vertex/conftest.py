@@ -42,6 +42,9 @@ class Cloud(NamedTuple):
 @pytest.fixture(scope="session")
 def certificate(tmp_path_factory) -> tuple[bytes, bytes]:
     """A certificate for localhost and its key; gRPC reads once whom it trusts, so once for all."""
+    trusted = Path(os.environ.get("GRPC_DEFAULT_SSL_ROOTS_FILE_PATH", "/"))
+    if trusted.with_name("key.pem").exists():  # made for the tests of another folder
+        return trusted.read_bytes(), trusted.with_name("key.pem").read_bytes()
     key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "localhost")])
     now = datetime.datetime.now(datetime.UTC)
@@ -66,6 +69,7 @@ def certificate(tmp_path_factory) -> tuple[bytes, bytes]:
         serialization.PrivateFormat.PKCS8,
         serialization.NoEncryption(),
     )
+    path.with_name("key.pem").write_bytes(private)
     return pem, private
 
 
