@@ -154,22 +154,26 @@ OPTIMIZERS = {
     "sgd": SgdConfig(),
 }
 
-if __name__ == "__main__":
-    result = {
+
+def scanned():
+    """Unrolled layers on one device, and layers in a loop in two layouts."""
+    deep = {"num_encoder_layers": 2, "num_decoder_layers": 2}
+    return {
+        "one": trained(None, scan_layers=False, **deep),
+        "data 4, model 2": trained(Layout(4, 2), scan_layers=True, **deep),
+        "fully sharded": trained(Layout(4, 2, fully_sharded=True), scan_layers=True, **deep),
+    }
+
+
+def every_layout():
+    """Losses, scores and texts of all layouts but those of scanned layers."""
+    return {
         "layouts": {name: trained(layout) for name, layout in LAYOUTS.items()},
         "optimizers": {
             name: [trained(each, optimizer=config) for each in (None, Layout(4, 2))]
             for name, config in OPTIMIZERS.items()
         },
         "dropout": [trained(each, dropout_rate=0.1) for each in (None, Layout(4, 2))],
-        "scanned layers": [
-            trained(each, num_encoder_layers=2, num_decoder_layers=2, scan_layers=scan)
-            for each, scan in ((None, False), (Layout(4, 2), True))
-        ],
-        "scanned layers, fully sharded": [
-            trained(each, num_encoder_layers=2, num_decoder_layers=2, scan_layers=scan)
-            for each, scan in ((None, False), (Layout(4, 2, fully_sharded=True), True))
-        ],
         "one batch, not packed": [
             trained(each, microbatches=1, pack=False) for each in (None, Layout(4, 2))
         ],
@@ -178,4 +182,7 @@ if __name__ == "__main__":
         },
         "resumed": resumed(),
     }
-    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    print(json.dumps(scanned() if sys.argv[1:] == ["scanned"] else every_layout()))
