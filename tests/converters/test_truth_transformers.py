@@ -213,6 +213,8 @@ def test_a_kernel_for_the_logits_counts_as_it_does_in_transformers(
 
 @pytest.mark.parametrize("name", ["T5 1.0", "mT5"])
 def test_transformers_4_scales_every_tied_model(name, tokens, mesh_logits, tmp_path):
+    if name == "mT5" and transformers.__version__.startswith("4."):
+        pytest.skip("transformers 4 makes no mT5 whose head is the embedding; 5 does")
     expected = logits_of(random_model(name, False, tmp_path / "hf"), tokens)
     if name == "mT5":
         expected *= SIZES["d_model"] ** -0.5  # transformers 5, which computed them, does not
