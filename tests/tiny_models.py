@@ -17,6 +17,7 @@ from t0repro.config.run_config import (
     RunConfig,
     ScheduleConfig,
 )
+from t0repro.config.training_plan import DatasetConfig, SaveConfig, TrainingPlan
 from t0repro.model.t5 import T5, initial_parameters
 from t0repro.training.optimizers import make_optimizer
 from t0repro.training.schedules import make_schedule
@@ -51,6 +52,24 @@ UMT5 = dataclasses.replace(
     position_bias_per_layer=True,
     relative_attention_max_distance=20,
     rms_norm_epsilon=1e-3,
+)
+
+PLAN = TrainingPlan(
+    train_data=DatasetConfig("a_task", {"inputs": 6, "targets": 5}, "train", 4, False, 1),
+    train_eval_data=None,
+    infer_eval_data=None,
+    evaluator=None,
+    random_seed=3,
+    relative_steps=None,
+    eval_steps=2,
+    eval_period=3,
+    stats_period=1,
+    run_eval_before_training=False,
+    save=SaveConfig(3, (), None, "float32", True, None, None),
+    restore=None,
+    actions={},
+    weight_metrics=True,
+    gc_period=0,
 )
 
 

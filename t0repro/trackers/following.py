@@ -68,7 +68,7 @@ class _Follower:
 
     def __init__(self, name: TrackerName, tracker: Tracker, run: TrackedRun, sent: _Sent, say: Say):
         self._name, self._tracker, self._run, self._say = name, tracker, run, say
-        self._sent = sent
+        self._sent, self._unsaved = sent, False
         self._lines = _NewLines(run.folder / METRICS_FILE)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._work, name=f"tracking-{name}", daemon=True)
@@ -104,9 +104,12 @@ class _Follower:
                 series += f" {zlib.crc32(' '.join(sorted(values)).encode()):08x}"
             if values and self._sent.add(series, step):
                 self._tracker.log(step, values)
+                self._unsaved = True
         self._tracker.flush()
         # Only now: a line noted as sent that was not would be lost.
-        self._sent.write(self._run.folder, self._name)
+        if self._unsaved:
+            self._sent.write(self._run.folder, self._name)
+            self._unsaved = False
 
     @contextlib.contextmanager
     def _failures(self, what: str) -> Iterator[None]:

@@ -235,18 +235,11 @@ class BaseTrainer(abc.ABC):
         Args:
           batch: an example, whose values do not matter.
         """
-        started = time.perf_counter()
-        self._train_step_for(self._partitioner.put_batch(self._model.features(batch)))
-        seconds = time.perf_counter() - started
-        manager, step = self.train_metrics_manager, int(self.train_state.step)
-        manager.write_scalar("timing/compilation_seconds", seconds, step)
+        self._compile(self._train_step_for, batch, self.train_metrics_manager)
 
     def _train_step_for(self, features: Mapping[str, jax.Array]) -> _Step:
-        key = _shapes(features)
-        if key not in self._compiled_train_steps:
-            compiled = self._compiled(self._partitioned_train_step, features)
-            self._compiled_train_steps[key] = compiled
-        return self._compiled_train_steps[key]
+        made = self._compiled_train_steps
+        return self._step_for(made, lambda: self._partitioned_train_step, features)
 
     # ---- Evaluation -----------------------------------------------------------------------------
 
@@ -281,18 +274,11 @@ class BaseTrainer(abc.ABC):
           batches: an example by the name of an evaluation.
         """
         for name, batch in batches.items():
-            started = time.perf_counter()
-            self._eval_step_for(self._partitioner.put_batch(self._model.features(batch)))
-            seconds = time.perf_counter() - started
-            manager, step = self.eval_metrics_managers[name], int(self.train_state.step)
-            manager.write_scalar("timing/compilation_seconds", seconds, step)
+            self._compile(self._eval_step_for, batch, self.eval_metrics_managers[name])
 
     def _eval_step_for(self, features: Mapping[str, jax.Array]) -> _Step:
-        key = _shapes(features)
-        if key not in self._compiled_eval_steps:
-            compiled = self._compiled(self._partitioned_eval_step, features)
-            self._compiled_eval_steps[key] = compiled
-        return self._compiled_eval_steps[key]
+        made = self._compiled_eval_steps
+        return self._step_for(made, lambda: self._partitioned_eval_step, features)
 
     # ---- What subclasses define -----------------------------------------------------------------
 
@@ -313,6 +299,27 @@ class BaseTrainer(abc.ABC):
     def _get_step_rng(self, step: Any) -> jax.Array:
         # T5X's name, under which subclasses override it.
         return jax.random.fold_in(self._base_rng, step)
+
+    def _compile(
+        self,
+        step_for: Callable[[Mapping[str, jax.Array]], _Step],
+        batch: NumpyBatch,
+        manager: MetricsManager,
+    ) -> None:
+        """Compiles a step for batches of these shapes and writes how long that took."""
+        started = time.perf_counter()
+        step_for(self._partitioner.put_batch(self._model.features(batch)))
+        seconds = time.perf_counter() - started
+        manager.write_scalar("timing/compilation_seconds", seconds, int(self.train_state.step))
+
+    def _step_for(
+        self, made: dict[Any, _Step], function: Callable[[], Any], features: Mapping[str, jax.Array]
+    ) -> _Step:
+        """The step for batches of these shapes, which `made` keeps."""
+        key = _shapes(features)
+        if key not in made:
+            made[key] = self._compiled(function(), features)
+        return made[key]
 
     def _compiled(self, function: Any, features: Mapping[str, jax.Array]) -> _Step:
         """A step for batches of these shapes, compiled if it is one jitted function."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from t0repro.vertex import experiments
 from t0repro.vertex.cloud import Place, cloud_errors, storage_client
-from t0repro.vertex.experiments import Record, Tracker
+from t0repro.vertex.experiments import ExperimentsRun, Record
 from t0repro.vertex.jobs import Look, wait_until_ended
 from t0repro.vertex.results import best_metrics, copy_results
 from t0repro.vertex.staging import split_address
@@ -75,7 +75,7 @@ def record_end(seen: Look, record: Record, place: Place) -> dict[str, float]:
     return metrics
 
 
-def _tell(tracker: Tracker, seen: Look, metrics: dict[str, float]) -> None:
+def _tell(tracker: ExperimentsRun, seen: Look, metrics: dict[str, float]) -> None:
     tracker.metrics(metrics)
     if seen.reason:
         tracker.parameters({"failure": seen.reason})

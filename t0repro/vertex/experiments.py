@@ -19,7 +19,7 @@ import json
 import re
 import shlex
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from t0repro.errors import UserError
 from t0repro.vertex.cloud import Place, cloud_errors, connect
@@ -28,22 +28,6 @@ from t0repro.vertex.spec import JobSpec
 
 RECORD = "job.json"
 _FINAL = {"succeeded": "COMPLETE", "failed": "FAILED", "cancelled": "CANCELLED"}
-
-
-class Tracker(Protocol):
-    """What is told to a tracker of experiments about one run, whichever tracker it is."""
-
-    def parameters(self, values: Mapping[str, str | int | float]) -> None:
-        """Records what the run was asked to do."""
-        ...
-
-    def metrics(self, values: Mapping[str, float]) -> None:
-        """Records summary metrics; a later value of a name replaces the earlier one."""
-        ...
-
-    def end(self, state: State) -> None:
-        """Records how the run ended."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,7 +219,7 @@ def _execution(aiplatform: Any, tracking: Tracking, spec: JobSpec) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class ExperimentsRun:
-    """The run of one job, as a Tracker.
+    """The run of one job.
 
     Attributes:
       run: google.cloud.aiplatform's ExperimentRun.
@@ -246,12 +230,12 @@ class ExperimentsRun:
     execution: Any
 
     def parameters(self, values: Mapping[str, str | int | float]) -> None:
-        """See Tracker."""
+        """Records what the run was asked to do."""
         with cloud_errors("record the run's parameters", where=self.run.name):
             self.run.log_params(dict(values))
 
     def metrics(self, values: Mapping[str, float]) -> None:
-        """See Tracker."""
+        """Records summary metrics; a later value of a name replaces the earlier one."""
         with cloud_errors("record the run's metrics", where=self.run.name):
             self.run.log_metrics(dict(values))
 
@@ -278,7 +262,7 @@ class ExperimentsRun:
         return self.run.get_state() != "RUNNING"
 
     def end(self, state: State) -> None:
-        """See Tracker."""
+        """Records how the run ended."""
         from google.cloud.aiplatform_v1 import Execution
 
         final = Execution.State[_FINAL[state]]

@@ -10,11 +10,8 @@ import pytest
 import tests.tiny_models as tiny
 from t0repro.config.run_config import Arithmetic, ScheduleConfig
 from t0repro.config.training_plan import (
-    DatasetConfig,
     EarlyStoppingConfig,
-    SaveConfig,
     TerminateOnNanConfig,
-    TrainingPlan,
 )
 from t0repro.errors import UserError
 from t0repro.runs.plan import PlannedInputs
@@ -22,25 +19,7 @@ from t0repro.runs.train import train
 from t0repro.training.checkpoints import list_checkpoints, load_tree
 from t0repro.training.train_state import to_flat_tree
 
-DATA = DatasetConfig("a_task", {"inputs": 6, "targets": 5}, "train", 4, False, 1)
-SAVE = SaveConfig(3, (), None, "float32", True, None, None)
-PLAN = TrainingPlan(
-    train_data=DATA,
-    train_eval_data=None,
-    infer_eval_data=None,
-    evaluator=None,
-    random_seed=3,
-    relative_steps=None,
-    eval_steps=2,
-    eval_period=3,
-    stats_period=1,
-    run_eval_before_training=False,
-    save=SAVE,
-    restore=None,
-    actions={},
-    weight_metrics=True,
-    gc_period=0,
-)
+PLAN = tiny.PLAN
 T5X = Arithmetic(True, *[True] * 7)
 BATCHES = tiny.batches(8)
 
@@ -95,7 +74,7 @@ def test_a_run_that_is_stopped_and_goes_on_equals_the_undisturbed_one_bit_for_bi
 
 
 def test_it_saves_before_the_first_step_each_period_at_chosen_steps_and_at_the_end(tmp_path):
-    planned(tmp_path, 8, save=dataclasses.replace(SAVE, steps=(4,)))
+    planned(tmp_path, 8, save=dataclasses.replace(PLAN.save, steps=(4,)))
     assert list_checkpoints(tmp_path) == [0, 3, 4, 6, 8]
 
 
@@ -105,7 +84,7 @@ def test_without_save_rules_nothing_is_saved(tmp_path):
 
 
 def test_parameters_are_saved_in_the_rules_type_and_slots_in_float32(tmp_path):
-    planned(tmp_path, 1, save=dataclasses.replace(SAVE, dtype="bfloat16", keep=1))
+    planned(tmp_path, 1, save=dataclasses.replace(PLAN.save, dtype="bfloat16", keep=1))
     tree = load_tree(tmp_path / "checkpoint_1")
     types = {name.partition("/")[0]: value.dtype.name for name, value in tree.items()}
     assert types["target"] == "bfloat16" and "bfloat16" not in {
@@ -153,7 +132,9 @@ def test_it_evaluates_each_period_and_at_the_end_and_before_if_asked(tmp_path):
         return {"a_task": {"rouge": 1.5}}
 
     inputs = PlannedInputs(train_eval={"a_task": BATCHES[:2]}, infer_eval=infer_eval)
-    planned(tmp_path, 7, inputs=inputs, train_eval_data=DATA, run_eval_before_training=True)
+    planned(
+        tmp_path, 7, inputs=inputs, train_eval_data=PLAN.train_data, run_eval_before_training=True
+    )
     assert asked == [0, 3, 6, 7]
     rows = lines(tmp_path, "training_eval/a_task")
     assert [row["step"] for row in rows] == [0, 3, 6, 7] and "accuracy" in rows[0]
@@ -163,7 +144,9 @@ def test_it_evaluates_each_period_and_at_the_end_and_before_if_asked(tmp_path):
 def test_at_total_steps_it_evaluates_only(tmp_path):
     planned(tmp_path, 3)
     inputs = PlannedInputs(train_eval={"a_task": BATCHES[:1]})
-    state = planned(tmp_path, 3, inputs=inputs, train_eval_data=DATA, run_eval_before_training=True)
+    state = planned(
+        tmp_path, 3, inputs=inputs, train_eval_data=PLAN.train_data, run_eval_before_training=True
+    )
     assert int(state.step) == 3
     assert [row["step"] for row in lines(tmp_path, "training_eval/a_task")] == [3]
 

@@ -14,12 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import tests.tiny_models as tiny  # noqa: E402
-from t0repro.config.training_plan import (  # noqa: E402
-    DatasetConfig,
-    EarlyStoppingConfig,
-    SaveConfig,
-    TrainingPlan,
-)
+from t0repro.config.training_plan import EarlyStoppingConfig  # noqa: E402
 from t0repro.runs.plan import PlannedInputs  # noqa: E402
 from t0repro.runs.train import train  # noqa: E402
 from t0repro.training.actions import Action  # noqa: E402
@@ -85,25 +80,8 @@ def run(folder, moment=None, step=0, do=lambda: None, patience=2, last_step=LAST
         at("inside an evaluation", loop.step)
         return {"a_task": {"rouge": ROUGE.get(loop.step, 0.0)}}
 
-    plan = TrainingPlan(
-        train_data=DatasetConfig("a_task", {"inputs": 6, "targets": 5}, "train", 4, False, 1),
-        train_eval_data=None,
-        infer_eval_data=None,
-        evaluator=None,
-        random_seed=3,
-        relative_steps=None,
-        eval_steps=2,
-        eval_period=3,
-        stats_period=1,
-        run_eval_before_training=False,
-        save=SaveConfig(3, (), None, "float32", True, None, None),
-        restore=None,
-        actions={
-            "INFER_EVAL": (EarlyStoppingConfig("a_task", "rouge", "max", patience, 0.0, 0.0),)
-        },
-        weight_metrics=False,
-        gc_period=0,
-    )
+    stop = EarlyStoppingConfig("a_task", "rouge", "max", patience, 0.0, 0.0)
+    plan = dataclasses.replace(tiny.PLAN, actions={"INFER_EVAL": (stop,)}, weight_metrics=False)
     config = tiny.run_config(folder, last_step, plan=plan, num_microbatches=1)
     model = dataclasses.replace(config.model, dropout_rate=0.2)
     evaluated = Evaluated(lambda: at("before an evaluation", now[0]))
