@@ -172,5 +172,7 @@ def _explain_t5x(
     echo(in_columns([(item.name, item.value, item.place) for item in parsed.values]))
     for module in parsed.imports:
         echo(f"imports {module}")
-    for warning in parsed.warnings:
+    from t0repro.config.t5x.run import train_warnings
+
+    for warning in [*parsed.warnings, *(train_warnings(parsed) if run_mode == "train" else ())]:
         echo(f"warning: {warning}", err=True)

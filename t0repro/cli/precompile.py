@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from t0repro.cli.gin_options import GinFolders, GinParams, RunMode, RunModes, mesh_inputs
+from t0repro.cli.process_flags import ProcessOptions
 from t0repro.cli.shared import with_groups
 from t0repro.cli.t5x_run import T5xOptions, gin_inputs, parse_files, register
 
 if TYPE_CHECKING:
     from t0repro.config.run_config import RunConfig
     from t0repro.config.t5x.gin_files import GinInputs as T5xInputs
+    from t0repro.config.t5x.gin_files import Parsed
 
 
 @with_groups
 def precompile(
     options: T5xOptions,
+    processes: ProcessOptions,
     gin_param: GinParams = None,
     gin_location_prefix: GinFolders = None,
     topology: Annotated[
@@ -57,26 +62,55 @@ def precompile(
         --gin.MODEL_DIR="'runs/compiled'" --gin.MIXTURE_OR_TASK_NAME="'c4_v220_span_corruption'"
         --gin.TASK_FEATURE_LENGTHS="{'inputs': 512, 'targets': 114}"
     """
-    # Before jax is imported, and so that compiling for devices elsewhere takes none of those here.
-    if topology is not None:
-        os.environ["JAX_PLATFORMS"] = "cpu"
     mode = _t5x_mode(options, run_mode, gin_param)
     # T5X's files first: what is wrong with them is said before JAX is imported.
-    config = None if mode is None else _t5x_config(gin_inputs(mode.value, options), options)
-    devices, chip, float32 = _devices(topology)
-    if config is None:
-        config = _mesh_config(options, gin_param, gin_location_prefix, float32)
-    from t0repro.runs import precompile as compiling
+    read = None if mode is None else _t5x_config(gin_inputs(mode.value, options))
+    with _joined(processes, topology):
+        if read is not None and options.dry_run:
+            _check_tasks(*read, options)
+        devices, chip, float32 = _devices(topology)
+        config = (
+            _mesh_config(options, gin_param, gin_location_prefix, float32)
+            if read is None
+            else read[1]
+        )
+        from t0repro.partitioning.processes import output_folder
+        from t0repro.runs import precompile as compiling
 
-    config = compiling.adjusted(config, model_parallelism, fully_sharded, num_microbatches)
-    if suggest:
-        _suggest(config, devices, chip)
-    elif options.dry_run:
-        typer.echo(compiling.devices_line(config, devices))
-    else:
-        left = Path(config.model_dir) if mode is RunMode.PRECOMPILE else None
-        for line in compiling.precompile(config, devices, chip, hlo, left):
-            typer.echo(line)
+        config = compiling.adjusted(config, model_parallelism, fully_sharded, num_microbatches)
+        if suggest:
+            _suggest(config, devices, chip)
+        elif options.dry_run:
+            typer.echo(compiling.devices_line(config, devices))
+        else:
+            left = output_folder(config.model_dir) if mode is RunMode.PRECOMPILE else None
+            hlo = hlo and output_folder(hlo)
+            for line in compiling.precompile(config, devices, chip, hlo, left):
+                typer.echo(line)
+
+
+@contextlib.contextmanager
+def _joined(processes: ProcessOptions, topology: str | None) -> Iterator[None]:
+    """A context in which JAX's devices are those to compile for, or do not matter.
+
+    Raises:
+      UserError: if several processes are to compile for devices that none of them has.
+    """
+    if topology is None:
+        with processes.joined():
+            yield
+        return
+    if processes != ProcessOptions():
+        from t0repro.errors import UserError
+
+        raise UserError(
+            "One process compiles for devices that are not here.",
+            where=f"--topology={topology}",
+            fix="Leave out --topology, for the devices of all processes, or leave out their flags.",
+        )
+    # Before JAX is imported, so that compiling for devices elsewhere takes none of those here.
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    yield
 
 
 def _mesh_config(
@@ -132,8 +166,8 @@ def _suggest(config: RunConfig, devices: Any, chip: Any) -> None:
         typer.echo(line)
 
 
-def _t5x_config(inputs: T5xInputs, options: T5xOptions) -> RunConfig:
-    """The training that T5X's gin files describe; a dry run checks its tasks and vocabularies."""
+def _t5x_config(inputs: T5xInputs) -> tuple[Parsed, RunConfig]:
+    """What T5X's gin files say, and the training that they describe."""
     from t0repro.config.gin_errors import configuration_errors
     from t0repro.config.t5x.run import precompile_config, train_config
     from t0repro.errors import UserError
@@ -147,14 +181,16 @@ def _t5x_config(inputs: T5xInputs, options: T5xOptions) -> RunConfig:
         )
     with configuration_errors():
         parsed = parse_files(inputs)
-        config = readers[inputs.run_mode](parsed)
-    if options.dry_run:
-        from t0repro.runs.dry_run import check_training
+        return parsed, readers[inputs.run_mode](parsed)
 
-        model = parsed.program.model
-        register(parsed, options)
-        check_training(config, (model.input_vocabulary, model.output_vocabulary), typer.echo)
-    return config
+
+def _check_tasks(parsed: Parsed, config: RunConfig, options: T5xOptions) -> None:
+    """Checks the tasks and vocabularies of a training, as its dry run does."""
+    from t0repro.runs.dry_run import check_training
+
+    model = parsed.program.model
+    register(parsed, options)
+    check_training(config, (model.input_vocabulary, model.output_vocabulary), typer.echo)
 
 
 def _devices(topology: str | None) -> tuple:

@@ -181,8 +181,8 @@ def parse_files(inputs: GinInputs) -> Parsed:
     return parsed
 
 
-def register(parsed: Parsed, options: T5xOptions, modules: Sequence[str] = ()) -> None:
-    """Registers the tasks of the modules that the gin files, the command line and `modules` name.
+def register(parsed: Parsed, options: T5xOptions) -> None:
+    """Registers the tasks of the modules that the gin files and the command line name.
 
     Raises:
       UserError: If a module cannot be found.
@@ -201,4 +201,4 @@ def register(parsed: Parsed, options: T5xOptions, modules: Sequence[str] = ()) -
     folders = [folder for value in cache_dirs for folder in value.split(",") if folder]
     if folders:
         seqio.add_global_cache_dirs(folders)
-    load_tasks([*parsed.imports, *(options.module_import or ()), *modules], into_seqio=True)
+    load_tasks([*parsed.imports, *(options.module_import or ())], into_seqio=True)

@@ -45,20 +45,19 @@ def train(
         --gin.MIXTURE_OR_TASK_NAME="'c4_v220_span_corruption'" --gin.TRAIN_STEPS=10000
         --gin.TASK_FEATURE_LENGTHS="{'inputs': 512, 'targets': 114}" --gin.DROPOUT_RATE=0.0
     """
-    # First, since a mistake need not wait for the other processes.
+    # First, since a mistake need not wait for the other processes, nor for JAX to be imported.
     _check_machine(jobs.machines, platform, cell)
-    with processes.joined(), contextlib.ExitStack() as beside:
-        # First, so that --gin.MODEL_DIR wins.
-        named = [f"MODEL_DIR = 'runs/{name}'"] if name else []
-        inputs = gin_inputs("train", options, first=named)
-        parsed = parse_files(inputs)
-        from t0repro.config.t5x.run import train_config, train_warnings
+    # First, so that --gin.MODEL_DIR wins.
+    named = [f"MODEL_DIR = 'runs/{name}'"] if name else []
+    inputs = gin_inputs("train", options, first=named)
+    parsed = parse_files(inputs)
+    from t0repro.config.t5x.run import train_config, train_warnings
 
-        config, model = train_config(parsed), parsed.program.model
+    config, model = train_config(parsed), parsed.program.model
+    with processes.joined(), contextlib.ExitStack() as beside:
         for warning in train_warnings(parsed):
             typer.echo(f"warning: {warning}", err=True)
-        data = parsed.program.train_dataset_cfg
-        register(parsed, options, [data.module] if data.module else [])
+        register(parsed, options)
         from t0repro.runs import dry_run as checks
 
         if options.dry_run:

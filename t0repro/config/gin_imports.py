@@ -60,20 +60,25 @@ def restrict_imports(allowlist: Allowlist) -> None:
     original = getattr(context.process_import, "unrestricted", context.process_import)
 
     def process_import(self: Any, statement: Any) -> None:
-        if not is_allowed(statement.module, allowlist):
-            raise _refused(statement.module, _place(statement.location))
+        check_allowed(statement.module, allowlist, _place(statement.location))
         original(self, statement)
 
     process_import.unrestricted = original  # pyright: ignore[reportFunctionMemberAccess]
     context.process_import = process_import
 
 
-def _refused(module: str, place: str) -> UserError:
-    return UserError(
-        f"A gin file imports {module!r}, which {_OPTION} does not allow.",
-        where=place,
-        fix=f"Read that module, which the import would run; then add {_OPTION}={module}.",
-    )
+def check_allowed(module: str, allowlist: Allowlist, place: str) -> None:
+    """Refuses a module that a gin file names, if the allowlist does not let it pass.
+
+    Raises:
+      UserError: with the place that names it.
+    """
+    if not is_allowed(module, allowlist):
+        raise UserError(
+            f"A gin file imports {module!r}, which {_OPTION} does not allow.",
+            where=place,
+            fix=f"Read that module, which the import would run; then add {_OPTION}={module}.",
+        )
 
 
 def list_imports(

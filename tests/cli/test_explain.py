@@ -1,8 +1,12 @@
 """`t0repro explain` of T5X's gin files, as a user calls it."""
 
 import json
+import re
+import resource
 import subprocess
 import sys
+
+import pytest
 
 FILES = [
     "--gin_file",
@@ -42,10 +46,31 @@ def test_json_has_every_value_and_what_the_files_import(tmp_path):
     assert shown["values"]["MODEL/network.T5Config.emb_dim"]["value"] == "512"
 
 
-def test_a_misspelt_macro_is_answered_without_importing_tensorflow_or_jax():
-    done = explain(*MACROS[1:], "--gin.MODEL_DRI='runs/a'")
+@pytest.mark.parametrize(
+    "command",
+    [["explain", "--run_mode=train"], ["train", "--dry_run"], ["precompile", "--run_mode=train"]],
+)
+def test_a_misspelt_macro_is_answered_before_anything_heavy_is_imported(command):
+    # Python itself says what it imports; that is on stderr too.
+    module = [sys.executable, "-P", "-X", "importtime", "-m", "t0repro.cli", *command]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        [*module, *FILES, *MACROS[1:], "--gin.MODEL_DRI='runs/a'"], capture_output=True, text=True
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == 2 and done.stdout == ""
     assert "MODEL_DIR" in done.stderr and "'MODEL_DRI' may be meant" in done.stderr
+    imported = set(re.findall(r"^import time:.*\| +([\w.]+)$", done.stderr, re.MULTILINE))
+    assert "t0repro.config.t5x.gin_files" in imported
+    assert not imported & {"jax", "flax", "tensorflow", "seqio", "t5", "numpy"}
+    # Of processor time, which other work on the machine does not lengthen much.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2
+
+
+def test_hardware_random_numbers_are_told_by_name_and_line():
+    done = explain(*MACROS, "--gin.USE_HARDWARE_RNG=True")
+    assert done.returncode == 0
+    assert "pretrain.gin:" in done.stderr and "use_hardware_rng = True: JAX's" in done.stderr
 
 
 def test_a_flag_without_a_value_says_how_to_write_it():

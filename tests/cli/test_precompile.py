@@ -1,5 +1,6 @@
 """`t0repro precompile` reads a run's gin files and compiles it for devices that are not here."""
 
+import socket
 import subprocess
 import sys
 
@@ -14,8 +15,23 @@ DEMO = [
 ]
 
 
+COMMAND = [sys.executable, "-P", "-m", "t0repro.cli", "precompile"]
+
+
+def t5x_options(model_dir):
+    files = ("t5x/examples/t5/t5_1_1/tiny.gin", "t5x/configs/runs/precompile.gin")
+    return [
+        *(f"--gin_file={name}" for name in files),
+        "--gin.MIXTURE_OR_TASK_NAME='a_task'",
+        "--gin.TASK_FEATURE_LENGTHS={'inputs': 16, 'targets': 8}",
+        "--gin.BATCH_SIZE=8",
+        "--gin.DROPOUT_RATE=0.1",
+        f"--gin.MODEL_DIR='{model_dir}'",
+    ]
+
+
 def precompile(*options):
-    command = [sys.executable, "-P", "-m", "t0repro.cli", "precompile", *options]
+    command = [*COMMAND, *options]
     return subprocess.run(command, capture_output=True, text=True)
 
 
@@ -31,15 +47,7 @@ def test_a_run_is_compiled_for_virtual_devices_in_its_layout(tmp_path):
 
 
 def test_precompile_gin_leaves_t5xs_files_in_its_model_dir(tmp_path):
-    files = ("t5x/examples/t5/t5_1_1/tiny.gin", "t5x/configs/runs/precompile.gin")
-    macros = [
-        *(f"--gin_file={name}" for name in files),
-        "--gin.MIXTURE_OR_TASK_NAME='a_task'",
-        "--gin.TASK_FEATURE_LENGTHS={'inputs': 16, 'targets': 8}",
-        "--gin.BATCH_SIZE=8",
-        "--gin.DROPOUT_RATE=0.1",
-        f"--gin.MODEL_DIR='{tmp_path}'",
-    ]
+    macros = t5x_options(tmp_path)
     command = [sys.executable, "-P", "-m", "t0repro.cli", "run", "--run_mode=precompile", *macros]
     done = subprocess.run([*command, "--topology=cpu-2"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -53,9 +61,31 @@ def test_precompile_gin_leaves_t5xs_files_in_its_model_dir(tmp_path):
     assert missing.returncode == 2 and "MODEL_DIR" in missing.stderr
 
 
+@pytest.mark.slow
+def test_two_processes_compile_for_the_devices_of_both_and_one_of_them_writes(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    flags = [f"--coordinator_address={address}", "--process_count=2"]
+    started = [
+        subprocess.Popen(
+            [*COMMAND, *t5x_options(tmp_path), *flags, f"--process_index={index}"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    (shown, said), (other, _) = (process.communicate() for process in started)
+    assert [process.returncode for process in started] == [0, 0], said[-3000:]
+    assert shown.startswith("devices: 2 x cpu, data 2, model 1\ntrain: compiled in ")
+    assert other == "" and np.load(tmp_path / "assignment").shape == (2, 1)
+    assert len(list(tmp_path.iterdir())) == 3
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (["--topology", "cpu-2", "--process_count", "2"], "One process compiles"),
         (["--topology", "cpu-none"], "no topology 'cpu-none'"),
         (["--topology", "v3-500"], "no topology 'v3-500'"),
         (["--topology", "cpu-2", "--run_mode", "infer"], "takes a training"),

@@ -18,7 +18,7 @@ def run(mode, *arguments):
     command = [sys.executable, "-P", "-m", "t0repro.cli", mode, f"--gin_file={MODEL}"]
     command += [f"--gin_file=t5x/configs/runs/{mode}.gin", "--gin.DROPOUT_RATE=0.0"]
     command += [f"--gin_bindings={binding}" for binding in SIZES]
-    command += ["--module_import=t0repro.tasks.demo"]
+    command += ["--gin.MIXTURE_OR_TASK_MODULE='t0repro.tasks.demo'"]
     done = subprocess.run([*command, *arguments], capture_output=True, text=True)
     return done.returncode, done.stdout, done.stderr
 

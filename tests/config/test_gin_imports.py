@@ -1,5 +1,6 @@
 """What gin files import: listed without importing, and refused where it is not allowed."""
 
+import dataclasses
 import sys
 
 import pytest
@@ -105,3 +106,13 @@ def test_t5xs_parser_refuses_what_is_not_allowed(stranger):
         gin_files.parse(restricted)
     assert caught.value.where == f"{stranger / 'run.gin'}:3"
     assert not (stranger / "ran").exists()
+
+
+def test_the_module_of_a_dataset_is_an_import_too(stranger):
+    path = stranger / "run.gin"
+    path.write_text(f"{RUN}MIXTURE_OR_TASK_MODULE = 'stranger_tasks'\n")
+    inputs = gin_files.GinInputs("train", (str(path),), SETTINGS)
+    assert gin_files.parse(inputs).imports == ("stranger_tasks",)
+    with pytest.raises(UserError, match="imports 'stranger_tasks'") as caught:
+        gin_files.parse(dataclasses.replace(inputs, import_allowlist=()))
+    assert f"{path}:3" in str(caught.value.where) and not (stranger / "ran").exists()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from t0repro.config.gin_errors import configuration_errors
-from t0repro.config.gin_imports import restrict_imports
+from t0repro.config.gin_imports import check_allowed, restrict_imports
 from t0repro.config.macros import MACRO, bound_macros, check_macros_are_read
 from t0repro.config.provenance import Bindings, record_bindings
 from t0repro.config.t5x import modules, programs, records
@@ -54,7 +54,8 @@ class Parsed:
     Attributes:
       program: the record of `modules.PROGRAMS[run_mode]`.
       values: every argument that the run reads, defaults included, in the order of the calls.
-      imports: modules that the files import besides T5X's and SeqIO's; they register tasks.
+      imports: modules that the files import besides T5X's and SeqIO's, or name as
+        `DatasetConfig.module`; they register tasks.
       warnings: what a file binds but nothing reads.
       gin_text: the configuration as gin writes it, for the run's config.gin.
     """
@@ -94,6 +95,11 @@ def parse(inputs: GinInputs) -> Parsed:
         warnings = _check_overrides(reached, bindings)
         gin.finalize()
         called, values = _call(program), tuple(_values(reached, bindings))
+        # T5X's old way to name the modules of tasks; an import like any other.
+        for module in programs.task_modules(called):
+            place = next(each.place for each in values if each.value == repr(module))
+            check_allowed(module, inputs.import_allowlist, place)
+            imports.append(module)
         text = gin.operative_config_str()
         return Parsed(called, values, tuple(imports), tuple(warnings), text)
 

@@ -157,3 +157,11 @@ class WriteConfig(Record):
     model_dir: str | None = None
     summary_writer: Any = None
     step: int = 0
+
+
+def task_modules(program: Record) -> list[str]:
+    """The modules that a program's datasets name (`DatasetConfig.module`), each once."""
+    fields = dataclasses.fields(program)  # pyright: ignore[reportArgumentType]
+    values = (getattr(program, field.name) for field in fields)
+    modules = [value.module for value in values if isinstance(value, DatasetConfig)]
+    return list(dict.fromkeys(module for module in modules if module))

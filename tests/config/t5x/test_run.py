@@ -20,6 +20,7 @@ from t0repro.config.training_plan import (
     RestoreConfig,
     SaveConfig,
 )
+from t0repro.converters.released import catalogue
 from t0repro.errors import UserError
 
 from ..t5x_trainings import FINETUNE, MODEL, PRETRAIN, REQUIRED, config
@@ -263,7 +264,37 @@ def test_scanned_models_have_the_shape_of_the_others_and_a_bias_in_each_layer(fa
 UMT5 = "t5x/examples/scalable_t5/umt5"
 
 
-@pytest.mark.parametrize("size, d_model", [("small", 512), ("base", 768), ("xxl", 4096)])
+# Released name's beginning -> where T5X's list of models has their files.
+MODELS = {
+    "t5_1_1_lm100k_": "t5x/google/examples/flaxformer_t5/configs/models/t5_1_1_",
+    "t5_1_1_": "t5x/examples/t5/t5_1_1/",
+    "flan_t5_": "t5x/examples/t5/t5_1_1/",
+    "mt5_": "t5x/examples/t5/mt5/",
+    "byt5_": "t5x/examples/t5/byt5/",
+    "t5_": "t5x/examples/t5/t5_1_0/",
+}
+
+
+def test_each_released_checkpoint_of_t5x_has_a_model_file_of_its_shape():
+    releases = [release for release in catalogue().values() if release.format == "t5x"]
+    for release in releases:
+        if release.family == "umT5":  # see below
+            continue
+        start = next(start for start in MODELS if release.name.startswith(start))
+        path = f"{MODELS[start]}{release.name.removeprefix(start)}.gin"
+        assert config(files=[path, PRETRAIN]).model.shape == release.shape, release.name
+
+
+@pytest.mark.parametrize("family", ["t5_1_0", "t5_1_1", "mt5", "byt5"])
+def test_each_family_has_a_tiny_model(family):
+    model = config(files=[f"t5x/examples/t5/{family}/tiny.gin", PRETRAIN]).model
+    assert (model.d_model, model.num_encoder_layers) == (8, 2)
+
+
+@pytest.mark.parametrize(
+    "size, d_model",
+    [("tiny", 8), ("small", 512), ("base", 768), ("large", 1024), ("xl", 2048), ("xxl", 4096)],
+)
 def test_umt5_is_pretrained_deterministically_with_its_own_vocabulary(size, d_model):
     ours = config(
         "TRAIN_EVAL_MIXTURE_OR_TASK_NAME = 'held_out'", files=[f"{UMT5}/pretrain_{size}.gin"]
@@ -272,6 +303,8 @@ def test_umt5_is_pretrained_deterministically_with_its_own_vocabulary(size, d_mo
     assert ours.vocabulary_extra_ids == 300 and not ours.plan.train_data.pack
     assert (ours.plan.random_seed, ours.plan.train_data.seed, ours.plan.save.data) == (0, 42, True)
     assert ours.plan.train_eval_data.mixture_or_task_name == "held_out"
+    released = catalogue().get(f"umt5_{size}")
+    assert released.shape == ours.model.shape if released else size in ("tiny", "large")
 
 
 @pytest.mark.parametrize(
