@@ -78,7 +78,7 @@ def collectives(hlo: str) -> list[Collective]:
     return [
         Collective(kind, size, group, in_loop, times)
         for name, (times, in_loop) in runs.items()
-        for kind, size, group in _operations(lines.get(name, []))
+        for kind, size, group in _operations(name, lines.get(name, []))
     ]
 
 
@@ -123,15 +123,20 @@ def _trips(line: str, lines: dict[str, list[str]]) -> int:
     return limits[0] if len(limits) == 1 else 1
 
 
-def _operations(body: list[str]) -> Iterator[tuple[str, int, int]]:
-    """The collectives of a computation: kind, bytes of the result, size of a group."""
+def _operations(name: str, body: list[str]) -> Iterator[tuple[str, int, int]]:
+    """The collectives of a computation of this name: kind, bytes of the result, size of a group."""
+    # A TPU's reduce-scatter is a fusion of this name: an all-reduce, of which a slice is kept.
+    scatters = name.startswith("all-reduce-scatter")
     for line in body:
         if match := _OPERATION.search(line):
             # A result may be a tuple: XLA joins several arrays in one operation.
             sizes = [_bytes(*array) for array in _ARRAY.findall(match["type"])]
             if match["start"] and match["kind"] in ("all-gather", "collective-permute"):
                 sizes = sizes[len(sizes) // 2 :]  # the first half are its operands
-            yield match["kind"], sum(sizes), _group(line)
+            kind, size, group = match["kind"], sum(sizes), _group(line)
+            if scatters and kind == "all-reduce":
+                kind, size = "reduce-scatter", size // group
+            yield kind, size, group
 
 
 def _bytes(dtype: str, shape: str) -> int:

@@ -233,6 +233,7 @@ def _compiled(
         "parameters": _bytes_per_device(parameters),
         "slots": _bytes_per_device(getattr(state, "slots", {})),
     }
+    held = facts["parameters"] + facts["slots"]
     with partitioning.active():
         traced = jitted.trace(*arguments)
         facts["flops"] = count_flops(traced.jaxpr.jaxpr)
@@ -246,11 +247,10 @@ def _compiled(
                 raise
             seconds = time.monotonic() - started
             return Program(
-                name, **facts, temporaries=_temporaries(refused), other=0, refused=refused,
+                name, **facts, temporaries=_temporaries(refused, held), other=0, refused=refused,
                 communication=(), seconds=seconds, hlo="",
             )  # fmt: skip
     memory, hlo = compiled.memory_analysis(), compiled.as_text()
-    held = facts["parameters"] + facts["slots"]
     # A program is not given the parameters that it does not read, as the decoder's when encoding;
     # the device holds them all the same.
     other = max(0, memory.argument_size_in_bytes - held) + memory.generated_code_size_in_bytes
@@ -301,10 +301,18 @@ def _bytes_per_device(tree: Any) -> int:
     )
 
 
-def _temporaries(refused: str) -> int:
-    """Bytes that a program would need, from libtpu's "required for HLO temporaries (37.71G)"."""
+def _temporaries(refused: str, held: int) -> int:
+    """Bytes that a program would need, from libtpu's "required for HLO temporaries (37.71G)".
+
+    In spite of its name, that number includes the arguments.
+
+    Args:
+      refused: libtpu's message.
+      held: bytes of the parameters and slots.
+    """
     match = re.search(r"temporaries \(([\d.]+)([KMGT])\)", refused)
-    return int(float(match[1]) * 1024 ** ("KMGT".index(match[2]) + 1)) if match else 0
+    needed = float(match[1]) * 1024 ** ("KMGT".index(match[2]) + 1) if match else 0
+    return max(0, int(needed) - held)
 
 
 # ---- In words -----------------------------------------------------------------------------------

@@ -42,3 +42,19 @@ def test_a_tpus_loop_runs_until_its_counter_is_at_the_limit():
 
 def test_counts_keep_loops_apart():
     assert counts(collectives(HLO)) == {"all-gather": 1, "all-reduce in loop": 1}
+
+
+def test_a_tpus_reduce_scatter_is_a_fused_all_reduce():
+    # As libtpu writes it for v3, with layouts and the add left out.
+    fused = """%all-reduce-scatter.5.clone.1 (input.3: bf16[64,128]) -> bf16[16,128] {
+  %all-reduce.7 = bf16[64,128] all-reduce(%input.3), replica_groups={{0,2,4,6},{1,3,5,7}}
+  ROOT %part = bf16[16,128] dynamic-slice(%all-reduce.7, %at, %zero)
+}
+
+ENTRY %main (p: bf16[64,128]) -> bf16[16,128] {
+  ROOT %fusion.1 = bf16[16,128] fusion(%p), kind=kCustom, calls=%all-reduce-scatter.5.clone.1
+}
+"""
+    (scattered,) = collectives(fused)
+    assert (scattered.kind, scattered.group) == ("reduce-scatter", 4)
+    assert scattered.result == 16 * 128 * 2 and scattered.sent == 3 * scattered.result
