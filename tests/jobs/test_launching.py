@@ -95,6 +95,17 @@ def test_a_job_set_has_the_fields_of_its_schema_and_says_where_the_first_pod_is(
     assert client.ApiClient().sanitize_for_serialization(read) == job, "no field is unknown"
 
 
+def test_a_job_set_is_what_its_published_schema_says():
+    # Kubeflow's trainer publishes models made from the schema of JobSet.
+    models = pytest.importorskip("kubeflow_trainer_api.models")
+    manifest = job_set(launch(environment={"A": "b"}), TEMPLATE)
+    schema = models.JobsetV1alpha2JobSet
+    assert schema.from_dict(manifest).to_dict() == manifest, "no field is unknown"
+    manifest["spec"]["replicatedJobs"][0]["replicas"] = "one"
+    with pytest.raises(ValueError, match="replicas"):
+        schema.from_dict(manifest)
+
+
 TPU = ("--zone=europe-west4-a", "--accelerator-type=v3-512", "--version=tpu-ubuntu2204-base")
 
 
