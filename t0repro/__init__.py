@@ -1,3 +1,45 @@
-"""t0repro: the T0 recipe on Mesh TensorFlow and on JAX, from the same gin parameters."""
+"""t0repro: the T0 recipe on Mesh TensorFlow and on JAX, from the same gin parameters.
+
+The names in `__all__` are the Python interface that docs/python.md shows. Each is imported when it
+is first used, so that `import t0repro` stays fast.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from t0repro.config.recipe import t5_1_1, training_config
+    from t0repro.converters.convert import convert
+    from t0repro.data.cached import CachedBatches
+    from t0repro.errors import UserError
+    from t0repro.evaluation.text_scores import score
+    from t0repro.reports.report import load_report
 
 __version__ = "0.1.0"
+__all__ = [
+    "CachedBatches",
+    "UserError",
+    "convert",
+    "load_report",
+    "score",
+    "t5_1_1",
+    "training_config",
+]
+
+_MODULES = {
+    "CachedBatches": "data.cached",
+    "UserError": "errors",
+    "convert": "converters.convert",
+    "load_report": "reports.report",
+    "score": "evaluation.text_scores",
+    "t5_1_1": "config.recipe",
+    "training_config": "config.recipe",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name in _MODULES:
+        return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -21,6 +21,16 @@ from t0repro.files import storage_error
 
 FAILURE, USER_ERROR, INTERRUPTED = 1, 2, 130
 
+# What `pip install t0repro[jax]` leaves out, and the extra jax itself; by the module's first name.
+_NOT_IN_BASE = {
+    *("clu", "mesh_tensorflow", "promptsource", "seqio", "sklearn", "t5", "tensorboard"),
+    *("tensorflow", "tensorflow_estimator"),
+}
+_NOT_INSTALLED = {
+    **dict.fromkeys(_NOT_IN_BASE, "Run bash scripts/setup.sh in a checkout, which installs all."),
+    **dict.fromkeys(("flax", "jax", "optax", "orbax"), "pip install 't0repro[jax]'"),
+}
+
 
 @dataclasses.dataclass
 class Settings:
@@ -95,6 +105,11 @@ def find_user_error(error: BaseException | None) -> str | None:
     for cause in _causes(error):
         if isinstance(cause, UserError):
             return str(cause)
+        if isinstance(cause, ModuleNotFoundError):
+            package = (cause.name or "").partition(".")[0]
+            if package in _NOT_INSTALLED:
+                what = f"This needs {package}, which is not installed."
+                return str(UserError(what, fix=_NOT_INSTALLED[package]))
         wrapped = _WRAPPED.search(str(cause))
         if wrapped:
             return wrapped.group(1).strip()

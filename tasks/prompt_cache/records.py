@@ -6,13 +6,15 @@ Sources: tensorflow/core/example/{example,feature}.proto and tensorflow/core/lib
 
 from __future__ import annotations
 
+import functools
 import os
 import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import google_crc32c
+import numpy as np
 
 from t0repro.errors import UserError
 
@@ -163,3 +165,51 @@ def _broken(path: Path, place: int) -> UserError:
         where=f"{path}, byte {place}",
         fix="Remove the file and make it again.",
     )
+
+
+def integers(record: bytes, names: Sequence[str]) -> dict[str, np.ndarray]:
+    """The named integer features of a serialized Example: int32 [length] each.
+
+    Raises:
+      KeyError: If a feature is missing.
+      google.protobuf.message.DecodeError: If the record is no Example.
+    """
+    features = _example_message().FromString(record).features.feature
+    values = {entry.key: entry.value.int64_list.value for entry in features}
+    return {name: np.array(values[name], np.int32) for name in names}
+
+
+@functools.cache
+def _example_message() -> Any:
+    """tf.train.Example, as far as integers need it; protobuf skips the fields not described here.
+
+    Source: tensorflow/core/example/{example,feature}.proto. A map is, in the serialized form, a
+    repeated message with the fields key and value.
+    """
+    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+    field = descriptor_pb2.FieldDescriptorProto
+    file = descriptor_pb2.FileDescriptorProto(
+        name="t0repro/example.proto", package="t0repro", syntax="proto3"
+    )
+
+    def add(message: str, name: str, number: int, kind: Any, *, many: bool = False) -> None:
+        found = [each for each in file.message_type if each.name == message]
+        described = found[0] if found else file.message_type.add(name=message)
+        label = field.LABEL_REPEATED if many else field.LABEL_OPTIONAL
+        added = described.field.add(name=name, number=number, label=label)
+        if isinstance(kind, str):
+            added.type, added.type_name = field.TYPE_MESSAGE, f".t0repro.{kind}"
+        else:
+            added.type = kind
+
+    add("Int64List", "value", 1, field.TYPE_INT64, many=True)
+    add("Feature", "int64_list", _INT64_LIST, "Int64List")
+    add("Entry", "key", 1, field.TYPE_STRING)
+    add("Entry", "value", 2, "Feature")
+    add("Features", "feature", 1, "Entry", many=True)
+    add("Example", "features", 1, "Features")
+    # A pool of its own: TensorFlow may have described the real message in the default one.
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName("t0repro.Example"))

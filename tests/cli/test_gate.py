@@ -160,3 +160,13 @@ def test_values_keep_their_dashes():
     spelled = spelling.canonical_arguments(line)
     assert spelled[:2] == ["--gin_file=my-model.gin", "--at_hand"]
     assert spelled[-1] == "a-b"
+
+
+def test_a_package_that_an_installation_leaves_out_is_named_with_how_to_get_it():
+    ended = run_program(
+        "raise ModuleNotFoundError(\"No module named 'seqio'\", name='seqio.utils')"
+    )
+    assert ended.returncode == 2
+    assert ended.stderr.startswith(
+        "it: This needs seqio, which is not installed.\n  to do: Run bash"
+    )

@@ -1,0 +1,153 @@
+"""A training's RunConfig in Python, without gin: T0's recipe, with sizes and lengths of your own.
+
+The values are those that T0's gin files and Mesh TensorFlow's defaults give; a test compares them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from t0repro.config import ranges
+from t0repro.config.decoding_config import DecodingConfig
+from t0repro.config.run_config import (
+    AdafactorConfig,
+    CheckpointChoice,
+    DType,
+    DTypePolicy,
+    ModelConfig,
+    RunConfig,
+    ScheduleConfig,
+)
+
+# The rows of T5's embedding: 32,000 pieces and 100 sentinels, padded to a multiple of 128.
+VOCABULARY_ROWS = 32128
+
+# T0's, from Mesh TensorFlow's AdafactorOptimizer.
+ADAFACTOR = AdafactorConfig(
+    multiply_by_parameter_scale=True,
+    decay_exponent=0.8,
+    decay_offset=0,
+    beta1=0.0,
+    clipping_threshold=1.0,
+    factored=True,
+    epsilon1=1e-30,
+    epsilon2=1e-3,
+    min_dim_size_to_factor=128,
+)
+
+
+def t5_1_1(
+    *,
+    num_layers: int,
+    d_model: int,
+    d_ff: int,
+    num_heads: int,
+    d_kv: int = 64,
+    vocab_size: int = VOCABULARY_ROWS,
+    **changes: Any,
+) -> ModelConfig:
+    """A T5 1.1: gated GELU, logits of their own, no dropout.
+
+    Args:
+      num_layers: Layers of each tower.
+      d_model: Width of the residual stream.
+      d_ff: Width of the feed-forward layer.
+      num_heads: Attention heads.
+      d_kv: Width of a head.
+      vocab_size: Rows of the embedding.
+      **changes: Other fields of `ModelConfig`, for instance dropout_rate.
+    """
+    fields: dict[str, Any] = {
+        "num_encoder_layers": num_layers,
+        "num_decoder_layers": num_layers,
+        "d_model": d_model,
+        "d_ff": d_ff,
+        "num_heads": num_heads,
+        "d_kv": d_kv,
+        "vocab_size": vocab_size,
+        "activations": ("gelu", "linear"),
+        "logits_from_embedding": False,
+        "relative_attention_num_buckets": 32,
+        "dropout_rate": 0.0,
+        "label_smoothing": 0.0,
+        "z_loss": 1e-4,
+        "loss_denominator": None,
+    }
+    return ModelConfig(**{**fields, **changes})
+
+
+def training_config(
+    model_dir: str,
+    model: ModelConfig,
+    *,
+    train_steps: int,
+    batch_size: int,
+    sequence_length: Mapping[str, int],
+    learning_rate: float = 1e-3,
+    activation: DType = "float32",
+    **changes: Any,
+) -> RunConfig:
+    """The configuration of a training as T0's: Adafactor with a constant learning rate.
+
+    Args:
+      model_dir: The folder of checkpoints and metrics.
+      model: What is trained.
+      train_steps: The global step to train to, those of the checkpoint it starts from included.
+      batch_size: Rows in a batch.
+      sequence_length: Tokens per row of `inputs` and of `targets`.
+      learning_rate: The rate of every step.
+      activation: What is computed in; parameters and slots are float32.
+      **changes: Other fields of `RunConfig`, for instance num_microbatches.
+
+    Raises:
+      UserError: If a number is outside its field's range.
+    """
+    schedule = {"learning_rate": learning_rate}
+    fields: dict[str, Any] = {
+        "mode": "train",
+        "model_dir": str(model_dir),
+        "model": model,
+        "dtypes": DTypePolicy("float32", "float32", activation),
+        "optimizer": ADAFACTOR,
+        "schedule": ScheduleConfig("constant_learning_rate", schedule, train_steps),
+        "sequence_length": dict(sequence_length),
+        "batch_size": batch_size,
+        "num_microbatches": 1,
+        "train_steps": train_steps,
+        "save_checkpoints_steps": 5000,
+        "keep_checkpoint_max": None,
+    }
+    config = RunConfig(**{**_UNUSED_IN_TRAINING, **fields, **changes})
+    ranges.check(config, {})
+    return config
+
+
+# What only evaluations and gin's own data read, at Mesh TensorFlow's defaults.
+_UNUSED_IN_TRAINING: dict[str, Any] = {
+    "train_data": None,
+    "eval_data": None,
+    "init_checkpoint": None,
+    "eval_checkpoint_step": None,
+    "eval_summary_dir": None,
+    "eval_dir_suffix": None,
+    "output_eval_examples": True,
+    "checkpoint_choice": CheckpointChoice(skip_until=0, stop_after=None, find_closest=True),
+    "perplexity_eval_steps": 100,
+    "decoding": DecodingConfig(
+        beam_size=1,
+        alpha=0.6,
+        temperature=0.0,
+        keep_top_k=-1,
+        length_multiplier=1.5,
+        length_constant=10,
+        max_length=None,
+        prefilter=2,
+        vocab_parts=1,
+    ),
+    "infer": None,
+    "score_strings": None,
+    "scores_filename": None,
+    "save_example_text": True,
+    "vocabulary": None,
+}

@@ -1,0 +1,227 @@
+"""Training batches read from a prompt cache with numpy alone: no TensorFlow, no SeqIO.
+
+The examples, their trimming and their packing are SeqIO's; in a given order of examples the batches
+are the same, entry by entry. Shuffling and the mixing of tasks draw from numpy's generator, so the
+order is another one than SeqIO's with the same seed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from t0repro.data.resuming import POSITION, Batch, Say
+from t0repro.errors import UserError
+from t0repro.files import write_atomically
+from t0repro.partitioning.processes import from_first
+from t0repro.tasks.prompt_cache.folders import shard_names
+from t0repro.tasks.prompt_cache.integrity import damage
+from t0repro.tasks.prompt_cache.records import integers, read_records
+from t0repro.words import counted
+
+FEATURES = ("inputs", "targets")
+_SHUFFLED = 1000  # examples among which the next one is drawn, as in SeqIO
+
+Example = dict[str, np.ndarray]
+
+
+class CachedBatches:
+    """Endless training batches of cached tasks; implements `runs.train.BatchSource`.
+
+    A resumed run continues after its last batch: with the checkpoint's seed, the batches before it
+    are made again and skipped.
+
+    Args:
+      folders: The cache folder of each task, mapped to the task's rate in the mixture; a sequence
+        mixes the tasks in proportion to their numbers of examples.
+      sequence_length: Tokens per row of `inputs` and of `targets`; longer examples are cut.
+      batch_size: Rows in a batch.
+      split: The split to read.
+      pack: Whether a row holds as many examples as fit.
+      shuffle: Whether examples are drawn in a random order; otherwise in the order of the files.
+      seed: Seed for the order; None draws one, which checkpoints record.
+
+    Raises:
+      UserError: If a folder is not a complete cache of the split, or no task has an example.
+    """
+
+    def __init__(
+        self,
+        folders: Mapping[str, float] | Sequence[str],
+        sequence_length: Mapping[str, int],
+        batch_size: int,
+        *,
+        split: str = "train",
+        pack: bool = True,
+        shuffle: bool = True,
+        seed: int | None = None,
+    ):
+        counts = {str(folder): _count(Path(folder), split) for folder in folders}
+        given = dict(folders) if isinstance(folders, Mapping) else counts
+        # A task without examples would be drawn from for ever.
+        self._rates = {str(folder): float(given[folder]) for folder in given if counts[str(folder)]}
+        if not self._rates:
+            raise UserError(f"No task has an example in {split!r}.", where=", ".join(counts))
+        self._lengths = {name: sequence_length[name] for name in FEATURES}
+        self._batch_size, self._split = batch_size, split
+        self._pack, self._shuffle, self._seed = pack, shuffle, seed
+        self._bound_seed, self._taken = seed, 0
+
+    def open(self, step: int, saved: Path | None, say: Say) -> Iterator[Batch]:
+        """Batches from where the run continues; see `runs.train.BatchSource`."""
+        del step
+        position = self._position(saved, say)
+        if self._seed is None:
+            self._seed = from_first(lambda: position.get("seed") or secrets.randbits(31) + 1)
+        self._taken = int(position.get("batches", 0))
+        if self._taken:
+            made = counted(self._taken, "batch", "batches")
+            say(f"data: after {made}, which are made again and skipped")
+        return self._counted(itertools.islice(self._batches(), self._taken, None))
+
+    def save(self, folder: Path) -> None:
+        """Writes the position after the last batch taken."""
+        position = {"batches": self._taken, "seed": self._seed, "arguments": self._arguments()}
+        write_atomically(folder / POSITION, json.dumps(position, indent=1) + "\n")
+
+    def _counted(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        for batch in batches:
+            self._taken += 1
+            yield batch
+
+    def _position(self, saved: Path | None, say: Say) -> dict:
+        if saved is None or not (saved / POSITION).is_file():
+            return {}
+        position = json.loads((saved / POSITION).read_text())
+        if position["arguments"] != self._arguments() or self._bound_seed not in (
+            None,
+            position["seed"],
+        ):
+            say("data: from the beginning, since what is read changed")
+            return {}
+        return position
+
+    def _arguments(self) -> dict:
+        return {
+            "cached": self._rates,
+            "split": self._split,
+            "sequence_length": self._lengths,
+            "batch_size": self._batch_size,
+            "pack": self._pack,
+            "shuffle": self._shuffle,
+        }
+
+    # ---- The examples' way into batches ---------------------------------------------------------
+
+    def _batches(self) -> Iterator[Batch]:
+        trimmed = (
+            {name: example[name][: self._lengths[name]] for name in FEATURES}
+            for example in self._mixed()
+        )
+        in_rows = _packed(trimmed, self._lengths) if self._pack else ([each] for each in trimmed)
+        while True:
+            rows = list(itertools.islice(in_rows, self._batch_size))
+            yield to_batch(rows, self._lengths, positions=self._pack)
+
+    def _mixed(self) -> Iterator[Example]:
+        """Examples of all tasks, each task drawn with its rate."""
+        assert self._seed is not None
+        # Streams of their own, so that a task's order does not depend on the other tasks.
+        choices, *seeds = np.random.SeedSequence(self._seed).spawn(len(self._rates) + 1)
+        tasks = [
+            self._examples(Path(folder), np.random.default_rng(seed))
+            for folder, seed in zip(self._rates, seeds, strict=True)
+        ]
+        rates = np.array([*self._rates.values()])
+        generator = np.random.default_rng(choices)
+        while True:
+            for at in generator.choice(len(tasks), size=1024, p=rates / rates.sum()):
+                yield next(tasks[at])
+
+    def _examples(self, folder: Path, generator: np.random.Generator) -> Iterator[Example]:
+        """A task's examples without end; shuffled, each epoch has an order of its own."""
+        shards = [folder / name for name in _shards(folder, self._split)]
+        while True:
+            order = generator.permutation(len(shards)) if self._shuffle else range(len(shards))
+            epoch = (
+                integers(record, FEATURES) for at in order for record in read_records(shards[at])
+            )
+            yield from _shuffled(epoch, generator) if self._shuffle else epoch
+
+
+def _count(folder: Path, split: str) -> int:
+    """Number of examples of a cached split.
+
+    Raises:
+      UserError: If the cache is missing or incomplete.
+    """
+    if found := damage(folder, split):
+        raise UserError(
+            f"This is not a complete cache of split {split!r}: {found}.",
+            where=str(folder),
+            fix="Name the folders of tasks, CACHE_DIR/TASK, which t0repro cache or"
+            " seqio_cache_tasks wrote.",
+        )
+    stats = folder / f"stats.{split}.json"
+    if stats.is_file():
+        return int(json.loads(stats.read_text())["examples"])
+    return sum(1 for name in _shards(folder, split) for _ in read_records(folder / name))
+
+
+def _shards(folder: Path, split: str) -> list[str]:
+    return shard_names(split, json.loads((folder / f"info.{split}.json").read_text())["num_shards"])
+
+
+def _shuffled(examples: Iterator[Example], generator: np.random.Generator) -> Iterator[Example]:
+    """Draws each example from the next _SHUFFLED ones."""
+    buffer = list(itertools.islice(examples, _SHUFFLED))
+    for example in examples:
+        at = int(generator.integers(len(buffer)))
+        yield buffer[at]
+        buffer[at] = example
+    for at in generator.permutation(len(buffer)):
+        yield buffer[at]
+
+
+def _packed(examples: Iterator[Example], lengths: Mapping[str, int]) -> Iterator[list[Example]]:
+    """Examples of each row: those that come, until one does not fit in both features."""
+    row: list[Example] = []
+    room = dict(lengths)
+    for example in examples:
+        if any(len(example[name]) > room[name] for name in FEATURES):
+            yield row
+            row, room = [], dict(lengths)
+        row.append(example)
+        room = {name: room[name] - len(example[name]) for name in FEATURES}
+
+
+def to_batch(
+    rows: Sequence[Sequence[Example]], lengths: Mapping[str, int], *, positions: bool
+) -> Batch:
+    """Rows of examples as arrays, as t0repro.data.batches draws them: int32 [rows, length].
+
+    Args:
+      rows: The examples of each row, which fit it.
+      lengths: Tokens per row of each feature.
+      positions: Whether to add each token's position and segment, as packed rows need.
+    """
+    batch: Batch = {}
+    for name in FEATURES:
+        tokens, segments, places = (np.zeros((len(rows), lengths[name]), np.int32) for _ in "123")
+        for number, row in enumerate(rows):
+            start = 0
+            for segment, example in enumerate(row, start=1):
+                end = start + len(example[name])
+                tokens[number, start:end] = example[name]
+                segments[number, start:end] = segment
+                places[number, start:end] = np.arange(end - start)
+                start = end
+        batch[name] = tokens
+        if positions:
+            batch |= {f"{name}_segmentation": segments, f"{name}_position": places}
+    return batch

@@ -1,0 +1,61 @@
+"""`t0repro.score`: rank-eval's scores, for texts and choices given in Python."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+import t0repro
+from t0repro.errors import UserError
+from t0repro.evaluation.opened import Checkpoint
+from t0repro.model.t5 import initial_parameters
+from t0repro.tasks.demo.datasets import VOCABULARY
+from t0repro.tasks.vocabulary import VocabularyFile
+
+from .. import tiny_models as tiny
+from ..plain_scoring import row_scores
+
+TEXTS = ["is this film good or bad ? the cast was lovely", "what is it about"]
+MODEL = tiny.model(vocab_size=1408)
+CHECKPOINT = Checkpoint("here", 0, "", initial_parameters(MODEL, jax.random.key(0)), MODEL)
+
+
+def plain(text: str, choice: str, targets_length: int = 256) -> float:
+    """One pair's score, by a plain pass over one row."""
+    processor = VocabularyFile(str(VOCABULARY)).processor()
+    target = [*processor.encode(choice)[: targets_length - 1], processor.eos_id()]
+    batch = {"inputs": np.array([processor.encode(text)]), "targets": np.array([target])}
+    return row_scores(CHECKPOINT.params, MODEL, batch)[0]
+
+
+def test_scores_are_a_plain_passes_for_every_pair():
+    choices = ["good", "bad", "neither of the two"]
+    scores = t0repro.score(CHECKPOINT, TEXTS, choices, vocabulary=VOCABULARY)
+    assert scores.dtype == np.float32
+    expected = [[plain(text, choice) for choice in choices] for text in TEXTS]
+    np.testing.assert_allclose(scores, expected, rtol=1e-5)
+
+
+def test_inputs_may_have_choices_of_their_own_and_long_ones_are_cut_before_eos():
+    choices = [["good", "bad"], ["the world of business and of sports"]]
+    lengths = {"inputs": 1024, "targets": 3}
+    scores = t0repro.score(CHECKPOINT, TEXTS, choices, vocabulary=VOCABULARY, lengths=lengths)
+    assert scores[1, 1] == -np.inf
+    np.testing.assert_allclose(scores[1, 0], plain(TEXTS[1], choices[1][0], 3), rtol=1e-5)
+    assert (scores.argmax(axis=1)[1]) == 0
+
+
+@pytest.mark.parametrize(
+    ("inputs", "choices"),
+    [("one text", ["a"]), (TEXTS, "yes"), (TEXTS, [["a"]]), (TEXTS, [["a"], []]), (TEXTS, [])],
+)
+def test_what_does_not_pair_is_refused(inputs, choices):
+    with pytest.raises(UserError, match="choices|one text"):
+        t0repro.score(CHECKPOINT, inputs, choices, vocabulary=VOCABULARY)
+
+
+def test_another_vocabulary_than_the_checkpoints_is_refused():
+    small = dataclasses.replace(CHECKPOINT, model=tiny.model())
+    with pytest.raises(UserError, match="vocabulary of 128 .* one of 1[0-9]{3}"):
+        t0repro.score(small, TEXTS, ["a"], vocabulary=VOCABULARY)

@@ -1,0 +1,94 @@
+"""The wheel and the source distribution: what they hold; they work without TensorFlow."""
+
+import glob
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import t0repro.tasks.demo.datasets as demo_data
+
+from .tasks.prompt_caches import make
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def sources(*folders: str) -> set[str]:
+    """The files that git tracks or would track, below some folders or everywhere."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", *folders]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return {name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file()}
+
+
+@pytest.fixture(scope="module")
+def distributions(tmp_path_factory) -> tuple[Path, Path]:
+    """The source distribution of what git tracks or would, and the wheel that is built from it."""
+    folder = tmp_path_factory.mktemp("dist")
+    # A copy, so that what earlier builds left in the checkout stays out.
+    for name in sources():
+        (folder / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, folder / "tree" / name)
+    setup = [sys.executable, "-P", "setup.py", "--quiet", "sdist", "--dist-dir", str(folder)]
+    subprocess.run(setup, cwd=folder / "tree", check=True, capture_output=True)
+    (source,) = folder.glob("*.tar.gz")
+    pip = [sys.executable, "-P", "-m", "pip", "wheel", "--quiet", "--no-deps"]
+    wheel = [*pip, "--no-build-isolation", "--wheel-dir", str(folder), str(source)]
+    subprocess.run(wheel, cwd=folder, check=True)
+    return source, next(folder.glob("*.whl"))
+
+
+def test_the_wheel_has_every_file_of_the_package_and_nothing_else(distributions):
+    source, wheel = distributions
+    with zipfile.ZipFile(wheel) as archive:
+        names = {name for name in archive.namelist() if not name.endswith("/")}
+    expected = sources("t0repro") | {
+        f"t0repro/{name}" for name in sources("tasks", "converters", "gin")
+    }
+    assert {name for name in names if ".dist-info/" not in name} == expected
+    assert {"t0repro/gin/demo/t5.1.1.demo.gin", "t0repro/reports/templates/page.css"} <= expected
+    with tarfile.open(source) as archive:
+        inside = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"setup.py", "README.md", "LICENSE", "tasks/demo/sentencepiece.model"} <= inside
+    assert not [name for name in inside if name.startswith(("tests", "docs", "runs"))]
+
+
+def interpreter(version: str) -> str | None:
+    """A Python of this version on this machine; None if there is none."""
+    root = os.environ.get("PYENV_ROOT", str(Path.home() / ".pyenv"))
+    installed = glob.glob(f"{root}/versions/{version}.*/bin/python")
+    for path in filter(None, [shutil.which(f"python{version}"), *installed]):
+        # pyenv's stand-ins are there for versions that are not.
+        if not subprocess.run([path, "-c", "0"], capture_output=True, check=False).returncode:
+            return path
+    return None
+
+
+@pytest.mark.slow
+@pytest.mark.network
+@pytest.mark.parametrize("version", ["3.11", "3.12", "3.13"])
+def test_a_jax_only_installation_trains_scores_and_converts(distributions, tmp_path, version):
+    path = interpreter(version)
+    if path is None:
+        pytest.skip(f"no Python {version} on this machine")
+    name = "demo_synthetic_glue_mrpc_paraphrase"
+    import t0repro.tasks.demo  # noqa: F401
+
+    make(tmp_path / "cache", name, min_shards=1)
+    subprocess.run([path, "-m", "venv", str(tmp_path / "venv")], check=True)
+    python = str(tmp_path / "venv" / "bin" / "python")
+    pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+    subprocess.run([*pip, f"{distributions[1]}[jax]"], check=True)
+    subprocess.run([python, "-m", "pip", "check"], check=True)
+    command = [str(tmp_path / "venv" / "bin" / "t0repro"), "--help"]
+    shown = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert not shown.stderr and "convert" in shown.stdout
+    arguments = [str(tmp_path / "cache" / name), str(demo_data.VOCABULARY), str(tmp_path)]
+    script = [python, str(ROOT / "tests" / "jax_only.py"), *arguments]
+    done = subprocess.run(script, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "trains, scores and converts" in done.stdout
