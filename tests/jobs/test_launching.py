@@ -90,8 +90,7 @@ def test_a_job_set_has_the_fields_of_its_schema_and_says_where_the_first_pod_is(
         {"name": "T0REPRO_PROCESS_COUNT", "value": "4"},
     ]
     client = pytest.importorskip("kubernetes.client")
-    response = type("Response", (), {"data": json.dumps(job)})
-    read = client.ApiClient().deserialize(response, "V1JobSpec")
+    read = client.ApiClient().deserialize(json.dumps(job), "V1JobSpec", "application/json")
     assert client.ApiClient().sanitize_for_serialization(read) == job, "no field is unknown"
 
 
