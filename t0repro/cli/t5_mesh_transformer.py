@@ -107,11 +107,16 @@ def define_flags() -> None:
             flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)
 
 
+_HELP = {"help", "helpshort", "helpfull", "helpxml", "?"}
+
+
 def _parse_flags(arguments: Sequence[str]) -> list[str]:
     try:
         return app.parse_flags_with_usage(canonical_arguments(arguments))
-    except SystemExit as end:  # absl exits with 1 for an unknown flag, after its usage message
-        sys.exit(USER_ERROR if end.code else 0)
+    except SystemExit:
+        # absl exits with 1 after any text about flags: the help that was asked for, too.
+        asked = _HELP.intersection(word.lstrip("-").partition("=")[0] for word in arguments)
+        sys.exit(0 if asked else USER_ERROR)
 
 
 def run(options: Any) -> None:

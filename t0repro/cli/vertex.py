@@ -11,12 +11,15 @@ from t0repro.cli.gin_options import GinBindings, GinFiles
 from t0repro.cli.spelling import canonical_arguments, with_t5x_overrides
 from t0repro.errors import UserError
 from t0repro.vertex.arguments import MESH_TRANSFORMER
+from t0repro.vertex.xmanager import Executor
 
 if TYPE_CHECKING:
     from t0repro.vertex.arguments import Arguments
     from t0repro.vertex.cloud import Place
+    from t0repro.vertex.configuration import Configured
     from t0repro.vertex.experiments import Tracking
     from t0repro.vertex.jobs import Look
+    from t0repro.vertex.spec import JobSpec
     from t0repro.vertex.submission import Request
 
 app = typer.Typer(
@@ -80,6 +83,10 @@ def submit(
     service_account: Annotated[str | None, typer.Option(help="What the job runs as.")] = None,
     network: Annotated[str | None, typer.Option(help="A network to peer with.")] = None,
     labels: Annotated[list[str] | None, typer.Option(help="KEY=VALUE; repeatable.")] = None,
+    xmanager: Annotated[
+        Executor | None,
+        typer.Option(help="Submit as an experiment of XManager, to run there or on this machine."),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry_run", help="Check and print the specification; send nothing.")
     ] = False,
@@ -121,7 +128,16 @@ def submit(
     from t0repro.vertex.experiments import Tracking
 
     tracking = Tracking(experiment, run_name, tensorboard) if experiment and run_name else None
+    if xmanager and (tracking or wait):
+        raise UserError(
+            "XManager keeps its own record of experiments, and waits for jobs itself.",
+            where="--xmanager",
+            fix="Leave out --experiment, --run_name and --wait, or --xmanager.",
+        )
     _check_options(context, request.arguments)
+    if xmanager:
+        _submit_by_xmanager(request, place, xmanager, dry_run=dry_run)
+        return
     _submit(request, place, tracking, dry_run=dry_run, wait=wait, poll_seconds=poll_seconds)
 
 
@@ -192,17 +208,11 @@ def _submit(
     poll_seconds: float,
 ) -> None:
     from t0repro.vertex import submission
-    from t0repro.vertex.checks import check
     from t0repro.vertex.ending import follow
 
-    configured, lines = check(request.arguments, request.machines, place.location)
-    for line in lines:
-        echo(line, err=True)
+    configured = _checked(request, place)
     if dry_run:
-        # It alone goes to standard output, so that it can be redirected to a file.
-        spec = submission.prepare(request, configured, place).spec
-        typer.echo(spec.to_yaml(), nl=False)
-        echo(f"The same container with Docker: {spec.shell_command()}", err=True)
+        _print_spec(submission.prepare(request, configured, place).spec)
         return
     record = None
     if tracking is None:
@@ -214,6 +224,37 @@ def _submit(
     if wait:
         seen, metrics = follow(name, record, place, poll_seconds=poll_seconds, say=_say)
         _print_end(seen, metrics)
+
+
+def _submit_by_xmanager(
+    request: Request, place: Place, executor: Executor, *, dry_run: bool
+) -> None:
+    from t0repro.vertex import submission, xmanager
+
+    configured = _checked(request, place)
+    if dry_run:
+        spec = submission.prepare(request, configured, place).spec
+        xmanager.check(spec, executor)
+        _print_spec(spec)
+        return
+    name = submission.submit(request, configured, place, executor)
+    typer.echo(f"{'ended' if executor is Executor.LOCAL else 'submitted'} {name}")
+
+
+def _checked(request: Request, place: Place) -> Configured:
+    """What a job's gin files say, after checks that are printed."""
+    from t0repro.vertex.checks import check
+
+    configured, lines = check(request.arguments, request.machines, place.location)
+    for line in lines:
+        echo(line, err=True)
+    return configured
+
+
+def _print_spec(spec: JobSpec) -> None:
+    # It alone goes to standard output, so that it can be redirected to a file.
+    typer.echo(spec.to_yaml(), nl=False)
+    echo(f"The same container with Docker: {spec.shell_command()}", err=True)
 
 
 def _say(line: str) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from t0repro.errors import UserError
-from t0repro.vertex import experiments, jobs, staging
+from t0repro.vertex import experiments, jobs, staging, xmanager
 from t0repro.vertex.arguments import Arguments, read_arguments
 from t0repro.vertex.cloud import Place, cloud_errors, connect, storage_client
 from t0repro.vertex.configuration import Configured
@@ -100,14 +100,30 @@ def create_custom_job(request: Request, configured: Configured, place: Place) ->
     return _custom_job(prepared, place)
 
 
-def submit(request: Request, configured: Configured, place: Place) -> str:
+def submit(
+    request: Request,
+    configured: Configured,
+    place: Place,
+    executor: xmanager.Executor | None = None,
+) -> str:
     """Starts a job that is not tracked and returns its resource name.
+
+    Args:
+      request: the job.
+      configured: what its gin files say.
+      place: where it is to run.
+      executor: makes it an experiment of XManager, and an experiment's number what is returned
+        of one on this machine.
 
     Raises:
       UserError: If anything refuses it; nothing of it is left then.
     """
     prepared, storage = prepare(request, configured, place), storage_client(place.project)
+    if executor:
+        xmanager.check(prepared.spec, executor)
     with _staged(prepared.staged, storage):
+        if executor:
+            return xmanager.launch(prepared.spec, executor, place)
         return _submitted(prepared, place)
 
 

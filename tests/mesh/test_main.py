@@ -253,6 +253,11 @@ def test_a_bad_parameter_on_the_real_command_line_prints_nothing_but_the_message
     assert not (tmp_path / "new").exists()
 
 
+def test_help_is_no_mistake(server):
+    assert server.run(["--help"])[0] == 0
+    assert server.run(["--helpful"])[0] == 2
+
+
 def test_debug_shows_the_traceback(server, tmp_path):
     code, stderr = server.run(_train_with(tmp_path / "new", "--gin_param=a.b = 1", "--debug"))
     assert code == 1

@@ -16,6 +16,7 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 
 from t0repro.vertex.cloud import Place, connect
 from tests.loopback import running
+from tests.vertex import tiny_jobs
 from tests.vertex.services import LOCATION, PROJECT, Services, serving
 from tests.vertex.storage import StorageServer
 
@@ -48,7 +49,9 @@ def certificate(tmp_path_factory) -> tuple[bytes, bytes]:
     key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "localhost")])
     now = datetime.datetime.now(datetime.UTC)
-    names = [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
+    # IAM is asked by XManager alone.
+    names = [x509.DNSName("localhost"), x509.DNSName("iam.googleapis.com")]
+    names += [x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
     made = (
         x509.CertificateBuilder()
         .subject_name(name)
@@ -112,6 +115,15 @@ def experiment(cloud):
     connect(cloud.place)
     Experiment.create("t5")
     return "t5"
+
+
+@pytest.fixture
+def gin_file(tmp_path, monkeypatch):
+    """A training's gin file and one that it includes, in the current folder."""
+    work = tmp_path / "work"
+    tiny_jobs.write(work)
+    monkeypatch.chdir(work)
+    return "train.gin"
 
 
 def _forget():

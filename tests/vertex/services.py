@@ -139,19 +139,8 @@ class Services(grpc.GenericRpcHandler):
         """Executes a job's container: the image's entry point, or the command in its place."""
         job.state = JobState.JOB_STATE_RUNNING
         container = job.job_spec.worker_pool_specs[0].container_spec
-        entry = [sys.executable, "-m", "t0repro.cli", "run"]
-        if container.command:
-            entry = [str(Path(sys.executable).with_name(container.command[0]))]
-        # Cloud Storage FUSE makes the buckets folders; a container's root is not this machine's.
-        words = [word.replace("/gcs/", f"{self.mount}/") for word in container.args]
-        done = subprocess.run(
-            [*entry, *words],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=os.environ | {"T0REPRO_FROM_LOOPBACK": "1"},
-        )
-        self.logs[job.name] = done.stdout
+        with start_container(container.command, container.args, self.mount) as done:
+            self.logs[job.name] = done.communicate()[0]
         if done.returncode:
             job.error.message = f"The replica workerpool0-0 exited with status {done.returncode}."
         job.end_time = datetime.datetime.now(datetime.UTC)
@@ -276,6 +265,22 @@ class Services(grpc.GenericRpcHandler):
                 for point in series.values:
                     self.points[run.rpartition("/")[2], tag][point.step] = point.scalar.value
         return v1.WriteTensorboardExperimentDataResponse()
+
+
+def start_container(command, arguments, mount: Path) -> subprocess.Popen[str]:
+    """Starts a container of the image for JAX as a process: its entry point, or a command."""
+    entry = [sys.executable, "-m", "t0repro.cli", "run"]
+    if command:
+        entry = [str(Path(sys.executable).with_name(command[0]))]
+    # Cloud Storage FUSE makes the buckets folders; a container's root is not this machine's.
+    words = [word.replace("/gcs/", f"{mount}/") for word in arguments]
+    return subprocess.Popen(
+        [*entry, *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"T0REPRO_FROM_LOOPBACK": "1"},
+    )
 
 
 def _create(stored: dict, name: str, message):

@@ -5,59 +5,9 @@ import re
 import pytest
 import yaml
 
-from tests.runs.tiny_gin import MODEL, SIZES
 from tests.vertex.commands import submit
 from tests.vertex.services import STORE
-
-TASK = "demo_synthetic_glue_mrpc_want_to_know_score_eval"
-TRAIN = f"""
-from __gin__ import dynamic_registration
-import __main__ as train_script
-import seqio
-import t0repro.tasks.demo
-from t5x import utils
-from t5x.examples.t5 import network
-include '{MODEL}'
-include 't5x/configs/runs/pretrain.gin'
-include 'shared/sizes.gin'
-MIXTURE_OR_TASK_NAME = '{TASK}'
-train/utils.DatasetConfig.split = 'validation'
-TASK_FEATURE_LENGTHS = {{'inputs': 64, 'targets': 16}}
-USE_CACHED_TASKS = False
-DROPOUT_RATE = 0.0
-BATCH_SIZE = 8
-RANDOM_SEED = 42
-train_script.train.train_eval_dataset_cfg = None
-train_script.train.eval_period = 2
-utils.SaveCheckpointConfig.period = 2
-train_script.train.infer_eval_dataset_cfg = @infer_eval/utils.DatasetConfig()
-train_script.train.inference_evaluator_cls = @seqio.Evaluator
-infer_eval/utils.DatasetConfig:
-  mixture_or_task_name = %MIXTURE_OR_TASK_NAME
-  task_feature_lengths = %TASK_FEATURE_LENGTHS
-  split = 'validation'
-  batch_size = %BATCH_SIZE
-  shuffle = False
-  seed = 42
-  use_cached = False
-  pack = False
-seqio.Evaluator:
-  logger_cls = [@seqio.TensorBoardLogger]
-  num_examples = 4
-"""
-
-
-@pytest.fixture
-def gin_file(tmp_path, monkeypatch):
-    """A training's gin file and one that it includes, in the current folder."""
-    work = tmp_path / "work"
-    (work / "shared").mkdir(parents=True)
-    (work / "train.gin").write_text(TRAIN)
-    imports = "from __gin__ import dynamic_registration\nimport seqio\n"
-    imports += "from t5x.examples.t5 import network\n"
-    (work / "shared/sizes.gin").write_text(imports + "\n".join(SIZES) + "\n")
-    monkeypatch.chdir(work)
-    return "train.gin"
+from tests.vertex.tiny_jobs import TASK
 
 
 @pytest.mark.slow
