@@ -1,12 +1,23 @@
-"""Compiles T0's two commands at 3B and 11B for the TPU slices that the paper used.
+"""Compiles T0's two commands at 3B and 11B, and T0's training for other machines; costs included.
 
     python scripts/bench/precompile_t0.py --layers 2          # 2 + 2 of the 24 + 24 layers
-    python scripts/bench/precompile_t0.py                     # full depth: hours on two cores
+    python scripts/bench/precompile_t0.py                     # full depth: an hour on two cores
 
 Training is as in T0's README: 1,024 packed rows of 1,024 and 256 tokens, Adafactor, dropout 0.1,
-bfloat16 activations, v3-512 with model_parallelism 8. Evaluation is score_eval, 262,144 tokens a
-batch on v3-128 with model_parallelism 4. Needs libtpu (the extra tpu) and no TPU. No data is read:
-the demo's mixture stands in for T0's, with T0's vocabulary of 32,128 rows.
+bfloat16 activations, v3-512 with model_parallelism 8; 11B does not fit there, so that it is
+compiled fully sharded too. Evaluation is score_eval, 262,144 tokens a batch on v3-128 with
+model_parallelism 4. On v5p-128 and on eight H200 the same training is fully sharded, without model
+parallelism, and recomputes (`minimal`).
+
+There is no compiler for GPUs without a GPU. What is printed of eight H200 is a program for eight
+virtual CPU devices with the same layout: its memory is an estimate, since XLA computes bfloat16 in
+float32 on CPU; operations, bytes sent and the predicted step follow from the layout.
+
+    seconds of a step  = operations of a device / peak + bytes that it sends / link
+    chip-hours         = 12,200 steps x seconds x chips / 3600
+
+Both from published peaks without overlap; no run reaches them. Needs libtpu (the extra tpu) and no
+TPU. No data is read: the demo's mixture stands in for T0's, with T0's vocabulary of 32,128 rows.
 """
 
 from __future__ import annotations
@@ -14,30 +25,48 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from t0repro.config.run_config import RunConfig
 
 os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 
+STEPS = 12_200  # of T0's training, from T5 1.1's LM-adapted checkpoint at 1,100,000
 SIZES = {"3B": "models/t5.1.1.xl.gin", "11B": "models/t5.1.1.xxl.gin"}
 COMMON = (
     "MIXTURE_NAME = 'demo_train'",
     "run.sequence_length = {'inputs': 1024, 'targets': 256}",
     "dropout_rate = 0.1",
 )
+TRAINING = {
+    "topology": "v3-512",
+    "files": ("learning_rate_schedules/constant_0_001.gin",),
+    "params": (
+        "run.train_steps = 1112200",
+        "run.batch_size = ('tokens_per_batch', 1048576)",
+        "utils.tpu_mesh_shape.model_parallelism = 8",
+        "utils.tpu_mesh_shape.tpu_topology = 'v3-512'",
+    ),
+}
+SHARDED = {"fully_sharded": True}
+ALONE = {"model_parallelism": 1, "fully_sharded": True}
 COMMANDS: dict[str, dict[str, Any]] = {
-    "train": {
-        "topology": "v3-512",
-        "files": ("learning_rate_schedules/constant_0_001.gin",),
-        "params": (
-            "run.train_steps = 1112200",
-            "run.batch_size = ('tokens_per_batch', 1048576)",
-            "utils.tpu_mesh_shape.model_parallelism = 8",
-            "utils.tpu_mesh_shape.tpu_topology = 'v3-512'",
-        ),
+    "train": TRAINING,
+    "train, fully sharded": {**TRAINING, "changes": SHARDED},
+    "train on v5p-128": {
+        **TRAINING,
+        "topology": "v5p-128",
+        "changes": {**ALONE, "num_microbatches": 4},
+        "recompute": "minimal",
+    },
+    "train on 8 H200": {
+        **TRAINING,
+        "topology": "8 x NVIDIA H200",
+        "changes": {**ALONE, "num_microbatches": 32},
+        "recompute": "minimal",
     },
     "evaluate": {
         "topology": "v3-128",
@@ -58,41 +87,78 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--commands", nargs="+", choices=COMMANDS, default=list(COMMANDS))
     parser.add_argument("--layers", type=int, help="layers of each tower instead of all 24")
-    parser.add_argument("--topology", help="a slice other than the paper's")
-    parser.add_argument("--recompute", default="none", help="minimal or full recomputation")
+    parser.add_argument("--topology", help="a slice other than the command's")
+    parser.add_argument("--recompute", help="minimal or full recomputation")
     parser.add_argument("--param", nargs="*", default=[], help="more gin overrides")
     options = parser.parse_args()
-
-    from t0repro.partitioning.topologies import devices_of
-    from t0repro.runs.precompile import precompile
-
     for size in options.sizes:
         for name in options.commands:
             config = configured(size, name, options.layers, options.param)
-            model = dataclasses.replace(config.model, recompute=options.recompute)
-            config = dataclasses.replace(config, model=model)
-            layers = f"{model.num_encoder_layers}+{model.num_decoder_layers} layers"
+            if options.recompute:
+                model = dataclasses.replace(config.model, recompute=options.recompute)
+                config = dataclasses.replace(config, model=model)
             topology = options.topology or COMMANDS[name]["topology"]
-            parts = f"{config.batch_size} rows in {config.num_microbatches} microbatches"
-            print(f"== T0 {size}, {name}, {layers}, {topology}, {parts}", flush=True)
-            for line in precompile(config, *devices_of(topology)):
+            for line in compiled(f"T0 {size}, {name}", config, topology):
                 print(line, flush=True)
+
+
+def compiled(title: str, config: RunConfig, topology: str) -> Iterator[str]:
+    """What `t0repro precompile` says of a command on a machine and, of a training, its cost."""
+    from t0repro.partitioning.devices import line_of
+    from t0repro.runs.precompile import compiled_for, described, predicted_seconds
+
+    model = config.model
+    parts = f"{config.batch_size} rows in {config.num_microbatches} microbatches"
+    yield (
+        f"== {title}, {model.num_encoder_layers}+{model.num_decoder_layers} layers, {topology},"
+        f" {parts}, recompute {model.recompute!r}"
+    )
+    devices, chip = machine(topology)
+    partitioning, programs = compiled_for(config, devices)
+    yield line_of(partitioning, config.layout)
+    for program in programs:
+        yield from described(program, config, partitioning, chip)
+        if config.mode == "train" and not program.refused:
+            seconds = predicted_seconds(program, partitioning, chip)
+            # A v3 chip has two devices, its cores.
+            chips = partitioning.mesh.size // (2 if topology.startswith("v3") else 1)
+            hours = STEPS * seconds / 3600
+            yield (
+                f"  {STEPS:,} such steps: {hours:.1f} hours on {chips} chips,"
+                f" {hours * chips:,.0f} chip-hours"
+            )
+
+
+def machine(topology: str) -> tuple[Sequence[Any], Any]:
+    """The devices to compile for, and what is published about those that they stand for."""
+    from t0repro.partitioning.topologies import devices_of, published
+
+    if not topology.startswith("8 x "):
+        return devices_of(topology)
+    import jax
+
+    return jax.devices(), published(topology.removeprefix("8 x "))
 
 
 def configured(
     size: str, command: str, layers: int | None = None, more: Sequence[str] = ()
 ) -> RunConfig:
-    """A command of T0's, with so many layers in each tower and more gin overrides."""
+    """One of COMMANDS, with so many layers in each tower and more gin overrides."""
     from t0repro.config.mtf.dialect import load
     from t0repro.config.mtf.parser import GinInputs
+    from t0repro.runs.precompile import adjusted
 
-    files = ("dataset.gin", SIZES[size], *COMMANDS[command]["files"])
-    params = (*COMMON, *COMMANDS[command]["params"], *more)
+    about = COMMANDS[command]
+    files = ("dataset.gin", SIZES[size], *about["files"])
+    params = (*COMMON, *about["params"], *more)
     if layers is not None:
         params = (*params, f"num_layers = {layers}")
     inputs = GinInputs("", files, params, module_imports=("t0repro.tasks.demo",))
     config = load(inputs, float32_activations=False).run
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=32128))
+    model = dataclasses.replace(
+        config.model, vocab_size=32128, recompute=about.get("recompute", "none")
+    )
+    return adjusted(dataclasses.replace(config, model=model), **about.get("changes", {}))
 
 
 if __name__ == "__main__":

@@ -147,7 +147,7 @@ def operations(model: T5, values: dict[str, Any], batch: Any) -> int:
 
 def peak_rate(devices: int) -> float:
     """Operations a second of all devices: published, or of a large product measured now."""
-    if chip := published(jax.devices()[0]):
+    if chip := published(jax.devices()[0].device_kind):
         return chip.flops * devices
     x = jnp.ones((2048, 2048), jnp.float32)
     product = jax.jit(jnp.dot)

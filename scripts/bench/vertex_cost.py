@@ -56,17 +56,17 @@ def main() -> None:
 def step_seconds(topology: str, layers: int) -> tuple[float, float]:
     """Predicted seconds to encode and to decode a batch, with so many layers a tower."""
     from t0repro.partitioning.topologies import devices_of
-    from t0repro.runs.precompile import compiled_for
+    from t0repro.runs.precompile import compiled_for, predicted_seconds
 
     on_slice = f"utils.tpu_mesh_shape.tpu_topology = '{topology}'"
     config = precompile_t0.configured("3B", "evaluate", layers, [on_slice])
     devices, chip = devices_of(topology)
-    _, programs = compiled_for(config, devices)
+    partitioning, programs = compiled_for(config, devices)
     seconds = {}
     for program in programs:
         if program.refused:
             raise SystemExit(f"{topology}, {program.name}: {program.refused}")
-        seconds[program.name] = program.flops / len(devices) / chip.flops + program.sent / chip.link
+        seconds[program.name] = predicted_seconds(program, partitioning, chip)
         if len(seconds) == 2:  # generation comes third and is no part of scoring
             break
     return seconds["encode"], seconds["decode"]

@@ -213,4 +213,4 @@ def _devices(topology: str | None) -> tuple:
         # Before the first use of a device, after which the number is fixed.
         jax.config.update("jax_num_cpu_devices", int(count))
     devices = jax.devices()
-    return devices, topologies.published(devices[0]), devices[0].platform == "cpu"
+    return devices, topologies.published(devices[0].device_kind), devices[0].platform == "cpu"

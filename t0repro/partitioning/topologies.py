@@ -127,9 +127,9 @@ def chip_of(topology: str) -> Chip:
     return _parsed(topology)[0].chip
 
 
-def published(device: Any) -> Chip | None:
-    """What is published about a device at hand; None if nothing is known here."""
-    kinds = [chip for kind, chip in _AT_HAND.items() if device.device_kind.startswith(kind)]
+def published(device_kind: str) -> Chip | None:
+    """What is published about a kind of device, as JAX names it; None if nothing is known here."""
+    kinds = [chip for kind, chip in _AT_HAND.items() if device_kind.startswith(kind)]
     return kinds[0] if kinds else None
 
 

@@ -335,12 +335,16 @@ def described(
     parts = [f"{len(sent)} {kind} {_gib(sum(sent))}" for kind, sent in sorted(kinds.items())]
     yield f"  communication: a device sends {_gib(program.sent)} ({', '.join(parts) or 'nothing'})"
     if chip is not None and not program.refused:
-        compute, exchange = each / chip.flops, program.sent / chip.link
         yield (
-            f"  predicted step: {compute + exchange:.3g} s ="
+            f"  predicted step: {predicted_seconds(program, partitioning, chip):.3g} s ="
             f" {each:.4g} operations / {chip.flops:.4g} a second"
             f" + {program.sent:.4g} bytes / {chip.link:.4g} a second (published peaks, no overlap)"
         )
+
+
+def predicted_seconds(program: Program, partitioning: Partitioning, chip: Chip) -> float:
+    """Seconds of a step at published peaks, computing and sending one after the other."""
+    return program.flops / partitioning.mesh.size / chip.flops + program.sent / chip.link
 
 
 def fits(program: Program, config: RunConfig, partitioning: Partitioning, chip: Chip) -> str:

@@ -361,7 +361,7 @@ def flops_rates(flops: int) -> dict[str, Metric]:
     The second is the share of the published peak of all devices; it is left out if the device's
     is not known.
     """
-    chip = published(jax.devices()[0])
+    chip = published(jax.devices()[0].device_kind)
     rates: dict[str, Metric] = {"timing/flops_per_second": TimeRate(flops)}
     if chip is None:
         return rates
