@@ -238,6 +238,10 @@ def load_tasks(
         from t0repro import compat
 
         compat.quiet_logs()
+        compat.install()
+        from t0repro.tasks.seqio_tasks import read_t5s_vocabulary_as_ours
+
+        read_t5s_vocabulary_as_ours()
     with contextlib.nullcontext() if with_seqio else describing():
         for module in modules:
             _import(module)

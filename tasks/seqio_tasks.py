@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import seqio
+import t5.data
 import tensorflow as tf
 from t5.data import glue_utils, postprocessors, preprocessors
 from t5.evaluation import metrics
@@ -16,7 +17,12 @@ from t0repro.tasks.registration import name_is_taken
 from t0repro.tasks.source import PromptedRows
 from t0repro.tasks.task import ADDS_EOS, METRICS, TaskDescription
 from t0repro.tasks.templates import fixed_choices
-from t0repro.tasks.vocabulary import VocabularyFile, local_copy, not_a_model
+from t0repro.tasks.vocabulary import (
+    VocabularyFile,
+    default_vocabulary,
+    local_copy,
+    not_a_model,
+)
 
 # T5's metrics for these two need pre- and postprocessing that prompted tasks do not have.
 ACCURACY_ONLY = ("wsc.fixed", "multirc")
@@ -158,6 +164,21 @@ def seqio_vocabulary(vocabulary: VocabularyFile | seqio.Vocabulary) -> seqio.Voc
     if isinstance(vocabulary, VocabularyFile):
         return LazyVocabulary(vocabulary.address, vocabulary.extra_ids)
     return vocabulary
+
+
+def read_t5s_vocabulary_as_ours() -> None:
+    """Gives tasks of t5's that are registered from now on `default_vocabulary()`.
+
+    It has the same pieces under another address (`t0repro.data.vocabularies`), and t5's own would
+    be read from a bucket although T0REPRO_VOCAB names a copy.
+    """
+
+    def get_default_vocabulary() -> seqio.Vocabulary:
+        return seqio_vocabulary(default_vocabulary())
+
+    # t5.data has the name by a star import, and users' modules look it up there.
+    for module in (t5.data, t5.data.utils):
+        module.get_default_vocabulary = get_default_vocabulary  # pyright: ignore[reportAttributeAccessIssue]
 
 
 # The task ----------------------------------------------------------------------------------------

@@ -10,6 +10,10 @@ import pytest
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorboard.util.tensor_util import make_ndarray
 
+from t0repro.converters.sources import load_any
+
+from ..converters.checkpoint_files import assert_same_bits
+
 FILES = "t5x/examples/t5/t5_1_1/examples/small_texts"
 
 pytestmark = pytest.mark.slow
@@ -20,7 +24,11 @@ def command(folder, data, vocabulary, mode, stage, *arguments):
         [sys.executable, "-P", "-m", "t0repro.cli", mode, f"--gin_file={FILES}_{stage}.gin",
          *arguments],
         cwd=folder,
-        env={**os.environ, "T0REPRO_DATA_DIR": str(data), "T0REPRO_VOCAB": str(vocabulary)},
+        env={
+            **os.environ,
+            "T0REPRO_DATA_DIR": str(data.resolve()),
+            "T0REPRO_VOCAB": str(vocabulary.resolve()),
+        },
         capture_output=True,
         text=True,
     )  # fmt: skip
@@ -49,17 +57,22 @@ def chain(tmp_path_factory, shared_data, shared_vocab):
         arguments = (f"--gin.TRAIN_STEPS={steps}", *arguments)
         return command(folder, shared_data, shared_vocab, "train", stage, *arguments)
 
+    # The state that a training starts from is kept, too.
+    both = "--gin_bindings=utils.SaveCheckpointConfig.keep = 2"
     train("pretrain", 4)
-    adapted = train("adapt", 6)
-    finetuned = train("finetune", 8, "--gin.EVALUATOR_NUM_EXAMPLES=12")
+    adapted = train("adapt", 6, both)
+    finetuned = train("finetune", 8, both, "--gin.EVALUATOR_NUM_EXAMPLES=12")
     few = "--gin_bindings=seqio.Evaluator.num_examples = 12"
     command(folder, shared_data, shared_vocab, "eval", "eval", few)
     return folder / "runs" / "small_texts", adapted, finetuned
 
 
 def test_each_training_starts_where_the_one_before_ended(chain):
-    _, adapted, finetuned = chain
+    folder, adapted, finetuned = chain
     assert "steps 4 to 6" in adapted and "steps 6 to 8" in finetuned
+    for before, after, step in (("pretrained", "adapted", 4), ("adapted", "finetuned", 6)):
+        ends, starts = (load_any(folder / each / f"checkpoint_{step}") for each in (before, after))
+        assert_same_bits(ends, starts)  # parameters, slots and step
 
 
 def test_tensorboard_has_the_losses_of_every_stage(chain):
