@@ -38,6 +38,22 @@ def find_checkpoint(
         gone.
     """
     path = storage.local_path(path)
+    try:
+        return _find(path, step, source)
+    except _NotFound:
+        if not storage.is_remote(path):
+            raise
+    # s3fs takes an answer that was cut before its first byte for an empty listing. Asked again, the
+    # store lists what there is, or its library says what is wrong.
+    storage.refresh(path)
+    return _find(path, step, source)
+
+
+class _NotFound(UserError):
+    """There is no such checkpoint at a path."""
+
+
+def _find(path: str, step: int | None, source: Format | None) -> CheckpointRef:
     if (ref := _exact(path)) and _is_of(ref, source):
         if step not in (None, ref.step):
             raise UserError(
@@ -122,8 +138,8 @@ def _unfinished(path: str) -> str:
     return f" {partial[0]} is being written, or its writing was interrupted." if partial else ""
 
 
-def _not_found(what: str, path: str) -> UserError:
-    return UserError(
+def _not_found(what: str, path: str) -> _NotFound:
+    return _NotFound(
         what,
         where=path,
         fix="Give a directory with model.ckpt-<step>.index or checkpoint_<step>/, the path of"

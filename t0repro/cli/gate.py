@@ -100,7 +100,7 @@ def find_user_error(error: BaseException | None) -> str | None:
     """The message for the user about an exception; None if it is neither a mistake nor the disk.
 
     This is the text of the UserError that the exception is, was caused by or carries in its
-    message, or an explanation of a full, read-only or vanished disk.
+    message, or an explanation of a damaged record or of a full, read-only or vanished disk.
     """
     for cause in _causes(error):
         if isinstance(cause, UserError):
@@ -113,6 +113,11 @@ def find_user_error(error: BaseException | None) -> str | None:
         wrapped = _WRAPPED.search(str(cause))
         if wrapped:
             return wrapped.group(1).strip()
+        # By its name: TensorFlow, whose error it is, is not imported for this.
+        if type(cause).__name__ == "DataLossError":
+            from t0repro.tasks.prompt_cache.integrity import explain_damaged_record
+
+            return str(explain_damaged_record(str(cause)))
     for cause in _causes(error):
         of_disk = storage_error(cause)
         if of_disk:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from t0repro.errors import UserError
 from t0repro.tasks.prompt_cache.folders import MARKER, PROVENANCE, shard_names
-from t0repro.tasks.prompt_cache.records import count_records, read_records
+from t0repro.tasks.prompt_cache.records import count_records, is_damaged_at, read_records
 from t0repro.tasks.task import TaskDescription, task_descriptions
 
 if TYPE_CHECKING:
@@ -102,6 +103,27 @@ def damage(folder: Path, split: str) -> str | None:
     if examples is not None and examples != records:
         return f"its shards hold {records:,} examples and its statistics count {examples:,}"
     return None
+
+
+def explain_damaged_record(message: str) -> UserError:
+    """The error for TensorFlow's "corrupted record at 2299", with the name of the file.
+
+    TensorFlow checks each record but does not say of which file: the caches of all registered tasks
+    are searched for a damaged record at that byte.
+    """
+    import seqio
+
+    byte = re.search(r"record at (\d+)", message)
+    place = int(byte[1]) if byte else 0
+    tasks = (seqio.TaskRegistry.get(name) for name in seqio.TaskRegistry.names())
+    folders = {task.cache_dir for task in tasks if task.cache_dir and "://" not in task.cache_dir}
+    shards = (path for folder in sorted(folders) for path in Path(folder).glob("*.tfrecord-*"))
+    found = next((path for path in shards if is_damaged_at(path, place)), None)
+    return UserError(
+        "A record of a TFRecord file has another checksum than when it was written.",
+        where=f"{found or 'a file of examples'}, byte {place}",
+        fix="Remove the task's folder and cache it again; other files, copy again.",
+    )
 
 
 def _declared(folder: Path, split: str) -> Mapping[str, Mapping[str, int]]:

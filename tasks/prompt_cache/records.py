@@ -140,6 +140,19 @@ def count_records(path: Path) -> int:
     return count
 
 
+def is_damaged_at(path: Path, place: int) -> bool:
+    """Whether the record around a byte of a TFRecord file has a wrong checksum, or is cut."""
+    try:
+        for at, length, file in _heads(path):
+            if place < at + length + 16:
+                _check(file.read(length + 4), length, path, at)
+                return False
+            file.seek(length + 4, os.SEEK_CUR)
+    except UserError:
+        return True
+    return False
+
+
 def _heads(path: Path) -> Iterator[tuple[int, int, BinaryIO]]:
     """Yields (offset, length, file positioned at the record); callers must read or skip it."""
     end = path.stat().st_size

@@ -103,6 +103,33 @@ def test_a_copy_for_which_there_is_no_room_is_told(tiny_checkpoint, tmp_path, up
         convert(address, tmp_path / "out", "mtf")
 
 
+@pytest.mark.parametrize("again", ["answers", "is reset"])
+def test_an_answer_that_was_cut_is_taken_for_no_empty_folder(
+    tiny_checkpoint, upload, monkeypatch, again
+):
+    """As s3fs, which finds nothing where the answer to its request was cut."""
+    import fsspec
+
+    address, memory = upload(tiny_checkpoint, "model"), type(fsspec.filesystem("memory"))
+    ls, calls = memory.ls, []
+
+    def cut(self, path, detail=True, **kwargs):
+        calls.append(path)
+        if len(calls) == 1:
+            return []
+        if again == "is reset":
+            raise ConnectionResetError("the connection was reset")
+        return ls(self, path, detail, **kwargs)
+
+    monkeypatch.setattr(memory, "ls", cut)
+    if again == "answers":
+        assert find_checkpoint(address).step == find_checkpoint(tiny_checkpoint).step
+    else:
+        with pytest.raises(UserError, match="(?s)did not answer.*was reset.*connection"):
+            find_checkpoint(address)
+    assert len(calls) > 1
+
+
 def test_a_damaged_remote_file_is_told_by_its_address(tiny_checkpoint, tmp_path, upload):
     convert(tiny_checkpoint, tmp_path / "jax", "jax")
     file = tmp_path / "jax" / "checkpoint_7" / "target.token_embedder.embedding" / "0.0"

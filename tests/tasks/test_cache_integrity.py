@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import seqio
 
+from t0repro.cli.gate import find_user_error
 from t0repro.data.checks import check_cached
 from t0repro.errors import UserError
 from t0repro.tasks.demo.datasets import FOLDER, VOCABULARY
@@ -105,6 +106,36 @@ def test_damage_is_found_before_the_cache_is_read(cache, kind):
     ) as caught:
         check_cached(NAME, SPLIT)
     assert caught.value.fix
+
+
+def _by_seqio():
+    return seqio.get_mixture_or_task(NAME).get_dataset(None, SPLIT, use_cached=True)
+
+
+def _by_mesh_tensorflow():
+    """The reader of Mesh TensorFlow's stack, and of scoring in both."""
+    from t0repro import compat
+
+    compat.install()
+    from t5.models import mesh_transformer
+
+    lengths = {"inputs": 64, "targets": 16}
+    (dataset,) = mesh_transformer.mesh_eval_dataset_fn(NAME, lengths, SPLIT, use_cached=True)
+    return dataset.dataset_fn()
+
+
+@pytest.mark.parametrize("read", [_by_seqio, _by_mesh_tensorflow])
+def test_a_flipped_bit_is_found_as_the_cache_is_read_and_its_file_is_named(cache, read):
+    """Sizes and counts do not show it; each record's checksum does, which all readers check."""
+    path = shard(cache, 2)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    assert damage(cache, SPLIT) is None
+    with pytest.raises(Exception, match="corrupted record") as caught:
+        list(read().as_numpy_iterator())
+    told = find_user_error(caught.value)
+    assert told and "another checksum" in told and f"where: {path}, byte " in told
 
 
 @pytest.mark.parametrize("kind", ["a shard is missing", "a shard is emptied"])
