@@ -92,7 +92,6 @@ class RestoreConfig:
         replacement of None keeps what was initialised.
       strict: Whether every slot must be in the checkpoint.
       fallback_to_scratch: Whether parameters that the checkpoint lacks are initialised.
-      data: Whether the position in the data is restored too.
     """
 
     path: str | tuple[str, ...]
@@ -101,7 +100,6 @@ class RestoreConfig:
     assignment_map: tuple[tuple[str, str | None], ...]
     strict: bool
     fallback_to_scratch: bool
-    data: bool
 
 
 @dataclasses.dataclass(frozen=True)

@@ -344,7 +344,6 @@ def _plan_of_t5x(plan: TrainingPlan) -> _Items:
             yield f"utils.RestoreCheckpointConfig.{field}", getattr(restore, field)
         rules = [tuple(rule) for rule in restore.assignment_map]
         yield "utils.RestoreCheckpointConfig.assignment_map", rules or None
-        yield "utils.RestoreCheckpointConfig.restore_dataset", restore.data
     if plan.infer_eval_data or plan.actions or (save is not None and save.best):
         yield "infer_eval, actions and the best checkpoints: take them over by hand", _NOT_EXPRESSED
 

@@ -18,7 +18,7 @@ TREE = {name: value + 1 for name, value in FRESH.items()}
 
 
 def rules(*assignment_map, strict=True, fallback=False, dtype=None):
-    return RestoreConfig("x", "specific", dtype, assignment_map, strict, fallback, False)
+    return RestoreConfig("x", "specific", dtype, assignment_map, strict, fallback)
 
 
 def test_without_rules_the_checkpoint_is_taken_as_it_is():

@@ -127,6 +127,8 @@ def restore_config(
             "state_transformation_fns": _NO_TRANSFORMATIONS,
             "checkpointer_cls": _NO_CLASSES,
             "checkpoint_manager_cls": _NO_CLASSES,
+            "restore_dataset": "the position in the data is resumed from model_dir's own"
+            " checkpoints alone.",
         },
     )
     # float16 too: it only rounds what is read, and no run computes in it.
@@ -138,7 +140,6 @@ def restore_config(
         assignment_map=tuple((old, new) for old, new in record.assignment_map or ()),
         strict=record.strict,
         fallback_to_scratch=record.fallback_to_scratch,
-        data=record.restore_dataset,
     )
 
 

@@ -13,7 +13,7 @@ from t0repro.config.t5x import data, programs, records
 from t0repro.config.t5x import model as t5x_model
 from t0repro.config.t5x.gin_files import Parsed
 from t0repro.config.t5x.layout import layout_of
-from t0repro.config.t5x.places import Places
+from t0repro.config.t5x.places import Places, check_summary
 from t0repro.errors import UserError
 
 _DECODE = "models.EncoderDecoderModel.predict_batch_with_aux"
@@ -45,6 +45,7 @@ def eval_plan(parsed: Parsed) -> EvalPlan:
     program, places = parsed.program, Places.of(parsed.values)
     assert isinstance(program, programs.EvalProgram)
     places.check_unset(program, "evaluate", _EVAL_CODE)
+    check_summary(program, "evaluate", places)
     evaluator = data.evaluator_config(program.inference_evaluator_cls, places)
     if evaluator is None:
         raise places.refused(
@@ -67,6 +68,7 @@ def infer_plan(parsed: Parsed) -> InferPlan:
     program, places = parsed.program, Places.of(parsed.values)
     assert isinstance(program, programs.InferProgram)
     places.check_unset(program, "infer", _INFER_CODE)
+    check_summary(program, "infer", places)
     _check_infer(program, places)
     record, files = program.dataset_cfg, None
     if isinstance(record.mixture_or_task_name, programs.TfExampleTask):
@@ -245,6 +247,9 @@ def _files(task: programs.TfExampleTask, places: Places) -> ExampleFiles:
             "examples are read from TFRecord files and from JSON Lines.",
             "Set TF_EXAMPLE_FILE_TYPE to 'tfrecord' or 'jsonl'.",
         )
+    for feature in task.features.values():
+        why = "a feature of examples is a sequence of tokens."
+        places.check_unset(feature, "seqio.Feature", {"dtype": why, "rank": why, "required": why})
     paths = [task.paths] if isinstance(task.paths, str) else list(task.paths)
     keys = [task.inputs_key, task.targets_key or ""]
     # As T5X makes the name, so that its results' files can be found again.

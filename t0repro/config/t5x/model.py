@@ -64,6 +64,11 @@ def model_config(model: records.EncoderDecoderModel, places: Places) -> ModelCon
             " there is no other converter.",
         },
     )
+    for name in ("input_vocabulary", "output_vocabulary"):
+        vocabulary = getattr(model, name)
+        if isinstance(vocabulary, records.SentencePieceVocabulary):
+            whys = {"use_fast_tokenizer": "texts are encoded by SentencePiece itself."}
+            places.check_unset(vocabulary, "seqio.SentencePieceVocabulary", whys)
     several_layers = max(shape.num_encoder_layers, shape.num_decoder_layers) > 1
     return ModelConfig(
         num_encoder_layers=shape.num_encoder_layers,

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from t0repro.config.t5x.gin_files import Value
+from t0repro.config.t5x.programs import WriteConfig
 from t0repro.errors import UserError
 
 ONLY_T5X = "Remove the binding, or run it with T5X itself."
@@ -52,6 +53,22 @@ class Places:
             # None and empty sequences stand for a default that gin bound explicitly.
             if value != default and value not in (None, (), []):
                 raise self.refused(f"{name}.{argument}", value, why)
+
+
+def check_summary(program: Any, name: str, places: Places) -> None:
+    """Refuses a function of the user's in place of T5X's that writes config.gin.
+
+    Raises:
+      UserError: with the place that binds it.
+    """
+    function = program.summarize_config_fn
+    if function is not None and not isinstance(function, WriteConfig):
+        raise places.refused(
+            f"{name}.summarize_config_fn",
+            function,
+            "the configuration is always written as config.gin.",
+            "Bind @gin_utils.summarize_gin_config, or leave it out.",
+        )
 
 
 def provenance(places: Places, names: Mapping[str, str]) -> dict[str, str]:

@@ -13,7 +13,7 @@ from t0repro.config.t5x import model as t5x_model
 from t0repro.config.t5x import optimizer as t5x_optimizer
 from t0repro.config.t5x.gin_files import Parsed
 from t0repro.config.t5x.layout import layout_of
-from t0repro.config.t5x.places import Places, provenance
+from t0repro.config.t5x.places import Places, check_summary, provenance
 from t0repro.config.training_plan import TrainingPlan
 from t0repro.errors import UserError
 
@@ -75,6 +75,7 @@ def train_config(parsed: Parsed) -> RunConfig:
     program, places = parsed.program, Places.of(parsed.values)
     assert isinstance(program, programs.TrainProgram)
     places.check_unset(program, "train", _OWN_CODE)
+    check_summary(program, "train", places)
     plan = _plan(program, places)
     model = t5x_model.model_config(program.model, places)
     train = plan.train_data

@@ -166,6 +166,11 @@ optax.warmup_cosine_decay_schedule:
         (["infer_eval/utils.DatasetConfig.seed = 3"], "does not read infer_eval/utils.Dataset"),
         (["utils.DatasetConfg.seed = 3"], "DatasetConfg"),
         (["train/utils.DatasetConfig.sed = 3"], "sed"),
+        (["train/utils.DatasetConfig.num_workers = 4"], "num_workers"),
+        (
+            ["train/utils.DatasetConfig.module = @utils.override_params_axes_names"],
+            "override_params",
+        ),
         (["from t5x import utilz"], "the module t5x.utilz[^$]*'t5x.utils'"),
         (["import no_such_package.tasks"], "no_such_package"),
     ],

@@ -1,6 +1,8 @@
 """T5X's gin files -> RunConfig: each value that decides the numbers, and what is refused."""
 
 import dataclasses
+import re
+from pathlib import Path
 
 import pytest
 
@@ -12,7 +14,7 @@ from t0repro.config.run_config import (
     RunConfig,
     ScheduleConfig,
 )
-from t0repro.config.t5x import run
+from t0repro.config.t5x import programs, records, run
 from t0repro.config.t5x.gin_files import GinInputs, parse
 from t0repro.config.training_plan import (
     BestCheckpoints,
@@ -63,7 +65,7 @@ def test_a_pretraining_becomes_a_run_config_that_json_keeps():
 def test_a_fine_tuning_has_three_datasets_and_a_checkpoint_to_start_from():
     ours = config("INITIAL_CHECKPOINT_PATH = 'a/checkpoint_5'", files=[MODEL, FINETUNE])
     assert ours.plan.restore == RestoreConfig(
-        "a/checkpoint_5", "specific", "float32", (), True, False, False
+        "a/checkpoint_5", "specific", "float32", (), True, False
     )
     assert ours.plan.infer_eval_data.sequence_length is None
     assert [logger.name for logger in ours.plan.evaluator.loggers] == ["py", "tensorboard", "json"]
@@ -208,7 +210,21 @@ checkpoints.SaveBestCheckpointer.metric_mode = 'min'
         ("network.T5Config.mlp_activations = ('gelu', 'swoosh')", "no activation 'swoosh'"),
         ("network.T5Config.dtype = 'float16'", "float32 or bfloat16"),
         ("LOSS_NORMALIZING_FACTOR = 'NUM_TOKENS'", "loss_normalizing_factor = 'NUM_TOKENS'"),
-        ("train_script.train.get_dataset_fn = 1", "train.get_dataset_fn"),
+        ("train/utils.DatasetConfig.mixture_or_task_name = 3", "name of a registered task"),
+        ("seqio.SentencePieceVocabulary.use_fast_tokenizer = True", "SentencePiece itself"),
+        *(
+            (f"train_script.train.{name} = 1", f"train.{name} = 1: this function[^$]*replaced")
+            for name in (
+                "get_dataset_fn",
+                "train_eval_get_dataset_fn",
+                "verify_matching_vocabs_fn",
+                "train_state_initializer_cls",
+            )
+        ),
+        ("train_script.train.summarize_config_fn = 1", "always written as config.gin"),
+        ("models.EncoderDecoderModel.feature_converter_cls = 1", "no other converter"),
+        ("utils.SaveCheckpointConfig.checkpointer_cls = 1", "written in one way"),
+        ("utils.SaveCheckpointConfig.checkpoint_manager_cls = 1", "written in one way"),
         ("utils.SaveCheckpointConfig.state_transformation_fns = [1]", "assignment_map alone"),
         ("utils.RestoreCheckpointConfig.path = ['a', 'b']", "a single checkpoint"),
         ("trainer.Trainer.num_microbatches = 3", "does not divide the batch of 128"),
@@ -222,6 +238,32 @@ def test_what_has_no_counterpart_is_refused_with_its_place(binding, complaint):
     with pytest.raises(UserError, match=complaint) as caught:
         config(binding)
     assert binding.partition(" =")[0].partition("(")[0] in (caught.value.where or "")
+
+
+@pytest.mark.parametrize(
+    "argument, complaint",
+    [
+        ("state_transformation_fns = [1]", "assignment_map alone"),
+        ("checkpointer_cls = 1", "written in one way"),
+        ("checkpoint_manager_cls = 1", "written in one way"),
+        ("restore_dataset = True", "resumed from model_dir's own"),
+    ],
+)
+def test_what_a_restore_cannot_do_is_refused_with_its_place(argument, complaint):
+    binding = f"utils.RestoreCheckpointConfig.{argument}"
+    with pytest.raises(UserError, match=complaint) as caught:
+        config("INITIAL_CHECKPOINT_PATH = 'a'", binding, files=[MODEL, FINETUNE])
+    assert binding in (caught.value.where or "")
+
+
+def test_every_argument_has_a_row_in_the_docs():
+    text = (Path(__file__).parents[3] / "docs" / "t5x.md").read_text()
+    table = text.partition("## Every argument")[2].partition("\n## ")[0]
+    for module in (records, programs):
+        for record in vars(module).values():
+            if dataclasses.is_dataclass(record):
+                names = {field.name for field in dataclasses.fields(record) if field.init}
+                assert names <= set(re.findall(r"`(\w+)`", table)), record
 
 
 def test_restoring_all_checkpoints_is_refused():
