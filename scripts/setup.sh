@@ -90,7 +90,7 @@ say "installing t0repro itself${EXTRAS:+ with the extras $EXTRAS}"
 # Built with the locked setuptools: an isolated build would fetch another.
 if [[ -n $EXTRAS ]]; then
   pip install --quiet --no-build-isolation --editable ".[$EXTRAS]" \
-    --constraint <(sed -n 's/^\([^ ]*==[^ ]*\).*/\1/p' requirements.lock)
+    --constraint <(sed -n 's/^\([^ ]*==[^\\]*\) \\$/\1/p' requirements.lock)
 else
   pip install --quiet --no-deps --no-build-isolation --editable .
 fi

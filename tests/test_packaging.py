@@ -79,6 +79,8 @@ NEVER_IMPORTED = {
     "basedpyright": "a command",
     "import-linter": "a command",
     "ruff": "a command",
+    "mkdocs-material": "mkdocs.yml names it",
+    "mkdocstrings-python": "mkdocs.yml names it",
     "pytest-xdist": "pytest -n",
 }
 

@@ -88,6 +88,11 @@ _MODULES: Mapping[str, Mapping[str, Any]] = {
 }
 
 
+def records_by_module() -> Mapping[str, Mapping[str, Any]]:
+    """What gin files may name: module -> name -> the record that stands for it."""
+    return _MODULES
+
+
 class _Served:
     """A module as gin sees it: records by name, and modules inside it."""
 

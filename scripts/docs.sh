@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# Builds the pages into a site, strictly: a broken link is an error.
+#   bash scripts/docs.sh [DIR]               # default: site/; open DIR/index.html
+#   bash scripts/docs.sh DIR --serve         # ... and shows it at http://127.0.0.1:8000 while you write
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+export PATH="$PWD/.venv/bin:$PATH" NO_MKDOCS_2_WARNING=1
+out=${1:-site}
+# The package as it is installed: in the checkout, tasks/ and converters/ are not below t0repro.
+T0REPRO_BUILT=$(mktemp -d)
+export T0REPRO_BUILT
+trap 'rm -rf "$T0REPRO_BUILT"' EXIT
+python -P setup.py --quiet build_py --build-lib "$T0REPRO_BUILT"
+python -P -m mkdocs build --strict --quiet --site-dir "$(realpath -m "$out")"
+if [[ ${2:-} == --serve ]]; then python -P -m mkdocs serve; fi

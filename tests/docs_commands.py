@@ -1,0 +1,62 @@
+"""Finds the command lines of t0repro in the pages, and what is wrong with one."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# These take what belongs to the command that they start, or to a table of placeholders.
+_OF_ANOTHER = {"run", "launch"}
+
+
+def pages() -> list[Path]:
+    """README.md and every page of docs/."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def command_lines(text: str) -> Iterator[str]:
+    """The lines of a page's code that call t0repro, continued lines joined, from its name on."""
+    fenced = re.findall(r"^```(?:bash|sh)?\n(.*?)^```", text, re.M | re.S)
+    indented = re.findall(r"(?:^ {4}.*\n)+", text, re.M)
+    in_line = re.findall(r"`([^`\n]*\bt0repro [^`\n]*)`", text)
+    for block in [*fenced, *indented, *in_line]:
+        for line in re.sub(r"\\\n", " ", block).splitlines():
+            # After `$ `, a folder of programs and variables.
+            start = re.sub(r"^\s*(\$ )?(\.venv/bin/|[A-Z_0-9]+=\S+ |python -m )*", "", line)
+            if re.match(r"t0repro [a-z-]", start):
+                # Up to a comment, a pipe or another command.
+                yield re.split(r"\s+#|\s\||;|\s>|\s&|…", start)[0].strip()
+
+
+def fault(line: str, command: Any) -> str | None:
+    """What a command line has that the command does not; None if there is nothing.
+
+    Args:
+      line: The command line.
+      command: The whole of t0repro, as Typer makes it.
+    """
+    words = shlex.split(line.replace("...", ""))[1:]
+    path = []
+    while words and hasattr(command, "commands"):
+        if words[0] not in command.commands:
+            # `t0repro train, eval` in running text, or a placeholder.
+            return None if words[0].isupper() or words[0].startswith("-") else f"no {words[0]}"
+        path.append(words.pop(0))
+        command = command.commands[path[-1]]
+    if path and path[0] in _OF_ANOTHER:
+        return None
+    known = {name.replace("-", "_") for each in command.params for name in each.opts}
+    known |= {name.replace("-", "_") for each in command.params for name in each.secondary_opts}
+    for word in words:
+        if word == "--":
+            break
+        name = word.partition("=")[0]
+        if name.startswith("--") and not name.startswith("--gin.") and name != "--help":
+            if name.replace("-", "_") not in known:
+                return f"{' '.join(path)} has no {name}"
+    return None

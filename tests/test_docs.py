@@ -1,0 +1,112 @@
+"""The pages: they build into a site without a warning, and what they say of the code is so."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+
+from t0repro.cli import app
+
+from .docs_commands import ROOT, command_lines, fault, pages
+
+COMMAND = typer.main.get_command(app.app)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    """The site, built as scripts/docs.sh builds it: strictly, so that a broken link fails."""
+    folder = tmp_path_factory.mktemp("site")
+    # This Python's programs first: a checkout need not have a .venv.
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "scripts/docs.sh", str(folder)],
+        cwd=ROOT, env={**os.environ, "PATH": path}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def test_the_site_has_every_page_and_asks_no_other_server_for_anything(site):
+    names = {path.stem for path in (ROOT / "docs").glob("*.md")}
+    assert names <= {path.stem for path in site.glob("*.html")}
+    fetched = re.compile(
+        r"""<(script|img|iframe)[^>]*\ssrc=["']?https?:"""
+        r"""|<link[^>]*(stylesheet|preconnect)[^>]*\shref=["']?https?:"""
+    )
+    for page in site.glob("*.html"):
+        assert not fetched.findall(page.read_text()), page.name
+    search = (site / "search" / "search_index.json").read_text()
+    assert "rank classification" in search.lower()
+
+
+def test_the_api_page_documents_what_t0repro_exports(site):
+    import t0repro
+
+    text = (site / "api.html").read_text()
+    missing = [name for name in t0repro.__all__ if f".{name}" not in text]
+    assert not missing
+
+
+def test_every_command_line_of_the_pages_is_one_that_t0repro_takes():
+    lines = {(page.name, line) for page in pages() for line in command_lines(page.read_text())}
+    assert len(lines) > 100
+    faults = {f"{page}: {line}": fault(line, COMMAND) for page, line in sorted(lines)}
+    assert {line: what for line, what in faults.items() if what} == {}
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["t0repro cach --mixture a", "t0repro cache --mixtures a", "t0repro checkpoint dif A B"],
+)
+def test_the_check_of_command_lines_can_fail(line):
+    assert fault(next(command_lines(f"    $ {line}  # a comment\n")), COMMAND)
+
+
+def messages() -> list[str]:
+    """The text of every error in the code, with … for what is filled in."""
+    found = []
+    for path in (path for folder in ("t0repro", "tasks", "converters")
+                 for path in (ROOT / folder).rglob("*.py")):  # fmt: skip
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and node.args and "Error" in ast.unparse(node.func):
+                found += _text(node.args[0])
+    return found
+
+
+def _text(node: ast.expr) -> list[str]:
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return [node.value]
+    if isinstance(node, ast.JoinedStr):
+        parts = [each.value if isinstance(each, ast.Constant) else "…" for each in node.values]
+        return [re.sub("…+", "…", "".join(map(str, parts)))]
+    return []
+
+
+def test_every_message_of_the_troubleshooting_page_is_in_the_code():
+    text = (ROOT / "docs" / "troubleshooting.md").read_text()
+    quoted = [each for line in re.findall(r"^`.*`$", text, re.M)
+              for each in re.findall(r"`([^`]+)`", line)]  # fmt: skip
+    assert len(quoted) > 30
+    known = set(messages())
+    assert [each for each in quoted if each not in known] == []
+
+
+def printed(script: str) -> str:
+    command = [sys.executable, "-P", "-W", "ignore", str(ROOT / "scripts" / script)]
+    return subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
+
+
+@pytest.mark.parametrize(
+    ("page", "script"), [("gin_fields", "gin_fields.py"), ("what_fits", "bench/what_fits.py")]
+)
+def test_pages_made_from_the_code_are_in_step_with_it(page, script):
+    made = printed(script)
+    assert len(made.splitlines()) >= 7
+    assert made in (ROOT / "docs" / f"{page}.md").read_text(), (
+        f"write docs/{page}.md again: scripts/{script} prints it"
+    )
