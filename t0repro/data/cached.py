@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from t0repro.data.read_ahead import read_ahead
 from t0repro.data.resuming import POSITION, Batch, Say
 from t0repro.errors import UserError
 from t0repro.files import write_atomically
@@ -90,7 +91,7 @@ class CachedBatches:
         write_atomically(folder / POSITION, json.dumps(position, indent=1) + "\n")
 
     def _counted(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        for batch in batches:
+        for batch in read_ahead(batches):
             self._taken += 1
             yield batch
 

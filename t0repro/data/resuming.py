@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from t0repro.data.read_ahead import read_ahead
 from t0repro.files import write_atomically
 from t0repro.partitioning.processes import from_first
 from t0repro.progress import count_progress
@@ -108,11 +109,13 @@ class ResumableBatches(abc.ABC):
     # ---- Finding the place ----------------------------------------------------------------------
 
     def _batches(self) -> Iterator[Batch]:
-        for element in self._iterator:
+        batches = map(self._to_numpy, self._iterator)
+        # What is saved of tf.data's iterator is where it is, so it must not be ahead.
+        for batch in batches if self._saves_iterator else read_ahead(batches):
             # Counted before the batch is handed over: the generator runs no further
             # until the next is asked for.
             self._taken += 1
-            yield self._to_numpy(element)
+            yield batch
 
     def _position(self, saved: Path | None, say: Say) -> dict[str, Any]:
         """The position that a checkpoint records, or {} to start over, with the reason reported."""

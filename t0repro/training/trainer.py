@@ -215,12 +215,16 @@ class BaseTrainer(abc.ABC):
 
         Args:
           batch: the batch.
-          input_wait: seconds that the caller waited for the batch, if it knows.
+          input_wait: seconds that the caller waited for the batch, if it knows; sending it to the
+            devices is added.
           starts_clock: whether the update's duration begins here, after its compilation, and not
             at the end of the one before.
         """
         with self._train_state_mutex:
+            before = time.perf_counter()
             features = self._partitioner.put_batch(self._model.features(batch))
+            if input_wait is not None:
+                input_wait += time.perf_counter() - before
             step = self._train_step_for(features)
             if starts_clock:
                 self.train_metrics_manager.start_duration_timer()

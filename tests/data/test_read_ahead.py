@@ -1,0 +1,49 @@
+"""Items are read in a thread before they are asked for, and come as they would have come."""
+
+import itertools
+import threading
+
+import pytest
+
+from t0repro.data.read_ahead import read_ahead
+
+
+def threads():
+    return [each for each in threading.enumerate() if each.name == "read ahead"]
+
+
+def test_items_come_in_order_to_their_end():
+    assert list(read_ahead(range(100), 3)) == list(range(100))
+    assert list(read_ahead([])) == []
+    assert not threads()
+
+
+def test_so_many_are_read_before_they_are_asked_for_and_no_more():
+    read, third = [], threading.Event()
+
+    def items():
+        for n in itertools.count():
+            read.append(n)
+            if n == 2:
+                third.set()
+            yield n
+
+    ahead = read_ahead(items(), 2)
+    assert next(ahead) == 0
+    # The other thread reads two more without being asked.
+    assert third.wait(10)
+    assert next(ahead) == 1
+    ahead.close()
+    assert len(read) <= 4 and not threads()
+
+
+def test_an_error_is_raised_where_its_item_would_have_come():
+    def items():
+        yield 1
+        raise OSError("the disk is gone")
+
+    ahead = read_ahead(items())
+    assert next(ahead) == 1
+    with pytest.raises(OSError, match="the disk is gone"):
+        next(ahead)
+    assert not threads()
