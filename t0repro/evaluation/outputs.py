@@ -21,7 +21,7 @@ import ast
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -84,7 +84,9 @@ def read_task_scores(
     *,
     with_inputs: bool = False,
 ) -> list[TaskScores]:
-    """Reads the scores of a folder's tasks at one step, in the order of the tasks' names.
+    """The scores of a folder's tasks at one step, in the order of `tasks` or of their names.
+
+    All tasks at once; `iterate_task_scores` holds one at a time.
 
     Args:
       eval_dir: the `<split>_eval` folder.
@@ -95,6 +97,21 @@ def read_task_scores(
     Raises:
       UserError: if files are missing, were changed since they were written, disagree in length,
         or have a line that cannot be parsed (reported with file and line number).
+    """
+    return list(iterate_task_scores(eval_dir, step, tasks, with_inputs=with_inputs))
+
+
+def iterate_task_scores(
+    eval_dir: str | os.PathLike[str],
+    step: int | None = None,
+    tasks: Sequence[str] | None = None,
+    *,
+    with_inputs: bool = False,
+) -> Iterator[TaskScores]:
+    """What read_task_scores reads, one task at a time, so that memory holds one task's pairs.
+
+    Raises:
+      UserError: at once if a task or its step is missing; while iterating if a file is bad.
     """
     found = find_tasks(eval_dir)
     step = latest_step(eval_dir) if step is None else step
@@ -113,31 +130,7 @@ def read_task_scores(
                 where=str(eval_dir),
                 fix="Name a step that every task has, or let the evaluation of that step finish.",
             )
-    return [_read_task(Path(eval_dir), task, step, with_inputs) for task in wanted]
-
-
-def task_scores(
-    eval_dir: str | os.PathLike[str],
-    step: int | None,
-    tasks: Sequence[str] | None,
-    in_memory: Mapping[str, TaskScores] | None = None,
-) -> list[TaskScores]:
-    """Scores of tasks, from memory if they are there, else from the folder's files.
-
-    Args:
-      eval_dir: the `<split>_eval` folder.
-      step: see read_task_scores.
-      tasks: see read_task_scores; with None, all are read from files.
-      in_memory: scores that this process computed at this step, by task.
-
-    Raises:
-      UserError: as read_task_scores does.
-    """
-    if not in_memory or tasks is None:
-        return read_task_scores(eval_dir, step, tasks)
-    others = [task for task in tasks if task not in in_memory]
-    read = {scores.task: scores for scores in read_task_scores(eval_dir, step, others)}
-    return [in_memory.get(task) or read[task] for task in tasks]
+    return (_read_task(Path(eval_dir), task, step, with_inputs) for task in wanted)
 
 
 def read_first_input(eval_dir: str | os.PathLike[str], task: str) -> str | None:

@@ -33,7 +33,6 @@ from t0repro.evaluation.journal import Journal
 from t0repro.evaluation.opened import Checkpoint
 from t0repro.evaluation.rank_run import RankRun, Say, ScoredPart, print_to_stderr
 from t0repro.evaluation.reading import TaskReader, windows
-from t0repro.evaluation.scores import TaskScores
 from t0repro.evaluation.selection import Selection, check_vocabulary, select_tasks
 from t0repro.evaluation.task_output import TaskOutput, TaskResult
 from t0repro.files import write_atomically
@@ -57,7 +56,6 @@ class Outcome:
       finished: tasks that an earlier run had finished.
       empty: tasks whose split has no examples.
       left_out: tasks that lack the split or its rows, each with the reason.
-      scores: scores of the tasks that this run ranked, by task.
       pairs: number of (input, choice) pairs in the tasks that were read.
       distinct: number of distinct pairs, summed over windows.
       scored: number of pairs that were not in the journal and were scored.
@@ -74,7 +72,6 @@ class Outcome:
     finished: tuple[str, ...] = ()
     empty: tuple[str, ...] = ()
     left_out: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    scores: Mapping[str, TaskScores] = dataclasses.field(default_factory=dict)
     pairs: int = 0
     distinct: int = 0
     scored: int = 0
@@ -262,9 +259,6 @@ class _Evaluation:
         result = task.output.finish()
         details = {"available": readers[name].available, "pairs": task.output.examples}
         self._record(result, {**details, **task.details()})
-        assert result.scores is not None
-        scores = {**self.outcome.scores, name: result.scores}
-        self.outcome = dataclasses.replace(self.outcome, scores=scores)
 
     def _output(self, reader: TaskReader) -> TaskOutput:
         step, path = self.checkpoint.step, self.folder.path

@@ -1,7 +1,7 @@
-"""A task's scored (input, choice) pairs as arrays, from which metrics and reports are computed.
+"""A task's scored (input, choice) pairs as arrays: collected for metrics, and read for reports.
 
-They come from memory if this process scored the pairs, and otherwise from an evaluation's files
-(`outputs.read_task_scores`). Both give the same numbers, bit for bit.
+Reports read them from an evaluation's files (`outputs.read_task_scores`), also in the process that
+scored them: so nothing is held for them, and a report made later has the same numbers.
 """
 
 from __future__ import annotations
@@ -76,22 +76,6 @@ class ScoredPairs:
             }
         )
 
-    def task_scores(self, task: str, step: int) -> TaskScores:
-        """All pairs, sorted by input, then choice, as `read_task_scores` would read them."""
-        columns = self._columns()
-        order = np.lexsort((columns["choice_index"], columns["input_index"]))
-        sorted_columns = {name: values[order] for name, values in columns.items()}
-        return TaskScores(
-            task=task,
-            step=step,
-            input_index=sorted_columns["input_index"].astype(np.int64),
-            choice_index=sorted_columns["choice_index"].astype(np.int64),
-            is_correct=sorted_columns["is_correct"],
-            weight=as_written(sorted_columns["weight"]),
-            target_length=sorted_columns["target_length"].astype(np.int64),
-            score=as_written(sorted_columns["score"]),
-        )
-
     def for_metrics(self) -> tuple[list[Any], list[Any]]:
         """Targets and scores in the order of the examples, as t5's metrics take them."""
         columns = self._columns()
@@ -102,13 +86,3 @@ class ScoredPairs:
     def _columns(self) -> dict[str, np.ndarray]:
         names = self._parts[0]
         return {name: np.concatenate([part[name] for part in self._parts]) for name in names}
-
-
-def as_written(values: np.ndarray) -> Float[np.ndarray, " values"]:
-    """Converts values to the float64 that parsing their text gives.
-
-    Files hold the shortest decimal that identifies a float32. A report must not depend on whether
-    its numbers came from a file or from memory, so numbers in memory take that decimal value too
-    (it differs from the float32 in the eighth digit).
-    """
-    return np.array([float(str(value)) for value in values], np.float64)

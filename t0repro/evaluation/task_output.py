@@ -28,7 +28,7 @@ import numpy as np
 
 from t0repro.data.batches import EvalTask
 from t0repro.errors import UserError
-from t0repro.evaluation.scores import ScoredPairs, TaskScores
+from t0repro.evaluation.scores import ScoredPairs
 from t0repro.evaluation.truncation import TruncationCounter
 
 Example = Mapping[str, Any]
@@ -100,7 +100,6 @@ class TaskResult:
       metrics: the task's metrics by name.
       statistics: sizes of the data, for the task's record.
       files: digest of each written file, by name; empty if none was written.
-      scores: the scored pairs if the task ranks answers, else None.
     """
 
     task: str
@@ -108,7 +107,6 @@ class TaskResult:
     metrics: Mapping[str, float]
     statistics: Mapping[str, Any]
     files: Mapping[str, str]
-    scores: TaskScores | None = None
 
 
 class TaskOutput:
@@ -162,15 +160,12 @@ class TaskOutput:
 
     def finish(self) -> TaskResult:
         """Computes the metrics and renames the files into place."""
-        scores, compared = None, (self._targets, self._predictions)
+        compared = (self._targets, self._predictions)
         if self._pairs is not None:
-            scores = self._pairs.task_scores(self.judge.task, self.step)
             compared = self._pairs.for_metrics()
         metrics = self.judge.metrics(*compared)
         files = {file.path.name: file.commit() for file in self._files}
-        return TaskResult(
-            self.judge.task, self.step, metrics, self._statistics.as_record(), files, scores
-        )
+        return TaskResult(self.judge.task, self.step, metrics, self._statistics.as_record(), files)
 
     def discard(self) -> None:
         """Removes the unfinished files of a task that will not be finished."""

@@ -97,7 +97,7 @@ def make_report(
     run = dataclasses.replace(run, step=step)
     records = read_records(run.eval_dir, step)
     ranked, decoded = _by_mode(run, records, options.tasks)
-    results = rank_folder(run.eval_dir, prompts, step=step, tasks=ranked, in_memory=run.scores)
+    results = rank_folder(run.eval_dir, prompts, step=step, tasks=ranked)
     groups, datasets = summarize(
         results,
         prompts,
@@ -188,7 +188,6 @@ def _extras(
             tasks=list(tasks),
             normalize_by_target_length=name == "target_length",
             less=less,
-            in_memory=run.scores,
         )
         for result in results:
             accuracies.setdefault(result.task, {})[name] = result.accuracy

@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from t0repro.evaluation.outputs import task_scores
+from t0repro.evaluation.outputs import iterate_task_scores
 from t0repro.evaluation.rank import RankResult, rank_classification
-from t0repro.evaluation.scores import TaskScores
 from t0repro.reports.prompts import PromptInfo, fixed_classes
 
 
@@ -22,7 +21,6 @@ def rank_folder(
     normalize_by_target_length: bool = False,
     tasks: Sequence[str] | None = None,
     less: Mapping[str, Sequence[float]] | None = None,
-    in_memory: Mapping[str, TaskScores] | None = None,
 ) -> list[RankResult]:
     """Rank classification of every task of a folder at one step (the latest when None).
 
@@ -34,20 +32,19 @@ def rank_folder(
       tasks: names of the tasks to rank; None for all.
       less: task -> what to subtract from each pair's score, in TaskScores' order; tasks not in it
         are left out.
-      in_memory: scores at this step that need not be read from files, by task.
 
     Raises:
       UserError: as read_task_scores and rank_classification do.
     """
     classes = fixed_classes(prompts)
-    found = task_scores(eval_dir, step, tasks, in_memory)
+    found = iterate_task_scores(eval_dir, step, tasks)
     if less is not None:
-        found = [
+        found = (
             # Content-free scores are in the order of TaskScores, as the record says.
             dataclasses.replace(scores, score=scores.score - np.asarray(less[scores.task]))
             for scores in found
             if scores.task in less
-        ]
+        )
     return [
         rank_classification(
             scores,

@@ -57,10 +57,10 @@ def write_results(
         extras=extras,
         notes=_notes(outcome),
     )
-    report = make_report(Run(label, outcome.folder, step, outcome.scores), prompts, options)
+    report = make_report(Run(label, outcome.folder, step), prompts, options)
     paths = write_report(report, out)
     if ranked:
-        paths += write_tables(outcome.folder, step, prompts, out, ranked, outcome.scores)
+        paths += write_tables(outcome.folder, step, prompts, out, ranked)
     return report, paths
 
 

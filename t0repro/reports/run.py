@@ -5,11 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Mapping
 from pathlib import Path
 
 from t0repro.errors import UserError
-from t0repro.evaluation.scores import TaskScores
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,13 +18,11 @@ class Run:
       label: the run's name in the report.
       eval_dir: its `<split>_eval` folder.
       step: the checkpoint's step; None for the latest in the folder.
-      scores: scores that this process computed at this step, by task; others are read from files.
     """
 
     label: str
     eval_dir: str | os.PathLike[str]
     step: int | None = None
-    scores: Mapping[str, TaskScores] = dataclasses.field(default_factory=dict)
 
 
 def labelled(text: str) -> tuple[str | None, Path]:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
-import io
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from t0repro.evaluation.outputs import task_scores
+from t0repro.evaluation.outputs import iterate_task_scores
 from t0repro.evaluation.rank import rank_classification
 from t0repro.evaluation.scores import TaskScores
 from t0repro.reports.prompts import PromptInfo, dataset_label, fixed_classes, template_name
-from t0repro.reports.write import write_files
+from t0repro.reports.write import all_or_none
 
 COLUMNS = (
     "task", "dataset", "template", "step", "example", "choice",
@@ -29,13 +29,12 @@ def write_tables(
     prompts: Mapping[str, PromptInfo],
     out: str | os.PathLike[str],
     tasks: Sequence[str] | None = None,
-    in_memory: Mapping[str, TaskScores] | None = None,
 ) -> list[Path]:
     """Writes scores.csv and scores.parquet, a row for each pair of the tasks; returns their paths.
 
     Scores are in natural-log units; `predicted` says whether the choice is its example's
     prediction. In the CSV file, a name that a spreadsheet would take for a formula is prefixed with
-    an apostrophe. Scores of tasks that are `in_memory` are not read from the folder.
+    an apostrophe.
 
     Raises:
       UserError: if the files cannot be read or written.
@@ -43,25 +42,34 @@ def write_tables(
     import pyarrow
     import pyarrow.parquet
 
-    found = task_scores(eval_dir, step, tasks, in_memory)
-    parts = [_columns(scores, prompts) for scores in found]
-    # All tasks in one table, which is what spreadsheets and pandas want.
-    columns = {name: np.concatenate([part[name] for part in parts]) for name in COLUMNS}
-    buffer = io.BytesIO()
-    pyarrow.parquet.write_table(pyarrow.table(columns), buffer, compression="zstd")
-    return write_files({"scores.csv": _csv(columns), "scores.parquet": buffer.getvalue()}, out)
+    csv_name, parquet_name = "scores.csv", "scores.parquet"
+    with all_or_none(out) as staging, contextlib.ExitStack() as stack:
+        file = stack.enter_context(open(staging / csv_name, "w", encoding="utf-8", newline=""))
+        rows = csv.writer(file, lineterminator="\n")
+        rows.writerow(COLUMNS)
+        parquet = None
+        # One task at a time: T0's held-out suite has 339,392 pairs.
+        for scores in iterate_task_scores(eval_dir, step, tasks):
+            columns = _columns(scores, prompts)
+            rows.writerows(_cells(columns))
+            table = pyarrow.table(columns)
+            if parquet is None:
+                parquet = stack.enter_context(
+                    pyarrow.parquet.ParquetWriter(
+                        staging / parquet_name, table.schema, compression="zstd"
+                    )
+                )
+            parquet.write_table(table)
+    return [Path(out) / csv_name, Path(out) / parquet_name]
 
 
-def _csv(columns: Mapping[str, np.ndarray]) -> str:
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(COLUMNS)
-    cells = [
+def _cells(columns: Mapping[str, np.ndarray]) -> Iterator[tuple[Any, ...]]:
+    """The rows of a CSV file."""
+    cells = (
         [_plain(cell) if isinstance(cell, str) else cell for cell in columns[name].tolist()]
         for name in COLUMNS
-    ]
-    writer.writerows(zip(*cells, strict=True))
-    return text.getvalue()
+    )
+    return zip(*cells, strict=True)
 
 
 def _plain(text: str) -> str:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import shutil
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from t0repro.errors import UserError
-from t0repro.files import sync_directory, write_atomically
+from t0repro.files import sync_directory, sync_tree, write_atomically
 from t0repro.reports.html import render_html
 from t0repro.reports.markdown import render_markdown
 from t0repro.reports.page import Page
@@ -44,28 +45,41 @@ def write_page(name: str, page: Page, content: str, out: str | os.PathLike[str])
 
 
 def write_files(files: Mapping[str, str | bytes], out: str | os.PathLike[str]) -> list[Path]:
-    """Writes files into a folder and returns their paths.
-
-    All files are written and synced in a temporary folder before the first is renamed into place,
-    so that a full disk leaves the files of an earlier report as they were.
+    """Writes files into a folder, all of them or none, and returns their paths.
 
     Raises:
       UserError: if a file cannot be written; the file is named.
     """
+    with all_or_none(out) as staging:
+        for name, content in files.items():
+            write_atomically(staging / name, content)
+    return [Path(out) / name for name in files]
+
+
+@contextlib.contextmanager
+def all_or_none(out: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yields a temporary folder; its files are moved into `out` if the block raises nothing.
+
+    All files are synced before the first is renamed into place, so that a full disk leaves the
+    files of an earlier report as they were.
+
+    Raises:
+      UserError: if a file cannot be written; it is named, or else the folder.
+    """
     out = Path(out)
     # A name of its own: two reports may be written to one folder at a time.
     staging = out / f".{uuid.uuid4().hex[:8]}.tmp"
-    path = out
     try:
-        for name, content in files.items():
-            path = out / name
-            write_atomically(staging / name, content)
+        staging.mkdir(parents=True)
+        yield staging
+        sync_tree(staging)
         # By now everything is on the disk; what is left can hardly fail for space.
-        for name in files:
-            path = out / name
-            os.replace(staging / name, path)
+        for path in sorted(staging.iterdir()):
+            os.replace(path, out / path.name)
         sync_directory(out)
     except OSError as error:
+        at_fault = Path(error.filename or staging)
+        path = out / at_fault.name if at_fault.parent == staging else out
         raise UserError(
             f"{path.name} cannot be written: {error.strerror or error}.",
             where=str(path),
@@ -73,7 +87,6 @@ def write_files(files: Mapping[str, str | bytes], out: str | os.PathLike[str]) -
         ) from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-    return [out / name for name in files]
 
 
 def as_json(values: Sequence[Any]) -> str:

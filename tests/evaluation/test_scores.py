@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from t0repro.evaluation.outputs import read_task_scores
-from t0repro.evaluation.scores import ScoredPairs, as_written
+from t0repro.evaluation.scores import ScoredPairs
 from t0repro.evaluation.task_output import LineFile
 
 floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -17,7 +17,9 @@ pairs = st.lists(
 
 @given(pairs=pairs, parts=st.integers(1, 4))
 @settings(deadline=None, max_examples=50)
-def test_scores_from_memory_are_those_that_the_files_give(pairs, parts, tmp_path_factory):
+def test_files_give_back_the_pairs_sorted_and_metrics_get_them_as_they_came(
+    pairs, parts, tmp_path_factory
+):
     targets = [
         ((np.int32(i), np.int32(c)), np.bool_(right), np.float32(1.0), length)
         for i, c, right, length, _ in pairs
@@ -32,18 +34,16 @@ def test_scores_from_memory_are_those_that_the_files_give(pairs, parts, tmp_path
         file.write(lines)
         file.commit()
     (read,) = read_task_scores(folder)
-    memory = collected.task_scores("task", 7)
-    for name in ("input_index", "choice_index", "is_correct", "weight", "target_length", "score"):
-        ours, theirs = getattr(memory, name), getattr(read, name)
-        assert ours.dtype == theirs.dtype and ours.tolist() == theirs.tolist(), name
+    by_index = sorted(pairs, key=lambda pair: pair[:2])
+    columns = (read.input_index, read.choice_index, read.is_correct, read.target_length)
+    assert list(zip(*(column.tolist() for column in columns), strict=True)) == [
+        pair[:4] for pair in by_index
+    ]
+    # A file holds the shortest decimal that stands for a float32.
+    assert read.score.tolist() == [float(str(np.float32(pair[-1]))) for pair in by_index]
     again, given_scores = collected.for_metrics()
     assert list(map(str, again)) == list(map(str, targets))
     assert [score.tobytes() for score in given_scores] == [score.tobytes() for score in scores]
-
-
-def test_a_number_in_memory_is_the_decimal_that_its_file_holds():
-    values = np.array([-12.345678, 1e-7, -0.1], np.float32)
-    assert as_written(values).tolist() == [float(str(value)) for value in values]
 
 
 def test_files_appear_only_when_they_are_whole(tmp_path):
@@ -65,4 +65,4 @@ def test_empty_parts_do_not_matter(parts):
     for _ in range(parts):
         collected.add([], np.zeros(0, np.float32))
     collected.add([((0, 0), True, 1.0, 2)], np.array([-1.0], np.float32))
-    assert collected.task_scores("task", 1).score.tolist() == [-1.0]
+    assert collected.for_metrics()[1] == [-1.0]
