@@ -45,7 +45,7 @@ python -P scripts/licences.py | diff docs/licences.md - >/dev/null ||
 if grep "not stated" docs/licences.md; then fail "these state no licence: see to them"; fi
 
 echo "== bill of materials"
-cyclonedx-py requirements requirements.lock --pyproject pyproject.toml --output-format JSON --output-file dist/sbom.json
+cyclonedx-py requirements requirements.lock --output-format JSON --output-file dist/sbom.json
 python -P - <<'PY'
 import json
 import re

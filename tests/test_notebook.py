@@ -1,0 +1,33 @@
+"""docs/quickstart.ipynb runs from its first cell to its last."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from .docs_commands import ROOT
+
+NOTEBOOK = ROOT / "docs" / "quickstart.ipynb"
+
+
+def test_the_notebook_is_kept_without_outputs():
+    nbformat = pytest.importorskip("nbformat", reason="EXTRAS=notebook brings nbclient")
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    nbformat.validate(notebook)
+    assert not [cell for cell in notebook.cells if cell.get("outputs")]
+
+
+@pytest.mark.slow
+def test_the_notebook_runs(tmp_path, monkeypatch):
+    nbclient = pytest.importorskip("nbclient", reason="EXTRAS=notebook brings it")
+    nbformat = pytest.importorskip("nbformat")
+    programs = Path(sys.executable).parent
+    monkeypatch.setenv("PATH", f"{programs}{os.pathsep}{os.environ['PATH']}")
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    resources = {"metadata": {"path": str(tmp_path)}}
+    nbclient.NotebookClient(notebook, timeout=600, resources=resources).execute()
+    printed = [str(cell["outputs"]) for cell in notebook.cells if cell.cell_type == "code"]
+    assert not [text for text in printed if "Traceback" in text or "to do:" in text]
+    report = tmp_path / "runs" / "notebook" / "eval" / "report.html"
+    assert report.is_file()

@@ -1,0 +1,60 @@
+"""Every block of docs/python.md runs, in its order, and does what the page says."""
+
+import re
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+
+from t0repro.reports.tables import write_tables
+from t0repro.reports.write import write_report
+from t0repro.tasks.demo.datasets import VOCABULARY
+
+from .docs_commands import ROOT
+from .reports.suites import report_of, small_suite
+from .tasks.prompt_caches import make
+
+TASK = "demo_synthetic_glue_mrpc_paraphrase"
+
+
+def what_the_page_needs(folder):
+    """The files that the page says are there."""
+    import t0repro.tasks.demo  # noqa: F401
+
+    make(folder / "runs" / "cache", TASK, min_shards=1)
+    shutil.copy(VOCABULARY, folder / "sentencepiece.model")
+    suite = small_suite(folder / "suite" / "validation_eval")
+    write_report(report_of(suite), folder / "runs" / "eval")
+    write_tables(suite.folder, 20, suite.prompts, folder / "runs" / "eval")
+    (rows := folder / "rows" / "my_reviews" / "default").mkdir(parents=True)
+    (rows / "train.jsonl").write_text('{"text": "Lovely.", "label": 1}\n')
+    guide = (ROOT / "docs" / "howto_data.md").read_text()
+    (prompts,) = re.findall(r"```yaml\n(.*?)```", guide, re.S)
+    (folder / "my_prompts.yaml").write_text(prompts)
+
+
+def test_every_block_of_the_python_page_runs(tmp_path, monkeypatch, capsys):
+    what_the_page_needs(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("T0REPRO_DATA_DIR", "rows")
+    monkeypatch.setenv("T0REPRO_VOCAB", "sentencepiece.model")
+    page = ROOT / "docs" / "python.md"
+    namespace = {"__name__": "the_page"}
+    for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.S):
+        exec(compile(block, str(page), "exec"), namespace)
+    assert int(namespace["state"].step) == 20
+    assert namespace["scores"].shape == (2, 2) and np.isfinite(namespace["scores"]).all()
+    table = namespace["table"]
+    assert set(table.dataset) == {"ag_news", "super_glue/rte"} and len(table) == 5
+    assert {"score", "predicted"} <= set(namespace["pairs"].columns)
+    assert [task.name for task in namespace["tasks"]] == [
+        "my_reviews_was_it_good",
+        "my_reviews_recommend",
+    ]
+
+
+def test_importing_t0repro_imports_nothing_heavy():
+    code = "import sys, t0repro; print({'jax', 'numpy', 'rich', 'typer'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "set()"
