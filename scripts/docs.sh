@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds the pages into a site, strictly: a broken link is an error.
-#   bash scripts/docs.sh [DIR]               # default: site/; open DIR/index.html
-#   bash scripts/docs.sh DIR --serve         # ... and shows it at http://127.0.0.1:8000 while you write
+#   bash scripts/docs.sh [DIR]                            # default: site/
+#   python -m http.server --bind 127.0.0.1 -d site 8000   # shows it; from the disk, search does not work
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export PATH="$PWD/.venv/bin:$PATH" NO_MKDOCS_2_WARNING=1
@@ -12,4 +12,3 @@ export T0REPRO_BUILT
 trap 'rm -rf "$T0REPRO_BUILT"' EXIT
 python -P setup.py --quiet build_py --build-lib "$T0REPRO_BUILT"
 python -P -m mkdocs build --strict --quiet --site-dir "$(realpath -m "$out")"
-if [[ ${2:-} == --serve ]]; then python -P -m mkdocs serve; fi
