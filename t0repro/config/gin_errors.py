@@ -17,7 +17,7 @@ from t0repro.config.macros import MACRO, bound_macros, check_macros_are_read
 from t0repro.config.provenance import Bindings
 from t0repro.errors import UserError, nearest_names
 
-_ANYWHERE = "the gin files and --gin_param of this run"
+_ANYWHERE = "the gin files and the command line of this run"
 _FIX = "Correct the gin file or the override."
 _LONGEST = 400  # characters kept of an exception's message
 
@@ -98,7 +98,8 @@ def _described(error: Exception, files: list[str], bindings: Bindings | None) ->
         return UserError(
             f"There is no gin file {missing.group(1)}.",
             where=_place_in(text) or "--gin_file",
-            fix="Correct the name, or name the file's folder with --gin_location_prefix."
+            fix="Correct the name, or name the file's folder with --gin_location_prefix (of T5X's"
+            " files: --gin_search_paths)."
             f" Searched config paths: {_short(missing.group(2))}.",
         )
     if isinstance(error, UnicodeDecodeError):
@@ -146,7 +147,7 @@ def _place_in(text: str) -> str | None:
         return None
     if found["file"]:
         return f"{found['file']}:{found['line']}: {_short(found['text'])}"
-    return f"--gin_param {_short(found['text'])!r}, line {found['line']}"
+    return f"the command line: {_short(found['text'])!r}, line {found['line']}"
 
 
 def _place_of(error: Exception, file: str | None) -> str | None:
@@ -155,10 +156,10 @@ def _place_of(error: Exception, file: str | None) -> str | None:
         line = f"{error.lineno}" if error.lineno else "?"
         text = _short(error.text or "")
         name = error.filename or file
-        return f"{name}:{line}: {text}" if name else f"--gin_param {text!r}, line {line}"
+        return f"{name}:{line}: {text}" if name else f"the command line: {text!r}, line {line}"
     if isinstance(error, tokenize.TokenError):
         line = error.args[1][0] if len(error.args) > 1 else "?"
-        return f"{file}:{line}" if file else f"--gin_param, line {line}"
+        return f"{file}:{line}" if file else f"the command line, line {line}"
     return _place_in(str(error)) or file
 
 
