@@ -68,8 +68,8 @@ class Diagnosis:
 
     @property
     def works(self) -> bool:
-        """Whether both stacks run."""
-        return all(finding.state == "ok" for finding in self.core)
+        """Whether all of the core that is installed runs; a stack may be missing on purpose."""
+        return all(finding.state != "broken" for finding in self.core)
 
     @property
     def broken(self) -> tuple[Finding, ...]:
@@ -91,7 +91,9 @@ class Diagnosis:
             rows = [[item.state, item.name, item.detail] for item in findings]
             blocks += ["", title, _align(rows)]
             blocks += [f"  to fix {item.name}: {item.fix}" for item in findings if item.fix]
-        verdict = "The core works." if self.works else "The core does not work."
+        missing = [finding.name for finding in self.core if finding.state == "missing"]
+        without = f", without {' and '.join(missing)}" if missing else ""
+        verdict = f"The core works{without}." if self.works else "The core does not work."
         if self.broken:
             verdict += f" Broken: {', '.join(finding.name for finding in self.broken)}."
         return "\n".join([*blocks, "", verdict])
@@ -150,6 +152,8 @@ def _python() -> tuple[State, str, str]:
 
 
 def _jax() -> tuple[State, str, str]:
+    if not _is_importable("jax"):
+        return "missing", "no jax: converts and reports only", "pip install 't0repro[jax]'"
     import jax
     import jax.numpy as jnp
 
@@ -161,6 +165,8 @@ def _jax() -> tuple[State, str, str]:
 
 def _mesh_tensorflow() -> tuple[State, str, str]:
     """Trains one step in a separate process, since v1 behaviour applies to a whole process."""
+    if not _is_importable("tensorflow"):
+        return "missing", "no tensorflow: no --backend=mtf, prompts or SeqIO", _SETUP
     ended = subprocess.run(
         # -P keeps the checkout's folder gin/ from being imported instead of gin-config.
         [sys.executable, "-P", "-c", "from t0repro.mesh import trial; trial.main()"],

@@ -26,6 +26,18 @@ def test_missing_extras_and_data_do_not_break_the_core():
     assert not diagnosis("broken").works
 
 
+def test_an_installation_without_tensorflow_works_and_says_what_it_lacks():
+    found = diagnosis("missing", "ok")
+    assert found.works and found.to_text().endswith("The core works, without jax.")
+
+
+def test_a_stack_that_is_not_installed_is_missing_and_not_broken(monkeypatch):
+    monkeypatch.setattr(doctor, "_is_importable", lambda module: False)
+    for look in (doctor._jax, doctor._mesh_tensorflow):
+        state, _, fix = look()
+        assert state == "missing" and fix
+
+
 def test_text_names_each_fix():
     text = diagnosis("broken").to_text()
     for part in ("fix it", "EXTRAS=hf bash scripts/setup.sh", "export T0REPRO_VOCAB=FILE"):
