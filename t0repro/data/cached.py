@@ -9,21 +9,17 @@ from __future__ import annotations
 
 import itertools
 import json
-import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from t0repro.data.read_ahead import read_ahead
-from t0repro.data.resuming import POSITION, Batch, Say
+from t0repro.data.resuming import Batch, ResumableBatches, Say
 from t0repro.errors import UserError
-from t0repro.files import write_atomically
-from t0repro.partitioning.processes import from_first
 from t0repro.tasks.prompt_cache.folders import shard_names
 from t0repro.tasks.prompt_cache.integrity import damage
 from t0repro.tasks.prompt_cache.records import integers, read_records
-from t0repro.words import counted
 
 FEATURES = ("inputs", "targets")
 _SHUFFLED = 1000  # examples among which the next one is drawn, as in SeqIO
@@ -31,7 +27,7 @@ _SHUFFLED = 1000  # examples among which the next one is drawn, as in SeqIO
 Example = dict[str, np.ndarray]
 
 
-class CachedBatches:
+class CachedBatches(ResumableBatches):
     """Endless training batches of cached tasks; implements `runs.train.BatchSource`.
 
     A resumed run continues after its last batch: with the checkpoint's seed, the batches before it
@@ -70,44 +66,17 @@ class CachedBatches:
             raise UserError(f"No task has an example in {split!r}.", where=", ".join(counts))
         self._lengths = {name: sequence_length[name] for name in FEATURES}
         self._batch_size, self._split = batch_size, split
-        self._pack, self._shuffle, self._seed = pack, shuffle, seed
-        self._bound_seed, self._taken = seed, 0
+        self._pack, self._shuffle = pack, shuffle
+        super().__init__(seed)
 
-    def open(self, step: int, saved: Path | None, say: Say) -> Iterator[Batch]:
-        """Batches from where the run continues; see `runs.train.BatchSource`."""
-        del step
-        position = self._position(saved, say)
-        if self._seed is None:
-            self._seed = from_first(lambda: position.get("seed") or secrets.randbits(31) + 1)
-        self._taken = int(position.get("batches", 0))
-        if self._taken:
-            made = counted(self._taken, "batch", "batches")
-            say(f"data: after {made}, which are made again and skipped")
-        return self._counted(itertools.islice(self._batches(), self._taken, None))
+    def _position(self, saved: Path | None, say: Say) -> dict[str, Any]:
+        # Without a checkpoint there is nothing to go on from, and nothing to say about it.
+        return {} if saved is None else super()._position(saved, say)
 
-    def save(self, folder: Path) -> None:
-        """Writes the position after the last batch taken."""
-        position = {"batches": self._taken, "seed": self._seed, "arguments": self._arguments()}
-        write_atomically(folder / POSITION, json.dumps(position, indent=1) + "\n")
+    def _to_numpy(self, element: Mapping[str, Any]) -> Batch:
+        return dict(element)
 
-    def _counted(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        for batch in read_ahead(batches):
-            self._taken += 1
-            yield batch
-
-    def _position(self, saved: Path | None, say: Say) -> dict:
-        if saved is None or not (saved / POSITION).is_file():
-            return {}
-        position = json.loads((saved / POSITION).read_text())
-        if position["arguments"] != self._arguments() or self._bound_seed not in (
-            None,
-            position["seed"],
-        ):
-            say("data: from the beginning, since what is read changed")
-            return {}
-        return position
-
-    def _arguments(self) -> dict:
+    def _arguments(self) -> dict[str, Any]:
         return {
             "cached": self._rates,
             "split": self._split,
@@ -119,24 +88,23 @@ class CachedBatches:
 
     # ---- The examples' way into batches ---------------------------------------------------------
 
-    def _batches(self) -> Iterator[Batch]:
+    def _dataset(self, seed: int) -> Iterator[Batch]:
         trimmed = (
             {name: example[name][: self._lengths[name]] for name in FEATURES}
-            for example in self._mixed()
+            for example in self._mixed(seed)
         )
         in_rows = _packed(trimmed, self._lengths) if self._pack else ([each] for each in trimmed)
         while True:
             rows = list(itertools.islice(in_rows, self._batch_size))
             yield to_batch(rows, self._lengths, positions=self._pack)
 
-    def _mixed(self) -> Iterator[Example]:
+    def _mixed(self, seed: int) -> Iterator[Example]:
         """Examples of all tasks, each task drawn with its rate."""
-        assert self._seed is not None
         # Streams of their own, so that a task's order does not depend on the other tasks.
-        choices, *seeds = np.random.SeedSequence(self._seed).spawn(len(self._rates) + 1)
+        choices, *seeds = np.random.SeedSequence(seed).spawn(len(self._rates) + 1)
         tasks = [
-            self._examples(Path(folder), np.random.default_rng(seed))
-            for folder, seed in zip(self._rates, seeds, strict=True)
+            self._examples(Path(folder), np.random.default_rng(own))
+            for folder, own in zip(self._rates, seeds, strict=True)
         ]
         rates = np.array([*self._rates.values()])
         generator = np.random.default_rng(choices)

@@ -36,7 +36,7 @@ Batch = dict[str, np.ndarray]
 
 
 class ResumableBatches(abc.ABC):
-    """Endless batches of a tf.data pipeline; implements `runs.train.BatchSource`.
+    """Endless batches of a pipeline, mostly tf.data's; implements `runs.train.BatchSource`.
 
     A subclass says which pipeline (`_dataset`), what decides its batches (`_arguments`), and how an
     element becomes a numpy batch (`_to_numpy`).
@@ -81,7 +81,7 @@ class ResumableBatches(abc.ABC):
 
     @abc.abstractmethod
     def _dataset(self, seed: int) -> Any:
-        """The endless, batched tf.data.Dataset for a seed."""
+        """What iterates over the endless batches for a seed, mostly a tf.data.Dataset."""
 
     @abc.abstractmethod
     def _arguments(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import collections
 import itertools
+import json
 
 import numpy as np
 import pytest
@@ -15,18 +16,20 @@ from t0repro.errors import UserError
 from ..tasks.prompt_caches import make
 
 TASK = "demo_synthetic_glue_mrpc_paraphrase"
+OTHER = "demo_synthetic_ag_news_which_section"
 # Shorter than the longest examples, so that some are cut.
 LENGTHS = {"inputs": 40, "targets": 6}
 
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
-    """A task cached in one file, and in several."""
+    """A task cached in one file and in several, and another task."""
     import t0repro.tasks.demo  # noqa: F401
 
     folder = tmp_path_factory.mktemp("cache")
     make(folder / "one", TASK, min_shards=1)
     make(folder / "several", TASK, min_shards=4)
+    make(folder / "one", OTHER, min_shards=1)
     return folder
 
 
@@ -66,8 +69,8 @@ def rows_of(batches) -> collections.Counter:
 def test_an_epoch_of_shuffled_files_has_every_example_once_in_another_order(cache):
     folder = cache / "several" / TASK
     in_order = CachedBatches([folder], LENGTHS, 8, pack=False, shuffle=False)
-    examples = in_order._rates[str(folder)]
-    count = int(examples) // 8
+    examples = json.loads((folder / "stats.train.json").read_text())["examples"]
+    count = examples // 8
     assert count * 8 == examples
     shuffled = CachedBatches([folder], LENGTHS, 8, pack=False, seed=3)
     once, again = first(in_order, count), first(shuffled, 2 * count)
@@ -78,15 +81,12 @@ def test_an_epoch_of_shuffled_files_has_every_example_once_in_another_order(cach
 
 
 def test_tasks_are_drawn_at_their_rates(cache):
-    folders = {cache / "one" / TASK: 3, cache / "several" / TASK: 1}
-    source = CachedBatches(folders, LENGTHS, 400, pack=False, seed=1)
-    drawn = []
-    original = source._examples
-    source._examples = lambda folder, generator: (  # which task each example came from
-        drawn.append(folder.parent.name) or each for each in original(folder, generator)
-    )
-    first(source, 5)
-    share = drawn.count("one") / len(drawn)
+    folders = {cache / "one" / TASK: 3, cache / "one" / OTHER: 1}
+    alone = CachedBatches([cache / "one" / TASK], LENGTHS, 8, pack=False, shuffle=False)
+    its_rows = rows_of(first(alone, 80))
+    assert sum(its_rows.values()) == 640  # all of it
+    drawn = rows_of(first(CachedBatches(folders, LENGTHS, 400, pack=False, seed=1), 5))
+    share = sum(count for row, count in drawn.items() if row in its_rows) / 2000
     # 2,000 draws with probability 0.75: the standard deviation of the share is 0.01.
     assert 0.71 < share < 0.79
 
@@ -100,12 +100,17 @@ def test_a_resumed_run_goes_on_with_the_same_batches(cache, tmp_path, seed):
     source.save(tmp_path)
     expected = list(itertools.islice(batches, 5))
     assert_equal(first(CachedBatches(folders, LENGTHS, 4, seed=seed), 5, tmp_path), expected)
-    # Another batch size starts over.
-    changed = CachedBatches(folders, LENGTHS, 2, seed=seed)
-    assert_equal(
-        first(changed, 3, tmp_path),
-        first(CachedBatches(folders, LENGTHS, 2, seed=changed._seed), 3),
-    )
+
+
+def test_another_batch_size_starts_over_and_says_so(cache, tmp_path):
+    folders, said = [cache / "several" / TASK], []
+    source = CachedBatches(folders, LENGTHS, 4, seed=7)
+    first(source, 3)
+    source.save(tmp_path)
+    changed = CachedBatches(folders, LENGTHS, 2, seed=7)
+    begun = list(itertools.islice(changed.open(3, tmp_path, said.append), 3))
+    assert said == ["data: from the beginning, since batch_size changed"]
+    assert_equal(begun, first(CachedBatches(folders, LENGTHS, 2, seed=7), 3))
 
 
 def test_a_folder_that_is_no_complete_cache_is_refused(cache, tmp_path):
