@@ -6,12 +6,6 @@ import sys
 
 import pytest
 
-from t0repro import compat
-
-compat.install()
-import tensorflow as tf  # noqa: E402
-import tensorflow_datasets as tfds  # noqa: E402
-
 TASK = "c4_v220_span_corruption"
 # The features of C4 in TFDS; the task reads only the text.
 COLUMNS = ("content-length", "content-type", "text", "timestamp", "url")
@@ -21,6 +15,9 @@ SENTENCE = "The quick brown fox jumps over the lazy dog near the river bank, aga
 @pytest.fixture(scope="module")
 def tfds_data(tmp_path_factory):
     """A folder in which TFDS finds c4/en:2.2.0, with a few texts."""
+    import tensorflow as tf
+    import tensorflow_datasets as tfds
+
     folder = tmp_path_factory.mktemp("tfds")
 
     def split(count):
