@@ -68,7 +68,6 @@ PLAN = TrainingPlan(
     save=SaveConfig(3, (), None, "float32", True, None, None),
     restore=None,
     actions={},
-    weight_metrics=True,
     gc_period=0,
 )
 

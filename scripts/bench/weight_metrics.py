@@ -1,8 +1,10 @@
 """What T5X's weight metrics cost: seconds of a train step of T5 1.1 small without and with them.
 
-    python scripts/bench/weight_metrics.py [--rows 8] [--steps 6] [--every 1 10]
+    python scripts/bench/weight_metrics.py [--rows 8] [--periods 6] [--every 1 10]
 
-Steps of the kinds alternate, so that other work on the machine slows all alike; medians are given.
+Steps of the kinds alternate, so that other work on the machine slows all alike. Given are medians
+over periods, of wall seconds and of seconds of all processors together; the latter say more where
+other work runs beside.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ def trainer_of(every: int) -> Trainer:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--periods", type=int, default=6)
     parser.add_argument("--every", type=int, nargs="*", default=[1, 10])
     options = parser.parse_args()
     generator = np.random.default_rng(0)
@@ -63,25 +65,39 @@ def main() -> None:
         for name, length in (("inputs", 512), ("targets", 114))
     }
     trainers = {every: trainer_of(every) for every in (0, *options.every)}
-    seconds = {every: [] for every in trainers}
+    times = {every: [] for every in trainers}
     for every, trainer in trainers.items():
         trainer.compile_train(batch)
         trainer.train(iter([batch]), 1).result()
         print(f"compiled: every {every}", flush=True)
-    # A whole period of every kind, so that the mean has its share of measured steps.
-    rounds = options.steps * max(options.every, default=1)
-    for _ in range(rounds):
+    # Whole periods, so that each has its share of measured steps; as long for all kinds, so that
+    # the means of all kinds are alike in what disturbs them.
+    period = max(options.every)
+    for _ in range(options.periods * period):
         for every, trainer in trainers.items():
-            started = time.perf_counter()
+            wall, processors = time.perf_counter(), time.process_time()
             trainer.train(iter([batch]), 1).result()
-            seconds[every].append(time.perf_counter() - started)
-    plain = statistics.median(seconds[0])
-    print(f"{options.rows} x (512 + 114) tokens: {plain:.3f} s a step without weight metrics")
-    for every in options.every:
-        per_step = statistics.median(
-            [statistics.mean(seconds[every][n : n + every]) for n in range(0, rounds, every)]
+            spent = (time.perf_counter() - wall, time.process_time() - processors)
+            times[every].append(spent)
+    print(f"{options.rows} x (512 + 114) tokens; seconds a step:")
+    plain = _medians(times[0], period)
+    for every, found in times.items():
+        here = _medians(found, period)
+        shown = ", ".join(
+            f"{name} {seconds:.3f} ({100 * (seconds / before - 1):+.1f}%)"
+            for name, seconds, before in zip(("wall", "processors"), here, plain, strict=True)
         )
-        print(f"every {every}: {per_step:.3f} s, {100 * (per_step / plain - 1):+.1f}%")
+        print(f"{f'every {every}' if every else 'without'}: {shown}")
+
+
+def _medians(times: list[tuple[float, float]], period: int) -> list[float]:
+    """Medians of the periods' means: of wall seconds, and of processors' seconds."""
+    return [
+        statistics.median(
+            statistics.mean(column[n : n + period]) for n in range(0, len(column), period)
+        )
+        for column in zip(*times, strict=True)
+    ]
 
 
 if __name__ == "__main__":

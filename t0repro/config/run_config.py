@@ -398,6 +398,8 @@ class RunConfig:
       plan: Data, checkpoints and evaluations of a training that a T5X gin file describes; None for
         Mesh TensorFlow's.
       layout: How the run is divided among devices.
+      weight_metrics_every: Training steps between measurements of every parameter, gradient and
+        update; 0 measures none.
       provenance: Dotted field -> where its value was set ("t5.1.1.base.gin:9", "--gin_param ...",
         "default").
     """
@@ -436,6 +438,7 @@ class RunConfig:
     vocabulary_extra_ids: Annotated[int, Range(at_least=0)] = 0
     plan: TrainingPlan | None = None
     layout: Layout = Layout()
+    weight_metrics_every: Annotated[int, Range(at_least=0)] = 0
 
     def to_json(self) -> str:
         """The configuration as indented JSON; `from_json` reads it back equal."""

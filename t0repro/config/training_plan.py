@@ -172,7 +172,6 @@ class TrainingPlan:
       save: None writes no checkpoint.
       restore: None starts from model_dir's checkpoint or from new parameters.
       actions: What is done with the metrics, by where they come from.
-      weight_metrics: Whether norms of parameters, gradients and updates are measured.
       gc_period: Steps between collections of Python's garbage; 0 leaves it to Python.
     """
 
@@ -189,5 +188,4 @@ class TrainingPlan:
     save: SaveConfig | None
     restore: RestoreConfig | None
     actions: Mapping[ActionMode, tuple[ActionConfig, ...]]
-    weight_metrics: bool
     gc_period: Annotated[int, Range(at_least=0)]

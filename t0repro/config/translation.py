@@ -279,6 +279,8 @@ def _run_of_mesh(config: RunConfig) -> _Items:
     yield "utils.run.save_checkpoints_steps", config.save_checkpoints_steps
     yield "utils.run.keep_checkpoint_max", config.keep_checkpoint_max
     yield "utils.run.init_checkpoint", config.init_checkpoint
+    if config.weight_metrics_every:
+        yield "t0repro.jax_training.weight_metrics_every", config.weight_metrics_every
     plan = config.plan
     if plan is None:
         return
@@ -296,6 +298,10 @@ def _run_of_t5x(config: RunConfig) -> _Items:
     yield "BATCH_SIZE", config.batch_size
     yield "TRAIN_STEPS", config.train_steps
     yield "trainer.Trainer.num_microbatches", config.num_microbatches
+    if config.weight_metrics_every:
+        yield "trainer.WeightMetricsComputer.every", config.weight_metrics_every
+    else:
+        yield "trainer.Trainer.weight_metrics_computer", None
     yield "partitioning.PjitPartitioner.num_partitions", config.layout.model
     if config.layout.fully_sharded:
         yield "partitioning.standard_logical_axis_rules.parameter_partitioning_dims", 2
@@ -322,8 +328,6 @@ def _plan_of_t5x(plan: TrainingPlan) -> _Items:
     names = "eval_steps eval_period stats_period run_eval_before_training gc_period".split()
     for field in names:
         yield f"train_script.train.{field}", getattr(plan, field)
-    if not plan.weight_metrics:
-        yield "trainer.Trainer.weight_metrics_computer", None
     evaluated = plan.train_eval_data
     if evaluated is None:
         yield "train_script.train.train_eval_dataset_cfg", None

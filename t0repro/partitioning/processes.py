@@ -244,8 +244,19 @@ def is_alone() -> bool:
 
 def wait_for_all() -> None:
     """Returns once every process has made this call."""
-    if not is_alone():
-        _client().wait_at_barrier(f"t0repro/{next(_numbers)}", _FOR_EVER)
+    meeting_point()()
+
+
+def meeting_point() -> Callable[[], None]:
+    """A function that returns once every process has called its own, from whatever thread.
+
+    The processes make this call in the same order as their other calls of this module, so it is
+    for the main thread; work in the background then meets where it was told to.
+    """
+    if is_alone():
+        return lambda: None
+    name = f"t0repro/{next(_numbers)}"
+    return lambda: _client().wait_at_barrier(name, _FOR_EVER)
 
 
 def from_first(value: Callable[[], Value]) -> Value:

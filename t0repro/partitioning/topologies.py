@@ -82,8 +82,20 @@ _NOT_ON_A_TPU = {
     "TPU_ACCELERATOR_TYPE": "v5e-8",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
-# The link of these is NVLink, in one direction.
-_AT_HAND = {
+# JAX's names of the kinds of devices, whole: "TPU v4 lite" is another chip than "TPU v4".
+_TPU_KINDS = {
+    "TPU v2": "v2",
+    "TPU v3": "v3",
+    "TPU v4": "v4",
+    "TPU v5 lite": "v5e",
+    "TPU v5e": "v5e",
+    "TPU v5": "v5p",
+    "TPU v5p": "v5p",
+    "TPU v6 lite": "v6e",
+    "TPU v6e": "v6e",
+}
+# The link of these is NVLink, in one direction. A kind begins with one of these names.
+_GPUS = {
     "NVIDIA H100": _chip(80, 989e12, 450e9),
     "NVIDIA H200": _chip(141, 989e12, 450e9),
 }
@@ -129,8 +141,9 @@ def chip_of(topology: str) -> Chip:
 
 def published(device_kind: str) -> Chip | None:
     """What is published about a kind of device, as JAX names it; None if nothing is known here."""
-    kinds = [chip for kind, chip in _AT_HAND.items() if device_kind.startswith(kind)]
-    return kinds[0] if kinds else None
+    if device_kind in _TPU_KINDS:
+        return _FAMILIES[_TPU_KINDS[device_kind]].chip
+    return next((chip for name, chip in _GPUS.items() if device_kind.startswith(name)), None)
 
 
 def torus(chips: int, axes: int) -> Sequence[int]:

@@ -141,7 +141,7 @@ def planned_actions(
         actions.append(CollectGarbage(plan.gc_period))
     if plan.save is not None:
         actions.append(
-            SaveByPlan(config.model_dir, plan.save, beginning.save_data, progress=progress)
+            SaveByPlan(config.model_dir, plan.save, beginning.save_data, progress=progress, say=say)
         )
     # After the save, as in T5X, so that a metric that fails costs no training.
     if inputs.train_eval or inputs.infer_eval:

@@ -173,7 +173,7 @@ def train(
     # The last of the actions: it reports how long the others took to save.
     signals = StopOnSignal(say)
     loop = (
-        _plain_loop(run, start, beginning, writers, [*actions, signals])
+        _plain_loop(run, start, beginning, writers, [*actions, signals], say)
         if config.plan is None
         else _planned_loop(run, start, beginning, planned, [*actions, signals], say)
     )
@@ -198,7 +198,7 @@ def _prepared(config: RunConfig, seed: int, say: Say) -> _Run:
         )
     plan = config.plan
     module = T5(config.model, config.dtypes)
-    model = T5Model(module, make_optimizer(config.optimizer), measured=plan is not None)
+    model = T5Model(module, make_optimizer(config.optimizer))
     schedule = make_schedule(config.schedule)
     if plan is None:
         initial_key = jax.random.key(seed)
@@ -261,8 +261,7 @@ def _opened(batches: Batches, start: _Start, say: Say) -> Iterable[NumpyBatch]:
 
 
 def _trainer(run: _Run, state: TrainState, eval_names: Sequence[str] = (), **options) -> Trainer:
-    plan = run.config.plan
-    measures = plan is not None and plan.weight_metrics
+    every = run.config.weight_metrics_every
     return Trainer(
         run.model,
         state,
@@ -273,7 +272,7 @@ def _trainer(run: _Run, state: TrainState, eval_names: Sequence[str] = (), **opt
         run.dropout_key,
         run.schedule,
         run.config.num_microbatches,
-        WeightMetricsComputer() if measures else None,
+        WeightMetricsComputer(every) if every else None,
         **options,
     )
 
@@ -284,6 +283,7 @@ def _plain_loop(
     beginning: Beginning,
     writers: Sequence[Writer],
     actions: Sequence[Action],
+    say: Say,
 ) -> TrainingLoop:
     """Mesh TensorFlow's kind of training: a line for every step, and checkpoints."""
     config, model_dir = run.config, Path(run.config.model_dir)
@@ -295,7 +295,7 @@ def _plain_loop(
         actions=[
             ShowProgress(),
             RecordRunState(written),
-            SaveCheckpoints(model_dir, period, keep, beginning.save_data),
+            SaveCheckpoints(model_dir, period, keep, beginning.save_data, say=say),
             *actions,
         ],
         may_be_nan=may_be_nan(config),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import logging
 import os
 import signal
 import sys
@@ -15,22 +17,29 @@ from typing import TYPE_CHECKING, Any, TextIO
 from jax.experimental import multihost_utils
 
 from t0repro.config.training_plan import SaveConfig
-from t0repro.partitioning.processes import SharedSignal, is_alone
+from t0repro.partitioning.processes import SharedSignal, from_first, is_alone
 from t0repro.training.checkpoints import (
     checkpoint_path,
+    keep_latest,
     list_checkpoints,
     remove_checkpoint,
-    save_checkpoint,
+    start_checkpoint,
 )
 from t0repro.training.keeping import PINNED, metric_by_step, superfluous
 from t0repro.training.metrics import StepMetrics
 from t0repro.training.progress_notes import Progress
+from t0repro.training.train_state import TrainState
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
     from t0repro.training.loop import TrainingLoop
     from t0repro.training.trainer import NumpyBatch
+
+
+# Seconds from the notice of a preemption to the end: Google Cloud's preemptible machines get no
+# more, nor do Kubernetes' pods unless they say otherwise.
+NOTICE_SECONDS = 30.0
 
 
 class Action:
@@ -51,18 +60,29 @@ class Action:
         The state is the one before the update.
         """
 
+    def wait(self) -> None:
+        """Waits for what the action does in the background, and raises its error."""
+
+    def finish(self, loop: TrainingLoop) -> None:
+        """Called after the last step, unless an exception ended training: does what is left."""
+
     def end(self, loop: TrainingLoop) -> None:
-        """Called when training has ended, even by an exception."""
+        """Called when training has ended, even by an exception: gives back what `start` took."""
 
 
 class SaveCheckpoints(Action):
     """Saves the state every `every` steps from the start, and after the last step.
+
+    A step waits only until the state is copied to the host; a thread writes the copy, one at a
+    time. An error of that thread, such as a full disk, ends training: it is raised after the next
+    step, before the next save or at the end, whichever comes first.
 
     Args:
       model_dir: where checkpoint_<step> directories are written.
       every: steps between checkpoints.
       keep: how many of the latest checkpoints to keep; None or 0 keeps all.
       save_data: writes the position in the data into a folder of the checkpoint.
+      say: receives a line if a save takes longer than a preemption leaves; logged by default.
     """
 
     def __init__(
@@ -71,10 +91,14 @@ class SaveCheckpoints(Action):
         every: int,
         keep: int | None = None,
         save_data: Callable[[Path], None] | None = None,
+        *,
+        say: Callable[[str], None] = logging.warning,
     ):
         self._model_dir, self._every, self._keep = model_dir, every, keep
-        self._save_data = save_data
+        self._save_data, self._say = save_data, say
+        self._is_slow = False
         self._saved = self._last = 0
+        self._writing: concurrent.futures.Future[None] | None = None
 
     def start(self, loop: TrainingLoop, last_step: int) -> None:
         """Counts from the step that training starts at, as Mesh TensorFlow does."""
@@ -82,19 +106,60 @@ class SaveCheckpoints(Action):
 
     def after_step(self, loop: TrainingLoop) -> None:
         """Saves if a checkpoint is due, after writing the metrics of all steps so far."""
-        if loop.step - self._saved >= self._every or loop.step == self._last:
+        if self._writing is not None and self._writing.done():
+            self.wait()
+        if self._is_due(loop.step):
             self._save(loop)
 
-    def end(self, loop: TrainingLoop) -> None:
-        """Saves if training ended before its last step, unless an exception ended it."""
-        if loop.step > self._saved and not loop.failed:
+    def wait(self) -> None:
+        """Waits until the checkpoint that is being written is whole."""
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            writing.result()
+
+    def finish(self, loop: TrainingLoop) -> None:
+        """Saves if training ended before its last step, and waits until that is done."""
+        if loop.step > self._saved:
             self._save(loop)
+        self.wait()
+
+    def end(self, loop: TrainingLoop) -> None:
+        """After an exception, waits too: nothing is written behind the back of what follows."""
+        try:
+            self.wait()
+        except Exception as error:  # of less account than the one that ended training
+            logging.warning("A checkpoint could not be written either: %s", error)
+
+    def _is_due(self, step: int) -> bool:
+        return step - self._saved >= self._every or step == self._last
 
     def _save(self, loop: TrainingLoop) -> None:
         # Metrics first: a checkpoint on disk then implies the metrics of all its steps.
         loop.flush()
-        save_checkpoint(self._model_dir, loop.train_state, self._keep, self._save_data)
+        self.wait()
+        started = time.monotonic()
+        self._writing = self._started(loop.train_state)
+        self._writing.add_done_callback(lambda _: self._note_time(time.monotonic() - started))
         self._saved = loop.step
+
+    def _note_time(self, seconds: float) -> None:
+        """Warns once if a preemption would come to an end before its save does."""
+        if seconds > NOTICE_SECONDS and not self._is_slow:
+            self._is_slow = True
+            self._say(
+                f"warning: a save takes {seconds:.0f} s; a machine that is taken away"
+                f" {NOTICE_SECONDS:.0f} s after the notice would lose the steps since the"
+                " checkpoint before"
+            )
+
+    def _started(self, state: TrainState) -> concurrent.futures.Future[None]:
+        return start_checkpoint(
+            self._model_dir,
+            state,
+            save_data=self._save_data,
+            # Old checkpoints go only once the new one is complete.
+            then=lambda: keep_latest(self._model_dir, self._keep),
+        )
 
 
 class SaveByPlan(SaveCheckpoints):
@@ -105,6 +170,7 @@ class SaveByPlan(SaveCheckpoints):
       plan: when to save, in which type, and what to keep.
       save_data: writes the position in the data into a folder of the checkpoint.
       progress: gives the step that periods are counted from, and notes for the checkpoint.
+      say: see SaveCheckpoints.
     """
 
     def __init__(
@@ -114,46 +180,48 @@ class SaveByPlan(SaveCheckpoints):
         save_data: Callable[[Path], None] | None = None,
         *,
         progress: Progress,
+        say: Callable[[str], None] = logging.warning,
     ):
-        super().__init__(model_dir, plan.period or 0, save_data=save_data)
+        super().__init__(model_dir, plan.period or 0, save_data=save_data, say=say)
         self._plan, self._progress = plan, progress
 
     def start(self, loop: TrainingLoop, last_step: int) -> None:
         """Saves the state that training starts from, if it has no checkpoint here."""
         super().start(loop, last_step)
-        if self._plan.period and loop.step not in list_checkpoints(self._model_dir):
+        steps = from_first(lambda: list_checkpoints(self._model_dir))
+        if self._plan.period and loop.step not in steps:
             self._save(loop)
 
-    def after_step(self, loop: TrainingLoop) -> None:
-        """Saves if a checkpoint is due."""
-        step, period = loop.step, self._plan.period
+    def _is_due(self, step: int) -> bool:
         # Counted from where the run first began, so that a resumed run saves at the steps at which
         # an undisturbed one saves.
-        due = period and ((step - self._progress.first_step) % period == 0 or step == self._last)
-        if due or step in self._plan.steps:
-            self._save(loop)
+        period, first = self._plan.period, self._progress.first_step
+        due = period and ((step - first) % period == 0 or step == self._last)
+        return bool(due) or step in self._plan.steps
 
-    def _save(self, loop: TrainingLoop) -> None:
-        loop.flush()
+    def _started(self, state: TrainState) -> concurrent.futures.Future[None]:
         model_dir, plan = self._model_dir, self._plan
-        # Without `keep`: T5X's rules, below, decide what stays.
-        save_checkpoint(
+        # As they are now, whatever an evaluation adds to them while the checkpoint is written.
+        values = metric_by_step(model_dir, plan.best.metric) if plan.best else {}
+
+        def remove_superfluous() -> None:
+            # A pinned checkpoint is neither removed nor counted among those that are kept.
+            steps = [
+                step
+                for step in list_checkpoints(model_dir)
+                if not (checkpoint_path(model_dir, step) / PINNED).exists()
+            ]
+            for step in superfluous(steps, plan, values):
+                remove_checkpoint(checkpoint_path(model_dir, step))
+
+        return start_checkpoint(
             model_dir,
-            loop.train_state,
+            state,
             save_data=self._save_data,
             save_notes=self._progress.save,
             dtype=plan.dtype,
+            then=remove_superfluous,
         )
-        self._saved = loop.step
-        values = metric_by_step(model_dir, plan.best.metric) if plan.best else {}
-        # A pinned checkpoint is neither removed nor counted among those that are kept.
-        steps = [
-            step
-            for step in list_checkpoints(model_dir)
-            if not (checkpoint_path(model_dir, step) / PINNED).exists()
-        ]
-        for step in superfluous(steps, plan, values):
-            remove_checkpoint(checkpoint_path(model_dir, step))
 
 
 class StopOnSignal(Action):
@@ -192,6 +260,7 @@ class StopOnSignal(Action):
             # To be asked at every step by every process; true at the one step they agree on.
             if _jax_was_told(loop.step) and self._noted is None:
                 self._noted, self._noted_at = signal.SIGTERM, time.monotonic()
+                self._say("stopping: jax was told that a machine is about to be taken away")
             self.received = self._shared.after_step(self._noted or 0) or None
         else:
             self.received = self._noted
@@ -203,7 +272,10 @@ class StopOnSignal(Action):
         self._restore()
         if self._noted is not None and not loop.failed:
             seconds = time.monotonic() - self._noted_at
-            self._say(f"saved {seconds:.1f} s after the signal")
+            late = f", more than the {NOTICE_SECONDS:.0f} s that a preempted machine gets"
+            self._say(
+                f"saved {seconds:.1f} s after the signal{late if seconds > NOTICE_SECONDS else ''}"
+            )
 
     def _note(self, number: int, frame: Any) -> None:
         del frame

@@ -24,7 +24,7 @@ from t0repro.config.run_config import RunConfig
 from t0repro.errors import UserError
 from t0repro.files import atomic_directory
 from t0repro.model.t5 import T5, initial_parameters
-from t0repro.partitioning.processes import is_first
+from t0repro.partitioning.processes import from_first, is_first
 from t0repro.training.actions import Action
 from t0repro.training.checkpoints import checkpoint_path, load_tree, save_checkpoint
 from t0repro.training.metrics import StepMetrics
@@ -76,7 +76,8 @@ class ReportBadUpdate(Action):
     def on_bad_update(self, loop: TrainingLoop, batch: NumpyBatch, metrics: StepMetrics) -> None:
         """Writes the folder and stops; the state is saved, if it is not yet, for the replay."""
         model_dir, trainer = Path(self._config.model_dir), loop.trainer
-        if not checkpoint_path(model_dir, loop.step).exists():
+        loop.wait()  # for this very state's checkpoint, maybe
+        if not from_first(lambda: checkpoint_path(model_dir, loop.step).exists()):
             save_checkpoint(model_dir, loop.train_state)
         model = trainer.model
         assert isinstance(model, T5Model)
@@ -86,7 +87,8 @@ class ReportBadUpdate(Action):
         folder = model_dir / f"bad_update_{metrics.step}"
         if is_first() and not folder.exists():
             write_bad_update(folder, self._config, loop.step, features, key)
-        what = "nothing when computed again" if bad is None else str(bad)
+        nothing = "loss and gradients are finite when computed again: the optimizer overflowed"
+        what = nothing if bad is None else str(bad)
         self._say(
             f"step {metrics.step} was not done: {what}; see it again by `t0repro replay {folder}`"
         )

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from t0repro.model.decoder_only import text_to_self
 from t0repro.model.shapes import Array, Float
 from t0repro.model.t5 import T5, Batch
 from t0repro.training.loss import cross_entropy, of_each_target, token_weights
@@ -39,7 +40,7 @@ def loss_and_sums(
     """The float32 loss of a batch or microbatch, and its sums; without a key, no dropout.
 
     Args:
-      model: an encoder-decoder; its configuration has the options of the loss.
+      model: the model; its configuration has the options of the loss.
       parameters: the model's parameters.
       batch: what `with_loss_weights` returned, or a part of it.
       denominator: the whole batch's, so that the losses of its microbatches add up.
@@ -47,6 +48,8 @@ def loss_and_sums(
       z_loss: whether the loss has its z_loss.
     """
     config = model.config
+    # The counts are those of the batch as it came, a language model's too.
+    counts, batch = token_counts(batch), text_to_self(config, batch)
     rngs = {} if dropout_key is None else {"dropout": dropout_key}
     hidden = model.apply(
         {"params": parameters}, batch, deterministic=dropout_key is None, rngs=rngs, hidden=True
@@ -69,13 +72,14 @@ def loss_and_sums(
 
     of = of_each_target(model, parameters, hidden, targets, values)
     loss = jnp.sum(of["loss"] * weights) / denominator
-    correct = of["correct"] & (targets > 0)
+    correct = of["correct"] & (weights > 0)
     sums = {
         "loss": loss,
         "z_loss": jnp.sum(coefficient * jnp.square(of["log_z"]) * weights) / denominator,
         "correct": _count(correct),
+        "real_losses": _count(weights > 0),
     }
-    return loss, sums | token_counts(batch)
+    return loss, sums | counts
 
 
 def token_counts(batch: Batch) -> Sums:
@@ -88,7 +92,6 @@ def token_counts(batch: Batch) -> Sums:
         counts[f"real_{side}"] = _count(segments != 0)
         # Segments of a row are numbered from 1; an unpacked row is one example.
         counts[f"examples_{side}"] = jnp.sum(jnp.max(segments, axis=-1)).astype(jnp.float32)
-    counts["real_losses"] = _count(jnp.asarray(batch["targets"]) > 0)
     return counts
 
 

@@ -5,11 +5,15 @@ written is `integrity.json`, with the length and CRC-32 of every other file, so 
 altered file is reported by name before any value is used. Orbax directories written by other
 programs have no such file and are read without that check.
 
+Saving is in two parts: `start_checkpoint` copies the state to the host, so that training may go on
+in the same buffers, and a thread writes the copy.
+
 Trees are flat here: "target/encoder/encoder_norm/scale" -> array (t0repro.training.train_state).
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import logging
 import os
@@ -34,7 +38,7 @@ from t0repro.converters.jax_tree import jax_refs
 from t0repro.converters.orbax_dir import is_orbax
 from t0repro.errors import UserError
 from t0repro.files import atomic_directory
-from t0repro.partitioning.processes import from_first, is_alone, is_first, wait_for_all
+from t0repro.partitioning.processes import from_first, is_alone, is_first, meeting_point
 from t0repro.training.train_state import (
     TrainState,
     flat_arrays,
@@ -44,6 +48,8 @@ from t0repro.training.train_state import (
 from t0repro.training.writing import writing
 
 DATA = "data"  # the checkpoint's folder for the position in the data
+# A save may take as long as the disk does: Orbax would give up after ten minutes.
+_NO_LIMIT_SECONDS = 7 * 24 * 3600
 _CHOOSE_ANOTHER = "Copy the checkpoint again from where it came from, or choose another step."
 
 PathLike = str | os.PathLike[str]
@@ -73,32 +79,71 @@ def save_checkpoint(
     dtype: str | None = None,
     save_notes: Callable[[Path], None] | None = None,
 ) -> Path:
-    """Writes a state as model_dir/checkpoint_<step> and returns that path.
+    """Writes a state as model_dir/checkpoint_<step> and returns that path once it is whole.
+
+    Args:
+      model_dir: see `start_checkpoint`, for all that is not said here.
+      state: see there.
+      keep: how many of the latest checkpoints to keep in model_dir; None or 0 keeps all.
+      save_data: see there.
+      dtype: see there.
+      save_notes: see there.
+
+    Raises:
+      UserError: see there.
+    """
+    start_checkpoint(
+        model_dir,
+        state,
+        save_data=save_data,
+        dtype=dtype,
+        save_notes=save_notes,
+        then=lambda: keep_latest(model_dir, keep),
+    ).result()
+    return checkpoint_path(model_dir, int(jax.device_get(state.step)))
+
+
+def start_checkpoint(
+    model_dir: PathLike,
+    state: TrainState,
+    *,
+    save_data: Callable[[Path], None] | None = None,
+    dtype: str | None = None,
+    save_notes: Callable[[Path], None] | None = None,
+    then: Callable[[], None] | None = None,
+) -> concurrent.futures.Future[None]:
+    """Copies a state to the host, then writes it as model_dir/checkpoint_<step> in the background.
 
     Args:
       model_dir: created if it does not exist.
-      state: copied from the device, which waits for the step that computes it.
-      keep: how many of the latest checkpoints to keep in model_dir; None or 0 keeps all.
-      save_data: writes the position in the data into the folder that it is given; `data_folder`
-        finds that folder later.
+      state: copied from the device, which waits for the step that computes it; its buffers may be
+        used anew when this returns.
+      save_data: writes the position in the data into the folder that it is given, before this
+        returns; `data_folder` finds that folder later.
       dtype: type of the parameters in the checkpoint; None for float32. Slots stay float32.
-      save_notes: writes further small files into the checkpoint's own folder.
+      save_notes: writes further small files into the checkpoint's own folder, before this returns.
+      then: called in the background once the checkpoint is whole.
+
+    Returns:
+      A future, done when the checkpoint is whole in every process. The next save has to wait for
+      it.
 
     Raises:
-      UserError: if that step already has a checkpoint, or if the disk is full; in either case
-        nothing of the new one is left behind.
+      UserError: here or from the future, if that step already has a checkpoint, or if the disk is
+        full; in either case nothing of the new one is left behind.
     """
     path = checkpoint_path(model_dir, int(jax.device_get(state.step)))
-    with writing(path):
-        # Of several processes, each writes the parts that its devices hold.
-        tree = to_flat_tree(state) if is_alone() else flat_arrays(state)
-        tree = with_parameters_in(tree, dtype) if dtype else tree
-        save_tree(path, tree, save_data, save_notes)
-        # Old checkpoints go only once the new one is complete. A negative number keeps all; with
-        # it, tf.train.Saver would delete what it has just saved.
-        for step in list_checkpoints(model_dir)[:-keep] if keep and keep > 0 else []:
-            remove_checkpoint(checkpoint_path(model_dir, step))
-    return path
+    # Of several processes, each writes the parts that its devices hold.
+    tree = to_flat_tree(state) if is_alone() else flat_arrays(state)
+    tree = with_parameters_in(tree, dtype) if dtype else tree
+    return _start_saving(path, tree, save_data, save_notes, then)
+
+
+def keep_latest(model_dir: PathLike, keep: int | None) -> None:
+    """Removes all checkpoints but the latest `keep`; None, 0 or a negative number keeps all."""
+    # With a negative number, tf.train.Saver would delete what it has just saved.
+    for step in list_checkpoints(model_dir)[:-keep] if keep and keep > 0 else []:
+        remove_checkpoint(checkpoint_path(model_dir, step))
 
 
 def data_folder(path: PathLike) -> Path | None:
@@ -107,12 +152,7 @@ def data_folder(path: PathLike) -> Path | None:
     return folder if folder.is_dir() else None
 
 
-def save_tree(
-    path: PathLike,
-    tree: Mapping[str, Any],
-    save_data: Callable[[Path], None] | None = None,
-    save_notes: Callable[[Path], None] | None = None,
-) -> None:
+def save_tree(path: PathLike, tree: Mapping[str, Any]) -> None:
     """Writes a flat tree as an Orbax checkpoint directory, which appears only once it is complete.
 
     Of several processes, all make this call.
@@ -120,37 +160,77 @@ def save_tree(
     Args:
       path: the directory.
       tree: its arrays by flat name; in one process they are copied from the devices.
-      save_data: see `save_checkpoint`.
-      save_notes: see `save_checkpoint`.
 
     Raises:
-      UserError: if `path` exists already.
+      UserError: if `path` exists already, or if the disk is full.
     """
+    _start_saving(Path(path), tree).result()
+
+
+def _start_saving(
+    path: Path,
+    tree: Mapping[str, Any],
+    save_data: Callable[[Path], None] | None = None,
+    save_notes: Callable[[Path], None] | None = None,
+    then: Callable[[], None] | None = None,
+) -> concurrent.futures.Future[None]:
+    """Copies a tree to the host and writes it in the background; see `start_checkpoint`."""
     # Orbax takes a second to import; commands that touch no checkpoint should not wait for it.
     import orbax.checkpoint as ocp
 
-    path = Path(path).absolute()
+    path = path.absolute()
     arrays = {name: np.asarray(value) if is_alone() else value for name, value in tree.items()}
-    try:
-        with _directory_of_all(path) as temporary:
-            nested = flax.traverse_util.unflatten_dict(arrays, sep="/")
-            try:
-                with (
-                    _quiet_after_failure(),
-                    ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer,
-                ):
-                    # Orbax refuses a folder that exists unless forced; this one is new and empty.
-                    checkpointer.save(temporary, nested, force=True)
-            except BaseException:
-                _remove_what_orbax_left(temporary)
-                raise
+    nested = flax.traverse_util.unflatten_dict(arrays, sep="/")
+    whole = meeting_point()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(writing(path))
+        temporary = stack.enter_context(_directory_of_all(path))
+        if is_first():
+            # Now, while they are those of this step.
+            if save_data is not None:
+                (temporary / DATA).mkdir()
+                save_data(temporary / DATA)
+            if save_notes is not None:
+                save_notes(temporary)
+        stack.enter_context(_quiet_after_failure())
+        stack.enter_context(_without_leftovers(temporary))
+        checkpointer = ocp.AsyncCheckpointer(
+            ocp.PyTreeCheckpointHandler(), timeout_secs=_NO_LIMIT_SECONDS
+        )
+        # Orbax wants a folder that is not there yet. Its name is unlike that of every other save:
+        # the processes meet by it.
+        state_folder = temporary / path.name
+        checkpointer.save(state_folder, nested)
+        unfinished = stack.pop_all()
+
+    def finish() -> None:
+        with unfinished:
+            checkpointer.close()
             if is_first():
-                if save_data is not None:
-                    (temporary / DATA).mkdir()
-                    save_data(temporary / DATA)
-                if save_notes is not None:
-                    save_notes(temporary)
+                for part in state_folder.iterdir():
+                    part.rename(temporary / part.name)
+                state_folder.rmdir()
                 write_integrity(temporary, describe_files(temporary))
+        if is_first() and then is not None:
+            then()
+        whole()
+
+    pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="save")
+    future = pool.submit(finish)
+    pool.shutdown(wait=False)  # the thread ends when its work does
+    return future
+
+
+@contextlib.contextmanager
+def _directory_of_all(path: Path) -> Iterator[Path]:
+    """The first process's `atomic_directory`, for all processes to write into."""
+    if not is_first():
+        yield Path(from_first(str))
+        return
+    try:
+        with atomic_directory(path) as temporary:
+            # The name has a random part, so the others have to be told it.
+            yield Path(from_first(lambda: str(temporary)))
     except FileExistsError as error:
         raise UserError(
             "There is a checkpoint already.",
@@ -160,26 +240,18 @@ def save_tree(
 
 
 @contextlib.contextmanager
-def _directory_of_all(path: Path) -> Iterator[Path]:
-    """The first process's `atomic_directory`, for all processes to write into."""
-    if is_first():
-        with atomic_directory(path) as temporary:
-            # The name has a random part, so the others have to be told it.
-            yield Path(from_first(lambda: str(temporary)))
-    else:
-        yield Path(from_first(str))
-    wait_for_all()  # until it has its name
-
-
-def _remove_what_orbax_left(temporary: Path) -> None:
-    """Removes what Orbax wrote beside its target before it failed, which takes up a full disk.
+def _without_leftovers(temporary: Path) -> Iterator[None]:
+    """After a failure, removes what Orbax wrote, which takes up a full disk.
 
     Writes that are still under way would put files back, so it looks again for a while.
     """
-    for _ in range(20):
-        for partial in temporary.parent.glob(f"{temporary.name}.*"):
-            shutil.rmtree(partial, ignore_errors=True)
-        time.sleep(0.05)
+    try:
+        yield
+    except BaseException:
+        for _ in range(20):
+            shutil.rmtree(temporary, ignore_errors=True)
+            time.sleep(0.05)
+        raise
 
 
 @contextlib.contextmanager
@@ -197,7 +269,10 @@ def _quiet_after_failure() -> Iterator[None]:
             hook(unraisable)
 
     def is_worth_logging(record: logging.LogRecord) -> bool:
-        return "orbax/checkpoint/_src/futures" not in record.pathname
+        return not any(
+            f"orbax/checkpoint/_src/{part}" in record.pathname
+            for part in ("futures", "checkpointers/async")
+        )
 
     sys.unraisablehook = report
     log.addFilter(is_worth_logging)

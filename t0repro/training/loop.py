@@ -17,7 +17,9 @@ import jax
 from t0repro.errors import UserError
 from t0repro.training.actions import Action
 from t0repro.training.loss import count_examples, count_inputs, count_targets
+from t0repro.training.metric_classes import computed, with_steps_and_time
 from t0repro.training.metrics import MetricLog, SplitMetrics, StepMetrics
+from t0repro.training.metrics_manager import Fetched
 from t0repro.training.train_state import TrainState
 from t0repro.training.trainer import BaseTrainer, NumpyBatch, PreemptionError
 
@@ -110,34 +112,43 @@ class TrainingLoop:
         """
         first, last_step = self.step, self.step + num_steps
         started: list[Action] = []
+        preemption: PreemptionError | None = None
         try:
-            for action in self._actions:
-                # Noted first: an action whose start fails is ended too.
-                started.append(action)
-                action.start(self, last_step)
-            stopped = self.trainer.stop_training  # before the first step, by an evaluation
-            for batch, wait in () if stopped else _timed(itertools.islice(batches, num_steps)):
-                before = self.step
-                self._update(batch, wait)
-                # An update that was held back does not count as a step.
-                for action in self._actions if self.step > before else ():
-                    action.after_step(self)
-                if self.trainer.stop_training:
-                    break
+            try:
+                for action in self._actions:
+                    # Noted first: an action whose start fails is ended too.
+                    started.append(action)
+                    action.start(self, last_step)
+                self._steps(batches, num_steps)
+            except PreemptionError as error:
+                # Not a failure: the actions save, as after a signal.
+                self.stop(str(error) or "preempted")
+                preemption = error
             self.flush()
-            return self.step - first
-        except PreemptionError as error:
-            # Not a failure: the actions save, as after a signal.
-            self.stop(str(error) or "preempted")
-            self.flush()
-            raise
+            for action in started:
+                action.finish(self)
         except BaseException as error:
             self.error = error
             raise
         finally:
             # However it ended: signal handlers, garbage collection and the terminal are given back.
-            for action in started:
-                action.end(self)
+            with contextlib.ExitStack() as stack:
+                for action in reversed(started):
+                    stack.callback(action.end, self)
+        if preemption is not None:
+            raise preemption
+        return self.step - first
+
+    def _steps(self, batches: Iterable[NumpyBatch], num_steps: int) -> None:
+        stopped = self.trainer.stop_training  # before the first step, by an evaluation
+        for batch, wait in () if stopped else _timed(itertools.islice(batches, num_steps)):
+            before = self.step
+            self._update(batch, wait)
+            # An update that was held back does not count as a step.
+            for action in self._actions if self.step > before else ():
+                action.after_step(self)
+            if self.trainer.stop_training:
+                break
 
     def stop(self, reason: str | None = None) -> None:
         """Makes `run` end after the current update, as if there were no more batches.
@@ -149,6 +160,11 @@ class TrainingLoop:
         """
         self.trainer.stop_training = True
         self.stop_reason = self.stop_reason or reason
+
+    def wait(self) -> None:
+        """Waits for what the actions do in the background, such as a save; raises its errors."""
+        for action in self._actions:
+            action.wait()
 
     def flush(self) -> None:
         """Waits for the latest update, and until its metrics are written."""
@@ -188,6 +204,8 @@ class TrainingLoop:
             seconds=round(fetched.seconds, 6),
             input_tokens=count_inputs(pending.batch),
             input_wait_seconds=round(fetched.input_wait, 6),
+            # Only for the log: a training with summaries has them there.
+            others={} if self._log is None else _others(fetched),
         )
         held = "update_held" in values and bool(values["update_held"].compute())
         if held:
@@ -204,6 +222,14 @@ class TrainingLoop:
             self._log.write_step(metrics)
         for action in self._actions:
             action.on_metrics(metrics)
+
+
+def _others(fetched: Fetched) -> dict[str, float]:
+    """A step's metrics that StepMetrics has no fields for."""
+    values = computed(with_steps_and_time(fetched.metrics, 1, fetched.seconds))
+    for name in ("loss", "learning_rate", "learning_rate/current", "update_held"):
+        values.pop(name, None)
+    return {name: float(value) for name, value in values.items()}
 
 
 def _timed(batches: Iterator[NumpyBatch]) -> Iterator[tuple[NumpyBatch, float]]:

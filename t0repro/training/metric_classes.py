@@ -98,13 +98,22 @@ class Average(_Additive, Metric):
 
     @classmethod
     def from_model_output(cls, values: Any, mask: Any = None, *, count: Any = None) -> Self:
-        """From an array and a mask of the entries that count, or from a total and its divisor."""
+        """From an array and a mask of the entries that count, or from a total and its divisor.
+
+        As in clu, an entry counts once or not at all, whatever number the mask has for it, and a
+        mask [batch] holds for all of each row. For a weighted mean, give total and count.
+        """
         values = jnp.asarray(values, jnp.float32)
         if count is not None:
             return cls(total=jnp.sum(values), count=jnp.asarray(count, jnp.float32))
-        mask = jnp.ones_like(values) if mask is None else jnp.asarray(mask, jnp.float32)
+        counts = jnp.ones(values.shape, bool) if mask is None else jnp.asarray(mask) != 0
+        counts = counts.reshape(counts.shape + (1,) * (values.ndim - counts.ndim))
+        counts = jnp.broadcast_to(counts, values.shape)
         # Selected, not multiplied by the mask: 0 times a masked NaN would be NaN.
-        return cls(total=jnp.sum(jnp.where(mask != 0, values, 0.0)), count=jnp.sum(mask))
+        return cls(
+            total=jnp.sum(jnp.where(counts, values, 0.0)),
+            count=jnp.sum(counts).astype(jnp.float32),
+        )
 
     def compute(self) -> Any:
         """The mean."""

@@ -36,6 +36,7 @@ class StepMetrics:
         one, without saves and evaluations between them.
       input_tokens: number of inputs in the batch that are not padding.
       input_wait_seconds: how long the device sat idle because the batch was not there yet.
+      others: the rest by T5X's names, such as accuracy and timing/mfu.
     """
 
     step: int
@@ -46,6 +47,7 @@ class StepMetrics:
     seconds: float
     input_tokens: int = 0
     input_wait_seconds: float = 0.0
+    others: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 class MetricLog:
@@ -74,7 +76,8 @@ class MetricLog:
     def write_step(self, metrics: StepMetrics) -> None:
         """Writes one training step's metrics."""
         values = dataclasses.asdict(metrics)
-        self.write("train", values.pop("step"), values)
+        step, others = values.pop("step"), values.pop("others")
+        self.write("train", step, {**values, **others})
 
     def write(
         self, split: str, step: int, values: Mapping[str, float], task: str | None = None

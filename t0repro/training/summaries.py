@@ -59,10 +59,9 @@ class Summarise(Action):
         ):
             self._loop.stop("an action on the training's metrics")
 
-    def end(self, loop: TrainingLoop) -> None:
+    def finish(self, loop: TrainingLoop) -> None:
         """Summarises the steps that no summary covers yet, after a stop."""
-        if not loop.failed:
-            loop.trainer.train_metrics_manager.write_summary(loop.step)
+        loop.trainer.train_metrics_manager.write_summary(loop.step)
 
 
 class Evaluate(Action):
@@ -133,6 +132,9 @@ class Evaluate(Action):
                 self._metrics.write(split, loop.step, numbers, events=False)
             self._run("INFER_EVAL", loop, results)
         self._metrics.flush()
+        # Only once its checkpoint is whole: a run that dies goes on from a checkpoint, and would
+        # find the notes of a step that was lost in place of those of its own.
+        loop.wait()
         self._progress.note_evaluated(loop.step, stopped=loop.trainer.stop_training)
 
     def _run(

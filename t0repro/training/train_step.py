@@ -148,8 +148,8 @@ def train_with_lr(
 ) -> tuple[TrainState, dict[str, Any]]:
     """One update at a learning rate: (state, metrics). See `accumulate_grads_microbatched`.
 
-    With `hold_if_not_finite`, a loss or a gradient that is NaN or infinite leaves the state as it
-    was, step included; the metric `update_held` is then 1.
+    With `hold_if_not_finite`, a loss, a gradient or an updated parameter that is NaN or infinite
+    leaves the state as it was, step included; the metric `update_held` is then 1.
     """
     gradients, metrics, mutables = accumulate_grads_microbatched(
         model,
@@ -167,8 +167,10 @@ def train_with_lr(
     )
     if not hold_if_not_finite:
         return new_state, metrics
-    sums = [jnp.sum(jnp.abs(x)) for x in jax.tree.leaves((gradients, metrics.get("loss")))]
-    finite = jnp.all(jnp.isfinite(jnp.stack(sums)))
+    # Entry by entry: a sum of finite numbers may overflow. Parameters too, since an optimizer that
+    # squares a large gradient may overflow by itself.
+    looked_at = jax.tree.leaves((gradients, metrics.get("loss"), new_state.params))
+    finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in looked_at]))
     held = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new_state, train_state)
     return held, {**metrics, "update_held": LastValue(1.0 - finite.astype(jnp.float32))}
 

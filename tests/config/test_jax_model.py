@@ -1,4 +1,4 @@
-"""Settings that only the JAX model has: bound by gin, and refused by Mesh TensorFlow."""
+"""Settings that only the JAX stack has: bound by gin, and refused by Mesh TensorFlow."""
 
 import pytest
 
@@ -44,6 +44,17 @@ def test_a_binding_sets_a_field_of_the_model_and_no_run_on_mesh_tensorflow(bindi
         assert binding in config.provenance[f"model.{field}"]
     with pytest.raises(UserError, match=rf"t0repro\.jax_model\.{argument} is (?s:.*)--backend=jax"):
         refuse_on_mesh_tensorflow()
+
+
+def test_a_training_measures_its_weights_every_so_many_steps_if_gin_says_so():
+    assert load().weight_metrics_every == 0
+    config = load("t0repro.jax_training.weight_metrics_every = 10")
+    assert config.weight_metrics_every == 10
+    assert "= 10" in config.provenance["weight_metrics_every"]
+    with pytest.raises(UserError, match=r"t0repro\.jax_training\.weight_metrics_every is 10"):
+        refuse_on_mesh_tensorflow()
+    with pytest.raises(UserError, match="weight_metrics_every"):
+        load("t0repro.jax_training.weight_metrics_every = -1")
 
 
 def test_their_defaults_are_what_mesh_tensorflow_computes():

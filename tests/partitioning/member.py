@@ -4,13 +4,15 @@
 
 Which one it is, the environment says. JSON: {"folder": model_dir, "steps": last step, "data",
 "model", "fully_sharded": the layout, "at": {step: [index, signal]} of a process that sends itself a
-signal, "evaluate": true for scores and texts of the last state}. The first process prints what came
-out as JSON.
+signal, "notice": index of a process that jax tells of a preemption, "evaluate": true for scores and
+texts of the last state}. The first process prints what came out as JSON.
 """
 
 import json
 import os
+import signal
 import sys
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -41,6 +43,21 @@ class Batches:
         (folder / "position.json").write_text("{}")
 
 
+class NoticedBatches(Batches):
+    """Gives one process jax's notice of a preemption, and takes its time until all know of it."""
+
+    def __init__(self, index):
+        self._index = index
+
+    def open(self, step, saved, say):
+        if jax.process_index() == self._index:
+            # Here the signal's handler is still jax's own, which looks for it once a second.
+            os.kill(os.getpid(), signal.SIGTERM)
+        for batch in super().open(step, saved, say):
+            time.sleep(0.3)
+            yield batch
+
+
 class SignalMyself(Action):
     """Sends signals to this process after steps."""
 
@@ -52,12 +69,13 @@ class SignalMyself(Action):
             os.kill(os.getpid(), self._signals[trainer.step])
 
 
-def trained(folder, steps, signals=(), say=None, **layout):
+def trained(folder, steps, signals=(), say=None, notice=None, **layout):
     """Trains to a step, from the latest checkpoint."""
     config = run_config(
         folder, steps, model=MODEL, batch_size=8, layout=Layout(**layout), save_checkpoints_steps=2
     )
-    return train(config, Batches(), actions=[SignalMyself(dict(signals))], say=say)
+    source = Batches() if notice is None else NoticedBatches(notice)
+    return train(config, source, actions=[SignalMyself(dict(signals))], say=say)
 
 
 def evaluated(params):
@@ -85,7 +103,8 @@ def main(asked):
     with processes.joined(processes.Asked()):
         index = jax.process_index()
         signals = {s: number for s, (who, number) in asked.get("at", {}).items() if who == index}
-        state = trained(asked["folder"], asked["steps"], signals, **layout)
+        notice = asked.get("notice")
+        state = trained(asked["folder"], asked["steps"], signals, notice=notice, **layout)
         if asked.get("evaluate"):
             print(json.dumps(evaluated(state.params)))
 

@@ -96,6 +96,19 @@ def test_two_processes_stop_at_one_step_and_one_goes_on(tmp_path, one_process):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("index", [0, 1])
+def test_at_jaxs_own_notice_to_one_all_stop_at_one_step_and_a_restart_goes_on(tmp_path, index):
+    codes, _, said, _ = members(2, folder=str(tmp_path / "run"), steps=20, notice=index)
+    assert codes == [PREEMPTED] * 2, said
+    assert "jax was told" in said[0] and "s after the signal" in said[0]
+    last = list_checkpoints(tmp_path / "run")[-1]
+    assert 1 < last < 20 and max(losses(tmp_path / "run")) == last
+    trained(tmp_path / "run", 20, say=lambda line: None)
+    trained(tmp_path / "whole", 20, say=lambda line: None)
+    assert_same(tmp_path / "run", tmp_path / "whole", 20)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "devices", "layout"),
     [(2, 2, {"data": 2, "model": 2}), (4, 1, {}), (4, 2, {"model": 2, "fully_sharded": True})],

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from t0repro.errors import UserError
-from t0repro.partitioning.topologies import devices_of, torus
+from t0repro.partitioning.topologies import devices_of, published, torus
 
 
 @pytest.mark.parametrize(
@@ -30,6 +30,27 @@ def test_an_unknown_slice_says_which_there_are(name):
     with pytest.raises(UserError, match="no topology") as error:
         devices_of(name)
     assert "v5e" in str(error.value.fix)
+
+
+@pytest.mark.parametrize(
+    ("kind", "flops"),
+    [
+        ("TPU v3", 61.5e12),  # a core
+        ("TPU v4", 275e12),
+        ("TPU v5 lite", 197e12),
+        ("TPU v5p", 459e12),
+        ("TPU v6 lite", 918e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+    ],
+)
+def test_a_device_at_hand_has_the_published_peak_of_its_kind(kind, flops):
+    chip = published(kind)
+    assert chip is not None and chip.flops == flops
+
+
+@pytest.mark.parametrize("kind", ["cpu", "TPU v4 lite", "TPU v99", "NVIDIA A100-SXM4-40GB"])
+def test_of_another_kind_nothing_is_guessed(kind):
+    assert published(kind) is None
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import dataclasses
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -20,7 +21,14 @@ from t0repro.runs.train import train  # noqa: E402
 from t0repro.training.actions import Action  # noqa: E402
 
 LAST_STEP = 30
-MOMENTS = ("behind a step", "inside a save", "before an evaluation", "inside an evaluation")
+WHILE_WRITTEN = "while a checkpoint is being written"
+MOMENTS = (
+    "behind a step",
+    "inside a save",
+    "before an evaluation",
+    "inside an evaluation",
+    WHILE_WRITTEN,
+)
 BATCHES = tiny.batches(LAST_STEP)
 # The metric gets no better after step 12, so early stopping ends the run at step 18.
 ROUGE = {0: 1.0, 3: 2.0, 6: 3.0, 9: 2.0, 12: 4.0, 15: 4.0, 18: 3.0, 21: 9.0}
@@ -81,22 +89,45 @@ def run(folder, moment=None, step=0, do=lambda: None, patience=2, last_step=LAST
         return {"a_task": {"rouge": ROUGE.get(loop.step, 0.0)}}
 
     stop = EarlyStoppingConfig("a_task", "rouge", "max", patience, 0.0, 0.0)
-    plan = dataclasses.replace(tiny.PLAN, actions={"INFER_EVAL": (stop,)}, weight_metrics=False)
+    plan = dataclasses.replace(tiny.PLAN, actions={"INFER_EVAL": (stop,)})
     config = tiny.run_config(folder, last_step, plan=plan, num_microbatches=1)
     model = dataclasses.replace(config.model, dropout_rate=0.2)
     evaluated = Evaluated(lambda: at("before an evaluation", now[0]))
+
+    def on_save(here):
+        at("inside a save", here)
+        at(WHILE_WRITTEN, here)
+
     return train(
         dataclasses.replace(config, model=model),
-        Source(lambda here: at("inside a save", here)),
+        Source(on_save),
         planned=PlannedInputs(train_eval={"a_task": evaluated}, infer_eval=infer_eval),
         actions=[Behind(lambda here: at("behind a step", here))],
         say=lambda line: None,
     )
 
 
+def kill():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_once_written_to(folder, step):
+    """Kills the process as soon as Orbax has written a file of a step's checkpoint."""
+    pattern = f".checkpoint_{step}.*.tmp/checkpoint_{step}*/**/*"
+
+    def watch():
+        while not any(path.is_file() for path in folder.glob(pattern)):
+            pass
+        kill()
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def main():
     folder, moment, step = sys.argv[1:]
-    run(Path(folder), moment, int(step), lambda: os.kill(os.getpid(), signal.SIGKILL))
+    folder, step = Path(folder), int(step)
+    die = kill if moment != WHILE_WRITTEN else lambda: kill_once_written_to(folder, step)
+    run(folder, moment, step, die)
 
 
 if __name__ == "__main__":

@@ -5,15 +5,18 @@ import json
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from t0repro.config.training_plan import TerminateOnNanConfig
 from t0repro.errors import UserError
 from t0repro.training.bad_update import first_bad_tensor, replay
 from t0repro.training.checkpoints import list_checkpoints, load_tree
-from t0repro.training.models import T5Model
+from t0repro.training.metric_classes import AveragePerStep
+from t0repro.training.models import BaseModel, T5Model
 from t0repro.training.run_state import read_run_state
-from t0repro.training.train_state import to_flat_tree
+from t0repro.training.train_state import TrainState, to_flat_tree
+from t0repro.training.train_step import train_with_lr
 
 from .. import tiny_models as tiny
 from ..runs.test_plan import planned
@@ -62,6 +65,36 @@ spoiling.defvjp(
     lambda parameter: (spoiling(parameter), parameter),
     lambda parameter, _: (jnp.full_like(parameter, jnp.nan),),
 )
+
+
+class Steep(BaseModel):
+    """A loss whose gradient has large finite entries, the sum of which is not finite."""
+
+    def get_initial_variables(self, rng, input_shapes, input_types=None):
+        return {"params": {"w": jnp.zeros(128)}}
+
+    def loss_fn(self, params, batch, dropout_rng, flax_mutables=None):
+        loss = jnp.sum(params["w"]) * 1e38
+        return loss, {"loss": AveragePerStep.from_model_output(loss)}
+
+
+@pytest.mark.parametrize(("rate", "held"), [(1e-38, False), (1e5, True)])
+def test_an_update_is_held_for_what_is_not_finite_and_not_for_a_sum_that_overflows(rate, held):
+    model = Steep(optax.sgd(rate))
+    variables = model.get_initial_variables(jax.random.key(0), {})
+    state = TrainState.create(model.optimizer_def, variables)
+    after, metrics = train_with_lr(
+        state,
+        {"inputs": jnp.ones((1, 1))},
+        jnp.float32(0.0),
+        None,
+        model,
+        None,
+        hold_if_not_finite=True,
+    )
+    assert bool(metrics["update_held"].compute()) == held
+    # With the larger rate the optimizer's own product overflows.
+    assert int(after.step) == (not held) and np.isfinite(after.params["w"]).all()
 
 
 class Spoiled(T5Model):

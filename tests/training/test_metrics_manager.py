@@ -155,6 +155,12 @@ def test_event_files_and_metrics_jsonl_agree(tmp_path):
     assert events == written
 
 
+def test_an_average_counts_an_entry_once_or_not_at_all_and_a_row_by_its_one_mask():
+    assert Average.from_model_output([2.0, 4.0, 9.0], mask=[0.5, 0.25, 0.0]).compute() == 3.0
+    rows = [[1.0, 3.0], [100.0, 100.0]]
+    assert Average.from_model_output(rows, mask=[1, 0]).compute() == 2.0
+
+
 def test_metrics_merge_and_compute_as_their_names_say():
     first = {
         "average": Average.from_model_output([1.0, 5.0], mask=[1, 0]),

@@ -69,7 +69,7 @@ def test_metrics_have_a_line_for_every_step(tmp_path):
         assert loop.run(batches, 3) == 3
     lines = rows(tmp_path)
     assert [row["step"] for row in lines] == [1, 2, 3]
-    assert list(lines[0]) == [
+    assert list(lines[0])[:9] == [
         "split",
         "step",
         "loss",
@@ -87,6 +87,15 @@ def test_metrics_have_a_line_for_every_step(tmp_path):
         assert row["examples"] == 4
         assert row["loss"] == float(np.float32(row["loss"])), "a float32 in full"
         assert row["learning_rate"] == pytest.approx(0.01)
+        # The same metrics as in a summary, of this one step.
+        real = row["target_tokens"] / batch["targets"].size
+        assert row["non_padding_fraction/loss_weights"] == pytest.approx(real)
+        assert 0 <= row["accuracy"] <= 1 and row["z_loss"] > 0
+        # float32 on the device; the step's seconds are rounded.
+        speed = row["input_tokens"] / max(row["seconds"], 1e-9)
+        assert row["timing/real_input_tokens_per_second"] == pytest.approx(speed, rel=1e-3)
+        assert 0 <= row["timing/input_wait_fraction"] < 1
+        assert row["timing/flops_per_second"] > 0
 
 
 def test_actions_see_each_step_at_once_and_its_metrics_a_step_late():

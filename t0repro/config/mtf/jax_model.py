@@ -1,7 +1,7 @@
-"""Settings of the JAX model that no gin file of Mesh TensorFlow has, as bindings of t0repro's own.
+"""Settings of the JAX stack that no gin file of Mesh TensorFlow has, as bindings of t0repro's own.
 
-transformers' T5 has them, so models that come from there may need them. Mesh TensorFlow refuses
-them by name.
+Those of the model are transformers' T5's, so models that come from there may need them. Mesh
+TensorFlow refuses them all by name.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from t0repro.config.run_config import Recompute
 from t0repro.errors import UserError
 
 SELECTOR = "t0repro.jax_model"
+TRAINING = "t0repro.jax_training"
 
 
 # Registered by importing this module, which the parser does before it reads a file.
@@ -49,15 +50,22 @@ def jax_model(
     }
 
 
+@gin.configurable(module="t0repro")  # pyright: ignore[reportCallIssue]
+def jax_training(weight_metrics_every: int = 0) -> int:
+    """`RunConfig.weight_metrics_every`, the one setting of a training that gin binds here."""
+    return weight_metrics_every
+
+
 def refuse_on_mesh_tensorflow() -> None:
     """Raises UserError if gin's configuration binds a setting to what Mesh TensorFlow cannot do."""
-    parameters = inspect.signature(jax_model).parameters
-    for name, value in gin.get_bindings(SELECTOR).items():
-        # A setting that is bound to its default asks for nothing.
-        if value != parameters[name].default:
-            raise UserError(
-                f"{SELECTOR}.{name} is {value!r}; Mesh TensorFlow computes"
-                f" {parameters[name].default!r} alone.",
-                where=f"{SELECTOR}.{name}",
-                fix="Run with --backend=jax.",
-            )
+    for selector, function in ((SELECTOR, jax_model), (TRAINING, jax_training)):
+        parameters = inspect.signature(function).parameters
+        for name, value in gin.get_bindings(selector).items():
+            # A setting that is bound to its default asks for nothing.
+            if value != parameters[name].default:
+                raise UserError(
+                    f"{selector}.{name} is {value!r}; Mesh TensorFlow computes"
+                    f" {parameters[name].default!r} alone.",
+                    where=f"{selector}.{name}",
+                    fix="Run with --backend=jax.",
+                )

@@ -123,7 +123,9 @@ class _ConfigReader:
             "vocabulary": getattr(inputs.vocabularies[0], "sentencepiece_model_file", None),
             "vocabulary_extra_ids": getattr(inputs.vocabularies[0], "extra_ids", 0),
             "layout": layout_of(self._gin, inputs.tpu_mesh),
+            "weight_metrics_every": jax_model.jax_training(),
         }
+        self._gin.note("weight_metrics_every", jax_model.TRAINING, "weight_metrics_every")
         for name in (
             "save_checkpoints_steps", "keep_checkpoint_max", "eval_summary_dir", "eval_dir_suffix",
             "output_eval_examples",

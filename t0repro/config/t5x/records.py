@@ -367,7 +367,10 @@ class PjitPartitioner(Record):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WeightMetrics(Record):
-    """`trainer.WeightMetricsComputer`: norms of parameters, gradients and updates each step."""
+    """`trainer.WeightMetricsComputer`: norms of parameters, gradients and updates."""
+
+    # Not in T5X, which measures at each step.
+    every: int = 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

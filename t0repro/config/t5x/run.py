@@ -41,7 +41,7 @@ _FIELDS = {
     "plan.run_eval_before_training": "train.run_eval_before_training",
     "plan.gc_period": "train.gc_period",
     "plan.actions": "train.actions",
-    "plan.weight_metrics": "trainer.Trainer.weight_metrics_computer",
+    "weight_metrics_every": "trainer.WeightMetricsComputer.every",
 }
 _SCHEDULE_ARGUMENTS = (
     "factors base_learning_rate warmup_steps decay_factor steps_per_decay steps_per_cycle"
@@ -96,6 +96,7 @@ def train_config(parsed: Parsed) -> RunConfig:
         keep_checkpoint_max=plan.save and plan.save.keep,
         init_checkpoint=_init_checkpoint(plan),
         plan=plan,
+        weight_metrics_every=_weight_metrics_every(program.trainer_cls),
         layout=layout_of(program.partitioner, places.place(_PARTITIONS)),
         provenance=_provenance(places),
         **shared_fields(program.model),
@@ -203,9 +204,13 @@ def _plan(program: programs.TrainProgram, places: Places) -> TrainingPlan:
         save=data.save_config(program.checkpoint_cfg.save, places),
         restore=data.restore_config(program.checkpoint_cfg.restore, places),
         actions=data.actions_config(program.actions, places),
-        weight_metrics=program.trainer_cls.weight_metrics_computer is not None,
         gc_period=program.gc_period,
     )
+
+
+def _weight_metrics_every(trainer: records.Trainer) -> int:
+    computer = trainer.weight_metrics_computer
+    return 0 if computer is None else computer.every
 
 
 def _init_checkpoint(plan: TrainingPlan) -> str | None:

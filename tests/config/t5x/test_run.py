@@ -58,8 +58,15 @@ def test_a_pretraining_becomes_a_run_config_that_json_keeps():
     )
     assert ours.plan.train_data.pack and ours.plan.train_eval_data.split == "validation"
     assert ours.plan.save == SaveConfig(1000, (), None, "float32", False, None, None)
-    assert ours.plan.restore is None and ours.plan.weight_metrics
+    assert ours.plan.restore is None and ours.weight_metrics_every
     assert RunConfig.from_json(ours.to_json()) == ours
+
+
+def test_weights_are_measured_every_so_many_steps_or_not_at_all():
+    every = config("trainer.WeightMetricsComputer.every = 10")
+    assert every.weight_metrics_every == 10
+    assert "every" in every.provenance["weight_metrics_every"]
+    assert config("trainer.Trainer.weight_metrics_computer = None").weight_metrics_every == 0
 
 
 def test_a_fine_tuning_has_three_datasets_and_a_checkpoint_to_start_from():
