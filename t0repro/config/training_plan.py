@@ -47,13 +47,11 @@ class BestCheckpoints:
       metric: `<run>/<tag>` as TensorBoard shows it, for instance "train/accuracy".
       mode: Whether the largest or the smallest value is best.
       keep_without_metric: Whether checkpoints of steps without the metric are kept.
-      force_keep_period: Checkpoints of steps that this divides are always kept.
     """
 
     metric: str
     mode: Literal["max", "min"]
     keep_without_metric: bool
-    force_keep_period: Annotated[int | None, Range(at_least=1)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +66,7 @@ class SaveConfig:
       data: Whether the position in the data is saved, so that a run can resume exactly there.
       keep_data: How many of the latest checkpoints keep that position. Kept for translation; it has
         no effect, as in T5X.
+      keep_period: Checkpoints of steps that this divides are kept whatever else is.
     """
 
     period: Annotated[int | None, Range(at_least=1)]
@@ -77,6 +76,7 @@ class SaveConfig:
     data: bool
     keep_data: Annotated[int | None, Range(at_least=1)]
     best: BestCheckpoints | None
+    keep_period: Annotated[int | None, Range(at_least=1)] = None
 
 
 @dataclasses.dataclass(frozen=True)

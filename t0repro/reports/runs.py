@@ -14,6 +14,8 @@ from t0repro.errors import UserError
 from t0repro.training.run_state import RUN_STATE_FILE, RunState, read_run_state
 
 HEADER = ("run", "state", "step", "loss", "tokens", "tokens/s", "left")
+# Far longer than a step takes: the record is written at the next step once it is 5 seconds old.
+_SILENT = datetime.timedelta(minutes=10)
 _NO_RUNS_INSIDE = re.compile(r"checkpoint_\d+.*|\..*")
 
 
@@ -44,7 +46,7 @@ def rows(runs: Mapping[Path, RunState]) -> list[tuple[str, ...]]:
     return [
         (
             str(path),
-            f"{run.state}: {run.reason}" if run.reason else run.state,
+            _state(run),
             f"{run.step:,} of {run.last_step:,}",
             "" if run.loss is None else f"{run.loss:.4f}",
             f"{run.target_tokens:,}",
@@ -53,6 +55,18 @@ def rows(runs: Mapping[Path, RunState]) -> list[tuple[str, ...]]:
         )
         for path, run in runs.items()
     ]
+
+
+def _state(run: RunState) -> str:
+    """The state with its reason; of a running training that has been silent, for how long."""
+    if run.reason:
+        return f"{run.state}: {run.reason}"
+    now = datetime.datetime.now(datetime.UTC)
+    silent = now - datetime.datetime.fromisoformat(run.updated)
+    # Of a process on another machine nothing else tells that it is gone.
+    if run.state == "running" and silent > _SILENT:
+        return f"running, silent for {datetime.timedelta(seconds=round(silent.total_seconds()))}"
+    return run.state
 
 
 def _left(run: RunState) -> str:

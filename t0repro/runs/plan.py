@@ -135,14 +135,14 @@ def planned_actions(
             plan.stats_period or shortest_period(plan, steps), progress, on_metrics.get("TRAIN")
         )
     ]
-    if stops_on_nan(plan):
-        actions.append(ReportBadUpdate(config, say))
     if plan.gc_period:
         actions.append(CollectGarbage(plan.gc_period))
     if plan.save is not None:
         actions.append(
             SaveByPlan(config.model_dir, plan.save, beginning.save_data, progress=progress, say=say)
         )
+    if stops_on_nan(plan):
+        actions.append(ReportBadUpdate(config, say))
     # After the save, as in T5X, so that a metric that fails costs no training.
     if inputs.train_eval or inputs.infer_eval:
         actions.append(

@@ -144,7 +144,7 @@ def starting_tree(config: RunConfig, say: Say) -> dict[str, Any] | None:
     # A model with a position bias in each layer may start from one whose layers share it.
     tree |= {name: tree[shared] for name, shared in repeated_biases(tree, config.model).items()}
     place = config.provenance.get("plan.restore.path")
-    return restored(tree, to_flat_tree(jax.device_get(fresh)), plan.restore, place)
+    return restored(tree, to_flat_tree(jax.device_get(fresh)), plan.restore, place, say)
 
 
 def _foreign_checkpoint(model_dir: Path, config: RunConfig) -> dict[str, Any] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,8 @@ def starting_point(config: RunConfig) -> dict[str, Any] | None:
         if config.init_checkpoint is None:
             return None
         initial = sources.find_checkpoint(config.init_checkpoint)
-        return keep_matching(load_configured(initial, config.model), config)
+        tree = load_configured(initial, config.model)
+        return keep_matching(tree, config, say=lambda line: print(line, file=sys.stderr))
     latest = sources.find_checkpoint(model_dir)
     if latest.format == "jax":
         return None  # `train` restores it

@@ -19,13 +19,10 @@ from jax.experimental import multihost_utils
 from t0repro.config.training_plan import SaveConfig
 from t0repro.partitioning.processes import SharedSignal, from_first, is_alone
 from t0repro.training.checkpoints import (
-    checkpoint_path,
-    keep_latest,
     list_checkpoints,
-    remove_checkpoint,
     start_checkpoint,
 )
-from t0repro.training.keeping import PINNED, metric_by_step, superfluous
+from t0repro.training.keeping import metric_by_step, remove_superfluous
 from t0repro.training.metrics import StepMetrics
 from t0repro.training.progress_notes import Progress
 from t0repro.training.train_state import TrainState
@@ -82,6 +79,8 @@ class SaveCheckpoints(Action):
       every: steps between checkpoints.
       keep: how many of the latest checkpoints to keep; None or 0 keeps all.
       save_data: writes the position in the data into a folder of the checkpoint.
+      keep_period: checkpoints of steps that this divides are kept, and pinned ones, with a file
+        `PINNED`, too.
       say: receives a line if a save takes longer than a preemption leaves; logged by default.
     """
 
@@ -92,9 +91,11 @@ class SaveCheckpoints(Action):
         keep: int | None = None,
         save_data: Callable[[Path], None] | None = None,
         *,
+        keep_period: int | None = None,
         say: Callable[[str], None] = logging.warning,
     ):
-        self._model_dir, self._every, self._keep = model_dir, every, keep
+        self._model_dir, self._every = model_dir, every
+        self._rule = SaveConfig(None, (), keep, None, False, None, None, keep_period)
         self._save_data, self._say = save_data, say
         self._is_slow = False
         self._saved = self._last = 0
@@ -157,8 +158,7 @@ class SaveCheckpoints(Action):
             self._model_dir,
             state,
             save_data=self._save_data,
-            # Old checkpoints go only once the new one is complete.
-            then=lambda: keep_latest(self._model_dir, self._keep),
+            then=lambda: remove_superfluous(self._model_dir, self._rule, {}),
         )
 
 
@@ -203,24 +203,13 @@ class SaveByPlan(SaveCheckpoints):
         model_dir, plan = self._model_dir, self._plan
         # As they are now, whatever an evaluation adds to them while the checkpoint is written.
         values = metric_by_step(model_dir, plan.best.metric) if plan.best else {}
-
-        def remove_superfluous() -> None:
-            # A pinned checkpoint is neither removed nor counted among those that are kept.
-            steps = [
-                step
-                for step in list_checkpoints(model_dir)
-                if not (checkpoint_path(model_dir, step) / PINNED).exists()
-            ]
-            for step in superfluous(steps, plan, values):
-                remove_checkpoint(checkpoint_path(model_dir, step))
-
         return start_checkpoint(
             model_dir,
             state,
             save_data=self._save_data,
             save_notes=self._progress.save,
             dtype=plan.dtype,
-            then=remove_superfluous,
+            then=lambda: remove_superfluous(model_dir, plan, values),
         )
 
 

@@ -65,20 +65,19 @@ class BadTensor:
 class ReportBadUpdate(Action):
     """Stops at an update that was held back, names the tensor, and keeps what reproduces it.
 
+    It belongs behind the action that saves, which saves the state with all that goes with it.
+
     Args:
       config: the run's configuration.
       say: receives a line.
     """
 
     def __init__(self, config: RunConfig, say: Callable[[str], None]):
-        self._config, self._say = config, say
+        self._config, self._say, self._is_reported = config, say, False
 
     def on_bad_update(self, loop: TrainingLoop, batch: NumpyBatch, metrics: StepMetrics) -> None:
-        """Writes the folder and stops; the state is saved, if it is not yet, for the replay."""
+        """Writes the folder and stops."""
         model_dir, trainer = Path(self._config.model_dir), loop.trainer
-        loop.wait()  # for this very state's checkpoint, maybe
-        if not from_first(lambda: checkpoint_path(model_dir, loop.step).exists()):
-            save_checkpoint(model_dir, loop.train_state)
         model = trainer.model
         assert isinstance(model, T5Model)
         key, count = trainer.step_rng(loop.step), self._config.num_microbatches
@@ -93,6 +92,13 @@ class ReportBadUpdate(Action):
             f"step {metrics.step} was not done: {what}; see it again by `t0repro replay {folder}`"
         )
         loop.stop(f"step {metrics.step} is not finite: {what}")
+        self._is_reported = True
+
+    def finish(self, loop: TrainingLoop) -> None:
+        """Saves the state for the replay, in a run that saves nothing at this step itself."""
+        path = checkpoint_path(self._config.model_dir, loop.step)
+        if self._is_reported and not from_first(path.exists):
+            save_checkpoint(self._config.model_dir, loop.train_state)
 
 
 def write_bad_update(

@@ -74,32 +74,17 @@ def latest_step(model_dir: PathLike) -> int | None:
 def save_checkpoint(
     model_dir: PathLike,
     state: TrainState,
-    keep: int | None = None,
-    save_data: Callable[[Path], None] | None = None,
-    dtype: str | None = None,
-    save_notes: Callable[[Path], None] | None = None,
 ) -> Path:
     """Writes a state as model_dir/checkpoint_<step> and returns that path once it is whole.
 
     Args:
-      model_dir: see `start_checkpoint`, for all that is not said here.
-      state: see there.
-      keep: how many of the latest checkpoints to keep in model_dir; None or 0 keeps all.
-      save_data: see there.
-      dtype: see there.
-      save_notes: see there.
+      model_dir: created if it does not exist.
+      state: copied from the device, which waits for the step that computes it.
 
     Raises:
-      UserError: see there.
+      UserError: see `start_checkpoint`.
     """
-    start_checkpoint(
-        model_dir,
-        state,
-        save_data=save_data,
-        dtype=dtype,
-        save_notes=save_notes,
-        then=lambda: keep_latest(model_dir, keep),
-    ).result()
+    start_checkpoint(model_dir, state).result()
     return checkpoint_path(model_dir, int(jax.device_get(state.step)))
 
 
@@ -137,13 +122,6 @@ def start_checkpoint(
     tree = to_flat_tree(state) if is_alone() else flat_arrays(state)
     tree = with_parameters_in(tree, dtype) if dtype else tree
     return _start_saving(path, tree, save_data, save_notes, then)
-
-
-def keep_latest(model_dir: PathLike, keep: int | None) -> None:
-    """Removes all checkpoints but the latest `keep`; None, 0 or a negative number keeps all."""
-    # With a negative number, tf.train.Saver would delete what it has just saved.
-    for step in list_checkpoints(model_dir)[:-keep] if keep and keep > 0 else []:
-        remove_checkpoint(checkpoint_path(model_dir, step))
 
 
 def data_folder(path: PathLike) -> Path | None:
@@ -197,9 +175,9 @@ def _start_saving(
         checkpointer = ocp.AsyncCheckpointer(
             ocp.PyTreeCheckpointHandler(), timeout_secs=_NO_LIMIT_SECONDS
         )
-        # Orbax wants a folder that is not there yet. Its name is unlike that of every other save:
-        # the processes meet by it.
-        state_folder = temporary / path.name
+        # Orbax wants a folder that is not there yet, and its processes meet by the folder's name:
+        # this one is unlike that of any other save.
+        state_folder = temporary / temporary.name
         checkpointer.save(state_folder, nested)
         unfinished = stack.pop_all()
 
@@ -212,7 +190,8 @@ def _start_saving(
                 state_folder.rmdir()
                 write_integrity(temporary, describe_files(temporary))
         if is_first() and then is not None:
-            then()
+            with writing(path):
+                then()
         whole()
 
     pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="save")

@@ -1,4 +1,4 @@
-"""Which checkpoints T5X's save rules keep: the latest, or the best by a metric and the latest."""
+"""Which checkpoints are removed: T5X's save rules keep the latest, or the best and the latest."""
 
 from __future__ import annotations
 
@@ -7,10 +7,28 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from t0repro.config.training_plan import BestCheckpoints, SaveConfig
+from t0repro.config.training_plan import SaveConfig
+from t0repro.training.checkpoints import checkpoint_path, list_checkpoints, remove_checkpoint
 from t0repro.training.metrics import METRICS_FILE
 
 PINNED = "PINNED"  # a file of this name in a checkpoint exempts it, as in T5X
+
+
+def remove_superfluous(
+    model_dir: str | os.PathLike[str], save: SaveConfig, values: Mapping[int, float]
+) -> None:
+    """Removes the checkpoints that a rule does not keep; call it once a new one is whole.
+
+    Args:
+      model_dir: the run's folder.
+      save: see `superfluous`.
+      values: see `superfluous`.
+    """
+    paths = {step: checkpoint_path(model_dir, step) for step in list_checkpoints(model_dir)}
+    # A pinned checkpoint is neither removed nor counted among those that are kept.
+    steps = [step for step, path in paths.items() if not (path / PINNED).exists()]
+    for step in superfluous(steps, save, values):
+        remove_checkpoint(paths[step])
 
 
 def superfluous(steps: Sequence[int], save: SaveConfig, values: Mapping[int, float]) -> list[int]:
@@ -21,23 +39,23 @@ def superfluous(steps: Sequence[int], save: SaveConfig, values: Mapping[int, flo
       save: how many to keep, and by what.
       values: step -> the metric's value there, for `save.best`.
     """
-    if save.keep is None:
+    # With a negative number, tf.train.Saver would delete what it has just saved.
+    if save.keep is None or save.keep <= 0:
         return []
-    if save.best is None:
-        return list(steps[: -save.keep])
-    best = save.best
     # A step is saved before it is evaluated, so the latest has no value yet to be ranked by.
-    earlier = [step for step in steps[:-1] if not _is_forced(step, best)]
+    last = 1 if save.best else save.keep
+    earlier = [
+        step for step in steps[:-last] if not (save.keep_period and step % save.keep_period == 0)
+    ]
+    best = save.best
+    if best is None:
+        return earlier
     with_value = [step for step in earlier if step in values]
     sign = -1 if best.mode == "max" else 1
     # Among equals the later one is better.
     ranked = sorted(with_value, key=lambda step: (sign * values[step], -step))
     without = [] if best.keep_without_metric else [s for s in earlier if s not in values]
     return sorted([*ranked[save.keep :], *without])
-
-
-def _is_forced(step: int, best: BestCheckpoints) -> bool:
-    return best.force_keep_period is not None and step % best.force_keep_period == 0
 
 
 def metric_by_step(model_dir: str | os.PathLike[str], metric: str) -> dict[int, float]:

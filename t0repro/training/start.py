@@ -12,10 +12,13 @@ from t0repro.config.run_config import RunConfig
 from t0repro.errors import UserError
 from t0repro.model.t5 import T5, initial_parameters
 from t0repro.parameters import layout
+from t0repro.training.restore import Say, say_unmatched
 from t0repro.training.train_state import FlatTree
 
 
-def keep_matching(tree: FlatTree, config: RunConfig, seed: int = 0) -> dict[str, np.ndarray]:
+def keep_matching(
+    tree: FlatTree, config: RunConfig, seed: int = 0, say: Say = lambda line: None
+) -> dict[str, np.ndarray]:
     """Keeps only those entries of a checkpoint that match config.init_variable_filter.
 
     Parameters that do not match are drawn anew, slots start at zero, and the step starts at 0
@@ -25,6 +28,7 @@ def keep_matching(tree: FlatTree, config: RunConfig, seed: int = 0) -> dict[str,
       tree: an init_checkpoint with T5X's names.
       config: gives the model and the pattern, a regular expression on Mesh TensorFlow's names.
       seed: the seed from which training would draw new parameters.
+      say: receives what `t0repro.training.restore.say_unmatched` says.
 
     Raises:
       UserError: if the pattern matches nothing.
@@ -44,6 +48,8 @@ def keep_matching(tree: FlatTree, config: RunConfig, seed: int = 0) -> dict[str,
             where=config.provenance.get("init_variable_filter"),
             fix=f"Names are for instance {', '.join(list(names.values())[:3])}.",
         )
+    wanted = [name for name in tree if _mesh_name(name, names, tree)]
+    say_unmatched(kept, wanted, {name: name for name in kept}, say)
     fresh = initial_parameters(T5(config.model, config.dtypes), jax.random.key(seed))
     for path, value in flax.traverse_util.flatten_dict(fresh, sep="/").items():
         # Slots and the step need no entry: `from_flat_tree` starts missing ones at zero.

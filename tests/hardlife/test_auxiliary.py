@@ -28,13 +28,16 @@ MIXTURES = ("a", "b")
 # Goes on from its latest checkpoint, saves every second step and keeps the two latest.
 TRAINING = f"""
 import sys, time
+from t0repro.config.training_plan import SaveConfig
 from t0repro.training.checkpoints import latest_step, remove_interrupted_saves, save_checkpoint
+from t0repro.training.keeping import remove_superfluous
 from tests.tiny_models import new_state
 remove_interrupted_saves(sys.argv[1])
 state = new_state()
 for step in range((latest_step(sys.argv[1]) or 0) + 2, {LAST_STEP} + 1, 2):
     time.sleep(1.0)
-    save_checkpoint(sys.argv[1], state.replace(step=state.step * 0 + step), keep={KEPT})
+    save_checkpoint(sys.argv[1], state.replace(step=state.step * 0 + step))
+    remove_superfluous(sys.argv[1], SaveConfig(None, (), {KEPT}, None, False, None, None), {{}})
 """
 CONTROLLER = """
 import sys

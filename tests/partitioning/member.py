@@ -53,7 +53,10 @@ class NoticedBatches(Batches):
         if jax.process_index() == self._index:
             # Here the signal's handler is still jax's own, which looks for it once a second.
             os.kill(os.getpid(), signal.SIGTERM)
-        for batch in super().open(step, saved, say):
+        return self._slowly(super().open(step, saved, say))
+
+    def _slowly(self, batches):
+        for batch in batches:
             time.sleep(0.3)
             yield batch
 

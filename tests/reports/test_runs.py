@@ -1,6 +1,7 @@
 """The list of trainings tells how each one stands."""
 
 import dataclasses
+import datetime
 import json
 import os
 import socket
@@ -25,7 +26,7 @@ RUNNING = RunState(
     target_tokens_per_second=1234.5,
     seconds_left=3723.4,
     started="2026-11-22T00:00:00+00:00",
-    updated="2026-11-22T00:10:00+00:00",
+    updated=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     host=socket.gethostname(),
     process=os.getpid(),
 )
@@ -65,6 +66,13 @@ def test_each_training_is_listed_with_its_state_and_speed(tmp_path):
         "d": ("running", "1,200 of 3,000", "", "98,765", "", ""),
     }  # fmt: skip
     assert to_json(runs)[0] == {"folder": str(tmp_path / "a")} | dataclasses.asdict(RUNNING)
+
+
+def test_a_training_elsewhere_that_has_been_silent_says_for_how_long(tmp_path):
+    before = datetime.datetime.now(datetime.UTC) - datetime.timedelta(hours=3)
+    write(tmp_path / "a", host="another machine", updated=before.isoformat(timespec="seconds"))
+    ((_, state, *_),) = rows(find_runs(tmp_path))
+    assert state.startswith("running, silent for 3:00:")
 
 
 def test_a_folder_without_trainings_is_named(tmp_path):

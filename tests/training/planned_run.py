@@ -113,7 +113,7 @@ def kill():
 
 def kill_once_written_to(folder, step):
     """Kills the process as soon as Orbax has written a file of a step's checkpoint."""
-    pattern = f".checkpoint_{step}.*.tmp/checkpoint_{step}*/**/*"
+    pattern = f".checkpoint_{step}.*.tmp/.checkpoint_{step}.*/**/*"
 
     def watch():
         while not any(path.is_file() for path in folder.glob(pattern)):

@@ -10,6 +10,7 @@ import pytest
 
 from t0repro.config.training_plan import TerminateOnNanConfig
 from t0repro.errors import UserError
+from t0repro.runs.plan import PlannedInputs
 from t0repro.training.bad_update import first_bad_tensor, replay
 from t0repro.training.checkpoints import list_checkpoints, load_tree
 from t0repro.training.metric_classes import AveragePerStep
@@ -44,6 +45,22 @@ def test_the_first_bad_tensor_is_named_the_state_kept_and_the_update_replayed(tm
     # The batch in the folder is the one of the step, with what the model reads.
     with np.load(tmp_path / "bad_update_1/batch.npz") as batch:
         assert np.array_equal(batch["inputs"], tiny.batches(1)[0]["inputs"])
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_between_two_saves_the_state_is_saved_once_with_what_goes_with_it(tmp_path, saves):
+    def spoil(loop):
+        params = jax.tree.map(lambda x: x * jnp.nan, loop.train_state.params)
+        loop.trainer.train_state = loop.train_state.replace(params=params)
+        return {}
+
+    save = tiny.PLAN.save if saves else None
+    inputs = PlannedInputs(infer_eval=spoil)
+    state = planned(tmp_path, 7, inputs=inputs, eval_period=4, save=save, actions=STOP)
+    assert int(state.step) == 4
+    assert list_checkpoints(tmp_path) == ([0, 3, 4] if saves else [4])
+    assert (tmp_path / "checkpoint_4/progress.json").exists() == saves
+    assert replay(tmp_path / "bad_update_5").kind == "parameter"
 
 
 def test_parameters_are_looked_at_first_and_a_finite_update_has_nothing_bad():

@@ -8,9 +8,11 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
+from t0repro.config.training_plan import SaveConfig
 from t0repro.converters.integrity import INTEGRITY
 from t0repro.errors import UserError
 from t0repro.training import checkpoints
+from t0repro.training.keeping import remove_superfluous
 from t0repro.training.train_state import from_flat_tree, parameters_from_flat_tree, to_flat_tree
 
 from .. import tiny_models as tiny
@@ -157,8 +159,10 @@ def test_a_directory_that_is_no_checkpoint_is_a_user_error(tmp_path, make):
 
 
 def test_only_the_latest_are_kept(tmp_path, state):
+    rule = SaveConfig(None, (), 2, None, False, None, None)
     for step in (2, 10, 30):
-        checkpoints.save_checkpoint(tmp_path, state.replace(step=jnp.int32(step)), keep=2)
+        checkpoints.save_checkpoint(tmp_path, state.replace(step=jnp.int32(step)))
+        remove_superfluous(tmp_path, rule, {})
     assert checkpoints.list_checkpoints(tmp_path) == [10, 30]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint_10", "checkpoint_30"]
 

@@ -5,16 +5,20 @@ import json
 import pytest
 
 from t0repro.config.training_plan import BestCheckpoints, SaveConfig
-from t0repro.training.keeping import metric_by_step, superfluous
+from t0repro.training.actions import Action, SaveCheckpoints
+from t0repro.training.checkpoints import list_checkpoints, load_tree
+from t0repro.training.keeping import PINNED, metric_by_step, superfluous
+
+from .. import tiny_models as tiny
+from .test_trainer import make_loop
 
 STEPS = [10, 20, 30, 40, 50]
 
 
-def kept(values=None, keep=2, steps=STEPS, **best):
+def kept(values=None, keep=2, steps=STEPS, period=None, **best):
     options = {"metric": "train/x", "mode": "max", "keep_without_metric": True}
-    options |= {"force_keep_period": None, **best}
-    rule = BestCheckpoints(**options) if values is not None else None
-    save = SaveConfig(10, (), keep, None, False, None, rule)
+    rule = BestCheckpoints(**{**options, **best}) if values is not None else None
+    save = SaveConfig(10, (), keep, None, False, None, rule, period)
     gone = superfluous(steps, save, values or {})
     return [step for step in steps if step not in gone]
 
@@ -30,11 +34,28 @@ def kept(values=None, keep=2, steps=STEPS, **best):
         ({"values": {10: 0.5, 20: 0.5, 30: 0.5, 40: 0.1}}, [20, 30, 50]),
         ({"values": {20: 0.9, 30: 0.1, 40: 0.7}}, [10, 20, 40, 50]),
         ({"values": {20: 0.9, 30: 0.1, 40: 0.7}, "keep_without_metric": False}, [20, 40, 50]),
-        ({"values": {10: 3, 20: 1, 30: 2, 40: 0}, "force_keep_period": 20}, [10, 20, 30, 40, 50]),
+        ({"values": {10: 3, 20: 1, 30: 2, 40: 0}, "period": 20}, [10, 20, 30, 40, 50]),
+        ({"period": 20}, [20, 40, 50]),
+        ({"period": 30, "keep": 1}, [30, 50]),
+        ({"period": 30, "keep": 0}, STEPS),
     ],
 )
 def test_rules(arguments, expected):
     assert kept(**arguments) == expected
+
+
+def test_pinned_checkpoints_and_those_of_a_period_stay_beside_the_latest_and_can_be_read(tmp_path):
+    class Pin(Action):
+        def after_step(self, loop):
+            if loop.step == 2:
+                loop.wait()  # until the checkpoint of step 1 is whole
+                (tmp_path / "checkpoint_1" / PINNED).touch()
+
+    actions = [Pin(), SaveCheckpoints(tmp_path, every=1, keep=1, keep_period=3)]
+    with make_loop(actions=actions) as loop:
+        loop.run(tiny.batches(5), 5)
+    assert list_checkpoints(tmp_path) == [1, 3, 5]
+    assert load_tree(tmp_path / "checkpoint_1")["state/step"] == 1
 
 
 def test_a_metric_is_read_by_the_name_that_tensorboard_shows(tmp_path):

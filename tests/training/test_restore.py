@@ -47,6 +47,25 @@ def test_what_is_missing_falls_back_to_scratch_only_if_it_may():
     assert "target/b/kernel" not in restored(tree, FRESH, rules())
 
 
+def test_what_is_not_restored_is_listed_on_both_sides():
+    def said(tree, config):
+        lines = []
+        restored(tree, FRESH, config, say=lines.append)
+        return lines
+
+    assert said(TREE, rules()) == []
+    assert said(TREE, rules((r".*/b/kernel.*", None))) == [
+        "restore: 1 parameter and 1 slot initialised, not restored: target/b/kernel",
+        "restore: 1 parameter and 1 slot in the checkpoint, not used: target/b/kernel",
+    ]
+    # Without any slots in the checkpoint there is nothing to say about them.
+    tree = {"target/a/kernel": np.ones((2, 2)), "target/z/kernel": np.ones((2, 2))}
+    assert said(tree, rules(fallback=True)) == [
+        "restore: 1 parameter and 0 slots initialised, not restored: target/b/kernel",
+        "restore: 1 parameter and 0 slots in the checkpoint, not used: target/z/kernel",
+    ]
+
+
 def test_strict_refuses_some_missing_slots_but_not_a_checkpoint_without_any():
     some = {name: value for name, value in TREE.items() if "states/b" not in name}
     with pytest.raises(UserError, match="lacks 1 of 2 slots"):

@@ -31,11 +31,15 @@ def test_what_the_pattern_leaves_out_begins_anew(tmp_path):
     tree = checkpoint()
     pattern = "^shared/|^encoder/.*SelfAttention"
     config = dataclasses.replace(tiny.run_config(tmp_path, 1), init_variable_filter=pattern)
-    kept, fresh = keep_matching(tree, config), to_flat_tree(tiny.new_state(seed=0))
+    said = []
+    kept = keep_matching(tree, config, say=said.append)
+    fresh = to_flat_tree(tiny.new_state(seed=0))
     query = "target/encoder/layers_0/attention/query/kernel"
     out = "target/decoder/layers_0/mlp/wo/kernel"
     assert np.array_equal(kept[query], tree[query])
     assert np.array_equal(kept[out], fresh[out]) and not np.array_equal(kept[out], tree[out])
+    (line,) = said
+    assert out in line and query not in line and "initialised, not restored" in line
     assert "state/step" not in kept  # it is called global_step
     assert any("encoder/layers_0/attention" in key for key in kept if "param_states" in key)
     assert not any("decoder" in key for key in kept if "param_states" in key)

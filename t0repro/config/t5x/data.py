@@ -98,6 +98,7 @@ def save_config(record: records.SaveCheckpointConfig | None, places: Places) -> 
         # T5X's default manager drops it unread, and nothing here reads it either.
         keep_data=record.keep_dataset_checkpoints,
         best=None if best is None else _best(best, places),
+        keep_period=record.keep_period or (best and best.force_keep_period),
     )
 
 
@@ -106,7 +107,6 @@ def _best(record: records.SaveBestCheckpointer, places: Places) -> BestCheckpoin
         metric=record.metric_name_to_monitor,
         mode=_one_of(record.metric_mode, ("max", "min"), f"{BEST}.metric_mode", places),
         keep_without_metric=record.keep_checkpoints_without_metrics,
-        force_keep_period=record.force_keep_period,
     )
 
 

@@ -81,6 +81,8 @@ class SaveCheckpointConfig(Record):
     period: int | None = None
     checkpoint_steps: Sequence[int] | None = None
     keep: int | None = None
+    # Not in T5X, where only SaveBestCheckpointer has it (force_keep_period).
+    keep_period: int | None = None
     keep_dataset_checkpoints: int | None = None
     save_dataset: bool = False
     checkpointer_cls: Any = None

@@ -199,12 +199,13 @@ utils.SaveCheckpointConfig:
   checkpoint_steps = [3, 7]
 checkpoints.SaveBestCheckpointer.metric_name_to_monitor = 'train/loss'
 checkpoints.SaveBestCheckpointer.metric_mode = 'min'
+checkpoints.SaveBestCheckpointer.force_keep_period = 500
 """,
     )
     stopping = EarlyStoppingConfig("a_task", "loss", "min", 4, 0.0, 0.0)
     assert ours.plan.actions == {"TRAIN_EVAL": (stopping,)}
-    assert ours.plan.save.best == BestCheckpoints("train/loss", "min", True, None)
-    assert ours.plan.save.steps == (3, 7)
+    assert ours.plan.save.best == BestCheckpoints("train/loss", "min", True)
+    assert ours.plan.save.steps == (3, 7) and ours.plan.save.keep_period == 500
     assert RunConfig.from_json(ours.to_json()) == ours
 
 
