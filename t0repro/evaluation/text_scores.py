@@ -35,7 +35,7 @@ def score(
 
     Args:
       model: A checkpoint's path in any format that t0repro converts, or an opened checkpoint. A
-        path's checkpoint stays in memory for the next call.
+        path's latest checkpoint stays in memory for the next call, until there is a newer one.
       inputs: The rendered prompts.
       choices: The choices of all inputs, or a sequence of choices for each input.
       vocabulary: The SentencePiece model, without T5's sentinels; by default T5's own, or the one
@@ -60,8 +60,19 @@ def score(
     return scores
 
 
-@functools.lru_cache(maxsize=1)
 def _opened(path: str, activation: DType) -> Checkpoint:
+    from t0repro.converters import sources
+
+    ref = sources.find_checkpoint(path)
+    # A folder's latest checkpoint changes as it is trained in, and a file when it is replaced.
+    files = [file for file in sources.files_of(ref) if os.path.exists(file)]
+    version = (ref.path, *(os.stat(file).st_mtime_ns for file in files))
+    return _kept(path, version, activation)
+
+
+@functools.lru_cache(maxsize=1)
+def _kept(path: str, version: tuple[str | int, ...], activation: DType) -> Checkpoint:
+    del version  # part of the cache's key alone
     return open_checkpoint(path, None, activation)
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import flax.traverse_util
 import jax
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from t0repro.evaluation.opened import Checkpoint
 from t0repro.model.t5 import initial_parameters
 from t0repro.tasks.demo.datasets import VOCABULARY
 from t0repro.tasks.vocabulary import VocabularyFile
+from t0repro.training.checkpoints import save_tree
 
 from .. import tiny_models as tiny
 from ..plain_scoring import row_scores
@@ -59,3 +61,24 @@ def test_another_vocabulary_than_the_checkpoints_is_refused():
     small = dataclasses.replace(CHECKPOINT, model=tiny.model())
     with pytest.raises(UserError, match="vocabulary of 128 .* one of 1[0-9]{3}"):
         t0repro.score(small, TEXTS, ["a"], vocabulary=VOCABULARY)
+
+
+def save(folder, step: int, seed: int) -> None:
+    """A checkpoint of the model with parameters drawn from a seed."""
+    parameters = initial_parameters(MODEL, jax.random.key(seed))
+    flat = flax.traverse_util.flatten_dict(parameters, sep="/")
+    tree = {f"target/{name}": np.array(value) for name, value in flat.items()}
+    save_tree(folder / f"checkpoint_{step}", {**tree, "state/step": np.int32(step)})
+
+
+def test_a_folder_is_scored_with_its_latest_checkpoint_even_after_an_earlier_call(tmp_path):
+    def scores():
+        return t0repro.score(tmp_path, TEXTS, ["good", "bad"], vocabulary=VOCABULARY)
+
+    save(tmp_path, 7, seed=0)
+    first = scores()
+    np.testing.assert_array_equal(scores(), first)
+    of_memory = t0repro.score(CHECKPOINT, TEXTS, ["good", "bad"], vocabulary=VOCABULARY)
+    np.testing.assert_allclose(first, of_memory, rtol=1e-5)
+    save(tmp_path, 8, seed=1)
+    assert (scores() != first).all()
