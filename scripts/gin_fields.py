@@ -1,6 +1,6 @@
-"""Prints docs/gin_fields.md: what gin may bind in either dialect, made from the code that reads it.
+"""Fills docs/gin_fields.md in the site: what gin may bind in either dialect, from the code itself.
 
-.venv/bin/python -P scripts/gin_fields.py > docs/gin_fields.md
+mkdocs.yml names this as a hook, so that the page cannot fall behind the code.
 """
 
 import dataclasses
@@ -20,13 +20,6 @@ from t0repro.config.run_config import (
     RunConfig,
 )
 from t0repro.config.t5x.modules import records_by_module
-
-HEAD = """# Gin: every field and range
-
-Made by `scripts/gin_fields.py` from the code that reads gin files; a test compares them. What the
-bindings mean is on [gin.md](gin.md) (Mesh TensorFlow's dialect) and [t5x.md](t5x.md) (T5X's);
-`t0repro explain` shows the values of a run, each with the file and line that set it.
-"""
 
 
 def cell(text: Any) -> str:
@@ -62,7 +55,7 @@ def t5x_tables() -> Iterator[str]:
     yield "Under each module, what a gin file may name, with T5X's arguments and defaults.\n"
     for module, contents in sorted(records_by_module().items()):
         for name, kind in contents.items():
-            yield f"### {module}.{name}\n"
+            yield f"### `{module}.{name}`\n"
             summary = (inspect.getdoc(kind) or "").split("\n\n")[0]
             yield f"{' '.join(summary.split())}\n"
             fields = [each for each in dataclasses.fields(kind) if each.init]
@@ -114,10 +107,8 @@ def range_tables() -> Iterator[str]:
         yield ""
 
 
-def page() -> str:
-    """The whole page."""
-    return "\n".join([HEAD, *mesh_table(), *t5x_tables(), *range_tables()]).rstrip() + "\n"
-
-
-if __name__ == "__main__":
-    print(page(), end="")
+def on_page_markdown(markdown: str, page: Any, **others: Any) -> str:
+    """Adds the tables below what docs/gin_fields.md says; MkDocs calls this for every page."""
+    if page.file.src_uri != "gin_fields.md":
+        return markdown
+    return "\n".join([markdown, *mesh_table(), *t5x_tables(), *range_tables()])
