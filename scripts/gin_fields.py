@@ -23,7 +23,7 @@ from t0repro.config.t5x.modules import records_by_module
 
 
 def cell(text: Any) -> str:
-    return " ".join(str(text).split()).replace("|", "\\|")
+    return " ".join(str(text).split())
 
 
 def attributes(kind: type) -> dict[str, str]:
