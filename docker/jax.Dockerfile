@@ -14,7 +14,7 @@ SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 ENV PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1
 
 WORKDIR /opt/t0repro
-COPY requirements.lock setup.py pyproject.toml ./
+COPY requirements.lock setup.py pyproject.toml README.md ./
 COPY scripts/setup.sh scripts/setup.sh
 COPY t0repro t0repro
 COPY tasks tasks

@@ -133,10 +133,10 @@ def _leave(watch: Watch) -> None:
 
 
 def with_environment(asked: Asked, environment: Mapping[str, str]) -> Asked:
-    """The flags, completed from T0REPRO_* variables and those of an indexed Kubernetes job.
+    """The flags, completed from T0REPRO_* variables, a Kubernetes indexed job's and Vertex AI's.
 
     Raises:
-      UserError: if a variable is no number, or the index is not below the count.
+      UserError: if a variable cannot be read, or the index is not below the count.
     """
     detect = asked.detect or environment.get(COUNT) == "auto"
     numbers: dict[str, int | None] = {}
@@ -166,7 +166,39 @@ def with_environment(asked: Asked, environment: Mapping[str, str]) -> Asked:
             where="--process_index",
             fix="Give --process_count and --coordinator_address too.",
         )
+    # Vertex AI tells a job's replicas everything; whoever says a part of it, says it all.
+    if address is None and count is None and index is None:
+        address, count, index = _replicas_of_vertex_ai(environment)
     return Asked(address, count, index, asked.timeout, detect)
+
+
+def _replicas_of_vertex_ai(
+    environment: Mapping[str, str],
+) -> tuple[str, int, int] | tuple[None, None, None]:
+    """The first replica's address, their number, and which this is; None for a job of one.
+
+    Vertex AI's CLUSTER_SPEC has the addresses of each pool of machines and this replica's place:
+    `{"cluster": {"workerpool0": ["host:2222"], ...}, "task": {"type": "workerpool0", "index": 0}}`.
+
+    Raises:
+      UserError: if CLUSTER_SPEC does not say that.
+    """
+    text = environment.get("CLUSTER_SPEC")
+    if text is None:
+        return None, None, None
+    try:
+        spec = json.loads(text)
+        pools, task = spec["cluster"], spec["task"]
+        replicas = [(pool, at) for pool in sorted(pools) for at in range(len(pools[pool]))]
+        index = replicas.index((task["type"], int(task["index"])))
+        first = pools["workerpool0"][0]
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise UserError(
+            f"CLUSTER_SPEC does not say which replica of a job this is: {error!r}",
+            where="CLUSTER_SPEC",
+            fix=f"Vertex AI sets it. Elsewhere unset it, or set {COUNT}=1.",
+        ) from error
+    return (first, len(replicas), index) if len(replicas) > 1 else (None, None, None)
 
 
 def _number(variable: str, text: str) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from t0repro.config.run_config import RunConfig
 from t0repro.errors import UserError
-from t0repro.vertex.arguments import Arguments
+from t0repro.vertex.arguments import MESH_TRANSFORMER, Arguments, JobMode
 from t0repro.vertex.configuration import Configured, read
 from t0repro.vertex.machines import ACCELERATORS, check_machines
 from t0repro.vertex.spec import Machines
@@ -25,12 +25,25 @@ def check(
       UserError: For the first thing that is wrong.
     """
     lines = check_machines(machines, location)
+    _check_replicas(arguments, machines)
     configured = read(arguments)
     _check_paths(configured, arguments)
     lines += [f"warning: {warning}" for warning in configured.warnings]
     if configured.run is not None and arguments.backend == "jax":
         lines += _memory(configured.run, machines)
     return configured, tuple(lines)
+
+
+def _check_replicas(arguments: Arguments, machines: Machines) -> None:
+    """Refuses several machines that would each do the whole work, into one folder."""
+    alone = arguments.mode is JobMode.AUX or arguments.backend == "mtf"
+    if machines.replica_count > 1 and alone:
+        what = arguments.mode or f"{MESH_TRANSFORMER} --backend=mtf"
+        raise UserError(
+            f"{what} runs on one machine.",
+            where="--replica_count",
+            fix="Leave it out; choose a machine with more accelerators.",
+        )
 
 
 def _check_paths(configured: Configured, arguments: Arguments) -> None:

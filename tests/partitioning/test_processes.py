@@ -181,6 +181,30 @@ def test_an_indexed_job_of_kubernetes_needs_only_its_size_and_address():
     assert with_environment(Asked(index=1), environment).index == 1
 
 
+def cluster_spec(pool, index, others=2):
+    cluster = {"workerpool0": ["first:2222"], "workerpool1": ["a:2222", "b:2222"][:others]}
+    spec = {"cluster": cluster, "task": {"type": pool, "index": index}, "environment": "cloud"}
+    return {"CLUSTER_SPEC": json.dumps(spec)}
+
+
+def test_replicas_on_vertex_ai_are_told_everything():
+    found = [
+        with_environment(Asked(timeout=9), cluster_spec(*task))
+        for task in (("workerpool0", 0), ("workerpool1", 0), ("workerpool1", 1))
+    ]
+    assert found == [Asked("first:2222", 3, index, timeout=9) for index in range(3)]
+    # What is said otherwise counts, as for the commands that a process of several starts.
+    assert not is_several(with_environment(Asked(count=1), cluster_spec("workerpool1", 1)), {})
+    alone = with_environment(Asked(), cluster_spec("workerpool0", 0, others=0))
+    assert alone == Asked() and not is_several(alone, {})
+
+
+@pytest.mark.parametrize("spec", ["{", "[]", '{"cluster": {}, "task": {}}'])
+def test_a_cluster_that_cannot_be_read_is_refused(spec):
+    with pytest.raises(UserError, match="which replica"):
+        with_environment(Asked(), {"CLUSTER_SPEC": spec})
+
+
 @pytest.mark.parametrize("asked", [Asked(count=2, index=2), Asked(index=1), Asked(count=0)])
 def test_impossible_numbers_are_refused(asked):
     with pytest.raises(UserError):

@@ -7,15 +7,19 @@ process on this machine: the worker.
 from __future__ import annotations
 
 import datetime
+import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Mapping
 from concurrent import futures
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import grpc
@@ -138,14 +142,32 @@ class Services(grpc.GenericRpcHandler):
     def _work(self, job):
         """Executes a job's container: the image's entry point, or the command in its place."""
         job.state = JobState.JOB_STATE_RUNNING
-        container = job.job_spec.worker_pool_specs[0].container_spec
-        with start_container(container.command, container.args, self.mount) as done:
-            self.logs[job.name] = done.communicate()[0]
-        if done.returncode:
-            job.error.message = f"The replica workerpool0-0 exited with status {done.returncode}."
+        pools = job.job_spec.worker_pool_specs
+        replicas = [start_container(*args) for args in self._replicas(pools)]
+        # The first writes into the log; the others say nothing.
+        outputs = [each.communicate()[0] for each in replicas]
+        self.logs[job.name] = outputs[0]
+        failed = [at for at, each in enumerate(replicas) if each.returncode]
+        if failed:
+            status = replicas[failed[0]].returncode
+            job.error.message = f"The replica workerpool0-{failed[0]} exited with status {status}."
         job.end_time = datetime.datetime.now(datetime.UTC)
-        ok = done.returncode == 0
-        job.state = JobState.JOB_STATE_SUCCEEDED if ok else JobState.JOB_STATE_FAILED
+        job.state = JobState.JOB_STATE_FAILED if failed else JobState.JOB_STATE_SUCCEEDED
+
+    def _replicas(self, pools):
+        """What `start_container` takes for each machine of a job."""
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            address = f"127.0.0.1:{server.getsockname()[1]}"
+        names = [f"workerpool{at}" for at in range(len(pools))]
+        # All on this machine; only the first one's port is used.
+        counts = [pool.replica_count for pool in pools]
+        cluster = {name: [address] * n for name, n in zip(names, counts, strict=True)}
+        for name, pool in zip(names, pools, strict=True):
+            container = pool.container_spec
+            for index in range(pool.replica_count):
+                spec = {"cluster": cluster, "task": {"type": name, "index": index}}
+                environment = {"CLUSTER_SPEC": json.dumps(spec)}
+                yield container.command, container.args, self.mount, environment
 
     # ---- Metadata ------------------------------------------------------------------------------
 
@@ -267,7 +289,9 @@ class Services(grpc.GenericRpcHandler):
         return v1.WriteTensorboardExperimentDataResponse()
 
 
-def start_container(command, arguments, mount: Path) -> subprocess.Popen[str]:
+def start_container(
+    command, arguments, mount: Path, environment: Mapping[str, str] = MappingProxyType({})
+) -> subprocess.Popen[str]:
     """Starts a container of the image for JAX as a process: its entry point, or a command."""
     entry = [sys.executable, "-m", "t0repro.cli", "run"]
     if command:
@@ -279,7 +303,7 @@ def start_container(command, arguments, mount: Path) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env=os.environ | {"T0REPRO_FROM_LOOPBACK": "1"},
+        env={**os.environ, **environment},
     )
 
 

@@ -87,10 +87,8 @@ class StorageHandler(FileHandler):
         if not waiting:
             return False
         status = waiting.pop(0)
-        says = {
-            403: "the account does not have storage.objects.create access",
-            503: "backend error",
-        }
+        denied = {"GET": "storage.objects.get"}.get(method, "storage.objects.create")
+        says = {403: f"the account does not have {denied} access", 503: "backend error"}
         self._fail(status, says[status])
         return True
 

@@ -102,6 +102,14 @@ def test_machines_that_do_not_exist_are_refused(machines, location, message):
         check_machines(machines, location)
 
 
+@pytest.mark.parametrize(
+    "words", [("--run_mode=aux", "--model_dir=gs://b/m"), ("t5_mesh_transformer",)]
+)
+def test_replicas_that_would_each_do_the_whole_work_are_refused(words):
+    with pytest.raises(UserError, match="runs on one machine"):
+        checked(*words, machines=Machines("n1-standard-4", replica_count=2))
+
+
 def test_what_the_tables_do_not_know_is_said_and_passes():
     new = Machines("x9-highgpu-8g", "NVIDIA_B200", 8)
     assert check_machines(new, "us-central1") == [

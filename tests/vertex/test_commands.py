@@ -96,6 +96,19 @@ def test_a_mistake_ends_with_2_before_anything_is_asked_of_the_services(
     assert not (cloud.services.calls or cloud.staged())
 
 
+def test_a_record_that_may_not_be_read_ends_with_2_and_changes_nothing(
+    cloud, experiment, submit, vertex
+):
+    job = submit("one", *rank_eval("o"))[1].split()[-1]
+    end(cloud, job, 40.0)
+    cloud.storage.statuses["GET"] = [403] * 10  # the client asks for other things, too
+    code, _, err = vertex("status", job)
+    assert code == 2 and "read what tracks the job: permission denied" in err
+    cloud.storage.statuses.clear()
+    code, out, _ = vertex("status", job)
+    assert code == 0 and "m/accuracy: 40 at step 5" in out
+
+
 def test_a_name_that_is_taken_ends_with_2_and_no_second_job(cloud, experiment, submit):
     assert submit("taken", *rank_eval("o"))[0] == 0
     code, out, err = submit("taken", *rank_eval("o"))

@@ -100,6 +100,21 @@ def test_a_look_that_is_forbidden_is_an_error_that_says_the_job_goes_on(cloud, e
         followed(cloud, name, record, [])
 
 
+def test_results_that_may_not_be_read_are_an_error_and_recorded_once_they_may(cloud, experiment):
+    name, record = submitted(cloud)
+    write_accuracy(cloud, 10.0)
+    ended(cloud, name)
+    cloud.storage.statuses["GET"] = [403] * 10  # the client asks for other things, too
+    with pytest.raises(UserError, match="permission denied: .*objects.get access") as denied:
+        followed(cloud, name, record, [])
+    assert "roles/storage.objectAdmin" in str(denied.value)
+    cloud.storage.statuses.clear()
+    # Not ended without its metrics: whoever may read records both.
+    assert run(cloud)["_state"] == "RUNNING" and not dict(run(cloud)["_metrics"])
+    followed(cloud, name, record, [])
+    assert run(cloud)["_state"] == "COMPLETE" and run(cloud)["_metrics"][ACCURACY] == 10.0
+
+
 def test_whoever_looks_later_records_the_end_and_only_once(cloud, experiment):
     name, _ = submitted(cloud)
     write_accuracy(cloud, 10.0)

@@ -55,11 +55,15 @@ DROPOUT_RATE = 0.0
 
 
 def write(folder: Path) -> None:
-    """Writes train.gin, eval.gin and infer.gin, and the file that they include."""
+    """Writes a gin file for each run mode, and the file that they include."""
     (folder / "shared").mkdir(parents=True)
     (folder / "train.gin").write_text(_gin("pretrain", _TRAIN))
+    (folder / "precompile.gin").write_text(_gin("precompile", "BATCH_SIZE = 8\n"))
     (folder / "eval.gin").write_text(_gin("eval", _EVAL))
     (folder / "infer.gin").write_text(_gin("infer", _INFER))
+    # The evaluation of whichever checkpoint an auxiliary job is given.
+    checkpoint = "CHECKPOINT_PATH = %INITIAL_CHECKPOINT_PATH\n"
+    (folder / "aux.gin").write_text(_gin("eval", _EVAL) + checkpoint)
     imports = "from __gin__ import dynamic_registration\nimport seqio\n"
     imports += "from t5x.examples.t5 import network\n"
     (folder / "shared/sizes.gin").write_text(imports + "\n".join(SIZES) + "\n")
