@@ -77,9 +77,9 @@ class Diagnosis:
         findings = (*self.core, *self.extras, *self.data)
         return tuple(finding for finding in findings if finding.state == "broken")
 
-    def to_json(self) -> str:
-        """The findings as JSON, with `works`."""
-        return json.dumps({"works": self.works, **dataclasses.asdict(self)}, indent=2)
+    def to_json(self) -> dict[str, Any]:
+        """The findings, with `works`."""
+        return {"works": self.works, **dataclasses.asdict(self)}
 
     def to_text(self) -> str:
         """The findings as a page for a terminal."""

@@ -39,7 +39,6 @@ app = typer.Typer(
     help="The T0 recipe on Mesh TensorFlow and JAX, and T5X's gin files: checkpoints, reports and"
     " comparisons. T0's own training and evaluation commands are t5_mesh_transformer's.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,  # `gate` prints errors instead
     context_settings={"token_normalize_func": canonical},
     epilog="Example: t0repro doctor",
@@ -95,6 +94,11 @@ _GOES_ON = {
     "tasks": "Start the same command again: files that are downloaded already are kept.",
 }
 
+# For these, output that nobody reads any more means work that was cut off.
+_LONG_WORK = frozenset(
+    ("train", "run", "launch", "cache", "convert", "rank-eval", "eval", "infer", "aux", "parity")
+)
+
 
 def _print_version(wanted: bool) -> None:
     if wanted:
@@ -122,6 +126,8 @@ def _global_options(
     settings.debug = debug
     # By the first word alone: a command in a group continues as its group does.
     settings.go_on = _GOES_ON.get(context.invoked_subcommand or "", settings.go_on)
+    works = context.invoked_subcommand in _LONG_WORK
+    settings.long_work = works and "--help" not in sys.argv
 
 
 def main() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_format
 import time
 from pathlib import Path
 from typing import Annotated
@@ -10,6 +9,8 @@ from typing import Annotated
 import typer
 
 from t0repro.cli.gin_options import GinBindings, GinFiles, GinSearchPaths, t5x_inputs
+from t0repro.cli.options import AsJson
+from t0repro.cli.results import print_json
 from t0repro.cli.shared import with_groups
 from t0repro.jobs.options import AuxiliaryOptions
 
@@ -62,7 +63,7 @@ def aux(
 def status(
     model_dir: Annotated[Path, typer.Argument(help="The training's folder.")],
     watch: Annotated[bool, typer.Option("--watch", help="Print it again as it changes.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show every checkpoint's jobs: state, attempts, time, main metric; and the metric's curve.
 
@@ -75,8 +76,8 @@ def status(
     while True:
         found = read_status(model_dir)
         if found != shown:
-            if json:
-                typer.echo(json_format.dumps(to_json(found), indent=1))
+            if as_json:
+                print_json(to_json(found))
             else:
                 console = terminal()
                 # Elsewhere, as in a log, each state is printed below the one before.

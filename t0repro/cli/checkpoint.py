@@ -9,6 +9,7 @@ import typer
 
 from t0repro.cli.echo import echo
 from t0repro.cli.options import AsJson
+from t0repro.cli.results import print_json
 from t0repro.words import counted, sized
 
 if TYPE_CHECKING:
@@ -40,9 +41,7 @@ def inspect(path: _Path, step: _Step = None, as_json: AsJson = False) -> None:
 
     inspection = inspect_checkpoint(path, step)
     if as_json:
-        import json
-
-        echo(json.dumps(inspection.to_json(), indent=1))
+        print_json(inspection.to_json())
     else:
         _print_inspection(inspection)
 
@@ -54,6 +53,7 @@ def diff(
         float, typer.Option(help="Largest absolute difference to accept; 0 requires the same bits.")
     ] = 0.0,
     slots: Annotated[bool, typer.Option(help="Compare the optimizer's slots too.")] = True,
+    as_json: AsJson = False,
 ) -> None:
     """Compare two checkpoints tensor by tensor; exit code 1 if they differ by more than --tol.
 
@@ -62,7 +62,10 @@ def diff(
     from t0repro.converters.compare import compare
 
     comparison = compare(a, b, tolerance=tol, slots=slots)
-    _print_comparison(comparison)
+    if as_json:
+        print_json(comparison)
+    else:
+        _print_comparison(comparison)
     # The exit code is the answer, for scripts.
     if comparison.failures:
         raise typer.Exit(1)
@@ -95,6 +98,7 @@ def released(
     family: Annotated[
         str | None, typer.Option(help="Only names or families that contain this.")
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """List the names of released checkpoints, for `fetch` and `plan`.
 
@@ -102,10 +106,13 @@ def released(
     """
     from t0repro.converters.released import catalogue
 
+    wanted = (family or "").lower()
+    found = [e for e in catalogue().values() if wanted in f"{e.name} {e.family}".lower()]
+    if as_json:
+        print_json([{**vars(e), "parameters": e.shape.parameter_count()} for e in found])
+        return
     rows = [("name", "family", "format", "parameters", "licence", "address")]
-    for entry in catalogue().values():
-        if family and family.lower() not in f"{entry.name} {entry.family}".lower():
-            continue
+    for entry in found:
         count = f"{entry.shape.parameter_count():,}"
         licence = entry.license or "not stated"
         rows.append((entry.name, entry.family, entry.format, count, licence, entry.address))
@@ -143,6 +150,7 @@ def fetch(
 def plan(
     name: _Name,
     to: Annotated[Path, typer.Option(help="The folder that it would be downloaded to.")] = Path(),
+    as_json: AsJson = False,
 ) -> None:
     """Say how much disk and memory a released checkpoint needs, and whether this machine has it.
 
@@ -154,6 +162,10 @@ def plan(
 
     found = find(name)
     needs, machine = needs_.needs_of(found), needs_.this_machine(to)
+    if as_json:
+        about = {"name": found.name, "family": found.family, "format": found.format}
+        print_json({**about, "needs": needs, "machine": machine})
+        return
     echo(f"{found.name} ({found.family}, {found.format}): {describe(found.shape)}")
     echo(f"{needs.parameters:,} parameters")
     rows = [("", "needs", "here", "")]

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from t0repro.cli.options import BootstrapSeed, Modules, Resamples
+from t0repro.cli.options import AsJson, BootstrapSeed, Modules, Resamples
+from t0repro.cli.results import show_page
 
 if TYPE_CHECKING:
     from t0repro.reports.page import Page
@@ -47,6 +48,7 @@ def compare(
     module_import: Modules = None,
     resamples: Resamples = 1000,
     seed: BootstrapSeed = 0,
+    as_json: AsJson = False,
 ) -> None:
     """Compare runs: losses step by step, or scores, predictions and accuracies.
 
@@ -84,7 +86,7 @@ def compare(
         bootstrap = Bootstrap(replicates=resamples, seed=seed)
         page, content, within = _evaluations(given, step, tol, module_import or (), bootstrap)
     # Shown before the exit code: a difference is the very thing to look at.
-    _show(page, content, out)
+    show_page("compare", page, content, out, as_json=as_json)
     if not within:
         raise typer.Exit(1)
 
@@ -127,19 +129,6 @@ def _evaluations(
     ]
     within = tol is None or all(entry.within(tol) for entry in compared)
     return comparison_page(compared), to_json(compared), within
-
-
-def _show(page: Page, content: str, out: Path | None) -> None:
-    from t0repro.locks import folder_lock
-    from t0repro.reports.terminal import print_page
-    from t0repro.reports.write import write_page
-
-    print_page(page)
-    if out:
-        with folder_lock(out, "writing a comparison"):
-            paths = write_page("compare", page, content, out)
-        for path in paths:
-            typer.echo(f"wrote {path}")
 
 
 def _labels(given: Sequence[Given]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from t0repro.cli.options import AsJson
+from t0repro.cli.results import print_json
 
 
 def doctor(
@@ -17,6 +18,9 @@ def doctor(
     from t0repro import doctor as checks
 
     diagnosis = checks.diagnose()
-    typer.echo(diagnosis.to_json() if as_json else diagnosis.to_text())
+    if as_json:
+        print_json(diagnosis.to_json())
+    else:
+        typer.echo(diagnosis.to_text())
     if diagnosis.broken or not diagnosis.works:
         raise typer.Exit(1)

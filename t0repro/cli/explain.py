@@ -22,6 +22,7 @@ from t0repro.cli.gin_options import (
     t5x_inputs,
 )
 from t0repro.cli.options import AsJson, Modules
+from t0repro.cli.results import print_json
 from t0repro.errors import UserError
 
 if TYPE_CHECKING:
@@ -115,9 +116,6 @@ def _list_imports(
     as_json: bool,
 ) -> None:
     """Prints the modules that the files would import, in which line, and whether they may."""
-    import dataclasses
-    import json
-
     from t0repro.config import gin_imports
     from t0repro.config.explain import in_columns
 
@@ -130,7 +128,7 @@ def _list_imports(
         folders = gin_imports.mesh_folders(folders)
     found = gin_imports.list_imports(files, overrides, folders, allowlist)
     if as_json:
-        echo(json.dumps([dataclasses.asdict(line) for line in found], indent=2))
+        print_json(found)
     elif found:
         words = {True: "allowed", False: "refused by --gin_import_allowlist"}
         echo(in_columns([(line.module, words[line.allowed], line.place) for line in found]))
@@ -148,8 +146,6 @@ def _explain_t5x(
     as_json: bool,
     dialect: Dialects | None,
 ) -> None:
-    import json
-
     from t0repro.config.explain import in_columns
     from t0repro.config.t5x.gin_files import parse
 
@@ -167,7 +163,7 @@ def _explain_t5x(
         return
     if as_json:
         values = {item.name: {"value": item.value, "place": item.place} for item in parsed.values}
-        echo(json.dumps({"values": values, "imports": parsed.imports}, indent=2))
+        print_json({"values": values, "imports": parsed.imports})
         return
     echo(in_columns([(item.name, item.value, item.place) for item in parsed.values]))
     for module in parsed.imports:

@@ -39,10 +39,12 @@ class Settings:
     Attributes:
       debug: Whether to let every exception through, with its traceback.
       go_on: What to tell the user after Ctrl-C about how to continue.
+      long_work: Whether work is cut off if whoever reads the output, as head, has had enough.
     """
 
     debug: bool = False
     go_on: str = "Start the same command again."
+    long_work: bool = False
 
 
 @contextlib.contextmanager
@@ -58,6 +60,9 @@ def gate(command: str, *, show_unexpected: bool = False) -> Iterator[Settings]:
     try:
         yield settings
     except (KeyboardInterrupt, SystemExit) as end:
+        # Click and Rich end a command with sys.exit when its output can no longer be written.
+        if any(isinstance(cause, BrokenPipeError) for cause in _causes(end)):
+            _end_unread(command, settings)
         # sys.exit also passes here, and is no interruption.
         if not _was_interrupted(end):
             raise
@@ -84,6 +89,15 @@ def _end_interrupted(command: str, go_on: str) -> None:
     signal.signal(signal.SIGINT, lambda number, frame: os._exit(INTERRUPTED))
     print(f"\n{command}: interrupted.\n  to do: {go_on}", file=sys.stderr, flush=True)
     sys.exit(INTERRUPTED)
+
+
+def _end_unread(command: str, settings: Settings) -> None:
+    # What is still buffered goes nowhere; else Python complains about it at exit.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if not settings.long_work:
+        sys.exit(0)
+    print(f"{command}: nobody reads its output.\n  to do: {settings.go_on}", file=sys.stderr)
+    sys.exit(FAILURE)
 
 
 def _was_interrupted(error: BaseException | None) -> bool:

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from t0repro.cli.options import BootstrapSeed, Label, Modules, Resamples, Title, TrainMixtures
+from t0repro.cli.options import (
+    AsJson,
+    BootstrapSeed,
+    Label,
+    Modules,
+    Resamples,
+    Title,
+    TrainMixtures,
+)
+from t0repro.cli.results import print_json, print_written, show_page
 
 if TYPE_CHECKING:
     from t0repro.reports.make_report import Beside
@@ -85,6 +95,7 @@ def make(
     note: _Notes = None,
     resamples: Resamples = 1000,
     seed: BootstrapSeed = 0,
+    as_json: AsJson = False,
 ) -> None:
     """Write report.json, report.md and report.html for a rank evaluation.
 
@@ -119,7 +130,11 @@ def make(
     # Two commands that write into one folder would mix their files.
     with folder_lock(out, "writing a report"):
         paths = write_report(report, out)
-    _print(report, paths)
+    if as_json:
+        print_json(json.loads(report.to_json()))
+    else:
+        _print(report)
+    print_written(paths, as_json=as_json)
 
 
 @app.command()
@@ -131,6 +146,7 @@ def history(
         Path | None, typer.Option("--out", help="Folder for history.json, .md and .html.")
     ] = None,
     module_import: Modules = None,
+    as_json: AsJson = False,
 ) -> None:
     """Show accuracy by checkpoint, one curve per dataset.
 
@@ -138,24 +154,15 @@ def history(
 
     Example: t0repro report history runs/demo/model/validation_eval --out runs/demo/history
     """
-    from t0repro.locks import folder_lock
     from t0repro.reports.comparison_page import history_page
     from t0repro.reports.history import read_history
     from t0repro.reports.prompts import load_prompts
     from t0repro.reports.run import find_evaluation
-    from t0repro.reports.terminal import print_page
-    from t0repro.reports.write import write_page
 
     # Whatever step is found: a history has them all.
     folder, _ = find_evaluation(eval_dir)
     found = read_history(folder, load_prompts(module_import or ()))
-    page = history_page(found)
-    print_page(page)
-    if out:
-        with folder_lock(out, "writing a history"):
-            paths = write_page("history", page, found.to_json(), out)
-        for path in paths:
-            typer.echo(f"wrote {path}")
+    show_page("history", history_page(found), found.to_json(), out, as_json=as_json)
 
 
 def _beside(
@@ -191,7 +198,7 @@ def _text(path: Path) -> str:
     return path.read_text(encoding="utf-8").strip()
 
 
-def _print(report: Report, paths: list[Path]) -> None:
+def _print(report: Report) -> None:
     from t0repro.reports.comparison_page import losses_in_words, scores_in_words
     from t0repro.reports.report_page import brief_page
     from t0repro.reports.terminal import print_page
@@ -201,5 +208,3 @@ def _print(report: Report, paths: list[Path]) -> None:
         typer.echo("\n".join(scores_in_words(report.stacks)))
     if report.losses:
         typer.echo(losses_in_words(report.losses))
-    for path in paths:
-        typer.echo(f"wrote {path}")

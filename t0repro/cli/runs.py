@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import json as json_format
+import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from t0repro.cli.options import AsJson
+from t0repro.cli.results import print_json, show_page
 
 
 def runs(
     folder: Annotated[
         Path, typer.Argument(metavar="DIR", help="A folder with trainings below it.")
     ] = Path("runs"),
-    json: AsJson = False,
+    as_json: AsJson = False,
 ) -> None:
     """List the trainings below a folder: state, step, loss, tokens, speed, time left.
 
@@ -28,8 +29,8 @@ def runs(
     from t0repro.terminal import print_table, terminal
 
     found = find_runs(folder)
-    if json:
-        typer.echo(json_format.dumps(to_json(found), indent=1))
+    if as_json:
+        print_json(to_json(found))
     else:
         numbers = ("loss", "tokens", "tokens/s")
         print_table(terminal(), "", HEADER, rows(found), numbers=numbers)
@@ -43,6 +44,7 @@ def plot(
     out: Annotated[
         Path | None, typer.Option("--out", help="Folder for curves.json, .md and .html.")
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Draw a metric of several trainings by step, in the terminal and as an HTML page.
 
@@ -50,20 +52,9 @@ def plot(
 
     Example: t0repro plot runs/a runs/b --out runs/plot
     """
-    from t0repro.locks import folder_lock
     from t0repro.reports.curves import curves_in_words, curves_page, read_curves
-    from t0repro.reports.terminal import print_page
-    from t0repro.reports.write import write_page
 
     curves = read_curves(folders, metric)
-    page = curves_page(curves, metric)
-    print_page(page)
-    for line in curves_in_words(curves):
-        typer.echo(line)
-    if out:
-        content = json_format.dumps({"metric": metric, "curves": curves}, indent=1) + "\n"
-        # Two commands that write into one folder would mix their files.
-        with folder_lock(out, "drawing curves"):
-            paths = write_page("curves", page, content, out)
-        for path in paths:
-            typer.echo(f"wrote {path}")
+    content = json.dumps({"metric": metric, "curves": curves}, indent=1) + "\n"
+    page, lines = curves_page(curves, metric), curves_in_words(curves)
+    show_page("curves", page, content, out, as_json=as_json, lines=lines)

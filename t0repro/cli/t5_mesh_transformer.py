@@ -45,7 +45,7 @@ def console_entry_point() -> None:
         sys.modules["__main__"].__doc__ = __doc__  # what absl prints above the flags on --help
 
         def main(arguments: Sequence[str]) -> None:
-            settings.debug = flags.FLAGS.debug
+            settings.debug, settings.long_work = flags.FLAGS.debug, True
             settings.go_on = (
                 "Start the same command again: training continues from the latest checkpoint in"
                 f" {flags.FLAGS.model_dir}; an evaluation starts over."

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from t0repro.cli.options import AsJson, ModulesOrT0, Templates, modules_or_t0
+from t0repro.cli.results import print_json
 from t0repro.words import counted, sized
 
 app = typer.Typer(
@@ -56,7 +57,7 @@ def list_tasks(
     caches = list(cache or ())
     found = listing.list_tasks(mixture, dataset, caches)
     if as_json:
-        tables.print_json(listing.as_json(found))
+        print_json(listing.as_json(found))
     else:
         tables.print_list(found, caches)
 
@@ -84,7 +85,7 @@ def show_task(
 
     shown = showing.show_task(task, split, rows)
     if as_json:
-        tables.print_json(shown.to_json())
+        print_json(shown.to_json())
     else:
         tables.print_task(shown)
 
@@ -111,7 +112,7 @@ def check_tasks(
     with count_progress(len(tasks), "checking", "tasks", "checked") as advance:
         checked = checking.check_tasks(tasks, advance)
     if as_json:
-        tables.print_json([task.to_json() for task in checked])
+        print_json([task.to_json() for task in checked])
     else:
         tables.print_checks(checked)
     if any(task.verdict is checking.Verdict.BROKEN for task in checked):

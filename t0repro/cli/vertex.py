@@ -8,6 +8,8 @@ import typer
 
 from t0repro.cli.echo import echo
 from t0repro.cli.gin_options import GinBindings, GinFiles
+from t0repro.cli.options import AsJson
+from t0repro.cli.results import print_json
 from t0repro.cli.spelling import canonical_arguments, with_t5x_overrides
 from t0repro.errors import UserError
 from t0repro.vertex.arguments import MESH_TRANSFORMER
@@ -351,6 +353,7 @@ def compare(
         list[str] | None,
         typer.Option(help="A run; repeatable.", show_default="every job's run"),
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Compare the jobs of an experiment: state, machines, and the best of each metric.
 
@@ -359,7 +362,11 @@ def compare(
     """
     from t0repro.terminal import print_table, terminal
     from t0repro.vertex.cloud import Place
-    from t0repro.vertex.comparison import compared
+    from t0repro.vertex.comparison import read_runs, table
 
-    header, rows = compared(experiment, run or [], Place(project, location))
+    runs = read_runs(experiment, run or [], Place(project, location))
+    if as_json:
+        print_json(runs)
+        return
+    header, rows = table(runs)
     print_table(terminal(), experiment, header, rows)

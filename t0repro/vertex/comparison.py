@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 from t0repro.errors import UserError, nearest_names
 from t0repro.vertex.cloud import Place, cloud_errors, connect
@@ -10,18 +12,28 @@ from t0repro.vertex.cloud import Place, cloud_errors, connect
 _FACTS = ("machine_type", "accelerator_type", "accelerator_count")
 
 
-def compared(
-    experiment: str, names: Sequence[str], place: Place
-) -> tuple[list[str], list[list[str]]]:
-    """A table of an experiment's runs: a column for each run, a row for each fact and metric.
+@dataclasses.dataclass(frozen=True)
+class ComparedRun:
+    """A job's run.
+
+    Attributes:
+      facts: its machines.
+      metrics: name -> the maximum and the step of it.
+    """
+
+    name: str
+    state: str
+    facts: dict[str, Any]
+    metrics: dict[str, tuple[float, int]]
+
+
+def read_runs(experiment: str, names: Sequence[str], place: Place) -> list[ComparedRun]:
+    """The jobs' runs of an experiment.
 
     Args:
       experiment: its name.
       names: the runs, in this order; empty for all that are jobs.
       place: project and location.
-
-    Returns:
-      The header and the rows. A metric's cell holds its maximum and the step of it.
 
     Raises:
       UserError: If there is no such experiment or run.
@@ -29,8 +41,13 @@ def compared(
     aiplatform = connect(place)
     with cloud_errors("read the experiment", where=experiment):
         rows = aiplatform.Experiment(experiment).get_data_frame(include_time_series=False)
-    # The uploader makes runs for TensorBoard's folders beside those of the jobs.
-    found = {row["run_name"]: row for row in rows.to_dict("records") if _text(row.get("param.job"))}
+    # The uploader makes runs for TensorBoard's folders beside those of the jobs. A run without a
+    # value has NaN in its column.
+    records = [
+        {key: value for key, value in row.items() if value is not None and value == value}
+        for row in rows.to_dict("records")
+    ]
+    found = {row["run_name"]: row for row in records if row.get("param.job")}
     missing = [name for name in names if name not in found]
     if missing:
         raise UserError(
@@ -38,29 +55,35 @@ def compared(
             where="--run",
             fix=f"Nearest: {nearest_names(missing[0], found, count=3)}.",
         )
-    chosen = [found[name] for name in names or sorted(found)]
-    metrics = sorted(
-        {
-            key.removeprefix("metric.")
-            for row in chosen
-            for key in row
-            if key.startswith("metric.") and not key.endswith("/step") and _text(row[key])
-        }
+    return [_run(found[name]) for name in names or sorted(found)]
+
+
+def _run(row: dict[str, Any]) -> ComparedRun:
+    values = {key.removeprefix("metric."): row[key] for key in row if key.startswith("metric.")}
+    return ComparedRun(
+        name=row["run_name"],
+        state=row["state"],
+        facts={fact: row[f"param.{fact}"] for fact in _FACTS if row.get(f"param.{fact}")},
+        metrics={
+            name: (value, int(values[f"{name}/step"]))
+            for name, value in values.items()
+            if f"{name}/step" in values
+        },
     )
-    table = [["state", *(_text(row["state"]) for row in chosen)]]
-    table += [[fact, *(_text(row.get(f"param.{fact}")) for row in chosen)] for fact in _FACTS]
-    table += [[name, *(_best(row, name) for row in chosen)] for name in metrics]
-    return ["", *(row["run_name"] for row in chosen)], table
 
 
-def _best(row: dict, name: str) -> str:
-    value, step = _text(row.get(f"metric.{name}")), _text(row.get(f"metric.{name}/step"))
-    return f"{value} at {step}" if value else ""
+def table(runs: Sequence[ComparedRun]) -> tuple[list[str], list[list[str]]]:
+    """Header and rows: a column for each run, a row for each fact and metric."""
+    metrics = sorted({name for run in runs for name in run.metrics})
+    rows = [["state", *(run.state for run in runs)]]
+    rows += [[fact, *(_text(run.facts.get(fact, "")) for run in runs)] for fact in _FACTS]
+    rows += [[name, *(_best(run, name) for run in runs)] for name in metrics]
+    return ["", *(run.name for run in runs)], rows
+
+
+def _best(run: ComparedRun, name: str) -> str:
+    return "{:.6g} at {}".format(*run.metrics[name]) if name in run.metrics else ""
 
 
 def _text(value: object) -> str:
-    """A cell; pandas has NaN where a run lacks a value."""
-    # NaN is the one value that differs from itself.
-    if value is None or value != value:
-        return ""
     return f"{value:.6g}" if isinstance(value, float) else str(value)

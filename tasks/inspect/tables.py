@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.panel import Panel
 from rich.text import Text
@@ -19,11 +17,6 @@ from t0repro.words import counted, printable
 
 # Of what goes to a file or another program: a list's lines stay whole, examples can be read.
 LIST_WIDTH, TEXT_WIDTH = 1_000, 100
-
-
-def print_json(values: Any) -> None:
-    """Prints values as JSON and nothing else."""
-    print(json.dumps(values, indent=1, ensure_ascii=False))
 
 
 # ls --------------------------------------------------------------------------------------------

@@ -1,7 +1,12 @@
 """The command t0repro: messages, exit codes, help."""
 
+import inspect
+import os
+import re
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import typer
@@ -92,6 +97,71 @@ def test_help_of_every_command_has_an_example(monkeypatch, capsys, path):
     code, out, _ = run(monkeypatch, capsys, *path, "--help")
     assert code == 0
     assert is_group or f"t0repro {' '.join(path)}" in " ".join(out.split()).partition("Example")[2]
+
+
+def _callbacks(command, path: tuple[str, ...] = ()):
+    for name, child in getattr(command, "commands", {}).items():
+        yield from _callbacks(child, (*path, name))
+    if command.callback is not None:
+        yield pytest.param(command, id=" ".join(path))
+
+
+@pytest.mark.parametrize("command", list(_callbacks(typer.main.get_command(app.app))))
+def test_a_command_that_prints_a_table_prints_json_too(command):
+    source = inspect.getsource(inspect.unwrap(command.callback))
+    tables = ("print_table(", "show_page(", "in_columns(", "print_list(", "print_page(")
+    has_json = any("--json" in parameter.opts for parameter in command.params)
+    assert has_json or not any(table in source for table in tables)
+    # All of them by one function.
+    assert not has_json or "as_json" in source
+
+
+def _unread(*words: str) -> tuple[int, str]:
+    """(exit code, stderr) of a command whose output nobody reads."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-P", "-m", "t0repro", *words]
+    ended = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(write)
+    return ended.returncode, ended.stderr
+
+
+def test_a_pipe_that_is_closed_early_is_no_error():
+    assert _unread("checkpoint", "released") == (0, "")
+    assert _unread("train", "--help") == (0, "")
+
+
+@pytest.mark.slow
+def test_work_that_a_closed_pipe_cuts_off_is_one(tmp_path):
+    code, err = _unread("train", "--dry_run", "--gin_file=t5x/examples/t5/t5_1_1/tiny.gin",
+        "--gin_file=t5x/configs/runs/pretrain.gin", "--gin.MIXTURE_OR_TASK_NAME='demo_train'",
+        "--gin.TASK_FEATURE_LENGTHS={'inputs': 64, 'targets': 16}", "--gin.DROPOUT_RATE=0.0",
+        f"--gin.MODEL_DIR='{tmp_path}'", "--gin.TRAIN_STEPS=1", "--gin.USE_CACHED_TASKS=False",
+        "--module_import=t0repro.tasks.demo")  # fmt: skip
+    assert code == 1 and "nobody reads its output" in err
+
+
+def test_no_color_is_respected():
+    command = [sys.executable, "-P", "-m", "t0repro", "--help"]
+    environment = {**os.environ, "NO_COLOR": "1", "FORCE_COLOR": "1"}
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    # Of colours, not of bold or dim, which FORCE_COLOR asks for.
+    assert not re.search(r"\x1b\[(?:\d;)*(3[0-7]|38;|9[0-7])", ended.stdout)
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_completes_commands_and_options(shell):
+    environment = {**os.environ, "_T0REPRO_COMPLETE": f"source_{shell}"}
+    t0repro = str(Path(sys.executable).with_name("t0repro"))
+    script = subprocess.run([t0repro], capture_output=True, text=True, env=environment).stdout
+    if shutil.which(shell) is None:
+        assert "complete" in script  # it can only be printed here
+        return
+    words = {"bash": "COMP_WORDS=(t0repro che); COMP_CWORD=1; _t0repro_completion t0repro"}
+    program = f"{script}\nPATH={Path(t0repro).parent}:$PATH\n{words.get(shell, 'true')}\n"
+    program += 'echo "${COMPREPLY[@]}"'
+    done = subprocess.run([shell, "-c", program], capture_output=True, text=True, check=True)
+    assert shell != "bash" or done.stdout.split() == ["checkpoint"]
 
 
 def test_help_imports_nothing_heavy():

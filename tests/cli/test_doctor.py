@@ -46,7 +46,7 @@ def test_text_names_each_fix():
 
 
 def test_json_holds_all_findings():
-    read = json.loads(diagnosis("ok").to_json())
+    read = diagnosis("ok").to_json()
     assert read["works"] is True
     assert read["versions"] == {"python": "3.11.7", "torch": None}
     assert read["extras"][0]["fix"] == "EXTRAS=hf bash scripts/setup.sh"

@@ -55,6 +55,8 @@ def test_the_list_and_the_curves_come_from_the_command_line(trained, tmp_path):
     assert "<svg" in page and "http" not in page.replace("http://www.w3.org/", "")
     curves = json.loads((tmp_path / "curves.json").read_text())["curves"]
     assert [step for step, _ in curves["small"]] == [1, 2, 3]
+    code, shown, _ = call("t0repro.cli", "plot", str(trained), "--json")
+    assert code == 0 and json.loads(shown)["curves"] == curves
 
 
 def test_a_folder_that_holds_nothing_is_exit_code_2(tmp_path):

@@ -91,6 +91,9 @@ def test_diff_of_different_checkpoints_lists_them_and_exits_with_1(
     assert "target/encoder/encoder_norm/scale  values      0.5" in result.output
     assert f"1 of {len(variables)} tensors differ" in result.output
     assert run("diff", tiny_checkpoint, tmp_path / "other", "--tol", "0.51").exit_code == 0
+    result = run("diff", tiny_checkpoint, tmp_path / "other", "--json")
+    (difference,) = json.loads(result.output)["differences"]
+    assert result.exit_code == 1 and difference["max"] == pytest.approx(0.5)
 
 
 def test_help_shows_an_example(run):

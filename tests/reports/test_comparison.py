@@ -203,6 +203,11 @@ def test_the_command_shows_a_history(tmp_path):
     assert run.exit_code == 0
     assert json.loads((out / "history.json").read_text())["steps"] == [10, 20, 30]
     assert (out / "history.html").read_text().count("<svg") == 2
+    run = CliRunner().invoke(app, ["history", str(tmp_path), "--json", "--out", str(out)])
+    assert run.exit_code == 0
+    # What was written is said elsewhere, so that standard output is JSON alone.
+    assert json.loads(run.stdout) == json.loads((out / "history.json").read_text())
+    assert "wrote " in run.stderr
 
 
 def test_the_page_says_how_the_test_was_made(tmp_path):

@@ -1,3 +1,4 @@
+import json
 import os
 import resource
 import stat
@@ -78,6 +79,15 @@ def test_a_folder_that_vanishes_while_it_is_written_is_named(tmp_path, monkeypat
     monkeypatch.setattr(os, "replace", vanish)
     with pytest.raises(UserError, match="a.md cannot be written: No such file"):
         write_files({"a.json": "x", "a.md": "y"}, out)
+
+
+def test_a_report_and_a_comparison_are_printed_as_json(tmp_path):
+    folder, out = write_run(tmp_path / "validation_eval", 5), tmp_path / "out"
+    few = ["--resamples", "100", "--json", "--out", str(out)]
+    run = CliRunner().invoke(app, ["make", str(folder), *few])
+    assert json.loads(run.stdout) == json.loads((out / "report.json").read_text())
+    run = CliRunner().invoke(_alone(compare), [str(folder), str(folder), *few])
+    assert json.loads(run.stdout) == json.loads((out / "compare.json").read_text())
 
 
 @pytest.mark.parametrize("command", ["make", "history", "compare"])

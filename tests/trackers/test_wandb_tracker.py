@@ -2,6 +2,7 @@
 
 import json
 import struct
+import time
 
 import pytest
 
@@ -36,6 +37,16 @@ def records(folder):
                 whole = b""
 
 
+def ended_records(folder):
+    """All records of a run; wandb's own process writes the last ones after the run's end."""
+    for _ in range(300):
+        found = list(records(folder))
+        if any(each.HasField("exit") for each in found):
+            break
+        time.sleep(0.1)
+    return found
+
+
 def test_an_offline_run_holds_settings_metrics_and_files(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     folder = tmp_path / "my-run"
@@ -48,7 +59,7 @@ def test_an_offline_run_holds_settings_metrics_and_files(tmp_path, monkeypatch):
         metrics.write("eval", 1, {"accuracy": 40.0}, task="rte")  # of an earlier checkpoint
         metrics.close()
         (folder / "config.gin").write_text("A = 1")
-    found = list(records(folder))
+    found = ended_records(folder)
     (run,) = (each.run for each in found if each.HasField("run"))
     assert run.display_name == "my-run"
     config = {each.key: json.loads(each.value_json) for each in run.config.update}

@@ -1,6 +1,7 @@
 """`t0repro vertex`: exit codes, and what each command prints."""
 
 import functools
+import json
 
 import pytest
 
@@ -55,6 +56,10 @@ def test_two_jobs_are_submitted_looked_at_and_compared(cloud, experiment, submit
     rows = [line.split() for line in out.splitlines() if line.strip()]
     assert ["state", "COMPLETE", "COMPLETE"] in rows
     assert ["m/accuracy", "40", "at", "5", "60", "at", "5"] in rows
+    code, out, _ = vertex("compare", "t5", "--json")
+    one, two = json.loads(out)
+    assert two["metrics"] == {"m/accuracy": [60.0, 5]} and one["facts"] == two["facts"]
+    assert one["name"] == "one" and one["facts"]["machine_type"] == "n1-standard-4"
     code, out, _ = vertex("compare", "t5", "--run", "two")
     assert "40 at 5" not in out and "60 at 5" in out
     code, _, err = vertex("compare", "t5", "--run", "tow")

@@ -1,0 +1,79 @@
+"""How commands show what they found: a page or a table for people, JSON for programs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from t0repro.reports.page import Page
+
+
+def print_json(value: Any) -> None:
+    """Prints a result as JSON, all that such a command writes on stdout.
+
+    Dataclasses become objects; numbers that JSON does not have, NaN and infinities, null; and what
+    it knows nothing of, such as paths, text.
+    """
+    # ASCII: an escape sequence in a name reaches no terminal, and every locale can print it.
+    typer.echo(json.dumps(_plain(value), indent=1, default=str, allow_nan=False))
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _plain({each.name: getattr(value, each.name) for each in dataclasses.fields(value)})
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def show_page(
+    name: str,
+    page: Page,
+    content: str,
+    out: Path | None,
+    *,
+    as_json: bool,
+    lines: Iterable[str] = (),
+) -> None:
+    """Shows a page on the terminal, or its content, and writes both into a folder if one is given.
+
+    Args:
+      name: of the files, without .json, .md and .html.
+      page: the page.
+      content: what is in it, as JSON.
+      out: the folder; None for none.
+      as_json: whether to print the content instead of the page.
+      lines: printed below the page.
+    """
+    from t0repro.locks import folder_lock
+    from t0repro.reports.terminal import print_page
+    from t0repro.reports.write import write_page
+
+    if as_json:
+        print_json(json.loads(content))
+    else:
+        print_page(page)
+        for line in lines:
+            typer.echo(line)
+    if out:
+        # Two commands that write into one folder would mix their files.
+        with folder_lock(out, f"writing {name}.html"):
+            paths = write_page(name, page, content, out)
+        print_written(paths, as_json=as_json)
+
+
+def print_written(paths: Iterable[Path], *, as_json: bool) -> None:
+    """Says which files were written; beside JSON on stderr, so that stdout is JSON alone."""
+    for path in paths:
+        typer.echo(f"wrote {path}", err=as_json)
