@@ -1,10 +1,11 @@
 """What T5X's weight metrics cost: seconds of a train step of T5 1.1 small without and with them.
 
     python scripts/bench/weight_metrics.py [--rows 8] [--periods 6] [--every 1 10]
+    python scripts/bench/weight_metrics.py --periods 1 --every    # a plain step and one measurement
 
 Steps of the kinds alternate, so that other work on the machine slows all alike. Given are medians
 over periods, of wall seconds and of seconds of all processors together; the latter say more where
-other work runs beside.
+other work runs beside. The measurement by itself is timed first.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from t0repro.config.run_config import AdafactorConfig, DTypePolicy, ModelConfig
-from t0repro.model.t5 import T5
+from t0repro.model.t5 import T5, initial_parameters
 from t0repro.training.models import T5Model
 from t0repro.training.optimizers import make_optimizer
 from t0repro.training.train_state import TrainState
 from t0repro.training.trainer import Trainer, WeightMetricsComputer
+from t0repro.training.weight_metrics import weight_metrics
 
 SMALL = ModelConfig(
     num_encoder_layers=8, num_decoder_layers=8, d_model=512, d_ff=1024, num_heads=6, d_kv=64,
@@ -33,6 +35,7 @@ SMALL = ModelConfig(
     relative_attention_num_buckets=32, dropout_rate=0.1, label_smoothing=0.0, z_loss=1e-4,
     loss_denominator=None,
 )  # fmt: skip
+FLOAT32 = DTypePolicy("float32", "float32", "float32")
 ADAFACTOR = AdafactorConfig(
     multiply_by_parameter_scale=True, decay_exponent=0.8, decay_offset=0.0, beta1=0.0,
     clipping_threshold=1.0, factored=True, epsilon1=1e-30, epsilon2=1e-3,
@@ -42,15 +45,25 @@ ADAFACTOR = AdafactorConfig(
 
 def trainer_of(every: int) -> Trainer:
     """A trainer that measures every so many steps; 0 for never."""
-    model = T5Model(
-        T5(SMALL, DTypePolicy("float32", "float32", "float32")), make_optimizer(ADAFACTOR)
-    )
+    model = T5Model(T5(SMALL, FLOAT32), make_optimizer(ADAFACTOR))
     state = TrainState.create(
         model.optimizer_def, model.get_initial_variables(jax.random.key(0), {})
     )
     computer = WeightMetricsComputer(every) if every else None
     key = jax.random.key(1)
     return Trainer(model, state, None, [], None, None, key, lambda step: 0.001, None, computer)
+
+
+def measurement_alone() -> float:
+    """Processors' seconds of measuring all parameters, gradients and updates once; a median."""
+    params = initial_parameters(T5(SMALL, FLOAT32), jax.random.key(0))
+    others = [jax.tree.map(lambda x, by=by: x * by, params) for by in (1.5, 1.01)]
+    measure, times = jax.jit(weight_metrics), []
+    for _ in range(8):
+        started = time.process_time()
+        jax.block_until_ready(measure(*others, params))
+        times.append(time.process_time() - started)
+    return statistics.median(times[1:])  # the first has the compilation
 
 
 def main() -> None:
@@ -64,6 +77,7 @@ def main() -> None:
         name: generator.integers(2, 32000, (options.rows, length)).astype(np.int32)
         for name, length in (("inputs", 512), ("targets", 114))
     }
+    print(f"one measurement: {measurement_alone():.3f} s of processors", flush=True)
     trainers = {every: trainer_of(every) for every in (0, *options.every)}
     times = {every: [] for every in trainers}
     for every, trainer in trainers.items():
@@ -72,7 +86,7 @@ def main() -> None:
         print(f"compiled: every {every}", flush=True)
     # Whole periods, so that each has its share of measured steps; as long for all kinds, so that
     # the means of all kinds are alike in what disturbs them.
-    period = max(options.every)
+    period = max(options.every, default=1)
     for _ in range(options.periods * period):
         for every, trainer in trainers.items():
             wall, processors = time.perf_counter(), time.process_time()
