@@ -118,7 +118,10 @@ def _check_fit(machines: Machines, kind: Accelerator) -> None:
 
 def _check_region(machines: Machines, kind: Accelerator, location: str) -> list[str]:
     if kind.regions is None:
-        return [f"{machines.accelerator_type} in {location}: see the quotas of your project"]
+        return [
+            f"warning: which regions have {machines.accelerator_type} is not known here; see your"
+            f" project's quotas in {location}"
+        ]
     largest = kind.regions.get(location, 0)
     if machines.accelerator_count > largest:
         wide = [name for name, most in kind.regions.items() if most >= machines.accelerator_count]
