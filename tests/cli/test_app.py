@@ -3,6 +3,7 @@
 import inspect
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,8 @@ import pytest
 import typer
 
 from t0repro.cli import app
+from t0repro.cli.gate import Settings
+from t0repro.cli.spelling import show_canonical, with_t5x_overrides
 from t0repro.errors import UserError
 
 from .commands import run
@@ -104,6 +107,31 @@ def _callbacks(command, path: tuple[str, ...] = ()):
         yield from _callbacks(child, (*path, name))
     if command.callback is not None:
         yield pytest.param(command, id=" ".join(path))
+
+
+def _examples(command) -> list[list[str]]:
+    """The words of each command line in a command's help; lines that go on are indented."""
+    text = (command.help or command.epilog or "").partition("Example:")[2].replace("Example:", "")
+    text = re.sub(r"\n\s*\n", "\nend\n", text)
+    parts = re.split(r"(?:^|\s)(?:[A-Z0-9_]+=\S+ )?t0repro(?= )", text.partition("\nend\n")[0])
+    return [shlex.split(part) for part in parts if part.strip()]
+
+
+@pytest.mark.parametrize("command", list(_callbacks(typer.main.get_command(app.app))))
+def test_examples_in_help_are_command_lines_that_the_parser_takes(command):
+    root = typer.main.get_command(app.app)
+    show_canonical(root)
+    for words in _examples(command):
+        if "..." in words:  # goes on as the one before
+            continue
+        _parse(root, with_t5x_overrides(words))
+
+
+def _parse(command, words, parent=None):
+    """Parses a command line as Click would, with the groups on its way, and runs nothing."""
+    context = command.make_context(command.name, list(words), parent=parent, obj=Settings())
+    if hasattr(command, "commands") and (rest := [*context._protected_args, *context.args]):
+        _parse(command.commands[rest[0]], rest[1:], context)
 
 
 @pytest.mark.parametrize("command", list(_callbacks(typer.main.get_command(app.app))))
