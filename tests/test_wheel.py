@@ -1,6 +1,7 @@
 """The wheel and the source distribution: what they hold; they work without TensorFlow."""
 
 import glob
+import json
 import os
 import shutil
 import subprocess
@@ -68,6 +69,17 @@ def interpreter(version: str) -> str | None:
     return None
 
 
+def clean_environment(path: str, folder: Path) -> str:
+    """The Python of a new environment."""
+    subprocess.run([path, "-m", "venv", str(folder / "venv")], check=True)
+    return str(folder / "venv" / "bin" / "python")
+
+
+def install(python: str, *arguments: str) -> None:
+    pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+    subprocess.run([*pip, *arguments], check=True)
+
+
 @pytest.mark.slow
 @pytest.mark.network
 @pytest.mark.parametrize("version", ["3.11", "3.12", "3.13"])
@@ -79,10 +91,8 @@ def test_a_jax_only_installation_trains_scores_and_converts(distributions, tmp_p
     import t0repro.tasks.demo  # noqa: F401
 
     make(tmp_path / "cache", name, min_shards=1)
-    subprocess.run([path, "-m", "venv", str(tmp_path / "venv")], check=True)
-    python = str(tmp_path / "venv" / "bin" / "python")
-    pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
-    subprocess.run([*pip, f"{distributions[1]}[jax]"], check=True)
+    python = clean_environment(path, tmp_path)
+    install(python, f"{distributions[1]}[jax]")
     subprocess.run([python, "-m", "pip", "check"], check=True)
     command = [str(tmp_path / "venv" / "bin" / "t0repro"), "--help"]
     shown = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
@@ -92,3 +102,22 @@ def test_a_jax_only_installation_trains_scores_and_converts(distributions, tmp_p
     done = subprocess.run(script, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "trains, scores and converts" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.network
+@pytest.mark.parametrize("version", ["3.12", "3.13"])  # CI has the lock on 3.11
+def test_both_stacks_run_from_the_lock_on_later_pythons(distributions, tmp_path, version):
+    path = interpreter(version)
+    if path is None:
+        pytest.skip(f"no Python {version} on this machine")
+    python = clean_environment(path, tmp_path)
+    # As scripts/setup.sh installs it.
+    lock = ["--no-deps", "--ignore-requires-python", "--require-hashes"]
+    install(python, *lock, "-r", str(ROOT / "requirements.lock"))
+    install(python, "--no-deps", str(distributions[1]))
+    command = [str(tmp_path / "venv" / "bin" / "t0repro"), "doctor", "--json"]
+    environment = {name: value for name, value in os.environ.items() if "T0REPRO" not in name}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert [part["state"] for part in json.loads(done.stdout)["core"]] == ["ok"] * 3
