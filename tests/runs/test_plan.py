@@ -32,7 +32,7 @@ def planned(folder, steps, batches=BATCHES, inputs=None, model=None, restore_fro
     """Trains by PLAN with changes; the batches before the step that it resumes at are skipped."""
     plan = dataclasses.replace(PLAN, **changes)
     config = tiny.run_config(folder, steps, plan=plan)
-    config = dataclasses.replace(config, model=model or config.model)
+    config = dataclasses.replace(config, model=model or config.model, weight_metrics_every=1)
     done = max(list_checkpoints(folder), default=0) if folder.exists() else 0
     return train(config, batches[done:], planned=inputs, say=quiet, restore_from=restore_from)
 
