@@ -77,6 +77,6 @@ def test_a_run_goes_on_where_it_was_and_leaves_what_t5x_leaves(tmp_path):
     assert json.loads((tmp_path / "tracking.json").read_text())["tensorboard"]["trained"] == 3
 
 
-def test_one_of_several_processes_has_to_be_told_where_the_first_is():
-    code, _, said = call("t0repro.train", "--process_count=2")
+def test_one_of_several_processes_has_to_be_told_where_the_first_is(tmp_path):
+    code, _, said = train(tmp_path, 3, "--process_count=2")
     assert code == 2 and "--process_count" in said

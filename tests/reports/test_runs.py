@@ -26,7 +26,7 @@ RUNNING = RunState(
     target_tokens_per_second=1234.5,
     seconds_left=3723.4,
     started="2026-11-22T00:00:00+00:00",
-    updated=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    updated="",  # see write
     host=socket.gethostname(),
     process=os.getpid(),
 )
@@ -34,7 +34,8 @@ RUNNING = RunState(
 
 def write(folder, **changes):
     folder.mkdir(parents=True)
-    state = dataclasses.replace(RUNNING, **changes)
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    state = dataclasses.replace(RUNNING, **{"updated": now, **changes})
     (folder / RUN_STATE_FILE).write_text(json.dumps(dataclasses.asdict(state)))
 
 
@@ -65,7 +66,8 @@ def test_each_training_is_listed_with_its_state_and_speed(tmp_path):
         ),
         "d": ("running", "1,200 of 3,000", "", "98,765", "", ""),
     }  # fmt: skip
-    assert to_json(runs)[0] == {"folder": str(tmp_path / "a")} | dataclasses.asdict(RUNNING)
+    written = json.loads((tmp_path / "a" / RUN_STATE_FILE).read_text())
+    assert to_json(runs)[0] == {"folder": str(tmp_path / "a")} | written
 
 
 def test_a_training_elsewhere_that_has_been_silent_says_for_how_long(tmp_path):
