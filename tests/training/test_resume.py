@@ -99,7 +99,7 @@ def test_a_run_killed_on_cached_data_goes_on_from_its_last_checkpoint(cached, ca
         check=False,
     )
     assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]
-    # The checkpoint of step 4 is written while step 5 is computed: the kill may come before its end.
+    # Step 4 is written while step 5 is computed: the kill may come before the checkpoint is whole.
     assert list_checkpoints(tmp_path) in ([2], [2, 4])
     assert_same(tmp_path, run(tmp_path, use_cached=True, seed=3)[0], cached)
 
