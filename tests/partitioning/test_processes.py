@@ -147,7 +147,8 @@ def test_when_one_is_killed_the_others_say_which_and_a_restart_goes_on(
     for index, (code, text) in enumerate(zip(codes, said, strict=True)):
         if index != victim:
             assert code == 1 and f"Process {victim} of 4" in text, text
-    assert list_checkpoints(tmp_path) == [2, 4]
+    # Step 4 is written while step 5 is computed: the kill may come before the checkpoint is whole.
+    assert list_checkpoints(tmp_path) in ([2], [2, 4])
     codes, _, said, _ = members(2, folder=str(tmp_path), steps=6, fully_sharded=True)
     assert codes == [0, 0], said
     assert_same(tmp_path, one_process, 6)
