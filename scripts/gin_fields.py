@@ -1,6 +1,6 @@
 """Fills docs/gin_fields.md in the site: what gin may bind in either dialect, from the code itself.
 
-mkdocs.yml names this as a hook, so that the page cannot fall behind the code.
+mkdocs.yml runs this as a hook whenever the site is built, so the page always matches the code.
 """
 
 import dataclasses

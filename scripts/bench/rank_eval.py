@@ -237,22 +237,12 @@ def print_line(label: str, harness: str, found: list[dict], ours_of: dict) -> No
 def random_model(size: dict):
     import jax
 
-    from t0repro.config.run_config import DTypePolicy, ModelConfig
+    from t0repro.config.recipe import t5_1_1
+    from t0repro.config.run_config import DTypePolicy
     from t0repro.model.t5 import T5, initial_parameters
 
-    config = ModelConfig(
-        num_encoder_layers=size["layers"],
-        num_decoder_layers=size["layers"],
-        vocab_size=VOCABULARY,
-        activations=("gelu", "linear"),
-        logits_from_embedding=False,
-        relative_attention_num_buckets=32,
-        dropout_rate=0.0,
-        label_smoothing=0.0,
-        z_loss=0.0,
-        loss_denominator=None,
-        **{name: value for name, value in size.items() if name != "layers"},
-    )
+    widths = {name: value for name, value in size.items() if name != "layers"}
+    config = t5_1_1(num_layers=size["layers"], vocab_size=VOCABULARY, **widths)
     model = T5(config, DTypePolicy("float32", "float32", "float32"))
     return initial_parameters(model, jax.random.key(0)), model
 

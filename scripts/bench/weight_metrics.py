@@ -21,7 +21,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from t0repro.config.run_config import AdafactorConfig, DTypePolicy, ModelConfig
+from t0repro.config.recipe import ADAFACTOR, t5_1_1
+from t0repro.config.run_config import DTypePolicy
 from t0repro.model.t5 import T5, initial_parameters
 from t0repro.training.models import T5Model
 from t0repro.training.optimizers import make_optimizer
@@ -29,18 +30,8 @@ from t0repro.training.train_state import TrainState
 from t0repro.training.trainer import Trainer, WeightMetricsComputer
 from t0repro.training.weight_metrics import weight_metrics
 
-SMALL = ModelConfig(
-    num_encoder_layers=8, num_decoder_layers=8, d_model=512, d_ff=1024, num_heads=6, d_kv=64,
-    vocab_size=32128, activations=("gelu", "linear"), logits_from_embedding=False,
-    relative_attention_num_buckets=32, dropout_rate=0.1, label_smoothing=0.0, z_loss=1e-4,
-    loss_denominator=None,
-)  # fmt: skip
+SMALL = t5_1_1(num_layers=8, d_model=512, d_ff=1024, num_heads=6, dropout_rate=0.1)
 FLOAT32 = DTypePolicy("float32", "float32", "float32")
-ADAFACTOR = AdafactorConfig(
-    multiply_by_parameter_scale=True, decay_exponent=0.8, decay_offset=0.0, beta1=0.0,
-    clipping_threshold=1.0, factored=True, epsilon1=1e-30, epsilon2=1e-3,
-    min_dim_size_to_factor=128,
-)  # fmt: skip
 
 
 def trainer_of(every: int) -> Trainer:

@@ -158,6 +158,11 @@ def _ranks(task: Any) -> bool:
     return Judge(task.name, task.postprocess_fn, task.metric_fns).ranks
 
 
+def padded_rows(size: int) -> int:
+    """Rows of the embedding of a vocabulary with so many pieces."""
+    return -(-size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+
+
 def check_vocabulary(names: Sequence[str], rows: int, where: str) -> Any:
     """Returns the tasks' vocabulary after checking that its padded size is the checkpoint's.
 
@@ -174,8 +179,7 @@ def check_vocabulary(names: Sequence[str], rows: int, where: str) -> Any:
     vocabulary: Any = None
     for name in names:
         vocabulary = seqio.get_mixture_or_task(name).output_features["targets"].vocabulary
-        # Rounded up to a multiple of VOCABULARY_MULTIPLE.
-        padded = -(-vocabulary.vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+        padded = padded_rows(vocabulary.vocab_size)
         if padded != rows:
             raise UserError(
                 f"The checkpoint has a vocabulary of {rows} and {name} one of"

@@ -12,7 +12,7 @@ from t0repro.config.run_config import DType
 from t0repro.errors import UserError
 from t0repro.evaluation.engine import score_examples
 from t0repro.evaluation.opened import Checkpoint, open_checkpoint
-from t0repro.evaluation.selection import VOCABULARY_MULTIPLE
+from t0repro.evaluation.selection import padded_rows
 from t0repro.tasks.vocabulary import VocabularyFile, default_vocabulary
 
 LENGTHS = {"inputs": 1024, "targets": 256}  # T0's
@@ -98,7 +98,7 @@ def _of_each(
 def _check_fits(file: VocabularyFile, checkpoint: Checkpoint) -> None:
     """Raises UserError if the embedding has another size than the vocabulary, padded."""
     size, rows = file.processor().vocab_size(), checkpoint.model.config.vocab_size
-    padded = -(-size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+    padded = padded_rows(size)
     if padded != rows:
         raise UserError(
             f"The checkpoint has a vocabulary of {rows} and the SentencePiece model one of {size}"

@@ -79,8 +79,8 @@ class SaveCheckpoints(Action):
       every: steps between checkpoints.
       keep: how many of the latest checkpoints to keep; None or 0 keeps all.
       save_data: writes the position in the data into a folder of the checkpoint.
-      keep_period: checkpoints of steps that this divides are kept, and pinned ones, with a file
-        `PINNED`, too.
+      keep_period: checkpoints of steps that this divides are kept. (So are pinned ones, which have
+        a file `PINNED`, whatever this is.)
       say: receives a line if a save takes longer than a preemption leaves; logged by default.
     """
 
@@ -95,7 +95,11 @@ class SaveCheckpoints(Action):
         say: Callable[[str], None] = logging.warning,
     ):
         self._model_dir, self._every = model_dir, every
-        self._rule = SaveConfig(None, (), keep, None, False, None, None, keep_period)
+        # Of these only what decides which checkpoints are kept is used.
+        self._rule = SaveConfig(
+            period=None, steps=(), keep=keep, dtype=None, data=False, keep_data=None, best=None,
+            keep_period=keep_period,
+        )  # fmt: skip
         self._save_data, self._say = save_data, say
         self._is_slow = False
         self._saved = self._last = 0
@@ -125,7 +129,7 @@ class SaveCheckpoints(Action):
         self.wait()
 
     def end(self, loop: TrainingLoop) -> None:
-        """After an exception, waits too: nothing is written behind the back of what follows."""
+        """Waits after an exception too, so that no save goes on while the next run starts."""
         try:
             self.wait()
         except Exception as error:  # of less account than the one that ended training

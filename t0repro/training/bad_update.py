@@ -65,7 +65,7 @@ class BadTensor:
 class ReportBadUpdate(Action):
     """Stops at an update that was held back, names the tensor, and keeps what reproduces it.
 
-    It belongs behind the action that saves, which saves the state with all that goes with it.
+    List it after the action that saves: that one saves the state with everything that goes with it.
 
     Args:
       config: the run's configuration.

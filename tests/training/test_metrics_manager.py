@@ -135,6 +135,7 @@ def test_a_timer_on_a_buffer_that_was_donated_does_not_fail():
     jax.jit(lambda x: x + 1, donate_argnums=0)(state)
     manager = MetricsManager("train")
     manager.start_duration_timer(block_on={"params": state})
+    assert manager.add(one_step(1.0)).result().seconds >= 0
     manager.close()
 
 
