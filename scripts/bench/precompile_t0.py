@@ -15,9 +15,15 @@ float32 on CPU; operations, bytes sent and the predicted step follow from the la
 
     seconds of a step  = operations of a device / peak + bytes that it sends / link
     chip-hours         = 12,200 steps x seconds x chips / 3600
+    cost               = chip-hours x PRICES
 
 Both from published peaks without overlap; no run reaches them. Needs libtpu (the extra tpu) and no
 TPU. No data is read: the demo's mixture stands in for T0's, with T0's vocabulary of 32,128 rows.
+
+What a compiled body for all layers saves, in processor time for one CPU device:
+
+    python scripts/bench/precompile_t0.py --sizes 3B --commands "train on one CPU device"
+    python scripts/bench/precompile_t0.py --sizes 3B --commands "train on one CPU device" --unrolled
 """
 
 from __future__ import annotations
@@ -25,17 +31,23 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from t0repro.config.run_config import RunConfig
+    from t0repro.partitioning.devices import Partitioning
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 
 STEPS = 12_200  # of T0's training, from T5 1.1's LM-adapted checkpoint at 1,100,000
-SIZES = {"3B": "models/t5.1.1.xl.gin", "11B": "models/t5.1.1.xxl.gin"}
+# Dollars for an hour of a chip, on demand, by SkyPilot's catalogue of clouds (read 2026-11-22): v5p
+# in us-central1, eight H200 at Nebius for 28 an hour. Google lists no price of large v3 slices; the
+# catalogue assumes 512 an hour for a v3-512.
+PRICES = {"v3": 2.00, "v5p": 4.20, "8 x NVIDIA H200": 3.50}
+SIZES = {"3B": "xl", "11B": "xxl"}  # T0's, and T5 1.1's
 COMMON = (
     "MIXTURE_NAME = 'demo_train'",
     "run.sequence_length = {'inputs': 1024, 'targets': 256}",
@@ -68,6 +80,7 @@ COMMANDS: dict[str, dict[str, Any]] = {
         "changes": {**ALONE, "num_microbatches": 32},
         "recompute": "minimal",
     },
+    "train on one CPU device": {**TRAINING, "topology": "1 x cpu"},
     "evaluate": {
         "topology": "v3-128",
         "files": ("score_eval.gin",),
@@ -85,18 +98,23 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
-    parser.add_argument("--commands", nargs="+", choices=COMMANDS, default=list(COMMANDS))
+    of_t0 = [name for name in COMMANDS if "CPU" not in name]
+    parser.add_argument("--commands", nargs="+", choices=COMMANDS, default=of_t0)
     parser.add_argument("--layers", type=int, help="layers of each tower instead of all 24")
     parser.add_argument("--topology", help="a slice other than the command's")
     parser.add_argument("--recompute", help="minimal or full recomputation")
+    parser.add_argument("--unrolled", action="store_true", help="a body for each layer")
     parser.add_argument("--param", nargs="*", default=[], help="more gin overrides")
     options = parser.parse_args()
     for size in options.sizes:
         for name in options.commands:
-            config = configured(size, name, options.layers, options.param)
+            config = configured(SIZES[size], name, options.layers, options.param)
+            model = config.model
             if options.recompute:
-                model = dataclasses.replace(config.model, recompute=options.recompute)
-                config = dataclasses.replace(config, model=model)
+                model = dataclasses.replace(model, recompute=options.recompute)
+            if options.unrolled:
+                model = dataclasses.replace(model, scan_layers=False)
+            config = dataclasses.replace(config, model=model)
             topology = options.topology or COMMANDS[name]["topology"]
             for line in compiled(f"T0 {size}, {name}", config, topology):
                 print(line, flush=True)
@@ -116,40 +134,50 @@ def compiled(title: str, config: RunConfig, topology: str) -> Iterator[str]:
     devices, chip = machine(topology)
     partitioning, programs = compiled_for(config, devices)
     yield line_of(partitioning, config.layout)
+    before = time.process_time()
     for program in programs:
         yield from described(program, config, partitioning, chip)
-        if config.mode == "train" and not program.refused:
-            seconds = predicted_seconds(program, partitioning, chip)
-            # A v3 chip has two devices, its cores.
-            chips = partitioning.mesh.size // (2 if topology.startswith("v3") else 1)
-            hours = STEPS * seconds / 3600
-            yield (
-                f"  {STEPS:,} such steps: {hours:.1f} hours on {chips} chips,"
-                f" {hours * chips:,.0f} chip-hours"
-            )
+        yield f"  {time.process_time() - before:.0f} s of processor time"
+        before = time.process_time()
+        if config.mode == "train" and chip is not None and not program.refused:
+            yield cost(predicted_seconds(program, partitioning, chip), partitioning, topology)
+
+
+def cost(seconds: float, partitioning: Partitioning, topology: str) -> str:
+    """A line about what T0's training takes and costs at so many seconds a step."""
+    # A v3 chip has two devices, its cores.
+    chips = partitioning.mesh.size // (2 if topology.startswith("v3") else 1)
+    hours = STEPS * seconds / 3600
+    line = (
+        f"  {STEPS:,} such steps: {hours:.1f} hours on {chips} chips,"
+        f" {hours * chips:,.0f} chip-hours"
+    )
+    price = PRICES.get(topology.partition("-")[0])
+    return line if price is None else f"{line}, {hours * chips * price:,.0f} dollars at {price:.2f}"
 
 
 def machine(topology: str) -> tuple[Sequence[Any], Any]:
     """The devices to compile for, and what is published about those that they stand for."""
     from t0repro.partitioning.topologies import devices_of, published
 
-    if not topology.startswith("8 x "):
+    count, _, kind = topology.partition(" x ")
+    if not kind:
         return devices_of(topology)
     import jax
 
-    return jax.devices(), published(topology.removeprefix("8 x "))
+    return jax.devices()[: int(count)], published(kind)
 
 
 def configured(
     size: str, command: str, layers: int | None = None, more: Sequence[str] = ()
 ) -> RunConfig:
-    """One of COMMANDS, with so many layers in each tower and more gin overrides."""
+    """One of COMMANDS for a size of T5 1.1, with so many layers a tower and more gin overrides."""
     from t0repro.config.mtf.dialect import load
     from t0repro.config.mtf.parser import GinInputs
     from t0repro.runs.precompile import adjusted
 
     about = COMMANDS[command]
-    files = ("dataset.gin", SIZES[size], *about["files"])
+    files = ("dataset.gin", f"models/t5.1.1.{size}.gin", *about["files"])
     params = (*COMMON, *about["params"], *more)
     if layers is not None:
         params = (*params, f"num_layers = {layers}")

@@ -59,7 +59,7 @@ def step_seconds(topology: str, layers: int) -> tuple[float, float]:
     from t0repro.runs.precompile import compiled_for, predicted_seconds
 
     on_slice = f"utils.tpu_mesh_shape.tpu_topology = '{topology}'"
-    config = precompile_t0.configured("3B", "evaluate", layers, [on_slice])
+    config = precompile_t0.configured("xl", "evaluate", layers, [on_slice])
     devices, chip = devices_of(topology)
     partitioning, programs = compiled_for(config, devices)
     seconds = {}

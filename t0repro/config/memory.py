@@ -24,7 +24,7 @@ class Memory:
     """Bytes that a run needs on one device.
 
     Attributes:
-      parameters: Parameters, in float32.
+      parameters: Parameters: in float32, or as activations where a run only evaluates.
       training: Gradients and optimizer slots; 0 outside training.
       activations: Activations of one microbatch, by a rule of thumb.
     """
@@ -52,8 +52,10 @@ def estimate(run: RunConfig, devices: int = 1) -> Memory:
     data = devices // model
     # The factor by which one device's share of the parameters is smaller than the whole.
     shares = model * (data if layout.fully_sharded else 1)
-    parameters = run.model.shape.parameter_count() * _FLOAT32 // shares
     trains = run.mode == "train"
+    bytes_each = 2 if run.dtypes.activation == "bfloat16" else _FLOAT32
+    count = run.model.shape.parameter_count()
+    parameters = count * (_FLOAT32 if trains else bytes_each) // shares
     lengths = run.sequence_length or {}
     # Rows of a microbatch on one device, rounded up.
     rows = -(-run.batch_size // (run.num_microbatches * max(1, data)))
@@ -66,7 +68,7 @@ def estimate(run: RunConfig, devices: int = 1) -> Memory:
             rows,
             lengths.get("inputs", _LENGTH),
             lengths.get("targets", _LENGTH),
-            bytes_each=2 if run.dtypes.activation == "bfloat16" else 4,
+            bytes_each=bytes_each,
             keep_all=trains and run.model.recompute == "none",
         ),
     )

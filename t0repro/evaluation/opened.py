@@ -61,7 +61,7 @@ def open_checkpoint(
     Args:
       path: the checkpoint.
       step: which step to read, as converters.sources.load_any takes it.
-      activation: dtype of the activations; parameters are float32.
+      activation: dtype of the activations, and of the parameters that are cast to it anyway.
       model_parallelism: number of devices that share each layer.
 
     Raises:
@@ -70,7 +70,7 @@ def open_checkpoint(
     from t0repro.converters import sources
     from t0repro.converters.arithmetic import arithmetic, gin_text
     from t0repro.converters.recognition import recognise
-    from t0repro.model.t5 import T5
+    from t0repro.model.t5 import T5, held_for_evaluation
     from t0repro.partitioning.devices import choose, line_of
     from t0repro.training.train_state import parameter_shapes, parameters_from_flat_tree
 
@@ -95,12 +95,14 @@ def open_checkpoint(
     devices = choose(layout, config, where="--model_parallelism")
     if devices.mesh.size > 1:
         print(line_of(devices, layout), file=sys.stderr)
+    model = T5(config, DTypePolicy("float32", "float32", activation))
+    held = devices.placed(held_for_evaluation(model, parameter_shapes(tree)))
     return Checkpoint(
         path=path,
         step=int(tree.get("state/step", 0)),
         digest=parameters_digest(tree, tree.__getitem__),
-        params=parameters_from_flat_tree(tree, devices.placed(parameter_shapes(tree)), where=path),
-        model=T5(config, DTypePolicy("float32", "float32", activation)),
+        params=parameters_from_flat_tree(tree, held, where=path),
+        model=model,
     )
 
 

@@ -91,7 +91,7 @@ def opened(plan: InferencePlan, ref: CheckpointRef) -> Checkpoint:
     import jax.numpy as jnp
     import numpy as np
 
-    from t0repro.model.t5 import T5, initial_parameters
+    from t0repro.model.t5 import T5, held_for_evaluation, initial_parameters
     from t0repro.partitioning.devices import choose, line_of
     from t0repro.training.train_state import parameters_from_flat_tree
 
@@ -101,9 +101,10 @@ def opened(plan: InferencePlan, ref: CheckpointRef) -> Checkpoint:
     partitioning = choose(plan.layout, plan.model, where="partitioning.PjitPartitioner")
     if partitioning.mesh.size > 1:
         print(line_of(partitioning, plan.layout), file=sys.stderr)
+    held = partitioning.placed(held_for_evaluation(model, shapes))
     tree = _tree(plan, ref, shapes)
     if plan.restore.dtype not in (None, "float32"):
-        # Kept in float32 all the same, but with the values that this type can hold.
+        # Held in the model's own types all the same, with the values that this type can hold.
         rounded = jnp.dtype(plan.restore.dtype)
         tree = {
             name: np.asarray(value).astype(rounded) if name.startswith("target/") else value
@@ -113,7 +114,7 @@ def opened(plan: InferencePlan, ref: CheckpointRef) -> Checkpoint:
         path=str(ref.path),
         step=int(tree.get("state/step", 0)),
         digest=parameters_digest(tree, tree.__getitem__),
-        params=parameters_from_flat_tree(tree, partitioning.placed(shapes), where=str(ref.path)),
+        params=parameters_from_flat_tree(tree, held, where=str(ref.path)),
         model=model,
     )
 

@@ -24,7 +24,7 @@ from t0repro.errors import UserError
 from t0repro.evaluation import engine
 from t0repro.files import write_atomically
 from t0repro.model.decoding import generate
-from t0repro.model.t5 import T5, initial_parameters
+from t0repro.model.t5 import T5, held_for_evaluation, initial_parameters
 from t0repro.partitioning.collectives import Collective, collectives
 from t0repro.partitioning.devices import Partitioning, choose, line_of
 from t0repro.partitioning.flops import count_flops
@@ -201,7 +201,7 @@ def train_programs(config: RunConfig, partitioning: Partitioning) -> Iterator[Pr
 def evaluation_programs(config: RunConfig, partitioning: Partitioning) -> Iterator[Program]:
     """Scoring, in its two steps encode and decode, and generation, each for one batch."""
     model = T5(config.model, config.dtypes)
-    parameters = _placed(partitioning, _parameters(config))
+    parameters = _placed(partitioning, held_for_evaluation(model, _parameters(config)))
     # Evaluations pad a batch with rows until it divides among the devices.
     rows = -(-config.batch_size // partitioning.data) * partitioning.data
     inputs = _tokens(partitioning, rows, _length(config, "inputs"))

@@ -262,8 +262,8 @@ def parameters_from_flat_tree(
 
     Args:
       tree: a checkpoint's entries; slots may be absent.
-      like: parameters, or their shapes, that the result must match; None takes all there are. If
-        it has shardings, the parameters are divided accordingly.
+      like: parameters, or their shapes, that the result must match, dtypes included; None takes
+        all there are, in float32. If it has shardings, the parameters are divided accordingly.
       where: the checkpoint's path, for error messages.
 
     Raises:
@@ -275,7 +275,8 @@ def parameters_from_flat_tree(
     else:
         shapes = flax.traverse_util.flatten_dict(parameter_shapes(tree), sep="/")
     params = {
-        path: _on_devices(tree[layout.PARAMETERS + path], value) for path, value in shapes.items()
+        path: _on_devices(tree[layout.PARAMETERS + path], value, value.dtype)
+        for path, value in shapes.items()
     }
     return flax.traverse_util.unflatten_dict(params, sep="/")
 

@@ -28,6 +28,13 @@ def test_evaluation_keeps_neither_gradients_nor_all_layers(run):
     assert evaluation.activations < memory.estimate(run).activations
 
 
+def test_evaluation_holds_parameters_in_the_type_of_activations(run):
+    evaluation = dataclasses.replace(run, mode="score_eval")
+    dtypes = dataclasses.replace(run.dtypes, activation="bfloat16")
+    half = memory.estimate(dataclasses.replace(evaluation, dtypes=dtypes))
+    assert 2 * half.parameters == memory.estimate(evaluation).parameters
+
+
 def test_momentum_and_adam_add_slots(run):
     adam = load("run.optimizer = @optimize.AdamWeightDecayOptimizer")
     momentum = load("AdafactorOptimizer.beta1 = 0.9")

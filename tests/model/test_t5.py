@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from t0repro.model.t5 import T5, count_parameters, initial_parameters, segments_of, shift_right
+from t0repro.model.t5 import (
+    T5,
+    count_parameters,
+    held_for_evaluation,
+    initial_parameters,
+    segments_of,
+    shift_right,
+)
 
 from ..tiny_models import BFLOAT16, FLOAT32, T5_1_0, T5_1_1, UMT5, model_config
 
@@ -273,3 +280,23 @@ def test_padding_and_later_targets_do_not_change_a_logit(params, seed):
 @jax.jit
 def run(params, batch):
     return T5(T5_1_1, FLOAT32).apply({"params": params}, batch)
+
+
+@pytest.mark.parametrize(("config", "wider"), [(T5_1_1, "logits_dense"), (T5_1_0, "embedding")])
+@pytest.mark.parametrize("float32_logits", [False, True])
+def test_parameters_held_in_bfloat16_compute_the_same_bits(config, wider, float32_logits):
+    arithmetic = dataclasses.replace(config.arithmetic, float32_vocabulary_logits=float32_logits)
+    model = T5(dataclasses.replace(config, arithmetic=arithmetic), BFLOAT16)
+    params = initial_parameters(model, jax.random.key(0))
+    types = jax.tree.map(lambda x: x.dtype, held_for_evaluation(model, params))
+    held = jax.tree.map(lambda x, dtype: x.astype(dtype), params, types)
+    batch = batch_of([[5, 6, 1, 0]], [[7, 8, 1]])
+    logits = [model.apply({"params": each}, batch) for each in (params, held)]
+    np.testing.assert_array_equal(*logits)
+    # Norms and position biases stay float32, and what logits are made from if they are.
+    flat = flax.traverse_util.flatten_dict(types)
+    wide = {path for path, dtype in flat.items() if dtype == jnp.float32}
+    assert {path for path in flat if path[-1] in ("scale", "rel_embedding")} <= wide
+    assert {path for path in wide if path[-1] in ("kernel", "embedding")} == {
+        path for path in flat if wider in path and float32_logits
+    }
