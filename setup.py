@@ -91,6 +91,7 @@ setup(
         # Loopback servers of S3 and Google Cloud Storage for tests/hardlife/test_remote.py.
         "hardlife": ["moto[server]", "gcp-storage-emulator"],
         "notebook": ["ipykernel", "nbclient"],  # runs docs/quickstart.ipynb
+        "mutation": ["mutmut==3.8.1"],  # scripts/mutation.sh
         "release": ["build", "cyclonedx-bom", "twine"],  # scripts/release_check.sh
     },
     entry_points={

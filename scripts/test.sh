@@ -4,6 +4,7 @@
 #   bash scripts/test.sh                   # all but the slow and the hard life
 #   bash scripts/test.sh --fast            # under 3 minutes on two idle cores: tests/fast_tier.txt
 #   bash scripts/test.sh tests/mesh -x     # these tests, after lint and types
+#   bash scripts/test.sh --coverage        # which lines and branches the tests run; slower by a third
 #   bash scripts/test.sh -m slow           # those that take more than a minute each
 #   bash scripts/test.sh -m hardlife       # kills, full disks, power loss, remote stores: nightly
 set -euo pipefail
@@ -12,10 +13,21 @@ bash scripts/setup.sh
 export PATH="$PWD/.venv/bin:$PATH"
 
 tests=()
-if [[ ${1:-} == --fast ]]; then
-  shift
-  mapfile -t tests < <(grep -v '^#' tests/fast_tier.txt)
-fi
+run=(pytest)
+case ${1:-} in
+  --fast)
+    shift
+    mapfile -t tests < <(grep -v '^#' tests/fast_tier.txt)
+    ;;
+  --coverage)
+    shift
+    run=(coverage run -m pytest)
+    mkdir -p build/coverage
+    coverage erase
+    # Reported after failures too.
+    trap 'coverage combine --quiet && coverage report' EXIT
+    ;;
+esac
 
 echo "== ruff"
 ruff check
@@ -33,5 +45,5 @@ echo "== basedpyright"
 (cd "$built" && basedpyright --level error t0repro)
 echo "== pytest"
 # loadfile: the tests of a file share their fixtures, so that one training run serves them all.
-pytest -n "${TEST_WORKERS:-2}" --dist loadfile -m "not slow and not hardlife" \
+"${run[@]}" -n "${TEST_WORKERS:-2}" --dist loadfile -m "not slow and not hardlife" \
   ${tests[@]+"${tests[@]}"} "$@"

@@ -76,6 +76,7 @@ NEVER_IMPORTED = {
     "setuptools": "builds the package",
     "beartype": "pytest's --jaxtyping-packages names it",
     "basedpyright": "a command",
+    "coverage": "a command",
     "import-linter": "a command",
     "ruff": "a command",
     "mkdocs-material": "mkdocs.yml names it",
