@@ -1,20 +1,25 @@
 """Pretraining on real texts: `small_texts_span_corruption` and `small_texts_prefix_lm`.
 
-The texts are training rows of datasets under T0REPRO_DATA_DIR, without their labels; those of the
-validation split are test rows of a dataset that the job `small` neither trains on nor evaluates.
+The texts are rows of datasets under T0REPRO_DATA_DIR, without questions or labels; those of the
+validation split are imdb's test rows. None of the texts is in the evaluation of the job `learning`.
 """
 
 from t0repro.tasks.rows import data_folder
 from t0repro.tasks.texts import add_text_task
 
-TRAIN = ("ag_news/default", "imdb/default", "rotten_tomatoes/default", "ropes/default")
-VALIDATION = ("imdb/default",)
-FIELDS = ("text", "background")
+TRAIN = (
+    "ag_news/default/train",
+    "rotten_tomatoes/default/train",
+    "ropes/default/train",
+    "super_glue/boolq/train",
+    "hellaswag/default/validation",
+)
+VALIDATION = ("imdb/default/test",)
+FIELDS = ("text", "background", "passage", "ctx")
 
-_root = data_folder()
 _files = {
-    "train": [f"{_root}/{dataset}/train.jsonl" for dataset in TRAIN],
-    "validation": [f"{_root}/{dataset}/test.jsonl" for dataset in VALIDATION],
+    split: [f"{data_folder()}/{name}.jsonl" for name in names]
+    for split, names in (("train", TRAIN), ("validation", VALIDATION))
 }
 add_text_task("small_texts_span_corruption", _files, field=FIELDS)
 add_text_task("small_texts_prefix_lm", _files, field=FIELDS, objective="prefix_lm")

@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
@@ -15,23 +16,24 @@ from t0repro.converters.sources import load_any
 from ..converters.checkpoint_files import assert_same_bits
 
 FILES = "t5x/examples/t5/t5_1_1/examples/small_texts"
+SCRIPT = Path(__file__).parents[2] / "scripts" / "small_vocabulary.py"
 
 pytestmark = pytest.mark.slow
 
 
-def command(folder, data, vocabulary, mode, stage, *arguments):
+def python(folder, data, *arguments):
+    """Runs a command in the chain's folder, whose own vocabulary it reads."""
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "t0repro.cli", mode, f"--gin_file={FILES}_{stage}.gin",
-         *arguments],
+        [sys.executable, "-P", *arguments],
         cwd=folder,
         env={
             **os.environ,
             "T0REPRO_DATA_DIR": str(data.resolve()),
-            "T0REPRO_VOCAB": str(vocabulary.resolve()),
+            "T0REPRO_VOCAB": str(folder / "vocabulary.model"),
         },
         capture_output=True,
         text=True,
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stderr
 
@@ -49,21 +51,32 @@ def scalars(folder):
 
 
 @pytest.fixture(scope="module")
-def chain(tmp_path_factory, shared_data, shared_vocab):
+def chain(tmp_path_factory, shared_data):
     """The folder in which a few steps of each training ran, and what fine-tuning said."""
     folder = tmp_path_factory.mktemp("chain")
 
-    def train(stage, steps, *arguments):
-        arguments = (f"--gin.TRAIN_STEPS={steps}", *arguments)
-        return command(folder, shared_data, shared_vocab, "train", stage, *arguments)
+    def run(mode, stage, *arguments):
+        files = (f"--gin_file={FILES}_{stage}.gin", *arguments)
+        return python(folder, shared_data, "-m", "t0repro.cli", mode, *files)
 
+    python(folder, shared_data, str(SCRIPT), "vocabulary.model")
+    run("train", "pretrain", "--gin.TRAIN_STEPS=4")
     # The state that a training starts from is kept, too.
     both = "--gin_bindings=utils.SaveCheckpointConfig.keep = 2"
-    train("pretrain", 4)
-    adapted = train("adapt", 6, both)
-    finetuned = train("finetune", 8, both, "--gin.EVALUATOR_NUM_EXAMPLES=12")
-    few = "--gin_bindings=seqio.Evaluator.num_examples = 12"
-    command(folder, shared_data, shared_vocab, "eval", "eval", few)
+    adapted = run("train", "adapt", "--gin.PRETRAINED_STEPS=4", "--gin.TRAIN_STEPS=6", both)
+    ranked = "infer_eval/utils.DatasetConfig"
+    finetuned = run(
+        "train",
+        "finetune",
+        "--gin.PRETRAINED_STEPS=6",
+        "--gin.TRAIN_STEPS=8",
+        # Also ranked as it trains, by the same tasks as small_texts_eval ranks.
+        f"--gin_bindings=train_script.train.infer_eval_dataset_cfg = @{ranked}()",
+        f"--gin_bindings={ranked}.mixture_or_task_name = 'learning_eval_score_eval'",
+        f"--gin_bindings={ranked}.task_feature_lengths = {{'inputs': 256, 'targets': 32}}",
+        "--gin.EVALUATOR_NUM_EXAMPLES=12",
+    )
+    run("eval", "eval", "--gin_bindings=seqio.Evaluator.num_examples = 12")
     return folder / "runs" / "small_texts", adapted, finetuned
 
 
@@ -89,11 +102,13 @@ def test_ranks_of_the_run_and_of_the_evaluation_after_it_are_the_same(chain):
     folder, _, _ = chain
     inside, after = folder / "finetuned" / "inference_eval", folder / "eval" / "inference_eval"
     tasks = sorted(path.name for path in after.glob("*-metrics.jsonl"))
-    assert len(tasks) == 10
+    assert len(tasks) == 16
     for name in tasks:
-        (line,) = (after / name).read_text().splitlines()
-        assert line == (inside / name).read_text().splitlines()[-1]
-        row = json.loads(line)
+        lines = (after / name).read_text().splitlines()
+        # Every checkpoint: the one that the tuning started from, and the last.
+        assert [json.loads(line)["step"] for line in lines] == [6, 8]
+        assert lines[-1] == (inside / name).read_text().splitlines()[-1]
+        row = json.loads(lines[-1])
         assert row["step"] == 8 and 0 <= row["accuracy"] <= 100
         shown = scalars(after / name.removesuffix("-metrics.jsonl"))
         assert shown["eval/accuracy"][8] == pytest.approx(row["accuracy"], rel=1e-5)

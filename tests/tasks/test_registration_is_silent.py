@@ -77,5 +77,5 @@ assert len(described[0]) > 1000 and len(registered) == 14
 
 
 def test_described_tasks_and_mixtures_are_those_of_seqio_and_need_no_seqio(rows_root):
-    modules = ["t0", "local", "demo", "small", "learning_check"]
+    modules = ["t0", "local", "demo", "small", "learning"]
     run(DESCRIBED.format(modules=modules), rows_root)

@@ -1,0 +1,54 @@
+"""A SentencePiece vocabulary of the texts that scripts/small_texts.sh pretrains on, in T5's form.
+
+    T0REPRO_DATA_DIR=DIR .venv/bin/python -P scripts/small_vocabulary.py vocabulary.model
+
+4,000 pieces, without T5's sentinels: the tasks add those. T5's own 32,000 would be nearly all of so
+small a model's parameters.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import sentencepiece
+
+from t0repro.files import write_atomically
+from t0repro.tasks.rows import data_folder
+from t0repro.tasks.small_texts import FIELDS, TRAIN
+
+PIECES = 4000
+
+
+def main() -> None:
+    """Trains the vocabulary and writes it to the path that the command line gives."""
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(dict.fromkeys(texts())),  # ropes repeats its texts
+        model_writer=model,
+        vocab_size=PIECES,
+        max_sentence_length=100_000,  # bytes; longer texts would be left out
+        num_threads=1,  # sums of floats in one order: the same vocabulary every time
+        # The ids of T5's special pieces; it has no BOS.
+        pad_id=0,
+        eos_id=1,
+        unk_id=2,
+        bos_id=-1,
+        minloglevel=1,
+    )
+    write_atomically(Path(sys.argv[1]), model.getvalue())
+
+
+def texts() -> Iterator[str]:
+    """The texts of all rows."""
+    for name in TRAIN:
+        for line in (data_folder() / f"{name}.jsonl").open(encoding="utf-8"):
+            row = json.loads(line)
+            yield next(row[field] for field in FIELDS if field in row)
+
+
+if __name__ == "__main__":
+    main()
