@@ -269,12 +269,13 @@ def draw(
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 3.4), dpi=150, layout="constrained")
+    figure = Figure(figsize=(9, 3.9), dpi=150, layout="constrained")
     panels = figure.subplots(1, len(curves), sharey=True)
     for axes, (group, of_seeds) in zip(panels, curves.items(), strict=True):
         steps = list(next(iter(of_seeds.values())))
-        for of_seed in of_seeds.values():
-            axes.plot(steps, list(of_seed.values()), color="#0f766e", alpha=0.35, linewidth=1.2)
+        for number, of_seed in enumerate(of_seeds.values()):
+            once = None if number else "each seed"
+            axes.plot(steps, [*of_seed.values()], "#0f766e", alpha=0.5, linewidth=1.2, label=once)
         means = [statistics.fmean(of_seed[step] for of_seed in of_seeds.values()) for step in steps]
         axes.plot(steps, means, color="#0f766e", linewidth=3, label="mean of the seeds")
         axes.axhline(
@@ -286,7 +287,9 @@ def draw(
         axes.tick_params(labelsize=11)
         axes.grid(alpha=0.3)
     panels[0].set_ylabel("accuracy, %", fontsize=12)
-    panels[0].legend(frameon=False, fontsize=11)
+    # Below all panels, where it hides no curve.
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=12)
     FigureCanvasAgg(figure).print_png(str(path))
 
 

@@ -71,6 +71,7 @@ def chain(tmp_path_factory, shared_data):
         "--gin.PRETRAINED_STEPS=6",
         "--gin.TRAIN_STEPS=8",
         # Also ranked as it trains, by the same tasks as small_texts_eval ranks.
+        "--gin.EVAL_PERIOD=150",
         f"--gin_bindings=train_script.train.infer_eval_dataset_cfg = @{ranked}()",
         f"--gin_bindings={ranked}.mixture_or_task_name = 'learning_eval_score_eval'",
         f"--gin_bindings={ranked}.task_feature_lengths = {{'inputs': 256, 'targets': 32}}",
