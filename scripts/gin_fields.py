@@ -4,12 +4,16 @@ mkdocs.yml runs this as a hook whenever the site is built, so the page always ma
 """
 
 import dataclasses
+import importlib
 import inspect
 import re
 from collections.abc import Iterator
 from typing import Any
 
+import gin
+from t0repro import compat
 from t0repro.config.decoding_config import DecodingConfig
+from t0repro.config.mtf.parser import MESH_TRANSFORMER, UTILS
 from t0repro.config.mtf.reader import KNOWN_BINDINGS
 from t0repro.config.ranges import range_of
 from t0repro.config.run_config import (
@@ -20,6 +24,8 @@ from t0repro.config.run_config import (
     RunConfig,
 )
 from t0repro.config.t5x.modules import records_by_module
+
+JAX_MODEL = "t0repro.config.mtf.jax_model"  # registers its configurables when it is imported
 
 
 def cell(text: Any) -> str:
@@ -70,20 +76,39 @@ def t5x_tables() -> Iterator[str]:
             yield ""
 
 
-def mesh_table() -> Iterator[str]:
+def mesh_tables() -> Iterator[str]:
     yield "## Mesh TensorFlow's dialect\n"
     yield (
-        "Whatever else a file or `--gin_param` binds and Mesh TensorFlow would read is refused on"
-        " JAX, with its place.\n"
+        "Under each configurable, the arguments that may be bound, with the defaults of Mesh"
+        " TensorFlow 0.1.21 and t5 0.9.4. Whatever else a file or `--gin_param` binds and Mesh"
+        " TensorFlow would read may only be bound to its default on JAX; another value is refused"
+        " with its place.\n"
     )
-    yield "| configurable | arguments that may be bound |\n|---|---|"
-    for name, arguments in sorted(KNOWN_BINDINGS.items()):
-        if arguments is ...:
-            shown = "all"
-        else:
-            shown = ", ".join(f"`{each}`" for each in sorted(arguments)) or "only their defaults"
-        yield f"| `{name}` | {shown} |"
-    yield ""
+    compat.install()
+    for module in (MESH_TRANSFORMER, UTILS, JAX_MODEL):
+        importlib.import_module(module)
+    for name, known in sorted(KNOWN_BINDINGS.items()):
+        yield f"### `{name}`\n"
+        parameters = inspect.signature(gin.get_configurable(name)).parameters
+        arguments = sorted(set(parameters if known is ... else known) - {"self"})
+        if not arguments:
+            yield "Only its defaults.\n"
+            continue
+        yield "| argument | default |\n|---|---|"
+        for argument in arguments:
+            shown = gin_default(parameters[argument]) if argument in parameters else "passed on"
+            yield f"| `{argument}` | {shown} |"
+        yield ""
+
+
+def gin_default(parameter: inspect.Parameter) -> str:
+    if parameter.default in (inspect.Parameter.empty, gin.REQUIRED):
+        return "required, or given by the caller"
+    if named := getattr(parameter.default, "__name__", None):
+        return f"`@{named}`"
+    shown = repr(parameter.default)
+    # An object without a text of its own: what it is, not where in memory.
+    return f"a `{type(parameter.default).__name__}`" if " at 0x" in shown else f"`{cell(shown)}`"
 
 
 def range_tables() -> Iterator[str]:
@@ -111,4 +136,4 @@ def on_page_markdown(markdown: str, page: Any, **others: Any) -> str:
     """Adds the tables below what docs/gin_fields.md says; MkDocs calls this for every page."""
     if page.file.src_uri != "gin_fields.md":
         return markdown
-    return "\n".join([markdown, *mesh_table(), *t5x_tables(), *range_tables()])
+    return "\n".join([markdown, *mesh_tables(), *t5x_tables(), *range_tables()])

@@ -45,5 +45,6 @@ echo "== basedpyright"
 (cd "$built" && basedpyright --level error t0repro)
 echo "== pytest"
 # loadfile: the tests of a file share their fixtures, so that one training run serves them all.
-"${run[@]}" -n "${TEST_WORKERS:-2}" --dist loadfile -m "not slow and not hardlife" \
+# Three on two cores, since a test often waits for the processes that it started.
+"${run[@]}" -n "${TEST_WORKERS:-3}" --dist loadfile -m "not slow and not hardlife" \
   ${tests[@]+"${tests[@]}"} "$@"

@@ -1,6 +1,8 @@
 """Fixtures and environment of all tests: JAX on CPU, quiet TensorFlow, real data if at hand."""
 
 import os
+import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,19 @@ def _shared(variable: str, inside: str, what: str) -> Path:
     if not path.exists():
         pytest.skip(f"{what} is not here: set {variable}")
     return path
+
+
+def pytest_configure(config):
+    """Lets all processes of this run of the tests share the programs that JAX compiles.
+
+    The same tiny models are compiled in many tests and in the commands that they start. The folder
+    is empty at first, so that nothing of an earlier run of the tests is found.
+    """
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # set by the first process for the others
+        folder = tempfile.mkdtemp(prefix="t0repro_tests_programs_")
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = folder
+        os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
 @pytest.fixture(scope="session")
