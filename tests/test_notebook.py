@@ -4,7 +4,8 @@ import os
 import sys
 from pathlib import Path
 
-import pytest
+import nbclient
+import nbformat
 
 from .docs_commands import ROOT
 
@@ -12,16 +13,12 @@ NOTEBOOK = ROOT / "docs" / "quickstart.ipynb"
 
 
 def test_the_notebook_is_kept_without_outputs():
-    nbformat = pytest.importorskip("nbformat", reason="EXTRAS=notebook brings nbclient")
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     nbformat.validate(notebook)
     assert not [cell for cell in notebook.cells if cell.get("outputs")]
 
 
-@pytest.mark.slow
 def test_the_notebook_runs(tmp_path, monkeypatch):
-    nbclient = pytest.importorskip("nbclient", reason="EXTRAS=notebook brings it")
-    nbformat = pytest.importorskip("nbformat")
     programs = Path(sys.executable).parent
     monkeypatch.setenv("PATH", f"{programs}{os.pathsep}{os.environ['PATH']}")
     notebook = nbformat.read(NOTEBOOK, as_version=4)

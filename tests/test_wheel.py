@@ -3,6 +3,7 @@
 import glob
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -80,10 +81,33 @@ def install(python: str, *arguments: str) -> None:
     subprocess.run([*pip, *arguments], check=True)
 
 
+@pytest.fixture(scope="module")
+def locked_versions(tmp_path_factory) -> Path:
+    """The lock as pip's constraints, so that what was released today changes no test."""
+    lines = (ROOT / "requirements.lock").read_text().splitlines()
+    versions = [line.removesuffix("\\").strip() for line in lines if re.match(r"\w.*==", line)]
+    path = tmp_path_factory.mktemp("lock") / "constraints.txt"
+    path.write_text("\n".join(versions))
+    return path
+
+
+@pytest.fixture(scope="module")
+def package_index(locked_versions, tmp_path_factory) -> None:
+    """Skips where pip reaches no package index."""
+    folder = str(tmp_path_factory.mktemp("download"))
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-cache-dir"]
+    command = [*pip, "--constraint", str(locked_versions), "--dest", folder, "click"]
+    if subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("pip reaches no package index")
+
+
 @pytest.mark.slow
 @pytest.mark.network
 @pytest.mark.parametrize("version", ["3.11", "3.12", "3.13"])
-def test_a_jax_only_installation_trains_scores_and_converts(distributions, tmp_path, version):
+@pytest.mark.usefixtures("package_index")
+def test_a_jax_only_installation_trains_scores_and_converts(
+    distributions, locked_versions, tmp_path, version
+):
     path = interpreter(version)
     if path is None:
         pytest.skip(f"no Python {version} on this machine")
@@ -92,7 +116,7 @@ def test_a_jax_only_installation_trains_scores_and_converts(distributions, tmp_p
 
     make(tmp_path / "cache", name, min_shards=1)
     python = clean_environment(path, tmp_path)
-    install(python, f"{distributions[1]}[jax]")
+    install(python, "--constraint", str(locked_versions), f"{distributions[1]}[jax]")
     subprocess.run([python, "-m", "pip", "check"], check=True)
     command = [str(tmp_path / "venv" / "bin" / "t0repro"), "--help"]
     shown = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
@@ -107,6 +131,7 @@ def test_a_jax_only_installation_trains_scores_and_converts(distributions, tmp_p
 @pytest.mark.slow
 @pytest.mark.network
 @pytest.mark.parametrize("version", ["3.12", "3.13"])  # CI has the lock on 3.11
+@pytest.mark.usefixtures("package_index")
 def test_both_stacks_run_from_the_lock_on_later_pythons(distributions, tmp_path, version):
     path = interpreter(version)
     if path is None:
