@@ -77,6 +77,7 @@ NEVER_IMPORTED = {
     "beartype": "pytest's --jaxtyping-packages names it",
     "basedpyright": "a command",
     "coverage": "a command",
+    "ipykernel": "nbclient starts it",
     "import-linter": "a command",
     "ruff": "a command",
     "mkdocs-material": "mkdocs.yml names it",
