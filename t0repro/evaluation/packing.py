@@ -145,7 +145,8 @@ class _Pool:
         fits = (self._length <= length) & (self._targets <= targets)
         if not fits.any():
             return None
-        # Each dimension counts by its share of the free room: the scarcer one decides.
+        # The dot product of an item's size and the free room, each as a share of a row: a row with
+        # much room for inputs takes long inputs, one with much room for targets many choices.
         weights = length / self._scale[0] ** 2, targets / self._scale[1] ** 2
         value = np.where(fits, self._length * weights[0] + self._targets * weights[1], -1)
         return self._take(int(value.argmax()))

@@ -72,6 +72,49 @@ def test_z_loss_enters_the_gradient_of_training_and_not_the_loss_of_evaluation()
         np.testing.assert_allclose(sums["loss"], expected, rtol=1e-6)
 
 
+def test_losses_and_sums_are_those_of_the_logits():
+    """In float64, with a row that is predicted, one in part, and one of padding alone."""
+    smoothing, z_loss, denominator = 0.1, 0.5, 20.0
+    model = tiny.model(label_smoothing=smoothing, z_loss=z_loss)
+    shapes = jax.eval_shape(lambda: initial_parameters(model, jax.random.key(0)))
+    random = np.random.default_rng(0)
+    params = jax.tree.map(lambda x: jnp.asarray(random.normal(size=x.shape), x.dtype), shapes)
+
+    @jax.jit
+    def computed(batch):
+        return (
+            model.apply({"params": params}, batch),
+            evaluation_sums(model, params, batch, denominator=denominator),
+            training_loss(model, params, batch, denominator=denominator),
+        )
+
+    batch = {"inputs": np.full((3, 2), 7, np.int32), "targets": np.full((3, 4), 5, np.int32)}
+    targets = batch["targets"]
+    for position in range(4):
+        targets[0, position] = computed(batch)[0][0, position].argmax()
+    targets[1] = [targets[0, 0], targets[0, 1] % 127 + 1, -9, 0]
+    targets[2] = 0
+    logits, sums, loss = jax.device_get(computed(batch))
+    assert (targets[0] > 0).all()
+
+    log_z = np.log(np.exp(logits.astype(np.float64)).sum(-1))
+    at_target = np.take_along_axis(logits, np.maximum(targets, 0)[..., None], -1)[..., 0]
+    plain = log_z - at_target
+    smoothed = (1 - smoothing) * plain + smoothing * (log_z - logits.mean(-1))
+    counted = targets > 0
+    assert loss == pytest.approx(((smoothed + z_loss * log_z**2) * counted).sum() / 20, rel=1e-5)
+    assert sums == {
+        "batches": 1,
+        "loss": pytest.approx((smoothed * counted).sum() / 20, rel=1e-5),
+        "cross_entropy": pytest.approx((plain * counted).sum(), rel=1e-5),
+        "correct_tokens": 5,
+        "correct_rows": 1,
+        "tokens": 6,
+        "rows": 2,
+        "labels": (targets * counted).sum(),
+    }
+
+
 def test_evaluation_metrics_are_means_over_targets_with_loss():
     metrics = evaluation_metrics(
         {
