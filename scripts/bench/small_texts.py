@@ -136,11 +136,11 @@ class Final:
 
     @property
     def verdict(self) -> str:
-        """Which baselines the intervals are above."""
+        """Which baselines both intervals begin above."""
         lows = [of.low for of in (self.over_examples, self.over_seeds) if of is not None]
         if min(lows) > max(self.chance, self.majority):
-            return "above both"
-        return "above chance" if min(lows) > self.chance else "not above chance"
+            return "both"
+        return "chance" if min(lows) > self.chance else "neither"
 
 
 def main() -> None:
@@ -163,7 +163,7 @@ def main() -> None:
     write_atomically(run / "curves.json", json.dumps(summary(curves, datasets, groups), indent=1))
     if len(sys.argv) > 2:
         draw(curves, groups, Path(sys.argv[2]))
-    if groups["held-out prompts"].verdict != "above both":
+    if groups["held-out prompts"].verdict != "both":
         sys.exit("held-out prompts: not clearly above chance and the majority class")
 
 
@@ -234,8 +234,16 @@ def final_table(datasets: dict[str, dict[str, Final]], groups: dict[str, Final])
             rows.append(
                 [name, *counts, f"{of.mean:.1f}", seeds, *intervals, *baselines, of.verdict]
             )
-    header = ["dataset", "prompts", "examples", "mean", "seeds", "95%, examples", "95%, seeds"]
-    return markdown_table([*header, "chance", "majority", ""], rows)
+    header = [
+        "dataset",
+        "prompts",
+        "examples",
+        "mean",
+        "of each seed",
+        "95%, examples",
+        "95%, seeds",
+    ]
+    return markdown_table([*header, "chance", "majority", "clearly above"], rows)
 
 
 def shown(interval: Interval | None) -> str:
