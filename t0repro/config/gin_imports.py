@@ -27,7 +27,7 @@ Allowlist = Sequence[str] | None
 
 @dataclasses.dataclass(frozen=True)
 class GinImport:
-    """An `import` line of a gin file or an override.
+    """An `import` line of a gin file or an override, or a binding of `DatasetConfig.module`.
 
     Attributes:
       module: The module, as the line names it.
@@ -86,6 +86,8 @@ def list_imports(
 ) -> list[GinImport]:
     """The imports of gin files, their includes and overrides, in order; nothing is imported.
 
+    The modules that T5X's `DatasetConfig.module` names, mostly through a macro, come last.
+
     Args:
       files: The gin files.
       overrides: Statements of the command line.
@@ -96,13 +98,31 @@ def list_imports(
       UserError: If a file is missing or is not a gin file, or files include each other.
     """
     cloud.guard_gin()
+    from gin.config_parser import BindingStatement, ImportStatement
+
     with configuration_errors():
-        found = [line for file in files for line in _imports_of_file(file, ["", *folders], ())]
-        found += _imports("\n".join(overrides), ["", *folders], ())
+        read = [line for file in files for line in _statements_of_file(file, ["", *folders], ())]
+        read += _statements("\n".join(overrides), ["", *folders], ())
+    named = [(line.module, line.location) for line in read if isinstance(line, ImportStatement)]
+    named += _dataset_modules([line for line in read if isinstance(line, BindingStatement)])
     return [
-        GinImport(line.module, _place(line.location), is_allowed(line.module, allowlist))
-        for line in found
+        GinImport(module, _place(location), is_allowed(module, allowlist))
+        for module, location in dict.fromkeys(named)
     ]
+
+
+def _dataset_modules(bindings: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+    """Yields the modules that `DatasetConfig.module` is bound to, with the line that names each."""
+    # Of several bindings of one name, gin takes the last.
+    last = {(line.scope, line.selector, line.arg_name): line for line in bindings}
+    # A macro's binding has no argument: its name stands as the selector.
+    macros = {line.selector: line for line in bindings if not line.arg_name}
+    for line in last.values():
+        if line.arg_name == "module" and line.selector.endswith("DatasetConfig"):
+            if isinstance(line.value, _Macro):
+                line = macros.get(line.value.name, line)
+            if isinstance(line.value, str):
+                yield line.value, line.location
 
 
 def mesh_folders(prefixes: Sequence[str]) -> list[str]:
@@ -120,8 +140,8 @@ def _package(name: str) -> str:
     return os.path.dirname(spec.origin)
 
 
-def _imports_of_file(file: str, folders: Sequence[str], within: tuple[str, ...]) -> Iterator[Any]:
-    """Yields the import statements of a file; `within` are the files that include it."""
+def _statements_of_file(file: str, folders: Sequence[str], within: tuple[str, ...]) -> Iterator[Any]:
+    """Yields a file's imports and bindings, includes read; `within` are the files around it."""
     import gin.config
 
     if file in within:
@@ -141,7 +161,7 @@ def _imports_of_file(file: str, folders: Sequence[str], within: tuple[str, ...])
                 logging.disable(logging.NOTSET)
             if found:
                 with reader(path) as text:
-                    yield from _imports(text, folders, (*within, file))
+                    yield from _statements(text, folders, (*within, file))
                 return
     raise UserError(
         f"There is no gin file {file}.",
@@ -150,25 +170,32 @@ def _imports_of_file(file: str, folders: Sequence[str], within: tuple[str, ...])
     )
 
 
-def _imports(text: Any, folders: Sequence[str], within: tuple[str, ...]) -> Iterator[Any]:
-    """Yields the import statements of an open file, or of overrides in one string."""
+def _statements(text: Any, folders: Sequence[str], within: tuple[str, ...]) -> Iterator[Any]:
+    """Yields the imports and bindings of an open file, or of overrides in one string."""
     from gin import config_parser
 
     for statement in config_parser.ConfigParser(text, _Unresolved()):
         if isinstance(statement, config_parser.IncludeStatement):
-            yield from _imports_of_file(statement.filename, folders, within)
-        elif isinstance(statement, config_parser.ImportStatement):
+            yield from _statements_of_file(statement.filename, folders, within)
+        else:
             yield statement
 
 
+@dataclasses.dataclass(frozen=True)
+class _Macro:
+    """A reference to a macro, as in `module = %MIXTURE_OR_TASK_MODULE`."""
+
+    name: str
+
+
 class _Unresolved:
-    """A parser delegate that looks nothing up: references and macros stand for nothing."""
+    """A parser delegate that looks nothing up: references stand for nothing, macros for their names."""
 
     def configurable_reference(self, scoped_configurable_name: str, evaluate: bool) -> None:
         del scoped_configurable_name, evaluate
 
-    def macro(self, macro_name: str) -> None:
-        del macro_name
+    def macro(self, macro_name: str) -> _Macro:
+        return _Macro(macro_name)
 
 
 def _place(location: Any) -> str:

@@ -66,6 +66,22 @@ def test_a_listing_ends_at_a_missing_file_a_circle_and_what_is_no_gin(stranger):
         assert "loop.gin" in str(caught.value.where) and caught.value.fix
 
 
+def test_a_listing_has_the_modules_of_datasets_with_the_line_that_names_them(stranger):
+    path = stranger / "run.gin"
+    path.write_text(f"{RUN}infer_eval/utils.DatasetConfig.module = 'others'\n")
+    folders = [str(gin_files.shipped_files())]
+    override = "MIXTURE_OR_TASK_MODULE = 'stranger_tasks'"
+    found = gin_imports.list_imports([str(path)], [override], folders, ["others"])
+    modules = {line.module: (line.allowed, line.place) for line in found}
+    assert modules["stranger_tasks"] == (False, f"the command line: {override!r}")
+    assert modules["others"] == (True, f"{path}:3")
+    assert not (stranger / "ran").exists()
+    # Without a module, pretrain.gin's None names nothing.
+    assert "stranger_tasks" not in [
+        line.module for line in gin_imports.list_imports([str(path)], [], folders, None)
+    ]
+
+
 def test_a_listing_finds_what_t5s_own_files_import():
     folders = gin_imports.mesh_folders(())
     found = gin_imports.list_imports(["dataset.gin", "models/t5.1.1.small.gin"], [], folders, [])
