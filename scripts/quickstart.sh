@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The main job from prompts to report, on the embedded demo: cache, train on JAX, go on training on both
-# stacks, evaluate on both, convert there and back, report. Under 4 minutes on two idle cores.
+# stacks, evaluate on both, convert there and back, report. Under 2 minutes on two idle cores.
 #
 #   bash scripts/quickstart.sh                                      # the embedded demo
 #   T0REPRO_DATA_DIR=DIR T0REPRO_VOCAB=FILE bash scripts/quickstart.sh   # the same on real datasets
@@ -28,48 +28,77 @@ else
   name=demo
   rows="SYNTHETIC rows: these figures say nothing about the real datasets"
   seqio_task=demo_synthetic_glue_mrpc_want_to_know_score_eval
-  export TRAIN_STEPS=${TRAIN_STEPS:-400}
+  # Targets have at most 7 tokens, so that a row's examples seldom need more than 16.
+  export TARGETS_LENGTH=${TARGETS_LENGTH:-16} TRAIN_STEPS=${TRAIN_STEPS:-250}
 fi
 run=${RUN_DIR:-runs/quickstart_$name}
-mkdir -p "$run"
+mkdir -p "$run/logs"
 export MODULE=t0repro.tasks.$name MIXTURE_NAME=${name}_train EVAL_MIXTURE_NAME=${name}_eval_score_eval
 export CACHE_DIR=$run/cache
-more_steps=$((TRAIN_STEPS + 20))
 model=$run/model
-started=$SECONDS
+# What JAX compiles for one command, another finds there.
+export JAX_COMPILATION_CACHE_DIR=$run/programs
 
+started=$SECONDS
 say() { printf '\n== %s  [%d:%02d]\n' "$1" $(((SECONDS - started) / 60)) $(((SECONDS - started) % 60)); }
 
+# `beside NAME COMMAND` starts a command beside those that follow, so that each has a core; `joined NAME`
+# waits for it and prints what it printed.
+declare -A others=()
+beside() {
+  set -m # in a process group of its own, which can be ended as a whole
+  "${@:2}" >"$run/logs/$1.log" 2>&1 </dev/null &
+  set +m
+  others[$1]=$!
+}
+joined() {
+  local status=0
+  printf '\n-- beside it, %s:\n' "$1"
+  wait "${others[$1]}" || status=$?
+  cat "$run/logs/$1.log"
+  return "$status"
+}
+trap 'for group in "${others[@]}"; do kill -- "-$group" 2>/dev/null || true; done' EXIT
+
 # float32 masters, which T0's TPU runs hold in bfloat16: what one stack saves, the other reads bit for bit.
-exact=(--gin_param="utils.get_variable_dtype.master_dtype = 'float32'")
+train() { bash scripts/train.sh --gin_param="utils.get_variable_dtype.master_dtype = 'float32'" "$@"; }
 
 # ---- 1: prompted tasks, cached --------------------------------------------------------------------------
 say "1/6  caching the tasks of $MIXTURE_NAME and $EVAL_MIXTURE_NAME"
 t0repro cache --module_import "$MODULE" --mixture "$MIXTURE_NAME,$EVAL_MIXTURE_NAME" \
   --output_cache_dir "$CACHE_DIR" --min_shards 4
 # One of the tasks by SeqIO's own command as well: the same examples, with every field.
-MIXTURE='' TASKS=$seqio_task CACHE_DIR=$run/seqio_cache bash scripts/cache.sh
-TF_CPP_MIN_LOG_LEVEL=2 CUDA_VISIBLE_DEVICES='' python -P -W ignore scripts/same_examples.py "$CACHE_DIR/$seqio_task" "$run/seqio_cache/$seqio_task"
+cache_by_seqio() {
+  MIXTURE='' TASKS=$seqio_task CACHE_DIR=$run/seqio_cache bash scripts/cache.sh
+  TF_CPP_MIN_LOG_LEVEL=2 CUDA_VISIBLE_DEVICES='' python -P -W ignore scripts/same_examples.py \
+    "$CACHE_DIR/$seqio_task" "$run/seqio_cache/$seqio_task"
+}
+beside seqio_cache_tasks cache_by_seqio
 
 # ---- 2: training on JAX ---------------------------------------------------------------------------------
 say "2/6  training a small T5 1.1 on JAX for $TRAIN_STEPS steps ($rows)"
-MODEL_DIR=$model bash scripts/train.sh --backend=jax "${exact[@]}" "$@"
+MODEL_DIR=$model train --backend=jax "$@"
+joined seqio_cache_tasks
 
 # ---- 3: the same checkpoint, trained on by both stacks with the same gin parameters --------------------
 say "3/6  20 more steps on both stacks from the same checkpoint ($rows)"
 [[ -d $run/model_mtf ]] || t0repro convert "$model" "$run/model_mtf" --to mtf
 cp "$model/operative_config.gin" "$run/model_mtf/"
-for stack in mtf jax; do
-  INIT_CHECKPOINT=$run/model_mtf/model.ckpt-$TRAIN_STEPS MODEL_DIR=$run/continued_$stack \
-    TRAIN_STEPS=$more_steps bash scripts/train.sh --backend=$stack "${exact[@]}" "$@" \
+continue_on() {
+  INIT_CHECKPOINT=$run/model_mtf/model.ckpt-$TRAIN_STEPS MODEL_DIR=$run/continued_$1 \
+    TRAIN_STEPS=$((TRAIN_STEPS + 20)) train --backend="$1" "${@:2}" \
     --gin_param="mesh_train_dataset_fn.seed = 17"
-done
+}
+beside continued_on_mtf continue_on mtf "$@"
+continue_on jax "$@"
+joined continued_on_mtf
 t0repro compare mtf="$run/continued_mtf/metrics.jsonl" jax="$run/continued_jax/metrics.jsonl"
 
 # ---- 4: rank classification on both stacks ---------------------------------------------------------------
 say "4/6  rank classification on both stacks ($rows)"
+MODEL_DIR=$run/model_mtf beside evaluated_on_mtf bash scripts/rank_eval.sh --backend=mtf
 MODEL_DIR=$model bash scripts/rank_eval.sh --backend=jax
-MODEL_DIR=$run/model_mtf bash scripts/rank_eval.sh --backend=mtf
+joined evaluated_on_mtf
 t0repro compare mtf="$run/model_mtf/validation_eval" jax="$model/validation_eval"
 
 # ---- 5: conversion ---------------------------------------------------------------------------------------

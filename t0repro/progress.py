@@ -4,10 +4,43 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import TextIO
 
 _SECONDS_BETWEEN_LINES = 5.0
+
+
+@contextlib.contextmanager
+def working(doing: str, stream: TextIO | None = None, every: float = 10.0) -> Iterator[None]:
+    """Says at once what is being done, and every few seconds that it still is.
+
+    For work that cannot count, such as compiling.
+
+    Args:
+      doing: The activity: "compiling the train step".
+      stream: Where to write; defaults to standard error.
+      every: Seconds between lines.
+    """
+    started, ended = time.monotonic(), threading.Event()
+
+    def say(suffix: str) -> None:
+        print(f"{doing}{suffix}", file=stream or sys.stderr, flush=True)
+
+    def beat() -> None:
+        while not ended.wait(every):
+            say(f": {time.monotonic() - started:.0f} s")
+
+    say(" ...")
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 @contextlib.contextmanager
@@ -32,6 +65,7 @@ def count_progress(
             return f"{counts}, about {left:.0f} s left"
 
         print_line = functools.partial(terminal.print, highlight=False)
+        print_line(f"{doing} {total:,} {things} ...")
         yield _line_printer(print_line, total, line, at_end=True)
         return
     columns = (

@@ -1,5 +1,8 @@
 """Progress: a bar on a terminal, lines elsewhere, and the least that is of use."""
 
+import io
+import time
+
 import pytest
 
 from t0repro import progress
@@ -20,9 +23,21 @@ def test_counts_say_now_and_then_how_fast_and_how_long_still(clock, capsys):
             clock[0] += 2.0
             advance(500)
     assert capsys.readouterr().err.splitlines() == [
+        "scoring 3,000 pairs ...",
         "scored 1,500 of 3,000 pairs, 250.0/s, about 6 s left",
         "scored 3,000 of 3,000 pairs, 250.0/s, about 0 s left",
     ]
+
+
+def test_work_that_cannot_count_says_at_once_what_it_does_and_then_that_it_still_does():
+    said = io.StringIO()
+    with progress.working("compiling", said, every=0.01):
+        assert said.getvalue() == "compiling ...\n"
+        while said.getvalue().count("\n") < 3:
+            time.sleep(0.01)
+    lines = said.getvalue().splitlines()
+    time.sleep(0.03)
+    assert lines[1] == "compiling: 0 s" and said.getvalue().splitlines() == lines
 
 
 def test_small_work_on_bytes_says_nothing_and_large_work_speaks_in_gigabytes(clock, capsys):

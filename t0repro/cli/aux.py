@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from t0repro.cli.echo import echo
 from t0repro.cli.gin_options import GinBindings, GinFiles, GinSearchPaths, t5x_inputs
 from t0repro.cli.options import AsJson
 from t0repro.cli.results import print_json
@@ -54,6 +55,7 @@ def aux(
             where="--model_dir",
             fix="Give the folder of the training; it may not exist yet.",
         )
+    echo(f"looking for checkpoints in {model_dir} ...", err=True)
     gin = t5x_inputs("train", gin_file, gin_bindings, gin_search_paths)
     done = make_controller(model_dir, jobs, gin, typer.echo).run(lambda: not once)
     raise typer.Exit(0 if done else 1)

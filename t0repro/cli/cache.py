@@ -70,6 +70,7 @@ def cache(
             "Nothing was named to cache.",
             fix="Give --tasks 'super_glue_rte_*' or --mixture t0_eval_score_eval.",
         )
+    echo("reading the list of tasks ...", err=True)
     from t0repro.progress import count_progress
     from t0repro.tasks.prompt_cache.cache import cache_tasks, default_workers
     from t0repro.tasks.prompt_cache.plan import Request

@@ -59,6 +59,7 @@ def diff(
 
     Example: t0repro checkpoint diff runs/t0 runs/t0_jax
     """
+    echo(f"reading {a} and {b} ...", err=True)
     from t0repro.converters.compare import compare
 
     comparison = compare(a, b, tolerance=tol, slots=slots)
@@ -78,6 +79,7 @@ def verify(path: _Path, step: _Step = None) -> None:
 
     Example: t0repro checkpoint verify runs/t0_jax
     """
+    echo(f"reading {path} ...", err=True)
     from t0repro.converters.verification import verify as verify_checkpoint
 
     verification = verify_checkpoint(path, step)
@@ -138,6 +140,7 @@ def fetch(
 
     Example: T0REPRO_CHECKPOINT_HUB=1 t0repro checkpoint fetch t5.1.1.lm100k.xl --to runs/lm100k
     """
+    echo(f"looking for the files of {name} ...", err=True)
     from t0repro.converters import released as released_checkpoints
 
     found = released_checkpoints.find(name)

@@ -114,6 +114,7 @@ def convert(
 
     Example: t0repro convert runs/t0/model.ckpt-1112200 runs/t0_jax --to jax
     """
+    echo(f"reading {src} ...", err=True)
     from t0repro.converters.convert import convert as convert_checkpoint
     from t0repro.converters.options import Options
 

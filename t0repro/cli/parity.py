@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from t0repro.cli.echo import echo
 from t0repro.cli.gin_options import (
     GinFiles,
     GinFolders,
@@ -82,9 +83,11 @@ def parity(
         --gin_param "pack_dataset.use_custom_ops = False" --gin_param "utils.run.mesh_shape = []"
         --gin_param "dropout_rate = 0.0" --steps 20 --out runs/parity
     """
+    echo("reading gin files and data, with t5 and Mesh TensorFlow ...", err=True)
     from absl import logging
 
     from t0repro.parity import report, run
+    from t0repro.progress import working
 
     logging.set_verbosity(logging.ERROR)  # hides SeqIO's advice about uncached data
     inputs = mesh_inputs(
@@ -96,11 +99,11 @@ def parity(
         model_dir=str(out / run.MESH_FOLDER),
     )
     job = run.make_job(inputs, out, steps=steps, start=start, dtype=dtype, eval_task=eval_task)
-    typer.echo(f"Mesh TensorFlow: {counted(len(job.batches), 'step')}", err=True)
     # First, because without --from the JAX side starts from what Mesh TensorFlow draws.
-    reference, start_step = run.run_mesh_side(job)
-    typer.echo(f"JAX: {counted(len(job.batches), 'step')}", err=True)
-    found = run.compare_sides(job, reference, start_step, inject.value if inject else None)
+    with working(f"Mesh TensorFlow: {counted(len(job.batches), 'step')}"):
+        reference, start_step = run.run_mesh_side(job)
+    with working(f"JAX: {counted(len(job.batches), 'step')}"):
+        found = run.compare_sides(job, reference, start_step, inject.value if inject else None)
     for path in report.write_report(found, job):
         typer.echo(path)
     typer.echo(report.verdict(found))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from t0repro.cli.echo import echo
 from t0repro.cli.gin_options import GinFolders, GinParams, RunMode, RunModes, mesh_inputs
 from t0repro.cli.process_flags import ProcessOptions
 from t0repro.cli.shared import with_groups
@@ -119,6 +120,7 @@ def _mesh_config(
     gin_location_prefix: list[str] | None,
     float32: bool,
 ) -> RunConfig:
+    echo("reading gin files, with t5 and Mesh TensorFlow ...", err=True)
     from t0repro.config.mtf.dialect import load
 
     inputs = mesh_inputs(options.gin_file, gin_param, gin_location_prefix, options.module_import)

@@ -33,8 +33,8 @@ class ProcessOptions:
         typer.Option(min=1, help="Seconds to wait for the other processes.", show_default="300"),
     ] = None
 
-    def joined(self) -> contextlib.AbstractContextManager[None]:
-        """A context in which this process is one of those that flags or environment name.
+    def __post_init__(self) -> None:
+        """Refuses flags that do not fit together before any gin file is read.
 
         Raises:
           UserError: if the flags do not say where the first process is.
@@ -47,6 +47,9 @@ class ProcessOptions:
                 where="--process_count",
                 fix="Give all three; or add --multiprocess_gpu where JAX knows the cluster.",
             )
+
+    def joined(self) -> contextlib.AbstractContextManager[None]:
+        """A context in which this process is one of those that flags or environment name."""
         from t0repro.partitioning import processes
 
         return processes.joined(

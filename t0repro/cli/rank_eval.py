@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from t0repro.cli.echo import echo
 from t0repro.cli.options import DType, Label, Modules, Resamples, Title, TrainMixtures
 from t0repro.cli.process_flags import ProcessOptions
 from t0repro.cli.shared import with_groups
@@ -119,6 +120,7 @@ def rank_eval(
     Example: t0repro rank-eval --checkpoint runs/demo/model --mixture demo_eval_score_eval
     --module_import t0repro.tasks.demo --out runs/demo/rank_eval
     """
+    echo("importing JAX, and the tasks with SeqIO ...", err=True)
     # Tasks look for the variable when their rows are read.
     if data is not None:
         os.environ["T0REPRO_DATA_DIR"] = str(data)
@@ -185,6 +187,7 @@ def _evaluate(
     from t0repro.evaluation.rank_eval import rank_eval as evaluate
     from t0repro.locks import folder_lock
     from t0repro.partitioning.processes import held_by_first, output_folder
+    from t0repro.progress import working
     from t0repro.reports.report_page import brief_page
     from t0repro.reports.terminal import print_page
 
@@ -192,7 +195,8 @@ def _evaluate(
     fix = "Wait for it to end, or choose another --out."
     with held_by_first(lambda: folder_lock(out, "rank evaluation", fix=fix)):
         out = output_folder(out, resumed=True)
-        opened = open_checkpoint(checkpoint, step, settings.activation, model_parallelism)
+        with working(f"reading {checkpoint}"):
+            opened = open_checkpoint(checkpoint, step, settings.activation, model_parallelism)
         outcome = evaluate(opened, mixture, out, settings)
         report, paths = write(outcome, opened.step, out)
     # In brief: everything is in the files.

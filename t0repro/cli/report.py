@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from t0repro.cli.echo import echo
 from t0repro.cli.options import (
     AsJson,
     BootstrapSeed,
@@ -103,6 +104,7 @@ def make(
     --module_import t0repro.tasks.demo --train_mixture demo_train
     --metrics runs/demo/metrics.jsonl --other mtf=runs/mtf/validation_eval
     """
+    echo(f"reading {eval_dir} ...", err=True)
     from t0repro.locks import folder_lock
     from t0repro.reports.bootstrap import Bootstrap
     from t0repro.reports.make_report import ReportOptions, make_report

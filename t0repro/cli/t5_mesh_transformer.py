@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from absl import app, flags, logging
 
 from t0repro.cli import aux_flags, process_flags, tracking
+from t0repro.cli.echo import echo
 from t0repro.cli.gate import USER_ERROR, gate
 from t0repro.cli.gin_options import allowlist_of
 from t0repro.cli.logs import SeqioOnce
@@ -41,6 +42,8 @@ def console_entry_point() -> None:
     """Runs the command with the arguments in sys.argv; the console script's entry point."""
     # A traceback of something unexpected is kept: it may come hours into a run.
     with gate("t5_mesh_transformer", show_unexpected=True) as settings:
+        # First, since even the flags are t5's own, whose import takes seconds.
+        echo("importing TensorFlow, t5 and Mesh TensorFlow ...", err=True)
         define_flags()
         sys.modules["__main__"].__doc__ = __doc__  # what absl prints above the flags on --help
 

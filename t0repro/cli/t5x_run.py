@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
+from t0repro.cli.echo import echo
 from t0repro.cli.gin_options import (
     GinBindings,
     GinFiles,
@@ -174,6 +175,7 @@ def parse_files(inputs: GinInputs) -> Parsed:
     Raises:
       UserError: see `t0repro.config.t5x.gin_files.parse`.
     """
+    echo("reading gin files ...", err=True)
     from t0repro.config.t5x.gin_files import parse
 
     parsed = parse(inputs)
@@ -188,6 +190,7 @@ def register(parsed: Parsed, options: T5xOptions) -> None:
     Raises:
       UserError: If a module cannot be found.
     """
+    echo("importing the tasks, with TensorFlow and SeqIO ...", err=True)
     from t0repro import compat
     from t0repro.tasks.registration import load_tasks
 

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from t0repro.cli.echo import echo
 from t0repro.cli.options import AsJson, ModulesOrT0, Templates, modules_or_t0
 from t0repro.cli.results import print_json
 from t0repro.words import counted, sized
@@ -102,6 +103,7 @@ def check_tasks(
 
     Example: t0repro tasks check --templates my_prompts.yaml
     """
+    echo("reading the list of tasks ...", err=True)
     _register(module_import, templates)
     from t0repro.progress import count_progress
     from t0repro.tasks.inspect import checking, tables
@@ -140,6 +142,7 @@ def fetch_p3(
 
     Example: t0repro tasks fetch-p3 --tasks 'super_glue_rte_*' --to runs/p3
     """
+    echo("looking for the files of these tasks ...", err=True)
     from t0repro.hub_files import HubRepository
     from t0repro.tasks import p3
 

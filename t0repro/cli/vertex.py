@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -10,6 +11,7 @@ from t0repro.cli.echo import echo
 from t0repro.cli.gin_options import GinBindings, GinFiles
 from t0repro.cli.options import AsJson
 from t0repro.cli.results import print_json
+from t0repro.cli.shared import with_groups
 from t0repro.cli.spelling import canonical_arguments, with_t5x_overrides
 from t0repro.errors import UserError
 from t0repro.vertex.arguments import MESH_TRANSFORMER
@@ -41,8 +43,80 @@ PollSeconds = Annotated[
 ]
 Job = Annotated[str, typer.Argument(help="The job's number or resource name.")]
 
+_ASKING = "asking Vertex AI ..."  # before Google's client, whose import takes seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class JobOptions:
+    """What a job runs on, and as what."""
+
+    machine_type: Annotated[str, typer.Option(help="cloud-tpu, a2-highgpu-1g, ...")] = "cloud-tpu"
+    accelerator_type: Annotated[
+        str | None, typer.Option(help="TPU_V2, TPU_V3, NVIDIA_TESLA_A100, ...")
+    ] = None
+    accelerator_count: Annotated[
+        int, typer.Option(min=0, help="TPU cores in all, or GPUs of each machine.")
+    ] = 0
+    replica_count: Annotated[int, typer.Option(min=1, help="Machines.")] = 1
+    service_account: Annotated[str | None, typer.Option(help="What the job runs as.")] = None
+    network: Annotated[str | None, typer.Option(help="A network to peer with.")] = None
+    labels: Annotated[list[str] | None, typer.Option(help="KEY=VALUE; repeatable.")] = None
+
+    def request(self, display_name: str, image_uri: str, words: tuple[str, ...]) -> Request:
+        """The job that runs these words in the image."""
+        from t0repro.vertex.spec import Machines
+        from t0repro.vertex.submission import Request
+
+        return Request(
+            display_name=display_name,
+            image_uri=image_uri,
+            machines=Machines(
+                self.machine_type,
+                self.accelerator_type,
+                self.accelerator_count,
+                self.replica_count,
+            ),
+            words=words,
+            labels=_labels(self.labels or []),
+            service_account=self.service_account,
+            network=self.network,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class TrackingOptions:
+    """Where a job is tracked."""
+
+    experiment: Annotated[
+        str | None, typer.Option(help="Track the job in this experiment, which must exist.")
+    ] = None
+    run_name: Annotated[str | None, typer.Option(help="The run's name there; a new one.")] = None
+    tensorboard: Annotated[
+        str | None,
+        typer.Option(help="A TensorBoard's number or resource name.", show_default="experiment's"),
+    ] = None
+
+    def tracking(self) -> Tracking | None:
+        """What these ask for; None if nothing.
+
+        Raises:
+          UserError: If only one of experiment and name is given.
+        """
+        from t0repro.vertex.experiments import Tracking
+
+        if self.experiment and self.run_name:
+            return Tracking(self.experiment, self.run_name, self.tensorboard)
+        if self.experiment is None and self.run_name is None:
+            return None
+        raise UserError(
+            "A tracked job takes both an experiment and a name for the run.",
+            where="--experiment, --run_name",
+            fix="Give both, or neither.",
+        )
+
 
 @app.command()
+@with_groups
 def submit(
     context: typer.Context,
     project: Project,
@@ -52,6 +126,8 @@ def submit(
     ],
     image_uri: Annotated[str, typer.Option(help="The container's image.")],
     display_name: Annotated[str, typer.Option(help="The job's name in the console.")],
+    job: JobOptions,
+    tracked: TrackingOptions,
     command: Annotated[
         list[str] | None,
         typer.Argument(
@@ -66,25 +142,6 @@ def submit(
     ] = None,
     gin_file: GinFiles = None,
     gin_bindings: GinBindings = None,
-    machine_type: Annotated[str, typer.Option(help="cloud-tpu, a2-highgpu-1g, ...")] = "cloud-tpu",
-    accelerator_type: Annotated[
-        str | None, typer.Option(help="TPU_V2, TPU_V3, NVIDIA_TESLA_A100, ...")
-    ] = None,
-    accelerator_count: Annotated[
-        int, typer.Option(min=0, help="TPU cores in all, or GPUs of each machine.")
-    ] = 0,
-    replica_count: Annotated[int, typer.Option(min=1, help="Machines.")] = 1,
-    experiment: Annotated[
-        str | None, typer.Option(help="Track the job in this experiment, which must exist.")
-    ] = None,
-    run_name: Annotated[str | None, typer.Option(help="The run's name there; a new one.")] = None,
-    tensorboard: Annotated[
-        str | None,
-        typer.Option(help="A TensorBoard's number or resource name.", show_default="experiment's"),
-    ] = None,
-    service_account: Annotated[str | None, typer.Option(help="What the job runs as.")] = None,
-    network: Annotated[str | None, typer.Option(help="A network to peer with.")] = None,
-    labels: Annotated[list[str] | None, typer.Option(help="KEY=VALUE; repeatable.")] = None,
     xmanager: Annotated[
         Executor | None,
         typer.Option(help="Submit as an experiment of XManager, to run there or on this machine."),
@@ -107,29 +164,12 @@ def submit(
         --gin.MODEL_DIR="'/gcs/B/small'" --experiment t5 --run_name small-1 --wait
       t0repro vertex submit ... -- t5_mesh_transformer --backend=mtf --model_dir=gs://B/t0 ...
     """
+    echo("checking the job ...", err=True)
     from t0repro.vertex.cloud import Place
-    from t0repro.vertex.spec import Machines
-    from t0repro.vertex.submission import Request
 
     place = Place(project, location, staging_bucket)
-    request = Request(
-        display_name=display_name,
-        image_uri=image_uri,
-        machines=Machines(machine_type, accelerator_type, accelerator_count, replica_count),
-        words=_words(run_mode, gin_file or [], gin_bindings or [], command or []),
-        labels=_labels(labels or []),
-        service_account=service_account,
-        network=network,
-    )
-    if (experiment is None) != (run_name is None):
-        raise UserError(
-            "A tracked job takes both an experiment and a name for the run.",
-            where="--experiment, --run_name",
-            fix="Give both, or neither.",
-        )
-    from t0repro.vertex.experiments import Tracking
-
-    tracking = Tracking(experiment, run_name, tensorboard) if experiment and run_name else None
+    words = _words(run_mode, gin_file or [], gin_bindings or [], command or [])
+    request, tracking = job.request(display_name, image_uri, words), tracked.tracking()
     if xmanager and (tracking or wait):
         raise UserError(
             "XManager keeps its own record of experiments, and waits for jobs itself.",
@@ -275,6 +315,7 @@ def status(
 
     Example: t0repro vertex status 1234567890 --project P --location europe-west4
     """
+    echo(_ASKING, err=True)
     from t0repro.vertex.cloud import Place
     from t0repro.vertex.ending import follow, record_of
     from t0repro.vertex.jobs import look
@@ -324,6 +365,7 @@ def logs(
 
     Example: t0repro vertex logs 1234567890 --project P --location europe-west4 --last 100
     """
+    echo(_ASKING, err=True)
     from t0repro.vertex import jobs
     from t0repro.vertex.cloud import Place
 
@@ -337,6 +379,7 @@ def cancel(job: Job, project: Project, location: Location) -> None:
 
     Example: t0repro vertex cancel 1234567890 --project P --location europe-west4
     """
+    echo(_ASKING, err=True)
     from t0repro.vertex import jobs
     from t0repro.vertex.cloud import Place
 
@@ -360,6 +403,7 @@ def compare(
     Example: t0repro vertex compare t5 --run small-1 --run small-2 --project P
     --location europe-west4
     """
+    echo(_ASKING, err=True)
     from t0repro.terminal import print_table, terminal
     from t0repro.vertex.cloud import Place
     from t0repro.vertex.comparison import read_runs, table

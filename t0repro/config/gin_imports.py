@@ -140,7 +140,9 @@ def _package(name: str) -> str:
     return os.path.dirname(spec.origin)
 
 
-def _statements_of_file(file: str, folders: Sequence[str], within: tuple[str, ...]) -> Iterator[Any]:
+def _statements_of_file(
+    file: str, folders: Sequence[str], within: tuple[str, ...]
+) -> Iterator[Any]:
     """Yields a file's imports and bindings, includes read; `within` are the files around it."""
     import gin.config
 
@@ -189,7 +191,7 @@ class _Macro:
 
 
 class _Unresolved:
-    """A parser delegate that looks nothing up: references stand for nothing, macros for their names."""
+    """A parser delegate that looks nothing up: of a reference only a macro's name is kept."""
 
     def configurable_reference(self, scoped_configurable_name: str, evaluate: bool) -> None:
         del scoped_configurable_name, evaluate

@@ -16,6 +16,7 @@ from t0repro.config.configuration import Configuration, RunInputs
 from t0repro.config.mtf import jax_model
 from t0repro.config.run_config import RunConfig
 from t0repro.mesh import hooks, model_api
+from t0repro.progress import working
 
 # t5's main binds these types to float32 in every run without --tpu.
 _FLOAT32_ON_CPU = ("slice", "activation")
@@ -74,9 +75,15 @@ def _run(flags: Any, inputs: RunInputs | None) -> None:
             # size was computed with that mesh, and is bound so that it stays the same.
             gin.bind_parameter("run.mesh_shape", [])
             gin.bind_parameter("run.batch_size", inputs.batch_size)
-    utils.run(
-        tpu_job_name=None, tpu=None, gcp_project=None, tpu_zone=None, model_dir=flags.model_dir
-    )
+    # A training shows its steps once the graph is built; Mesh TensorFlow's other modes show nothing.
+    shown = working(f"Mesh TensorFlow runs {inputs.mode}")
+    if inputs.mode == "train":
+        print("building Mesh TensorFlow's graph ...", file=sys.stderr, flush=True)
+        shown = contextlib.nullcontext()
+    with shown:
+        utils.run(
+            tpu_job_name=None, tpu=None, gcp_project=None, tpu_zone=None, model_dir=flags.model_dir
+        )
 
 
 def record_command(model_dir: str) -> None:

@@ -17,13 +17,17 @@ _BOX = 0.22
 
 
 def accuracy_plot(
-    datasets: Sequence[DatasetResult], label: str, published: Sequence[PublishedFigure] = ()
+    datasets: Sequence[DatasetResult],
+    label: str,
+    confidence: str,
+    published: Sequence[PublishedFigure] = (),
 ) -> str:
     """A row per dataset: box and dots over prompts, chance, majority, mean with its interval.
 
     Args:
       datasets: at least one.
       label: what assistive technology reads.
+      confidence: that of the means' intervals, as in `95%`.
       published: figures to draw as lettered lines in the rows of their datasets.
     """
 
@@ -36,7 +40,7 @@ def accuracy_plot(
         # The first dataset is at the top, where the largest y is.
         for row, (name, dataset) in enumerate(zip(names, datasets, strict=True)):
             y = pitch * (len(datasets) - 1 - row)
-            _draw_dataset(drawing, axes, y, row, dataset)
+            _draw_dataset(drawing, axes, y, row, dataset, confidence)
             _draw_published(drawing, axes, y, row, dataset, published)
             if drawing.narrow:
                 axes.text(-1, y + 0.5, name, va="center", color=ROLES["ink"])
@@ -92,7 +96,9 @@ def _draw_published(
         )
 
 
-def _draw_dataset(drawing: Drawing, axes, y: float, row: int, dataset: DatasetResult) -> None:
+def _draw_dataset(
+    drawing: Drawing, axes, y: float, row: int, dataset: DatasetResult, confidence: str
+) -> None:
     """Chance, the majority class, the box, the dots and, below them, the mean's interval."""
     tips = drawing.tips
     for name, value, dashes in (
@@ -134,7 +140,7 @@ def _draw_dataset(drawing: Drawing, axes, y: float, row: int, dataset: DatasetRe
     axes.plot([mean], [low], marker="D", markersize=4.5, color=ROLES["ink"], gid=f"mean-{row}")
     tips[f"mean-{row}"] = (
         f"{dataset.dataset}: mean over prompts {mean:.1f}%,"
-        f" 95% interval {interval.low:.1f} to {interval.high:.1f}"
+        f" {confidence} interval {interval.low:.1f} to {interval.high:.1f}"
     )
 
 

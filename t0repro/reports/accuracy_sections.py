@@ -54,7 +54,7 @@ def _legend(report: Report) -> tuple[tuple[str, str], ...]:
     return (
         ("dot", "a prompt (hover or tap for its text)"),
         ("box", "quartiles, median and range over prompts"),
-        ("mean", f"mean over prompts and its {confidence(report)} interval"),
+        ("mean", f"mean over prompts and its {report.bootstrap.percent} interval"),
         ("line", "chance"),
         ("majority", "majority class"),
     )
@@ -75,7 +75,9 @@ def _plot_section(report: Report, group: GroupResult) -> Section:
         for (model, statistic), letter in published_letters(report.published).items()
         if (model, statistic) in drawn
     )
-    plot = accuracy_plot(members, f"Accuracy, {group.title}", report.published)
+    plot = accuracy_plot(
+        members, f"Accuracy, {group.title}", report.bootstrap.percent, report.published
+    )
     return Section(group.title, plot=plot, level=3, legend=legend)
 
 
@@ -153,11 +155,6 @@ def published_sections(report: Report) -> list[Section]:
     )
     # A section without rows is none at all.
     return [Section("Published figures", header=header, rows=rows)] * bool(rows)
-
-
-def confidence(report: Report) -> str:
-    """The intervals' confidence, as in `95%`."""
-    return f"{100 * report.bootstrap.confidence:g}%"
 
 
 def percent(value: float) -> Cell:

@@ -28,6 +28,11 @@ class Bootstrap:
     seed: int = 0
     confidence: float = 0.95
 
+    @property
+    def percent(self) -> str:
+        """The intervals' confidence in words, as in `95%`."""
+        return f"{100 * self.confidence:g}%"
+
     def interval(self, values: Float[np.ndarray, " replicates"]) -> Interval:
         """The central interval that holds `confidence` of the resampled values."""
         # 50 rather than 100: half of what is left out is on each side.

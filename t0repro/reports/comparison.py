@@ -117,6 +117,7 @@ class RunComparison:
       only_a: tasks that the second run lacks; only_b those that the first lacks.
       flips: the examples that are predicted differently, the first MAX_FLIPS_KEPT of them.
       datasets: accuracies; empty in reports written before schema 4.
+      bootstrap: how the intervals were made.
     """
 
     label_a: str
@@ -128,6 +129,7 @@ class RunComparison:
     only_b: tuple[str, ...]
     flips: tuple[Flip, ...]
     datasets: tuple[DatasetDifference, ...] = ()
+    bootstrap: Bootstrap = Bootstrap()
 
     @property
     def pairs(self) -> int:
@@ -226,6 +228,7 @@ def compare_runs(
             _difference(dataset, [ranked[task] for task in tasks], bootstrap)
             for dataset, tasks in sorted(by_dataset.items())
         ),
+        bootstrap=bootstrap,
     )
 
 

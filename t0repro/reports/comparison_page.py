@@ -66,8 +66,9 @@ def _warning(datasets: Sequence[str]) -> str:
 def accuracy_section(compared: RunComparison) -> Section:
     """Accuracies by dataset, with the difference's interval and McNemar's test."""
     a, b = compared.label_a, compared.label_b
+    interval = f"{compared.bootstrap.percent} interval"
     header = (
-        Column("dataset"), "prompts", "examples", a, b, "difference", "95% interval", "McNemar p",
+        Column("dataset"), "prompts", "examples", a, b, "difference", interval, "McNemar p",
         f"only {a} right", f"only {b} right", "agreement",
     )  # fmt: skip
     rows = tuple(

@@ -6,7 +6,6 @@ import datetime
 
 from t0repro.reports.accuracy_sections import (
     accuracy_sections,
-    confidence,
     prompts_section,
     published_sections,
     verdict,
@@ -134,7 +133,8 @@ def _card(report: Report, group: GroupResult) -> Card:
         title=group.title,
         figure=f"{group.mean:.1f}%",
         lines=(
-            f"{confidence(report)} interval {_range(group.interval.low, group.interval.high)};"
+            f"{report.bootstrap.percent} interval"
+            f" {_range(group.interval.low, group.interval.high)};"
             f" chance {group.chance:.1f}, majority class {group.majority:.1f}",
             f"{counted(group.datasets, 'dataset')}, {counted(group.prompts, 'prompt')}",
         ),
@@ -151,7 +151,7 @@ def _method(report: Report) -> list[str]:
         " and EOS. The first choice wins a tie; any right answer counts where there are several;"
         " an example whose answer is none of its choices (the column not a choice) counts as"
         " wrong.",
-        f"Intervals are {confidence(report)} percentile intervals of {bootstrap.replicates:,}"
+        f"Intervals are {bootstrap.percent} percentile intervals of {bootstrap.replicates:,}"
         f" bootstrap resamples of the examples (seed {bootstrap.seed}), the same resample for all"
         " prompts of a dataset; prompts are held fixed. The interval of a perfect or constant"
         " result has no width.",

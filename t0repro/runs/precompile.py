@@ -29,6 +29,7 @@ from t0repro.partitioning.collectives import Collective, collectives
 from t0repro.partitioning.devices import Partitioning, choose, line_of
 from t0repro.partitioning.flops import count_flops
 from t0repro.partitioning.topologies import GIB, Chip
+from t0repro.progress import working
 from t0repro.training.optimizers import make_optimizer
 from t0repro.training.schedules import make_schedule
 from t0repro.training.train_state import new_train_state
@@ -234,7 +235,7 @@ def _compiled(
         "slots": _bytes_per_device(getattr(state, "slots", {})),
     }
     held = facts["parameters"] + facts["slots"]
-    with partitioning.active():
+    with partitioning.active(), working(f"compiling {name}"):
         traced = jitted.trace(*arguments)
         facts["flops"] = count_flops(traced.jaxpr.jaxpr)
         try:

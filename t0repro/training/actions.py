@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import logging
 import os
 import signal
@@ -18,6 +19,7 @@ from jax.experimental import multihost_utils
 
 from t0repro.config.training_plan import SaveConfig
 from t0repro.partitioning.processes import SharedSignal, from_first, is_alone
+from t0repro.progress import working
 from t0repro.training.checkpoints import (
     list_checkpoints,
     start_checkpoint,
@@ -44,6 +46,9 @@ class Action:
 
     def start(self, loop: TrainingLoop, last_step: int) -> None:
         """Called when training starts, with the global step at which it will end."""
+
+    def before_first_step(self, loop: TrainingLoop) -> None:
+        """Called when the first batch is there, before its update is compiled."""
 
     def after_step(self, loop: TrainingLoop) -> None:
         """Called after each update, while the device may still be computing it."""
@@ -294,6 +299,8 @@ def _jax_was_told(step: int) -> bool:
 class ShowProgress(Action):
     """Shows a live line on a terminal, and elsewhere prints a line every few seconds.
 
+    Until the first step's metrics are there, it says that the step is being compiled.
+
     Each line has the step, the loss, examples and target tokens per second over the latest steps,
     and the time left.
 
@@ -307,6 +314,7 @@ class ShowProgress(Action):
         self._stream = stream or sys.stderr
         self._recent: deque[StepMetrics] = deque(maxlen=20)
         self._bar: Bar | None = None
+        self._compiling = contextlib.ExitStack()
         self._first = self._last = 0
         self._shown_at = 0.0
 
@@ -327,20 +335,29 @@ class ShowProgress(Action):
                 transient=True,
             )
             self._bar.start()
-            self._bar.add_task("compiling", total=last_step - self._first)
+            # Without a total the bar moves to and fro.
+            self._bar.add_task("compiling the train step", total=None)
+
+    def before_first_step(self, loop: TrainingLoop) -> None:
+        """Says, where there is no bar, that the step is being compiled."""
+        if self._bar is None:
+            self._compiling.enter_context(working("compiling the train step", self._stream))
 
     def on_metrics(self, metrics: StepMetrics) -> None:
         """Shows the step: always on a terminal, otherwise if the last line is old enough."""
         self._recent.append(metrics)
+        self._compiling.close()
         if self._bar is not None:
-            done = metrics.step - self._first
-            self._bar.update(self._bar.task_ids[0], completed=done, description=self._text())
+            done, total = metrics.step - self._first, self._last - self._first
+            task = self._bar.task_ids[0]
+            self._bar.update(task, completed=done, total=total, description=self._text())
         elif time.monotonic() - self._shown_at >= self._interval or metrics.step == self._last:
             self._shown_at = time.monotonic()
             print(self._text() + ", " + self._time_left() + " left", file=self._stream, flush=True)
 
     def end(self, loop: TrainingLoop) -> None:
         """Closes the live line and prints its last state."""
+        self._compiling.close()
         if self._bar is not None:
             self._bar.stop()
             self._bar = None

@@ -141,7 +141,10 @@ class TrainingLoop:
 
     def _steps(self, batches: Iterable[NumpyBatch], num_steps: int) -> None:
         stopped = self.trainer.stop_training  # before the first step, by an evaluation
-        for batch, wait in () if stopped else _timed(itertools.islice(batches, num_steps)):
+        timed = () if stopped else _timed(itertools.islice(batches, num_steps))
+        for number, (batch, wait) in enumerate(timed):
+            for action in () if number else self._actions:
+                action.before_first_step(self)
             before = self.step
             self._update(batch, wait)
             # An update that was held back does not count as a step.

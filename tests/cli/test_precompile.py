@@ -85,7 +85,7 @@ def test_two_processes_compile_for_the_devices_of_both_and_one_of_them_writes(tm
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--topology", "cpu-2", "--process_count", "2"], "One process compiles"),
+        (["--topology", "cpu-2", "--multiprocess_gpu"], "One process compiles"),
         (["--topology", "cpu-none"], "no topology 'cpu-none'"),
         (["--topology", "v3-500"], "no topology 'v3-500'"),
         (["--topology", "cpu-2", "--run_mode", "infer"], "takes a training"),

@@ -78,5 +78,6 @@ def test_a_run_goes_on_where_it_was_and_leaves_what_t5x_leaves(tmp_path):
 
 
 def test_one_of_several_processes_has_to_be_told_where_the_first_is(tmp_path):
-    code, _, said = train(tmp_path, 3, "--process_count=2")
-    assert code == 2 and "--process_count" in said
+    # Before any gin file is read: the one named here does not exist.
+    code, _, said = train(tmp_path, 3, "--process_count=2", "--gin_file=absent.gin")
+    assert code == 2 and "--process_count" in said and "absent" not in said

@@ -212,7 +212,9 @@ def test_the_command_shows_a_history(tmp_path):
 
 def test_the_page_says_how_the_test_was_made(tmp_path):
     a, b = (write_run(tmp_path / name, n) for n, name in enumerate("ab"))
-    assert "one cluster" in comparison_page([compare(a, b, PROMPTS)]).sections[-1].note
+    compared = compare_runs(Run("a", a), Run("b", b), PROMPTS, Bootstrap(50, confidence=0.9))
+    page = comparison_page([compared])
+    assert "one cluster" in page.sections[-1].note and "90% interval" in page.sections[0].header
 
 
 def test_pages_about_generated_rows_say_so_first(tmp_path):
