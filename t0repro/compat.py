@@ -59,6 +59,8 @@ _USELESS_LOG_LINES = (
     "global step (tf.train.get_global_step) has not been increased",  # it is read in mid-step
     "is being approximated by decoding from the tokenized",  # in every score_eval
     "AUC-pr and AUC-roc are not supported when num_classes > 2",  # from t5's rank classification
+    # Once for every task. t0repro.data.checks says what holds here, where a resumed run reads on.
+    "Using an uncached FunctionDataset for training",
 )
 
 # Modules whose Python warnings concern code that no user of this package can change.
@@ -112,6 +114,14 @@ def install() -> None:
     _installed = True
 
 
+def quiet_native_logs() -> None:
+    """Sets the level of TensorFlow's C++ log, in which its warnings repeat for every task.
+
+    Errors remain, and a level that the user has set. JAX sets another if it is imported first.
+    """
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+
 def quiet_logs() -> None:
     """Keeps TensorFlow's start-up chatter and the libraries' deprecation warnings off the terminal.
 
@@ -125,8 +135,9 @@ def quiet_logs() -> None:
             for module in _QUIET_MODULES:
                 warnings.filterwarnings("ignore", category=category, module=rf"{module}(\..*)?$")
         warnings.filterwarnings("ignore", message="pkg_resources is deprecated")
-    level = os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    with contextlib.nullcontext() if level == "0" else _without_lines(_START_UP_LINES):
+    quiet_native_logs()
+    loud = os.environ["TF_CPP_MIN_LOG_LEVEL"] == "0"
+    with contextlib.nullcontext() if loud else _without_lines(_START_UP_LINES):
         import tensorflow as tf
         from tensorflow.python.util import deprecation
 

@@ -15,6 +15,7 @@ import signal
 import sys
 from collections.abc import Iterator
 
+from t0repro import compat
 from t0repro.cli.echo import echo
 from t0repro.errors import UserError
 from t0repro.files import storage_error
@@ -57,6 +58,7 @@ def gate(command: str, *, show_unexpected: bool = False) -> Iterator[Settings]:
         hours into a run.
     """
     settings = Settings()
+    compat.quiet_native_logs()  # before anything imports JAX
     try:
         yield settings
     except (KeyboardInterrupt, SystemExit) as end:

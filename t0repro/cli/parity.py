@@ -84,12 +84,9 @@ def parity(
         --gin_param "dropout_rate = 0.0" --steps 20 --out runs/parity
     """
     echo("reading gin files and data, with t5 and Mesh TensorFlow ...", err=True)
-    from absl import logging
-
     from t0repro.parity import report, run
     from t0repro.progress import working
 
-    logging.set_verbosity(logging.ERROR)  # hides SeqIO's advice about uncached data
     inputs = mesh_inputs(
         gin_file,
         gin_param,

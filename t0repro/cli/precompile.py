@@ -197,6 +197,7 @@ def _check_tasks(parsed: Parsed, config: RunConfig, options: T5xOptions) -> None
 
 def _devices(topology: str | None) -> tuple:
     """What to compile for, what is published about it, and whether it computes in float32."""
+    echo("looking for devices, with JAX ...", err=True)
     import jax
 
     from t0repro.errors import UserError

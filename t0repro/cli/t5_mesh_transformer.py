@@ -250,10 +250,12 @@ def _check_inputs(inputs: RunInputs, *, jax: bool, at_hand: bool) -> None:
     """Checks what the run will read, before anything is built or written."""
     from t0repro.config import cloud
     from t0repro.converters import run_checks
-    from t0repro.data.checks import check_data
+    from t0repro.data.checks import check_data, note_uncached
 
     cloud.check_addresses(inputs, jax=jax)
     check_data(inputs, at_hand=at_hand)
+    if inputs.mode == "train" and inputs.mixture_or_task_name is not None:
+        note_uncached(inputs.use_cached)
     run_checks.check_checkpoints(inputs, jax=jax)
 
 

@@ -195,7 +195,6 @@ def register(parsed: Parsed, options: T5xOptions) -> None:
     from t0repro.tasks.registration import load_tasks
 
     # Before SeqIO, which needs what this repairs for today's Python.
-    compat.quiet_logs()
     compat.install()
     import seqio
     from absl import logging

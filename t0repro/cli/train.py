@@ -64,12 +64,15 @@ def train(
             vocabularies = (model.input_vocabulary, model.output_vocabulary)
             checks.check_training(config, vocabularies, typer.echo)
             return
+        from t0repro.data.checks import note_uncached
         from t0repro.jobs.beside import auxiliary_jobs_beside
         from t0repro.partitioning.processes import is_first
         from t0repro.runs import planned_start
 
         # One process speaks for all of them.
         if is_first():
+            if config.plan is not None:
+                note_uncached(config.plan.train_data.use_cached)
             beside.enter_context(tracked_training(tracker, Path(config.model_dir), config))
         if jobs.are_given and is_first():
             # The training's own bindings are not its jobs'.

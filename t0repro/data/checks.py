@@ -42,6 +42,15 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr)
 
 
+def note_uncached(use_cached: bool) -> None:
+    """Says once, before a training, what SeqIO would warn of for every task."""
+    if not use_cached:
+        _say(
+            "note: the tasks are not cached, so that their examples are made while they are read;"
+            " `t0repro cache` makes them once"
+        )
+
+
 def check_mixture(name: str) -> None:
     """Raises UserError unless a task or mixture of this name is registered."""
     import seqio

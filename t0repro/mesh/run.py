@@ -75,7 +75,7 @@ def _run(flags: Any, inputs: RunInputs | None) -> None:
             # size was computed with that mesh, and is bound so that it stays the same.
             gin.bind_parameter("run.mesh_shape", [])
             gin.bind_parameter("run.batch_size", inputs.batch_size)
-    # A training shows its steps once the graph is built; Mesh TensorFlow's other modes show nothing.
+    # Training shows its steps once the graph is built; Mesh TensorFlow's other modes show nothing.
     shown = working(f"Mesh TensorFlow runs {inputs.mode}")
     if inputs.mode == "train":
         print("building Mesh TensorFlow's graph ...", file=sys.stderr, flush=True)

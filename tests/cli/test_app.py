@@ -193,6 +193,51 @@ def test_a_shell_completes_commands_and_options(shell):
     assert shell != "bash" or done.stdout.split() == ["checkpoint"]
 
 
+# Ends the process, with a line, where something heavy is imported.
+UNTIL_HEAVY = """
+import os, sys
+
+class Heavy:
+    def find_spec(self, name, path=None, target=None):
+        if name in ("jax", "tensorflow", "seqio", "flax", "orbax", "google.cloud"):
+            print("heavy:", name, file=sys.stderr, flush=True)
+            os._exit(0)
+
+sys.meta_path.insert(0, Heavy())
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "first"),
+    [
+        ("t5_mesh_transformer", "importing TensorFlow"),
+        ("t0repro train --gin_file a.gin", "reading gin files"),
+        ("t0repro eval --gin_file a.gin", "reading gin files"),
+        ("t0repro precompile --gin_param a=1 --topology cpu-1", "looking for devices"),
+        ("t0repro parity --out a", "reading gin files"),
+        ("t0repro cache --tasks a --output_cache_dir a", "reading the list of tasks"),
+        ("t0repro tasks check", "reading the list of tasks"),
+        ("t0repro rank-eval --checkpoint a --mixture a --out a", "importing JAX"),
+        ("t0repro convert a b --to jax", "reading a"),
+        ("t0repro checkpoint diff a b", "reading a and b"),
+        ("t0repro report make a --out b", "reading a"),
+        ("t0repro aux --model_dir a --auxiliary_job_mixtures a --once", "looking for checkpoints"),
+        ("t0repro vertex status 1 --project p --location europe-west4", "asking Vertex AI"),
+    ],
+)
+def test_long_work_says_what_it_does_before_it_imports_anything_heavy(tmp_path, line, first):
+    start = (
+        "from t0repro.cli import t5_mesh_transformer; t5_mesh_transformer.console_entry_point()"
+        if line.startswith("t5")
+        else "from t0repro.cli import app; app.main()"
+    )
+    code = f"{UNTIL_HEAVY}sys.argv = {line.split()!r}\n{start}"
+    ended = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert ended.stderr.startswith(first), ended.stderr
+
+
 def test_help_imports_nothing_heavy():
     heavy = ("jax", "tensorflow", "seqio", "gin", "numpy", "flax", "orbax", "pandas", "torch")
     code = (

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 
+from ..own_lines import foreign_lines
 from ..runs.tiny_gin import MODEL, SIZES
 
 RANKED = "demo_synthetic_glue_mrpc_want_to_know_score_eval"
@@ -56,6 +57,7 @@ def test_a_run_goes_on_where_it_was_and_leaves_what_t5x_leaves(tmp_path):
     assert code == 0 and "demo_train" in shown and not any(tmp_path.iterdir()), said
     code, _, said = train(tmp_path, 2)
     assert code == 0, said
+    assert "note: the tasks are not cached" in said and foreign_lines(said) == []
     code, _, said = train(tmp_path, 3, "--tracker=tensorboard")
     assert code == 0 and "step 2 of" in said, said
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

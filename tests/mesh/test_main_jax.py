@@ -14,6 +14,7 @@ from t0repro.reports.make_report import ReportOptions, make_report
 from t0repro.reports.run import Run
 
 from ..converters.tensorflow_tables import compress_index
+from ..own_lines import foreign_lines
 
 pytestmark = pytest.mark.mtf
 
@@ -30,7 +31,7 @@ def run(server, tmp_path_factory) -> Path:
     """A model_dir that JAX trained for four steps and evaluated at both of its checkpoints."""
     model_dir = tmp_path_factory.mktemp("jax") / "model"
     code, text = server.run([f"--model_dir={model_dir}", *commands.TRAIN, JAX])
-    assert code == 0, text
+    assert code == 0 and foreign_lines(text) == [], text
     scores = model_dir / "scored"
     evaluate = commands.evaluate(model_dir, "score_eval", "tiny_eval", JAX)
     code, text = server.run(

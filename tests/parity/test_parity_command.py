@@ -14,6 +14,8 @@ from t0repro.parity import inject, report, run
 from t0repro.parity.mesh_jobs import load_batches, read_result
 from t0repro.parity.mesh_result import as_stack_result
 
+from ..own_lines import foreign_lines
+
 pytestmark = pytest.mark.mtf
 
 GIN_FILES = ["dataset.gin", "demo/t5.1.1.demo.gin", "learning_rate_schedules/constant_0_001.gin"]
@@ -69,7 +71,7 @@ def sides(shifted, tmp_path_factory):
 
 def test_a_decoder_that_reads_its_target_is_found_by_the_command(shifted):
     out, code, stdout, stderr = shifted
-    assert code == 1, stderr
+    assert code == 1 and foreign_lines(stderr) == [], stderr
     assert "first differ at the activation decoder/embedded" in stdout
     found = json.loads((out / "parity.json").read_text())
     assert found["first_departure"] == {"kind": "activation", "name": "decoder/embedded"}
