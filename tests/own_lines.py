@@ -6,7 +6,8 @@ import re
 
 # How the lines of healthy commands begin; a library's line begins otherwise.
 _OWN = re.compile(
-    r"building Mesh TensorFlow's graph|(cach|compil|import|look|read|scor)ing |JAX: |Mesh TensorFlow"
+    r"(building Mesh TensorFlow's graph|JAX: |Mesh TensorFlow)"
+    r"|(caching|compiling|importing|looking|reading|scoring) "
     r"|(cached|evaluated|infer_eval|read|removed|scored|step) "
     r"|(checkpoint|data|devices|model|note|restore|start|t5_mesh_transformer|train): "
     r"|[\d,]+ (pairs|of [\d,]+ tasks?)\b"
