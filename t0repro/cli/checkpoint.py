@@ -73,9 +73,10 @@ def diff(
 
 
 def verify(path: _Path, step: _Step = None) -> None:
-    """Check a checkpoint's files, sizes, checksums, shapes and values; exit code 1 if it fails.
+    """Check a checkpoint's files, sizes, checksums, shapes and values.
 
-    No value may be NaN or infinite.
+    Exit code 1: a value is NaN or infinite, or not what the conversion wrote; 2: a file is missing
+    or damaged.
 
     Example: t0repro checkpoint verify runs/t0_jax
     """

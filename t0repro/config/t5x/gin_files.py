@@ -308,8 +308,7 @@ def _check_macros(reached: Iterable[_Call], bindings: Bindings) -> None:
         required = f" (required at {_without_folder(place)})" if place else ""
         lines.append(f"{name}{required}{hint}")
     raise UserError(
-        f"{'Macros without a value' if len(lines) > 1 else 'A macro without a value'}:"
-        f" {'; '.join(lines)}.",
+        f"Macros without a value: {'; '.join(lines)}.",
         fix=_how_to_set(missing),
     )
 
