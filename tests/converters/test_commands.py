@@ -37,7 +37,7 @@ def test_convert_says_what_it_wrote(run, tiny_checkpoint, tmp_path):
 
 def test_a_dry_run_says_that_it_would(run, tiny_checkpoint, tmp_path):
     result = run("convert", tiny_checkpoint, tmp_path / "out", "--to", "jax", "--dry-run")
-    assert result.output.startswith("Would write")
+    assert result.stdout.startswith("Would write")
     assert not (tmp_path / "out").exists()
 
 
@@ -92,7 +92,7 @@ def test_diff_of_different_checkpoints_lists_them_and_exits_with_1(
     assert f"1 of {len(variables)} tensors differ" in result.output
     assert run("diff", tiny_checkpoint, tmp_path / "other", "--tol", "0.51").exit_code == 0
     result = run("diff", tiny_checkpoint, tmp_path / "other", "--json")
-    (difference,) = json.loads(result.output)["differences"]
+    (difference,) = json.loads(result.stdout)["differences"]
     assert result.exit_code == 1 and difference["max"] == pytest.approx(0.5)
 
 
