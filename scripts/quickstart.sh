@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The main job from prompts to report, on the embedded demo: cache, train on JAX, go on training on both
-# stacks, evaluate on both, convert there and back, report. Under 2 minutes on two idle cores.
+# stacks, evaluate on both, convert there and back, report. Under 4 minutes on two idle cores.
 #
 #   bash scripts/quickstart.sh                                      # the embedded demo
 #   T0REPRO_DATA_DIR=DIR T0REPRO_VOCAB=FILE bash scripts/quickstart.sh   # the same on real datasets
