@@ -277,7 +277,7 @@ def draw(
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 3.9), dpi=150, layout="constrained")
+    figure = Figure(figsize=(7, 3.7), dpi=150, layout="constrained")
     panels = figure.subplots(1, len(curves), sharey=True)
     for axes, (group, of_seeds) in zip(panels, curves.items(), strict=True):
         steps = list(next(iter(of_seeds.values())))
@@ -290,14 +290,15 @@ def draw(
             groups[group].majority, color="#b45309", linestyle="--", label="majority class"
         )
         axes.axhline(groups[group].chance, color="#6b7280", linestyle=":", label="chance")
-        axes.set_title(group, fontsize=13)
-        axes.set_xlabel("steps of the tuning", fontsize=12)
+        axes.set_title(group, fontsize=12)
+        axes.set_xlabel("steps of the tuning", fontsize=11)
         axes.tick_params(labelsize=11)
         axes.grid(alpha=0.3)
     panels[0].set_ylabel("accuracy, %", fontsize=12)
     # Below all panels, where it hides no curve.
     handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=12)
+    place = {"loc": "outside lower center", "ncols": 4, "columnspacing": 1.2}
+    figure.legend(handles, labels, **place, handlelength=1.8, frameon=False, fontsize=11)
     FigureCanvasAgg(figure).print_png(str(path))
 
 
