@@ -211,7 +211,7 @@ def _ties_and_margins(table: _Table, best: np.ndarray) -> tuple[np.ndarray, np.n
         # After partition the second largest is in its sorted place; the rest need not be
         # sorted.
         second = np.partition(table.value, -2, axis=-1)[:, -2]
-        finite = ~tie & np.isfinite(second)  # inf - inf would be NaN
+        finite = np.isfinite(second)  # inf - inf would be NaN
         margin[finite] = top[finite, 0].astype(np.float64) - second[finite]
     return tie, margin
 

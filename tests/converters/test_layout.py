@@ -89,6 +89,127 @@ def test_norm_names_of_released_t5_1_0_checkpoints_are_read_and_written():
         assert layout.path_to_mtf(path) == new
 
 
+@pytest.mark.parametrize(
+    ("variable", "path"),
+    [
+        ("transformer/embedding", "decoder/token_embedder/embedding"),
+        ("transformer/logits/kernel", "decoder/logits_dense/kernel"),
+        (
+            "transformer/block_001/layer_000/SelfAttention/k",
+            "decoder/layers_1/self_attention/key/kernel",
+        ),
+        (
+            "transformer/block_001/layer_001/DenseReluDense/wo/kernel",
+            "decoder/layers_1/mlp/wo/kernel",
+        ),
+        (
+            "transformer/block_012/layer_001/rms_norm/scale",
+            "decoder/layers_12/pre_mlp_layer_norm/scale",
+        ),
+    ],
+)
+def test_a_decoder_only_model_has_a_table_of_its_own(variable, path):
+    assert layout.mtf_to_path(variable) == path
+    assert layout.path_to_mtf(path, decoder_only=True) == variable
+    assert layout.path_to_mtf(path) != variable
+    embedding = "target/decoder/token_embedder/embedding"
+    assert layout.is_decoder_only([embedding]) and not layout.is_decoder_only(["target/x"])
+
+
+def test_shared_towers_name_the_decoder_s_layers_by_kind():
+    for number, layer in enumerate(("self_attention", "enc_dec_attention", "dense_relu_dense")):
+        shared = f"decoder/block_002/{layer}/rms_norm/scale"
+        path = layout.mtf_to_path(f"decoder/block_002/layer_{number:03d}/rms_norm/scale")
+        assert path is not None and layout.mtf_to_path(shared) == path
+        assert layout.path_to_mtf(path, shared_towers=True) == shared
+        assert layout.names_shared_layer(shared)
+        assert not layout.names_shared_layer(f"encoder/block_002/{layer}/rms_norm/scale")
+    embedding = "target/token_embedder/embedding"
+    assert layout.has_shared_towers([embedding, "target/decoder/decoder_norm/scale"])
+    assert not layout.has_shared_towers([embedding, "target/encoder/encoder_norm/scale"])
+    assert not layout.has_shared_towers(["target/decoder/decoder_norm/scale"])
+
+
+def test_a_bias_is_the_first_layer_s_or_every_layer_s():
+    mtf = "encoder/block_{}/layer_000/SelfAttention/relative_attention_bias"
+    own = "encoder/layers_{}/relpos_bias/rel_embedding"
+    shared = "encoder/relpos_bias/rel_embedding"
+    assert layout.mtf_to_path(mtf.format("000")) == shared
+    assert layout.mtf_to_path(mtf.format("000"), bias_per_layer=False) == shared
+    assert layout.mtf_to_path(mtf.format("000"), bias_per_layer=True) == own.format(0)
+    assert layout.mtf_to_path(mtf.format("003"), bias_per_layer=True) == own.format(3)
+    assert layout.mtf_to_path(mtf.format("003"), bias_per_layer=False) is None
+    assert layout.path_to_mtf(own.format(3)) == mtf.format("003")
+    norm = "encoder/layers_1/pre_mlp_layer_norm/scale"
+    assert layout.has_bias_per_layer([None, own.format(1)])
+    assert not layout.has_bias_per_layer([None, shared, norm])
+
+
+def test_known_names_are_those_of_all_layers_once():
+    names = layout.known_names("hf", [2])
+    assert len(names) == len(set(names))
+    bias = "encoder.block.{}.layer.0.SelfAttention.relative_attention_bias.weight"
+    for name in ("shared.weight", "lm_head.weight", bias.format(0), bias.format(2)):
+        assert name in names
+    assert bias.format(1) not in names
+    assert "transformer/embedding" in layout.known_names("mtf", [], decoder_only=True)
+    assert "shared/embedding" not in layout.known_names("mtf", [], decoder_only=True)
+
+
+@pytest.mark.parametrize(
+    ("variable", "slot"),
+    [
+        *((f"a/b_slot_{slot}", slot) for slot in ("vr", "vc", "v", "m")),
+        *((f"a/b/{slot}", slot) for slot in ("adam_m", "adam_v")),
+        ("a/b_momentum_v", "momentum_v"),
+    ],
+)
+def test_mesh_tensorflow_hangs_slots_on_a_parameter_s_name(variable, slot):
+    assert layout.split_mtf_slot(variable) == ("a/b", slot)
+    assert layout.join_mtf_slot("a/b", slot) == variable
+    assert layout.split_mtf_slot("a/b") == ("a/b", None)
+
+
+@pytest.mark.parametrize("slot", layout.SLOT_NAMES)
+def test_keys_are_split_as_they_were_joined(slot):
+    key = layout.slot_key("a/b", slot)
+    assert key == f"state/param_states/a/b/{slot}"
+    assert layout.split_key(key) == ("a/b", slot)
+    assert layout.split_key("target/a/b") == ("a/b", None)
+    moments = {"adam_m": "state/param_states/0/mu/a/b", "adam_v": "state/param_states/0/nu/a/b"}
+    assert layout.to_optax(key) == moments.get(slot, key)
+    assert layout.from_optax(layout.to_optax(key)) == key
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["state/step", "a/b/v", "state/param_states/v", "state/param_states/a/b", "other/a/b/v"],
+)
+def test_a_key_of_neither_parameter_nor_slot_is_refused(key):
+    with pytest.raises(ValueError, match=f"'{key}' is neither a parameter nor a slot"):
+        layout.split_key(key)
+
+
+def test_optax_counts_steps_and_nests_its_states():
+    assert layout.to_optax(layout.STEP) == layout.STEP
+    assert layout.from_optax("state/param_states/0/count") is None
+    assert layout.from_optax("state/param_states/1/0/count") is None
+    assert layout.from_optax("state/param_states/1/0/nu/a/b") == "state/param_states/a/b/adam_v"
+    assert layout.from_optax("target/a/b") == "target/a/b"
+
+
+def test_only_the_factored_slots_of_square_matrices_are_exchanged():
+    shapes = {"target/square": (4, 4), "target/oblong": (4, 6), "target/vector": (4,)}
+    exchanged = {
+        "state/param_states/square/v_row": "state/param_states/square/v_col",
+        "state/param_states/square/v_col": "state/param_states/square/v_row",
+    }
+    slots = [f"state/param_states/{name}/{s}" for name in ("square", "oblong", "vector")
+             for s in ("v_row", "v_col", "v", "m")]  # fmt: skip
+    for key in [*slots, "target/square", "state/step", "state/param_states/unknown/v_row"]:
+        assert layout.exchange_tied_slots(key, shapes) == exchanged.get(key, key)
+
+
 @given(SHAPES, st.integers(0, 2**32 - 1))
 def test_matched_slots_are_means_of_the_same_squares_over_the_same_axis(shape, seed):
     squares = np.random.default_rng(seed).random(shape)

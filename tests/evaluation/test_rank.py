@@ -141,15 +141,39 @@ def test_a_single_choice_has_an_infinite_margin_and_no_tie():
     assert not result.tie.any()
 
 
+def test_a_result_has_each_example_by_its_index_with_answer_weight_and_confidence():
+    targets = [((7, 1), True, 2.0, 1), ((3, 4), False, 0.5, 1), ((7, 0), True, 2.0, 1)]
+    targets += [((3, 2), False, 0.5, 1), ((9, 0), False, 1.0, 1), ((9, 5), True, 1.0, 1)]
+    scores = np.log([0.8, 0.3, 0.2, 0.1, 1.0, 1.0]) + [0, 0, 0, 0, -np.inf, -np.inf]
+    result = rank_classification(task_scores(targets, scores))
+    assert (result.task, result.step) == ("demo_score_eval", 5)
+    assert result.example.tolist() == [3, 7, 9]
+    assert result.predicted.tolist() == [4, 1, 0]
+    assert result.answer.tolist() == [-1, 0, 5]
+    assert result.weight.tolist() == [0.5, 2.0, 1.0]
+    assert result.num_correct.tolist() == [0, 2, 1]
+    # Where no choice is possible, the first of them is predicted with nothing to compare it to.
+    assert result.confidence == pytest.approx([0.75, 0.8, 1.0])
+    assert result.accuracy == pytest.approx(100 * 2 / 3.5)
+    assert result.chance == pytest.approx(100 * (0.5 * 0.5 + 2.0 * 1.0 + 1.0 * 0.5) / 3.5)
+    assert result.majority == pytest.approx(100 * 2 / 3.5)
+
+
+def test_one_fixed_choice_has_an_accuracy_and_no_other_metric():
+    result = rank_classification(examples_of([(1, -1.0)], [(0, -1.0)]), num_classes=1)
+    assert result.metrics == {"accuracy": 50.0}
+    assert result.margin.tolist() == [np.inf, np.inf]
+
+
 def test_a_nan_score_names_task_example_and_step():
     with pytest.raises(UserError, match="'demo_score_eval', example 1, step 5: the score is NaN"):
         rank_classification(examples_of([(1, -1.0), (0, -2.0)], [(1, -1.0), (0, np.nan)]))
 
 
 def test_an_idx_that_comes_twice_is_an_error():
-    targets = [((0, 0), True, 1.0, 1), ((0, 0), False, 1.0, 1)]
-    with pytest.raises(UserError, match=r"idx \(0, 0\) comes more than once"):
-        rank_classification(task_scores(targets, [-1.0, -2.0]))
+    targets = [((1, 2), True, 1.0, 1), ((0, 0), False, 1.0, 1), ((1, 2), False, 1.0, 1)]
+    with pytest.raises(UserError, match=r"idx \(1, 2\) comes more than once"):
+        rank_classification(task_scores(targets, [-1.0, -2.0, -3.0]))
 
 
 def test_an_example_with_another_number_of_choices_is_named_where_it_is_fixed():

@@ -95,18 +95,30 @@ def test_slots_of_a_late_step_keep_nearly_all_of_their_past():
     shape=st.sampled_from([(5,), (3, 4), (8, 8), (8, 12), (12, 8)]),
     beta1=st.sampled_from([0.0, 0.9]),
     clip=st.sampled_from([None, 1.0, 0.1]),
-    scaled=st.booleans(),
+    scaled=st.sampled_from(["by its size", "excluded", "not at all"]),
+    fixed_decay=st.sampled_from([None, 0.7]),
+    epsilon1=st.sampled_from([1e-30, 0.5]),
+    epsilon2=st.sampled_from([1e-3, 3.0]),
 )
-def test_updates_follow_the_paper(seed, shape, beta1, clip, scaled):
+def test_updates_follow_the_paper(
+    seed, shape, beta1, clip, scaled, fixed_decay, epsilon1, epsilon2
+):
     config = dataclasses.replace(
-        ADAFACTOR, beta1=beta1, clipping_threshold=clip, multiply_by_parameter_scale=scaled
+        ADAFACTOR,
+        beta1=beta1,
+        clipping_threshold=clip,
+        multiply_by_parameter_scale=scaled != "not at all",
+        exclude_from_parameter_scale=("w",) if scaled == "excluded" else (),
+        decay_rate=fixed_decay,
+        epsilon1=epsilon1,
+        epsilon2=epsilon2,
     )
     start, gradients = random(seed, *shape), [random(seed + n, *shape) for n in (1, 2, 3)]
     ours, _ = update(start, gradients, config, step=10)
     w, v, row, column, m = start.astype(np.float64), 0.0, 0.0, 0.0, 0.0
     for step, gradient in enumerate(gradients, start=10):
         gradient = gradient.astype(np.float64)
-        decay, squared = 1 - (step + 1) ** -0.8, np.square(gradient)
+        decay, squared = fixed_decay or 1 - (step + 1) ** -0.8, np.square(gradient) + epsilon1
         if len(shape) == 2 and min(shape) >= 8:
             row = decay * row + (1 - decay) * squared.mean(axis=1)
             column = decay * column + (1 - decay) * squared.mean(axis=0)
@@ -116,7 +128,7 @@ def test_updates_follow_the_paper(seed, shape, beta1, clip, scaled):
         change = gradient / np.sqrt(second)
         if clip:
             change /= max(1.0, np.sqrt(np.mean(change**2)) / clip)
-        change *= 0.1 * (max(np.sqrt(np.mean(w**2)), 1e-3) if scaled else 1.0)
+        change *= 0.1 * (max(np.sqrt(np.mean(w**2)), epsilon2) if scaled == "by its size" else 1.0)
         if beta1:
             m = change = beta1 * m + (1 - beta1) * change
         w = w - change
