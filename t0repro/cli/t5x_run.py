@@ -17,7 +17,6 @@ from t0repro.cli.gin_options import (
     allowlist_of,
     t5x_inputs,
 )
-from t0repro.cli.logs import SeqioOnce
 from t0repro.cli.options import Modules
 from t0repro.cli.process_flags import ProcessOptions
 from t0repro.cli.shared import with_groups
@@ -197,9 +196,7 @@ def register(parsed: Parsed, options: T5xOptions) -> None:
     # Before SeqIO, which needs what this repairs for today's Python.
     compat.install()
     import seqio
-    from absl import logging
 
-    logging.get_absl_logger().addFilter(SeqioOnce())
     if options.tfds_data_dir:
         seqio.set_tfds_data_dir_override(options.tfds_data_dir)
     cache_dirs = options.seqio_additional_cache_dirs or ()

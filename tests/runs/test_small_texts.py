@@ -89,11 +89,6 @@ def test_each_training_starts_where_the_one_before_ended(chain):
         assert_same_bits(ends, starts)  # parameters, slots and step
 
 
-def test_seqios_advice_on_caching_is_given_once_for_a_mixture_of_many_tasks(chain):
-    _, _, finetuned = chain
-    assert finetuned.count("Using an uncached FunctionDataset") == 1
-
-
 def test_tensorboard_has_the_losses_of_every_stage(chain):
     folder, _, _ = chain
     for stage, step in (("pretrained", 4), ("adapted", 6), ("finetuned", 8)):
