@@ -25,7 +25,7 @@ TITLES = {
     "xl": "T5 1.1 XL (T0-3B)",
     "xxl": "T5 1.1 XXL (T0, 11B)",
 }
-ROWS = 8  # on a device, of a microbatch or of a batch that is evaluated
+ROWS = 1  # on a device, of a microbatch or of a batch that is evaluated
 
 
 @dataclasses.dataclass(frozen=True)
