@@ -5,7 +5,6 @@ import dataclasses
 import html
 import os
 import re
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -122,19 +121,3 @@ def test_the_table_of_what_fits_is_that_of_the_shapes():
     table = subprocess.run(script, capture_output=True, text=True, check=True, cwd=ROOT).stdout
     assert len(table.splitlines()) == 7
     assert table in (ROOT / "docs" / "what_fits.md").read_text()
-
-
-def test_the_table_of_compiled_programs_has_a_line_for_each_case():
-    script = runpy.run_path(str(ROOT / "scripts/bench/what_fits.py"))
-    page = (ROOT / "docs" / "what_fits.md").read_text()
-    for case in script["CASES"]:
-        assert f"| {script['TITLES'][case.size]} | {case} |" in page
-
-
-@pytest.mark.slow
-@pytest.mark.mtf
-def test_a_line_of_it_is_what_the_compiler_says():
-    pytest.importorskip("libtpu", reason="the extra tpu is not installed")
-    script = [sys.executable, "scripts/bench/what_fits.py", "--compiled", "--cases", "0"]
-    printed = subprocess.run(script, capture_output=True, text=True, check=True, cwd=ROOT).stdout
-    assert printed in (ROOT / "docs" / "what_fits.md").read_text()

@@ -25,36 +25,38 @@ TITLES = {
     "xl": "T5 1.1 XL (T0-3B)",
     "xxl": "T5 1.1 XXL (T0, 11B)",
 }
-ROWS = 1  # on a device, of a microbatch or of a batch that is evaluated
+ROWS = 8  # on a device, of a microbatch or of a batch that is evaluated
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A model on so many devices; if several, fully sharded.
+    """A model on so many chips; if several, fully sharded.
 
     Attributes:
       size: one of TITLES.
-      devices: how many; of v3, which compiles fastest, cores.
+      chips: how many.
       slice: a TPU slice that has them.
       recompute: what training's backward pass computes again.
     """
 
     size: str
-    devices: int
+    chips: int
     slice: str
     recompute: str = "none"
 
     def __str__(self) -> str:
-        sharded = ", fully sharded" if self.devices > 1 else ""
-        return f"{self.devices} x {self.slice.partition('-')[0]}{sharded}"
+        sharded = ", fully sharded" if self.chips > 1 else ""
+        return f"{self.chips} x {self.slice.partition('-')[0]}{sharded}"
 
 
 CASES = (
-    Case("small", 1, "v3-8"),
-    Case("base", 1, "v3-8", "minimal"),
-    Case("large", 1, "v3-8", "full"),
-    Case("xl", 8, "v3-8", "full"),
-    Case("xxl", 32, "v3-32", "full"),
+    Case("small", 1, "v5e-4"),
+    Case("base", 1, "v5e-4", "minimal"),
+    Case("large", 1, "v5e-4", "full"),
+    Case("xl", 1, "v5p-8", "full"),
+    Case("xl", 8, "v5e-8", "full"),
+    Case("xxl", 1, "v5p-8", "full"),
+    Case("xxl", 8, "v6e-8", "full"),
 )
 
 
@@ -87,21 +89,23 @@ def table() -> str:
 
 def compiled_table(cases: Sequence[Case]) -> Iterator[str]:
     """The Markdown table from compiled programs, line by line: GiB of one device."""
-    yield "| model | devices | training | recomputes | scoring | generating |"
-    yield "|---|---|---|---|---|---|"
+    yield "| model | chips | GiB on each | training | recomputes | scoring | generating |"
+    yield "|---|---|---|---|---|---|---|"
     for case in cases:
-        (training,), evaluation = compiled(case, "train"), compiled(case, "evaluate")
-        # Scoring is two programs, encode and decode.
-        cells = [training, max(evaluation[:2]), evaluation[2]]
-        shown = [f"{size:.2f}" if fits else "too much" for size, fits in cells]
+        (training, *_), available = compiled(case, "train")
+        (encode, decode, generate), _ = compiled(case, "evaluate")
+        cells = [
+            f"{size:.2f}" + ("" if size <= available else ", too much")
+            for size in (training, max(encode, decode), generate)
+        ]
         yield (
-            f"| {TITLES[case.size]} | {case} | {shown[0]} | {case.recompute} | {shown[1]}"
-            f" | {shown[2]} |"
+            f"| {TITLES[case.size]} | {case} | {available:.2f} | {cells[0]} | {case.recompute} |"
+            f" {cells[1]} | {cells[2]} |"
         )
 
 
-def compiled(case: Case, command: str) -> list[tuple[float, bool]]:
-    """GiB of a device for each program of one of T0's commands, and whether it has them."""
+def compiled(case: Case, command: str) -> tuple[list[float], float]:
+    """GiB of a device for each program of one of T0's commands, and GiB that there are."""
     from precompile_t0 import configured  # beside this script; it keeps JAX to the CPU
 
     from t0repro.config.run_config import Layout
@@ -109,18 +113,18 @@ def compiled(case: Case, command: str) -> list[tuple[float, bool]]:
     from t0repro.runs.precompile import compiled_for
 
     config = configured(case.size, command)
-    rows = ROWS * case.devices
+    rows = ROWS * case.chips
     parts = config.batch_size // rows if command == "train" else 1
     config = dataclasses.replace(
         config,
-        layout=Layout(fully_sharded=case.devices > 1),
+        layout=Layout(fully_sharded=case.chips > 1),
         model=dataclasses.replace(config.model, recompute=case.recompute),
         batch_size=rows * parts,
         num_microbatches=parts,
     )
     devices, chip = devices_of(case.slice)
-    _, programs = compiled_for(config, devices[: case.devices])
-    return [(each.total / GIB, each.fits_in(chip)) for each in programs]
+    _, programs = compiled_for(config, devices[: case.chips])
+    return [each.total / GIB for each in programs], chip.memory / GIB
 
 
 if __name__ == "__main__":
