@@ -6,7 +6,9 @@ import string
 from collections.abc import Mapping, Sequence
 
 from t0repro.reports.dataset_result import DatasetResult, PromptResult
+from t0repro.reports.group_result import GroupResult
 from t0repro.reports.published import PublishedFigure, family_of
+from t0repro.reports.report import Report
 from t0repro.reports.svg import ROLES, Drawing, inline_plot, spread_out
 from t0repro.words import counted, printable, shortened
 
@@ -16,32 +18,25 @@ _LINES = (-0.27, 0.26)
 _BOX = 0.22
 
 
-def accuracy_plot(
-    datasets: Sequence[DatasetResult],
-    label: str,
-    confidence: str,
-    published: Sequence[PublishedFigure] = (),
-) -> str:
-    """A row per dataset: box and dots over prompts, chance, majority, mean with its interval.
+def accuracy_plot(report: Report, group: GroupResult) -> str:
+    """A row per dataset of a group: dots and box over prompts, chance, majority, the mean.
 
-    Args:
-      datasets: at least one.
-      label: what assistive technology reads.
-      confidence: that of the means' intervals, as in `95%`.
-      published: figures to draw as lettered lines in the rows of their datasets.
+    The plots of a report have one scale at one place, so that groups can be compared by eye.
     """
+    datasets = report.members(group)
+    widest = max(len(_name(dataset)) for dataset in report.datasets)
 
     # Called twice by inline_plot, for a wide and for a narrow screen.
     def draw(drawing: Drawing) -> None:
-        names = [shortened(printable(dataset.dataset), 30) for dataset in datasets]
+        names = [_name(dataset) for dataset in datasets]
         # On a narrow screen a name stands above its row, since beside it no room would be left
-        pitch, left = (0.92, 0.15) if drawing.narrow else (0.72, 0.3 + 0.085 * max(map(len, names)))
+        pitch, left = (0.92, 0.15) if drawing.narrow else (0.72, 0.3 + 0.085 * widest)
         axes = drawing.axes(0.8 + pitch * len(datasets), left)
         # The first dataset is at the top, where the largest y is.
         for row, (name, dataset) in enumerate(zip(names, datasets, strict=True)):
             y = pitch * (len(datasets) - 1 - row)
-            _draw_dataset(drawing, axes, y, row, dataset, confidence)
-            _draw_published(drawing, axes, y, row, dataset, published)
+            _draw_dataset(drawing, axes, y, row, dataset, report.bootstrap.percent)
+            _draw_published(drawing, axes, y, row, dataset, report.published)
             if drawing.narrow:
                 axes.text(-1, y + 0.5, name, va="center", color=ROLES["ink"])
         if drawing.narrow:
@@ -54,7 +49,11 @@ def accuracy_plot(
         axes.set_xlabel("accuracy, percent")
         axes.grid(axis="x", linewidth=0.7)
 
-    return inline_plot(draw, label)
+    return inline_plot(draw, f"Accuracy, {group.title}")
+
+
+def _name(dataset: DatasetResult) -> str:
+    return shortened(printable(dataset.dataset), 30)
 
 
 def published_letters(published: Sequence[PublishedFigure]) -> dict[tuple[str, str], str]:

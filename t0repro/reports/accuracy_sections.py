@@ -62,9 +62,8 @@ def _legend(report: Report) -> tuple[tuple[str, str], ...]:
 
 def _plot_section(report: Report, group: GroupResult) -> Section:
     """The group's plot, with a legend of the published figures that are drawn in it."""
-    members = [dataset for dataset in report.datasets if dataset.group == group.group]
     # The legend names only what this plot shows; the letters are the same in all plots.
-    families = {family_of(dataset.dataset) for dataset in members}
+    families = {family_of(dataset.dataset) for dataset in report.members(group)}
     drawn = {
         (figure.model, figure.statistic)
         for figure in report.published
@@ -75,9 +74,7 @@ def _plot_section(report: Report, group: GroupResult) -> Section:
         for (model, statistic), letter in published_letters(report.published).items()
         if (model, statistic) in drawn
     )
-    plot = accuracy_plot(
-        members, f"Accuracy, {group.title}", report.bootstrap.percent, report.published
-    )
+    plot = accuracy_plot(report, group)
     return Section(group.title, plot=plot, level=3, legend=legend)
 
 

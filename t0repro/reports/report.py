@@ -71,6 +71,10 @@ class Report:
     synthetic: tuple[str, ...] = ()
     schema_version: int = SCHEMA_VERSION
 
+    def members(self, group: GroupResult) -> list[DatasetResult]:
+        """The datasets of a group, in the report's order."""
+        return [dataset for dataset in self.datasets if dataset.group == group.group]
+
     def to_json(self) -> str:
         """The report as indented JSON."""
         text = json.dumps(dataclasses.asdict(self), indent=2, ensure_ascii=False) + "\n"
