@@ -306,9 +306,10 @@ def known_names(column: Column, layers: Iterable[int], decoder_only: bool = Fals
     names = [
         name_of(row, layer, column)
         for row in (DECODER_ONLY if decoder_only else TABLE)
-        for layer in (layers if row.tower else [None])
+        for layer in layers
     ]
-    return list(dict.fromkeys(names))  # two kinds of position bias share a name
+    # Once each: rows that are in no layer repeat, and two kinds of position bias share a name.
+    return list(dict.fromkeys(names))
 
 
 def modern_norm_name(variable: str) -> str:

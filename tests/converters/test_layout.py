@@ -234,6 +234,9 @@ def test_matched_slots_are_means_of_the_same_squares_over_the_same_axis(shape, s
 def test_slots_of_a_matrix_change_places_exactly_when_it_is_square(shape):
     straight = {"vr": "v_row", "vc": "v_col"}
     assert (layout.factored_slots(shape) == straight) == (shape[0] != shape[1])
+    for slot in ("v", "m"):
+        assert layout.slot_from_mtf(slot, shape) == layout.slot_to_mtf(slot, shape) == slot
+        assert layout.slot_shape(slot, shape) == shape
 
 
 @settings(deadline=None)  # the first example imports JAX

@@ -165,6 +165,28 @@ def test_one_fixed_choice_has_an_accuracy_and_no_other_metric():
     assert result.margin.tolist() == [np.inf, np.inf]
 
 
+def test_fixed_classes_compare_in_float32_and_weigh_by_the_first_choice():
+    targets = [((0, 0), False, 3.0, 1), ((0, 1), True, 1.0, 1)]
+    scores = task_scores(targets, [-1.0, -1.0 + 1e-12])
+    varying, fixed = rank_classification(scores), rank_classification(scores, num_classes=2)
+    assert (varying.predicted.tolist(), varying.weight.tolist()) == ([1], [1.0])
+    assert (fixed.predicted.tolist(), fixed.weight.tolist()) == ([0], [3.0])
+    assert fixed.tie.all() and not varying.tie.any()
+    second = rank_classification(task_scores(targets, [-2.0, -1.0]), num_classes=2)
+    assert (second.predicted.tolist(), second.weight.tolist()) == ([1], [3.0])
+
+
+def test_f1_counts_examples_by_their_weight():
+    targets, scores = [], []
+    for i, (answer, predicted, weight) in enumerate([(1, 1, 2), (1, 0, 1), (0, 1, 0.5), (0, 0, 1)]):
+        targets += [((i, j), j == answer, weight, 1) for j in (0, 1)]
+        scores += [0.0 if j == predicted else -1.0 for j in (0, 1)]
+    metrics = rank_classification(task_scores(targets, scores), num_classes=2).metrics
+    # Two true positives, half a false one, one false negative.
+    assert metrics["f1"] == pytest.approx(100 * 4 / (4 + 0.5 + 1))
+    assert metrics["accuracy"] == pytest.approx(100 * 3 / 4.5)
+
+
 def test_a_nan_score_names_task_example_and_step():
     with pytest.raises(UserError, match="'demo_score_eval', example 1, step 5: the score is NaN"):
         rank_classification(examples_of([(1, -1.0), (0, -2.0)], [(1, -1.0), (0, np.nan)]))

@@ -135,6 +135,17 @@ def test_updates_follow_the_paper(
     np.testing.assert_allclose(ours, w, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize(("shape", "axis"), [((8, 12), 0), ((12, 8), 1)])
+def test_a_stack_of_matrices_is_updated_as_each_of_them(shape, axis):
+    config = dataclasses.replace(
+        ADAFACTOR, clipping_threshold=None, multiply_by_parameter_scale=False
+    )
+    start, gradient = random(0, 3, *shape), random(1, 3, *shape)
+    stacked, _ = update(np.moveaxis(start, 0, axis), [np.moveaxis(gradient, 0, axis)], config)
+    alone = [update(one, [its], config)[0] for one, its in zip(start, gradient, strict=True)]
+    np.testing.assert_allclose(np.moveaxis(stacked, axis, 0), alone, rtol=1e-5, atol=1e-6)
+
+
 def test_slots_that_are_not_used_are_none():
     slots = make_optimizer(ADAFACTOR).init({"matrix": jnp.ones((8, 8)), "vector": jnp.ones(8)})
     assert slots["matrix"].v is None and slots["matrix"].m is None
