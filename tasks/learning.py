@@ -7,8 +7,8 @@ are evaluated on evenly spaced rows, so that many checkpoints can be. ag_news an
 validation split, so their test splits are evaluated, and imdb's larger split, which nothing trains.
 """
 
-from t0repro.tasks.jobs import PromptedDataset, register_job
 from t0repro.tasks.source import Split
+from t0repro.tasks.train_and_eval import PromptedDataset, register_train_and_eval
 
 TRAINED = (
     PromptedDataset(
@@ -88,4 +88,4 @@ HELD_OUT_KINDS = (
     ),
 )
 
-register_job("learning", (*TRAINED, *HELD_OUT_DATASETS, *HELD_OUT_KINDS))
+register_train_and_eval("learning", (*TRAINED, *HELD_OUT_DATASETS, *HELD_OUT_KINDS))

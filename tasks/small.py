@@ -1,4 +1,4 @@
-"""The demo's job on real rows: mixtures `small_train` and `small_eval_score_eval`.
+"""What the demo does, on real rows: mixtures `small_train` and `small_eval_score_eval`.
 
 Rows come from T0REPRO_DATA_DIR, and the vocabulary is T5's. No evaluation prompt is trained on;
 RTE, CB, COPA and ANLI's first round are not trained on with any prompt. Evaluations take evenly
@@ -6,8 +6,8 @@ spaced rows of the larger sets, so that Mesh TensorFlow scores them all in minut
 and trec have no validation split, so their test splits are evaluated.
 """
 
-from t0repro.tasks.jobs import PromptedDataset, register_job
 from t0repro.tasks.source import Split
+from t0repro.tasks.train_and_eval import PromptedDataset, register_train_and_eval
 
 ROWS = 100
 """Rows of a larger evaluation set that are scored."""
@@ -64,4 +64,4 @@ DATASETS = (
     ),
 )
 
-register_job("small", DATASETS)
+register_train_and_eval("small", DATASETS)

@@ -6,10 +6,10 @@ Rows come from T0REPRO_DATA_DIR. Neither set has a validation split, so evenly s
 test splits are ranked.
 """
 
-from t0repro.tasks.jobs import PromptedDataset, register_job
 from t0repro.tasks.registration import add_mixture
 from t0repro.tasks.source import Split
 from t0repro.tasks.templates import task_name
+from t0repro.tasks.train_and_eval import PromptedDataset, register_train_and_eval
 
 ROWS = 150
 """Rows of each set that are ranked, so that an evaluation takes seconds on a CPU."""
@@ -29,8 +29,8 @@ NEWS = PromptedDataset(
     validation=Split("test", ROWS),
 )
 
-register_job("questions", (QUESTIONS,))
-register_job("news", (NEWS,))
+register_train_and_eval("questions", (QUESTIONS,))
+register_train_and_eval("news", (NEWS,))
 add_mixture(
     "topics_train",
     {

@@ -14,7 +14,7 @@ like any module of tasks:
 from __future__ import annotations
 
 from t0repro.tasks.demo.datasets import DEMO, FOLDER, VOCABULARY
-from t0repro.tasks.jobs import register_job
+from t0repro.tasks.train_and_eval import register_train_and_eval
 from t0repro.tasks.vocabulary import VocabularyFile
 
-register_job("demo", DEMO, root=FOLDER, vocabulary=VocabularyFile(str(VOCABULARY)))
+register_train_and_eval("demo", DEMO, root=FOLDER, vocabulary=VocabularyFile(str(VOCABULARY)))

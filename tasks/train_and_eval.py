@@ -1,4 +1,4 @@
-"""Jobs: datasets to train on, prompts and datasets held out of training, and two mixtures."""
+"""A training mixture, and an evaluation mixture of the prompts and datasets held out of it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from t0repro.tasks.vocabulary import VocabularyFile
 
 @dataclasses.dataclass(frozen=True)
 class PromptedDataset:
-    """A dataset in a job, and the templates that it is used with.
+    """A dataset, and the templates that it is trained on and evaluated with.
 
     Attributes:
       dataset: The Hugging Face name.
@@ -35,22 +35,22 @@ class PromptedDataset:
     suffix: str = ""
 
 
-def register_job(
-    job: str,
+def register_train_and_eval(
+    prefix: str,
     datasets: Sequence[PromptedDataset],
     *,
     root: Path | None = None,
     vocabulary: VocabularyFile | None = None,
 ) -> None:
-    """Registers a job's tasks and its mixtures `<job>_train` and `<job>_eval_score_eval`.
+    """Registers tasks, and the mixtures `<prefix>_train` and `<prefix>_eval_score_eval` of them.
 
-    Task names are T0's with the prefix `<job>_`: their rows and splits are the job's own, so they
-    must not be mistaken for T0's in a process or a cache folder. Training tasks have only a
-    training split and evaluation tasks only a validation split, which keeps their caches small.
+    Task names are T0's with the prefix: their rows and splits are not T0's, so they must not be
+    mistaken for T0's in a process or a cache folder. Training tasks have only a training split and
+    evaluation tasks only a validation split, which keeps their caches small.
 
     Args:
-      job: Prefix of all names.
-      datasets: What the job uses.
+      prefix: Of all names.
+      datasets: What is trained on and evaluated.
       root: The folder of datasets; defaults to the one that T0REPRO_DATA_DIR names.
       vocabulary: Vocabulary of all tasks; defaults to `default_vocabulary()`.
     """
@@ -71,7 +71,7 @@ def register_job(
                     splits,
                     root=root,
                     vocabulary=vocabulary,
-                    name=f"{job}_{t0_name}{entry.suffix}",
+                    name=f"{prefix}_{t0_name}{entry.suffix}",
                 )
                 # T0 shares a dataset's rate among all of its templates, used here or not.
                 if "train" in splits:
@@ -83,8 +83,8 @@ def register_job(
     def training_rate(rows: PromptedRows) -> float:
         return t0_rate(rows.num_input_examples("train"), rates[rows.name])
 
-    add_mixture(f"{job}_train", list(rates), training_rate)
-    add_mixture(f"{job}_eval_score_eval", evaluated, evaluation_rate)
+    add_mixture(f"{prefix}_train", list(rates), training_rate)
+    add_mixture(f"{prefix}_eval_score_eval", evaluated, evaluation_rate)
 
 
 def evaluation_rate(rows: PromptedRows) -> float:
