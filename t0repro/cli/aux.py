@@ -10,9 +10,9 @@ import typer
 
 from t0repro.cli.echo import echo
 from t0repro.cli.gin_options import GinBindings, GinFiles, GinSearchPaths, t5x_inputs
+from t0repro.cli.option_groups import with_groups
 from t0repro.cli.options import AsJson
 from t0repro.cli.results import print_json
-from t0repro.cli.shared import with_groups
 from t0repro.jobs.options import AuxiliaryOptions
 
 app = typer.Typer(name="aux", invoke_without_command=True)

@@ -12,8 +12,8 @@ import typer
 
 from t0repro.cli.echo import echo
 from t0repro.cli.gin_options import GinFolders, GinParams, RunMode, RunModes, mesh_inputs
+from t0repro.cli.option_groups import with_groups
 from t0repro.cli.process_flags import ProcessOptions
-from t0repro.cli.shared import with_groups
 from t0repro.cli.t5x_run import T5xOptions, gin_inputs, parse_files, register
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from t0repro.cli.echo import echo
+from t0repro.cli.option_groups import with_groups
 from t0repro.cli.options import DType, Label, Modules, Resamples, Title, TrainMixtures
 from t0repro.cli.process_flags import ProcessOptions
-from t0repro.cli.shared import with_groups
 from t0repro.cli.tracking import Trackers, tracked_evaluation
 from t0repro.words import counted
 

@@ -17,9 +17,9 @@ from t0repro.cli.gin_options import (
     allowlist_of,
     t5x_inputs,
 )
+from t0repro.cli.option_groups import with_groups
 from t0repro.cli.options import Modules
 from t0repro.cli.process_flags import ProcessOptions
-from t0repro.cli.shared import with_groups
 
 if TYPE_CHECKING:
     from t0repro.config.inference_plan import InferencePlan

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
+from t0repro.cli.option_groups import with_groups
 from t0repro.cli.process_flags import ProcessOptions
-from t0repro.cli.shared import with_groups
 from t0repro.cli.t5x_run import T5xOptions, gin_inputs, parse_files, register
 from t0repro.cli.tracking import Trackers, tracked_training
 from t0repro.errors import UserError

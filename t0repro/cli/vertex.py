@@ -9,9 +9,9 @@ import typer
 
 from t0repro.cli.echo import echo
 from t0repro.cli.gin_options import GinBindings, GinFiles
+from t0repro.cli.option_groups import with_groups
 from t0repro.cli.options import AsJson
 from t0repro.cli.results import print_json
-from t0repro.cli.shared import with_groups
 from t0repro.cli.spelling import canonical_arguments, with_t5x_overrides
 from t0repro.errors import UserError
 from t0repro.vertex.arguments import MESH_TRANSFORMER

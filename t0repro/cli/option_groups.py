@@ -1,4 +1,4 @@
-"""Options that several commands share, defined once as the fields of a dataclass.
+"""Groups of options that several commands share, each defined once as a dataclass.
 
 A command takes such a dataclass as a parameter; `with_groups` gives the command an option for each
 field, in the parameter's place, and hands it the filled dataclass.
