@@ -1,5 +1,6 @@
 """The JAX core runs on a machine that has jax, flax, optax and orbax and nothing of the rest."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -17,13 +18,12 @@ from . import tiny_models as tiny
 
 TESTS = Path(__file__).resolve().parent
 
-# Trains, saves, goes on from the checkpoint and scores, by the modules that commands run through.
-CORE = '''
+WITHOUT_THEM = '''
 import sys
 
 ABSENT = {
     "tensorflow", "seqio", "gin", "mesh_tensorflow", "t5", "clu", "jaxtyping", "promptsource",
-    "datasets", "torch",
+    "datasets", "torch", "dacite",
 }
 
 class WithoutThem:
@@ -37,24 +37,44 @@ class WithoutThem:
             return self.finder.find_spec(name, path, target)
 
 sys.meta_path = [WithoutThem(finder) for finder in sys.meta_path]
-sys.path.insert(0, sys.argv[1])
+sys.path.insert(0, sys.argv.pop(1))
+'''
+
+# Trains, saves, goes on from the checkpoint and scores, by the modules that commands run through.
+CORE = """
 import tiny_models as tiny
 from t0repro.evaluation.engine import score_examples
 from t0repro.runs.train import train
 
-model_dir = sys.argv[2]
+model_dir = sys.argv[1]
 for last_step in (1, 2):
     state = train(tiny.run_config(model_dir, last_step), tiny.batches(1), say=lambda line: None)
 examples = [{"inputs": [5, 6, 1], "targets": [7, 1]}, {"inputs": [5, 6, 1], "targets": [8, 1]}]
 scores = score_examples(state.params, tiny.model(), examples, None)
 assert int(state.step) == 2 and scores.shape == (2,) and (scores < 0).all(), (state.step, scores)
-'''
+"""
 
 
 def test_the_core_trains_resumes_and_scores_without_tensorflow_seqio_gin_and_clu(tmp_path):
-    command = [sys.executable, "-P", "-c", CORE, str(TESTS), str(tmp_path)]
+    command = [sys.executable, "-P", "-c", WITHOUT_THEM + CORE, str(TESTS), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_entry_for_accelerators_times_steps_without_them(tmp_path):
+    """From a RunConfig's JSON and batches in an .npz; dacite, which reads such JSON, is absent."""
+    (tmp_path / "run.json").write_text(tiny.run_config(tmp_path, 3).to_json())
+    batches = tiny.batches(3)
+    arrays = {name: np.stack([batch[name] for batch in batches]) for name in batches[0]}
+    np.savez(tmp_path / "batches.npz", **arrays)
+    script = str(TESTS.parent / "scripts" / "bench" / "train_step.py")
+    entry = f"import runpy; runpy.run_path({script!r}, run_name='__main__')"
+    files = [str(tmp_path / name) for name in ("run.json", "batches.npz")]
+    command = [sys.executable, "-P", "-c", WITHOUT_THEM + entry, str(TESTS), *files, "--steps=2"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert np.isfinite(found["loss"]) and found["rate"] == found["flops"] / found["step"] > 0
 
 
 MODEL = tiny.model()

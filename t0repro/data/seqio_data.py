@@ -1,8 +1,8 @@
 """Batches as T5X's DatasetConfig gives them: SeqIO's get_dataset and encoder-decoder converter.
 
 SeqIO makes every batch itself, so their order is the one that T5X sees; only the names of the
-features change to this project's (`t0repro.data.batches`). What the model derives on its own, the
 features change to this project's (`t0repro.data.batches`). What the model derives by itself, the
+decoder's inputs and the loss weights, is left out.
 """
 
 from __future__ import annotations

@@ -30,6 +30,7 @@ from t0repro.partitioning.devices import Partitioning, choose, line_of
 from t0repro.partitioning.flops import count_flops
 from t0repro.partitioning.topologies import GIB, Chip
 from t0repro.progress import working
+from t0repro.runs.compile_ahead import train_shapes
 from t0repro.training.optimizers import make_optimizer
 from t0repro.training.schedules import make_schedule
 from t0repro.training.train_state import new_train_state
@@ -186,14 +187,8 @@ def train_programs(config: RunConfig, partitioning: Partitioning) -> Iterator[Pr
         dropout_key=jax.random.key(0),
         partitioning=several,
     )
-    data = config.plan.train_data if config.plan is not None else config.train_data
-    pack = data is not None and data.pack
-    names = ["inputs", "targets"] if not config.model.decoder_only else ["targets"]
-    names += [f"{name}_segmentation" for name in names] if pack else []
-    batch = {
-        name: _tokens(partitioning, config.batch_size, _length(config, name.split("_")[0]))
-        for name in names
-    }
+    shapes = train_shapes(config, lambda feature: _length(config, feature))
+    batch = {name: _tokens(partitioning, *shape) for name, shape in shapes.items()}
     state = _placed(partitioning, state)
     jitted = jitted_train_step(step, state, several or partitioning)
     yield _compiled("train", jitted, (state, batch), partitioning)

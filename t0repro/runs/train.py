@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import signal
 import sys
@@ -17,6 +18,7 @@ from t0repro.errors import UserError
 from t0repro.model.t5 import T5, count_parameters
 from t0repro.partitioning.devices import Partitioning, choose, line_of
 from t0repro.partitioning.processes import from_first, output_folder
+from t0repro.runs.compile_ahead import compiled_beside
 from t0repro.runs.plan import (
     Beginning,
     PlannedInputs,
@@ -167,7 +169,6 @@ def train(
     microbatches = counted(config.num_microbatches, "microbatch", "microbatches")
     parts = f"{counted(config.batch_size, 'sequence')} in {microbatches}"
     say(f"train: steps {start.step:,} to {end_step:,}, a batch is {parts}")
-    opened = _opened(batches, start, say) if start.step < end_step else ()
     save_data = batches.save if isinstance(batches, BatchSource) else None
     beginning = Beginning(start.step, end_step, start.checkpoint, save_data)
     # The last of the actions: it reports how long the others took to save.
@@ -177,7 +178,14 @@ def train(
         if config.plan is None
         else _planned_loop(run, start, beginning, planned, [*actions, signals], say)
     )
-    done = _run_loop(loop, opened, end_step - start.step, Path(config.model_dir), say)
+
+    def open_batches() -> Iterable[NumpyBatch]:
+        return _opened(batches, start, say) if start.step < end_step else ()
+
+    # Only of this project's own data are the shapes known before they are read.
+    ahead = isinstance(batches, BatchSource) and start.step < end_step
+    beside = compiled_beside(loop.trainer, config) if ahead else contextlib.nullcontext()
+    done = _run_loop(loop, beside, open_batches, end_step - start.step, Path(config.model_dir), say)
     if start.step >= end_step:
         say(nothing)
     else:
@@ -332,12 +340,17 @@ def _planned_loop(
 
 
 def _run_loop(
-    loop: TrainingLoop, batches: Iterable[NumpyBatch], num_steps: int, model_dir: Path, say: Say
+    loop: TrainingLoop,
+    beside: contextlib.AbstractContextManager[None],
+    open_batches: Callable[[], Iterable[NumpyBatch]],
+    num_steps: int,
+    model_dir: Path,
+    say: Say,
 ) -> int:
-    """Runs the loop; returns the number of steps done."""
+    """Opens the batches and runs the loop, in the given context; returns the steps done."""
     try:
-        with loop:
-            return loop.run(batches, num_steps)
+        with loop, beside:
+            return loop.run(open_batches(), num_steps)
     except PreemptionError as error:
         raise StoppedBySignal(signal.SIGTERM) from error
     except KeyboardInterrupt:  # the second Ctrl-C

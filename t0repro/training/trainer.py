@@ -122,6 +122,7 @@ class BaseTrainer(abc.ABC):
         self._train_state, self._train_state_mutex = train_state, threading.RLock()
         self._compiled_train_steps: dict[Any, _Step] = {}
         self._compiled_eval_steps: dict[Any, _Step] = {}
+        self._compiling = threading.Lock()
         self.stop_training = False
         self._own_files = None
         if files is None and summary_dir is not None and jax.process_index() == 0:
@@ -241,6 +242,13 @@ class BaseTrainer(abc.ABC):
         """
         self._compile(self._train_step_for, batch, self.train_metrics_manager)
 
+    def prepare_train(self, batch: NumpyBatch) -> None:
+        """Does what `compile_train` does, in a thread if wished, and writes no metric.
+
+        An update with such a batch that comes before its end waits for it.
+        """
+        self._train_step_for(self._partitioner.put_batch(self._model.features(batch)))
+
     def _train_step_for(self, features: Mapping[str, jax.Array]) -> _Step:
         made = self._compiled_train_steps
         return self._step_for(made, lambda: self._partitioned_train_step, features)
@@ -321,8 +329,9 @@ class BaseTrainer(abc.ABC):
     ) -> _Step:
         """The step for batches of these shapes, which `made` keeps."""
         key = _shapes(features)
-        if key not in made:
-            made[key] = self._compiled(function(), features)
+        with self._compiling:
+            if key not in made:
+                made[key] = self._compiled(function(), features)
         return made[key]
 
     def _compiled(self, function: Any, features: Mapping[str, jax.Array]) -> _Step:
@@ -330,7 +339,9 @@ class BaseTrainer(abc.ABC):
         if not hasattr(function, "trace"):
             return _Step(function, self._partitioner, {})
         with self._partitioner.active():
-            traced = function.trace(self.train_state, features)
+            # Not by the property: an update holds its lock while it waits for this. Only shapes are
+            # read here, and no update changes those.
+            traced = function.trace(self._train_state, features)
             return _Step(
                 traced.lower().compile(), None, flops_rates(count_flops(traced.jaxpr.jaxpr))
             )
