@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from t0repro.config.run_config import ModelConfig, Recompute
+from t0repro.model.blockwise_attention import number_of_blocks
 from t0repro.model.dropout import Dropout, ScannedLayer
 from t0repro.model.layers import (
     MLP,
@@ -64,6 +65,7 @@ class Block(nn.Module):
         self,
         x: Float[Array, "batch length d_model"],
         bias: Float[Array, "#batch #heads length keys"],
+        shared: Float[Array, "1 heads length keys"] | None,
         present: Float[Array, "#batch #length 1"],
         encoded: Float[Array, "inputs memory d_model"] | KeysAndValues | None,
         encoded_bias: Float[Array, "inputs 1 queries memory"] | None,
@@ -75,7 +77,8 @@ class Block(nn.Module):
 
         Args:
           x: the residual stream before it.
-          bias: added to self-attention's logits; lacks the position bias if each layer has its own.
+          bias: added to self-attention's logits.
+          shared: the position bias of all layers, if it is not in `bias` and not each layer's own.
           present: 0 at padding, 1 elsewhere.
           encoded: the encoder's outputs, or their `keys_and_values`; None if there is no encoder.
             Beams of one input share a row, so x may have several times as many rows.
@@ -97,9 +100,9 @@ class Block(nn.Module):
 
         name = "attention" if self.encoder else "self_attention"
         if config.position_bias_per_layer:
-            bias = position_bias(config, self.dtype, self.encoder)(bias.shape[-1], position) + bias
+            shared = position_bias(config, self.dtype, self.encoder)(bias.shape[-1], position)
         y = normalised(name)
-        y = attention(name)(y, y, bias, position=position)
+        y = attention(name)(y, y, bias, shared, position=position)
         x = x + dropout(y, deterministic=deterministic)
 
         if encoded is not None:
@@ -170,14 +173,18 @@ class Tower(nn.Module):
             assert not isinstance(encoded, tuple)  # which is what decoding reads
             x = self._all_layers(x, bias, shared, present, encoded, encoded_bias, deterministic)
         else:
-            bias = bias if shared is None else shared + bias
+            rows, heads = tokens.shape[0], config.num_heads
+            in_blocks = position is None and number_of_blocks(rows, heads, *bias.shape[2:]) > 1
+            if shared is not None and not in_blocks:
+                # Once for all layers; it is as large as the logits of one.
+                bias, shared = shared + bias, None
             for index in range(self._layers):
                 block = Block(config, self.dtype, self.encoder, name=f"layers_{index}")
                 # When decoding, each layer's keys and values have been computed; else all read one
                 # array.
                 memory = encoded[index] if isinstance(encoded, tuple) else encoded
                 layer = recomputed(block, deterministic)
-                x = layer(x, bias, present, memory, encoded_bias, position)
+                x = layer(x, bias, shared, present, memory, encoded_bias, position)
         norm = "encoder_norm" if self.encoder else "decoder_norm"
         x = RMSNorm(config, self.dtype, name=norm)(x)
         per_position = self.encoder and config.arithmetic.encoder_output_dropout_per_position
@@ -232,8 +239,7 @@ class Tower(nn.Module):
             layer = None if rng is None else ScannedLayer(index, self._layers, rng)
             block = Block(config, self.dtype, self.encoder, layer, parent=None)
             # The sum of the biases is as large as the attention's logits, so each layer adds them.
-            both = bias if shared is None else shared + bias
-            arrays = (both, present, encoded, encoded_bias, None)
+            arrays = (bias, shared, present, encoded, encoded_bias, None)
             y = block.apply({"params": parameters}, x, *arrays, deterministic=deterministic)
             assert isinstance(y, jax.Array)
             return y, None

@@ -18,6 +18,11 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from t0repro.config.run_config import ModelConfig
+from t0repro.model.blockwise_attention import (
+    blockwise_attention,
+    log_normalizer,
+    number_of_blocks,
+)
 from t0repro.model.dropout import Dropout, ScannedLayer
 from t0repro.model.shapes import Array, Bool, Float, Int
 from t0repro.partitioning.rules import constrain
@@ -171,6 +176,7 @@ class Attention(nn.Module):
         x: Float[Array, "batch length d_model"],
         memory: Float[Array, "batch memory d_model"] | KeysAndValues,
         bias: Float[Array, "#batch #heads #length keys"],
+        position_bias: Float[Array, "1 heads #length keys"] | None = None,
         *,
         deterministic: bool,
         position: Int[Array, ""] | None = None,
@@ -181,6 +187,7 @@ class Attention(nn.Module):
           x: where queries come from.
           memory: where keys and values come from, or its `keys_and_values`.
           bias: added to the logits.
+          position_bias: added to them too.
           deterministic: False applies dropout.
           position: when decoding with a cache, the position of the one token in each row. Its key
             and value are written there into the collection "cache", [batch, heads, length, d_kv],
@@ -207,12 +214,24 @@ class Attention(nn.Module):
         in_float32 = config.arithmetic.float32_attention_logits
         logits_type = jnp.dtype("float32") if in_float32 else self.dtype
         query, key = query.astype(logits_type), key.astype(logits_type)
-        logits = jnp.einsum("bhqd,bhkd->bhqk", query, key)
-        weights = attention_weights(logits + bias.astype(logits_type)).astype(self.dtype)
         # One draw for all queries of a sequence: axis -2 of [batch, heads, query, key].
         dropout = Dropout(config.dropout_rate, -2, self.layer)
-        weights = dropout(weights, deterministic=deterministic)
-        y = jnp.einsum("bhqk,bhkd->bhqd", weights, value).swapaxes(1, 2)
+        blocks = 1 if position is not None else number_of_blocks(*query.shape[:3], key.shape[2])
+        if blocks > 1:
+            # What scales a key's weights scales its value instead.
+            scale = dropout(
+                jnp.ones((*key.shape[:2], 1, key.shape[2]), value.dtype),
+                deterministic=deterministic,
+            )
+            value = value * scale.swapaxes(2, 3)
+            y = blockwise_attention(query, key, value, position_bias, bias, blocks)
+        else:
+            bias = bias if position_bias is None else position_bias + bias
+            logits = jnp.einsum("bhqd,bhkd->bhqk", query, key) + bias.astype(logits_type)
+            weights = attention_weights(logits).astype(self.dtype)
+            weights = dropout(weights, deterministic=deterministic)
+            y = jnp.einsum("bhqk,bhkd->bhqd", weights, value)
+        y = y.swapaxes(1, 2)
         y = y.reshape(*y.shape[:-2], heads * d_kv)
         init = nn.initializers.normal((heads * d_kv) ** -0.5)
         return Dense(config.d_model, self.dtype, init, axes=("heads", "embed"), name="out")(y)
@@ -372,10 +391,7 @@ def attention_weights(
     as with empty inputs: near -1e9, float32 is too coarse for log_z to include the logarithm of the
     number of keys, so each weight is 1 rather than 1 over their number.
     """
-    # The maximum cancels out, so its gradient need not be computed.
-    maximum = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
-    log_z = jnp.log(jnp.sum(jnp.exp(logits - maximum), axis=-1, keepdims=True)) + maximum
-    return jnp.exp(logits - log_z)
+    return jnp.exp(logits - log_normalizer(logits))
 
 
 def same_segment(
