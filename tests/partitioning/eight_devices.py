@@ -27,6 +27,7 @@ from t0repro.config.run_config import (
 from t0repro.evaluation.engine import score_examples
 from t0repro.evaluation.generation import generate_tokens
 from t0repro.evaluation.perplexity import evaluate_perplexity
+from t0repro.model import blockwise_attention
 from t0repro.model.t5 import T5, initial_parameters
 from t0repro.partitioning.collectives import collectives, counts
 from t0repro.partitioning.devices import choose
@@ -165,8 +166,19 @@ def scanned():
     }
 
 
+def in_blocks():
+    """Attention of whole matrices on one device, and of blocks of queries in two layouts."""
+    one = trained(None, dropout_rate=0.1)
+    blockwise_attention.BLOCK_BYTES = 64
+    return {
+        "one": one,
+        "data 4, model 2": trained(Layout(4, 2), dropout_rate=0.1),
+        "fully sharded": trained(Layout(4, 2, fully_sharded=True), dropout_rate=0.1),
+    }
+
+
 def every_layout():
-    """Losses, scores and texts of all layouts but those of scanned layers."""
+    """Losses, scores and texts of all layouts."""
     return {
         "layouts": {name: trained(layout) for name, layout in LAYOUTS.items()},
         "optimizers": {
@@ -185,4 +197,5 @@ def every_layout():
 
 
 if __name__ == "__main__":
-    print(json.dumps(scanned() if sys.argv[1:] == ["scanned"] else every_layout()))
+    cases = {"scanned": scanned, "in_blocks": in_blocks, "every_layout": every_layout}
+    print(json.dumps(cases[sys.argv[1]]()))

@@ -19,19 +19,17 @@ LAYOUTS = [
 ]
 
 
-def on_eight_devices(*arguments):
+def on_eight_devices(case):
     flags = "--xla_force_host_platform_device_count=8"
     env = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(
-        [sys.executable, SCRIPT, *arguments], env=env, capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, SCRIPT, case], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.fixture(scope="module")
 def result():
-    return on_eight_devices()
+    return on_eight_devices("every_layout")
 
 
 def assert_same_training(one, other):
@@ -58,8 +56,9 @@ def test_each_case_trains_to_the_same_losses(result, case):
 
 
 @pytest.mark.slow
-def test_scanned_layers_train_to_the_same_losses():
-    one, *others = on_eight_devices("scanned").values()
+@pytest.mark.parametrize("case", ["scanned", "in_blocks"])
+def test_scanned_layers_and_attention_in_blocks_train_to_the_same_losses(case):
+    one, *others = on_eight_devices(case).values()
     for other in others:
         assert_same_training(one, other)
 
