@@ -15,6 +15,9 @@ from t0repro.config.run_config import (
 from t0repro.errors import UserError
 from t0repro.words import counted, sized
 
+ATTENTION_BLOCK_BYTES = 1 << 23
+"""Most bytes of attention logits that JAX makes at a time for a layer on a device."""
+
 _FLOAT32 = 4
 _LENGTH = 512  # tokens assumed for a feature with no bound length
 
@@ -89,14 +92,20 @@ def _activations(
     """Bytes of the activations that are in memory at the same time.
 
     Counts, for each layer and token, the residual stream and its norms, the four projections of the
-    attention, the feed-forward layer, and the attention weights of each head. The backward pass
-    needs all layers; a forward pass alone needs one.
+    attention, the feed-forward layer, and the attention weights of each head, of which only a block
+    exists where they are large. The backward pass needs all layers; a forward pass alone needs one.
     """
+
+    def attention(length: int, keys: int) -> int:
+        weights = rows * model.num_heads * length * keys
+        return 2 * min(weights, ATTENTION_BLOCK_BYTES // _FLOAT32)
+
     per_token = 4 * model.d_model + 4 * model.num_heads * model.d_kv
     per_token += (len(model.activations) + 1) * model.d_ff
-    encoder = rows * inputs * (per_token + 2 * model.num_heads * inputs)
+    encoder = rows * inputs * per_token + attention(inputs, inputs)
     # Decoder layers have two attentions, and attend to their own targets and to the inputs.
-    decoder = rows * targets * (2 * per_token + 2 * model.num_heads * (targets + inputs))
+    decoder = 2 * rows * targets * per_token
+    decoder += attention(targets, targets) + attention(targets, inputs)
     if keep_all:
         layers = model.num_encoder_layers * encoder + model.num_decoder_layers * decoder
     else:

@@ -15,21 +15,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from t0repro.config import memory
 from t0repro.model.shapes import Array, Float
 from t0repro.partitioning.rules import parts_of
 
-BLOCK_BYTES = 1 << 23
-"""Most bytes of a block of attention logits on a device; smaller matrices are computed whole."""
-
 
 def number_of_blocks(batch: int, heads: int, length: int, keys: int) -> int:
-    """How many blocks of queries keep within BLOCK_BYTES: 1 if the whole matrix does.
+    """How many blocks of queries keep within ATTENTION_BLOCK_BYTES: 1 if the whole matrix does.
 
     Among numbers up to twice the least one, the first that divides the length, if one does.
     """
     # 4 bytes each: logits are float32, whatever the activations are.
     size = 4 * batch * heads * length * keys // parts_of("batch", "heads")
-    least = min(length, -(-size // BLOCK_BYTES))
+    least = min(length, -(-size // memory.ATTENTION_BLOCK_BYTES))
     return next((n for n in range(least, 2 * least) if length % n == 0), least)
 
 

@@ -50,6 +50,14 @@ def test_microbatches_and_recomputation_need_less(run):
         assert memory.estimate(smaller).activations < memory.estimate(run).activations
 
 
+def test_attention_of_long_inputs_is_counted_in_blocks(run):
+    def activations(length):
+        lengths = {"inputs": length, "targets": 16}
+        return memory.estimate(dataclasses.replace(run, sequence_length=lengths)).activations
+
+    assert activations(1 << 15) < 2.1 * activations(1 << 14)
+
+
 def test_what_fits_says_so_and_what_cannot_fit_is_refused(run):
     needed = memory.estimate(run)
     assert memory.check_fits(run, 10**12, 10**12).endswith("it fits.")

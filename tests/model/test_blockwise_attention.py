@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from t0repro.config import memory
 from t0repro.model import blockwise_attention as blockwise
 from t0repro.model.layers import INVISIBLE, attention_weights
 from t0repro.model.t5 import T5, initial_parameters
@@ -108,7 +109,7 @@ def test_a_models_loss_and_gradients_are_the_same(monkeypatch, changes):
         return jax.jit(lambda params: gradients(params)).lower(params).compile()
 
     one = found()
-    monkeypatch.setattr(blockwise, "BLOCK_BYTES", 400)
+    monkeypatch.setattr(memory, "ATTENTION_BLOCK_BYTES", 400)
     blocks = found()
     assert one.as_text() != blocks.as_text()
     compare = lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6)  # noqa: E731

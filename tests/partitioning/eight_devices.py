@@ -16,6 +16,7 @@ import jax
 import numpy as np
 from tiny_models import ADAFACTOR, FLOAT32, batches, model_config, run_config
 
+from t0repro.config import memory
 from t0repro.config.decoding_config import DecodingConfig
 from t0repro.config.run_config import (
     AdamWeightDecayConfig,
@@ -27,7 +28,6 @@ from t0repro.config.run_config import (
 from t0repro.evaluation.engine import score_examples
 from t0repro.evaluation.generation import generate_tokens
 from t0repro.evaluation.perplexity import evaluate_perplexity
-from t0repro.model import blockwise_attention
 from t0repro.model.t5 import T5, initial_parameters
 from t0repro.partitioning.collectives import collectives, counts
 from t0repro.partitioning.devices import choose
@@ -169,7 +169,7 @@ def scanned():
 def in_blocks():
     """Attention of whole matrices on one device, and of blocks of queries in two layouts."""
     one = trained(None, dropout_rate=0.1)
-    blockwise_attention.BLOCK_BYTES = 64
+    memory.ATTENTION_BLOCK_BYTES = 64
     return {
         "one": one,
         "data 4, model 2": trained(Layout(4, 2), dropout_rate=0.1),
