@@ -15,7 +15,7 @@ from t0repro.config.run_config import (
 from t0repro.errors import UserError
 from t0repro.words import counted, sized
 
-ATTENTION_BLOCK_BYTES = 1 << 23
+ATTENTION_BLOCK_BYTES = 1 << 26
 """Most bytes of attention logits that JAX makes at a time for a layer on a device."""
 
 _FLOAT32 = 4

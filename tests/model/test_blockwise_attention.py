@@ -131,6 +131,8 @@ def test_a_long_sequence_needs_a_fraction_of_the_memory():
 
 
 def test_blocks_keep_within_the_bound_and_divide_the_length_if_they_can():
-    assert blockwise.number_of_blocks(1, 1, 1024, 1024) == 1
-    assert blockwise.number_of_blocks(8, 6, 512, 512) == 8  # 50 MB: 7 would not divide 512
-    assert blockwise.number_of_blocks(64, 64, 509, 509) == 509  # no more than there are queries
+    assert blockwise.number_of_blocks(8, 6, 512, 512) == 1  # 50 MB
+    assert blockwise.number_of_blocks(8, 32, 1024, 1024) == 16  # 1 GiB
+    assert blockwise.number_of_blocks(8, 32, 1000, 1024) == 20  # 16 would not divide 1,000
+    assert blockwise.number_of_blocks(8, 32, 1021, 1021) == 16  # a prime number of queries
+    assert blockwise.number_of_blocks(1 << 20, 64, 509, 509) == 509  # no more than queries
