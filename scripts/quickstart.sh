@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The main job from prompts to report, on the embedded demo: cache, train on JAX, go on training on both
-# stacks, evaluate on both, convert there and back, report. Under 4 minutes on two idle cores.
+# stacks, evaluate on both, convert there and back, report. Under 2 minutes on two idle cores.
 #
 #   bash scripts/quickstart.sh                                      # the embedded demo
 #   T0REPRO_DATA_DIR=DIR T0REPRO_VOCAB=FILE bash scripts/quickstart.sh   # the same on real datasets
@@ -30,7 +30,7 @@ else
   seqio_task=demo_synthetic_glue_mrpc_want_to_know_score_eval
   # Short: targets have at most 7 tokens, and half of scripts/train.sh's batch learns the demo as well.
   export TARGETS_LENGTH=${TARGETS_LENGTH:-16} TOKENS_PER_BATCH=${TOKENS_PER_BATCH:-2048}
-  export TRAIN_STEPS=${TRAIN_STEPS:-300}
+  export TRAIN_STEPS=${TRAIN_STEPS:-350}
 fi
 run=${RUN_DIR:-runs/quickstart_$name}
 mkdir -p "$run/logs"

@@ -51,7 +51,8 @@ def blockwise_attention(
         lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, padding), (0, 0))),
         (query, position_bias, visibility),
     )
-    return _attend(blocks, by_query, key, value)[:, :, :length]
+    attended: Any = _attend(blocks, by_query, key, value)
+    return attended[:, :, :length]
 
 
 def log_normalizer(logits: Float[Array, "*rows keys"]) -> Float[Array, "*rows 1"]:

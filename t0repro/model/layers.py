@@ -216,8 +216,9 @@ class Attention(nn.Module):
         query, key = query.astype(logits_type), key.astype(logits_type)
         # One draw for all queries of a sequence: axis -2 of [batch, heads, query, key].
         dropout = Dropout(config.dropout_rate, -2, self.layer)
-        blocks = 1 if position is not None else number_of_blocks(*query.shape[:3], key.shape[2])
-        if blocks > 1:
+        batch, _, length, _ = query.shape
+        blocks = number_of_blocks(batch, heads, length, key.shape[2])
+        if blocks > 1 and position is None:
             # What scales a key's weights scales its value instead.
             scale = dropout(
                 jnp.ones((*key.shape[:2], 1, key.shape[2]), value.dtype),
