@@ -77,7 +77,8 @@ def clean_environment(path: str, folder: Path) -> str:
 
 
 def install(python: str, *arguments: str) -> None:
-    pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+    # Not compiled: that takes longer than all else, and few of the modules are imported.
+    pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-compile"]
     subprocess.run([*pip, *arguments], check=True)
 
 
