@@ -13,7 +13,9 @@ import os
 import re
 import signal
 import sys
+import threading
 from collections.abc import Iterator
+from typing import Any
 
 from t0repro import compat
 from t0repro.cli.echo import echo
@@ -59,6 +61,7 @@ def gate(command: str, *, show_unexpected: bool = False) -> Iterator[Settings]:
     """
     settings = Settings()
     compat.quiet_native_logs()  # before anything imports JAX
+    _deliver_swallowed_interrupts()
     try:
         yield settings
     except (KeyboardInterrupt, SystemExit) as end:
@@ -84,6 +87,26 @@ def gate(command: str, *, show_unexpected: bool = False) -> Iterator[Settings]:
         echo(f"{command}: {type(error).__name__}: {text}", err=True)
         print(f"  to do: '{command} --debug ...' shows where this happened.", file=sys.stderr)
         sys.exit(FAILURE)
+
+
+def _deliver_swallowed_interrupts() -> None:
+    """Presses Ctrl-C again where Python swallowed it.
+
+    Python runs the signal's handler wherever the program happens to be. What that raises in a
+    callback of the garbage collector (JAX has one) or in a `__del__` is printed and forgotten, and
+    the command would go on.
+    """
+    report = sys.unraisablehook
+
+    def deliver(unraisable: Any) -> None:
+        if isinstance(unraisable.exc_value, KeyboardInterrupt):
+            # A moment later, when the callback is over; to the main thread, whose waiting it ends.
+            main = threading.main_thread().ident
+            threading.Timer(0.05, signal.pthread_kill, [main, signal.SIGINT]).start()
+        else:
+            report(unraisable)
+
+    sys.unraisablehook = deliver
 
 
 def _end_interrupted(command: str, go_on: str) -> None:

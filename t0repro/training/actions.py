@@ -135,10 +135,7 @@ class SaveCheckpoints(Action):
 
     def end(self, loop: TrainingLoop) -> None:
         """Waits after an exception too, so that no save goes on while the next run starts."""
-        try:
-            self.wait()
-        except Exception as error:  # of less account than the one that ended training
-            logging.warning("A checkpoint could not be written either: %s", error)
+        self.wait()
 
     def _is_due(self, step: int) -> bool:
         return step - self._saved >= self._every or step == self._last

@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import itertools
+import logging
 import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -134,10 +135,19 @@ class TrainingLoop:
             # However it ended: signal handlers, garbage collection and the terminal are given back.
             with contextlib.ExitStack() as stack:
                 for action in reversed(started):
-                    stack.callback(action.end, self)
+                    stack.callback(self._end, action)
         if preemption is not None:
             raise preemption
         return self.step - first
+
+    def _end(self, action: Action) -> None:
+        try:
+            action.end(self)
+        except Exception as error:
+            if not self.failed:
+                raise
+            # Of less account than the one that ended training, which it must not replace.
+            logging.warning("After the error that ended training, another: %s", error)
 
     def _steps(self, batches: Iterable[NumpyBatch], num_steps: int) -> None:
         stopped = self.trainer.stop_training  # before the first step, by an evaluation

@@ -21,6 +21,7 @@ from t0repro.errors import UserError
 from t0repro.files import write_atomically
 from t0repro.training.actions import Action
 from t0repro.training.metrics import StepMetrics
+from t0repro.training.writing import writing
 
 if TYPE_CHECKING:
     from t0repro.training.loop import TrainingLoop
@@ -171,7 +172,8 @@ class RecordRunState(Action):
             host=socket.gethostname(),
             process=os.getpid(),
         )
-        write_atomically(self._path, json.dumps(dataclasses.asdict(values), indent=1) + "\n")
+        with writing(self._path):
+            write_atomically(self._path, json.dumps(dataclasses.asdict(values), indent=1) + "\n")
         self._written_at = time.monotonic()
 
 

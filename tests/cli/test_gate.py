@@ -46,6 +46,22 @@ def test_a_second_ctrl_c_while_the_first_is_handled_shows_no_traceback():
     assert ended.stderr == "\nit: interrupted.\n  to do: Go on so.\n"
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        "import gc\ngc.callbacks[:] = [lambda *_: gc.callbacks.clear() or interrupt()]\n"
+        "gc.collect()\ntime.sleep(5)",
+        "class Held:\n  def __del__(self):\n    interrupt()\ndel_me = Held()\ndel del_me\n"
+        "time.sleep(5)",
+    ],
+    ids=["a callback of the garbage collector", "__del__"],
+)
+def test_ctrl_c_where_python_swallows_it_still_ends_the_command(body):
+    ended = run_program(body)
+    assert ended.returncode == 130
+    assert ended.stderr == "\nit: interrupted.\n  to do: Go on so.\n"
+
+
 def test_an_error_that_a_library_makes_of_ctrl_c_is_still_ctrl_c():
     ended = run_program(
         "try:\n    interrupt()\nexcept KeyboardInterrupt:\n    raise RuntimeError('cancelled')"

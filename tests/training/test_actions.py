@@ -109,7 +109,7 @@ def test_an_error_of_training_is_not_hidden_by_one_of_its_save(tmp_path, monkeyp
         make_loop(actions=[SaveCheckpoints(tmp_path, every=1)]) as loop,
     ):
         loop.run(broken(), 5)
-    assert "could not be written either: The disk is full" in caplog.text
+    assert "ended training, another: The disk is full" in caplog.text
 
 
 def test_all_actions_are_ended_whatever_one_of_them_does():
