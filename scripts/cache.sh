@@ -28,8 +28,7 @@ export CUDA_VISIBLE_DEVICES=
 started=$SECONDS
 logs=$CACHE_DIR/logs
 plan=$(mktemp)
-errors=$(mktemp)
-trap 'rm -f "$plan" "$errors"; jobs -p | xargs -r kill 2>/dev/null || true' EXIT
+trap 'rm -f "$plan"; jobs -p | xargs -r kill 2>/dev/null || true' EXIT
 
 # The lock of `t0repro cache`: neither command may remove what the other is writing. The workers inherit
 # it, so that it is held until the last of them ends, even if this script is killed; big processes take
@@ -45,12 +44,12 @@ fi
 counted() { if (($1 == 1)); then echo "$1 $2"; else echo "$1 ${3:-$2s}"; fi; }
 say() { echo "  $1 [$((SECONDS - started)) s]"; }
 say "reading the list of tasks of $MODULE"
-# -P: the folder gin/ at the top of the repository must not stand in for the library.
+# -P: the folder gin/ at the top of the repository must not stand in for the library. What takes time
+# is told on stderr.
 status=0
 .venv/bin/python -P -W ignore -m t0repro.tasks.prompt_cache.seqio_plan --module_import="$MODULE" \
   --mixtures="${MIXTURE:-}" --tasks="${TASKS:-}" --output_cache_dir="$CACHE_DIR" \
-  --processes="$PROCESSES" >"$plan" 2>"$errors" || status=$?
-grep -vE '^(WARNING: All log|[IWE][0-9]{4} )' "$errors" >&2 || true
+  --processes="$PROCESSES" >"$plan" || status=$?
 if ((status)); then exit "$status"; fi
 
 planned=$(tr ',' '\n' <"$plan" | grep -c . || true)

@@ -59,6 +59,8 @@ _USELESS_LOG_LINES = (
     "global step (tf.train.get_global_step) has not been increased",  # it is read in mid-step
     "is being approximated by decoding from the tokenized",  # in every score_eval
     "AUC-pr and AUC-roc are not supported when num_classes > 2",  # from t5's rank classification
+    # T0's lengths are given, as T0's README gives them.
+    "Given sequence lengths are longer than necessary",
     # Once for every task. t0repro.data.checks says what holds here, where a resumed run reads on.
     "Using an uncached FunctionDataset for training",
 )

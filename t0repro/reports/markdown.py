@@ -40,17 +40,22 @@ def markdown_table(header: Sequence[str | Column], rows: Iterable[Sequence[str |
     # Markdown aligns a column by colons in the line below the header.
     rule = ["---" if text or not at else "---:" for at, (_, text, _) in enumerate(columns)]
     lines = [
-        "| " + " | ".join(escape(as_cell(cell).text) for cell in line) + " |"
+        # Nothing in a cell is at the beginning of a line, so "47.8" needs no escape.
+        "| " + " | ".join(_inline(as_cell(cell).text) for cell in line) + " |"
         for line in (names, *rows)
     ]
     return "\n".join([lines[0], "| " + " | ".join(rule) + " |", *lines[1:]])
 
 
 def escape(text: str) -> str:
-    """Text that Markdown shows as it is, on one line."""
-    text = _ACTIVE.sub(lambda match: "\\" + match[0], printable(text))
+    """Text that Markdown shows as it is, on a line of its own."""
     # A number loses its meaning when the full stop after it is escaped, other signs on their own
-    return _AT_START.sub(_without_start, text)
+    return _AT_START.sub(_without_start, _inline(text))
+
+
+def _inline(text: str) -> str:
+    """Text that Markdown shows as it is, within a line."""
+    return _ACTIVE.sub(lambda match: "\\" + match[0], printable(text))
 
 
 def _without_start(match: re.Match[str]) -> str:

@@ -11,8 +11,6 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-import yaml
-
 from t0repro.errors import UserError
 
 _LABEL = re.compile(r"[a-z0-9_-]{1,63}")
@@ -110,8 +108,16 @@ class JobSpec:
         for name in ("labels", "service_account", "network"):
             if value := getattr(self, name):
                 fields[name] = dict(value) if name == "labels" else value
+        import yaml
+
+        class Plain(yaml.SafeDumper):
+            """Writes a part that occurs twice out twice, as no reader expects YAML's anchors."""
+
+            def ignore_aliases(self, data: Any) -> bool:
+                return True
+
         # Wide, so that an argument stays on one line and can be copied.
-        return yaml.dump(fields, Dumper=_Plain, sort_keys=False, allow_unicode=True, width=1000)
+        return yaml.dump(fields, Dumper=Plain, sort_keys=False, allow_unicode=True, width=1000)
 
     def shell_command(self) -> str:
         """A command line that runs the same container on a machine with Docker."""
@@ -119,13 +125,6 @@ class JobSpec:
         entry = [f"--entrypoint={self.command[0]}"] if self.command else []
         words = [*entry, self.image_uri, *self.command[1:], *self.arguments]
         return shlex.join(["docker", "run", "--rm", *words])
-
-
-class _Plain(yaml.SafeDumper):
-    """Writes a part that occurs twice out twice, as no reader expects YAML's anchors."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
 
 
 def override(binding: str) -> str:

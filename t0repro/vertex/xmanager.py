@@ -7,7 +7,6 @@ change is refused before anything is sent.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import enum
 import logging
@@ -77,6 +76,8 @@ def launch(spec: JobSpec, executor: Executor, place: Place) -> str:
     Raises:
       UserError: If the service or Docker refuses.
     """
+    import asyncio
+
     # What XManager logs as an error with its trace it raises too.
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     with _errors(spec.display_name):

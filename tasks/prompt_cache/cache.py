@@ -21,6 +21,7 @@ import numpy as np
 
 from t0repro.errors import UserError
 from t0repro.files import write_atomically
+from t0repro.progress import working
 from t0repro.tasks.prompt_cache import folders, provenance, shards
 from t0repro.tasks.prompt_cache.beam import BeamWorkers
 from t0repro.tasks.prompt_cache.plan import CachedTask, Plan, Prompt, Request, RowsOfSplit
@@ -155,14 +156,16 @@ def _planned(request: Request, pool: ProcessPoolExecutor, workers: int) -> Plan:
     """
     if needs_seqio(request.modules):
         return _planned_elsewhere(request)
-    plan = pool.submit(make_plan, request)
-    for _ in range(workers - 1):  # meanwhile the other workers start and import
-        pool.submit(shards.warm_up)
-    return plan.result()
+    with working("importing the tasks, while the workers start"):
+        plan = pool.submit(make_plan, request)
+        for _ in range(workers - 1):  # meanwhile the other workers start and import
+            pool.submit(shards.warm_up)
+        return plan.result()
 
 
 def _planned_elsewhere(request: Request) -> Plan:
-    with _pool(1) as other:
+    libraries = ", with TensorFlow and SeqIO" if needs_seqio(request.modules) else ""
+    with working(f"importing the tasks{libraries}"), _pool(1) as other:
         return other.submit(make_plan, request).result()
 
 

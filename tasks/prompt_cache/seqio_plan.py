@@ -11,18 +11,21 @@ one clear message rather than the end of a long Beam traceback. scripts/cache.sh
 from __future__ import annotations
 
 import argparse
-import importlib
 import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-
-import seqio
+from typing import TYPE_CHECKING
 
 from t0repro.errors import UserError, nearest_names
+from t0repro.progress import working
 from t0repro.tasks.prompt_cache import folders
-from t0repro.tasks.seqio_tasks import PromptedSource
+from t0repro.tasks.registration import load_tasks
 from t0repro.words import counted
+
+# SeqIO and TensorFlow take seconds to import: functions do it, once a line says so.
+if TYPE_CHECKING:
+    import seqio
 
 
 def selected_tasks(mixtures: Sequence[str], patterns: Sequence[str]) -> list[seqio.Task]:
@@ -31,6 +34,8 @@ def selected_tasks(mixtures: Sequence[str], patterns: Sequence[str]) -> list[seq
     Raises:
       UserError: If a mixture does not exist or a pattern matches nothing; lists the nearest names.
     """
+    import seqio
+
     known = [*seqio.MixtureRegistry.names(), *seqio.TaskRegistry.names()]
     names: list[str] = []
     for mixture in mixtures:
@@ -79,6 +84,8 @@ def check_readable(tasks: Sequence[seqio.Task]) -> None:
     Raises:
       UserError: If a file is missing or broken.
     """
+    from t0repro.tasks.seqio_tasks import PromptedSource
+
     for task in tasks:
         for feature in task.output_features.values():
             load = getattr(feature.vocabulary, "load_model", None)
@@ -103,18 +110,22 @@ def spread(tasks: Sequence[seqio.Task], processes: int) -> list[list[str]]:
 
 
 def _folder(task: seqio.Task, cache_dir: Path) -> Path:
+    import seqio
+
     return cache_dir / seqio.get_task_dir_from_name(task.name)
 
 
 def plan(arguments: argparse.Namespace) -> list[list[str]]:
     """The names of the tasks to cache, for each process to start."""
-    for module in arguments.module_import:
-        importlib.import_module(module)
+    with working("importing the tasks, with TensorFlow and SeqIO"):
+        # Keeps the libraries' own lines off the terminal, too.
+        load_tasks(arguments.module_import, into_seqio=True)
     tasks = selected_tasks(arguments.mixtures, arguments.tasks)
     left = uncached(tasks, arguments.output_cache_dir)
     # By then rows and vocabulary are known to be readable.
     if left:
-        check_readable(left)
+        with working(f"reading rows and vocabulary of {counted(len(left), 'task')} once"):
+            check_readable(left)
     removed = remove_interrupted(left, arguments.output_cache_dir)
     if removed:
         print(

@@ -1,7 +1,9 @@
 """`t0repro cache` as people call it."""
 
+import contextlib
 import json
 import os
+import pty
 import subprocess
 import sys
 from pathlib import Path
@@ -64,6 +66,26 @@ def test_a_users_own_prompts_are_cached(tmp_path):
     assert "Cached 2 of 2 tasks in" in done.stdout and ": 3 examples in" in done.stdout
 
 
+def run_on_terminal(*arguments: str, **environment: str) -> tuple[int, str]:
+    """The exit code, and what a terminal shows."""
+    ours, its = pty.openpty()
+    with subprocess.Popen(
+        [sys.executable, "-P", "-m", "t0repro.cli", "cache", *arguments],
+        stdin=its,
+        stdout=its,
+        stderr=its,
+        env={**os.environ, **environment},
+    ) as process:
+        os.close(its)
+        shown = b""
+        # Linux ends a terminal that nobody holds any more by an error, not by an end of file.
+        with contextlib.suppress(OSError):
+            while part := os.read(ours, 4096):
+                shown += part
+        os.close(ours)
+    return process.returncode, shown.decode().replace("\r\n", "\n")
+
+
 SEQIO_MODULE = """
 import seqio
 from t0repro.tasks.demo.datasets import FOLDER, VOCABULARY
@@ -78,18 +100,28 @@ seqio.MixtureRegistry.add("mine", [task.name], default_rate=1.0)
 feature = seqio.Feature(vocabulary)
 source = seqio.FunctionDataSource(lambda split, shuffle_files: None, splits=["train"])
 seqio.TaskRegistry.add("plain", source, preprocessors=[], output_features={"targets": feature})
+print("mine_tasks has been imported", flush=True)
 """
+# Said before seconds of imports, on a terminal as in a pipe.
+BEFORE_IMPORTS = [
+    "reading the list of tasks ...",
+    "importing the tasks, with TensorFlow and SeqIO ...",
+]
 
 
 def test_a_module_that_adds_to_seqio_itself_is_cached_as_far_as_its_tasks_are_prompts(tmp_path):
     (tmp_path / "mine_tasks.py").write_text(SEQIO_MODULE)
     arguments = ("--module_import=mine_tasks", f"--output_cache_dir={tmp_path / 'cache'}")
-    done = run(*arguments, "--mixture=mine", PYTHONPATH=str(tmp_path))
-    assert done.returncode == 0, done.stderr
-    assert "Cached 1 of 1 task in" in done.stdout
+    code, shown = run_on_terminal(*arguments, "--mixture=mine", PYTHONPATH=str(tmp_path))
+    assert code == 0, shown
+    before, _, after = shown.partition("mine_tasks has been imported\n")
+    # A slow machine also says every ten seconds that it still imports.
+    assert before.splitlines()[:2] == BEFORE_IMPORTS
+    assert "Cached 1 of 1 task in" in after
     assert (tmp_path / "cache" / "mine_replace" / "COMPLETED").is_file()
     done = run(*arguments, "--tasks=plain", PYTHONPATH=str(tmp_path))
     assert done.returncode == 2 and "seqio_cache_tasks" in done.stderr
+    assert done.stderr.splitlines()[:2] == BEFORE_IMPORTS
 
 
 @pytest.mark.parametrize(

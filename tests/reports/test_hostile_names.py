@@ -14,7 +14,7 @@ from rich.console import Console
 from t0repro.reports.bootstrap import Bootstrap
 from t0repro.reports.html import render_html
 from t0repro.reports.make_report import Beside, ReportOptions, make_report
-from t0repro.reports.markdown import render_markdown
+from t0repro.reports.markdown import markdown_table, render_markdown
 from t0repro.reports.page import Column, Page, Section
 from t0repro.reports.report import load_report
 from t0repro.reports.report_page import brief_page, report_page
@@ -105,6 +105,16 @@ def test_github_makes_no_links_or_mentions_of_names():
     table = Section("t", header=(Column("a"),), rows=(("www.example.com x@y http://z",),))
     text = render_markdown(Page("@someone", (table,)))
     assert not re.search(r"(?<!\\)@\w|www\.|http:", text)
+
+
+def test_numbers_in_a_table_are_as_they_are_and_at_the_beginning_of_a_line_start_no_list():
+    assert markdown_table(["step", "1.5"], [["1. first", "47.8"]]).splitlines() == [
+        "| step | 1.5 |",
+        "| --- | ---: |",
+        "| 1. first | 47.8 |",
+    ]
+    text = render_markdown(Page("t", (Section("s", lines=("1. is not the first of a list",)),)))
+    assert "1\\. is not" in text
 
 
 def test_a_code_blocks_fence_is_longer_than_any_inside_it():

@@ -115,6 +115,12 @@ def cache(tmp_path_factory):
     assert done.returncode == 0, done.stdout + done.stderr
     # The libraries' own lines are in the logs that it names.
     assert "1 task cached in" in done.stdout and foreign_lines(done.stderr) == []
+    # What takes seconds is told before it begins.
+    importing, reading = (
+        done.stderr.index("importing the tasks, with TensorFlow and SeqIO ..."),
+        done.stderr.index("reading rows and vocabulary of 1 task once ..."),
+    )
+    assert 0 == importing < reading < done.stderr.index("1 of 1 task to cache in")
     return folder
 
 
