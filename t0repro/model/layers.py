@@ -7,6 +7,7 @@ beyond that, the docstring says so. Initial values have Mesh TensorFlow's distri
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -216,22 +217,8 @@ class Attention(nn.Module):
         query, key = query.astype(logits_type), key.astype(logits_type)
         # One draw for all queries of a sequence: axis -2 of [batch, heads, query, key].
         dropout = Dropout(config.dropout_rate, -2, self.layer)
-        batch, _, length, _ = query.shape
-        blocks = number_of_blocks(batch, heads, length, key.shape[2])
-        if blocks > 1 and position is None:
-            # What scales a key's weights scales its value instead.
-            scale = dropout(
-                jnp.ones((*key.shape[:2], 1, key.shape[2]), value.dtype),
-                deterministic=deterministic,
-            )
-            value = value * scale.swapaxes(2, 3)
-            y = blockwise_attention(query, key, value, position_bias, bias, blocks)
-        else:
-            bias = bias if position_bias is None else position_bias + bias
-            logits = jnp.einsum("bhqd,bhkd->bhqk", query, key) + bias.astype(logits_type)
-            weights = attention_weights(logits).astype(self.dtype)
-            weights = dropout(weights, deterministic=deterministic)
-            y = jnp.einsum("bhqk,bhkd->bhqd", weights, value)
+        dropped = functools.partial(dropout, deterministic=deterministic)
+        y = _attended(query, key, value, bias, position_bias, dropped)
         y = y.swapaxes(1, 2)
         y = y.reshape(*y.shape[:-2], heads * d_kv)
         init = nn.initializers.normal((heads * d_kv) ** -0.5)
@@ -245,6 +232,29 @@ class Attention(nn.Module):
         cache = self.variable("cache", name)
         cache.value = cache.value.at[:, :, position].set(x[:, :, 0])
         return cache.value
+
+
+def _attended(
+    query: Float[Array, "batch heads length d_kv"],
+    key: Float[Array, "batch heads keys d_kv"],
+    value: Float[Array, "batch heads keys d_kv"],
+    bias: Float[Array, "#batch #heads #length keys"],
+    position_bias: Float[Array, "1 heads #length keys"] | None,
+    dropped: Callable[[Array], Array],
+) -> Float[Array, "batch heads length d_kv"]:
+    """The values, weighted by attention: by whole matrices of weights, or in blocks of queries."""
+    batch, heads, length, _ = query.shape
+    keys = key.shape[2]
+    blocks = number_of_blocks(batch, heads, length, keys)
+    if blocks > 1:
+        # What scales a key's weights scales its value instead.
+        scale = dropped(jnp.ones((batch, heads, 1, keys), value.dtype))
+        value = value * scale.swapaxes(2, 3)
+        return blockwise_attention(query, key, value, position_bias, bias, blocks)
+    bias = bias if position_bias is None else position_bias + bias
+    logits = jnp.einsum("bhqd,bhkd->bhqk", query, key) + bias.astype(query.dtype)
+    weights = dropped(attention_weights(logits).astype(value.dtype))
+    return jnp.einsum("bhqk,bhkd->bhqd", weights, value)
 
 
 def split_heads(
