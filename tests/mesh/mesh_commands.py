@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 import traceback
 from pathlib import Path
 
@@ -89,17 +91,19 @@ class CommandServer:
         )
 
     def run(
-        self, flags: list[str], unpatched: str = "", interrupted: bool = False
+        self, flags: list[str], unpatched: str = "", presses: int = 0, once: Path | None = None
     ) -> tuple[int, str]:
         """(exit code, stderr) of the command.
 
         Args:
           flags: its arguments.
           unpatched: a function of Mesh TensorFlow's utils to run as its authors left it.
-          interrupted: whether to press Ctrl-C once the flags are parsed.
+          presses: how often to press Ctrl-C.
+          once: the file whose first line is waited for before that; None presses as soon as the
+            flags are parsed.
         """
         assert self._process.stdin and self._process.stdout
-        self._process.stdin.write(json.dumps([flags, unpatched, interrupted]) + "\n")
+        self._process.stdin.write(json.dumps([flags, unpatched, presses, str(once or "")]) + "\n")
         self._process.stdin.flush()
         answer = self._process.stdout.readline()
         assert answer, "the server died"
@@ -116,20 +120,20 @@ def _serve() -> None:
     sys.argv[0] = "t5_mesh_transformer"
     main.define_flags()
     for line in sys.stdin:
-        flags, unpatched, interrupted = json.loads(line)
+        flags, unpatched, presses, once = json.loads(line)
         with tempfile.TemporaryFile() as stderr:
             child = os.fork()
             if child == 0:
                 os.dup2(stderr.fileno(), 2)
                 os.dup2(2, 1)  # answers alone go to the real stdout
-                _run(flags, unpatched, interrupted)
+                _run(flags, unpatched, presses, once)
             _, status = os.waitpid(child, 0)
             stderr.seek(0)
             text = stderr.read().decode(errors="replace")
         print(json.dumps([os.waitstatus_to_exitcode(status), text]), flush=True)
 
 
-def _run(flags: list[str], unpatched: str, interrupted: bool) -> None:
+def _run(flags: list[str], unpatched: str, presses: int, once: str) -> None:
     """Runs the command and ends this process as it would end."""
     from mesh_tensorflow.transformer import utils
 
@@ -137,9 +141,12 @@ def _run(flags: list[str], unpatched: str, interrupted: bool) -> None:
 
     if unpatched:
         setattr(utils, unpatched, getattr(utils, unpatched).__wrapped__)
-    if interrupted:
+    if presses:
         # A shell starts what runs in the background with Ctrl-C ignored.
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if presses and once:
+        threading.Thread(target=_press, args=(presses, Path(once)), daemon=True).start()
+    elif presses:
         main.run = lambda options: signal.raise_signal(signal.SIGINT)
     sys.argv[1:] = flags
     code = 1
@@ -153,6 +160,14 @@ def _run(flags: list[str], unpatched: str, interrupted: bool) -> None:
     finally:
         sys.stderr.flush()
         os._exit(code)
+
+
+def _press(presses: int, once: Path) -> None:
+    while not once.exists() or not once.stat().st_size:
+        time.sleep(0.2)
+    for _ in range(presses):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.05)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,5 @@
 """T0's commands on a machine without a TPU: its flags, its mesh, its module, and Ctrl-C."""
 
-import signal
-import subprocess
-import time
 from pathlib import Path
 
 import mesh_commands as commands
@@ -133,37 +130,19 @@ def test_options_of_t5_are_taken_with_dashes_too(server, tmp_path):
 @pytest.mark.parametrize("mode", ["score_eval", "infer", "eval"])
 def test_ctrl_c_while_evaluating_says_that_it_starts_over(server, tmp_path, mode):
     line = [f"--model_dir={tmp_path}", f"--gin_file={mode}.gin", "--backend=jax"]
-    code, text = server.run(line, interrupted=True)
+    code, text = server.run(line, presses=1)
     assert code == 130 and "Traceback" not in text
     assert "interrupted" in text and "an evaluation starts over" in text
 
 
 @pytest.mark.parametrize(("backend", "presses"), [("mtf", 1), ("jax", 1), ("jax", 2)])
-def test_ctrl_c_while_training_says_how_to_go_on(env, tmp_path, backend, presses):
+def test_ctrl_c_while_training_says_how_to_go_on(server, tmp_path, backend, presses):
     model_dir = tmp_path / "model"
     flags = [
         f"--model_dir={model_dir}", *commands.TRAIN, f"--backend={backend}",
         "--gin_param=run.train_steps = 100000",
     ]  # fmt: skip
-    with (tmp_path / "stderr").open("w") as stderr:
-        process = subprocess.Popen(
-            # A shell starts what runs in the background with Ctrl-C ignored; `env` undoes that.
-            ["env", "--default-signal=INT", str(commands.BIN / "t5_mesh_transformer"), *flags],
-            stderr=stderr,
-            env=env,
-        )
-        deadline = time.monotonic() + 300
-        while not (model_dir / "metrics.jsonl").exists() and time.monotonic() < deadline:
-            assert process.poll() is None, (tmp_path / "stderr").read_text()
-            time.sleep(0.2)
-        for _ in range(presses):
-            process.send_signal(signal.SIGINT)
-            time.sleep(0.05)
-        try:
-            code = process.wait(120)
-        finally:
-            process.kill()
-    text = (tmp_path / "stderr").read_text()
+    code, text = server.run(flags, presses=presses, once=model_dir / "metrics.jsonl")
     assert code == 130, text
     assert "Traceback" not in text
     assert "continues from" in text
