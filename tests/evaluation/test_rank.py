@@ -41,12 +41,17 @@ SCORES = st.sampled_from([-0.1, -0.5, -0.5000001, -1.0, -2.0, -30.0]).map(np.flo
 @st.composite
 def evaluations(draw, fixed):
     """Targets and scores in any order, with ties, several or no correct choices and weights."""
-    num_classes = draw(st.integers(2, 4)) if fixed else None
+    num_classes = draw(st.sampled_from([2, 2, 3, 4])) if fixed else None
+    # Most metrics want at most one correct choice for each example, which is rare by chance.
+    one_each = fixed and draw(st.integers(0, 3)) > 0
     targets, scores = [], []
     for i in range(draw(st.integers(1, 8))):
         weight = draw(st.sampled_from([0.5, 1.0, 2.0]))
-        for j in range(num_classes or draw(st.integers(1, 5))):
-            targets.append(((3 * i, j), draw(st.booleans()), weight, draw(st.integers(1, 6))))
+        choices = num_classes or draw(st.integers(1, 5))
+        answer = draw(st.integers(-1, choices - 1))
+        for j in range(choices):
+            is_correct = j == answer if one_each else draw(st.booleans())
+            targets.append(((3 * i, j), is_correct, weight, draw(st.integers(1, 6))))
             scores.append(draw(SCORES))
     order = draw(st.permutations(range(len(targets))))
     return num_classes, [targets[k] for k in order], [scores[k] for k in order]
@@ -185,6 +190,11 @@ def test_f1_counts_examples_by_their_weight():
     # Two true positives, half a false one, one false negative.
     assert metrics["f1"] == pytest.approx(100 * 4 / (4 + 0.5 + 1))
     assert metrics["accuracy"] == pytest.approx(100 * 3 / 4.5)
+
+
+def test_metrics_undefined_where_all_answers_are_of_one_class_are_absent_without_a_warning():
+    result = rank_classification(examples_of([(1, -1.0), (0, -2.0)]), num_classes=2)
+    assert result.metrics == {"accuracy": 100.0, "f1": 0.0, "auc-pr": 0.0}
 
 
 def test_a_nan_score_names_task_example_and_step():

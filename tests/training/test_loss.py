@@ -9,18 +9,26 @@ from t0repro.model.t5 import initial_parameters
 from t0repro.training import loss as loss_module
 from t0repro.training.loss import (
     count_examples,
+    count_inputs,
     count_targets,
     cross_entropy,
     evaluation_metrics,
     evaluation_sums,
     loss_denominator,
+    of_each_target,
     training_loss,
+    with_loss_weights,
 )
 
 from .. import tiny_models as tiny
 
-loss = jax.jit(training_loss, static_argnums=0)
-evaluate = jax.jit(evaluation_sums, static_argnums=0)
+
+def by_hand(logits, targets, *, smoothing=0.0, z_loss=0.0):
+    """The loss of each target in float64."""
+    log_z = np.log(np.exp(np.asarray(logits, np.float64)).sum(-1))
+    at_target = np.take_along_axis(logits, np.maximum(targets, 0)[..., None], -1)[..., 0]
+    at_all = (1 - smoothing) * at_target + smoothing * logits.mean(-1)
+    return log_z - at_all + z_loss * log_z**2
 
 
 @settings(deadline=None, max_examples=20)
@@ -33,43 +41,54 @@ def test_cross_entropy_is_that_of_smoothed_one_hot_targets(seed, smoothing, z_lo
     generator = np.random.default_rng(seed)
     logits = generator.normal(size=(2, 3, 7), scale=3).astype(np.float32)
     targets = generator.integers(0, 7, (2, 3)).astype(np.int32)
-    soft = np.where(np.eye(7)[targets] == 1, 1 - smoothing + smoothing / 7, smoothing / 7)
-    log_z = np.log(np.exp(logits.astype(np.float64)).sum(-1))
-    expected = -(soft * (logits - log_z[..., None])).sum(-1) + z_loss * log_z**2
+    expected = by_hand(logits, targets, smoothing=smoothing, z_loss=z_loss)
     ours = cross_entropy(
         jnp.asarray(logits), jnp.asarray(targets), label_smoothing=smoothing, z_loss=z_loss
     )
     np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-5)
 
 
+def test_a_negative_target_has_the_cross_entropy_of_the_first_entry():
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=(1, 2, 7)), jnp.float32)
+    negative, first = (cross_entropy(logits, jnp.array([[3, id]])) for id in (-9, 0))
+    np.testing.assert_array_equal(negative, first)
+
+
 def test_denominator_counts_padding_unless_the_model_has_its_own():
     batch = tiny.batches(1)[0]
     assert loss_denominator(tiny.MODEL, batch) == 20.0
     assert loss_denominator(tiny.model(loss_denominator=7.0).config, batch) == 7.0
+    assert loss_denominator(tiny.model_config(model_type="lm"), batch) == 20.0
 
 
-def test_negative_targets_and_padding_carry_no_loss():
-    model, params = tiny.model(z_loss=0.0), tiny.new_state().params
-    batch = {"inputs": np.array([[5, 1]]), "targets": np.array([[-9, 0]])}
-    assert float(loss(model, params, batch, denominator=2.0)) == 0.0
+def test_inputs_that_become_targets_are_in_the_denominator():
+    config, batch = tiny.model_config(model_type="delimited_lm"), tiny.batches(1)[0]
+    assert loss_denominator(config, batch) == 4 * (6 + 5)
+    assert loss_denominator(config, {"targets": batch["targets"]}) == 20.0
 
 
-def test_z_loss_enters_the_gradient_of_training_and_not_the_loss_of_evaluation():
-    batch, params = tiny.batches(1)[0], tiny.new_state().params
+def test_a_denominator_that_counts_targets_is_at_least_one():
+    real = tiny.model_config(loss_denominator="NUM_REAL_TARGET_TOKENS")
+    average = tiny.model_config(loss_denominator="AVERAGE_PER_SEQUENCE")
+    for targets, tokens, examples in ([[3, 1, -2, 0]], 2, 1), ([[0, 0], [0, -1]], 1, 1):
+        batch = {"targets": np.array(targets, np.int32)}
+        found = loss_denominator(real, batch)
+        assert (float(found), found.dtype) == (tokens, np.float32)
+        assert float(loss_denominator(average, with_loss_weights(average, batch))) == examples
 
-    def gradient(model):
-        return jax.jit(jax.grad(lambda p: training_loss(model, p, batch, denominator=20.0)))(params)
 
-    without, with_ = tiny.model(z_loss=0.0), tiny.model(z_loss=0.1)
-    name = "logits_dense"
-    difference = (
-        gradient(with_)["decoder"][name]["kernel"] - gradient(without)["decoder"][name]["kernel"]
-    )
-    assert np.abs(difference).max() > 1e-3
-    for model in (with_, without):
-        sums = evaluate(model, params, batch, denominator=20.0)
-        expected = loss(without, params, batch, denominator=20.0)
-        np.testing.assert_allclose(sums["loss"], expected, rtol=1e-6)
+def test_each_example_of_an_average_per_sequence_weighs_the_same():
+    config = tiny.model_config(loss_denominator="AVERAGE_PER_SEQUENCE")
+    batch = {"inputs": np.ones((3, 2)), "targets": np.array([[4, 3, 1, 0], [-3, 7, 1, 0], [0] * 4])}
+    weighted = with_loss_weights(config, batch)
+    expected = [[1 / 3, 1 / 3, 1 / 3, 0], [0, 1 / 2, 1 / 2, 0], [0] * 4]
+    np.testing.assert_allclose(weighted["loss_weights"], expected, rtol=1e-6)
+    assert weighted["loss_weights"].dtype == np.float32
+    assert weighted["inputs"] is batch["inputs"] and weighted["targets"] is batch["targets"]
+    # As many examples as positions: each has a target of its own.
+    packed = {"targets": np.array([[5, 0, 6]]), "targets_segmentation": np.array([[1, 2, 3]])}
+    np.testing.assert_array_equal(with_loss_weights(config, packed)["loss_weights"], [[1, 0, 1]])
+    assert with_loss_weights(tiny.MODEL, batch) is batch
 
 
 def test_losses_and_sums_are_those_of_the_logits():
@@ -97,12 +116,10 @@ def test_losses_and_sums_are_those_of_the_logits():
     logits, sums, loss = jax.device_get(computed(batch))
     assert (targets[0] > 0).all()
 
-    log_z = np.log(np.exp(logits.astype(np.float64)).sum(-1))
-    at_target = np.take_along_axis(logits, np.maximum(targets, 0)[..., None], -1)[..., 0]
-    plain = log_z - at_target
-    smoothed = (1 - smoothing) * plain + smoothing * (log_z - logits.mean(-1))
+    plain, smoothed = by_hand(logits, targets), by_hand(logits, targets, smoothing=smoothing)
+    with_z_loss = by_hand(logits, targets, smoothing=smoothing, z_loss=z_loss)
     counted = targets > 0
-    assert loss == pytest.approx(((smoothed + z_loss * log_z**2) * counted).sum() / 20, rel=1e-5)
+    assert loss == pytest.approx((with_z_loss * counted).sum() / 20, rel=1e-5)
     assert sums == {
         "batches": 1,
         "loss": pytest.approx((smoothed * counted).sum() / 20, rel=1e-5),
@@ -113,6 +130,40 @@ def test_losses_and_sums_are_those_of_the_logits():
         "rows": 2,
         "labels": (targets * counted).sum(),
     }
+
+
+def test_a_language_models_inputs_have_loss_unless_left_out_and_never_count_in_metrics():
+    model = tiny.model(model_type="delimited_lm", num_encoder_layers=0)
+    targets_only = tiny.model(
+        model_type="delimited_lm", num_encoder_layers=0, loss_on_targets_only=True
+    )
+    params = initial_parameters(model, jax.random.key(0))
+    batch = {
+        "inputs": np.array([[5, 8, 1], [9, 1, 0]], np.int32),
+        "targets": np.array([[6, 1, 0], [3, 4, 1]], np.int32),
+    }
+    targets = np.array([[5, 8, 1, 6, 1, 0], [9, 1, 3, 4, 1, 0]])
+    real = np.array([[0, 0, 0, 1, 1, 0], [0, 0, 1, 1, 1, 0]])
+
+    @jax.jit
+    def computed(batch):
+        logits = model.apply({"params": params}, batch)
+        return logits, [
+            (
+                evaluation_sums(each, params, batch, denominator=2.0),
+                training_loss(each, params, batch, denominator=2.0),
+            )
+            for each in (model, targets_only)
+        ]
+
+    logits, found = jax.device_get(computed(batch))
+    plain = by_hand(logits, targets)
+    with_z_loss = by_hand(logits, targets, z_loss=1e-4)
+    for counted, (sums, loss) in zip([targets > 0, real], found, strict=True):
+        assert loss == pytest.approx((with_z_loss * counted).sum() / 2, rel=1e-5)
+        assert sums["loss"] == pytest.approx((plain * counted).sum() / 2, rel=1e-5)
+        assert sums["cross_entropy"] == pytest.approx((plain * real).sum(), rel=1e-5)
+        assert (sums["tokens"], sums["labels"]) == (5, 6 + 1 + 3 + 4 + 1)
 
 
 def test_evaluation_metrics_are_means_over_targets_with_loss():
@@ -136,6 +187,19 @@ def test_evaluation_metrics_are_means_over_targets_with_loss():
     }
 
 
+@pytest.mark.parametrize("count", [0.0, 1.0])
+def test_metrics_of_nothing_are_zero_and_those_of_one_target_are_its_own(count):
+    names = ("batches", "loss", "cross_entropy", "correct_tokens", "correct_rows", "tokens", "rows")
+    metrics = evaluation_metrics(dict.fromkeys(names, count))
+    assert metrics == {
+        "loss": count,
+        "neg_log_perplexity": -count,
+        "token_accuracy": count,
+        "sequence_accuracy": count,
+        "num_eval_tokens": count,
+    }
+
+
 @pytest.mark.parametrize(
     ("batch", "examples", "targets"),
     [
@@ -154,6 +218,48 @@ def test_evaluation_metrics_are_means_over_targets_with_loss():
 def test_examples_and_targets_are_counted(batch, examples, targets):
     assert count_examples(batch) == examples
     assert count_targets(batch) == targets
+
+
+def test_inputs_are_counted_without_padding():
+    assert count_inputs({"inputs": np.array([[5, 0, -3], [1, 0, 0]])}) == 3
+    assert count_inputs({"targets": np.array([[5]])}) == 0
+
+
+@pytest.mark.parametrize(
+    ("limit", "mesh", "positions"),
+    [
+        (5120, None, 5),  # all logits: 4 bytes of 2 rows of 5 targets of 128 entries
+        (5119, None, 3),
+        (2048, None, 2),
+        (1, None, 1),
+        (1280, (2, 2), 5),  # a quarter on each device
+        (1279, (2, 2), 3),
+    ],
+)
+def test_logits_of_a_part_of_the_targets_are_made_at_a_time(limit, mesh, positions, monkeypatch):
+    monkeypatch.setattr(loss_module, "LOGITS_BYTES", limit)
+    model, generator, shapes = tiny.model(), np.random.default_rng(0), set()
+    kernel = generator.normal(size=(8, 128)).astype(np.float32)
+    params = {"decoder": {"logits_dense": {"kernel": kernel}}}
+    hidden = generator.normal(size=(2, 5, 8)).astype(np.float32)
+    targets = np.arange(10, dtype=np.int32).reshape(2, 5)
+
+    def values(logits, targets):
+        shapes.add((logits.shape, targets.shape))
+        return {"sum": logits.sum(-1), "targets": targets}
+
+    def found():
+        return of_each_target(model, params, jnp.asarray(hidden), jnp.asarray(targets), values)
+
+    if mesh:
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh(mesh, ("data", "model"))):
+            of = jax.eval_shape(found)
+        assert of["sum"].shape == of["targets"].shape == (2, 5)
+    else:
+        of = found()
+        np.testing.assert_allclose(of["sum"], (hidden @ kernel).sum(-1), rtol=1e-5, atol=1e-4)
+        np.testing.assert_array_equal(of["targets"], targets)
+    assert shapes == {((2, positions, 128), (2, positions))}
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["own logits", "tied"])

@@ -9,13 +9,14 @@ import pytest
 
 import tests.tiny_models as tiny
 from t0repro.config.run_config import Arithmetic
-from t0repro.model.t5 import T5
+from t0repro.model.t5 import T5, initial_parameters
 from t0repro.training.batch_sums import loss_and_sums
 from t0repro.training.loss import (
     cross_entropy,
     evaluation_sums,
     loss_denominator,
     token_weights,
+    training_loss,
     with_loss_weights,
 )
 from t0repro.training.metric_classes import computed, on_host, with_steps_and_time
@@ -135,6 +136,24 @@ def test_weights_of_packed_examples_are_the_reciprocal_of_their_length():
     expected = [[third, third, third, 1, 0], [0.5, 0.5, third, third, third]]
     np.testing.assert_allclose(weights, expected, rtol=1e-6)
     assert loss_denominator(config_of("AVERAGE_PER_SEQUENCE"), batch) == pytest.approx(4.0)
+
+
+def test_training_draws_dropout_from_its_key_and_smooths_as_the_arithmetic_says():
+    config = config_of(
+        None, model_type="lm", num_encoder_layers=0, dropout_rate=0.5, label_smoothing=0.1
+    )
+    model, key = T5(config, tiny.FLOAT32), jax.random.key(7)
+    params, batch = initial_parameters(model, jax.random.key(0)), tiny.batches(1)[0]
+
+    @jax.jit
+    def made(batch):
+        options = {"deterministic": False, "rngs": {"dropout": key}}
+        logits = model.apply({"params": params}, batch, **options)
+        return logits, training_loss(model, params, batch, denominator=20.0, dropout_key=key)
+
+    logits, loss = jax.device_get(made(batch))
+    losses = smoothed_by_hand(np.asarray(logits, np.float64), batch["targets"], 0.1)
+    assert loss == pytest.approx((losses * (batch["targets"] > 0)).sum() / 20, rel=1e-5)
 
 
 def test_t5xs_evaluation_has_the_z_loss_and_mesh_tensorflows_has_not(params):
