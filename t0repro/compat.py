@@ -75,6 +75,7 @@ _QUIET_MODULES = (
     "keras",
     "mesh_tensorflow",
     "seqio",
+    "sklearn",  # metrics that few examples leave undefined
     "t5",
     "tensorflow",
     "tensorflow_datasets",

@@ -7,10 +7,11 @@ import re
 # How the lines of healthy commands begin; a library's line begins otherwise.
 _OWN = re.compile(
     r"(building Mesh TensorFlow's graph|JAX: |Mesh TensorFlow)"
-    r"|(caching|compiling|importing|looking|reading|scoring) "
-    r"|(cached|evaluated|infer_eval|read|removed|scored|step) "
+    r"|(asking|caching|checking|compiling|decoding|importing|looking|reading|scoring) "
+    r"|(cached|checked|decoded|evaluated|infer_eval|read|removed|scored|step|wrote) "
     r"|(checkpoint|data|devices|model|note|restore|start|t5_mesh_transformer|train): "
     r"|[\d,]+ (pairs|of [\d,]+ tasks?)\b"
+    r"|\w+: [\d,]+ examples? more$"
 )
 
 

@@ -62,10 +62,14 @@ def connect(place: Place) -> Any:
 
 
 def _quiet() -> None:
-    """Has Google's client log warnings alone: else it prints each request to standard output."""
+    """Has Google's client log errors alone.
+
+    It logs to standard output, where a program reads --json: each request, and warnings about
+    arguments that are given on purpose.
+    """
     for name, logger in list(logging.root.manager.loggerDict.items()):
         if name.startswith("google.cloud.aiplatform") and isinstance(logger, logging.Logger):
-            logger.setLevel(logging.WARNING)
+            logger.setLevel(logging.ERROR)
 
 
 def overridden(service: str) -> str | None:

@@ -68,7 +68,7 @@ def _read(arguments: Arguments) -> Configured:
 
 
 def _t5x(arguments: Arguments) -> Any:
-    from t0repro.config.t5x.gin_files import GinInputs, parse
+    from t0repro.config.t5x.gin_files import T5xInputs, parse
 
     if not arguments.gin_files:
         raise UserError(
@@ -76,7 +76,7 @@ def _t5x(arguments: Arguments) -> Any:
         )
     # The default of --gin_search_paths, by which the container will look, too.
     search = arguments.search_paths or (".",)
-    return parse(GinInputs(str(arguments.mode), arguments.gin_files, arguments.bindings, search))
+    return parse(T5xInputs(str(arguments.mode), arguments.gin_files, arguments.bindings, search))
 
 
 def _t5x_training(arguments: Arguments) -> Configured:
@@ -118,9 +118,9 @@ def _t5x_inference(arguments: Arguments) -> Configured:
 def _mesh_transformer(arguments: Arguments) -> Configured:
     from t0repro.config.configuration import NotOnJax
     from t0repro.config.mtf.dialect import load
-    from t0repro.config.mtf.parser import GinInputs
+    from t0repro.config.mtf.parser import MeshInputs
 
-    inputs = GinInputs(
+    inputs = MeshInputs(
         model_dir=arguments.output or "",
         gin_files=arguments.gin_files,
         gin_params=arguments.bindings,

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from ..jobs.trainings import curve, make_evaluator, save_checkpoints
+from ..own_lines import foreign_lines
 
 AUX = (sys.executable, "-P", "-m", "t0repro.cli", "aux")
 
@@ -22,7 +23,9 @@ def finished(tmp_path):
     model_dir = tmp_path / "model"
     save_checkpoints(model_dir, 3, 6)
     target = f"--auxiliary_job_build_target_path={' '.join(make_evaluator(tmp_path))}"
-    aux(f"--model_dir={model_dir}", "--auxiliary_job_mixtures=a, b", target, "--once")
+    flags = ("--auxiliary_job_mixtures=a, b", target, "--once", "--poll_seconds=0.1")
+    done = aux(f"--model_dir={model_dir}", *flags)
+    assert foreign_lines(done.stderr) == []
     return model_dir
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from t0repro.config.t5x.inference import eval_plan
 
+from ..own_lines import foreign_lines
 from ..runs.tiny_gin import MODEL, SIZES, parsed, save_checkpoint
 
 EVAL_MACROS = ("MIXTURE_OR_TASK_NAME", "CHECKPOINT_PATH", "EVAL_OUTPUT_DIR")
@@ -52,7 +53,7 @@ def test_a_dry_run_checks_and_writes_nothing_and_a_run_evaluates(checkpoint, tmp
     code, shown, said = run(
         "eval", *macros(checkpoint, output), "--gin.seqio.Evaluator.num_examples=4"
     )
-    assert code == 0, said
+    assert code == 0 and foreign_lines(said) == [], said
     metrics = (output / "inference_eval" / f"{TASK}-metrics.jsonl").read_text()
     assert json.loads(metrics)["step"] == 3 and "accuracy" in shown
     assert_described(output)
@@ -100,7 +101,7 @@ def test_infer_takes_the_shard_from_the_command_line(checkpoint, tmp_path):
         "--gin.infer.num_shards=8",
         "--shard_id=3",
     )
-    assert code == 0, said
+    assert code == 0 and foreign_lines(said) == [], said
     assert (tmp_path / f"{TASK}-score.jsonl-00003-of-00008.COMPLETED").exists()
     assert not (tmp_path / "config.gin").exists()  # the first shard writes it
 

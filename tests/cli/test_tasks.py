@@ -11,6 +11,8 @@ import pytest
 
 from t0repro.cli import app
 
+from ..own_lines import foreign_lines
+
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = "--module_import=t0repro.tasks.demo"
 
@@ -88,7 +90,7 @@ assert not {"tensorflow", "seqio", "jax", "datasets"} & set(sys.modules)
 
 def test_neither_list_nor_examples_nor_checks_import_seqio_or_tensorflow():
     done = subprocess.run([sys.executable, "-P", "-c", LIGHT], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0 and foreign_lines(done.stderr) == [], done.stderr
     assert "14 tasks of 4 datasets." in done.stdout
     assert "3 tasks: 3 ok" in done.stdout
 

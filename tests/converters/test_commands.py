@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from t0repro.cli import checkpoint, convert
 from t0repro.errors import UserError
 
+from ..own_lines import foreign_lines
 from . import tensorflow_tables
 
 
@@ -30,7 +31,7 @@ def run():
 
 def test_convert_says_what_it_wrote(run, tiny_checkpoint, tmp_path):
     result = run("convert", tiny_checkpoint, tmp_path / "out", "--to", "jax")
-    assert result.exit_code == 0
+    assert result.exit_code == 0 and foreign_lines(result.stderr) == []
     assert f"Wrote {tmp_path}/out/checkpoint_7: T5 1.1, step 7" in result.output
     assert (tmp_path / "out" / "checkpoint_7").is_dir()
 

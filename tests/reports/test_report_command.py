@@ -6,6 +6,8 @@ from t0repro.cli.report import app
 from t0repro.errors import UserError
 from t0repro.reports.report import load_report
 
+from ..own_lines import foreign_lines
+
 
 def test_report_make_writes_three_files_and_prints_a_summary(suite, tmp_path):
     write_metrics = "\n".join(
@@ -18,7 +20,7 @@ def test_report_make_writes_three_files_and_prints_a_summary(suite, tmp_path):
     arguments += ["--losses", f"jax={metrics}", metrics, "--train-dataset", "ag_news_classify"]
     arguments += ["--note", "First sentence.", "--note", "Second sentence."]
     run = CliRunner().invoke(app, arguments, catch_exceptions=False)
-    assert run.exit_code == 0
+    assert run.exit_code == 0 and foreign_lines(run.stderr) == []
     assert "Predictions differ: nowhere" in run.output
     assert str(tmp_path / "out" / "report.html") in run.output.replace("\n", "")
     report = load_report(tmp_path / "out")

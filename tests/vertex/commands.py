@@ -1,4 +1,7 @@
-"""`t0repro vertex` as a user calls it, in this process."""
+"""`t0repro vertex` as a user calls it."""
+
+import subprocess
+import sys
 
 from tests.cli.commands import run
 from tests.vertex.services import LOCATION, PROJECT
@@ -10,6 +13,13 @@ def vertex(monkeypatch, capsys, command, *arguments):
     """(exit code, stdout, stderr) of a command in the project and region of the services."""
     place = ("--project", PROJECT, "--location", LOCATION)
     return run(monkeypatch, capsys, "vertex", command, *place, *arguments)
+
+
+def vertex_process(command, *arguments):
+    """The same in a process of its own: pytest's would not show what Google's client prints."""
+    place = ("--project", PROJECT, "--location", LOCATION)
+    command_line = [sys.executable, "-P", "-m", "t0repro.cli", "vertex", command, *place]
+    return subprocess.run([*command_line, *arguments], capture_output=True, text=True)
 
 
 def submit(monkeypatch, capsys, *arguments):

@@ -6,6 +6,7 @@ import json
 import pytest
 
 from t0repro.event_files import event_writer
+from tests.own_lines import foreign_lines
 from tests.vertex import commands
 from tests.vertex.services import STORE, JobState
 
@@ -56,8 +57,9 @@ def test_two_jobs_are_submitted_looked_at_and_compared(cloud, experiment, submit
     rows = [line.split() for line in out.splitlines() if line.strip()]
     assert ["state", "COMPLETE", "COMPLETE"] in rows
     assert ["m/accuracy", "40", "at", "5", "60", "at", "5"] in rows
-    code, out, _ = vertex("compare", "t5", "--json")
-    one, two = json.loads(out)
+    done = commands.vertex_process("compare", "t5", "--json")
+    assert done.returncode == 0 and foreign_lines(done.stderr) == [], done.stderr
+    one, two = json.loads(done.stdout)
     assert two["metrics"] == {"m/accuracy": [60.0, 5]} and one["facts"] == two["facts"]
     assert one["name"] == "one" and one["facts"]["machine_type"] == "n1-standard-4"
     code, out, _ = vertex("compare", "t5", "--run", "two")
