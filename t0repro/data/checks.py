@@ -74,6 +74,27 @@ def splits_of(task: Any) -> Sequence[str]:
     return task.splits
 
 
+def tasks_with_split(name: str, split: str) -> list[Any]:
+    """The SeqIO tasks of a task or mixture that have the split."""
+    import seqio
+
+    tasks = seqio.get_subtasks(seqio.get_mixture_or_task(name))
+    return [task for task in tasks if split in splits_of(task)]
+
+
+def no_task_has(name: str, split: str) -> UserError:
+    """The error for a split that no task of a task or mixture has."""
+    import seqio
+
+    tasks = seqio.get_subtasks(seqio.get_mixture_or_task(name))
+    splits = sorted({each for task in tasks for each in task.splits})
+    return UserError(
+        f"No task of {name!r} has a split {split!r}.",
+        where="utils.DatasetConfig.split",
+        fix=f"Choose one of {', '.join(splits)}, or another task.",
+    )
+
+
 def check_cached(name: str, split: str) -> None:
     """Raises UserError if a task of the mixture that has the split is not cached, or incompletely.
 

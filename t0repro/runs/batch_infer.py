@@ -39,28 +39,30 @@ _SETTINGS = "settings.json"
 
 
 def infer(plan: InferPlan) -> list[Path]:
-    """Predicts or scores the examples of each task that is not completed yet.
+    """Predicts or scores the examples of each task that has the split and is not completed yet.
 
     Returns:
       The results' files.
 
     Raises:
       UserError: If there is no checkpoint, it does not fit the model, the task's vocabulary is
-        not the model's, or a task has no example.
+        not the model's, no task has the split, or one has no example in it.
     """
     from t0repro import compat
+    from t0repro.data.checks import no_task_has, tasks_with_split
     from t0repro.data.vocabularies import check_vocabularies
 
     compat.install()
-    import seqio
-
     if plan.files is not None:
         register_files(plan)
     name = plan.data.mixture_or_task_name
     check_vocabularies(name, plan.input_vocabulary, plan.output_vocabulary)
     checkpoint: Checkpoint | None = None
     files = []
-    for task in seqio.get_subtasks(seqio.get_mixture_or_task(name)):
+    tasks = tasks_with_split(name, plan.data.split)
+    if not tasks:
+        raise no_task_has(name, plan.data.split)
+    for task in tasks:
         job = _TaskJob(plan, task)
         files.append(job.output)
         if job.is_completed():

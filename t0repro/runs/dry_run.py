@@ -11,7 +11,7 @@ from typing import Any
 
 from t0repro.config.inference_plan import InferencePlan, InferPlan
 from t0repro.config.run_config import ModelConfig, RunConfig
-from t0repro.config.training_plan import DatasetConfig, RestoreConfig
+from t0repro.config.training_plan import RestoreConfig, SeqioDataConfig
 from t0repro.converters.tensors import CheckpointRef
 from t0repro.errors import UserError
 from t0repro.words import counted
@@ -68,7 +68,7 @@ def check_training(config: RunConfig, vocabularies: tuple[Any, Any], say: Say) -
 
 
 def _data_check(
-    data: DatasetConfig, model: ModelConfig, vocabularies: tuple[Any, Any], may_lack_split: bool
+    data: SeqioDataConfig, model: ModelConfig, vocabularies: tuple[Any, Any], may_lack_split: bool
 ) -> Callable[[], Iterator[str]]:
     # A function of its own: a lambda written in the loop would see the last dataset alone.
     return lambda: _data(data, model, vocabularies, may_lack_split)
@@ -102,7 +102,7 @@ def _files(plan: InferPlan) -> Iterator[str]:
 
 
 def _data(
-    data: DatasetConfig,
+    data: SeqioDataConfig,
     model: ModelConfig,
     vocabularies: tuple[Any, Any],
     may_lack_split: bool = False,
@@ -121,19 +121,13 @@ def _data(
     name = data.mixture_or_task_name
     checks.check_mixture(name)
     provider = seqio.get_mixture_or_task(name)
-    tasks = seqio.get_subtasks(provider)
-    with_split = [task for task in tasks if data.split in checks.splits_of(task)]
+    with_split = checks.tasks_with_split(name, data.split)
     # T5X leaves such an evaluation out rather than stop the training.
     if not with_split and may_lack_split:
         yield f"left out: no task of {name} has a split {data.split!r}"
         return
     if not with_split:
-        splits = sorted({split for task in tasks for split in task.splits})
-        raise UserError(
-            f"No task of {name!r} has a split {data.split!r}.",
-            where="utils.DatasetConfig.split",
-            fix=f"Choose one of {', '.join(splits) or 'none'}, or another task.",
-        )
+        raise checks.no_task_has(name, data.split)
     yield f"{counted(len(with_split), 'task')} of {name} with the split {data.split!r}"
     if data.use_cached:
         checks.check_cached(name, data.split)

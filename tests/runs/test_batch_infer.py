@@ -95,6 +95,12 @@ def test_scores_are_written_in_t5xs_form(checkpoint, few, tmp_path):
     np.testing.assert_allclose([row["score"] for row in rows], expected, rtol=1e-5)
 
 
+def test_a_split_that_no_task_has_is_a_message_with_those_there_are(checkpoint, few, tmp_path):
+    made = plan(checkpoint, tmp_path, "MIXTURE_OR_TASK_SPLIT = 'test'", name=few)
+    with pytest.raises(UserError, match="has a split 'test'[^$]*one of validation"):
+        infer(made)
+
+
 def test_predictions_carry_texts_ids_and_scores_of_all_beams(checkpoint, few, tmp_path):
     path = tmp_path / "more.gin"
     path.write_text(
