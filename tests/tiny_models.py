@@ -17,7 +17,7 @@ from t0repro.config.run_config import (
     RunConfig,
     ScheduleConfig,
 )
-from t0repro.config.training_plan import DatasetConfig, SaveConfig, TrainingPlan
+from t0repro.config.training_plan import SaveConfig, SeqioDataConfig, TrainingPlan
 from t0repro.model.t5 import T5, initial_parameters
 from t0repro.training.optimizers import make_optimizer
 from t0repro.training.schedules import make_schedule
@@ -55,7 +55,7 @@ UMT5 = dataclasses.replace(
 )
 
 PLAN = TrainingPlan(
-    train_data=DatasetConfig("a_task", {"inputs": 6, "targets": 5}, "train", 4, False, 1),
+    train_data=SeqioDataConfig("a_task", {"inputs": 6, "targets": 5}, "train", 4, False, 1),
     train_eval_data=None,
     infer_eval_data=None,
     evaluator=None,

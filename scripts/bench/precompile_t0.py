@@ -1,4 +1,4 @@
-"""Compiles T0's two commands at 3B and 11B, and T0's training for other machines; costs included.
+"""Compiles T0's two commands at 3B and 11B, and its training for other machines; costs included.
 
     python scripts/bench/precompile_t0.py --layers 2          # 2 + 2 of the 24 + 24 layers
     python scripts/bench/precompile_t0.py                     # full depth: an hour on two cores
@@ -19,6 +19,11 @@ float32 on CPU; operations, bytes sent and the predicted step follow from the la
 
 Both from published peaks without overlap; no run reaches them. Needs libtpu (the extra tpu) and no
 TPU. No data is read: the demo's mixture stands in for T0's, with T0's vocabulary of 32,128 rows.
+
+T5 1.1's smaller sizes, with T0's batches, on the eight cores of a v3-8 (docs/what_fits.md):
+
+    python scripts/bench/precompile_t0.py --sizes small base large \
+      --commands "train on v3-8" "evaluate on v3-8"
 
 What a compiled body for all layers saves, in processor time for one CPU device:
 
@@ -47,7 +52,8 @@ STEPS = 12_200  # of T0's training, from T5 1.1's LM-adapted checkpoint at 1,100
 # in us-central1, eight H200 at Nebius for 28 an hour. Google lists no price of large v3 slices; the
 # catalogue assumes 512 an hour for a v3-512.
 PRICES = {"v3": 2.00, "v5p": 4.20, "8 x NVIDIA H200": 3.50}
-SIZES = {"3B": "xl", "11B": "xxl"}  # T0's, and T5 1.1's
+# T0's sizes by T5 1.1's names; the smaller ones, which T0 has not, go by those.
+SIZES = {"3B": "xl", "11B": "xxl", "small": "small", "base": "base", "large": "large"}
 COMMON = (
     "MIXTURE_NAME = 'demo_train'",
     "run.sequence_length = {'inputs': 1024, 'targets': 256}",
@@ -61,6 +67,15 @@ TRAINING = {
         "run.batch_size = ('tokens_per_batch', 1048576)",
         "utils.tpu_mesh_shape.model_parallelism = 8",
         "utils.tpu_mesh_shape.tpu_topology = 'v3-512'",
+    ),
+}
+EVALUATION = {
+    "topology": "v3-128",
+    "files": ("score_eval.gin",),
+    "params": (
+        "run.batch_size = ('tokens_per_batch', 262144)",
+        "utils.tpu_mesh_shape.model_parallelism = 4",
+        "utils.tpu_mesh_shape.tpu_topology = 'v3-128'",
     ),
 }
 SHARDED = {"fully_sharded": True}
@@ -81,25 +96,25 @@ COMMANDS: dict[str, dict[str, Any]] = {
         "recompute": "minimal",
     },
     "train on one CPU device": {**TRAINING, "topology": "1 x cpu"},
-    "evaluate": {
-        "topology": "v3-128",
-        "files": ("score_eval.gin",),
-        "params": (
-            "run.batch_size = ('tokens_per_batch', 262144)",
-            "utils.tpu_mesh_shape.model_parallelism = 4",
-            "utils.tpu_mesh_shape.tpu_topology = 'v3-128'",
-        ),
+    # 16 rows in a microbatch, two on each core, which holds the whole model.
+    "train on v3-8": {
+        **TRAINING,
+        "topology": "v3-8",
+        "changes": {"model_parallelism": 1, "num_microbatches": 64},
     },
+    "evaluate": EVALUATION,
+    "evaluate on v3-8": {**EVALUATION, "topology": "v3-8", "changes": {"model_parallelism": 1}},
 }
+# What is printed if nothing is named: T0's sizes on machines of their kind.
+OF_T0 = [name for name in COMMANDS if not name.endswith(("on one CPU device", "on v3-8"))]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
-    of_t0 = [name for name in COMMANDS if "CPU" not in name]
-    parser.add_argument("--commands", nargs="+", choices=COMMANDS, default=of_t0)
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["3B", "11B"])
+    parser.add_argument("--commands", nargs="+", choices=COMMANDS, default=OF_T0)
     parser.add_argument("--layers", type=int, help="layers of each tower instead of all 24")
     parser.add_argument("--topology", help="a slice other than the command's")
     parser.add_argument("--recompute", help="minimal or full recomputation")
@@ -173,7 +188,7 @@ def configured(
 ) -> RunConfig:
     """One of COMMANDS for a size of T5 1.1, with so many layers a tower and more gin overrides."""
     from t0repro.config.mtf.dialect import load
-    from t0repro.config.mtf.parser import GinInputs
+    from t0repro.config.mtf.parser import MeshInputs
     from t0repro.runs.precompile import adjusted
 
     about = COMMANDS[command]
@@ -181,7 +196,7 @@ def configured(
     params = (*COMMON, *about["params"], *more)
     if layers is not None:
         params = (*params, f"num_layers = {layers}")
-    inputs = GinInputs("", files, params, module_imports=("t0repro.tasks.demo",))
+    inputs = MeshInputs("", files, params, module_imports=("t0repro.tasks.demo",))
     config = load(inputs, float32_activations=False).run
     model = dataclasses.replace(
         config.model, vocab_size=32128, recompute=about.get("recompute", "none")

@@ -90,10 +90,10 @@ FILES = ("dataset.gin", "models/t5.1.1.small.gin", "learning_rate_schedules/cons
 def prepare(options: argparse.Namespace) -> None:
     """Writes the run's JSON and the batches that train_step.py and PyTorch take."""
     from t0repro.config.mtf.dialect import load
-    from t0repro.config.mtf.parser import GinInputs
+    from t0repro.config.mtf.parser import MeshInputs
     from t0repro.data.train_data import TrainBatches
 
-    inputs = GinInputs("unused", FILES, tuple(overrides(options)), module_imports=(MODULE,))
+    inputs = MeshInputs("unused", FILES, tuple(overrides(options)), module_imports=(MODULE,))
     config = load(inputs).run
     batches = iter(TrainBatches(config).open(0, None, print))
     kept = [next(batches) for _ in range(options.steps + 1)]

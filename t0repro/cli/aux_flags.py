@@ -44,11 +44,11 @@ def jobs_beside(options: Any) -> Iterator[None]:
     if not any(options[name].present for name in names):
         yield
         return
-    from t0repro.config.t5x.gin_files import GinInputs
+    from t0repro.config.t5x.gin_files import T5xInputs
     from t0repro.jobs.beside import auxiliary_jobs_beside
 
     jobs = AuxiliaryOptions(**{name: getattr(options, name) for name in names})
     machines = Path(options.machines) if options.machines else None
     jobs = dataclasses.replace(jobs, machines=machines, replace_gin_file=True)
-    with auxiliary_jobs_beside(options.model_dir, jobs, GinInputs("train")):
+    with auxiliary_jobs_beside(options.model_dir, jobs, T5xInputs("train")):
         yield

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from t0repro.config.mtf.parser import GinInputs as MeshInputs
-    from t0repro.config.t5x.gin_files import GinInputs
+    from t0repro.config.mtf.parser import MeshInputs
+    from t0repro.config.t5x.gin_files import T5xInputs
 
 GinFiles = Annotated[list[str] | None, typer.Option("--gin_file", help="A gin file; repeatable.")]
 GinParams = Annotated[
@@ -49,9 +49,9 @@ def mesh_inputs(
     model_dir: str = "",
 ) -> MeshInputs:
     """What a command line says about Mesh TensorFlow's gin files."""
-    from t0repro.config.mtf.parser import GinInputs
+    from t0repro.config.mtf.parser import MeshInputs
 
-    return GinInputs(
+    return MeshInputs(
         model_dir=model_dir,
         gin_files=files or (),
         gin_params=params or (),
@@ -67,12 +67,12 @@ def t5x_inputs(
     bindings: Sequence[str] | None,
     search_paths: str,
     allowlist: tuple[str, ...] | None = None,
-) -> GinInputs:
+) -> T5xInputs:
     """What a command line says about T5X's gin files."""
-    from t0repro.config.t5x.gin_files import GinInputs
+    from t0repro.config.t5x.gin_files import T5xInputs
 
     folders = tuple(search_paths.split(","))
-    return GinInputs(run_mode, tuple(files or ()), tuple(bindings or ()), folders, allowlist)
+    return T5xInputs(run_mode, tuple(files or ()), tuple(bindings or ()), folders, allowlist)
 
 
 class RunMode(enum.StrEnum):

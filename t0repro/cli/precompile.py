@@ -18,8 +18,7 @@ from t0repro.cli.t5x_run import T5xOptions, gin_inputs, parse_files, register
 
 if TYPE_CHECKING:
     from t0repro.config.run_config import RunConfig
-    from t0repro.config.t5x.gin_files import GinInputs as T5xInputs
-    from t0repro.config.t5x.gin_files import Parsed
+    from t0repro.config.t5x.gin_files import Parsed, T5xInputs
 
 
 @with_groups

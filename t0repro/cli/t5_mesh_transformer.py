@@ -35,7 +35,7 @@ from t0repro.trackers.tracker import TrackerName
 
 if TYPE_CHECKING:
     from t0repro.config.configuration import Configuration, RunInputs
-    from t0repro.config.mtf.parser import GinInputs
+    from t0repro.config.mtf.parser import MeshInputs
 
 
 def console_entry_point() -> None:
@@ -259,11 +259,11 @@ def _check_inputs(inputs: RunInputs, *, jax: bool, at_hand: bool) -> None:
     run_checks.check_checkpoints(inputs, jax=jax)
 
 
-def gin_inputs(options: Any) -> GinInputs:
+def gin_inputs(options: Any) -> MeshInputs:
     """Collects the gin files, overrides and imports from parsed flags."""
-    from t0repro.config.mtf.parser import GinInputs
+    from t0repro.config.mtf.parser import MeshInputs
 
-    return GinInputs(
+    return MeshInputs(
         model_dir=options.model_dir,
         gin_files=options.gin_file or (),
         gin_params=options.gin_param or (),

@@ -23,7 +23,7 @@ from t0repro.cli.process_flags import ProcessOptions
 
 if TYPE_CHECKING:
     from t0repro.config.inference_plan import InferencePlan
-    from t0repro.config.t5x.gin_files import GinInputs, Parsed
+    from t0repro.config.t5x.gin_files import Parsed, T5xInputs
 
 Plan = TypeVar("Plan", bound="InferencePlan")
 
@@ -150,7 +150,7 @@ def _with_own_output(plan: Plan) -> Plan:
 
 def gin_inputs(
     run_mode: str, options: T5xOptions, *, first: Sequence[str] = (), last: Sequence[str] = ()
-) -> GinInputs:
+) -> T5xInputs:
     """What the command line says about gin; of two bindings of one name, the later wins.
 
     Args:
@@ -168,7 +168,7 @@ def gin_inputs(
     )
 
 
-def parse_files(inputs: GinInputs) -> Parsed:
+def parse_files(inputs: T5xInputs) -> Parsed:
     """The program that the command line's gin files configure; shows warnings.
 
     Raises:

@@ -37,6 +37,21 @@ class DecodingConfig:
     vocab_parts: Annotated[int, Range(at_least=1)]
 
 
+# As T0 decodes: Mesh TensorFlow's decode with beam_size 1 and temperature 0 (t5's eval.gin). The
+# other values are its defaults, but for prefilter, which only a beam search reads.
+GREEDY = DecodingConfig(
+    beam_size=1,
+    alpha=0.6,
+    temperature=0.0,
+    keep_top_k=-1,
+    length_multiplier=1.5,
+    length_constant=10.0,
+    max_length=None,
+    prefilter=0,
+    vocab_parts=1,
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class InferConfig:
     """The arguments of mode infer's decode_from_file."""

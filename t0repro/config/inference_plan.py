@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from t0repro.config.decoding_plan import DecodingPlan
 from t0repro.config.ranges import Range
 from t0repro.config.run_config import DTypePolicy, Layout, ModelConfig
-from t0repro.config.training_plan import DatasetConfig, EvaluatorConfig, RestoreConfig
+from t0repro.config.training_plan import EvaluatorConfig, RestoreConfig, SeqioDataConfig
 
 InferMode = Literal["predict", "score", "predict_with_aux"]
 
@@ -32,7 +32,7 @@ class InferencePlan:
 
     model: ModelConfig
     dtypes: DTypePolicy
-    data: DatasetConfig
+    data: SeqioDataConfig
     restore: RestoreConfig
     decoding: DecodingPlan
     input_vocabulary: Any

@@ -5,11 +5,12 @@ The values are those that T0's gin files and Mesh TensorFlow's defaults give; a 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from t0repro.config import ranges
-from t0repro.config.decoding_config import DecodingConfig
+from t0repro.config.decoding_config import GREEDY
 from t0repro.config.run_config import (
     AdafactorConfig,
     CheckpointChoice,
@@ -134,17 +135,7 @@ _UNUSED_IN_TRAINING: dict[str, Any] = {
     "output_eval_examples": True,
     "checkpoint_choice": CheckpointChoice(skip_until=0, stop_after=None, find_closest=True),
     "perplexity_eval_steps": 100,
-    "decoding": DecodingConfig(
-        beam_size=1,
-        alpha=0.6,
-        temperature=0.0,
-        keep_top_k=-1,
-        length_multiplier=1.5,
-        length_constant=10,
-        max_length=None,
-        prefilter=2,
-        vocab_parts=1,
-    ),
+    "decoding": dataclasses.replace(GREEDY, prefilter=2),
     "infer": None,
     "score_strings": None,
     "scores_filename": None,

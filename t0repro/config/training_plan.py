@@ -14,7 +14,7 @@ from t0repro.config.ranges import Range
 
 
 @dataclasses.dataclass(frozen=True)
-class DatasetConfig:
+class SeqioDataConfig:
     """Which examples of a SeqIO task or mixture are read, and in which batches.
 
     Attributes:
@@ -175,9 +175,9 @@ class TrainingPlan:
       gc_period: Steps between collections of Python's garbage; 0 leaves it to Python.
     """
 
-    train_data: DatasetConfig
-    train_eval_data: DatasetConfig | None
-    infer_eval_data: DatasetConfig | None
+    train_data: SeqioDataConfig
+    train_eval_data: SeqioDataConfig | None
+    infer_eval_data: SeqioDataConfig | None
     evaluator: EvaluatorConfig | None
     random_seed: Annotated[int | None, Range(at_least=0)]
     relative_steps: Annotated[int | None, Range(at_least=0)]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from t0repro.config.run_config import AdafactorConfig, Arithmetic, RunConfig, TrainDataConfig
-from t0repro.config.training_plan import DatasetConfig, TrainingPlan
+from t0repro.config.training_plan import SeqioDataConfig, TrainingPlan
 
 Dialect = Literal["mtf", "t5x"]
 
@@ -230,7 +230,7 @@ def _schedule(config: RunConfig, dialect: Dialect) -> _Items:
 
 
 def _data(config: RunConfig, dialect: Dialect) -> _Items:
-    data: TrainDataConfig | DatasetConfig | None = config.train_data
+    data: TrainDataConfig | SeqioDataConfig | None = config.train_data
     if config.plan is not None:
         data = config.plan.train_data
     if data is None:

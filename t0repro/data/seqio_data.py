@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from t0repro.config.training_plan import DatasetConfig
+from t0repro.config.training_plan import SeqioDataConfig
 from t0repro.data.resuming import Batch, ResumableBatches, Say
 from t0repro.errors import UserError
 
@@ -43,7 +43,7 @@ class SeqioTrainBatches(ResumableBatches):
       resumed: Whether training continues from a checkpoint of its own model_dir.
     """
 
-    def __init__(self, data: DatasetConfig, *, save_dataset: bool, resumed: bool = False):
+    def __init__(self, data: SeqioDataConfig, *, save_dataset: bool, resumed: bool = False):
         super().__init__(data.seed)
         self._data, self._save_dataset, self._resumed = data, save_dataset, resumed
 
@@ -85,7 +85,7 @@ class SeqioTrainBatches(ResumableBatches):
         return seqio_dataset(self._data, seed=seed, num_epochs=None).prefetch(2)
 
 
-def train_eval_batches(data: DatasetConfig, eval_steps: int) -> dict[str, EvalBatches]:
+def train_eval_batches(data: SeqioDataConfig, eval_steps: int) -> dict[str, EvalBatches]:
     """Batches for evaluating the loss: for each task with the split, and for a mixture of them.
 
     Each has `eval_steps` full batches; examples repeat where there are too few. No batches at all
@@ -113,7 +113,7 @@ class EvalBatches:
       eval_steps: Number of batches.
     """
 
-    def __init__(self, data: DatasetConfig, eval_steps: int):
+    def __init__(self, data: SeqioDataConfig, eval_steps: int):
         self._data, self._steps = data, eval_steps
         self._kept: list[Batch] = []
 
@@ -153,7 +153,7 @@ class EvalBatches:
         return batches.take(self._steps)
 
 
-def seqio_dataset(data: DatasetConfig, *, seed: int | None, num_epochs: int | None) -> Any:
+def seqio_dataset(data: SeqioDataConfig, *, seed: int | None, num_epochs: int | None) -> Any:
     """The batched tf.data.Dataset with the features of seqio.EncDecFeatureConverter.
 
     Args:

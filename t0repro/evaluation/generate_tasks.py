@@ -6,24 +6,12 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from t0repro.config.decoding_config import DecodingConfig
+from t0repro.config.decoding_config import GREEDY
 from t0repro.evaluation.energy import Cost, EnergyMeter
 
 if TYPE_CHECKING:
     from t0repro.evaluation.opened import Checkpoint
 
-# As T0 decodes: Mesh TensorFlow's decode with beam_size 1 and temperature 0 (t5's eval.gin).
-GREEDY = DecodingConfig(
-    beam_size=1,
-    alpha=0.6,
-    temperature=0.0,
-    keep_top_k=-1,
-    length_multiplier=1.5,
-    length_constant=10.0,
-    max_length=None,
-    prefilter=0,
-    vocab_parts=1,
-)
 _BATCH = {"cpu": 32, "gpu": 256, "tpu": 256}
 
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from t0repro.config.decoding_plan import DecodingPlan
-from t0repro.config.training_plan import DatasetConfig, EvaluatorConfig, LoggerConfig
+from t0repro.config.training_plan import EvaluatorConfig, LoggerConfig, SeqioDataConfig
 from t0repro.errors import UserError
 from t0repro.evaluation.model_functions import ModelFunctions
 from t0repro.model.t5 import T5
@@ -37,7 +37,7 @@ class TaskEvaluator:
 
     def __init__(
         self,
-        data: DatasetConfig,
+        data: SeqioDataConfig,
         evaluator: EvaluatorConfig,
         folder: str | os.PathLike[str],
         decoding: DecodingPlan,

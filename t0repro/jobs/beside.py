@@ -15,7 +15,7 @@ from pathlib import Path
 
 import dacite
 
-from t0repro.config.t5x.gin_files import GinInputs
+from t0repro.config.t5x.gin_files import T5xInputs
 from t0repro.converters import storage
 from t0repro.errors import UserError
 from t0repro.jobs.commands import JobSettings, check
@@ -29,7 +29,7 @@ from t0repro.jobs.slurm import SlurmLauncher
 from t0repro.jobs.worker import Limits
 
 
-def job_settings(options: AuxiliaryOptions, gin: GinInputs) -> JobSettings:
+def job_settings(options: AuxiliaryOptions, gin: T5xInputs) -> JobSettings:
     """What the jobs do.
 
     Args:
@@ -51,7 +51,7 @@ def job_settings(options: AuxiliaryOptions, gin: GinInputs) -> JobSettings:
 def make_controller(
     model_dir: str | os.PathLike[str],
     options: AuxiliaryOptions,
-    gin: GinInputs,
+    gin: T5xInputs,
     say: Callable[[str], None],
 ) -> Controller:
     """The controller that the options describe.
@@ -120,7 +120,7 @@ def _launcher(name: str, machine: Machine) -> Launcher:
 
 @contextlib.contextmanager
 def auxiliary_jobs_beside(
-    model_dir: str | os.PathLike[str], options: AuxiliaryOptions, gin: GinInputs
+    model_dir: str | os.PathLike[str], options: AuxiliaryOptions, gin: T5xInputs
 ) -> Iterator[None]:
     """Runs a controller in a process of its own while the block trains in `model_dir`.
 
@@ -163,7 +163,7 @@ def _main(model_dir: str, asked: str) -> None:
     cast = dacite.Config(cast=[tuple, Path])
     asked_options, asked_gin = json.loads(asked)
     options = dacite.from_dict(AuxiliaryOptions, asked_options, cast)
-    gin = dacite.from_dict(GinInputs, asked_gin, cast)
+    gin = dacite.from_dict(T5xInputs, asked_gin, cast)
 
     def training_goes_on() -> bool:
         # The training writes nothing here, so what can be read is the end of the file.

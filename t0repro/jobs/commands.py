@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from t0repro.config.t5x import gin_files, records
-from t0repro.config.t5x.gin_files import GinInputs
+from t0repro.config.t5x.gin_files import T5xInputs
 from t0repro.errors import UserError
 from t0repro.jobs.worker import INTERPRETER
 
@@ -171,7 +171,7 @@ def _check_evaluation(settings: JobSettings) -> None:
 
 def _check_gin(settings: JobSettings) -> tuple[frozenset[str], list[str]]:
     assert settings.run_mode
-    files = GinInputs(
+    files = T5xInputs(
         settings.run_mode,
         settings.gin_files,
         settings.gin_bindings,

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from t0repro.config.mtf.parser import GinInputs
+from t0repro.config.mtf.parser import MeshInputs
 from t0repro.config.run_config import RunConfig
 from t0repro.parity.jax_run import StackResult, run_jax
 from t0repro.parity.mesh_jobs import MeshJob, run_mesh, save_batches
@@ -73,13 +73,13 @@ class Case:
     dropout: float = 0.0
     dtype: str = "float32"
 
-    def inputs(self) -> GinInputs:
+    def inputs(self) -> MeshInputs:
         """What t5_mesh_transformer would be given."""
         kinds = {"master": "float32", "slice": "float32", "activation": self.dtype}
         dtypes = [f"utils.get_variable_dtype.{kind}_dtype = '{x}'" for kind, x in kinds.items()]
         params = (*_COMMON, *self.size, f"dropout_rate = {self.dropout}", *dtypes, *self.params)
         files = ("dataset.gin", self.model, "learning_rate_schedules/constant_0_001.gin")
-        return GinInputs("unused", files, params, module_imports=("t0repro.tasks.demo",))
+        return MeshInputs("unused", files, params, module_imports=("t0repro.tasks.demo",))
 
     def config(self) -> RunConfig:
         """The JAX stack's configuration."""

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from t0repro.config.mtf.parser import GinInputs
+from t0repro.config.mtf.parser import MeshInputs
 from t0repro.errors import UserError
 from t0repro.files import write_atomically
 
@@ -45,7 +45,7 @@ class MeshJob:
     """
 
     out: str
-    inputs: GinInputs
+    inputs: MeshInputs
     batches: str
     start: str | None = None
     snapshots: Sequence[int] = ()
@@ -60,7 +60,7 @@ class MeshJob:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> MeshJob:
         """The job that `to_json` described."""
-        return cls(**{**values, "inputs": GinInputs(**values["inputs"])})
+        return cls(**{**values, "inputs": MeshInputs(**values["inputs"])})
 
 
 @dataclasses.dataclass(frozen=True)

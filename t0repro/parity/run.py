@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from t0repro.config.mtf.parser import GinInputs
+from t0repro.config.mtf.parser import MeshInputs
 from t0repro.config.run_config import EvalDataConfig, RunConfig
 from t0repro.data.batches import eval_tasks
 from t0repro.data.train_data import TrainBatches
@@ -55,7 +55,7 @@ class Job:
     """
 
     config: RunConfig
-    inputs: GinInputs
+    inputs: MeshInputs
     out: Path
     batches: Sequence[dict[str, np.ndarray]]
     task: ScoredTask | None
@@ -102,7 +102,7 @@ class Parity:
 
 
 def make_job(
-    inputs: GinInputs,
+    inputs: MeshInputs,
     out: str | Path,
     *,
     steps: int,

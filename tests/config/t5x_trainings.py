@@ -18,5 +18,5 @@ REQUIRED = (
 
 def config(*bindings: str, files=(MODEL, PRETRAIN)) -> RunConfig:
     """The RunConfig of these files, with these bindings after the required ones."""
-    inputs = gin_files.GinInputs("train", tuple(files), (*REQUIRED, *bindings))
+    inputs = gin_files.T5xInputs("train", tuple(files), (*REQUIRED, *bindings))
     return run.train_config(gin_files.parse(inputs))

@@ -7,7 +7,7 @@ import pytest
 
 from t0repro.config import cloud
 from t0repro.config.mtf import dialect
-from t0repro.config.mtf.parser import GinInputs, parse
+from t0repro.config.mtf.parser import MeshInputs, parse
 from t0repro.errors import UserError
 
 
@@ -28,7 +28,7 @@ def no_credentials(monkeypatch, tmp_path):
 
 def inputs(*gin_files, **changes):
     params = ("MIXTURE_NAME = 'demo_train'", "utils.run.mesh_shape = []", "run.train_steps = 2")
-    return GinInputs(
+    return MeshInputs(
         "a_model_dir",
         ("dataset.gin", *gin_files),
         (*params, *changes.pop("params", ())),

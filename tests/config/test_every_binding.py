@@ -16,7 +16,7 @@ import pytest
 
 from t0repro.config.mtf import dialect
 from t0repro.config.mtf.model import KNOWN_BINDINGS
-from t0repro.config.mtf.parser import GinInputs
+from t0repro.config.mtf.parser import MeshInputs
 from t0repro.errors import UserError
 from t0repro.model.t5 import T5, initial_parameters
 
@@ -30,8 +30,8 @@ TINY = (
 SCOPES = ("", "encoder/", "decoder/")
 
 
-def inputs(param: str) -> GinInputs:
-    return GinInputs(
+def inputs(param: str) -> MeshInputs:
+    return MeshInputs(
         "a_model_dir",
         ("dataset.gin", "models/t5.1.1.base.gin"),
         ("MIXTURE_NAME = 'demo_train'", "run.batch_size = 2", *TINY, param),

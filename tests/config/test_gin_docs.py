@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from t0repro.config.mtf import dialect
-from t0repro.config.mtf.parser import GinInputs, parse
+from t0repro.config.mtf.parser import MeshInputs, parse
 from t0repro.config.mtf.reader import KNOWN_BINDINGS
 
 pytestmark = pytest.mark.mtf
@@ -51,7 +51,7 @@ def rows():
 @pytest.fixture(scope="module")
 def bindings():
     """Scope, selector and argument of everything that the commands' files and overrides bind."""
-    inputs = GinInputs("a_model_dir", FILES, PARAMS, module_imports=("t0repro.tasks.demo",))
+    inputs = MeshInputs("a_model_dir", FILES, PARAMS, module_imports=("t0repro.tasks.demo",))
     return list(parse(inputs).places)
 
 
@@ -103,7 +103,7 @@ def test_what_the_table_calls_the_same_is_known_to_the_reader(rows):
 def test_what_the_table_calls_without_effect_is_no_error(rows, bindings):
     """The T0 commands load as they are; so the bindings without effect in them are passed over."""
     assert any(says.startswith("no effect") for says in rows.values())
-    inputs = GinInputs(
+    inputs = MeshInputs(
         "a_model_dir",
         FILES[:3],
         [param for param in PARAMS if not param.startswith(("run.dataset_split", "eval_"))],

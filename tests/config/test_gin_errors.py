@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 
 from t0repro.config.mtf import dialect
-from t0repro.config.mtf.parser import GinInputs
+from t0repro.config.mtf.parser import MeshInputs
 from t0repro.config.run_config import RunConfig
 from t0repro.errors import UserError
 
@@ -43,7 +43,7 @@ run.learning_rate_schedule = [0.5, @learning_rate_schedules.linear_decay]
 def load(text: str | bytes, folder: Path, *params: str) -> RunConfig:
     file = folder / "mine.gin"
     file.write_bytes(text if isinstance(text, bytes) else text.encode())
-    inputs = GinInputs(
+    inputs = MeshInputs(
         "a_model_dir", ("dataset.gin", str(file)), params, module_imports=("t0repro.tasks.demo",)
     )
     return dialect.load(inputs).run

@@ -7,7 +7,7 @@ import pytest
 
 import gin
 from t0repro.config import gin_imports
-from t0repro.config.mtf.parser import GinInputs
+from t0repro.config.mtf.parser import MeshInputs
 from t0repro.config.mtf.parser import parse as parse_mesh
 from t0repro.config.t5x import gin_files
 from t0repro.errors import UserError
@@ -91,7 +91,7 @@ def test_a_listing_finds_what_t5s_own_files_import():
 @pytest.mark.parametrize("allowlist", [(), ("other",), ("stranger",)])
 @pytest.mark.mtf
 def test_mesh_tensorflows_parser_refuses_what_is_not_allowed(stranger, allowlist):
-    inputs = GinInputs("a", (str(stranger / "inner.gin"),), import_allowlist=allowlist)
+    inputs = MeshInputs("a", (str(stranger / "inner.gin"),), import_allowlist=allowlist)
     with pytest.raises(UserError, match="imports 'stranger_tasks'") as caught:
         parse_mesh(inputs)
     assert caught.value.where == f"{stranger / 'inner.gin'}:2"
@@ -107,15 +107,15 @@ def test_mesh_tensorflows_parser_refuses_what_is_not_allowed(stranger, allowlist
 def test_mesh_tensorflows_parser_imports_what_is_allowed(stranger, allowed):
     files, params = (str(stranger / "inner.gin"), "dataset.gin"), ("MIXTURE_NAME = 'demo_train'",)
     modules = ("t0repro.tasks.demo", *allowed.pop("module_imports", ()))
-    parse_mesh(GinInputs("a", files, params, module_imports=modules, **allowed))
+    parse_mesh(MeshInputs("a", files, params, module_imports=modules, **allowed))
     assert (stranger / "ran").exists()
 
 
 def test_t5xs_parser_refuses_what_is_not_allowed(stranger):
     (stranger / "run.gin").write_text(f"{RUN}import stranger_tasks\n")
-    inputs = gin_files.GinInputs("train", (str(stranger / "run.gin"),), SETTINGS)
+    inputs = gin_files.T5xInputs("train", (str(stranger / "run.gin"),), SETTINGS)
     assert gin_files.parse(inputs).imports == ("stranger_tasks",)
-    restricted = gin_files.GinInputs(
+    restricted = gin_files.T5xInputs(
         "train", inputs.gin_files, SETTINGS, import_allowlist=("t5.data",)
     )
     with pytest.raises(UserError, match="imports 'stranger_tasks'") as caught:
@@ -127,7 +127,7 @@ def test_t5xs_parser_refuses_what_is_not_allowed(stranger):
 def test_the_module_of_a_dataset_is_an_import_too(stranger):
     path = stranger / "run.gin"
     path.write_text(f"{RUN}MIXTURE_OR_TASK_MODULE = 'stranger_tasks'\n")
-    inputs = gin_files.GinInputs("train", (str(path),), SETTINGS)
+    inputs = gin_files.T5xInputs("train", (str(path),), SETTINGS)
     assert gin_files.parse(inputs).imports == ("stranger_tasks",)
     with pytest.raises(UserError, match="imports 'stranger_tasks'") as caught:
         gin_files.parse(dataclasses.replace(inputs, import_allowlist=()))

@@ -4,7 +4,7 @@ import pytest
 
 from t0repro.config.mtf import dialect
 from t0repro.config.mtf.jax_model import refuse_on_mesh_tensorflow
-from t0repro.config.mtf.parser import GinInputs
+from t0repro.config.mtf.parser import MeshInputs
 from t0repro.errors import UserError
 
 pytestmark = pytest.mark.mtf
@@ -19,7 +19,7 @@ FIELDS = {
 
 def load(*params: str):
     return dialect.load(
-        GinInputs(
+        MeshInputs(
             "a_model_dir",
             ("dataset.gin", "models/t5.1.1.small.gin"),
             (

@@ -4,7 +4,7 @@ import pytest
 
 from t0repro.config.decoding_config import DecodingConfig, InferConfig, ScoreStringsConfig
 from t0repro.config.mtf import dialect
-from t0repro.config.mtf.parser import GinInputs
+from t0repro.config.mtf.parser import MeshInputs
 from t0repro.config.run_config import CheckpointChoice, RunConfig
 from t0repro.errors import UserError
 
@@ -18,7 +18,7 @@ PARAMS = (
 
 
 def load(*params: str, files: tuple[str, ...] = ()) -> RunConfig:
-    inputs = GinInputs(
+    inputs = MeshInputs(
         "a_model_dir",
         ("dataset.gin", "demo/t5.1.1.demo.gin", *files),
         (*PARAMS, *params),

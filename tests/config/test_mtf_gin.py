@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from t0repro.config.mtf import dialect
-from t0repro.config.mtf.parser import GinInputs
+from t0repro.config.mtf.parser import MeshInputs
 from t0repro.config.run_config import (
     AdamWeightDecayConfig,
     Layout,
@@ -28,7 +28,7 @@ PARAMS = (
 
 
 def load(*params: str, files: tuple[str, ...] = FILES) -> RunConfig:
-    inputs = GinInputs(
+    inputs = MeshInputs(
         "a_model_dir", files, (*PARAMS, *params), module_imports=("t0repro.tasks.demo",)
     )
     return dialect.load(inputs).run
@@ -291,7 +291,7 @@ def test_sequence_length_is_a_number_or_a_dictionary(length):
 
 
 def test_sixteen_bit_weights_are_refused_in_training_on_an_accelerator():
-    inputs = GinInputs(
+    inputs = MeshInputs(
         "a_model_dir",
         FILES,
         (*PARAMS, "get_variable_dtype.slice_dtype = 'bfloat16'"),
@@ -306,7 +306,7 @@ def test_the_folder_of_tensorflow_datasets_is_handed_to_seqio(monkeypatch):
     import seqio
 
     monkeypatch.setattr(seqio.utils, "_TFDS_DATA_DIR_OVERRIDE", None)
-    inputs = GinInputs(
+    inputs = MeshInputs(
         "a_model_dir",
         FILES,
         PARAMS,

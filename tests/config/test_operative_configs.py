@@ -4,7 +4,7 @@ import pytest
 from absl import flags
 
 from t0repro.config.mtf import dialect
-from t0repro.config.mtf.parser import GinInputs, parse
+from t0repro.config.mtf.parser import MeshInputs, parse
 from t0repro.errors import UserError
 
 from . import operative_configs as files
@@ -15,7 +15,7 @@ MIXTURE = "MIXTURE_NAME = 'demo_train'"
 
 def inputs(tmp_path, text, skip_unknown=(), name="operative_config.gin"):
     (tmp_path / name).write_text(text)
-    return GinInputs(
+    return MeshInputs(
         "a_model_dir",
         (str(tmp_path / name),),
         (MIXTURE, "run.train_steps = 20"),

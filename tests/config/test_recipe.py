@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from t0repro.config.mtf import dialect
-from t0repro.config.mtf.parser import GinInputs
+from t0repro.config.mtf.parser import MeshInputs
 from t0repro.config.recipe import t5_1_1, training_config
 from t0repro.config.run_config import DTypePolicy
 from t0repro.errors import UserError
@@ -26,7 +26,7 @@ def test_the_values_are_those_of_t0s_gin_files_and_mesh_tensorflows_defaults():
         "pack_dataset.use_custom_ops = False",
         "utils.run.mesh_shape = []",
     )
-    inputs = GinInputs("a_dir", files, params, module_imports=("t0repro.tasks.demo",))
+    inputs = MeshInputs("a_dir", files, params, module_imports=("t0repro.tasks.demo",))
     theirs = dialect.load(inputs).run
     ours = training_config("a_dir", DEMO, train_steps=10, batch_size=16, sequence_length=LENGTHS)
     # In Python the data are given beside the configuration, and checkpoints hold float32.

@@ -25,7 +25,7 @@ def written(folder, config, dialect):
 
 
 def read_as_t5x(path):
-    parsed = gin_files.parse(gin_files.GinInputs("train", (path,)))
+    parsed = gin_files.parse(gin_files.T5xInputs("train", (path,)))
     assert not parsed.warnings
     return run.train_config(parsed)
 
@@ -50,7 +50,7 @@ def test_t5xs_file_of_a_run_makes_the_same_run_again(tmp_path):
 @pytest.mark.mtf
 def test_mesh_tensorflows_own_parser_reads_a_run_of_t5xs_and_ours_reads_it_back(tmp_path):
     from t0repro.config.mtf.dialect import load
-    from t0repro.config.mtf.parser import GinInputs
+    from t0repro.config.mtf.parser import MeshInputs
 
     ours = config(
         f"MIXTURE_OR_TASK_NAME = '{TASK}'",
@@ -68,7 +68,7 @@ def test_mesh_tensorflows_own_parser_reads_a_run_of_t5xs_and_ours_reads_it_back(
         "adafactor.Adafactor.step_offset = 5",
     )
     path, _ = written(tmp_path, ours, "mtf")
-    inputs = GinInputs("m", gin_files=[path], module_imports=["t0repro.tasks.demo"])
+    inputs = MeshInputs("m", gin_files=[path], module_imports=["t0repro.tasks.demo"])
     theirs = load(inputs).run
     assert theirs.schedule.name == "constant_learning_rate"
     for field in ("batch_size", "num_microbatches", "sequence_length", "dtypes", "train_steps"):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from t0repro.config.mtf import dialect
-from t0repro.config.mtf.parser import GinInputs
+from t0repro.config.mtf.parser import MeshInputs
 from t0repro.converters.convert import convert
 from t0repro.converters.sources import load_any
 from t0repro.converters.verification import verify
@@ -98,7 +98,7 @@ def test_gin_configures_such_a_model(layers, per_layer):
         "SelfAttention.relative_attention_type = 'bias'",
     )
     files = ("dataset.gin", "models/t5.1.1.small.gin")
-    inputs = GinInputs("a_model_dir", files, params, module_imports=("t0repro.tasks.demo",))
+    inputs = MeshInputs("a_model_dir", files, params, module_imports=("t0repro.tasks.demo",))
     model = dialect.load(inputs).run.model
     assert model.position_bias_per_layer is per_layer
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from t0repro import compat
-from t0repro.config.training_plan import DatasetConfig
+from t0repro.config.training_plan import SeqioDataConfig
 from t0repro.data.cached import CachedBatches
 from t0repro.data.seqio_data import renamed, seqio_dataset
 from t0repro.errors import UserError
@@ -52,7 +52,7 @@ def test_in_the_files_order_the_batches_are_seqios(cache, monkeypatch, pack):
     import seqio
 
     monkeypatch.setattr(seqio.TaskRegistry.get(TASK), "_cache_dir", str(cache / "one" / TASK))
-    data = DatasetConfig(TASK, LENGTHS, "train", 4, False, None, use_cached=True, pack=pack)
+    data = SeqioDataConfig(TASK, LENGTHS, "train", 4, False, None, use_cached=True, pack=pack)
     dataset = seqio_dataset(data, seed=None, num_epochs=None)
     theirs = [renamed(batch) for batch in dataset.take(40).as_numpy_iterator()]
     ours = CachedBatches([cache / "one" / TASK], LENGTHS, 4, pack=pack, shuffle=False)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from t0repro import compat
-from t0repro.config.training_plan import DatasetConfig
+from t0repro.config.training_plan import SeqioDataConfig
 from t0repro.data.seqio_data import (
     SeqioTrainBatches,
     runs_python,
@@ -104,7 +104,7 @@ def data_config(name="lines_of_49", **changes):
         "sequence_length": LENGTHS, "split": "train", "batch_size": 4, "shuffle": True, "seed": 7,
         "pack": True,
     }  # fmt: skip
-    return DatasetConfig(mixture_or_task_name=name, **{**values, **changes})
+    return SeqioDataConfig(mixture_or_task_name=name, **{**values, **changes})
 
 
 def first(batches, count):

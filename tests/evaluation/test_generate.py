@@ -5,10 +5,10 @@ import warnings
 import numpy as np
 import pytest
 
+from t0repro.config.decoding_config import GREEDY
 from t0repro.errors import UserError
 from t0repro.evaluation import rank_eval
 from t0repro.evaluation.evaluation_folder import Settings
-from t0repro.evaluation.generate_tasks import GREEDY
 from t0repro.evaluation.generation import generate_tokens, texts_of
 from t0repro.evaluation.opened import open_checkpoint
 from t0repro.evaluation.reading import TaskReader

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from t0repro.config.t5x.gin_files import GinInputs
+from t0repro.config.t5x.gin_files import T5xInputs
 from t0repro.errors import UserError
 from t0repro.jobs.beside import auxiliary_jobs_beside
 from t0repro.jobs.options import AuxiliaryOptions
@@ -22,7 +22,7 @@ def jobs_beside(model_dir: Path | str, command: list[str] | str, **changes):
     target = command if isinstance(command, str) else " ".join(command)
     asked = {"auxiliary_job_mixtures": "m", "poll_seconds": 0.1} | changes
     options = AuxiliaryOptions(auxiliary_job_build_target_path=target, **asked)
-    return auxiliary_jobs_beside(model_dir, options, GinInputs("train"))
+    return auxiliary_jobs_beside(model_dir, options, T5xInputs("train"))
 
 
 def test_when_the_block_ends_every_checkpoint_is_done(tmp_path, evaluator):

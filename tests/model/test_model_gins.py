@@ -11,7 +11,7 @@ import jax
 import pytest
 
 from t0repro.config.mtf import dialect
-from t0repro.config.mtf.parser import GinInputs
+from t0repro.config.mtf.parser import MeshInputs
 from t0repro.config.mtf.reader import KNOWN_BINDINGS
 from t0repro.errors import UserError
 from t0repro.model.t5 import T5, initial_parameters
@@ -50,7 +50,7 @@ FAMILY = [name for name in shipped() if name not in OTHER_FAMILIES]
 
 def load(name: str, *params: str):
     """The RunConfig of the demo's data with a model gin."""
-    inputs = GinInputs(
+    inputs = MeshInputs(
         "a_model_dir",
         ("dataset.gin", f"models/{name}.gin"),
         ("MIXTURE_NAME = 'demo_train'", "utils.run.mesh_shape = []", *params),

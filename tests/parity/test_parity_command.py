@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from t0repro.config.mtf.parser import GinInputs
+from t0repro.config.mtf.parser import MeshInputs
 from t0repro.errors import UserError
 from t0repro.parity import inject, report, run
 from t0repro.parity.mesh_jobs import load_batches, read_result
@@ -61,7 +61,7 @@ def shifted(tmp_path_factory):
 @pytest.fixture(scope="module")
 def sides(shifted, tmp_path_factory):
     """The same job again, and what Mesh TensorFlow computed for the command."""
-    inputs = GinInputs("", GIN_FILES, GIN_PARAMS, module_imports=["t0repro.tasks.demo"])
+    inputs = MeshInputs("", GIN_FILES, GIN_PARAMS, module_imports=["t0repro.tasks.demo"])
     job = run.make_job(inputs, tmp_path_factory.mktemp("again"), steps=STEPS)
     mesh = shifted[0] / run.MESH_FOLDER
     for ours, theirs in zip(job.batches, load_batches(mesh / "batches.npz"), strict=True):
@@ -130,7 +130,7 @@ def test_an_error_that_would_change_nothing_is_refused(sides):
 
 def test_dropout_is_refused_with_what_to_bind(tmp_path):
     params = [*GIN_PARAMS[:-1], "dropout_rate = 0.1"]
-    inputs = GinInputs("", GIN_FILES, params, module_imports=["t0repro.tasks.demo"])
+    inputs = MeshInputs("", GIN_FILES, params, module_imports=["t0repro.tasks.demo"])
     with pytest.raises(UserError, match='--gin_param "dropout_rate = 0.0"'):
         run.make_job(inputs, tmp_path, steps=1)
 

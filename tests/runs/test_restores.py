@@ -7,7 +7,7 @@ import pytest
 import seqio
 import tensorflow as tf
 
-from t0repro.config.t5x.gin_files import GinInputs, parse
+from t0repro.config.t5x.gin_files import T5xInputs, parse
 from t0repro.config.t5x.inference import eval_plan, infer_plan
 from t0repro.config.t5x.run import train_config
 from t0repro.converters import convert
@@ -108,7 +108,7 @@ def parsed(run_mode, run_file, model, *bindings):
         f"MIXTURE_OR_TASK_NAME = '{TASK}'",
         "TASK_FEATURE_LENGTHS = {'inputs': 6, 'targets': 6}",
     )
-    return parse(GinInputs(run_mode, files, (*shared, *bindings)))
+    return parse(T5xInputs(run_mode, files, (*shared, *bindings)))
 
 
 def training(model, checkpoint, folder="unused"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 
-from t0repro.config.t5x.gin_files import GinInputs, parse
+from t0repro.config.t5x.gin_files import T5xInputs, parse
 from t0repro.model.t5 import T5, initial_parameters
 from t0repro.tasks.demo.datasets import VOCABULARY
 from t0repro.training.checkpoints import save_tree
@@ -21,7 +21,7 @@ SIZES = (
 def parsed(run_mode, run_file, *bindings, files=()):
     """The program that a run file, the tiny model, further files and bindings configure."""
     files = (MODEL, f"t5x/configs/runs/{run_file}.gin", *files)
-    return parse(GinInputs(run_mode, files, (*SIZES, "DROPOUT_RATE = 0.0", *bindings)))
+    return parse(T5xInputs(run_mode, files, (*SIZES, "DROPOUT_RATE = 0.0", *bindings)))
 
 
 def save_checkpoint(folder, plan, step, seed=0):

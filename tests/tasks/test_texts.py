@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from t0repro import compat
-from t0repro.config.training_plan import DatasetConfig
+from t0repro.config.training_plan import SeqioDataConfig
 from t0repro.data.seqio_data import runs_python, seqio_dataset
 from t0repro.errors import UserError
 from t0repro.tasks.texts import add_described, add_text_task
@@ -35,7 +35,7 @@ def files(tmp_path):
 
 
 def examples(name, count=8, seed=1):
-    data = DatasetConfig(
+    data = SeqioDataConfig(
         mixture_or_task_name=name, sequence_length=LENGTHS, split="train", batch_size=1,
         shuffle=False, seed=None,
     )  # fmt: skip
@@ -97,7 +97,7 @@ def test_text_files_need_no_python_while_they_are_read(files):
     )
 
     def pipeline(name):
-        data = DatasetConfig(name, LENGTHS, "train", 2, shuffle=True, seed=1)
+        data = SeqioDataConfig(name, LENGTHS, "train", 2, shuffle=True, seed=1)
         return seqio_dataset(data, seed=1, num_epochs=None)
 
     assert not runs_python(pipeline("texts_plain")) and runs_python(pipeline("texts_rows"))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from t0repro.config.mtf import dialect
-from t0repro.config.mtf.parser import GinInputs
+from t0repro.config.mtf.parser import MeshInputs
 from t0repro.config.run_config import AdamWeightDecayConfig
 from t0repro.parameters import layout
 from t0repro.parity.jax_run import run_jax
@@ -110,7 +110,7 @@ def batches(variant):
 
 
 def inputs(variant):
-    return GinInputs(
+    return MeshInputs(
         "a_model_dir",
         ("dataset.gin", f"models/{variant.gin}.gin"),
         (*PARAMS, *variant.params),

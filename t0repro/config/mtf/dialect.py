@@ -12,10 +12,10 @@ from __future__ import annotations
 from t0repro.config.configuration import Configuration
 from t0repro.config.gin_errors import configuration_errors
 from t0repro.config.mtf import model_api, reader
-from t0repro.config.mtf.parser import GinInputs, parse
+from t0repro.config.mtf.parser import MeshInputs, parse
 
 
-def load(inputs: GinInputs, *, float32_activations: bool = True) -> Configuration:
+def load(inputs: MeshInputs, *, float32_activations: bool = True) -> Configuration:
     """Parses the gin inputs as t5_mesh_transformer does and reads a run's configuration off them.
 
     Args:
@@ -33,7 +33,7 @@ def load(inputs: GinInputs, *, float32_activations: bool = True) -> Configuratio
 
 
 def load_model_api(
-    inputs: GinInputs,
+    inputs: MeshInputs,
     flags: model_api.Flags,
     find_checkpoint: model_api.FindCheckpoint,
     *,

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from t0repro.config.configuration import NotOnJax
 from t0repro.config.mtf import parser
-from t0repro.config.mtf.parser import GinInputs
+from t0repro.config.mtf.parser import MeshInputs
 from t0repro.config.provenance import Bindings, record_bindings
 from t0repro.errors import UserError
 
@@ -62,7 +62,7 @@ Flags = Any  # absl's, of t5_mesh_transformer
 FindCheckpoint = Callable[[str, int | None], FoundCheckpoint]
 
 
-def parse(inputs: GinInputs, flags: Any, find_checkpoint: FindCheckpoint) -> Bindings:
+def parse(inputs: MeshInputs, flags: Any, find_checkpoint: FindCheckpoint) -> Bindings:
     """Fills gin's global configuration with what the flags of the Model API mean.
 
     Args:

@@ -21,7 +21,7 @@ MESH_TRANSFORMER = "t5.models.mesh_transformer"
 
 
 @dataclasses.dataclass(frozen=True)
-class GinInputs:
+class MeshInputs:
     """What the command line of t5_mesh_transformer says about gin.
 
     Attributes:
@@ -42,7 +42,7 @@ class GinInputs:
     import_allowlist: Sequence[str] | None = None
 
 
-def parse(inputs: GinInputs, *, warn: bool = True) -> Bindings:
+def parse(inputs: MeshInputs, *, warn: bool = True) -> Bindings:
     """Fills gin's global configuration from the inputs, in mesh_transformer_main's order.
 
     Args:
@@ -60,7 +60,7 @@ def parse(inputs: GinInputs, *, warn: bool = True) -> Bindings:
         return _parse(inputs, warn)
 
 
-def _parse(inputs: GinInputs, warn: bool) -> Bindings:
+def _parse(inputs: MeshInputs, warn: bool) -> Bindings:
     import gin.config
 
     import gin

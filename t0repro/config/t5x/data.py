@@ -11,12 +11,12 @@ from t0repro.config.training_plan import (
     ActionConfig,
     ActionMode,
     BestCheckpoints,
-    DatasetConfig,
     EarlyStoppingConfig,
     EvaluatorConfig,
     LoggerConfig,
     RestoreConfig,
     SaveConfig,
+    SeqioDataConfig,
     TerminateOnNanConfig,
 )
 
@@ -31,7 +31,7 @@ _NO_TRANSFORMATIONS = "checkpoints are changed by assignment_map alone."
 _NO_CLASSES = "checkpoints are read and written in one way, which keeps T5X's tree."
 
 
-def dataset_config(record: records.DatasetConfig, scope: str, places: Places) -> DatasetConfig:
+def dataset_config(record: records.DatasetConfig, scope: str, places: Places) -> SeqioDataConfig:
     """Which examples a record describes.
 
     Args:
@@ -57,7 +57,7 @@ def dataset_config(record: records.DatasetConfig, scope: str, places: Places) ->
             "Register the task in a module that the gin file imports, and bind its name.",
         )
     lengths = record.task_feature_lengths
-    return DatasetConfig(
+    return SeqioDataConfig(
         mixture_or_task_name=record.mixture_or_task_name,
         sequence_length=None if lengths is None else dict(lengths),
         split=record.split,

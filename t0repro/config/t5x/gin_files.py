@@ -20,7 +20,7 @@ from t0repro.errors import UserError, nearest_names
 
 
 @dataclasses.dataclass(frozen=True)
-class GinInputs:
+class T5xInputs:
     """What a T5X command line says of gin.
 
     Attributes:
@@ -74,7 +74,7 @@ def shipped_files() -> Path:
     return Path(str(t0repro.gin.__file__)).parent
 
 
-def parse(inputs: GinInputs) -> Parsed:
+def parse(inputs: T5xInputs) -> Parsed:
     """Parses and checks a run's gin files without importing anything heavy.
 
     Nothing of it stays in gin: configurations are read one after the other in one process, and the
@@ -104,7 +104,7 @@ def parse(inputs: GinInputs) -> Parsed:
         return Parsed(called, values, tuple(imports), tuple(warnings), text)
 
 
-def macros_read(inputs: GinInputs) -> frozenset[str]:
+def macros_read(inputs: T5xInputs) -> frozenset[str]:
     """The names of the macros that a run reads, whether or not they have a value yet.
 
     Raises:
@@ -116,7 +116,7 @@ def macros_read(inputs: GinInputs) -> frozenset[str]:
 
 
 @contextlib.contextmanager
-def _files_in_gin(inputs: GinInputs) -> Iterator[tuple[Bindings, list[str]]]:
+def _files_in_gin(inputs: T5xInputs) -> Iterator[tuple[Bindings, list[str]]]:
     """Has gin hold what the files and overrides bind; yields their places and other imports."""
     import gin
 

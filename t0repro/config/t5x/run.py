@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from t0repro.config import ranges
-from t0repro.config.decoding_config import DecodingConfig
+from t0repro.config.decoding_config import GREEDY
 from t0repro.config.run_config import CheckpointChoice, RunConfig
 from t0repro.config.t5x import data, programs, records
 from t0repro.config.t5x import model as t5x_model
@@ -158,16 +158,12 @@ def shared_fields(model: records.EncoderDecoderModel) -> dict[str, Any]:
         "output_eval_examples": True,
         "checkpoint_choice": CheckpointChoice(0, None, True),
         "perplexity_eval_steps": 1,
-        "decoding": DecodingConfig(
+        "decoding": dataclasses.replace(
+            GREEDY,
             beam_size=model.decoding.num_decodes,
-            alpha=parameters.get("alpha", 0.6),
-            temperature=0.0,
-            keep_top_k=-1,
+            alpha=parameters.get("alpha", GREEDY.alpha),
             length_multiplier=0.0,
             length_constant=0.0,
-            max_length=None,
-            prefilter=0,
-            vocab_parts=1,
         ),
         "infer": None,
         "score_strings": None,

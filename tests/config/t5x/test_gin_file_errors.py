@@ -45,7 +45,7 @@ optax.adamw:
 def parse(text: str | bytes, folder: Path) -> gin_files.Parsed:
     file = folder / "mine.gin"
     file.write_bytes(text if isinstance(text, bytes) else text.encode())
-    return gin_files.parse(gin_files.GinInputs("train", (str(file),)))
+    return gin_files.parse(gin_files.T5xInputs("train", (str(file),)))
 
 
 def check_ends_well(text: bytes, folder: Path) -> None:

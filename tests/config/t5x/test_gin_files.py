@@ -32,7 +32,7 @@ def empty_gin():
 
 def parse(*bindings: str, files=(MODEL, PRETRAIN), run_mode="train", required=REQUIRED):
     return gin_files.parse(
-        gin_files.GinInputs(run_mode, tuple(files), (*required, *bindings), ("elsewhere", "."))
+        gin_files.T5xInputs(run_mode, tuple(files), (*required, *bindings), ("elsewhere", "."))
     )
 
 
@@ -77,7 +77,7 @@ def test_nothing_called_t5x_stays_importable_and_nothing_heavy_is_imported():
     script = f"""
 import sys
 from t0repro.config.t5x import gin_files
-gin_files.parse(gin_files.GinInputs("train", {(MODEL, PRETRAIN)!r}, {REQUIRED!r}))
+gin_files.parse(gin_files.T5xInputs("train", {(MODEL, PRETRAIN)!r}, {REQUIRED!r}))
 print(*sorted({{"t5x", "seqio", "t5", "tensorflow", "jax"}} & set(sys.modules)))
 try:
     import t5x

@@ -15,7 +15,7 @@ from t0repro.config.run_config import (
     ScheduleConfig,
 )
 from t0repro.config.t5x import programs, records, run
-from t0repro.config.t5x.gin_files import GinInputs, parse
+from t0repro.config.t5x.gin_files import T5xInputs, parse
 from t0repro.config.training_plan import (
     BestCheckpoints,
     EarlyStoppingConfig,
@@ -81,7 +81,7 @@ def test_a_fine_tuning_has_three_datasets_and_a_checkpoint_to_start_from():
 
 def test_hardware_random_numbers_are_not_drawn_and_that_is_told_by_name():
     def warnings(*bindings):
-        return run.train_warnings(parse(GinInputs("train", (MODEL, PRETRAIN), bindings)))
+        return run.train_warnings(parse(T5xInputs("train", (MODEL, PRETRAIN), bindings)))
 
     assert warnings(*REQUIRED) == []
     (told,) = warnings(*REQUIRED, "USE_HARDWARE_RNG = True")
