@@ -9,7 +9,7 @@ _OWN = re.compile(
     r"(building Mesh TensorFlow's graph|JAX: |Mesh TensorFlow)"
     r"|(asking|caching|checking|compiling|decoding|importing|looking|reading|scoring) "
     r"|(cached|checked|decoded|evaluated|infer_eval|read|removed|scored|step|wrote) "
-    r"|(checkpoint|data|devices|model|note|restore|start|t5_mesh_transformer|train): "
+    r"|(checkpoint|data|devices|model|note|restore|start|t5_mesh_transformer|train|warning): "
     r"|[\d,]+ (pairs|of [\d,]+ tasks?)\b"
     r"|\w+: [\d,]+ examples? more$"
 )

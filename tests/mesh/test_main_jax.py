@@ -41,7 +41,7 @@ def run(server, tmp_path_factory) -> Path:
             f"--gin_param=save_scores.scores_filename = '{scores}'",
         ]
     )
-    assert code == 0, text
+    assert code == 0 and foreign_lines(text) == [], text
     return model_dir
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 import mesh_commands as commands
 import pytest
 
+from ..own_lines import foreign_lines
+
 pytestmark = pytest.mark.mtf
 
 BACKENDS = ("mtf", "jax")
@@ -46,7 +48,7 @@ class Runs:
                 f"--backend={backend}",
             )
             code, text = self.server.run(line)
-            assert code == 0, text
+            assert code == 0 and foreign_lines(text) == [], text
 
     def run_api(self, mode: str, *flags: str) -> None:
         """Runs a mode of the Model API on both stacks."""
@@ -60,7 +62,7 @@ class Runs:
                 *(flag.replace("{dir}", str(model_dir)) for flag in flags),
             ]  # fmt: skip
             code, text = self.server.run(line)
-            assert code == 0, text
+            assert code == 0 and foreign_lines(text) == [], text
 
     def texts(self, name: str) -> tuple[list[str], list[str]]:
         """The lines of a file that each stack wrote into its model_dir."""
