@@ -54,7 +54,7 @@ TESTS = {
     "t0repro/reports/bootstrap.py": ["tests/reports/test_bootstrap.py"],
     "t0repro/parameters/layout.py": [
         "tests/converters/test_layout.py",
-        "tests/partitioning/test_rules.py",
+        "tests/partitioning/test_rules.py::test_a_parameter_is_divided_by_the_table",
     ],
     "t0repro/partitioning/rules.py": ["tests/partitioning/test_rules.py"],
 }

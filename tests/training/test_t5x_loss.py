@@ -154,6 +154,8 @@ def test_training_draws_dropout_from_its_key_and_smooths_as_the_arithmetic_says(
     logits, loss = jax.device_get(made(batch))
     losses = smoothed_by_hand(np.asarray(logits, np.float64), batch["targets"], 0.1)
     assert loss == pytest.approx((losses * (batch["targets"] > 0)).sum() / 20, rel=1e-5)
+    # Without a key, Flax would refuse to draw.
+    jax.eval_shape(lambda p: training_loss(model, p, batch, denominator=20.0), params)
 
 
 def test_t5xs_evaluation_has_the_z_loss_and_mesh_tensorflows_has_not(params):
