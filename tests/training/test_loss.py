@@ -92,7 +92,7 @@ def test_each_example_of_an_average_per_sequence_weighs_the_same():
 
 
 def test_losses_and_sums_are_those_of_the_logits():
-    """In float64, with a row that is predicted, one in part, and one of padding alone."""
+    """In float64, with rows predicted, in part and not at all, and one of padding alone."""
     smoothing, z_loss, denominator = 0.1, 0.5, 20.0
     model = tiny.model(label_smoothing=smoothing, z_loss=z_loss)
     shapes = jax.eval_shape(lambda: initial_parameters(model, jax.random.key(0)))
