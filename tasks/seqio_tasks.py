@@ -158,6 +158,16 @@ class LazyVocabulary(seqio.SentencePieceVocabulary):
             self._model = loaded
         return self._model
 
+    @property
+    def tf_tokenizer(self):
+        """TensorFlow's tokenizer, made where tf.data's functions are not traced.
+
+        Made inside of such a function, as SeqIO does, it is looked up for every text, which takes
+        as long as tokenizing it.
+        """
+        with tf.init_scope():
+            return super().tf_tokenizer
+
 
 def seqio_vocabulary(vocabulary: VocabularyFile | seqio.Vocabulary) -> seqio.Vocabulary:
     """A task's vocabulary as SeqIO's class."""

@@ -60,7 +60,10 @@ def gate(command: str, *, show_unexpected: bool = False) -> Iterator[Settings]:
         hours into a run.
     """
     settings = Settings()
-    compat.quiet_native_logs()  # before anything imports JAX
+    # Both before anything imports JAX, which by itself keeps (where JAX_COMPILATION_CACHE_DIR says)
+    # only what took a second to compile; each program that draws new parameters takes less.
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+    compat.quiet_native_logs()
     _deliver_swallowed_interrupts()
     try:
         yield settings

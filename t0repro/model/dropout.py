@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import hashlib
 
-import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax.core.scope import LazyRng
 
+from t0repro.model.initial import flax_hash
 from t0repro.model.shapes import Array, Float, Int
 from t0repro.partitioning.rules import for_all_groups
 
@@ -42,24 +41,10 @@ class ScannedLayer:
         # Before it is hashed: Flax numbers a module's draws from 1.
         self.drawn[path] += 1
         hashes = [
-            _hash(*self.rng.suffix, f"layers_{layer}", *path, self.drawn[path])
+            flax_hash(*self.rng.suffix, f"layers_{layer}", *path, self.drawn[path])
             for layer in range(self.count)
         ]
         return jax.random.fold_in(self.rng.rng, jnp.asarray(hashes, jnp.uint32)[self.index])
-
-
-def _hash(*names: str | int) -> int:
-    """What flax.core.scope folds into a key for a path and a number of draws."""
-    # The separator keeps ("ab", "c") and ("a", "bc") apart; Flax has it only if so configured.
-    separator = b"\0" if flax.config.flax_fix_rng_separator else b""
-    sha1 = hashlib.sha1(usedforsecurity=False)
-    for name in names:
-        if isinstance(name, int):
-            data = name.to_bytes((name.bit_length() + 7) // 8, "big")
-        else:
-            data = name.encode()
-        sha1.update(separator + data)
-    return int.from_bytes(sha1.digest()[:4], "big")
 
 
 class Dropout(nn.Module):

@@ -25,6 +25,7 @@ from t0repro.model.blockwise_attention import (
     number_of_blocks,
 )
 from t0repro.model.dropout import Dropout, ScannedLayer
+from t0repro.model.initial import Initializer, parameter
 from t0repro.model.shapes import Array, Bool, Float, Int
 from t0repro.partitioning.rules import constrain
 
@@ -32,7 +33,11 @@ from t0repro.partitioning.rules import constrain
 # (attention.visibility_mask_to_attention_bias).
 INVISIBLE = -1e9
 
-Initializer = Callable[..., jax.Array]
+# Mesh TensorFlow names no initializer for position biases, so TensorFlow's default applies.
+_GLOROT_UNIFORM = nn.initializers.glorot_uniform(in_axis=0, out_axis=1)
+_RESCALED_TRUNCATED_NORMAL = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
+# One function for each deviation, so that one program draws all parameters of a shape.
+normal = functools.cache(nn.initializers.normal)
 
 
 class Dense(nn.Module):
@@ -55,7 +60,7 @@ class Dense(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "*batch inputs"]) -> Float[Array, "*batch features"]:
         """Returns x @ kernel."""
-        kernel = self.param("kernel", self.kernel_init, (x.shape[-1], self.features), jnp.float32)
+        kernel = parameter(self, "kernel", self.kernel_init, (x.shape[-1], self.features))
         # Two axes rather than three: XLA on CPU then takes half as long for the gradient.
         rows = x.reshape(-1, x.shape[-1]).astype(self.dtype)
         output_dtype = self.output_dtype or self.dtype
@@ -80,7 +85,7 @@ class RMSNorm(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "*batch d_model"]) -> Float[Array, "*batch d_model"]:
         """Normalises each vector to a root mean square of `scale`."""
-        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],), jnp.float32)
+        scale = parameter(self, "scale", nn.initializers.ones, (x.shape[-1],))
         x = x.astype(jnp.float32)
         variance = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
         normalised = x * jax.lax.rsqrt(variance + self.config.rms_norm_epsilon)
@@ -98,8 +103,7 @@ class Embedding(nn.Module):
     def setup(self) -> None:
         """Creates the table with standard deviation 1 (mtf.layers.embedding_weights)."""
         shape = (self.config.vocab_size, self.config.d_model)
-        init = nn.initializers.normal(stddev=1.0)
-        self.embedding = self.param("embedding", init, shape, jnp.float32)
+        self.embedding = parameter(self, "embedding", normal(1.0), shape)
 
     def __call__(self, ids: Int[Array, "batch length"]) -> Float[Array, "batch length d_model"]:
         """Vectors of the ids; zeros for an id outside the table, negative ones included.
@@ -199,7 +203,7 @@ class Attention(nn.Module):
         fan_in = config.d_model**-0.5
 
         def project(name: str, source: Array, stddev: float) -> Array:
-            init = nn.initializers.normal(stddev)
+            init = normal(stddev)
             y = Dense(heads * d_kv, self.dtype, init, axes=("embed", "heads"), name=name)(source)
             return split_heads(y, heads)
 
@@ -221,7 +225,7 @@ class Attention(nn.Module):
         y = _attended(query, key, value, bias, position_bias, dropped)
         y = y.swapaxes(1, 2)
         y = y.reshape(*y.shape[:-2], heads * d_kv)
-        init = nn.initializers.normal((heads * d_kv) ** -0.5)
+        init = normal((heads * d_kv) ** -0.5)
         return Dense(config.d_model, self.dtype, init, axes=("heads", "embed"), name="out")(y)
 
     def _with_earlier(
@@ -306,10 +310,8 @@ class RelativePositionBias(nn.Module):
             keys is meaningless. None computes the bias of all queries.
         """
         config = self.config
-        # Mesh TensorFlow names no initializer, so TensorFlow's default applies: Glorot uniform.
-        init = nn.initializers.glorot_uniform(in_axis=0, out_axis=1)
         shape = (config.num_heads, config.relative_attention_num_buckets)
-        values = self.param("rel_embedding", init, shape, jnp.float32)
+        values = parameter(self, "rel_embedding", _GLOROT_UNIFORM, shape)
 
         def of_offsets(offsets: np.ndarray) -> Array:
             bucket = relative_position_bucket(
@@ -455,7 +457,7 @@ def logits_dtype(config: ModelConfig, activations: jnp.dtype) -> jnp.dtype:
 def kernel_initializer(config: ModelConfig) -> Initializer:
     """The initial values of the feed-forward layers' kernels and of the logits'."""
     if config.arithmetic.rescaled_truncated_normal:
-        return nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
+        return _RESCALED_TRUNCATED_NORMAL
     return fan_in_truncated_normal
 
 

@@ -17,7 +17,6 @@ loss; the decoder reads its absolute value.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,6 +28,7 @@ import numpy as np
 from t0repro.config.run_config import DTypePolicy, ModelConfig
 from t0repro.model.blocks import Memory, Tower, vocabulary
 from t0repro.model.decoder_only import delayed, text_to_self, visible_targets
+from t0repro.model.initial import draw_parameters
 from t0repro.model.layers import (
     Embedding,
     causal,
@@ -288,16 +288,12 @@ def nonpadding(
     return (segments != 0).astype(dtype)[..., None]
 
 
-def initial_parameters(model: T5, key: jax.Array) -> dict:
-    """Draws new float32 parameters, a nested dictionary, under jit."""
-    return _initial_parameters(model, key)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _initial_parameters(model: T5, key: jax.Array) -> Any:
+def initial_parameters(model: T5, key: jax.Array, shardings: Any = None) -> dict:
+    """Draws new float32 parameters, a nested dictionary, divided as `shardings` says if given."""
     # No parameter's shape depends on the batch, so one token per row is enough.
     names = ("targets",) if model.config.decoder_only else ("inputs", "targets")
-    return model.init(key, {name: jnp.zeros((1, 1), jnp.int32) for name in names})["params"]
+    batch = {name: jnp.zeros((1, 1), jnp.int32) for name in names}
+    return draw_parameters(model, key, batch, shardings)
 
 
 def held_for_evaluation(model: T5, shapes: Any) -> Any:

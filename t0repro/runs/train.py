@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import signal
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -15,7 +16,7 @@ from jax.sharding import NamedSharding
 
 from t0repro.config.run_config import RunConfig, TrainDataConfig
 from t0repro.errors import UserError
-from t0repro.model.t5 import T5, count_parameters
+from t0repro.model.t5 import T5, count_parameters, initial_parameters
 from t0repro.partitioning.devices import Partitioning, choose, line_of
 from t0repro.partitioning.processes import from_first, output_folder
 from t0repro.runs.compile_ahead import compiled_beside
@@ -45,7 +46,7 @@ from t0repro.training.partitioner import Partitioner
 from t0repro.training.progress_notes import last_evaluated
 from t0repro.training.run_state import RecordRunState
 from t0repro.training.schedules import Schedule, make_schedule
-from t0repro.training.train_state import FlatTree, TrainState, from_flat_tree
+from t0repro.training.train_state import FlatTree, TrainState, from_flat_tree, new_train_state
 from t0repro.training.trainer import NumpyBatch, PreemptionError, Trainer
 from t0repro.training.weight_metrics import WeightMetricsComputer
 from t0repro.words import counted
@@ -102,12 +103,14 @@ class _Run:
       initial_key: PRNG key of new parameters.
       dropout_key: PRNG key of dropout, into which each step is folded.
       seed: what the keys were made of.
+      shapes: the train state's, divided among the devices if there are several.
     """
 
     config: RunConfig
     model: T5Model
     schedule: Schedule
     partitioning: Partitioning
+    shapes: TrainState
     initial_key: jax.Array
     dropout_key: jax.Array
     seed: int
@@ -115,11 +118,20 @@ class _Run:
 
 @dataclasses.dataclass(frozen=True)
 class _Start:
-    """The state that training starts from, and the checkpoint in model_dir that it came from."""
+    """Where training starts.
+
+    Attributes:
+      state: the state; of new parameters only the shapes, since the step is compiled while they are
+        drawn.
+      step: its global step.
+      checkpoint: the checkpoint in model_dir that it came from.
+      is_new: whether its parameters are to be drawn.
+    """
 
     state: TrainState
     step: int
     checkpoint: Path | None
+    is_new: bool = False
 
 
 def train(
@@ -164,7 +176,7 @@ def train(
     evaluate_only = config.plan is not None and config.plan.run_eval_before_training
     if start.step >= end_step and not evaluate_only:
         say(nothing)
-        return start.state
+        return _values(run, start)
 
     microbatches = counted(config.num_microbatches, "microbatch", "microbatches")
     parts = f"{counted(config.batch_size, 'sequence')} in {microbatches}"
@@ -180,6 +192,8 @@ def train(
     )
 
     def open_batches() -> Iterable[NumpyBatch]:
+        # Only here, for the step is being compiled beside this.
+        loop.trainer.train_state = _values(run, start)
         return _opened(batches, start, say) if start.step < end_step else ()
 
     # Only of this project's own data are the shapes known before they are read.
@@ -222,7 +236,8 @@ def _prepared(config: RunConfig, seed: int, say: Say) -> _Run:
     rows, where = config.batch_size // config.num_microbatches, config.provenance.get("layout")
     partitioning = choose(config.layout, config.model, rows=rows, where=where)
     say(line_of(partitioning, config.layout))
-    return _Run(config, model, schedule, partitioning, initial_key, dropout_key, seed)
+    shapes = partitioning.placed(shapes)
+    return _Run(config, model, schedule, partitioning, shapes, initial_key, dropout_key, seed)
 
 
 def _start(run: _Run, restore_from: FlatTree | str | Path | None, say: Say) -> _Start:
@@ -233,28 +248,32 @@ def _start(run: _Run, restore_from: FlatTree | str | Path | None, say: Say) -> _
     found = from_first(lambda: latest_step(model_dir))
     checkpoint = None if found is None else checkpoint_path(model_dir, found)
     restore_from = restore_from if checkpoint is None else checkpoint
-    fresh = run.partitioning.placed(
-        jax.eval_shape(lambda: _fresh_state(run.model, run.initial_key))
-    )
     if restore_from is None:
         say(f"start: new parameters from seed {run.seed}")
-        return _Start(_fresh_state(run.model, run.initial_key, fresh), 0, None)
+        return _Start(run.shapes, 0, None, is_new=True)
     where = "init_checkpoint"
     if isinstance(restore_from, str | Path):
         where, restore_from = str(restore_from), load_tree(restore_from)
-    state = from_flat_tree(restore_from, fresh, where=where)
+    state = from_flat_tree(restore_from, run.shapes, where=where)
     say(f"start: step {int(state.step):,} of {where}")
     return _Start(state, int(state.step), checkpoint)
 
 
+def _values(run: _Run, start: _Start) -> TrainState:
+    """The state that training starts from, with its values."""
+    return _fresh_state(run.model, run.initial_key, start.state) if start.is_new else start.state
+
+
 def _fresh_state(model: T5Model, key: jax.Array, like: TrainState | None = None) -> TrainState:
     """Parameters drawn from the key, zero slots, step 0; divided among devices as `like` is."""
-    if like is not None and isinstance(like.step.sharding, NamedSharding):
-        # Drawn under jit, each device makes its own part; no device has to hold the whole.
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, like)
-        return jax.jit(lambda: _fresh_state(model, key), out_shardings=shardings)()
     assert model.optimizer_def is not None
-    return TrainState.create(model.optimizer_def, model.get_initial_variables(key))
+    if like is None or not isinstance(like.step.sharding, NamedSharding):
+        return TrainState.create(model.optimizer_def, model.get_initial_variables(key))
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, like)
+    params = initial_parameters(model.module, key, shardings.params)
+    # Under jit each device makes its own part of the slots.
+    make = functools.partial(new_train_state, optimizer=model.optimizer_def)
+    return jax.jit(make, out_shardings=shardings, donate_argnums=0)(params)
 
 
 def _opened(batches: Batches, start: _Start, say: Say) -> Iterable[NumpyBatch]:
@@ -307,6 +326,7 @@ def _plain_loop(
             *actions,
         ],
         may_be_nan=may_be_nan(config),
+        start_step=start.step,
     )
 
 
@@ -335,6 +355,7 @@ def _planned_loop(
         files=files,
         actions=[ShowProgress(), RecordRunState(written), *standard, *actions],
         may_be_nan=may_be_nan(config),
+        start_step=start.step,
         synchronous=holds,
     )
 

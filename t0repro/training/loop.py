@@ -50,6 +50,7 @@ class TrainingLoop:
       may_be_nan: whether training continues past a loss that is not finite; otherwise that is an
         error.
       synchronous: whether each update's loss is read before the next begins.
+      start_step: the global step before the first update; None reads it from the trainer's state.
 
     Attributes:
       trainer: the trainer.
@@ -67,12 +68,14 @@ class TrainingLoop:
         actions: Sequence[Action] = (),
         may_be_nan: bool = False,
         synchronous: bool = False,
+        start_step: int | None = None,
     ):
         self.trainer, self._log, self._files, self._actions = trainer, log, files, actions
         self._may_be_nan, self._synchronous = may_be_nan, synchronous
         self._pending: _Pending | None = None
         self._starts_clock = True
-        self.step = int(jax.device_get(trainer.train_state.step))
+        state = trainer.train_state
+        self.step = int(jax.device_get(state.step)) if start_step is None else start_step
         self.error: BaseException | None = None
         self.stop_reason: str | None = None
 

@@ -105,7 +105,8 @@ class TrainState:
 def new_train_state(params: Any, optimizer: Optimizer, step: int = 0) -> TrainState:
     """A state whose slots are all zero."""
     step_count = jnp.asarray(step, jnp.int32)
-    slots = optimizer.init(params)
+    # One program for all slots; outside of jit there would be one for each shape.
+    slots = jax.jit(optimizer.init)(params)
     return TrainState(step=step_count, params=params, slots=slots, optimizer=optimizer)
 
 
