@@ -44,7 +44,7 @@ def parameter(module: nn.Module, name: str, init: Initializer, shape: tuple[int,
     """
     noted = _Noted(init)
     # Left out wherever the collection is not asked for, that is everywhere but below.
-    module.sow(_COLLECTION, name, noted, init_fn=lambda: None, reduce_fn=lambda _, new: new)
+    module.sow(_COLLECTION, name, noted, init_fn=lambda: noted, reduce_fn=lambda _, new: new)
     return module.param(name, init, shape, jnp.float32)
 
 
@@ -63,7 +63,7 @@ def draw_parameters(
     asked = ["params", _COLLECTION]
     variables: Any = jax.eval_shape(lambda: model.init(key, batch, mutable=asked))
     noted = flax.traverse_util.flatten_dict(variables[_COLLECTION])
-    places = flax.traverse_util.flatten_dict(shardings or {})
+    places: dict[Any, Any] = flax.traverse_util.flatten_dict(shardings or {})
     drawn = {}
     for path, leaf in flax.traverse_util.flatten_dict(variables["params"]).items():
         draw = _program(noted[path].init, leaf.shape, places.get(path))

@@ -85,7 +85,8 @@ def test_recomputed_activations_give_the_same_loss_and_gradients(rate):
     params, batch = tiny.new_state().params, tiny.batches(1)[0]
     key = jax.random.key(3) if rate else None
     kept, *others = (
-        tiny.model(dropout_rate=rate, recompute=way) for way in ("none", "minimal", "full")
+        tiny.model(dropout_rate=rate, recompute=way)
+        for way in ("none", "offload", "minimal", "full")
     )
     theirs = run(kept, params, batch, 1, key)
     for model in others:
@@ -93,9 +94,12 @@ def test_recomputed_activations_give_the_same_loss_and_gradients(rate):
         compare = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7)
         jax.tree.map(compare, ours, theirs)
 
-    def products(model):
-        traced = jax.make_jaxpr(lambda p: loss_and_gradients(model, p, batch, dropout_key=key))
-        return str(traced(params)).count("dot_general")
+    def traced(model):
+        make = jax.make_jaxpr(lambda p: loss_and_gradients(model, p, batch, dropout_key=key))
+        return str(make(params))
 
-    least, some, most = (products(model) for model in (kept, *others))
-    assert least < some < most
+    programs = [traced(model) for model in (kept, *others)]
+    least, offloaded, some, most = (program.count("dot_general") for program in programs)
+    assert least < some < most and offloaded == some
+    # What is kept goes to the host's memory, which on CPU is the device's own.
+    assert ["<host>" in program for program in programs] == [False, True, False, False]
