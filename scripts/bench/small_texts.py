@@ -29,9 +29,12 @@ from t0repro.files import write_atomically
 from t0repro.reports.bootstrap import Bootstrap, Interval, resampled_accuracy
 from t0repro.reports.markdown import markdown_table
 from t0repro.tasks.catalogue import label
-from t0repro.tasks.learning import HELD_OUT_DATASETS, HELD_OUT_KINDS, TRAINED
+from t0repro.tasks.registration import describing
 from t0repro.tasks.templates import task_name
 from t0repro.tasks.train_and_eval import PromptedDataset
+
+with describing():  # registers its tasks without SeqIO and TensorFlow
+    from t0repro.tasks.learning import HELD_OUT_DATASETS, HELD_OUT_KINDS, TRAINED
 
 GROUPS = {
     "held-out prompts": TRAINED,

@@ -53,6 +53,8 @@ def infer(plan: InferPlan) -> list[Path]:
     from t0repro.data.vocabularies import check_vocabularies
 
     compat.install()
+    import seqio
+
     if plan.files is not None:
         register_files(plan)
     name = plan.data.mixture_or_task_name
@@ -62,6 +64,10 @@ def infer(plan: InferPlan) -> list[Path]:
     tasks = tasks_with_split(name, plan.data.split)
     if not tasks:
         raise no_task_has(name, plan.data.split)
+    others = len(seqio.get_subtasks(seqio.get_mixture_or_task(name))) - len(tasks)
+    if others:
+        left_out = counted(others, "task")
+        print(f"left out: {left_out} without a split {plan.data.split!r}", file=sys.stderr)
     for task in tasks:
         job = _TaskJob(plan, task)
         files.append(job.output)

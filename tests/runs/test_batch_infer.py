@@ -101,6 +101,18 @@ def test_a_split_that_no_task_has_is_a_message_with_those_there_are(checkpoint, 
         infer(made)
 
 
+def test_a_mixtures_tasks_without_the_split_are_left_out(checkpoint, few, tmp_path, capsys):
+    other = "demo_synthetic_ag_news_classify"  # of training rows alone
+    assert "validation" not in seqio.TaskRegistry.get(other).splits
+    seqio.MixtureRegistry.add("few_and_other", [few, other], default_rate=1.0)
+    try:
+        made = plan(checkpoint, tmp_path, "infer.mode = 'score'", name="few_and_other")
+        assert infer(made) == [tmp_path / "few_examples-score.jsonl-00000-of-00001"]
+    finally:
+        seqio.MixtureRegistry.remove("few_and_other")
+    assert "left out: 1 task without a split 'validation'" in capsys.readouterr().err
+
+
 def test_predictions_carry_texts_ids_and_scores_of_all_beams(checkpoint, few, tmp_path):
     path = tmp_path / "more.gin"
     path.write_text(
