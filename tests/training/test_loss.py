@@ -107,12 +107,13 @@ def test_losses_and_sums_are_those_of_the_logits():
             training_loss(model, params, batch, denominator=denominator),
         )
 
-    batch = {"inputs": np.full((3, 2), 7, np.int32), "targets": np.full((3, 4), 5, np.int32)}
+    batch = {"inputs": np.full((4, 2), 7, np.int32), "targets": np.full((4, 4), 5, np.int32)}
     targets = batch["targets"]
     for position in range(4):
         targets[0, position] = computed(batch)[0][0, position].argmax()
     targets[1] = [targets[0, 0], targets[0, 1] % 127 + 1, -9, 0]
-    targets[2] = 0
+    targets[2] = [targets[0, 0] % 127 + 1, 0, 0, 0]
+    targets[3] = 0
     logits, sums, loss = jax.device_get(computed(batch))
     assert (targets[0] > 0).all() and len(set(targets[0])) == 4
 
@@ -126,8 +127,8 @@ def test_losses_and_sums_are_those_of_the_logits():
         "cross_entropy": pytest.approx((plain * counted).sum(), rel=1e-5),
         "correct_tokens": 5,
         "correct_rows": 1,
-        "tokens": 6,
-        "rows": 2,
+        "tokens": 7,
+        "rows": 3,
         "labels": (targets * counted).sum(),
     }
 
@@ -203,7 +204,7 @@ def test_metrics_of_nothing_are_zero_and_those_of_one_target_are_its_own(count):
 @pytest.mark.parametrize(
     ("batch", "examples", "targets"),
     [
-        ({"targets": np.array([[3, 1, 0], [0, 0, 0], [-4, 1, 0]])}, 2, 3),
+        ({"targets": np.array([[3, 1, 2], [0, 0, 0], [-4, 1, 0]])}, 2, 4),
         (
             {
                 "targets": np.array([[3, 1, 5], [4, 1, 0]]),
