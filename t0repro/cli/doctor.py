@@ -6,6 +6,7 @@ import typer
 
 from t0repro.cli.options import AsJson
 from t0repro.cli.results import print_json
+from t0repro.progress import working
 
 
 def doctor(
@@ -17,7 +18,8 @@ def doctor(
     """
     from t0repro import doctor as checks
 
-    diagnosis = checks.diagnose()
+    with working("checking JAX, and Mesh TensorFlow by a training step"):
+        diagnosis = checks.diagnose()
     if as_json:
         print_json(diagnosis.to_json())
     else:

@@ -80,6 +80,7 @@ def explain(
         t5x_inputs = (gin_file or (), gin_bindings or (), gin_search_paths, allowlist)
         _explain_t5x(run_mode, *t5x_inputs, as_json=as_json, dialect=dialect)
         return
+    echo("reading gin files, with t5 and Mesh TensorFlow ...", err=True)
     from t0repro.config.explain import render
     from t0repro.config.mtf.dialect import load
 

@@ -9,6 +9,8 @@ import pytest
 from t0repro import doctor
 from t0repro.doctor import Diagnosis, Finding
 
+from ..own_lines import foreign_lines
+
 
 def diagnosis(core_state: str, data_state: str = "broken") -> Diagnosis:
     return Diagnosis(
@@ -117,7 +119,8 @@ def test_the_real_doctor_trains_one_mesh_tensorflow_step_and_exits_with_0():
         capture_output=True,
         text=True,
     )
-    assert ended.returncode == 0, ended.stderr
+    assert ended.returncode == 0 and foreign_lines(ended.stderr) == [], ended.stderr
+    assert ended.stderr.startswith("checking JAX, and Mesh TensorFlow by a training step ...")
     core = {item["name"]: item for item in json.loads(ended.stdout)["core"]}
     assert core["mesh tensorflow"]["detail"].startswith("one step took a loss from")
     assert core["jax"]["state"] == "ok"
