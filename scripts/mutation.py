@@ -1,7 +1,7 @@
 """Mutation testing: each small change to a parity-critical module should make a test of it fail.
 
   EXTRAS=mutation bash scripts/setup.sh                           # mutmut, once
-  .venv/bin/python scripts/mutation.py                            # all modules
+  .venv/bin/python scripts/mutation.py                            # all modules: 45 minutes
   .venv/bin/python scripts/mutation.py t0repro/training/loss.py   # these
 
 Prints each change that no test noticed, as a diff; docs/reliability.md goes through them.
@@ -24,6 +24,8 @@ import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+import pytest
 
 try:
     from mutmut.core import MutmutProgrammaticFailException
@@ -122,8 +124,9 @@ class Trials:
         settings.register_profile("mutation", derandomize=True, database=None, phases=phases)
         settings.load_profile("mutation")
 
-    def pytest_sessionstart(self) -> None:
-        """Before the files of tests are imported."""
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_load_initial_conftests(self) -> None:
+        """Before anything else imports the module."""
         self.module.load()
 
     def pytest_collectreport(self, report: Any) -> None:
@@ -185,8 +188,6 @@ def _too_slow(*_: Any) -> None:
 
 def try_changes(path: str) -> None:
     """Tries all changes of one module in this process and prints those that no test noticed."""
-    import pytest
-
     module = MutatedModule(path)
     sys.meta_path.insert(0, module)
     trials, start = Trials(module), time.monotonic()

@@ -140,6 +140,8 @@ def test_a_bias_is_the_first_layer_s_or_every_layer_s():
     assert layout.mtf_to_path(mtf.format("003"), bias_per_layer=True) == own.format(3)
     assert layout.mtf_to_path(mtf.format("003"), bias_per_layer=False) is None
     assert layout.path_to_mtf(own.format(3)) == mtf.format("003")
+    hf = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+    assert layout.name_of(*layout.find_row(hf, "hf", bias_per_layer=False), "t5x") == shared
     norm = "encoder/layers_1/pre_mlp_layer_norm/scale"
     assert layout.has_bias_per_layer([None, own.format(1)])
     assert not layout.has_bias_per_layer([None, shared, norm])

@@ -192,6 +192,12 @@ def test_f1_counts_examples_by_their_weight():
     assert metrics["accuracy"] == pytest.approx(100 * 3 / 4.5)
 
 
+def test_probabilities_of_unlikely_choices_do_not_vanish_beside_likely_ones():
+    scores = examples_of([(1, -2000.0), (0, -2001.0)], [(0, -1.0), (1, -0.5)])
+    metrics = rank_classification(scores, num_classes=2).metrics
+    assert (metrics["auc-roc"], metrics["auc-pr"]) == (100, 100)
+
+
 def test_metrics_undefined_where_all_answers_are_of_one_class_are_absent_without_a_warning():
     result = rank_classification(examples_of([(1, -1.0), (0, -2.0)]), num_classes=2)
     assert result.metrics == {"accuracy": 100.0, "f1": 0.0, "auc-pr": 0.0}
