@@ -19,6 +19,9 @@ _CALLED = re.compile(
 )
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _CONSTANT = re.compile(r"= s32\[\]\S* constant\((\d+)\)")
+_MESH_GROUPS = re.compile(r"replica_groups=mesh\[(?P<mesh>[^\]]*)\]\s*\{(?P<taken>[^}]*)\}")
+_LENGTH = re.compile(r"'(\w+)'=(\d+)")
+_TAKEN = re.compile(r"'(\w+)'(?::\(\d+\)(\d+))?")
 _ARRAY = re.compile(r"\b([a-z]+\d+|pred|s4|u4|f8\w+)\[([\d,]*)\]")
 
 
@@ -146,7 +149,15 @@ def _bytes(dtype: str, shape: str) -> int:
 
 
 def _group(line: str) -> int:
-    """Size of a group: of `replica_groups={{0,1},{2,3}}` 2, of `replica_groups=[4,2]<=[8]` 2."""
+    """Size of a group: 2 in `replica_groups={{0,1},{2,3}}` and in `replica_groups=[4,2]<=[8]`.
+
+    libtpu also names axes of a mesh: 8 in `replica_groups=mesh['a'=8,'b'=4] {'a'}`, and 2 if it
+    takes only a part of that axis, `{'a':(1)2}`.
+    """
+    if match := _MESH_GROUPS.search(line):
+        lengths = {name: int(length) for name, length in _LENGTH.findall(match["mesh"])}
+        taken = _TAKEN.findall(match["taken"])
+        return math.prod(int(part) if part else lengths[name] for name, part in taken)
     if match := re.search(r"replica_groups=\[\d+,(\d+)\]", line):
         return int(match[1])
     if match := re.search(r"replica_groups=\{\{([\d,]*)\}", line):

@@ -128,6 +128,16 @@ def evaluated(layout):
     }
 
 
+def drawn():
+    """Whether devices that draw a part of the parameters each draw what one device draws."""
+    model, key = T5(MODEL, FLOAT32), jax.random.key(3)
+    one = initial_parameters(model, key)
+    shardings = choose(Layout(4, 2, fully_sharded=True), MODEL).shardings(one)
+    parts = initial_parameters(model, key, shardings)
+    assert parts["token_embedder"]["embedding"].addressable_shards[0].data.size < 128 * 32
+    return jax.tree.all(jax.tree.map(np.array_equal, one, parts))
+
+
 def resumed():
     """A run that changes its layout at step 3, and one that does not: their lines and losses."""
     data, runs = batches(6, rows=8), {}
@@ -193,6 +203,7 @@ def every_layout():
             name: evaluated(LAYOUTS[name]) for name in ("one", "data 8", "data 2, model 4")
         },
         "resumed": resumed(),
+        "drawn": drawn(),
     }
 
 

@@ -58,3 +58,18 @@ ENTRY %main (p: bf16[64,128]) -> bf16[16,128] {
     (scattered,) = collectives(fused)
     assert (scattered.kind, scattered.group) == ("reduce-scatter", 4)
     assert scattered.result == 16 * 128 * 2 and scattered.sent == 3 * scattered.result
+
+
+def test_groups_may_be_axes_of_a_mesh():
+    # As libtpu writes them for v5p: a gather is an all-reduce of parts put into zeros.
+    gathered = """ENTRY %main (p: bf16[32,128]) -> bf16[2048,128] {
+  ROOT %g = bf16[2048,128] all-reduce(%x), replica_groups=mesh['axis_0'=64,'axis_1'=2] {'axis_0'}
+}
+"""
+    (reduced,) = collectives(gathered)
+    assert (reduced.kind, reduced.group) == ("all-reduce", 64)
+    assert reduced.sent == 2 * 63 * 32 * 128 * 2
+    both, part = ("{'axis_0','axis_1'}", 128), ("{'axis_0':(1)4,'axis_1'}", 8)
+    for taken, size in (both, part):
+        (found,) = collectives(gathered.replace("{'axis_0'}", taken))
+        assert found.group == size

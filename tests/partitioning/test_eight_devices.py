@@ -38,6 +38,10 @@ def assert_same_training(one, other):
     assert len(set(one["losses"])) == 10, "it trains"
 
 
+def test_each_device_draws_its_part_of_the_same_parameters(result):
+    assert result["drawn"]
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_packed_microbatches_train_to_the_same_losses(result, layout):
     assert_same_training(result["layouts"]["one"], result["layouts"][layout])
