@@ -241,7 +241,7 @@ def test_logits_of_a_part_of_the_targets_are_made_at_a_time(limit, mesh, positio
     monkeypatch.setattr(loss_module, "LOGITS_BYTES", limit)
     model, generator, shapes = tiny.model(), np.random.default_rng(0), set()
     kernel = generator.normal(size=(8, 128)).astype(np.float32)
-    params = {"decoder": {"logits_dense": {"kernel": kernel}}}
+    params = {"decoder": {"logits_dense": {"kernel": jnp.asarray(kernel)}}}
     hidden = generator.normal(size=(2, 5, 8)).astype(np.float32)
     targets = np.arange(10, dtype=np.int32).reshape(2, 5)
 
