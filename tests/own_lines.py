@@ -7,11 +7,13 @@ import re
 # How the lines of healthy commands begin; a library's line begins otherwise.
 _OWN = re.compile(
     r"(building Mesh TensorFlow's graph|JAX: |Mesh TensorFlow)"
-    r"|(asking|caching|checking|compiling|decoding|importing|looking|reading|scoring) "
+    r"|(asking|caching|checking|compiling|decoding|evaluating|importing|looking|reading|scoring) "
     r"|(cached|checked|decoded|evaluated|infer_eval|read|removed|scored|step|wrote) "
     r"|(checkpoint|data|devices|model|note|restore|start|t5_mesh_transformer|train|warning): "
     r"|[\d,]+ (pairs|of [\d,]+ tasks?)\b"
     r"|\w+: [\d,]+ examples? more$"
+    r"|for a report: "
+    r"|\w+(  \w+ -?\d+\.\d\d)+$"  # a task's metrics
 )
 
 
