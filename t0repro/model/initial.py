@@ -33,8 +33,10 @@ class _Noted:
     init: Initializer
 
 
-def parameter(module: nn.Module, name: str, init: Initializer, shape: tuple[int, ...]) -> jax.Array:
+def parameter(module: nn.Module, name: str, init: Initializer, shape: tuple[int, ...]) -> Any:
     """A float32 parameter of a module that has no other, which `draw_parameters` can draw.
+
+    Returns the array that the model is applied to, JAX's or numpy's.
 
     Args:
       module: the module that is being called.
