@@ -112,8 +112,14 @@ def params():
     return tiny.new_state().params
 
 
-@pytest.mark.parametrize("batch", ["packed", "unpacked"])
-@pytest.mark.parametrize("denominator", DENOMINATORS)
+@pytest.mark.parametrize(
+    ("denominator", "batch"),
+    # Whether rows are packed matters to two of them.
+    [
+        *((name, "packed") for name in DENOMINATORS),
+        *((name, "unpacked") for name in DENOMINATORS[2::2]),
+    ],
+)
 def test_each_way_to_normalise_is_as_by_hand_whole_and_in_microbatches(params, denominator, batch):
     rows = PACKED if batch == "packed" else tiny.batches(1)[0]
     config = config_of(denominator, z_loss=1e-2, label_smoothing=0.1)
