@@ -104,8 +104,7 @@ def check_cached(name: str, split: str) -> None:
 
     from t0repro.tasks.prompt_cache.integrity import check_caches
 
-    mixture = seqio.get_mixture_or_task(name)
-    tasks = [task for task in seqio.get_subtasks(mixture) if split in splits_of(task)]
+    tasks = tasks_with_split(name, split)
     missing = [task.name for task in tasks if not task.cache_dir]
     if not missing:
         check_caches(tasks, split, _say)
@@ -124,11 +123,9 @@ def check_cached(name: str, split: str) -> None:
 
 def check_rows(name: str, split: str) -> None:
     """Raises UserError if the rows of a prompted task in the mixture are missing."""
-    import seqio
-
     from t0repro.tasks.seqio_tasks import PromptedSource
 
-    for task in seqio.get_subtasks(seqio.get_mixture_or_task(name)):
-        if split in splits_of(task) and isinstance(task.source, PromptedSource):
+    for task in tasks_with_split(name, split):
+        if isinstance(task.source, PromptedSource):
             # Finding the reader is enough: it raises if there is none, and reads no rows.
             task.source.reader(split)

@@ -173,9 +173,9 @@ class Tower(nn.Module):
             assert not isinstance(encoded, tuple)  # which is what decoding reads
             x = self._all_layers(x, bias, shared, present, encoded, encoded_bias, deterministic)
         else:
-            rows, (length, keys) = tokens.shape[0], bias.shape[2:]
-            blocks = number_of_blocks(rows, config.num_heads, length, keys)
-            if shared is not None and (blocks == 1 or position is not None):
+            length, keys = bias.shape[2:]
+            blocks = number_of_blocks(tokens.shape[0], config.num_heads, length, keys)
+            if shared is not None and blocks == 1:
                 # Once for all layers; it is as large as the logits of one.
                 bias, shared = shared + bias, None
             for index in range(self._layers):

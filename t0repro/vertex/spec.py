@@ -101,6 +101,8 @@ class JobSpec:
 
     def to_yaml(self) -> str:
         """The specification for people, in the layout of Vertex AI's documentation."""
+        import yaml
+
         fields: dict[str, Any] = {
             "display_name": self.display_name,
             "worker_pool_specs": self.worker_pool_specs,
@@ -108,7 +110,6 @@ class JobSpec:
         for name in ("labels", "service_account", "network"):
             if value := getattr(self, name):
                 fields[name] = dict(value) if name == "labels" else value
-        import yaml
 
         class Plain(yaml.SafeDumper):
             """Writes a part that occurs twice out twice, as no reader expects YAML's anchors."""
