@@ -28,6 +28,7 @@ from t0repro.tasks.prompt_cache.plan import CachedTask, Plan, Prompt, Request, R
 from t0repro.tasks.prompt_cache.planning import make_plan
 from t0repro.tasks.prompt_cache.prompts import Statistics, features
 from t0repro.tasks.prompt_cache.shards import Piece, PieceResult, SpooledRows
+from t0repro.tasks.prompt_cache.spool import save_array
 from t0repro.tasks.registration import needs_seqio
 from t0repro.words import counted
 
@@ -338,7 +339,7 @@ class _Run:
         path = self._staging / f"ordinals-{split.prompt.source}-{split.split}.npy"
         # A kept row's number among those kept; dropped ones have a number that is never
         # read.
-        np.save(path, np.cumsum(kept) - 1)
+        save_array(path, np.cumsum(kept) - 1)
         split.again = True
         del split.statistics[True]
         # The second pass counts anew.

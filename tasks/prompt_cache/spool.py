@@ -7,6 +7,7 @@ schema once, and each worker then takes the rows of its shards in the shards' or
 from __future__ import annotations
 
 import dataclasses
+import io
 import os
 from array import array
 from collections.abc import Iterable, Iterator
@@ -44,9 +45,19 @@ def write_spool(rows: Iterable[tuple[int, dict[str, Any]]], base: Path) -> Spool
             file.write(data)
             offsets.append(offsets[-1] + len(data))
             numbers.append(number)
-    np.save(f"{base}.offsets.npy", np.frombuffer(offsets, np.uint64))
-    np.save(f"{base}.numbers.npy", np.frombuffer(numbers, np.uint64))
+    save_array(Path(f"{base}.offsets.npy"), np.frombuffer(offsets, np.uint64))
+    save_array(Path(f"{base}.numbers.npy"), np.frombuffer(numbers, np.uint64))
     return Spool(str(base), len(numbers))
+
+
+def save_array(path: Path, values: np.ndarray) -> None:
+    """Writes an array as np.save does, with the system's own error where it cannot be written.
+
+    NumPy writes files by itself, and on a full disk raises an OSError that has no number.
+    """
+    whole = io.BytesIO()
+    np.save(whole, values)
+    path.write_bytes(whole.getbuffer())
 
 
 class SpoolReader:

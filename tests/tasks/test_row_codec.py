@@ -2,8 +2,10 @@
 
 import datetime
 import decimal
+import errno
 import json
 import math
+import resource
 
 import numpy as np
 import pytest
@@ -117,3 +119,16 @@ def test_arrays_beside_a_spool_cannot_hold_objects(tmp_path):
     np.save(tmp_path / "spool.offsets.npy", np.array([{}], object), allow_pickle=True)
     with pytest.raises(ValueError, match="Python objects"), spool.open():
         pass
+
+
+def test_no_room_for_the_arrays_beside_a_spool_is_the_systems_own_error(tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        # Room for the rows, but not for the eight bytes of each one's offset.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1200, limits[1]))
+        with pytest.raises(OSError) as error:
+            write_spool(((number, {}) for number in range(200)), tmp_path / "spool")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (tmp_path / "spool.rows").stat().st_size < 1200
+    assert error.value.errno == errno.EFBIG
