@@ -8,6 +8,7 @@ same way (infer_eval).
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import warnings
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ from t0repro.config.decoding_plan import DecodingPlan
 from t0repro.config.training_plan import EvaluatorConfig, LoggerConfig, SeqioDataConfig
 from t0repro.errors import UserError
 from t0repro.evaluation.model_functions import ModelFunctions
+from t0repro.log_records import only_records
 from t0repro.model.t5 import T5
 
 FOLDER = "inference_eval"
@@ -80,7 +82,7 @@ class TaskEvaluator:
         """Evaluates a model, lets the loggers write, and returns each task's metrics by name."""
         # SeqIO's types ask for a second argument, which it never passes.
         functions: Any = ModelFunctions(model, params, self._decoding, self._data.batch_size)
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), only_records("absl", _is_worth_logging):
             # sklearn warns about metrics that are undefined for few examples.
             warnings.filterwarnings("ignore", module=r"sklearn\.")
             try:
@@ -102,6 +104,11 @@ class TaskEvaluator:
                     " of choices, or None for all.",
                 ) from error
         return {task: _numbers(values) for task, values in metrics.result().items()}
+
+
+def _is_worth_logging(record: logging.LogRecord) -> bool:
+    # SeqIO logs the failure of a metric, and raises it as well.
+    return not str(record.msg).startswith("Failed to evaluate task")
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, float]:

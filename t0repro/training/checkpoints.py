@@ -38,6 +38,7 @@ from t0repro.converters.jax_tree import jax_refs
 from t0repro.converters.orbax_dir import is_orbax
 from t0repro.errors import UserError
 from t0repro.files import atomic_directory
+from t0repro.log_records import only_records
 from t0repro.partitioning.processes import from_first, is_alone, is_first, meeting_point
 from t0repro.training.train_state import (
     TrainState,
@@ -240,7 +241,7 @@ def _quiet_after_failure() -> Iterator[None]:
     Orbax logs the failure in each of its threads. It then closes its event loop; writes that are
     still under way find it closed, which Python reports as an exception that nobody can catch.
     """
-    hook, log = sys.unraisablehook, logging.getLogger("absl")
+    hook = sys.unraisablehook
 
     def report(unraisable: Any) -> None:
         error = unraisable.exc_value
@@ -254,11 +255,8 @@ def _quiet_after_failure() -> Iterator[None]:
         )
 
     sys.unraisablehook = report
-    log.addFilter(is_worth_logging)
-    try:
+    with only_records("absl", is_worth_logging):
         yield
-    finally:
-        log.removeFilter(is_worth_logging)
     sys.unraisablehook = hook  # after a failure `report` stays: the writes end later
 
 

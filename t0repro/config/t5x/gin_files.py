@@ -17,6 +17,7 @@ from t0repro.config.macros import MACRO, bound_macros, check_macros_are_read
 from t0repro.config.provenance import Bindings, record_bindings
 from t0repro.config.t5x import modules, programs, records
 from t0repro.errors import UserError, nearest_names
+from t0repro.log_records import only_records
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,12 +178,11 @@ def _looking_in(*folders: str) -> Iterator[None]:
     gin.config._FILE_READERS = [
         pair for pair in readers if pair[0] is not resource_reader.system_path_reader
     ]
-    logging.getLogger().addFilter(is_worth_logging)
     try:
-        yield
+        with only_records(None, is_worth_logging):
+            yield
     finally:
         gin.config._LOCATION_PREFIXES, gin.config._FILE_READERS = prefixes, readers
-        logging.getLogger().removeFilter(is_worth_logging)
 
 
 def _call(program: str) -> Any:
