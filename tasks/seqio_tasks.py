@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import seqio
@@ -101,7 +102,11 @@ def tokenize(dataset: tf.data.Dataset, output_features: Mapping[str, Any]) -> tf
         load = getattr(feature.vocabulary, "load_model", None)
         if load is not None:
             load()
-    return seqio.preprocessors.tokenize(dataset, output_features=output_features)
+    return _tokenize(dataset, output_features=output_features)
+
+
+# AutoGraph would rewrite SeqIO's functions, which decide nothing by a tensor's value.
+_tokenize = tf.autograph.experimental.do_not_convert(seqio.preprocessors.tokenize)
 
 
 class PromptedSource(PromptedRows, seqio.FunctionDataSource):
@@ -124,19 +129,33 @@ class PromptedSource(PromptedRows, seqio.FunctionDataSource):
         )
         seqio.FunctionDataSource.__init__(self, self._dataset, splits=tuple(rows.files_of_splits))
 
+    @tf.autograph.experimental.do_not_convert
     def _dataset(self, split: str, shuffle_files: bool, seed: int | None = None) -> tf.data.Dataset:
         del shuffle_files, seed  # one file a split; SeqIO shuffles the examples
         # Broken rows are found here, where a Python exception still reaches the user as it is.
         self.checked_count(split)
         signature: dict[str, tf.TensorSpec] = {
-            "inputs": tf.TensorSpec((), tf.string),
-            "targets": tf.TensorSpec((), tf.string),
+            "inputs": tf.TensorSpec((None,), tf.string),
+            "targets": tf.TensorSpec((None,), tf.string),
         }
         if self.template.answer_choices:
-            signature["answer_choices"] = tf.TensorSpec((None,), tf.string)
-        return tf.data.Dataset.from_generator(
-            functools.partial(self.examples, split), output_signature=signature
+            signature["answer_choices"] = tf.TensorSpec((None, None), tf.string)
+        # A call from tf.data into Python costs more than rendering an example.
+        blocks = tf.data.Dataset.from_generator(
+            lambda: in_blocks(self.examples(split)), output_signature=signature
         )
+        return blocks.unbatch()
+
+
+def in_blocks(examples: Iterable[dict[str, Any]], size: int = 64) -> Iterator[dict[str, list[Any]]]:
+    """The examples in order, up to `size` at a time: {feature: one value of each}.
+
+    Those of a block have equally many answer choices, so that each feature is one array.
+    """
+    choices = itertools.groupby(examples, lambda example: len(example.get("answer_choices", ())))
+    for _, alike in choices:
+        while block := list(itertools.islice(alike, size)):
+            yield {name: [example[name] for example in block] for name in block[0]}
 
 
 class LazyVocabulary(seqio.SentencePieceVocabulary):

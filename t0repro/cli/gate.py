@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import os
 import re
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from t0repro import compat
@@ -64,6 +65,9 @@ def gate(command: str, *, show_unexpected: bool = False) -> Iterator[Settings]:
     # only what took a second to compile; each program that draws new parameters takes less.
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
     compat.quiet_native_logs()
+    # A command makes millions of objects that stay, when it imports TensorFlow and traces a step.
+    # After every 700, as by default, looking for garbage among them takes a fifth of that time.
+    gc.set_threshold(100_000, 50, 100)
     _deliver_swallowed_interrupts()
     try:
         yield settings
@@ -99,17 +103,25 @@ def _deliver_swallowed_interrupts() -> None:
     callback of the garbage collector (JAX has one) or in a `__del__` is printed and forgotten, and
     the command would go on.
     """
-    report = sys.unraisablehook
+    # It stays when the command ends, since errors of a checkpoint may come later; the next command
+    # of this process finds it there.
+    if not isinstance(sys.unraisablehook, _DeliveringHook):
+        sys.unraisablehook = _DeliveringHook(sys.unraisablehook)
 
-    def deliver(unraisable: Any) -> None:
+
+class _DeliveringHook:
+    """Presses Ctrl-C for an interrupt that Python swallowed; leaves the rest to the hook before."""
+
+    def __init__(self, report: Callable[[Any], None]):
+        self._report = report
+
+    def __call__(self, unraisable: Any) -> None:
         if isinstance(unraisable.exc_value, KeyboardInterrupt):
             # A moment later, when the callback is over; to the main thread, whose waiting it ends.
             main = threading.main_thread().ident
             threading.Timer(0.05, signal.pthread_kill, [main, signal.SIGINT]).start()
         else:
-            report(unraisable)
-
-    sys.unraisablehook = deliver
+            self._report(unraisable)
 
 
 def _end_interrupted(command: str, go_on: str) -> None:

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterable, Iterator
-from typing import TypeVar
+from collections.abc import Generator, Iterable, Iterator
+from typing import Any, TypeVar
 
 Item = TypeVar("Item")
 
 
 def read_ahead(items: Iterable[Item], count: int = 2) -> Iterator[Item]:
-    """Yields the items in order, of which up to `count` have been read before.
+    """The items in order, of which up to `count` are read before; the first one from now on.
 
     So the next batch is made while the device computes, even if making it takes Python. An error
-    of `items` is raised where its item would have come. Closing the generator ends the thread.
+    of `items` is raised where its item would have come. Closing the iterator ends the thread.
     """
+    reading = _read_ahead(items, count)
+    next(reading)  # starts the thread; closing a generator ends it only once it has begun
+    return reading
+
+
+def _read_ahead(items: Iterable[Item], count: int) -> Generator[Any]:
+    """Yields once when the thread has started, then the items."""
     ready: queue.SimpleQueue[tuple[Item] | BaseException | None] = queue.SimpleQueue()
     room, closed = threading.Semaphore(count), threading.Event()
 
@@ -33,6 +40,7 @@ def read_ahead(items: Iterable[Item], count: int = 2) -> Iterator[Item]:
     thread = threading.Thread(target=read, name="read ahead", daemon=True)
     thread.start()
     try:
+        yield
         while (item := ready.get()) is not None:
             if isinstance(item, BaseException):
                 raise item

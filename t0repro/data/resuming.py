@@ -65,7 +65,9 @@ class ResumableBatches(abc.ABC):
         self._iterator = iter(dataset)
         if self._taken:
             self._go_on(saved, position, say)
-        return self._batches()
+        batches = map(self._to_numpy, self._iterator)
+        # What is saved of tf.data's iterator is where it is, so it must not be ahead.
+        return self._counted(batches if self._saves_iterator else read_ahead(batches))
 
     def save(self, folder: Path) -> None:
         """Writes the position after the last batch taken, and the pipeline's state if asked for."""
@@ -108,10 +110,8 @@ class ResumableBatches(abc.ABC):
 
     # ---- Finding the place ----------------------------------------------------------------------
 
-    def _batches(self) -> Iterator[Batch]:
-        batches = map(self._to_numpy, self._iterator)
-        # What is saved of tf.data's iterator is where it is, so it must not be ahead.
-        for batch in batches if self._saves_iterator else read_ahead(batches):
+    def _counted(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        for batch in batches:
             # Counted before the batch is handed over: the generator runs no further
             # until the next is asked for.
             self._taken += 1

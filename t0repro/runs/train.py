@@ -192,9 +192,11 @@ def train(
     )
 
     def open_batches() -> Iterable[NumpyBatch]:
-        # Only here, for the step is being compiled beside this.
+        # Only here, for the step is being compiled beside this; and the data first, since the first
+        # batch is made while parameters are drawn.
+        opened = _opened(batches, start, say) if start.step < end_step else ()
         loop.trainer.train_state = _values(run, start)
-        return _opened(batches, start, say) if start.step < end_step else ()
+        return opened
 
     # Only of this project's own data are the shapes known before they are read.
     ahead = isinstance(batches, BatchSource) and start.step < end_step

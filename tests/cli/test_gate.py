@@ -7,7 +7,7 @@ import sys
 import pytest
 import typer
 
-from t0repro.cli import app, spelling
+from t0repro.cli import app, gate, spelling
 
 from .commands import run
 
@@ -60,6 +60,15 @@ def test_ctrl_c_where_python_swallows_it_still_ends_the_command(body):
     ended = run_program(body)
     assert ended.returncode == 130
     assert ended.stderr == "\nit: interrupted.\n  to do: Go on so.\n"
+
+
+def test_a_process_of_several_commands_keeps_one_hook(monkeypatch):
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
+    hooks = []
+    for _ in range(2):
+        with gate.gate("it"):
+            hooks.append(sys.unraisablehook)
+    assert hooks[0] is hooks[1]
 
 
 def test_an_error_that_a_library_makes_of_ctrl_c_is_still_ctrl_c():

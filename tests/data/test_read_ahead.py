@@ -37,6 +37,15 @@ def test_so_many_are_read_before_they_are_asked_for_and_no_more():
     assert len(read) <= 4 and not threads()
 
 
+def test_the_first_item_is_read_before_anything_is_asked_for():
+    begun = threading.Event()
+    ahead = read_ahead(begun.set() or n for n in range(3))
+    assert begun.wait(10)
+    # Nobody asks: dropping it ends the thread as well.
+    del ahead
+    assert not threads()
+
+
 def test_an_error_is_raised_where_its_item_would_have_come():
     def items():
         yield 1

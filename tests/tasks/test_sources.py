@@ -12,7 +12,7 @@ import pytest
 from t0repro.errors import UserError
 from t0repro.tasks import readers, rows
 from t0repro.tasks.catalogue import catalogue
-from t0repro.tasks.seqio_tasks import PromptedSource
+from t0repro.tasks.seqio_tasks import PromptedSource, in_blocks
 from t0repro.tasks.source import PromptedRows, Split
 from t0repro.tasks.templates import load_template, template_names
 
@@ -38,6 +38,29 @@ def rte(tmp_path):
         return source_of("super_glue", "rte", root=tmp_path)
 
     return write
+
+
+def test_blocks_hold_the_examples_in_order_and_equally_many_choices_each():
+    def example(number, choices):
+        return {"inputs": str(number), "answer_choices": ["choice"] * choices}
+
+    examples = [example(n, choices) for n, choices in enumerate([2] * 70 + [3] + [2] * 2)]
+    blocks = list(in_blocks(examples))
+    assert [len(block["inputs"]) for block in blocks] == [64, 6, 1, 2]
+    values = [zip(*block.values(), strict=True) for block in blocks]
+    assert [
+        dict(zip(blocks[0], each, strict=True)) for block in values for each in block
+    ] == examples
+    assert list(in_blocks([])) == []
+
+
+def test_tasks_give_single_examples_whatever_block_they_were_in(rte):
+    source = rte(*[{**RTE, "idx": n, "premise": f"Row {n}."} for n in range(70)])
+    read = list(source.get_dataset("train", shuffle=False).as_numpy_iterator())
+    assert [row["inputs"].decode() for row in read] == [
+        example["inputs"] for example in source.examples("train")
+    ]
+    assert {row["answer_choices"].shape for row in read} == {(2,)}
 
 
 # Rows -------------------------------------------------------------------------------------------
