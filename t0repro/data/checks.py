@@ -82,15 +82,15 @@ def tasks_with_split(name: str, split: str) -> list[Any]:
     return [task for task in tasks if split in splits_of(task)]
 
 
-def no_task_has(name: str, split: str) -> UserError:
-    """The error for a split that no task of a task or mixture has."""
+def no_task_has(name: str, split: str, where: str | None) -> UserError:
+    """The error for a split that no task of a task or mixture has; `where` it was set."""
     import seqio
 
     tasks = seqio.get_subtasks(seqio.get_mixture_or_task(name))
     splits = sorted({each for task in tasks for each in task.splits})
     return UserError(
         f"No task of {name!r} has a split {split!r}.",
-        where="utils.DatasetConfig.split",
+        where=where,
         fix=f"Choose one of {', '.join(splits)}, or another task.",
     )
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from t0repro.config.run_config import RunConfig
 from t0repro.data.batches import MODEL_FEATURES
+from t0repro.data.checks import no_task_has
 from t0repro.errors import UserError
 
 Batch = dict[str, np.ndarray]
@@ -62,11 +63,8 @@ def _eval_datasets(config: RunConfig) -> list[tuple[str, Any]]:
         seed=data.seed,
     )
     if not datasets:
-        raise UserError(
-            f"No task of {data.mixture_or_task_name!r} has a split {data.split!r}.",
-            where=config.provenance.get("eval_data.split"),
-            fix="Bind run.dataset_split to one that is there.",
-        )
+        where = config.provenance.get("eval_data.split") or "run.dataset_split"
+        raise no_task_has(data.mixture_or_task_name, data.split, where)
     return [(dataset.name, dataset.dataset_fn()) for dataset in datasets]
 
 

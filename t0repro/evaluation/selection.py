@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from t0repro.data.checks import no_task_has
 from t0repro.errors import UserError, nearest_names
 from t0repro.evaluation.task_output import Judge
 from t0repro.tasks.mixture import not_at_hand
@@ -124,12 +125,7 @@ def _check_modes(
 def _left_out(mixture: str, tasks: Sequence[Any], split: str, only_at_hand: bool) -> dict[str, str]:
     """Tasks that lack the split or, with `only_at_hand`, its rows; each with the reason."""
     if not any(split in task.splits for task in tasks):
-        there = sorted({name for task in tasks for name in task.splits})
-        raise UserError(
-            f"No task of {mixture!r} has a split {split!r}.",
-            where="--split",
-            fix=f"Splits there: {', '.join(there)}.",
-        )
+        raise no_task_has(mixture, split, "--split")
     left_out = {task.name: f"no split {split}" for task in tasks if split not in task.splits}
     if only_at_hand:
         left_out |= not_at_hand(tasks, split, use_cached=False)

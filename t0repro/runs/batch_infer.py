@@ -63,7 +63,7 @@ def infer(plan: InferPlan) -> list[Path]:
     files = []
     tasks = tasks_with_split(name, plan.data.split)
     if not tasks:
-        raise no_task_has(name, plan.data.split)
+        raise no_task_has(name, plan.data.split, "utils.DatasetConfig.split")
     others = len(seqio.get_subtasks(seqio.get_mixture_or_task(name))) - len(tasks)
     if others:
         left_out = counted(others, "task")

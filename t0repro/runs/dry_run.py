@@ -127,7 +127,7 @@ def _data(
         yield f"left out: no task of {name} has a split {data.split!r}"
         return
     if not with_split:
-        raise checks.no_task_has(name, data.split)
+        raise checks.no_task_has(name, data.split, "utils.DatasetConfig.split")
     yield f"{counted(len(with_split), 'task')} of {name} with the split {data.split!r}"
     if data.use_cached:
         checks.check_cached(name, data.split)
