@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from packaging.requirements import Requirement
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -24,6 +26,14 @@ def test_the_lock_pins_every_package_by_hash_and_names_no_address():
     assert len(entries) > 100
     assert all(re.match(r"[\w.-]+==\S+", entry) and "--hash=sha256:" in entry for entry in entries)
     assert "://" not in text
+
+
+def test_ci_compiles_for_tpus_with_the_libtpu_that_the_locked_jax_asks_for():
+    lock = (ROOT / ".ci" / "libtpu.lock").read_text()
+    (version,) = re.findall(r"^libtpu==(\S+) ", lock, re.MULTILINE)
+    asked = [Requirement(line) for line in importlib.metadata.requires("jax") or []]
+    (libtpu,) = [requirement for requirement in asked if requirement.name == "libtpu"]
+    assert version in libtpu.specifier and "--hash=sha256:" in lock
 
 
 def test_every_script_is_valid_bash():

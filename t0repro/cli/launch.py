@@ -25,7 +25,7 @@ def launch(
     # With `=`, since Click would otherwise read --partition as an option of this command.
     option: Annotated[
         list[str] | None,
-        typer.Option(help="An option for sbatch or gcloud, as --option=--partition=gpu."),
+        typer.Option(help="An option for sbatch, kubectl or gcloud, as --option=--partition=gpu."),
     ] = None,
     machines: Annotated[
         Path | None, typer.Option(help="A YAML file: what platforms and cells stand for.")
@@ -56,6 +56,12 @@ def launch(
             where="the command line",
             fix="Write it after two dashes: t0repro launch --to slurm -- t0repro train ...",
         )
+    if machines is None and (platform or cell):
+        raise UserError(
+            f"No file says what {platform or cell} stands for.",
+            where="--platform" if platform else "--cell",
+            fix="Name the file of machines: --machines FILE.",
+        )
     machine = find_machine(machines, platform, cell)
     machine = dataclasses.replace(machine, options=[*machine.options, *(option or ())])
     asked = launching.Launch(name, tuple(context.args), processes, machine)
@@ -68,5 +74,5 @@ def launch(
     else:
         manifest = launching.job_set(asked, read_template(machine.template))
         text = json.dumps(manifest, indent=2) + "\n"
-        submit = ("kubectl", "create", "--filename=-")
+        submit = ("kubectl", "create", "--filename=-", *machine.options)
     echo(text.rstrip("\n") if dry_run else slurm.run_engine(*submit, text=text))

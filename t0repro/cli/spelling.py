@@ -30,13 +30,16 @@ def with_t5x_overrides(arguments: Iterable[str]) -> list[str]:
     """The command line with T5X's spellings as this program has them.
 
     `--gin.NAME=VALUE` becomes `--gin_bindings=NAME = VALUE`, and `--replace_gin_file=True`, as
-    T5X's page on auxiliary jobs writes it, becomes the flag alone.
+    T5X's page on auxiliary jobs writes it, becomes the flag alone. What follows `--` is another
+    command's, and stays as it is.
 
     Raises:
       UserError: If one has no "=".
     """
-    spelled = []
-    for argument in arguments:
+    spelled, remaining = [], iter(arguments)
+    for argument in remaining:
+        if argument == "--":
+            return [*spelled, argument, *remaining]
         if argument.startswith("--gin."):
             name, equals, value = argument.removeprefix("--gin.").partition("=")
             if not equals:

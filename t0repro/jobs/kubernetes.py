@@ -81,10 +81,17 @@ def read_template(file: str | os.PathLike[str] | None) -> dict[str, Any]:
             fix="Give the platform a `template` in the file of machines (--machines).",
         )
     try:
-        return yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+        return _without_nulls(yaml.safe_load(Path(file).read_text(encoding="utf-8")))
     except (OSError, yaml.YAMLError) as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
         raise UserError(f"The Job manifest cannot be read: {reason}", where=str(file)) from error
+
+
+def _without_nulls(value: Any) -> Any:
+    """YAML without its empty keys, which mean to Kubernetes that nothing is said."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
+    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
 
 
 def completed(
@@ -100,9 +107,10 @@ def completed(
     try:
         pod = manifest["spec"]["template"]["spec"]
         container = pod["containers"][0]
+        container["name"]  # a list of names is no list of containers
     except (KeyError, IndexError, TypeError) as error:
         raise UserError(
-            "The Job template lacks spec.template.spec.containers.",
+            "The Job template lacks spec.template.spec.containers with a name.",
             fix="Give a whole Job manifest, with an image and the volume of the training.",
         ) from error
     manifest |= {"apiVersion": "batch/v1", "kind": "Job"}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import shlex
 import sys
 from typing import Any
@@ -21,6 +22,9 @@ from t0repro.jobs.worker import Limits
 _PORT = 8476  # any free one, the same on all machines
 _PODS = "processes"
 _RESTARTS = 3
+# JobSet refuses a manifest whose longest pod name, NAME-processes-0-9999-abcde, has more than 63
+# letters, and a TPU's name may have 40.
+_LONGEST_NAME = 40
 # The processes save and end when they get this signal; Slurm sends it before the time is up.
 _SECONDS_TO_SAVE = 120
 
@@ -49,7 +53,11 @@ class Launch:
 
 
 def slurm_script(launch: Launch) -> str:
-    """A script for sbatch: `srun` starts the processes, and ends all when one fails."""
+    """A script for sbatch: `srun` starts the processes, and ends all when one fails.
+
+    Raises:
+      UserError: for an option or a variable that the script cannot have.
+    """
     options = [
         *slurm.options(launch.name, f"{launch.name}-%j.log", launch.limits),
         f"--ntasks={launch.processes}",
@@ -58,7 +66,7 @@ def slurm_script(launch: Launch) -> str:
     ]
     lines = [
         "#!/bin/bash",
-        *(f"#SBATCH {option}" for option in options),
+        *(f"#SBATCH {_sbatch_word(option)}" for option in options),
         "set -euo pipefail",
         # So that `t0repro` is found in a batch shell, and is the one of this Python.
         f"export PATH={shlex.quote(os.path.dirname(sys.executable))}:$PATH",
@@ -76,11 +84,14 @@ def job_set(launch: Launch, template: dict[str, Any]) -> dict[str, Any]:
       template: a Job manifest of the user's, as for auxiliary jobs.
 
     Raises:
-      UserError: if the template has no container.
+      UserError: if the template has no container, or the name no letter.
     """
-    name = kubernetes.allowed_name(launch.name)
+    name = _label(launch.name)
     job, container = kubernetes.completed(template, name, launch.limits)
-    container["command"] = list(launch.command)
+    # Kubernetes replaces $(NAME) in a command and in a variable's value, unless $ is doubled.
+    container["command"] = [word.replace("$", "$$") for word in launch.command]
+    # What the image, or the user's manifest, says to do otherwise.
+    container.pop("args", None)
     variables = {
         **dict(_environment(launch)),
         "T0REPRO_COORDINATOR_ADDRESS": f"{name}-{_PODS}-0-0.{name}:{_PORT}",
@@ -88,7 +99,9 @@ def job_set(launch: Launch, template: dict[str, Any]) -> dict[str, Any]:
     }
     # Ours win over the template's: a pod must not be told of another coordinator.
     kept = [one for one in container.get("env", []) if one.get("name") not in variables]
-    container["env"] = kept + [{"name": key, "value": text} for key, text in variables.items()]
+    container["env"] = kept + [
+        {"name": key, "value": text.replace("$", "$$")} for key, text in variables.items()
+    ]
     size = launch.processes
     job["spec"] |= {"parallelism": size, "completions": size, "completionMode": "Indexed"}
     return {
@@ -111,11 +124,12 @@ def tpu_vm_commands(launch: Launch) -> list[list[str]]:
     How many machines there are is the TPU's to say, so `processes` plays no part.
 
     Raises:
-      UserError: if the machine's options lack what gcloud requires.
+      UserError: if the machine's options lack what gcloud requires, or the name has no letter.
     """
     options = launch.machine.options
     for required in ("--zone", "--accelerator-type", "--version"):
-        if not any(option.startswith(f"{required}=") for option in options):
+        # "--zone=" alone says nothing either.
+        if not any(re.match(f"{required}=.", option) for option in options):
             raise UserError(
                 f"gcloud creates no TPU without {required}.",
                 where="--option",
@@ -123,7 +137,7 @@ def tpu_vm_commands(launch: Launch) -> list[list[str]]:
             )
     # Where the TPU is; the other options describe what to create.
     place = [option for option in options if option.startswith(("--zone=", "--project="))]
-    tpu_vm, name = ["gcloud", "compute", "tpus", "tpu-vm"], launch.name
+    tpu_vm, name = ["gcloud", "compute", "tpus", "tpu-vm"], _label(launch.name)
     variables = [*_environment(launch), ("T0REPRO_PROCESS_COUNT", "auto")]
     words = ["env", *(f"{key}={text}" for key, text in variables), *launch.command]
     return [
@@ -133,5 +147,48 @@ def tpu_vm_commands(launch: Launch) -> list[list[str]]:
     ]
 
 
+def _sbatch_word(option: str) -> str:
+    """An option as sbatch reads it from a script, where it knows quotes, backslashes and #.
+
+    Unlike a shell, it takes a backslash between single quotes for an escape.
+    """
+    whole = option.startswith("-") and not option.endswith("=")
+    if not whole or len(option.splitlines()) > 1:
+        raise UserError(
+            f"{option!r} is no option that a script for sbatch can have.",
+            where="--option, --name",
+            fix="Write it on one line and with its value, as --option=--partition=gpu.",
+        )
+    if not re.search(r"""[\s"'\\#]""", option):
+        return option
+    escaped = re.sub(r"""(["\\])""", r"\\\1", option)
+    return f'"{escaped}"'
+
+
+def _label(name: str) -> str:
+    """A name as JobSet and TPUs take it: lower case letters, digits and dashes, a letter first."""
+    label = re.sub("^[^a-z]+", "", kubernetes.allowed_name(name))[:_LONGEST_NAME].strip("-")
+    if not label:
+        raise UserError(
+            f"The name {name!r} has no letter from a to z.",
+            where="--name",
+            fix="Choose a name such as t0-train.",
+        )
+    return label
+
+
 def _environment(launch: Launch) -> list[tuple[str, str]]:
-    return sorted(launch.machine.environment.items())
+    """The variables of the user's file of machines.
+
+    Raises:
+      UserError: for a name that no shell takes.
+    """
+    variables = sorted(launch.machine.environment.items())
+    for name, _ in variables:
+        if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
+            raise UserError(
+                f"No variable can be called {name!r}.",
+                where="environment, in the file of machines",
+                fix="Use letters, digits and underscores.",
+            )
+    return variables

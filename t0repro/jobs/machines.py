@@ -97,7 +97,8 @@ def find_machine(file: Path | None, platform: str | None, cell: str | None) -> M
         raise UserError(
             f"An entry of the file of machines is wrong: {error}.",
             where=str(file),
-            fix=f"Its fields: {', '.join(one.name for one in dataclasses.fields(Machine))}.",
+            fix=f"Its fields: {', '.join(one.name for one in dataclasses.fields(Machine))}."
+            " The values of environment are texts: write a number in quotes.",
         ) from error
     # Relative to the file that names it, so that a command works from any folder.
     if machine.template is not None:

@@ -133,12 +133,13 @@ def _leave(watch: Watch) -> None:
 
 
 def with_environment(asked: Asked, environment: Mapping[str, str]) -> Asked:
-    """The flags, completed from T0REPRO_* variables, a Kubernetes indexed job's and Vertex AI's.
+    """The flags, completed by variables: T0REPRO_*, a Kubernetes job's, Open MPI's and Vertex AI's.
 
     Raises:
       UserError: if a variable cannot be read, or the index is not below the count.
     """
     detect = asked.detect or environment.get(COUNT) == "auto"
+    address = asked.address or environment.get(ADDRESS)
     numbers: dict[str, int | None] = {}
     for field, given, variable in (
         ("count", asked.count, COUNT),
@@ -148,12 +149,18 @@ def with_environment(asked: Asked, environment: Mapping[str, str]) -> Asked:
         if given is None and text is not None and text != "auto":
             given = _number(variable, text)
         numbers[field] = given
-    address = asked.address or environment.get(ADDRESS)
     # Kubernetes gives an indexed job's pods their index but not their count.
     index = numbers["index"]
     if index is None and (numbers["count"] or 1) > 1 and "JOB_COMPLETION_INDEX" in environment:
         index = _number("JOB_COMPLETION_INDEX", environment["JOB_COMPLETION_INDEX"])
     count = numbers["count"]
+    # Open MPI 5 no longer says where the first process is, which JAX reads from Open MPI 4's
+    # variables; with an address, the numbers are all that is missing.
+    if address is not None and count is None and index is None:
+        count, index = (
+            None if variable not in environment else _number(variable, environment[variable])
+            for variable in ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
+        )
     if count is not None and (count < 1 or not 0 <= (index or 0) < count):
         raise UserError(
             f"There is no process {index or 0} of {count}.",

@@ -1,19 +1,23 @@
 """What engines get to start several processes; the script for Slurm really starts them."""
 
+import dataclasses
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from kubeflow_trainer_api.models import JobsetV1alpha2JobSet
 from typer.testing import CliRunner
 
 from t0repro.cli.app import app
 from t0repro.cli.gate import Settings
 from t0repro.errors import UserError
+from t0repro.jobs.kubernetes import read_template
 from t0repro.jobs.launching import Launch, job_set, slurm_script, tpu_vm_commands
 from t0repro.jobs.machines import Machine
 from t0repro.training.checkpoints import list_checkpoints
@@ -47,13 +51,14 @@ def launch(*options, **fields):
 
 
 def test_a_script_for_slurm_is_bash_with_slurms_options():
-    script = slurm_script(launch("--partition=gpu", environment={"A": "b c"}))
+    asked = launch("--partition=gpu", environment={"A": "b c"})
+    script = slurm_script(dataclasses.replace(asked, name="t0-train"))
     checked = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True)
     assert checked.returncode == 0, checked.stderr
     options = re.findall(r"^#SBATCH --([a-z-]+)=(.+)$", script, re.M)
     assert {name for name, _ in options} <= SBATCH
     assert dict(options) == {
-        "job-name": "t0 Train", "output": "t0 Train-%j.log", "cpus-per-task": "8",
+        "job-name": "t0-train", "output": "t0-train-%j.log", "cpus-per-task": "8",
         "mem": "64000M", "time": "60", "ntasks": "4", "signal": "TERM@120", "partition": "gpu",
     }  # fmt: skip
     assert "export A='b c'\n" in script
@@ -61,6 +66,85 @@ def test_a_script_for_slurm_is_bash_with_slurms_options():
         ["bash", "-c", script.replace("srun", "printf '%s\\n'")], capture_output=True, text=True
     ).stdout.splitlines()
     assert words == ["--kill-on-bad-exit=1", "--label", *COMMAND]
+
+
+# What a user may write: everything that a shell, Slurm or Kubernetes reads in its own way.
+ODD = """a 'b' "c" \\d `e` $(HOME) $$ #f & ; * ~"""
+
+
+def test_odd_words_arrive_as_they_are(tmp_path):
+    (tmp_path / "srun").write_text('#!/bin/sh\nprintf \'%s\\n\' "$V" "$@"\n')
+    (tmp_path / "srun").chmod(0o755)
+    machine = Machine(options=[f"--comment={ODD}"], environment={"V": ODD})
+    odd = Launch(ODD, ("t0repro", "train", ODD, ""), 2, machine)
+    script = slurm_script(odd)
+    # sbatch reads double quotes, backslashes and # in a script as a shell does.
+    read = [
+        shlex.split(line.removeprefix("#SBATCH"), comments=True)
+        for line in script.splitlines()
+        if line.startswith("#SBATCH")
+    ]
+    assert read[:2] == [[f"--job-name={ODD}"], [f"--output={ODD}-%j.log"]]
+    assert read[-1] == [f"--comment={ODD}"]
+    done = subprocess.run(
+        ["bash"],
+        input=script,
+        env={**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+    )
+    # The script puts this Python's folder first, which has no srun.
+    assert done.stdout.split("\n") == [
+        *(ODD, "--kill-on-bad-exit=1", "--label", "t0repro", "train", ODD, "", ""),
+    ], done.stderr
+    (container,) = job_set(odd, TEMPLATE)["spec"]["replicatedJobs"][0]["template"]["spec"][
+        "template"
+    ]["spec"]["containers"]
+    assert [word.replace("$$", "$") for word in container["command"]] == list(odd.command)
+    assert container["env"][0] == {"name": "V", "value": ODD.replace("$", "$$")}
+    ssh = tpu_vm_commands(Launch("t0", odd.command, 1, Machine(options=list(TPU))))[1]
+    assert shlex.split(ssh[-1].removeprefix("--command="))[2:] == list(odd.command)
+
+
+@pytest.mark.parametrize("name", ["9 Long " + "name " * 20, "-T0.Train_1-", "a" * 63])
+def test_a_name_becomes_one_that_job_set_and_tpus_take(name):
+    machine = Machine(options=list(TPU))
+    label = job_set(Launch(name, COMMAND, 10_000, machine), TEMPLATE)["metadata"]["name"]
+    assert re.fullmatch("[a-z]([-a-z0-9]*[a-z0-9])?", label)
+    # JobSet checks the longest name of a pod against DNS's limit.
+    assert len(f"{label}-processes-0-9999-abcde") <= 63 and len(label) <= 40
+    assert tpu_vm_commands(Launch(name, COMMAND, 1, machine))[0][5] == label
+
+
+@pytest.mark.parametrize(
+    ("to", "fields", "message"),
+    [
+        (slurm_script, {"options": ["partition=gpu"]}, "'partition=gpu' is no option"),
+        (slurm_script, {"options": ["--comment=a\nb"]}, "is no option"),
+        (slurm_script, {"options": ["--partition="]}, "is no option"),
+        (slurm_script, {"environment": {"A-B": "1"}}, "No variable can be called 'A-B'"),
+        (tpu_vm_commands, {"options": ["--zone="]}, "without --zone"),
+    ],
+)
+def test_what_an_engine_would_refuse_is_refused_first(to, fields, message):
+    with pytest.raises(UserError, match=message):
+        to(Launch("t0", COMMAND, 2, Machine(**fields)))
+
+
+def test_a_name_without_a_letter_is_refused():
+    with pytest.raises(UserError, match="no letter"):
+        job_set(Launch("***", COMMAND, 2, Machine()), TEMPLATE)
+
+
+def test_a_template_with_empty_keys_and_its_own_command_is_completed(tmp_path):
+    (tmp_path / "job.yaml").write_text(
+        "metadata:\nspec: {template: {spec: {containers: [{name: main, image: a, env: ,"
+        " resources: , command: [sleep], args: ['3']}]}}}\n"
+    )
+    manifest = job_set(launch(), read_template(tmp_path / "job.yaml"))
+    pod = manifest["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    assert pod["containers"][0]["command"] == list(COMMAND)
+    assert "args" not in pod["containers"][0]
 
 
 TEMPLATE = {
@@ -89,20 +173,22 @@ def test_a_job_set_has_the_fields_of_its_schema_and_says_where_the_first_pod_is(
         {"name": "T0REPRO_COORDINATOR_ADDRESS", "value": "t0-train-processes-0-0.t0-train:8476"},
         {"name": "T0REPRO_PROCESS_COUNT", "value": "4"},
     ]
-    client = pytest.importorskip("kubernetes.client")
-    read = client.ApiClient().deserialize(json.dumps(job), "V1JobSpec", "application/json")
-    assert client.ApiClient().sanitize_for_serialization(read) == job, "no field is unknown"
 
 
 def test_a_job_set_is_what_its_published_schema_says():
-    # Kubeflow's trainer publishes models made from the schema of JobSet.
-    models = pytest.importorskip("kubeflow_trainer_api.models")
+    # Kubeflow's trainer publishes models made from the schemas of JobSet and of its Jobs and pods.
     manifest = job_set(launch(environment={"A": "b"}), TEMPLATE)
-    schema = models.JobsetV1alpha2JobSet
-    assert schema.from_dict(manifest).to_dict() == manifest, "no field is unknown"
-    manifest["spec"]["replicatedJobs"][0]["replicas"] = "one"
-    with pytest.raises(ValueError, match="replicas"):
-        schema.from_dict(manifest)
+    assert JobsetV1alpha2JobSet.from_dict(manifest).to_dict() == manifest, "no field is unknown"
+    (job,) = manifest["spec"]["replicatedJobs"]
+    for part, field, value in [
+        (job, "replicas", "one"),
+        (job["template"]["spec"], "parallelism", "four"),
+        (job["template"]["spec"]["template"]["spec"]["containers"][0], "command", "t0repro"),
+    ]:
+        right, part[field] = part[field], value
+        with pytest.raises(ValueError, match=field):
+            JobsetV1alpha2JobSet.from_dict(manifest)
+        part[field] = right
 
 
 TPU = ("--zone=europe-west4-a", "--accelerator-type=v3-512", "--version=tpu-ubuntu2204-base")
@@ -111,10 +197,10 @@ TPU = ("--zone=europe-west4-a", "--accelerator-type=v3-512", "--version=tpu-ubun
 def test_a_tpu_gets_commands_that_create_it_run_on_all_hosts_and_delete_it():
     create, ssh, delete = tpu_vm_commands(launch(*TPU, "--project=p"))
     base = ["gcloud", "compute", "tpus", "tpu-vm"]
-    assert create == [*base, "create", "t0 Train", *TPU, "--project=p"]
-    assert ssh[:-1] == [*base, "ssh", "t0 Train", TPU[0], "--project=p", "--worker=all"]
+    assert create == [*base, "create", "t0-train", *TPU, "--project=p"]
+    assert ssh[:-1] == [*base, "ssh", "t0-train", TPU[0], "--project=p", "--worker=all"]
     assert ssh[-1].startswith("--command=env T0REPRO_PROCESS_COUNT=auto t0repro train")
-    assert delete == [*base, "delete", "t0 Train", TPU[0], "--project=p", "--quiet"]
+    assert delete == [*base, "delete", "t0-train", TPU[0], "--project=p", "--quiet"]
     with pytest.raises(UserError, match="--version"):
         tpu_vm_commands(launch(*TPU[:2]))
 

@@ -28,24 +28,62 @@ def free_port():
         return server.getsockname()[1]
 
 
-def members(count, devices=1, **asked):
+def by_variables(count):
+    """Each process's own variables, where a user says it all."""
+    address = {"T0REPRO_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}"}
+    count_said = address | {"T0REPRO_PROCESS_COUNT": str(count)}
+    return [count_said | {"T0REPRO_PROCESS_INDEX": str(index)} for index in range(count)]
+
+
+def by_kubernetes(count):
+    """Those of the pods of an indexed job."""
+    said = [dict(each) for each in by_variables(count)]
+    return [each | {"JOB_COMPLETION_INDEX": each.pop("T0REPRO_PROCESS_INDEX")} for each in said]
+
+
+def by_slurm(count):
+    """Those of the tasks of a job step; JAX makes the first one's port from the job's number."""
+    step = {"SLURM_JOB_ID": str(free_port()), "SLURM_STEP_NODELIST": "127.0.0.1"}
+    step |= {"SLURM_NTASKS": str(count), "SLURM_STEP_NUM_TASKS": str(count)}
+    return [step | dict.fromkeys(("SLURM_PROCID", "SLURM_LOCALID"), str(i)) for i in range(count)]
+
+
+def by_open_mpi(count):
+    """Those of Open MPI 4's processes; JAX makes the first one's port from the job's number."""
+    first = {"OMPI_MCA_orte_hnp_uri": f"{free_port() << 16}.0;tcp://127.0.0.1:34911"}
+    size = first | {"OMPI_COMM_WORLD_SIZE": str(count)}
+    places = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
+    return [size | dict.fromkeys(places, str(index)) for index in range(count)]
+
+
+def by_vertex(count):
+    """Those of a job's replicas: the first is a pool of its own."""
+    names = [f"127.0.0.1:{free_port()}" for _ in range(count)]
+    cluster = {"workerpool0": names[:1], "workerpool1": names[1:]}
+    tasks = [("workerpool0", 0), *(("workerpool1", index) for index in range(count - 1))]
+    return [
+        {"CLUSTER_SPEC": json.dumps({"cluster": cluster, "task": {"type": pool, "index": index}})}
+        for pool, index in tasks
+    ]
+
+
+def members(count, devices=1, told=by_variables, **asked):
     """Runs `count` processes with virtual devices each: exit codes, outputs and errors."""
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"
     environment = {
         **os.environ,
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "XLA_FLAGS": flags,
         "JAX_PLATFORMS": "cpu",
-        "T0REPRO_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}",
-        "T0REPRO_PROCESS_COUNT": str(count),
     }
     started = [
         subprocess.Popen(
             [sys.executable, str(MEMBER), json.dumps(asked)],
-            env=environment | {"T0REPRO_PROCESS_INDEX": str(index)},
+            env=environment | own,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for index in range(count)
+        for own in told(count)
     ]
     exits = {}
     while len(exits) < count:
@@ -154,6 +192,15 @@ def test_when_one_is_killed_the_others_say_which_and_a_restart_goes_on(
     assert_same(tmp_path, one_process, 6)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("told", [by_kubernetes, by_slurm, by_open_mpi, by_vertex])
+def test_processes_find_each_other_by_their_engines_variables(tmp_path, one_process, told):
+    codes, _, said, _ = members(2, told=told, folder=str(tmp_path), steps=6)
+    assert codes == [0, 0], said
+    assert "processes: 2" in said[0] and "devices: 2 x cpu, data 2" in said[0]
+    assert_same(tmp_path, one_process, 6)
+
+
 @pytest.mark.parametrize(
     ("environment", "name"),
     [
@@ -180,6 +227,12 @@ def test_an_indexed_job_of_kubernetes_needs_only_its_size_and_address():
     }
     assert with_environment(Asked(), environment) == Asked("train-0:8476", 4, 3)
     assert with_environment(Asked(index=1), environment).index == 1
+
+
+def test_open_mpi_says_all_but_the_address():
+    environment = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}
+    assert with_environment(Asked("first:8476"), environment) == Asked("first:8476", 2, 1)
+    assert with_environment(Asked(), environment) == Asked(), "JAX finds out, with Open MPI 4"
 
 
 def cluster_spec(pool, index, others=2):
