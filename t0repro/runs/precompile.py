@@ -325,12 +325,14 @@ def described(
     devices = partitioning.mesh.size
     each = program.flops / devices
     yield f"  operations: {program.flops:.4g}, {each:.4g} a device (matrix products)"
+    if program.refused:
+        return  # what it would send is read in the compiled program
     kinds: dict[str, list[int]] = {}
     for item in program.communication:
         kinds.setdefault(item.kind, []).append(item.sent)
     parts = [f"{len(sent)} {kind} {_gib(sum(sent))}" for kind, sent in sorted(kinds.items())]
     yield f"  communication: a device sends {_gib(program.sent)} ({', '.join(parts) or 'nothing'})"
-    if chip is not None and not program.refused:
+    if chip is not None:
         yield (
             f"  predicted step: {predicted_seconds(program, partitioning, chip):.3g} s ="
             f" {each:.4g} operations / {chip.flops:.4g} a second"

@@ -80,10 +80,10 @@ def test_an_adjusted_layout_follows_the_devices():
 
 @pytest.fixture(scope="module")
 def v3():
-    pytest.importorskip("libtpu", reason="the extra tpu is not installed")
     return devices_of("v3-8")
 
 
+@pytest.mark.tpu
 def test_a_training_compiles_for_a_tpu_slice(v3):
     devices, chip = v3
     run = dataclasses.replace(TRAINING, dtypes=BFLOAT16, layout=Layout(4, 2))
@@ -100,6 +100,7 @@ def test_a_training_compiles_for_a_tpu_slice(v3):
     assert {item.times for item in program.communication if item.in_loop} == {4}
 
 
+@pytest.mark.tpu
 def test_a_batch_too_large_for_the_slice_says_by_how_much_and_what_helps(v3):
     devices, chip = v3
     run = dataclasses.replace(
@@ -112,3 +113,4 @@ def test_a_batch_too_large_for_the_slice_says_by_how_much_and_what_helps(v3):
     (fit,) = [line for line in lines if "fit" in line]
     assert "does not fit" in fit and "GiB too much" in fit
     assert "more microbatches than 1" in fit and "model parallelism 4 instead of 2" in fit
+    assert not [line for line in lines if "sends" in line], "there is no program to read that from"
