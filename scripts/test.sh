@@ -44,7 +44,9 @@ echo "== import contracts"
 echo "== basedpyright"
 (cd "$built" && basedpyright --level error t0repro)
 echo "== pytest"
-# loadfile: the tests of a file share their fixtures, so that one training run serves them all.
+# loadfile: the tests of a file share their fixtures, so that one training run serves them all; in
+# the order of tests/conftest.py instead of by number of tests.
 # Three on two cores, since a test often waits for the processes that it started.
-"${run[@]}" -n "${TEST_WORKERS:-3}" --dist loadfile -m "not slow and not hardlife" \
+"${run[@]}" -n "${TEST_WORKERS:-3}" --dist loadfile --no-loadscope-reorder \
+  -m "not slow and not hardlife" \
   ${tests[@]+"${tests[@]}"} "$@"

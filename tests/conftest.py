@@ -1,18 +1,44 @@
 """Fixtures and environment of all tests: JAX on CPU, quiet TensorFlow, real data if at hand."""
 
+import importlib.util
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Half of the time that JAX compiles on CPU, LLVM makes tiny programs fast. XLA's own passes, which
+# decide what is computed, sent and held, are the same.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # else it says of each server that it stopped
 
-_SHARED = Path(__file__).resolve().parents[2] / "shared"
+_TESTS = Path(__file__).resolve().parent
+_SHARED = _TESTS.parents[1] / "shared"
+# What takes minutes, the longest first: a worker that began one of them last would end alone.
+_LONG = (
+    "parity/test_stacks_agree.py",
+    "partitioning/test_eight_devices.py",
+    "converters/test_continuation.py",
+    "mesh/test_main_jax.py",
+    "training/test_train_step.py",
+    "cli/test_train.py",
+    "training/test_resume.py",
+    "mesh/test_main.py",
+    "mesh/test_on_this_machine.py",
+    "partitioning/test_processes.py",
+    "tasks/test_sandbox.py",
+    "training/test_t5x_loss.py",
+    "tasks/test_user_templates.py",
+    "parity/test_parity_command.py",
+    "parity/test_decoding_agrees.py",
+    "evaluation/test_memory.py",
+)
 
 
 def _shared(variable: str, inside: str, what: str) -> Path:
@@ -33,6 +59,36 @@ def pytest_configure(config):
         os.environ["JAX_COMPILATION_CACHE_DIR"] = folder
         os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+
+
+def pytest_collection_modifyitems(items):
+    place = {_TESTS / name: number for number, name in enumerate(_LONG)}
+    items.sort(key=lambda item: place.get(item.path, len(_LONG)))
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("tpu") and importlib.util.find_spec("libtpu") is None:
+        pytest.skip("libtpu, of the extra tpu, is not installed")
+
+
+@pytest.fixture(scope="session")
+def once(tmp_path_factory) -> Callable[[str, Callable[[Path], object]], Path]:
+    """A folder of a name, filled by a function in the first worker that asks for it."""
+    base = tmp_path_factory.getbasetemp()
+    # pytest-xdist's workers have their folders beside each other.
+    root = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+    def folder(name: str, fill: Callable[[Path], object]) -> Path:
+        path, filled = root / name, root / f"{name}.filled"
+        with FileLock(root / f"{name}.lock"):
+            if not filled.exists():
+                shutil.rmtree(path, ignore_errors=True)  # of a worker that failed
+                path.mkdir()
+                fill(path)
+                filled.touch()
+        return path
+
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,7 @@ import jaxtyping
 import numpy as np
 import pytest
 
+from t0repro.config.run_config import Layout
 from t0repro.evaluation import engine
 from t0repro.model.t5 import T5, initial_parameters
 from t0repro.training import loss
@@ -61,20 +62,48 @@ def test_the_core_trains_resumes_and_scores_without_tensorflow_seqio_gin_and_clu
     assert done.returncode == 0, done.stderr
 
 
+def entry(folder, script, *arguments):
+    """What a script of scripts/bench prints where only jax, flax, optax and orbax are."""
+    path = str(TESTS.parent / "scripts" / "bench" / script)
+    run = f"import runpy; runpy.run_path({path!r}, run_name='__main__')"
+    command = [sys.executable, "-P", "-c", WITHOUT_THEM + run, str(TESTS), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
 def test_the_entry_for_accelerators_times_steps_without_them(tmp_path):
     """From a RunConfig's JSON and batches in an .npz; dacite, which reads such JSON, is absent."""
     (tmp_path / "run.json").write_text(tiny.run_config(tmp_path, 3).to_json())
     batches = tiny.batches(3)
     arrays = {name: np.stack([batch[name] for batch in batches]) for name in batches[0]}
     np.savez(tmp_path / "batches.npz", **arrays)
-    script = str(TESTS.parent / "scripts" / "bench" / "train_step.py")
-    entry = f"import runpy; runpy.run_path({script!r}, run_name='__main__')"
-    files = [str(tmp_path / name) for name in ("run.json", "batches.npz")]
-    command = [sys.executable, "-P", "-c", WITHOUT_THEM + entry, str(TESTS), *files, "--steps=2"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = entry(tmp_path, "train_step.py", "run.json", "batches.npz", "--steps=2")
     assert np.isfinite(found["loss"]) and found["rate"] == found["flops"] / found["step"] > 0
+
+
+def test_the_entry_for_accelerators_times_scoring_without_them(tmp_path):
+    """From a RunConfig's JSON and the lengths of an evaluation's texts in an .npz."""
+    config = tiny.run_config(tmp_path, 3, layout=Layout(model=2))
+    (tmp_path / "run.json").write_text(config.to_json())
+    generator = np.random.default_rng(0)
+    np.savez(
+        tmp_path / "suite.npz",
+        inputs=generator.integers(1, 60, 40).astype(np.uint16),
+        targets=generator.integers(1, 6, 100).astype(np.uint16),
+        input_of=np.sort(generator.integers(0, 40, 100)).astype(np.uint32),
+    )
+    found = entry(tmp_path, "score_step.py", "run.json", "suite.npz", "--tokens_per_batch=256")
+    assert found["pairs"] == found["of"] == 100
+    assert found["suite"] == pytest.approx(found["seconds"])
+    assert found["compiled_later"] == 0 < found["shapes"]
+    assert found["rate"] == 100 / found["seconds"]
+    # With no time for a second batch, the rest is extrapolated.
+    part = entry(
+        *(tmp_path, "score_step.py", "run.json", "suite.npz"),
+        *("--tokens_per_batch=256", "--seconds=0"),
+    )
+    assert part["pairs"] < 100 and part["suite"] > part["seconds"]
 
 
 MODEL = tiny.model()

@@ -64,28 +64,20 @@ def train_mesh_tensorflow(run_script, tmp_path_factory) -> Callable[[Sequence[di
 
 
 @pytest.fixture(scope="session")
-def mesh_checkpoints(train_mesh_tensorflow, tmp_path_factory) -> dict[str, Path]:
+def mesh_checkpoints(train_mesh_tensorflow, once) -> dict[str, Path]:
     """Model directories at step 2 that Mesh TensorFlow trained: "t5_1_1", "t5_1_0" and "lm_v1"."""
-    root = tmp_path_factory.mktemp("mesh_tensorflow")
-    directories = {name: root / name for name in ("t5_1_1", "t5_1_0", "lm_v1")}
-    train_mesh_tensorflow(
-        [
-            {"model_dir": directories["t5_1_1"], "model": "t5.1.1.small", "train_steps": 2},
-            {
-                "model_dir": directories["t5_1_0"],
-                "model": "t5.1.0.small",
-                "train_steps": 2,
-                "bindings": LEGACY_BINDINGS,
-            },
-            {
-                "model_dir": directories["lm_v1"],
-                "model": "lm_v1",
-                "train_steps": 2,
-                "bindings": DECODER_ONLY_BINDINGS,
-            },
-        ]
+    models = {
+        "t5_1_1": {"model": "t5.1.1.small"},
+        "t5_1_0": {"model": "t5.1.0.small", "bindings": LEGACY_BINDINGS},
+        "lm_v1": {"model": "lm_v1", "bindings": DECODER_ONLY_BINDINGS},
+    }
+    root = once(
+        "mesh_checkpoints",
+        lambda root: train_mesh_tensorflow(
+            [{"model_dir": root / name, "train_steps": 2, **models[name]} for name in models]
+        ),
     )
-    return directories
+    return {name: root / name for name in models}
 
 
 @pytest.fixture(scope="session")

@@ -11,13 +11,14 @@ import mesh_commands as commands  # noqa: E402 (in this folder)
 
 
 @pytest.fixture(scope="session")
-def vocabulary(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("vocabulary") / "tiny.model"
-    ended = commands.run_python(
-        f"import tiny_tasks; tiny_tasks.train_vocabulary({str(path)!r})", commands.environment(path)
-    )
-    assert path.exists(), ended.stderr
-    return path
+def vocabulary(once) -> Path:
+    def fill(folder):
+        path = folder / "tiny.model"
+        code = f"import tiny_tasks; tiny_tasks.train_vocabulary({str(path)!r})"
+        ended = commands.run_python(code, commands.environment(path))
+        assert path.exists(), ended.stderr
+
+    return once("mesh_vocabulary", fill) / "tiny.model"
 
 
 @pytest.fixture(scope="session")
@@ -26,12 +27,16 @@ def env(vocabulary) -> dict[str, str]:
 
 
 @pytest.fixture(scope="session")
-def trained(tmp_path_factory, env) -> tuple[Path, str]:
-    """A model_dir after four steps, and what training printed on stderr."""
-    model_dir = tmp_path_factory.mktemp("run") / "model"
-    ended = commands.run_command([f"--model_dir={model_dir}", *commands.TRAIN], env)
-    assert ended.returncode == 0, ended.stderr
-    return model_dir, ended.stderr
+def trained(once, env) -> tuple[Path, str]:
+    """A model_dir after four steps, to copy, and what training printed on stderr."""
+
+    def fill(folder):
+        ended = commands.run_command([f"--model_dir={folder / 'model'}", *commands.TRAIN], env)
+        assert ended.returncode == 0, ended.stderr
+        (folder / "stderr").write_text(ended.stderr)
+
+    folder = once("mesh_trained", fill)
+    return folder / "model", (folder / "stderr").read_text()
 
 
 @pytest.fixture(scope="session")

@@ -7,14 +7,14 @@ that the agreement is proven in any checkout.
 import dataclasses
 import json
 import os
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from ..mesh.mesh_commands import CommandServer
+
 SHARED = Path(__file__).resolve().parents[3] / "shared"
-COMMAND = "from t0repro.cli.t5_mesh_transformer import console_entry_point; console_entry_point()"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +43,9 @@ class Stacks:
 
     def __init__(self, folder: Path):
         self.folder, self.job = folder, _job()
+        # Compiled as users' programs are: tests/conftest.py sets these flags for other tests.
+        environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+        self.server = CommandServer({**environment, **self.job.environment})
 
     def run(self, backend: str, name: str, gin_files: list[str], gin_params: list[str]) -> Path:
         """Runs the command with model_dir `<folder>/<name>` and returns it."""
@@ -54,13 +57,8 @@ class Stacks:
             *(f"--gin_file={file}" for file in gin_files),
             *(f"--gin_param={param}" for param in gin_params),
         ]
-        done = subprocess.run(
-            [sys.executable, "-c", COMMAND, *arguments],
-            env={**os.environ, **self.job.environment},
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
+        code, stderr = self.server.run(arguments)
+        assert code == 0, stderr[-3000:]
         return model_dir
 
     def train(
@@ -118,9 +116,11 @@ def losses(model_dir: Path) -> dict[int, float]:
 
 
 @pytest.fixture(scope="session")
-def stacks(tmp_path_factory: pytest.TempPathFactory) -> Stacks:
+def stacks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stacks]:
     """The two stacks, in a folder that all tests of the session share."""
-    return Stacks(tmp_path_factory.mktemp("stacks"))
+    stacks = Stacks(tmp_path_factory.mktemp("stacks"))
+    yield stacks
+    stacks.server.close()
 
 
 @pytest.fixture(scope="session")

@@ -187,6 +187,22 @@ def in_blocks():
     }
 
 
+def combinations():
+    """Every layout with every optimizer, number of microbatches and kind of rows, and evaluated."""
+    changes = {name: {"optimizer": config} for name, config in OPTIMIZERS.items()} | {
+        "one batch": {"microbatches": 1},
+        "microbatches, not packed": {"pack": False},
+        "one batch, not packed": {"microbatches": 1, "pack": False},
+    }
+    return {
+        "trained": {
+            name: {key: trained(layout, **change) for key, layout in LAYOUTS.items()}
+            for name, change in changes.items()
+        },
+        "evaluated": {name: evaluated(layout) for name, layout in LAYOUTS.items()},
+    }
+
+
 def every_layout():
     """Losses, scores and texts of all layouts."""
     return {
@@ -208,5 +224,5 @@ def every_layout():
 
 
 if __name__ == "__main__":
-    cases = {"scanned": scanned, "in_blocks": in_blocks, "every_layout": every_layout}
-    print(json.dumps(cases[sys.argv[1]]()))
+    cases = (every_layout, combinations, scanned, in_blocks)
+    print(json.dumps({case.__name__: case for case in cases}[sys.argv[1]]()))

@@ -20,7 +20,7 @@ LAYOUTS = [
 
 
 def on_eight_devices(case):
-    flags = "--xla_force_host_platform_device_count=8"
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8"
     env = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     done = subprocess.run([sys.executable, SCRIPT, case], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -67,9 +67,23 @@ def test_scanned_layers_and_attention_in_blocks_train_to_the_same_losses(case):
         assert_same_training(one, other)
 
 
+@pytest.mark.slow
+def test_every_layout_with_every_optimizer_microbatches_and_rows_trains_and_scores_the_same():
+    found = on_eight_devices("combinations")
+    for one, *others in (list(case.values()) for case in found["trained"].values()):
+        assert len(others) == len(LAYOUTS)
+        for other in others:
+            assert_same_training(one, other)
+    for layout in LAYOUTS:
+        assert_same_evaluation(found["evaluated"]["one"], found["evaluated"][layout])
+
+
 @pytest.mark.parametrize("layout", ["data 8", "data 2, model 4"])
 def test_scores_texts_and_metrics_are_the_same(result, layout):
-    one, other = result["evaluated"]["one"], result["evaluated"][layout]
+    assert_same_evaluation(result["evaluated"]["one"], result["evaluated"][layout])
+
+
+def assert_same_evaluation(one, other):
     np.testing.assert_allclose(other["scores"], one["scores"], rtol=0, atol=1e-4)
     assert other["texts"] == one["texts"]
     assert other["metrics"] == pytest.approx(one["metrics"], abs=1e-4)

@@ -53,12 +53,12 @@ def test_of_another_kind_nothing_is_guessed(kind):
     assert published(kind) is None
 
 
+@pytest.mark.tpu
 @pytest.mark.parametrize(
     ("name", "count", "kind"),
     [("v3-512", 512, "TPU v3"), ("v4-128", 64, "TPU v4"), ("v5e-256", 256, "TPU v5 lite")],
 )
 def test_libtpu_has_these_devices(name, count, kind):
-    pytest.importorskip("libtpu", reason="the extra tpu is not installed")
     devices, chip = devices_of(name)
     assert (len(devices), devices[0].device_kind) == (count, kind)
     assert chip.flops > 1e12

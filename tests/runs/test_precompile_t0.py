@@ -8,7 +8,7 @@ import pytest
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "bench" / "precompile_t0.py"
 
-pytestmark = [pytest.mark.slow, pytest.mark.mtf]
+pytestmark = [pytest.mark.slow, pytest.mark.tpu, pytest.mark.mtf]
 
 
 @pytest.mark.parametrize("size", ["3B", "11B"])
@@ -20,7 +20,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.mtf]
     ],
 )
 def test_t0s_commands_compile_and_fit(size, command, devices):
-    pytest.importorskip("libtpu", reason="the extra tpu is not installed")
     arguments = ["--sizes", size, "--commands", command, "--layers", "1"]
     done = subprocess.run([sys.executable, SCRIPT, *arguments], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -11,6 +11,8 @@ from t0repro.runs.suggestions import suggest, variants
 
 from ..tiny_models import BFLOAT16, model_config, run_config
 
+pytestmark = pytest.mark.tpu
+
 TRAINING = run_config(
     "unused",
     10,
@@ -19,13 +21,12 @@ TRAINING = run_config(
     num_microbatches=1,
     dtypes=BFLOAT16,
     layout=Layout(model=2),
-    sequence_length={"inputs": 512, "targets": 128},
+    sequence_length={"inputs": 32, "targets": 16},
 )
 
 
 @pytest.fixture(scope="module")
 def v3():
-    pytest.importorskip("libtpu", reason="the extra tpu is not installed")
     return devices_of("v3-8")
 
 

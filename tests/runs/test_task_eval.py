@@ -187,11 +187,12 @@ def test_watching_goes_on_as_checkpoints_come(model_dir, tmp_path):
         evaluate_checkpoints(plan(model_dir, tmp_path, name=RANKED), watch=True)
 
 
-def test_pairs_that_are_cut_off_within_an_example_are_told(model_dir, tmp_path):
+def test_pairs_that_are_cut_off_within_an_example_are_told_once(model_dir, tmp_path, caplog):
     with pytest.raises(UserError, match="take a multiple of the numbers of choices"):
         evaluate_checkpoints(
             plan(model_dir, tmp_path, "seqio.Evaluator.num_examples = 5", name=RANKED)
         )
+    assert "Failed to evaluate" not in caplog.text, "SeqIO's own words, before the message"
 
 
 def test_faults_are_named(model_dir, tmp_path):

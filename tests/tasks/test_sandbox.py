@@ -1,5 +1,6 @@
 """Strangers' templates: what they cannot do, and that the others render as they always did."""
 
+import functools
 import itertools
 import json
 import os
@@ -203,6 +204,8 @@ def plain_environment() -> jinja2.Environment:
     environment = jinja2.Environment(loader=jinja2.BaseLoader())
     environment.globals.update(zip=zip)
     environment.filters.update(promptsource_environment().filters)
+    # promptsource compiles a template for each row anew, which takes most of its time.
+    environment.from_string = functools.lru_cache(maxsize=16)(environment.from_string)
     return environment
 
 
