@@ -2,7 +2,8 @@
 
     T0REPRO_DATA_DIR=DIR T0REPRO_VOCAB=FILE .venv/bin/python -P scripts/bench/train.py RUNS
 
-T5 1.1 small, 8 packed rows of 512 and 114 tokens, float32, Adafactor, in one process each:
+T5 1.1 small (or --size), 8 packed rows of 512 and 114 tokens, float32, Adafactor, in one process
+each:
 
     jax, cold      t5_mesh_transformer --backend=jax, with an empty folder of compiled programs
     jax, warm      the same again, which finds them
@@ -11,10 +12,20 @@ T5 1.1 small, 8 packed rows of 512 and 114 tokens, float32, Adafactor, in one pr
     pytorch        transformers, as it is (the extra hf)
     compiled       transformers by torch.compile
 
+A machine with a GPU needs only what "step", "pytorch" and "compiled" need. Write the files here and
+copy RUNS and this checkout there:
+
+    train.py RUNS --prepare --size xl --rows 32 --inputs 1024 --targets 256 --param \
+        "get_variable_dtype.activation_dtype = 'bfloat16'" \
+        "t0repro.jax_model.recompute = 'minimal'" \
+        "serialize_num_microbatches.tokens_per_microbatch_per_replica = 8192"
+    train.py RUNS --only step pytorch compiled         # there
+
 What a program printed is kept in RUNS/NAME.json; a bench that was stopped goes on with the next
 one. Prints a table: seconds to the first step with start-up, seconds of a step (the median),
 tokens a second, operations a second by one count (t0repro/partitioning/flops.py) for all, as a
-share of what a product of matrices reaches on this machine, and the most memory.
+share of what a product of matrices reaches on this machine, and the most memory. Below it stand
+the figures that NVIDIA published of T5X on GPUs, with operations by the same count.
 """
 
 from __future__ import annotations
@@ -32,8 +43,25 @@ from typing import Any
 
 import numpy as np
 
+from t0repro import compat
+
 HERE = Path(__file__).parent
 MODULE, MIXTURE = "t0repro.tasks.small", "small_train"
+SIZES = ("small", "base", "large", "xl", "xxl")
+# Rows a second of one GPU, 512 inputs and 128 targets each, AdamW, no dropout, as NVIDIA measured
+# its fork of T5X (JAX-Toolbox, rosetta/projects/t5x/README.md, section on performance, 2023).
+# The peaks are NVIDIA's too, dense, of bfloat16 (A100) and of fp8 (H100).
+T5X_512_128 = (
+    ("large", "64 A100, bfloat16", 75.8, 312e12),
+    ("xl", "144 A100, bfloat16", 21.0, 312e12),
+    ("large", "64 H100, fp8", 158.7, 1979e12),
+    ("xl", "144 H100, fp8", 50.4, 1979e12),
+)
+# As in t5's gin files, which a machine with a GPU may not have.
+SHAPES = {
+    "large": {"d_model": 1024, "d_ff": 2816, "num_heads": 16, "d_kv": 64},
+    "xl": {"d_model": 2048, "d_ff": 5120, "num_heads": 32, "d_kv": 64},
+}
 
 
 def main() -> None:
@@ -48,13 +76,21 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--inputs", type=int, default=512)
     parser.add_argument("--targets", type=int, default=114)
-    parser.add_argument("--param", nargs="*", default=[], help="more gin overrides: another size")
+    parser.add_argument("--size", choices=SIZES, default="small")
+    parser.add_argument("--param", nargs="*", default=[], help="more gin overrides")
+    parser.add_argument(
+        "--prepare", action="store_true", help="write run.json and batches.npz alone"
+    )
     parser.add_argument("--only", nargs="+", help="these programs alone")
     options = parser.parse_args()
+    # Before JAX is imported, which sets another level, for what is started here too.
+    compat.quiet_native_logs()
     options.folder.mkdir(parents=True, exist_ok=True)
     if not (options.folder / "batches.npz").exists():
         prepare(options)
     programs = ["jax, cold", "jax, warm", "mtf", "step", "pytorch", "compiled"]
+    if options.prepare:
+        return
     for name in options.only or programs:
         path = options.folder / f"{name}.json"
         if name in ("pytorch", "compiled") and importlib.util.find_spec("torch") is None:
@@ -63,6 +99,7 @@ def main() -> None:
             print(f"{name} ...", flush=True)
             path.write_text(json.dumps(outcome(name, options)))
     print(table(options.folder, programs))
+    print(published(options.folder))
 
 
 def overrides(options: argparse.Namespace) -> list[str]:
@@ -84,7 +121,10 @@ def overrides(options: argparse.Namespace) -> list[str]:
     ]
 
 
-FILES = ("dataset.gin", "models/t5.1.1.small.gin", "learning_rate_schedules/constant_0_001.gin")
+def gin_files(options: argparse.Namespace) -> tuple[str, ...]:
+    """t5's own gin files of the run."""
+    model = f"models/t5.1.1.{options.size}.gin"
+    return ("dataset.gin", model, "learning_rate_schedules/constant_0_001.gin")
 
 
 def prepare(options: argparse.Namespace) -> None:
@@ -93,7 +133,8 @@ def prepare(options: argparse.Namespace) -> None:
     from t0repro.config.mtf.parser import MeshInputs
     from t0repro.data.train_data import TrainBatches
 
-    inputs = MeshInputs("unused", FILES, tuple(overrides(options)), module_imports=(MODULE,))
+    files, params = gin_files(options), tuple(overrides(options))
+    inputs = MeshInputs("unused", files, params, module_imports=(MODULE,))
     config = load(inputs).run
     batches = iter(TrainBatches(config).open(0, None, print))
     kept = [next(batches) for _ in range(options.steps + 1)]
@@ -115,7 +156,7 @@ def outcome(name: str, options: argparse.Namespace) -> dict[str, Any]:
     command = [str(Path(sys.executable).with_name("t5_mesh_transformer"))]
     command += [f"--module_import={MODULE}"]
     command += [f"--model_dir={folder / name}", f"--backend={'mtf' if name == 'mtf' else 'jax'}"]
-    command += [f"--gin_file={file}" for file in FILES]
+    command += [f"--gin_file={file}" for file in gin_files(options)]
     command += [f"--gin_param={each}" for each in overrides(options)]
     return watched(command, folder / name, {"JAX_COMPILATION_CACHE_DIR": str(folder / "programs")})
 
@@ -179,6 +220,28 @@ def table(folder: Path, names: list[str]) -> str:
     if own:
         lines.append(
             f"{own['device']}; a batch takes the host {own['input'] / own['step']:.2%} of a step"
+        )
+    return "\n".join(lines)
+
+
+def published(folder: Path) -> str:
+    """T5X's published speeds, with operations a second by the count that the table above has."""
+    sys.path.append(str(HERE))  # python -P leaves it out
+    from train_step import model_of, operations
+
+    values = json.loads((folder / "run.json").read_text())
+    row = {name: np.ones((1, n), np.int32) for name, n in (("inputs", 512), ("targets", 128))}
+    flops = {}
+    for size, shape in SHAPES.items():
+        layers = {"num_encoder_layers": 24, "num_decoder_layers": 24}
+        sized = values | {"model": values["model"] | shape | layers}
+        flops[size] = operations(model_of(sized), sized, row)
+    lines = ["| T5X, as published | a row | tokens/s a GPU | rate | MFU |", "|---|---|---|---|---|"]
+    for size, machine, rows, peak in T5X_512_128:
+        rate = rows * flops[size]
+        lines.append(
+            f"| {size}, {machine} | {1 / rows:.4f} s | {rows * 640:,.0f} | {rate:.3g}"
+            f" | {rate / peak:.0%} |"
         )
     return "\n".join(lines)
 

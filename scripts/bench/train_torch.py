@@ -3,6 +3,8 @@
     python scripts/bench/train_torch.py RUN.json BATCHES.npz pytorch|compiled STEPS
 
 Rows are taken as one example each: transformers has no segments, and the products are the same.
+On a GPU if there is one; with the run's microbatches, bfloat16 by autocast, and each layer computed
+again in the backward pass if the run recomputes anything.
 """
 
 from __future__ import annotations
@@ -24,7 +26,10 @@ def main() -> None:
     """Trains a few steps and prints what they took as JSON."""
     run, batches, way, steps = sys.argv[1:]
     with open(run) as file:
-        size = json.load(file)["model"]
+        values = json.load(file)
+    size, parts = values["model"], values["num_microbatches"]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    half = values["dtypes"]["activation"] == "bfloat16"
     model = T5ForConditionalGeneration(
         T5Config(
             vocab_size=size["vocab_size"],
@@ -39,23 +44,30 @@ def main() -> None:
             decoder_start_token_id=0,
             dropout_rate=size["dropout_rate"],
         )
-    )
+    ).to(device)
+    if size["recompute"] != "none":
+        model.gradient_checkpointing_enable()
     optimizer = torch.optim.Adafactor(model.parameters(), lr=1e-3)
     forward = torch.compile(model) if way == "compiled" else model
-    arrays = {name: torch.from_numpy(x).long() for name, x in np.load(batches).items()}
+    arrays = {name: torch.from_numpy(x).long().to(device) for name, x in np.load(batches).items()}
     count, seconds, first = len(arrays["targets"]), [], 0.0
     for number in range(int(steps) + 1):
         before = time.perf_counter()
-        inputs, targets = (arrays[name][number % count] for name in ("inputs", "targets"))
-        labels = targets.masked_fill(targets == 0, -100)
-        loss = forward(input_ids=inputs, attention_mask=(inputs != 0).long(), labels=labels).loss
-        loss.backward()
+        features = (arrays[name][number % count].chunk(parts) for name in ("inputs", "targets"))
+        for inputs, targets in zip(*features, strict=True):
+            labels = targets.masked_fill(targets == 0, -100)
+            with torch.autocast(device, torch.bfloat16, enabled=half):
+                mask = (inputs != 0).long()
+                loss = forward(input_ids=inputs, attention_mask=mask, labels=labels).loss
+            (loss / parts).backward()
         optimizer.step()
         optimizer.zero_grad()
-        loss.item()
+        loss.item()  # waits for the device
         seconds.append(time.perf_counter() - before)
         first = first or time.perf_counter() - _STARTED
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    if device == "cuda":
+        memory = torch.cuda.max_memory_allocated()
     step = statistics.median(seconds[1:])
     print(json.dumps({"first_step": first, "step": step, "memory": memory}))
 

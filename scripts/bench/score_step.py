@@ -1,0 +1,200 @@
+"""Times the scoring of T0's held-out suite on this machine's devices, with random parameters.
+
+    python scripts/bench/score_step.py RUN.json SUITE.npz --seconds 300
+
+Needs jax, flax, optax and orbax alone, like train_step.py, and writes no file. RUN.json is
+RunConfig.to_json's, of which model, dtypes and layout count (train.py --prepare --size xl writes
+T0-3B's). SUITE.npz holds the number of tokens of every distinct input and choice; what the tokens
+are makes no difference to the time. Where the data and all of t0repro are, it is written by
+
+    T0REPRO_DATA_DIR=DIR T0REPRO_VOCAB=FILE python scripts/bench/score_step.py --prepare SUITE.npz
+
+Batches are the evaluation's own (input rows encoded once, packed with all their choices, a few
+shapes), in random order until the time is up. Prints one line of JSON:
+
+    shapes         programs that were compiled for the batches' shapes, two for each
+    compiling      seconds that it took
+    compiled_later programs that were compiled while pairs were scored: 0, or the figures are wrong
+    pairs          distinct pairs that were scored; of all, `of`
+    seconds        what they took
+    host           seconds that making their arrays takes; most of them while the device computes
+    rate           pairs a second
+    suite          seconds for all pairs: measured, or extrapolated by padded tokens
+    memory         most bytes in use, on a device or, on CPU, of the process
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from t0repro.config.run_config import Layout
+from t0repro.evaluation.engine import Engine, decode, encode, suited_tokens
+from t0repro.evaluation.grouping import Plan, PlannedBatch, make_plan
+from t0repro.evaluation.pairs import Pairs
+from t0repro.model.t5 import held_for_evaluation, initial_parameters
+from t0repro.partitioning.devices import choose
+
+sys.path.append(str(Path(__file__).parent))  # python -P leaves it out
+
+
+def main() -> None:
+    """Scores pairs for some time and prints what they took."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("run", type=Path, nargs="?")
+    parser.add_argument("suite", type=Path, nargs="?")
+    parser.add_argument("--seconds", type=float, default=300, help="start no batch after these")
+    parser.add_argument("--tokens_per_batch", type=int, help="as t0repro rank-eval takes it")
+    parser.add_argument("--prepare", type=Path, metavar="SUITE.npz", help="write this file alone")
+    options = parser.parse_args()
+    if options.prepare:
+        np.savez_compressed(options.prepare, **lengths_of_suite())
+    elif options.suite is None:
+        parser.error("RUN.json and SUITE.npz are missing")
+    else:
+        values = json.loads(options.run.read_text())
+        lengths = dict(np.load(options.suite))
+        found = measured(values, lengths, options.seconds, options.tokens_per_batch)
+        print(json.dumps(found), flush=True)
+
+
+def measured(
+    values: dict[str, Any],
+    lengths: dict[str, np.ndarray],
+    limit: float,
+    tokens_per_batch: int | None = None,
+) -> dict[str, Any]:
+    """What the module's docstring lists.
+
+    Args:
+      values: a run's JSON.
+      lengths: `inputs` and `targets`, their numbers of tokens, and `input_of`, each pair's input.
+      limit: seconds of scoring.
+      tokens_per_batch: see grouping.make_plan.
+    """
+    from train_step import memory, model_of
+
+    model = model_of(values)
+    model = model.clone(config=dataclasses.replace(model.config, dropout_rate=0.0))
+    partitioning = choose(Layout(**values["layout"]), model.config)
+    params = random_parameters(model, partitioning)
+    pairs = random_pairs(lengths, model.config.vocab_size)
+    plan = make_plan(pairs, tokens_per_batch or suited_tokens(params))
+    engine = Engine(params, model)
+    before = time.perf_counter()
+    first_of_each = {_shape(batch): batch for batch in reversed(plan.batches)}
+    scored(engine, pairs, plan, list(first_of_each.values()))
+    compiling, programs = time.perf_counter() - before, compiled()
+    order = np.random.default_rng(0).permutation(len(plan.batches))
+    done, count, seconds = scored(engine, pairs, plan, [plan.batches[n] for n in order], limit)
+    tokens, every = (sum(map(padded_tokens, batches)) for batches in (done, plan.batches))
+    return {
+        "device": f"{partitioning}, jax {jax.__version__}",
+        "shapes": len(first_of_each),
+        "compiling": compiling,
+        "compiled_later": compiled() - programs,
+        "pairs": count,
+        "of": len(pairs),
+        "seconds": seconds,
+        "host": host_seconds(done, pairs),
+        "rate": count / seconds,
+        "suite": seconds * every / tokens,
+        "memory": memory(),
+    }
+
+
+def random_parameters(model: Any, partitioning: Any) -> Any:
+    """Parameters drawn on the devices, in the dtypes that an evaluation holds them in."""
+
+    def drawn() -> Any:
+        params = initial_parameters(model, jax.random.key(0))
+        held = held_for_evaluation(model, params)
+        return jax.tree.map(lambda x, like: x.astype(like.dtype), params, held)
+
+    if partitioning.mesh.size == 1:
+        return jax.jit(drawn)()
+    return jax.jit(drawn, out_shardings=partitioning.shardings(jax.eval_shape(drawn)))()
+
+
+def random_pairs(lengths: dict[str, np.ndarray], vocabulary: int) -> Pairs:
+    """Pairs of random tokens with the suite's lengths."""
+    generator = np.random.default_rng(0)
+
+    def texts(sizes: np.ndarray) -> tuple[np.ndarray, ...]:
+        ids = generator.integers(2, vocabulary, sizes.sum(), dtype=np.int32)
+        return tuple(np.split(ids, np.cumsum(sizes.astype(np.int64))[:-1]))
+
+    number = np.arange(len(lengths["targets"]))
+    input_of = lengths["input_of"].astype(np.int64)
+    return Pairs(texts(lengths["inputs"]), texts(lengths["targets"]), input_of, number)
+
+
+def scored(
+    engine: Engine, pairs: Pairs, plan: Plan, batches: list[PlannedBatch], limit: float = np.inf
+) -> tuple[list[PlannedBatch], int, float]:
+    """Scores batches until the time is up: those done, the number of their pairs, and seconds."""
+    started, done, count = time.perf_counter(), [], 0
+    some = dataclasses.replace(plan, batches=tuple(batches))
+    for batch, found in zip(batches, engine.run(pairs, some), strict=True):
+        assert np.isfinite(found.scores).all()
+        done.append(batch)
+        count += len(found.pairs)
+        if time.perf_counter() - started > limit:
+            break
+    return done, count, time.perf_counter() - started
+
+
+def host_seconds(batches: list[PlannedBatch], pairs: Pairs) -> float:
+    """Seconds that the host takes for the arrays of batches."""
+    started = time.perf_counter()
+    for batch in batches:
+        batch.inputs(pairs), batch.decoder_rows(pairs)
+    return time.perf_counter() - started
+
+
+def padded_tokens(batch: PlannedBatch) -> int:
+    """Entries of a batch's arrays."""
+    return batch.size * (batch.inputs_length + batch.targets_length)
+
+
+def compiled() -> int:
+    """Programs that scoring has compiled so far."""
+    return encode._cache_size() + decode._cache_size()
+
+
+def _shape(batch: PlannedBatch) -> tuple[int, int, int]:
+    return batch.size, batch.inputs_length, batch.targets_length
+
+
+def lengths_of_suite() -> dict[str, np.ndarray]:
+    """The lengths of T0's held-out sets whose rows are there, every row; needs all of t0repro."""
+    from rank_eval import LENGTHS, register_tasks
+
+    from t0repro.evaluation.pairs import distinct_pairs
+    from t0repro.evaluation.reading import TaskReader
+
+    examples = (
+        {name: example[name] for name in LENGTHS}
+        for task in register_tasks()
+        for example in TaskReader(task, "validation", LENGTHS).examples()
+    )
+    pairs = distinct_pairs(examples, LENGTHS)
+    return {
+        "inputs": np.array([len(text) for text in pairs.inputs], np.uint16),
+        "targets": np.array([len(text) for text in pairs.targets], np.uint16),
+        "input_of": pairs.input_of.astype(np.uint32),
+    }
+
+
+if __name__ == "__main__":
+    main()
