@@ -31,6 +31,7 @@ from t0repro.partitioning.flops import count_flops
 from t0repro.partitioning.topologies import GIB, Chip
 from t0repro.progress import working
 from t0repro.runs.compile_ahead import train_shapes
+from t0repro.runs.step_memory import Account, account
 from t0repro.training.optimizers import make_optimizer
 from t0repro.training.schedules import make_schedule
 from t0repro.training.train_state import new_train_state
@@ -47,7 +48,8 @@ class Program:
       name: train, encode, decode (both of scoring) or generate.
       parameters: bytes of the parameters.
       slots: bytes of the optimizer's slots.
-      temporaries: bytes of gradients, activations and whatever else the program needs meanwhile.
+      temporaries: bytes of gradients, activations and whatever else the program needs meanwhile, by
+        the compiler.
       other: bytes of batches, results and the program itself.
       refused: what the compiler says if the program does not fit; "" if it compiled.
       flops: operations of all devices together, see `count_flops`.
@@ -55,6 +57,8 @@ class Program:
       seconds: time to trace and compile.
       hlo: the compiled program's text; "" if it did not compile.
       modules: HLO modules before and after optimization, serialized; none if it did not compile.
+      account: what of `temporaries` are gradients and activations; None of an evaluation's step,
+        which keeps nothing for a backward pass.
     """
 
     name: str
@@ -68,11 +72,22 @@ class Program:
     seconds: float
     hlo: str
     modules: tuple[bytes, ...] = ()
+    account: Account | None = None
 
     @property
     def total(self) -> int:
         """All bytes on a device."""
         return self.parameters + self.slots + self.temporaries + self.other
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """The bytes of `total` by what they are for."""
+        parts = {"parameters": self.parameters}
+        if self.account is None:
+            parts["activations and temporaries"] = self.temporaries
+        else:
+            parts |= {"slots": self.slots, **self.account.divided(self.temporaries)}
+        return {**parts, "other": self.other}
 
     @property
     def sent(self) -> int:
@@ -191,7 +206,9 @@ def train_programs(config: RunConfig, partitioning: Partitioning) -> Iterator[Pr
     batch = {name: _tokens(partitioning, *shape) for name, shape in shapes.items()}
     state = _placed(partitioning, state)
     jitted = jitted_train_step(step, state, several or partitioning)
-    yield _compiled("train", jitted, (state, batch), partitioning)
+    program = _compiled("train", jitted, (state, batch), partitioning)
+    of_step = account(config, partitioning, shapes)
+    yield dataclasses.replace(program, account=of_step)
 
 
 def evaluation_programs(config: RunConfig, partitioning: Partitioning) -> Iterator[Program]:
@@ -319,7 +336,7 @@ def described(
 ) -> Iterator[str]:
     """Lines about a compiled step: memory and whether it fits, operations, communication, time."""
     yield f"{program.name}: compiled in {program.seconds:.0f} s"
-    yield f"  memory of a device: {_memory(program)}"
+    yield from _memory(program)
     if chip is not None:
         yield f"  {fits(program, config, partitioning, chip)}"
     devices = partitioning.mesh.size
@@ -385,15 +402,16 @@ def more_recomputation(model: ModelConfig) -> tuple[Recompute, ...]:
     return stronger.get(model.recompute, ())
 
 
-def _memory(program: Program) -> str:
-    parts = {"parameters": program.parameters, "slots": program.slots}
-    if program.slots:
-        parts["gradients, activations and temporaries"] = program.temporaries
-    else:
-        parts["activations and temporaries"] = program.temporaries
-    parts["other"] = program.other
-    listed = " + ".join(f"{name} {_gib(size)}" for name, size in parts.items() if size)
-    return f"{_gib(program.total)} = {listed}"
+def _memory(program: Program) -> Iterator[str]:
+    listed = " + ".join(f"{name} {_gib(size)}" for name, size in program.parts.items())
+    yield f"  memory of a device: {_gib(program.total)} = {listed}"
+    found = program.account
+    # 0 if a compiler that refuses the program does not say how much it would need.
+    if found is not None and found.total > program.temporaries > 0:
+        yield (
+            f"  by shapes, gradients are {_gib(found.gradients)} and activations"
+            f" {_gib(found.activations)}: the compiled step never holds all of both"
+        )
 
 
 def _gib(size: float) -> str:

@@ -45,6 +45,11 @@ def test_the_bytes_of_a_training_on_one_device_are_those_of_its_arrays(tmp_path)
 def test_a_run_is_described_and_its_programs_saved(tmp_path):
     lines = list(precompile(TRAINING, jax.devices()[:1], None, tmp_path))
     assert lines[0] == "devices: 1 x cpu"
+    (memory,) = [line for line in lines if "memory of a device" in line]
+    # Each figure by itself, in the order in which they are held.
+    names = ("parameters", "slots", "gradients", "activations", "temporaries", "other")
+    places = [memory.index(name) for name in names]
+    assert places == sorted(places)
     assert any("operations" in line for line in lines)
     assert "ENTRY" in (tmp_path / "train.hlo.txt").read_text()
 

@@ -1,0 +1,113 @@
+"""Gradients and activations of a step are counted on shapes, as the compiler comes to hold them."""
+
+import dataclasses
+
+import jax
+import pytest
+from jax.sharding import AbstractMesh
+
+from t0repro.config.run_config import Layout
+from t0repro.partitioning.devices import Partitioning, choose
+from t0repro.runs.compile_ahead import train_shapes
+from t0repro.runs.precompile import train_programs
+from t0repro.runs.step_memory import Account, account
+
+from ..tiny_models import BFLOAT16, model_config, run_config
+
+MODEL = model_config(
+    num_encoder_layers=4, num_decoder_layers=4, d_model=32, d_ff=64, num_heads=4, d_kv=8
+)
+TRAINING = run_config(
+    "unused",
+    10,
+    model=MODEL,
+    batch_size=32,
+    num_microbatches=2,
+    sequence_length={"inputs": 64, "targets": 32},
+)
+
+
+def training(**changes):
+    """A training with some changes to the model and to the run."""
+    of_model = {name: changes.pop(name) for name in list(changes) if hasattr(MODEL, name)}
+    model = dataclasses.replace(MODEL, **of_model)
+    return dataclasses.replace(TRAINING, model=model, **changes)
+
+
+def counted(data=1, shared_by=1, fully_sharded=False, **changes):
+    """The account of a training on so many devices, none of which is there."""
+    mesh = AbstractMesh((data, shared_by), ("data", "model"))
+    run, devices = training(**changes), Partitioning(mesh, fully_sharded, mesh.size)
+    return account(run, devices, train_shapes(run, run.sequence_length.get))
+
+
+@pytest.fixture(scope="module")
+def looped():
+    """Compiled steps whose layers are one body in a loop, by what is recomputed."""
+
+    def compiled(way):
+        run = training(recompute=way, scan_layers=True, num_microbatches=1)
+        devices = choose(Layout(), run.model, devices=jax.devices()[:1])
+        (program,) = train_programs(run, devices)
+        return program
+
+    return {way: compiled(way) for way in ("none", "full")}
+
+
+def test_gradients_are_one_float32_array_for_each_parameter():
+    assert counted(dtypes=BFLOAT16).gradients == 4 * MODEL.shape.parameter_count()
+
+
+@pytest.mark.parametrize("scan_layers", [False, True])
+def test_what_is_recomputed_is_not_kept(scan_layers):
+    ways = ("none", "minimal", "full", "offload")
+    kept = {way: counted(recompute=way, scan_layers=scan_layers).activations for way in ways}
+    assert kept["none"] > 2 * kept["minimal"] > 2 * kept["full"]
+    assert kept["offload"] == kept["full"], "what is kept in the host's memory takes none here"
+
+
+def test_the_compilers_figure_falls_by_what_is_not_kept(looped):
+    none, full = looped["none"], looped["full"]
+    saved = none.account.activations - full.account.activations
+    assert none.temporaries - full.temporaries == pytest.approx(saved, rel=0.2)
+
+
+def test_half_a_microbatch_keeps_half_the_activations():
+    whole, half = counted(num_microbatches=2), counted(num_microbatches=4)
+    # Half, but for what does not grow with the rows.
+    assert half.activations == pytest.approx(whole.activations / 2, rel=0.01)
+    assert half.gradients == whole.gradients
+
+
+def test_devices_that_divide_a_batch_keep_their_rows():
+    alone, four = counted(), counted(data=4)
+    assert four.activations == pytest.approx(alone.activations / 4, rel=0.01)
+    assert four.gradients == alone.gradients
+    sharded = counted(data=4, fully_sharded=True)
+    assert sharded.activations == four.activations
+    assert sharded.gradients < four.gradients / 3
+
+
+def test_devices_that_share_a_model_keep_their_heads_and_d_ff():
+    alone, two = counted(), counted(shared_by=2)
+    # The residual stream is whole on both.
+    assert alone.activations / 2 < two.activations < alone.activations
+    assert two.gradients < 0.6 * alone.gradients
+
+
+def test_kernels_that_a_loop_over_layers_stacks_are_no_activations():
+    wide = dict(d_ff=4096, num_microbatches=32, recompute="full", scan_layers=True)
+    assert counted(**wide).activations < counted(**wide).gradients / 8
+
+
+def test_the_parts_of_a_step_add_up_to_its_total(looped):
+    for program in looped.values():
+        assert sum(program.parts.values()) == program.total
+        assert min(program.parts.values()) >= 0
+        assert program.parts["gradients"] == program.account.gradients
+
+
+def test_an_account_larger_than_the_compilers_figure_is_cut_to_it():
+    assert Account(30, 60).divided(100) == {"gradients": 30, "activations": 60, "temporaries": 10}
+    assert Account(30, 60).divided(80) == {"gradients": 30, "activations": 50, "temporaries": 0}
+    assert Account(30, 60).divided(20) == {"gradients": 20, "activations": 0, "temporaries": 0}
