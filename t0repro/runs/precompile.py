@@ -410,7 +410,7 @@ def _memory(program: Program) -> Iterator[str]:
     if found is not None and found.total > program.temporaries > 0:
         yield (
             f"  by shapes, gradients are {_gib(found.gradients)} and activations"
-            f" {_gib(found.activations)}: the compiled step never holds all of both"
+            f" {_gib(found.activations)}: not all of that is in this memory at once"
         )
 
 

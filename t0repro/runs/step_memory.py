@@ -49,8 +49,9 @@ class Account:
         The figure is of the moment when most is held, where the account may exceed it: with one
         microbatch, gradients take the place of activations that are not needed any more, and an
         update may consume each as it comes; and a compiler may compute again what is cheap instead
-        of keeping it. So each byte counts once, first for the gradients, with which every backward
-        pass ends, then for activations.
+        of keeping it, or keep it in the chip's own memory, as libtpu does in small models. So each
+        byte counts once, first for the gradients, with which every backward pass ends, then for
+        activations.
 
         Args:
           temporaries: bytes that the compiler says are needed beside the arguments.

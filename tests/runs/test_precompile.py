@@ -10,12 +10,15 @@ from t0repro.partitioning.collectives import counts
 from t0repro.partitioning.devices import choose
 from t0repro.partitioning.topologies import devices_of
 from t0repro.runs.precompile import (
+    Program,
     adjusted,
+    described,
     evaluation_programs,
     precompile,
     remedies,
     train_programs,
 )
+from t0repro.runs.step_memory import Account
 
 from ..tiny_models import BFLOAT16, model_config, run_config
 
@@ -52,6 +55,18 @@ def test_a_run_is_described_and_its_programs_saved(tmp_path):
     assert places == sorted(places)
     assert any("operations" in line for line in lines)
     assert "ENTRY" in (tmp_path / "train.hlo.txt").read_text()
+
+
+@pytest.mark.parametrize(("temporaries", "said"), [(100, False), (80, True)])
+def test_an_account_beyond_the_compilers_figure_is_said_beside_it(temporaries, said):
+    program = Program(
+        "train", 40, 8, temporaries, other=0, refused="", flops=8, communication=(), seconds=0.0,
+        hlo="", account=Account(gradients=30, activations=60),
+    )  # fmt: skip
+    devices = choose(Layout(), MODEL, devices=jax.devices()[:1])
+    lines = list(described(program, TRAINING, devices, None))
+    of_both = "gradients are 30 bytes and activations 60 bytes"
+    assert any(of_both in line for line in lines) == said
 
 
 def test_scoring_and_generation_are_compiled_too():
