@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 
 from t0repro.config.run_config import RunConfig
 from t0repro.data.batches import MODEL_FEATURES
+from t0repro.data.light_steps import light_steps_in_place, without_autotune
 from t0repro.data.resuming import Batch, ResumableBatches, Say
 from t0repro.errors import UserError
 
@@ -93,13 +95,18 @@ class TrainBatches(ResumableBatches):
 
         data, config = self._data, self._config
         assert config.sequence_length is not None
-        dataset = mesh_transformer.mesh_train_dataset_fn(
-            mixture_or_task_name=data.mixture_or_task_name,
-            sequence_length=dict(config.sequence_length),
-            dataset_split=data.split,
-            shuffle=data.shuffle,
-            seed=seed,
-            use_cached=data.use_cached,
-            pack=data.pack,
-        )
-        return dataset.repeat().batch(config.batch_size, drop_remainder=True).prefetch(2)
+        # The state of tf.data's iterator can only be read into a pipeline like the one that saved
+        # it, so such a pipeline stays as it is, as does one without a cache, which was not timed.
+        light = data.use_cached and not data.checkpoint_input_pipeline
+        with light_steps_in_place() if light else contextlib.nullcontext():
+            dataset = mesh_transformer.mesh_train_dataset_fn(
+                mixture_or_task_name=data.mixture_or_task_name,
+                sequence_length=dict(config.sequence_length),
+                dataset_split=data.split,
+                shuffle=data.shuffle,
+                seed=seed,
+                use_cached=data.use_cached,
+                pack=data.pack,
+            )
+        batches = dataset.repeat().batch(config.batch_size, drop_remainder=True).prefetch(2)
+        return without_autotune(batches) if light else batches
