@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from t0repro.config.run_config import ModelConfig, Recompute
 from t0repro.model.blockwise_attention import number_of_blocks
 from t0repro.model.dropout import Dropout, ScannedLayer
+from t0repro.model.layer_sums import SUMS, adding, starting_with
 from t0repro.model.layers import (
     MLP,
     Attention,
@@ -205,9 +206,7 @@ class Tower(nn.Module):
     @property
     def _scanned(self) -> bool:
         """Whether one body serves all layers; new parameters are drawn layer by layer."""
-        asked = self.config.scan_layers
-        deep = self._layers >= SCANNED_FROM if asked is None else asked
-        return deep and not self.is_initializing()
+        return is_scanned(self.config, self._layers) and not self.is_initializing()
 
     def _all_layers(
         self,
@@ -223,7 +222,9 @@ class Tower(nn.Module):
 
         Each layer has its own parameters; they are stacked here, in the activation dtype where it
         is what they are cast to anyway. So the train state, checkpoints and gradients know nothing
-        of it, and the copy is half as large as the parameters when activations are bfloat16.
+        of it, and the copy is half as large as the parameters when activations are bfloat16. If
+        sums of gradients are given with the parameters, the backward pass adds to them
+        (t0repro.model.layer_sums).
         """
         config, own = self.config, self.variables["params"]
         draws = config.dropout_rate and not deterministic
@@ -234,22 +235,31 @@ class Tower(nn.Module):
             # Vectors are the norms' scales, which are multiplied in float32.
             return jnp.stack([x.astype(self.dtype) if x.ndim > 1 else x for x in layers])
 
-        def body(x: jax.Array, item: tuple[jax.Array, Any]) -> tuple[jax.Array, None]:
-            index, parameters = item
+        def body(carry: tuple[Any, Any], item: tuple[jax.Array, Any]) -> tuple[Any, None]:
+            (x, sums), (index, parameters) = carry, item
+            if sums is not None:
+                parameters, sums = adding(parameters, sums, index)
             layer = None if rng is None else ScannedLayer(index, self._layers, rng)
             block = Block(config, self.dtype, self.encoder, layer, parent=None)
             # The sum of the biases is as large as the attention's logits, so each layer adds them.
             arrays = (bias, shared, present, encoded, encoded_bias, None)
             y = block.apply({"params": parameters}, x, *arrays, deterministic=deterministic)
-            assert isinstance(y, jax.Array)
-            return y, None
+            return (y, sums), None
 
         if config.recompute != "none":
             # Nothing outside the loop's body can be merged with what it computes again.
             body = jax.checkpoint(body, prevent_cse=False, policy=kept(config.recompute))
         layers = [own[f"layers_{index}"] for index in range(self._layers)]
         parameters = jax.lax.optimization_barrier(jax.tree.map(stacked, *layers))
-        return jax.lax.scan(body, x, (jnp.arange(self._layers), parameters))[0]
+        items = (jnp.arange(self._layers), parameters)
+        (x, sums), _ = jax.lax.scan(body, (x, own.get(SUMS)), items)
+        return x if sums is None else starting_with(x, sums)
+
+
+def is_scanned(config: ModelConfig, layers: int) -> bool:
+    """Whether a tower of so many layers is one body in a loop."""
+    asked = config.scan_layers
+    return layers >= SCANNED_FROM if asked is None else asked
 
 
 def position_bias(config: ModelConfig, dtype: jnp.dtype, encoder: bool) -> RelativePositionBias:

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from t0repro.errors import UserError
+from t0repro.model.blocks import is_scanned
 from t0repro.model.t5 import T5, Batch, initial_parameters
 from t0repro.training.batch_sums import loss_and_sums, metrics_of
 from t0repro.training.loss import loss_denominator, training_loss, with_loss_weights
@@ -166,3 +167,26 @@ class T5Model(BaseModel):
             return loss, {"loss": AveragePerStep(loss)}
         loss, sums = loss_and_sums(self.module, params, batch, **options)
         return loss, metrics_of(sums, packed="targets_segmentation" in batch)
+
+
+def summed_towers(model: BaseModel, loss_fn: LossFn) -> dict[str, int]:
+    """Towers whose layers' gradients their backward pass may add up, with their numbers of layers.
+
+    Only for the loss of T5Model itself, which reads the layers in their tower alone, once. What a
+    user's loss does with them is not known.
+
+    Args:
+      model: the model.
+      loss_fn: what its `whole_batch` returned.
+    """
+    own = getattr(loss_fn, "func", None)
+    if not isinstance(model, T5Model) or getattr(own, "__func__", None) is not T5Model._loss:
+        return {}
+    config = model.module.config
+    # Shared layers have gradients of both towers.
+    towers = {"encoder": config.num_encoder_layers, "decoder": config.num_decoder_layers}
+    return {
+        tower: count
+        for tower, count in towers.items()
+        if count and not config.shared_towers and is_scanned(config, count)
+    }

@@ -10,12 +10,13 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from t0repro.errors import UserError
+from t0repro.model import layer_sums
 from t0repro.model.shapes import Array, Float
 from t0repro.model.t5 import T5, Batch
 from t0repro.partitioning.devices import Partitioning
 from t0repro.partitioning.rules import DATA, constrain, sums_over_groups
 from t0repro.training.metric_classes import Average, LastValue, merge_metrics
-from t0repro.training.models import BaseModel, T5Model
+from t0repro.training.models import BaseModel, T5Model, summed_towers
 from t0repro.training.optimizers import Optimizer
 from t0repro.training.schedules import Schedule
 from t0repro.training.train_state import TrainState
@@ -80,17 +81,25 @@ def accumulate_grads_microbatched(
     if count == 1:
         return gradients_of(train_state.params, batch, keys(0), train_state.flax_mutables)
 
+    params, mutables, specs = train_state.params, train_state.flax_mutables, None
+    if partitioning is not None:
+        shardings = partitioning.shardings(params)
+        specs = jax.tree.map(lambda sharding: sharding.spec, shardings)
+    towers = summed_towers(model, loss_fn)
+
     def of_parts(params: Any, parts: Any) -> tuple[Any, Any, Any]:
-        return _scanned(gradients_of, params, parts, keys, train_state.flax_mutables, count)
+        return _scanned(gradients_of, params, parts, keys, mutables, towers, specs)
 
     parts = split_into_microbatches(batch, count, contiguous=t5x_dropout_compat)
     together = partitioning is None or partitioning.fully_sharded or partitioning.data == 1
-    if together or not _adds_up(of_parts, train_state.params, parts):
-        return of_parts(train_state.params, parts)
-    assert partitioning is not None
-    shardings = partitioning.shardings(train_state.params)
-    specs = jax.tree.map(lambda sharding: sharding.spec, shardings)
-    return sums_over_groups(of_parts, train_state.params, parts, partitioning.data, specs)
+    if together or not _adds_up(of_parts, params, parts):
+        totals, metrics, mutables = of_parts(params, parts)
+    else:
+        assert partitioning is not None
+        totals, metrics, mutables = sums_over_groups(
+            of_parts, params, parts, partitioning.data, specs
+        )
+    return layer_sums.by_layer(totals, towers), metrics, mutables
 
 
 def apply_grads(
@@ -227,26 +236,36 @@ def _gradients_function(loss_fn: Callable, mutables: Any) -> Callable[..., tuple
 
 
 def _scanned(
-    gradients_of: Callable, params: Any, parts: Any, keys: Callable, mutables: Any, count: int
+    gradients_of: Callable,
+    params: Any,
+    parts: Any,
+    keys: Callable,
+    mutables: Any,
+    towers: layer_sums.Towers,
+    specs: Any,
 ) -> tuple[Any, Any, Any]:
-    """Adds up the microbatches' gradients in float32, and merges their metrics in order."""
+    """Adds up the microbatches' gradients in float32, and merges their metrics in order.
+
+    The sums of each of `towers` are stacks, see `layer_sums.zeros`.
+    """
 
     def add(carry: tuple, item: tuple) -> tuple[tuple, None]:
-        total, merged, before = carry
+        totals, merged, before = carry
         part, index = item
-        gradients, metrics, after = gradients_of(params, part, keys(index), before)
+        given = layer_sums.with_sums(params, totals, towers)
+        gradients, metrics, after = gradients_of(given, part, keys(index), before)
         later = merge_metrics(merged, metrics)
         # The scan starts from zeros, with which not every metric can be merged: the first replaces
         # them.
         merged = jax.tree.map(lambda one, two: jnp.where(index == 0, one, two), metrics, later)
-        return (jax.tree.map(jnp.add, total, gradients), merged, after), None
+        return (layer_sums.added_up(totals, gradients, towers), merged, after), None
 
     first = jax.tree.map(lambda x: x[0], parts)
     _, metrics, _ = jax.eval_shape(gradients_of, params, first, keys(0), mutables)
-    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
     nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), metrics)
-    carry, _ = jax.lax.scan(add, (zeros, nothing, mutables), (parts, jnp.arange(count)))
-    return carry
+    start = (layer_sums.zeros(params, towers, specs), nothing, mutables)
+    count = next(iter(parts.values())).shape[0]
+    return jax.lax.scan(add, start, (parts, jnp.arange(count)))[0]
 
 
 def _adds_up(of_parts: Callable, params: Any, parts: Any) -> bool:

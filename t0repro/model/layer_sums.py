@@ -1,0 +1,128 @@
+"""Adds up the gradients of a tower's layers inside the backward pass of its loop.
+
+A tower that is one body in a loop (t0repro.model.blocks) ends its backward pass with a stack of all
+its layers' gradients. With several microbatches these are then added to sums of the same size, and
+XLA has the stacks of both towers beside the sums: a quarter more memory than the rest of an 11B's
+step. So the sums go through the loops themselves, stacked, as values that nothing is computed from.
+Their gradient is defined here as what has been added up so far:
+
+    forward    sums ---- layer 0 ---- ... ---- layer 23 ---- starting_with
+    backward   sums + all gradients <- ... <- sums + those of layer 23 <- sums
+
+Each layer adds its own gradient in its place, and no stack of gradients exists. The sums are an
+entry of the tower's parameters, SUMS, so that a loss hands them through like any parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from t0repro.model.shapes import Array, Int
+
+SUMS = "gradient_sums"
+# The number of layers of each tower whose sums go through its loop.
+Towers = Mapping[str, int]
+
+
+# ---- In the tower -------------------------------------------------------------------------------
+
+
+@jax.custom_vjp
+def adding(parameters: Any, sums: Any, index: Int[Array, ""]) -> tuple[Any, Any]:
+    """Both as they are; in the backward pass, the parameters' gradient goes to the sums' row.
+
+    Args:
+      parameters: those of one layer.
+      sums: the same tree, float32, [layers, ...].
+      index: which layer it is.
+    """
+    del index
+    return parameters, sums
+
+
+def _adding(parameters: Any, sums: Any, index: Array) -> tuple[Any, Array]:
+    return (parameters, sums), index
+
+
+def _added(index: Array, gradients: tuple[Any, Any]) -> tuple[None, Any, None]:
+    of_layer, sums = gradients
+    add = lambda total, new: total.at[index].add(new.astype(total.dtype))  # noqa: E731
+    return None, jax.tree.map(add, sums, of_layer), None
+
+
+adding.defvjp(_adding, _added)
+
+
+@jax.custom_vjp
+def starting_with(x: Array, sums: Any) -> Array:
+    """x; in the backward pass, the sums' own values are what the last layer adds to."""
+    del sums
+    return x
+
+
+starting_with.defvjp(lambda x, sums: (x, sums), lambda sums, gradient: (gradient, sums))
+
+
+# ---- Around the loss ----------------------------------------------------------------------------
+
+
+def zeros(params: Mapping[str, Any], towers: Towers, specs: Any = None) -> dict[str, Any]:
+    """Float32 sums of no gradients: those of each tower's layers stacked, all others as they are.
+
+    Args:
+      params: the parameters.
+      towers: towers to stack.
+      specs: how each parameter is divided; None on one device.
+    """
+    totals = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), without_layers(params, towers))
+    for tower, count in towers.items():
+        # All layers of a tower have parameters of the same shapes, divided alike.
+        layer = params[tower]["layers_0"]
+        stacks = jax.tree.map(lambda p, n=count: jnp.zeros((n, *p.shape), jnp.float32), layer)
+        if specs is not None:
+            divided = lambda x, spec: jax.lax.with_sharding_constraint(  # noqa: E731
+                x, PartitionSpec(None, *spec)
+            )
+            stacks = jax.tree.map(divided, stacks, specs[tower]["layers_0"])
+        totals[tower][SUMS] = stacks
+    return totals
+
+
+def with_sums(params: Mapping[str, Any], totals: Mapping[str, Any], towers: Towers) -> dict:
+    """The parameters that a loss is given, with the sums of the towers' layers among them."""
+    summed = {tower: {**params[tower], SUMS: totals[tower][SUMS]} for tower in towers}
+    return {**params, **summed}
+
+
+def added_up(totals: Any, gradients: Mapping[str, Any], towers: Towers) -> Any:
+    """The sums after a microbatch, from its gradients with respect to `with_sums`."""
+
+    def add(path: Any, total: Array, gradient: Array) -> Array:
+        in_loop = len(path) > 1 and path[1].key == SUMS
+        return gradient if in_loop else total + gradient
+
+    return jax.tree_util.tree_map_with_path(add, totals, without_layers(gradients, towers))
+
+
+def by_layer(totals: Mapping[str, Any], towers: Towers) -> dict[str, Any]:
+    """Sums with those of each layer under its own name, as the parameters are."""
+    found = {name: dict(value) if name in towers else value for name, value in totals.items()}
+    for tower, count in towers.items():
+        sums = found[tower].pop(SUMS)
+        for index in range(count):
+            found[tower][f"layers_{index}"] = jax.tree.map(lambda x, i=index: x[i], sums)
+    return found
+
+
+def without_layers(tree: Mapping[str, Any], towers: Towers) -> dict[str, Any]:
+    """The tree without the towers' single layers."""
+    kept = {
+        tower: {name: x for name, x in tree[tower].items() if not name.startswith("layers_")}
+        for tower in towers
+    }
+    return {**tree, **kept}
