@@ -1,8 +1,9 @@
 """Training batches read from a prompt cache with numpy alone: no TensorFlow, no SeqIO.
 
 The examples, their trimming and their packing are SeqIO's; in a given order of examples the batches
-are the same, entry by entry. Shuffling and the mixing of tasks draw from numpy's generator, so the
-order is another one than SeqIO's with the same seed.
+are the same, entry by entry, if each example has tokens in both features. Mesh TensorFlow's are the
+same too, but where it cuts targets it puts EOS in their row's last place. Shuffling and the mixing
+of tasks draw from numpy's generator, so the order is another one than SeqIO's with the same seed.
 """
 
 from __future__ import annotations
@@ -158,15 +159,25 @@ def _shuffled(examples: Iterator[Example], generator: np.random.Generator) -> It
 
 
 def _packed(examples: Iterator[Example], lengths: Mapping[str, int]) -> Iterator[list[Example]]:
-    """Examples of each row: those that come, until one does not fit in both features."""
-    row: list[Example] = []
-    room = dict(lengths)
-    for example in examples:
-        if any(len(example[name]) > room[name] for name in FEATURES):
-            yield row
-            row, room = [], dict(lengths)
-        row.append(example)
-        room = {name: room[name] - len(example[name]) for name in FEATURES}
+    """Examples of each row: those that come, until one does not fit in both features.
+
+    SeqIO and Mesh TensorFlow pack groups of as many examples as the longer feature has tokens, each
+    group by itself, so the last row of a group ends with it even if the next example would fit:
+
+        group     1  1  1  1  1  1  2  2  2 ...
+        row       1  1  2  2  3  3  4  4  5 ...
+                                 ^ ended with the group, not full
+    """
+    while group := list(itertools.islice(examples, max(lengths.values()))):
+        row: list[Example] = []
+        room = dict(lengths)
+        for example in group:
+            if any(len(example[name]) > room[name] for name in FEATURES):
+                yield row
+                row, room = [], dict(lengths)
+            row.append(example)
+            room = {name: room[name] - len(example[name]) for name in FEATURES}
+        yield row
 
 
 def to_batch(

@@ -1,11 +1,14 @@
 """Batches made of a cache with numpy: SeqIO's examples, trimming and packing, without SeqIO."""
 
 import collections
+import contextlib
 import itertools
 import json
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from t0repro import compat
 from t0repro.config.training_plan import SeqioDataConfig
@@ -37,6 +40,66 @@ def first(batches: CachedBatches, count: int, saved=None) -> list[dict[str, np.n
     return list(itertools.islice(batches.open(0, saved, print), count))
 
 
+def in_order(folder, lengths, pack, count) -> list[dict[str, np.ndarray]]:
+    """The first batches of four rows, in the order of the folder's file."""
+    return first(CachedBatches([folder], lengths, 4, pack=pack, shuffle=False), count)
+
+
+@contextlib.contextmanager
+def task_cached_in(folder):
+    """The task for SeqIO, with this folder as its cache."""
+    compat.install()
+    import seqio
+
+    import t0repro.tasks.demo  # noqa: F401
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(seqio.TaskRegistry.get(TASK), "_cache_dir", str(folder))
+        yield
+
+
+def seqios(folder, lengths, pack, count) -> list[dict[str, np.ndarray]]:
+    """Those that SeqIO makes of the same folder."""
+    data = SeqioDataConfig(TASK, lengths, "train", 4, False, None, use_cached=True, pack=pack)
+    with task_cached_in(folder):
+        dataset = seqio_dataset(data, seed=None, num_epochs=None)
+        return [renamed(batch) for batch in dataset.take(count).as_numpy_iterator()]
+
+
+def mesh_tensorflows(folder, lengths, pack, count) -> list[dict[str, np.ndarray]]:
+    """Those that Mesh TensorFlow's function makes of the same folder."""
+    with task_cached_in(folder):
+        from t5.models import mesh_transformer
+
+        dataset = mesh_transformer.mesh_train_dataset_fn(
+            TASK, lengths, shuffle=False, use_cached=True, pack=pack
+        )
+        return list(dataset.batch(4).take(count).as_numpy_iterator())
+
+
+def write_cache(folder, sizes) -> None:
+    """A cache of one file, with examples of so many tokens of inputs and of targets."""
+    import tensorflow as tf
+
+    shape = {"dtype": "int32", "shape": [None]}
+    info = {"num_shards": 1, "features": dict.fromkeys(("inputs", "targets"), shape)}
+    folder.mkdir(exist_ok=True)
+    (folder / "info.train.json").write_text(json.dumps(info))
+    (folder / "stats.train.json").write_text(json.dumps({"examples": len(sizes)}))
+    tokens = itertools.cycle(range(2, 1000))
+    with tf.io.TFRecordWriter(str(folder / "train.tfrecord-00000-of-00001")) as file:
+        for pair in sizes:
+            features = {
+                name: tf.train.Feature(
+                    int64_list=tf.train.Int64List(value=itertools.islice(tokens, size))
+                )
+                for name, size in zip(("inputs", "targets"), pair, strict=True)
+            }
+            example = tf.train.Example(features=tf.train.Features(feature=features))
+            file.write(example.SerializeToString())
+    (folder / "COMPLETED").touch()
+
+
 def assert_equal(ours, theirs):
     assert len(ours) == len(theirs) > 0
     for one, other in zip(ours, theirs, strict=True):
@@ -47,16 +110,37 @@ def assert_equal(ours, theirs):
 
 
 @pytest.mark.parametrize("pack", [True, False])
-def test_in_the_files_order_the_batches_are_seqios(cache, monkeypatch, pack):
-    compat.install()
-    import seqio
+# Inputs that are cut; rows of several examples, of which SeqIO packs 200 at a time.
+@pytest.mark.parametrize("sizes", [(40, 6), (200, 100)])
+def test_in_the_files_order_the_batches_are_seqios(cache, sizes, pack):
+    folder, lengths = cache / "one" / TASK, dict(zip(("inputs", "targets"), sizes, strict=True))
+    theirs = seqios(folder, lengths, pack, 200)
+    assert_equal(in_order(folder, lengths, pack, 200), theirs)
 
-    monkeypatch.setattr(seqio.TaskRegistry.get(TASK), "_cache_dir", str(cache / "one" / TASK))
-    data = SeqioDataConfig(TASK, LENGTHS, "train", 4, False, None, use_cached=True, pack=pack)
-    dataset = seqio_dataset(data, seed=None, num_epochs=None)
-    theirs = [renamed(batch) for batch in dataset.take(40).as_numpy_iterator()]
-    ours = CachedBatches([cache / "one" / TASK], LENGTHS, 4, pack=pack, shuffle=False)
-    assert_equal(first(ours, 40), theirs)
+
+@given(
+    st.tuples(st.integers(1, 8), st.integers(1, 8)),
+    st.lists(st.tuples(st.integers(1, 10), st.integers(1, 10)), min_size=1, max_size=20),
+)
+@settings(max_examples=15, deadline=None)
+def test_examples_of_any_lengths_make_seqios_rows(tmp_path_factory, lengths, sizes):
+    folder = tmp_path_factory.mktemp("sizes")
+    write_cache(folder, sizes)
+    named = dict(zip(("inputs", "targets"), lengths, strict=True))
+    assert_equal(in_order(folder, named, True, 10), seqios(folder, named, True, 10))
+
+
+@pytest.mark.parametrize("pack", [True, False])
+def test_the_batches_are_mesh_tensorflows_but_for_its_eos_where_targets_are_cut(tmp_path, pack):
+    generator = np.random.default_rng(0)
+    # Mostly a third of a row, some that fill it exactly, some longer.
+    write_cache(tmp_path, generator.geometric([0.15, 0.3], size=(100, 2)).tolist())
+    lengths = {"inputs": 20, "targets": 8}
+    ours = in_order(tmp_path, lengths, pack, 40)
+    assert any((batch["targets"][:, -1] > 1).any() for batch in ours)
+    for batch in ours:
+        batch["targets"][:, -1] = np.minimum(batch["targets"][:, -1], 1)
+    assert_equal(ours, mesh_tensorflows(tmp_path, lengths, pack, 40))
 
 
 def rows_of(batches) -> collections.Counter:
@@ -94,12 +178,14 @@ def test_tasks_are_drawn_at_their_rates(cache):
 @pytest.mark.parametrize("seed", [7, None])
 def test_a_resumed_run_goes_on_with_the_same_batches(cache, tmp_path, seed):
     folders = [cache / "several" / TASK]
-    source = CachedBatches(folders, LENGTHS, 4, seed=seed)
+    # Rows of several examples, of which 200 are packed at a time: saved in the middle of these.
+    lengths = {"inputs": 200, "targets": 100}
+    source = CachedBatches(folders, lengths, 4, seed=seed)
     batches = source.open(0, None, print)
     list(itertools.islice(batches, 9))
     source.save(tmp_path)
-    expected = list(itertools.islice(batches, 5))
-    assert_equal(first(CachedBatches(folders, LENGTHS, 4, seed=seed), 5, tmp_path), expected)
+    expected = list(itertools.islice(batches, 20))
+    assert_equal(first(CachedBatches(folders, lengths, 4, seed=seed), 20, tmp_path), expected)
 
 
 def test_another_batch_size_starts_over_and_says_so(cache, tmp_path):
