@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
 from collections.abc import Generator, Iterable, Iterator
@@ -14,7 +15,8 @@ def read_ahead(items: Iterable[Item], count: int = 2) -> Iterator[Item]:
     """The items in order, of which up to `count` are read before; the first one from now on.
 
     So the next batch is made while the device computes, even if making it takes Python. An error
-    of `items` is raised where its item would have come. Closing the iterator ends the thread.
+    of `items` is raised where its item would have come. The thread ends when the iterator is closed
+    or dropped, and at exit.
     """
     reading = _read_ahead(items, count)
     next(reading)  # starts the thread; closing a generator ends it only once it has begun
@@ -39,6 +41,13 @@ def _read_ahead(items: Iterable[Item], count: int) -> Generator[Any]:
 
     thread = threading.Thread(target=read, name="read ahead", daemon=True)
     thread.start()
+
+    def end() -> None:
+        closed.set()
+        room.release()
+        thread.join()
+
+    atexit.register(end)
     try:
         yield
         while (item := ready.get()) is not None:
@@ -47,6 +56,8 @@ def _read_ahead(items: Iterable[Item], count: int) -> Generator[Any]:
             room.release()
             yield item[0]
     finally:
-        closed.set()
-        room.release()
-        thread.join()
+        # If nobody closed it, `end` ran at exit, and the iterator is dropped when the modules that
+        # `end` needs are already taken apart.
+        if not closed.is_set():
+            atexit.unregister(end)
+            end()

@@ -1,6 +1,8 @@
 """Items are read in a thread before they are asked for, and come as they would have come."""
 
 import itertools
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -56,3 +58,15 @@ def test_an_error_is_raised_where_its_item_would_have_come():
     with pytest.raises(OSError, match="the disk is gone"):
         next(ahead)
     assert not threads()
+
+
+def test_a_process_ends_in_silence_with_an_iterator_that_nobody_closed():
+    # What the module of threads holds is dropped when that module has been taken apart.
+    code = """
+import itertools, threading
+from t0repro.data.read_ahead import read_ahead
+threading.kept = read_ahead(itertools.count())
+print(next(threading.kept))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "0\n", "")
