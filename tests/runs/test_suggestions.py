@@ -36,10 +36,10 @@ def test_each_variant_has_the_changes_before_it(v3):
     assert [text for text, _ in found] == [
         "2 microbatches",
         "4 microbatches",
-        "4 microbatches, full sharding",
-        "4 microbatches, full sharding, recompute = 'minimal'",
-        "4 microbatches, full sharding, recompute = 'full'",
-        "4 microbatches, full sharding, recompute = 'full', model parallelism 4",
+        "4 microbatches, recompute = 'minimal'",
+        "4 microbatches, recompute = 'minimal', full sharding",
+        "4 microbatches, recompute = 'full', full sharding",
+        "4 microbatches, recompute = 'full', full sharding, model parallelism 4",
     ]
     _, last = found[-1]
     assert last.layout == Layout(2, 4, fully_sharded=True)
@@ -51,5 +51,5 @@ def test_the_search_ends_with_the_first_variant_that_fits(v3):
     assert list(suggest(TRAINING, devices, chip)) == ["as configured: fits"]
     small = dataclasses.replace(chip, memory=1)
     lines = list(suggest(dataclasses.replace(TRAINING, num_microbatches=4), devices, small))
-    assert lines[0].startswith("full sharding: does not fit")
+    assert lines[0].startswith("recompute = 'minimal': does not fit")
     assert lines[-1] == "nothing that can be tried fits: use devices with more memory"
