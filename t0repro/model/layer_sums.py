@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
+from jax.tree_util import DictKey
 
 from t0repro.model.shapes import Array, Int
 
@@ -70,8 +71,10 @@ starting_with.defvjp(lambda x, sums: (x, sums), lambda sums, gradient: (gradient
 
 # ---- Around the loss ----------------------------------------------------------------------------
 
+# Without towers, parameters may be any tree: they are those of a user's model.
 
-def zeros(params: Mapping[str, Any], towers: Towers, specs: Any = None) -> dict[str, Any]:
+
+def zeros(params: Any, towers: Towers, specs: Any = None) -> Any:
     """Float32 sums of no gradients: those of each tower's layers stacked, all others as they are.
 
     Args:
@@ -93,24 +96,27 @@ def zeros(params: Mapping[str, Any], towers: Towers, specs: Any = None) -> dict[
     return totals
 
 
-def with_sums(params: Mapping[str, Any], totals: Mapping[str, Any], towers: Towers) -> dict:
+def with_sums(params: Any, totals: Any, towers: Towers) -> Any:
     """The parameters that a loss is given, with the sums of the towers' layers among them."""
+    if not towers:
+        return params
     summed = {tower: {**params[tower], SUMS: totals[tower][SUMS]} for tower in towers}
     return {**params, **summed}
 
 
-def added_up(totals: Any, gradients: Mapping[str, Any], towers: Towers) -> Any:
+def added_up(totals: Any, gradients: Any, towers: Towers) -> Any:
     """The sums after a microbatch, from its gradients with respect to `with_sums`."""
 
     def add(path: Any, total: Array, gradient: Array) -> Array:
-        in_loop = len(path) > 1 and path[1].key == SUMS
-        return gradient if in_loop else total + gradient
+        return gradient if path[1:2] == (DictKey(SUMS),) else total + gradient
 
     return jax.tree_util.tree_map_with_path(add, totals, without_layers(gradients, towers))
 
 
-def by_layer(totals: Mapping[str, Any], towers: Towers) -> dict[str, Any]:
+def by_layer(totals: Any, towers: Towers) -> Any:
     """Sums with those of each layer under its own name, as the parameters are."""
+    if not towers:
+        return totals
     found = {name: dict(value) if name in towers else value for name, value in totals.items()}
     for tower, count in towers.items():
         sums = found[tower].pop(SUMS)
@@ -119,8 +125,10 @@ def by_layer(totals: Mapping[str, Any], towers: Towers) -> dict[str, Any]:
     return found
 
 
-def without_layers(tree: Mapping[str, Any], towers: Towers) -> dict[str, Any]:
+def without_layers(tree: Any, towers: Towers) -> Any:
     """The tree without the towers' single layers."""
+    if not towers:
+        return tree
     kept = {
         tower: {name: x for name, x in tree[tower].items() if not name.startswith("layers_")}
         for tower in towers

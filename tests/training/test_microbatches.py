@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from t0repro.model.t5 import T5
-from t0repro.training.models import T5Model
+from t0repro.training.metric_classes import AveragePerStep
+from t0repro.training.models import BaseModel, T5Model
+from t0repro.training.train_state import TrainState
 from t0repro.training.train_step import accumulate_grads_microbatched
 
 from .. import tiny_models as tiny
@@ -91,3 +93,26 @@ def test_gradients_add_up_in_float32():
     model = model_of(T5Model, None)
     gradients, _, _ = accumulate_grads_microbatched(model, half, BATCH, None, 4)
     assert {leaf.dtype for leaf in jax.tree.leaves(gradients)} == {jnp.dtype("float32")}
+
+
+class Line(BaseModel):
+    """Fits a line; its parameters are a pair instead of a nested dictionary."""
+
+    def get_initial_variables(self, rng, input_shapes, input_types=None):
+        return {"params": (jnp.float32(0.5), {"offset": jnp.float32(1.0)})}
+
+    def loss_fn(self, params, batch, dropout_rng, flax_mutables=None):
+        slope, rest = params
+        off = slope * batch["x"] + rest["offset"] - batch["y"]
+        loss = jnp.sum(jnp.square(off))
+        return loss, {"loss": AveragePerStep(loss)}
+
+
+def test_parameters_of_a_users_model_may_be_any_tree():
+    model = Line()
+    params = model.get_initial_variables(None, {})["params"]
+    state = TrainState(step=jnp.int32(0), params=params, slots=None)
+    batch = {"x": jnp.arange(4.0), "y": jnp.ones(4)}
+    whole, parts = (accumulate_grads_microbatched(model, state, batch, None, n)[0] for n in (1, 2))
+    assert jax.tree.structure(parts) == jax.tree.structure(params)
+    np.testing.assert_allclose(jax.tree.leaves(parts), jax.tree.leaves(whole))
