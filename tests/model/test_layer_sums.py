@@ -27,16 +27,20 @@ def strided(batch, count):
     return [{name: x[m::count] for name, x in batch.items()} for m in range(count)]
 
 
-@pytest.mark.parametrize("dtypes", [tiny.FLOAT32, tiny.BFLOAT16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"recompute": "minimal"},
-        {"shared_towers": True, "num_decoder_layers": 2},
-        {"model_type": "delimited_lm", "num_encoder_layers": 0, "recompute": "full"},
-    ],
-    ids=["two towers", "shared towers", "language model"],
-)
+VARIANTS = {
+    "two towers": {"recompute": "minimal"},
+    "shared towers": {"shared_towers": True, "num_decoder_layers": 2},
+    "language model": {"model_type": "delimited_lm", "num_encoder_layers": 0, "recompute": "full"},
+}
+# Each compiles two steps.
+CASES = [
+    pytest.param(changes, dtypes, id=f"{name}, {dtypes.activation}", marks=marks)
+    for name, changes in VARIANTS.items()
+    for dtypes, marks in ((tiny.FLOAT32, ()), (tiny.BFLOAT16, pytest.mark.slow))
+]
+
+
+@pytest.mark.parametrize("changes, dtypes", CASES)
 def test_sums_are_those_of_the_microbatches(changes, dtypes):
     model = network(dtypes, loss_denominator=7.0, **changes)  # the same for part and whole
     params = initial_parameters(model, jax.random.key(0))
