@@ -296,6 +296,11 @@ def initial_parameters(model: T5, key: jax.Array, shardings: Any = None) -> dict
     return draw_parameters(model, key, batch, shardings)
 
 
+def parameter_shapes(model: T5) -> Any:
+    """The shapes of a model's parameters; nothing is allocated."""
+    return jax.eval_shape(lambda: initial_parameters(model, jax.random.key(0)))
+
+
 def held_for_evaluation(model: T5, shapes: Any) -> Any:
     """The shapes of a model's parameters, each in the dtype that a forward pass computes it in.
 

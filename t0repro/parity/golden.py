@@ -144,13 +144,12 @@ CASES = (
 def start_tree(config: RunConfig, step: int) -> dict[str, np.ndarray]:
     """Float32 parameters under T5X's names, each drawn from a seed made of its name; no slots."""
     import flax.traverse_util
-    import jax
 
-    from t0repro.model.t5 import T5, initial_parameters
+    from t0repro.model.t5 import T5, parameter_shapes
     from t0repro.parameters import layout
 
     model = T5(config.model, config.dtypes)
-    shapes = jax.eval_shape(lambda: initial_parameters(model, jax.random.key(0)))
+    shapes = parameter_shapes(model)
     tree = {layout.STEP: np.asarray(step, np.int32)}
     for path, leaf in flax.traverse_util.flatten_dict(shapes, sep="/").items():
         draw = np.random.default_rng(zlib.crc32(path.encode())).standard_normal(leaf.shape)

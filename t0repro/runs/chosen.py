@@ -87,17 +87,16 @@ def opened(plan: InferencePlan, ref: CheckpointRef) -> Checkpoint:
     Raises:
       UserError: If a parameter is missing or has another shape than the model's.
     """
-    import jax
     import jax.numpy as jnp
     import numpy as np
 
-    from t0repro.model.t5 import T5, held_for_evaluation, initial_parameters
+    from t0repro.model.t5 import T5, held_for_evaluation, parameter_shapes
     from t0repro.partitioning.devices import choose, line_of
     from t0repro.training.train_state import parameters_from_flat_tree
 
     model = T5(plan.model, plan.dtypes)
     # Shapes alone: nothing is drawn.
-    shapes = jax.eval_shape(lambda: initial_parameters(model, jax.random.key(0)))
+    shapes = parameter_shapes(model)
     partitioning = choose(plan.layout, plan.model, where="partitioning.PjitPartitioner")
     if partitioning.mesh.size > 1:
         print(line_of(partitioning, plan.layout), file=sys.stderr)

@@ -12,7 +12,7 @@ import numpy as np
 from t0repro.config.inference_plan import InferencePlan
 from t0repro.config.run_config import RunConfig
 from t0repro.files import write_atomically
-from t0repro.model.t5 import T5, initial_parameters
+from t0repro.model.t5 import T5, initial_parameters, parameter_shapes
 from t0repro.parameters import layout
 from t0repro.partitioning.devices import Partitioning, choose
 from t0repro.training.optimizers import make_optimizer
@@ -52,7 +52,7 @@ def describe_inference(plan: InferencePlan, gin_text: str) -> None:
       UserError: If the devices at hand cannot be arranged as the run's layout asks.
     """
     model = T5(plan.model, plan.dtypes)
-    parameters = jax.eval_shape(lambda: initial_parameters(model, jax.random.key(0)))
+    parameters = parameter_shapes(model)
     step = jax.ShapeDtypeStruct((), np.int32)
     partitioning = choose(plan.layout, plan.model, where="partitioning.PjitPartitioner")
     state = TrainState(step=step, params=parameters, slots={})  # pyright: ignore[reportArgumentType]

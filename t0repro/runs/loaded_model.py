@@ -25,7 +25,7 @@ def loaded(configuration: Configuration, checkpoints: Iterator[Any]) -> Iterator
 
     from t0repro.converters.arithmetic import load_configured
     from t0repro.evaluation.opened import Checkpoint, parameters_digest
-    from t0repro.model.t5 import T5, held_for_evaluation, initial_parameters
+    from t0repro.model.t5 import T5, held_for_evaluation, parameter_shapes
     from t0repro.partitioning.devices import choose, line_of
     from t0repro.training.train_state import parameters_from_flat_tree
 
@@ -33,7 +33,7 @@ def loaded(configuration: Configuration, checkpoints: Iterator[Any]) -> Iterator
     record_command(configuration)
     model = T5(config.model, config.dtypes)
     # Shapes alone say whether a checkpoint fits; nothing is initialised.
-    shapes = jax.eval_shape(lambda: initial_parameters(model, jax.random.key(0)))
+    shapes = parameter_shapes(model)
     partitioning = choose(config.layout, config.model, where=config.provenance.get("layout"))
     shapes = partitioning.placed(held_for_evaluation(model, shapes))
     if jax.device_count() > 1:

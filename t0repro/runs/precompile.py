@@ -24,7 +24,7 @@ from t0repro.errors import UserError
 from t0repro.evaluation import engine
 from t0repro.files import write_atomically
 from t0repro.model.decoding import generate
-from t0repro.model.t5 import T5, held_for_evaluation, initial_parameters
+from t0repro.model.t5 import T5, held_for_evaluation, parameter_shapes
 from t0repro.partitioning.collectives import Collective, collectives
 from t0repro.partitioning.devices import Partitioning, choose, line_of
 from t0repro.partitioning.flops import count_flops
@@ -190,7 +190,7 @@ def train_programs(config: RunConfig, partitioning: Partitioning) -> Iterator[Pr
     if config.optimizer is None or config.schedule is None:
         raise UserError("The run has no optimizer or no learning-rate schedule.", where="utils.run")
     model, optimizer = T5(config.model, config.dtypes), make_optimizer(config.optimizer)
-    parameters = _parameters(config)
+    parameters = parameter_shapes(model)
     state = jax.eval_shape(lambda p: new_train_state(p, optimizer), parameters)
     several = partitioning if partitioning.mesh.size > 1 else None
     step = make_train_step(
@@ -214,7 +214,7 @@ def train_programs(config: RunConfig, partitioning: Partitioning) -> Iterator[Pr
 def evaluation_programs(config: RunConfig, partitioning: Partitioning) -> Iterator[Program]:
     """Scoring, in its two steps encode and decode, and generation, each for one batch."""
     model = T5(config.model, config.dtypes)
-    parameters = _placed(partitioning, held_for_evaluation(model, _parameters(config)))
+    parameters = _placed(partitioning, held_for_evaluation(model, parameter_shapes(model)))
     # Evaluations pad a batch with rows until it divides among the devices.
     rows = -(-config.batch_size // partitioning.data) * partitioning.data
     inputs = _tokens(partitioning, rows, _length(config, "inputs"))
@@ -297,11 +297,6 @@ def _most_at_once(memory: Any, partitioning: Partitioning) -> int:
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
     beside = memory.peak_memory_in_bytes - memory.argument_size_in_bytes - results
     return min(memory.temp_size_in_bytes, max(0, beside))
-
-
-def _parameters(config: RunConfig) -> Any:
-    model = T5(config.model, config.dtypes)
-    return jax.eval_shape(lambda: initial_parameters(model, jax.random.key(0)))
 
 
 def _placed(partitioning: Partitioning, tree: Any) -> Any:

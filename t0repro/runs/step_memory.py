@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.extend.core import Var
 
 from t0repro.config.run_config import ModelConfig, RunConfig
-from t0repro.model.t5 import T5, initial_parameters
+from t0repro.model.t5 import T5, parameter_shapes
 from t0repro.partitioning.devices import Partitioning
 from t0repro.training.models import T5Model
 
@@ -74,7 +74,7 @@ def account(
       partitioning: its devices.
       features: the shapes [rows, length] of the features of a whole batch.
     """
-    parameters = _parameters(T5(config.model, config.dtypes))
+    parameters = parameter_shapes(T5(config.model, config.dtypes))
     sizes = jax.tree.map(
         lambda leaf, sharding: math.prod(sharding.shard_shape(leaf.shape)),
         parameters,
@@ -107,7 +107,7 @@ def _kept(
         backward = jax.vjp(lambda p: loss(p, batch, drawn[1]), parameters, has_aux=True)[1]
         return jax.tree.leaves(backward)
 
-    jaxpr = jax.make_jaxpr(residuals)(drawn, _parameters(model)).jaxpr
+    jaxpr = jax.make_jaxpr(residuals)(drawn, parameter_shapes(model)).jaxpr
     count = len(jax.tree.leaves(drawn))
     dependent = _dependent(jaxpr, [index < count for index in range(len(jaxpr.invars))])
     made_by = {variable: equation for equation in jaxpr.eqns for variable in equation.outvars}
@@ -122,11 +122,6 @@ def _kept(
     # The batch itself is an argument of the program.
     arrays = [x.aval for x in kept.difference(jaxpr.invars) if not _on_host(x.aval)]
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays)
-
-
-def _parameters(model: T5) -> Any:
-    """Their shapes."""
-    return jax.eval_shape(lambda: initial_parameters(model, jax.random.key(0)))
 
 
 def _share(model: ModelConfig, parts: int) -> ModelConfig:

@@ -23,7 +23,7 @@ import numpy as np
 from t0repro.config.run_config import RunConfig
 from t0repro.errors import UserError
 from t0repro.files import atomic_directory
-from t0repro.model.t5 import T5, initial_parameters
+from t0repro.model.t5 import T5, parameter_shapes
 from t0repro.partitioning.processes import from_first, is_first
 from t0repro.training.actions import Action
 from t0repro.training.checkpoints import checkpoint_path, load_tree, save_checkpoint
@@ -144,7 +144,7 @@ def replay(folder: str | os.PathLike[str]) -> BadTensor | None:
     module = T5(config.model, config.dtypes)
     # Beside the folder, wherever the run was moved to.
     path = checkpoint_path(folder.parent, notes["step"])
-    like = jax.eval_shape(lambda: initial_parameters(module, jax.random.key(0)))
+    like = parameter_shapes(module)
     params = parameters_from_flat_tree(load_tree(path), like, where=str(path))
     key = jnp.asarray(notes["key"], jnp.uint32)
     return first_bad_tensor(T5Model(module), params, batch, key, config.num_microbatches)

@@ -93,13 +93,11 @@ def accumulate_grads_microbatched(
     parts = split_into_microbatches(batch, count, contiguous=t5x_dropout_compat)
     together = partitioning is None or partitioning.fully_sharded or partitioning.data == 1
     if together or not _adds_up(of_parts, params, parts):
-        totals, metrics, mutables = of_parts(params, parts)
+        totals, metrics, after = of_parts(params, parts)
     else:
         assert partitioning is not None
-        totals, metrics, mutables = sums_over_groups(
-            of_parts, params, parts, partitioning.data, specs
-        )
-    return layer_sums.by_layer(totals, towers), metrics, mutables
+        totals, metrics, after = sums_over_groups(of_parts, params, parts, partitioning.data, specs)
+    return layer_sums.by_layer(totals, towers), metrics, after
 
 
 def apply_grads(

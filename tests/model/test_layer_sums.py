@@ -71,7 +71,7 @@ class Penalised(T5Model):
         return loss + sum(jnp.sum(jnp.square(p)) for p in jax.tree.leaves(params)), metrics
 
 
-def test_a_loss_of_a_users_that_reads_the_layers_elsewhere_has_all_its_gradients():
+def test_a_users_loss_that_reads_the_layers_elsewhere_keeps_all_its_gradients():
     model = network(loss_denominator=7.0)
     params = initial_parameters(model, jax.random.key(0))
     (batch,) = tiny.batches(1)
@@ -94,7 +94,7 @@ def test_a_loss_of_a_users_that_reads_the_layers_elsewhere_has_all_its_gradients
 
 
 class Wrapped(T5Model):
-    """The same loss behind a function of a user's, of which nothing is known."""
+    """The same loss, wrapped in a user's function that the trainer knows nothing about."""
 
     def whole_batch(self, batch):
         batch, loss_fn = super().whole_batch(batch)
