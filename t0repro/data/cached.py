@@ -1,9 +1,10 @@
 """Training batches read from a prompt cache with numpy alone: no TensorFlow, no SeqIO.
 
-The examples, their trimming and their packing are SeqIO's; in a given order of examples the batches
-are the same, entry by entry, if each example has tokens in both features. Mesh TensorFlow's are the
-same too, but where it cuts targets it puts EOS in their row's last place. Shuffling and the mixing
-of tasks draw from numpy's generator, so the order is another one than SeqIO's with the same seed.
+The examples, their trimming and their packing are SeqIO's, and so is the order of a task that is
+not shuffled: its batches are the same, entry by entry, if each example has tokens in both features.
+Mesh TensorFlow's are the same too, but where it cuts targets it puts EOS in their row's last place.
+Shuffling and the mixing of tasks draw from numpy's generator, so the order is another one than
+SeqIO's with the same seed.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ from t0repro.data.resuming import Batch, ResumableBatches, Say
 from t0repro.errors import UserError
 from t0repro.tasks.prompt_cache.folders import shard_names
 from t0repro.tasks.prompt_cache.integrity import damage
-from t0repro.tasks.prompt_cache.records import integers, read_records
+from t0repro.tasks.prompt_cache.records import integers, read_block, read_records
 
 FEATURES = ("inputs", "targets")
 _SHUFFLED = 1000  # examples among which the next one is drawn, as in SeqIO
+_FILES = 16  # files that are read by turns, and
+_TURN = 16  # records of each turn, as in SeqIO's FileDataSource
 
 Example = dict[str, np.ndarray]
 
@@ -41,7 +44,7 @@ class CachedBatches(ResumableBatches):
       batch_size: Rows in a batch.
       split: The split to read.
       pack: Whether a row holds as many examples as fit.
-      shuffle: Whether examples are drawn in a random order; otherwise in the order of the files.
+      shuffle: Whether examples are drawn in a random order; otherwise in SeqIO's order.
       seed: Seed for the order; None draws one, which checkpoints record.
 
     Raises:
@@ -118,9 +121,8 @@ class CachedBatches(ResumableBatches):
         shards = [folder / name for name in _shards(folder, self._split)]
         while True:
             order = generator.permutation(len(shards)) if self._shuffle else range(len(shards))
-            epoch = (
-                integers(record, FEATURES) for at in order for record in read_records(shards[at])
-            )
+            records = _by_turns([shards[at] for at in order])
+            epoch = (integers(record, FEATURES) for record in records)
             yield from _shuffled(epoch, generator) if self._shuffle else epoch
 
 
@@ -145,6 +147,25 @@ def _count(folder: Path, split: str) -> int:
 
 def _shards(folder: Path, split: str) -> list[str]:
     return shard_names(split, json.loads((folder / f"info.{split}.json").read_text())["num_shards"])
+
+
+def _by_turns(shards: Sequence[Path]) -> Iterator[bytes]:
+    """The files' records in the order in which SeqIO reads them.
+
+    It takes up to 16 records of one of 16 files, then of the next. A file that ended is replaced at
+    its next turn by the first one that has not been begun.
+    """
+    waiting = iter(shards)
+    begun = [(shard, 0) for shard in itertools.islice(waiting, _FILES)]
+    while begun:
+        round_, begun = begun, []
+        for shard, start in round_:
+            records, end = read_block(shard, start, _TURN)
+            yield from records
+            if len(records) == _TURN:
+                begun.append((shard, end))
+            elif another := next(waiting, None):
+                begun.append((another, 0))
 
 
 def _shuffled(examples: Iterator[Example], generator: np.random.Generator) -> Iterator[Example]:

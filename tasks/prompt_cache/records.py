@@ -7,6 +7,7 @@ Sources: tensorflow/core/example/{example,feature}.proto and tensorflow/core/lib
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import struct
 from collections.abc import Iterator, Sequence
@@ -121,9 +122,22 @@ def read_records(path: Path) -> Iterator[bytes]:
       UserError: If the file is broken; names the file and the byte.
     """
     for place, length, file in _heads(path):
-        data = file.read(length + 4)
-        _check(data, length, path, place)
-        yield data[:length]
+        yield _content(file, length, path, place)
+
+
+def read_block(path: Path, start: int, count: int) -> tuple[list[bytes], int]:
+    """Up to `count` records from a byte on, with their checksums verified, and where they end.
+
+    The file is closed in between, so that any number of files can be read by turns.
+
+    Raises:
+      UserError: If the file is broken; names the file and the byte.
+    """
+    records = []
+    for place, length, file in itertools.islice(_heads(path, start), count):
+        records.append(_content(file, length, path, place))
+        start = place + length + 16
+    return records, start
 
 
 def count_records(path: Path) -> int:
@@ -145,7 +159,7 @@ def is_damaged_at(path: Path, place: int) -> bool:
     try:
         for at, length, file in _heads(path):
             if place < at + length + 16:
-                _check(file.read(length + 4), length, path, at)
+                _content(file, length, path, at)
                 return False
             file.seek(length + 4, os.SEEK_CUR)
     except UserError:
@@ -153,11 +167,11 @@ def is_damaged_at(path: Path, place: int) -> bool:
     return False
 
 
-def _heads(path: Path) -> Iterator[tuple[int, int, BinaryIO]]:
+def _heads(path: Path, place: int = 0) -> Iterator[tuple[int, int, BinaryIO]]:
     """Yields (offset, length, file positioned at the record); callers must read or skip it."""
     end = path.stat().st_size
     with open(path, "rb", buffering=_BUFFER_BYTES) as file:
-        place = 0
+        file.seek(place)
         while head := file.read(12):
             _check(head, 8, path, place)
             length = int.from_bytes(head[:8], "little")
@@ -165,6 +179,12 @@ def _heads(path: Path) -> Iterator[tuple[int, int, BinaryIO]]:
                 raise _broken(path, place)
             yield place, length, file
             place += length + 16
+
+
+def _content(file: BinaryIO, length: int, path: Path, place: int) -> bytes:
+    data = file.read(length + 4)
+    _check(data, length, path, place)
+    return data[:length]
 
 
 def _check(data: bytes, length: int, path: Path, place: int) -> None:

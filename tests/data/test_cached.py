@@ -7,7 +7,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from t0repro import compat
@@ -15,6 +15,7 @@ from t0repro.config.training_plan import SeqioDataConfig
 from t0repro.data.cached import CachedBatches
 from t0repro.data.seqio_data import renamed, seqio_dataset
 from t0repro.errors import UserError
+from t0repro.tasks.prompt_cache.folders import shard_names
 
 from ..tasks.prompt_caches import make
 
@@ -77,26 +78,27 @@ def mesh_tensorflows(folder, lengths, pack, count) -> list[dict[str, np.ndarray]
         return list(dataset.batch(4).take(count).as_numpy_iterator())
 
 
-def write_cache(folder, sizes) -> None:
-    """A cache of one file, with examples of so many tokens of inputs and of targets."""
+def write_cache(folder, *files) -> None:
+    """A cache of these files, each a list of its examples' numbers of tokens in inputs, targets."""
     import tensorflow as tf
 
     shape = {"dtype": "int32", "shape": [None]}
-    info = {"num_shards": 1, "features": dict.fromkeys(("inputs", "targets"), shape)}
+    info = {"num_shards": len(files), "features": dict.fromkeys(("inputs", "targets"), shape)}
     folder.mkdir(exist_ok=True)
     (folder / "info.train.json").write_text(json.dumps(info))
-    (folder / "stats.train.json").write_text(json.dumps({"examples": len(sizes)}))
+    (folder / "stats.train.json").write_text(json.dumps({"examples": sum(map(len, files))}))
     tokens = itertools.cycle(range(2, 1000))
-    with tf.io.TFRecordWriter(str(folder / "train.tfrecord-00000-of-00001")) as file:
-        for pair in sizes:
-            features = {
-                name: tf.train.Feature(
-                    int64_list=tf.train.Int64List(value=itertools.islice(tokens, size))
-                )
-                for name, size in zip(("inputs", "targets"), pair, strict=True)
-            }
-            example = tf.train.Example(features=tf.train.Features(feature=features))
-            file.write(example.SerializeToString())
+    for sizes, name in zip(files, shard_names("train", len(files)), strict=True):
+        with tf.io.TFRecordWriter(str(folder / name)) as file:
+            for pair in sizes:
+                features = {
+                    name: tf.train.Feature(
+                        int64_list=tf.train.Int64List(value=itertools.islice(tokens, size))
+                    )
+                    for name, size in zip(("inputs", "targets"), pair, strict=True)
+                }
+                record = tf.train.Example(features=tf.train.Features(feature=features))
+                file.write(record.SerializeToString())
     (folder / "COMPLETED").touch()
 
 
@@ -128,6 +130,28 @@ def test_examples_of_any_lengths_make_seqios_rows(tmp_path_factory, lengths, siz
     write_cache(folder, sizes)
     named = dict(zip(("inputs", "targets"), lengths, strict=True))
     assert_equal(in_order(folder, named, True, 10), seqios(folder, named, True, 10))
+
+
+@given(
+    # Files that end within a turn, with it, or hold nothing; more of them than are read by turns.
+    st.lists(st.sampled_from([0, 1, 15, 16, 17, 32, 40]), min_size=1, max_size=40).filter(any),
+)
+@example([40] * 16)
+@example([16, 0, 40] * 13)
+@settings(max_examples=10, deadline=None)
+def test_unshuffled_files_are_read_by_turns_as_seqio_reads_them(tmp_path_factory, counts):
+    folder = tmp_path_factory.mktemp("files")
+    write_cache(folder, *([(3, 1)] * count for count in counts))
+    lengths, batches = {"inputs": 3, "targets": 1}, 2 * sum(counts) // 4 + 1
+    assert_equal(in_order(folder, lengths, False, batches), seqios(folder, lengths, False, batches))
+
+
+def test_shuffled_examples_come_from_sixteen_files_at_a_time(tmp_path):
+    # An example's number of targets is that of its file.
+    write_cache(tmp_path, *([(1, file)] * 500 for file in range(1, 21)))
+    lengths = {"inputs": 1, "targets": 20}
+    (batch,) = first(CachedBatches([tmp_path], lengths, 200, pack=False, seed=1), 1)
+    assert len(collections.Counter((batch["targets"] != 0).sum(axis=1))) == 16
 
 
 @pytest.mark.parametrize("pack", [True, False])
