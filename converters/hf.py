@@ -30,8 +30,14 @@ SHARD_BYTES = 5_000_000_000  # transformers' own default size of a file is 5 GB
 
 _LOGITS = layout.PARAMETERS + "decoder/logits_dense/kernel"
 
-# Copies of shared.weight that some versions of transformers write; none reads them.
-_COPIES = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
+# What some versions of transformers write and none reads any more.
+_UNREAD = (
+    # Copies of shared.weight.
+    "encoder.embed_tokens.weight",
+    "decoder.embed_tokens.weight",
+    # transformers before 4.0 gave cross-attention a bias of its own; T5 has none.
+    "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",
+)
 
 
 def hf_ref(path: str) -> CheckpointRef | None:
@@ -105,7 +111,7 @@ class HfReader:
         several = any(".block.1." in name for name in files)
         bias_per_layer = several and self.config.get("model_type") == "umt5"
         for name, file in files.items():
-            if name in _COPIES:
+            if name in _UNREAD:
                 continue
             if name not in file.tensors:
                 raise UserError(

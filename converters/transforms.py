@@ -82,7 +82,7 @@ class Cast(_Around):
         return [
             key
             for key, info in self.tensors.items()
-            if info.dtype.itemsize < self._reader.tensors[key].dtype.itemsize
+            if not np.can_cast(self._reader.tensors[key].dtype, info.dtype, "safe")
         ]
 
 

@@ -337,7 +337,10 @@ def test_float16_is_refused_until_a_type_is_asked_for(
     source = write_mesh_checkpoint(tmp_path / "source", variables)
     with pytest.raises(UserError, match="float16; parameters are kept in float32 or bfloat16"):
         convert(source, tmp_path / "out", "jax")
-    convert(source, tmp_path / "out", "jax", dtype="float32")
+    # Both have 16 bits, of which bfloat16 keeps fewer for the fraction.
+    report = convert(source, tmp_path / "out", "jax", dtype="bfloat16", dry_run=True)
+    assert any("parameters are rounded to bfloat16" in note for note in report.notes)
+    assert convert(source, tmp_path / "out", "jax", dtype="float32").notes == ()
     wide = load_any(tmp_path / "out")["target/token_embedder/embedding"]
     np.testing.assert_array_equal(wide, variables["shared/embedding"].astype(np.float32))
 
