@@ -234,9 +234,11 @@ def _json(path: str) -> dict[str, Any]:
 
 def _weights(path: str) -> Iterator[tuple[str, SafetensorsFile]]:
     """Name and file of each tensor."""
-    index = storage.join(path, INDEX)
-    if not storage.is_file(index):
-        file = SafetensorsFile(storage.join(path, WEIGHTS))
+    whole, index = storage.join(path, WEIGHTS), storage.join(path, INDEX)
+    # Looked for first, as transformers does: it leaves the index of shards that a single file
+    # has replaced.
+    if storage.is_file(whole) or not storage.is_file(index):
+        file = SafetensorsFile(whole)
         yield from ((name, file) for name in file.tensors)
         return
     try:

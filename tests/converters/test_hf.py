@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import struct
 
 import numpy as np
@@ -84,6 +85,22 @@ def test_large_models_are_written_in_shards_with_an_index(tiny_checkpoint, tmp_p
     assert index["metadata"]["total_size"] == total
     convert(tmp_path / "hf", tmp_path / "mtf", "mtf")
     assert_same_bits(read_variables(tiny_checkpoint), read_variables(tmp_path / "mtf"))
+
+
+def test_one_file_is_read_before_shards_as_transformers_reads_it(
+    tiny_checkpoint, tmp_path, monkeypatch
+):
+    """transformers' save_pretrained removes old shards and leaves their index."""
+    convert(tiny_checkpoint, tmp_path / "one", "hf", slots=False)
+    monkeypatch.setattr(hf, "SHARD_BYTES", 200_000)
+    convert(tiny_checkpoint, tmp_path / "shards", "hf", slots=False)
+    shutil.copy(tmp_path / "shards" / hf.INDEX, tmp_path / "one")
+    convert(tmp_path / "one", tmp_path / "mtf", "mtf")
+    variables = read_variables(tiny_checkpoint)
+    assert_same_bits(
+        {name: variables[name] for name in variables if "_slot_" not in name},
+        read_variables(tmp_path / "mtf"),
+    )
 
 
 def test_the_configuration_says_what_transformers_must_know(tiny_checkpoint, tmp_path):
