@@ -63,6 +63,9 @@ _USELESS_LOG_LINES = (
     "Given sequence lengths are longer than necessary",
     # Once for every task. t0repro.data.checks says what holds here, where a resumed run reads on.
     "Using an uncached FunctionDataset for training",
+    # TensorBoard's reader, of the graphs in every training by Mesh TensorFlow: scalars are read.
+    "Found more than one graph event per run",
+    "Found more than one metagraph event per run",
 )
 
 # Modules whose Python warnings concern code that no user of this package can change.
@@ -148,7 +151,7 @@ def quiet_logs() -> None:
 
     # "From FILE: X is deprecated" lines go through the logger, not through warnings.
     deprecation._PRINT_DEPRECATION_WARNINGS = False
-    for name in ("tensorflow", "absl", "root"):
+    for name in ("tensorflow", "tensorboard", "absl", "root"):
         logging.getLogger(name).addFilter(_is_of_use)
 
 

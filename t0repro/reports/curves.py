@@ -18,7 +18,9 @@ from t0repro.training.metrics import METRICS_FILE
 Points = list[tuple[int, float]]
 
 _COLUMNS = 60  # of a curve on a terminal
+# Where what a run's folder itself holds was measured: in metrics.jsonl's lines, in event files.
 _TRAIN = "train"
+_TOP = "."
 
 
 def read_curves(folders: Sequence[Path], metric: str) -> dict[str, Points]:
@@ -70,8 +72,9 @@ def _labels(curves: Sequence[tuple[Path, str]]) -> list[str]:
         # Two runs may be in folders of one name, such as a/model and b/model.
         run = folder.resolve().name if len(names) == len(runs) else str(folder)
         shown = place.rpartition("/")[2] if len(last) == len(places) else place
-        parts = [run] if len(runs) > 1 or place == _TRAIN else []
-        labels.append(": ".join([*parts, *([shown] if place != _TRAIN else [])]))
+        of_the_run = place in (_TRAIN, _TOP)
+        parts = [run] if len(runs) > 1 or of_the_run else []
+        labels.append(": ".join([*parts, *([] if of_the_run else [shown])]))
     return labels
 
 

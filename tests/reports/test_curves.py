@@ -53,6 +53,15 @@ def test_what_the_lines_lack_is_read_from_tensorboards_files(tmp_path):
     }
 
 
+def test_what_lies_in_the_runs_own_folder_has_the_runs_name(tmp_path):
+    for run in ("a", "b"):
+        writer = event_writer(tmp_path / run)
+        writer.write_scalars(1, {"global_step/sec": 2.0})
+        writer.close()
+    assert list(read_curves([tmp_path / "a"], "global_step/sec")) == ["a"]
+    assert list(read_curves([tmp_path / "a", tmp_path / "b"], "global_step/sec")) == ["a", "b"]
+
+
 def test_faults_are_named(tmp_path):
     with pytest.raises(UserError, match="no metrics here"):
         read_curves([tmp_path], "loss")
