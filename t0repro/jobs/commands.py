@@ -137,6 +137,7 @@ def check(settings: JobSettings) -> tuple[frozenset[str], list[str]]:
             where="--final_auxiliary_job_steps",
             fix="Give 0 for continuous evaluation, or the number of steps.",
         )
+    _check_command(settings.build_target)
     if settings.target != "train":
         _check_evaluation(settings)
     if settings.run_mode is None:
@@ -148,6 +149,23 @@ def check(settings: JobSettings) -> tuple[frozenset[str], list[str]]:
             fix="Name a gin file that configures it.",
         )
     return _check_gin(settings)
+
+
+def _check_command(build_target: str) -> None:
+    try:
+        words = shlex.split(build_target)
+    except ValueError as error:
+        raise UserError(
+            f"The jobs' command cannot be taken apart into words: {error}.",
+            where=f"--auxiliary_job_build_target_path={build_target}",
+            fix="Close every quote, as for a shell.",
+        ) from error
+    if not words:
+        raise UserError(
+            "The jobs' command has no words.",
+            where="--auxiliary_job_build_target_path",
+            fix="Give eval, train, rank-eval with its options, or a command.",
+        )
 
 
 def _check_evaluation(settings: JobSettings) -> None:

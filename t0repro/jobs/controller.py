@@ -104,12 +104,14 @@ class Controller:
         """
         with folder_lock(self._folder, "auxiliary jobs", fix="One controller is enough; see it by"
                          f" `t0repro aux status {self._model_dir}`."):  # fmt: skip
-            self._check_settings()
             self._journal = Journal(self._folder)
+            self._check_settings()
             self._try_again()
             with contextlib.closing(self._launcher):
                 while self._look(training_goes_on()):
                     time.sleep(self._policy.poll_seconds)
+            if not self._journal.progress:
+                self._say(f"there is no complete checkpoint in {self._model_dir}: no job to start")
             return all(each.state == "succeeded" for each in self._journal.progress.values())
 
     def _look(self, more_to_come: bool) -> bool:
@@ -287,11 +289,12 @@ class Controller:
     # ---- The folder ----------------------------------------------------------------------------
 
     def _check_settings(self) -> None:
-        """Refuses a folder whose results came from other jobs; mixtures may be added."""
+        """Refuses a folder in which other jobs were started; mixtures may be added."""
         path = self._folder / SETTINGS
         now = dataclasses.asdict(self._settings) | {"mixtures": None}
         text = json.dumps(now, indent=1) + "\n"
-        if path.exists() and path.read_text() != text:
+        any_started = any(each.attempt for each in self._journal.progress.values())
+        if any_started and path.exists() and path.read_text() != text:
             raise UserError(
                 "The folder's results came from jobs with other settings.",
                 where=str(path),

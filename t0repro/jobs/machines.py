@@ -15,6 +15,7 @@ cells:
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,7 @@ def find_machine(file: Path | None, platform: str | None, cell: str | None) -> M
         machine = dacite.from_dict(Machine, fields, dacite.Config(strict=True))
     except dacite.DaciteError as error:
         raise UserError(
-            f"An entry of the file of machines is wrong: {error}.",
+            f"An entry of the file of machines is wrong: {_what_is_wrong(error, fields)}.",
             where=str(file),
             fix=f"Its fields: {', '.join(one.name for one in dataclasses.fields(Machine))}."
             " The values of environment are texts: write a number in quotes.",
@@ -106,12 +107,26 @@ def find_machine(file: Path | None, platform: str | None, cell: str | None) -> M
     return machine
 
 
+def _what_is_wrong(error: dacite.DaciteError, fields: Mapping[str, Any]) -> str:
+    # dacite shows a text in place of a list as the generator that it made of the text.
+    name = getattr(error, "field_path", None)
+    if isinstance(error, dacite.WrongTypeError) and name == "options":
+        return f"options should be a list, as [--partition=gpu], and is {fields[name]!r}"
+    return str(error)
+
+
 def _entry(known: Any, kind: str, label: str | None, file: Path) -> dict[str, Any]:
     if label is None:
         return {}
     entries = known.get(kind) if isinstance(known, dict) else None
     entry = entries.get(label) if isinstance(entries, dict) else None
-    if not isinstance(entry, dict):
+    if entry is not None and not isinstance(entry, dict):
+        raise UserError(
+            f"{label} among the {kind} is no table of fields: {entry!r}.",
+            where=str(file),
+            fix=f"Write them as {label}: {{launcher: slurm}}.",
+        )
+    if entry is None:
         names = list(entries) if isinstance(entries, dict) else []
         raise UserError(
             f"There is no {label} among the {kind}.",

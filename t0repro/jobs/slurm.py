@@ -79,7 +79,7 @@ def run_engine(*command: str, text: str | None = None) -> str:
     except FileNotFoundError as error:
         raise UserError(
             f"There is no command {command[0]} here.",
-            fix="Start this on a machine that can submit jobs, or with another --launcher.",
+            fix="Start this on a machine that can submit jobs, or choose another engine.",
         ) from error
     if done.returncode:
         complaint = (done.stderr or done.stdout).strip().split("\n")[0]

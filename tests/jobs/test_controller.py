@@ -166,7 +166,11 @@ def test_a_second_controller_on_a_folder_says_so_and_stops(tmp_path):
 
 def test_other_settings_are_refused_while_results_of_the_first_are_there(tmp_path):
     model_dir = tmp_path / "model"
-    work_once(model_dir, "true", "a")
+    said: list[str] = []
+    work_once(model_dir, "false", "a", said=said)
+    assert said == [f"there is no complete checkpoint in {model_dir}: no job to start"]
+    save_checkpoints(model_dir, 3)
+    work_once(model_dir, "true", "a")  # no job was started with the settings before
     work_once(model_dir, "true", "a", "b")  # one more mixture is welcome
     with pytest.raises(UserError, match="other settings"):
         work_once(model_dir, "false", "a")

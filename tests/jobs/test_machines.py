@@ -36,6 +36,13 @@ def test_without_a_file_labels_mean_this_machine():
         ("platforms: {a: {cpus: many}}", "a", "An entry of the file of machines is wrong"),
         ("platforms: [", "a", "The file of machines cannot be read"),
         ("- a", "a", "There is no a among"),
+        ("platforms: {a: [slurm]}", "a", "a among the platforms is no table of fields"),
+        (
+            "platforms: {a: {options: --partition=gpu}}",
+            "a",
+            r"options should be a list, as \[--partition=gpu\], and is '--partition=gpu'",
+        ),
+        ("platforms: {a: {options: [1]}}", "a", "options should be a list"),
     ],
 )
 def test_what_is_wrong_in_the_file_is_said(tmp_path, text, platform, what):
