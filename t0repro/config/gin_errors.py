@@ -115,7 +115,8 @@ def _described(error: Exception, files: list[str], bindings: Bindings | None) ->
             fix="Remove the `include` that leads back to the file itself.",
         )
     where = _place_of(error, file) or _place_of_call(text, bindings) or _ANYWHERE
-    return UserError(_words(error), where=where, fix=_nearest_parameter(text) or _FIX)
+    fix = _fix_of_value(error) or _nearest_parameter(text) or _FIX
+    return UserError(_words(error), where=where, fix=fix)
 
 
 def _words(error: Exception) -> str:
@@ -123,10 +124,28 @@ def _words(error: Exception) -> str:
     if isinstance(error, tokenize.TokenError):
         return f"The text ends in the middle of a statement: {error.args[0]}."
     if isinstance(error, SyntaxError):
-        return f"This is not a gin statement: {_short(error.msg)}."
+        # gin shows the node of Python's parser, with its address in memory, before the token.
+        token = _BAD_TOKEN.search(error.msg)
+        reason = f"{token[1]} is no value" if token else _short(error.msg).rstrip(".")
+        return f"This is not a gin statement: {reason}."
     # What gin appends begins at one of these.
     text = re.split(r"\n  In (?:file|bindings)| in config string:", str(error))[0]
     return _short(text) or f"{type(error).__name__}."
+
+
+_BAD_TOKEN = re.compile(r"Failed to parse token ('.*')")
+
+
+def _fix_of_value(error: Exception) -> str | None:
+    """The fix for a value that is none, which mostly is a text without quotation marks."""
+    if not isinstance(error, SyntaxError):
+        return None
+    if not (_BAD_TOKEN.search(error.msg) or "Unable to parse value" in error.msg):
+        return None
+    return (
+        "Correct the value. A text stands in quotation marks, within those of the shell:"
+        """ --gin.NAME="'text'", --gin_param="NAME = 'text'"."""
+    )
 
 
 def _short(text: str) -> str:
