@@ -11,19 +11,19 @@ kept_extras=$venv/.t0repro-extras
 
 say() { echo "setup: $*"; }
 
-# ---- An interpreter of 3.11 or later ----------------------------------------------------------------
-is_recent() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
+# ---- An interpreter of 3.11 to 3.13; for later ones TensorFlow has no wheels ---------------------------
+is_suitable() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null; }
 
 find_python() {
   local candidate tried=
   for candidate in ${PYTHON:-python3.11 python3 python3.12 python3.13}; do
-    if is_recent "$candidate"; then
+    if is_suitable "$candidate"; then
       echo "$candidate"
       return
     fi
     tried+="  $candidate: $("$candidate" --version 2>/dev/null || echo "not found")"$'\n'
   done
-  printf 'setup: no Python 3.11 or later. Tried:\n%s' "$tried" >&2
+  printf 'setup: no Python 3.11, 3.12 or 3.13. Tried:\n%s' "$tried" >&2
   echo "setup: install one, or name it: PYTHON=/path/to/python3.11 bash scripts/setup.sh" >&2
   exit 2
 }
@@ -40,7 +40,7 @@ fi
 # ---- The environment ------------------------------------------------------------------------------------
 version_of() { "$1" -c 'import platform; print(platform.python_version())' 2>/dev/null || true; }
 
-if ! is_recent "$venv/bin/python" ||
+if ! is_suitable "$venv/bin/python" ||
   [[ -n ${PYTHON:-} && "$(version_of "$venv/bin/python")" != "$(version_of "$PYTHON")" ]]; then
   python=$(find_python)
   say "making .venv with $("$python" --version)"

@@ -34,6 +34,11 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "gpu": ("jax_cuda13_plugin",),
     "tpu": ("libtpu",),
     "s3": ("s3fs",),
+    "gs": ("gcsfs",),
+    "mlflow": ("mlflow",),
+    "wandb": ("wandb",),
+    "vertex": ("google.cloud.aiplatform", "google.cloud.storage", "google.cloud.logging"),
+    "xmanager": ("xmanager",),
 }
 
 _SETUP = "bash scripts/setup.sh"

@@ -2,7 +2,9 @@
 
 import ast
 import importlib.metadata
+import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -41,6 +43,42 @@ def test_every_script_is_valid_bash():
     assert {path.name for path in scripts} >= {"setup.sh", "quickstart.sh", "test.sh", "run"}
     for path in scripts:
         subprocess.run(["bash", "-n", str(path)], check=True)
+
+
+def fake_python(path: Path, version: tuple[int, int, int]) -> Path:
+    """An interpreter of another version, which can make no environment."""
+    code = f"import sys; sys.version_info = {version}; "
+    path.write_text(
+        f"""#!/bin/sh
+case $1 in
+  -c) exec {sys.executable} -c "{code}$2" ;;
+  --version) echo Python {".".join(map(str, version))} ;;
+  *) exit 1 ;;
+esac
+"""
+    )
+    path.chmod(0o755)
+    return path
+
+
+def test_a_python_that_tensorflow_has_no_wheels_for_is_passed_over(tmp_path):
+    (tmp_path / "scripts").mkdir()
+    for name in ("scripts/setup.sh", "requirements.lock", "setup.py", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    new = fake_python(tmp_path / "new", (3, 14, 0))
+    old = fake_python(tmp_path / "old", (3, 12, 1))
+
+    def setup(pythons: str) -> str:
+        command = ["bash", str(tmp_path / "scripts" / "setup.sh")]
+        done = subprocess.run(
+            command, env=os.environ | {"PYTHON": pythons}, capture_output=True, text=True
+        )
+        assert done.returncode == 2
+        return done.stdout + done.stderr
+
+    assert "making .venv with Python 3.12.1" in setup(f"{new} {old}")
+    refused = setup(str(new))
+    assert "no Python 3.11, 3.12 or 3.13" in refused and f"{new}: Python 3.14.0" in refused
 
 
 def test_every_folder_with_modules_is_a_package_so_that_a_wheel_has_it():

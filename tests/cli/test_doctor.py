@@ -1,5 +1,6 @@
 """t0repro doctor: findings, fixes and the exit code."""
 
+import importlib.metadata
 import json
 import subprocess
 import sys
@@ -68,6 +69,13 @@ def test_an_extra_whose_modules_are_absent_is_missing_with_its_command():
     assert (finding.state, finding.detail) == ("missing", "no no_such_module.inner")
     assert finding.fix == "EXTRAS=hf bash scripts/setup.sh"
     assert doctor._extra("hf", ("json",)).state == "ok"
+
+
+def test_every_extra_that_a_user_may_want_is_looked_for():
+    named = importlib.metadata.metadata("t0repro").get_all("Provides-Extra") or []
+    # What JAX brings is looked for in the core; four are for work on this project.
+    others = {"jax", "docker", "hardlife", "mutation", "release"}
+    assert set(doctor.EXTRAS) == set(named) - others
 
 
 @pytest.mark.parametrize(
