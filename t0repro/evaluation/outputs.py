@@ -51,10 +51,13 @@ def find_tasks(eval_dir: str | os.PathLike[str]) -> dict[str, list[int]]:
     names = sorted(entry.name for entry in folder.iterdir() if entry.is_file())
     tasks = [name.removesuffix("_targets") for name in names if name.endswith("_targets")]
     if not tasks:
+        below = sorted({str(path.parent) for path in folder.glob("*_eval*/*_targets")})
         raise UserError(
             "The folder holds no evaluation outputs (no file ends in _targets).",
             where=str(folder),
-            fix="Run scripts/rank_eval.sh first, with eval_model.output_eval_examples left on.",
+            fix=f"Name the folder of one evaluation: {', '.join(below)}."
+            if below
+            else "Run scripts/rank_eval.sh first, with eval_model.output_eval_examples left on.",
         )
     predictions = [name for name in names if name.endswith("_predictions")]
     decoded = decoded_tasks(folder)

@@ -82,7 +82,7 @@ def read_template(file: str | os.PathLike[str] | None) -> dict[str, Any]:
         )
     try:
         return _without_nulls(yaml.safe_load(Path(file).read_text(encoding="utf-8")))
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
         raise UserError(f"The Job manifest cannot be read: {reason}", where=str(file)) from error
 

@@ -84,7 +84,7 @@ def find_machine(file: Path | None, platform: str | None, cell: str | None) -> M
     try:
         # An empty file is None in YAML.
         known = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
         raise UserError(
             f"The file of machines cannot be read: {reason}", where=str(file)

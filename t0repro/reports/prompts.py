@@ -95,7 +95,7 @@ def training_tasks(mixtures: Sequence[str]) -> set[str]:
     tasks = set(registered_tasks()) & set(mixtures)
     # Names that are no tasks have to be mixtures.
     for mixture in set(mixtures) - tasks:
-        tasks |= set(tasks_of_mixture(mixture, "--train-mixture"))
+        tasks |= set(tasks_of_mixture(mixture, "--train_mixture"))
     return tasks
 
 

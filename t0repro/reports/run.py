@@ -9,6 +9,8 @@ from pathlib import Path
 
 from t0repro.errors import UserError
 
+_FIX = "Give the <split>_eval folder, the --out folder of rank-eval, or a report.json."
+
 
 @dataclasses.dataclass(frozen=True)
 class Run:
@@ -61,7 +63,7 @@ def find_evaluation(path: str | os.PathLike[str]) -> tuple[Path, int | None]:
     raise UserError(
         f"There are {len(evaluations)} evaluations here.",
         where=str(path),
-        fix="Give the <split>_eval folder, the --out folder of rank-eval, or a report.json.",
+        fix=_FIX,
     )
 
 
@@ -70,7 +72,7 @@ def _evaluation_of_report(path: Path) -> tuple[Path, int]:
         provenance = json.loads(path.read_text(encoding="utf-8"))["provenance"]
         folder, step = Path(provenance["eval_dir"]), int(provenance["step"])
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError("This is not a t0repro report.", where=str(path)) from error
+        raise UserError("This is not a t0repro report.", where=str(path), fix=_FIX) from error
     if not any(folder.glob("*_targets")):
         raise UserError(
             f"The report's evaluation is no longer at {folder}.",

@@ -126,6 +126,15 @@ def test_an_empty_folder_is_a_users_mistake(tmp_path):
         read_task_scores(tmp_path / "absent")
 
 
+def test_a_model_dir_in_place_of_an_evaluation_is_told_where_its_evaluations_are(tmp_path):
+    folder = tmp_path / "validation_eval"
+    folder.mkdir()
+    write_lines(folder / f"{TASK}_targets", OLD_NUMPY)
+    with pytest.raises(UserError) as refused:
+        find_tasks(tmp_path)
+    assert refused.value.fix == f"Name the folder of one evaluation: {folder}."
+
+
 def test_targets_without_predictions_are_a_users_mistake(tmp_path):
     write_lines(tmp_path / f"{TASK}_targets", OLD_NUMPY)
     with pytest.raises(UserError, match="no predictions"):

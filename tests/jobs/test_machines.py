@@ -35,6 +35,7 @@ def test_without_a_file_labels_mean_this_machine():
         ("platforms: {a: {lancher: slurm}}", "a", "An entry of the file of machines is wrong"),
         ("platforms: {a: {cpus: many}}", "a", "An entry of the file of machines is wrong"),
         ("platforms: [", "a", "The file of machines cannot be read"),
+        ("platforms: {\udcff: {}}", "a", "The file of machines cannot be read.*can't decode byte"),
         ("- a", "a", "There is no a among"),
         ("platforms: {a: [slurm]}", "a", "a among the platforms is no table of fields"),
         (
@@ -46,6 +47,7 @@ def test_without_a_file_labels_mean_this_machine():
     ],
 )
 def test_what_is_wrong_in_the_file_is_said(tmp_path, text, platform, what):
-    (tmp_path / "machines.yaml").write_text(text)
+    # A lone surrogate stands for a byte that is no UTF-8.
+    (tmp_path / "machines.yaml").write_text(text, errors="surrogateescape")
     with pytest.raises(UserError, match=rf"(?s){what}"):
         find_machine(tmp_path / "machines.yaml", platform, None)
