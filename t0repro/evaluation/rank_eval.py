@@ -247,7 +247,10 @@ class _Evaluation:
     ) -> None:
         """Adds a part's scores to its task; writes the task if this is its last part."""
         name = scored.part.task
-        task = tasks.setdefault(name, _RankedTask(self._output(readers[name])))
+        # Made for the first part alone: making one empties the files that the task has so far.
+        if name not in tasks:
+            tasks[name] = _RankedTask(self._output(readers[name]))
+        task = tasks[name]
         task.add(scored)
         if not scored.part.last:
             return

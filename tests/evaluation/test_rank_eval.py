@@ -21,6 +21,7 @@ from t0repro.evaluation.evaluation_folder import EvaluationFolder, Settings
 from t0repro.evaluation.opened import open_checkpoint
 from t0repro.evaluation.outputs import read_task_scores
 from t0repro.evaluation.records import read_records
+from t0repro.evaluation.task_output import LineFile
 from t0repro.locks import folder_lock
 from t0repro.reports import load_report
 from t0repro.reports.bootstrap import Bootstrap
@@ -270,6 +271,13 @@ def test_inputs_and_choices_that_were_cut_are_counted(model_dir, prompts, tmp_pa
 def test_windows_give_the_scores_of_one_window(evaluated, model_dir, tmp_path, monkeypatch):
     _, whole = evaluated
     monkeypatch.setattr(rank_eval, "PAIRS_IN_MEMORY", 7)  # less than a task has
+    write = LineFile.write
+
+    def write_through(file, values):
+        write(file, values)
+        file._file.flush()  # as happens to all but the last 8 KB of a large task's lines
+
+    monkeypatch.setattr(LineFile, "write", write_through)
     outcome = evaluate(model_dir, tmp_path)
     assert outcome.tasks == whole.tasks
     assert outcome.pairs == whole.pairs
