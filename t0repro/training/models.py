@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-import functools
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -101,6 +101,7 @@ class T5Model(BaseModel):
     ):
         super().__init__(optimizer_def)
         self.module, self._measured = module, measured
+        self._denominator: float | jax.Array | None = None  # of the batch that a copy is for
 
     def get_initial_variables(
         self,
@@ -113,22 +114,44 @@ class T5Model(BaseModel):
         return {"params": initial_parameters(self.module, rng)}
 
     def whole_batch(self, batch: Batch) -> tuple[Batch, LossFn]:
-        """Adds the targets' weights, and divides each microbatch's loss by the whole's divisor."""
+        """Adds the targets' weights, and divides each microbatch's loss by the whole's divisor.
+
+        The loss function is `loss_fn`, so one of a subclass is what is trained.
+        """
         batch = with_loss_weights(self.module.config, batch)
-        denominator = loss_denominator(self.module.config, batch)
-        return batch, functools.partial(self._loss, denominator=denominator)
+        # A copy, since the divisor is this batch's alone.
+        model = copy.copy(self)
+        model._denominator = loss_denominator(self.module.config, batch)
+        return batch, model.loss_fn
 
     def loss_fn(
         self, params: Any, batch: Batch, dropout_rng: jax.Array | None, flax_mutables: Any = None
     ) -> tuple[jax.Array, dict[str, Metric]]:
-        """The loss of a whole batch, and its metrics."""
+        """The loss of a batch and its metrics; of a microbatch, if `whole_batch` gave the function.
+
+        Otherwise a microbatch is normalised by itself.
+        """
         assert flax_mutables is None
-        # This class's own, so that a subclass may have microbatches normalised one by one.
-        batch, loss_fn = T5Model.whole_batch(self, batch)
-        return loss_fn(params, batch, dropout_rng)
+        config, denominator = self.module.config, self._denominator
+        if denominator is None:
+            batch = with_loss_weights(config, batch)
+            denominator = loss_denominator(config, batch)
+        # At a rate of 0 no mask is drawn at all.
+        key = dropout_rng if config.dropout_rate else None
+        options = {"denominator": denominator, "dropout_key": key}
+        if not self._measured:
+            loss = training_loss(self.module, params, batch, **options)
+            return loss, {"loss": AveragePerStep(loss)}
+        loss, sums = loss_and_sums(self.module, params, batch, **options)
+        return loss, metrics_of(sums, packed="targets_segmentation" in batch)
 
     def eval_fn(self, params: Any, batch: Batch, flax_mutables: Any = None) -> tuple[Any, Any]:
-        """Without dropout; with z_loss if the model's arithmetic has it in evaluations."""
+        """Without dropout; with z_loss if the model's arithmetic has it in evaluations.
+
+        A subclass with a loss of its own is evaluated with that.
+        """
+        if type(self).loss_fn is not T5Model.loss_fn:
+            return super().eval_fn(params, batch, flax_mutables)
         assert flax_mutables is None
         config = self.module.config
         batch = with_loss_weights(config, batch)
@@ -156,18 +179,6 @@ class T5Model(BaseModel):
             )
         return {name: batch[name] for name in FEATURES if name in batch}
 
-    def _loss(
-        self, params: Any, batch: Batch, dropout_rng: jax.Array | None, *, denominator: Any
-    ) -> tuple[jax.Array, dict[str, Metric]]:
-        # At a rate of 0 no mask is drawn at all.
-        key = dropout_rng if self.module.config.dropout_rate else None
-        options = {"denominator": denominator, "dropout_key": key}
-        if not self._measured:
-            loss = training_loss(self.module, params, batch, **options)
-            return loss, {"loss": AveragePerStep(loss)}
-        loss, sums = loss_and_sums(self.module, params, batch, **options)
-        return loss, metrics_of(sums, packed="targets_segmentation" in batch)
-
 
 def summed_towers(model: BaseModel, loss_fn: LossFn) -> dict[str, int]:
     """Towers whose layers' gradients their backward pass may add up, with their numbers of layers.
@@ -179,8 +190,8 @@ def summed_towers(model: BaseModel, loss_fn: LossFn) -> dict[str, int]:
       model: the model.
       loss_fn: what its `whole_batch` returned.
     """
-    own = getattr(loss_fn, "func", None)
-    if not isinstance(model, T5Model) or getattr(own, "__func__", None) is not T5Model._loss:
+    own = getattr(loss_fn, "__func__", None) is T5Model.loss_fn
+    if not isinstance(model, T5Model) or not own:
         return {}
     config = model.module.config
     # Shared layers have gradients of both towers.

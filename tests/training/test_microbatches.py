@@ -70,6 +70,31 @@ def test_in_t5x_normalisers_of_the_batch_are_not(denominator, factor, turned):
     assert (distance > 0.01) == turned
 
 
+class Doubled(T5Model):
+    """A loss of a user's own, made of T5's."""
+
+    def loss_fn(self, params, batch, dropout_rng, flax_mutables=None):
+        loss, _ = super().loss_fn(params, batch, dropout_rng)
+        return 2 * loss, {"loss": AveragePerStep(2 * loss)}
+
+
+@pytest.mark.parametrize("denominator", DENOMINATORS)
+def test_a_loss_of_a_subclass_is_what_is_trained_with_the_whole_batchs_divisor(denominator):
+    whole, expected = loss_and_gradient(T5Model, denominator, 1)
+    for count in (1, 4):
+        loss, gradient = loss_and_gradient(Doubled, denominator, count)
+        assert loss == pytest.approx(2 * whole, rel=1e-5)
+        np.testing.assert_allclose(gradient, 2 * expected, rtol=1e-4, atol=1e-6)
+
+
+def test_a_loss_of_a_subclass_is_what_is_evaluated():
+    plain, doubled = (
+        model_of(kind, None, z_loss=0.0).eval_fn(STATE.params, BATCH)[0]
+        for kind in (T5Model, Doubled)
+    )
+    assert float(doubled) == pytest.approx(2 * float(plain), rel=1e-6)
+
+
 def test_t5x_dropout_compat_repeats_one_mask_and_the_default_does_not():
     rows = {name: np.repeat(x[:1], 4, axis=0) for name, x in BATCH.items()}
     model, key = model_of(T5Model, None, dropout_rate=0.5), jax.random.key(3)
