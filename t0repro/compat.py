@@ -309,8 +309,11 @@ def update_after_all_gradients() -> None:
     def apply_grads(self: Any, grads: Any, variables: Any) -> Any:
         # Parameters that the loss does not reach have no gradient; there is nothing to wait
         # for.
-        present = [grad for grad in grads if grad is not None]
-        waiting = [grad if grad is None else mtf.depend(grad, present) for grad in grads]
+        # The first `depend`, on nothing, adds up a sum over the mesh that is still to be added up,
+        # on which nothing can depend: a gradient where `run.mesh_shape` has dimensions.
+        whole = [grad if grad is None else mtf.depend(grad, []) for grad in grads]
+        present = [grad for grad in whole if grad is not None]
+        waiting = [grad if grad is None else mtf.depend(grad, present) for grad in whole]
         return original(self, waiting, variables)
 
     vars(apply_grads)["_t0repro_patch"] = True

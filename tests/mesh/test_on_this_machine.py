@@ -36,6 +36,14 @@ def test_t0s_tpu_flags_run_here_and_say_what_becomes_of_them(server, tmp_path, b
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_the_mesh_of_t5s_readme_for_one_device_trains(server, tmp_path, backend):
+    """Its gradients are sums over the mesh, though over one device each."""
+    more = ["--gin_param=utils.run.mesh_shape = 'model:1,batch:1'"]
+    code, text = server.run(train(tmp_path / "model", backend, *more))
+    assert code == 0, text
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("flag", "part"),
     [
