@@ -83,9 +83,9 @@ def loss_and_sums(
 
 
 def token_counts(batch: Batch) -> Sums:
-    """Numbers of tokens and examples of a batch, as float32 scalars."""
+    """Numbers of tokens and examples of a batch, as float32 scalars; a text alone has no inputs."""
     counts = {"rows": jnp.float32(np.shape(batch["targets"])[0])}
-    for side in ("inputs", "targets"):
+    for side in ("inputs", "targets") if "inputs" in batch else ("targets",):
         tokens = jnp.asarray(batch[side])
         segments = jnp.asarray(batch.get(f"{side}_segmentation", tokens > 0)).astype(jnp.int32)
         counts[f"all_{side}"] = jnp.float32(tokens.size)
@@ -119,14 +119,17 @@ def metrics_of(sums: Sums, *, packed: bool) -> dict[str, Metric]:
     names = {"inputs": "encoder", "targets": "decoder"}
     if not packed:
         names = {"inputs": "encoder_input_tokens", "targets": "decoder_target_tokens"}
+    if "all_inputs" not in sums:
+        del names["inputs"]
     for side, name in names.items():
         rows, tokens = sums["rows"], sums[f"all_{side}"]
         metrics[f"effective_batch_size/{name}"] = AveragePerStep(sums[f"examples_{side}"])
         metrics[f"non_padding_fraction/{name}"] = Average(sums[f"real_{side}"], tokens)
         if packed:
             metrics[f"examples_per_row/{name}"] = Average(sums[f"examples_{side}"], rows)
-    real_tokens = sums["real_inputs"] + sums["real_targets"]
-    tokens = sums["all_inputs"] + all_targets
+    real_tokens, tokens = (
+        sum(sums[f"{kind}_{side}"] for side in names) for kind in ("real", "all")
+    )
     return metrics | {"non_padding_fraction/overall": Average(real_tokens, tokens)} | rates(sums)
 
 
@@ -135,6 +138,11 @@ def rates(sums: Sums) -> dict[str, Metric]:
     # T5X's names say core for what jax calls a device.
     devices = jax.device_count()
     sequences, targets = sums["rows"], sums["all_targets"]
+    real = {
+        f"timing/real_{side}_tokens_per_second": TimeRate(sums[f"real_{side}s"])
+        for side in ("input", "target")
+        if f"real_{side}s" in sums
+    }
     return {
         "timing/seconds": Time(),
         "timing/seqs": Sum(sequences),
@@ -143,8 +151,7 @@ def rates(sums: Sums) -> dict[str, Metric]:
         "timing/seqs_per_second_per_core": TimeRate(sequences / devices),
         "timing/target_tokens_per_second": TimeRate(targets),
         "timing/target_tokens_per_second_per_core": TimeRate(targets / devices),
-        "timing/real_input_tokens_per_second": TimeRate(sums["real_inputs"]),
-        "timing/real_target_tokens_per_second": TimeRate(sums["real_targets"]),
+        **real,
     }
 
 

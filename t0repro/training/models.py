@@ -168,14 +168,15 @@ class T5Model(BaseModel):
         """The features that T5 reads.
 
         Raises:
-          UserError: if there are no inputs or no targets.
+          UserError: if there are no targets, or no inputs for an encoder.
         """
-        missing = [name for name in ("inputs", "targets") if name not in batch]
+        needed = ("targets",) if self.module.config.decoder_only else ("inputs", "targets")
+        missing = [name for name in needed if name not in batch]
         if missing:
             raise UserError(
                 f"A batch has no {' and no '.join(missing)}; it has {', '.join(sorted(batch))}.",
                 where="the batches",
-                fix="Train an encoder-decoder model on a task with inputs and targets.",
+                fix=f"Train this model on a task with {' and '.join(needed)}.",
             )
         return {name: batch[name] for name in FEATURES if name in batch}
 

@@ -193,3 +193,26 @@ def test_metrics_have_t5xs_names_and_values(params):
     assert metrics["effective_batch_size/decoder"] == 4
     assert metrics["examples_per_row/encoder"] == 1.5
     assert metrics["timing/real_input_tokens_per_second"] == 10
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_language_model_is_trained_on_texts_alone(packed):
+    model = T5(config_of(20.0, model_type="lm", num_encoder_layers=0), tiny.FLOAT32)
+    params = initial_parameters(model, jax.random.key(0))
+    batch = {name: x for name, x in PACKED.items() if name.startswith("targets")}
+    if not packed:
+        del batch["targets_segmentation"]
+    features = T5Model(model).features(batch)
+    metrics, gradients = measured(model, params, features, microbatches=2)
+    whole, expected = measured(model, params, batch)
+    # What inputs there are is not read: metrics of them are all that they add.
+    both, _ = measured(model, params, PACKED if packed else {**batch, "inputs": PACKED["inputs"]})
+    assert metrics["loss"] == pytest.approx(whole["loss"]) == pytest.approx(both["loss"])
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), gradients, expected
+    )
+    assert metrics["non_padding_fraction/overall"] == pytest.approx(9 / 10)
+    assert {name for name in both if name not in metrics} == {
+        "timing/real_input_tokens_per_second",
+        *(name for name in both if "encoder" in name),
+    }
