@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from t0repro.errors import UserError
@@ -105,15 +105,16 @@ def check_field(kind: type, field: str, value: Any, where: str | None, shown: st
     limits, hint = range_of(kind, field), typing.get_type_hints(kind)[field]
     assert isinstance(limits, Range)
     allowed = typing.get_args(hint)
-    words = {word for part in allowed for word in typing.get_args(part)}
+    # Literals inside a union, such as T5X's names of loss denominators.
+    parts = {part for union in allowed for part in typing.get_args(union)}
+    words = sorted(part for part in parts if isinstance(part, str))
     if value is None and type(None) in allowed:
         return
     if isinstance(value, str) and (str in allowed or value in words):
         return  # a word may stand for numbers, as "all" does
-    # Literals inside a union, such as T5X's names of loss denominators.
     whole = float not in (hint, *allowed)
     for name, item in _parts(shown or field, value):
-        _check_number(name, item, limits, where, whole)
+        _check_number(name, item, limits, where, whole, words)
 
 
 def _check_arguments(
@@ -142,12 +143,20 @@ def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
-def _check_number(name: str, number: Any, limits: Range, where: str | None, whole: bool) -> None:
+def _check_number(
+    name: str,
+    number: Any,
+    limits: Range,
+    where: str | None,
+    whole: bool,
+    words: Sequence[str] = (),
+) -> None:
     kinds = int if whole else (int, float)
     # bool is a subclass of int, but True is not a number that a user meant.
     if isinstance(number, kinds) and not isinstance(number, bool) and number in limits:
         return
     wanted = f"{'a whole number' if whole else 'a number'}, {limits}"
+    wanted += "".join(f", or {word!r}" for word in words)
     raise UserError(
         f"{name} is {number!r}; it must be {wanted}.", where=where, fix=f"Bind {wanted}."
     )

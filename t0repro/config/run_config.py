@@ -420,7 +420,7 @@ class RunConfig:
     keep_checkpoint_max: Annotated[int | None, Range(at_least=0)]
     init_checkpoint: str | None
     eval_checkpoint_step: Annotated[
-        int | tuple[int, ...] | str | None, Range(at_least=0, also=(-1,))
+        int | tuple[int, ...] | Literal["all"] | None, Range(at_least=0, also=(-1,))
     ]
     eval_summary_dir: str | None
     eval_dir_suffix: str | None

@@ -54,6 +54,9 @@ def test_every_number_of_a_run_has_a_range(kind):
         ("run.save_checkpoints_steps = 0", "save_checkpoints_steps is 0"),
         ("run.keep_checkpoint_max = -1", "keep_checkpoint_max is -1"),
         ("run.eval_checkpoint_step = -2", "eval_checkpoint_step is -2"),
+        # Not the steps 1, 0 and 0.
+        ("run.eval_checkpoint_step = '100'", "at least 0, or -1, or 'all'"),
+        ("run.eval_checkpoint_step = 'latest'", "eval_checkpoint_step is 'latest'"),
         ("run.perplexity_eval_steps = 0", "perplexity_eval_steps is 0"),
         ("d_model = 0", "d_model is 0"),
         ("d_model = 12.5", "d_model is 12.5"),
