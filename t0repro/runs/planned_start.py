@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from t0repro.config.t5x.gin_files import Parsed
 if TYPE_CHECKING:
     from clu.metric_writers import MetricWriter
 
+    from t0repro.data.seqio_data import EvalBatches
     from t0repro.runs.plan import InferEval
 
 Say = Callable[[str], None]
@@ -35,7 +36,7 @@ def start(
       UserError: If the data, the checkpoint or the folder does not fit the run.
     """
     from t0repro.converters import sources
-    from t0repro.data.seqio_data import SeqioTrainBatches, train_eval_batches
+    from t0repro.data.seqio_data import SeqioTrainBatches
     from t0repro.partitioning.processes import is_first
     from t0repro.runs import train as training
     from t0repro.runs.description import describe_training
@@ -54,7 +55,6 @@ def start(
         tree = None if resumed else starting_tree(config, say)
         if is_first():
             describe_training(config, parsed.gin_text)
-        evaluated = plan.train_eval_data
         training.train(
             config,
             SeqioTrainBatches(
@@ -63,7 +63,7 @@ def start(
             restore_from=tree if not resumed else _foreign_checkpoint(model_dir, config),
             say=say,
             planned=PlannedInputs(
-                train_eval=train_eval_batches(evaluated, plan.eval_steps) if evaluated else {},
+                train_eval=train_eval(config, say),
                 infer_eval=infer_eval(parsed, config, say),
                 open_writer=_opener_of_writers(model_dir, parsed.gin_text, tree),
             ),
@@ -154,6 +154,21 @@ def _foreign_checkpoint(model_dir: Path, config: RunConfig) -> dict[str, Any] | 
 
     latest = sources.find_checkpoint(model_dir)
     return None if latest.format == "jax" else load_configured(latest, config.model)
+
+
+def train_eval(config: RunConfig, say: Say) -> Mapping[str, EvalBatches]:
+    """Batches for evaluating the training's loss, by task; none if no task has the split."""
+    from t0repro.data.seqio_data import train_eval_batches
+
+    plan = config.plan
+    assert plan is not None
+    data = plan.train_eval_data
+    if data is None:
+        return {}
+    found = train_eval_batches(data, plan.eval_steps)
+    if not found:
+        say(f"train_eval: no task of {data.mixture_or_task_name} has {data.split}")
+    return found
 
 
 def infer_eval(parsed: Parsed, config: RunConfig, say: Say) -> InferEval | None:
