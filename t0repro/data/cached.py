@@ -1,8 +1,9 @@
 """Training batches read from a prompt cache with numpy alone: no TensorFlow, no SeqIO.
 
 The examples, their trimming and their packing are SeqIO's, and so is the order of a task that is
-not shuffled: its batches are the same, entry by entry, if each example has tokens in both features.
-Mesh TensorFlow's are the same too, but where it cuts targets it puts EOS in their row's last place.
+not shuffled: its batches are the same, entry by entry, if each example has tokens in both features
+and the task has no preprocessors after SeqIO's CacheDatasetPlaceholder. Mesh TensorFlow's are the
+same too, but where it cuts targets it puts EOS in their row's last place.
 Shuffling and the mixing of tasks draw from numpy's generator, so the order is another one than
 SeqIO's with the same seed.
 """
@@ -19,14 +20,16 @@ import numpy as np
 
 from t0repro.data.resuming import Batch, ResumableBatches, Say
 from t0repro.errors import UserError
-from t0repro.tasks.prompt_cache.folders import shard_names
+from t0repro.tasks.prompt_cache.folders import PROVENANCE, shard_names
 from t0repro.tasks.prompt_cache.integrity import damage
 from t0repro.tasks.prompt_cache.records import integers, read_block, read_records
+from t0repro.words import counted
 
 FEATURES = ("inputs", "targets")
 _SHUFFLED = 1000  # examples among which the next one is drawn, as in SeqIO
 _FILES = 16  # files that are read by turns, and
 _TURN = 16  # records of each turn, as in SeqIO's FileDataSource
+_EOS = 1  # of every T5's vocabulary
 
 Example = dict[str, np.ndarray]
 
@@ -72,6 +75,17 @@ class CachedBatches(ResumableBatches):
         self._batch_size, self._split = batch_size, split
         self._pack, self._shuffle = pack, shuffle
         super().__init__(seed)
+
+    def open(self, step: int, saved: Path | None, say: Say) -> Iterator[Batch]:
+        """Batches from where the run continues; see `runs.train.BatchSource`."""
+        if unfinished := [name for name in self._rates if not _ends_in_eos(name, self._split)]:
+            say(
+                f"warning: the targets of {counted(len(unfinished), 'cached task')} do not end in"
+                f" EOS ({_EOS}), {Path(unfinished[0]).name} first; what a task does after SeqIO's"
+                " CacheDatasetPlaceholder, such as adding EOS or masking spans, is not done here,"
+                " but by the commands that train with SeqIO"
+            )
+        return super().open(step, saved, say)
 
     def _position(self, saved: Path | None, say: Say) -> dict[str, Any]:
         # Without a checkpoint there is nothing to go on from, and nothing to say about it.
@@ -143,6 +157,15 @@ def _count(folder: Path, split: str) -> int:
     if stats.is_file():
         return int(json.loads(stats.read_text())["examples"])
     return sum(1 for name in _shards(folder, split) for _ in read_records(folder / name))
+
+
+def _ends_in_eos(folder: str, split: str) -> bool:
+    """Whether a cache's first targets do."""
+    if Path(folder, PROVENANCE).is_file():
+        return True  # in its own vocabulary's, since `t0repro cache` wrote it
+    records = _by_turns([Path(folder, name) for name in _shards(Path(folder), split)])
+    targets = integers(next(records), FEATURES)["targets"]
+    return bool(targets.size and targets[-1] == _EOS)
 
 
 def _shards(folder: Path, split: str) -> list[str]:

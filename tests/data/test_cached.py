@@ -78,8 +78,8 @@ def mesh_tensorflows(folder, lengths, pack, count) -> list[dict[str, np.ndarray]
         return list(dataset.batch(4).take(count).as_numpy_iterator())
 
 
-def write_cache(folder, *files) -> None:
-    """A cache of these files, each a list of its examples' numbers of tokens in inputs, targets."""
+def write_records(folder, *files) -> None:
+    """A cache of these files, each a list of tf.train.Examples."""
     import tensorflow as tf
 
     shape = {"dtype": "int32", "shape": [None]}
@@ -87,19 +87,29 @@ def write_cache(folder, *files) -> None:
     folder.mkdir(exist_ok=True)
     (folder / "info.train.json").write_text(json.dumps(info))
     (folder / "stats.train.json").write_text(json.dumps({"examples": sum(map(len, files))}))
-    tokens = itertools.cycle(range(2, 1000))
-    for sizes, name in zip(files, shard_names("train", len(files)), strict=True):
+    for examples, name in zip(files, shard_names("train", len(files)), strict=True):
         with tf.io.TFRecordWriter(str(folder / name)) as file:
-            for pair in sizes:
-                features = {
-                    name: tf.train.Feature(
-                        int64_list=tf.train.Int64List(value=itertools.islice(tokens, size))
-                    )
-                    for name, size in zip(("inputs", "targets"), pair, strict=True)
-                }
-                record = tf.train.Example(features=tf.train.Features(feature=features))
-                file.write(record.SerializeToString())
+            for each in examples:
+                file.write(each.SerializeToString())
     (folder / "COMPLETED").touch()
+
+
+def write_cache(folder, *files) -> None:
+    """A cache of these files, each a list of its examples' numbers of tokens in inputs, targets."""
+    import tensorflow as tf
+
+    tokens = itertools.cycle(range(2, 1000))
+
+    def of_sizes(pair) -> tf.train.Example:
+        feature = {
+            name: tf.train.Feature(
+                int64_list=tf.train.Int64List(value=itertools.islice(tokens, size))
+            )
+            for name, size in zip(("inputs", "targets"), pair, strict=True)
+        }
+        return tf.train.Example(features=tf.train.Features(feature=feature))
+
+    write_records(folder, *([of_sizes(pair) for pair in sizes] for sizes in files))
 
 
 def assert_equal(ours, theirs):
@@ -228,3 +238,37 @@ def test_a_folder_that_is_no_complete_cache_is_refused(cache, tmp_path):
         CachedBatches([tmp_path], LENGTHS, 4)
     with pytest.raises(UserError, match="info.test.json is missing"):
         CachedBatches([cache / "one" / TASK], LENGTHS, 4, split="test")
+
+
+def of_a_task_in_t5s_form() -> list:
+    """What SeqIO caches of a task that adds EOS after its cache, as t5's own do."""
+    compat.install()
+    import seqio
+    import tensorflow as tf
+
+    def rows(split, shuffle_files, seed=None):
+        texts = {"inputs": ["a fine day", "no"], "targets": ["yes", "so it is"]}
+        return tf.data.Dataset.from_tensor_slices(texts)
+
+    feature = seqio.Feature(seqio.ByteVocabulary(extra_ids=0), add_eos=True, dtype=tf.int32)
+    task = seqio.Task(
+        "eos_after_cache",
+        seqio.FunctionDataSource(rows, splits=["train"]),
+        output_features={"inputs": feature, "targets": feature},
+        preprocessors=[
+            seqio.preprocessors.tokenize,
+            seqio.CacheDatasetPlaceholder(),
+            seqio.preprocessors.append_eos,
+        ],
+    )
+    cached = task.preprocess_precache(task.source.get_dataset("train", shuffle=False))
+    return [seqio.utils.dict_to_tfexample(each) for each in cached.as_numpy_iterator()]
+
+
+def test_targets_that_get_their_eos_after_the_cache_are_warned_of(cache, tmp_path):
+    write_records(tmp_path / "t5_task", of_a_task_in_t5s_form())
+    said = []
+    source = CachedBatches([tmp_path / "t5_task", cache / "one" / TASK], LENGTHS, 4)
+    source.open(0, None, said.append)
+    (line,) = said
+    assert "the targets of 1 cached task do not end in EOS (1), t5_task first" in line
