@@ -10,7 +10,7 @@ from typing import Any
 from t0repro.config.inference_plan import InferencePlan
 from t0repro.config.training_plan import RestoreConfig
 from t0repro.converters import sources
-from t0repro.converters.arithmetic import load_configured, repeated_biases
+from t0repro.converters.arithmetic import check_configured, load_configured, repeated_biases
 from t0repro.converters.tensors import CheckpointRef
 from t0repro.errors import UserError
 from t0repro.evaluation.checkpoint_choice import checkpoints_in
@@ -85,7 +85,8 @@ def opened(plan: InferencePlan, ref: CheckpointRef) -> Checkpoint:
     """A checkpoint of any format with the plan's model; slots are not read.
 
     Raises:
-      UserError: If a parameter is missing or has another shape than the model's.
+      UserError: If a parameter is missing or has another shape than the model's, or the model is
+        not configured as the checkpoint's config.json says.
     """
     import jax.numpy as jnp
     import numpy as np
@@ -126,6 +127,7 @@ def _tree(plan: InferencePlan, ref: CheckpointRef, shapes: Any) -> dict[str, Any
 
     from t0repro.parameters.assignment import assigned_names
 
+    check_configured(ref, plan.model)
     reader = sources.open_checkpoint(ref)
     wanted = [f"target/{name}" for name in flax.traverse_util.flatten_dict(shapes, sep="/")]
     repeated = repeated_biases(reader.tensors, plan.model)

@@ -116,11 +116,16 @@ def check_data(program: programs.TrainProgram, config: RunConfig) -> None:
 
 
 def starting_tree(config: RunConfig, say: Say) -> dict[str, Any] | None:
-    """Reads the checkpoint that the plan restores, under the model's names; None for none."""
+    """Reads the checkpoint that the plan restores, under the model's names; None for none.
+
+    Raises:
+      UserError: If the checkpoint is missing or damaged, the model is not configured as its
+        config.json says, or the plan's rules do not fit it.
+    """
     import jax
 
     from t0repro.converters import sources
-    from t0repro.converters.arithmetic import repeated_biases
+    from t0repro.converters.arithmetic import check_configured, repeated_biases
     from t0repro.model.t5 import T5, initial_parameters
     from t0repro.runs.plan import keys
     from t0repro.training.optimizers import make_optimizer
@@ -133,6 +138,7 @@ def starting_tree(config: RunConfig, say: Say) -> dict[str, Any] | None:
         return None
     assert isinstance(plan.restore.path, str)
     ref = sources.find_checkpoint(plan.restore.path)
+    check_configured(ref, config.model)
     say(f"restore: {ref.path}")
     model = T5(config.model, config.dtypes)
     initial_key, _ = keys(plan.random_seed)

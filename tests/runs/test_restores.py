@@ -1,6 +1,7 @@
 """What T5X wrote, and its conversions, as INITIAL_CHECKPOINT_PATH and as CHECKPOINT_PATH."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from t0repro.config.t5x.inference import eval_plan, infer_plan
 from t0repro.config.t5x.run import train_config
 from t0repro.converters import convert
 from t0repro.converters.sources import load_any
+from t0repro.errors import UserError
 from t0repro.runs import planned_start
 from t0repro.runs.batch_infer import infer
 from t0repro.runs.chosen import chosen, opened
@@ -151,6 +153,28 @@ def test_training_and_evaluation_start_from_the_same_bits_in_every_form(forms, m
         )  # fmt: skip
         digests.add(opened(plan, chosen(plan.restore)[0]).digest)
     assert len(digests) == 1
+
+
+def test_every_run_of_t5xs_is_configured_as_config_json_says(forms, tmp_path):
+    folder = tmp_path / "hf"
+    shutil.copytree(forms["tiny", "hf"], folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"layer_norm_epsilon": 1e-5}))
+
+    def evaluate(*bindings):
+        run = parsed("eval", "eval", "tiny", f"CHECKPOINT_PATH = '{folder}'",
+                     "EVAL_OUTPUT_DIR = 'unused'", *bindings)  # fmt: skip
+        plan = eval_plan(run)
+        return opened(plan, chosen(plan.restore)[0])
+
+    names = "utils.RestoreCheckpointConfig.assignment_map = [(r'target/(.*)', r'target/\\1')]"
+    for start in (
+        lambda: planned_start.starting_tree(train_config(training("tiny", folder)), print),
+        evaluate,
+        lambda: evaluate(names),
+    ):
+        with pytest.raises(UserError, match="config.json says 1e-05"):
+            start()
 
 
 @pytest.mark.slow
