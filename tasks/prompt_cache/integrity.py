@@ -175,7 +175,8 @@ def rows_changed(description: TaskDescription, split: str, made: Mapping[str, An
 
 def _check_made_of(task: seqio.Task, provenance: Mapping[str, Any], folder: Path) -> None:
     """Raises UserError if a cache was made with another vocabulary or template."""
-    model = getattr(_vocabulary(task), "sp_model", None)
+    # A prompted task has one vocabulary.
+    model = getattr(task.output_features["targets"].vocabulary, "sp_model", None)
     differing = []
     if model is not None and _sha256(model) != provenance["vocabulary"]["sha256"]:
         differing.append("vocabulary")
@@ -203,10 +204,11 @@ def _check_samples(task: seqio.Task, folder: Path, split: str) -> None:
     """Detokenizes a few examples and compares them with the text cached beside the tokens."""
     import tensorflow as tf
 
-    vocabulary = _vocabulary(task)
     for record in itertools.islice(_all_records(folder, split), SAMPLES):
         features = tf.train.Example.FromString(record).features.feature
-        for name in ("inputs", "targets"):
+        for name, feature in task.output_features.items():
+            # A task may have one vocabulary for its inputs and another for its targets.
+            vocabulary = feature.vocabulary
             tokens = list(features[name].int64_list.value)
             texts = features[f"{name}_pretokenized"].bytes_list.value
             # Out of range, the vocabulary could not even spell them.
@@ -237,10 +239,6 @@ def _agree(vocabulary: Any, tokens: Sequence[int], text: str) -> bool:
 def _all_records(folder: Path, split: str) -> Iterator[bytes]:
     for path in sorted(folder.glob(f"{split}.tfrecord-*")):
         yield from read_records(path)
-
-
-def _vocabulary(task: seqio.Task) -> Any:
-    return task.output_features["targets"].vocabulary
 
 
 def _sha256(model: bytes) -> str:

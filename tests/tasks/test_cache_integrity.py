@@ -11,7 +11,7 @@ from t0repro.cli.gate import find_user_error
 from t0repro.data.checks import check_cached
 from t0repro.errors import UserError
 from t0repro.tasks.demo.datasets import FOLDER, VOCABULARY
-from t0repro.tasks.prompt_cache.integrity import damage
+from t0repro.tasks.prompt_cache.integrity import check_caches, damage
 from t0repro.tasks.registration import add_prompted_task
 from t0repro.tasks.task import task_descriptions
 from t0repro.tasks.vocabulary import VocabularyFile
@@ -191,6 +191,38 @@ def test_a_cache_of_a_larger_vocabulary_is_refused(whole, tmp_path, monkeypatch,
     monkeypatch.setattr(seqio.TaskRegistry.get(NAME), "_cache_dir", str(tmp_path / name))
     with pytest.raises(UserError, match="another vocabulary: the tokens of an example spell"):
         check_cached(NAME, SPLIT)
+
+
+@pytest.fixture
+def of_two_vocabularies(tmp_path, monkeypatch):
+    """A task with bytes for targets, cached as SeqIO caches it."""
+    import tensorflow as tf
+
+    vocabularies = {"inputs": seqio.SentencePieceVocabulary(str(VOCABULARY), 100),
+                    "targets": seqio.ByteVocabulary()}  # fmt: skip
+    rows = tf.data.Dataset.from_tensors({"inputs": "a fine film", "targets": "yes"})
+    task = seqio.Task(
+        "integrity_two_vocabularies",
+        seqio.FunctionDataSource(lambda split, shuffle_files, seed=None: rows, splits=[SPLIT]),
+        output_features={
+            name: seqio.Feature(vocabulary, dtype=tf.int32)
+            for name, vocabulary in vocabularies.items()
+        },
+        preprocessors=[seqio.preprocessors.tokenize, seqio.CacheDatasetPlaceholder()],
+    )
+    (example,) = task.preprocess_precache(rows).as_numpy_iterator()
+    with tf.io.TFRecordWriter(str(tmp_path / f"{SPLIT}.tfrecord-00000-of-00001")) as file:
+        file.write(seqio.utils.dict_to_tfexample(example).SerializeToString())
+    (tmp_path / f"info.{SPLIT}.json").write_text('{"num_shards": 1}')
+    (tmp_path / "COMPLETED").touch()
+    monkeypatch.setattr(task, "_cache_dir", str(tmp_path))
+    return task
+
+
+def test_each_feature_is_compared_in_its_own_vocabulary(of_two_vocabularies):
+    said = []
+    check_caches([of_two_vocabularies], SPLIT, said.append)
+    assert len(said) == 1 and "3 examples of each" in said[0]
 
 
 def test_a_cache_without_provenance_is_warned_of(cache, capsys):
