@@ -136,6 +136,14 @@ def missing_rows(rows: PromptedRows, split: str) -> UserError | None:
     return None
 
 
+def lacks_cache(task: seqio.Task) -> bool:
+    """Whether a SeqIO task has no cache, although it needs one to be read with `use_cached`.
+
+    SeqIO makes the examples of a task without a CacheDatasetPlaceholder while it reads them.
+    """
+    return task.supports_caching and not task.cache_dir
+
+
 def not_at_hand(tasks: Iterable[seqio.Task], split: str, *, use_cached: bool) -> dict[str, str]:
     """Task -> why its split cannot be read here; tasks that have no such split are skipped.
 
@@ -150,7 +158,7 @@ def not_at_hand(tasks: Iterable[seqio.Task], split: str, *, use_cached: bool) ->
             continue
         source: Any = task.source
         if use_cached:
-            if not task.cache_dir:
+            if lacks_cache(task):
                 found[task.name] = "not cached"
         # A source without prompted rows reports what it lacks by itself, when it is read.
         elif hasattr(source, "reader") and missing_rows(source, split):

@@ -9,7 +9,7 @@ from typing import Any
 from t0repro.config.configuration import RunInputs
 from t0repro.config.gin_errors import unknown_mixture
 from t0repro.errors import UserError
-from t0repro.tasks.mixture import keep_at_hand
+from t0repro.tasks.mixture import keep_at_hand, lacks_cache
 from t0repro.words import counted
 
 
@@ -98,14 +98,15 @@ def no_task_has(name: str, split: str, where: str | None) -> UserError:
 def check_cached(name: str, split: str) -> None:
     """Raises UserError if a task of the mixture that has the split is not cached, or incompletely.
 
-    What need not stop a run, such as rows that have changed since, is a warning on stderr.
+    Tasks that SeqIO cannot cache are read without. What need not stop a run, such as rows that have
+    changed since, is a warning on stderr.
     """
     import seqio
 
     from t0repro.tasks.prompt_cache.integrity import check_caches
 
     tasks = tasks_with_split(name, split)
-    missing = [task.name for task in tasks if not task.cache_dir]
+    missing = [task.name for task in tasks if lacks_cache(task)]
     if not missing:
         check_caches(tasks, split, _say)
         return

@@ -12,6 +12,7 @@ from t0repro.config.run_config import RunConfig
 from t0repro.data.batches import MODEL_FEATURES
 from t0repro.data.light_steps import light_steps_in_place, without_autotune
 from t0repro.data.resuming import Batch, ResumableBatches, Say
+from t0repro.data.seqio_data import runs_python
 from t0repro.errors import UserError
 
 
@@ -56,12 +57,12 @@ class TrainBatches(ResumableBatches):
         Raises:
           UserError: If it is, but the data are not cached.
         """
-        del dataset
         if not self._data.checkpoint_input_pipeline:
             return False
         # tf.data saves the state of Python generators without complaint, even with the
-        # external-state policy FAIL (tried; see docs/decisions.md).
-        if not self._data.use_cached:
+        # external-state policy FAIL (tried; see docs/decisions.md). With use_cached too, tasks that
+        # SeqIO cannot cache may run them.
+        if not self._data.use_cached or runs_python(dataset):
             raise UserError(
                 "The input pipeline cannot be saved: it runs Python functions.",
                 where="run.checkpoint_input_pipeline",

@@ -1,10 +1,17 @@
 """Data that are not on this machine are named before a run builds or writes anything."""
 
+import dataclasses
+
 import pytest
 
 from t0repro import compat
-from t0repro.data.checks import check_cached, check_rows
+from t0repro.config.run_config import TrainDataConfig
+from t0repro.data.checks import check_cached, check_rows, tasks_with_split
+from t0repro.data.train_data import TrainBatches
 from t0repro.errors import UserError
+from t0repro.tasks.mixture import not_at_hand
+
+from .. import tiny_models as tiny
 
 
 @pytest.mark.parametrize("check", [check_cached, check_rows])
@@ -22,3 +29,56 @@ def test_a_task_without_its_data_is_named_with_where_to_put_them(check):
         seqio.TaskRegistry.remove(task.name)
     assert "The data of the task not_here" in str(refused.value)
     assert "--tfds_data_dir" in str(refused.value)
+
+
+@pytest.fixture
+def without_placeholder():
+    """A task that SeqIO cannot cache; its rows come from Python."""
+    compat.install()
+    import seqio
+    import tensorflow as tf
+
+    signature = dict.fromkeys(("inputs", "targets"), tf.TensorSpec((None,), tf.int32))
+    feature = seqio.Feature(seqio.PassThroughVocabulary(9), add_eos=False, dtype=tf.int32)
+
+    def rows(split, shuffle_files, seed=None):
+        return tf.data.Dataset.from_generator(
+            lambda: ({"inputs": [2, 3], "targets": [4]} for _ in range(3)),
+            output_signature=signature,
+        )
+
+    yield seqio.TaskRegistry.add(
+        "without_placeholder",
+        seqio.FunctionDataSource(rows, splits=["train"]),
+        output_features={"inputs": feature, "targets": feature},
+        preprocessors=[],
+    ).name
+    seqio.TaskRegistry.remove("without_placeholder")
+
+
+def batches_of(task, **changes):
+    values = {
+        "mixture_or_task_name": task, "split": "train", "use_cached": True, "pack": False,
+        "shuffle": False, "seed": 5, "skip_seen_data": None, "seen_data_init_step": 0,
+        "checkpoint_input_pipeline": False,
+    }  # fmt: skip
+    config = dataclasses.replace(
+        tiny.run_config("unused", 1),
+        train_data=TrainDataConfig(**{**values, **changes}),
+        sequence_length={"inputs": 4, "targets": 4},
+        batch_size=3,
+    )
+    return TrainBatches(config).open(0, None, print)
+
+
+def test_a_task_that_seqio_cannot_cache_is_read_without(without_placeholder):
+    check_cached(without_placeholder, "train")
+    assert (
+        not_at_hand(tasks_with_split(without_placeholder, "train"), "train", use_cached=True) == {}
+    )
+    assert next(batches_of(without_placeholder))["inputs"].tolist() == [[2, 3, 0, 0]] * 3
+
+
+def test_the_state_of_its_python_functions_is_not_saved(without_placeholder):
+    with pytest.raises(UserError, match="cannot be saved: it runs Python functions"):
+        batches_of(without_placeholder, checkpoint_input_pipeline=True)
