@@ -245,7 +245,7 @@ def test_no_file_of_a_cache_is_executed(tmp_path, monkeypatch):
     import seqio
 
     import t0repro.tasks.demo  # noqa: F401
-    from t0repro.data.checks import check_cached
+    from t0repro.data.checks import check_readable
 
     name, mark = "demo_synthetic_glue_mrpc_want_to_know", tmp_path / "mark"
     make(tmp_path / "whole", name, min_shards=1)
@@ -256,7 +256,7 @@ def test_no_file_of_a_cache_is_executed(tmp_path, monkeypatch):
             count += 1
             monkeypatch.setattr(task, "_cache_dir", str(folder))
             with nothing_runs(mark):
-                check_cached(name, "validation")
+                check_readable(name, "validation", use_cached=True)
             # As SeqIO reads it, which checks nothing first.
             with nothing_runs(mark):
                 dataset = task.get_dataset(lengths, "validation", use_cached=True)

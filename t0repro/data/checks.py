@@ -32,10 +32,7 @@ def check_data(inputs: RunInputs, *, at_hand: bool = False) -> None:
     check_mixture(name)
     if at_hand:
         keep_at_hand(name, inputs.split, use_cached=inputs.use_cached, say=_say)
-    if inputs.use_cached:
-        check_cached(name, inputs.split)
-    else:
-        check_rows(name, inputs.split)
+    check_readable(name, inputs.split, use_cached=inputs.use_cached)
 
 
 def _say(text: str) -> None:
@@ -95,8 +92,30 @@ def no_task_has(name: str, split: str, where: str | None) -> UserError:
     )
 
 
-def check_cached(name: str, split: str) -> None:
-    """Raises UserError if a task of the mixture that has the split is not cached, or incompletely.
+def check_readable(
+    name: str, split: str, *, use_cached: bool, tasks: Sequence[Any] | None = None
+) -> None:
+    """Checks that examples can be read: from caches, or from rows.
+
+    Args:
+      name: The task or mixture.
+      split: The split.
+      use_cached: Whether caches are read.
+      tasks: Those of its tasks that are read; None for all that have the split.
+
+    Raises:
+      UserError: If caches or rows are missing, or a task that is not to be read from a cache can
+        only be read from one.
+    """
+    tasks = tasks_with_split(name, split) if tasks is None else tasks
+    if use_cached:
+        _check_cached(name, split, tasks)
+    else:
+        _check_rows(split, tasks)
+
+
+def _check_cached(name: str, split: str, tasks: Sequence[Any]) -> None:
+    """Raises UserError if one of the tasks is not cached, or incompletely.
 
     Tasks that SeqIO cannot cache are read without. What need not stop a run, such as rows that have
     changed since, is a warning on stderr.
@@ -105,7 +124,6 @@ def check_cached(name: str, split: str) -> None:
 
     from t0repro.tasks.prompt_cache.integrity import check_caches
 
-    tasks = tasks_with_split(name, split)
     missing = [task.name for task in tasks if lacks_cache(task)]
     if not missing:
         check_caches(tasks, split, _say)
@@ -122,11 +140,18 @@ def check_cached(name: str, split: str) -> None:
     )
 
 
-def check_rows(name: str, split: str) -> None:
-    """Raises UserError if the rows of a prompted task in the mixture are missing."""
+def _check_rows(split: str, tasks: Sequence[Any]) -> None:
+    """Raises UserError if the rows of a prompted task are missing, or a task needs a cache."""
     from t0repro.tasks.seqio_tasks import PromptedSource
 
-    for task in tasks_with_split(name, split):
+    if needing := [task.name for task in tasks if task.requires_caching]:
+        raise UserError(
+            f"The task {needing[0]} can only be read from a cache: its CacheDatasetPlaceholder"
+            " is required.",
+            fix="Cache it with seqio_cache_tasks, and bind use_cached = True (in T5X's files"
+            " USE_CACHED_TASKS).",
+        )
+    for task in tasks:
         if isinstance(task.source, PromptedSource):
             # Finding the reader is enough: it raises if there is none, and reads no rows.
             task.source.reader(split)

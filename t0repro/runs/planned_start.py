@@ -98,7 +98,7 @@ def check_data(program: programs.TrainProgram, config: RunConfig) -> None:
     Raises:
       UserError: If a task is missing, not cached, or encoded with another vocabulary.
     """
-    from t0repro.data.checks import check_cached, check_mixture
+    from t0repro.data.checks import check_mixture, check_readable
     from t0repro.data.vocabularies import check_vocabularies
 
     plan = config.plan
@@ -111,8 +111,7 @@ def check_data(program: programs.TrainProgram, config: RunConfig) -> None:
         check_vocabularies(
             data.mixture_or_task_name, model.input_vocabulary, model.output_vocabulary
         )
-        if data.use_cached:
-            check_cached(data.mixture_or_task_name, data.split)
+        check_readable(data.mixture_or_task_name, data.split, use_cached=data.use_cached)
 
 
 def starting_tree(config: RunConfig, say: Say) -> dict[str, Any] | None:

@@ -41,12 +41,15 @@ def evaluate_checkpoints(
       UserError: If there is no checkpoint, one does not fit the model, the task's vocabulary is
         not the model's, or nothing has a metric.
     """
+    from t0repro.data.checks import check_readable, tasks_with_split
     from t0repro.data.vocabularies import check_vocabularies
     from t0repro.evaluation.closing import print_results
     from t0repro.evaluation.seqio_evaluator import TaskEvaluator
 
-    name = plan.data.mixture_or_task_name
+    name, split = plan.data.mixture_or_task_name, plan.data.split
     check_vocabularies(name, plan.input_vocabulary, plan.output_vocabulary)
+    tasks = [task for task in tasks_with_split(name, split) if task.metric_fns]
+    check_readable(name, split, use_cached=plan.data.use_cached, tasks=tasks)
     folder, record = Path(plan.output_dir), EvaluatedCheckpoints(plan)
     evaluator, results = None, {}
     for ref in _checkpoints(plan, watch, until, seconds):

@@ -6,7 +6,7 @@ import pytest
 
 from t0repro import compat
 from t0repro.config.run_config import TrainDataConfig
-from t0repro.data.checks import check_cached, check_rows, tasks_with_split
+from t0repro.data.checks import check_readable, tasks_with_split
 from t0repro.data.train_data import TrainBatches
 from t0repro.errors import UserError
 from t0repro.tasks.mixture import not_at_hand
@@ -14,8 +14,8 @@ from t0repro.tasks.mixture import not_at_hand
 from .. import tiny_models as tiny
 
 
-@pytest.mark.parametrize("check", [check_cached, check_rows])
-def test_a_task_without_its_data_is_named_with_where_to_put_them(check):
+@pytest.mark.parametrize("use_cached", [True, False])
+def test_a_task_without_its_data_is_named_with_where_to_put_them(use_cached):
     """As a task of TensorFlow Datasets is on a machine that has not prepared them."""
     compat.install()
     import seqio
@@ -24,7 +24,7 @@ def test_a_task_without_its_data_is_named_with_where_to_put_them(check):
     task = seqio.TaskRegistry.add("not_here", source, output_features={})
     try:
         with pytest.raises(UserError) as refused:
-            check(task.name, "train")
+            check_readable(task.name, "train", use_cached=use_cached)
     finally:
         seqio.TaskRegistry.remove(task.name)
     assert "The data of the task not_here" in str(refused.value)
@@ -72,7 +72,7 @@ def batches_of(task, **changes):
 
 
 def test_a_task_that_seqio_cannot_cache_is_read_without(without_placeholder):
-    check_cached(without_placeholder, "train")
+    check_readable(without_placeholder, "train", use_cached=True)
     assert (
         not_at_hand(tasks_with_split(without_placeholder, "train"), "train", use_cached=True) == {}
     )
@@ -82,3 +82,19 @@ def test_a_task_that_seqio_cannot_cache_is_read_without(without_placeholder):
 def test_the_state_of_its_python_functions_is_not_saved(without_placeholder):
     with pytest.raises(UserError, match="cannot be saved: it runs Python functions"):
         batches_of(without_placeholder, checkpoint_input_pipeline=True)
+
+
+def test_a_task_that_needs_a_cache_is_refused_without():
+    compat.install()
+    import seqio
+
+    source = seqio.FunctionDataSource(lambda split, shuffle_files, seed=None: None, ["train"])
+    placeholder = seqio.CacheDatasetPlaceholder(required=True)
+    task = seqio.TaskRegistry.add(
+        "needs_a_cache", source, output_features={}, preprocessors=[placeholder]
+    )
+    try:
+        with pytest.raises(UserError, match="needs_a_cache can only be read from a cache"):
+            check_readable(task.name, "train", use_cached=False)
+    finally:
+        seqio.TaskRegistry.remove(task.name)

@@ -272,3 +272,5 @@ def test_faults_are_named(checkpoint, few, tmp_path):
         infer(plan(checkpoint, tmp_path, "infer.shard_id = 98", "infer.num_shards = 99", name=few))
     with pytest.raises(UserError, match="'no_such_task'"):
         infer(plan(checkpoint, tmp_path, name="no_such_task"))
+    with pytest.raises(UserError, match="1 not cached: demo_synthetic_glue"):
+        infer(plan(checkpoint, tmp_path, "utils.DatasetConfig.use_cached = True"))

@@ -204,6 +204,8 @@ def test_faults_are_named(model_dir, tmp_path):
         )
     with pytest.raises(UserError, match="pack = True"):
         plan(model_dir, tmp_path, "utils.DatasetConfig.pack = True")
+    with pytest.raises(UserError, match="of 2 tasks of 'both_kinds', 2 not cached"):
+        evaluate_checkpoints(plan(model_dir, tmp_path, "utils.DatasetConfig.use_cached = True"))
 
 
 @pytest.mark.parametrize("argument", ["training_evaluator_cls", "fallback_init_rng"])

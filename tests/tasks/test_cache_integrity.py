@@ -8,7 +8,7 @@ import pytest
 import seqio
 
 from t0repro.cli.gate import find_user_error
-from t0repro.data.checks import check_cached
+from t0repro.data.checks import check_readable
 from t0repro.errors import UserError
 from t0repro.tasks.demo.datasets import FOLDER, VOCABULARY
 from t0repro.tasks.prompt_cache.integrity import check_caches, damage
@@ -97,14 +97,14 @@ DAMAGE = {
 
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_damage_is_found_before_the_cache_is_read(cache, kind):
-    check_cached(NAME, SPLIT)
+    check_readable(NAME, SPLIT, use_cached=True)
     harm, message = DAMAGE[kind]
     harm(cache)
     assert damage(cache, SPLIT)
     with pytest.raises(
         UserError, match=f"(incomplete|not cached).*({message})|not cached"
     ) as caught:
-        check_cached(NAME, SPLIT)
+        check_readable(NAME, SPLIT, use_cached=True)
     assert caught.value.fix
 
 
@@ -175,7 +175,7 @@ def other_vocabulary(tmp_path, monkeypatch, shared_vocab):
 
 def test_a_cache_of_another_vocabulary_is_refused(cache, other_vocabulary):
     with pytest.raises(UserError, match="cached with another vocabulary") as caught:
-        check_cached(NAME, SPLIT)
+        check_readable(NAME, SPLIT, use_cached=True)
     assert "T0REPRO_VOCAB" in caught.value.fix
 
 
@@ -190,7 +190,7 @@ def test_a_cache_of_a_larger_vocabulary_is_refused(whole, tmp_path, monkeypatch,
     (tmp_path / name / "provenance.json").unlink()
     monkeypatch.setattr(seqio.TaskRegistry.get(NAME), "_cache_dir", str(tmp_path / name))
     with pytest.raises(UserError, match="another vocabulary: the tokens of an example spell"):
-        check_cached(NAME, SPLIT)
+        check_readable(NAME, SPLIT, use_cached=True)
 
 
 @pytest.fixture
@@ -226,7 +226,7 @@ def test_each_feature_is_compared_in_its_own_vocabulary(of_two_vocabularies):
 
 
 def test_a_cache_without_provenance_is_warned_of(cache, capsys):
-    check_cached(NAME, SPLIT)
+    check_readable(NAME, SPLIT, use_cached=True)
     said = capsys.readouterr().err
     if (cache / "provenance.json").exists():
         assert said == ""
@@ -243,7 +243,7 @@ def test_rows_that_changed_since_are_said_and_stop_a_further_run_of_cache(
     before = path.read_bytes()
     try:
         path.write_bytes(before.replace(b"film", b"movi", 1))  # as long as before
-        check_cached(NAME, SPLIT)
+        check_readable(NAME, SPLIT, use_cached=True)
         assert f"have changed since {NAME} was cached" in capsys.readouterr().err
         with pytest.raises(UserError, match="cached already, with another version of its rows"):
             make(tmp_path, NAME, min_shards=4)
@@ -259,4 +259,4 @@ def test_another_template_since_is_refused(whole, tmp_path, monkeypatch):
     path.write_text(json.dumps(content))
     monkeypatch.setattr(seqio.TaskRegistry.get(NAME), "_cache_dir", str(tmp_path / NAME))
     with pytest.raises(UserError, match="cached with another template"):
-        check_cached(NAME, SPLIT)
+        check_readable(NAME, SPLIT, use_cached=True)
