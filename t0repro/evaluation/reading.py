@@ -77,7 +77,8 @@ class TaskReader:
         # A task of t0repro is rendered without SeqIO, whose graph per task takes most of the time.
         description = None if self._use_cached else task_descriptions().get(self.name)
         if description is None or description.sp_model is None:
-            chosen = self._sample(_by_input(self._rows_of_seqio()))
+            inputs = _by_input(self._rows_of_seqio())
+            chosen = self._sample(_gathered(inputs) if self._use_cached else inputs)
             return itertools.chain.from_iterable(rows for _, rows in chosen)
         return prompted_examples(description, self._split, self._lengths, self._sample)
 
@@ -169,6 +170,21 @@ def _by_input(rows: Iterable[dict[str, Any]]) -> Iterator[tuple[int, list[dict[s
 
     for at, choices in itertools.groupby(rows, number):
         yield at, list(choices)
+
+
+def _gathered(
+    inputs: Iterable[tuple[int, list[dict[str, Any]]]],
+) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+    """The inputs by number, each once with all of its rows, which are held until the last is read.
+
+    SeqIO reads a cache's files by turns of 16 rows, and Beam writes them in any order, so that an
+    input's choices come apart.
+    """
+    whole: dict[int, list[dict[str, Any]]] = {}
+    for number, rows in inputs:
+        whole.setdefault(number, []).extend(rows)
+    for number, rows in sorted(whole.items()):
+        yield number, sorted(rows, key=lambda row: int(row["idx"][1]) if "idx" in row else 0)
 
 
 def data_origin(name: str, split: str, use_cached: bool) -> dict[str, Any] | None:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Sequence
 from typing import Any
 
-from t0repro.data.checks import no_task_has
+from t0repro.data.checks import check_readable, no_task_has
 from t0repro.errors import UserError, nearest_names
 from t0repro.evaluation.task_output import Judge
 from t0repro.tasks.mixture import not_at_hand
-from t0repro.tasks.prompt_cache.integrity import check_caches
 
 MODES = ("rank", "generate")
 
@@ -91,7 +89,8 @@ def select_tasks(
     _check_modes(mixture, modes, ranked, others)
     left_out = _left_out(mixture, tasks, split, only_at_hand=at_hand and not use_cached)
     if use_cached:
-        check_caches(tasks, split, lambda text: print(text, file=sys.stderr))
+        held = [task for task in tasks if task.name not in left_out]
+        check_readable(mixture, split, use_cached=True, tasks=held)
     names = [[t.name for t in kind if t.name not in left_out] for kind in (ranked, others)]
     return Selection(tuple(names[0]), tuple(names[1]), left_out)
 

@@ -29,6 +29,8 @@ from t0repro.reports.make_report import ReportOptions, make_report
 from t0repro.reports.results import write_results
 from t0repro.reports.run import Run
 from t0repro.tasks import task as registry
+from t0repro.tasks.demo.datasets import VOCABULARY
+from t0repro.tasks.registration import register_templates
 
 from ..plain_scoring import row_scores
 from ..tasks.prompt_caches import make
@@ -369,6 +371,49 @@ def test_a_damaged_cache_of_prompted_tasks_is_refused_before_anything_is_scored(
     with pytest.raises(UserError, match="is incomplete|cached with another vocabulary"):
         evaluate(model_dir, tmp_path / "out", cached, name)
     assert not (tmp_path / "out").exists()
+
+
+def test_tasks_that_are_not_cached_are_named(model_dir, prompts, tmp_path):
+    with pytest.raises(UserError, match=f"of {MIXTURE!r}, . not cached: demo_"):
+        evaluate(model_dir, tmp_path / "out", dataclasses.replace(SETTINGS, use_cached=True))
+
+
+THREE_CHOICES = """\
+dataset: of_three_choices
+templates:
+  one: !Template
+    name: which
+    jinja: "Which is {{text}}? ||| {{answer_choices[label]}}"
+    answer_choices: red ||| green ||| blue
+"""
+
+
+@pytest.mark.parametrize("limit", [None, 7])
+def test_inputs_of_a_cache_have_all_their_choices_however_its_files_are_read(
+    tmp_path, monkeypatch, limit
+):
+    """SeqIO reads 16 rows of one file, then of the next: five inputs and a third of one."""
+    name = "of_three_choices_which_score_eval"
+    file = tmp_path / "rows" / "of_three_choices" / "default" / "validation.jsonl"
+    file.parent.mkdir(parents=True)
+    file.write_text(
+        "".join(json.dumps({"text": f"no {n}", "label": n % 3}) + "\n" for n in range(30))
+    )
+    (tmp_path / "prompts.yaml").write_text(THREE_CHOICES)
+    monkeypatch.setenv("T0REPRO_DATA_DIR", str(tmp_path / "rows"))
+    monkeypatch.setenv("T0REPRO_VOCAB", str(VOCABULARY))
+    register_templates(tmp_path / "prompts.yaml")
+    make(tmp_path / "cache", name, min_shards=2)
+    task = seqio.TaskRegistry.get(name)
+    monkeypatch.setattr(task, "_cache_dir", str(tmp_path / "cache" / name))
+
+    def read(use_cached):
+        reader = reading.TaskReader(name, "validation", SETTINGS.lengths, limit, use_cached)
+        rows = [(row["idx"].tolist(), row["inputs"].tolist()) for row in reader.examples()]
+        return reader.available, rows
+
+    assert read(use_cached=True) == read(use_cached=False)
+    assert read(use_cached=True)[0] == 30
 
 
 def test_results_of_two_checkpoints_do_not_mix_in_one_folder(evaluated, tmp_path):
