@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from t0repro.config.run_config import AdafactorConfig, Arithmetic, RunConfig, TrainDataConfig
@@ -102,6 +102,7 @@ _ADAFACTOR: dict[Dialect, dict[str, str]] = {
         "multiply_by_parameter_scale": "optimize.AdafactorOptimizer.multiply_by_parameter_scale",
         "decay_exponent": "optimize.adafactor_decay_rate_pow.exponent",
         "decay_offset": "optimize.adafactor_decay_rate_pow.offset",
+        "decay_rate": "optimize.AdafactorOptimizer.decay_rate",
         "beta1": "optimize.AdafactorOptimizer.beta1",
         "clipping_threshold": "optimize.AdafactorOptimizer.clipping_threshold",
         "factored": "optimize.AdafactorOptimizer.factored",
@@ -194,11 +195,12 @@ def _optimizer(config: RunConfig, dialect: Dialect) -> _Items:
         # In T5X None means no momentum; 0.0 would keep a slot for it.
         has_slot = optimizer.beta1 or optimizer.momentum_slot
         yield "adafactor.Adafactor.beta1", optimizer.beta1 if has_slot else None
-        ours = ("decay_rate", "exclude_from_parameter_scale", "frozen")
+        ours = ("decay_rate",)
     else:
         ours = ("weight_decay_rate", "weight_decay_rate_lr_exponent", "global_norm_clip")
         ours += ("max_parameter_scale", "skip_nan_updates", "momentum_slot")
-    for field in ours:
+    # The last two are parameters' paths: Mesh TensorFlow's patterns of names are resolved.
+    for field in (*ours, "exclude_from_parameter_scale", "frozen"):
         if value := getattr(optimizer, field):
             yield f"optimizer.{field} = {value}", _NOT_EXPRESSED
 
@@ -215,18 +217,43 @@ def _schedule(config: RunConfig, dialect: Dialect) -> _Items:
             yield f"{factors}.{argument}", value
         return
     # A constant rate is the one schedule that both dialects can say.
-    if dialect == "t5x" and name == "constant_learning_rate":
+    if dialect == "t5x" and name in ("constant_learning_rate", "constant"):
         yield f"{factors}.factors", "constant"
-        yield f"{factors}.base_learning_rate", arguments["learning_rate"]
+        (rate,) = arguments.values()
+        yield f"{factors}.base_learning_rate", rate
         return
     if t5x and arguments.get("factors", "").strip() == "constant":
         name, values = "constant_learning_rate", {"learning_rate": arguments["base_learning_rate"]}
     elif dialect == "t5x" or t5x:
         yield f"schedule = {name}({values})", _NOT_EXPRESSED
         return
+    if schedule.total_train_steps != config.train_steps:
+        yield "utils.run.total_run_steps", schedule.total_train_steps
+    if name == "adafactor_default":  # what Adafactor does without a schedule
+        yield "utils.run.learning_rate_schedule", None
+        return
     yield "utils.run.learning_rate_schedule", _Reference(f"@{rates}.{name}")
+    if name == "product_learning_rate":
+        yield from _product(values, rates)
+        return
     for argument, value in values.items():
         yield f"{rates}.{name}.{argument}", value
+
+
+def _product(arguments: Mapping[str, Any], rates: str) -> _Items:
+    """A product's factors: numbers, and functions, each in a scope of its own."""
+    listed: list[Any] = []
+    for index, factor in enumerate(arguments["factors"]):
+        if not isinstance(factor, Mapping):
+            listed.append(factor)
+            continue
+        # The same function may be there twice, with other arguments.
+        place = f"factor_{index}/{rates}.{factor['name']}"
+        listed.append(_Reference(f"@{place}"))
+        for argument, value in factor["arguments"].items():
+            yield f"{place}.{argument}", value
+    yield f"{rates}.product_learning_rate.factors", listed
+    yield f"{rates}.product_learning_rate.offset", arguments["offset"]
 
 
 def _data(config: RunConfig, dialect: Dialect) -> _Items:
@@ -279,6 +306,9 @@ def _run_of_mesh(config: RunConfig) -> _Items:
     yield "utils.run.save_checkpoints_steps", config.save_checkpoints_steps
     yield "utils.run.keep_checkpoint_max", config.keep_checkpoint_max
     yield "utils.run.init_checkpoint", config.init_checkpoint
+    if config.init_variable_filter:
+        name = "utils.tpu_estimator_model_fn.init_variable_filter"
+        yield name, config.init_variable_filter
     if config.weight_metrics_every:
         yield "t0repro.jax_training.weight_metrics_every", config.weight_metrics_every
     plan = config.plan

@@ -108,3 +108,54 @@ def test_a_run_of_mesh_tensorflows_in_t5xs_words():
     assert "model.relative_attention_num_buckets = 8" in translation.missing
     arithmetic = [each for each in translation.missing if each.startswith("model.arithmetic.")]
     assert len(arithmetic) == len(dataclasses.fields(Arithmetic)) - 2
+
+
+@pytest.mark.mtf
+@pytest.mark.parametrize(
+    "schedule, words",
+    [
+        ("0.002", "create_learning_rate_scheduler.base_learning_rate = 0.002"),
+        ("None", "schedule = adafactor_default"),
+        (
+            "[@schedules.linear_decay, 0.5, @slow/schedules.linear_decay]",
+            "schedule = product_learning_rate",
+        ),
+    ],
+)
+def test_mesh_tensorflows_file_of_a_run_makes_the_same_run_again(tmp_path, schedule, words):
+    from t0repro.config.mtf.dialect import load
+    from t0repro.config.mtf.parser import MeshInputs
+
+    first = (
+        f"MIXTURE_NAME = '{TASK}'",
+        "mesh_train_dataset_fn.use_cached = False",
+        "utils.run.mesh_shape = []",
+        "utils.run.train_steps = 20",
+        "utils.run.total_run_steps = 50",
+        "utils.run.learning_rate_schedule = "
+        + schedule.replace("schedules", "learning_rate_schedules"),
+        "learning_rate_schedules.linear_decay.steps_or_fraction = 0.2",
+        "slow/learning_rate_schedules.linear_decay.steps_or_fraction = 0.9",
+        "AdafactorOptimizer.decay_rate = 0.9",
+        "tpu_estimator_model_fn.init_variable_filter = 'encoder'",
+    )
+    files, modules = ["dataset.gin", "models/t5.1.1.base.gin"], ["t0repro.tasks.demo"]
+    ours = load(
+        MeshInputs("m", gin_files=files, gin_params=list(first), module_imports=modules)
+    ).run
+    path, translation = written(tmp_path, ours, "mtf")
+    assert translation.missing == ()
+    again = load(MeshInputs("m", gin_files=[path], module_imports=modules)).run
+    assert again.schedule == ours.schedule and again.schedule.total_train_steps == 50
+    assert again.optimizer == ours.optimizer and again.init_variable_filter == "encoder"
+    other = translated(ours, "t5x")
+    for word in (words, "optimizer.decay_rate = 0.9"):
+        assert any(word in line for line in (*other.bindings, *other.missing))
+
+
+def test_patterns_of_names_are_not_passed_over():
+    run_config = tiny.run_config("runs/a", 5)
+    optimizer = dataclasses.replace(run_config.optimizer, frozen=("decoder/decoder_norm/scale",))
+    run_config = dataclasses.replace(run_config, optimizer=optimizer)
+    for dialect in ("mtf", "t5x"):
+        assert any("optimizer.frozen" in line for line in translated(run_config, dialect).missing)
