@@ -4,8 +4,8 @@
     python scripts/bench/precompile_t0.py                     # full depth: an hour on two cores
 
 Training is as in T0's README: 1,024 packed rows of 1,024 and 256 tokens, Adafactor, dropout 0.1,
-bfloat16 activations, v3-512 with model_parallelism 8; 11B does not fit there, so that it is
-compiled fully sharded too. Evaluation is score_eval, 262,144 tokens a batch on v3-128 with
+bfloat16 activations, v3-512 with model_parallelism 8, recomputing what that memory asks for; and
+the same, fully sharded. Evaluation is score_eval, 262,144 tokens a batch on v3-128 with
 model_parallelism 4. On v5p-128 and on eight H200 the same training is fully sharded, without model
 parallelism, and recomputes (`minimal`).
 
@@ -117,7 +117,7 @@ def main() -> None:
     parser.add_argument("--commands", nargs="+", choices=COMMANDS, default=OF_T0)
     parser.add_argument("--layers", type=int, help="layers of each tower instead of all 24")
     parser.add_argument("--topology", help="a slice other than the command's")
-    parser.add_argument("--recompute", help="minimal or full recomputation")
+    parser.add_argument("--recompute", help="none, minimal or full, whatever the memory")
     parser.add_argument("--unrolled", action="store_true", help="a body for each layer")
     parser.add_argument("--param", nargs="*", default=[], help="more gin overrides")
     options = parser.parse_args()
@@ -138,19 +138,21 @@ def main() -> None:
 def compiled(title: str, config: RunConfig, topology: str) -> Iterator[str]:
     """What `t0repro precompile` says of a command on a machine and, of a training, its cost."""
     from t0repro.partitioning.devices import line_of
-    from t0repro.runs.precompile import compiled_for, described, predicted_seconds
+    from t0repro.runs.precompile import arranged, compiled_programs, described, predicted_seconds
 
+    devices, chip = machine(topology)
+    config, partitioning, why = arranged(config, devices)
     model = config.model
     parts = f"{config.batch_size} rows in {config.num_microbatches} microbatches"
     yield (
         f"== {title}, {model.num_encoder_layers}+{model.num_decoder_layers} layers, {topology},"
         f" {parts}, recompute {model.recompute!r}"
     )
-    devices, chip = machine(topology)
-    partitioning, programs = compiled_for(config, devices)
     yield line_of(partitioning, config.layout)
+    if why:
+        yield why
     before = time.process_time()
-    for program in programs:
+    for program in compiled_programs(config, partitioning):
         yield from described(program, config, partitioning, chip)
         yield f"  {time.process_time() - before:.0f} s of processor time"
         before = time.process_time()
@@ -198,9 +200,7 @@ def configured(
         params = (*params, f"num_layers = {layers}")
     inputs = MeshInputs("", files, params, module_imports=("t0repro.tasks.demo",))
     config = load(inputs, float32_activations=False).run
-    model = dataclasses.replace(
-        config.model, vocab_size=32128, recompute=about.get("recompute", "none")
-    )
+    model = dataclasses.replace(config.model, vocab_size=32128, recompute=about.get("recompute"))
     return adjusted(dataclasses.replace(config, model=model), **about.get("changes", {}))
 
 

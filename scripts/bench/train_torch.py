@@ -45,7 +45,7 @@ def main() -> None:
             dropout_rate=size["dropout_rate"],
         )
     ).to(device)
-    if size["recompute"] != "none":
+    if size["recompute"] not in (None, "none"):
         model.gradient_checkpointing_enable()
     optimizer = torch.optim.Adafactor(model.parameters(), lr=1e-3)
     forward = torch.compile(model) if way == "compiled" else model

@@ -56,14 +56,14 @@ def main() -> None:
 def step_seconds(topology: str, layers: int) -> tuple[float, float]:
     """Predicted seconds to encode and to decode a batch, with so many layers a tower."""
     from t0repro.partitioning.topologies import devices_of
-    from t0repro.runs.precompile import compiled_for, predicted_seconds
+    from t0repro.runs.precompile import arranged, compiled_programs, predicted_seconds
 
     on_slice = f"utils.tpu_mesh_shape.tpu_topology = '{topology}'"
     config = precompile_t0.configured("xl", "evaluate", layers, [on_slice])
     devices, chip = devices_of(topology)
-    partitioning, programs = compiled_for(config, devices)
+    config, partitioning, _ = arranged(config, devices)
     seconds = {}
-    for program in programs:
+    for program in compiled_programs(config, partitioning):
         if program.refused:
             raise SystemExit(f"{topology}, {program.name}: {program.refused}")
         seconds[program.name] = predicted_seconds(program, partitioning, chip)

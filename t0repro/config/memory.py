@@ -59,7 +59,6 @@ def estimate(run: RunConfig, devices: int = 1) -> Memory:
     bytes_each = 2 if run.dtypes.activation == "bfloat16" else _FLOAT32
     count = run.model.shape.parameter_count()
     parameters = count * (_FLOAT32 if trains else bytes_each) // shares
-    lengths = run.sequence_length or {}
     # Rows of a microbatch on one device, rounded up.
     rows = -(-run.batch_size // (run.num_microbatches * max(1, data)))
     return Memory(
@@ -69,12 +68,17 @@ def estimate(run: RunConfig, devices: int = 1) -> Memory:
         activations=_activations(
             run.model,
             rows,
-            lengths.get("inputs", _LENGTH),
-            lengths.get("targets", _LENGTH),
+            assumed_length(run, "inputs"),
+            assumed_length(run, "targets"),
             bytes_each=bytes_each,
-            keep_all=trains and run.model.recompute == "none",
+            keep_all=trains and not run.model.recomputes,
         ),
     )
+
+
+def assumed_length(run: RunConfig, feature: str) -> int:
+    """The tokens of a feature in a row; a guess where no length is bound."""
+    return (run.sequence_length or {}).get(feature, _LENGTH)
 
 
 def _slots(optimizer: OptimizerConfig | None) -> int:

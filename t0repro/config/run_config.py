@@ -101,7 +101,8 @@ class ModelConfig:
       shared_towers: Whether the encoder uses the decoder's parameters (bi_v1_shared).
       recompute: Which of a layer's activations the backward pass computes again instead of finding
         them kept: `none`; `minimal`, all but the products with parameters; `full`, all but the
-        layer's input; `offload`, as minimal, with what is kept in the host's memory.
+        layer's input; `offload`, as minimal, with what is kept in the host's memory. None decides
+        by the memory of the devices (t0repro.runs.recomputation).
       norm_names: What Mesh TensorFlow's norm variables are called; `layer_norm` in T5 1.0's
         releases.
       relative_attention_max_distance: Distances from here on share one bucket of the position bias.
@@ -132,7 +133,7 @@ class ModelConfig:
     input_full_attention: bool = False
     loss_on_targets_only: bool = False
     shared_towers: bool = False
-    recompute: Recompute = "none"
+    recompute: Recompute | None = None
     scan_layers: bool | None = None
     norm_names: Literal["rms_norm", "layer_norm"] = "rms_norm"
     relative_attention_max_distance: Annotated[int, Range(at_least=2)] = 128
@@ -140,6 +141,11 @@ class ModelConfig:
     rms_norm_epsilon: Annotated[float, Range(at_least=0)] = 1e-6
     scale_tied_logits: bool = True
     arithmetic: Arithmetic = Arithmetic()
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether the backward pass computes activations again."""
+        return self.recompute not in (None, "none")
 
     @property
     def decoder_only(self) -> bool:

@@ -125,7 +125,6 @@ _UNCHANGED = {
     "scale_tied_logits": True,
     "input_full_attention": False,
     "loss_on_targets_only": False,
-    "recompute": "none",
 }
 
 
@@ -170,6 +169,8 @@ def _model(config: RunConfig, dialect: Dialect) -> _Items:
     for field, default in _UNCHANGED.items():
         if (value := getattr(model, field)) != default:
             yield f"model.{field} = {value}", _NOT_EXPRESSED
+    if model.recomputes:
+        yield f"model.recompute = {model.recompute}", _NOT_EXPRESSED
     yield from _arithmetic(model.arithmetic, dialect, model.label_smoothing > 0)
 
 

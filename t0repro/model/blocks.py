@@ -246,7 +246,7 @@ class Tower(nn.Module):
             y = block.apply({"params": parameters}, x, *arrays, deterministic=deterministic)
             return (y, sums), None
 
-        if config.recompute != "none":
+        if config.recomputes:
             # Nothing outside the loop's body can be merged with what it computes again.
             body = jax.checkpoint(body, prevent_cse=False, policy=kept(config.recompute))
         layers = [own[f"layers_{index}"] for index in range(self._layers)]
@@ -291,12 +291,12 @@ def recomputed(block: Block, deterministic: bool) -> Callable[..., jax.Array]:
     def call(module: nn.Module, *arrays: Any) -> Any:
         return module(*arrays, deterministic=deterministic)  # pyright: ignore[reportCallIssue]
 
-    if block.config.recompute != "none":
+    if block.config.recomputes:
         call = nn.remat(call, policy=kept(block.config.recompute))
     return functools.partial(call, block)
 
 
-def kept(recompute: Recompute) -> Callable[..., Any] | None:
+def kept(recompute: Recompute | None) -> Callable[..., Any] | None:
     """What `jax.checkpoint` keeps of a layer for the backward pass; None for its input alone."""
     policies = jax.checkpoint_policies
     if recompute == "minimal":

@@ -97,8 +97,10 @@ class Partitioning:
 
         On one device nothing is added, so that what is made like it stays on the default device.
         """
-        if self.mesh.size == 1:
-            return tree
+        return tree if self.mesh.size == 1 else self.divided(tree)
+
+    def divided(self, tree: Any) -> Any:
+        """The shapes of a tree (see `shardings`) with their shardings, on one device too."""
         return jax.tree.map(
             lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
             tree,

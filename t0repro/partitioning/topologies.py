@@ -146,6 +146,20 @@ def published(device_kind: str) -> Chip | None:
     return next((chip for name, chip in _GPUS.items() if device_kind.startswith(name)), None)
 
 
+def memory_of(device: Any) -> int | None:
+    """Bytes that programs may take on a device; None if that is not known, as on a CPU.
+
+    A device at hand says what JAX takes of it, which on a GPU is less than what is published. One
+    that is only described, by `devices_of`, has no statistics.
+    """
+    try:
+        limit = (device.memory_stats() or {}).get("bytes_limit")
+    except (AttributeError, RuntimeError):
+        limit = None
+    chip = published(device.device_kind)
+    return limit or (chip and chip.memory)
+
+
 def torus(chips: int, axes: int) -> Sequence[int]:
     """How chips are arranged: as equal powers of two as can be, the longest axis last.
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import math
 import re
 import time
 from collections.abc import Iterator, Sequence
@@ -19,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from t0repro.config.memory import assumed_length
 from t0repro.config.run_config import ModelConfig, Recompute, RunConfig
 from t0repro.errors import UserError
 from t0repro.evaluation import engine
@@ -28,16 +28,15 @@ from t0repro.model.t5 import T5, held_for_evaluation, parameter_shapes
 from t0repro.partitioning.collectives import Collective, collectives
 from t0repro.partitioning.devices import Partitioning, choose, line_of
 from t0repro.partitioning.flops import count_flops
-from t0repro.partitioning.topologies import GIB, Chip
+from t0repro.partitioning.topologies import GIB, Chip, memory_of
 from t0repro.progress import working
 from t0repro.runs.compile_ahead import train_shapes
-from t0repro.runs.step_memory import Account, account
+from t0repro.runs.recomputation import decided
+from t0repro.runs.step_memory import Account, account, bytes_per_device
 from t0repro.training.optimizers import make_optimizer
 from t0repro.training.schedules import make_schedule
 from t0repro.training.train_state import new_train_state
 from t0repro.training.train_step import jitted_train_step, make_train_step
-
-_LENGTH = 512  # tokens of a feature with no bound length, as in t0repro.config.memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,10 +117,12 @@ def precompile(
     Raises:
       UserError: if the devices cannot be arranged as the layout asks.
     """
-    partitioning, programs = compiled_for(config, devices)
+    run, partitioning, why = arranged(config, devices)
     yield line_of(partitioning, config.layout)
-    for program in programs:
-        yield from described(program, config, partitioning, chip)
+    if why:
+        yield why
+    for program in compiled_programs(run, partitioning):
+        yield from described(program, run, partitioning, chip)
         if hlo is not None and program.hlo:
             write_atomically(hlo / f"{program.name}.hlo.txt", program.hlo)
             yield f"  HLO: {hlo / program.name}.hlo.txt"
@@ -158,18 +159,24 @@ def devices_line(config: RunConfig, devices: Sequence[Any]) -> str:
     return line_of(_partitioning(config, devices), config.layout)
 
 
-def compiled_for(
-    config: RunConfig, devices: Sequence[Any]
-) -> tuple[Partitioning, Iterator[Program]]:
-    """The devices of a run, and its steps, each compiled when its turn comes.
+def arranged(config: RunConfig, devices: Sequence[Any]) -> tuple[RunConfig, Partitioning, str]:
+    """A run as it would be on devices: what it recomputes there, the devices, and a line why.
 
     Raises:
       UserError: if the devices cannot be arranged as the layout asks.
     """
     partitioning = _partitioning(config, devices)
+    run, why = decided(config, partitioning, memory_of(devices[0]))
+    return run, partitioning, why
+
+
+def compiled_programs(config: RunConfig, partitioning: Partitioning) -> Iterator[Program]:
+    """The steps of a run's mode, each compiled when its turn comes.
+
+    Who stops at the first that does not fit pays for no more.
+    """
     programs = train_programs if config.mode == "train" else evaluation_programs
-    # Not compiled yet: who stops at the first that does not fit pays for no more.
-    return partitioning, programs(config, partitioning)
+    return programs(config, partitioning)
 
 
 def _partitioning(config: RunConfig, devices: Sequence[Any]) -> Partitioning:
@@ -202,9 +209,10 @@ def train_programs(config: RunConfig, partitioning: Partitioning) -> Iterator[Pr
         dropout_key=jax.random.key(0),
         partitioning=several,
     )
-    shapes = train_shapes(config, lambda feature: _length(config, feature))
+    shapes = train_shapes(config, lambda feature: assumed_length(config, feature))
     batch = {name: _tokens(partitioning, *shape) for name, shape in shapes.items()}
-    state = _placed(partitioning, state)
+    # On one device too: it need not be the default one.
+    state = partitioning.divided(state)
     jitted = jitted_train_step(step, state, several or partitioning)
     program = _compiled("train", jitted, (state, batch), partitioning)
     of_step = account(config, partitioning, shapes)
@@ -214,11 +222,11 @@ def train_programs(config: RunConfig, partitioning: Partitioning) -> Iterator[Pr
 def evaluation_programs(config: RunConfig, partitioning: Partitioning) -> Iterator[Program]:
     """Scoring, in its two steps encode and decode, and generation, each for one batch."""
     model = T5(config.model, config.dtypes)
-    parameters = _placed(partitioning, held_for_evaluation(model, parameter_shapes(model)))
+    parameters = partitioning.divided(held_for_evaluation(model, parameter_shapes(model)))
     # Evaluations pad a batch with rows until it divides among the devices.
     rows = -(-config.batch_size // partitioning.data) * partitioning.data
-    inputs = _tokens(partitioning, rows, _length(config, "inputs"))
-    targets = _tokens(partitioning, rows, _length(config, "targets"))
+    inputs = _tokens(partitioning, rows, assumed_length(config, "inputs"))
+    targets = _tokens(partitioning, rows, assumed_length(config, "targets"))
     memory = jax.eval_shape(lambda p, x: engine.encode(model, p, x, x), parameters, inputs)
     # Keys and values are [rows, heads, length, d_kv].
     by_heads = NamedSharding(partitioning.mesh, PartitionSpec("data", "model"))
@@ -231,7 +239,7 @@ def evaluation_programs(config: RunConfig, partitioning: Partitioning) -> Iterat
     decode = jax.jit(lambda p, *arrays: engine.decode(model, p, *arrays))
     arguments = (parameters, memory, inputs, targets, targets, targets)
     yield _compiled("decode", decode, arguments, partitioning)
-    length = config.decoding.max_length or _length(config, "inputs")
+    length = config.decoding.max_length or assumed_length(config, "inputs")
     texts = jax.jit(lambda p, x: generate(model, p, x, config.decoding, length=length))
     yield _compiled("generate", texts, (parameters, inputs), partitioning)
 
@@ -243,8 +251,8 @@ def _compiled(
     state, started = arguments[0], time.monotonic()
     parameters = getattr(state, "params", state)
     facts: dict[str, Any] = {
-        "parameters": _bytes_per_device(parameters),
-        "slots": _bytes_per_device(getattr(state, "slots", {})),
+        "parameters": bytes_per_device(parameters),
+        "slots": bytes_per_device(getattr(state, "slots", {})),
     }
     held = facts["parameters"] + facts["slots"]
     with partitioning.active(), working(f"compiling {name}"):
@@ -299,29 +307,9 @@ def _most_at_once(memory: Any, partitioning: Partitioning) -> int:
     return min(memory.temp_size_in_bytes, max(0, beside))
 
 
-def _placed(partitioning: Partitioning, tree: Any) -> Any:
-    """Shapes with their shardings, for one device too: it need not be the default one."""
-    return jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        tree,
-        partitioning.shardings(tree),
-    )
-
-
 def _tokens(partitioning: Partitioning, rows: int, length: int) -> jax.ShapeDtypeStruct:
     sharding = partitioning.batch_sharding(rows)
     return jax.ShapeDtypeStruct((rows, length), jnp.int32, sharding=sharding)
-
-
-def _length(config: RunConfig, feature: str) -> int:
-    return (config.sequence_length or {}).get(feature, _LENGTH)
-
-
-def _bytes_per_device(tree: Any) -> int:
-    return sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(tree)
-    )
 
 
 def _temporaries(refused: str, held: int) -> int:
@@ -409,7 +397,7 @@ def more_recomputation(model: ModelConfig) -> tuple[Recompute, ...]:
         "none": ("minimal", "full"),
         "minimal": ("full",),
     }
-    return stronger.get(model.recompute, ())
+    return stronger.get(model.recompute or "none", ())
 
 
 def _memory(program: Program) -> Iterator[str]:

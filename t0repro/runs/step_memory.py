@@ -81,10 +81,18 @@ def account(
         partitioning.shardings(parameters),
     )
     gradients = sum(jax.tree.leaves(sizes)) * jnp.dtype(jnp.float32).itemsize
-    return Account(gradients, _kept(config, partitioning, features))
+    return Account(gradients, kept_activations(config, partitioning, features))
 
 
-def _kept(
+def bytes_per_device(tree: Any) -> int:
+    """Bytes of a device's part of all arrays of a tree of shapes with shardings."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+    )
+
+
+def kept_activations(
     config: RunConfig, partitioning: Partitioning, features: Mapping[str, tuple[int, int]]
 ) -> int:
     """Bytes of one device's residuals of a microbatch's loss that depend on the batch.

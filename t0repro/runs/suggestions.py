@@ -10,7 +10,7 @@ from t0repro.config.run_config import Recompute, RunConfig
 from t0repro.errors import UserError
 from t0repro.partitioning.devices import Partitioning
 from t0repro.partitioning.topologies import Chip
-from t0repro.runs.precompile import compiled_for, fits, more_recomputation
+from t0repro.runs.precompile import arranged, compiled_programs, fits, more_recomputation
 
 
 def suggest(config: RunConfig, devices: Sequence[Any], chip: Chip) -> Iterator[str]:
@@ -21,18 +21,20 @@ def suggest(config: RunConfig, devices: Sequence[Any], chip: Chip) -> Iterator[s
       devices: to compile for.
       chip: what is published about them.
     """
-    partitioning, programs = compiled_for(config, devices)
-    if all(program.fits_in(chip) for program in programs):
+    run, partitioning, why = arranged(config, devices)
+    if why:
+        yield why
+    if all(program.fits_in(chip) for program in compiled_programs(run, partitioning)):
         yield "as configured: fits"
         return
-    for change, variant in variants(config, partitioning):
+    for change, variant in variants(run, partitioning):
         # A layout that cannot divide the model is reported; the next one may.
         try:
-            changed, programs = compiled_for(variant, devices)
+            _, changed, _ = arranged(variant, devices)
         except UserError as error:
             yield f"{change}: {error.what}"
             continue
-        (program,) = programs
+        (program,) = compiled_programs(variant, changed)
         yield f"{change}: {fits(program, variant, changed, chip).partition(':')[0]}"
         if program.fits_in(chip):
             return

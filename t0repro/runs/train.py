@@ -19,6 +19,7 @@ from t0repro.errors import UserError
 from t0repro.model.t5 import T5, count_parameters, initial_parameters
 from t0repro.partitioning.devices import Partitioning, choose, line_of
 from t0repro.partitioning.processes import from_first, output_folder
+from t0repro.partitioning.topologies import memory_of
 from t0repro.runs.compile_ahead import compiled_beside
 from t0repro.runs.plan import (
     Beginning,
@@ -30,6 +31,7 @@ from t0repro.runs.plan import (
     planned_actions,
     stops_on_nan,
 )
+from t0repro.runs.recomputation import decided
 from t0repro.training.actions import Action, SaveCheckpoints, ShowProgress, StopOnSignal
 from t0repro.training.checkpoints import (
     checkpoint_path,
@@ -221,6 +223,9 @@ def _prepared(config: RunConfig, seed: int, say: Say) -> _Run:
             fix="Bind utils.run.optimizer and utils.run.learning_rate_schedule.",
         )
     plan = config.plan
+    rows, where = config.batch_size // config.num_microbatches, config.provenance.get("layout")
+    partitioning = choose(config.layout, config.model, rows=rows, where=where)
+    config, why = decided(config, partitioning, memory_of(partitioning.mesh.devices.flat[0]))
     module = T5(config.model, config.dtypes)
     model = T5Model(module, make_optimizer(config.optimizer))
     schedule = make_schedule(config.schedule)
@@ -235,9 +240,9 @@ def _prepared(config: RunConfig, seed: int, say: Say) -> _Run:
     shapes = jax.eval_shape(lambda: _fresh_state(model, initial_key))
     count = counted(count_parameters(shapes.params), "parameter")
     say(f"model: {count}, activations {config.dtypes.activation}")
-    rows, where = config.batch_size // config.num_microbatches, config.provenance.get("layout")
-    partitioning = choose(config.layout, config.model, rows=rows, where=where)
     say(line_of(partitioning, config.layout))
+    if why:
+        say(why)
     shapes = partitioning.placed(shapes)
     return _Run(config, model, schedule, partitioning, shapes, initial_key, dropout_key, seed)
 

@@ -107,8 +107,10 @@ def _on_slice(run: RunConfig, topology: str, count: int) -> Iterator[str]:
     from t0repro.runs import precompile
 
     devices, chip = topologies.devices_of(topology)
-    partitioning, programs = precompile.compiled_for(run, devices)
-    for program in programs:
+    run, partitioning, why = precompile.arranged(run, devices)
+    if why:
+        yield why
+    for program in precompile.compiled_programs(run, partitioning):
         verdict = precompile.fits(program, run, partitioning, chip)
         if not program.fits_in(chip):
             raise UserError(

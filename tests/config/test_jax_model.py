@@ -46,6 +46,12 @@ def test_a_binding_sets_a_field_of_the_model_and_no_run_on_mesh_tensorflow(bindi
         refuse_on_mesh_tensorflow()
 
 
+def test_what_is_recomputed_is_open_unless_gin_binds_it():
+    assert load().model.recompute is None
+    assert load("LayerStack.recompute_grads = False").model.recompute is None
+    assert load("t0repro.jax_model.recompute = 'none'").model.recompute == "none"
+
+
 def test_a_training_measures_its_weights_every_so_many_steps_if_gin_says_so():
     assert load().weight_metrics_every == 0
     config = load("t0repro.jax_training.weight_metrics_every = 10")

@@ -1,11 +1,13 @@
 """Slices by Google's names: their number of devices, and what libtpu says of them."""
 
 import math
+from types import SimpleNamespace
 
+import jax
 import pytest
 
 from t0repro.errors import UserError
-from t0repro.partitioning.topologies import devices_of, published, torus
+from t0repro.partitioning.topologies import devices_of, memory_of, published, torus
 
 
 @pytest.mark.parametrize(
@@ -53,6 +55,14 @@ def test_of_another_kind_nothing_is_guessed(kind):
     assert published(kind) is None
 
 
+def test_a_devices_memory_is_what_it_says_that_programs_may_take():
+    gpu = SimpleNamespace(
+        device_kind="NVIDIA H100 80GB HBM3", memory_stats=lambda: {"bytes_limit": 60 << 30}
+    )
+    assert memory_of(gpu) == 60 << 30
+    assert memory_of(jax.devices("cpu")[0]) is None, "a CPU has no statistics and no limit"
+
+
 @pytest.mark.tpu
 @pytest.mark.parametrize(
     ("name", "count", "kind"),
@@ -62,6 +72,7 @@ def test_libtpu_has_these_devices(name, count, kind):
     devices, chip = devices_of(name)
     assert (len(devices), devices[0].device_kind) == (count, kind)
     assert chip.flops > 1e12
+    assert memory_of(devices[0]) == chip.memory, "it is only described, so it has no statistics"
 
 
 def test_without_libtpu_the_error_says_how_to_get_it(monkeypatch):

@@ -31,7 +31,7 @@ def jax_model(
       relative_attention_max_distance: As in `ModelConfig`.
       exact_gelu: Whether `gelu` is the one with the error function and not its tanh approximation.
       scale_tied_logits: As in `ModelConfig`.
-      recompute: As in `ModelConfig`; None for what `LayerStack.recompute_grads` says.
+      recompute: As in `ModelConfig`; None for `full` if `LayerStack.recompute_grads` says so.
 
     Raises:
       UserError: If there is no such way to recompute.

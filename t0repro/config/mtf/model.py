@@ -347,10 +347,13 @@ class _ModelReader:
         if kind == "DenseReluDense":
             self._check_activation(layer.activation, scope)
 
-    def recompute(self, towers: Mapping[str, Any]) -> Recompute:
-        """Mesh TensorFlow keeps a layer's input alone, or everything."""
+    def recompute(self, towers: Mapping[str, Any]) -> Recompute | None:
+        """What LayerStack.recompute_grads says: a layer's input alone is kept, or it is left open.
+
+        Its default, False, is in T0's commands, which have to fit the slices that they name.
+        """
         asked = any(tower.layer_stack._recompute_grads for tower in towers.values())
-        return "full" if asked else "none"
+        return "full" if asked else None
 
     def activations(self, feed_forward: Any, exact_gelu: bool) -> tuple[Activation, ...]:
         """The names of a feed-forward layer's activations, `gelu_exact` if that is asked for."""
