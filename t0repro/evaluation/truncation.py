@@ -25,18 +25,19 @@ class TruncationCounter:
         self._features, self._lengths = features, lengths
         self._cut: dict[str, int | None] = {"inputs": 0, "targets": 0}
         self._inputs = 0
-        self._last: int | None = None
+        self._seen: set[int] = set()
 
     def add(self, examples: Sequence[Mapping[str, Any]]) -> None:
         """Counts the target of each example, and an input once for all of its choices."""
         for example in examples:
             number = int(example["idx"][0]) if "idx" in example else None
-            # The choices of an input come one after the other, so comparing with the
-            # last number is enough.
-            if number is None or number != self._last:
+            # Other inputs' choices may come between its own, as SeqIO reads a cache of several
+            # files.
+            if number is None or number not in self._seen:
                 self._inputs += 1
                 self._count(example, "inputs")
-            self._last = number
+            if number is not None:
+                self._seen.add(number)
             self._count(example, "targets")
 
     def as_record(self) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from t0repro.evaluation.opened import open_checkpoint
 from t0repro.evaluation.outputs import read_task_scores
 from t0repro.evaluation.records import read_records
 from t0repro.evaluation.task_output import LineFile
+from t0repro.evaluation.truncation import TruncationCounter
 from t0repro.locks import folder_lock
 from t0repro.reports import load_report
 from t0repro.reports.bootstrap import Bootstrap
@@ -414,6 +415,13 @@ def test_inputs_of_a_cache_have_all_their_choices_however_its_files_are_read(
 
     assert read(use_cached=True) == read(use_cached=False)
     assert read(use_cached=True)[0] == 30
+
+
+def test_an_input_is_counted_once_although_its_choices_come_apart():
+    counter = TruncationCounter({}, None)
+    counter.add([{"idx": (0, 0)}, {"idx": (1, 0)}])
+    counter.add([{"idx": (0, 1)}, {"idx": (1, 1)}])
+    assert counter.as_record()["inputs"] == 2
 
 
 def test_results_of_two_checkpoints_do_not_mix_in_one_folder(evaluated, tmp_path):
