@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from pathlib import Path
 from typing import Any
 
@@ -67,11 +68,18 @@ def to_json(status: dict[Point, Progress]) -> list[dict[str, Any]]:
 
 
 def curves(status: dict[Point, Progress]) -> list[str]:
-    """One line for each mixture: its main metric over the steps, as bars between its extremes."""
+    """One line for each mixture: its main metric over the steps, as bars between its extremes.
+
+    Values that are not finite have no place in a curve; the table has them.
+    """
     lines = []
     by_mixture = sorted(status.items(), key=lambda item: (item[0].mixture, item[0].step))
     for mixture, points in itertools.groupby(by_mixture, key=lambda item: item[0].mixture):
-        found = [(point.step, each.metric) for point, each in points if each.metric is not None]
+        found = [
+            (point.step, each.metric)
+            for point, each in points
+            if each.metric is not None and math.isfinite(each.metric[1])
+        ]
         # One point is no curve.
         if len(found) > 1:
             tag, values = found[0][1][0], [metric[1] for _, metric in found]
