@@ -116,6 +116,17 @@ def cloud_errors(doing: str, where: str | None = None) -> Iterator[None]:
             where=where,
             fix=_LOGIN,
         ) from error
+    except ValueError as error:
+        # The clients refuse a name that no resource can have, such as one with a space, by
+        # themselves; any other ValueError is a fault of ours.
+        if "not a valid resource id" not in str(error):
+            raise
+        raise UserError(
+            f"Could not {doing}: nothing there can have this name: {error}",
+            where=where,
+            fix="Give its number, or its name of letters, digits and dashes; a name that is only"
+            " displayed is neither.",
+        ) from error
     # RetryError, by which a client gives up, is no GoogleAPICallError.
     except (exceptions.RetryError, requests.RequestException, ConnectionError) as error:
         raise UserError(

@@ -137,3 +137,13 @@ def test_the_log_is_printed_and_a_job_is_cancelled(cloud, experiment, submit, ve
     assert code == 0 and "Asked to end" in out
     code, _, err = vertex("status", job)
     assert code == 2 and "The job was cancelled." in err
+
+
+def test_a_name_that_no_resource_can_have_is_a_users_mistake(cloud, experiment, submit, vertex):
+    for command in ("status", "logs", "cancel", "compare"):
+        code, out, err = vertex(command, "my job")
+        assert code == 2 and not out and "nothing there can have this name" in err, err
+    # Of two options of one name the last counts.
+    code, _, err = submit("one", *rank_eval("o"), more=("--experiment", "My experiment"))
+    assert code == 2 and "where: --experiment My experiment" in err, err
+    assert not cloud.services.jobs and not cloud.staged()
