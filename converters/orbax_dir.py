@@ -145,7 +145,9 @@ class OrbaxArrays:
 
     @staticmethod
     def _ocdbt_store(path: str, array: str = "") -> dict[str, Any]:
-        return {"driver": "ocdbt", "base": f"file://{path}/", "path": array and f"{array}/"}
+        # No address, in which %, # and ? of a folder's name would mean something else.
+        base = {"driver": "file", "path": f"{path}/"}
+        return {"driver": "ocdbt", "base": base, "path": array and f"{array}/"}
 
     def _list(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Tree path and Zarr metadata of each array."""

@@ -34,6 +34,7 @@ from t0repro.runs.plan import (
 from t0repro.runs.recomputation import decided
 from t0repro.training.actions import Action, SaveCheckpoints, ShowProgress, StopOnSignal
 from t0repro.training.checkpoints import (
+    check_writable_name,
     checkpoint_path,
     data_folder,
     latest_step,
@@ -250,6 +251,8 @@ def _prepared(config: RunConfig, seed: int, say: Say) -> _Run:
 def _start(run: _Run, restore_from: FlatTree | str | Path | None, say: Say) -> _Start:
     """The state of the latest checkpoint, of `restore_from`, or of new parameters."""
     model_dir = Path(run.config.model_dir)
+    # Now, rather than at the first save.
+    check_writable_name(model_dir)
     # Whoever starts training holds model_dir's lock, so these are leftovers of killed saves.
     remove_interrupted_saves(model_dir)
     found = from_first(lambda: latest_step(model_dir))

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import fnmatch
 import logging
 import os
 import shutil
@@ -70,6 +71,24 @@ def latest_step(model_dir: PathLike) -> int | None:
     """The step of the latest complete checkpoint in a directory, or None."""
     steps = list_checkpoints(model_dir)
     return steps[-1] if steps else None
+
+
+def check_writable_name(path: PathLike) -> None:
+    """Refuses a path below which Orbax does not write whole checkpoints.
+
+    Orbax looks for the parts that it joins by a pattern which begins with the path. Where a name in
+    it has brackets it finds none, and leaves without an error what nobody can read.
+
+    Raises:
+      UserError: if the path, taken as a pattern, does not stand for itself.
+    """
+    whole = os.path.abspath(path)
+    if not fnmatch.fnmatchcase(whole, whole):
+        raise UserError(
+            "Checkpoints cannot be written where a folder's name has brackets.",
+            where=whole,
+            fix="Choose a folder without [ and ] in its path.",
+        )
 
 
 def save_checkpoint(
@@ -141,7 +160,7 @@ def save_tree(path: PathLike, tree: Mapping[str, Any]) -> None:
       tree: its arrays by flat name; in one process they are copied from the devices.
 
     Raises:
-      UserError: if `path` exists already, or if the disk is full.
+      UserError: if `path` exists already or cannot be written to, or if the disk is full.
     """
     _start_saving(Path(path), tree).result()
 
@@ -158,6 +177,7 @@ def _start_saving(
     import orbax.checkpoint as ocp
 
     path = path.absolute()
+    check_writable_name(path)
     arrays = {name: np.asarray(value) if is_alone() else value for name, value in tree.items()}
     nested = flax.traverse_util.unflatten_dict(arrays, sep="/")
     whole = meeting_point()

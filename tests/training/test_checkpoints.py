@@ -9,6 +9,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from t0repro.config.training_plan import SaveConfig
+from t0repro.converters import sources
 from t0repro.converters.integrity import INTEGRITY
 from t0repro.errors import UserError
 from t0repro.training import checkpoints
@@ -90,6 +91,21 @@ def test_an_orbax_checkpoint_of_someone_elses_is_read(tmp_path):
     assert checkpoints.list_checkpoints(tmp_path) == [5]
     tree = checkpoints.load_tree(tmp_path / "checkpoint_5")
     np.testing.assert_array_equal(tree["target/w"], np.ones((2, 3)))
+
+
+@pytest.mark.parametrize("name", ["a%20b", "a#b", "a?b", "a|b", "a*b", "é =,"])
+def test_folders_may_have_names_that_addresses_and_patterns_read_otherwise(tmp_path, state, name):
+    path = checkpoints.save_checkpoint(tmp_path / name, state)
+    # By Orbax, as a training reads it, and as conversion and evaluation do.
+    for read in (checkpoints.load_tree, sources.load_any):
+        assert_equal_trees(read(path), to_flat_tree(state))
+    assert [folder.name for folder in tmp_path.iterdir()] == [name]
+
+
+def test_a_folder_in_which_orbax_would_leave_parts_alone_is_refused(tmp_path, state):
+    with pytest.raises(UserError, match="name has brackets"):
+        checkpoints.save_checkpoint(tmp_path / "a[1]", state)
+    assert not (tmp_path / "a[1]").exists()
 
 
 def test_no_checkpoint_is_written_over(saved, state):
