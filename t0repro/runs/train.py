@@ -223,13 +223,13 @@ def _prepared(config: RunConfig, seed: int, say: Say) -> _Run:
             where="utils.run",
             fix="Bind utils.run.optimizer and utils.run.learning_rate_schedule.",
         )
-    plan = config.plan
+    plan, optimizer = config.plan, make_optimizer(config.optimizer)
+    schedule = make_schedule(config.schedule)
     rows, where = config.batch_size // config.num_microbatches, config.provenance.get("layout")
     partitioning = choose(config.layout, config.model, rows=rows, where=where)
     config, why = decided(config, partitioning, memory_of(partitioning.mesh.devices.flat[0]))
     module = T5(config.model, config.dtypes)
-    model = T5Model(module, make_optimizer(config.optimizer))
-    schedule = make_schedule(config.schedule)
+    model = T5Model(module, optimizer)
     if plan is None:
         initial_key = jax.random.key(seed)
         # Fold in a constant, because parameters are drawn with the seed's key itself.
