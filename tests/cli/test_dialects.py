@@ -35,6 +35,8 @@ def macros(checkpoint):
         "train/utils.DatasetConfig.seed = 3",
         "train_script.train.train_eval_dataset_cfg = None",
         "train_script.train.stats_period = 1",
+        # Mesh TensorFlow does not measure weights.
+        "trainer.Trainer.weight_metrics_computer = None",
         "trainer.Trainer.num_microbatches = 2",
         "utils.create_learning_rate_scheduler.factors = 'constant'",
         "utils.create_learning_rate_scheduler.base_learning_rate = 0.001",

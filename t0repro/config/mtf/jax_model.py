@@ -67,5 +67,5 @@ def refuse_on_mesh_tensorflow() -> None:
                     f"{selector}.{name} is {value!r}; Mesh TensorFlow computes"
                     f" {parameters[name].default!r} alone.",
                     where=f"{selector}.{name}",
-                    fix="Run with --backend=jax.",
+                    fix="Run with --backend=jax, or leave the binding out.",
                 )
