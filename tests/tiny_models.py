@@ -16,6 +16,7 @@ from t0repro.config.run_config import (
     ModelConfig,
     RunConfig,
     ScheduleConfig,
+    TrainDataConfig,
 )
 from t0repro.config.training_plan import SaveConfig, SeqioDataConfig, TrainingPlan
 from t0repro.model.t5 import T5, initial_parameters
@@ -119,6 +120,22 @@ def batches(count: int, rows: int = 4, seed: int = 0) -> list[dict[str, np.ndarr
         return x
 
     return [{"inputs": tokens(6), "targets": tokens(5)} for _ in range(count)]
+
+
+def train_data(task: str, **changes) -> TrainDataConfig:
+    """A task's examples from its cache, packed and shuffled; a test changes what it is about."""
+    config = TrainDataConfig(
+        mixture_or_task_name=task,
+        split="train",
+        use_cached=True,
+        pack=True,
+        shuffle=True,
+        seed=5,
+        skip_seen_data=None,
+        seen_data_init_step=0,
+        checkpoint_input_pipeline=False,
+    )
+    return dataclasses.replace(config, **changes)
 
 
 def run_config(model_dir, train_steps: int, **changes) -> RunConfig:

@@ -72,7 +72,7 @@ def open_checkpoint(
     from t0repro.converters.recognition import recognise
     from t0repro.model.t5 import T5, held_for_evaluation
     from t0repro.partitioning.devices import choose, line_of
-    from t0repro.training.train_state import parameter_shapes, parameters_from_flat_tree
+    from t0repro.training.train_state import checkpoint_shapes, parameters_from_flat_tree
 
     ref = sources.find_checkpoint(path, step)
     tree = sources.load_any(path, step, slots=False)
@@ -96,7 +96,7 @@ def open_checkpoint(
     if devices.mesh.size > 1:
         print(line_of(devices, layout), file=sys.stderr)
     model = T5(config, DTypePolicy("float32", "float32", activation))
-    held = devices.placed(held_for_evaluation(model, parameter_shapes(tree)))
+    held = devices.placed(held_for_evaluation(model, checkpoint_shapes(tree)))
     return Checkpoint(
         path=path,
         step=int(tree.get("state/step", 0)),

@@ -14,7 +14,7 @@ import numpy as np
 from t0repro.config.run_config import RunConfig
 from t0repro.evaluation.engine import score_examples
 from t0repro.model.decoder_only import text_to_self
-from t0repro.model.t5 import T5, initial_parameters, nonpadding, segments_of
+from t0repro.model.t5 import T5, nonpadding, segments_of
 from t0repro.parameters import layout
 from t0repro.training.loss import cross_entropy
 from t0repro.training.optimizers import make_optimizer
@@ -23,7 +23,7 @@ from t0repro.training.train_state import (
     FlatTree,
     TrainState,
     from_flat_tree,
-    new_train_state,
+    state_shapes,
     to_flat_tree,
 )
 from t0repro.training.train_step import loss_and_gradients, make_train_step
@@ -89,10 +89,7 @@ def run_jax(
     assert config.optimizer is not None and config.schedule is not None
     model, optimizer = T5(config.model, config.dtypes), make_optimizer(config.optimizer)
     # Shapes alone: the values come from the checkpoint.
-    fresh = jax.eval_shape(
-        lambda: new_train_state(initial_parameters(model, jax.random.key(0)), optimizer)
-    )
-    state = from_flat_tree(start, fresh)
+    state = from_flat_tree(start, state_shapes(model, optimizer))
     batches = [{name: b[name] for name in FEATURES if name in b} for b in batches]
     before: dict[str, Any] = {}
     if tensors:

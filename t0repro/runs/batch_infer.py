@@ -64,7 +64,7 @@ def infer(plan: InferPlan) -> list[Path]:
     tasks = tasks_with_split(name, plan.data.split)
     if not tasks:
         raise no_task_has(name, plan.data.split, "utils.DatasetConfig.split")
-    check_readable(name, plan.data.split, use_cached=plan.data.use_cached)
+    check_readable(name, plan.data.split, use_cached=plan.data.use_cached, tasks=tasks)
     others = len(seqio.get_subtasks(seqio.get_mixture_or_task(name))) - len(tasks)
     if others:
         left_out = counted(others, "task")

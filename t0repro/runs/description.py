@@ -12,11 +12,11 @@ import numpy as np
 from t0repro.config.inference_plan import InferencePlan
 from t0repro.config.run_config import RunConfig
 from t0repro.files import write_atomically
-from t0repro.model.t5 import T5, initial_parameters, parameter_shapes
+from t0repro.model.t5 import T5, parameter_shapes
 from t0repro.parameters import layout
 from t0repro.partitioning.devices import Partitioning, choose
 from t0repro.training.optimizers import make_optimizer
-from t0repro.training.train_state import TrainState, new_train_state
+from t0repro.training.train_state import TrainState, state_shapes
 
 # The sizes in the table of parameters, as T5X's network names its logical axes.
 _LOGICAL_AXES = {
@@ -37,9 +37,7 @@ def describe_training(config: RunConfig, gin_text: str) -> None:
     """
     assert config.optimizer is not None
     model, optimizer = T5(config.model, config.dtypes), make_optimizer(config.optimizer)
-    state = jax.eval_shape(
-        lambda: new_train_state(initial_parameters(model, jax.random.key(0)), optimizer)
-    )
+    state = state_shapes(model, optimizer)
     rows, where = config.batch_size // config.num_microbatches, config.provenance.get("layout")
     partitioning = choose(config.layout, config.model, rows=rows, where=where)
     _write(config.model_dir, gin_text, model_info(state, partitioning))

@@ -129,7 +129,7 @@ def _data(
     if not with_split:
         raise checks.no_task_has(name, data.split, "utils.DatasetConfig.split")
     yield f"{counted(len(with_split), 'task')} of {name} with the split {data.split!r}"
-    checks.check_readable(name, data.split, use_cached=data.use_cached)
+    checks.check_readable(name, data.split, use_cached=data.use_cached, tasks=with_split)
     yield "cached" if data.use_cached else "not cached: made from rows"
     missing = set(provider.output_features) - set(data.sequence_length or provider.output_features)
     if missing:

@@ -35,7 +35,7 @@ from t0repro.runs.recomputation import decided
 from t0repro.runs.step_memory import Account, account, bytes_per_device
 from t0repro.training.optimizers import make_optimizer
 from t0repro.training.schedules import make_schedule
-from t0repro.training.train_state import new_train_state
+from t0repro.training.train_state import state_shapes
 from t0repro.training.train_step import jitted_train_step, make_train_step
 
 
@@ -197,8 +197,6 @@ def train_programs(config: RunConfig, partitioning: Partitioning) -> Iterator[Pr
     if config.optimizer is None or config.schedule is None:
         raise UserError("The run has no optimizer or no learning-rate schedule.", where="utils.run")
     model, optimizer = T5(config.model, config.dtypes), make_optimizer(config.optimizer)
-    parameters = parameter_shapes(model)
-    state = jax.eval_shape(lambda p: new_train_state(p, optimizer), parameters)
     several = partitioning if partitioning.mesh.size > 1 else None
     step = make_train_step(
         model,
@@ -212,7 +210,7 @@ def train_programs(config: RunConfig, partitioning: Partitioning) -> Iterator[Pr
     shapes = train_shapes(config, lambda feature: assumed_length(config, feature))
     batch = {name: _tokens(partitioning, *shape) for name, shape in shapes.items()}
     # On one device too: it need not be the default one.
-    state = partitioning.divided(state)
+    state = partitioning.divided(state_shapes(model, optimizer))
     jitted = jitted_train_step(step, state, several or partitioning)
     program = _compiled("train", jitted, (state, batch), partitioning)
     of_step = account(config, partitioning, shapes)

@@ -15,14 +15,14 @@ import jax.numpy as jnp
 from t0repro.config.memory import assumed_length
 from t0repro.config.run_config import Recompute, RunConfig
 from t0repro.model.blocks import is_scanned
-from t0repro.model.t5 import T5, parameter_shapes
+from t0repro.model.t5 import T5
 from t0repro.partitioning.devices import Partitioning
 from t0repro.partitioning.processes import from_first
 from t0repro.partitioning.topologies import GIB
 from t0repro.runs.compile_ahead import train_shapes
 from t0repro.runs.step_memory import bytes_per_device, kept_activations
 from t0repro.training.optimizers import make_optimizer
-from t0repro.training.train_state import TrainState, new_train_state
+from t0repro.training.train_state import state_shapes
 
 # Compilers need up to a tenth more than what is counted (docs/scaling.md), and a step that
 # recomputes a little needlessly costs less than one that does not fit.
@@ -65,20 +65,14 @@ def step_bytes(config: RunConfig, partitioning: Partitioning) -> int:
     These are the parameters, the slots, the sums of gradients, what the forward pass keeps, and the
     stacks of kernels that layers in a loop read. docs/scaling.md has how near compilers come.
     """
-    state = _state(config, partitioning)
+    assert config.optimizer is not None, "a training has an optimizer"
+    model, optimizer = T5(config.model, config.dtypes), make_optimizer(config.optimizer)
+    state = partitioning.divided(state_shapes(model, optimizer))
     shapes = train_shapes(config, lambda feature: assumed_length(config, feature))
     parts = [kept_activations(config, partitioning, shapes), bytes_per_device(state.params)]
     # With one microbatch, gradients take the place of activations that are not needed any more.
     meanwhile = sum(parts) if config.num_microbatches > 1 else max(parts)
     return bytes_per_device(state) + meanwhile + _stacks(config, state.params)
-
-
-def _state(config: RunConfig, partitioning: Partitioning) -> TrainState:
-    """The shapes of a training's state, with shardings."""
-    assert config.optimizer is not None, "a training has an optimizer"
-    optimizer = make_optimizer(config.optimizer)
-    parameters = parameter_shapes(T5(config.model, config.dtypes))
-    return partitioning.divided(jax.eval_shape(lambda p: new_train_state(p, optimizer), parameters))
 
 
 def _stacks(config: RunConfig, parameters: Any) -> int:

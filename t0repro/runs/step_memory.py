@@ -75,12 +75,7 @@ def account(
       features: the shapes [rows, length] of the features of a whole batch.
     """
     parameters = parameter_shapes(T5(config.model, config.dtypes))
-    sizes = jax.tree.map(
-        lambda leaf, sharding: math.prod(sharding.shard_shape(leaf.shape)),
-        parameters,
-        partitioning.shardings(parameters),
-    )
-    gradients = sum(jax.tree.leaves(sizes)) * jnp.dtype(jnp.float32).itemsize
+    gradients = bytes_per_device(partitioning.divided(parameters))  # float32, like the parameters
     return Account(gradients, kept_activations(config, partitioning, features))
 
 

@@ -34,6 +34,7 @@ import optax
 from jax.sharding import NamedSharding
 
 from t0repro.errors import UserError
+from t0repro.model.t5 import T5, parameter_shapes
 from t0repro.parameters import layout
 from t0repro.partitioning.devices import put
 from t0repro.training.optimizers import Optimizer
@@ -108,6 +109,11 @@ def new_train_state(params: Any, optimizer: Optimizer, step: int = 0) -> TrainSt
     # One program for all slots; outside of jit there would be one for each shape.
     slots = jax.jit(optimizer.init)(params)
     return TrainState(step=step_count, params=params, slots=slots, optimizer=optimizer)
+
+
+def state_shapes(model: T5, optimizer: Optimizer) -> TrainState:
+    """The shapes of a new state; nothing is allocated."""
+    return jax.eval_shape(lambda p: new_train_state(p, optimizer), parameter_shapes(model))
 
 
 def flat_slots(slots: Any) -> dict[str, Slots]:
@@ -274,7 +280,7 @@ def parameters_from_flat_tree(
         shapes = flax.traverse_util.flatten_dict(like, sep="/")
         check_parameters(tree, {path: tuple(value.shape) for path, value in shapes.items()}, where)
     else:
-        shapes = flax.traverse_util.flatten_dict(parameter_shapes(tree), sep="/")
+        shapes = flax.traverse_util.flatten_dict(checkpoint_shapes(tree), sep="/")
     params = {
         path: _on_devices(tree[layout.PARAMETERS + path], value, value.dtype)
         for path, value in shapes.items()
@@ -291,7 +297,7 @@ def _on_devices(value: Any, like: Any, dtype: Any = np.float32) -> jax.Array:
     return jnp.asarray(value, dtype)
 
 
-def parameter_shapes(tree: FlatTree) -> dict:
+def checkpoint_shapes(tree: FlatTree) -> dict:
     """The shapes of a checkpoint's parameters in float32, as a nested dictionary."""
     shapes = {
         path: jax.ShapeDtypeStruct(tree[layout.PARAMETERS + path].shape, jnp.float32)

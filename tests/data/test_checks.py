@@ -5,7 +5,6 @@ import dataclasses
 import pytest
 
 from t0repro import compat
-from t0repro.config.run_config import TrainDataConfig
 from t0repro.data.checks import check_readable, tasks_with_split
 from t0repro.data.train_data import TrainBatches
 from t0repro.errors import UserError
@@ -57,14 +56,9 @@ def without_placeholder():
 
 
 def batches_of(task, **changes):
-    values = {
-        "mixture_or_task_name": task, "split": "train", "use_cached": True, "pack": False,
-        "shuffle": False, "seed": 5, "skip_seen_data": None, "seen_data_init_step": 0,
-        "checkpoint_input_pipeline": False,
-    }  # fmt: skip
     config = dataclasses.replace(
         tiny.run_config("unused", 1),
-        train_data=TrainDataConfig(**{**values, **changes}),
+        train_data=tiny.train_data(task, pack=False, shuffle=False, **changes),
         sequence_length={"inputs": 4, "targets": 4},
         batch_size=3,
     )

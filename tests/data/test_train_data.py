@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from t0repro import compat
-from t0repro.config.run_config import TrainDataConfig
 from t0repro.data.train_data import TrainBatches
 
 from .. import tiny_models as tiny
@@ -37,14 +36,9 @@ def mixture(tmp_path_factory):
 
 
 def source(**changes):
-    values = {
-        "mixture_or_task_name": MIXTURE, "split": "train", "use_cached": True, "pack": True,
-        "shuffle": True, "seed": 5, "skip_seen_data": None, "seen_data_init_step": 0,
-        "checkpoint_input_pipeline": False,
-    }  # fmt: skip
     config = dataclasses.replace(
         tiny.run_config("unused", 1),
-        train_data=TrainDataConfig(**{**values, **changes}),
+        train_data=tiny.train_data(MIXTURE, **changes),
         sequence_length=LENGTHS,
         batch_size=16,
     )

@@ -14,7 +14,6 @@ import signal
 import sys
 from pathlib import Path
 
-from t0repro.config.run_config import TrainDataConfig
 from t0repro.data.train_data import TrainBatches
 from t0repro.runs.train import train
 from t0repro.training.actions import Action
@@ -42,15 +41,10 @@ class Behind(Action):
 def config(model_dir, last_step=LAST_STEP, **data):
     """A small model with dropout; a checkpoint at steps 2, 4 and 6."""
     base = tiny.run_config(model_dir, last_step)
-    defaults = {
-        "mixture_or_task_name": TASK, "split": "train", "use_cached": False, "pack": True,
-        "shuffle": True, "seed": None, "skip_seen_data": None, "seen_data_init_step": 0,
-        "checkpoint_input_pipeline": False,
-    }  # fmt: skip
     return dataclasses.replace(
         base,
         model=dataclasses.replace(base.model, vocab_size=1408, dropout_rate=0.1),
-        train_data=TrainDataConfig(**{**defaults, **data}),
+        train_data=tiny.train_data(TASK, **{"use_cached": False, "seed": None, **data}),
         sequence_length={"inputs": 64, "targets": 8},
         save_checkpoints_steps=2,
     )
