@@ -39,24 +39,27 @@ def decided(
       partitioning: its devices.
       memory: bytes that programs may take on a device; None if that is not known.
     """
-    if config.mode != "train" or config.model.recompute is not None or memory is None:
+    if config.mode != "train" or config.model.recompute is not None:
         return config, ""
 
-    def least() -> tuple[Recompute, float]:
-        """The first policy with which a step fits, and the GiB of a step that keeps everything."""
+    def least() -> tuple[Recompute | None, str]:
+        """The first policy with which a step fits, and why it is not `none`."""
+        if memory is None:
+            return None, ""
         everything = step_bytes(_recomputing(config, "none"), partitioning)
         if _IN_ALL * everything <= memory:
-            return "none", everything / GIB
+            return "none", ""
         minimal = step_bytes(_recomputing(config, "minimal"), partitioning)
-        return "minimal" if _IN_ALL * minimal <= memory else "full", everything / GIB
+        way: Recompute = "minimal" if _IN_ALL * minimal <= memory else "full"
+        return way, (
+            f"recompute: {way!r}, since a step that keeps all activations takes about"
+            f" {everything / GIB:.2f} GiB of a device's {memory / GIB:.2f} GiB"
+        )
 
-    # All processes must run one program, and the limits of their devices may differ by some bytes.
-    way, everything = from_first(least)
-    why = (
-        f"recompute: {way!r}, since a step that keeps all activations takes about"
-        f" {everything:.2f} GiB of a device's {memory / GIB:.2f} GiB"
-    )
-    return _recomputing(config, way), "" if way == "none" else why
+    # All processes must run one program. Of another process's device the memory may not be known,
+    # and limits may differ by some bytes.
+    way, why = from_first(least)
+    return _recomputing(config, way), why
 
 
 def step_bytes(config: RunConfig, partitioning: Partitioning) -> int:
@@ -90,5 +93,5 @@ def _stacks(config: RunConfig, parameters: Any) -> int:
     return bytes_per_device(kernels) * size // jnp.dtype(jnp.float32).itemsize
 
 
-def _recomputing(config: RunConfig, way: Recompute) -> RunConfig:
+def _recomputing(config: RunConfig, way: Recompute | None) -> RunConfig:
     return dataclasses.replace(config, model=dataclasses.replace(config.model, recompute=way))

@@ -10,6 +10,7 @@ from jax.sharding import AbstractMesh
 
 from t0repro.partitioning.devices import Partitioning
 from t0repro.partitioning.topologies import GIB, chip_of
+from t0repro.runs import recomputation
 from t0repro.runs import train as training
 from t0repro.runs.recomputation import decided, step_bytes
 
@@ -66,6 +67,13 @@ def test_who_says_what_is_recomputed_gets_that_and_a_machine_of_unknown_memory_k
     assert decided(RUN, devices(), None) == (RUN, "")
     evaluation = dataclasses.replace(RUN, mode="eval")
     assert decided(evaluation, devices(), 1) == (evaluation, "")
+
+
+def test_the_first_process_decides_for_all(monkeypatch):
+    # What it decided is handed to one that knows nothing of its device, as JAX tells no process of
+    # others' devices.
+    monkeypatch.setattr(recomputation, "from_first", lambda value: ["minimal", "a line"])
+    assert decided(RUN, devices(), None) == (recomputing("minimal"), "a line")
 
 
 @pytest.mark.parametrize(("size", "way"), [("3B", "none"), ("11B", "minimal")])
