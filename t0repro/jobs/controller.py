@@ -169,20 +169,21 @@ class Controller:
             # job.
             if state == "unknown" and job.ending is None and not self._is_lost(point):
                 continue
-            self._end(point, progress, job, lost=state == "unknown")
+            self._end(point, progress, job, interrupted=state in ("unknown", "preempted"))
 
     def _is_lost(self, point: Point) -> bool:
         self._lost[point] = self._lost.get(point, 0) + 1
         return self._lost[point] >= _LOOKS_BEFORE_LOST
 
-    def _end(self, point: Point, progress: Progress, job: Job, *, lost: bool) -> None:
-        """Notes how a job ended; `lost` if the engine knows nothing of it."""
+    def _end(self, point: Point, progress: Progress, job: Job, *, interrupted: bool) -> None:
+        """Notes how a job ended; `interrupted` if by its engine, unless it left an exit file."""
         del self._running[point]
         self._lost.pop(point, None)
         ending = job.ending
         who = f"step {point.step:,}, {point.mixture}"
-        if ending is None and lost:
+        if ending is None and interrupted:
             self._journal.add("interrupted", point)
+            self._say(f"{who}: interrupted by its engine; it is started again")
             return
         if ending is not None and not ending.reason:
             metric = publishing.main_metric(self._results_of(point), self._policy.metric)

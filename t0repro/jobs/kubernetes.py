@@ -17,6 +17,13 @@ from t0repro.jobs.launcher import EngineState, Job
 from t0repro.jobs.slurm import run_engine
 from t0repro.jobs.worker import Limits
 
+# A pod gets this condition before it is evicted, preempted or lost with its node.
+_TELL_DISRUPTIONS = {
+    "rules": [
+        {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+    ]
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class KubernetesLauncher:
@@ -44,6 +51,8 @@ class KubernetesLauncher:
         manifest, container = completed(self.template, _name(job), job.limits)
         python = container.pop("command", [sys.executable])[0]
         container["command"] = [python, "-m", "t0repro.jobs.worker", str(job.write())]
+        # So that the Job's status says whether its pod failed or was evicted.
+        manifest["spec"].setdefault("podFailurePolicy", _TELL_DISRUPTIONS)
         return manifest
 
     def state(self, job: Job) -> EngineState:
@@ -56,6 +65,11 @@ class KubernetesLauncher:
         status = json.loads(found).get("status", {})
         if status.get("active"):
             return "running"
+        for condition in status.get("conditions", []):
+            # Kubernetes names the pod's condition in a message: "... has condition DisruptionTarget
+            # matching FailJob rule at index 0".
+            if "condition DisruptionTarget" in condition.get("message", ""):
+                return "preempted"
         ended = status.get("succeeded") or status.get("failed")
         # Accepted, but there is no pod yet: `active` counts pods that are pending as well.
         return "ended" if ended else "waiting"

@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 
 from t0repro.jobs.worker import Ending, Limits, Work
 
-EngineState = Literal["waiting", "running", "ended", "unknown"]
+EngineState = Literal["waiting", "running", "ended", "preempted", "unknown"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +74,11 @@ class Launcher(Protocol):
         ...
 
     def state(self, job: Job) -> EngineState:
-        """Where a job is; "unknown" if the engine has never had it, or has forgotten it."""
+        """Where a job is.
+
+        "preempted" if the engine took its machine away, or the machine failed; "unknown" if the
+        engine has never had the job, or has forgotten it.
+        """
         ...
 
     def cancel(self, job: Job) -> None:

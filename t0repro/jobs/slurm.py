@@ -13,6 +13,8 @@ from t0repro.jobs.worker import Limits
 
 _WAITING = {"PENDING", "CONFIGURING", "REQUEUED", "SUSPENDED", "RESIZING"}
 _RUNNING = {"RUNNING", "COMPLETING", "STAGE_OUT", "SIGNALING"}
+# The job did nothing wrong: its nodes were given to another one, or failed.
+_PREEMPTED = {"PREEMPTED", "NODE_FAIL", "BOOT_FAIL", "REVOKED"}
 
 
 class SlurmLauncher:
@@ -45,6 +47,8 @@ class SlurmLauncher:
         state = states[-1].split()[0]  # "CANCELLED by 0" names who did it
         if state in _WAITING:
             return "waiting"
+        if state in _PREEMPTED:
+            return "preempted"
         return "running" if state in _RUNNING else "ended"
 
     def cancel(self, job: Job) -> None:

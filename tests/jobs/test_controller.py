@@ -14,6 +14,7 @@ import pytest
 
 from t0repro.errors import UserError
 from t0repro.jobs.journal import Journal, Point
+from t0repro.jobs.local import LocalLauncher
 from t0repro.jobs.status import curves, read_status, to_json
 from t0repro.training.checkpoints import checkpoint_path
 
@@ -128,6 +129,36 @@ def test_failures_are_retried_up_to_a_limit_and_their_logs_end_is_shown(tmp_path
     # Started again, it takes up what was given up.
     assert work_once(model_dir, f"{sys.executable} {script}", said=said, max_failures=2)
     assert counter.read_text() == "3"
+
+
+class PreemptingLauncher(LocalLauncher):
+    """Kills its first jobs together with their workers, as an engine that needs the machine."""
+
+    def __init__(self, times: int):
+        super().__init__()
+        self._left = times
+
+    def submit(self, job):
+        super().submit(job)
+        if self._left:
+            self.cancel(job)
+
+    def state(self, job):
+        if not self._left:
+            return super().state(job)
+        self._left -= 1
+        return "preempted"
+
+
+def test_a_job_whose_machine_is_taken_away_is_started_again_and_did_not_fail(tmp_path, evaluator):
+    model_dir = tmp_path / "model"
+    save_checkpoints(model_dir, 3)
+    said: list[str] = []
+    waits = ["sh", "-c", "'sleep 0.5;", *evaluator, "'"]  # long enough to be killed first
+    assert work_once(model_dir, waits, said=said, launcher=PreemptingLauncher(4), max_failures=1)
+    assert runs(tmp_path) == ["3 m"]
+    assert read_status(model_dir)[Point(3, "m")].attempt == 5
+    assert sum("interrupted by its engine" in line for line in said) == 4
 
 
 def test_metrics_arrive_in_the_order_of_steps(tmp_path, evaluator):

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from kubeflow_trainer_api.models import IoK8sApiBatchV1JobSpec
 
 from t0repro.errors import UserError
 from t0repro.jobs.kubernetes import KubernetesLauncher
@@ -96,7 +97,7 @@ def test_slurm_gets_a_named_job_with_its_limits(tmp_path, engine):
     [
         ("PENDING", "waiting"), ("RUNNING", "running"), ("COMPLETED", "ended"),
         ("FAILED", "ended"), ("CANCELLED by 1000", "ended"), ("TIMEOUT", "ended"),
-        ("NODE_FAIL", "ended"), ("OUT_OF_MEMORY", "ended"), ("PREEMPTED", "ended"),
+        ("OUT_OF_MEMORY", "ended"), ("NODE_FAIL", "preempted"), ("PREEMPTED", "preempted"),
     ],
 )  # fmt: skip
 def test_slurms_states_by_the_jobs_name(tmp_path, engine, state, meaning):
@@ -143,10 +144,20 @@ def test_kubernetes_gets_the_users_manifest_completed(tmp_path, engine):
         *("-m", "t0repro.jobs.worker"),
         f"{tmp_path}/job/t0repro-12ab-3-1.json",
     ]
+    # By Kubernetes' own schema: an evicted pod is to be told from one that failed.
+    spec = IoK8sApiBatchV1JobSpec.from_dict(manifest["spec"])
+    (rule,) = spec.pod_failure_policy.rules
+    assert rule.on_pod_conditions[0].type == "DisruptionTarget"
     assert launcher.state(one) == "running"
     launcher.cancel(one)
     assert launcher.state(one) == "unknown"
     assert TEMPLATE["spec"]["template"]["spec"]["containers"][0].keys() == {"name", "image"}
+
+
+def failed(message: str) -> dict:
+    # Worded as Kubernetes does in pod_failure_policy.go.
+    condition = {"type": "Failed", "status": "True", "reason": "PodFailurePolicy"}
+    return {"failed": 1, "conditions": [condition | {"message": message}]}
 
 
 @pytest.mark.parametrize(
@@ -156,6 +167,8 @@ def test_kubernetes_gets_the_users_manifest_completed(tmp_path, engine):
         ({"active": 1}, "running"),
         ({"succeeded": 1}, "ended"),
         ({"failed": 1}, "ended"),
+        (failed("Pod ns/a has condition DisruptionTarget matching FailJob rule at"), "preempted"),
+        (failed("Container main for pod ns/a failed with exit code 1 matching FailJob"), "ended"),
     ],
 )
 def test_kubernetes_states(tmp_path, engine, status, meaning):

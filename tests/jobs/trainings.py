@@ -11,6 +11,7 @@ from tensorboard.util.tensor_util import make_ndarray
 from t0repro.converters.convert import convert
 from t0repro.jobs.commands import JobSettings
 from t0repro.jobs.controller import Controller, Policy
+from t0repro.jobs.launcher import Launcher
 from t0repro.jobs.local import LocalLauncher
 from t0repro.training.checkpoints import checkpoint_path, save_tree
 from t0repro.training.train_state import to_flat_tree
@@ -60,13 +61,20 @@ def save_checkpoints(model_dir: Path, *steps: int, mesh: bool = False) -> None:
         convert(source, model_dir, "mtf")
 
 
-def controller(model_dir: Path, command, *mixtures: str, said: list[str] | None = None, **policy):
+def controller(
+    model_dir: Path,
+    command,
+    *mixtures: str,
+    said: list[str] | None = None,
+    launcher: Launcher | None = None,
+    **policy,
+):
     """A controller that looks often and retries at once."""
     target = command if isinstance(command, str) else " ".join(command)
     settings = JobSettings(mixtures=mixtures or ("m",), build_target=target)
     quick = Policy(**{"poll_seconds": 0.05, "retry_seconds": 0.01} | policy)
     say = said.append if said is not None else print
-    return Controller(model_dir, settings, LocalLauncher(), quick, say)
+    return Controller(model_dir, settings, launcher or LocalLauncher(), quick, say)
 
 
 def work_once(*args, **kwargs) -> bool:
