@@ -176,8 +176,7 @@ def train(
     start = _start(run, restore_from, say)
     end_step = config.train_steps if config.plan is None else last_step(config, start.step)
     nothing = f"nothing to train: step {start.step:,}, train_steps {end_step:,}"
-    evaluate_only = config.plan is not None and config.plan.run_eval_before_training
-    if start.step >= end_step and not evaluate_only:
+    if start.step >= end_step and not _still_evaluates(config, start, planned):
         say(nothing)
         return _values(run, start)
 
@@ -210,6 +209,20 @@ def train(
     else:
         _say_how_it_ended(loop, end_step, done, signals, config, say)
     return loop.train_state
+
+
+def _still_evaluates(config: RunConfig, start: _Start, planned: PlannedInputs | None) -> bool:
+    """Whether there is something to evaluate though every step is done."""
+    plan = config.plan
+    if plan is None or planned is None or not (planned.train_eval or planned.infer_eval):
+        return False
+    # The run died while it evaluated its last step.
+    was_interrupted = (
+        start.checkpoint is not None
+        and bool(plan.eval_period)
+        and from_first(lambda: last_evaluated(config.model_dir)) < start.step
+    )
+    return plan.run_eval_before_training or was_interrupted
 
 
 # ---- Before the loop ----------------------------------------------------------------------------

@@ -109,11 +109,12 @@ class Evaluate(Action):
 
     def after_step(self, loop: TrainingLoop) -> None:
         """Evaluates if that is due."""
-        if self._is_due(loop.step) or (self._period and loop.step == self._last):
+        if self._is_due(loop.step):
             self.evaluate(loop)
 
     def _is_due(self, step: int) -> bool:
-        return bool(self._period) and (step - self._progress.first_step) % self._period == 0
+        since_first = step - self._progress.first_step
+        return bool(self._period) and (since_first % self._period == 0 or step == self._last)
 
     def evaluate(self, loop: TrainingLoop) -> None:
         """Writes the results of both kinds of evaluation; stops training if an action says so."""

@@ -56,6 +56,24 @@ def test_an_evaluation_that_was_interrupted_is_done_when_training_goes_on(
     assert_same(tmp_path, run(tmp_path), whole)
 
 
+@pytest.mark.parametrize("last_step", [6, 8])  # by the period, and off it
+def test_an_interrupted_evaluation_of_the_last_step_is_done_by_the_same_command(
+    tmp_path, last_step
+):
+    def die():
+        raise Died
+
+    whole = run(tmp_path / "whole", last_step=last_step)
+    with pytest.raises(Died):
+        run(tmp_path / "run", MOMENTS[3], last_step, die, last_step=last_step)
+    state = run(tmp_path / "run", last_step=last_step)
+    assert_same_training(state, whole, tmp_path)
+    before = lines(tmp_path / "run")
+    assert before[-1]["split"] == "inference_eval/a_task" and before[-1]["step"] == last_step
+    run(tmp_path / "run", last_step=last_step)  # once
+    assert lines(tmp_path / "run") == before
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("step", [6, 9, 18])
 @pytest.mark.parametrize("moment", MOMENTS)
