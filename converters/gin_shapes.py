@@ -214,7 +214,7 @@ def _read(
     """Adds a file's bindings, later ones over earlier ones; yields includes that are not here."""
     try:
         text = path.read_text()
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise UserError("The gin file cannot be read.", where=str(path), fix=str(error)) from None
     yield from _read_text(text, path, bindings, including)
 

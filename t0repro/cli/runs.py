@@ -37,7 +37,9 @@ def runs(
 
 
 def plot(
-    folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Folders of trainings.")],
+    folders: Annotated[
+        list[Path], typer.Argument(metavar="DIR...", help="Folders of trainings, or above them.")
+    ],
     metric: Annotated[
         str, typer.Option(help="A metric of metrics.jsonl, or a tag of TensorBoard's.")
     ] = "loss",

@@ -15,6 +15,7 @@ cells:
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,14 @@ def find_machine(file: Path | None, platform: str | None, cell: str | None) -> M
             fix=f"Its fields: {', '.join(one.name for one in dataclasses.fields(Machine))}."
             " The values of environment are texts: write a number in quotes.",
         ) from error
+    for name in ("cpus", "memory_gb", "time_limit"):
+        limit = getattr(machine, name)
+        if limit is not None and not 0 < limit < math.inf:  # NaN neither
+            raise UserError(
+                f"An entry of the file of machines is wrong: {name} is {limit}.",
+                where=str(file),
+                fix="Give a number above 0, or leave it out for no limit.",
+            )
     # Relative to the file that names it, so that a command works from any folder.
     if machine.template is not None:
         machine = dataclasses.replace(machine, template=str(file.parent / machine.template))

@@ -12,6 +12,7 @@ from t0repro.event_files import MARK, read_scalars
 from t0repro.reports.losses import MAX_CURVE_POINTS, metric_rows, thinned
 from t0repro.reports.page import Column, Page, Section
 from t0repro.reports.plots import curves_plot
+from t0repro.reports.runs import folders_with
 from t0repro.terminal import bars
 from t0repro.training.metrics import METRICS_FILE
 
@@ -26,17 +27,18 @@ _TOP = "."
 def read_curves(folders: Sequence[Path], metric: str) -> dict[str, Points]:
     """A metric's curves in several runs: label -> (step, value), ascending.
 
-    A run's metrics.jsonl has the metrics of the training and of its evaluations, by split; what it
-    lacks, such as the results of auxiliary jobs, is looked for as a tag in all event files below
-    the run. Of a step that occurs twice, as after a restart, the last value counts. Values that are
-    not finite have no place in a curve.
+    A folder that is not a run itself stands for the runs below it. A run's metrics.jsonl has the
+    metrics of the training and of its evaluations, by split; what it lacks, such as the results of
+    auxiliary jobs, is looked for as a tag in all event files below the run. Of a step that occurs
+    twice, as after a restart, the last value counts. Values that are not finite have no place in a
+    curve.
 
     Raises:
       UserError: if a run has no metrics, or none of them has this one.
     """
     known: set[str] = set()
     curves: dict[tuple[Path, str], Points] = {}
-    for folder in folders:
+    for folder in (run for given in folders for run in _runs_at(given)):
         found = _of_lines(folder)
         # Only for what metrics.jsonl lacks: every event file below the run has to be read.
         if metric not in found:
@@ -80,6 +82,14 @@ def _labels(curves: Sequence[tuple[Path, str]]) -> list[str]:
 
 # Metric -> where it was measured -> step -> value.
 _Found = dict[str, dict[str, dict[int, float]]]
+
+
+def _runs_at(folder: Path) -> list[Path]:
+    """The folder, if it is a run; otherwise the runs below it."""
+    if (folder / METRICS_FILE).is_file():
+        return [folder]
+    # Without any, it may still hold TensorBoard's files, as Mesh TensorFlow's trainings do.
+    return list(folders_with(METRICS_FILE, folder)) or [folder]
 
 
 def _of_lines(folder: Path) -> _Found:

@@ -6,7 +6,7 @@ import dataclasses
 import datetime
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +25,8 @@ def find_runs(folder: str | os.PathLike[str]) -> dict[Path, RunState]:
     Raises:
       UserError: if there is none, or one's record cannot be read.
     """
-    found = {}
-    for parent, folders, names in os.walk(folder):
-        # Changed in place, which is how os.walk is told where not to go; checkpoints hold many
-        # files.
-        folders[:] = sorted(name for name in folders if not _NO_RUNS_INSIDE.fullmatch(name))
-        if RUN_STATE_FILE in names and (state := read_run_state(parent)) is not None:
-            found[Path(parent)] = state
+    states = {path: read_run_state(path) for path in folders_with(RUN_STATE_FILE, folder)}
+    found = {path: state for path, state in states.items() if state is not None}
     if not found:
         raise UserError(
             "There are no trainings here.",
@@ -39,6 +34,16 @@ def find_runs(folder: str | os.PathLike[str]) -> dict[Path, RunState]:
             fix=f"Give a folder below which trainings wrote their {RUN_STATE_FILE}.",
         )
     return found
+
+
+def folders_with(file: str, folder: str | os.PathLike[str]) -> Iterator[Path]:
+    """The folders at or below a folder that hold a file of this name, checkpoints left out."""
+    for parent, folders, names in os.walk(folder):
+        # Changed in place, which is how os.walk is told where not to go; checkpoints hold many
+        # files.
+        folders[:] = sorted(name for name in folders if not _NO_RUNS_INSIDE.fullmatch(name))
+        if file in names:
+            yield Path(parent)
 
 
 def rows(runs: Mapping[Path, RunState]) -> list[tuple[str, ...]]:

@@ -21,7 +21,8 @@ A model with variables that are not trained, such as running means, has them too
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+import sys
+from collections.abc import Container, Mapping
 from typing import Any, Protocol
 
 import flax.serialization
@@ -37,8 +38,10 @@ from t0repro.errors import UserError
 from t0repro.model.t5 import T5, parameter_shapes
 from t0repro.parameters import layout
 from t0repro.partitioning.devices import put
+from t0repro.partitioning.processes import is_first
 from t0repro.training.optimizers import Optimizer
 from t0repro.training.slots import Slots
+from t0repro.words import counted, printable
 
 FlatTree = Mapping[str, np.ndarray]
 
@@ -213,6 +216,7 @@ def from_flat_tree(
     """
     shapes = flax.traverse_util.flatten_dict(like.params, sep="/")
     check_parameters(tree, {path: tuple(value.shape) for path, value in shapes.items()}, where)
+    _tell_unused(tree, shapes, where)
     params = {
         path: _on_devices(tree[layout.PARAMETERS + path], value) for path, value in shapes.items()
     }
@@ -279,6 +283,7 @@ def parameters_from_flat_tree(
     if like is not None:
         shapes = flax.traverse_util.flatten_dict(like, sep="/")
         check_parameters(tree, {path: tuple(value.shape) for path, value in shapes.items()}, where)
+        _tell_unused(tree, shapes, where)
     else:
         shapes = flax.traverse_util.flatten_dict(checkpoint_shapes(tree), sep="/")
     params = {
@@ -348,6 +353,20 @@ def check_parameters(
                 if vocabulary
                 else "Give the gin files of the model that the checkpoint was trained with.",
             )
+
+
+def _tell_unused(tree: FlatTree, shapes: Container[str], where: str) -> None:
+    """Warns of parameters that the model lacks, such as the upper layers of a deeper model.
+
+    Mesh TensorFlow and T5X leave them out in silence, so they are no error here either.
+    """
+    extra = [path for path in _parameter_paths(tree) if path not in shapes]
+    if extra and is_first():
+        warning = (
+            f"warning: {where} has {counted(len(extra), 'parameter')} that the model lacks, for"
+            f" instance {extra[0]}: was it trained with the gin files of another model?"
+        )
+        print(printable(warning), file=sys.stderr, flush=True)
 
 
 def _slot(tree: FlatTree, path: str, name: str, like: Any, where: str) -> jax.Array:

@@ -63,6 +63,14 @@ def test_a_size_that_is_not_the_checkpoint_s_is_told_with_its_binding_and_line(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_gin_file_that_is_no_text_is_told(tiny_checkpoint, tmp_path):
+    file = tmp_path / "a.gin"
+    file.write_bytes(b"\x80\x04")
+    with pytest.raises(UserError, match="The gin file cannot be read") as caught:
+        convert(tiny_checkpoint, tmp_path / "out", "hf", gin_file=file)
+    assert caught.value.where == str(file) and not (tmp_path / "out").exists()
+
+
 def test_a_released_model_s_gin_file_is_read_through_its_includes(
     tiny_checkpoint, tmp_path, gin_file
 ):

@@ -40,6 +40,15 @@ def test_runs_of_one_name_are_told_apart(tmp_path):
     assert list(curves) == [str(tmp_path / parent / "run") for parent in ("x", "y")]
 
 
+def test_a_folder_of_runs_stands_for_the_runs_below_it(tmp_path):
+    for run in ("runs/a", "runs/deep/b", "other"):
+        write_lines(tmp_path / run, train(1, 1.0))
+    # A copy of a run's metrics inside a checkpoint is no run.
+    write_lines(tmp_path / "runs" / "a" / "checkpoint_1" / "c", train(1, 1.0))
+    assert list(read_curves([tmp_path / "runs"], "loss")) == ["a", "b"]
+    assert list(read_curves([tmp_path / "runs", tmp_path / "other"], "loss")) == ["a", "b", "other"]
+
+
 def test_what_the_lines_lack_is_read_from_tensorboards_files(tmp_path):
     write_lines(tmp_path, train(1, 1.0))
     for task, value in (("one", 0.25), ("two", 0.75)):

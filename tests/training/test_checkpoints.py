@@ -209,6 +209,19 @@ def test_a_parameter_that_the_checkpoint_lacks_is_named(state):
         parameters_from_flat_tree(tree, tiny.new_state().params)
 
 
+def test_a_deeper_models_checkpoint_is_taken_with_a_warning(capsys):
+    deep = tiny.new_state(num_encoder_layers=2, num_decoder_layers=2)
+    tree, shallow = to_flat_tree(deep), tiny.new_state(num_encoder_layers=2, num_decoder_layers=1)
+    for read, like in ((from_flat_tree, shallow), (parameters_from_flat_tree, shallow.params)):
+        restored = read(tree, like, where="big/checkpoint_1")
+        assert jax.tree.structure(restored) == jax.tree.structure(like)
+        warning = capsys.readouterr().err
+        assert "warning: big/checkpoint_1 has 14 parameters that the model lacks" in warning
+        assert "decoder/layers_1/" in warning
+    from_flat_tree(tree, deep)
+    assert not capsys.readouterr().err
+
+
 def test_slots_that_a_checkpoint_lacks_are_zero_and_its_step_too(state):
     tree = {name: x for name, x in to_flat_tree(state).items() if name.startswith("target/")}
     restored = from_flat_tree(tree, tiny.new_state())
