@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fnmatch
 import os
 import re
 import shutil
@@ -57,6 +58,29 @@ def storage_error(error: BaseException) -> UserError | None:
         where=where,
         fix=f"{fix} Then start the same command again: it continues where it stopped.",
     )
+
+
+def check_is_no_pattern(path: str | os.PathLike[str], what: str) -> None:
+    """Refuses a path below which others do not find what is written.
+
+    Orbax, for the parts of a checkpoint that it joins, and SeqIO, for a cache's files, look by a
+    pattern that begins with the path. Where a name in it has brackets they find nothing: Orbax
+    leaves without an error what nobody can read.
+
+    Args:
+      path: the path of what is to be written.
+      what: it, in the plural, for the message.
+
+    Raises:
+      UserError: if the path, taken as a pattern, does not stand for itself.
+    """
+    whole = os.path.abspath(path)
+    if not fnmatch.fnmatchcase(whole, whole):
+        raise UserError(
+            f"{what} cannot be written where a folder's name has brackets.",
+            where=whole,
+            fix="Choose a folder without [ and ] in its path.",
+        )
 
 
 def write_atomically(path: str | os.PathLike[str], content: str | bytes) -> None:

@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding
 
 from t0repro.config.run_config import RunConfig, TrainDataConfig
 from t0repro.errors import UserError
+from t0repro.files import check_is_no_pattern
 from t0repro.model.t5 import T5, count_parameters, initial_parameters
 from t0repro.partitioning.devices import Partitioning, choose, line_of
 from t0repro.partitioning.processes import from_first, output_folder
@@ -34,7 +35,6 @@ from t0repro.runs.plan import (
 from t0repro.runs.recomputation import decided
 from t0repro.training.actions import Action, SaveCheckpoints, ShowProgress, StopOnSignal
 from t0repro.training.checkpoints import (
-    check_writable_name,
     checkpoint_path,
     data_folder,
     latest_step,
@@ -265,7 +265,7 @@ def _start(run: _Run, restore_from: FlatTree | str | Path | None, say: Say) -> _
     """The state of the latest checkpoint, of `restore_from`, or of new parameters."""
     model_dir = Path(run.config.model_dir)
     # Now, rather than at the first save.
-    check_writable_name(model_dir)
+    check_is_no_pattern(model_dir, "Checkpoints")
     # Whoever starts training holds model_dir's lock, so these are leftovers of killed saves.
     remove_interrupted_saves(model_dir)
     found = from_first(lambda: latest_step(model_dir))

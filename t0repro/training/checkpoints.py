@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import fnmatch
 import logging
 import os
 import shutil
@@ -38,7 +37,7 @@ from t0repro.converters.integrity import (
 from t0repro.converters.jax_tree import jax_refs
 from t0repro.converters.orbax_dir import is_orbax
 from t0repro.errors import UserError
-from t0repro.files import atomic_directory
+from t0repro.files import atomic_directory, check_is_no_pattern
 from t0repro.log_records import only_records
 from t0repro.partitioning.processes import from_first, is_alone, is_first, meeting_point
 from t0repro.training.train_state import (
@@ -71,24 +70,6 @@ def latest_step(model_dir: PathLike) -> int | None:
     """The step of the latest complete checkpoint in a directory, or None."""
     steps = list_checkpoints(model_dir)
     return steps[-1] if steps else None
-
-
-def check_writable_name(path: PathLike) -> None:
-    """Refuses a path below which Orbax does not write whole checkpoints.
-
-    Orbax looks for the parts that it joins by a pattern which begins with the path. Where a name in
-    it has brackets it finds none, and leaves without an error what nobody can read.
-
-    Raises:
-      UserError: if the path, taken as a pattern, does not stand for itself.
-    """
-    whole = os.path.abspath(path)
-    if not fnmatch.fnmatchcase(whole, whole):
-        raise UserError(
-            "Checkpoints cannot be written where a folder's name has brackets.",
-            where=whole,
-            fix="Choose a folder without [ and ] in its path.",
-        )
 
 
 def save_checkpoint(
@@ -177,7 +158,7 @@ def _start_saving(
     import orbax.checkpoint as ocp
 
     path = path.absolute()
-    check_writable_name(path)
+    check_is_no_pattern(path, "Checkpoints")
     arrays = {name: np.asarray(value) if is_alone() else value for name, value in tree.items()}
     nested = flax.traverse_util.unflatten_dict(arrays, sep="/")
     whole = meeting_point()

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from t0repro.errors import UserError
-from t0repro.files import write_atomically
+from t0repro.files import check_is_no_pattern, write_atomically
 from t0repro.progress import working
 from t0repro.tasks.prompt_cache import folders, provenance, shards
 from t0repro.tasks.prompt_cache.beam import BeamWorkers
@@ -86,6 +86,7 @@ def cache_tasks(
     """
     started = time.monotonic()
     folder = Path(request.folder)
+    check_is_no_pattern(folder, "Caches")
     try:
         with contextlib.ExitStack() as stack:
             staging = stack.enter_context(folders.locked(folder))

@@ -342,6 +342,12 @@ def test_a_template_that_fails_on_a_row_is_named_with_task_and_row(tmp_path):
     assert "validation.jsonl, line 12" in str(caught.value)
 
 
+def test_a_folder_in_which_seqio_would_not_find_the_cache_is_refused(tmp_path):
+    with pytest.raises(UserError, match="Caches cannot be written where .* brackets") as caught:
+        make(tmp_path / "cache[1]", *DEMO)
+    assert caught.value.where == str(tmp_path / "cache[1]") and not list(tmp_path.iterdir())
+
+
 def test_a_cut_line_is_named_by_file_and_number(tmp_path):
     path = rte(tmp_path / "rows", "cut_rte")
     path.write_text(path.read_text()[:-20])
