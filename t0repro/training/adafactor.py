@@ -49,13 +49,14 @@ def slot_shapes(shape: tuple[int, ...], config: AdafactorConfig) -> dict[str, tu
     return {name: layout.slot_shape(name, shape) for name in names}
 
 
-def decay_rate(step: jax.Array, config: AdafactorConfig) -> jax.Array:
+def decay_rate(step: jax.Array, config: AdafactorConfig) -> jax.Array | float:
     """Decay of the second moment at a global step: 1 - (step - offset + 1)**-exponent.
 
-    A fixed `decay_rate` in the configuration takes precedence.
+    A fixed `decay_rate` in the configuration takes precedence, as a Python number, so that 1 minus
+    it is rounded only once: in float32, 1 - 0.999 is 1.3e-5 off, and with it every slot.
     """
     if config.decay_rate is not None:
-        return jnp.float32(config.decay_rate)
+        return config.decay_rate
     # Subtract while both are integers, before the conversion to float32 can round either.
     count = (step - int(config.decay_offset)).astype(jnp.float32)
     return 1.0 - jnp.power(count + 1.0, -config.decay_exponent)
@@ -122,7 +123,7 @@ def _without_nan(change: jax.Array, slots: Slots, before: Slots) -> tuple[jax.Ar
 
 
 def _normalised(
-    gradient: jax.Array, slots: Slots, decay: jax.Array, config: AdafactorConfig
+    gradient: jax.Array, slots: Slots, decay: jax.Array | float, config: AdafactorConfig
 ) -> tuple[jax.Array, Slots]:
     """The gradient over the root of its second moment, and the new second moment."""
     squared = jnp.square(gradient) + config.epsilon1

@@ -83,7 +83,7 @@ CASES = [
         "adafactor_decay_rate_pow.exponent = 0.6\nadafactor_decay_rate_pow.offset = 100",
         start_step=100, decay_exponent=0.6, decay_offset=100,
     ),
-    adafactor("a decay of its own", "AdafactorOptimizer.decay_rate = 0.9", decay_rate=0.9),
+    adafactor("a decay of its own", "AdafactorOptimizer.decay_rate = 0.999", decay_rate=0.999),
     adafactor(
         "some parameters unscaled",
         "AdafactorOptimizer.exclude_from_parameter_scale = ['rms_norm']",
