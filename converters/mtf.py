@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +36,7 @@ class MtfReader:
         self._bundle = BundleReader(prefix)
         self._names = _flat_keys(self._bundle, prefix)
         self.tensors: Mapping[str, TensorInfo] = {
-            key: TensorInfo(entry.shape, entry.dtype)
+            key: TensorInfo(_with_heads(key, entry.shape), entry.dtype)
             for key, name in self._names.items()
             if (entry := self._bundle.entries[name]).dtype is not None
         }
@@ -56,12 +56,38 @@ class MtfReader:
         self.ref = CheckpointRef("mtf", prefix, step)
 
     def read(self, key: str) -> np.ndarray:
-        """Reads one tensor as stored; the step is an int64."""
-        return self._bundle.read(self._names[key])
+        """Reads one tensor as stored, in its shape in `tensors`; the step is an int64."""
+        return self._bundle.read(self._names[key]).reshape(self.tensors[key].shape)
+
+    def as_stored(self, key: str, array: np.ndarray) -> np.ndarray:
+        """Returns what `read` returned in the shape that the file has it in."""
+        return array.reshape(self._bundle.entries[self._names[key]].shape)
 
     def native_name(self, key: str) -> str:
         """Returns Mesh TensorFlow's name of a flat key."""
         return self._names.get(key) or mtf_name(key, self.tensors, self.norm_names)
+
+
+# Mesh TensorFlow has no axis of heads where there is only one: the position bias of such a model,
+# and what an optimizer keeps for it, are vectors there and matrices of one row here.
+
+
+def _is_position_bias(key: str) -> bool:
+    """Whether a key is a position bias's, or a slot's of its shape."""
+    if key == layout.STEP:
+        return False
+    path, slot = layout.split_key(key)
+    return path.endswith(layout.RELATIVE_BIAS) and slot not in ("v_row", "v_col")
+
+
+def _with_heads(key: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a variable with its axis of heads."""
+    return (1, *shape) if _is_position_bias(key) and len(shape) == 1 else shape
+
+
+def _without_one_head(key: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The inverse of `_with_heads`."""
+    return shape[1:] if _is_position_bias(key) and len(shape) == 2 and shape[0] == 1 else shape
 
 
 def _flat_keys(bundle: BundleReader, prefix: str) -> dict[str, str]:
@@ -154,7 +180,12 @@ def mtf_outputs(
             step = TensorInfo((), np.dtype(np.int64))
             yield Output(name, step, (key,), lambda arrays: next(arrays).astype(np.int64))
         else:
-            yield Output(name, info, (key,), next)
+            shape = _without_one_head(key, info.shape)
+            yield Output(name, TensorInfo(shape, info.dtype), (key,), _reshaped(shape))
+
+
+def _reshaped(shape: tuple[int, ...]) -> Callable[[Iterator[np.ndarray]], np.ndarray]:
+    return lambda arrays: next(arrays).reshape(shape)
 
 
 class MtfWriter:

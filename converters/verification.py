@@ -11,6 +11,7 @@ import numpy as np
 from t0repro.converters.integrity import INTEGRITY
 from t0repro.converters.jax_tree import JaxReader
 from t0repro.converters.manifest import MANIFEST, Manifest, Mismatch, manifest_path, read_manifest
+from t0repro.converters.mtf import MtfReader
 from t0repro.converters.sources import check_checkpoint, find_checkpoint, open_checkpoint
 from t0repro.converters.tensors import CheckpointReader, CheckpointRef, total_bytes
 from t0repro.parameters.shape import ModelShape
@@ -67,7 +68,10 @@ def verify(path: str | os.PathLike[str], step: int | None = None) -> Verificatio
             try:
                 array = reader.read(key)  # hf's reader compares with the manifest itself
                 if manifest and reader.ref.format != "hf":
-                    manifest.check(name, array, reader.ref.path)
+                    stored = (
+                        reader.as_stored(key, array) if isinstance(reader, MtfReader) else array
+                    )
+                    manifest.check(name, stored, reader.ref.path)
                 problems += _values(name, array)
             except Mismatch as error:  # report all of them, not only the first
                 problems.append(error.what)

@@ -116,6 +116,8 @@ def mesh_variables() -> Callable[..., dict[str, np.ndarray]]:
         names = family.mesh_variables(norm_names)
         for path, shape in family.parameters().items():
             name = names[path]
+            if family.num_heads == 1 and path.endswith(layout.RELATIVE_BIAS):
+                shape = shape[1:]  # Mesh TensorFlow has no axis for a single head
             variables[name] = generator.normal(size=shape).astype(np.float32).astype(dtype)
             for slot, slot_shape in _mesh_slot_shapes(shape, factor_at).items():
                 variables[f"{name}_slot_{slot}"] = generator.normal(size=slot_shape)

@@ -6,6 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from t0repro.converters.convert import convert
+from t0repro.converters.sources import load_any
+from t0repro.converters.verification import verify
 from t0repro.parameters import layout
 from t0repro.parameters.shape import ModelShape
 
@@ -59,6 +61,25 @@ def test_any_t5_comes_back_from_jax_bit_for_bit(
     assert convert(root / "source", root / "jax", "jax").family == family
     convert(root / "jax", root / "mtf", "mtf")
     assert_same_bits(variables, read_variables(root / "mtf"))
+    assert verify(root / "mtf").problems == ()
+
+
+def test_the_position_bias_of_one_head_is_a_vector_in_mesh_tensorflow_alone(
+    mesh_variables, write_mesh_checkpoint, tmp_path
+):
+    family = ModelShape(1, 1, 4, 4, 1, 2, 8, 4, ("wi",), True)
+    variables = mesh_variables(family, momentum=True)
+    name = "encoder/block_000/layer_000/SelfAttention/relative_attention_bias"
+    assert variables[name].shape == variables[f"{name}_slot_m"].shape == (4,)
+    source = write_mesh_checkpoint(tmp_path / "source", variables)
+    tree = load_any(str(source), None, slots=True)
+    assert tree["target/encoder/relpos_bias/rel_embedding"].shape == (1, 4)
+    assert tree["state/param_states/encoder/relpos_bias/rel_embedding/m"].shape == (1, 4)
+    for to in ("t5x", "hf", "mtf"):
+        assert convert(source, tmp_path / to, to).family == family
+        source = tmp_path / to
+    assert verify(source).problems == ()
+    assert read_variables(source)[name].shape == (4,)
 
 
 def test_slots_of_square_matrices_change_names_and_others_keep_them(tiny_checkpoint, tmp_path):
