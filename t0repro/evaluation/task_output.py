@@ -52,12 +52,13 @@ class Judge:
     @property
     def ranks(self) -> bool:
         """Whether a metric is t5's rank_classification, also as a functools.partial."""
-        return any(_name(metric) == "rank_classification" for metric in self.metric_fns)
+        return ranks_choices(self.metric_fns)
 
     def target(self, example: Example) -> Any:
         """An example's target, postprocessed for the metrics."""
         text = example["targets_pretokenized"]
         text = text.decode("utf-8") if isinstance(text, bytes) else text
+        example = without_padding(example) if self.ranks else example
         return self.postprocess(text, example=example, is_target=True)
 
     def metrics_of(self, examples: Sequence[Example], outputs: Iterable[Any]) -> dict[str, float]:
@@ -78,9 +79,23 @@ class Judge:
         return found
 
 
+def without_padding(example: Example) -> Example:
+    """The example with its targets' tokens up to EOS.
+
+    Mesh TensorFlow's evaluation pads targets to the sequence length, and t5's postprocessor of rank
+    classification takes a choice's number of tokens from them.
+    """
+    return {**example, "targets": np.trim_zeros(np.asarray(example["targets"]), "b")}
+
+
 def judge_of(task: EvalTask) -> Judge:
     """The judge of an evaluation task's outputs."""
     return Judge(task.name, task.postprocess, task.metric_fns)
+
+
+def ranks_choices(metric_fns: Iterable[Any]) -> bool:
+    """Whether a metric is t5's rank_classification, also as a functools.partial."""
+    return any(_name(metric) == "rank_classification" for metric in metric_fns)
 
 
 def _name(metric: Any) -> str:

@@ -21,7 +21,13 @@ from t0repro.evaluation.closing import print_results
 from t0repro.evaluation.evaluation_facts import write_facts
 from t0repro.evaluation.evaluation_folder import EvaluationFolder, Settings
 from t0repro.evaluation.opened import Checkpoint, parameters_digest
-from t0repro.evaluation.task_output import Statistics, TaskResult, explaining_cut_examples
+from t0repro.evaluation.task_output import (
+    Statistics,
+    TaskResult,
+    explaining_cut_examples,
+    ranks_choices,
+    without_padding,
+)
 from t0repro.evaluation.truncation import TruncationCounter
 from t0repro.mesh.hooks import MetricsFile, numbers
 
@@ -114,15 +120,23 @@ class _Evaluation:
         if not functions:
             return dataset
         return dataset._replace(
-            postprocess_fn=self._noting_targets(dataset.name, dataset.postprocess_fn),
+            postprocess_fn=self._noting_targets(
+                dataset.name, dataset.postprocess_fn, ranks_choices(functions)
+            ),
             metric_fns=[
                 self._noting_results(dataset.name, each, each is functions[-1])
                 for each in functions
             ],
         )
 
-    def _noting_targets(self, task: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Counts the examples as eval_model postprocesses their targets, each once."""
+    def _noting_targets(
+        self, task: str, original: Callable[..., Any], ranked: bool
+    ) -> Callable[..., Any]:
+        """Counts the examples as eval_model postprocesses their targets, each once.
+
+        Of a task that is ranked, the targets' padding is taken off, so that a choice's length is
+        its number of tokens.
+        """
         import seqio
 
         features = seqio.get_mixture_or_task(task).output_features
@@ -134,6 +148,8 @@ class _Evaluation:
             if kwargs.get("is_target") and "example" in kwargs:
                 statistics.add([kwargs["example"]])
                 self._examples[task] += 1
+                if ranked:
+                    kwargs["example"] = without_padding(kwargs["example"])
             return original(value, **kwargs)
 
         return postprocess

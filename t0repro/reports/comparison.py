@@ -251,7 +251,8 @@ def _check_same_pairs(a: TaskScores, b: TaskScores) -> None:
         raise UserError(
             f"Task {a.task!r}: the two evaluations scored different pairs ({len(a)} and {len(b)}"
             " pairs, or other answers or target lengths).",
-            fix="Evaluate the same cached task, with the same vocabulary and sequence lengths.",
+            fix="Evaluate the same cached task, with the same vocabulary and sequence lengths. In"
+            " files that Mesh TensorFlow alone wrote, lengths count padding: evaluate again.",
         )
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import mesh_commands as commands
 import pytest
+from sentencepiece import SentencePieceProcessor
 
 from t0repro.errors import UserError
 from t0repro.evaluation.outputs import find_tasks, read_task_scores
@@ -81,9 +82,11 @@ def test_a_report_finds_what_the_evaluation_recorded(run):
 
 
 def test_the_command_ends_with_accuracies_files_and_the_command_for_a_report(
-    trained, server, tmp_path
+    trained, server, vocabulary, tmp_path
 ):
     found = []
+    encode = SentencePieceProcessor(str(vocabulary)).encode
+    choice_tokens = [len(encode(colour)) + 1 for colour in ("red", "green", "blue", "white")]
     for backend in ("jax", "mtf"):
         model_dir = shutil.copytree(trained[0], tmp_path / backend)
         flags = commands.evaluate(model_dir, "score_eval", "tiny_eval", f"--backend={backend}")
@@ -98,6 +101,9 @@ def test_the_command_ends_with_accuracies_files_and_the_command_for_a_report(
         (cost,) = report.tasks
         assert (cost.inputs, cost.available, cost.cut_inputs, cost.cut_targets) == (5, 5, 0, 0)
         found.append(report.provenance)
+        # Tokens of the choices, EOS included, not the sequence length of 8 that they are padded to.
+        (scores,) = read_task_scores(folder)
+        assert scores.target_length.tolist() == [choice_tokens[n] for n in scores.choice_index]
     # The same tensors, read on both stacks.
     assert found[0].checkpoint_hash == found[1].checkpoint_hash
     assert [Path(each.checkpoint).name for each in found] == ["model.ckpt-4"] * 2
@@ -149,13 +155,16 @@ def test_cut_inputs_are_recorded_on_both_stacks(trained, server, tmp_path, backe
 
 
 def test_save_scores_writes_a_score_a_target_and_a_length_for_each_pair(run):
-    pairs = sum(len(scores.score) for scores in read_task_scores(run / "validation_eval", 4))
+    tasks = list(read_task_scores(run / "validation_eval", 4))
+    pairs = sum(len(scores.score) for scores in tasks)
     lines = {
         suffix: (run / f"scored.{suffix}").read_text().splitlines()
         for suffix in ("scores", "targets", "lengths")
     }
     assert {suffix: len(found) for suffix, found in lines.items()} == dict.fromkeys(lines, pairs)
     assert all(float(score) < 0 and int(n) > 0 for score, n in zip(*_columns(lines), strict=True))
+    in_files = sorted(int(length) for scores in tasks for length in scores.target_length)
+    assert in_files == sorted(map(int, lines["lengths"]))
 
 
 def _columns(lines: dict[str, list[str]]) -> tuple[list[str], list[str]]:
