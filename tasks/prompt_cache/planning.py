@@ -49,6 +49,7 @@ def make_plan(request: Request) -> Plan:
     names = _selected(request)
     descriptions = task_descriptions()
     _check_prompted(names, descriptions)
+    _check_splits(request.splits, [descriptions[name] for name in names])
     planner = _Planner(request)
     for name in names:
         planner.add(descriptions[name])
@@ -71,11 +72,11 @@ def _selected(request: Request) -> list[str]:
     for pattern in request.patterns:
         matching = fnmatch.filter(tasks, pattern)
         if not matching:
-            regex = " Write * for anything, not .*;" if ".*" in pattern else ""
+            regex = "Write * for anything, not .*. " if ".*" in pattern else ""
             raise UserError(
                 f"No task matches {pattern!r}.",
                 where="--tasks",
-                fix=f"{regex} nearest: {nearest_names(pattern, tasks)}.".strip(),
+                fix=f"{regex}Nearest: {nearest_names(pattern, tasks)}.",
             )
         names += matching
     # Once each, in order; mixtures and patterns may overlap.
@@ -89,6 +90,18 @@ def _check_prompted(names: Sequence[str], descriptions: Mapping[str, TaskDescrip
                 f"Task {name!r} is not one of t0repro's prompted tasks.",
                 where="--tasks, --mixture",
                 fix="Cache it with seqio_cache_tasks, which writes the same format.",
+            )
+
+
+def _check_splits(splits: Sequence[str] | None, tasks: Sequence[TaskDescription]) -> None:
+    """Refuses a split that no task has: a misspelt one would be passed over without a word."""
+    known = list(dict.fromkeys(split for task in tasks for split in task.rows.files_of_splits))
+    for split in splits or ():
+        if split not in known:
+            raise UserError(
+                f"No task to cache has a split {split!r}.",
+                where="--splits",
+                fix=f"Their splits: {', '.join(known) or 'none'}.",
             )
 
 

@@ -386,6 +386,13 @@ def test_unknown_names_are_answered_with_the_nearest(tmp_path):
         make(tmp_path, mixtures=("demo_trian",))
 
 
+def test_a_split_that_no_task_has_is_refused_before_anything_is_written(tmp_path):
+    task = "demo_synthetic_imdb_Reviewer_Sentiment_Feeling"
+    with pytest.raises(UserError, match=r"'validatoin'(.|\n)*Their splits: validation\."):
+        make(tmp_path / "cache", task, splits=("validation", "validatoin"))
+    assert files(tmp_path / "cache") == {}
+
+
 def test_a_folder_with_other_files_is_not_touched(tmp_path):
     (tmp_path / "demo_synthetic_imdb_Reviewer_Sentiment_Feeling").mkdir()
     (tmp_path / "demo_synthetic_imdb_Reviewer_Sentiment_Feeling" / "thesis.tex").touch()
