@@ -11,11 +11,9 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-import numpy as np
-
 from t0repro.config.run_config import ModelConfig
 from t0repro.converters import gin_shapes, hf, hf_config, mtf, sources, storage
-from t0repro.converters.tensors import CheckpointRef
+from t0repro.converters.tensors import CheckpointRef, StoredTensor
 from t0repro.errors import UserError
 from t0repro.parameters import layout
 from t0repro.parameters.shape import ModelShape
@@ -90,23 +88,23 @@ def arithmetic(
     return found
 
 
-def load_configured(
+def open_configured(
     ref: CheckpointRef, model: ModelConfig, *, slots: bool = True
-) -> dict[str, np.ndarray]:
-    """Reads a checkpoint as a run's model needs it.
+) -> dict[str, StoredTensor]:
+    """Opens a checkpoint as a run's model needs it; each tensor is read when it is used.
 
     If only the model has a position bias in each layer, each gets the one that they share.
 
     Args:
       ref: The checkpoint.
       model: The run's model.
-      slots: See `sources.load_any`.
+      slots: False leaves the optimizer slots out.
 
     Raises:
-      UserError: As from `check_configured` and `sources.load_any`.
+      UserError: As from `check_configured` and `sources.open_any`.
     """
     check_configured(ref, model)
-    tree = sources.load_any(ref.path, slots=slots)
+    tree = sources.open_any(ref.path, slots=slots)
     repeated = repeated_biases(tree, model)
     shared = {name: tree.pop(name) for name in set(repeated.values())}
     return tree | {name: shared[source] for name, source in repeated.items()}

@@ -10,7 +10,13 @@ import numpy as np
 from t0repro.converters import hf, jax_tree, mtf, storage
 from t0repro.converters.manifest import manifest_path, read_manifest
 from t0repro.converters.recognition import check_parameters
-from t0repro.converters.tensors import CheckpointReader, CheckpointRef, Format, TensorInfo
+from t0repro.converters.tensors import (
+    CheckpointReader,
+    CheckpointRef,
+    Format,
+    StoredTensor,
+    TensorInfo,
+)
 from t0repro.errors import UserError
 from t0repro.parameters import layout
 from t0repro.parameters.shape import ModelShape
@@ -267,10 +273,31 @@ def load_any(
     Raises:
       UserError: If there is no checkpoint, or it is damaged, incomplete or not a T5.
     """
-    reader = open_checkpoint(find_checkpoint(path, step))
-    check_checkpoint(reader)
-    tree = {
-        key: reader.read(key) for key in reader.tensors if slots or not key.startswith(layout.SLOTS)
-    }
+    tree = {key: np.asarray(tensor) for key, tensor in open_any(path, step, slots=slots).items()}
     tree[layout.STEP] = tree[layout.STEP].astype(np.int32)
     return jax_tree.with_dummies(tree)
+
+
+def open_any(
+    path: str | os.PathLike[str], step: int | None = None, *, slots: bool = True
+) -> dict[str, StoredTensor]:
+    """Opens a checkpoint of any format as T5X's flat tree, whose tensors are read when used.
+
+    Args:
+      path: See `find_checkpoint`.
+      step: See `find_checkpoint`.
+      slots: False leaves the optimizer slots out.
+
+    Returns:
+      Flat key -> tensor, as `load_any` returns them, but without zeros for unused slots.
+
+    Raises:
+      UserError: If there is no checkpoint, or it is incomplete or not a T5.
+    """
+    reader = open_checkpoint(find_checkpoint(path, step))
+    check_checkpoint(reader)
+    return {
+        key: StoredTensor.of(reader, key)
+        for key in reader.tensors
+        if slots or not key.startswith(layout.SLOTS)
+    }

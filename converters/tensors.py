@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import functools
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -73,6 +74,32 @@ class CheckpointReader(Protocol):
     def native_name(self, key: str) -> str:
         """The flat key's name in the checkpoint's own format, for messages."""
         ...
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredTensor:
+    """A checkpoint's tensor that is read each time that numpy asks for its values.
+
+    A tree of them takes no memory until it is used, and then one tensor at a time.
+
+    Raises:
+      UserError: From `np.asarray`, if the file that holds it is damaged.
+    """
+
+    shape: tuple[int, ...]
+    read: Callable[[], np.ndarray]
+
+    @classmethod
+    def of(cls, reader: CheckpointReader, key: str) -> StoredTensor:
+        """The tensor of a flat key."""
+        return cls(reader.tensors[key].shape, functools.partial(reader.read, key))
+
+    def astype(self, dtype: np.dtype[Any]) -> StoredTensor:
+        """The same, converted when it is read."""
+        return StoredTensor(self.shape, lambda: self.read().astype(dtype))
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self.read(), dtype, copy=copy)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import sys
 from collections.abc import Callable, Iterable
@@ -17,6 +18,7 @@ from t0repro.errors import UserError
 if TYPE_CHECKING:
     from t0repro.converters import hf_config
     from t0repro.parameters.shape import ModelShape
+    from t0repro.training.train_state import FlatTree
 
 _CONFIG = "operative_config.gin"
 
@@ -60,23 +62,23 @@ def open_checkpoint(
 
     Args:
       path: the checkpoint.
-      step: which step to read, as converters.sources.load_any takes it.
+      step: which step to read, as converters.sources.find_checkpoint takes it.
       activation: dtype of the activations, and of the parameters that are cast to it anyway.
       model_parallelism: number of devices that share each layer.
 
     Raises:
-      UserError: as converters.sources.load_any does, or for a model without an encoder.
+      UserError: if there is no checkpoint, or it is damaged, incomplete or no T5 with an encoder.
     """
     from t0repro.converters import sources
     from t0repro.converters.arithmetic import arithmetic, gin_text
     from t0repro.converters.recognition import recognise
     from t0repro.model.t5 import T5, held_for_evaluation
     from t0repro.partitioning.devices import choose, line_of
-    from t0repro.training.train_state import checkpoint_shapes, parameters_from_flat_tree
+    from t0repro.training.train_state import checkpoint_shapes
 
     ref = sources.find_checkpoint(path, step)
-    tree = sources.load_any(path, step, slots=False)
-    family = recognise({name: value.shape for name, value in tree.items()})
+    tree = sources.open_any(path, step, slots=False)
+    family = recognise({name: tensor.shape for name, tensor in tree.items()})
     if family.decoder_only:
         raise UserError(
             "Rank evaluation scores models with an encoder; this one has none.",
@@ -97,13 +99,7 @@ def open_checkpoint(
         print(line_of(devices, layout), file=sys.stderr)
     model = T5(config, DTypePolicy("float32", "float32", activation))
     held = devices.placed(held_for_evaluation(model, checkpoint_shapes(tree)))
-    return Checkpoint(
-        path=path,
-        step=int(tree.get("state/step", 0)),
-        digest=parameters_digest(tree, tree.__getitem__),
-        params=parameters_from_flat_tree(tree, held, where=path),
-        model=model,
-    )
+    return on_devices(tree, held, model, path)
 
 
 def _model_config(family: ModelShape, computed: hf_config.Arithmetic) -> ModelConfig:
@@ -131,6 +127,27 @@ def _model_config(family: ModelShape, computed: hf_config.Arithmetic) -> ModelCo
     )
 
 
+def on_devices(tree: FlatTree, held: Any, model: Any, path: str) -> Checkpoint:
+    """Puts a checkpoint's parameters on the devices, reading and hashing one at a time.
+
+    Args:
+      tree: The checkpoint's entries, without slots.
+      held: The parameters' shapes, dtypes and shardings on the devices.
+      model: A t0repro.model.t5.T5.
+      path: The checkpoint's path.
+
+    Raises:
+      UserError: If a parameter is missing, has another shape or cannot be read.
+    """
+    from t0repro.training.train_state import parameters_from_flat_tree
+
+    digest = hashlib.blake2b(digest_size=16)
+    add = functools.partial(_add, digest)
+    params = parameters_from_flat_tree(tree, held, where=path, seen=add)
+    step = int(np.asarray(tree.get("state/step", 0)))
+    return Checkpoint(path, step, digest.hexdigest(), params, model)
+
+
 def parameters_digest(names: Iterable[str], read: Callable[[str], np.ndarray]) -> str:
     """Digest, 32 hex digits, of the parameters' names, dtypes, shapes and values.
 
@@ -142,7 +159,10 @@ def parameters_digest(names: Iterable[str], read: Callable[[str], np.ndarray]) -
     # In an order of their own, so that the digest does not depend on how the tree was read.
     for name in sorted(names):
         if name.startswith("target/"):
-            array = read(name)
-            digest.update(f"{name} {array.dtype} {array.shape}".encode())
-            digest.update(np.ascontiguousarray(array).view(np.uint8).data)
+            _add(digest, name, read(name))
     return digest.hexdigest()
+
+
+def _add(digest: hashlib.blake2b, name: str, array: np.ndarray) -> None:
+    digest.update(f"{name} {array.dtype} {array.shape}".encode())
+    digest.update(np.ascontiguousarray(array).view(np.uint8).data)

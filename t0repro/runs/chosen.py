@@ -10,11 +10,12 @@ from typing import Any
 from t0repro.config.inference_plan import InferencePlan
 from t0repro.config.training_plan import RestoreConfig
 from t0repro.converters import sources
-from t0repro.converters.arithmetic import check_configured, load_configured, repeated_biases
-from t0repro.converters.tensors import CheckpointRef
+from t0repro.converters.arithmetic import check_configured, open_configured, repeated_biases
+from t0repro.converters.tensors import CheckpointRef, StoredTensor
 from t0repro.errors import UserError
 from t0repro.evaluation.checkpoint_choice import checkpoints_in
-from t0repro.evaluation.opened import Checkpoint, parameters_digest
+from t0repro.evaluation.opened import Checkpoint, on_devices
+from t0repro.parameters import layout
 from t0repro.partitioning.processes import from_first
 
 SECONDS_BETWEEN_LOOKS = 5.0
@@ -88,12 +89,9 @@ def opened(plan: InferencePlan, ref: CheckpointRef) -> Checkpoint:
       UserError: If a parameter is missing or has another shape than the model's, or the model is
         not configured as the checkpoint's config.json says.
     """
-    import jax.numpy as jnp
-    import numpy as np
-
     from t0repro.model.t5 import T5, held_for_evaluation, parameter_shapes
     from t0repro.partitioning.devices import choose, line_of
-    from t0repro.training.train_state import parameters_from_flat_tree
+    from t0repro.training.train_state import with_parameters_in
 
     model = T5(plan.model, plan.dtypes)
     # Shapes alone: nothing is drawn.
@@ -105,24 +103,14 @@ def opened(plan: InferencePlan, ref: CheckpointRef) -> Checkpoint:
     tree = _tree(plan, ref, shapes)
     if plan.restore.dtype not in (None, "float32"):
         # Held in the model's own types all the same, with the values that this type can hold.
-        rounded = jnp.dtype(plan.restore.dtype)
-        tree = {
-            name: np.asarray(value).astype(rounded) if name.startswith("target/") else value
-            for name, value in tree.items()
-        }
-    return Checkpoint(
-        path=str(ref.path),
-        step=int(tree.get("state/step", 0)),
-        digest=parameters_digest(tree, tree.__getitem__),
-        params=parameters_from_flat_tree(tree, held, where=str(ref.path)),
-        model=model,
-    )
+        tree = with_parameters_in(tree, plan.restore.dtype)
+    return on_devices(tree, held, model, str(ref.path))
 
 
 def _tree(plan: InferencePlan, ref: CheckpointRef, shapes: Any) -> dict[str, Any]:
     """A checkpoint's step and parameters under the model's names."""
     if not plan.restore.assignment_map:
-        return load_configured(ref, plan.model, slots=False)
+        return open_configured(ref, plan.model, slots=False)
     import flax.traverse_util
 
     from t0repro.parameters.assignment import assigned_names
@@ -134,9 +122,9 @@ def _tree(plan: InferencePlan, ref: CheckpointRef, shapes: Any) -> dict[str, Any
     stored = {*reader.tensors, *repeated}
     names = assigned_names(wanted, stored, plan.restore.assignment_map)
     tree = {
-        name: reader.read(repeated.get(source, source))
+        name: StoredTensor.of(reader, repeated.get(source, source))
         for name, source in names.items()
         if source is not None
     }
     # The map is for parameters; the step has one name everywhere.
-    return tree | {"state/step": reader.read("state/step")}
+    return tree | {layout.STEP: StoredTensor.of(reader, layout.STEP)}

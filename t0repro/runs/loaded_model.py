@@ -23,11 +23,10 @@ def loaded(configuration: Configuration, checkpoints: Iterator[Any]) -> Iterator
     """
     import jax
 
-    from t0repro.converters.arithmetic import load_configured
-    from t0repro.evaluation.opened import Checkpoint, parameters_digest
+    from t0repro.converters.arithmetic import open_configured
+    from t0repro.evaluation.opened import on_devices
     from t0repro.model.t5 import T5, held_for_evaluation, parameter_shapes
     from t0repro.partitioning.devices import choose, line_of
-    from t0repro.training.train_state import parameters_from_flat_tree
 
     config = configuration.run
     record_command(configuration)
@@ -39,14 +38,8 @@ def loaded(configuration: Configuration, checkpoints: Iterator[Any]) -> Iterator
     if jax.device_count() > 1:
         print(line_of(partitioning, config.layout), file=sys.stderr)
     for checkpoint in checkpoints:
-        tree = load_configured(checkpoint, config.model, slots=False)
-        yield Checkpoint(
-            path=str(checkpoint.path),
-            step=int(tree["state/step"]),
-            digest=parameters_digest(tree, tree.__getitem__),
-            params=parameters_from_flat_tree(tree, shapes, where=checkpoint.path),
-            model=model,
-        )
+        tree = open_configured(checkpoint, config.model, slots=False)
+        yield on_devices(tree, shapes, model, str(checkpoint.path))
 
 
 def generated_texts(

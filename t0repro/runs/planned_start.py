@@ -155,10 +155,10 @@ def starting_tree(config: RunConfig, say: Say) -> dict[str, Any] | None:
 def _foreign_checkpoint(model_dir: Path, config: RunConfig) -> dict[str, Any] | None:
     """model_dir's latest checkpoint if another program wrote it; `train` restores its own."""
     from t0repro.converters import sources
-    from t0repro.converters.arithmetic import load_configured
+    from t0repro.converters.arithmetic import open_configured
 
     latest = sources.find_checkpoint(model_dir)
-    return None if latest.format == "jax" else load_configured(latest, config.model)
+    return None if latest.format == "jax" else open_configured(latest, config.model)
 
 
 def train_eval(config: RunConfig, say: Say) -> Mapping[str, EvalBatches]:

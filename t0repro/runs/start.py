@@ -49,7 +49,7 @@ def starting_point(config: RunConfig) -> dict[str, Any] | None:
       UserError: if the model is not configured as the checkpoint's config.json says.
     """
     from t0repro.converters import sources
-    from t0repro.converters.arithmetic import load_configured
+    from t0repro.converters.arithmetic import open_configured
     from t0repro.training.start import keep_matching
 
     model_dir = Path(config.model_dir)
@@ -58,9 +58,9 @@ def starting_point(config: RunConfig) -> dict[str, Any] | None:
         if config.init_checkpoint is None:
             return None
         initial = sources.find_checkpoint(config.init_checkpoint)
-        tree = load_configured(initial, config.model)
+        tree = open_configured(initial, config.model)
         return keep_matching(tree, config, say=lambda line: print(line, file=sys.stderr))
     latest = sources.find_checkpoint(model_dir)
     if latest.format == "jax":
         return None  # `train` restores it
-    return load_configured(latest, config.model)
+    return open_configured(latest, config.model)

@@ -70,6 +70,6 @@ def _mesh_name(key: str, names: dict[str, str], tree: FlatTree) -> str:
         return ""
     if slot is None:
         return names[path]
-    if parameter.ndim < 2 and slot in ("v_row", "v_col"):
+    if len(parameter.shape) < 2 and slot in ("v_row", "v_col"):
         return ""  # an unused slot
     return layout.join_mtf_slot(names[path], layout.slot_to_mtf(slot, parameter.shape))

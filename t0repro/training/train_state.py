@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any, Protocol
 
 import flax.serialization
@@ -267,15 +267,22 @@ def _mutables(tree: FlatTree, like: Any, where: str) -> Any:
 
 
 def parameters_from_flat_tree(
-    tree: FlatTree, like: Any | None = None, *, where: str = "the checkpoint"
+    tree: FlatTree,
+    like: Any | None = None,
+    *,
+    where: str = "the checkpoint",
+    seen: Callable[[str, np.ndarray], None] = lambda name, array: None,
 ) -> dict:
     """Puts only a checkpoint's parameters on the device, as a nested dictionary, for evaluation.
+
+    Of entries that are still stored, one is in memory at a time.
 
     Args:
       tree: a checkpoint's entries; slots may be absent.
       like: parameters, or their shapes, that the result must match, dtypes included; None takes
         all there are, in float32. If it has shardings, the parameters are divided accordingly.
       where: the checkpoint's path, for error messages.
+      seen: receives each of the checkpoint's parameters under its name there, sorted by name.
 
     Raises:
       UserError: if a parameter of `like` is missing or has another shape.
@@ -286,11 +293,14 @@ def parameters_from_flat_tree(
         _tell_unused(tree, shapes, where)
     else:
         shapes = flax.traverse_util.flatten_dict(checkpoint_shapes(tree), sep="/")
-    params = {
-        path: _on_devices(tree[layout.PARAMETERS + path], value, value.dtype)
-        for path, value in shapes.items()
-    }
-    return flax.traverse_util.unflatten_dict(params, sep="/")
+    params = {}
+    for path in sorted(_parameter_paths(tree)):
+        value = np.asarray(tree[layout.PARAMETERS + path])
+        seen(layout.PARAMETERS + path, value)
+        if path in shapes:
+            params[path] = _on_devices(value, shapes[path], shapes[path].dtype)
+    # In the model's order, which is that of what has been compiled for it.
+    return flax.traverse_util.unflatten_dict({path: params[path] for path in shapes}, sep="/")
 
 
 def _on_devices(value: Any, like: Any, dtype: Any = np.float32) -> jax.Array:

@@ -8,9 +8,9 @@ import json
 import numpy as np
 import pytest
 
-from t0repro.converters.arithmetic import check_configured, load_configured
+from t0repro.converters.arithmetic import check_configured, open_configured
 from t0repro.converters.convert import convert
-from t0repro.converters.sources import find_checkpoint, load_any
+from t0repro.converters.sources import find_checkpoint, load_any, open_any
 from t0repro.errors import UserError
 from t0repro.evaluation.opened import open_checkpoint
 
@@ -75,9 +75,9 @@ def test_a_run_on_a_transformers_directory_must_compute_as_its_config_says(
 def test_a_position_bias_that_layers_share_is_each_layer_s_first_one(tiny_checkpoint):
     model = computed(tiny_checkpoint)
     ref, tree = find_checkpoint(tiny_checkpoint), load_any(tiny_checkpoint)
-    assert load_configured(ref, model).keys() == tree.keys()
+    assert open_configured(ref, model).keys() == open_any(tiny_checkpoint).keys()
     each = dataclasses.replace(model, position_bias_per_layer=True)
-    found = load_configured(ref, each)
+    found = open_configured(ref, each)
     parameters = {key.removeprefix("target/") for key in found if key.startswith("target/")}
     assert parameters == set(each.shape.parameters())
     for prefix, slot in (("target", ""), ("state/param_states", "/v")):

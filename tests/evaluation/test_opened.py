@@ -3,8 +3,10 @@
 import jax
 import numpy as np
 
+from t0repro.converters.sources import load_any, open_any
+from t0repro.converters.tensors import StoredTensor
 from t0repro.evaluation.engine import score_examples
-from t0repro.evaluation.opened import open_checkpoint
+from t0repro.evaluation.opened import on_devices, open_checkpoint, parameters_digest
 
 from .small_model import save_model
 
@@ -23,3 +25,21 @@ def test_kernels_opened_for_bfloat16_are_bfloat16_and_scores_are_the_same(tmp_pa
     assert half.digest == whole.digest
     scores = [score_examples(each.params, half.model, EXAMPLES, None) for each in (half, whole)]
     np.testing.assert_array_equal(*scores)
+
+
+def test_each_tensor_is_read_once_when_its_turn_comes(tmp_path):
+    folder = str(save_model(tmp_path))
+    opened, whole = open_checkpoint(folder, None, "float32"), load_any(folder, slots=False)
+    reads: list[str] = []
+
+    def counted(name, tensor):
+        return StoredTensor(tensor.shape, lambda: reads.append(name) or tensor.read())
+
+    tree = {name: counted(name, tensor) for name, tensor in open_any(folder, slots=False).items()}
+    assert not reads
+    again = on_devices(tree, opened.params, opened.model, folder)
+    parameters = sorted(name for name in tree if name.startswith("target/"))
+    assert reads == [*parameters, "state/step"]
+    assert again.digest == opened.digest == parameters_digest(whole, whole.__getitem__)
+    assert again.step == opened.step
+    jax.tree.map(np.testing.assert_array_equal, again.params, opened.params)
