@@ -18,7 +18,7 @@ from t0repro.errors import UserError
 if TYPE_CHECKING:
     from t0repro.converters import hf_config
     from t0repro.parameters.shape import ModelShape
-    from t0repro.training.train_state import FlatTree
+    from t0repro.training.train_state import OpenTree
 
 _CONFIG = "operative_config.gin"
 
@@ -127,7 +127,7 @@ def _model_config(family: ModelShape, computed: hf_config.Arithmetic) -> ModelCo
     )
 
 
-def on_devices(tree: FlatTree, held: Any, model: Any, path: str) -> Checkpoint:
+def on_devices(tree: OpenTree, held: Any, model: Any, path: str) -> Checkpoint:
     """Puts a checkpoint's parameters on the devices, reading and hashing one at a time.
 
     Args:

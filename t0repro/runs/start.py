@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ def start_training(configuration: Configuration) -> None:
         )
 
 
-def starting_point(config: RunConfig) -> dict[str, Any] | None:
+def starting_point(config: RunConfig) -> Mapping[str, Any] | None:
     """Loads what training starts from as a flat T5X tree, unless training restores it itself.
 
     As in Mesh TensorFlow, a checkpoint in model_dir takes precedence over init_checkpoint.

@@ -49,7 +49,7 @@ from t0repro.training.partitioner import Partitioner
 from t0repro.training.progress_notes import last_evaluated
 from t0repro.training.run_state import RecordRunState
 from t0repro.training.schedules import Schedule, make_schedule
-from t0repro.training.train_state import FlatTree, TrainState, from_flat_tree, new_train_state
+from t0repro.training.train_state import OpenTree, TrainState, from_flat_tree, new_train_state
 from t0repro.training.trainer import NumpyBatch, PreemptionError, Trainer
 from t0repro.training.weight_metrics import WeightMetricsComputer
 from t0repro.words import counted
@@ -141,7 +141,7 @@ def train(
     config: RunConfig,
     batches: Batches,
     *,
-    restore_from: FlatTree | str | Path | None = None,
+    restore_from: OpenTree | str | Path | None = None,
     seed: int = 0,
     actions: Sequence[Action] = (),
     writers: Sequence[Writer] = (),
@@ -261,7 +261,7 @@ def _prepared(config: RunConfig, seed: int, say: Say) -> _Run:
     return _Run(config, model, schedule, partitioning, shapes, initial_key, dropout_key, seed)
 
 
-def _start(run: _Run, restore_from: FlatTree | str | Path | None, say: Say) -> _Start:
+def _start(run: _Run, restore_from: OpenTree | str | Path | None, say: Say) -> _Start:
     """The state of the latest checkpoint, of `restore_from`, or of new parameters."""
     model_dir = Path(run.config.model_dir)
     # Now, rather than at the first save.

@@ -13,12 +13,12 @@ from t0repro.errors import UserError
 from t0repro.model.t5 import T5, initial_parameters
 from t0repro.parameters import layout
 from t0repro.training.restore import Say, say_unmatched
-from t0repro.training.train_state import FlatTree
+from t0repro.training.train_state import OpenTree
 
 
 def keep_matching(
-    tree: FlatTree, config: RunConfig, seed: int = 0, say: Say = lambda line: None
-) -> dict[str, np.ndarray]:
+    tree: OpenTree, config: RunConfig, seed: int = 0, say: Say = lambda line: None
+) -> OpenTree:
     """Keeps only those entries of a checkpoint that match config.init_variable_filter.
 
     Parameters that do not match are drawn anew, slots start at zero, and the step starts at 0
@@ -57,7 +57,7 @@ def keep_matching(
     return kept
 
 
-def _mesh_name(key: str, names: dict[str, str], tree: FlatTree) -> str:
+def _mesh_name(key: str, names: dict[str, str], tree: OpenTree) -> str:
     """Mesh TensorFlow's name of a checkpoint's entry; "" if the model has no such entry."""
     if key == layout.STEP:
         return layout.MTF_STEP

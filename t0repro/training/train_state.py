@@ -34,6 +34,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding
 
+from t0repro.converters.tensors import StoredTensor
 from t0repro.errors import UserError
 from t0repro.model.t5 import T5, parameter_shapes
 from t0repro.parameters import layout
@@ -44,6 +45,8 @@ from t0repro.training.slots import Slots
 from t0repro.words import counted, printable
 
 FlatTree = Mapping[str, np.ndarray]
+# Of tensors in memory or, each until it is used, still in their checkpoint.
+OpenTree = Mapping[str, np.ndarray | StoredTensor]
 
 _MUTABLES = "flax_mutables/"
 
@@ -174,7 +177,7 @@ def _of_optax(state: Any) -> dict[str, Any]:
     return {layout.SLOTS + name: value for name, value in parts.items()}
 
 
-def _to_optax(tree: FlatTree, like: Any) -> Any:
+def _to_optax(tree: OpenTree, like: Any) -> Any:
     """An optax state of a checkpoint's entries; what it lacks is zero, as in a new state."""
     # Transformations without state are empty dictionaries there, which have to stay.
     wanted = flax.traverse_util.flatten_dict(
@@ -198,7 +201,7 @@ def _slot_entries(path: str, name: str) -> list[str]:
 
 
 def from_flat_tree(
-    tree: FlatTree, like: TrainState, *, where: str = "the checkpoint"
+    tree: OpenTree, like: TrainState, *, where: str = "the checkpoint"
 ) -> TrainState:
     """Puts a checkpoint's values on the device as a state.
 
@@ -246,7 +249,7 @@ def from_flat_tree(
     )
 
 
-def _mutables(tree: FlatTree, like: Any, where: str) -> Any:
+def _mutables(tree: OpenTree, like: Any, where: str) -> Any:
     """A model's variables that are not trained; an error if the checkpoint lacks one."""
     if like is None:
         return None
@@ -267,7 +270,7 @@ def _mutables(tree: FlatTree, like: Any, where: str) -> Any:
 
 
 def parameters_from_flat_tree(
-    tree: FlatTree,
+    tree: OpenTree,
     like: Any | None = None,
     *,
     where: str = "the checkpoint",
@@ -312,7 +315,7 @@ def _on_devices(value: Any, like: Any, dtype: Any = np.float32) -> jax.Array:
     return jnp.asarray(value, dtype)
 
 
-def checkpoint_shapes(tree: FlatTree) -> dict:
+def checkpoint_shapes(tree: OpenTree) -> dict:
     """The shapes of a checkpoint's parameters in float32, as a nested dictionary."""
     shapes = {
         path: jax.ShapeDtypeStruct(tree[layout.PARAMETERS + path].shape, jnp.float32)
@@ -365,7 +368,7 @@ def check_parameters(
             )
 
 
-def _tell_unused(tree: FlatTree, shapes: Container[str], where: str) -> None:
+def _tell_unused(tree: OpenTree, shapes: Container[str], where: str) -> None:
     """Warns of parameters that the model lacks, such as the upper layers of a deeper model.
 
     Mesh TensorFlow and T5X leave them out in silence, so they are no error here either.
@@ -379,7 +382,7 @@ def _tell_unused(tree: FlatTree, shapes: Container[str], where: str) -> None:
         print(printable(warning), file=sys.stderr, flush=True)
 
 
-def _slot(tree: FlatTree, path: str, name: str, like: Any, where: str) -> jax.Array:
+def _slot(tree: OpenTree, path: str, name: str, like: Any, where: str) -> jax.Array:
     """A slot's value; zero if the checkpoint has none, or only the dummy of an unused slot."""
     shape = tuple(like.shape)
     found = (tree.get(entry) for entry in _slot_entries(path, name))
