@@ -5,12 +5,17 @@
 #   MODULE=t0repro.tasks.small MIXTURE=small_train,small_eval_score_eval bash scripts/cache.sh
 #   MODULE=t0repro.tasks.local TASKS='super_glue_rte_.*' bash scripts/cache.sh
 #
-# CACHE_DIR is where (runs/<mixture's prefix>/cache), PROCESSES how many share the tasks, MIN_SHARDS
+# CACHE_DIR is where (runs/<last name of MODULE>/cache), PROCESSES how many share the tasks, MIN_SHARDS
 # how many files a split has at least. Further arguments go to seqio_cache_tasks. Tasks that are cached
 # already are left alone; what an interrupted call left is made anew. The demo takes about a minute on
 # two cores; `t0repro cache` writes the same examples in seconds.
 set -euo pipefail
-cd "$(dirname "$0")/.."
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+export PATH="$root/.venv/bin:$PATH"
+if ! command -v seqio_cache_tasks >/dev/null; then
+  echo "cache: seqio_cache_tasks is not installed: bash $root/scripts/setup.sh" >&2
+  exit 2
+fi
 
 MODULE=${MODULE:-t0repro.tasks.demo}
 if [[ -z ${MIXTURE:-} && -z ${TASKS:-} ]]; then
@@ -47,7 +52,7 @@ say "reading the list of tasks of $MODULE"
 # -P: the folder gin/ at the top of the repository must not stand in for the library. What takes time
 # is told on stderr.
 status=0
-.venv/bin/python -P -W ignore -m t0repro.tasks.prompt_cache.seqio_plan --module_import="$MODULE" \
+python -P -W ignore -m t0repro.tasks.prompt_cache.seqio_plan --module_import="$MODULE" \
   --mixtures="${MIXTURE:-}" --tasks="${TASKS:-}" --output_cache_dir="$CACHE_DIR" \
   --processes="$PROCESSES" >"$plan" || status=$?
 if ((status)); then exit "$status"; fi
@@ -65,7 +70,7 @@ mkdir -p "$logs"
 rm -f "$logs"/*.log
 while read -r tasks; do
   number=$((number + 1))
-  .venv/bin/seqio_cache_tasks --tasks="$tasks" --output_cache_dir="$CACHE_DIR" \
+  seqio_cache_tasks --tasks="$tasks" --output_cache_dir="$CACHE_DIR" \
     --module_import="$MODULE" --min_shards="$MIN_SHARDS" \
     --pipeline_options=--runner=FnApiRunner,--no_pipeline_type_check "$@" \
     >"$logs/$number.log" 2>&1 </dev/null &

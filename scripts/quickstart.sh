@@ -12,6 +12,10 @@
 # an interrupted run continues where it stopped; remove the folder for a fresh one. Further arguments go to
 # both training commands, e.g. --gin_param="run.batch_size = 16".
 set -euo pipefail
+# As they are meant where the script is called.
+for path in T0REPRO_DATA_DIR T0REPRO_VOCAB RUN_DIR; do
+  if [[ -n ${!path:-} ]]; then export "$path=$(realpath -m -- "${!path}")"; fi
+done
 cd "$(dirname "$0")/.."
 bash scripts/setup.sh
 export PATH="$PWD/.venv/bin:$PATH"

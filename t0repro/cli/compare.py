@@ -29,6 +29,7 @@ _Tolerance = Annotated[
     float | None,
     typer.Option(
         "--tol",
+        min=0,
         help="Exit with 1 if a loss differs by more than this (relative to the first run's), a"
         " score differs by more per target token, or an example is predicted differently.",
     ),

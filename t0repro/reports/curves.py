@@ -97,10 +97,13 @@ def _of_lines(folder: Path) -> _Found:
     path = folder / METRICS_FILE
     # In the order of writing: after a restart, the later line of a step replaces the earlier one.
     for row in metric_rows(path) if path.is_file() else ():
-        split, step = str(row.get("split", _TRAIN)), row.get("step")
+        place, step = str(row.get("split", _TRAIN)), row.get("step")
+        # An evaluation has a line for each task.
+        if "task" in row:
+            place += f"/{row['task']}"
         for name, value in row.items():
             if name != "step" and isinstance(step, int) and isinstance(value, int | float):
-                found.setdefault(name, {}).setdefault(split, {})[step] = float(value)
+                found.setdefault(name, {}).setdefault(place, {})[step] = float(value)
     return found
 
 

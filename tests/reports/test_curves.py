@@ -33,6 +33,19 @@ def test_a_metric_of_several_runs_by_split_the_last_value_of_a_step_counting(tmp
     assert list(read_curves([a], "loss")) == ["a", "validation"]
 
 
+def test_each_task_of_an_evaluation_is_a_curve(tmp_path):
+    tasks = {"trec": 65.0, "mrpc": 71.0}
+    rows = [
+        {"split": "validation", "task": task, "step": step, "accuracy": value + step}
+        for step in (1, 2)
+        for task, value in tasks.items()
+    ]
+    write_lines(tmp_path, train(1, 4.0), *rows)
+    assert read_curves([tmp_path], "accuracy") == {
+        task: [(1, value + 1), (2, value + 2)] for task, value in tasks.items()
+    }
+
+
 def test_runs_of_one_name_are_told_apart(tmp_path):
     for parent in ("x", "y"):
         write_lines(tmp_path / parent / "run", train(1, 1.0))

@@ -101,7 +101,9 @@ def run_script(folder: Path) -> subprocess.CompletedProcess:
         ["bash", str(ROOT / "scripts" / "cache.sh")],
         capture_output=True,
         text=True,
-        env={**os.environ, "TASKS": TASK, "CACHE_DIR": str(folder), "PROCESSES": "1"},
+        # Relative to where it is called, as in scripts/train.sh.
+        cwd=folder.parent,
+        env={**os.environ, "TASKS": TASK, "CACHE_DIR": folder.name, "PROCESSES": "1"},
     )
 
 
