@@ -330,6 +330,11 @@ def _parameter_paths(tree: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def _unused(tree: Mapping[str, Any], shapes: Container[str]) -> list[str]:
+    """The paths of a checkpoint's parameters that the model lacks."""
+    return [path for path in _parameter_paths(tree) if path not in shapes]
+
+
 class _Shaped(Protocol):
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -347,7 +352,7 @@ def check_parameters(
     """
     missing = [path for path in shapes if layout.PARAMETERS + path not in tree]
     if missing:
-        extra = [path for path in _parameter_paths(tree) if path not in shapes]
+        extra = _unused(tree, shapes)
         raise UserError(
             f"The checkpoint lacks {len(missing)} of the model's {len(shapes)} parameters, for"
             f" instance {missing[0]}; {len(extra)} of its own are not in the model.",
@@ -373,7 +378,7 @@ def _tell_unused(tree: OpenTree, shapes: Container[str], where: str) -> None:
 
     Mesh TensorFlow and T5X leave them out in silence, so they are no error here either.
     """
-    extra = [path for path in _parameter_paths(tree) if path not in shapes]
+    extra = _unused(tree, shapes)
     if extra and is_first():
         warning = (
             f"warning: {where} has {counted(len(extra), 'parameter')} that the model lacks, for"
