@@ -28,6 +28,7 @@ app = typer.Typer(
     name="report",
     help="Write and read reports of rank evaluations.",
     no_args_is_help=True,
+    epilog="Example: t0repro report make runs/demo/model/validation_eval --out runs/demo/report",
 )
 
 _EvalDir = Annotated[Path, typer.Argument(help="The <split>_eval folder to report on.")]
