@@ -11,7 +11,7 @@ from jaxtyping import Float
 
 from t0repro.evaluation.outputs import read_first_input, read_inputs_of
 from t0repro.evaluation.rank import RankResult
-from t0repro.reports.bootstrap import Bootstrap, Interval
+from t0repro.reports.bootstrap import Bootstrap, Bounds, Interval
 from t0repro.reports.diagnostics import Calibration, Confusion, PromptFlip
 from t0repro.reports.prompts import PromptInfo, template_name
 
@@ -113,9 +113,13 @@ def prompt_result(
     prompts: Mapping[str, PromptInfo],
     eval_dir: str | os.PathLike[str],
     resampled: Float[np.ndarray, " replicates"],
+    bounds: Bounds,
     bootstrap: Bootstrap,
 ) -> PromptResult:
-    """One prompt's result; `resampled` holds its accuracy in percent in each resample."""
+    """One prompt's result; `resampled` holds its accuracy in percent in each resample.
+
+    `bounds` are those of its accuracy, for the interval.
+    """
     info = prompts.get(result.task)
     return PromptResult(
         task=result.task,
@@ -124,7 +128,7 @@ def prompt_result(
         first_input=read_first_input(eval_dir, result.task),
         examples=len(result.example),
         accuracy=result.accuracy,
-        interval=bootstrap.interval(resampled),
+        interval=bounds.interval(bootstrap),
         standard_error=float(resampled.std(ddof=1)),
         chance=result.chance,
         majority=result.majority,
@@ -148,6 +152,7 @@ def dataset_result(
     group: str,
     prompts: Sequence[PromptResult],
     resampled: Float[np.ndarray, "replicates prompts"],
+    bounds: Bounds,
     paired: bool,
     bootstrap: Bootstrap,
 ) -> DatasetResult:
@@ -157,7 +162,7 @@ def dataset_result(
     chance = float(np.mean([prompt.chance for prompt in prompts]))
     # Over prompts first: within a resample all prompts share their examples, so their errors are
     # correlated, and an average of the prompts' own intervals would be too narrow.
-    mean_interval = bootstrap.interval(resampled.mean(-1))
+    mean_interval = bounds.each(lambda values: values.mean(-1)).interval(bootstrap)
     return DatasetResult(
         dataset=label,
         group=group,
@@ -173,7 +178,7 @@ def dataset_result(
             maximum=float(accuracy.max()),
         ),
         mean_interval=mean_interval,
-        median_interval=bootstrap.interval(np.median(resampled, axis=-1)),
+        median_interval=bounds.each(lambda values: np.median(values, -1)).interval(bootstrap),
         standard_error=float(resampled.mean(-1).std(ddof=1)),
         chance=chance,
         majority=float(np.mean([prompt.majority for prompt in prompts])),

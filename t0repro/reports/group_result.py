@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 from jaxtyping import Float
 
-from t0repro.reports.bootstrap import Bootstrap, Interval
+from t0repro.reports.bootstrap import Bootstrap, Bounds, Interval
 from t0repro.reports.dataset_result import DatasetResult
 
 # In a report's order. The last is for runs of which it is unknown what was trained on.
@@ -69,15 +69,22 @@ def group_result(
     group: str,
     datasets: Sequence[DatasetResult],
     means: Mapping[tuple[str, str], Float[np.ndarray, " replicates"]],
+    bounds: Mapping[tuple[str, str], Bounds],
     bootstrap: Bootstrap,
 ) -> GroupResult | None:
-    """A group's aggregate; the datasets' resamples are independent of each other."""
+    """A group's aggregate; the datasets' resamples are independent of each other.
+
+    `means` and `bounds` are those of each dataset's mean over prompts.
+    """
     members = [dataset for dataset in datasets if dataset.group == group]
     if not members:
         return None
     # Each dataset counts the same, however many prompts it has.
     resampled = np.mean([means[dataset.dataset, group] for dataset in members], axis=0)
-    interval = bootstrap.interval(resampled)
+    ends = [bounds[dataset.dataset, group] for dataset in members]
+    interval = Bounds(
+        np.mean([end.lower for end in ends], axis=0), np.mean([end.upper for end in ends], axis=0)
+    ).interval(bootstrap)
     chance = float(np.mean([dataset.chance for dataset in members]))
     return GroupResult(
         group=group,

@@ -151,10 +151,10 @@ def _method(report: Report) -> list[str]:
         " and EOS. The first choice wins a tie; any right answer counts where there are several;"
         " an example whose answer is none of its choices (the column not a choice) counts as"
         " wrong.",
-        f"Intervals are {bootstrap.percent} percentile intervals of {bootstrap.replicates:,}"
-        f" bootstrap resamples of the examples (seed {bootstrap.seed}), the same resample for all"
-        " prompts of a dataset; prompts are held fixed. The interval of a perfect or constant"
-        " result has no width.",
+        f"Intervals are {bootstrap.percent} intervals over examples by Gaffke's method (for one"
+        f" prompt, Clopper and Pearson's), from {bootstrap.replicates:,} random weightings of the"
+        f" examples (seed {bootstrap.seed}), the same for all prompts of a dataset; prompts are"
+        " held fixed. Few examples make a wide interval, even where all of them are right.",
         "Clearly above means that the interval of the mean over prompts begins above it. Chance is"
         " the mean of one over the number of choices. Majority is the accuracy of always"
         " answering with the choice position that is right most often: for fixed choices, the share"

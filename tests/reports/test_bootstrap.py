@@ -1,9 +1,10 @@
 import numpy as np
 import pytest
+from scipy.stats import beta
 
 from t0repro.evaluation.rank import rank_classification
 from t0repro.evaluation.scores import TaskScores
-from t0repro.reports.bootstrap import Bootstrap, Interval, resampled_accuracy
+from t0repro.reports.bootstrap import Bootstrap, Interval, accuracy_bounds, resampled_accuracy
 
 
 def ranked(correct, weights=None):
@@ -63,3 +64,32 @@ def test_prompts_of_as_many_examples_share_their_resamples_and_others_have_their
     third = 100 / 3
     np.testing.assert_allclose(accuracy[:, 0], [0, third, 100, 0, 100, third])
     np.testing.assert_allclose(accuracy[:, 1], [50, 75, 50, 75, 50, 25])
+
+
+@pytest.mark.parametrize(("right", "size"), [(2, 2), (0, 3), (4, 5), (60, 64), (64, 64)])
+def test_a_prompts_interval_is_clopper_and_pearsons(right, size):
+    correct = [1] * right + [0] * (size - right)
+    bounds = accuracy_bounds([ranked(correct)], "rte", Bootstrap(50000))
+    interval = bounds.each(lambda values: values[:, 0]).interval(Bootstrap())
+    low = 100 * beta.ppf(0.025, right, size - right + 1) if right else 0
+    high = 100 * beta.ppf(0.975, right + 1, size - right) if right < size else 100
+    assert interval.low == pytest.approx(low, abs=1.5)
+    assert interval.high == pytest.approx(high, abs=1.5)
+    assert right < size or interval.high == 100
+
+
+def test_many_prompts_with_few_examples_have_a_wide_interval():
+    prompts = [ranked([1, 1])] * 10
+    bounds = accuracy_bounds(prompts, "rte", Bootstrap())
+    interval = bounds.each(lambda values: values.mean(-1)).interval(Bootstrap())
+    assert interval.low < 25 and interval.high == 100
+
+
+def test_prompts_share_the_weights_of_their_examples_and_heavier_ones_count_for_more():
+    light, heavy = ranked([1, 0], [1, 1]), ranked([1, 0], [9, 1])
+    bounds = accuracy_bounds([light, light, heavy, ranked([1, 0, 1])], "rte", Bootstrap(50))
+    for values in (bounds.lower, bounds.upper):
+        np.testing.assert_array_equal(values[:, 0], values[:, 1])
+        assert (values[:, 2] > values[:, 0]).all()
+        assert len(np.unique(values[:, 3])) == 50
+    assert (bounds.lower < bounds.upper).all()

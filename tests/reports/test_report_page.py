@@ -75,7 +75,7 @@ def test_a_single_prompt_and_a_long_name_are_drawn(tmp_path):
     evaluation = Evaluation(tmp_path / "eval")
     evaluation.add("a" * 80, None, "only", 4, 2, 50.0)
     report = report_of(evaluation, training_datasets=None)
-    assert report.datasets[0].mean_interval.low == 100
+    assert report.datasets[0].accuracy.mean == 100
     assert "a" * 80 in " ".join(Page(render_html(report)).text)
 
 
