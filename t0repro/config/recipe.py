@@ -121,6 +121,7 @@ def training_config(
     }
     config = RunConfig(**{**_UNUSED_IN_TRAINING, **fields, **changes})
     ranges.check(config, {})
+    config.model.check_position_buckets("model")
     return config
 
 

@@ -176,6 +176,32 @@ class ModelConfig:
         """T5X path -> Mesh TensorFlow variable, the name that its filters and exceptions use."""
         return self.shape.mesh_variables(self.norm_names)
 
+    def check_position_buckets(self, where: str | None) -> None:
+        """Checks that the position bias has buckets for distances that share one.
+
+        Half of the buckets hold one distance each and the others what lies between these and
+        relative_attention_max_distance. If nothing does, Mesh TensorFlow divides by zero or makes
+        negative buckets.
+
+        Args:
+          where: The place that set one of the two, for the message.
+
+        Raises:
+          UserError: If nothing lies between.
+        """
+        buckets, furthest = (
+            self.relative_attention_num_buckets,
+            self.relative_attention_max_distance,
+        )
+        if furthest <= buckets // 2:
+            raise UserError(
+                f"Of {buckets} buckets of the position bias, {buckets // 2} hold one distance each"
+                f" and the others all up to relative_attention_max_distance, which is {furthest}:"
+                " there are none for them.",
+                where=where,
+                fix=f"Bind a distance of at least {buckets // 2 + 1}, or fewer buckets.",
+            )
+
 
 @dataclasses.dataclass(frozen=True)
 class Layout:

@@ -93,6 +93,7 @@ def open_checkpoint(
             fix="Evaluate it with --backend=mtf.",
         )
     config = _model_config(family, computed)
+    config.check_position_buckets(path)
     layout = Layout(model=model_parallelism)
     devices = choose(layout, config, where="--model_parallelism")
     if devices.mesh.size > 1:

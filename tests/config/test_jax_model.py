@@ -46,6 +46,20 @@ def test_a_binding_sets_a_field_of_the_model_and_no_run_on_mesh_tensorflow(bindi
         refuse_on_mesh_tensorflow()
 
 
+def test_a_distance_that_leaves_no_bucket_for_several_distances_is_refused():
+    buckets = "SelfAttention.relative_attention_num_buckets"
+    distance = "t0repro.jax_model.relative_attention_max_distance"
+    for bindings, at_least in (
+        ([f"{buckets} = 8", f"{distance} = 4"], 5),
+        ([f"{buckets} = 256"], 129),  # where Mesh TensorFlow divides by zero
+        ([f"{distance} = 16"], 17),
+    ):
+        with pytest.raises(UserError, match=f"Bind a distance of at least {at_least}") as caught:
+            load(*bindings)
+        assert bindings[-1] in caught.value.where
+    assert load(f"{buckets} = 8", f"{distance} = 5").model.relative_attention_max_distance == 5
+
+
 def test_what_is_recomputed_is_open_unless_gin_binds_it():
     assert load().model.recompute is None
     assert load("LayerStack.recompute_grads = False").model.recompute is None

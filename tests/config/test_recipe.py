@@ -39,3 +39,9 @@ def test_the_values_are_those_of_t0s_gin_files_and_mesh_tensorflows_defaults():
 def test_a_number_outside_its_range_is_refused_by_name():
     with pytest.raises(UserError, match="batch_size"):
         training_config("d", DEMO, train_steps=1, batch_size=0, sequence_length=LENGTHS)
+
+
+def test_position_buckets_that_hold_no_distance_are_refused():
+    model = dataclasses.replace(DEMO, relative_attention_max_distance=16)
+    with pytest.raises(UserError, match="at least 17, or fewer buckets"):
+        training_config("d", model, train_steps=1, batch_size=1, sequence_length=LENGTHS)

@@ -140,7 +140,16 @@ class _ConfigReader:
         config = RunConfig(**fields, provenance=dict(sorted(self._gin.provenance.items())))
         # Only here is everything read, whichever file or flag it came from.
         ranges.check(config, config.provenance)
+        config.model.check_position_buckets(config.provenance.get(self._position_setting()))
         return config
+
+    def _position_setting(self) -> str:
+        """Which field to blame for the buckets of the position bias: the one that is bound."""
+        import gin
+
+        distance = "relative_attention_max_distance"
+        bound = distance in gin.get_bindings(jax_model.SELECTOR)
+        return f"model.{distance if bound else 'relative_attention_num_buckets'}"
 
     def _refuse_unknown_bindings(self) -> None:
         """Refuses a known configurable's argument that is neither read nor at its default."""
