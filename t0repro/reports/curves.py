@@ -22,6 +22,8 @@ _COLUMNS = 60  # of a curve on a terminal
 # Where what a run's folder itself holds was measured: in metrics.jsonl's lines, in event files.
 _TRAIN = "train"
 _TOP = "."
+# The first part of evaluations' tags.
+_EVAL = "eval/"
 
 
 def read_curves(folders: Sequence[Path], metric: str) -> dict[str, Points]:
@@ -31,7 +33,7 @@ def read_curves(folders: Sequence[Path], metric: str) -> dict[str, Points]:
     metrics of the training and of its evaluations, by split; what it lacks, such as the results of
     auxiliary jobs, is looked for as a tag in all event files below the run. Of a step that occurs
     twice, as after a restart, the last value counts. Values that are not finite have no place in a
-    curve.
+    curve. `eval/<metric>` is also the metric of every task whose tag is `eval/<task>/<metric>`.
 
     Raises:
       UserError: if a run has no metrics, or none of them has this one.
@@ -115,6 +117,10 @@ def _of_events(folder: Path) -> _Found:
             place = os.path.relpath(parent, folder)
             for tag, points in read_scalars(parent).items():
                 found.setdefault(tag, {})[place] = dict(points)
+                # Mesh TensorFlow's tag, eval/<task>/<metric>; T5X has a folder for each task.
+                task, slash, metric = tag.removeprefix(_EVAL).rpartition("/")
+                if slash and tag.startswith(_EVAL):
+                    found.setdefault(_EVAL + metric, {})[f"{place}/{task}"] = dict(points)
     return found
 
 

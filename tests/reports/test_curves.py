@@ -75,6 +75,15 @@ def test_what_the_lines_lack_is_read_from_tensorboards_files(tmp_path):
     }
 
 
+def test_tags_that_name_a_task_are_a_curve_of_each_task(tmp_path):
+    writer = event_writer(tmp_path / "validation_eval")
+    writer.write_scalars(5, {"eval/one/accuracy": 25.0, "eval/two/accuracy": 75.0, "eval/loss": 2})
+    writer.close()
+    expected = {"one": [(5, 25.0)], "two": [(5, 75.0)]}
+    assert read_curves([tmp_path], "eval/accuracy") == expected
+    assert read_curves([tmp_path], "eval/one/accuracy") == {"validation_eval": [(5, 25.0)]}
+
+
 def test_what_lies_in_the_runs_own_folder_has_the_runs_name(tmp_path):
     for run in ("a", "b"):
         writer = event_writer(tmp_path / run)
