@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from t0repro.config.inference_plan import EvalPlan
+from t0repro.converters import storage
 from t0repro.converters.tensors import CheckpointRef
 from t0repro.evaluation.records import read_with_checksum, write_with_checksum
 from t0repro.runs.chosen import chosen, coming, opened
@@ -92,12 +94,12 @@ class EvaluatedCheckpoints:
 
     def has(self, ref: CheckpointRef) -> bool:
         """Whether a checkpoint has been evaluated with these settings."""
-        return str(ref.path) in self._read().get(self._settings, [])
+        return _named(ref) in self._read().get(self._settings, [])
 
     def add(self, ref: CheckpointRef) -> None:
         """Records a checkpoint as evaluated."""
         done = self._read()
-        done.setdefault(self._settings, []).append(str(ref.path))
+        done.setdefault(self._settings, []).append(_named(ref))
         rows = [{"settings": json.loads(key), "checkpoints": done[key]} for key in done]
         write_with_checksum(self.path, {"evaluated": rows})
 
@@ -105,6 +107,12 @@ class EvaluatedCheckpoints:
         # A damaged record is as good as none: what it named is evaluated again.
         rows = (read_with_checksum(self.path) or {"evaluated": []})["evaluated"]
         return {json.dumps(row["settings"], sort_keys=True): row["checkpoints"] for row in rows}
+
+
+def _named(ref: CheckpointRef) -> str:
+    """A checkpoint's own path, however it was given: relative, or through a symbolic link."""
+    path = storage.local_path(ref.path)
+    return path if storage.is_remote(path) else os.path.realpath(path)
 
 
 def _say(line: str) -> None:

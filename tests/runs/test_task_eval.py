@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 import threading
 from pathlib import Path
 
@@ -118,6 +119,28 @@ def test_what_is_evaluated_is_not_evaluated_again_unless_the_settings_change(eva
     assert evaluate_checkpoints(latest) == {}
     fewer = dataclasses.replace(made.evaluator, num_examples=4)
     assert list(evaluate_checkpoints(dataclasses.replace(latest, evaluator=fewer))) == [5]
+
+
+def test_a_checkpoint_is_known_by_its_own_path_however_it_is_given(
+    model_dir, tmp_path, monkeypatch
+):
+    link, out = tmp_path / "latest", tmp_path / "out"
+    link.symlink_to(model_dir)
+    monkeypatch.chdir(model_dir)
+    (ref,) = chosen(plan(model_dir / "checkpoint_3", out).restore)
+    EvaluatedCheckpoints(plan(ref.path, out)).add(ref)
+    for given in ("checkpoint_3", "./checkpoint_3/", link / "checkpoint_3", f"file://{ref.path}"):
+        made = plan(given, out)
+        assert EvaluatedCheckpoints(made).has(chosen(made.restore)[0]), given
+    # The same words for another checkpoint.
+    other = tmp_path / "other"
+    shutil.copytree(model_dir, other)
+    link.unlink()
+    link.symlink_to(other)
+    monkeypatch.chdir(other)
+    for given in ("checkpoint_3", link / "checkpoint_3"):
+        made = plan(given, out)
+        assert not EvaluatedCheckpoints(made).has(chosen(made.restore)[0]), given
 
 
 def test_a_specific_checkpoint_in_another_format(model_dir, tmp_path):
