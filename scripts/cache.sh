@@ -40,7 +40,8 @@ trap 'rm -f "$plan"; jobs -p | xargs -r kill 2>/dev/null || true' EXIT
 # a few seconds to die.
 mkdir -p "$CACHE_DIR"
 exec 9>"$CACHE_DIR/.t0repro.lock"
-if ! flock --timeout 10 9; then
+# A refused run may have removed the file meanwhile, with the folder that it had made: then it locks nothing.
+if ! flock --timeout 10 9 || [[ ! /dev/fd/9 -ef $CACHE_DIR/.t0repro.lock ]]; then
   echo "cache: another run is caching into $CACHE_DIR; wait for it, or set CACHE_DIR to another folder" >&2
   exit 2
 fi

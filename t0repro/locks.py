@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import shlex
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import filelock
@@ -48,6 +49,9 @@ def folder_lock(
     Raises:
       UserError: if another run holds the folder (the message names it), or if the folder cannot be
         created or locked.
+
+    Whatever ends the block with an exception before anything is in a folder that was made for it,
+    such as a misspelt name, the folder goes again.
     """
     # flock excludes other processes on this machine, even ones that were suspended for hours.
     lock = filelock.FileLock(folder / LOCK_FILE, timeout=0, is_singleton=False)
@@ -57,8 +61,11 @@ def folder_lock(
     )
     with contextlib.ExitStack() as held:
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            made = _make(folder)
             held.enter_context(lock)
+            # Left before the flock is: a run that opened the lock file meanwhile then finds that
+            # it is gone, and makes another.
+            held.push(lambda kind, *_: _remove_if_unused(made) if kind else None)
             # The flock first: it is exact on one machine, and the lease is for the
             # others.
             _acquire(lease, say)
@@ -74,11 +81,37 @@ def folder_lock(
             ) from error
         except OSError as error:
             raise UserError(
-                f"The folder cannot be locked: {error.strerror}.",
+                f"The folder cannot be locked: {_obstacle(folder) or error.strerror}.",
                 where=str(folder),
                 fix="Choose a folder that can be written to.",
             ) from error
         yield
+
+
+def _make(folder: Path) -> list[Path]:
+    """Makes a folder; returns those that were not there before, the outermost last."""
+    made = list(itertools.takewhile(lambda path: not path.exists(), (folder, *folder.parents)))
+    folder.mkdir(parents=True, exist_ok=True)
+    return made
+
+
+def _remove_if_unused(made: Sequence[Path]) -> None:
+    """Removes folders that hold nothing but our lock file, from the innermost outwards."""
+    with contextlib.suppress(OSError):  # another run has begun to use it
+        if made and {path.name for path in made[0].iterdir()} <= {LOCK_FILE}:
+            (made[0] / LOCK_FILE).unlink(missing_ok=True)
+            for path in made:
+                path.rmdir()
+
+
+def _obstacle(folder: Path) -> str | None:
+    """What is in a folder's place, in words; None if nothing is."""
+    for path in (folder, *folder.parents):
+        if path.is_symlink() and not path.exists():
+            return f"{path} is a link to {path.readlink()}, which is not there"
+        if path.exists():
+            return None if path.is_dir() else f"{path} is a file"
+    return None
 
 
 def _acquire(lease: filelock.SoftFileLease, say: Callable[[str], None]) -> None:

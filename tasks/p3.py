@@ -117,12 +117,6 @@ def fetch(patterns: Sequence[str], to: Path, repository: HubRepository) -> Fetch
         full, or another fetch is writing to the folder.
     """
     names = matching_names(patterns)
-    try:
-        to.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"The folder cannot be made: {error.strerror}.", where=str(to), fix="Name another."
-        ) from error
     with folder_lock(to, "fetching P3"):
         present = [name for name in names if _is_whole(to / name)]
         wanted = [name for name in names if name not in set(present)]

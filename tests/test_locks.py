@@ -107,11 +107,51 @@ def test_a_dead_run_on_another_machine_is_told_apart(tmp_path, elsewhere):
         assert (tmp_path / locks.COMMAND_FILE).read_text().startswith("training\n")
 
 
-def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+@pytest.mark.parametrize("name", ["file", "file/below"])
+def test_a_folder_that_cannot_be_made_is_named_with_the_file_in_its_place(tmp_path, name):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="cannot be locked"):
-        with locks.folder_lock(tmp_path / "file", "training"):
+    with pytest.raises(UserError, match=f"cannot be locked: {tmp_path / 'file'} is a file"):
+        with locks.folder_lock(tmp_path / name, "training"):
             pass
+
+
+def test_a_link_to_nothing_is_named_with_what_it_means(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    with pytest.raises(UserError, match=f"is a link to {tmp_path / 'gone'}, which is not there"):
+        with locks.folder_lock(tmp_path / "link", "training"):
+            pass
+
+
+class _Refused(Exception):
+    pass
+
+
+def test_a_refused_run_leaves_no_folder_that_was_made_for_it(tmp_path):
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(_Refused), locks.folder_lock(tmp_path / "mine" / "new" / "run", "training"):
+        raise _Refused
+    assert (tmp_path / "mine").is_dir() and not any((tmp_path / "mine").iterdir())
+
+
+def test_a_failed_run_keeps_what_was_there_or_was_written(tmp_path):
+    with pytest.raises(_Refused), locks.folder_lock(tmp_path / "new" / "run", "training"):
+        (tmp_path / "new" / "run" / "result").write_text("half of it")
+        raise _Refused
+    assert (tmp_path / "new" / "run" / "result").exists()
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(_Refused), locks.folder_lock(tmp_path / "empty", "training"):
+        raise _Refused
+    assert (tmp_path / "empty").is_dir()
+
+
+def test_a_run_refused_by_the_holder_does_not_remove_the_holders_folder(tmp_path):
+    holder = start_holder(tmp_path / "new")
+    try:
+        with pytest.raises(UserError), locks.folder_lock(tmp_path / "new", "caching"):
+            pass
+        assert (tmp_path / "new" / locks.LEASE_FILE).exists()
+    finally:
+        end(holder)
 
 
 def test_a_lease_that_a_power_failure_emptied_is_taken_at_once(tmp_path):

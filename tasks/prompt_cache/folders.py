@@ -1,7 +1,7 @@
 """The cache folder: locked by one run at a time; tasks are staged in it and put in place whole.
 
 <output_cache_dir>/
-  .t0repro.lock          held by a run; the file is never removed, which would break the lock
+  .t0repro.lock          held by a run; it stays, unless a run is refused in a folder that it made
   .t0repro-cache/        the run's staging: rows and unfinished tasks; removed when the run ends
   <task>/                <split>.tfrecord-*, info.<split>.json, stats.<split>.json,
                          provenance.json, COMPLETED

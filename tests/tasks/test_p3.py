@@ -308,7 +308,7 @@ def test_a_folder_of_the_name_without_marker_is_not_touched(server, tmp_path):
 
 def test_a_file_where_the_folder_should_be_is_told(server, tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="cannot be made"):
+    with pytest.raises(UserError, match="is a file"):
         p3.fetch([TASK], tmp_path / "file", repository(server))
 
 
