@@ -77,10 +77,12 @@ def checked_rows(
       stop: The row to stop before; None reads to the end.
 
     Raises:
-      UserError: If a row is broken or does not fit the schema; it names column, file and line.
+      UserError: If a row is broken or does not fit the schema, or if there is none at all; it names
+        column, file and line.
     """
     # Counting takes a pass over the data, which is spared where all rows are taken.
     count = 0 if max_rows is None else reader.count()
+    number = None
     for number, row in enumerate(reader.read(start, stop), start=start):
         if not kept_row(number, count, max_rows):
             continue
@@ -92,6 +94,13 @@ def checked_rows(
                 where=reader.place(number),
                 fix="Give the row the fields, of the types, that the dataset had in datasets 1.12.",
             ) from error
+    # A download that failed leaves such a file; nothing would be learned from it, in silence.
+    if number is None and start == 0 and stop != 0:
+        raise UserError(
+            f"There is not one row of {label(dataset, subset)}.",
+            where=reader.place(0),
+            fix="Write the file again, or remove it if the split has no rows.",
+        )
 
 
 class PromptedRows:

@@ -25,6 +25,7 @@ from typing import Any
 
 import tensorflow
 
+from t0repro.errors import UserError
 from t0repro.files import write_atomically
 from t0repro.training.metrics import drop_half_line
 
@@ -106,7 +107,17 @@ def record_training(estimator_class: Any, metrics: MetricsFile) -> None:
             return dataset
 
         recorder = LossRecorder(metrics, structure, kwargs.get("max_steps"))
-        return original(self, noting_structure, hooks=[*(hooks or ()), recorder], **kwargs)
+        result = original(self, noting_structure, hooks=[*(hooks or ()), recorder], **kwargs)
+        # The Estimator takes the end of the data for the end of training, and counts a step for it.
+        if recorder.steps == 0:
+            raise UserError(
+                "There was not one batch to train on; the checkpoint that was saved now holds the"
+                " parameters that training began with.",
+                where=self.model_dir,
+                fix="Check that the task has rows in this split, and that they are not filtered"
+                " out; then remove that checkpoint, and start the same command again.",
+            )
+        return result
 
     estimator_class.train = train
 
@@ -119,10 +130,14 @@ class LossRecorder(tf.train.SessionRunHook):
       structure: Feature name -> its index among the tensors of the input iterator; filled in when
         the input function has run, which is before `begin`.
       last_step: The global step at which training ends, or None.
+
+    Attributes:
+      steps: Number of steps done; None before the session begins, as where no step is left to do.
     """
 
     def __init__(self, metrics: MetricsFile, structure: Mapping[str, int], last_step: int | None):
         self._metrics, self._structure = metrics, structure
+        self.steps: int | None = None
         self._progress = Progress(last_step)
         self._fetches: dict[str, Any] = {}
         self._step = 0
@@ -136,6 +151,7 @@ class LossRecorder(tf.train.SessionRunHook):
     def after_create_session(self, session: Any, coord: Any) -> None:
         """Reads the step that training starts from."""
         del coord
+        self.steps = 0
         self._step = int(session.run(tf.train.get_global_step()))
         # Not in `begin`: only the session knows which checkpoint was restored.
         self._metrics.drop_training_after(self._step)
@@ -151,6 +167,7 @@ class LossRecorder(tf.train.SessionRunHook):
         values = run_values.results
         # Counted here, because reading global_step in the run that increments it is a race.
         self._step += 1
+        self.steps = (self.steps or 0) + 1
         loss = float(values["loss"])
         self._metrics.append({"split": "train", "step": self._step, "loss": loss})
         self._progress.show(

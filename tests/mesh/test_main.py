@@ -276,3 +276,17 @@ def test_a_user_error_inside_the_data_pipeline_reaches_the_user(server, tmp_path
         "  to do: Fix it.",
     ]
     assert "Traceback" not in stderr
+
+
+def test_a_task_without_rows_is_no_training_that_succeeded(server, tmp_path):
+    flags = _train_with(tmp_path / "new", "--gin_param=MIXTURE_NAME = 'tiny_empty'")
+    code, stderr = server.run(flags)
+    assert code == 2, stderr
+    assert "t5_mesh_transformer: There was not one batch to train on" in stderr
+    # No address of a function in memory, which gin adds to errors.
+    assert stderr.splitlines()[-1].startswith("  to do: Check that the task has rows")
+
+
+def test_a_training_that_is_done_already_succeeds_without_a_batch(model_dir, server):
+    code, stderr = server.run([f"--model_dir={model_dir}", *commands.TRAIN])
+    assert code == 0, stderr

@@ -57,6 +57,10 @@ def _rows(split: str, shuffle_files: bool = False, seed: int | None = None) -> t
     )
 
 
+def _no_rows(split: str, shuffle_files: bool = False, seed: int | None = None) -> tf.data.Dataset:
+    return _rows(split, shuffle_files, seed).take(0)
+
+
 def _broken_rows(split: str, shuffle_files: bool = False, seed: int | None = None):
     del split, shuffle_files, seed
 
@@ -77,7 +81,7 @@ def _features() -> dict[str, seqio.Feature]:
 
 
 def register() -> None:
-    """Registers a task to learn, its rank classification, and three that must fail."""
+    """Registers a task to learn, its rank classification, and four that must fail."""
     source = seqio.FunctionDataSource(_rows, splits=("train", "validation"))
     tokenize = [
         seqio.preprocessors.tokenize,
@@ -120,6 +124,8 @@ def register() -> None:
         preprocessors=tokenize,
         output_features=_features(),
     )
+    empty = seqio.FunctionDataSource(_no_rows, splits=("train",))
+    seqio.TaskRegistry.add("tiny_empty", empty, preprocessors=tokenize, output_features=_features())
     no_rows = PromptedRows("tiny", "super_glue", "rte", None, {"train": Split("train")}, Path("no"))
     missing = PromptedSource(no_rows)
     seqio.TaskRegistry.add(

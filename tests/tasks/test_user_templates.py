@@ -320,6 +320,18 @@ def test_the_cache_refuses_a_prompt_that_is_broken(data, tmp_path, forget, text,
     assert not list((tmp_path / "cache").glob("[!.]*"))
 
 
+@pytest.mark.parametrize("content", ["", "\n\n"])
+def test_a_file_without_rows_is_named_by_check_and_refused_by_the_cache(
+    data, tmp_path, forget, content
+):
+    (data / "my_reviews" / "default" / "train.jsonl").write_text(content)
+    found = checked(write(tmp_path, HEAD + GOOD))
+    assert found.verdict is Verdict.BROKEN and "not one row of my_reviews" in found.reason
+    with pytest.raises(UserError, match=r"not one row of my_reviews(.|\n)*train\.jsonl"):
+        make(tmp_path / "cache", "my_reviews_*", splits=("train",))
+    assert not (tmp_path / "cache").exists()
+
+
 def test_the_cache_counts_by_reason_the_rows_that_it_leaves_out(data, tmp_path, forget):
     file = data / "my_reviews" / "default" / "train.jsonl"
     hidden = {"text": "Soup.", "label": -1}
