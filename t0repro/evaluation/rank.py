@@ -108,7 +108,8 @@ def rank_classification(
 
     Raises:
       UserError: if there are no pairs, a score is NaN, an idx occurs twice, the weights sum to
-        zero, or an example does not have `num_classes` choices.
+        zero, an example does not have `num_classes` choices, or scores are to be divided by the
+        length of a choice without tokens.
     """
     table = _tabulate(scores, num_classes, normalize_by_target_length)
     best = table.value.argmax(-1)
@@ -161,7 +162,12 @@ def _tabulate(scores: TaskScores, num_classes: int | None, normalize: bool) -> _
     real = place < count[:, None]
     # Padding points at some pair of a later example (or the last pair); `real` masks it below.
     pair = order[np.minimum(start[:, None] + place, len(order) - 1)]
-    values = scores.score / scores.target_length if normalize else scores.score
+    values = scores.score
+    if normalize:
+        if not scores.target_length.all():
+            at = int(np.argmin(scores.target_length))
+            raise without_tokens(scores.task, scores.input_index[at], scores.choice_index[at])
+        values = values / scores.target_length
     if num_classes:
         # As t5 does: scores that differ only beyond float32 are a tie, which the first choice wins.
         values = values.astype(np.float32)
@@ -172,6 +178,15 @@ def _tabulate(scores: TaskScores, num_classes: int | None, normalize: bool) -> _
         is_correct=scores.is_correct[pair] & real,
         weight=scores.weight[pair],
         value=np.where(real, values[pair], -np.inf),
+    )
+
+
+def without_tokens(task: str, example: int, choice: int) -> UserError:
+    """The error for a choice whose score cannot be divided by its number of tokens, which is 0."""
+    return UserError(
+        f"Task {task!r}: choice {choice} of example {example} has no tokens, so its score cannot be"
+        " divided by their number.",
+        fix="Rank by the sum of log-likelihoods, as T0 does, or end the targets with EOS.",
     )
 
 

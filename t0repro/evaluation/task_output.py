@@ -28,6 +28,7 @@ import numpy as np
 
 from t0repro.data.batches import EvalTask
 from t0repro.errors import UserError
+from t0repro.evaluation.rank import without_tokens
 from t0repro.evaluation.scores import ScoredPairs
 from t0repro.evaluation.truncation import TruncationCounter
 
@@ -68,12 +69,17 @@ class Judge:
         return self.metrics([self.target(example) for example in examples], predictions)
 
     def metrics(self, targets: Sequence[Any], predictions: Sequence[Any]) -> dict[str, float]:
-        """The task's metrics, by name."""
+        """The task's metrics, by name.
+
+        Raises:
+          UserError: see `check_choices_have_tokens`.
+        """
         found: dict[str, float] = {}
         with warnings.catch_warnings():
             # sklearn warns about metrics that are undefined for few examples; they are NaN.
             warnings.filterwarnings("ignore", module=r"sklearn\.")
             for metric in self.metric_fns:
+                check_choices_have_tokens(self.task, metric, targets)
                 values = metric(targets, predictions).items()
                 found |= {name: float(value) for name, value in values}
         return found
@@ -103,6 +109,29 @@ def _name(metric: Any) -> str:
     while isinstance(metric, functools.partial):
         metric = metric.func
     return getattr(metric, "__name__", "")
+
+
+def check_choices_have_tokens(task: str, metric: Any, targets: Sequence[Any]) -> None:
+    """Refuses targets without tokens if the metric divides scores by the number of tokens.
+
+    Args:
+      task: the SeqIO task's name.
+      metric: a metric; only t5's rank_classification with normalize_by_target_length divides, and
+        0 / 0 would be ranked first.
+      targets: the metric's targets, (idx, is_correct, weight, number of tokens) each.
+
+    Raises:
+      UserError: if a choice has no tokens; it names the choice.
+    """
+    # A partial of a partial has the keywords of both.
+    if ranks_choices([metric]) and _keywords(metric).get("normalize_by_target_length"):
+        for (example, choice), *_, length in targets:
+            if not length:
+                raise without_tokens(task, example, choice)
+
+
+def _keywords(metric: Any) -> Mapping[str, Any]:
+    return metric.keywords if isinstance(metric, functools.partial) else {}
 
 
 @dataclasses.dataclass(frozen=True)

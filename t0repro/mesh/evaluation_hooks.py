@@ -24,6 +24,7 @@ from t0repro.evaluation.opened import Checkpoint, parameters_digest
 from t0repro.evaluation.task_output import (
     Statistics,
     TaskResult,
+    check_choices_have_tokens,
     explaining_cut_examples,
     ranks_choices,
     without_padding,
@@ -162,6 +163,7 @@ class _Evaluation:
             # Of the first metric only: later tasks' metrics come after the same
             # computation.
             self._seconds = self._seconds or time.monotonic() - self._began
+            check_choices_have_tokens(task, metric_fn, targets)
             with explaining_cut_examples(_num_eval_examples()):
                 result = metric_fn(targets, predictions)
             results = self._results.setdefault(task, {})

@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 from t0repro.errors import UserError
 from t0repro.evaluation.rank import rank_classification
 from t0repro.evaluation.scores import TaskScores
+from t0repro.evaluation.task_output import Judge
 
 
 def task_scores(targets, scores):
@@ -123,6 +125,27 @@ def test_length_normalisation_changes_the_prediction_only_when_asked_for():
     scores = examples_of([(1, -4.0), (0, -3.0)], lengths=[[4, 1]])
     assert rank_classification(scores).predicted.tolist() == [1]
     assert rank_classification(scores, normalize_by_target_length=True).predicted.tolist() == [0]
+
+
+def test_a_choice_without_tokens_is_named_where_scores_are_divided_by_their_number():
+    scores = examples_of([(1, -4.0), (0, -3.0)], [(1, -1.0), (0, 0.0)], lengths=[[4, 1], [1, 0]])
+    assert rank_classification(scores).predicted.tolist() == [1, 1]
+    with pytest.raises(UserError, match="choice 1 of example 1 has no tokens"):
+        rank_classification(scores, normalize_by_target_length=True)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_t5s_metric_is_not_given_a_choice_without_tokens_to_divide_by(times):
+    from t5.evaluation import metrics as t5_metrics
+
+    metric = functools.partial(t5_metrics.rank_classification, normalize_by_target_length=True)
+    for _ in range(times - 1):
+        metric = functools.partial(metric, num_classes=2)
+    targets = [((0, 0), True, 1.0, 2), ((0, 1), False, 1.0, 1)]
+    judge = Judge("task", lambda output, **_: output, [metric])
+    assert judge.metrics(targets, [-2.0, -3.0])["accuracy"] == 100
+    with pytest.raises(UserError, match="choice 1 of example 0 has no tokens"):
+        judge.metrics([targets[0], ((0, 1), False, 1.0, 0)], [-2.0, 0.0])
 
 
 def test_chance_is_the_mean_of_one_over_the_number_of_choices():
