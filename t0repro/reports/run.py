@@ -60,11 +60,17 @@ def find_evaluation(path: str | os.PathLike[str]) -> tuple[Path, int | None]:
     # rank-eval's --out folder holds both; the folder of files wins.
     if not evaluations and report.is_file():
         return _evaluation_of_report(report)
-    raise UserError(
-        f"There are {len(evaluations)} evaluations here.",
-        where=str(path),
-        fix=_FIX,
-    )
+    if evaluations:
+        names = ", ".join(folder.name for folder in evaluations)
+        what, fix = f"There are {len(evaluations)} evaluations here.", f"Name one of them: {names}."
+    elif not path.exists():
+        what, fix = "There is no such file or folder.", _FIX
+    elif (losses := path / "metrics.jsonl").is_file():
+        what = "There is no evaluation here, only the metrics of a training."
+        fix = f"To compare losses, name {losses}; to compare scores, evaluate the run first."
+    else:
+        what, fix = "There is no evaluation here.", _FIX
+    raise UserError(what, where=str(path), fix=fix)
 
 
 def _evaluation_of_report(path: Path) -> tuple[Path, int]:

@@ -99,8 +99,27 @@ def test_what_cannot_be_compared_is_a_users_mistake(tmp_path):
         invoke(a, metrics)
     with pytest.raises(UserError, match="--step is given 1 time for 2 runs"):
         invoke(a, a, "--step", 10)
-    with pytest.raises(UserError, match="There are 0 evaluations here"):
+    with pytest.raises(UserError, match="There is no such file or folder"):
         invoke(a, tmp_path / "absent")
+
+
+def test_folders_of_trainings_are_told_which_files_hold_their_losses(tmp_path):
+    for name in ("mtf", "jax"):
+        (tmp_path / name).mkdir()
+        write_metrics(tmp_path / name / "metrics.jsonl", {1: 4.0})
+    with pytest.raises(UserError, match=f"To compare losses, name {tmp_path}/mtf/metrics.jsonl"):
+        invoke(tmp_path / "mtf", tmp_path / "jax")
+    with pytest.raises(UserError, match="no such file or folder"):
+        invoke(tmp_path / "mft", tmp_path / "jax")
+
+
+def test_of_several_evaluations_one_is_to_be_named(tmp_path):
+    for split in ("train", "validation"):
+        write_eval(tmp_path / f"{split}_eval", {RTE: two_examples()})
+    with pytest.raises(
+        UserError, match=r"2 evaluations here(.|\n)*: train_eval, validation_eval\."
+    ):
+        invoke(tmp_path, tmp_path)
 
 
 def test_help_shows_an_example():
