@@ -158,7 +158,8 @@ def find_user_error(error: BaseException | None) -> str | None:
     """
     for cause in _causes(error):
         if isinstance(cause, UserError):
-            return str(cause)
+            # The class's own text: gin adds to an error the address of the function that it was in.
+            return UserError.__str__(cause)
         if isinstance(cause, ModuleNotFoundError):
             package = (cause.name or "").partition(".")[0]
             if package in _NOT_INSTALLED:

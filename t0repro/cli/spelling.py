@@ -1,4 +1,4 @@
-"""Makes `--at-hand` and `--at_hand` the same option, in every command."""
+"""How options are spelled: `--at-hand` as `--at_hand`, and T5X's ways."""
 
 from __future__ import annotations
 
@@ -15,9 +15,14 @@ def canonical(name: str) -> str:
 
 
 def canonical_arguments(arguments: Iterable[str]) -> list[str]:
-    """The command line with canonical option names; values are unchanged."""
+    """The command line with canonical option names; values are unchanged.
+
+    Raises:
+      UserError: If a path begins with a `~` that the shell left as it was.
+    """
     spelled = []
     for argument in arguments:
+        _check_home(argument)
         # Only what looks like an option; "--" alone ends them.
         if argument.startswith("--") and argument != "--":
             name, equals, value = argument[2:].partition("=")
@@ -34,12 +39,13 @@ def with_t5x_overrides(arguments: Iterable[str]) -> list[str]:
     command's, and stays as it is.
 
     Raises:
-      UserError: If one has no "=".
+      UserError: If one has no "=", or a path begins with a `~` that the shell left as it was.
     """
     spelled, remaining = [], iter(arguments)
     for argument in remaining:
         if argument == "--":
             return [*spelled, argument, *remaining]
+        _check_home(argument)
         if argument.startswith("--gin."):
             name, equals, value = argument.removeprefix("--gin.").partition("=")
             if not equals:
@@ -53,6 +59,20 @@ def with_t5x_overrides(arguments: Iterable[str]) -> list[str]:
                 continue
         spelled.append(argument)
     return spelled
+
+
+def _check_home(argument: str) -> None:
+    """Refuses `--out=~/runs`: shells leave that `~` alone, and it would become a folder's name."""
+    option, equals, value = argument.partition("=")
+    if not (equals and option.startswith("--")):
+        option, value = "", argument
+    if value == "~" or value.startswith("~/"):
+        raise UserError(
+            f"The shell did not expand the ~ of {value!r}, which would be a folder of that name.",
+            where=option or None,
+            fix=f"Write {f'{option} {value}' if option else value}, without = and quotes, or $HOME"
+            " in place of ~.",
+        )
 
 
 def show_canonical(command: Any) -> None:

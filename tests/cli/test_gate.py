@@ -8,6 +8,7 @@ import pytest
 import typer
 
 from t0repro.cli import app, gate, spelling
+from t0repro.errors import UserError
 
 from .commands import run
 
@@ -185,6 +186,29 @@ def test_values_keep_their_dashes():
     spelled = spelling.canonical_arguments(line)
     assert spelled[:2] == ["--gin_file=my-model.gin", "--at_hand"]
     assert spelled[-1] == "a-b"
+
+
+@pytest.mark.parametrize("spelled", [spelling.canonical_arguments, spelling.with_t5x_overrides])
+@pytest.mark.parametrize("argument", ["--out=~/runs", "~/runs", "~"])
+def test_a_tilde_that_the_shell_left_is_refused_rather_than_made_a_folder(spelled, argument):
+    with pytest.raises(UserError, match="did not expand the ~ of '~") as caught:
+        spelled(["cache", argument])
+    assert caught.value.where == ("--out" if "out" in argument else None)
+    line = ["a/~", "--out=./~/runs", "--out=~older", "~older", "--gin_param=A = '~/a'", "a=~/b"]
+    assert spelled(line) == line
+
+
+def test_an_error_that_passed_through_gin_is_printed_as_it_was_written():
+    ended = run_program(
+        "import gin\n"
+        "from t0repro.errors import UserError\n"
+        "@gin.configurable\n"
+        "def fails():\n"
+        "  raise UserError('This is wrong.', where='here', fix='Do that.')\n"
+        "fails()"
+    )
+    assert ended.returncode == 2
+    assert ended.stderr == "it: This is wrong.\n  where: here\n  to do: Do that.\n"
 
 
 def test_a_package_that_an_installation_leaves_out_is_named_with_how_to_get_it():
