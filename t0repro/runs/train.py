@@ -83,14 +83,16 @@ Batches = Iterable[NumpyBatch] | Callable[[], Iterable[NumpyBatch]] | BatchSourc
 
 
 class StoppedBySignal(SystemExit):
-    """A signal ended training early, after a save.
+    """A signal ended training early, after a save if the training saves checkpoints.
 
     The exit code is 130 for Ctrl-C (SIGINT), and PREEMPTED for SIGTERM and for a notice that the
-    machine is about to be taken away: nothing is wrong, and the same command continues.
+    machine is about to be taken away: nothing is wrong, and the same command continues. Where
+    nothing was saved it would start over, and the code is 143 as for any process that SIGTERM ends.
     """
 
-    def __init__(self, number: int):
-        super().__init__(128 + number if number == signal.SIGINT else PREEMPTED)
+    def __init__(self, number: int, saved: bool = True):
+        shell = number == signal.SIGINT or not saved
+        super().__init__(128 + number if shell else PREEMPTED)
 
 
 # sysexits.h's EX_TEMPFAIL, "try again later". A shell reports 143 for a process that SIGTERM ended
@@ -186,7 +188,9 @@ def train(
     save_data = batches.save if isinstance(batches, BatchSource) else None
     beginning = Beginning(start.step, end_step, start.checkpoint, save_data)
     # The last of the actions: it reports how long the others took to save.
-    signals = StopOnSignal(say)
+    if not _saves(config):
+        say("no checkpoint will be saved: utils.CheckpointConfig.save is None")
+    signals = StopOnSignal(say, _saves(config))
     loop = (
         _plain_loop(run, start, beginning, writers, [*actions, signals], say)
         if config.plan is None
@@ -203,7 +207,7 @@ def train(
     # Only of this project's own data are the shapes known before they are read.
     ahead = isinstance(batches, BatchSource) and start.step < end_step
     beside = compiled_beside(loop.trainer, config) if ahead else contextlib.nullcontext()
-    done = _run_loop(loop, beside, open_batches, end_step - start.step, Path(config.model_dir), say)
+    done = _run_loop(loop, beside, open_batches, end_step - start.step, config, say)
     if start.step >= end_step:
         say(nothing)
     else:
@@ -388,7 +392,7 @@ def _run_loop(
     beside: contextlib.AbstractContextManager[None],
     open_batches: Callable[[], Iterable[NumpyBatch]],
     num_steps: int,
-    model_dir: Path,
+    config: RunConfig,
     say: Say,
 ) -> int:
     """Opens the batches and runs the loop, in the given context; returns the steps done."""
@@ -396,12 +400,22 @@ def _run_loop(
         with loop, beside:
             return loop.run(open_batches(), num_steps)
     except PreemptionError as error:
-        raise StoppedBySignal(signal.SIGTERM) from error
+        raise StoppedBySignal(signal.SIGTERM, _saves(config)) from error
     except KeyboardInterrupt:  # the second Ctrl-C
-        saved = latest_step(model_dir)
-        place = "the start" if saved is None else str(checkpoint_path(model_dir, saved))
-        say(f"stopped at once, without saving: the same command continues from {place}")
+        say(f"stopped at once, without saving: {_goes_on(config)}")
         raise
+
+
+def _saves(config: RunConfig) -> bool:
+    """Whether the training saves checkpoints; one of T5X's kind need not."""
+    return config.plan is None or config.plan.save is not None
+
+
+def _goes_on(config: RunConfig) -> str:
+    """Where the same command would continue: from the latest checkpoint."""
+    saved = latest_step(config.model_dir)
+    place = "the start" if saved is None else str(checkpoint_path(config.model_dir, saved))
+    return f"the same command continues from {place}"
 
 
 # ---- After the loop -----------------------------------------------------------------------------
@@ -423,8 +437,11 @@ def _say_how_it_ended(
     """
     saved = checkpoint_path(config.model_dir, loop.step)
     if signals.received is not None and loop.step < end_step:
-        say(f"stopped by a signal: the same command continues from {saved}")
-        raise StoppedBySignal(signals.received)
+        if _saves(config):
+            say(f"stopped by a signal: the same command continues from {saved}")
+        else:
+            say(f"stopped by a signal, without saving: {_goes_on(config)}")
+        raise StoppedBySignal(signals.received, _saves(config))
     if not done and loop.stop_reason is None:
         data = config.train_data
         raise UserError(

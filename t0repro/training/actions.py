@@ -227,13 +227,14 @@ class StopOnSignal(Action):
 
     Args:
       say: receives a line when the signal arrives, and one when all is saved.
+      saves: whether the training saves checkpoints at all.
 
     Attributes:
       received: the number of the signal that ended training, or None.
     """
 
-    def __init__(self, say: Callable[[str], None]):
-        self._say = say
+    def __init__(self, say: Callable[[str], None], saves: bool = True):
+        self._say, self._saves = say, saves
         self.received: int | None = None
         self._noted: int | None = None
         self._noted_at = 0.0
@@ -265,7 +266,7 @@ class StopOnSignal(Action):
     def end(self, loop: TrainingLoop) -> None:
         """Restores the previous signal handlers."""
         self._restore()
-        if self._noted is not None and not loop.failed:
+        if self._noted is not None and self._saves and not loop.failed:
             seconds = time.monotonic() - self._noted_at
             late = f", more than the {NOTICE_SECONDS:.0f} s that a preempted machine gets"
             self._say(
@@ -278,7 +279,8 @@ class StopOnSignal(Action):
         # Right away, so that a second signal interrupts the step.
         self._restore()
         again = " (Ctrl-C again stops at once)" if number == signal.SIGINT else ""
-        self._say(f"stopping: the current step is finished and saved first{again}")
+        saved = " and saved" if self._saves else ""
+        self._say(f"stopping: the current step is finished{saved} first{again}")
 
     def _restore(self) -> None:
         while self._before:

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import os
+import signal
 
 import jax
 import numpy as np
@@ -15,7 +17,7 @@ from t0repro.config.training_plan import (
 )
 from t0repro.errors import UserError
 from t0repro.runs.plan import PlannedInputs
-from t0repro.runs.train import train
+from t0repro.runs.train import PREEMPTED, StoppedBySignal, train
 from t0repro.training.checkpoints import list_checkpoints, load_tree
 from t0repro.training.train_state import to_flat_tree
 
@@ -180,3 +182,24 @@ def test_terminate_on_nan_keeps_the_last_good_checkpoint(tmp_path):
         tmp_path / "bad", 7, restore_from=tree, actions={"TRAIN": (stop,)}, batches=BATCHES[3:]
     )
     assert int(state.step) < 7 and list_checkpoints(tmp_path / "bad") == [3]
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_training_that_saves_nothing_does_not_say_that_it_was_saved(tmp_path, saves):
+    def batches():
+        for number, batch in enumerate(BATCHES):
+            if number == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+            yield batch
+
+    plan = PLAN if saves else dataclasses.replace(PLAN, save=None)
+    said = []
+    with pytest.raises(StoppedBySignal) as stopped:
+        train(tiny.run_config(tmp_path, 8, plan=plan), batches(), say=said.append)
+    assert stopped.value.code == (PREEMPTED if saves else 128 + signal.SIGTERM)
+    assert bool(list_checkpoints(tmp_path)) == saves
+    assert any("and saved first" in line for line in said) == saves
+    if not saves:
+        assert "no checkpoint will be saved: utils.CheckpointConfig.save is None" in said
+        end = "stopped by a signal, without saving: the same command continues from the start"
+        assert said[-1] == end
