@@ -38,7 +38,7 @@ from t0repro.training.checkpoints import (
     checkpoint_path,
     data_folder,
     latest_step,
-    load_tree,
+    load_divided_tree,
     remove_interrupted_saves,
 )
 from t0repro.training.loop import TrainingLoop
@@ -280,7 +280,7 @@ def _start(run: _Run, restore_from: OpenTree | str | Path | None, say: Say) -> _
         return _Start(run.shapes, 0, None, is_new=True)
     where = "init_checkpoint"
     if isinstance(restore_from, str | Path):
-        where, restore_from = str(restore_from), load_tree(restore_from)
+        where, restore_from = str(restore_from), load_divided_tree(restore_from, run.shapes)
     state = from_flat_tree(restore_from, run.shapes, where=where)
     say(f"start: step {int(state.step):,} of {where}")
     return _Start(state, int(state.step), checkpoint)

@@ -27,8 +27,10 @@ from typing import Any
 import flax.traverse_util
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 from t0repro.converters.integrity import (
+    Written,
     check_contents,
     describe_files,
     read_integrity,
@@ -39,7 +41,13 @@ from t0repro.converters.orbax_dir import is_orbax
 from t0repro.errors import UserError
 from t0repro.files import atomic_directory, check_is_no_pattern
 from t0repro.log_records import only_records
-from t0repro.partitioning.processes import from_first, is_alone, is_first, meeting_point
+from t0repro.partitioning.processes import (
+    from_first,
+    is_alone,
+    is_first,
+    meeting_point,
+    wait_for_all,
+)
 from t0repro.training.train_state import (
     TrainState,
     flat_arrays,
@@ -267,34 +275,74 @@ def load_tree(path: PathLike) -> dict[str, np.ndarray]:
     Raises:
       UserError: if there is no checkpoint, or one of its files is missing or damaged.
     """
+    path = Path(path).absolute()
+    check_contents(path, _whole(path))
+    return _restored(path, {})
+
+
+def load_divided_tree(path: PathLike, like: TrainState) -> dict[str, np.ndarray | jax.Array]:
+    """Reads a checkpoint for a state that is divided among devices; all processes make this call.
+
+    Each process reads, of each array, what its own devices hold, and checks its share of the files.
+
+    Args:
+      path: the checkpoint's directory.
+      like: the state's shapes; what has a sharding there (`Partitioning.placed`) and the same shape
+        in the checkpoint comes as it is there, placed on the devices.
+
+    Raises:
+      UserError: if there is no checkpoint, or one of its files is missing or damaged.
+    """
+    path = Path(path).absolute()
+    files = sorted(_whole(path).items())
+    check_contents(path, dict(files[jax.process_index() :: jax.process_count()]))
+    wait_for_all()  # nobody goes on with values that another process finds damaged
+    places = {
+        name: leaf
+        for name, leaf in flat_arrays(like).items()
+        if isinstance(getattr(leaf, "sharding", None), NamedSharding)
+    }
+    return _restored(path, places)
+
+
+def _restored(path: Path, places: Mapping[str, Any]) -> dict[str, Any]:
+    """A checkpoint's arrays; those of `places` on the devices if their shapes are these."""
     import orbax.checkpoint as ocp
 
-    path = Path(path).absolute()
-    check_integrity(path)
+    def arguments(names: Any, entry: Any) -> ocp.RestoreArgs:
+        place = places.get(jax.tree_util.keystr(names, simple=True, separator="/"))
+        if place is None or tuple(entry.shape) != place.shape:
+            # As numpy, whatever devices and shardings the program that wrote it had.
+            return ocp.RestoreArgs(restore_type=np.ndarray)
+        return ocp.ArrayRestoreArgs(sharding=place.sharding, dtype=place.dtype)
+
     try:
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
             metadata = checkpointer.metadata(path).item_metadata.tree
-            # As numpy, whatever devices and shardings the program that wrote it had.
-            as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), metadata)
-            nested = checkpointer.restore(path, restore_args=as_numpy)
+            wanted = jax.tree_util.tree_map_with_path(arguments, metadata)
+            nested = checkpointer.restore(path, restore_args=wanted)
     except Exception as error:  # Orbax and TensorStore raise many kinds for a damaged checkpoint.
         message = str(error).strip().splitlines() or [type(error).__name__]
         raise UserError(
             f"The checkpoint cannot be read: {message[0]}", where=str(path), fix=_CHOOSE_ANOTHER
         ) from error
     flat = flax.traverse_util.flatten_dict(nested, sep="/")
-    return {name: np.asarray(value) for name, value in flat.items() if value is not None}
+    return {
+        name: value if isinstance(value, jax.Array) else np.asarray(value)
+        for name, value in flat.items()
+        if value is not None
+    }
 
 
-def check_integrity(path: PathLike) -> None:
-    """Raises a UserError unless the checkpoint exists and its files are as they were written."""
+def _whole(path: PathLike) -> dict[str, Written]:
+    """What was written to each of a checkpoint's files; a UserError if there is no checkpoint."""
     if not is_orbax(os.fspath(path)):
         raise UserError(
             "There is no whole JAX checkpoint here.",
             where=str(path),
             fix="Name a checkpoint_<step> directory that a training run or a conversion wrote.",
         )
-    check_contents(path, read_integrity(os.fspath(path)))
+    return read_integrity(os.fspath(path))
 
 
 def remove_interrupted_saves(model_dir: PathLike) -> None:

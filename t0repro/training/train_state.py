@@ -45,8 +45,8 @@ from t0repro.training.slots import Slots
 from t0repro.words import counted, printable
 
 FlatTree = Mapping[str, np.ndarray]
-# Of tensors in memory or, each until it is used, still in their checkpoint.
-OpenTree = Mapping[str, np.ndarray | StoredTensor]
+# Of tensors in memory, on the devices or, each until it is used, still in their checkpoint.
+OpenTree = Mapping[str, np.ndarray | jax.Array | StoredTensor]
 
 _MUTABLES = "flax_mutables/"
 
@@ -308,6 +308,8 @@ def parameters_from_flat_tree(
 
 def _on_devices(value: Any, like: Any, dtype: Any = np.float32) -> jax.Array:
     """A checkpoint's value on the device, or divided among several as `like` is."""
+    if isinstance(value, jax.Array):  # see `load_divided_tree`
+        return value
     # float32 in memory whatever the file holds; a checkpoint in bfloat16 widens exactly.
     sharding = getattr(like, "sharding", None)
     if isinstance(sharding, NamedSharding):

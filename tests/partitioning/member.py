@@ -5,7 +5,8 @@
 Which one it is, the environment says. JSON: {"folder": model_dir, "steps": last step, "data",
 "model", "fully_sharded": the layout, "at": {step: [index, signal]} of a process that sends itself a
 signal, "notice": index of a process that jax tells of a preemption, "evaluate": true for scores and
-texts of the last state}. The first process prints what came out as JSON.
+texts of the last state, "read": true to write and read a large state instead of training}. The
+first process prints what came out as JSON.
 """
 
 import json
@@ -18,7 +19,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import tensorstore as ts
+from jax.sharding import NamedSharding, PartitionSpec
 from tiny_models import FLOAT32, batches, model_config, run_config
 
 from t0repro.config.run_config import DecodingConfig, Layout
@@ -28,6 +32,13 @@ from t0repro.model.t5 import T5
 from t0repro.partitioning import processes
 from t0repro.runs.train import train
 from t0repro.training.actions import Action
+from t0repro.training.checkpoints import (
+    checkpoint_path,
+    list_checkpoints,
+    load_divided_tree,
+    save_checkpoint,
+)
+from t0repro.training.train_state import TrainState
 
 MODEL = model_config(d_model=32, d_ff=64, num_heads=4, d_kv=8, z_loss=1e-4, dropout_rate=0.1)
 
@@ -100,10 +111,53 @@ def evaluated(params):
     }
 
 
+def large_state(make):
+    """A state of one parameter, 4 MB, whose rows are divided among all devices."""
+    mesh = jax.make_mesh((jax.device_count(),), ("all",))
+    rows = NamedSharding(mesh, PartitionSpec("all"))
+    scalar = NamedSharding(mesh, PartitionSpec())
+    params = {"kernel": make(((1024, 1024), jnp.float32), rows)}
+    return TrainState(step=make(((), jnp.int32), scalar), params=params, slots={})
+
+
+def random_values(described, sharding):
+    """An array that no compression makes smaller, the same in every process."""
+    shape, dtype = described
+    values = np.random.default_rng(0).normal(size=shape).astype(dtype)
+    return jax.make_array_from_callback(shape, sharding, lambda index: values[index])
+
+
+def bytes_read():
+    """How many bytes of files this process has read by TensorStore."""
+    found = ts.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_read")
+    return sum(value["value"] for count in found for value in count["values"])
+
+
+def read(folder):
+    """Reads the state of step 0, which it writes first if it is not there, and compares it."""
+    state = large_state(random_values)
+    if not list_checkpoints(folder):
+        save_checkpoint(folder, state)
+    like = large_state(lambda described, place: jax.ShapeDtypeStruct(*described, sharding=place))
+    before = bytes_read()
+    tree = load_divided_tree(checkpoint_path(folder, 0), like)
+    (own,), (wanted,) = (
+        kernel.addressable_shards for kernel in (tree["target/kernel"], state.params["kernel"])
+    )
+    return {
+        "bytes": bytes_read() - before,
+        "rows": own.data.shape[0],
+        "equal": bool((own.data == wanted.data).all()),
+    }
+
+
 def main(asked):
     """Runs what is asked for."""
     layout = {name: asked[name] for name in ("data", "model", "fully_sharded") if name in asked}
     with processes.joined(processes.Asked()):
+        if asked.get("read"):
+            print(json.dumps(read(asked["folder"])))
+            return
         index = jax.process_index()
         signals = {s: number for s, (who, number) in asked.get("at", {}).items() if who == index}
         notice = asked.get("notice")

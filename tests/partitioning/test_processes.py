@@ -133,6 +133,23 @@ def test_two_processes_stop_at_one_step_and_one_goes_on(tmp_path, one_process):
     assert_same(tmp_path, one_process, 6)
 
 
+def test_each_process_reads_its_part_of_a_checkpoint_and_none_goes_on_with_a_damaged_one(tmp_path):
+    codes, printed, said, _ = members(2, folder=str(tmp_path), read=True)
+    assert codes == [0, 0], said
+    found = json.loads(printed[0].splitlines()[-1])
+    files = [file for file in (tmp_path / "checkpoint_0").rglob("*") if file.is_file()]
+    size = sum(file.stat().st_size for file in files)
+    assert found["rows"] == 512 and found["equal"]
+    assert 0.4 * size < found["bytes"] < 0.6 * size
+    # Whichever process finds it, both end.
+    largest = max(files, key=lambda file: file.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 1
+    largest.write_bytes(content)
+    codes, _, said, _ = members(2, folder=str(tmp_path), read=True)
+    assert all(codes) and any("its CRC-32 differs" in text for text in said), said
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("index", [0, 1])
 def test_at_jaxs_own_notice_to_one_all_stop_at_one_step_and_a_restart_goes_on(tmp_path, index):
