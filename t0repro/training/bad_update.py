@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -177,8 +177,7 @@ def first_bad_tensor(
     parts, keys = split_into_microbatches(whole, num_microbatches), microbatch_keys(key)
     for index in range(num_microbatches):
         part = {name: x[index] for name, x in parts.items()}
-        tensors = _computed(model, loss_fn, params, part, keys(index))
-        for kind, name, value in tensors:
+        for kind, name, value in _computed(model, loss_fn, params, part, keys(index)):
             bad = _bad(kind, name, index, value)
             if bad is not None:
                 return bad
@@ -187,8 +186,11 @@ def first_bad_tensor(
 
 def _computed(
     model: T5Model, loss_fn: Callable, params: Any, part: Mapping[str, jax.Array], key: Any
-) -> list[tuple[str, str, Any]]:
-    """(kind, name, value) of activations as computed, of the loss, and of gradients by path."""
+) -> Iterator[tuple[str, str, Any]]:
+    """(kind, name, value) of activations as computed, of the loss, and of gradients by path.
+
+    Nothing is computed backwards until the last activation has been taken.
+    """
     dropout = bool(model.module.config.dropout_rate)
     activations: list[tuple[str, str, Any]] = []
 
@@ -209,10 +211,12 @@ def _computed(
             deterministic=not dropout,
             rngs={"dropout": key} if dropout else {},
         )
-    (loss, _), gradients = jax.value_and_grad(loss_fn, has_aux=True)(params, part, key)
+    yield from activations
+    backward = jax.jit(jax.value_and_grad(loss_fn, has_aux=True))
+    (loss, _), gradients = backward(params, part, key)
+    yield "loss", "loss", loss
     order = _backward_order(gradients := _flat(gradients), [name for _, name, _ in activations])
-    backwards = [("gradient", name, gradients[name]) for name in order]
-    return [*activations, ("loss", "loss", loss), *backwards]
+    yield from (("gradient", name, gradients[name]) for name in order)
 
 
 def _backward_order(parameters: Iterable[str], calls: Sequence[str]) -> list[str]:

@@ -1,6 +1,7 @@
 """A batch's gradient does not depend on its microbatches here; in T5X it does, by these numbers."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -89,7 +90,7 @@ def test_a_loss_of_a_subclass_is_what_is_trained_with_the_whole_batchs_divisor(d
 
 def test_a_loss_of_a_subclass_is_what_is_evaluated():
     plain, doubled = (
-        model_of(kind, None, z_loss=0.0).eval_fn(STATE.params, BATCH)[0]
+        jax.jit(model_of(kind, None, z_loss=0.0).eval_fn)(STATE.params, BATCH)[0]
         for kind in (T5Model, Doubled)
     )
     assert float(doubled) == pytest.approx(2 * float(plain), rel=1e-6)
@@ -100,11 +101,15 @@ def test_t5x_dropout_compat_repeats_one_mask_and_the_default_does_not():
     model, key = model_of(T5Model, None, dropout_rate=0.5), jax.random.key(3)
 
     def losses(**options):
+        @functools.partial(jax.jit, static_argnums=0)
         def loss(count):
             batch = {name: x[:count] for name, x in rows.items()}
-            return accumulate_grads_microbatched(model, STATE, batch, key, count, **options)[1]
+            _, metrics, _ = accumulate_grads_microbatched(
+                model, STATE, batch, key, count, **options
+            )
+            return metrics["loss"].total
 
-        return float(loss(4)["loss"].total), float(loss(2)["loss"].total)
+        return float(loss(4)), float(loss(2))
 
     four, two = losses(t5x_dropout_compat=True)
     # The same row under the same mask: each microbatch is a fourth, or a half, of the batch.
@@ -116,7 +121,8 @@ def test_t5x_dropout_compat_repeats_one_mask_and_the_default_does_not():
 def test_gradients_add_up_in_float32():
     half = STATE.replace(params=jax.tree.map(lambda x: x.astype(jnp.bfloat16), STATE.params))
     model = model_of(T5Model, None)
-    gradients, _, _ = accumulate_grads_microbatched(model, half, BATCH, None, 4)
+    function = jax.jit(lambda batch: accumulate_grads_microbatched(model, half, batch, None, 4)[0])
+    gradients = function(BATCH)
     assert {leaf.dtype for leaf in jax.tree.leaves(gradients)} == {jnp.dtype("float32")}
 
 

@@ -78,7 +78,7 @@ def config_of(denominator, **changes):
 
 def by_hand(model, params, batch, *, denominator, z_loss):
     """The loss in float64 numpy from the model's logits: token losses over a divisor by name."""
-    logits = np.asarray(model.apply({"params": params}, batch), np.float64)
+    logits = np.asarray(jax.jit(model.apply)({"params": params}, batch), np.float64)
     targets = np.asarray(batch["targets"])
     loss = smoothed_by_hand(logits, targets, model.config.label_smoothing)
     log_z = -log_softmax(logits)[..., 0] + logits[..., 0]
@@ -97,10 +97,13 @@ def by_hand(model, params, batch, *, denominator, z_loss):
 
 def measured(model, params, batch, microbatches=1):
     """T5X's metrics of one step without dropout, and its gradients."""
-    state = TrainState(step=jnp.int32(0), params=params, slots=None)
-    gradients, metrics, _ = accumulate_grads_microbatched(
-        T5Model(model), state, batch, None, microbatches
-    )
+
+    @jax.jit
+    def step(params, batch):
+        state = TrainState(step=jnp.int32(0), params=params, slots=None)
+        return accumulate_grads_microbatched(T5Model(model), state, batch, None, microbatches)[:2]
+
+    gradients, metrics = step(params, batch)
     return computed(with_steps_and_time(on_host(metrics), 1, 1.0)), gradients
 
 
