@@ -110,7 +110,7 @@ def test_attention_in_the_activations_type_differs_from_float32_in_bfloat16_alon
     def logits(dtypes, **changes):
         arithmetic = Arithmetic(**changes)
         model = T5(dataclasses.replace(tiny.MODEL, arithmetic=arithmetic), dtypes)
-        return np.asarray(model.apply({"params": params}, batch))
+        return np.asarray(jax.jit(model.apply)({"params": params}, batch))
 
     off = {"float32_attention_logits": False}
     np.testing.assert_array_equal(logits(tiny.FLOAT32), logits(tiny.FLOAT32, **off))

@@ -43,8 +43,13 @@ def arrays(seed, batch, heads, length, keys, *, biased=True):
 def values_and_gradients(function, *given):
     *learned, visibility = given
     cotangent = np.random.default_rng(0).normal(size=given[0].shape)
-    y, pull_back = jax.vjp(lambda *learned: function(*learned, visibility), *learned)
-    return y, pull_back(jnp.asarray(cotangent, y.dtype))
+
+    @jax.jit
+    def both(*learned):
+        y, pull_back = jax.vjp(lambda *learned: function(*learned, visibility), *learned)
+        return y, pull_back(jnp.asarray(cotangent, y.dtype))
+
+    return both(*learned)
 
 
 @settings(max_examples=8, deadline=None)

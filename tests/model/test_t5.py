@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 
 import flax.traverse_util
 import jax
@@ -28,6 +29,11 @@ def params():
 def batch_of(inputs, targets, **more):
     columns = {"inputs": inputs, "targets": targets, **more}
     return {name: jnp.asarray(x, jnp.int32) for name, x in columns.items()}
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def logits_of(model, params, batch):
+    return model.apply({"params": params}, batch)
 
 
 def shapes_of(config):
@@ -90,25 +96,25 @@ def test_equal_biases_in_each_layer_are_one_that_the_layers_share():
     shared = model_config(num_encoder_layers=2, num_decoder_layers=2)
     params = initial_parameters(T5(shared, FLOAT32), jax.random.key(0))
     batch = batch_of([[5, 6, 1]], [[7, 1]])
-    expected = T5(shared, FLOAT32).apply({"params": params}, batch)
+    expected = logits_of(T5(shared, FLOAT32), params, batch)
     for tower in (params["encoder"], params["decoder"]):
         bias = tower.pop("relpos_bias")
         tower["layers_0"]["relpos_bias"] = tower["layers_1"]["relpos_bias"] = bias
     each = dataclasses.replace(shared, position_bias_per_layer=True)
-    logits = T5(each, FLOAT32).apply({"params": params}, batch)
+    logits = logits_of(T5(each, FLOAT32), params, batch)
     np.testing.assert_allclose(logits, expected, atol=1e-6)
     second = params["decoder"]["layers_1"]
     second["relpos_bias"] = jax.tree.map(lambda x: x + jnp.arange(8), second["relpos_bias"])
-    changed = T5(each, FLOAT32).apply({"params": params}, batch)
+    changed = logits_of(T5(each, FLOAT32), params, batch)
     assert np.abs(changed - expected)[0, 1].max() > 1e-3
 
 
 def test_unscaled_tied_logits_are_the_scaled_ones_times_the_root_of_the_width():
     params = initial_parameters(T5(T5_1_0, FLOAT32), jax.random.key(0))
     batch = batch_of([[5, 6, 1]], [[7, 1]])
-    scaled = T5(T5_1_0, FLOAT32).apply({"params": params}, batch)
+    scaled = logits_of(T5(T5_1_0, FLOAT32), params, batch)
     unscaled = dataclasses.replace(T5_1_0, scale_tied_logits=False)
-    logits = T5(unscaled, FLOAT32).apply({"params": params}, batch)
+    logits = logits_of(T5(unscaled, FLOAT32), params, batch)
     np.testing.assert_allclose(logits, scaled * 4.0, rtol=1e-6)  # d_model is 16
 
 
@@ -119,8 +125,8 @@ def test_unscaled_tied_logits_are_the_scaled_ones_times_the_root_of_the_width():
 )
 def test_a_field_that_transformers_has_changes_the_logits(params, change):
     batch = batch_of([range(5, 25)], [range(30, 50)])
-    before = T5(T5_1_1, FLOAT32).apply({"params": params}, batch)
-    after = T5(model_config(**change), FLOAT32).apply({"params": params}, batch)
+    before = logits_of(T5(T5_1_1, FLOAT32), params, batch)
+    after = logits_of(T5(model_config(**change), FLOAT32), params, batch)
     assert np.abs(before - after).max() > 1e-3
 
 
@@ -187,7 +193,7 @@ def test_segments_of_an_unpacked_row_end_where_padding_begins():
 def test_two_evaluations_are_equal_bit_by_bit(params):
     model = T5(dataclasses.replace(T5_1_1, dropout_rate=0.5), FLOAT32)
     batch = batch_of([[5, 6, 1]], [[7, 1]])
-    first, second = (model.apply({"params": params}, batch) for _ in range(2))
+    first, second = (logits_of(model, params, batch) for _ in range(2))
     np.testing.assert_array_equal(first, second)
 
 
@@ -209,9 +215,9 @@ def test_parameters_and_logits_are_float32_under_bfloat16_activations(config):
     params = initial_parameters(model, jax.random.key(0))
     batch = batch_of([[5, 6, 1]], [[7, 1]])
     assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype("float32")}
-    logits = model.apply({"params": params}, batch)
+    logits = logits_of(model, params, batch)
     assert logits.dtype == jnp.float32
-    exact = T5(config, FLOAT32).apply({"params": params}, batch)
+    exact = logits_of(T5(config, FLOAT32), params, batch)
     # bfloat16 has 8 bits: this says that it is the same function, not how close it is.
     assert np.abs(logits - exact).max() < 0.1 * np.abs(exact).max()
 
@@ -273,13 +279,13 @@ def test_padding_and_later_targets_do_not_change_a_logit(params, seed):
     before = run(params, {"inputs": inputs, "targets": targets})
     after = run(params, {"inputs": inputs, "targets": changed})
     np.testing.assert_allclose(before[0, :7], after[0, :7], atol=2e-5)
-    short = T5(T5_1_1, FLOAT32).apply({"params": params}, batch_of(inputs[:, :4], targets[:, :7]))
+    short = logits_of(T5(T5_1_1, FLOAT32), params, batch_of(inputs[:, :4], targets[:, :7]))
     np.testing.assert_allclose(short[0], before[0, :7], atol=2e-5)
 
 
 @jax.jit
 def run(params, batch):
-    return T5(T5_1_1, FLOAT32).apply({"params": params}, batch)
+    return logits_of(T5(T5_1_1, FLOAT32), params, batch)
 
 
 @pytest.mark.parametrize(("config", "wider"), [(T5_1_1, "logits_dense"), (T5_1_0, "embedding")])
@@ -291,7 +297,7 @@ def test_parameters_held_in_bfloat16_compute_the_same_bits(config, wider, float3
     types = jax.tree.map(lambda x: x.dtype, held_for_evaluation(model, params))
     held = jax.tree.map(lambda x, dtype: x.astype(dtype), params, types)
     batch = batch_of([[5, 6, 1, 0]], [[7, 8, 1]])
-    logits = [model.apply({"params": each}, batch) for each in (params, held)]
+    logits = [logits_of(model, each, batch) for each in (params, held)]
     np.testing.assert_array_equal(*logits)
     # Norms and position biases stay float32, and what logits are made from if they are.
     flat = flax.traverse_util.flatten_dict(types)
