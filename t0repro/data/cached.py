@@ -51,7 +51,8 @@ class CachedBatches(ResumableBatches):
       seed: Seed for the order; None draws one, which checkpoints record.
 
     Raises:
-      UserError: If a folder is not a complete cache of the split, or no task has an example.
+      UserError: If a folder is not a complete cache of the split, no task has an example, a length
+        is missing, `batch_size` is less than 1, or rates are negative or all 0.
     """
 
     def __init__(
@@ -71,6 +72,20 @@ class CachedBatches(ResumableBatches):
         self._rates = {str(folder): float(given[folder]) for folder in given if counts[str(folder)]}
         if not self._rates:
             raise UserError(f"No task has an example in {split!r}.", where=", ".join(counts))
+        if absent := [name for name in FEATURES if name not in sequence_length]:
+            raise UserError(
+                f"The lengths lack {' and '.join(absent)}.",
+                where="sequence_length",
+                fix="Give a length for each of inputs and targets.",
+            )
+        if batch_size < 1:
+            raise UserError(f"A batch of {batch_size} rows.", where="batch_size", fix="Give more.")
+        if min(self._rates.values()) < 0 or not any(self._rates.values()):
+            raise UserError(
+                f"The rates are {list(self._rates.values())}.",
+                where="folders",
+                fix="Give each task a rate that is not negative, and one of them more than 0.",
+            )
         self._lengths = {name: sequence_length[name] for name in FEATURES}
         self._batch_size, self._split = batch_size, split
         self._pack, self._shuffle = pack, shuffle

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import signal
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -80,6 +80,9 @@ class BatchSource(Protocol):
 
 
 Batches = Iterable[NumpyBatch] | Callable[[], Iterable[NumpyBatch]] | BatchSource
+
+
+_TOKENS = {"inputs", "targets"}
 
 
 class StoppedBySignal(SystemExit):
@@ -201,6 +204,7 @@ def train(
         # Only here, for the step is being compiled beside this; and the data first, since the first
         # batch is made while parameters are drawn.
         opened = _opened(batches, start, say) if start.step < end_step else ()
+        opened = _within(opened, config.model.vocab_size)
         loop.trainer.train_state = _values(run, start)
         return opened
 
@@ -309,6 +313,20 @@ def _opened(batches: Batches, start: _Start, say: Say) -> Iterable[NumpyBatch]:
         saved = None if start.checkpoint is None else data_folder(start.checkpoint)
         return batches.open(start.step, saved, say)
     return batches() if callable(batches) else batches
+
+
+def _within(batches: Iterable[NumpyBatch], vocab_size: int) -> Iterator[NumpyBatch]:
+    """The batches; the devices would take a token beyond the embedding for its last row."""
+    for batch in batches:
+        for name in _TOKENS & batch.keys():
+            if (largest := batch[name].max(initial=0)) >= vocab_size:
+                raise UserError(
+                    f"A batch has the token {largest:,}, but the model's vocabulary is"
+                    f" {vocab_size:,}.",
+                    where=name,
+                    fix="Give the model the vocabulary of the tasks, padded to a multiple of 128.",
+                )
+        yield batch
 
 
 # ---- The loop -----------------------------------------------------------------------------------

@@ -272,3 +272,18 @@ def test_targets_that_get_their_eos_after_the_cache_are_warned_of(cache, tmp_pat
     source.open(0, None, said.append)
     (line,) = said
     assert "the targets of 1 cached task do not end in EOS (1), t5_task first" in line
+
+
+@pytest.mark.parametrize(
+    ("rate", "options", "message"),
+    [
+        (0.0, {}, "rates are .0.0."),
+        (-1.0, {}, "rates are"),
+        (1.0, {"batch_size": 0}, "batch of 0 rows"),
+        (1.0, {"sequence_length": {"inputs": 8}}, "lengths lack targets"),
+    ],
+)
+def test_what_cannot_make_batches_is_told_at_once(cache, rate, options, message):
+    options = {"sequence_length": LENGTHS, "batch_size": 4} | options
+    with pytest.raises(UserError, match=message):
+        CachedBatches({cache / "one" / TASK: rate}, **options)

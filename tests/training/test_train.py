@@ -66,6 +66,15 @@ def test_a_run_that_was_interrupted_continues_with_the_same_losses(whole, tmp_pa
     assert all(np.array_equal(restored[name], x) for name, x in whole[1].items())
 
 
+def test_a_token_beyond_the_vocabulary_is_an_error_and_not_the_last_one(tmp_path):
+    first, second = tiny.batches(2)
+    size = tiny.run_config(tmp_path, 2).model.vocab_size
+    second = {**second, "targets": second["targets"].copy()}
+    second["targets"][0, 0] = size
+    with pytest.raises(UserError, match=f"the token {size}, but .* vocabulary is {size}"):
+        run(tmp_path, 2, [first, second])
+
+
 def test_a_run_starts_from_a_flat_tree_with_its_step_and_slots(whole, tmp_path):
     tree = load_tree(checkpoint_path(whole[0], 3))
     run(tmp_path, 6, tiny.batches(6)[3:], restore_from=tree)
