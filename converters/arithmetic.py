@@ -35,9 +35,7 @@ def gin_text(ref: CheckpointRef, gin_file: str | os.PathLike[str] | None = None)
         try:
             return Path(gin_file).read_text()
         except OSError as error:
-            raise UserError(
-                "The gin file cannot be read.", where=str(gin_file), fix=str(error)
-            ) from None
+            raise gin_shapes.cannot_read_gin(gin_file, error) from None
     file = _gin_beside(ref)
     return storage.read(file).decode() if storage.is_file(file) else None
 

@@ -278,10 +278,12 @@ def _check_target_absent(directory: Path, force: bool) -> None:
         ours = {own.name, *LOCK_FILES}
         if force or all(path.name in ours for path in directory.iterdir()):
             return
-    elif not directory.exists():
+    elif not directory.is_symlink() and not directory.exists():
         return
     raise UserError(
-        "The destination already exists.",
+        "The destination already exists."
+        if directory.exists()
+        else f"The destination is a link to {directory.readlink()}, which is not there.",
         where=str(directory),
         fix="Name a directory that does not exist, or add --force to write into this one."
         if directory.is_dir()

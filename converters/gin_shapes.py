@@ -208,6 +208,16 @@ def _resolve(binding: Bound, bindings: dict[tuple[str, str, str], Bound]) -> Bou
     return binding
 
 
+def cannot_read_gin(path: str | os.PathLike[str], error: OSError | UnicodeDecodeError) -> UserError:
+    """The error for a gin file that cannot be read."""
+    reason = error.strerror if isinstance(error, OSError) else error
+    return UserError(
+        f"The gin file cannot be read: {reason}.",
+        where=os.fspath(path),
+        fix="Name the operative_config.gin, or another gin file, that the model was trained with.",
+    )
+
+
 def _read(
     path: Path, bindings: dict[tuple[str, str, str], Bound], including: Sequence[Path]
 ) -> Iterator[str]:
@@ -215,7 +225,7 @@ def _read(
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError("The gin file cannot be read.", where=str(path), fix=str(error)) from None
+        raise cannot_read_gin(path, error) from None
     yield from _read_text(text, path, bindings, including)
 
 
@@ -231,7 +241,9 @@ def _read_text(
         # Materialised, since the parser raises where it comes to the error.
         statements = list(config_parser.ConfigParser(text, _Delegate()))
     except (SyntaxError, ValueError) as error:
-        raise UserError("The file is not a gin file.", where=str(path), fix=str(error)) from None
+        raise UserError(
+            f"The file is not a gin file: {error}", where=str(path), fix="Correct it there."
+        ) from None
     for statement in statements:
         if isinstance(statement, config_parser.IncludeStatement):
             found = _find(statement.filename, path)

@@ -89,15 +89,22 @@ def tokenizer_files(vocabulary: Path | None, family: ModelShape) -> dict[str, by
             return {}
         config = {"tokenizer_class": "ByT5Tokenizer", "extra_ids": _BYT5_EXTRA_IDS}
         return {"tokenizer_config.json": _json(config | _special_tokens())}
+    fix = "Name the SentencePiece model that the checkpoint was trained with."
     try:
         content = vocabulary.read_bytes()
-        pieces, charsmap, byte_fallback = _parse_sentencepiece(content)
-    except (OSError, IndexError, struct.error, UnicodeDecodeError) as error:
+    except OSError as error:
         raise UserError(
-            "The vocabulary is not a SentencePiece model.", where=str(vocabulary), fix=str(error)
+            f"The vocabulary cannot be read: {error.strerror}.", where=str(vocabulary), fix=fix
         ) from None
+    no_model = UserError(
+        "The vocabulary is not a SentencePiece model.", where=str(vocabulary), fix=fix
+    )
+    try:
+        pieces, charsmap, byte_fallback = _parse_sentencepiece(content)
+    except (IndexError, struct.error, UnicodeDecodeError):
+        raise no_model from None
     if not pieces:
-        raise UserError("The vocabulary is not a SentencePiece model.", where=str(vocabulary))
+        raise no_model
     if len(pieces) > family.vocab_size:
         raise UserError(
             f"The vocabulary has {len(pieces)} pieces, but the embedding only {family.vocab_size}"

@@ -145,7 +145,9 @@ def table_of(path: str) -> dict[bytes, bytes]:
         content = storage.read(path)
     except OSError as error:
         raise UserError(
-            "A checkpoint's index file cannot be read.", where=path, fix=str(error)
+            f"A checkpoint's index file cannot be read: {error.strerror or error}.",
+            where=path,
+            fix="Give it read permission, or choose another checkpoint.",
         ) from None
     if len(content) < _FOOTER_BYTES or content[-8:] != struct.pack("<Q", _TABLE_MAGIC):
         raise _damaged(path, "it does not end as an index file does")

@@ -46,9 +46,10 @@ def make_schedule(config: ScheduleConfig) -> Schedule:
         jax.eval_shape(schedule, jax.ShapeDtypeStruct((), jnp.int32))
     except TypeError as error:
         raise UserError(
-            f"The schedule {config.name} does not take these arguments: {sorted(arguments)}.",
+            f"The schedule {config.name} does not take these arguments, {sorted(arguments)}:"
+            f" {error}.",
             where="utils.run.learning_rate_schedule",
-            fix=str(error),
+            fix="Correct the gin bindings of the schedule.",
         ) from error
     return schedule
 

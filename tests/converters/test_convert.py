@@ -55,6 +55,17 @@ def test_a_destination_that_is_there_is_an_error_without_force(tiny_checkpoint, 
         convert(tiny_checkpoint, tmp_path / "out", to)
 
 
+def test_a_destination_that_is_a_link_to_nothing_is_told_and_nothing_left(
+    tiny_checkpoint, tmp_path
+):
+    (tmp_path / "out").symlink_to("gone")
+    before = sorted(tmp_path.iterdir())
+    for force in (False, True):
+        with pytest.raises(UserError, match="a link to gone, which is not there"):
+            convert(tiny_checkpoint, tmp_path / "out", "jax", force=force)
+    assert sorted(tmp_path.iterdir()) == before
+
+
 @pytest.mark.parametrize("to", ["mtf", "jax"])
 def test_force_replaces_the_checkpoint_and_keeps_other_files(
     tiny_family, mesh_variables, write_mesh_checkpoint, tmp_path, to

@@ -69,6 +69,9 @@ def test_a_gin_file_that_is_no_text_is_told(tiny_checkpoint, tmp_path):
     with pytest.raises(UserError, match="The gin file cannot be read") as caught:
         convert(tiny_checkpoint, tmp_path / "out", "hf", gin_file=file)
     assert caught.value.where == str(file) and not (tmp_path / "out").exists()
+    with pytest.raises(UserError, match="cannot be read: No such file") as caught:
+        convert(tiny_checkpoint, tmp_path / "out", "hf", gin_file=tmp_path / "absent.gin")
+    assert "operative_config.gin" in str(caught.value.fix)
 
 
 def test_a_released_model_s_gin_file_is_read_through_its_includes(

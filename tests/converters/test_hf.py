@@ -284,6 +284,8 @@ def test_a_vocabulary_that_is_no_sentencepiece_model_is_refused(tiny_checkpoint,
     (tmp_path / "vocab").write_bytes(b"hello")
     with pytest.raises(UserError, match="not a SentencePiece model"):
         convert(tiny_checkpoint, tmp_path / "out", "hf", vocabulary=tmp_path / "vocab")
+    with pytest.raises(UserError, match="cannot be read: No such file"):
+        convert(tiny_checkpoint, tmp_path / "out", "hf", vocabulary=tmp_path / "absent")
 
 
 def test_the_step_s_flat_key_has_no_name_of_its_own():
