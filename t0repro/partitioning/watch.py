@@ -9,14 +9,19 @@ closes when a process dies, however it dies:
     process 3 ----+
 
 A byte that says so precedes the end of a connection whose process leaves in order.
+
+When the first process dies, JAX's own connection to it breaks at the same moment, and JAX aborts
+the process from a thread of C++. Aborting takes some seconds here, so that the news comes first.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import secrets
 import selectors
+import signal
 import socket
 import sys
 import threading
@@ -63,6 +68,7 @@ class Watch:
             self._peers = {0: peer}
         for peer in self._peers.values():
             peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        _delay_aborts()
         threading.Thread(target=self._run, name="watch", daemon=True).start()
 
     def leave(self) -> None:
@@ -116,6 +122,17 @@ class Watch:
         if self._index == 0:
             time.sleep(_SECONDS_FOR_NEWS)
         os._exit(_FAILURE)
+
+
+def _delay_aborts() -> None:
+    """Lets a thread of C++ that aborts this process sleep first, while the others go on.
+
+    The handler is the C library's own `sleep`, which may be called in one: Python's handlers run in
+    the main thread, and not before C++ returns. Its argument is the signal's number, 6 seconds.
+    """
+    library = ctypes.CDLL(None)
+    library.signal.argtypes = ctypes.c_int, ctypes.c_void_p
+    library.signal(signal.SIGABRT, ctypes.cast(library.sleep, ctypes.c_void_p))
 
 
 def _server(count: int) -> socket.socket:
