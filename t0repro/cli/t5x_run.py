@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
@@ -90,12 +91,19 @@ def evaluate(
 
             check_inference(plan, typer.echo)
             return
+        from t0repro.evaluation.seqio_evaluator import FOLDER
+        from t0repro.locks import folder_lock
+        from t0repro.partitioning.processes import held_by_first
         from t0repro.runs.description import describe_inference
         from t0repro.runs.task_eval import evaluate_checkpoints
 
-        plan = _with_own_output(plan)
-        describe_inference(plan, parsed.gin_text)
-        evaluate_checkpoints(plan, watch=watch, until=until)
+        # Not EVAL_OUTPUT_DIR itself, which may be the folder that a training holds.
+        results = Path(plan.output_dir, FOLDER)
+        fix = "Wait for it to end, or bind another EVAL_OUTPUT_DIR."
+        with held_by_first(lambda: folder_lock(results, "evaluation", fix=fix)):
+            plan = _with_own_output(plan)
+            describe_inference(plan, parsed.gin_text)
+            evaluate_checkpoints(plan, watch=watch, until=until)
 
 
 @with_groups

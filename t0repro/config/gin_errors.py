@@ -235,7 +235,7 @@ def unknown_mixture(name: str) -> UserError:
     return UserError(
         f"There is no task or mixture {name!r}; nearest: {nearest_names(name, known)}.",
         where=f"{len(known)} tasks and mixtures are registered by the imported modules",
-        fix="Correct MIXTURE_NAME, or name the module that registers it with --module_import.",
+        fix="Correct the name, or name the module that registers it with --module_import.",
     )
 
 

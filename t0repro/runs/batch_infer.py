@@ -3,7 +3,8 @@
 In the output folder, for each task and shard:
 
     <task>-<mode>.jsonl-00000-of-00001             a line per example, in the examples' order
-    <task>-<mode>.jsonl-00000-of-00001.COMPLETED   its digest (in T5X empty); written last
+    <task>-<mode>.jsonl-00000-of-00001.COMPLETED   its digest (in T5X empty), and that of the
+                                                   checkpoint's path and the settings; written last
     tmp-<task>-00000-of-00001/                     chunks; an interrupted run continues after them
 
 A file or chunk that is not what its digest says counts as missing.
@@ -13,7 +14,9 @@ Source: t5x.infer.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import hashlib
 import itertools
 import json
 import os
@@ -26,12 +29,13 @@ from typing import Any
 import numpy as np
 
 from t0repro.config.inference_plan import InferPlan
+from t0repro.converters.tensors import CheckpointRef
 from t0repro.errors import UserError
 from t0repro.evaluation.model_functions import ModelFunctions
 from t0repro.evaluation.opened import Checkpoint
 from t0repro.evaluation.records import file_digest
 from t0repro.files import sync_directory, write_atomically
-from t0repro.runs.chosen import chosen, opened
+from t0repro.runs.chosen import chosen, opened, own_path
 from t0repro.words import counted
 
 COMPLETED = ".COMPLETED"
@@ -60,6 +64,10 @@ def infer(plan: InferPlan) -> list[Path]:
     name = plan.data.mixture_or_task_name
     check_vocabularies(name, plan.input_vocabulary, plan.output_vocabulary)
     checkpoint: Checkpoint | None = None
+    path: str | None = None
+    # What is complete stays so when its checkpoint is gone, as by a training's retention.
+    with contextlib.suppress(UserError):
+        path = own_path(_chosen(plan))
     files = []
     tasks = tasks_with_split(name, plan.data.split)
     if not tasks:
@@ -70,18 +78,22 @@ def infer(plan: InferPlan) -> list[Path]:
         left_out = counted(others, "task")
         print(f"left out: {left_out} without a split {plan.data.split!r}", file=sys.stderr)
     for task in tasks:
-        job = _TaskJob(plan, task)
+        job = _TaskJob(plan, task, path)
         files.append(job.output)
         if job.is_completed():
             print(f"{job.output}: already complete", file=sys.stderr)
             continue
         # Only now: a run with nothing left to do loads no checkpoint.
         if checkpoint is None:
-            # Unlike an evaluation, an inference has one checkpoint.
-            (ref,) = chosen(plan.restore)
-            checkpoint = opened(plan, ref)
+            checkpoint = opened(plan, _chosen(plan))
         job.run(checkpoint)
     return files
+
+
+def _chosen(plan: InferPlan) -> CheckpointRef:
+    """The checkpoint: unlike an evaluation, an inference has one."""
+    (ref,) = chosen(plan.restore)
+    return ref
 
 
 def register_files(plan: InferPlan) -> None:
@@ -108,8 +120,8 @@ def register_files(plan: InferPlan) -> None:
 class _TaskJob:
     """The inference of one task's shard."""
 
-    def __init__(self, plan: InferPlan, task: Any):
-        self._plan, self._task = plan, task
+    def __init__(self, plan: InferPlan, task: Any, checkpoint: str | None):
+        self._plan, self._task, self._checkpoint = plan, task, checkpoint
         shard = f"{plan.shard_id:05}-of-{plan.num_shards:05}"
         folder = Path(plan.output_dir)
         self.output = folder / f"{task.name}-{plan.mode}.jsonl-{shard}"
@@ -118,9 +130,35 @@ class _TaskJob:
     def is_completed(self) -> bool:
         """Whether an earlier run wrote the whole file, or all chunks if these are not merged."""
         if self._plan.merge:
-            return _is_whole(self.output)
-        count = self._whole_chunks()
-        return count > 0 and _mark_of(self.output) == _chunks_in_words(count)
+            whole = _is_whole(self.output)
+        else:
+            count = self._whole_chunks()
+            whole = count > 0 and _lines_of(self.output)[:1] == [_chunks_in_words(count)]
+        if not whole or self._checkpoint is None:
+            return whole
+        # An earlier version did not say what it was made of.
+        if _lines_of(self.output)[1:] not in ([], [self._made_of()]):
+            what = "made from another checkpoint or with other settings; done again"
+            print(f"{self.output}: {what}", file=sys.stderr)
+            return False
+        return True
+
+    def _made_of(self) -> str:
+        """Digest of the checkpoint's path and of all settings that the result depends on.
+
+        The path, since a run that has nothing to do should not read the checkpoint.
+        """
+        settings = {"checkpoint": self._checkpoint, **self._settings()}
+        return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
+
+    def _settings(self) -> dict[str, Any]:
+        plan = dataclasses.asdict(self._plan)
+        named = ("model", "dtypes", "data", "decoding", "mode")
+        return {
+            **{name: plan[name] for name in named},
+            "restore": [plan["restore"][name] for name in ("assignment_map", "dtype")],
+            "written": [plan[name] for name in ("all_inputs", "input_fields", "output_ids")],
+        }
 
     def run(self, checkpoint: Checkpoint) -> None:
         """Continues after the last whole chunk, and puts the chunks together at the end."""
@@ -143,17 +181,16 @@ class _TaskJob:
         if self._plan.merge:
             self._merge(number)
         else:
-            write_atomically(f"{self.output}{COMPLETED}", _chunks_in_words(number))
+            _mark(self.output, _chunks_in_words(number), self._made_of())
         print(f"wrote {self.output}", file=sys.stderr)
 
     def _prepare(self, checkpoint: Checkpoint) -> int:
         """Number of chunks that are there already; those made with other settings are removed."""
-        plan = dataclasses.asdict(self._plan)
         # The checkpoint by its contents, since its path may hold another one by now.
         settings = {
             "checkpoint": checkpoint.digest,
-            **{name: plan[name] for name in ("data", "decoding", "mode", "checkpoint_period")},
-            "written": [plan[name] for name in ("all_inputs", "input_fields", "output_ids")],
+            "checkpoint_period": self._plan.checkpoint_period,
+            **self._settings(),
         }
         text = json.dumps(settings, indent=1) + "\n"
         record = self._chunks / _SETTINGS
@@ -215,7 +252,7 @@ class _TaskJob:
             lines.append(json.dumps(_line(plan, example, output, values, vocabulary)) + "\n")
         path = self._chunk(number)
         write_atomically(path, "".join(lines))
-        _mark_whole(path)
+        _mark(path, file_digest(path) or "")
         print(f"{self._task.name}: {counted(len(lines), 'example')} more", file=sys.stderr)
 
     def _merge(self, count: int) -> None:
@@ -231,25 +268,26 @@ class _TaskJob:
         os.replace(whole, self.output)
         sync_directory(self.output.parent)
         # Marked before the chunks go, so that an interruption leaves one or the other.
-        _mark_whole(self.output)
+        _mark(self.output, file_digest(self.output) or "", self._made_of())
         shutil.rmtree(self._chunks)
 
 
-def _mark_whole(path: Path) -> None:
+def _mark(path: Path, *lines: str) -> None:
     """Writes the file beside `path` that says that it is complete, and what is in it."""
-    write_atomically(f"{path}{COMPLETED}", file_digest(path) or "")
+    write_atomically(f"{path}{COMPLETED}", "\n".join(lines))
 
 
-def _mark_of(path: Path) -> str | None:
-    """What the file beside `path` says; None if there is none."""
+def _lines_of(path: Path) -> list[str]:
+    """The lines of the file beside `path`; [] if there is none."""
     marker = Path(f"{path}{COMPLETED}")
-    return marker.read_text(encoding="utf-8", errors="replace") if marker.is_file() else None
+    if not marker.is_file():
+        return []
+    return marker.read_text(encoding="utf-8", errors="replace").splitlines()
 
 
 def _is_whole(path: Path) -> bool:
     """Whether a file is there as it was when it was marked."""
-    mark = _mark_of(path)
-    return mark is not None and mark == file_digest(path)
+    return path.is_file() and _lines_of(path)[:1] == [file_digest(path)]
 
 
 def _chunks_in_words(count: int) -> str:

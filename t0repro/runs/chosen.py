@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -9,7 +10,7 @@ from typing import Any
 
 from t0repro.config.inference_plan import InferencePlan
 from t0repro.config.training_plan import RestoreConfig
-from t0repro.converters import sources
+from t0repro.converters import sources, storage
 from t0repro.converters.arithmetic import check_configured, open_configured, repeated_biases
 from t0repro.converters.tensors import CheckpointRef, StoredTensor
 from t0repro.errors import UserError
@@ -80,6 +81,12 @@ def coming(
         if not present:
             say(f"waiting for a new checkpoint in {restore.path}")
             time.sleep(seconds)
+
+
+def own_path(ref: CheckpointRef) -> str:
+    """A checkpoint's own path, however it was given: relative, or through a symbolic link."""
+    path = storage.local_path(ref.path)
+    return path if storage.is_remote(path) else os.path.realpath(path)
 
 
 def opened(plan: InferencePlan, ref: CheckpointRef) -> Checkpoint:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from t0repro.config.inference_plan import EvalPlan
-from t0repro.converters import storage
 from t0repro.converters.tensors import CheckpointRef
 from t0repro.evaluation.records import read_with_checksum, write_with_checksum
-from t0repro.runs.chosen import chosen, coming, opened
+from t0repro.runs.chosen import chosen, coming, opened, own_path
 
 RECORD = "evaluated.json"
 
@@ -94,12 +92,12 @@ class EvaluatedCheckpoints:
 
     def has(self, ref: CheckpointRef) -> bool:
         """Whether a checkpoint has been evaluated with these settings."""
-        return _named(ref) in self._read().get(self._settings, [])
+        return own_path(ref) in self._read().get(self._settings, [])
 
     def add(self, ref: CheckpointRef) -> None:
         """Records a checkpoint as evaluated."""
         done = self._read()
-        done.setdefault(self._settings, []).append(_named(ref))
+        done.setdefault(self._settings, []).append(own_path(ref))
         rows = [{"settings": json.loads(key), "checkpoints": done[key]} for key in done]
         write_with_checksum(self.path, {"evaluated": rows})
 
@@ -107,12 +105,6 @@ class EvaluatedCheckpoints:
         # A damaged record is as good as none: what it named is evaluated again.
         rows = (read_with_checksum(self.path) or {"evaluated": []})["evaluated"]
         return {json.dumps(row["settings"], sort_keys=True): row["checkpoints"] for row in rows}
-
-
-def _named(ref: CheckpointRef) -> str:
-    """A checkpoint's own path, however it was given: relative, or through a symbolic link."""
-    path = storage.local_path(ref.path)
-    return path if storage.is_remote(path) else os.path.realpath(path)
 
 
 def _say(line: str) -> None:

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from t0repro.config.t5x.inference import eval_plan
+from t0repro.locks import folder_lock
 
 from ..own_lines import foreign_lines
 from ..runs.tiny_gin import MODEL, SIZES, parsed, save_checkpoint
@@ -64,6 +65,13 @@ def assert_described(output):
     assert "MIXTURE_OR_TASK_NAME = " in (output / "config.gin").read_text()
     info = (output / "model-info.txt").read_text()
     assert "Total number of parameters: 26720" in info and "param_states" not in info
+
+
+def test_a_second_evaluation_into_one_folder_is_refused(checkpoint, tmp_path):
+    with folder_lock(tmp_path / "out" / "inference_eval", "evaluation"):
+        code, _, said = run("eval", *macros(checkpoint, tmp_path / "out"))
+    assert code == 2 and "Another run holds this folder for evaluation" in said
+    assert "another EVAL_OUTPUT_DIR" in said
 
 
 def test_a_dry_run_reports_all_that_is_wrong_at_once(checkpoint, tmp_path):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -185,6 +186,29 @@ def test_a_damaged_file_is_not_believed_and_written_again(
     assert calls == [0, 1, 2] * 4 if merge else [1, 2] * 4
     infer(made)
     assert len(calls) == (12 if merge else 8)
+
+
+@pytest.mark.parametrize("merge", [True, False])
+def test_a_complete_result_of_another_checkpoint_or_other_settings_is_made_again(
+    checkpoint, few, tmp_path, capsys, merge
+):
+    def results(path, **changes):
+        made = plan(path, tmp_path / "out", "infer.mode = 'score'", name=few)
+        (written,) = infer(dataclasses.replace(made, merge=merge, **changes))
+        chunks = [written] if merge else sorted(written.parent.glob("tmp*/*chunk0000?"))
+        return "".join(path.read_text() for path in chunks), capsys.readouterr().err
+
+    other = tmp_path / "checkpoint_9"
+    shutil.copytree(checkpoint, other)
+    first, _ = results(checkpoint)
+    again, said = results(f"{checkpoint}/")
+    assert again == first and "already complete" in said
+    _, said = results(other)
+    assert "made from another checkpoint" in said
+    more, said = results(other, all_inputs=True)
+    assert "with other settings; done again" in said and more != first
+    shutil.rmtree(other)
+    assert "already complete" in results(other)[1]
 
 
 def test_chunks_of_another_checkpoint_are_not_continued(checkpoint, few, tmp_path, capsys):
