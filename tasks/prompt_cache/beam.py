@@ -9,7 +9,9 @@ Workers read and write the cache folder at the same path as this machine, and fi
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import json
 import tempfile
 from collections.abc import Callable, Collection, Sequence
@@ -49,17 +51,41 @@ class BeamWorkers:
     def finished(self, futures: Collection[Future[Any]]) -> set[Future[Any]]:
         """Runs a pipeline over everything queued; all futures have their results then."""
         import apache_beam as beam
-        from apache_beam.options.pipeline_options import PipelineOptions
 
         queued, self._queued = self._queued, []
         with tempfile.TemporaryDirectory(dir=self._folder) as results:
             calls = [(n, name, arguments) for n, (_, name, arguments) in enumerate(queued)]
-            with beam.Pipeline(options=PipelineOptions(self._options)) as pipeline:
+            with _pipeline(self._options) as pipeline:
                 # Reshuffled, so that calls are spread over all workers.
                 _ = pipeline | beam.Create(calls) | beam.Reshuffle() | beam.Map(_call, results)
             for number, (future, name, _) in enumerate(queued):
                 future.set_result(_read(Path(results, f"{number}.json"), name))
         return set(futures)
+
+
+def _pipeline(options: Sequence[str]) -> Any:
+    """A pipeline with these options.
+
+    Raises:
+      UserError: if Beam refuses them.
+    """
+    import apache_beam as beam
+    from apache_beam.options.pipeline_options import PipelineOptions
+
+    said = io.StringIO()
+    try:
+        # argparse prints what it refuses, below hundreds of lines of usage, and exits.
+        with contextlib.redirect_stderr(said):
+            parsed = PipelineOptions(options)
+            parsed.get_all_options()  # by itself Beam parses many of them while it works
+            return beam.Pipeline(options=parsed)
+    except (ValueError, SystemExit) as error:
+        reason = error if isinstance(error, ValueError) else said.getvalue().splitlines()[-1]
+        raise UserError(
+            f"Beam refuses its options: {reason}",
+            where="--beam_options",
+            fix="Correct them: the options of Beam's own pipelines, joined by commas.",
+        ) from error
 
 
 def _call(call: tuple[int, str, tuple[Any, ...]], results: str) -> None:

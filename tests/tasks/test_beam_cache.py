@@ -48,6 +48,20 @@ def test_a_mistake_in_the_rows_is_told_as_by_local_workers(tmp_path):
     assert not files(tmp_path / "cache"), "nothing unfinished is left"
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--runner=FnApiRuner"], "Unexpected pipeline runner: FnApiRuner"),
+        ([*IN_PROCESS, "--direct_running_mode=multi"], "direct_running_mode: invalid choice"),
+    ],
+)
+def test_options_that_beam_refuses_are_a_users_mistake(tmp_path, options, message, capfd):
+    with pytest.raises(UserError, match=message):
+        make(tmp_path / "cache", TASKS[0], beam_options=options)
+    assert not (tmp_path / "cache").exists()
+    assert "usage:" not in capfd.readouterr().err
+
+
 @pytest.mark.slow  # Beam starts two more processes
 def test_beams_multi_process_runner_writes_the_same_bytes(tmp_path, local):
     options = "--runner=FnApiRunner,--direct_running_mode=multi_processing,--direct_num_workers=2"
