@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from t0repro.config.configuration import RunInputs
@@ -54,6 +54,28 @@ def check_mixture(name: str) -> None:
 
     if name not in seqio.MixtureRegistry.names() and name not in seqio.TaskRegistry.names():
         raise unknown_mixture(name)
+
+
+def check_lengths(name: str, lengths: Mapping[str, int] | None) -> None:
+    """Checks that the lengths name the features that a batch is made of.
+
+    Args:
+      name: A registered task or mixture.
+      lengths: Tokens per feature; None stands for the longest example's.
+
+    Raises:
+      UserError: If a length is missing.
+    """
+    import seqio
+
+    features = seqio.get_mixture_or_task(name).output_features
+    used = [each for each in ("inputs", "targets") if each in features]
+    if lengths is not None and (missing := [each for each in used if each not in lengths]):
+        raise UserError(
+            f"The lengths lack {' and '.join(missing)}.",
+            where="utils.DatasetConfig.task_feature_lengths",
+            fix=f"Give a length for each of {', '.join(used)}.",
+        )
 
 
 def splits_of(task: Any) -> Sequence[str]:

@@ -78,6 +78,28 @@ def check_vocabularies(name: str, inputs: Any, outputs: Any) -> None:
             )
 
 
+def check_rows(vocab_size: int, *vocabularies: Any) -> None:
+    """Checks that a model's embedding has a row for each token of its vocabularies.
+
+    A smaller vocabulary is usual: T5 pads its embedding to a multiple of 128 rows.
+
+    Args:
+      vocab_size: The embedding's number of rows.
+      *vocabularies: Records of the model's vocabularies.
+
+    Raises:
+      UserError: If a vocabulary is larger.
+    """
+    for record in vocabularies:
+        size = seqio_vocabulary(record).vocab_size
+        if size > vocab_size:
+            raise UserError(
+                f"The vocabulary has {size:,} tokens, the model's embedding {vocab_size:,}.",
+                where="network.T5Config.vocab_size",
+                fix="Make it a multiple of 128 that is not smaller.",
+            )
+
+
 def _are_same(one: Any, other: Any) -> bool:
     """Whether two vocabularies encode alike, wherever their files lie."""
     import seqio

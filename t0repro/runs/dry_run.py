@@ -113,14 +113,11 @@ def _data(
     """
     from t0repro import compat
     from t0repro.data import checks
-    from t0repro.data.vocabularies import check_vocabularies, seqio_vocabulary
+    from t0repro.data.vocabularies import check_rows, check_vocabularies
 
     compat.install()
-    import seqio
-
     name = data.mixture_or_task_name
     checks.check_mixture(name)
-    provider = seqio.get_mixture_or_task(name)
     with_split = checks.tasks_with_split(name, data.split)
     # T5X leaves such an evaluation out rather than stop the training.
     if not with_split and may_lack_split:
@@ -131,23 +128,9 @@ def _data(
     yield f"{counted(len(with_split), 'task')} of {name} with the split {data.split!r}"
     checks.check_readable(name, data.split, use_cached=data.use_cached, tasks=with_split)
     yield "cached" if data.use_cached else "not cached: made from rows"
-    missing = set(provider.output_features) - set(data.sequence_length or provider.output_features)
-    if missing:
-        raise UserError(
-            f"The lengths lack {' and '.join(sorted(missing))}.",
-            where="utils.DatasetConfig.task_feature_lengths",
-            fix=f"Give a length for each of {', '.join(provider.output_features)}.",
-        )
+    checks.check_lengths(name, data.sequence_length)
     check_vocabularies(name, *vocabularies)
-    for record in vocabularies:
-        size = seqio_vocabulary(record).vocab_size
-        # A smaller one is usual: T5 pads its embedding to a multiple of 128 rows.
-        if size > model.vocab_size:
-            raise UserError(
-                f"The vocabulary has {size:,} tokens, the model's embedding {model.vocab_size:,}.",
-                where="network.T5Config.vocab_size",
-                fix="Make it a multiple of 128 that is not smaller.",
-            )
+    check_rows(model.vocab_size, *vocabularies)
     yield f"the tasks' vocabularies are the model's ({model.vocab_size:,} rows)"
 
 

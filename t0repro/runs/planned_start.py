@@ -96,10 +96,11 @@ def check_data(program: programs.TrainProgram, config: RunConfig) -> None:
     """Checks tasks, splits, caches and vocabularies, before anything is built or written.
 
     Raises:
-      UserError: If a task is missing, not cached, or encoded with another vocabulary.
+      UserError: If a task is missing, not cached, or encoded with another vocabulary, if the
+        model's embedding is too small for it, or if a feature's length is missing.
     """
-    from t0repro.data.checks import check_mixture, check_readable
-    from t0repro.data.vocabularies import check_vocabularies
+    from t0repro.data.checks import check_lengths, check_mixture, check_readable
+    from t0repro.data.vocabularies import check_rows, check_vocabularies
 
     plan = config.plan
     assert plan is not None
@@ -107,10 +108,12 @@ def check_data(program: programs.TrainProgram, config: RunConfig) -> None:
         if data is None:
             continue
         check_mixture(data.mixture_or_task_name)
+        check_lengths(data.mixture_or_task_name, data.sequence_length)
         model = program.model
         check_vocabularies(
             data.mixture_or_task_name, model.input_vocabulary, model.output_vocabulary
         )
+        check_rows(config.model.vocab_size, model.input_vocabulary, model.output_vocabulary)
         check_readable(data.mixture_or_task_name, data.split, use_cached=data.use_cached)
 
 

@@ -4,6 +4,7 @@ import pytest
 
 from t0repro.config.t5x.run import train_config
 from t0repro.errors import UserError
+from t0repro.runs import planned_start
 from t0repro.runs.dry_run import check_training
 
 from .tiny_gin import parsed, save_checkpoint
@@ -78,3 +79,17 @@ def test_all_that_is_wrong_is_reported_at_once(checkpoint):
 def test_rows_that_are_not_cached_are_named():
     with pytest.raises(UserError, match="of 14 tasks of 'demo_train', .* not cached"):
         said("USE_CACHED_TASKS = True")
+
+
+@pytest.mark.parametrize(
+    ("binding", "message"),
+    [
+        ("network.T5Config.vocab_size = 1280", "The vocabulary has 1,4"),
+        ("TASK_FEATURE_LENGTHS = {'inputs': 64}", "The lengths lack targets"),
+    ],
+)
+def test_a_training_without_the_dry_run_is_refused_by_the_same_checks(tmp_path, binding, message):
+    run = described(f"MODEL_DIR = '{tmp_path / 'model'}'", binding)
+    with pytest.raises(UserError, match=message):
+        planned_start.start(run, train_config(run), say=lambda line: None)
+    assert not (tmp_path / "model").exists()
