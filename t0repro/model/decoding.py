@@ -256,9 +256,10 @@ def _search(
     beams, alpha, prefilter, vocab_parts = options
     rows = inputs.shape[0]
     reads = read_inputs(model, params, inputs)
+    penalties = jnp.asarray(_length_penalties(length, alpha))
 
     def going_on(position: jax.Array, state: _Beams) -> jax.Array:
-        return (position < limits) & ~_is_decided(state, limits, alpha).all()
+        return (position < limits) & ~_is_decided(state, penalties[limits]).all()
 
     def more(carry: tuple[Any, ...]) -> jax.Array:
         return going_on(carry[0], carry[1]).any()
@@ -266,7 +267,8 @@ def _search(
     def step(carry: tuple[Any, ...]) -> tuple[Any, ...]:
         position, state, cache = carry
         logits, cache = decoder_step(model, params, reads, cache, state.last, position)
-        grown, parents = _grow(state, logits, position, alpha, prefilter, vocab_parts)
+        penalty = penalties[position + 1]
+        grown, parents = _grow(state, logits, position, penalty, prefilter, vocab_parts)
         active = going_on(position, state)
 
         # Rows may have different limits: one that is done keeps its state while others go on.
@@ -303,16 +305,17 @@ def _grow(
     state: _Beams,
     logits: Float[Array, "batch beams vocab"],
     position: Int[Array, ""],
-    alpha: float,
+    penalty: Float[Array, ""],
     prefilter: int,
     vocab_parts: int,
 ) -> tuple[_Beams, Int[Array, "batch beams"]]:
     """Extends the beams by one token; also returns the parent of each beam that is now alive."""
     beams = logits.shape[1]
     log_probs = _continued(logits, state.log_probs)
-    penalty = ((5.0 + (position + 1).astype(jnp.float32)) / 6.0) ** alpha
+    # Without the barrier, XLA multiplies by the rounded reciprocal of the one penalty.
+    divisors = jax.lax.optimization_barrier(jnp.broadcast_to(penalty, log_probs.shape))
     scores, parents, tokens = _best_continuations(
-        log_probs / penalty, 2 * beams, prefilter, vocab_parts
+        log_probs / divisors, 2 * beams, prefilter, vocab_parts
     )
     grown = jnp.take_along_axis(state.alive, parents[..., None], axis=1)
     grown = grown.at[:, :, position].set(tokens)
@@ -334,6 +337,18 @@ def _grow(
         is_finished=jnp.take_along_axis(all_flags, finished, axis=1),
     )
     return new, jnp.take_along_axis(parents, alive, axis=1)
+
+
+def _length_penalties(length: int, alpha: float) -> np.ndarray:
+    """The penalty of an output of n tokens, for n from 0 to `length`: float32 [length + 1].
+
+    Each is rounded as by Mesh TensorFlow on a CPU: TensorFlow's optimizer multiplies by a rounded
+    1/6. XLA would take powers in another order, which makes the first penalty 1.0000001 for an
+    alpha of 2; of a beam that does not exist, at -1e7, that changes the score by 1.
+    """
+    tokens = np.arange(length + 1, dtype=np.float32)
+    sixth = np.float32(1.0) / np.float32(6.0)
+    return ((np.float32(5.0) + tokens) * sixth) ** np.float32(alpha)
 
 
 def _continued(
@@ -368,10 +383,14 @@ def _best_continuations(
     return best, index // (vocab_parts * kept), chosen
 
 
-def _is_decided(state: _Beams, limits: Int[Array, " batch"], alpha: float) -> Array:
-    """Whether each row's worst finished beam beats anything its best alive one can become."""
-    longest = ((5.0 + limits.astype(jnp.float32)) / 6.0) ** alpha
-    # The most that a beam can reach: nothing lost on the way, and the largest penalty to divide by.
+def _is_decided(state: _Beams, longest: Float[Array, " batch"]) -> Array:
+    """Whether each row's worst finished beam beats anything its best alive one can become.
+
+    Args:
+      state: the search's.
+      longest: the penalty of the longest output of each row, the largest to divide by.
+    """
+    # The most that a beam can reach: nothing lost on the way.
     reachable = state.log_probs[:, 0] / longest
     # An unfinished beam counts as 0, above every real score.
     worst = jnp.min(state.finished_scores * state.is_finished, axis=1)
