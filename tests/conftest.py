@@ -20,24 +20,38 @@ os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # else it says of each server 
 
 _TESTS = Path(__file__).resolve().parent
 _SHARED = _TESTS.parents[1] / "shared"
-# What takes minutes, the longest first: a worker that began one of them last would end alone.
+# The longest first: a worker that began one of them last would end alone.
 _LONG = (
+    "training/test_mesh_parity.py",
     "parity/test_stacks_agree.py",
     "partitioning/test_eight_devices.py",
-    "converters/test_continuation.py",
     "mesh/test_main_jax.py",
-    "training/test_train_step.py",
+    "converters/test_continuation.py",
+    "training/test_microbatches.py",
+    "test_compat.py",
     "cli/test_train.py",
-    "training/test_resume.py",
-    "mesh/test_main.py",
+    "training/test_optimizers.py",
     "mesh/test_on_this_machine.py",
+    "training/test_bad_update.py",
+    "training/test_hard_times.py",
+    "training/test_resume.py",
+    "parity/test_decoding_agrees.py",
+    "tasks/test_user_templates.py",
+    "training/test_start.py",
+    "training/test_variants.py",
+    "training/test_train_step.py",
+    "evaluation/test_memory.py",
+    "parity/test_parity_command.py",
+    "runs/test_recomputation.py",
+    "cli/test_t5x_run.py",
+    "training/test_model_dir.py",
+    "evaluation/test_rank_eval.py",
+    "test_notebook.py",
+    "vertex/test_ending.py",
+    "mesh/test_main.py",
     "partitioning/test_processes.py",
     "tasks/test_sandbox.py",
     "training/test_t5x_loss.py",
-    "tasks/test_user_templates.py",
-    "parity/test_parity_command.py",
-    "parity/test_decoding_agrees.py",
-    "evaluation/test_memory.py",
 )
 
 
