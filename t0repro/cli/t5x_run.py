@@ -102,8 +102,12 @@ def evaluate(
         fix = "Wait for it to end, or bind another EVAL_OUTPUT_DIR."
         with held_by_first(lambda: folder_lock(results, "evaluation", fix=fix)):
             plan = _with_own_output(plan)
-            describe_inference(plan, parsed.gin_text)
-            evaluate_checkpoints(plan, watch=watch, until=until)
+            evaluate_checkpoints(
+                plan,
+                watch=watch,
+                until=until,
+                describe=lambda: describe_inference(plan, parsed.gin_text),
+            )
 
 
 @with_groups
@@ -142,9 +146,7 @@ def infer(
         from t0repro.runs.description import describe_inference
 
         plan = _with_own_output(plan)
-        if plan.shard_id == 0:  # the shards share a folder
-            describe_inference(plan, parsed.gin_text)
-        batch_infer.infer(plan)
+        batch_infer.infer(plan, lambda: describe_inference(plan, parsed.gin_text))
 
 
 def _with_own_output(plan: Plan) -> Plan:

@@ -66,12 +66,7 @@ class TaskEvaluator:
             async_compute_metrics=False,  # an error in a metric is to stop the run where it occurs
         )
         if not self._evaluator.eval_tasks:
-            raise UserError(
-                f"{data.mixture_or_task_name!r} has nothing to evaluate: no task has both the split"
-                f" {data.split!r} and a metric.",
-                where="utils.DatasetConfig",
-                fix="Choose another split (MIXTURE_OR_TASK_SPLIT) or mixture.",
-            )
+            raise nothing_to_evaluate(data)
 
     @property
     def tasks(self) -> list[str]:
@@ -104,6 +99,16 @@ class TaskEvaluator:
                     " of choices, or None for all.",
                 ) from error
         return {task: _numbers(values) for task, values in metrics.result().items()}
+
+
+def nothing_to_evaluate(data: SeqioDataConfig) -> UserError:
+    """The error for data without a task that has the split and a metric."""
+    return UserError(
+        f"{data.mixture_or_task_name!r} has nothing to evaluate: no task has both the split"
+        f" {data.split!r} and a metric.",
+        where="utils.DatasetConfig",
+        fix="Choose another split (MIXTURE_OR_TASK_SPLIT) or mixture.",
+    )
 
 
 def _is_worth_logging(record: logging.LogRecord) -> bool:

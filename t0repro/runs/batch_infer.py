@@ -22,7 +22,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +42,12 @@ COMPLETED = ".COMPLETED"
 _SETTINGS = "settings.json"
 
 
-def infer(plan: InferPlan) -> list[Path]:
+def infer(plan: InferPlan, describe: Callable[[], None] = lambda: None) -> list[Path]:
     """Predicts or scores the examples of each task that has the split and is not completed yet.
+
+    Args:
+      plan: What to do.
+      describe: Writes what the run says about itself, once nothing is left that would refuse it.
 
     Returns:
       The results' files.
@@ -77,8 +81,12 @@ def infer(plan: InferPlan) -> list[Path]:
     if others:
         left_out = counted(others, "task")
         print(f"left out: {left_out} without a split {plan.data.split!r}", file=sys.stderr)
-    for task in tasks:
-        job = _TaskJob(plan, task, path)
+    jobs = [_TaskJob(plan, task, path) for task in tasks]
+    if path is None and not all(job.is_completed() for job in jobs):
+        _chosen(plan)  # raises
+    if plan.shard_id == 0:  # the shards share a folder
+        describe()
+    for job in jobs:
         files.append(job.output)
         if job.is_completed():
             print(f"{job.output}: already complete", file=sys.stderr)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ def evaluate_checkpoints(
     watch: bool = False,
     until: int | None = None,
     seconds: float | None = None,
+    describe: Callable[[], None] = lambda: None,
 ) -> dict[int, Metrics]:
     """Evaluates each chosen checkpoint that this folder's record does not have yet.
 
@@ -33,6 +34,7 @@ def evaluate_checkpoints(
       watch: Whether to keep evaluating as new checkpoints appear.
       until: Watching ends after a checkpoint of this step or a later one; None never ends.
       seconds: Between two looks for new checkpoints; None takes the default.
+      describe: Writes what the run says about itself, once its data and checkpoints are found.
 
     Returns:
       Step -> task -> metrics, of the checkpoints evaluated now.
@@ -44,15 +46,19 @@ def evaluate_checkpoints(
     from t0repro.data.checks import check_readable, tasks_with_split
     from t0repro.data.vocabularies import check_vocabularies
     from t0repro.evaluation.closing import print_results
-    from t0repro.evaluation.seqio_evaluator import TaskEvaluator
+    from t0repro.evaluation.seqio_evaluator import TaskEvaluator, nothing_to_evaluate
 
     name, split = plan.data.mixture_or_task_name, plan.data.split
     check_vocabularies(name, plan.input_vocabulary, plan.output_vocabulary)
-    tasks = [task for task in tasks_with_split(name, split) if task.metric_fns]
+    tasks = [task for task in tasks_with_split(name, split) if task.metric_objs]
+    if not tasks:
+        raise nothing_to_evaluate(plan.data)
     check_readable(name, split, use_cached=plan.data.use_cached, tasks=tasks)
     folder, record = Path(plan.output_dir), EvaluatedCheckpoints(plan)
     evaluator, results = None, {}
-    for ref in _checkpoints(plan, watch, until, seconds):
+    refs = _checkpoints(plan, watch, until, seconds)
+    describe()
+    for ref in refs:
         if record.has(ref):
             _say(f"{ref.path}: evaluated before; remove {record.path} to do it again")
             continue

@@ -67,6 +67,20 @@ def assert_described(output):
     assert "Total number of parameters: 26720" in info and "param_states" not in info
 
 
+@pytest.mark.parametrize("mode", ["eval", "infer"])
+@pytest.mark.parametrize("spoiled", ["split", "checkpoint"])
+def test_a_refused_run_leaves_no_folder(checkpoint, tmp_path, mode, spoiled):
+    path = checkpoint if spoiled == "split" else tmp_path / "absent"
+    lines = [line.replace("EVAL_O", f"{mode.upper()}_O") for line in macros(path, tmp_path / "out")]
+    if spoiled == "split":
+        lines += ["--gin.MIXTURE_OR_TASK_SPLIT='tset'"]
+    if mode == "infer":
+        lines += ["--gin.TASK_FEATURE_LENGTHS={'inputs': 64, 'targets': 8}"]
+    code, _, said = run(mode, *lines)
+    assert code == 2 and ("'tset'" in said or "absent" in said), said
+    assert "WARNING:absl" not in said and not (tmp_path / "out").exists()
+
+
 def test_a_second_evaluation_into_one_folder_is_refused(checkpoint, tmp_path):
     with folder_lock(tmp_path / "out" / "inference_eval", "evaluation"):
         code, _, said = run("eval", *macros(checkpoint, tmp_path / "out"))
