@@ -219,10 +219,27 @@ with tf.Graph().as_default(), tf.compat.v1.summary.FileWriter(sys.argv[1]) as wr
 """
 
 
-def test_t5s_parse_tb_writes_its_table_and_the_best_step_of_each_group(tmp_path):
+# The same by the writer of the JAX stack, which stores tensors.
+WRITE_TENSORS = """
+import sys
+from t0repro.event_files import event_writer
+
+writer = event_writer(sys.argv[1])
+for step, (rte, mrpc) in {100: (50.0, 40.0), 200: (62.5, 65.0), 300: (75.0, 60.0)}.items():
+    writer.write_scalars(step, {
+        "eval/glue_rte_v002/accuracy": rte,
+        "eval/glue_mrpc_v002/accuracy": mrpc,
+        "eval/glue_mrpc_v002/f1": mrpc + 10.0,
+    })
+writer.close()
+"""
+
+
+@pytest.mark.parametrize("write", [WRITE_EVENTS, WRITE_TENSORS], ids=["summaries", "tensors"])
+def test_t5s_parse_tb_writes_its_table_and_the_best_step_of_each_group(tmp_path, write):
     events, table = tmp_path / "validation_eval", tmp_path / "table.csv"
     written = subprocess.run(
-        [sys.executable, "-P", "-c", WRITE_EVENTS, events], capture_output=True, text=True
+        [sys.executable, "-P", "-c", write, events], capture_output=True, text=True
     )
     assert written.returncode == 0, written.stderr
     flags = [f"--summary_dir={events}", f"--out_file={table}"]

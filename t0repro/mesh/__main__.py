@@ -7,10 +7,38 @@ does what `python -m t5.scripts.parse_tb ...` did on the TensorFlow and pandas o
 
 from __future__ import annotations
 
+import functools
 import runpy
 import sys
+from typing import Any
 
 from t0repro import compat
+
+
+def read_events_in_either_form() -> None:
+    """Lets t5.scripts.parse_tb read metrics that are stored as tensors, as the JAX stack's are.
+
+    `eval_utils.parse_events_files` takes each for 0; TensorFlow 1's summaries have no tensors.
+    """
+    from t5.evaluation import eval_utils
+
+    from t0repro.event_files import read_scalars
+
+    original = eval_utils.parse_events_files
+
+    @functools.wraps(original)
+    def parse_events_files(
+        tb_summary_dir: str, seqio_summaries: bool = False
+    ) -> dict[str, list[Any]]:
+        events = original(tb_summary_dir, seqio_summaries)
+        if seqio_summaries or not events:
+            return events
+        return {
+            tag: [eval_utils.Event(step, value) for step, value in points]
+            for tag, points in read_scalars(tb_summary_dir).items()
+        }
+
+    eval_utils.parse_events_files = parse_events_files
 
 
 def main() -> None:
@@ -21,6 +49,7 @@ def main() -> None:
     del sys.argv[0]
     compat.install()
     compat.sum_up_metrics_with_current_pandas()
+    read_events_in_either_form()
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 
 
