@@ -141,7 +141,8 @@ def check_checkpoint(prefix: str) -> BundleReader:
         raise UserError(
             f"There is no checkpoint {prefix}.",
             where=f"{prefix}.index is missing",
-            fix="Give the path without '.index', e.g. DIR/model.ckpt-1000.",
+            fix="Give a path without '.index', e.g. DIR/model.ckpt-1000; with --backend=jax also a"
+            " folder that holds a checkpoint of any format.",
         )
     return BundleReader(prefix)
 
