@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,7 @@ class CachedBatches(ResumableBatches):
 
     Raises:
       UserError: If a folder is not a complete cache of the split, no task has an example, a length
-        is missing, `batch_size` is less than 1, or rates are negative or all 0.
+        is missing, `batch_size` is less than 1, or rates are negative, not finite or all 0.
     """
 
     def __init__(
@@ -80,11 +81,12 @@ class CachedBatches(ResumableBatches):
             )
         if batch_size < 1:
             raise UserError(f"A batch of {batch_size} rows.", where="batch_size", fix="Give more.")
-        if min(self._rates.values()) < 0 or not any(self._rates.values()):
+        rates = [*self._rates.values()]
+        if not all(0 <= rate < math.inf for rate in rates) or not any(rates):
             raise UserError(
-                f"The rates are {list(self._rates.values())}.",
+                f"The rates are {rates}.",
                 where="folders",
-                fix="Give each task a rate that is not negative, and one of them more than 0.",
+                fix="Give each task a finite rate of at least 0, and one of them more than 0.",
             )
         self._lengths = {name: sequence_length[name] for name in FEATURES}
         self._batch_size, self._split = batch_size, split
