@@ -88,6 +88,8 @@ def _text(node: ast.expr) -> list[str]:
     if isinstance(node, ast.JoinedStr):
         parts = [each.value if isinstance(each, ast.Constant) else "…" for each in node.values]
         return [re.sub("…+", "…", "".join(map(str, parts)))]
+    if isinstance(node, ast.IfExp):
+        return [*_text(node.body), *_text(node.orelse)]
     return []
 
 
