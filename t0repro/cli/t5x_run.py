@@ -130,8 +130,8 @@ def infer(
         --gin.INFER_OUTPUT_DIR="'runs/infer'" --module_import my_tasks
     """
     # Last, so that the flag wins over the gin files.
-    shard = [] if shard_id is None else [f"infer.shard_id = {shard_id}"]
-    parsed = parse_files(gin_inputs("infer", options, last=shard))
+    last = [] if shard_id is None else [f"infer.shard_id = {shard_id}"]
+    parsed = parse_files(gin_inputs("infer", options, last=last))
     with processes.joined():
         from t0repro.config.t5x.inference import infer_plan
 
@@ -142,11 +142,17 @@ def infer(
 
             check_inference(plan, typer.echo)
             return
+        from t0repro.locks import folder_lock
+        from t0repro.partitioning.processes import held_by_first
         from t0repro.runs import batch_infer
         from t0repro.runs.description import describe_inference
 
-        plan = _with_own_output(plan)
-        batch_infer.infer(plan, lambda: describe_inference(plan, parsed.gin_text))
+        # Shards may run at once, into one folder.
+        shard = Path(plan.output_dir, f".shard-{plan.shard_id:05}-of-{plan.num_shards:05}")
+        fix = "Wait for it to end, or bind another INFER_OUTPUT_DIR."
+        with held_by_first(lambda: folder_lock(shard, "inference", fix=fix)):
+            plan = _with_own_output(plan)
+            batch_infer.infer(plan, lambda: describe_inference(plan, parsed.gin_text))
 
 
 def _with_own_output(plan: Plan) -> Plan:

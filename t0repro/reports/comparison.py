@@ -25,6 +25,7 @@ from t0repro.reports.prompts import PromptInfo, dataset_label, fixed_classes
 from t0repro.reports.run import Run
 
 MAX_FLIPS_KEPT = 200
+_EXACT_EXAMPLES = 100  # McNemar's test is exact for as many that differ
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +66,9 @@ class DatasetDifference:
       only_a: (example, prompt) outcomes that only the first run gets right; only_b the second.
       p_value: of McNemar's test. With several prompts the examples are clusters: the statistic is
         (sum of d)**2 / sum of d**2 with d an example's only_b minus only_a, chi-squared with one
-        degree of freedom; with one prompt that is McNemar's own, (b - c)**2 / (b + c).
+        degree of freedom; with one prompt that is McNemar's own, (b - c)**2 / (b + c). Where at
+        most 100 examples differ it is exact: the share of all ways to swap the runs on each of
+        them whose sum of d is as large; with one prompt that is the binomial test.
       agreement: percent of (example, prompt) outcomes that both predict alike.
     """
 
@@ -392,7 +395,17 @@ def _difference(
 
 def mcnemar(differences: np.ndarray) -> float:
     """p-value of McNemar's test over clusters (see DatasetDifference); 1 if nothing differs."""
-    squares = float((differences**2).sum())
-    statistic = float(differences.sum()) ** 2 / squares if squares else 0.0
-    # The upper tail of chi-squared with one degree of freedom.
-    return math.erfc(math.sqrt(statistic / 2))
+    sizes = np.abs(differences[differences != 0]).astype(np.int64)
+    total = abs(int(differences.sum()))
+    if len(sizes) > _EXACT_EXAMPLES:
+        # The upper tail of chi-squared with one degree of freedom.
+        return math.erfc(math.sqrt(total**2 / float((sizes**2).sum()) / 2))
+    # Either run could have been the better one on each of these: the distribution of their sum,
+    # from -sum(sizes) to sum(sizes).
+    probability = np.ones(1)
+    for size in sizes:
+        either = np.zeros(2 * size + 1)
+        either[[0, -1]] = 0.5
+        probability = np.convolve(probability, either)
+    reach = np.abs(np.arange(len(probability)) - len(probability) // 2)
+    return float(min(1.0, probability[reach >= total].sum()))

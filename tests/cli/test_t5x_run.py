@@ -67,25 +67,37 @@ def assert_described(output):
     assert "Total number of parameters: 26720" in info and "param_states" not in info
 
 
+def macros_of(mode, checkpoint, output):
+    """Both modes' macros are the same but for the folder's and the lengths."""
+    lines = [line.replace("EVAL_O", f"{mode.upper()}_O") for line in macros(checkpoint, output)]
+    lengths = ["--gin.TASK_FEATURE_LENGTHS={'inputs': 64, 'targets': 8}"]
+    return lines + (lengths if mode == "infer" else [])
+
+
 @pytest.mark.parametrize("mode", ["eval", "infer"])
 @pytest.mark.parametrize("spoiled", ["split", "checkpoint"])
 def test_a_refused_run_leaves_no_folder(checkpoint, tmp_path, mode, spoiled):
     path = checkpoint if spoiled == "split" else tmp_path / "absent"
-    lines = [line.replace("EVAL_O", f"{mode.upper()}_O") for line in macros(path, tmp_path / "out")]
+    lines = macros_of(mode, path, tmp_path / "out")
     if spoiled == "split":
         lines += ["--gin.MIXTURE_OR_TASK_SPLIT='tset'"]
-    if mode == "infer":
-        lines += ["--gin.TASK_FEATURE_LENGTHS={'inputs': 64, 'targets': 8}"]
     code, _, said = run(mode, *lines)
     assert code == 2 and ("'tset'" in said or "absent" in said), said
     assert "WARNING:absl" not in said and not (tmp_path / "out").exists()
 
 
-def test_a_second_evaluation_into_one_folder_is_refused(checkpoint, tmp_path):
-    with folder_lock(tmp_path / "out" / "inference_eval", "evaluation"):
-        code, _, said = run("eval", *macros(checkpoint, tmp_path / "out"))
-    assert code == 2 and "Another run holds this folder for evaluation" in said
-    assert "another EVAL_OUTPUT_DIR" in said
+@pytest.mark.parametrize(
+    ("mode", "held", "what"),
+    [
+        ("eval", "inference_eval", "evaluation"),
+        ("infer", ".shard-00000-of-00001", "inference"),
+    ],
+)
+def test_a_second_run_into_one_folder_is_refused(checkpoint, tmp_path, mode, held, what):
+    with folder_lock(tmp_path / "out" / held, what):
+        code, _, said = run(mode, *macros_of(mode, checkpoint, tmp_path / "out"))
+    assert code == 2 and f"Another run holds this folder for {what}" in said
+    assert f"another {mode.upper()}_OUTPUT_DIR" in said
 
 
 def test_a_dry_run_reports_all_that_is_wrong_at_once(checkpoint, tmp_path):

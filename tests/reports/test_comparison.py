@@ -1,9 +1,11 @@
+import itertools
 import json
 import math
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import scipy.stats
 from typer.testing import CliRunner
 
 from t0repro.cli.report import app
@@ -138,16 +140,29 @@ def test_differences_are_paired_by_example_and_prompts_of_one_are_a_cluster(tmp_
     assert entry.difference == pytest.approx(20)
     assert (entry.only_a, entry.only_b, entry.agreement) == (0, 20, 80.0)
     # Ten examples, not twenty outcomes: the two prompts fail on the same ones
-    assert entry.p_value == pytest.approx(math.erfc(math.sqrt(10 / 2)))
+    assert entry.p_value == pytest.approx(2 * 0.5**10)
     error = 100 * math.sqrt(0.2 * 0.8 / 50)
     assert entry.interval.low == pytest.approx(20 - 1.96 * error, abs=2.5)
     assert entry.interval.high == pytest.approx(20 + 1.96 * error, abs=2.5)
 
 
-def test_mcnemar_of_one_prompt_is_mcnemars_chi_squared():
-    differences = np.array([1] * 12 + [-1] * 4 + [0] * 30)
-    assert mcnemar(differences) == pytest.approx(math.erfc(math.sqrt((12 - 4) ** 2 / 16 / 2)))
+def test_mcnemar_of_many_examples_is_chi_squared():
+    differences = np.repeat([1, -1, 0], [120, 90, 50])
+    assert mcnemar(differences) == pytest.approx(math.erfc(math.sqrt(30**2 / 210 / 2)))
+
+
+@pytest.mark.parametrize(("better", "worse"), [(2, 0), (12, 4), (60, 40), (1, 1)])
+def test_mcnemar_of_few_examples_and_one_prompt_is_the_binomial_test(better, worse):
+    differences = np.repeat([1, -1, 0], [better, worse, 5])
+    expected = scipy.stats.binomtest(better, better + worse).pvalue
+    assert mcnemar(differences) == pytest.approx(expected)
     assert mcnemar(np.zeros(5)) == 1.0
+
+
+def test_mcnemar_of_few_clusters_counts_all_ways_to_swap_the_runs():
+    differences = np.array([3, -1, 2, 2, 0, -4, 1, 5])
+    sums = [abs(np.dot(signs, differences)) for signs in itertools.product([1, -1], repeat=8)]
+    assert mcnemar(differences) == pytest.approx(np.mean(np.array(sums) >= 8))
 
 
 def test_accuracies_of_equal_runs_differ_nowhere(tmp_path):
