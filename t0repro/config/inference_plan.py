@@ -40,6 +40,14 @@ class InferencePlan:
     output_dir: str
     layout: Layout
 
+    def decisive(self) -> dict[str, Any]:
+        """The settings that decide the results of one checkpoint, as JSON's types and tuples."""
+        named = ("model", "dtypes", "data", "decoding")
+        return {
+            **{name: dataclasses.asdict(getattr(self, name)) for name in named},
+            "restore": [self.restore.assignment_map, self.restore.dtype],
+        }
+
 
 @dataclasses.dataclass(frozen=True)
 class EvalPlan(InferencePlan):

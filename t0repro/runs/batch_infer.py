@@ -15,7 +15,6 @@ Source: t5x.infer.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import itertools
 import json
@@ -160,13 +159,9 @@ class _TaskJob:
         return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
 
     def _settings(self) -> dict[str, Any]:
-        plan = dataclasses.asdict(self._plan)
-        named = ("model", "dtypes", "data", "decoding", "mode")
-        return {
-            **{name: plan[name] for name in named},
-            "restore": [plan["restore"][name] for name in ("assignment_map", "dtype")],
-            "written": [plan[name] for name in ("all_inputs", "input_fields", "output_ids")],
-        }
+        plan = self._plan
+        written = [plan.all_inputs, plan.input_fields, plan.output_ids]
+        return {**plan.decisive(), "mode": plan.mode, "written": written}
 
     def run(self, checkpoint: Checkpoint) -> None:
         """Continues after the last whole chunk, and puts the chunks together at the end."""

@@ -85,16 +85,14 @@ def _checkpoints(
 class EvaluatedCheckpoints:
     """What has been evaluated into a folder, kept in its evaluated.json.
 
-    A checkpoint counts as evaluated only with the same examples and the same decoding.
+    A checkpoint counts as evaluated only with the same model, examples and decoding.
     """
 
     def __init__(self, plan: EvalPlan):
         self.path = Path(plan.output_dir) / RECORD
-        described = {"data": plan.data, "evaluator": plan.evaluator, "decoding": plan.decoding}
+        settings = {**plan.decisive(), "evaluator": dataclasses.asdict(plan.evaluator)}
         # Sorted, so that equal settings are equal texts.
-        self._settings = json.dumps(
-            {name: dataclasses.asdict(value) for name, value in described.items()}, sort_keys=True
-        )
+        self._settings = json.dumps(settings, sort_keys=True)
 
     def has(self, ref: CheckpointRef) -> bool:
         """Whether a checkpoint has been evaluated with these settings."""

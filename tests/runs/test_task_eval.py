@@ -119,6 +119,15 @@ def test_what_is_evaluated_is_not_evaluated_again_unless_the_settings_change(eva
     assert evaluate_checkpoints(latest) == {}
     fewer = dataclasses.replace(made.evaluator, num_examples=4)
     assert list(evaluate_checkpoints(dataclasses.replace(latest, evaluator=fewer))) == [5]
+    (ref,) = chosen(latest.restore)
+    for name, changes in {
+        "model": {"relative_attention_max_distance": 99},
+        "dtypes": {"activation": "bfloat16"},
+        "restore": {"dtype": "bfloat16"},
+    }.items():
+        changed = dataclasses.replace(getattr(latest, name), **changes)
+        other = dataclasses.replace(latest, **{name: changed})
+        assert EvaluatedCheckpoints(latest).has(ref) and not EvaluatedCheckpoints(other).has(ref)
 
 
 def test_a_checkpoint_is_known_by_its_own_path_however_it_is_given(
