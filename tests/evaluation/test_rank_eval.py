@@ -473,11 +473,13 @@ def test_a_split_without_examples_is_refused_and_one_among_others_is_named(
 
     rows = tmp_path / "data/super_glue/copa"
     rows.mkdir(parents=True)
-    (rows / "validation.jsonl").write_text("")
+    row = {"premise": "It rained.", "choice1": "Dry.", "choice2": "Wet.", "idx": 0, "label": 1}
+    # The prompt is for causes, and leaves out the one row.
+    (rows / "validation.jsonl").write_text(json.dumps(row | {"question": "effect"}) + "\n")
     task = add_prompted_task(
         "super_glue",
         "copa",
-        "more likely",
+        "…why? C1 or C2",
         ["validation"],
         root=tmp_path / "data",
         vocabulary=seqio.get_mixture_or_task(MIXTURE).output_features["targets"].vocabulary,

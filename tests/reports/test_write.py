@@ -46,7 +46,7 @@ def test_report_make_on_a_full_disk_is_one_message_and_no_half_report(tmp_path, 
     largest_file(resource.RLIM_INFINITY)
     assert isinstance(run.exception, UserError)
     assert "report.html cannot be written" in str(run.exception)
-    assert [name for name in os.listdir(tmp_path / "out") if not name.startswith(".t0repro")] == []
+    assert not (tmp_path / "out").exists()
     assert CliRunner().invoke(app, arguments, catch_exceptions=False).exit_code == 0
     assert (tmp_path / "out" / "report.html").stat().st_size > 30_000
 
