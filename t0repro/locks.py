@@ -40,6 +40,9 @@ def folder_lock(
     successor on the same machine. A run on another machine is recognised by its lease; watching the
     lease for a minute shows whether that run is still alive.
 
+    If an exception, such as that for a misspelt name, leaves the block while there is nothing in a
+    folder that was made for it, the folder is removed.
+
     Args:
       folder: created if it does not exist.
       purpose: what the holder does, such as "training", for the error that a second run gets.
@@ -49,9 +52,6 @@ def folder_lock(
     Raises:
       UserError: if another run holds the folder (the message names it), or if the folder cannot be
         created or locked.
-
-    Whatever ends the block with an exception before anything is in a folder that was made for it,
-    such as a misspelt name, the folder goes again.
     """
     # flock excludes other processes on this machine, even ones that were suspended for hours.
     lock = filelock.FileLock(folder / LOCK_FILE, timeout=0, is_singleton=False)

@@ -175,9 +175,10 @@ def first_bad_tensor(
             return bad
     whole, loss_fn = model.whole_batch({name: jnp.asarray(x) for name, x in batch.items()})
     parts, keys = split_into_microbatches(whole, num_microbatches), microbatch_keys(key)
+    backward = jax.jit(jax.value_and_grad(loss_fn, has_aux=True))
     for index in range(num_microbatches):
         part = {name: x[index] for name, x in parts.items()}
-        for kind, name, value in _computed(model, loss_fn, params, part, keys(index)):
+        for kind, name, value in _computed(model, backward, params, part, keys(index)):
             bad = _bad(kind, name, index, value)
             if bad is not None:
                 return bad
@@ -185,7 +186,7 @@ def first_bad_tensor(
 
 
 def _computed(
-    model: T5Model, loss_fn: Callable, params: Any, part: Mapping[str, jax.Array], key: Any
+    model: T5Model, backward: Callable, params: Any, part: Mapping[str, jax.Array], key: Any
 ) -> Iterator[tuple[str, str, Any]]:
     """(kind, name, value) of activations as computed, of the loss, and of gradients by path.
 
@@ -212,7 +213,6 @@ def _computed(
             rngs={"dropout": key} if dropout else {},
         )
     yield from activations
-    backward = jax.jit(jax.value_and_grad(loss_fn, has_aux=True))
     (loss, _), gradients = backward(params, part, key)
     yield "loss", "loss", loss
     order = _backward_order(gradients := _flat(gradients), [name for _, name, _ in activations])
