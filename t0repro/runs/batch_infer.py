@@ -67,10 +67,10 @@ def infer(plan: InferPlan, describe: Callable[[], None] = lambda: None) -> list[
     name = plan.data.mixture_or_task_name
     check_vocabularies(name, plan.input_vocabulary, plan.output_vocabulary)
     checkpoint: Checkpoint | None = None
-    path: str | None = None
+    ref: CheckpointRef | None = None
     # What is complete stays so when its checkpoint is gone, as by a training's retention.
     with contextlib.suppress(UserError):
-        path = own_path(_chosen(plan))
+        ref = _chosen(plan)
     files = []
     tasks = tasks_with_split(name, plan.data.split)
     if not tasks:
@@ -80,19 +80,22 @@ def infer(plan: InferPlan, describe: Callable[[], None] = lambda: None) -> list[
     if others:
         left_out = counted(others, "task")
         print(f"left out: {left_out} without a split {plan.data.split!r}", file=sys.stderr)
-    jobs = [_TaskJob(plan, task, path) for task in tasks]
-    if path is None and not all(job.is_completed() for job in jobs):
-        _chosen(plan)  # raises
+    jobs = [_TaskJob(plan, task, ref and own_path(ref)) for task in tasks]
+    # Asked once: it computes the digests of whole files.
+    unfinished = [job for job in jobs if not job.is_completed()]
+    if unfinished and ref is None:
+        ref = _chosen(plan)  # raises
     if plan.shard_id == 0:  # the shards share a folder
         describe()
     for job in jobs:
         files.append(job.output)
-        if job.is_completed():
+        if job not in unfinished:
             print(f"{job.output}: already complete", file=sys.stderr)
             continue
         # Only now: a run with nothing left to do loads no checkpoint.
         if checkpoint is None:
-            checkpoint = opened(plan, _chosen(plan))
+            assert ref is not None
+            checkpoint = opened(plan, ref)
         job.run(checkpoint)
     return files
 

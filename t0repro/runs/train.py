@@ -190,9 +190,9 @@ def train(
     say(f"train: steps {start.step:,} to {end_step:,}, a batch is {parts}")
     save_data = batches.save if isinstance(batches, BatchSource) else None
     beginning = Beginning(start.step, end_step, start.checkpoint, save_data)
-    # The last of the actions: it reports how long the others took to save.
     if not _saves(config):
         say("no checkpoint will be saved: utils.CheckpointConfig.save is None")
+    # The last of the actions: it reports how long the others took to save.
     signals = StopOnSignal(say, _saves(config))
     loop = (
         _plain_loop(run, start, beginning, writers, [*actions, signals], say)
