@@ -22,8 +22,8 @@ from t0repro.converters.options import Options
 from t0repro.converters.recognition import recognise
 from t0repro.converters.sources import (
     check_checkpoint,
-    files_of,
     find_checkpoint,
+    fingerprint,
     has_slots,
     open_checkpoint,
 )
@@ -117,11 +117,11 @@ def convert(
     ref = find_checkpoint(src, step, source)
     _check_target_absent(Path(dst), force)
     # Taken before the first byte is read, and compared after the last.
-    fingerprint = _fingerprint(ref)
+    files = fingerprint(ref)
     report, reader, plan = _planned(ref, Path(dst), to, options)
     if dry_run:
         return dataclasses.replace(report, dry_run=True)
-    return _write(reader, report, plan, Path(dst), fingerprint)
+    return _write(reader, report, plan, Path(dst), files)
 
 
 def _planned(
@@ -221,13 +221,6 @@ def _target(directory: Path, to: Format, step: int) -> CheckpointRef:
     return CheckpointRef(to, str(directory / name), step)
 
 
-def _fingerprint(ref: CheckpointRef) -> dict[str, Any]:
-    """Sizes and modification times of the source's files, to detect a concurrent writer."""
-    # Remote file systems cache listings, which would hide the change.
-    storage.refresh(ref.path)
-    return {file: storage.stamp(file) for file in files_of(ref)}
-
-
 # --- Checks before the first byte ----------------------------------------------------------------
 
 
@@ -323,14 +316,14 @@ def _write(
     report: ConversionReport,
     plan: plans.Plan,
     directory: Path,
-    fingerprint: dict[str, Any],
+    files: dict[str, Any],
 ) -> ConversionReport:
     """Writes to a hidden directory, then moves the checkpoint and the manifest into place."""
     # Everything that decides the output's content. A staged directory is resumed only if its
     # request equals this one, so a setting left out here could mix two different conversions.
     request = {
         "source": [report.source.format, _absolute(report.source.path), report.source.step],
-        "files": fingerprint,
+        "files": files,
         "target": [report.target.format, report.target.step],
         "tensors": [[o.name, o.file, list(o.info.shape), o.info.dtype.name] for o in plan.outputs],
         "extra": plan.identity,
@@ -340,7 +333,7 @@ def _write(
         try:
             resumed = _write_tensors(reader, report, plan, writer, staged)
             # A training run may have saved over the source while it was being read.
-            if _fingerprint(report.source) != fingerprint:
+            if fingerprint(report.source) != files:
                 raise UserError(
                     "The source was written to while it was read.",
                     where=report.source.path,

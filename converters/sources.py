@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from typing import Any
 
 import numpy as np
 
@@ -182,6 +183,13 @@ def files_of(ref: CheckpointRef) -> list[str]:
         names = storage.names(ref.path)
         return [storage.join(ref.path, name) for name in names if name.endswith(".safetensors")]
     return sorted(storage.walk(ref.path))
+
+
+def fingerprint(ref: CheckpointRef) -> dict[str, Any]:
+    """Sizes and modification times of a checkpoint's files: they change when it is written to."""
+    # Remote file systems cache listings, which would hide the change.
+    storage.refresh(ref.path)
+    return {file: storage.stamp(file) for file in files_of(ref)}
 
 
 def check_checkpoint(reader: CheckpointReader) -> ModelShape:
