@@ -70,7 +70,7 @@ def evaluate(
     """Evaluate checkpoints with the metrics of SeqIO tasks, as T5X's gin files say.
 
     Results are below EVAL_OUTPUT_DIR/inference_eval: TensorBoard's events, metrics and predictions.
-    Checkpoints that evaluated.json there lists are skipped.
+    Checkpoints that evaluated.json there lists are skipped, unless they were replaced since.
 
     Example:
       t0repro eval --gin_file t5x/examples/t5/t5_1_1/small.gin

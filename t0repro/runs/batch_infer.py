@@ -3,8 +3,9 @@
 In the output folder, for each task and shard:
 
     <task>-<mode>.jsonl-00000-of-00001             a line per example, in the examples' order
-    <task>-<mode>.jsonl-00000-of-00001.COMPLETED   its digest (in T5X empty), and that of the
-                                                   checkpoint's path and the settings; written last
+    <task>-<mode>.jsonl-00000-of-00001.COMPLETED   its digest (in T5X empty), that of the
+                                                   checkpoint's path and the settings, and the
+                                                   checkpoint's identity; written last
     tmp-<task>-00000-of-00001/                     chunks; an interrupted run continues after them
 
 A file or chunk that is not what its digest says counts as missing.
@@ -34,7 +35,7 @@ from t0repro.evaluation.model_functions import ModelFunctions
 from t0repro.evaluation.opened import Checkpoint
 from t0repro.evaluation.records import file_digest
 from t0repro.files import sync_directory, write_atomically
-from t0repro.runs.chosen import chosen, opened, own_path
+from t0repro.runs.chosen import chosen, identity, opened, own_path
 from t0repro.words import counted
 
 COMPLETED = ".COMPLETED"
@@ -80,7 +81,9 @@ def infer(plan: InferPlan, describe: Callable[[], None] = lambda: None) -> list[
     if others:
         left_out = counted(others, "task")
         print(f"left out: {left_out} without a split {plan.data.split!r}", file=sys.stderr)
-    jobs = [_TaskJob(plan, task, ref and own_path(ref)) for task in tasks]
+    # Before it is opened: what is made from one that is replaced meanwhile is made again.
+    known = (own_path(ref), identity(ref)) if ref else (None, None)
+    jobs = [_TaskJob(plan, task, *known) for task in tasks]
     # Asked once: it computes the digests of whole files.
     unfinished = [job for job in jobs if not job.is_completed()]
     if unfinished and ref is None:
@@ -130,8 +133,10 @@ def register_files(plan: InferPlan) -> None:
 class _TaskJob:
     """The inference of one task's shard."""
 
-    def __init__(self, plan: InferPlan, task: Any, checkpoint: str | None):
-        self._plan, self._task, self._checkpoint = plan, task, checkpoint
+    def __init__(self, plan: InferPlan, task: Any, path: str | None, its_identity: str | None):
+        """Takes the checkpoint's own path and its identity; None if it is gone."""
+        self._plan, self._task = plan, task
+        self._checkpoint, self._identity = path, its_identity
         shard = f"{plan.shard_id:05}-of-{plan.num_shards:05}"
         folder = Path(plan.output_dir)
         self.output = folder / f"{task.name}-{plan.mode}.jsonl-{shard}"
@@ -144,22 +149,26 @@ class _TaskJob:
         else:
             count = self._whole_chunks()
             whole = count > 0 and _lines_of(self.output)[:1] == [_chunks_in_words(count)]
-        if not whole or self._checkpoint is None:
+        if not whole or self._identity is None:
             return whole
-        # An earlier version did not say what it was made of.
-        if _lines_of(self.output)[1:] not in ([], [self._made_of()]):
-            what = "made from another checkpoint or with other settings; done again"
-            print(f"{self.output}: {what}", file=sys.stderr)
-            return False
-        return True
+        recorded, now = _lines_of(self.output)[1:], self._made_of()
+        # Earlier versions did not record the identity, or nothing of what it was made of.
+        if recorded == now[: len(recorded)]:
+            return True
+        what = "made from another checkpoint or with other settings"
+        if recorded[0] == now[0]:
+            what = f"{self._checkpoint} has changed since"
+        print(f"note: {self.output}: {what}; done again", file=sys.stderr)
+        return False
 
-    def _made_of(self) -> str:
-        """Digest of the checkpoint's path and of all settings that the result depends on.
+    def _made_of(self) -> list[str]:
+        """Digest of the checkpoint's path and all decisive settings; the checkpoint's identity.
 
-        The path, since a run that has nothing to do should not read the checkpoint.
+        Not its parameters' digest, since a run that has nothing to do should not read them.
         """
         settings = {"checkpoint": self._checkpoint, **self._settings()}
-        return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
+        digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
+        return [digest, self._identity or ""]
 
     def _settings(self) -> dict[str, Any]:
         plan = self._plan
@@ -187,11 +196,11 @@ class _TaskJob:
         if self._plan.merge:
             self._merge(number)
         else:
-            _mark(self.output, _chunks_in_words(number), self._made_of())
+            _mark(self.output, _chunks_in_words(number), *self._made_of())
         print(f"wrote {self.output}", file=sys.stderr)
 
     def _prepare(self, checkpoint: Checkpoint) -> int:
-        """Number of chunks that are there already; those made with other settings are removed."""
+        """Number of chunks that are there already; those made of anything else are removed."""
         # The checkpoint by its contents, since its path may hold another one by now.
         settings = {
             "checkpoint": checkpoint.digest,
@@ -201,7 +210,8 @@ class _TaskJob:
         text = json.dumps(settings, indent=1) + "\n"
         record = self._chunks / _SETTINGS
         if self._chunks.is_dir() and (not record.is_file() or record.read_text() != text):
-            print(f"{self._chunks}: made with other settings; started over", file=sys.stderr)
+            what = "made from another checkpoint or with other settings"
+            print(f"note: {self._chunks}: {what}; started over", file=sys.stderr)
             shutil.rmtree(self._chunks)
         self._chunks.mkdir(parents=True, exist_ok=True)
         write_atomically(record, text)
@@ -274,7 +284,7 @@ class _TaskJob:
         os.replace(whole, self.output)
         sync_directory(self.output.parent)
         # Marked before the chunks go, so that an interruption leaves one or the other.
-        _mark(self.output, file_digest(self.output) or "", self._made_of())
+        _mark(self.output, file_digest(self.output) or "", *self._made_of())
         shutil.rmtree(self._chunks)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import json
 import os
 import sys
 import time
@@ -10,8 +13,9 @@ from typing import Any
 
 from t0repro.config.inference_plan import InferencePlan
 from t0repro.config.training_plan import RestoreConfig
-from t0repro.converters import sources, storage
+from t0repro.converters import jax_tree, sources, storage
 from t0repro.converters.arithmetic import check_configured, open_configured, repeated_biases
+from t0repro.converters.integrity import INTEGRITY
 from t0repro.converters.tensors import CheckpointRef, StoredTensor
 from t0repro.errors import UserError
 from t0repro.evaluation.checkpoint_choice import checkpoints_in
@@ -87,6 +91,37 @@ def own_path(ref: CheckpointRef) -> str:
     """A checkpoint's own path, however it was given: relative, or through a symbolic link."""
     path = storage.local_path(ref.path)
     return path if storage.is_remote(path) else os.path.realpath(path)
+
+
+def identity(ref: CheckpointRef) -> str | None:
+    """What tells a checkpoint from one that took its place at the same path; None if it is gone.
+
+    Its values are not read: who asks this has nothing else to do if the checkpoint is known.
+    """
+    # The first process's: copies on other machines have other modification times.
+    return from_first(lambda: _identity(ref))
+
+
+def _identity(ref: CheckpointRef) -> str | None:
+    try:
+        account = _account(ref)
+    except FileNotFoundError:  # removed meanwhile, as by a training's retention
+        account = b""
+    return hashlib.blake2b(account, digest_size=8).hexdigest() if account else None
+
+
+def _account(ref: CheckpointRef) -> bytes:
+    """What is written about a checkpoint's files; empty if there are none."""
+    # In T5X's layout the tree, with its list of files, has a folder of its own.
+    for folder in (ref.path, storage.join(ref.path, jax_tree.STATE)):
+        listing = storage.join(folder, INTEGRITY)
+        if storage.is_file(listing):
+            return storage.read(listing)  # checksums, which a copy has too
+    # Files that come without such a list are known by their modification times, since all
+    # checkpoints of a model have the same names and sizes. A copy put back in place counts as
+    # another one: to do its work once more does less harm than to keep another one's results.
+    files = sources.fingerprint(dataclasses.replace(ref, path=own_path(ref)))
+    return json.dumps(sorted(files.items())).encode() if files else b""
 
 
 def opened(plan: InferencePlan, ref: CheckpointRef) -> Checkpoint:

@@ -12,7 +12,7 @@ from typing import Any
 from t0repro.config.inference_plan import EvalPlan
 from t0repro.converters.tensors import CheckpointRef
 from t0repro.evaluation.records import read_with_checksum, write_with_checksum
-from t0repro.runs.chosen import chosen, coming, opened, own_path
+from t0repro.runs.chosen import chosen, coming, identity, opened, own_path
 
 RECORD = "evaluated.json"
 
@@ -59,7 +59,9 @@ def evaluate_checkpoints(
     refs = _checkpoints(plan, watch, until, seconds)
     describe()
     for ref in refs:
-        if record.has(ref):
+        # Taken first: one that is replaced while it is read is evaluated again the next time.
+        its_identity = identity(ref)
+        if record.has(ref, its_identity):
             _say(f"{ref.path}: evaluated before; remove {record.path} to do it again")
             continue
         if evaluator is None:  # reads all examples, which a finished evaluation need not do
@@ -67,7 +69,7 @@ def evaluate_checkpoints(
         checkpoint = opened(plan, ref)
         metrics = evaluator.evaluate(checkpoint.model, checkpoint.params, checkpoint.step)
         # Last: an evaluation that is interrupted before its results are written is done again.
-        record.add(ref)
+        record.add(ref, its_identity)
         results[checkpoint.step] = metrics
         print_results(metrics, checkpoint.step, folder)
     return results
@@ -94,21 +96,39 @@ class EvaluatedCheckpoints:
         # Sorted, so that equal settings are equal texts.
         self._settings = json.dumps(settings, sort_keys=True)
 
-    def has(self, ref: CheckpointRef) -> bool:
-        """Whether a checkpoint has been evaluated with these settings."""
-        return own_path(ref) in self._read().get(self._settings, [])
+    def has(self, ref: CheckpointRef, its_identity: str | None) -> bool:
+        """Whether a checkpoint has been evaluated with these settings; says if it was replaced.
 
-    def add(self, ref: CheckpointRef) -> None:
+        One that is gone, and one without an identity in the record, is known by its path.
+        """
+        done, path = self._read().get(self._settings, {}), own_path(ref)
+        if path not in done:
+            return False
+        if its_identity is None or done[path] in (its_identity, None):
+            return True
+        _say(f"note: {ref.path} has changed since it was evaluated; evaluated again")
+        return False
+
+    def add(self, ref: CheckpointRef, its_identity: str | None) -> None:
         """Records a checkpoint as evaluated."""
         done = self._read()
-        done.setdefault(self._settings, []).append(own_path(ref))
-        rows = [{"settings": json.loads(key), "checkpoints": done[key]} for key in done]
+        done.setdefault(self._settings, {})[own_path(ref)] = its_identity
+        rows = [
+            {"settings": json.loads(key), "checkpoints": [*known], "identities": known}
+            for key, known in done.items()
+        ]
         write_with_checksum(self.path, {"evaluated": rows})
 
-    def _read(self) -> dict[str, list[str]]:
+    def _read(self) -> dict[str, dict[str, str | None]]:
+        """Settings -> path -> identity, None in a record of a version that knew paths alone."""
         # A damaged record is as good as none: what it named is evaluated again.
         rows = (read_with_checksum(self.path) or {"evaluated": []})["evaluated"]
-        return {json.dumps(row["settings"], sort_keys=True): row["checkpoints"] for row in rows}
+        return {
+            json.dumps(row["settings"], sort_keys=True): {
+                path: row.get("identities", {}).get(path) for path in row["checkpoints"]
+            }
+            for row in rows
+        }
 
 
 def _say(line: str) -> None:

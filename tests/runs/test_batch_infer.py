@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from t0repro.evaluation.model_functions import ModelFunctions
 from t0repro.runs.batch_infer import infer
 from t0repro.runs.chosen import chosen, opened
 
+from ..own_lines import foreign_lines
 from .tiny_gin import parsed, save_checkpoint
 
 TASK = "demo_synthetic_glue_mrpc_want_to_know_score_eval"
@@ -209,6 +211,69 @@ def test_a_complete_result_of_another_checkpoint_or_other_settings_is_made_again
     assert "with other settings; done again" in said and more != first
     shutil.rmtree(other)
     assert "already complete" in results(other)[1]
+
+
+@pytest.mark.parametrize("merge", [True, False])
+def test_a_complete_result_of_a_checkpoint_that_was_replaced_is_made_again(
+    few, tmp_path, capsys, merge
+):
+    made = plan(tmp_path / "checkpoint_7", tmp_path / "out", "infer.mode = 'score'", name=few)
+    made = dataclasses.replace(made, merge=merge)
+
+    def results():
+        (written,) = infer(made)
+        chunks = [written] if merge else sorted(written.parent.glob("tmp*/*chunk0000?"))
+        return "".join(path.read_text() for path in chunks), capsys.readouterr().err
+
+    path = save_checkpoint(tmp_path, made, 7)
+    first, _ = results()
+    for file in path.rglob("*"):
+        os.utime(file, (0, 0))  # as after a copy
+    assert "already complete" in results()[1]
+    shutil.rmtree(path)
+    save_checkpoint(tmp_path, made, 7, seed=1)
+    second, said = results()
+    assert second != first and "already complete" not in said
+    assert f"{path} has changed since; done again" in said and foreign_lines(said) == []
+    assert "already complete" in results()[1]
+    # A version before recorded the path and the settings alone, and T5X nothing.
+    (marker,) = (tmp_path / "out").glob("few*.COMPLETED")
+    lines = marker.read_text().splitlines()
+    shutil.rmtree(path)
+    save_checkpoint(tmp_path, made, 7)
+    for kept in (1, 2):
+        marker.write_text("\n".join(lines[:kept]))
+        again, said = results()
+        assert again == second and "already complete" in said
+    marker.write_text("\n".join([*lines, "more"]))
+    again, said = results()
+    assert again == first and "already complete" not in said
+
+
+def test_chunks_of_a_checkpoint_that_was_replaced_are_not_continued(
+    few, tmp_path, capsys, monkeypatch
+):
+    made = plan(tmp_path / "checkpoint_7", tmp_path / "out", "infer.mode = 'score'", name=few)
+    path = save_checkpoint(tmp_path, made, 7)
+    score = ModelFunctions.score
+
+    def failing(self, dataset):
+        if self.seed == 1:
+            raise OSError("the power went off")
+        return score(self, dataset)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ModelFunctions, "score", failing)
+        with pytest.raises(OSError, match="power"):
+            infer(made)
+    shutil.rmtree(path)
+    save_checkpoint(tmp_path, made, 7, seed=1)
+    (written,) = infer(made)
+    said = capsys.readouterr().err
+    assert "made from another checkpoint or with other settings; started over" in said
+    assert foreign_lines(said) == []
+    undisturbed = infer(dataclasses.replace(made, output_dir=str(tmp_path / "b")))[0]
+    assert written.read_bytes() == undisturbed.read_bytes()
 
 
 def test_chunks_of_another_checkpoint_are_not_continued(checkpoint, few, tmp_path, capsys):

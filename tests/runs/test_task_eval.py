@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import shutil
 import threading
 from pathlib import Path
@@ -15,9 +16,11 @@ from t0repro.config.t5x.inference import eval_plan
 from t0repro.converters.sources import find_checkpoint
 from t0repro.errors import UserError
 from t0repro.evaluation.engine import score_examples
-from t0repro.runs.chosen import chosen, opened
+from t0repro.evaluation.records import read_with_checksum, write_with_checksum
+from t0repro.runs.chosen import chosen, identity, opened
 from t0repro.runs.task_eval import EvaluatedCheckpoints, evaluate_checkpoints
 
+from ..own_lines import foreign_lines
 from .tiny_gin import parsed, save_checkpoint
 
 GENERATED = "demo_synthetic_glue_mrpc_want_to_know"
@@ -127,7 +130,11 @@ def test_what_is_evaluated_is_not_evaluated_again_unless_the_settings_change(eva
     }.items():
         changed = dataclasses.replace(getattr(latest, name), **changes)
         other = dataclasses.replace(latest, **{name: changed})
-        assert EvaluatedCheckpoints(latest).has(ref) and not EvaluatedCheckpoints(other).has(ref)
+        assert is_evaluated(latest, ref) and not is_evaluated(other, ref)
+
+
+def is_evaluated(made, ref):
+    return EvaluatedCheckpoints(made).has(ref, identity(ref))
 
 
 def test_a_checkpoint_is_known_by_its_own_path_however_it_is_given(
@@ -137,10 +144,10 @@ def test_a_checkpoint_is_known_by_its_own_path_however_it_is_given(
     link.symlink_to(model_dir)
     monkeypatch.chdir(model_dir)
     (ref,) = chosen(plan(model_dir / "checkpoint_3", out).restore)
-    EvaluatedCheckpoints(plan(ref.path, out)).add(ref)
+    EvaluatedCheckpoints(plan(ref.path, out)).add(ref, identity(ref))
     for given in ("checkpoint_3", "./checkpoint_3/", link / "checkpoint_3", f"file://{ref.path}"):
         made = plan(given, out)
-        assert EvaluatedCheckpoints(made).has(chosen(made.restore)[0]), given
+        assert is_evaluated(made, chosen(made.restore)[0]), given
     # The same words for another checkpoint.
     other = tmp_path / "other"
     shutil.copytree(model_dir, other)
@@ -149,7 +156,45 @@ def test_a_checkpoint_is_known_by_its_own_path_however_it_is_given(
     monkeypatch.chdir(other)
     for given in ("checkpoint_3", link / "checkpoint_3"):
         made = plan(given, out)
-        assert not EvaluatedCheckpoints(made).has(chosen(made.restore)[0]), given
+        assert not is_evaluated(made, chosen(made.restore)[0]), given
+
+
+def test_a_checkpoint_that_was_replaced_at_its_path_is_evaluated_again(tmp_path, capsys):
+    folder, out = tmp_path / "model", tmp_path / "out"
+    made = plan(folder / "checkpoint_1", out, name=RANKED)
+    path = save_checkpoint(folder, made, 1)
+    first = evaluate_checkpoints(made)
+    for file in path.rglob("*"):
+        os.utime(file, (0, 0))  # as after a copy
+    capsys.readouterr()
+    assert evaluate_checkpoints(made) == {}
+    shutil.rmtree(path)
+    save_checkpoint(folder, made, 1, seed=1)
+    capsys.readouterr()
+    again = evaluate_checkpoints(made)
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "evaluated again" in line]
+    assert f"{path} has changed since it was evaluated" in line and foreign_lines(line) == []
+    assert list(again) == [1] and again != first
+    assert evaluate_checkpoints(made) == {} and "evaluated before" in capsys.readouterr().err
+    (ref,) = chosen(made.restore)
+    shutil.rmtree(path)  # as by a training's retention, after it was chosen
+    assert is_evaluated(made, ref)
+
+
+def test_an_earlier_versions_record_of_paths_alone_is_believed(model_dir, tmp_path):
+    made = plan(model_dir / "checkpoint_3", tmp_path, name=RANKED)
+    (ref,) = chosen(made.restore)
+    EvaluatedCheckpoints(made).add(ref, identity(ref))
+    (path,) = tmp_path.rglob("evaluated.json")
+    record = read_with_checksum(path)
+    for row in record["evaluated"]:
+        del row["identities"]
+    write_with_checksum(path, record)
+    assert evaluate_checkpoints(made) == {}
+    # It is kept when another checkpoint is added.
+    other = plan(model_dir / "checkpoint_5", tmp_path, name=RANKED)
+    assert list(evaluate_checkpoints(other)) == [5]
+    assert evaluate_checkpoints(made) == evaluate_checkpoints(other) == {}
 
 
 def test_a_specific_checkpoint_in_another_format(model_dir, tmp_path):
@@ -165,7 +210,8 @@ def test_a_specific_checkpoint_in_another_format(model_dir, tmp_path):
 @pytest.mark.parametrize("content", ["", "[]", '{"evaluated": [', "edited"])
 def test_a_damaged_record_of_evaluations_is_not_believed(model_dir, tmp_path, content):
     made = plan(model_dir / "checkpoint_3", tmp_path, name=RANKED)
-    EvaluatedCheckpoints(made).add(chosen(made.restore)[0])
+    (ref,) = chosen(made.restore)
+    EvaluatedCheckpoints(made).add(ref, identity(ref))
     (record,) = tmp_path.rglob("evaluated.json")
     assert evaluate_checkpoints(made) == {}
     text = record.read_text()
