@@ -26,6 +26,8 @@ _FIELDS = {
     "sequence_length": "train/utils.DatasetConfig.task_feature_lengths",
     "num_microbatches": "trainer.Trainer.num_microbatches",
     "schedule": "trainer.Trainer.learning_rate_fn",
+    # The same number as train_steps.
+    "schedule.total_train_steps": "train.total_steps",
     "save_checkpoints_steps": "utils.SaveCheckpointConfig.period",
     "keep_checkpoint_max": "utils.SaveCheckpointConfig.keep",
     "init_checkpoint": "utils.RestoreCheckpointConfig.path",

@@ -240,6 +240,7 @@ checkpoints.SaveBestCheckpointer.force_keep_period = 500
         ("train_script.train.eval_steps = 0", "plan.eval_steps is 0"),
         ("train_script.train.actions = {'EVAL': []}", "'TRAIN_EVAL'"),
         ("trainer.Trainer.learning_rate_fn = None", "learning_rate_fn"),
+        ("TRAIN_STEPS = -1", "total_train_steps is -1"),
     ],
 )
 def test_what_has_no_counterpart_is_refused_with_its_place(binding, complaint):
