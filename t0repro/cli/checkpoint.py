@@ -75,15 +75,23 @@ def diff(
 def verify(path: _Path, step: _Step = None) -> None:
     """Check a checkpoint's files, sizes, checksums, shapes and values.
 
-    Exit code 1: a value is NaN or infinite, or not what the conversion wrote; 2: a file is missing
-    or damaged.
+    Exit code 1: a file is missing or damaged, or a value is NaN, infinite or not what the
+    conversion wrote; 2: there is no checkpoint.
 
     Example: t0repro checkpoint verify runs/t0_jax
     """
     echo(f"reading {path} ...", err=True)
+    from t0repro.converters.sources import find_checkpoint
     from t0repro.converters.verification import verify as verify_checkpoint
+    from t0repro.errors import UserError
 
-    verification = verify_checkpoint(path, step)
+    found = find_checkpoint(path, step)
+    try:
+        verification = verify_checkpoint(found.path)
+    except UserError as error:
+        # What other commands refuse to read is what this one looks for.
+        echo(f"Problem: {error}")
+        raise typer.Exit(1) from error
     ref, family = verification.checkpoint, verification.family
     echo(f"{ref.path} ({ref.format}): {family.name}, {counted(verification.tensors, 'tensor')}")
     echo(f"Checked: {'; '.join(verification.checks)}.")

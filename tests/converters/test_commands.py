@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 
 import numpy as np
@@ -129,6 +130,28 @@ def test_verify_exits_with_1_when_a_value_is_no_number(
     result = run("verify", write_mesh_checkpoint(tmp_path / "source", variables))
     assert result.exit_code == 1
     assert "Problem: encoder/rms_norm/scale has 1 values that are NaN" in result.output
+
+
+@pytest.mark.parametrize("damage", ["missing", "damaged"])
+def test_verify_exits_with_1_when_a_file_is_missing_or_damaged(
+    run, tiny_checkpoint, tmp_path, damage
+):
+    run("convert", tiny_checkpoint, tmp_path / "out", "--to", "jax")
+    file = tmp_path / "out" / "checkpoint_7" / "target.token_embedder.embedding" / "0.0"
+    content = file.read_bytes()
+    file.unlink()
+    if damage == "damaged":
+        file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    result = run("verify", tmp_path / "out")
+    assert result.exit_code == 1
+    (problem,) = re.findall(r"^Problem: .*\n  where: .*", result.stdout, re.MULTILINE)
+    assert damage in problem and str(file) in problem
+
+
+def test_verify_refuses_a_path_without_a_checkpoint(run, tmp_path):
+    result = run("verify", tmp_path / "misspelt")
+    assert isinstance(result.exception, UserError)
+    assert "There is no checkpoint with this name." in str(result.exception)
 
 
 def test_convert_says_what_it_changed(run, tiny_checkpoint, tmp_path):
