@@ -12,6 +12,8 @@ from t0repro.errors import UserError
 from t0repro.tasks.mixture import keep_at_hand, lacks_cache
 from t0repro.words import counted
 
+_NAMES_SHOWN = 5
+
 
 def check_data(inputs: RunInputs, *, at_hand: bool = False) -> None:
     """Checks that the mixture that the run reads is registered and that its rows are there.
@@ -151,14 +153,24 @@ def _check_cached(name: str, split: str, tasks: Sequence[Any]) -> None:
         check_caches(tasks, split, _say)
         return
     searched = list(seqio.get_global_cache_dirs())
-    shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
     target = searched[0] if searched else "CACHE_DIR"
+    shown = ", ".join(missing[:_NAMES_SHOWN])
+    fix = (
+        f"seqio_cache_tasks --tasks='{','.join(missing)}' --output_cache_dir={target} "
+        "--module_import=MODULE (scripts/cache.sh caches a whole mixture)."
+    )
+    # A command that named only the tasks shown would leave the others for the next error.
+    if len(missing) > _NAMES_SHOWN:
+        shown += f" and {len(missing) - _NAMES_SHOWN} more"
+        fix = (
+            "All of the mixture that is not cached yet: "
+            f"MODULE=MODULE MIXTURE={name} CACHE_DIR={target} bash scripts/cache.sh"
+        )
     raise UserError(
         f"use_cached = True, but of {counted(len(tasks), 'task')} of {name!r}, {len(missing)} not"
         f" cached: {shown}.",
         where="searched " + (", ".join(searched) or "nowhere: no --additional_task_cache_dirs"),
-        fix=f"seqio_cache_tasks --tasks='{','.join(missing[:5])}' --output_cache_dir={target} "
-        "--module_import=MODULE (scripts/cache.sh caches a whole mixture).",
+        fix=fix,
     )
 
 

@@ -76,9 +76,11 @@ def test_all_that_is_wrong_is_reported_at_once(checkpoint):
         )
 
 
-def test_rows_that_are_not_cached_are_named():
-    with pytest.raises(UserError, match="of 14 tasks of 'demo_train', .* not cached"):
+def test_rows_that_are_not_cached_are_named_with_a_remedy_for_all_of_them():
+    with pytest.raises(UserError, match="of 14 tasks of 'demo_train', 14 not cached") as caught:
         said("USE_CACHED_TASKS = True")
+    assert caught.value.what.endswith(" and 9 more.")
+    assert "MIXTURE=demo_train " in str(caught.value.fix)
 
 
 @pytest.mark.parametrize(
