@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TextIO
 
+from t0repro.words import counted
+
 _SECONDS_BETWEEN_LINES = 5.0
 
 
@@ -45,34 +47,36 @@ def working(doing: str, stream: TextIO | None = None, every: float = 10.0) -> It
 
 @contextlib.contextmanager
 def count_progress(
-    total: int, doing: str, things: str, done_word: str
+    total: int, doing: str, thing: str, done_word: str, plural: str | None = None
 ) -> Iterator[Callable[[int], None]]:
     """Yields a function to call with the number of items finished since the last call.
 
     Args:
       total: Number of items.
       doing: The activity, for the bar: "scoring".
-      things: What is counted: "pairs".
+      thing: What is counted, in the singular: "pair".
       done_word: The finished activity, for the lines: "scored".
+      plural: For irregular nouns: "batches".
     """
     from rich import console, progress
 
+    in_all = counted(total, thing, plural)
     terminal = console.Console(stderr=True)
     if not terminal.is_terminal:
 
         def line(done: int, rate: float, left: float) -> str:
-            counts = f"{done_word} {done:,} of {total:,} {things}, {rate:,.1f}/s"
+            counts = f"{done_word} {done:,} of {in_all}, {rate:,.1f}/s"
             return f"{counts}, about {left:.0f} s left"
 
         print_line = functools.partial(terminal.print, highlight=False)
-        print_line(f"{doing} {total:,} {things} ...")
+        print_line(f"{doing} {in_all} ...")
         yield _line_printer(print_line, total, line, at_end=True)
         return
     columns = (
         progress.TextColumn(doing),
         progress.BarColumn(),
         progress.MofNCompleteColumn(),
-        progress.TextColumn(f"{things}, {{task.fields[rate]:,.1f}}/s, left"),
+        progress.TextColumn(f"{in_all.partition(' ')[2]}, {{task.fields[rate]:,.1f}}/s, left"),
         progress.TimeRemainingColumn(),
     )
     started, done = time.monotonic(), 0

@@ -143,7 +143,7 @@ def fetch(patterns: Sequence[str], to: Path, repository: HubRepository) -> Fetch
 def _list(names: Sequence[str], repository: HubRepository) -> dict[str, list[HubFile] | None]:
     """Task -> its files on the hub, or None; makes one request per task: hundreds take minutes."""
     listed = {}
-    with count_progress(len(names), "listing", "tasks", "listed") as advance:
+    with count_progress(len(names), "listing", "task", "listed") as advance:
         for name in names:
             listed[name] = repository.files(f"data/{name}")
             advance(1)

@@ -18,7 +18,7 @@ def clock(monkeypatch):
 
 
 def test_counts_say_now_and_then_how_fast_and_how_long_still(clock, capsys):
-    with progress.count_progress(3000, "scoring", "pairs", "scored") as advance:
+    with progress.count_progress(3000, "scoring", "pair", "scored") as advance:
         for _ in range(6):
             clock[0] += 2.0
             advance(500)
@@ -27,6 +27,19 @@ def test_counts_say_now_and_then_how_fast_and_how_long_still(clock, capsys):
         "scored 1,500 of 3,000 pairs, 250.0/s, about 6 s left",
         "scored 3,000 of 3,000 pairs, 250.0/s, about 0 s left",
     ]
+
+
+def test_one_thing_is_told_in_the_singular(clock, capsys):
+    with progress.count_progress(1, "evaluating", "batch", "evaluated", "batches") as advance:
+        clock[0] += 2.0
+        advance(1)
+    assert capsys.readouterr().err.splitlines() == [
+        "evaluating 1 batch ...",
+        "evaluated 1 of 1 batch, 0.5/s, about 0 s left",
+    ]
+    with progress.count_progress(2, "evaluating", "batch", "evaluated", "batches"):
+        pass
+    assert capsys.readouterr().err == "evaluating 2 batches ...\n"
 
 
 def test_work_that_cannot_count_says_at_once_what_it_does_and_then_that_it_still_does():
@@ -52,7 +65,7 @@ def test_small_work_on_bytes_says_nothing_and_large_work_speaks_in_gigabytes(clo
 
 def test_a_terminal_has_a_bar(monkeypatch, capsys):
     monkeypatch.setenv("FORCE_COLOR", "1")
-    with progress.count_progress(7, "caching", "rows", "cached") as advance:
+    with progress.count_progress(7, "caching", "row", "cached") as advance:
         advance(7)
     shown = capsys.readouterr().err
     assert "7/7" in shown and "caching" in shown and "cached" not in shown

@@ -86,7 +86,7 @@ def cache(
         seed=seed,
         min_shards=min_shards,
     )
-    progress = functools.partial(count_progress, doing="caching", things="rows", done_word="cached")
+    progress = functools.partial(count_progress, doing="caching", thing="row", done_word="cached")
     # The bar's words are bound here; cache_tasks knows only how to count.
     beam = None if beam_options is None else list(_names(beam_options))
     summary = cache_tasks(request, workers or default_workers(), progress, beam_options=beam)

@@ -111,7 +111,7 @@ def check_tasks(
 
     # A task and its twin have one prompt, which is checked once.
     tasks = checking.without_twins(select_tasks(mixture, dataset))
-    with count_progress(len(tasks), "checking", "tasks", "checked") as advance:
+    with count_progress(len(tasks), "checking", "task", "checked") as advance:
         checked = checking.check_tasks(tasks, advance)
     if as_json:
         print_json([task.to_json() for task in checked])

@@ -151,7 +151,9 @@ class ResumableBatches(abc.ABC):
             for _ in range(self._taken):
                 next(self._iterator)
             return
-        with count_progress(self._taken, "passing over", "batches", "passed over") as advance:
+        with count_progress(
+            self._taken, "passing over", "batch", "passed over", "batches"
+        ) as advance:
             for _ in range(self._taken):
                 next(self._iterator)
                 advance(1)

@@ -79,7 +79,7 @@ def generate_tokens(
                 )
             yield members, decoded.tokens
 
-    with count_progress(len(outputs), "decoding", "examples", "decoded") as advance:
+    with count_progress(len(outputs), "decoding", "example", "decoded") as advance:
         for members, tokens in _in_flight(started()):
             # Copies and filling come after the real rows, and are dropped.
             real = members[members < len(outputs)]

@@ -39,7 +39,7 @@ def evaluate_perplexity(
     """
     totals: dict[str, float] = {}
     longest = 0
-    with count_progress(len(batches), "evaluating", "batches", "evaluated") as advance:
+    with count_progress(len(batches), "evaluating", "batch", "evaluated", "batches") as advance:
         for batch in batches:
             rows = data_parts(params)
             parts = {name: padded_rows(x, rows) for name, x in batch.items()}

@@ -112,7 +112,7 @@ class RankRun:
         self._meter.joules()  # Starts the count here: what was used until now is not scoring.
         started = last = handed_out = time.monotonic()
         waiting = self._hand_out(self._places, done)
-        with count_progress(total, "scoring", "pairs", "scored") as advance:
+        with count_progress(total, "scoring", "pair", "scored") as advance:
             for found in engine.run(self.pairs, self.plan):
                 self._check(found.pairs, found.scores)
                 now = time.monotonic()
