@@ -13,6 +13,7 @@ import pytest
 from t0repro.errors import UserError
 from t0repro.runs.train import train
 from t0repro.training import checkpoints
+from t0repro.training.model_dir import held_for_training
 
 from .. import tiny_models as tiny
 
@@ -82,10 +83,34 @@ def test_a_line_of_metrics_that_does_not_fit_leaves_no_part_of_itself(tmp_path):
 
 def test_training_without_a_single_batch_is_an_error_that_names_no_checkpoint(tmp_path):
     said = []
-    with pytest.raises(UserError, match="not one batch"):
+    with pytest.raises(UserError, match="not one batch to train on, and nothing was saved"):
         train(tiny.run_config(tmp_path, 2), [], say=said.append)
     assert not [line for line in said if line.startswith("checkpoint:")]
     assert checkpoints.list_checkpoints(tmp_path) == []
+
+
+def test_what_training_without_a_batch_leaves_does_not_hinder_another_model(tmp_path):
+    for model, batches in (
+        (tiny.MODEL, []),
+        (tiny.model_config(d_model=8, activations=("relu",)), tiny.batches(2)),
+    ):
+        config = tiny.run_config(tmp_path, 2, model=model)
+        with held_for_training(tmp_path, "jax", config):
+            with contextlib.nullcontext() if batches else pytest.raises(UserError, match="batch"):
+                train(config, batches, say=lambda line: None)
+    assert checkpoints.list_checkpoints(tmp_path) == [2]
+
+
+def test_t5xs_training_without_a_batch_says_that_its_start_was_saved(tmp_path):
+    """As T5X does it saves the state before the first step."""
+    config = tiny.run_config(tmp_path, 2, plan=tiny.PLAN)
+    with pytest.raises(UserError, match="not one batch to train on") as caught:
+        train(config, [], say=lambda line: None)
+    assert "nothing was saved" not in caught.value.what
+    assert str(checkpoints.checkpoint_path(tmp_path, 0)) in caught.value.what
+    assert checkpoints.list_checkpoints(tmp_path) == [0]
+    state = train(config, tiny.batches(2), say=lambda line: None)
+    assert int(state.step) == 2
 
 
 @pytest.mark.parametrize("keep", [-1, 0, None])
