@@ -148,7 +148,7 @@ class _TaskJob:
             whole = _is_whole(self.output)
         else:
             count = self._whole_chunks()
-            whole = count > 0 and _lines_of(self.output)[:1] == [_chunks_in_words(count)]
+            whole = _lines_of(self.output)[:1] == [_chunks_in_words(count)]
         if not whole or self._identity is None:
             return whole
         recorded, now = _lines_of(self.output)[1:], self._made_of()
@@ -188,11 +188,10 @@ class _TaskJob:
                 break
             self._write_chunk(number, chunk, checkpoint)
         if number == 0:
-            raise UserError(
-                f"{self._task.name!r} has no example to infer from.",
-                where=f"split {self._plan.data.split!r}, shard {self._plan.shard_id}",
-                fix="Check the split and the number of shards.",
-            )
+            self._check_has_examples()
+            # With more shards than examples; T5X ends with an error there.
+            shard = f"shard {self._plan.shard_id} of {self._plan.num_shards}"
+            print(f"{self._task.name} has no example in {shard}", file=sys.stderr)
         if self._plan.merge:
             self._merge(number)
         else:
@@ -232,22 +231,38 @@ class _TaskJob:
         import seqio
         import tensorflow as tf
 
-        data = self._plan.data
-        assert data.sequence_length is not None
-        lengths = dict(data.sequence_length)
-        dataset = self._task.get_dataset(
-            sequence_length=lengths,
-            split=data.split,
-            shuffle=False,
-            num_epochs=1,
-            shard_info=seqio.ShardInfo(self._plan.shard_id, self._plan.num_shards),
-            use_cached=data.use_cached,
-            seed=data.seed,
-        )
+        shard = seqio.ShardInfo(self._plan.shard_id, self._plan.num_shards)
+        dataset, lengths = self._dataset(shard), self._lengths()
         converted = seqio.EncDecFeatureConverter(pack=False)(dataset, lengths)
         # A seed makes the same examples twice, and in every process, so skipping is exact.
         pairs: Any = tf.data.Dataset.zip((dataset, converted)).skip(skip).as_numpy_iterator()
         return pairs
+
+    def _check_has_examples(self) -> None:
+        """Raises UserError if none of the shards has an example."""
+        if not any(True for _ in self._dataset().take(1)):
+            raise UserError(
+                f"{self._task.name!r} has no example to infer from.",
+                where=f"split {self._plan.data.split!r}",
+                fix="Check the split, and whether the task filters its examples out.",
+            )
+
+    def _dataset(self, shard: Any = None) -> Any:
+        """The task's examples in their order; of all shards, or of one as SeqIO describes it."""
+        data = self._plan.data
+        return self._task.get_dataset(
+            sequence_length=self._lengths(),
+            split=data.split,
+            shuffle=False,
+            num_epochs=1,
+            shard_info=shard,
+            use_cached=data.use_cached,
+            seed=data.seed,
+        )
+
+    def _lengths(self) -> dict[str, int]:
+        assert self._plan.data.sequence_length is not None
+        return dict(self._plan.data.sequence_length)
 
     def _write_chunk(self, number: int, chunk: Sequence[Any], checkpoint: Checkpoint) -> None:
         plan = self._plan

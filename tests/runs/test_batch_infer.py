@@ -302,6 +302,40 @@ def test_shards_have_all_examples_between_them(checkpoint, few, tmp_path):
     assert texts(rows) == texts(expected)
 
 
+@pytest.mark.parametrize("merge", [True, False])
+def test_a_shard_without_examples_is_complete_and_empty(checkpoint, few, tmp_path, capsys, merge):
+    """The 20 examples of the task are in the first 20 of 22 shards."""
+    made = plan(checkpoint, tmp_path, "infer.mode = 'score'", name=few)
+    made = dataclasses.replace(made, shard_id=21, num_shards=22, merge=merge)
+    (written,) = infer(made)
+    said = capsys.readouterr().err
+    assert "few_examples has no example in shard 21 of 22" in said
+    assert written.read_text() == "" if merge else not [*tmp_path.rglob("*chunk?????")]
+    infer(made)
+    assert "already complete" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_task_without_examples_is_named_in_every_shard(checkpoint, few, tmp_path, shards):
+    whole = seqio.TaskRegistry.get(few)
+
+    def rows(split, shuffle_files, seed=None):
+        return whole.source.get_dataset(split, shuffle=False).take(0)
+
+    seqio.TaskRegistry.add(
+        "no_examples",
+        seqio.FunctionDataSource(rows, splits=("validation",)),
+        preprocessors=whole.preprocessors,
+        output_features=whole.output_features,
+    )
+    try:
+        made = plan(checkpoint, tmp_path, name="no_examples")
+        with pytest.raises(UserError, match="'no_examples' has no example to infer from"):
+            infer(dataclasses.replace(made, shard_id=shards - 1, num_shards=shards))
+    finally:
+        seqio.TaskRegistry.remove("no_examples")
+
+
 @pytest.mark.parametrize("kind", ["tfrecord", "jsonl"])
 def test_examples_from_files(checkpoint, tmp_path, kind):
     rows = [{"question": f"is {word} a colour?", "answer": "yes"} for word in ("red", "five")]
@@ -357,8 +391,6 @@ def test_faults_are_named(checkpoint, few, tmp_path):
         plan(checkpoint, tmp_path, "infer.shard_id = 1")
     with pytest.raises(UserError, match="takes one checkpoint"):
         plan(checkpoint, tmp_path, "utils.RestoreCheckpointConfig.mode = 'all'")
-    with pytest.raises(UserError, match="no example to infer from"):
-        infer(plan(checkpoint, tmp_path, "infer.shard_id = 98", "infer.num_shards = 99", name=few))
     with pytest.raises(UserError, match="'no_such_task'"):
         infer(plan(checkpoint, tmp_path, name="no_such_task"))
     with pytest.raises(UserError, match="1 not cached: demo_synthetic_glue"):
