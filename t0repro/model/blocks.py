@@ -38,6 +38,7 @@ from t0repro.model.layers import (
     visibility_bias,
 )
 from t0repro.model.shapes import Array, Bool, Float, Int
+from t0repro.parameters.layout import LAYERS, layer_name
 
 # Towers of at least this many layers have one body for all, unless the configuration decides.
 SCANNED_FROM = 12
@@ -180,7 +181,7 @@ class Tower(nn.Module):
                 # Once for all layers; it is as large as the logits of one.
                 bias, shared = shared + bias, None
             for index in range(self._layers):
-                block = Block(config, self.dtype, self.encoder, name=f"layers_{index}")
+                block = Block(config, self.dtype, self.encoder, name=layer_name(index))
                 # When decoding, each layer's keys and values have been computed; else all read one
                 # array.
                 memory = encoded[index] if isinstance(encoded, tuple) else encoded
@@ -220,10 +221,10 @@ class Tower(nn.Module):
     ) -> Array:
         """The residual stream after all layers, computed by one body in a loop.
 
-        Each layer has its own parameters; they are stacked here, in the activation dtype where it
-        is what they are cast to anyway. So the train state, checkpoints and gradients know nothing
-        of it, and the copy is half as large as the parameters when activations are bfloat16. If
-        sums of gradients are given with the parameters, the backward pass adds to them
+        It reads stacks of the layers' parameters, in the activation dtype where that is what they
+        are cast to anyway. They are given stacked (t0repro.model.layer_stacks) or stacked here, a
+        copy that is half as large as the parameters when activations are bfloat16. If sums of
+        gradients are given with the parameters, the backward pass adds to them
         (t0repro.model.layer_sums).
         """
         config, own = self.config, self.variables["params"]
@@ -231,9 +232,13 @@ class Tower(nn.Module):
         rng = self.scope.rngs["dropout"] if draws and self.scope is not None else None
         assert not isinstance(rng, jax.Array)  # Flax wraps the keys that it is given
 
-        def stacked(*layers: jax.Array) -> jax.Array:
+        def as_read(x: jax.Array, vector: int) -> jax.Array:
             # Vectors are the norms' scales, which are multiplied in float32.
-            return jnp.stack([x.astype(self.dtype) if x.ndim > 1 else x for x in layers])
+            return x.astype(self.dtype) if x.ndim > vector else x
+
+        def stacked(*layers: jax.Array) -> jax.Array:
+            # Cast first: the copy is then the smaller one.
+            return jnp.stack([as_read(x, 1) for x in layers])
 
         def body(carry: tuple[Any, Any], item: tuple[jax.Array, Any]) -> tuple[Any, None]:
             (x, sums), (index, parameters) = carry, item
@@ -249,8 +254,12 @@ class Tower(nn.Module):
         if config.recomputes:
             # Nothing outside the loop's body can be merged with what it computes again.
             body = jax.checkpoint(body, prevent_cse=False, policy=kept(config.recompute))
-        layers = [own[f"layers_{index}"] for index in range(self._layers)]
-        parameters = jax.lax.optimization_barrier(jax.tree.map(stacked, *layers))
+        if LAYERS in own:
+            parameters = jax.tree.map(lambda x: as_read(x, 2), own[LAYERS])
+        else:
+            layers = [own[layer_name(index)] for index in range(self._layers)]
+            parameters = jax.tree.map(stacked, *layers)
+        parameters = jax.lax.optimization_barrier(parameters)
         items = (jnp.arange(self._layers), parameters)
         (x, sums), _ = jax.lax.scan(body, (x, own.get(SUMS)), items)
         return x if sums is None else starting_with(x, sums)
@@ -260,6 +269,16 @@ def is_scanned(config: ModelConfig, layers: int) -> bool:
     """Whether a tower of so many layers is one body in a loop."""
     asked = config.scan_layers
     return layers >= SCANNED_FROM if asked is None else asked
+
+
+def towers_in_loops(config: ModelConfig) -> dict[str, int]:
+    """The towers that are one body in a loop and share no layers, with their numbers of layers."""
+    towers = {"encoder": config.num_encoder_layers, "decoder": config.num_decoder_layers}
+    return {
+        tower: count
+        for tower, count in towers.items()
+        if count and not config.shared_towers and is_scanned(config, count)
+    }
 
 
 def position_bias(config: ModelConfig, dtype: jnp.dtype, encoder: bool) -> RelativePositionBias:

@@ -15,7 +15,6 @@ entry of the tower's parameters, SUMS, so that a loss hands them through like an
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -23,11 +22,11 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.tree_util import DictKey
 
+from t0repro.model.layer_stacks import Towers, by_layer, stacked, stacks_in, without_layers
 from t0repro.model.shapes import Array, Int
+from t0repro.parameters.layout import LAYERS
 
 SUMS = "gradient_sums"
-# The number of layers of each tower whose sums go through its loop.
-Towers = Mapping[str, int]
 
 
 # ---- In the tower -------------------------------------------------------------------------------
@@ -78,21 +77,26 @@ def zeros(params: Any, towers: Towers, specs: Any = None) -> Any:
     """Float32 sums of no gradients: those of each tower's layers stacked, all others as they are.
 
     Args:
-      params: the parameters.
-      towers: towers to stack.
+      params: the parameters, by layer or stacked.
+      towers: towers whose layers' sums go through their loop.
       specs: how each parameter is divided; None on one device.
     """
-    totals = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), without_layers(params, towers))
-    for tower, count in towers.items():
+
+    def zero(parameter: Any, spec: PartitionSpec | None = None) -> jax.Array:
+        x = jnp.zeros(parameter.shape, jnp.float32)
+        return x if spec is None else jax.lax.with_sharding_constraint(x, spec)
+
+    totals = jax.tree.map(zero, without_layers(params, towers))
+    if not towers:
+        return totals
+    if not stacks_in(params):
+        params = jax.eval_shape(lambda p: stacked(p, towers), params)
         # All layers of a tower have parameters of the same shapes, divided alike.
-        layer = params[tower]["layers_0"]
-        stacks = jax.tree.map(lambda p, n=count: jnp.zeros((n, *p.shape), jnp.float32), layer)
-        if specs is not None:
-            divided = lambda x, spec: jax.lax.with_sharding_constraint(  # noqa: E731
-                x, PartitionSpec(None, *spec)
-            )
-            stacks = jax.tree.map(divided, stacks, specs[tower]["layers_0"])
-        totals[tower][SUMS] = stacks
+        of_all = lambda layers: PartitionSpec(None, *layers[0])  # noqa: E731
+        specs = None if specs is None else stacked(specs, towers, of_all)
+    for tower in towers:
+        divided = () if specs is None else (specs[tower][LAYERS],)
+        totals[tower][SUMS] = jax.tree.map(zero, params[tower][LAYERS], *divided)
     return totals
 
 
@@ -113,24 +117,11 @@ def added_up(totals: Any, gradients: Any, towers: Towers) -> Any:
     return jax.tree_util.tree_map_with_path(add, totals, without_layers(gradients, towers))
 
 
-def by_layer(totals: Any, towers: Towers) -> Any:
-    """Sums with those of each layer under its own name, as the parameters are."""
+def like(params: Any, totals: Any, towers: Towers) -> Any:
+    """The sums as a tree like the parameters, by layer or stacked."""
     if not towers:
         return totals
     found = {name: dict(value) if name in towers else value for name, value in totals.items()}
-    for tower, count in towers.items():
-        sums = found[tower].pop(SUMS)
-        for index in range(count):
-            found[tower][f"layers_{index}"] = jax.tree.map(lambda x, i=index: x[i], sums)
-    return found
-
-
-def without_layers(tree: Any, towers: Towers) -> Any:
-    """The tree without the towers' single layers."""
-    if not towers:
-        return tree
-    kept = {
-        tower: {name: x for name, x in tree[tower].items() if not name.startswith("layers_")}
-        for tower in towers
-    }
-    return {**tree, **kept}
+    for tower in towers:
+        found[tower][LAYERS] = found[tower].pop(SUMS)
+    return found if stacks_in(params) else by_layer(found, towers)

@@ -32,6 +32,8 @@ _OPTAX = {"adam_m": "mu", "adam_v": "nu"}
 OPTAX_COUNT = f"{SLOTS}0/count"
 SLOT_NAMES = (*ADAFACTOR_SLOTS, *ADAM_SLOTS, MOMENTUM_SLOT)
 RELATIVE_BIAS = "relpos_bias/rel_embedding"  # of a tower or, in umT5, of each of its layers
+# In place of a tower's single layers where they are held stacked; never in a checkpoint.
+LAYERS = "layers_*"
 
 # bi_v1_shared names the decoder's layers by kind where other models number them, which makes the
 # encoder's layers the same variables.
@@ -187,6 +189,11 @@ DECODER_ONLY: tuple[Row, ...] = tuple(
     )
 )
 DECODER_ONLY_EMBEDDING = PARAMETERS + DECODER_ONLY[0].t5x
+
+
+def layer_name(index: int) -> str:
+    """Returns the name of a layer in T5X's tree."""
+    return f"layers_{index}"
 
 
 # --- Names ---------------------------------------------------------------------------------------

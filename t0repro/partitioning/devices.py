@@ -63,8 +63,21 @@ class Partitioning:
             parameter in theirs); shapes are enough.
         """
         flat, structure = jax.tree_util.tree_flatten_with_path(tree)
-        shapes = {_name(path): tuple(leaf.shape) for path, leaf in flat}
-        specs = [self._spec(name, shape, shapes) for name, shape in shapes.items()]
+        named = [(_name(path), tuple(leaf.shape)) for path, leaf in flat]
+        # A stack of layers (t0repro.model.layer_stacks) is divided as each of them would be.
+        stacks = [f"/{parameters.LAYERS}/" in name for name, _ in named]
+        single = [
+            (name.replace(parameters.LAYERS, parameters.layer_name(0)), shape[1:])
+            if stack
+            else (name, shape)
+            for (name, shape), stack in zip(named, stacks, strict=True)
+        ]
+        shapes = dict(single)
+        specs = [self._spec(name, shape, shapes) for name, shape in single]
+        specs = [
+            PartitionSpec(None, *spec) if stack and spec else spec
+            for spec, stack in zip(specs, stacks, strict=True)
+        ]
         return structure.unflatten([NamedSharding(self.mesh, spec) for spec in specs])
 
     def _spec(

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from t0repro.errors import UserError
-from t0repro.model.blocks import is_scanned
+from t0repro.model.blocks import towers_in_loops
 from t0repro.model.t5 import T5, Batch, initial_parameters
 from t0repro.training.batch_sums import loss_and_sums, metrics_of
 from t0repro.training.loss import loss_denominator, training_loss, with_loss_weights
@@ -184,8 +184,8 @@ class T5Model(BaseModel):
 def summed_towers(model: BaseModel, loss_fn: LossFn) -> dict[str, int]:
     """Towers whose layers' gradients their backward pass may add up, with their numbers of layers.
 
-    Only for the loss of T5Model itself, which reads the layers in their tower alone, once. What a
-    user's loss does with them is not known.
+    Only for the loss of T5Model itself, which reads the layers in their tower alone, once: what a
+    user's loss does with them is not known, and shared layers have gradients of both towers.
 
     Args:
       model: the model.
@@ -194,11 +194,4 @@ def summed_towers(model: BaseModel, loss_fn: LossFn) -> dict[str, int]:
     own = getattr(loss_fn, "__func__", None) is T5Model.loss_fn
     if not isinstance(model, T5Model) or not own:
         return {}
-    config = model.module.config
-    # Shared layers have gradients of both towers.
-    towers = {"encoder": config.num_encoder_layers, "decoder": config.num_decoder_layers}
-    return {
-        tower: count
-        for tower, count in towers.items()
-        if count and not config.shared_towers and is_scanned(config, count)
-    }
+    return towers_in_loops(model.module.config)

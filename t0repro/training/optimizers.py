@@ -12,16 +12,20 @@ scales it by each parameter's size, and momentum accumulates gradients already m
 
 Source: mesh_tensorflow/optimize.py. Adafactor has its own module (t0repro.training.adafactor).
 Parameters and gradients are float32. Frozen parameters have no slots and get updates of zero.
+Layers that are stacked (t0repro.model.layer_stacks) are updated as each of them would be by itself.
 """
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.tree_util import DictKey
 
 from t0repro.config.run_config import (
     AdafactorConfig,
@@ -31,6 +35,7 @@ from t0repro.config.run_config import (
     OptimizerConfig,
     SgdConfig,
 )
+from t0repro.parameters.layout import LAYERS, layer_name
 from t0repro.training import adafactor, optax_chain
 from t0repro.training.slots import Gradient, Slots
 
@@ -57,7 +62,7 @@ def make_optimizer(config: OptimizerConfig) -> Optimizer:
     """
     if isinstance(config, OptaxConfig):
         return optax_chain.make_chain(config)
-    formula = _FORMULAS[type(config)]
+    formula, exceptions = _FORMULAS[type(config)], _exceptions(config)
 
     def new_slots(path: Any, parameter: jax.Array) -> Slots:
         frozen = _name(path) in config.frozen
@@ -66,6 +71,32 @@ def make_optimizer(config: OptimizerConfig) -> Optimizer:
 
     def init(params: Any) -> Any:
         return jax.tree_util.tree_map_with_path(new_slots, params)
+
+    def of_one(gradient: Gradient) -> tuple[jax.Array, Slots]:
+        if gradient.path in config.frozen:
+            return jnp.zeros_like(gradient.parameter), gradient.slots
+        return formula.update(gradient, config)
+
+    def of_all_layers(gradient: Gradient) -> tuple[jax.Array, Slots]:
+        """The change of a stack of layers, each of which is a parameter by itself."""
+        arrays = (gradient.value, gradient.parameter, gradient.slots)
+        paths = [
+            gradient.path.replace(LAYERS, layer_name(index))
+            for index in range(gradient.parameter.shape[0])
+        ]
+
+        def of_layer(path: str, value: Any, parameter: Any, slots: Any) -> tuple[Any, Slots]:
+            named = {"value": value, "parameter": parameter, "slots": slots, "path": path}
+            return of_one(gradient._replace(**named))
+
+        if exceptions.isdisjoint(paths):
+            return jax.vmap(functools.partial(of_layer, paths[0]))(*arrays)
+        # A list names some of the layers, which are then treated unlike the others.
+        changes = [
+            of_layer(path, *jax.tree.map(operator.itemgetter(index), arrays))
+            for index, path in enumerate(paths)
+        ]
+        return jax.tree.map(lambda *layers: jnp.stack(layers), *changes)
 
     def update(
         gradients: Any,
@@ -84,26 +115,22 @@ def make_optimizer(config: OptimizerConfig) -> Optimizer:
             values = adafactor.clipped(values, config)
         updates, new_slots = [], []
         for (path, parameter), slot, gradient in zip(leaves, slots, values, strict=True):
-            if _name(path) in config.frozen:
-                change = jnp.zeros_like(parameter)
-            else:
-                change, slot = formula.update(
-                    Gradient(
-                        gradient.astype(jnp.float32),
-                        parameter,
-                        slot,
-                        _name(path),
-                        step,
-                        learning_rate,
-                    ),
-                    config,
-                )
+            one = Gradient(
+                gradient.astype(jnp.float32), parameter, slot, _name(path), step, learning_rate
+            )
+            change, slot = (of_all_layers if DictKey(LAYERS) in path else of_one)(one)
             updates.append(change)
             new_slots.append(slot)
         return tree.unflatten(updates), tree.unflatten(new_slots)
 
     # optax declares the constructor for transformations without extra arguments.
     return Optimizer(init, update)  # pyright: ignore[reportArgumentType]
+
+
+def _exceptions(config: Any) -> frozenset[str]:
+    """Paths of the parameters that some list of a configuration names."""
+    lists = ("frozen", "exclude_from_parameter_scale", "exclude_from_weight_decay")
+    return frozenset(path for name in lists for path in getattr(config, name, ()))
 
 
 def _name(path: Any) -> str:

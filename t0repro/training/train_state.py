@@ -36,6 +36,7 @@ from jax.sharding import NamedSharding
 
 from t0repro.converters.tensors import StoredTensor
 from t0repro.errors import UserError
+from t0repro.model.layer_stacks import Split, by_layer, rows, stacks_in
 from t0repro.model.t5 import T5, parameter_shapes
 from t0repro.parameters import layout
 from t0repro.partitioning.devices import put
@@ -117,6 +118,21 @@ def new_train_state(params: Any, optimizer: Optimizer, step: int = 0) -> TrainSt
     return TrainState(step=step_count, params=params, slots=slots, optimizer=optimizer)
 
 
+def single_layers(state: TrainState, split: Split = rows) -> TrainState:
+    """The state with each layer by itself; one that has no stacks is returned as it is.
+
+    Args:
+      state: by layer or stacked (t0repro.training.held_state).
+      split: makes the arrays of all layers of a stack.
+    """
+    towers = stacks_in(state.params)
+    if not towers:
+        return state
+    return state.replace(
+        params=by_layer(state.params, towers, split), slots=by_layer(state.slots, towers, split)
+    )
+
+
 def state_shapes(model: T5, optimizer: Optimizer) -> TrainState:
     """The shapes of a new state; nothing is allocated."""
     return jax.eval_shape(lambda p: new_train_state(p, optimizer), parameter_shapes(model))
@@ -145,7 +161,11 @@ def to_flat_tree(state: TrainState) -> dict[str, np.ndarray]:
 
 
 def flat_arrays(state: TrainState) -> dict[str, Any]:
-    """The state's arrays, wherever they are, under the names of a checkpoint."""
+    """The state's arrays, wherever they are, under the names of a checkpoint.
+
+    Layers that are stacked are copied, each to an array of its own.
+    """
+    state = single_layers(state)
     flat: dict[str, Any] = {layout.STEP: state.step}
     for path, value in flax.traverse_util.flatten_dict(state.params, sep="/").items():
         flat[layout.PARAMETERS + path] = value

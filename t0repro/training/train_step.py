@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from t0repro.errors import UserError
 from t0repro.model import layer_sums
+from t0repro.model.layer_stacks import Towers
 from t0repro.model.shapes import Array, Float
 from t0repro.model.t5 import T5, Batch
 from t0repro.partitioning.devices import Partitioning
@@ -97,7 +98,7 @@ def accumulate_grads_microbatched(
     else:
         assert partitioning is not None
         totals, metrics, after = sums_over_groups(of_parts, params, parts, partitioning.data, specs)
-    return layer_sums.by_layer(totals, towers), metrics, after
+    return layer_sums.like(params, totals, towers), metrics, after
 
 
 def apply_grads(
@@ -239,12 +240,12 @@ def _scanned(
     parts: Any,
     keys: Callable,
     mutables: Any,
-    towers: layer_sums.Towers,
+    towers: Towers,
     specs: Any,
 ) -> tuple[Any, Any, Any]:
     """Adds up the microbatches' gradients in float32, and merges their metrics in order.
 
-    The sums of each of `towers` are stacks, see `layer_sums.zeros`.
+    The sums of the layers of `towers` are stacks, see `layer_sums.zeros`.
     """
 
     def add(carry: tuple, item: tuple) -> tuple[tuple, None]:

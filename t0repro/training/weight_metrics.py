@@ -8,7 +8,10 @@ from typing import Any
 import flax.traverse_util
 import jax
 import jax.numpy as jnp
+from jax.tree_util import DictKey
 
+from t0repro.model.layer_stacks import Towers, by_layer, stacks_in
+from t0repro.parameters.layout import LAYERS
 from t0repro.training.metric_classes import AverageOfMeasured, Metric
 from t0repro.training.train_state import TrainState
 
@@ -57,20 +60,27 @@ def weight_metrics(gradients: Any, before: Any, after: Any) -> dict[str, jax.Arr
     """Float32 scalars by T5X's names, such as `weight_rms/decoder/decoder_norm/scale`."""
     # What the parameters really moved by, after float32 has rounded it.
     updates = jax.tree.map(jnp.subtract, after, before)
+    towers = stacks_in(after)
     return {
-        **_by_parameter("weight_rms", after, _rms),
-        **_by_parameter("weight_gradient_rms", gradients, _rms),
-        **_by_parameter("weight_update_rms", updates, _rms),
-        **_by_parameter("weight_max", after, lambda x: jnp.max(jnp.abs(x))),
+        **_by_parameter("weight_rms", after, _rms, towers),
+        **_by_parameter("weight_gradient_rms", gradients, _rms, towers),
+        **_by_parameter("weight_update_rms", updates, _rms, towers),
+        **_by_parameter("weight_max", after, lambda x: jnp.max(jnp.abs(x)), towers),
         "weight_gradient_norm": jnp.sqrt(_sum_of_squares(gradients)),
         "weight_rms_all": jnp.sqrt(_sum_of_squares(after) / _size(after)),
         "weight_update_rms_all": jnp.sqrt(_sum_of_squares(updates) / _size(after)),
     }
 
 
-def _by_parameter(name: str, tree: Any, measure: Callable) -> dict[str, jax.Array]:
-    flat = flax.traverse_util.flatten_dict(tree, sep="/")
-    return {f"{name}/{path}": measure(value) for path, value in flat.items()}
+def _by_parameter(name: str, tree: Any, measure: Callable, towers: Towers) -> dict[str, jax.Array]:
+    """A measure of every parameter, of each layer's by itself where layers are stacked."""
+
+    def measured(path: Any, value: jax.Array) -> jax.Array:
+        return (jax.vmap(measure) if DictKey(LAYERS) in path else measure)(value)
+
+    values = by_layer(jax.tree_util.tree_map_with_path(measured, tree), towers)
+    flat: Any = flax.traverse_util.flatten_dict(values, sep="/")
+    return {f"{name}/{path}": value for path, value in flat.items()}
 
 
 def _rms(x: jax.Array) -> jax.Array:
