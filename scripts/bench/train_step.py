@@ -44,6 +44,8 @@ from t0repro.model.t5 import T5, initial_parameters  # noqa: E402
 from t0repro.partitioning.devices import choose  # noqa: E402
 from t0repro.partitioning.flops import count_flops  # noqa: E402
 from t0repro.partitioning.topologies import published  # noqa: E402
+from t0repro.training.held_state import with_stacks  # noqa: E402
+from t0repro.training.models import T5Model  # noqa: E402
 from t0repro.training.optimizers import make_optimizer  # noqa: E402
 from t0repro.training.schedules import make_schedule  # noqa: E402
 from t0repro.training.train_state import new_train_state  # noqa: E402
@@ -124,6 +126,7 @@ def made(model: T5, values: dict[str, Any], partitioning: Any, batch: Any) -> An
 
     shardings = partitioning.shardings(jax.eval_shape(fresh))
     state = jax.jit(fresh, out_shardings=None if several is None else shardings)()
+    state = with_stacks(T5Model(model), state)  # as a trainer does
     on_device = partitioning.put_batch(batch)
     with partitioning.active():
         step = jitted_train_step(train_step, state, several).lower(state, on_device).compile()

@@ -16,7 +16,9 @@ from t0repro.evaluation.engine import score_examples
 from t0repro.model.decoder_only import text_to_self
 from t0repro.model.t5 import T5, nonpadding, segments_of
 from t0repro.parameters import layout
+from t0repro.training.held_state import with_stacks
 from t0repro.training.loss import cross_entropy
+from t0repro.training.models import T5Model
 from t0repro.training.optimizers import make_optimizer
 from t0repro.training.schedules import make_schedule
 from t0repro.training.train_state import (
@@ -105,6 +107,8 @@ def run_jax(
         num_microbatches=config.num_microbatches,
         dropout_key=jax.random.key(seed),
     )
+    # As a trainer holds it, so that what is compared is what trains.
+    state = with_stacks(T5Model(model), state)
     return _train(jax.jit(step), state, batches, snapshots, before)
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from t0repro.data.seqio_data import EvalBatches
     from t0repro.runs.plan import InferEval
+    from t0repro.training.loop import TrainingLoop
 
 Say = Callable[[str], None]
 
@@ -190,6 +191,7 @@ def infer_eval(parsed: Parsed, config: RunConfig, say: Say) -> InferEval | None:
     from t0repro.config.t5x.inference import decoding_plan
     from t0repro.config.t5x.places import Places
     from t0repro.evaluation.seqio_evaluator import TaskEvaluator
+    from t0repro.model.layer_stacks import by_layer, stacks_in
     from t0repro.model.t5 import T5
     from t0repro.partitioning.processes import output_folder
 
@@ -202,4 +204,9 @@ def infer_eval(parsed: Parsed, config: RunConfig, say: Say) -> InferEval | None:
     # Every process evaluates, since they share the devices, but only the first keeps results.
     evaluator = TaskEvaluator(data, plan.evaluator, output_folder(config.model_dir), decoding)
     model = T5(config.model, config.dtypes)
-    return lambda trainer: evaluator.evaluate(model, trainer.train_state.params, trainer.step)
+
+    def evaluate(loop: TrainingLoop) -> Mapping[str, Mapping[str, float]]:
+        params = loop.held_state.params
+        return evaluator.evaluate(model, by_layer(params, stacks_in(params)), loop.step)
+
+    return evaluate

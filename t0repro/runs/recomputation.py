@@ -16,11 +16,14 @@ from t0repro.config.memory import assumed_length
 from t0repro.config.run_config import Recompute, RunConfig
 from t0repro.model.blocks import is_scanned
 from t0repro.model.t5 import T5
+from t0repro.parameters.layout import LAYERS, layer_name
 from t0repro.partitioning.devices import Partitioning
 from t0repro.partitioning.processes import from_first
 from t0repro.partitioning.topologies import GIB
 from t0repro.runs.compile_ahead import train_shapes
 from t0repro.runs.step_memory import bytes_per_device, kept_activations
+from t0repro.training.held_state import with_stacks
+from t0repro.training.models import T5Model
 from t0repro.training.optimizers import make_optimizer
 from t0repro.training.train_state import state_shapes
 
@@ -66,31 +69,34 @@ def step_bytes(config: RunConfig, partitioning: Partitioning) -> int:
     """About how many bytes a train step needs on a device, counted on shapes.
 
     These are the parameters, the slots, the sums of gradients, what the forward pass keeps, and the
-    stacks of kernels that layers in a loop read. docs/scaling.md has how near compilers come.
+    copies of kernels that layers in a loop read. docs/scaling.md has how near compilers come.
     """
     assert config.optimizer is not None, "a training has an optimizer"
     model, optimizer = T5(config.model, config.dtypes), make_optimizer(config.optimizer)
-    state = partitioning.divided(state_shapes(model, optimizer))
+    state = with_stacks(T5Model(model), state_shapes(model, optimizer))
+    state = partitioning.divided(state)
     shapes = train_shapes(config, lambda feature: assumed_length(config, feature))
     parts = [kept_activations(config, partitioning, shapes), bytes_per_device(state.params)]
     # With one microbatch, gradients take the place of activations that are not needed any more.
     meanwhile = sum(parts) if config.num_microbatches > 1 else max(parts)
-    return bytes_per_device(state) + meanwhile + _stacks(config, state.params)
+    return bytes_per_device(state) + meanwhile + _copied(config, state.params)
 
 
-def _stacks(config: RunConfig, parameters: Any) -> int:
-    """Bytes of the stacks of the layers' kernels, see `blocks.Tower`."""
-    model = config.model
+def _copied(config: RunConfig, parameters: Any) -> int:
+    """Bytes of the copies of kernels that layers in a loop read, see `blocks.Tower`."""
+    model, dtype = config.model, jnp.dtype(config.dtypes.activation)
     towers = {"encoder": model.num_encoder_layers, "decoder": model.num_decoder_layers}
-    layers = [
-        parameters[tower][f"layers_{index}"]
-        for tower, count in towers.items()
-        if tower in parameters and is_scanned(model, count)
-        for index in range(count)
-    ]
-    kernels = [x for x in jax.tree.leaves(layers) if x.ndim > 1]
-    size = jnp.dtype(config.dtypes.activation).itemsize
-    return bytes_per_device(kernels) * size // jnp.dtype(jnp.float32).itemsize
+    kernels: list[Any] = []
+    for name, count in towers.items():
+        if name not in parameters or not is_scanned(model, count):
+            continue
+        tower = parameters[name]
+        if LAYERS not in tower:  # stacked in each step
+            layers = [tower[layer_name(index)] for index in range(count)]
+            kernels += [x for x in jax.tree.leaves(layers) if x.ndim > 1]
+        elif dtype != jnp.float32:
+            kernels += [x for x in jax.tree.leaves(tower[LAYERS]) if x.ndim > 2]
+    return bytes_per_device(kernels) * dtype.itemsize // jnp.dtype(jnp.float32).itemsize
 
 
 def _recomputing(config: RunConfig, way: Recompute | None) -> RunConfig:

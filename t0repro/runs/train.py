@@ -205,7 +205,8 @@ def train(
         # batch is made while parameters are drawn.
         opened = _opened(batches, start, say) if start.step < end_step else ()
         opened = _within(opened, config.model.vocab_size)
-        loop.trainer.train_state = _values(run, start)
+        if start.is_new:
+            loop.trainer.train_state = _values(run, start)
         return opened
 
     # Only of this project's own data are the shapes known before they are read.
@@ -216,7 +217,7 @@ def train(
         say(nothing)
     else:
         _say_how_it_ended(loop, end_step, done, signals, config, say)
-    return loop.train_state
+    return loop.trainer.release()
 
 
 def _still_evaluates(config: RunConfig, start: _Start, planned: PlannedInputs | None) -> bool:

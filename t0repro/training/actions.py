@@ -145,7 +145,7 @@ class SaveCheckpoints(Action):
         loop.flush()
         self.wait()
         started = time.monotonic()
-        self._writing = self._started(loop.train_state)
+        self._writing = self._started(loop.held_state)
         self._writing.add_done_callback(lambda _: self._note_time(time.monotonic() - started))
         self._saved = loop.step
 

@@ -23,6 +23,7 @@ import numpy as np
 from t0repro.config.run_config import RunConfig
 from t0repro.errors import UserError
 from t0repro.files import atomic_directory
+from t0repro.model.layer_stacks import by_layer, stacks_in
 from t0repro.model.t5 import T5, parameter_shapes
 from t0repro.partitioning.processes import from_first, is_first
 from t0repro.training.actions import Action
@@ -82,7 +83,7 @@ class ReportBadUpdate(Action):
         assert isinstance(model, T5Model)
         key, count = trainer.step_rng(loop.step), self._config.num_microbatches
         features = model.features(batch)
-        bad = first_bad_tensor(model, loop.train_state.params, features, key, count)
+        bad = first_bad_tensor(model, loop.held_state.params, features, key, count)
         folder = model_dir / f"bad_update_{metrics.step}"
         if is_first() and not folder.exists():
             write_bad_update(folder, self._config, loop.step, features, key)
@@ -98,7 +99,7 @@ class ReportBadUpdate(Action):
         """Saves the state for the replay, in a run that saves nothing at this step itself."""
         path = checkpoint_path(self._config.model_dir, loop.step)
         if self._is_reported and not from_first(path.exists):
-            save_checkpoint(self._config.model_dir, loop.train_state)
+            save_checkpoint(self._config.model_dir, loop.held_state)
 
 
 def write_bad_update(
@@ -164,7 +165,7 @@ def first_bad_tensor(
 
     Args:
       model: the model.
-      params: parameters before the update.
+      params: parameters before the update, by layer or stacked.
       batch: the features that the model reads.
       key: the step's PRNG key.
       num_microbatches: number of equal parts into which the batch is split.
@@ -238,6 +239,9 @@ def _backward_order(parameters: Iterable[str], calls: Sequence[str]) -> list[str
 
 
 def _flat(tree: Any) -> dict[str, Any]:
+    """Parameters or their gradients by name; stacked layers are copied to the host first."""
+    if towers := stacks_in(tree):
+        tree = by_layer(jax.device_get(tree), towers)
     return flax.traverse_util.flatten_dict(tree, sep="/")
 
 

@@ -74,7 +74,7 @@ class TrainingLoop:
         self._may_be_nan, self._synchronous = may_be_nan, synchronous
         self._pending: _Pending | None = None
         self._starts_clock = True
-        state = trainer.train_state
+        state = trainer.held_state
         self.step = int(jax.device_get(state.step)) if start_step is None else start_step
         self.error: BaseException | None = None
         self.stop_reason: str | None = None
@@ -88,6 +88,11 @@ class TrainingLoop:
     def train_state(self) -> TrainState:
         """The state after the latest update; valid until the next."""
         return self.trainer.train_state
+
+    @property
+    def held_state(self) -> TrainState:
+        """The same as the trainer holds it, without a copy (t0repro.training.held_state)."""
+        return self.trainer.held_state
 
     def __enter__(self) -> TrainingLoop:
         return self

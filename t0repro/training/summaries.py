@@ -55,7 +55,7 @@ class Summarise(Action):
         if (
             values
             and self._run_actions
-            and self._run_actions(self._loop.train_state, {"train": values})
+            and self._run_actions(self._loop.held_state, {"train": values})
         ):
             self._loop.stop("an action on the training's metrics")
 
@@ -142,5 +142,5 @@ class Evaluate(Action):
         self, mode: str, loop: TrainingLoop, results: Mapping[str, Mapping[str, float]]
     ) -> None:
         run = self._run_actions.get(mode)
-        if run is not None and results and run(loop.train_state, results):
+        if run is not None and results and run(loop.held_state, results):
             loop.stop(f"an action on the metrics of {mode}")

@@ -22,8 +22,10 @@ from typing import Any, Self
 import jax
 import numpy as np
 
+from t0repro.model.layer_stacks import released
 from t0repro.partitioning.flops import count_flops
 from t0repro.partitioning.topologies import published
+from t0repro.training.held_state import with_stacks
 from t0repro.training.metric_classes import Metric, Scalar, TimeRate, merge_metrics
 from t0repro.training.metrics import OpenWriter, SplitMetrics
 from t0repro.training.metrics_manager import MetricsManager
@@ -35,7 +37,7 @@ from t0repro.training.stopping import (
     EarlyStoppingAction,
     TerminateOnNanAction,
 )
-from t0repro.training.train_state import TrainState
+from t0repro.training.train_state import TrainState, single_layers
 from t0repro.training.train_step import (
     accumulate_grads_microbatched,
     apply_grads,
@@ -115,6 +117,7 @@ class BaseTrainer(abc.ABC):
     ):
         self._model, self._base_rng = model, rng
         self._partitioner = partitioner or Partitioner()
+        train_state = self._held(train_state)
         self._train_state_axes = train_state_axes
         if train_state_axes is None:
             self._train_state_axes = self._partitioner.get_mesh_axes(train_state)
@@ -165,14 +168,33 @@ class BaseTrainer(abc.ABC):
 
     @property
     def train_state(self) -> TrainState:
-        """The state after the latest update; its arrays are valid until the next."""
+        """The state after the latest update; its arrays are valid until the next.
+
+        Those of layers that the trainer holds stacked are copies; `held_state` makes none.
+        """
         with self._train_state_mutex:
-            return self._train_state
+            return single_layers(self._train_state)
 
     @train_state.setter
     def train_state(self, train_state: TrainState) -> None:
         with self._train_state_mutex:
-            self._train_state = train_state
+            self._train_state = self._held(train_state)
+
+    @property
+    def held_state(self) -> TrainState:
+        """The state as the trainer holds it, perhaps with stacks (t0repro.training.held_state)."""
+        with self._train_state_mutex:
+            return self._train_state
+
+    def release(self) -> TrainState:
+        """The state after the latest update, which is the caller's: the trainer is at its end."""
+        with self._train_state_mutex:
+            self._train_state = single_layers(self._train_state, released)
+            return self._train_state
+
+    def _held(self, train_state: TrainState) -> TrainState:
+        """A state that the trainer is given, as it holds it."""
+        return train_state
 
     # ---- Training -------------------------------------------------------------------------------
 
@@ -266,7 +288,7 @@ class BaseTrainer(abc.ABC):
         """
         results = {}
         for name, batches in batch_iters.items():
-            manager, state = self.eval_metrics_managers[name], self.train_state
+            manager, state = self.eval_metrics_managers[name], self.held_state
             # Updates may still be queued: the clock starts when the last of them is done.
             manager.start_duration_timer(block_on=state.step)
             queued: collections.deque[concurrent.futures.Future] = collections.deque()
@@ -322,7 +344,7 @@ class BaseTrainer(abc.ABC):
         started = time.perf_counter()
         step_for(self._partitioner.put_batch(self._model.features(batch)))
         seconds = time.perf_counter() - started
-        manager.write_scalar("timing/compilation_seconds", seconds, int(self.train_state.step))
+        manager.write_scalar("timing/compilation_seconds", seconds, int(self.held_state.step))
 
     def _step_for(
         self, made: dict[Any, _Step], function: Callable[[], Any], features: Mapping[str, jax.Array]
@@ -417,6 +439,12 @@ class Trainer(BaseTrainer):
         self._weight_metrics_computer = weight_metrics_computer
         self._t5x_dropout_compat = t5x_dropout_compat
         self._hold_if_not_finite = hold_if_not_finite
+        # Steps and measurements of a user's, and axes, are for a state by layer.
+        self._stacks = (
+            type(self) is Trainer
+            and type(weight_metrics_computer) in (WeightMetricsComputer, type(None))
+            and train_state_axes is None
+        )
         super().__init__(
             model,
             train_state,
@@ -427,6 +455,9 @@ class Trainer(BaseTrainer):
             rng,
             **options,
         )
+
+    def _held(self, train_state: TrainState) -> TrainState:
+        return with_stacks(self._model, train_state) if self._stacks else train_state
 
     @functools.cached_property
     def _partitioned_train_step(self) -> Callable:

@@ -33,6 +33,8 @@ from t0repro.partitioning.collectives import collectives, counts
 from t0repro.partitioning.devices import choose
 from t0repro.runs.train import train
 from t0repro.training.checkpoints import load_tree
+from t0repro.training.held_state import with_stacks
+from t0repro.training.models import T5Model
 from t0repro.training.optimizers import make_optimizer
 from t0repro.training.schedules import make_schedule
 from t0repro.training.train_state import new_train_state
@@ -68,12 +70,16 @@ def devices_of(layout):
     return choose(layout, MODEL)
 
 
-def trained(layout, *, optimizer=ADAFACTOR, microbatches=2, pack=True, **changes):
-    """Losses of ten steps, a sum over the state after them, and the step's collectives."""
+def trained(layout, *, optimizer=ADAFACTOR, microbatches=2, pack=True, stacks=True, **changes):
+    """Losses of ten steps, a sum over the state after them, and the step's collectives.
+
+    With `stacks`, layers in a loop are held as a trainer holds them.
+    """
     partitioning = devices_of(layout)
     model = T5(dataclasses.replace(MODEL, **changes), FLOAT32)
     update = make_optimizer(optimizer)
     state = new_train_state(initial_parameters(model, jax.random.key(0)), update)
+    state = with_stacks(T5Model(model), state) if stacks else state
     several = None if layout is None else partitioning
     if several:
         state = jax.device_put(state, partitioning.shardings(state))
@@ -173,6 +179,7 @@ def scanned():
         "one": trained(None, scan_layers=False, **deep),
         "data 4, model 2": trained(Layout(4, 2), scan_layers=True, **deep),
         "fully sharded": trained(Layout(4, 2, fully_sharded=True), scan_layers=True, **deep),
+        "by layer": trained(Layout(4, 2), scan_layers=True, stacks=False, **deep),
     }
 
 

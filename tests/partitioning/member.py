@@ -40,7 +40,11 @@ from t0repro.training.checkpoints import (
 )
 from t0repro.training.train_state import TrainState
 
-MODEL = model_config(d_model=32, d_ff=64, num_heads=4, d_kv=8, z_loss=1e-4, dropout_rate=0.1)
+# Layers in a loop, which a trainer holds stacked, and checkpoints have each by itself.
+LOOP = {"num_encoder_layers": 2, "scan_layers": True}
+MODEL = model_config(
+    d_model=32, d_ff=64, num_heads=4, d_kv=8, z_loss=1e-4, dropout_rate=0.1, **LOOP
+)
 
 
 class Batches:

@@ -1,0 +1,56 @@
+"""A train state as a trainer holds it: the layers of deep towers stacked.
+
+A deep tower is one body in a loop, and an update of its stacks is one operation for all its layers.
+So the compiled step does not grow with depth, and no step copies layers into stacks. Whoever reads
+a state by the names of its parameters gets it by layer (`single_layers`, t0repro.training.
+train_state), as checkpoints always are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from t0repro.model.blocks import towers_in_loops
+from t0repro.model.layer_stacks import Towers, joined, stacked, stacks_in
+from t0repro.parameters.layout import layer_name
+from t0repro.training.models import BaseModel, T5Model
+from t0repro.training.slots import Slots
+from t0repro.training.train_state import TrainState
+
+
+def with_stacks(model: BaseModel, state: TrainState) -> TrainState:
+    """The state with the layers of each tower that is a loop stacked, where that can be done.
+
+    Not for a user's own model or optimizer, which may read parameters by their names, nor where an
+    optimizer keeps other slots for one layer than for another, as for one that is frozen.
+
+    Args:
+      model: what the state is for.
+      state: by layer, with its values or their shapes; arrays that are stacked are deleted.
+    """
+    if type(model) is not T5Model or stacks_in(state.params):
+        return state
+    towers = towers_in_loops(model.module.config)
+    if not towers or not _alike(state.slots, towers):
+        return state
+    return state.replace(
+        params=stacked(state.params, towers, joined), slots=stacked(state.slots, towers, joined)
+    )
+
+
+def _alike(slots: Any, towers: Towers) -> bool:
+    """Whether all layers of a tower have the same slots, of this project's optimizers."""
+
+    def kinds(layers: Sequence[Any]) -> set[Any]:
+        return {jax.tree.structure(layer) for layer in layers}
+
+    if not isinstance(slots, dict):
+        return False
+    leaves = jax.tree.leaves(slots, is_leaf=lambda x: isinstance(x, Slots))
+    return all(isinstance(leaf, Slots) for leaf in leaves) and all(
+        len(kinds([slots[tower][layer_name(index)] for index in range(count)])) == 1
+        for tower, count in towers.items()
+    )

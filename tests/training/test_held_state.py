@@ -1,0 +1,176 @@
+"""A trainer that holds layers stacked trains, saves and measures what one by layer does."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from t0repro.config.run_config import AdamWeightDecayConfig, MomentumConfig, SgdConfig
+from t0repro.model.layer_stacks import released, stacks_in
+from t0repro.model.t5 import T5, initial_parameters
+from t0repro.training.held_state import with_stacks
+from t0repro.training.models import T5Model
+from t0repro.training.optimizers import make_optimizer
+from t0repro.training.train_state import TrainState, single_layers, to_flat_tree
+from t0repro.training.trainer import Trainer
+from t0repro.training.weight_metrics import WeightMetricsComputer
+
+from .. import tiny_models as tiny
+
+DEEP = {"num_encoder_layers": 2, "num_decoder_layers": 3, "scan_layers": True}
+TOWERS = {"encoder": 2, "decoder": 3}
+FIRST = "encoder/layers_0/mlp/wo/kernel"
+
+
+def network(**changes):
+    return T5(dataclasses.replace(tiny.MODEL, **{**DEEP, **changes}), tiny.FLOAT32)
+
+
+def made(optimizer=tiny.ADAFACTOR, *, kind=T5Model, **changes):
+    """A model and its first state, by layer."""
+    transformation = optimizer if isinstance(optimizer, tuple) else make_optimizer(optimizer)
+    model = kind(network(**changes), transformation)
+    return model, TrainState.create(transformation, model.get_initial_variables(jax.random.key(0)))
+
+
+def trainer(model, state, kind=Trainer, computer=None, axes=None):
+    rate = lambda step: jnp.float32(0.01)  # noqa: E731
+    key = jax.random.key(1)
+    return kind(model, state, None, ["eval"], None, axes, key, rate, 2, computer)
+
+
+class ByLayer(Trainer):
+    """A user's trainer, whose state is by layer."""
+
+
+def trained(optimizer, kind, computer=None):
+    """Metrics of three updates, and the state after them."""
+    model, state = made(optimizer, dropout_rate=0.1)
+    with trainer(model, state, kind, computer) as one:
+        values = one.train(iter(tiny.batches(3)), 3).result()
+        assert stacks_in(one.held_state.params) == (TOWERS if kind is Trainer else {})
+        tree = to_flat_tree(one.held_state)
+    return {name: x for name, x in values.items() if "timing" not in name}, tree
+
+
+def same_metrics(values, expected):
+    assert values.keys() == expected.keys()
+    for name, value in values.items():
+        np.testing.assert_allclose(value, expected[name], rtol=1e-5, atol=1e-7, err_msg=name)
+
+
+OPTIMIZERS = {
+    "adafactor": tiny.ADAFACTOR,
+    "factored, with momentum": dataclasses.replace(
+        tiny.ADAFACTOR, beta1=0.9, min_dim_size_to_factor=2, global_norm_clip=0.1
+    ),
+    "exceptions": dataclasses.replace(tiny.ADAFACTOR, exclude_from_parameter_scale=(FIRST,)),
+    "adam": AdamWeightDecayConfig(0.01, 0.9, 0.999, 1e-6, exclude_from_weight_decay=(FIRST,)),
+    "momentum": MomentumConfig(0.9),
+    "sgd": SgdConfig(),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_training_is_that_by_layer(optimizer):
+    values, tree = trained(optimizer, Trainer)
+    expected, by_layer = trained(optimizer, ByLayer)
+    same_metrics(values, expected)
+    assert tree.keys() == by_layer.keys()
+    for name in tree:
+        np.testing.assert_allclose(tree[name], by_layer[name], rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def test_measurements_of_parameters_are_those_by_layer():
+    values, _ = trained(SgdConfig(), Trainer, WeightMetricsComputer())
+    assert "weight_rms/encoder/layers_1/mlp/wo/kernel" in values
+    same_metrics(values, trained(SgdConfig(), ByLayer, WeightMetricsComputer())[0])
+
+
+def test_evaluations_are_those_by_layer():
+    results = []
+    for kind in (Trainer, ByLayer):
+        with trainer(*made(), kind) as one:
+            results.append(one.eval({"eval": tiny.batches(1)})["eval"])
+    same_metrics(*({n: x for n, x in each.items() if "timing" not in n} for each in results))
+
+
+def test_a_state_read_by_name_is_a_copy_by_layer():
+    model, state = made()
+    kept = jax.device_get(state)
+    with trainer(model, state) as one:
+        assert state.params["encoder"]["layers_0"]["mlp"]["wo"]["kernel"].is_deleted()
+        read = one.train_state
+        assert jax.tree.structure(read) == jax.tree.structure(state)
+        jax.tree.map(np.testing.assert_array_equal, read, kept)
+        one.train_state = read.replace(step=jnp.int32(7))
+        assert stacks_in(one.held_state.params) == TOWERS
+        last = one.release()
+    jax.tree.map(np.testing.assert_array_equal, last.params, kept.params)
+    assert int(last.step) == 7 and stacks_in(last.params) == {}
+
+
+class UsersModel(T5Model):
+    """Reads what it likes of the parameters."""
+
+
+def not_stacked():
+    """Models and states for which layers have to stay by themselves, with why."""
+    frozen = dataclasses.replace(tiny.ADAFACTOR, frozen=(FIRST,))
+    return {
+        "a model of the user's": made(kind=UsersModel),
+        "an optimizer of optax's": made(optax.with_extra_args_support(optax.adam(1e-3))),
+        "a frozen layer": made(frozen),
+        "layers that are not in a loop": made(scan_layers=False),
+        "layers of both towers": made(shared_towers=True, num_decoder_layers=2),
+    }
+
+
+@pytest.mark.parametrize("why", not_stacked())
+def test_layers_stay_by_themselves(why):
+    model, state = not_stacked()[why]
+    assert with_stacks(model, state) is state
+
+
+def test_a_state_without_axes_for_stacks_stays_by_layer():
+    model, state = made()
+    for options in (
+        {"kind": ByLayer},
+        {"computer": type("Users", (WeightMetricsComputer,), {})()},
+        {"axes": {}},
+    ):
+        with trainer(model, state, **options) as one:
+            assert one.train_state is one.held_state is state
+
+
+def test_frozen_layers_all_alike_are_stacked_and_stay():
+    names = tuple(f"encoder/layers_{index}/mlp/wo/kernel" for index in range(2))
+    model, state = made(dataclasses.replace(tiny.ADAFACTOR, frozen=names))
+    before = to_flat_tree(state)
+    with trainer(model, state) as one:
+        assert stacks_in(one.held_state.params) == TOWERS
+        one.update(tiny.batches(1)[0]).result()
+        after = to_flat_tree(one.held_state)
+    changed = {name for name in after if not np.array_equal(after[name], before[name])}
+    assert not changed & {f"target/{name}" for name in names}
+    assert "target/encoder/layers_0/mlp/wi_0/kernel" in changed
+
+
+def test_shapes_are_stacked_as_values_are():
+    model, state = made()
+    shapes = with_stacks(model, jax.eval_shape(lambda: state))
+    held = with_stacks(model, state)
+    assert jax.tree.map(jnp.shape, held) == jax.tree.map(lambda x: x.shape, shapes)
+    assert single_layers(state) is state
+    assert stacks_in(single_layers(held, released).params) == {}
+    assert held.params["encoder"]["layers_*"]["mlp"]["wo"]["kernel"].is_deleted()
+
+
+def test_new_parameters_do_not_depend_on_the_loop():
+    unrolled = initial_parameters(network(scan_layers=False), jax.random.key(0))
+    jax.tree.map(
+        np.testing.assert_array_equal, initial_parameters(network(), jax.random.key(0)), unrolled
+    )
