@@ -97,10 +97,17 @@ def check_data(program: programs.TrainProgram, config: RunConfig) -> None:
     """Checks tasks, splits, caches and vocabularies, before anything is built or written.
 
     Raises:
-      UserError: If a task is missing, not cached, or encoded with another vocabulary, if the
-        model's embedding is too small for it, or if a feature's length is missing.
+      UserError: If a task is missing, not cached, or encoded with another vocabulary, if no task
+        has the split to train on, if the model's embedding is too small for the vocabulary, or if
+        a feature's length is missing.
     """
-    from t0repro.data.checks import check_lengths, check_mixture, check_readable
+    from t0repro.data.checks import (
+        check_lengths,
+        check_mixture,
+        check_readable,
+        no_task_has,
+        tasks_with_split,
+    )
     from t0repro.data.vocabularies import check_rows, check_vocabularies
 
     plan = config.plan
@@ -115,7 +122,15 @@ def check_data(program: programs.TrainProgram, config: RunConfig) -> None:
             data.mixture_or_task_name, model.input_vocabulary, model.output_vocabulary
         )
         check_rows(config.model.vocab_size, model.input_vocabulary, model.output_vocabulary)
-        check_readable(data.mixture_or_task_name, data.split, use_cached=data.use_cached)
+        tasks = tasks_with_split(data.mixture_or_task_name, data.split)
+        # Evaluations without the split are left out, as in T5X.
+        if not tasks and data is plan.train_data:
+            raise no_task_has(
+                data.mixture_or_task_name, data.split, "train/utils.DatasetConfig.split"
+            )
+        check_readable(
+            data.mixture_or_task_name, data.split, use_cached=data.use_cached, tasks=tasks
+        )
 
 
 def starting_tree(config: RunConfig, say: Say) -> dict[str, Any] | None:
