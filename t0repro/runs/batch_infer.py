@@ -187,6 +187,8 @@ class _TaskJob:
             if not chunk:
                 break
             self._write_chunk(number, chunk, checkpoint)
+            done = counted(number * size + len(chunk), "example")
+            print(f"{self._task.name}: {done} so far", file=sys.stderr)
         if number == 0:
             self._check_has_examples()
             # With more shards than examples; T5X ends with an error there.
@@ -284,7 +286,6 @@ class _TaskJob:
         path = self._chunk(number)
         write_atomically(path, "".join(lines))
         _mark(path, file_digest(path) or "")
-        print(f"{self._task.name}: {counted(len(lines), 'example')} more", file=sys.stderr)
 
     def _merge(self, count: int) -> None:
         """Puts the chunks one after the other and removes them."""

@@ -43,14 +43,17 @@ def evaluate_checkpoints(
       UserError: If there is no checkpoint, one does not fit the model, the task's vocabulary is
         not the model's, or nothing has a metric.
     """
-    from t0repro.data.checks import check_readable, tasks_with_split
+    from t0repro.data.checks import check_readable, no_task_has, tasks_with_split
     from t0repro.data.vocabularies import check_vocabularies
     from t0repro.evaluation.closing import print_results
-    from t0repro.evaluation.seqio_evaluator import TaskEvaluator, nothing_to_evaluate
+    from t0repro.evaluation.seqio_evaluator import FOLDER, TaskEvaluator, nothing_to_evaluate
 
     name, split = plan.data.mixture_or_task_name, plan.data.split
     check_vocabularies(name, plan.input_vocabulary, plan.output_vocabulary)
-    tasks = [task for task in tasks_with_split(name, split) if task.metric_objs]
+    with_split = tasks_with_split(name, split)
+    if not with_split:
+        raise no_task_has(name, split, "utils.DatasetConfig.split")
+    tasks = [task for task in with_split if task.metric_objs]
     if not tasks:
         raise nothing_to_evaluate(plan.data)
     check_readable(name, split, use_cached=plan.data.use_cached, tasks=tasks)
@@ -72,6 +75,8 @@ def evaluate_checkpoints(
         record.add(ref, its_identity)
         results[checkpoint.step] = metrics
         print_results(metrics, checkpoint.step, folder)
+        if any(logger.name != "py" for logger in plan.evaluator.loggers):
+            _say(f"wrote {folder / FOLDER}")
     return results
 
 

@@ -162,7 +162,12 @@ def test_an_interrupted_run_continues_after_its_last_whole_chunk(
         infer(made)
     assert not [*(tmp_path / "a").glob("*.COMPLETED")] and calls == [0, 1]
     (written,) = infer(made)
-    assert calls == [0, 1, 1, 2] and "continues after 1 chunk" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert calls == [0, 1, 1, 2] and "continues after 1 chunk" in said
+    # Of the whole task, what was done before the interruption included.
+    assert [line for line in said.splitlines() if line.endswith("so far")][-1].endswith(
+        f" {len(undisturbed.splitlines())} examples so far"
+    )
     assert written.read_bytes() == undisturbed
     infer(made)
     assert len(calls) == 4 and "already complete" in capsys.readouterr().err

@@ -78,6 +78,15 @@ def tensorboard(folder):
     return found
 
 
+def test_it_says_where_the_loggers_wrote(model_dir, tmp_path, capsys):
+    made = plan(model_dir, tmp_path, "seqio.Evaluator.num_examples = 2", name=RANKED)
+    evaluate_checkpoints(made)
+    assert f"wrote {evaluated_folder(made)}\n" in capsys.readouterr().err
+    quiet = "seqio.Evaluator.logger_cls = [@seqio.PyLoggingLogger]"
+    evaluate_checkpoints(plan(model_dir, tmp_path, quiet, name=RANKED))
+    assert "wrote" not in capsys.readouterr().err
+
+
 def test_all_checkpoints_are_evaluated_and_loggers_agree(evaluated):
     made, results = evaluated
     assert list(results) == [3, 5] and set(results[3]) == {GENERATED, RANKED}
@@ -274,8 +283,9 @@ def test_pairs_that_are_cut_off_within_an_example_are_told_once(model_dir, tmp_p
 
 
 def test_faults_are_named(model_dir, tmp_path):
-    with pytest.raises(UserError, match="no task has both the split 'test' and a metric"):
+    with pytest.raises(UserError, match="No task of 'both_kinds' has a split 'test'") as caught:
         evaluate_checkpoints(plan(model_dir, tmp_path, "MIXTURE_OR_TASK_SPLIT = 'test'"))
+    assert "Choose one of validation" in str(caught.value)
     with pytest.raises(UserError, match="another vocabulary than the model's"):
         evaluate_checkpoints(
             plan(model_dir, tmp_path, "seqio.SentencePieceVocabulary.extra_ids = 7")
