@@ -89,7 +89,7 @@ def test_rows_that_are_not_cached_are_named_with_a_remedy_for_all_of_them():
         ("network.T5Config.vocab_size = 1280", "The vocabulary has 1,4"),
         ("TASK_FEATURE_LENGTHS = {'inputs': 64}", "The lengths lack targets"),
         ("seqio.SentencePieceVocabulary.extra_ids = 7", "another vocabulary than the model's"),
-        ("train/utils.DatasetConfig.split = 'trian'", "No task of 'demo_train' has a split 'trian'"),
+        ("train/utils.DatasetConfig.split = 'dev'", "No task of 'demo_train' has a split 'dev'"),
     ],
 )
 def test_a_training_without_the_dry_run_is_refused_by_the_same_checks(tmp_path, binding, message):
