@@ -12,8 +12,8 @@ _OWN = re.compile(
     r"|(checkpoint|data|devices|infer_eval|model|note|recompute|restore|start): "
     r"|(t5_mesh_transformer|train|train_eval|warning): "
     r"|[\d,]+ (pairs|of [\d,]+ tasks?)\b"
-    r"|\w+: [\d,]+ examples? more$"
-    r"|for a report: "
+    r"|\w+: [\d,]+ examples? so far$"
+    r"|(for a report|to follow it): "
     r"|\w+(  \w+ -?\d+\.\d\d)+$"  # a task's metrics
 )
 

@@ -78,9 +78,17 @@ def read_prices(path: str | None) -> dict:
         return {"per_hour": {}}
     import yaml
 
-    with open(path, encoding="utf-8") as file:
-        return yaml.safe_load(file)
+    try:
+        with open(path, encoding="utf-8") as file:
+            return yaml.safe_load(file)
+    except OSError as error:
+        raise SystemExit(f"--prices {path}: {error.strerror}; its form is in --help") from error
 
 
 if __name__ == "__main__":
-    main()
+    from t0repro.errors import UserError
+
+    try:
+        main()
+    except UserError as error:
+        raise SystemExit(str(error)) from error

@@ -263,6 +263,7 @@ def _submit(
         name, record = submission.submit_and_track(request, configured, tracking, place)
     # Before the wait, so that whoever is cut off can follow the job by its name.
     typer.echo(f"submitted {name}")
+    echo(f"to follow it: {_command('status', name)} --wait", err=True)
     if wait:
         seen, metrics = follow(name, record, place, poll_seconds=poll_seconds, say=_say)
         _print_end(seen, metrics)
@@ -349,9 +350,15 @@ def _print_end(seen: Look, metrics: dict[str, float]) -> None:
     raise UserError(
         f"The job {what}{f': {seen.reason}' if seen.reason else ''}".rstrip(".") + ".",
         where=seen.name,
-        fix=f"Read its log: t0repro vertex logs {seen.name.rpartition('/')[2]} ... Submitted again"
-        " with the same folder of results, training continues from its latest checkpoint.",
+        fix=f"Read its log: {_command('logs', seen.name)}. Submitted again with the same folder of"
+        " results, training continues from its latest checkpoint.",
     )
+
+
+def _command(verb: str, name: str) -> str:
+    """The command that asks about a job, given by its resource name."""
+    _, project, _, location, _, number = name.split("/")
+    return f"t0repro vertex {verb} {number} --project {project} --location {location}"
 
 
 @app.command()

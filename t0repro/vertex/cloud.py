@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import os
 import re
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -65,11 +66,20 @@ def _quiet() -> None:
     """Has Google's client log errors alone.
 
     It logs to standard output, where a program reads --json: each request, and warnings about
-    arguments that are given on purpose.
+    arguments that are given on purpose. In a terminal it also prints its notebooks' buttons as
+    `<IPython.core.display.HTML object>` as soon as anything has imported IPython.
     """
+    from google.cloud.aiplatform.utils import _ipython_utils
+
+    _ipython_utils.is_ipython_available = _is_notebook
     for name, logger in list(logging.root.manager.loggerDict.items()):
         if name.startswith("google.cloud.aiplatform") and isinstance(logger, logging.Logger):
             logger.setLevel(logging.ERROR)
+
+
+def _is_notebook() -> bool:
+    ipython = sys.modules.get("IPython")
+    return ipython is not None and ipython.get_ipython() is not None
 
 
 def overridden(service: str) -> str | None:

@@ -15,10 +15,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from t0repro import compat
 from t0repro.vertex.cloud import Place, cloud_errors, connect, storage_client
 from t0repro.vertex.results import copy_results
 
 _LAST_TRIES = 5  # to upload after the job has ended, before giving up
+_PATIENCE = 1.0  # seconds after Ctrl-C until it is said what is waited for
 
 
 @contextlib.contextmanager
@@ -34,7 +36,9 @@ def uploading(
 ) -> Iterator[None]:
     """Uploads from a thread within the block, and to the end when the block has ended.
 
-    A slow or failing upload delays nobody but itself; what failed is sent again.
+    A slow or failing upload delays nobody but itself; what failed is sent again. After Ctrl-C in
+    the block only the upload under way is ended: the job goes on, and whoever follows it next
+    uploads everything.
 
     Args:
       results: address of the folder that the job writes into.
@@ -45,13 +49,13 @@ def uploading(
       every: seconds between two looks at the bucket.
       say: receives a line about each failure.
     """
-    ended = threading.Event()
+    ended, interrupted = threading.Event(), threading.Event()
 
     def work() -> None:
         tries_left = _LAST_TRIES
         with tempfile.TemporaryDirectory(prefix="t0repro-vertex-") as folder:
             upload = _Upload(results, experiment, run_name, tensorboard, place, Path(folder))
-            while True:
+            while not interrupted.is_set():
                 was_last = ended.is_set()  # before the copy, so that the last one is whole
                 try:
                     upload.once()
@@ -74,6 +78,13 @@ def uploading(
     thread.start()
     try:
         yield
+    except KeyboardInterrupt:
+        interrupted.set()
+        ended.set()  # ends the thread's pause
+        thread.join(_PATIENCE)
+        if thread.is_alive():
+            say("TensorBoard: ending the upload under way; another Ctrl-C does not wait for it")
+        raise
     finally:
         ended.set()
         thread.join()
@@ -117,6 +128,7 @@ class _Upload:
 
     def _made(self) -> Any:
         connect(self._place)
+        compat.quiet_logs()  # the uploader imports TensorFlow
         from google.cloud.aiplatform import initializer
         from google.cloud.aiplatform.tensorboard import uploader, uploader_constants, uploader_utils
         from google.cloud.aiplatform.utils import TensorboardClientWithOverride

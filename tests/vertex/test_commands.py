@@ -46,6 +46,8 @@ def test_two_jobs_are_submitted_looked_at_and_compared(cloud, experiment, submit
         assert code == 0, err
         job = out.split()[-1]
         assert out == f"submitted {job}\n"
+        number = job.rpartition("/")[2]
+        assert f"t0repro vertex status {number} --project p --location us-central1 --wait" in err
         code, out, _ = vertex("status", job)
         assert code == 0 and out.splitlines()[-1] == "waiting"
         end(cloud, job, accuracy)

@@ -43,6 +43,16 @@ def test_points_are_uploaded_as_they_come_and_the_last_ones_after_the_end(cloud,
     assert curve == {1: 3.0, 2: 2.0, 3: 1.0} and not said
 
 
+def test_googles_buttons_for_notebooks_stay_off_the_terminal(cloud, experiment, write, capsys):
+    import IPython  # noqa: F401  # Google's client takes its presence for a notebook
+
+    write("train", "loss", at_1=3.0)
+    with upload(cloud, []):
+        pass
+    assert cloud.services.points["small-1-train", "loss"]
+    assert "IPython" not in capsys.readouterr().out
+
+
 def until(condition):
     deadline = time.monotonic() + 60
     while not condition():
@@ -82,3 +92,25 @@ def test_a_slow_upload_holds_up_nothing_and_is_waited_for(cloud, experiment, wri
         started = time.monotonic()
     assert time.monotonic() - started > 1.0
     assert cloud.services.points["small-1-train", "loss"] == {1: 3.0}
+
+
+def test_ctrl_c_waits_for_the_upload_under_way_alone(cloud, experiment, write):
+    said = []
+    write("train", "loss", at_1=3.0)
+    curve = cloud.services.points["small-1-train", "loss"]
+    with pytest.raises(KeyboardInterrupt), upload(cloud, said, every=3600.0):
+        until(lambda: curve or said)
+        write("train", "loss", at_2=2.0)
+        raise KeyboardInterrupt
+    # Another look would have found the second point.
+    assert curve == {1: 3.0} and not said
+
+
+def test_what_ctrl_c_waits_for_is_said(cloud, experiment, write):
+    said = []
+    write("train", "loss", at_1=3.0)
+    cloud.services.faults["WriteTensorboardExperimentData"] = [3.0]
+    with pytest.raises(KeyboardInterrupt), upload(cloud, said):
+        until(lambda: "WriteTensorboardExperimentData" in cloud.services.calls)
+        raise KeyboardInterrupt
+    assert "upload under way" in said[0]
