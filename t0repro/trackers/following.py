@@ -53,9 +53,17 @@ def tracked(names: Iterable[TrackerName], run: TrackedRun, say: Say) -> Iterator
 
 @contextlib.contextmanager
 def _followed(name: TrackerName, run: TrackedRun, say: Say) -> Iterator[None]:
+    is_new = not run.folder.exists()
     run.folder.mkdir(parents=True, exist_ok=True)
     sent = _Sent.read(run.folder, name)
-    tracker = open_tracker(name, run, sent.run_id)
+    say(f"tracking: opening a run of {name} ...")
+    try:
+        tracker = open_tracker(name, run, sent.run_id)
+    except UserError:
+        if is_new:  # nothing is done, so nothing is left
+            with contextlib.suppress(OSError):
+                run.folder.rmdir()
+        raise
     sent.run_id = tracker.run_id
     sent.write(run.folder, name)
     say(f"tracking: run {tracker.run_id} of {name}")

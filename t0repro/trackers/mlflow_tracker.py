@@ -30,6 +30,8 @@ def open_run(run: TrackedRun, run_id: str | None) -> MlflowRun:
     Raises:
       UserError: if the server cannot be reached or refuses.
     """
+    # MLflow's 7 would keep a command that names a wrong address waiting for four minutes, silently.
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
     with _server_errors():
         client = MlflowClient()
         if run_id is not None:

@@ -25,6 +25,8 @@ def open_run(run: TrackedRun, run_id: str | None) -> WandbRun:
       UserError: if the server cannot be reached or does not know the user.
     """
     try:
+        # Of a run's own `silent`, saving files takes no notice: it warns of each that it links.
+        wandb.setup(wandb.Settings(silent=True))
         opened = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "t0repro"),
             name=run.name,

@@ -86,9 +86,10 @@ def test_the_server_has_one_run_with_everything_after_two_starts(tmp_path, serve
 def test_a_server_that_is_not_there_is_named_before_the_run(tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    run = TrackedRun(tmp_path, {}, ())
+    run = TrackedRun(tmp_path / "run", {}, ())
     with (
         pytest.raises(UserError, match="MLFLOW_TRACKING_URI"),
         tracked([TrackerName.MLFLOW], run, print),
     ):
         raise AssertionError("the run must not begin")
+    assert not run.folder.exists()
