@@ -157,20 +157,22 @@ def _check_cached(name: str, split: str, tasks: Sequence[Any]) -> None:
     shown = ", ".join(missing[:_NAMES_SHOWN])
     fix = (
         f"seqio_cache_tasks --tasks='{','.join(missing)}' --output_cache_dir={target} "
-        "--module_import=MODULE (scripts/cache.sh caches a whole mixture)."
+        "--module_import=MODULE."
     )
     # A command that named only the tasks shown would leave the others for the next error.
     if len(missing) > _NAMES_SHOWN:
         shown += f" and {len(missing) - _NAMES_SHOWN} more"
         fix = (
             "All of the mixture that is not cached yet: "
-            f"MODULE=MODULE MIXTURE={name} CACHE_DIR={target} bash scripts/cache.sh"
+            f"MODULE=MODULE MIXTURE={name} CACHE_DIR={target} bash scripts/cache.sh."
         )
     raise UserError(
         f"use_cached = True, but of {counted(len(tasks), 'task')} of {name!r}, {len(missing)} not"
         f" cached: {shown}.",
-        where="searched " + (", ".join(searched) or "nowhere: no --additional_task_cache_dirs"),
-        fix=fix,
+        where="searched " + (", ".join(searched) or "nowhere: no folder of caches is named"),
+        fix=f"{fix} Name the folder with --additional_task_cache_dirs, in T5X's modes"
+        " --seqio_additional_cache_dirs; or read without a cache: use_cached = False, in T5X's files"
+        " USE_CACHED_TASKS = False.",
     )
 
 

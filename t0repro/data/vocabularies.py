@@ -74,7 +74,8 @@ def check_vocabularies(name: str, inputs: Any, outputs: Any) -> None:
                 f"The {feature} of {name!r} are encoded with another vocabulary than the model's:"
                 f" {_shown(theirs)} instead of {_shown(ours)}.",
                 where="models.EncoderDecoderModel",
-                fix="Set VOCABULARY to the task's, or choose a task with the model's.",
+                fix=f"Give the model the task's{_bindings(theirs)}, or choose a task with the"
+                " model's.",
             )
 
 
@@ -117,6 +118,18 @@ def _is_t5s(vocabulary: Any) -> bool:
     address = getattr(vocabulary, "_sentencepiece_model_file", None)
     default = default_vocabulary()
     return (address, vocabulary.extra_ids) in {*_T5, (default.address, default.extra_ids)}
+
+
+def _bindings(vocabulary: Any) -> str:
+    """The bindings that give T5X's own model files a vocabulary; "" for one of another kind."""
+    path = getattr(vocabulary, "_sentencepiece_model_file", None)
+    if not path:
+        return ""
+    prefix = "seqio.SentencePieceVocabulary"
+    return (
+        f": {prefix}.sentencepiece_model_file = '{path}'"
+        f" and {prefix}.extra_ids = {vocabulary.extra_ids}"
+    )
 
 
 def _shown(vocabulary: Any) -> str:

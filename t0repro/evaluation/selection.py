@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from t0repro import compat
 from t0repro.data.checks import check_readable, no_task_has
 from t0repro.errors import UserError, nearest_names
 from t0repro.evaluation.task_output import Judge
@@ -42,6 +43,8 @@ def subtasks(mixture: str, option: str) -> Sequence[Any]:
     Raises:
       UserError: if it is not registered; the nearest names are listed.
     """
+    # A module of tasks installs it too, but one may be what is missing.
+    compat.install()
     import seqio
 
     try:

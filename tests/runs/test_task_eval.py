@@ -286,10 +286,11 @@ def test_faults_are_named(model_dir, tmp_path):
     with pytest.raises(UserError, match="No task of 'both_kinds' has a split 'test'") as caught:
         evaluate_checkpoints(plan(model_dir, tmp_path, "MIXTURE_OR_TASK_SPLIT = 'test'"))
     assert "Choose one of validation" in str(caught.value)
-    with pytest.raises(UserError, match="another vocabulary than the model's"):
+    with pytest.raises(UserError, match="another vocabulary than the model's") as caught:
         evaluate_checkpoints(
             plan(model_dir, tmp_path, "seqio.SentencePieceVocabulary.extra_ids = 7")
         )
+    assert "seqio.SentencePieceVocabulary.extra_ids = 100" in str(caught.value)
     with pytest.raises(UserError, match="pack = True"):
         plan(model_dir, tmp_path, "utils.DatasetConfig.pack = True")
     with pytest.raises(UserError, match="of 2 tasks of 'both_kinds', 2 not cached"):

@@ -232,11 +232,12 @@ def _program(run_mode: str) -> str:
     if selector:
         return selector
     others = [mode for mode, found in configured.items() if found]
+    run_file = "pretrain" if run_mode == "train" else run_mode
     raise UserError(
         f"No gin file configures `{modules.PROGRAMS[run_mode][0]}`, which the run mode {run_mode}"
         f" calls{f'; these files are for {others[0]}' if others else ''}.",
-        fix="Include a run file, such as t5x/configs/runs/pretrain.gin for training, or choose the"
-        " run mode that the files are for.",
+        fix=f"Include a run file, such as t5x/configs/runs/{run_file}.gin, or choose"
+        " the run mode that the files are for.",
     )
 
 
