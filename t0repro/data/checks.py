@@ -171,8 +171,8 @@ def _check_cached(name: str, split: str, tasks: Sequence[Any]) -> None:
         f" cached: {shown}.",
         where="searched " + (", ".join(searched) or "nowhere: no folder of caches is named"),
         fix=f"{fix} Name the folder with --additional_task_cache_dirs, in T5X's modes"
-        " --seqio_additional_cache_dirs; or read without a cache: use_cached = False, in T5X's files"
-        " USE_CACHED_TASKS = False.",
+        " --seqio_additional_cache_dirs; or read without a cache: use_cached = False, in T5X's"
+        " files USE_CACHED_TASKS = False.",
     )
 
 
