@@ -15,7 +15,6 @@ Source: t5x.infer.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import itertools
 import json
@@ -35,7 +34,7 @@ from t0repro.evaluation.model_functions import ModelFunctions
 from t0repro.evaluation.opened import Checkpoint
 from t0repro.evaluation.records import file_digest
 from t0repro.files import sync_directory, write_atomically
-from t0repro.runs.chosen import chosen, identity, opened, own_path
+from t0repro.runs.chosen import chosen, identity, is_there, opened, own_path
 from t0repro.words import counted
 
 COMPLETED = ".COMPLETED"
@@ -68,10 +67,8 @@ def infer(plan: InferPlan, describe: Callable[[], None] = lambda: None) -> list[
     name = plan.data.mixture_or_task_name
     check_vocabularies(name, plan.input_vocabulary, plan.output_vocabulary)
     checkpoint: Checkpoint | None = None
-    ref: CheckpointRef | None = None
     # What is complete stays so when its checkpoint is gone, as by a training's retention.
-    with contextlib.suppress(UserError):
-        ref = _chosen(plan)
+    ref = _chosen(plan) if is_there(plan.restore) else None
     files = []
     tasks = tasks_with_split(name, plan.data.split)
     if not tasks:

@@ -8,7 +8,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from t0repro.config.inference_plan import InferencePlan
@@ -33,7 +33,7 @@ def chosen(restore: RestoreConfig) -> list[CheckpointRef]:
       UserError: If a path has no checkpoint.
     """
     refs: list[CheckpointRef] = []
-    for path in [restore.path] if isinstance(restore.path, str) else restore.path:
+    for path in _paths(restore):
         if restore.mode == "all":
             present = checkpoints_in(path)
             if not present:
@@ -44,6 +44,23 @@ def chosen(restore: RestoreConfig) -> list[CheckpointRef]:
             found = from_first(lambda path=path: str(sources.find_checkpoint(path).path))
             refs.append(sources.find_checkpoint(found))
     return refs
+
+
+def is_there(restore: RestoreConfig) -> bool:
+    """Whether each path has a checkpoint, so that `chosen` finds it."""
+
+    def found() -> bool:
+        try:
+            return all(sources.find_checkpoint(path) for path in _paths(restore))
+        except UserError:
+            return False
+
+    # Decided by the first process: the others would wait for what it says of a checkpoint.
+    return from_first(found)
+
+
+def _paths(restore: RestoreConfig) -> Sequence[str]:
+    return [restore.path] if isinstance(restore.path, str) else restore.path
 
 
 def coming(

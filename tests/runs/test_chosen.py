@@ -6,10 +6,12 @@ import shutil
 import pytest
 
 from t0repro.config.t5x.inference import eval_plan
+from t0repro.config.training_plan import RestoreConfig
 from t0repro.converters import storage
 from t0repro.converters.convert import convert
 from t0repro.converters.sources import find_checkpoint
-from t0repro.runs.chosen import identity
+from t0repro.errors import UserError
+from t0repro.runs.chosen import chosen, identity, is_there
 
 from .tiny_gin import parsed, save_checkpoint
 
@@ -94,3 +96,15 @@ def test_etils_epath_tells_checkpoints_apart_where_fsspec_cannot(two, tmp_path, 
     for file in storage.walk(ref.path if kind == "trained" else f"gs:/{tmp_path}/model"):
         os.utime(file.removeprefix("gs:/"), (0, 0))
     assert (identity(ref) == first) == (kind == "trained")
+
+
+def test_a_checkpoint_is_there_where_one_is_chosen(two, tmp_path):
+    for path, expected in ((two[0], True), (two, True), ([*two, tmp_path], False)):
+        paths = path if isinstance(path, list) else [path]
+        restore = RestoreConfig(tuple(map(str, paths)), "specific", None, (), True, False)
+        assert is_there(restore) is expected
+        if expected:
+            assert len(chosen(restore)) == len(paths)
+        else:
+            with pytest.raises(UserError, match="no checkpoint"):
+                chosen(restore)
