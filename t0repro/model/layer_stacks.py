@@ -106,8 +106,7 @@ def joined(arrays: Sequence[Any]) -> Any:
     if isinstance(first, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct((len(arrays), *first.shape), first.dtype, sharding=sharding)
     stack = jax.jit(jnp.stack, out_shardings=sharding if divided else None)(arrays)
-    _delete(arrays)
-    return stack
+    return _in_place_of(arrays, stack)
 
 
 def released(stack: jax.Array) -> list[jax.Array]:
@@ -116,12 +115,14 @@ def released(stack: jax.Array) -> list[jax.Array]:
     divided = isinstance(sharding, NamedSharding)
     if divided:
         sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
-    arrays = jax.jit(rows, out_shardings=sharding if divided else None)(stack)
-    _delete([stack])
-    return arrays
+    return _in_place_of([stack], jax.jit(rows, out_shardings=sharding if divided else None)(stack))
 
 
-def _delete(arrays: Sequence[Any]) -> None:
+def _in_place_of(arrays: Sequence[Any], result: Any) -> Any:
+    """What was made of arrays, which it deletes."""
+    # Not earlier: results that are only queued may have their memory already.
+    jax.block_until_ready(result)
     for array in arrays:
         if isinstance(array, jax.Array):  # a user's state may have arrays of numpy
             array.delete()
+    return result
