@@ -251,9 +251,15 @@ class Tower(nn.Module):
             y = block.apply({"params": parameters}, x, *arrays, deterministic=deterministic)
             return (y, sums), None
 
-        if config.recomputes:
+        policy = kept(config.recompute)
+        if not config.recomputes:
+            # Whatever is kept of a layer is copied into a stack and out of it. So the products are
+            # kept and the rest, which is cheap, is computed again, as XLA does by fusion where
+            # layers are no loop. Not of attention in blocks, whose products are not to be kept.
+            policy = jax.checkpoint_policies.dots_saveable
+        if config.recomputes or not self._in_blocks(x, bias, encoded):
             # Nothing outside the loop's body can be merged with what it computes again.
-            body = jax.checkpoint(body, prevent_cse=False, policy=kept(config.recompute))
+            body = jax.checkpoint(body, prevent_cse=False, policy=policy)
         if LAYERS in own:
             parameters = jax.tree.map(lambda x: as_read(x, 2), own[LAYERS])
         else:
@@ -263,6 +269,12 @@ class Tower(nn.Module):
         items = (jnp.arange(self._layers), parameters)
         (x, sums), _ = jax.lax.scan(body, (x, own.get(SUMS)), items)
         return x if sums is None else starting_with(x, sums)
+
+    def _in_blocks(self, x: Array, bias: Array, encoded: Array | None) -> bool:
+        """Whether a layer computes some attention for some queries at a time."""
+        (rows, length, _), heads = x.shape, self.config.num_heads
+        read = [bias.shape[-1]] if encoded is None else [bias.shape[-1], encoded.shape[1]]
+        return any(number_of_blocks(rows, heads, length, keys) > 1 for keys in read)
 
 
 def is_scanned(config: ModelConfig, layers: int) -> bool:
