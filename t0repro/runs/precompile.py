@@ -33,11 +33,9 @@ from t0repro.progress import working
 from t0repro.runs.compile_ahead import train_shapes
 from t0repro.runs.recomputation import decided
 from t0repro.runs.step_memory import Account, account, bytes_per_device
-from t0repro.training.held_state import with_stacks
-from t0repro.training.models import T5Model
+from t0repro.training.held_state import held_shapes
 from t0repro.training.optimizers import make_optimizer
 from t0repro.training.schedules import make_schedule
-from t0repro.training.train_state import state_shapes
 from t0repro.training.train_step import jitted_train_step, make_train_step
 
 
@@ -212,8 +210,7 @@ def train_programs(config: RunConfig, partitioning: Partitioning) -> Iterator[Pr
     shapes = train_shapes(config, lambda feature: assumed_length(config, feature))
     batch = {name: _tokens(partitioning, *shape) for name, shape in shapes.items()}
     # On one device too: it need not be the default one.
-    state = with_stacks(T5Model(model), state_shapes(model, optimizer))
-    state = partitioning.divided(state)
+    state = partitioning.divided(held_shapes(model, optimizer))
     jitted = jitted_train_step(step, state, several or partitioning)
     program = _compiled("train", jitted, (state, batch), partitioning)
     of_step = account(config, partitioning, shapes)

@@ -22,10 +22,8 @@ from t0repro.partitioning.processes import from_first
 from t0repro.partitioning.topologies import GIB
 from t0repro.runs.compile_ahead import train_shapes
 from t0repro.runs.step_memory import bytes_per_device, kept_activations
-from t0repro.training.held_state import with_stacks
-from t0repro.training.models import T5Model
+from t0repro.training.held_state import held_shapes
 from t0repro.training.optimizers import make_optimizer
-from t0repro.training.train_state import state_shapes
 
 # Compilers need up to a tenth more than what is counted (docs/scaling.md), and a step that
 # recomputes a little needlessly costs less than one that does not fit.
@@ -73,8 +71,7 @@ def step_bytes(config: RunConfig, partitioning: Partitioning) -> int:
     """
     assert config.optimizer is not None, "a training has an optimizer"
     model, optimizer = T5(config.model, config.dtypes), make_optimizer(config.optimizer)
-    state = with_stacks(T5Model(model), state_shapes(model, optimizer))
-    state = partitioning.divided(state)
+    state = partitioning.divided(held_shapes(model, optimizer))
     shapes = train_shapes(config, lambda feature: assumed_length(config, feature))
     parts = [kept_activations(config, partitioning, shapes), bytes_per_device(state.params)]
     # With one microbatch, gradients take the place of activations that are not needed any more.

@@ -15,10 +15,12 @@ import jax
 
 from t0repro.model.blocks import towers_in_loops
 from t0repro.model.layer_stacks import Towers, joined, stacked, stacks_in
+from t0repro.model.t5 import T5
 from t0repro.parameters.layout import layer_name
 from t0repro.training.models import BaseModel, T5Model
+from t0repro.training.optimizers import Optimizer
 from t0repro.training.slots import Slots
-from t0repro.training.train_state import TrainState
+from t0repro.training.train_state import TrainState, state_shapes
 
 
 def with_stacks(model: BaseModel, state: TrainState) -> TrainState:
@@ -39,6 +41,11 @@ def with_stacks(model: BaseModel, state: TrainState) -> TrainState:
     return state.replace(
         params=stacked(state.params, towers, joined), slots=stacked(state.slots, towers, joined)
     )
+
+
+def held_shapes(model: T5, optimizer: Optimizer) -> TrainState:
+    """The shapes of a new state as a trainer holds it; nothing is allocated."""
+    return with_stacks(T5Model(model), state_shapes(model, optimizer))
 
 
 def _alike(slots: Any, towers: Towers) -> bool:

@@ -56,7 +56,7 @@ def trained(optimizer, kind, computer=None):
     return {name: x for name, x in values.items() if "timing" not in name}, tree
 
 
-def same_metrics(values, expected):
+def assert_same_metrics(values, expected):
     assert values.keys() == expected.keys()
     for name, value in values.items():
         np.testing.assert_allclose(value, expected[name], rtol=1e-5, atol=1e-7, err_msg=name)
@@ -78,7 +78,7 @@ OPTIMIZERS = {
 def test_training_is_that_by_layer(optimizer):
     values, tree = trained(optimizer, Trainer)
     expected, by_layer = trained(optimizer, ByLayer)
-    same_metrics(values, expected)
+    assert_same_metrics(values, expected)
     assert tree.keys() == by_layer.keys()
     for name in tree:
         np.testing.assert_allclose(tree[name], by_layer[name], rtol=1e-5, atol=1e-6, err_msg=name)
@@ -87,7 +87,7 @@ def test_training_is_that_by_layer(optimizer):
 def test_measurements_of_parameters_are_those_by_layer():
     values, _ = trained(SgdConfig(), Trainer, WeightMetricsComputer())
     assert "weight_rms/encoder/layers_1/mlp/wo/kernel" in values
-    same_metrics(values, trained(SgdConfig(), ByLayer, WeightMetricsComputer())[0])
+    assert_same_metrics(values, trained(SgdConfig(), ByLayer, WeightMetricsComputer())[0])
 
 
 def test_evaluations_are_those_by_layer():
@@ -95,7 +95,7 @@ def test_evaluations_are_those_by_layer():
     for kind in (Trainer, ByLayer):
         with trainer(*made(), kind) as one:
             results.append(one.eval({"eval": tiny.batches(1)})["eval"])
-    same_metrics(*({n: x for n, x in each.items() if "timing" not in n} for each in results))
+    assert_same_metrics(*({n: x for n, x in each.items() if "timing" not in n} for each in results))
 
 
 def test_a_state_read_by_name_is_a_copy_by_layer():
