@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -83,6 +84,22 @@ def pytest_collection_modifyitems(items):
 def pytest_runtest_setup(item):
     if item.get_closest_marker("tpu") and importlib.util.find_spec("libtpu") is None:
         pytest.skip("libtpu, of the extra tpu, is not installed")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _seqio_forgets_caches():
+    """Lets no file's tests find the caches of another's that ran in the same worker.
+
+    A SeqIO task keeps the folder in which its cache was once found, also when the folder is no
+    longer among those that are searched.
+    """
+    yield
+    if (seqio := sys.modules.get("seqio")) is None:
+        return
+    seqio.set_global_cache_dirs([])
+    for name in seqio.TaskRegistry.names():
+        task = seqio.TaskRegistry.get(name)
+        task._cache_dir, task._stats = None, {}
 
 
 @pytest.fixture(scope="session")
