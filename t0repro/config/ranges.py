@@ -89,6 +89,16 @@ def check(value: Any, provenance: Mapping[str, str], prefix: str = "") -> None:
             check_field(type(value), field.name, item, _place(name, provenance), shown=name)
 
 
+def check_divides(name: str, parts: int, batch_size: int, where: str | None) -> None:
+    """Raises UserError unless the rows of a batch divide into so many equal parts."""
+    if batch_size % parts:
+        raise UserError(
+            f"{name} = {parts} does not divide the batch of {batch_size}.",
+            where=where,
+            fix="Choose a divisor of the batch size.",
+        )
+
+
 def check_field(kind: type, field: str, value: Any, where: str | None, shown: str = "") -> None:
     """Checks a value before it is assigned to a dataclass field.
 

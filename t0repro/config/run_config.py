@@ -359,6 +359,7 @@ class TrainDataConfig:
         after the last batch. True: after (global step - `seen_data_init_step`) batches, as in Mesh
         TensorFlow. False: the data start over, as in Mesh TensorFlow.
       checkpoint_input_pipeline: Whether checkpoints hold the state of the input pipeline itself.
+      num_shards: Parts that the examples are divided into; each makes an equal part of every batch.
     """
 
     mixture_or_task_name: str
@@ -370,6 +371,7 @@ class TrainDataConfig:
     skip_seen_data: bool | None
     seen_data_init_step: Annotated[int, Range(at_least=0)]
     checkpoint_input_pipeline: bool
+    num_shards: Annotated[int, Range(at_least=1)] = 1
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,6 +24,7 @@ class SeqioDataConfig:
       use_custom_packing_ops: Pack with SeqIO's compiled operation; refused, since it is not built.
       use_memory_cache: Whether an evaluation keeps its examples in memory.
       trim_output_features: Whether a feature that is too long is cut to its length.
+      num_shards: As in `TrainDataConfig`; 1 unless the examples are trained on.
     """
 
     mixture_or_task_name: str
@@ -37,6 +38,7 @@ class SeqioDataConfig:
     use_custom_packing_ops: bool = False
     use_memory_cache: bool = True
     trim_output_features: bool = True
+    num_shards: Annotated[int, Range(at_least=1)] = 1
 
 
 @dataclasses.dataclass(frozen=True)

@@ -278,6 +278,9 @@ def _data(config: RunConfig, dialect: Dialect) -> _Items:
             yield "seqio.SentencePieceVocabulary.extra_ids", config.vocabulary_extra_ids
     for field, binding in names.items():
         yield binding, getattr(data, field)
+    if data.num_shards != 1:
+        t5x, mtf = "train/utils.DatasetConfig.num_shards", "t0repro.jax_training.data_shards"
+        yield mtf if dialect == "mtf" else t5x, data.num_shards
 
 
 _SHARED_DATA = ("use_cached", "pack", "shuffle", "seed")

@@ -123,7 +123,8 @@ class CachedBatches(ResumableBatches):
 
     # ---- The examples' way into batches ---------------------------------------------------------
 
-    def _dataset(self, seed: int) -> Iterator[Batch]:
+    def _dataset(self, seed: int, shard: int = 0) -> Iterator[Batch]:
+        del shard  # there is one
         trimmed = (
             {name: example[name][: self._lengths[name]] for name in FEATURES}
             for example in self._mixed(seed)

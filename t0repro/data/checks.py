@@ -176,6 +176,48 @@ def _check_cached(name: str, split: str, tasks: Sequence[Any]) -> None:
     )
 
 
+def check_shards(name: str, split: str, num_shards: int, *, use_cached: bool) -> None:
+    """Checks that every shard has an example of each task, as far as their numbers are known.
+
+    SeqIO ends a shard of a mixture where one of its tasks has no more, which may be long after the
+    training began.
+
+    Args:
+      name: The task or mixture.
+      split: The split that is divided.
+      num_shards: Number of shards.
+      use_cached: Whether caches are read.
+
+    Raises:
+      UserError: If a task has too few examples, or a shard no file with one.
+    """
+    import tensorflow as tf
+
+    for task in tasks_with_split(name, split) if num_shards > 1 else ():
+        cached = use_cached and task.supports_caching
+        # SeqIO's way to the cached files; it offers no other.
+        source = task._get_cached_source(split) if cached else task.source
+        files = source.list_shards(split)
+        if cached:
+            examples = task.get_cached_stats(split)["examples"]
+        else:
+            examples = source.num_input_examples(split)
+        if examples is None:  # of a source that does not say
+            continue
+        few = examples < num_shards
+        if cached and not few and len(files) >= num_shards:  # divided by files
+            sizes = [tf.io.gfile.stat(file).length for file in files]
+            few = not all(any(sizes[shard::num_shards]) for shard in range(num_shards))
+        if few:
+            raise UserError(
+                f"Not every one of {num_shards} shards has an example of the task {task.name}: in"
+                f" {split!r} it has {counted(examples, 'example')} in"
+                f" {counted(len(files), 'file')}.",
+                fix="Take fewer shards (t0repro.jax_training.data_shards, in T5X's files"
+                " train/utils.DatasetConfig.num_shards).",
+            )
+
+
 def _check_rows(split: str, tasks: Sequence[Any]) -> None:
     """Raises UserError if the rows of a prompted task are missing, or a task needs a cache."""
     from t0repro.tasks.seqio_tasks import PromptedSource

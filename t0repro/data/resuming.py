@@ -9,6 +9,15 @@ A checkpoint's folder `data/` holds position.json:
 and, where it is asked for, the state of tf.data's iterator. Without that state the batches before
 the position are made again and skipped. This is exact on every path, because a given seed produces
 the same data in every process.
+
+Batches may be made in shards: each reads its part of the examples, with a pipeline of its own, and
+makes an equal part of the rows of every batch. With three shards, a batch of six rows is
+
+    row     0     1     2     3     4     5
+    shard   0     0     1     1     2     2
+
+so that each of several processes has to run only the pipelines of the rows that its devices hold.
+The batches depend on the number of shards, and not on that of processes.
 """
 
 from __future__ import annotations
@@ -16,19 +25,21 @@ from __future__ import annotations
 import abc
 import json
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from t0repro.data.read_ahead import read_ahead
+from t0repro.errors import UserError
 from t0repro.files import write_atomically
 from t0repro.partitioning.processes import from_first
 from t0repro.progress import count_progress
 from t0repro.words import counted
 
 POSITION, ITERATOR = "position.json", "iterator"
+_UNRECORDED = {"num_shards": 1}  # arguments that older versions did not have
 _FEW = 50  # skipping fewer batches than this shows no progress bar
 
 Say = Callable[[str], None]
@@ -43,13 +54,20 @@ class ResumableBatches(abc.ABC):
 
     Args:
       seed: Seed for the data; None draws one, which checkpoints record.
+      num_shards: Number of shards that make a batch.
     """
 
-    def __init__(self, seed: int | None):
+    def __init__(self, seed: int | None, num_shards: int = 1):
         self._bound_seed = self._seed = seed
+        self.num_shards = num_shards
+        self._here: Sequence[int] = range(num_shards)
         self._taken = 0
         self._saves_iterator = False
-        self._iterator: Any = None
+        self._iterators: dict[int, Any] = {}
+
+    def make_only(self, shards: Sequence[int]) -> None:
+        """Leaves the rows of other shards, which other processes make, zeros; before `open`."""
+        self._here = shards
 
     def open(self, step: int, saved: Path | None, say: Say) -> Iterator[Batch]:
         """Batches from where the run continues; see `runs.train.BatchSource`."""
@@ -60,12 +78,14 @@ class ResumableBatches(abc.ABC):
             # recorded.
             self._seed = from_first(lambda: position.get("seed") or secrets.randbits(31) + 1)
         self._taken = self._first(step, position)
-        dataset = self._dataset(self._seed)
-        self._saves_iterator = self._can_save_iterator(dataset)
-        self._iterator = iter(dataset)
+        datasets = {index: self._dataset(self._seed, index) for index in self._here}
+        # Only one pipeline's state is saved: shards are made again and skipped.
+        self._saves_iterator = self.num_shards == 1 and self._can_save_iterator(datasets[0])
+        self._iterators = {index: iter(dataset) for index, dataset in datasets.items()}
+        elements = self._elements()
         if self._taken:
-            self._go_on(saved, position, say)
-        batches = map(self._to_numpy, self._iterator)
+            self._go_on(elements, saved, position, say)
+        batches = map(self._assembled, elements)
         # What is saved of tf.data's iterator is where it is, so it must not be ahead.
         return self._counted(batches if self._saves_iterator else read_ahead(batches))
 
@@ -82,8 +102,11 @@ class ResumableBatches(abc.ABC):
     # ---- What a subclass provides ---------------------------------------------------------------
 
     @abc.abstractmethod
-    def _dataset(self, seed: int) -> Any:
-        """What iterates over the endless batches for a seed, mostly a tf.data.Dataset."""
+    def _dataset(self, seed: int, shard: int = 0) -> Any:
+        """What iterates over the endless batches for a seed, mostly a tf.data.Dataset.
+
+        Of several shards, over the batches of one: their `batch_size / num_shards` rows.
+        """
 
     @abc.abstractmethod
     def _arguments(self) -> dict[str, Any]:
@@ -91,7 +114,7 @@ class ResumableBatches(abc.ABC):
 
     @abc.abstractmethod
     def _to_numpy(self, element: Mapping[str, Any]) -> Batch:
-        """A batch of int32 arrays [batch_size, length] from an element of the dataset."""
+        """A batch of int32 arrays [rows, length] from an element of the dataset."""
 
     def _is_resumed(self, say: Say) -> bool:
         """Whether the position in a checkpoint is to be used."""
@@ -107,6 +130,38 @@ class ResumableBatches(abc.ABC):
         """Number of batches to skip before the first one."""
         del step
         return int(position.get("batches", 0))
+
+    # ---- Batches of shards ----------------------------------------------------------------------
+
+    def _elements(self) -> Iterator[tuple[Any, ...]]:
+        """An element of each shard that is made here, at a time."""
+        if self.num_shards == 1:
+            yield from zip(*self._iterators.values(), strict=True)
+            return
+        while True:
+            yield tuple(self._next(index) for index in self._here)
+
+    def _next(self, shard: int) -> Any:
+        for element in self._iterators[shard]:
+            return element
+        raise UserError(
+            f"Shard {shard} of {self.num_shards} of the training data has no more examples.",
+            where="the training data",
+            fix="Take fewer shards: each needs an example of every task.",
+        )
+
+    def _assembled(self, elements: Sequence[Any]) -> Batch:
+        """The whole batch, in which the rows of shards that are made elsewhere are zeros."""
+        parts = [self._to_numpy(element) for element in elements]
+        if self.num_shards == 1:
+            return parts[0]
+        batch = {}
+        for name, first in parts[0].items():
+            rows = np.zeros((self.num_shards, *first.shape), first.dtype)
+            for shard, part in zip(self._here, parts, strict=True):
+                rows[shard] = part[name]
+            batch[name] = rows.reshape(-1, *first.shape[1:])
+        return batch
 
     # ---- Finding the place ----------------------------------------------------------------------
 
@@ -125,7 +180,7 @@ class ResumableBatches(abc.ABC):
             say("data: from the beginning, since the checkpoint does not say where they were")
             return {}
         position = json.loads((saved / POSITION).read_text())
-        ours, theirs = self._arguments(), position["arguments"]
+        ours, theirs = self._arguments(), _UNRECORDED | position["arguments"]
         # Only our own names are compared: what an older version recorded in addition does
         # not matter.
         changed = [name for name in ours if ours[name] != theirs.get(name)]
@@ -136,8 +191,10 @@ class ResumableBatches(abc.ABC):
             return {}
         return position
 
-    def _go_on(self, saved: Path | None, position: Mapping[str, Any], say: Say) -> None:
-        """Moves the iterator past the batches already taken."""
+    def _go_on(
+        self, elements: Iterator[Any], saved: Path | None, position: Mapping[str, Any], say: Say
+    ) -> None:
+        """Moves the iterators past the batches already taken."""
         taken = counted(self._taken, "batch", "batches")
         if self._saves_iterator and position.get("iterator"):
             assert saved is not None
@@ -149,16 +206,16 @@ class ResumableBatches(abc.ABC):
         say(f"data: after {taken}, which are made again and skipped")
         if self._taken < _FEW:
             for _ in range(self._taken):
-                next(self._iterator)
+                next(elements)
             return
         with count_progress(
             self._taken, "passing over", "batch", "passed over", "batches"
         ) as advance:
             for _ in range(self._taken):
-                next(self._iterator)
+                next(elements)
                 advance(1)
 
     def _tracked(self) -> Any:
         import tensorflow as tf
 
-        return tf.train.Checkpoint(iterator=self._iterator)
+        return tf.train.Checkpoint(iterator=self._iterators[0])

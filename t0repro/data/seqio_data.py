@@ -44,7 +44,7 @@ class SeqioTrainBatches(ResumableBatches):
     """
 
     def __init__(self, data: SeqioDataConfig, *, save_dataset: bool, resumed: bool = False):
-        super().__init__(data.seed)
+        super().__init__(data.seed, data.num_shards)
         self._data, self._save_dataset, self._resumed = data, save_dataset, resumed
 
     def open(self, step: int, saved: Path | None, say: Say) -> Iterator[Batch]:
@@ -81,8 +81,8 @@ class SeqioTrainBatches(ResumableBatches):
             if name not in ("seed", "use_memory_cache")  # neither decides what a batch holds
         }
 
-    def _dataset(self, seed: int) -> Any:
-        return seqio_dataset(self._data, seed=seed, num_epochs=None).prefetch(2)
+    def _dataset(self, seed: int, shard: int = 0) -> Any:
+        return seqio_dataset(self._data, seed=seed, num_epochs=None, shard=shard).prefetch(2)
 
 
 def train_eval_batches(data: SeqioDataConfig, eval_steps: int) -> dict[str, EvalBatches]:
@@ -153,13 +153,17 @@ class EvalBatches:
         return batches.take(self._steps)
 
 
-def seqio_dataset(data: SeqioDataConfig, *, seed: int | None, num_epochs: int | None) -> Any:
+def seqio_dataset(
+    data: SeqioDataConfig, *, seed: int | None, num_epochs: int | None, shard: int = 0
+) -> Any:
     """The batched tf.data.Dataset with the features of seqio.EncDecFeatureConverter.
 
     Args:
       data: The dataset; its own seed is not read.
       seed: Seed for the order of examples and for random preprocessors.
       num_epochs: How many times to go through the examples; None repeats them without end.
+      shard: Which of `data.num_shards` shards, whose batches have as many times fewer rows. It is
+        what T5X reads on one of so many hosts.
     """
     # compat has to be installed before anything imports t5 or seqio.
     from t0repro import compat
@@ -177,7 +181,8 @@ def seqio_dataset(data: SeqioDataConfig, *, seed: int | None, num_epochs: int | 
         shuffle=data.shuffle,
         num_epochs=num_epochs,
         seed=seed,
-        batch_size=data.batch_size,
+        batch_size=data.batch_size // data.num_shards,
+        shard_info=None if data.num_shards == 1 else seqio.ShardInfo(shard, data.num_shards),
         trim_output_features=data.trim_output_features,
         verbose=False,
     )

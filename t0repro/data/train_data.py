@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+import functools
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ class TrainBatches(ResumableBatches):
         assert config.train_data is not None and config.sequence_length is not None
         self._config, self._data = config, config.train_data
         self._has_checkpoint = has_checkpoint
-        super().__init__(self._data.seed)
+        super().__init__(self._data.seed, self._data.num_shards)
 
     def _is_resumed(self, say: Say) -> bool:
         del say
@@ -81,9 +82,10 @@ class TrainBatches(ResumableBatches):
             "shuffle": data.shuffle,
             "sequence_length": dict(self._config.sequence_length or {}),
             "batch_size": self._config.batch_size,
+            "num_shards": data.num_shards,
         }
 
-    def _dataset(self, seed: int) -> Any:
+    def _dataset(self, seed: int, shard: int = 0) -> Any:
         """Endless batches as `train_model` makes them: a tf.data.Dataset of int tensors by feature.
 
         Source: mesh_tensorflow.transformer.utils.train_model, which repeats the dataset and drops
@@ -99,7 +101,10 @@ class TrainBatches(ResumableBatches):
         # The state of tf.data's iterator can only be read into a pipeline like the one that saved
         # it, so such a pipeline stays as it is, as does one without a cache, which was not timed.
         light = data.use_cached and not data.checkpoint_input_pipeline
-        with light_steps_in_place() if light else contextlib.nullcontext():
+        with (
+            light_steps_in_place() if light else contextlib.nullcontext(),
+            reading_shard(data.mixture_or_task_name, shard, data.num_shards),
+        ):
             dataset = mesh_transformer.mesh_train_dataset_fn(
                 mixture_or_task_name=data.mixture_or_task_name,
                 sequence_length=dict(config.sequence_length),
@@ -109,5 +114,27 @@ class TrainBatches(ResumableBatches):
                 use_cached=data.use_cached,
                 pack=data.pack,
             )
-        batches = dataset.repeat().batch(config.batch_size, drop_remainder=True).prefetch(2)
+        rows = config.batch_size // data.num_shards
+        batches = dataset.repeat().batch(rows, drop_remainder=True).prefetch(2)
         return without_autotune(batches) if light else batches
+
+
+@contextlib.contextmanager
+def reading_shard(name: str, shard: int, num_shards: int) -> Iterator[None]:
+    """Context in which a task or mixture gives one shard of its examples, as SeqIO divides them.
+
+    t5's mesh_train_dataset_fn has no argument for it.
+    """
+    import seqio
+
+    if num_shards == 1:
+        yield
+        return
+    provider = seqio.get_mixture_or_task(name)
+    info = seqio.ShardInfo(shard, num_shards)
+    # In the place of the method, for this object alone.
+    provider.get_dataset = functools.partial(provider.get_dataset, shard_info=info)
+    try:
+        yield
+    finally:
+        del provider.get_dataset

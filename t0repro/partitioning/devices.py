@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import numpy as np
@@ -130,20 +130,37 @@ class Partitioning:
         divides = rows % self.data == 0
         return NamedSharding(self.mesh, PartitionSpec(DATA) if divides else PartitionSpec())
 
+    def rows_here(self, rows: int) -> set[int]:
+        """The numbers of those of a feature's rows that devices of this process hold."""
+        parts = self.batch_sharding(rows).addressable_devices_indices_map((rows,)).values()
+        return {row for part in parts if part is not None for row in range(rows)[part[0]]}
 
-def put(x: np.ndarray, sharding: NamedSharding) -> jax.Array:
-    """Places an array on the devices; each of several processes has all of it and places its part.
+
+def put(x: np.ndarray | jax.Array, sharding: NamedSharding) -> jax.Array:
+    """Places an array on the devices; each of several processes places the part of its devices.
 
     `jax.device_put` would first compare the arrays of the processes, over the network.
+
+    Args:
+      x: the array, of which only this process's part is read; one that is already divided among
+        the devices stays where it is.
+      sharding: how it is divided.
     """
+    if is_divided(x):
+        return x
     if sharding.is_fully_addressable:
         return jax.device_put(x, sharding)
     return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
 
-def fetched(x: jax.Array) -> np.ndarray:
+def is_divided(x: np.ndarray | jax.Array) -> TypeGuard[jax.Array]:
+    """Whether an array is on devices, some of which are other processes'."""
+    return isinstance(x, jax.Array) and not x.is_fully_addressable
+
+
+def fetched(x: np.ndarray | jax.Array) -> np.ndarray:
     """An array's values; if other processes hold parts of it, all of them must make this call."""
-    if x.is_fully_addressable or x.is_fully_replicated:
+    if isinstance(x, np.ndarray) or x.is_fully_addressable or x.is_fully_replicated:
         return np.asarray(x)
     from jax.experimental import multihost_utils
 

@@ -127,6 +127,7 @@ def _data(
         raise checks.no_task_has(name, data.split, "utils.DatasetConfig.split")
     yield f"{counted(len(with_split), 'task')} of {name} with the split {data.split!r}"
     checks.check_readable(name, data.split, use_cached=data.use_cached, tasks=with_split)
+    checks.check_shards(name, data.split, data.num_shards, use_cached=data.use_cached)
     yield "cached" if data.use_cached else "not cached: made from rows"
     checks.check_lengths(name, data.sequence_length)
     check_vocabularies(name, *vocabularies)

@@ -105,6 +105,7 @@ def check_data(program: programs.TrainProgram, config: RunConfig) -> None:
         check_lengths,
         check_mixture,
         check_readable,
+        check_shards,
         no_task_has,
         tasks_with_split,
     )
@@ -130,6 +131,9 @@ def check_data(program: programs.TrainProgram, config: RunConfig) -> None:
             )
         check_readable(
             data.mixture_or_task_name, data.split, use_cached=data.use_cached, tasks=tasks
+        )
+        check_shards(
+            data.mixture_or_task_name, data.split, data.num_shards, use_cached=data.use_cached
         )
 
 

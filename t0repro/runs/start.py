@@ -15,13 +15,18 @@ from t0repro.runs.command_record import record_command
 def start_training(configuration: Configuration) -> None:
     """Trains from model_dir's latest checkpoint, or init_checkpoint, or random parameters."""
     from t0repro.converters import sources
+    from t0repro.data.checks import check_shards
     from t0repro.data.train_data import TrainBatches
     from t0repro.event_files import event_writer
     from t0repro.partitioning.processes import is_first, output_folder
     from t0repro.runs import train as training
     from t0repro.training.model_dir import held_for_training
 
-    config = configuration.run
+    config, data = configuration.run, configuration.run.train_data
+    if data is not None:
+        check_shards(
+            data.mixture_or_task_name, data.split, data.num_shards, use_cached=data.use_cached
+        )
     model_dir, allow_changed = Path(config.model_dir), configuration.allow_changed
     # Take the lock, and check that the settings match, before model_dir is read or written.
     with held_for_training(model_dir, "jax", config, allow_changed=allow_changed):

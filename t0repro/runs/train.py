@@ -9,7 +9,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 from jax.sharding import NamedSharding
@@ -19,7 +19,7 @@ from t0repro.errors import UserError
 from t0repro.files import check_is_no_pattern
 from t0repro.model.t5 import T5, count_parameters, initial_parameters
 from t0repro.partitioning.devices import Partitioning, choose, line_of
-from t0repro.partitioning.processes import from_first, output_folder
+from t0repro.partitioning.processes import from_first, is_alone, output_folder
 from t0repro.partitioning.topologies import memory_of
 from t0repro.runs.compile_ahead import compiled_beside
 from t0repro.runs.plan import (
@@ -76,6 +76,17 @@ class BatchSource(Protocol):
 
     def save(self, folder: Path) -> None:
         """Writes into a checkpoint's folder how many batches have been used."""
+        ...
+
+
+@runtime_checkable
+class ShardedBatchSource(BatchSource, Protocol):
+    """Batches whose rows are made in `num_shards` equal parts, each of which can be left out."""
+
+    num_shards: int
+
+    def make_only(self, shards: Sequence[int]) -> None:
+        """Leaves the rows of all other shards zeros; called before `open`."""
         ...
 
 
@@ -188,6 +199,7 @@ def train(
     microbatches = counted(config.num_microbatches, "microbatch", "microbatches")
     parts = f"{counted(config.batch_size, 'sequence')} in {microbatches}"
     say(f"train: steps {start.step:,} to {end_step:,}, a batch is {parts}")
+    is_divided = _divide(batches, run, say)
     save_data = batches.save if isinstance(batches, BatchSource) else None
     beginning = Beginning(start.step, end_step, start.checkpoint, save_data)
     if not _saves(config):
@@ -207,7 +219,8 @@ def train(
         opened = _within(opened, config.model.vocab_size)
         if start.is_new:
             loop.trainer.train_state = _values(run, start)
-        return opened
+        # From here on a batch is whole, whoever made its rows.
+        return map(functools.partial(_on_all_devices, run), opened) if is_divided else opened
 
     # Only of this project's own data are the shapes known before they are read.
     ahead = isinstance(batches, BatchSource) and start.step < end_step
@@ -314,6 +327,22 @@ def _opened(batches: Batches, start: _Start, say: Say) -> Iterable[NumpyBatch]:
         saved = None if start.checkpoint is None else data_folder(start.checkpoint)
         return batches.open(start.step, saved, say)
     return batches() if callable(batches) else batches
+
+
+def _divide(batches: Batches, run: _Run, say: Say) -> bool:
+    """Has each of several processes make the shards of its own rows; whether there are shards."""
+    if is_alone() or not isinstance(batches, ShardedBatchSource) or batches.num_shards == 1:
+        return False
+    rows, count = run.config.batch_size, batches.num_shards
+    here = {row // (rows // count) for row in run.partitioning.rows_here(rows)}
+    batches.make_only(sorted(here))
+    say(f"data: {count} shards, of which each process makes those of its rows, {len(here)} here")
+    return True
+
+
+def _on_all_devices(run: _Run, batch: NumpyBatch) -> Any:
+    """A batch whose rows are divided among the processes' devices."""
+    return run.partitioning.put_batch(run.model.features(batch))
 
 
 def _within(batches: Iterable[NumpyBatch], vocab_size: int) -> Iterator[NumpyBatch]:

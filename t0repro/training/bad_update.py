@@ -25,6 +25,7 @@ from t0repro.errors import UserError
 from t0repro.files import atomic_directory
 from t0repro.model.layer_stacks import by_layer, stacks_in
 from t0repro.model.t5 import T5, parameter_shapes
+from t0repro.partitioning.devices import fetched
 from t0repro.partitioning.processes import from_first, is_first
 from t0repro.training.actions import Action
 from t0repro.training.checkpoints import checkpoint_path, load_tree, save_checkpoint
@@ -82,7 +83,7 @@ class ReportBadUpdate(Action):
         model = trainer.model
         assert isinstance(model, T5Model)
         key, count = trainer.step_rng(loop.step), self._config.num_microbatches
-        features = model.features(batch)
+        features = {name: fetched(x) for name, x in model.features(batch).items()}
         bad = first_bad_tensor(model, loop.held_state.params, features, key, count)
         folder = model_dir / f"bad_update_{metrics.step}"
         if is_first() and not folder.exists():

@@ -9,13 +9,14 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
 import jax
 
 from t0repro.errors import UserError
+from t0repro.partitioning.devices import is_divided
 from t0repro.training.actions import Action
 from t0repro.training.loss import count_examples, count_inputs, count_targets
 from t0repro.training.metric_classes import computed, with_steps_and_time
@@ -31,6 +32,7 @@ class _Pending:
 
     step: int
     batch: NumpyBatch
+    counts: Mapping[str, Any]
     fetched: concurrent.futures.Future
 
 
@@ -200,12 +202,14 @@ class TrainingLoop:
 
     def _update(self, batch: NumpyBatch, input_wait: float) -> None:
         """Starts one update and records the one before."""
+        # Before the update, behind which counts on the devices would have to wait.
+        counts = _on_devices(batch) if is_divided(batch["targets"]) else _counts(batch)
         with jax.profiler.StepTraceAnnotation("train", step_num=self.step):
             fetched = self.trainer.update(batch, input_wait, starts_clock=self._starts_clock)
         self._starts_clock = False
         self.step += 1
         previous = self._pending
-        self._pending = _Pending(self.step, batch, fetched)
+        self._pending = _Pending(self.step, batch, counts, fetched)
         if previous is not None:
             self._record(previous)
         if self._synchronous:
@@ -220,10 +224,8 @@ class TrainingLoop:
             step=pending.step,
             loss=float(values["loss"].compute()),
             learning_rate=float(values["learning_rate"].compute()),
-            target_tokens=count_targets(pending.batch),
-            examples=count_examples(pending.batch),
             seconds=round(fetched.seconds, 6),
-            input_tokens=count_inputs(pending.batch),
+            **{name: int(count) for name, count in pending.counts.items()},
             input_wait_seconds=round(fetched.input_wait, 6),
             # Only for the log: a training with summaries has them there.
             others={} if self._log is None else _others(fetched),
@@ -243,6 +245,19 @@ class TrainingLoop:
             self._log.write_step(metrics)
         for action in self._actions:
             action.on_metrics(metrics)
+
+
+def _counts(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of StepMetrics that count what is in a batch."""
+    return {
+        "target_tokens": count_targets(batch),
+        "examples": count_examples(batch),
+        "input_tokens": count_inputs(batch),
+    }
+
+
+# Of a batch whose rows are other processes' too, all of which make this call.
+_on_devices = jax.jit(_counts)
 
 
 def _others(fetched: Fetched) -> dict[str, float]:

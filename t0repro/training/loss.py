@@ -262,19 +262,19 @@ def evaluation_metrics(sums: Mapping[str, float]) -> dict[str, float]:
     }
 
 
-def count_targets(batch: Mapping[str, np.ndarray]) -> int:
-    """Number of targets in a numpy batch that carry loss."""
-    return int(np.count_nonzero(np.asarray(batch["targets"]) > 0))
+def count_targets(batch: Mapping[str, Any]) -> Any:
+    """Number of targets in a batch, of numpy's or JAX's arrays, that carry loss."""
+    return (batch["targets"] > 0).sum()
 
 
-def count_inputs(batch: Mapping[str, np.ndarray]) -> int:
-    """Number of inputs in a numpy batch that are not padding; 0 without inputs."""
-    return int(np.count_nonzero(np.asarray(batch.get("inputs", ()))))
+def count_inputs(batch: Mapping[str, Any]) -> Any:
+    """Number of inputs in a batch that are not padding; 0 without inputs."""
+    return (batch["inputs"] != 0).sum() if "inputs" in batch else 0
 
 
-def count_examples(batch: Mapping[str, np.ndarray]) -> int:
-    """Number of examples in a numpy batch: segments if packed, else rows not all padding."""
+def count_examples(batch: Mapping[str, Any]) -> Any:
+    """Number of examples in a batch: segments if packed, else rows not all padding."""
     if "targets_segmentation" in batch:
         # Segments of a row are numbered from 1, so the largest number is their count.
-        return int(np.max(np.asarray(batch["targets_segmentation"]), axis=-1).sum())
-    return int(np.count_nonzero(np.any(np.asarray(batch["targets"]) != 0, axis=-1)))
+        return batch["targets_segmentation"].max(axis=-1).sum()
+    return (batch["targets"] != 0).any(axis=-1).sum()

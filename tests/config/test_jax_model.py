@@ -77,6 +77,26 @@ def test_a_training_measures_its_weights_every_so_many_steps_if_gin_says_so():
         load("t0repro.jax_training.weight_metrics_every = -1")
 
 
+def test_the_data_of_a_training_are_divided_into_as_many_shards_as_gin_says():
+    assert load().train_data.num_shards == 1
+    config = load("t0repro.jax_training.data_shards = 2")
+    assert config.train_data.num_shards == 2
+    assert "= 2" in config.provenance["train_data.num_shards"]
+    with pytest.raises(UserError, match=r"t0repro\.jax_training\.data_shards is 2"):
+        refuse_on_mesh_tensorflow()
+    for bindings, message in (
+        (["t0repro.jax_training.data_shards = 3"], "data_shards = 3 does not divide the batch of"),
+        (["t0repro.jax_training.data_shards = 0"], "num_shards is 0"),
+        (
+            ["t0repro.jax_training.data_shards = 2", "run.checkpoint_input_pipeline = True"],
+            "in several shards cannot be saved",
+        ),
+    ):
+        with pytest.raises(UserError, match=message) as caught:
+            load(*bindings)
+        assert bindings[-1] in caught.value.where
+
+
 def test_their_defaults_are_what_mesh_tensorflow_computes():
     plain = load()
     refuse_on_mesh_tensorflow()

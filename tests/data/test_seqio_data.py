@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import json
 
 import numpy as np
 import pytest
@@ -169,6 +170,79 @@ def test_a_resumed_run_goes_on_with_the_same_batches(tmp_path, name, by, seed):
     resumed, _ = opened(data, 9, saved=tmp_path, said=said, resumed=True)
     assert [line for line in said if by in line], said
     assert_equal(resumed, expected)
+
+
+@pytest.mark.parametrize("name", ["lines_of_40", "lines_of_49"])
+@pytest.mark.parametrize("pack", [True, False])
+def test_shards_are_what_seqio_reads_on_as_many_hosts(name, pack):
+    ours, _ = opened(data_config(name, pack=pack, num_shards=2), 12)
+    hosts = [
+        seqio.get_dataset(
+            name,
+            task_feature_lengths=LENGTHS,
+            feature_converter=seqio.EncDecFeatureConverter(pack=pack),
+            dataset_split="train",
+            shuffle=True,
+            num_epochs=None,
+            shard_info=seqio.ShardInfo(index, 2),
+            seed=7,
+            batch_size=2,
+        ).as_numpy_iterator()
+        for index in range(2)
+    ]
+    theirs = [
+        {name: np.concatenate([part[key] for part in parts]) for name, key in THEIRS.items()
+         if key in parts[0]}
+        for parts in itertools.islice(zip(*hosts, strict=True), 12)
+    ]  # fmt: skip
+    assert_equal(ours, theirs)
+    whole, _ = opened(data_config(name, pack=pack), 12)
+    assert not all(
+        np.array_equal(a["inputs"], b["inputs"]) for a, b in zip(ours, whole, strict=True)
+    )
+
+
+def test_processes_that_make_their_own_shards_make_the_same_batches(tmp_path):
+    data = data_config(num_shards=4)
+    source = SeqioTrainBatches(data, save_dataset=True)
+    batches = source.open(0, None, [].append)
+    first(batches, 9)
+    source.save(tmp_path)
+    expected, parts = first(batches, 9), []
+    for shards in ([0, 2], [1, 3]):
+        part = SeqioTrainBatches(data, save_dataset=True, resumed=True)
+        part.make_only(shards)
+        parts.append(first(part.open(0, tmp_path, [].append), 9))
+        others = [row for row in range(4) if row not in shards]
+        assert not any(x[others].any() for batch in parts[-1] for x in batch.values())
+    assert_equal(
+        [
+            {name: x + other[name] for name, x in one.items()}
+            for one, other in zip(*parts, strict=True)
+        ],
+        expected,
+    )
+
+
+def test_another_number_of_shards_starts_the_data_over_and_one_is_what_there_was_before(tmp_path):
+    _, source = opened(data_config(), 3)
+    source.save(tmp_path)
+    said = []
+    opened(data_config(num_shards=2), 3, saved=tmp_path, resumed=True, said=said)
+    assert said == ["data: from the beginning, since num_shards changed"]
+    # A checkpoint of a version without shards.
+    position = json.loads((tmp_path / "position.json").read_text())
+    del position["arguments"]["num_shards"]
+    (tmp_path / "position.json").write_text(json.dumps(position))
+    said.clear()
+    opened(data_config(), 3, saved=tmp_path, resumed=True, said=said)
+    assert said == ["data: after 3 batches, by the input pipeline's state"]
+
+
+def test_a_shard_without_an_example_of_some_task_is_an_error():
+    data = data_config(batch_size=16, num_shards=16)
+    with pytest.raises(UserError, match=r"Shard \d+ of 16 of the training data has no more"):
+        opened(data, 20)
 
 
 def test_without_save_dataset_the_data_start_over_and_a_seed_is_warned_of(tmp_path):

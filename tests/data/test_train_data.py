@@ -2,12 +2,15 @@
 
 import dataclasses
 import itertools
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from t0repro import compat
+from t0repro.data.checks import check_shards
 from t0repro.data.train_data import TrainBatches
+from t0repro.errors import UserError
 
 from .. import tiny_models as tiny
 from ..tasks.prompt_caches import make
@@ -63,6 +66,74 @@ def test_batches_of_a_cached_mixture_are_mesh_tensorflows(mixture, pack, shuffle
         for name in one:
             assert one[name].dtype == np.int32
             np.testing.assert_array_equal(one[name], other[name])
+
+
+@pytest.mark.parametrize("pack", [True, False])
+def test_a_shard_reads_its_own_files_alone_and_packs_them_as_mesh_tensorflow_does(mixture, pack):
+    import seqio
+    from mesh_tensorflow.transformer import dataset as transformer_dataset
+
+    ours = source(pack=pack, num_shards=4).open(0, None, print)
+    provider, shards = seqio.get_mixture_or_task(MIXTURE), []
+    for index in range(4):
+        examples = provider.get_dataset(
+            LENGTHS,
+            split="train",
+            use_cached=True,
+            shuffle=True,
+            num_epochs=None,
+            seed=5,
+            shard_info=seqio.ShardInfo(index, 4),
+        ).map(lambda example: {name: example[name] for name in LENGTHS})
+        rows = transformer_dataset.pack_or_pad(
+            examples, LENGTHS, pack=pack, feature_keys=tuple(LENGTHS), ensure_eos={"targets"}
+        )
+        shards.append(rows.batch(4).as_numpy_iterator())
+    for batch, parts in itertools.islice(zip(ours, zip(*shards, strict=True), strict=False), 30):
+        assert batch.keys() == parts[0].keys()
+        for name in batch:
+            wanted = np.concatenate([part[name] for part in parts])
+            np.testing.assert_array_equal(batch[name], wanted)
+    # Whoever makes one shard does not notice what is wrong with the others' files.
+    (folder,) = map(Path, seqio.get_global_cache_dirs())
+    files = [file for file in folder.rglob("*.tfrecord-*") if "-00003-" not in file.name]
+    contents = {file: file.read_bytes() for file in files}
+    assert len(files) == 2 * 3
+    alone = source(pack=pack, num_shards=4)
+    alone.make_only([3])
+    whole = source(pack=pack, num_shards=4).open(0, None, print)
+    expected = list(itertools.islice(whole, 30))
+    for file in files:
+        file.write_bytes(b"damaged")
+    try:
+        for batch, wanted in zip(alone.open(0, None, print), expected, strict=False):
+            for name in batch:
+                assert not batch[name][:12].any()
+                np.testing.assert_array_equal(batch[name][12:], wanted[name][12:])
+    finally:
+        for file, content in contents.items():
+            file.write_bytes(content)
+
+
+def test_shards_without_examples_are_refused(mixture):
+    import seqio
+
+    check_shards(MIXTURE, "train", 4, use_cached=True)  # by files
+    check_shards(MIXTURE, "train", 640, use_cached=True)  # by examples: each has 640
+    check_shards(MIXTURE, "train", 640, use_cached=False)
+    for use_cached in (True, False):
+        with pytest.raises(UserError, match=r"Not every one of 641 shards .* 640 examples in \d"):
+            check_shards(MIXTURE, "train", 641, use_cached=use_cached)
+    (folder,) = map(Path, seqio.get_global_cache_dirs())
+    (file,) = folder.joinpath(TASKS[1]).glob("train.tfrecord-00002-*")
+    kept = file.read_bytes()
+    file.write_bytes(b"")
+    try:
+        check_shards(MIXTURE, "train", 2, use_cached=True)
+        with pytest.raises(UserError, match=f"shards has an example of the task {TASKS[1]}"):
+            check_shards(MIXTURE, "train", 4, use_cached=True)
+    finally:
+        file.write_bytes(kept)
 
 
 def parallel_maps(dataset) -> int:

@@ -3,10 +3,10 @@
     python member.py JSON
 
 Which one it is, the environment says. JSON: {"folder": model_dir, "steps": last step, "data",
-"model", "fully_sharded": the layout, "at": {step: [index, signal]} of a process that sends itself a
-signal, "notice": index of a process that jax tells of a preemption, "evaluate": true for scores and
-texts of the last state, "read": true to write and read a large state instead of training}. The
-first process prints what came out as JSON.
+"model", "fully_sharded": the layout, "in_shards": true for batches in four shards, "at": {step:
+[index, signal]} of a process that sends itself a signal, "notice": index of a process that jax
+tells of a preemption, "evaluate": true for scores and texts of the last state, "read": true to
+write and read a large state instead of training}. The first process prints what came out as JSON.
 """
 
 import json
@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import ClassVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -26,6 +27,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tiny_models import FLOAT32, batches, model_config, run_config
 
 from t0repro.config.run_config import DecodingConfig, Layout
+from t0repro.data.resuming import ResumableBatches
 from t0repro.evaluation.engine import score_examples
 from t0repro.evaluation.generation import generate_tokens
 from t0repro.model.t5 import T5
@@ -58,6 +60,26 @@ class Batches:
         (folder / "position.json").write_text("{}")
 
 
+class BatchesInShards(ResumableBatches):
+    """The same batches in four shards; notes which of them this process makes."""
+
+    made: ClassVar[list[int]] = []
+
+    def __init__(self):
+        super().__init__(seed=1, num_shards=4)
+
+    def _dataset(self, seed, shard=0):
+        self.made.append(shard)
+        rows = slice(2 * shard, 2 * shard + 2)
+        return [{name: x[rows] for name, x in batch.items()} for batch in batches(20, rows=8)]
+
+    def _arguments(self):
+        return {"num_shards": self.num_shards}
+
+    def _to_numpy(self, element):
+        return element
+
+
 class NoticedBatches(Batches):
     """Gives one process jax's notice of a preemption, and takes its time until all know of it."""
 
@@ -87,12 +109,13 @@ class SignalMyself(Action):
             os.kill(os.getpid(), self._signals[trainer.step])
 
 
-def trained(folder, steps, signals=(), say=None, notice=None, **layout):
+def trained(folder, steps, signals=(), say=None, notice=None, in_shards=False, **layout):
     """Trains to a step, from the latest checkpoint."""
     config = run_config(
         folder, steps, model=MODEL, batch_size=8, layout=Layout(**layout), save_checkpoints_steps=2
     )
     source = Batches() if notice is None else NoticedBatches(notice)
+    source = BatchesInShards() if in_shards else source
     return train(config, source, actions=[SignalMyself(dict(signals))], say=say)
 
 
@@ -165,7 +188,13 @@ def main(asked):
         index = jax.process_index()
         signals = {s: number for s, (who, number) in asked.get("at", {}).items() if who == index}
         notice = asked.get("notice")
-        state = trained(asked["folder"], asked["steps"], signals, notice=notice, **layout)
+        in_shards = asked.get("in_shards", False)
+        state = trained(
+            asked["folder"], asked["steps"], signals, notice=notice, in_shards=in_shards, **layout
+        )
+        if in_shards:
+            made = json.dumps(BatchesInShards.made)
+            Path(asked["folder"], f"shards_{index}.json").write_text(made)
         if asked.get("evaluate"):
             print(json.dumps(evaluated(state.params)))
 

@@ -101,6 +101,12 @@ def losses(folder):
     return {row["step"]: row["loss"] for row in rows}
 
 
+def counts(folder):
+    """What each step's line of metrics counts."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [[row[name] for name in ("target_tokens", "input_tokens", "examples")] for row in rows]
+
+
 def assert_same(folder, reference, step):
     one, other = (load_tree(each / f"checkpoint_{step}") for each in (reference, folder))
     assert one.keys() == other.keys()
@@ -131,6 +137,22 @@ def test_two_processes_stop_at_one_step_and_one_goes_on(tmp_path, one_process):
     assert list_checkpoints(tmp_path) == [2, 4]
     trained(tmp_path, 6, say=lambda line: None)
     assert_same(tmp_path, one_process, 6)
+
+
+def test_each_process_makes_the_shards_of_its_rows_and_the_batches_are_the_same(
+    tmp_path, one_process
+):
+    codes, _, said, _ = members(
+        2, 2, folder=str(tmp_path), steps=4, fully_sharded=True, in_shards=True
+    )
+    assert codes == [0, 0], said
+    made = [json.loads((tmp_path / f"shards_{index}.json").read_text()) for index in range(2)]
+    assert made == [[0, 1], [2, 3]]
+    assert "data: 4 shards, of which each process makes those of its rows, 2 here" in said[0]
+    # One process goes on with all shards.
+    trained(tmp_path, 6, say=lambda line: None, in_shards=True)
+    assert_same(tmp_path, one_process, 6)
+    assert counts(tmp_path) == counts(one_process)
 
 
 def test_each_process_reads_its_part_of_a_checkpoint_and_none_goes_on_with_a_damaged_one(tmp_path):

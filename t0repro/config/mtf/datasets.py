@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from t0repro.config.mtf import jax_model
 from t0repro.config.mtf.arguments import RunArguments
 from t0repro.config.mtf.decoding import DecodingReader
 from t0repro.config.mtf.parser import MESH_TRANSFORMER, UTILS
@@ -44,9 +45,23 @@ class DatasetReader:
         arguments = self._dataset_arguments("train_data", function)
         return TrainDataConfig(
             split=self._gin.run["dataset_split"],
+            num_shards=self._num_shards(),
             **_select(arguments, TrainDataConfig),
             **self._data_resumption(),
         )
+
+    def _num_shards(self) -> int:
+        """How many shards make a batch: a setting of the JAX stack alone."""
+        self._gin.note("train_data.num_shards", jax_model.TRAINING, "data_shards")
+        num_shards = jax_model.jax_training()["data_shards"]
+        if num_shards != 1 and self._gin.run["checkpoint_input_pipeline"]:
+            raise UserError(
+                "The state of an input pipeline in several shards cannot be saved.",
+                where=self._gin.bindings.find((), f"{UTILS}.run", "checkpoint_input_pipeline"),
+                fix="Bind run.checkpoint_input_pipeline = False: a resumed run finds its place all"
+                " the same.",
+            )
+        return num_shards
 
     def _data_resumption(self) -> dict[str, Any]:
         """Where a resumed run's data continue; skip_seen_data is None if nothing binds it."""

@@ -51,9 +51,14 @@ def jax_model(
 
 
 @gin.configurable(module="t0repro")  # pyright: ignore[reportCallIssue]
-def jax_training(weight_metrics_every: int = 0) -> int:
-    """`RunConfig.weight_metrics_every`, the one setting of a training that gin binds here."""
-    return weight_metrics_every
+def jax_training(weight_metrics_every: int = 0, data_shards: int = 1) -> dict[str, int]:
+    """The settings of a training that gin binds, by name.
+
+    Args:
+      weight_metrics_every: As in `RunConfig`.
+      data_shards: `TrainDataConfig.num_shards`.
+    """
+    return {"weight_metrics_every": weight_metrics_every, "data_shards": data_shards}
 
 
 def refuse_on_mesh_tensorflow() -> None:

@@ -123,7 +123,7 @@ class _ConfigReader:
             "vocabulary": getattr(inputs.vocabularies[0], "sentencepiece_model_file", None),
             "vocabulary_extra_ids": getattr(inputs.vocabularies[0], "extra_ids", 0),
             "layout": layout_of(self._gin, inputs.tpu_mesh),
-            "weight_metrics_every": jax_model.jax_training(),
+            "weight_metrics_every": jax_model.jax_training()["weight_metrics_every"],
         }
         self._gin.note("weight_metrics_every", jax_model.TRAINING, "weight_metrics_every")
         for name in (
@@ -141,6 +141,10 @@ class _ConfigReader:
         # Only here is everything read, whichever file or flag it came from.
         ranges.check(config, config.provenance)
         config.model.check_position_buckets(config.provenance.get(self._position_setting()))
+        if config.train_data is not None:
+            place = config.provenance.get("train_data.num_shards")
+            shards, name = config.train_data.num_shards, f"{jax_model.TRAINING}.data_shards"
+            ranges.check_divides(name, shards, config.batch_size, place)
         return config
 
     def _position_setting(self) -> str:

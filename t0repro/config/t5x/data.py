@@ -56,6 +56,13 @@ def dataset_config(record: records.DatasetConfig, scope: str, places: Places) ->
             "it must be the name of a registered task or mixture.",
             "Register the task in a module that the gin file imports, and bind its name.",
         )
+    if record.num_shards != 1 and scope != "train":
+        raise places.refused(
+            f"{name}.num_shards",
+            record.num_shards,
+            "only the data of a training are divided into shards.",
+            f"Bind train/{DATA}.num_shards.",
+        )
     lengths = record.task_feature_lengths
     return SeqioDataConfig(
         mixture_or_task_name=record.mixture_or_task_name,
@@ -68,6 +75,7 @@ def dataset_config(record: records.DatasetConfig, scope: str, places: Places) ->
         pack=record.pack,
         use_memory_cache=record.use_memory_cache,
         trim_output_features=record.trim_output_features,
+        num_shards=record.num_shards,
     )
 
 

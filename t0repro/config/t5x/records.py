@@ -51,6 +51,8 @@ class DatasetConfig(Record):
       task_feature_lengths: tokens per feature; None stands for the longest example.
       batch_size: examples over all devices; rows, when they are packed.
       seed: None takes another order at each start.
+      num_shards: parts that a training's examples are divided into. Not an argument of T5X's, which
+        makes as many parts as hosts hold different rows.
     """
 
     mixture_or_task_name: Any
@@ -65,6 +67,7 @@ class DatasetConfig(Record):
     module: str | None = None
     use_memory_cache: bool = True
     trim_output_features: bool = True
+    num_shards: int = 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

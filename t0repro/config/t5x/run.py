@@ -53,7 +53,9 @@ _DATA_FIELDS = {
     "sequence_length": "task_feature_lengths",
     **{
         name: name
-        for name in "mixture_or_task_name split batch_size shuffle seed use_cached pack".split()
+        for name in (
+            "mixture_or_task_name split batch_size shuffle seed use_cached pack num_shards".split()
+        )
     },
 }
 # Functions that T5X would call in place of its own; they would have to be T5X's code.
@@ -240,6 +242,9 @@ def _check(config: RunConfig, places: Places) -> None:
             f"it does not divide the batch of {config.batch_size}.",
             "Choose a divisor of the batch size.",
         )
+    name = "train/utils.DatasetConfig.num_shards"
+    shards = plan.train_data.num_shards
+    ranges.check_divides(name, shards, config.batch_size, places.place(name))
     _check_periods(plan, places)
 
 

@@ -236,6 +236,8 @@ checkpoints.SaveBestCheckpointer.force_keep_period = 500
         ("utils.SaveCheckpointConfig.state_transformation_fns = [1]", "assignment_map alone"),
         ("utils.RestoreCheckpointConfig.path = ['a', 'b']", "a single checkpoint"),
         ("trainer.Trainer.num_microbatches = 3", "does not divide the batch of 128"),
+        ("train/utils.DatasetConfig.num_shards = 3", "does not divide the batch of 128"),
+        ("train_eval/utils.DatasetConfig.num_shards = 2", "only the data of a training"),
         ("train_script.train.eval_period = 1500", "not a multiple of [^$]*period = 1000"),
         ("train_script.train.eval_steps = 0", "plan.eval_steps is 0"),
         ("train_script.train.actions = {'EVAL': []}", "'TRAIN_EVAL'"),
