@@ -18,8 +18,7 @@ from t0repro.model.layer_stacks import Towers, joined, stacked, stacks_in
 from t0repro.model.t5 import T5
 from t0repro.parameters.layout import layer_name
 from t0repro.training.models import BaseModel, T5Model
-from t0repro.training.optimizers import Optimizer
-from t0repro.training.slots import Slots
+from t0repro.training.optimizers import Optimizer, StackingOptimizer
 from t0repro.training.train_state import TrainState, state_shapes
 
 
@@ -33,7 +32,9 @@ def with_stacks(model: BaseModel, state: TrainState) -> TrainState:
       model: what the state is for.
       state: by layer, with its values or their shapes; arrays that are stacked are deleted.
     """
-    if type(model) is not T5Model or stacks_in(state.params):
+    if type(model) is not T5Model or type(model.module) is not T5:
+        return state
+    if not isinstance(state.optimizer, StackingOptimizer) or stacks_in(state.params):
         return state
     towers = towers_in_loops(model.module.config)
     if not towers or not _alike(state.slots, towers):
@@ -49,15 +50,12 @@ def held_shapes(model: T5, optimizer: Optimizer) -> TrainState:
 
 
 def _alike(slots: Any, towers: Towers) -> bool:
-    """Whether all layers of a tower have the same slots, of this project's optimizers."""
+    """Whether all layers of a tower have the same slots."""
 
     def kinds(layers: Sequence[Any]) -> set[Any]:
         return {jax.tree.structure(layer) for layer in layers}
 
-    if not isinstance(slots, dict):
-        return False
-    leaves = jax.tree.leaves(slots, is_leaf=lambda x: isinstance(x, Slots))
-    return all(isinstance(leaf, Slots) for leaf in leaves) and all(
+    return isinstance(slots, dict) and all(
         len(kinds([slots[tower][layer_name(index)] for index in range(count)])) == 1
         for tower, count in towers.items()
     )

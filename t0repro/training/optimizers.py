@@ -42,6 +42,13 @@ from t0repro.training.slots import Gradient, Slots
 Optimizer = optax.GradientTransformationExtraArgs
 
 
+class StackingOptimizer(Optimizer):
+    """An optimizer of this module, which takes stacked layers too; one that wraps it may not."""
+
+    # `_replace` makes a user's own.
+    _make = Optimizer._make  # pyright: ignore[reportAssignmentType]
+
+
 class _Formula(NamedTuple):
     """How one of Mesh TensorFlow's optimizers treats a single parameter.
 
@@ -124,7 +131,7 @@ def make_optimizer(config: OptimizerConfig) -> Optimizer:
         return tree.unflatten(updates), tree.unflatten(new_slots)
 
     # optax declares the constructor for transformations without extra arguments.
-    return Optimizer(init, update)  # pyright: ignore[reportArgumentType]
+    return StackingOptimizer(init, update)  # pyright: ignore[reportArgumentType]
 
 
 def _exceptions(config: Any) -> frozenset[str]:

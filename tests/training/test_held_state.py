@@ -117,12 +117,35 @@ class UsersModel(T5Model):
     """Reads what it likes of the parameters."""
 
 
+class UsersNetwork(T5):
+    """The same, inside this project's model."""
+
+
+def slower_first_layers():
+    """An optimizer around this project's that finds some layers by their names."""
+    inner = make_optimizer(tiny.ADAFACTOR)
+
+    def slower(path, gradient):
+        return 0.1 * gradient if "layers_0" in jax.tree_util.keystr(path) else gradient
+
+    def update(gradients, state, params=None, **options):
+        changed = jax.tree_util.tree_map_with_path(slower, gradients)
+        return inner.update(changed, state, params, **options)
+
+    return inner._replace(update=update)
+
+
 def not_stacked():
     """Models and states for which layers have to stay by themselves, with why."""
     frozen = dataclasses.replace(tiny.ADAFACTOR, frozen=(FIRST,))
+    network_of_users = made()[0]
+    network_of_users.module = UsersNetwork(network().config, tiny.FLOAT32)
     return {
         "a model of the user's": made(kind=UsersModel),
+        "a network of the user's": (network_of_users, made()[1]),
         "an optimizer of optax's": made(optax.with_extra_args_support(optax.adam(1e-3))),
+        "one whose state is a dictionary": made(optax.named_chain(("rate", optax.scale(-1e-3)))),
+        "an optimizer around this project's": made(slower_first_layers()),
         "a frozen layer": made(frozen),
         "layers that are not in a loop": made(scan_layers=False),
         "layers of both towers": made(shared_towers=True, num_decoder_layers=2),
