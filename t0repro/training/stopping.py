@@ -12,6 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from t0repro.config.training_plan import ActionConfig, EarlyStoppingConfig
+from t0repro.training.train_state import single_layers
 
 Results = Mapping[str, Mapping[str, Any]]  # task -> metric -> value
 Say = Callable[[str], None]
@@ -181,9 +182,19 @@ class RunActions:
 
     def __init__(self, actions: Sequence[BaseAction]):
         self.actions = tuple(actions)
+        # This project's look at metrics alone, so nothing is copied for them.
+        known = (EarlyStoppingAction, TerminateOnNanAction)
+        self._reads_state = any(type(action) not in known for action in self.actions)
 
     def __call__(self, train_state: Any, results: Results) -> bool:
-        """Whether one of them says to stop."""
+        """Whether one of them says to stop.
+
+        Args:
+          train_state: as a trainer holds it; a user's action is given every layer by its name.
+          results: see `BaseAction.run`.
+        """
+        if self._reads_state:
+            train_state = single_layers(train_state)
         # A list, so that none is skipped after the first that says to stop.
         return any([action.run(train_state, results) for action in self.actions])
 

@@ -14,6 +14,7 @@ from t0repro.model.t5 import T5, initial_parameters
 from t0repro.training.held_state import with_stacks
 from t0repro.training.models import T5Model
 from t0repro.training.optimizers import make_optimizer
+from t0repro.training.stopping import BaseAction, RunActions
 from t0repro.training.train_state import TrainState, single_layers, to_flat_tree
 from t0repro.training.trainer import Trainer
 from t0repro.training.weight_metrics import WeightMetricsComputer
@@ -111,6 +112,19 @@ def test_a_state_read_by_name_is_a_copy_by_layer():
         last = one.release()
     jax.tree.map(np.testing.assert_array_equal, last.params, kept.params)
     assert int(last.step) == 7 and stacks_in(last.params) == {}
+
+
+class UsersAction(BaseAction):
+    """Stops by the parameters of a layer, which it finds by their names."""
+
+    def run(self, train_state, metrics_by_task):
+        return bool((train_state.params["encoder"]["layers_0"]["mlp"]["wo"]["kernel"] > 0).all())
+
+
+def test_a_users_action_reads_layers_by_name():
+    with trainer(*made()) as one:
+        assert stacks_in(one.held_state.params) == TOWERS
+        assert not RunActions([UsersAction()])(one.held_state, {})
 
 
 class UsersModel(T5Model):
