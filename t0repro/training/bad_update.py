@@ -23,7 +23,7 @@ import numpy as np
 from t0repro.config.run_config import RunConfig
 from t0repro.errors import UserError
 from t0repro.files import atomic_directory
-from t0repro.model.layer_stacks import by_layer, stacks_in
+from t0repro.model.layer_stacks import by_layer, rows, stacks_in
 from t0repro.model.t5 import T5, parameter_shapes
 from t0repro.partitioning.devices import fetched
 from t0repro.partitioning.processes import from_first, is_first
@@ -241,13 +241,18 @@ def _backward_order(parameters: Iterable[str], calls: Sequence[str]) -> list[str
 
 def _flat(tree: Any) -> dict[str, Any]:
     """Parameters or their gradients by name; stacked layers are copied to the host first."""
-    if towers := stacks_in(tree):
-        tree = by_layer(jax.device_get(tree), towers)
+
+    def on_host(stack: jax.Array) -> list[np.ndarray]:
+        return [fetched(layer) for layer in rows(stack)]
+
+    tree = by_layer(tree, stacks_in(tree), on_host)
     return flax.traverse_util.flatten_dict(tree, sep="/")
 
 
 def _bad(kind: str, name: str, microbatch: int | None, value: Any) -> BadTensor | None:
+    # Of several processes, all ask this of the same tensors, of which each may hold a part.
+    whole = fetched(value) if isinstance(value, jax.Array) else value
     # bfloat16 widens to float32 exactly, NaN and infinity included.
-    array = np.asarray(value, np.float32)
+    array = np.asarray(whole, np.float32)
     bad = int(np.count_nonzero(~np.isfinite(array)))
     return BadTensor(kind, name, microbatch, bad, array.size) if bad else None

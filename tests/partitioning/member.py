@@ -5,10 +5,12 @@
 Which one it is, the environment says. JSON: {"folder": model_dir, "steps": last step, "data",
 "model", "fully_sharded": the layout, "in_shards": true for batches in four shards, "at": {step:
 [index, signal]} of a process that sends itself a signal, "notice": index of a process that jax
-tells of a preemption, "evaluate": true for scores and texts of the last state, "read": true to
-write and read a large state instead of training}. The first process prints what came out as JSON.
+tells of a preemption, "evaluate": true for scores and texts of the last state, "overflows": true to
+start from parameters with which the first step overflows, and to stop at it, "read": true to write
+and read a large state instead of training}. The first process prints what came out as JSON.
 """
 
+import dataclasses
 import json
 import os
 import signal
@@ -24,13 +26,14 @@ import jax.numpy as jnp
 import numpy as np
 import tensorstore as ts
 from jax.sharding import NamedSharding, PartitionSpec
-from tiny_models import FLOAT32, batches, model_config, run_config
+from tiny_models import FLOAT32, OPTIMIZER, PLAN, batches, model_config, run_config
 
 from t0repro.config.run_config import DecodingConfig, Layout
+from t0repro.config.training_plan import TerminateOnNanConfig
 from t0repro.data.resuming import ResumableBatches
 from t0repro.evaluation.engine import score_examples
 from t0repro.evaluation.generation import generate_tokens
-from t0repro.model.t5 import T5
+from t0repro.model.t5 import T5, initial_parameters
 from t0repro.partitioning import processes
 from t0repro.runs.train import train
 from t0repro.training.actions import Action
@@ -40,7 +43,7 @@ from t0repro.training.checkpoints import (
     load_divided_tree,
     save_checkpoint,
 )
-from t0repro.training.train_state import TrainState
+from t0repro.training.train_state import TrainState, new_train_state, to_flat_tree
 
 # Layers in a loop, which a trainer holds stacked, and checkpoints have each by itself.
 LOOP = {"num_encoder_layers": 2, "scan_layers": True}
@@ -119,6 +122,23 @@ def trained(folder, steps, signals=(), say=None, notice=None, in_shards=False, *
     return train(config, source, actions=[SignalMyself(dict(signals))], say=say)
 
 
+def overflowing(folder, **layout):
+    """Trains from parameters with which the first step is not finite, and stops at it."""
+    state = new_train_state(initial_parameters(T5(MODEL, FLOAT32), jax.random.key(0)), OPTIMIZER)
+    tree = {name: np.array(x) for name, x in to_flat_tree(state).items()}
+    tree["target/encoder/layers_1/mlp/wi_0/kernel"][:] = 1e38
+    stop = {"TRAIN": (TerminateOnNanConfig("train", "loss"),)}
+    config = run_config(
+        folder,
+        2,
+        model=MODEL,
+        batch_size=8,
+        layout=Layout(**layout),
+        plan=dataclasses.replace(PLAN, actions=stop),
+    )
+    return train(config, Batches(), restore_from=tree)
+
+
 def evaluated(params):
     """Scores of pairs and generated tokens; no number of rows divides among the devices."""
     model, generator = T5(MODEL, FLOAT32), np.random.default_rng(0)
@@ -184,6 +204,9 @@ def main(asked):
     with processes.joined(processes.Asked()):
         if asked.get("read"):
             print(json.dumps(read(asked["folder"])))
+            return
+        if asked.get("overflows"):
+            overflowing(asked["folder"], **layout)
             return
         index = jax.process_index()
         signals = {s: number for s, (who, number) in asked.get("at", {}).items() if who == index}

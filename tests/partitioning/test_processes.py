@@ -16,6 +16,7 @@ import pytest
 from t0repro.errors import UserError
 from t0repro.partitioning.processes import Asked, cluster, is_several, with_environment
 from t0repro.runs.train import PREEMPTED
+from t0repro.training.bad_update import replay
 from t0repro.training.checkpoints import list_checkpoints, load_tree
 
 from .member import evaluated, trained
@@ -170,6 +171,14 @@ def test_each_process_reads_its_part_of_a_checkpoint_and_none_goes_on_with_a_dam
     largest.write_bytes(content)
     codes, _, said, _ = members(2, folder=str(tmp_path), read=True)
     assert all(codes) and any("its CRC-32 differs" in text for text in said), said
+
+
+def test_a_bad_update_is_explained_where_each_process_holds_a_part_of_the_state(tmp_path):
+    codes, _, said, _ = members(2, folder=str(tmp_path), overflows=True, fully_sharded=True)
+    assert codes == [0, 0], said
+    assert "step 1 was not done: the activation encoder" in said[0]
+    assert list_checkpoints(tmp_path) == [0]
+    assert replay(tmp_path / "bad_update_1").kind == "activation"
 
 
 @pytest.mark.slow
