@@ -8,6 +8,7 @@ from typing import Any
 
 from t0repro.config.configuration import RunInputs
 from t0repro.config.gin_errors import unknown_mixture
+from t0repro.config.training_plan import SeqioDataConfig
 from t0repro.errors import UserError
 from t0repro.tasks.mixture import keep_at_hand, lacks_cache
 from t0repro.words import counted
@@ -101,6 +102,23 @@ def tasks_with_split(name: str, split: str) -> list[Any]:
 
     tasks = seqio.get_subtasks(seqio.get_mixture_or_task(name))
     return [task for task in tasks if split in splits_of(task)]
+
+
+def tasks_to_train_on(data: SeqioDataConfig) -> list[Any]:
+    """The SeqIO tasks that a training reads: those with the split, or one that reads parts of it.
+
+    SeqIO looks for the split in a mixture's tasks alone. That of a single task goes to TensorFlow
+    Datasets as it is, which also knows `train[:90%]` and `train+validation`.
+    """
+    import seqio
+
+    tasks = tasks_with_split(data.mixture_or_task_name, data.split)
+    task = seqio.get_mixture_or_task(data.mixture_or_task_name)
+    source = getattr(task, "source", None)  # a mixture has none
+    if tasks or data.use_cached or not isinstance(source, seqio.TfdsDataSource):
+        return tasks
+    parts = {part.partition("[")[0].strip() for part in data.split.split("+")}
+    return [task] if parts <= set(source.splits) else []
 
 
 def no_task_has(name: str, split: str, where: str | None) -> UserError:

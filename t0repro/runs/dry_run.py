@@ -55,7 +55,7 @@ def check_training(config: RunConfig, vocabularies: tuple[Any, Any], say: Say) -
         "infer_eval": plan.infer_eval_data,
     }
     checks: list[tuple[str, Callable[[], Iterator[str]]]] = [
-        (name, _data_check(data, config.model, vocabularies, name != "train"))
+        (name, _data_check(data, config.model, vocabularies, name == "train"))
         for name, data in datasets.items()
         if data is not None
     ]
@@ -68,10 +68,10 @@ def check_training(config: RunConfig, vocabularies: tuple[Any, Any], say: Say) -
 
 
 def _data_check(
-    data: SeqioDataConfig, model: ModelConfig, vocabularies: tuple[Any, Any], may_lack_split: bool
+    data: SeqioDataConfig, model: ModelConfig, vocabularies: tuple[Any, Any], trains: bool
 ) -> Callable[[], Iterator[str]]:
     # A function of its own: a lambda written in the loop would see the last dataset alone.
-    return lambda: _data(data, model, vocabularies, may_lack_split)
+    return lambda: _data(data, model, vocabularies, trains=trains, may_lack_split=not trains)
 
 
 def _run(checks: Sequence[tuple[str, Callable[[], Iterator[str]]]], say: Say) -> None:
@@ -105,6 +105,8 @@ def _data(
     data: SeqioDataConfig,
     model: ModelConfig,
     vocabularies: tuple[Any, Any],
+    *,
+    trains: bool = False,
     may_lack_split: bool = False,
 ) -> Iterator[str]:
     """The tasks, their splits, caches or rows, lengths and vocabularies.
@@ -118,7 +120,9 @@ def _data(
     compat.install()
     name = data.mixture_or_task_name
     checks.check_mixture(name)
-    with_split = checks.tasks_with_split(name, data.split)
+    with_split = (
+        checks.tasks_to_train_on(data) if trains else checks.tasks_with_split(name, data.split)
+    )
     # T5X leaves such an evaluation out rather than stop the training.
     if not with_split and may_lack_split:
         yield f"left out: no task of {name} has a split {data.split!r}"

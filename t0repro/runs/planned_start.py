@@ -107,6 +107,7 @@ def check_data(program: programs.TrainProgram, config: RunConfig) -> None:
         check_readable,
         check_shards,
         no_task_has,
+        tasks_to_train_on,
         tasks_with_split,
     )
     from t0repro.data.vocabularies import check_rows, check_vocabularies
@@ -123,9 +124,14 @@ def check_data(program: programs.TrainProgram, config: RunConfig) -> None:
             data.mixture_or_task_name, model.input_vocabulary, model.output_vocabulary
         )
         check_rows(config.model.vocab_size, model.input_vocabulary, model.output_vocabulary)
-        tasks = tasks_with_split(data.mixture_or_task_name, data.split)
+        trains = data is plan.train_data
         # Evaluations without the split are left out, as in T5X.
-        if not tasks and data is plan.train_data:
+        tasks = (
+            tasks_to_train_on(data)
+            if trains
+            else tasks_with_split(data.mixture_or_task_name, data.split)
+        )
+        if not tasks and trains:
             raise no_task_has(
                 data.mixture_or_task_name, data.split, "train/utils.DatasetConfig.split"
             )

@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 
 from t0repro import compat
-from t0repro.data.checks import check_readable, tasks_with_split
+from t0repro.config.training_plan import SeqioDataConfig
+from t0repro.data.checks import check_readable, tasks_to_train_on, tasks_with_split
 from t0repro.data.train_data import TrainBatches
 from t0repro.errors import UserError
 from t0repro.tasks.mixture import not_at_hand
@@ -28,6 +29,40 @@ def test_a_task_without_its_data_is_named_with_where_to_put_them(use_cached):
         seqio.TaskRegistry.remove(task.name)
     assert "The data of the task not_here" in str(refused.value)
     assert "--tfds_data_dir" in str(refused.value)
+
+
+@pytest.fixture
+def of_tfds(tmp_path):
+    """A task of TensorFlow Datasets with one split."""
+    compat.install()
+    import seqio
+    import tensorflow as tf
+    import tensorflow_datasets as tfds
+
+    tfds.dataset_builders.TfDataBuilder(
+        name="few",
+        version="1.0.0",
+        data_dir=tmp_path,
+        split_datasets={"train": tf.data.Dataset.from_tensor_slices({"inputs": ["a", "b"]})},
+        features=tfds.features.FeaturesDict({"inputs": tfds.features.Text()}),
+        description="",
+    ).download_and_prepare()
+    source = seqio.TfdsDataSource(tfds_name="few:1.0.0", tfds_data_dir=str(tmp_path))
+    yield seqio.TaskRegistry.add("few_of_tfds", source, output_features={})
+    seqio.TaskRegistry.remove("few_of_tfds")
+
+
+# TFDS reads the description of a dataset by what this protobuf calls deprecated.
+@pytest.mark.filterwarnings(r"ignore:label\(\) is deprecated:DeprecationWarning")
+def test_a_task_of_tfds_is_trained_on_by_parts_of_its_splits(of_tfds):
+    def found(split, **changes):
+        data = SeqioDataConfig(of_tfds.name, {}, split, 1, False, 1)
+        return tasks_to_train_on(dataclasses.replace(data, **changes))
+
+    for split in ("train", "train[:50%]", "train[:1]+train[1:]"):
+        assert found(split) == [of_tfds]
+    # A cache has files for whole splits.
+    assert found("trian[:50%]") == found("train[:50%]", use_cached=True) == []
 
 
 @pytest.fixture
