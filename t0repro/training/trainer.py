@@ -439,9 +439,10 @@ class Trainer(BaseTrainer):
         self._weight_metrics_computer = weight_metrics_computer
         self._t5x_dropout_compat = t5x_dropout_compat
         self._hold_if_not_finite = hold_if_not_finite
-        # Steps and measurements of a user's, and axes, are for a state by layer.
+        # Steps, measurements and divisions of a user's, and axes, are for a state by layer.
         self._stacks = (
             type(self) is Trainer
+            and type(partitioner) in (Partitioner, type(None))
             and type(weight_metrics_computer) in (WeightMetricsComputer, type(None))
             and train_state_axes is None
         )

@@ -14,6 +14,7 @@ from t0repro.model.t5 import T5, initial_parameters
 from t0repro.training.held_state import with_stacks
 from t0repro.training.models import T5Model
 from t0repro.training.optimizers import make_optimizer
+from t0repro.training.partitioner import Partitioner
 from t0repro.training.stopping import BaseAction, RunActions
 from t0repro.training.train_state import TrainState, single_layers, to_flat_tree
 from t0repro.training.trainer import Trainer
@@ -37,10 +38,10 @@ def made(optimizer=tiny.ADAFACTOR, *, kind=T5Model, **changes):
     return model, TrainState.create(transformation, model.get_initial_variables(jax.random.key(0)))
 
 
-def trainer(model, state, kind=Trainer, computer=None, axes=None):
+def trainer(model, state, kind=Trainer, computer=None, axes=None, partitioner=None):
     rate = lambda step: jnp.float32(0.01)  # noqa: E731
     key = jax.random.key(1)
-    return kind(model, state, None, ["eval"], None, axes, key, rate, 2, computer)
+    return kind(model, state, partitioner, ["eval"], None, axes, key, rate, 2, computer)
 
 
 class ByLayer(Trainer):
@@ -178,6 +179,7 @@ def test_a_state_without_axes_for_stacks_stays_by_layer():
         {"kind": ByLayer},
         {"computer": type("Users", (WeightMetricsComputer,), {})()},
         {"axes": {}},
+        {"partitioner": type("Users", (Partitioner,), {})()},
     ):
         with trainer(model, state, **options) as one:
             assert one.train_state is one.held_state is state
