@@ -136,7 +136,7 @@ def overflowing(folder, **layout):
         layout=Layout(**layout),
         plan=dataclasses.replace(PLAN, actions=stop),
     )
-    return train(config, Batches(), restore_from=tree)
+    return train(config, BatchesInShards(), restore_from=tree)
 
 
 def evaluated(params):

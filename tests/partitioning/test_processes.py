@@ -19,6 +19,7 @@ from t0repro.runs.train import PREEMPTED
 from t0repro.training.bad_update import replay
 from t0repro.training.checkpoints import list_checkpoints, load_tree
 
+from ..tiny_models import batches
 from .member import evaluated, trained
 
 MEMBER = Path(__file__).with_name("member.py")
@@ -179,6 +180,10 @@ def test_a_bad_update_is_explained_where_each_process_holds_a_part_of_the_state(
     assert "step 1 was not done: the activation encoder" in said[0]
     assert list_checkpoints(tmp_path) == [0]
     assert replay(tmp_path / "bad_update_1").kind == "activation"
+    # Of the batch too each process made a part.
+    with np.load(tmp_path / "bad_update_1" / "batch.npz") as kept:
+        for name, wanted in batches(1, rows=8)[0].items():
+            np.testing.assert_array_equal(kept[name], wanted)
 
 
 @pytest.mark.slow
