@@ -30,9 +30,7 @@ def open_run(run: TrackedRun, run_id: str | None) -> MlflowRun:
     Raises:
       UserError: if the server cannot be reached or refuses.
     """
-    # MLflow's 7 would keep a command that names a wrong address waiting for four minutes, silently.
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
-    with _server_errors():
+    with _few_retries(), _server_errors():
         client = MlflowClient()
         if run_id is not None:
             # The run may have been ended as killed or failed.
@@ -50,6 +48,24 @@ def open_run(run: TrackedRun, run_id: str | None) -> MlflowRun:
             part = parameters[start : start + _PARAMETERS_PER_REQUEST]
             client.log_batch(created.info.run_id, params=part)
         return MlflowRun(client, created.info.run_id)
+
+
+@contextlib.contextmanager
+def _few_retries() -> Iterator[None]:
+    """Asks a server that does not answer three times more, unless the user says how often.
+
+    MLflow's 7 would keep a command that names a wrong address waiting for four minutes, silently;
+    once the run has begun they are right, since an outage must not cost its metrics.
+    """
+    name = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = "3"
+    try:
+        yield
+    finally:
+        del os.environ[name]
 
 
 class MlflowRun:
