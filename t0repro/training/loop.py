@@ -28,11 +28,11 @@ from t0repro.training.trainer import BaseTrainer, NumpyBatch, PreemptionError
 
 @dataclasses.dataclass(frozen=True)
 class _Pending:
-    """An update that the device may still be computing."""
+    """An update that the device may still be computing; its counts if the devices make them."""
 
     step: int
     batch: NumpyBatch
-    counts: Mapping[str, Any]
+    counts: Mapping[str, Any] | None
     fetched: concurrent.futures.Future
 
 
@@ -203,7 +203,7 @@ class TrainingLoop:
     def _update(self, batch: NumpyBatch, input_wait: float) -> None:
         """Starts one update and records the one before."""
         # Before the update, behind which counts on the devices would have to wait.
-        counts = _on_devices(batch) if is_divided(batch["targets"]) else _counts(batch)
+        counts = _on_devices(batch) if any(map(is_divided, batch.values())) else None
         with jax.profiler.StepTraceAnnotation("train", step_num=self.step):
             fetched = self.trainer.update(batch, input_wait, starts_clock=self._starts_clock)
         self._starts_clock = False
@@ -219,13 +219,13 @@ class TrainingLoop:
     def _record(self, pending: _Pending) -> None:
         """Waits for an update, then writes its metrics and passes them to the actions."""
         fetched = pending.fetched.result()
-        values = fetched.metrics
+        values, counts = fetched.metrics, pending.counts or _counts(pending.batch)
         metrics = StepMetrics(
             step=pending.step,
             loss=float(values["loss"].compute()),
             learning_rate=float(values["learning_rate"].compute()),
             seconds=round(fetched.seconds, 6),
-            **{name: int(count) for name, count in pending.counts.items()},
+            **{name: int(count) for name, count in counts.items()},
             input_wait_seconds=round(fetched.input_wait, 6),
             # Only for the log: a training with summaries has them there.
             others={} if self._log is None else _others(fetched),

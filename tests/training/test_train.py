@@ -75,6 +75,12 @@ def test_a_token_beyond_the_vocabulary_is_an_error_and_not_the_last_one(tmp_path
         run(tmp_path, 2, [first, second])
 
 
+def test_batches_without_targets_are_refused_by_name(tmp_path):
+    batches = [{"inputs": batch["inputs"]} for batch in tiny.batches(1)]
+    with pytest.raises(UserError, match="A batch has no targets; it has inputs"):
+        train(tiny.run_config(tmp_path, 1), batches, say=lambda line: None)
+
+
 def test_a_run_starts_from_a_flat_tree_with_its_step_and_slots(whole, tmp_path):
     tree = load_tree(checkpoint_path(whole[0], 3))
     run(tmp_path, 6, tiny.batches(6)[3:], restore_from=tree)
