@@ -235,16 +235,11 @@ def _check(config: RunConfig, places: Places) -> None:
             "training starts from a single checkpoint.",
             "Give its path, or [] for new parameters.",
         )
-    if config.batch_size % config.num_microbatches:
-        raise places.refused(
-            "trainer.Trainer.num_microbatches",
-            config.num_microbatches,
-            f"it does not divide the batch of {config.batch_size}.",
-            "Choose a divisor of the batch size.",
-        )
-    name = "train/utils.DatasetConfig.num_shards"
-    shards = plan.train_data.num_shards
-    ranges.check_divides(name, shards, config.batch_size, places.place(name))
+    for name, parts in (
+        ("trainer.Trainer.num_microbatches", config.num_microbatches),
+        ("train/utils.DatasetConfig.num_shards", plan.train_data.num_shards),
+    ):
+        ranges.check_divides(name, parts, config.batch_size, places.place(name))
     _check_periods(plan, places)
 
 
