@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import shutil
 from pathlib import Path
 
+from t0repro.config.recipe import ADAFACTOR
 from t0repro.converters.released import Released
-from t0repro.parameters import layout
+from t0repro.partitioning.memory import slot_bytes
 
 _FLOAT32 = 4
-# min_dim_size_to_factor, the default of both stacks.
-_MIN_SIZE_TO_FACTOR = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,9 +52,8 @@ def needs_of(released: Released) -> Needs:
 
     Parameters and Adafactor's slots are float32, as both stacks train and evaluate.
     """
-    shapes = list(released.shape.parameters().values())
     weights = _FLOAT32 * released.shape.parameter_count()
-    slots = _FLOAT32 * sum(map(_slot_count, shapes))
+    slots = slot_bytes(released.shape, ADAFACTOR)
     return Needs(
         parameters=released.shape.parameter_count(),
         disk=weights,
@@ -65,14 +62,6 @@ def needs_of(released: Released) -> Needs:
         # The gradients are as large as the parameters, and both are there at once.
         training=2 * weights + slots,
     )
-
-
-def _slot_count(shape: tuple[int, ...]) -> int:
-    """Numbers in Adafactor's second moments of a parameter (no momentum, as T5 is trained)."""
-    # Both stacks factor a matrix whose shorter side is long enough (min_dim_size_to_factor).
-    if len(shape) < 2 or sorted(shape)[-2] < _MIN_SIZE_TO_FACTOR:
-        return math.prod(shape)
-    return sum(math.prod(layout.slot_shape(slot, shape)) for slot in ("v_row", "v_col"))
 
 
 def this_machine(folder: Path) -> Machine:

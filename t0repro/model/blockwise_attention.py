@@ -15,8 +15,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from t0repro.config import memory
 from t0repro.model.shapes import Array, Float
+from t0repro.partitioning import memory
 from t0repro.partitioning.rules import parts_of
 
 

@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from t0repro.config.memory import assumed_length
 from t0repro.config.run_config import ModelConfig, Recompute, RunConfig
 from t0repro.errors import UserError
 from t0repro.evaluation import engine
@@ -28,11 +27,12 @@ from t0repro.model.t5 import T5, held_for_evaluation, parameter_shapes
 from t0repro.partitioning.collectives import Collective, collectives
 from t0repro.partitioning.devices import Partitioning, choose, line_of
 from t0repro.partitioning.flops import count_flops
+from t0repro.partitioning.memory import Memory, assumed_length
+from t0repro.partitioning.residuals import bytes_per_device
 from t0repro.partitioning.topologies import GIB, Chip, memory_of
 from t0repro.progress import working
 from t0repro.runs.compile_ahead import train_shapes
-from t0repro.runs.recomputation import decided
-from t0repro.runs.step_memory import Account, account, bytes_per_device
+from t0repro.runs.recomputation import decided, step_memory
 from t0repro.training.held_state import held_shapes
 from t0repro.training.optimizers import make_optimizer
 from t0repro.training.schedules import make_schedule
@@ -41,52 +41,42 @@ from t0repro.training.train_step import jitted_train_step, make_train_step
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """One compiled step; bytes are per device.
+    """One compiled step.
 
     Attributes:
       name: train, encode, decode (both of scoring) or generate.
-      parameters: bytes of the parameters.
-      slots: bytes of the optimizer's slots.
-      temporaries: bytes of gradients, activations and whatever else the program needs meanwhile, by
-        the compiler.
-      other: bytes of batches, results and the program itself.
+      memory: what it takes of a device, by the compiler.
+      by_shapes: what a train step takes by its shapes; None for an evaluation's step, which keeps
+        nothing for a backward pass.
       refused: what the compiler says if the program does not fit; "" if it compiled.
       flops: operations of all devices together, see `count_flops`.
       communication: its collectives.
       seconds: time to trace and compile.
       hlo: the compiled program's text; "" if it did not compile.
       modules: HLO modules before and after optimization, serialized; none if it did not compile.
-      account: what of `temporaries` are gradients and activations; None of an evaluation's step,
-        which keeps nothing for a backward pass.
     """
 
     name: str
-    parameters: int
-    slots: int
-    temporaries: int
-    other: int
+    memory: Memory
+    by_shapes: Memory | None
     refused: str
     flops: int
     communication: Sequence[Collective]
     seconds: float
     hlo: str
     modules: tuple[bytes, ...] = ()
-    account: Account | None = None
-
-    @property
-    def total(self) -> int:
-        """All bytes on a device."""
-        return self.parameters + self.slots + self.temporaries + self.other
 
     @property
     def parts(self) -> dict[str, int]:
-        """The bytes of `total` by what they are for."""
-        parts = {"parameters": self.parameters}
-        if self.account is None:
-            parts["activations and temporaries"] = self.temporaries
-        else:
-            parts |= {"slots": self.slots, **self.account.divided(self.temporaries)}
-        return {**parts, "other": self.other}
+        """The bytes of `memory` by what they are for."""
+        parts = dataclasses.asdict(self.memory)
+        if self.by_shapes is None:
+            parts = {
+                "parameters": parts["parameters"],
+                "activations and temporaries": parts["temporaries"],
+                "other": parts["other"],
+            }
+        return parts
 
     @property
     def sent(self) -> int:
@@ -95,7 +85,7 @@ class Program:
 
     def fits_in(self, chip: Chip) -> bool:
         """Whether a device has the memory for it."""
-        return not self.refused and self.total <= chip.memory
+        return not self.refused and self.memory.total <= chip.memory
 
 
 def precompile(
@@ -212,9 +202,8 @@ def train_programs(config: RunConfig, partitioning: Partitioning) -> Iterator[Pr
     # On one device too: it need not be the default one.
     state = partitioning.divided(held_shapes(model, optimizer))
     jitted = jitted_train_step(step, state, several or partitioning)
-    program = _compiled("train", jitted, (state, batch), partitioning)
-    of_step = account(config, partitioning, shapes)
-    yield dataclasses.replace(program, account=of_step)
+    by_shapes = step_memory(config, partitioning)
+    yield _compiled("train", jitted, (state, batch), partitioning, by_shapes)
 
 
 def evaluation_programs(config: RunConfig, partitioning: Partitioning) -> Iterator[Program]:
@@ -243,19 +232,19 @@ def evaluation_programs(config: RunConfig, partitioning: Partitioning) -> Iterat
 
 
 def _compiled(
-    name: str, jitted: Any, arguments: tuple[Any, ...], partitioning: Partitioning
+    name: str,
+    jitted: Any,
+    arguments: tuple[Any, ...],
+    partitioning: Partitioning,
+    by_shapes: Memory | None = None,
 ) -> Program:
     """Traces and compiles a step; one that does not fit is described all the same."""
-    state, started = arguments[0], time.monotonic()
-    parameters = getattr(state, "params", state)
-    facts: dict[str, Any] = {
-        "parameters": bytes_per_device(parameters),
-        "slots": bytes_per_device(getattr(state, "slots", {})),
-    }
-    held = facts["parameters"] + facts["slots"]
+    started = time.monotonic()
+    expected = by_shapes or Memory(bytes_per_device(arguments[0]))
+    held = expected.parameters + expected.slots
     with partitioning.active(), working(f"compiling {name}"):
         traced = jitted.trace(*arguments)
-        facts["flops"] = count_flops(traced.jaxpr.jaxpr)
+        flops = count_flops(traced.jaxpr.jaxpr)
         try:
             lowered = traced.lower()
             compiled = lowered.compile()
@@ -265,21 +254,20 @@ def _compiled(
             if "RESOURCE_EXHAUSTED" not in refused:
                 raise
             seconds = time.monotonic() - started
-            return Program(
-                name, **facts, temporaries=_temporaries(refused, held), other=0, refused=refused,
-                communication=(), seconds=seconds, hlo="",
-            )  # fmt: skip
-    memory, hlo = compiled.memory_analysis(), compiled.as_text()
+            memory = expected.compiled(_temporaries(refused, held), other=0)
+            return Program(name, memory, by_shapes, refused, flops, (), seconds, hlo="")
+    reported, hlo = compiled.memory_analysis(), compiled.as_text()
     # A program is not given the parameters that it does not read, as the decoder's when encoding;
     # the device holds them all the same.
-    other = max(0, memory.argument_size_in_bytes - held) + memory.generated_code_size_in_bytes
+    other = max(0, reported.argument_size_in_bytes - held) + reported.generated_code_size_in_bytes
+    # What is donated is both argument and result, and counts once.
+    other += reported.output_size_in_bytes - reported.alias_size_in_bytes
     return Program(
         name,
-        **facts,
-        temporaries=_most_at_once(memory, partitioning),
-        # What is donated is both argument and result, and counts once.
-        other=other + memory.output_size_in_bytes - memory.alias_size_in_bytes,
+        expected.compiled(_most_at_once(reported, partitioning), other),
+        by_shapes,
         refused="",
+        flops=flops,
         communication=collectives(hlo),
         seconds=time.monotonic() - started,
         hlo=hlo,
@@ -360,7 +348,7 @@ def predicted_seconds(program: Program, partitioning: Partitioning, chip: Chip) 
 
 def fits(program: Program, config: RunConfig, partitioning: Partitioning, chip: Chip) -> str:
     """Whether a step fits into a device's memory, and what would make it fit if not."""
-    spare = chip.memory - program.total
+    spare = chip.memory - program.memory.total
     if program.fits_in(chip):
         return f"fits with {_gib(spare)} to spare"
     much = f"{_gib(-spare)} too much" if spare < 0 else program.refused
@@ -400,10 +388,11 @@ def more_recomputation(model: ModelConfig) -> tuple[Recompute, ...]:
 
 def _memory(program: Program) -> Iterator[str]:
     listed = " + ".join(f"{name} {_gib(size)}" for name, size in program.parts.items())
-    yield f"  memory of a device: {_gib(program.total)} = {listed}"
-    found = program.account
+    yield f"  memory of a device: {_gib(program.memory.total)} = {listed}"
+    found, memory = program.by_shapes, program.memory
+    beside = memory.gradients + memory.activations + memory.temporaries
     # 0 if a compiler that refuses the program does not say how much it would need.
-    if found is not None and found.total > program.temporaries > 0:
+    if found is not None and found.gradients + found.activations > beside > 0:
         yield (
             f"  by shapes, gradients are {_gib(found.gradients)} and activations"
             f" {_gib(found.activations)}: not all of that is in this memory at once"

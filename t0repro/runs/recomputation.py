@@ -1,28 +1,31 @@
-"""Which activations a training computes again where nobody says so: as few as its devices allow.
+"""What a train step holds on a device, by its shapes, and what it rematerializes so that it fits.
 
-What is kept of the forward pass changes memory and time, and results by rounding alone. So T0's
-command for 11B fits the v3-512 that it names, though its gin files ask for no recomputation.
+Where nothing binds a policy, a step rematerializes as little as its devices' memory allows. The
+policy changes memory and time, and results by rounding alone. So T0's command for 11B fits the
+v3-512 that it names, though its gin files ask for no rematerialization.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from t0repro.config.memory import assumed_length
-from t0repro.config.run_config import Recompute, RunConfig
+from t0repro.config.run_config import ModelConfig, Recompute, RunConfig
 from t0repro.model.blocks import is_scanned
-from t0repro.model.t5 import T5
+from t0repro.model.t5 import T5, parameter_shapes
 from t0repro.parameters.layout import LAYERS, layer_name
 from t0repro.partitioning.devices import Partitioning
+from t0repro.partitioning.memory import Memory, assumed_length
 from t0repro.partitioning.processes import from_first
+from t0repro.partitioning.residuals import bytes_per_device, residual_bytes
 from t0repro.partitioning.topologies import GIB
 from t0repro.runs.compile_ahead import train_shapes
-from t0repro.runs.step_memory import bytes_per_device, kept_activations
 from t0repro.training.held_state import held_shapes
+from t0repro.training.models import T5Model
 from t0repro.training.optimizers import make_optimizer
 
 # Compilers need up to a tenth more than what is counted (docs/scaling.md), and a step that
@@ -64,19 +67,75 @@ def decided(
 
 
 def step_bytes(config: RunConfig, partitioning: Partitioning) -> int:
-    """About how many bytes a train step needs on a device, counted on shapes.
+    """About how many bytes a train step needs on a device; docs/scaling.md compares compilers."""
+    memory = step_memory(config, partitioning)
+    if config.num_microbatches > 1:
+        return memory.total
+    # With one microbatch, gradients take the place of activations that are no longer needed.
+    return memory.total - min(memory.gradients, memory.activations)
 
-    These are the parameters, the slots, the sums of gradients, what the forward pass keeps, and the
-    copies of kernels that layers in a loop read. docs/scaling.md has how near compilers come.
+
+def step_memory(config: RunConfig, partitioning: Partitioning) -> Memory:
+    """What a train step holds on a device, counted on shapes; nothing is compiled.
+
+    Temporaries are the copies of kernels that scanned layers read.
     """
-    assert config.optimizer is not None, "a training has an optimizer"
+    assert config.optimizer is not None, "a training run has an optimizer"
     model, optimizer = T5(config.model, config.dtypes), make_optimizer(config.optimizer)
     state = partitioning.divided(held_shapes(model, optimizer))
     shapes = train_shapes(config, lambda feature: assumed_length(config, feature))
-    parts = [kept_activations(config, partitioning, shapes), bytes_per_device(state.params)]
-    # With one microbatch, gradients take the place of activations that are not needed any more.
-    meanwhile = sum(parts) if config.num_microbatches > 1 else max(parts)
-    return bytes_per_device(state) + meanwhile + _copied(config, state.params)
+    parameters, slots = bytes_per_device(state.params), bytes_per_device(state.slots)
+    return Memory(
+        parameters=parameters,
+        slots=slots,
+        gradients=parameters,  # float32, like the parameters
+        activations=_kept_activations(config, partitioning, shapes),
+        temporaries=_copied(config, state.params),
+        other=bytes_per_device(state) - parameters - slots,
+    )
+
+
+def _kept_activations(
+    config: RunConfig, partitioning: Partitioning, features: Mapping[str, tuple[int, int]]
+) -> int:
+    """Bytes that one device keeps of a microbatch's forward pass.
+
+    Traced for one device's rows and its share of the model, outside of any device mesh. So what the
+    model decides by the size of a device's arrays (attention in blocks, logits in parts) is as in
+    the step, whose arrays are larger by as much as the device mesh divides them.
+
+    Args:
+      config: A training run.
+      partitioning: Its devices.
+      features: Shapes [rows, length] of the features of a whole batch.
+    """
+    model = T5(_share(config.model, partitioning.model), config.dtypes)
+    parts = config.num_microbatches * partitioning.data
+    batch = {
+        name: jax.ShapeDtypeStruct((-(-rows // parts), length), jnp.int32)
+        for name, (rows, length) in features.items()
+    }
+
+    def loss(parameters: Any, drawn: Any) -> Any:
+        whole, of_batch = T5Model(model, measured=False).whole_batch(drawn[0])
+        return of_batch(parameters, whole, drawn[1])
+
+    # Dropout's masks are as large as the batch and belong to it, though only the key decides them.
+    drawn = (batch, jax.eval_shape(lambda: jax.random.key(0)))
+    return residual_bytes(loss, parameter_shapes(model), drawn)
+
+
+def _share(model: ModelConfig, parts: int) -> ModelConfig:
+    """The model with the heads, d_ff and vocabulary of which one device holds a shard.
+
+    Each is divisible, or the devices would not have been arranged so (`devices.check_divides`).
+    """
+    return dataclasses.replace(
+        model,
+        num_heads=model.num_heads // parts,
+        d_ff=model.d_ff // parts,
+        vocab_size=model.vocab_size // parts,
+    )
 
 
 def _copied(config: RunConfig, parameters: Any) -> int:

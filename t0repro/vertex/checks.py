@@ -86,7 +86,7 @@ def _memory(run: RunConfig, machines: Machines) -> Iterator[str]:
     if kind.topology is not None:
         yield from _on_slice(run, f"{kind.topology}-{devices}", devices)
         return
-    from t0repro.config.memory import check_fits
+    from t0repro.partitioning.memory import check_fits
 
     assert kind.memory is not None
     yield f"memory (estimated): {check_fits(run, kind.memory, kind.memory, devices)}"
@@ -96,8 +96,8 @@ def _on_slice(run: RunConfig, topology: str, count: int) -> Iterator[str]:
     """What libtpu's compiler says of a run on a slice; an estimate where it is not installed."""
     import importlib.util
 
-    from t0repro.config.memory import check_fits
     from t0repro.partitioning import topologies
+    from t0repro.partitioning.memory import check_fits
 
     if importlib.util.find_spec("libtpu") is None:
         memory = topologies.chip_of(topology).memory

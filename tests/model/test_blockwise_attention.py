@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from t0repro.config import memory
 from t0repro.model import blockwise_attention as blockwise
 from t0repro.model.layers import INVISIBLE, attention_weights
 from t0repro.model.t5 import T5, initial_parameters
+from t0repro.partitioning import memory
 from t0repro.training.train_step import loss_and_gradients
 
 from .. import tiny_models as tiny

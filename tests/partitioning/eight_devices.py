@@ -16,7 +16,6 @@ import jax
 import numpy as np
 from tiny_models import ADAFACTOR, FLOAT32, batches, model_config, run_config
 
-from t0repro.config import memory
 from t0repro.config.decoding_config import DecodingConfig
 from t0repro.config.run_config import (
     AdamWeightDecayConfig,
@@ -29,6 +28,7 @@ from t0repro.evaluation.engine import score_examples
 from t0repro.evaluation.generation import generate_tokens
 from t0repro.evaluation.perplexity import evaluate_perplexity
 from t0repro.model.t5 import T5, initial_parameters
+from t0repro.partitioning import memory
 from t0repro.partitioning.collectives import collectives, counts
 from t0repro.partitioning.devices import choose
 from t0repro.runs.train import train

@@ -8,6 +8,7 @@ import pytest
 from t0repro.config.run_config import Layout
 from t0repro.partitioning.collectives import counts
 from t0repro.partitioning.devices import choose
+from t0repro.partitioning.memory import Memory
 from t0repro.partitioning.topologies import devices_of
 from t0repro.runs.precompile import (
     Program,
@@ -18,7 +19,6 @@ from t0repro.runs.precompile import (
     remedies,
     train_programs,
 )
-from t0repro.runs.step_memory import Account
 
 from ..tiny_models import BFLOAT16, model_config, run_config
 
@@ -37,12 +37,12 @@ def test_the_bytes_of_a_training_on_one_device_are_those_of_its_arrays(tmp_path)
     devices = jax.devices()[:1]
     (program,) = train_programs(TRAINING, choose(Layout(), MODEL, devices=devices))
     shapes = MODEL.shape.parameters()
-    assert program.parameters == 4 * MODEL.shape.parameter_count()
+    assert program.memory.parameters == 4 * MODEL.shape.parameter_count()
     factored = [shape for shape in shapes.values() if len(shape) > 1 and min(shape) >= 8]
     whole = MODEL.shape.parameter_count() - sum(a * b for a, b in factored)
-    assert program.slots >= 4 * sum(a + b for a, b in factored)
-    assert program.slots <= 4 * (sum(a + b for a, b in factored) + whole)
-    assert program.temporaries > 0 and not program.communication and program.sent == 0
+    assert program.memory.slots >= 4 * sum(a + b for a, b in factored)
+    assert program.memory.slots <= 4 * (sum(a + b for a, b in factored) + whole)
+    assert program.memory.gradients > 0 and not program.communication and program.sent == 0
 
 
 def test_a_run_is_described_and_its_programs_saved(tmp_path):
@@ -59,10 +59,9 @@ def test_a_run_is_described_and_its_programs_saved(tmp_path):
 
 @pytest.mark.parametrize(("temporaries", "said"), [(100, False), (80, True)])
 def test_an_account_beyond_the_compilers_figure_is_said_beside_it(temporaries, said):
-    program = Program(
-        "train", 40, 8, temporaries, other=0, refused="", flops=8, communication=(), seconds=0.0,
-        hlo="", account=Account(gradients=30, activations=60),
-    )  # fmt: skip
+    by_shapes = Memory(40, 8, gradients=30, activations=60)
+    memory = by_shapes.compiled(temporaries, other=0)
+    program = Program("train", memory, by_shapes, "", 8, communication=(), seconds=0.0, hlo="")
     devices = choose(Layout(), MODEL, devices=jax.devices()[:1])
     lines = list(described(program, TRAINING, devices, None))
     of_both = "gradients are 30 bytes and activations 60 bytes"
@@ -72,7 +71,7 @@ def test_an_account_beyond_the_compilers_figure_is_said_beside_it(temporaries, s
 def test_scoring_and_generation_are_compiled_too():
     evaluation = dataclasses.replace(TRAINING, mode="score_eval")
     programs = evaluation_programs(evaluation, choose(Layout(), MODEL, devices=jax.devices()[:1]))
-    assert {program.name: program.slots for program in programs} == {
+    assert {program.name: program.memory.slots for program in programs} == {
         "encode": 0,
         "decode": 0,
         "generate": 0,
@@ -110,8 +109,8 @@ def test_a_training_compiles_for_a_tpu_slice(v3):
     partitioning = choose(run.layout, MODEL, rows=8, devices=devices)
     (program,) = train_programs(run, partitioning)
     # Every parameter but norms and position bias is halved.
-    assert 0.5 <= program.parameters / (4 * MODEL.shape.parameter_count()) < 0.51
-    assert 0 < program.total < chip.memory
+    assert 0.5 <= program.memory.parameters / (4 * MODEL.shape.parameter_count()) < 0.51
+    assert 0 < program.memory.total < chip.memory
     found = counts(program.communication)
     # No parameter is gathered, and no gradient is added up before the last microbatch is done:
     # all that is exchanged in the loop stays among the two devices that share a model.

@@ -8,9 +8,8 @@ from jax.sharding import AbstractMesh
 
 from t0repro.config.run_config import Layout
 from t0repro.partitioning.devices import Partitioning, choose
-from t0repro.runs.compile_ahead import train_shapes
 from t0repro.runs.precompile import train_programs
-from t0repro.runs.step_memory import Account, account
+from t0repro.runs.recomputation import step_memory
 
 from ..tiny_models import BFLOAT16, model_config, run_config
 
@@ -35,10 +34,10 @@ def training(**changes):
 
 
 def counted(data=1, shared_by=1, fully_sharded=False, **changes):
-    """The account of a training on so many devices, none of which is there."""
+    """The memory of a training step on so many devices, none of which is there."""
     mesh = AbstractMesh((data, shared_by), ("data", "model"))
     run, devices = training(**changes), Partitioning(mesh, fully_sharded, mesh.size)
-    return account(run, devices, train_shapes(run, run.sequence_length.get))
+    return step_memory(run, devices)
 
 
 @pytest.fixture(scope="module")
@@ -69,8 +68,8 @@ def test_what_is_recomputed_is_not_kept(scan_layers):
 
 def test_the_compilers_figure_falls_by_what_is_not_kept(looped):
     none, full = looped["none"], looped["full"]
-    saved = none.account.activations - full.account.activations
-    assert none.temporaries - full.temporaries == pytest.approx(saved, rel=0.2)
+    saved = none.by_shapes.activations - full.by_shapes.activations
+    assert none.memory.total - full.memory.total == pytest.approx(saved, rel=0.2)
 
 
 def test_half_a_microbatch_keeps_half_the_activations():
@@ -103,12 +102,6 @@ def test_kernels_that_a_loop_over_layers_stacks_are_no_activations():
 
 def test_the_parts_of_a_step_add_up_to_its_total(looped):
     for program in looped.values():
-        assert sum(program.parts.values()) == program.total
+        assert sum(program.parts.values()) == program.memory.total
         assert min(program.parts.values()) >= 0
-        assert program.parts["gradients"] == program.account.gradients
-
-
-def test_an_account_larger_than_the_compilers_figure_is_cut_to_it():
-    assert Account(30, 60).divided(100) == {"gradients": 30, "activations": 60, "temporaries": 10}
-    assert Account(30, 60).divided(80) == {"gradients": 30, "activations": 50, "temporaries": 0}
-    assert Account(30, 60).divided(20) == {"gradients": 20, "activations": 0, "temporaries": 0}
+        assert program.parts["gradients"] == program.by_shapes.gradients

@@ -1,0 +1,213 @@
+"""What a run takes of a device's memory: the one account that every command prints from.
+
+It is filled in from three sources, each more exact than the one before:
+
+    estimate            the configuration alone; needs no JAX
+    runs/recomputation  activations counted on the shapes of the traced step
+    compiled            the compiler's own figure for a program (runs/precompile)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from t0repro.config.run_config import (
+    AdafactorConfig,
+    AdamWeightDecayConfig,
+    ModelConfig,
+    MomentumConfig,
+    OptimizerConfig,
+    RunConfig,
+)
+from t0repro.errors import UserError
+from t0repro.parameters import layout
+from t0repro.parameters.shape import ModelShape
+from t0repro.words import counted, sized
+
+ATTENTION_BLOCK_BYTES = 1 << 26
+"""Most bytes of attention logits that JAX makes at a time for a layer on a device."""
+
+_FLOAT32 = 4
+_LENGTH = 512  # tokens assumed for a feature with no bound length
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes on one device.
+
+    Attributes:
+      parameters: Parameters: float32, or in the activations' dtype in a run that only evaluates.
+      slots: The optimizer's slots, float32; 0 outside training.
+      gradients: One float32 array per parameter, sharded like it; 0 outside training.
+      activations: What the forward pass of one microbatch keeps for its backward pass.
+      temporaries: What a program needs besides these; 0 in an estimate.
+      other: Batches, results and the program itself; 0 in an estimate.
+    """
+
+    parameters: int
+    slots: int = 0
+    gradients: int = 0
+    activations: int = 0
+    temporaries: int = 0
+    other: int = 0
+
+    @property
+    def certain(self) -> int:
+        """Bytes needed whatever the batch size."""
+        return self.parameters + self.slots + self.gradients
+
+    @property
+    def total(self) -> int:
+        """All bytes."""
+        return self.certain + self.activations + self.temporaries + self.other
+
+    def compiled(self, temporaries: int, other: int) -> Memory:
+        """The account with a compiler's figure in place of the estimate.
+
+        A compiler reports one figure for everything that a program needs besides its arguments, at
+        the moment when it needs most. There the estimate may exceed it. With one microbatch,
+        gradients take the place of activations that are no longer needed, and an update may consume
+        each as it comes. A compiler may also rematerialize what is cheap, or keep it in the chip's
+        own memory, as libtpu does in small models. So each byte counts once: first as gradients,
+        which every backward pass ends with, then as activations, then as temporaries.
+
+        Args:
+          temporaries: Bytes that the program needs besides its arguments and results.
+          other: Bytes of batches, results and the program itself.
+        """
+        gradients = min(self.gradients, temporaries)
+        activations = min(self.activations, temporaries - gradients)
+        rest = temporaries - gradients - activations
+        return Memory(self.parameters, self.slots, gradients, activations, rest, other)
+
+
+def estimate(run: RunConfig, devices: int = 1) -> Memory:
+    """Estimates the memory that a run needs on each of `devices` devices, activations included."""
+    parallel = run.layout
+    # One device holds everything, whatever the layout asks for.
+    model = parallel.model if devices > 1 else 1
+    data = devices // model
+    # The factor by which one device's shard of the parameters is smaller than the whole.
+    shards = model * (data if parallel.fully_sharded else 1)
+    trains = run.mode == "train"
+    bytes_each = 2 if run.dtypes.activation == "bfloat16" else _FLOAT32
+    count = run.model.shape.parameter_count()
+    parameters = count * (_FLOAT32 if trains else bytes_each) // shards
+    # Rows of a microbatch on one device, rounded up.
+    rows = -(-run.batch_size // (run.num_microbatches * max(1, data)))
+    return Memory(
+        parameters=parameters,
+        slots=slot_bytes(run.model.shape, run.optimizer) // shards if trains else 0,
+        gradients=parameters if trains else 0,
+        activations=_activations(
+            run.model,
+            rows,
+            assumed_length(run, "inputs"),
+            assumed_length(run, "targets"),
+            bytes_each=bytes_each,
+            keep_all=trains and not run.model.recomputes,
+        ),
+    )
+
+
+def slot_bytes(shape: ModelShape, optimizer: OptimizerConfig | None) -> int:
+    """Bytes of the float32 slots that an optimizer keeps for a model, unsharded.
+
+    Optimizers that are written in optax's terms count as keeping none: what they keep is known only
+    to optax, and a traced or compiled step counts it.
+    """
+    frozen = getattr(optimizer, "frozen", ())
+    shapes = [size for path, size in shape.parameters().items() if path not in frozen]
+    return _FLOAT32 * sum(_slot_entries(size, optimizer) for size in shapes)
+
+
+def _slot_entries(shape: tuple[int, ...], optimizer: OptimizerConfig | None) -> int:
+    """Numbers that an optimizer keeps for a parameter of a shape."""
+    entries = math.prod(shape)
+    if isinstance(optimizer, AdafactorConfig):
+        momentum = entries if optimizer.beta1 or optimizer.momentum_slot else 0
+        # training/adafactor.py: factored where the second largest axis is long enough.
+        if (
+            not optimizer.factored
+            or len(shape) < 2
+            or sorted(shape)[-2] < optimizer.min_dim_size_to_factor
+        ):
+            return entries + momentum
+        factors = (layout.slot_shape(slot, shape) for slot in ("v_row", "v_col"))
+        return sum(map(math.prod, factors)) + momentum
+    if isinstance(optimizer, AdamWeightDecayConfig):
+        return 2 * entries
+    return entries if isinstance(optimizer, MomentumConfig) else 0
+
+
+def assumed_length(run: RunConfig, feature: str) -> int:
+    """The tokens of a feature in a row; a guess where no length is bound."""
+    return (run.sequence_length or {}).get(feature, _LENGTH)
+
+
+def _activations(
+    model: ModelConfig, rows: int, inputs: int, targets: int, *, bytes_each: int, keep_all: bool
+) -> int:
+    """Bytes of the activations that are in memory at the same time, by a rule of thumb.
+
+    Counts, for each layer and token, the residual stream and its norms, the four projections of the
+    attention, the feed-forward layer, and the attention weights of each head, of which only a block
+    exists where they are large. The backward pass needs all layers; a forward pass alone needs one.
+    """
+
+    def attention(length: int, keys: int) -> int:
+        weights = rows * model.num_heads * length * keys
+        return 2 * min(weights, ATTENTION_BLOCK_BYTES // _FLOAT32)
+
+    per_token = 4 * model.d_model + 4 * model.num_heads * model.d_kv
+    per_token += (len(model.activations) + 1) * model.d_ff
+    encoder = rows * inputs * per_token + attention(inputs, inputs)
+    # Decoder layers have two attentions, and attend to their own targets and to the inputs.
+    decoder = 2 * rows * targets * per_token
+    decoder += attention(targets, targets) + attention(targets, inputs)
+    if keep_all:
+        layers = model.num_encoder_layers * encoder + model.num_decoder_layers * decoder
+    else:
+        layers = max(encoder, decoder)
+    # Logits are float32 whatever the activations are.
+    logits = 2 * rows * targets * model.vocab_size * _FLOAT32
+    return layers * bytes_each + logits
+
+
+def check_fits(run: RunConfig, total: int, free: int, devices: int = 1) -> str:
+    """Returns one line that says whether a run fits into a device's memory.
+
+    Args:
+      run: The run.
+      total: Memory of the device, in bytes.
+      free: How many of those bytes are not in use.
+      devices: How many such devices the run is sharded across.
+
+    Raises:
+      UserError: If parameters, gradients and slots alone need more than the device has.
+    """
+    memory = estimate(run, devices)
+    lengths = run.sequence_length or {}
+    tokens = " + ".join(str(length) for length in lengths.values()) or "the longest example's"
+    batch = f"{counted(run.batch_size, 'sequence')} of {tokens} tokens"
+    if run.num_microbatches > 1:
+        batch += f" in {counted(run.num_microbatches, 'microbatch', 'microbatches')}"
+    need = (
+        f"{batch}: about {sized(memory.total)}"
+        f" ({sized(memory.parameters)} parameters,"
+        f" {sized(memory.gradients + memory.slots)} gradients and slots,"
+        f" {sized(memory.activations)} activations); {sized(free)} of"
+        f" {sized(total)} are free"
+    )
+    # Against all of the memory: parameters do not fit however free the device is.
+    if memory.certain > total:
+        raise UserError(
+            f"The model does not fit into memory: {need}.",
+            where=run.provenance.get("model.d_model"),
+            fix="Run it on a device with more memory, or choose a smaller model.",
+        )
+    # Against what is free now: another process may leave.
+    if memory.total > free:
+        return f"{need}: this may not fit; lower tokens_per_microbatch_per_replica or the batch."
+    return f"{need}: it fits."
