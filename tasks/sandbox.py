@@ -37,13 +37,17 @@ from t0repro.errors import UserError
 from t0repro.tasks import row_codec
 from t0repro.tasks.templates import (
     NO_LABEL,
+    SEPARATOR,
     CompiledTemplate,
     Drop,
+    PromptEnvironment,
     Rendering,
     TemplateFailure,
     UndefinedVariable,
+    constant_text,
     promptsource_environment,
 )
+from t0repro.words import counted
 
 SECONDS = 2.0
 """Processor time that one row may take; usual templates take a thousandth of a second."""
@@ -195,28 +199,48 @@ class _NoLabel(Exception):
     """A choice was looked up by a label that is hidden or null."""
 
 
-class _HiddenLabel(int):
-    """A -1 that means a hidden label, as opposed to the -1 in `words[-1]`."""
+class _OutOfRange(jinja2.UndefinedError):
+    """A list was asked for an item beyond its end."""
 
 
-class StrictEnvironment(jinja2.sandbox.SandboxedEnvironment):
+class _Label(int):
+    """A field of the row that picks an item of a list.
+
+    A label of -1 is hidden, as opposed to the -1 in `words[-1]`.
+    """
+
+    name: str
+
+    @classmethod
+    def of(cls, name: str, value: int) -> _Label:
+        label = cls(value)
+        label.name = name
+        return label
+
+
+class StrictEnvironment(PromptEnvironment):
     """Jinja with promptsource's filters, in which missing values are errors rather than text."""
 
     # Jinja does not evaluate intercepted operators on constants while it compiles a template.
-    intercepted_binops = frozenset({"*", "**"})
+    intercepted_binops = PromptEnvironment.intercepted_binops | {"*", "**"}
 
     def __init__(self) -> None:
         promptsource = promptsource_environment()
         # StrictUndefined: what a row does not have is an error, not an empty text.
         super().__init__(loader=jinja2.BaseLoader(), undefined=jinja2.StrictUndefined)
-        self.filters = {**promptsource.filters, "string": _text_of}
-        self.globals = dict(promptsource.globals)
+        self.take({**promptsource.filters, "string": _text_of}, promptsource.globals)
 
     def getitem(self, obj: Any, argument: Any) -> Any:
         """As in Jinja, except that a hidden label (-1) or null does not pick an item of a list."""
-        if isinstance(argument, _HiddenLabel) or (argument is None and isinstance(obj, list)):
+        hidden = isinstance(argument, _Label) and argument == -1
+        if hidden or (argument is None and isinstance(obj, list)):
             raise _NoLabel
-        return super().getitem(obj, argument)
+        found = super().getitem(obj, argument)
+        if isinstance(found, jinja2.Undefined) and isinstance(obj, list):
+            name = argument.name if isinstance(argument, _Label) else "the index"
+            many = f"there {'is' if len(obj) == 1 else 'are'} {counted(len(obj), 'choice')}"
+            return self.undefined(f"{name} is {argument}, but {many}", exc=_OutOfRange)
+        return found
 
 
 def _text_of(value: Any) -> Any:
@@ -240,14 +264,14 @@ class _StrictTemplate:
         }
 
     def render(self, row: Mapping[str, Any], draw_key: str | None) -> Rendering | Drop:
-        hidden = {
-            name: _HiddenLabel(-1)
+        labels = {
+            name: _Label.of(name, value)
             for name, value in row.items()
             # Rows spell hyphens where templates write underscores (see CompiledTemplate.render).
-            if name.replace("-", "_") in self._labels and type(value) is int and value == -1
+            if name.replace("-", "_") in self._labels and type(value) is int
         }
         try:
-            rendering = self._compiled.render({**row, **hidden}, draw_key)
+            rendering = self._compiled.render({**row, **labels}, draw_key)
         except _NoLabel:
             return Drop.NO_LABEL
         if isinstance(rendering, Rendering) and rendering.targets == NO_LABEL:
@@ -305,9 +329,8 @@ def _variables(text: str) -> list[str]:
 
 
 def _fixed_choices(text: str) -> list[str] | None:
-    if _variables(text):
-        return None
-    return [choice.strip() for choice in _environment().from_string(text).render().split("|||")]
+    constant = constant_text(_environment(), text)
+    return None if constant is None else [choice.strip() for choice in constant.split(SEPARATOR)]
 
 
 _OPERATIONS = {
@@ -323,6 +346,8 @@ def _answer(operation: str, arguments: dict[str, Any]) -> dict[str, Any]:
         return {"answer": _OPERATIONS[operation](**arguments)}
     except jinja2.TemplateSyntaxError as error:
         return {"failure": "syntax", "message": error.message, "line": error.lineno}
+    except _OutOfRange as error:
+        return {"failure": "template", "message": str(error)}
     except (UndefinedVariable, jinja2.UndefinedError) as error:
         return {"failure": "undefined", "message": str(error)}
     except MemoryError:

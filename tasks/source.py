@@ -251,8 +251,8 @@ def cannot_render(template: str, error: Exception, row: Mapping[str, Any], where
     return UserError(
         f"Template {template!r} cannot render a row: {reason}.",
         where=where,
-        fix="Fix the template, or give the row the fields, of the types, that the dataset had in"
-        " datasets 1.12.",
+        fix="Fix the template or the row; T0's templates need the fields, of the types, that the"
+        " dataset had in datasets 1.12.",
     )
 
 

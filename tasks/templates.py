@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import enum
 import functools
 import random
 import re
 import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import jinja2
 import jinja2.meta
-import jinja2.nodes
 import jinja2.runtime
 import jinja2.sandbox
+import jinja2.utils
 import yaml
 
 from t0repro.errors import UserError, nearest_names
@@ -124,8 +126,9 @@ def fixed_choices(template: Any) -> tuple[str, ...] | None:
 
         choices = sandbox.fixed_choices(template.answer_choices or "")
         return choices if template.answer_choices else None
-    choices = template.get_fixed_answer_choices_list()
-    return tuple(choices) if choices else None
+    text = constant_text(promptsource_environment(), template.answer_choices or "")
+    # As promptsource's get_fixed_answer_choices_list, which also returns what was drawn once.
+    return tuple(choice.strip() for choice in text.split(SEPARATOR)) if text else None
 
 
 class CompiledTemplate:
@@ -159,8 +162,9 @@ class CompiledTemplate:
         if template.answer_choices is not None:
             choices = self._compile(template.answer_choices)
             self._choices = lambda fields: self._split(choices.render(fields))
-            if self._is_constant(template.answer_choices):
-                fixed = self._split(choices.render())
+            constant = constant_text(self._environment, template.answer_choices)
+            if constant is not None:
+                fixed = self._split(constant)
                 self._choices = lambda fields: list(fixed)
 
     def render(self, row: Mapping[str, Any], draw_key: str | None = None) -> Rendering | Drop:
@@ -175,14 +179,10 @@ class CompiledTemplate:
             fields[name] = value
         if "answer_choices" in fields:
             raise ValueError("a field is named answer_choices, which templates use themselves")
-        # One generator draws for both, and for the choices first, in promptsource's order.
-        _drawing.key, _drawing.generator = draw_key, None
-        try:
-            # The choices may draw, and the body may use them: this order is promptsource's.
+        # The choices may draw, and the body may use them: this order is promptsource's.
+        with _draws_of(draw_key):
             choices = fields["answer_choices"] = self._choices(fields)
             parts = self._split(self._body.render(fields))
-        finally:
-            _drawing.key = None
         if len(parts) != 2:
             return Drop.NOT_A_PAIR
         if not parts[0]:
@@ -198,12 +198,6 @@ class CompiledTemplate:
                 where=f"line {getattr(error, 'lineno', 1)} of the template",
                 fix="Fix the template; promptsource's Jinja has no includes or macros of others.",
             ) from error
-
-    def _is_constant(self, jinja: str) -> bool:
-        """Whether the text is the same for every row: it reads no variables and draws nothing."""
-        parsed = self._environment.parse(jinja)
-        draws = any(node.name == "choice" for node in parsed.find_all(jinja2.nodes.Filter))
-        return not draws and not jinja2.meta.find_undeclared_variables(parsed)
 
     def _split(self, rendered: str) -> list[str]:
         parts = rendered.split(SEPARATOR)
@@ -256,8 +250,8 @@ def render(template: Any, row: Mapping[str, Any], draw_key: str | None = None) -
     Args:
       template: A promptsource `Template`.
       row: Field names -> values.
-      draw_key: Seeds the template's `choice` filters, which promptsource leaves unseeded; None
-        draws from Python's global generator, as promptsource does.
+      draw_key: Seeds the template's filters `choice` and `random`, which promptsource leaves
+        unseeded; None draws from Python's global generator, as promptsource does.
     """
     rendering = compiled(template).render(row, draw_key)
     return None if isinstance(rendering, Drop) else rendering
@@ -276,10 +270,8 @@ def _promptsource() -> Any:
         # promptsource finds its folder with pkg_resources, which warns about itself on import.
         warnings.simplefilter("ignore")
         import promptsource.templates as module
-    sandboxed = jinja2.sandbox.SandboxedEnvironment(loader=jinja2.BaseLoader())
-    sandboxed.filters.update(module.env.filters)
-    sandboxed.filters["choice"] = _choice
-    sandboxed.globals.update(module.env.globals)
+    sandboxed = PromptEnvironment(loader=jinja2.BaseLoader())
+    sandboxed.take({**sandboxed.filters, **module.env.filters}, module.env.globals)
     module.env = sandboxed
     return module
 
@@ -324,20 +316,178 @@ def _label(dataset: str, subset: str | None) -> str:
     return dataset if subset is None else f"{dataset}/{subset}"
 
 
-# The `choice` filter ---------------------------------------------------------------------------
+# Renderings that repeat ------------------------------------------------------------------------
+
+
+class PromptEnvironment(jinja2.sandbox.SandboxedEnvironment):
+    """Jinja in a sandbox in which a rendering depends on nothing but the row and its draws.
+
+    Python prints some values with their address, which differs in every process; a row's dates
+    can read the clock and the time zone; and a set has another order in every process. All three
+    are refused.
+    """
+
+    intercepted_binops = frozenset({"-"})
+
+    def take(self, filters: Mapping[str, Any], names: Mapping[str, Any]) -> None:
+        """Sets the filters and the global names that templates may use."""
+        seeded = {"choice": _choice, "random": _random}
+        self.filters = {name: _as_items(each) for name, each in {**filters, **seeded}.items()}
+        self.globals = {**names, "cycler": _Cycler, "joiner": _Joiner}
+        # Its text is drawn from Python's global generator. No prompt of promptsource calls it.
+        self.globals.pop("lipsum", None)
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """As in Jinja; a method can be called, but not printed."""
+        return _as_method(super().getattr(obj, attribute), attribute)
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        """As in Jinja; a method can be called, but not printed."""
+        return _as_method(super().getitem(obj, argument), argument)
+
+    def call(self, context: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
+        """As in Jinja."""
+        function = obj.function if isinstance(obj, _Method) else obj
+        return super().call(context, function, *args, **kwargs)
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """As in Jinja, without the methods of dates that read the clock or the time zone."""
+        if isinstance(obj, datetime.date) and attr in _CLOCK_AND_ZONE:
+            return False
+        return super().is_safe_attribute(obj, attr, value)
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """As in Jinja, except that a set is refused."""
+        result = super().call_binop(context, operator, left, right)
+        if isinstance(result, (set, frozenset)):
+            raise TemplateFailure(
+                "it subtracts the keys of mappings, which gives a set, and a set has no fixed"
+                " order; loop over the keys and leave some out with `if` instead"
+            )
+        return result
+
+
+_CLOCK_AND_ZONE = frozenset({"now", "today", "utcnow", "fromtimestamp", "timestamp", "astimezone"})
+
+
+class _NotText:
+    """A value that cannot be printed, since Python prints it with its address."""
+
+    advice = "it prints an object that is no text"
+
+    def __repr__(self) -> str:
+        raise TemplateFailure(self.advice)
+
+    __str__ = __repr__
+
+
+class _Method(_NotText):
+    """What a template reads as an attribute and can call; `PromptEnvironment.call` calls it."""
+
+    def __init__(self, function: Callable[..., Any], name: str):
+        self.function = function
+        self.advice = f"it prints the method {name!r}, not its result; write {name}()"
+
+    def __call__(self) -> Any:
+        raise NotImplementedError  # makes it `callable` in Jinja's words
+
+
+class _Items(_NotText):
+    """The items that a filter such as `map` computes one by one."""
+
+    advice = "it prints the result of a filter such as map before | list or | join"
+
+    def __init__(self, items: Iterator[Any]):
+        self._items = items
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._items
+
+    def __next__(self) -> Any:
+        return next(self._items)
+
+
+class _Cycler(_NotText, jinja2.utils.Cycler):
+    """Jinja's cycler."""
+
+
+class _Joiner(_NotText, jinja2.utils.Joiner):
+    """Jinja's joiner."""
+
+
+def _as_method(found: Any, name: Any) -> Any:
+    if callable(found) and not isinstance(found, (jinja2.Undefined, type)):
+        return _Method(found, str(name))
+    return found
+
+
+def _as_items(filter_: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(filter_)  # with the marks by which Jinja passes the context
+    def filtered(*args: Any, **kwargs: Any) -> Any:
+        result = filter_(*args, **kwargs)
+        return _Items(result) if isinstance(result, Iterator) else result
+
+    return filtered
+
+
+def constant_text(environment: jinja2.Environment, jinja: str) -> str | None:
+    """What a Jinja text renders to if that is the same for every row, else None.
+
+    It is the same if the text reads no variable and draws nothing.
+    """
+    if jinja2.meta.find_undeclared_variables(environment.parse(jinja)) - set(environment.globals):
+        return None
+    with _draws_of("") as draws:
+        text = environment.from_string(jinja).render()
+    return None if draws.made else text
+
+
+class _Draws:
+    """The draws of one rendering, from a generator that is made when the first is wanted."""
+
+    def __init__(self, key: str | None):
+        self._key, self.made = key, False
+        self._generator: random.Random | None = None
+
+    def choice(self, items: Sequence[Any]) -> Any:
+        self.made = True
+        if self._key is None:
+            return random.choice(items)
+        # Seeded with a string, Python's generator draws the same in every process.
+        self._generator = self._generator or random.Random(self._key)
+        return self._generator.choice(items)
+
 
 _drawing = threading.local()
 
 
+@contextlib.contextmanager
+def _draws_of(key: str | None) -> Iterator[_Draws]:
+    """Context in which templates of this thread draw from one generator, seeded with the key."""
+    draws = _drawing.draws = _Draws(key)
+    try:
+        yield draws
+    finally:
+        del _drawing.draws
+
+
+def _draws() -> _Draws:
+    # promptsource's own `Template.apply` renders outside of such a context.
+    return getattr(_drawing, "draws", None) or _Draws(None)
+
+
+# Most templates draw from a constant list. Jinja evaluates a filter of a constant at compile time,
+# which would mean one draw for all examples, unless the filter asks for the context.
 @jinja2.pass_context
 def _choice(context: jinja2.runtime.Context, items: Sequence[Any]) -> Any:
-    # Most templates draw from a constant list. Jinja evaluates a filter of a constant at compile
-    # time, which would mean one draw for all examples, unless the filter asks for the context.
+    """The filter `choice`, which promptsource adds."""
     del context
-    key = getattr(_drawing, "key", None)
-    if key is None:
-        return random.choice(items)
-    if _drawing.generator is None:
-        # Seeded with a string, Python's generator draws the same in every process.
-        _drawing.generator = random.Random(key)
-    return _drawing.generator.choice(items)
+    return _draws().choice(items)
+
+
+@jinja2.pass_context
+def _random(context: jinja2.runtime.Context, items: Sequence[Any]) -> Any:
+    """The filter `random` of Jinja, which makes an undefined value of no items."""
+    if not items:
+        return context.environment.undefined("No random item, sequence was empty.")
+    return _draws().choice(items)

@@ -75,7 +75,7 @@ def test_promptsources_own_environment_is_sandboxed_too(jinja, tmp_path):
     for way in (CompiledTemplate(other).render, other.apply):
         try:
             rendered = str(way({"text": "a"}))
-        except (jinja2.TemplateError, TypeError, AttributeError):
+        except (jinja2.TemplateError, TemplateFailure, TypeError, AttributeError):
             continue
         # Undefined prints as nothing there; a part of Python would print as <...>.
         assert rendered in ("Drop.EMPTY_INPUT", "['', 'x']"), rendered
@@ -161,7 +161,6 @@ def test_threads_get_their_own_answers():
         ("{{text}} ||| {{txet}}", {"text": "a"}, "'txet' is undefined"),
         ("{% if txet %}b{% endif %}a ||| x", {"text": "a"}, "'txet' is undefined"),
         ("{{answers.txet}} ||| x", {"answers": {"text": "a"}}, "no attribute 'txet'"),
-        ("{{text}} ||| {{['no', 'yes'][label]}}", {"text": "a", "label": 2}, "2"),
         ("{{text}} ||| x", {"text": None}, "null"),
     ],
 )
