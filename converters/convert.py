@@ -36,7 +36,7 @@ from t0repro.converters.tensors import (
     total_bytes,
 )
 from t0repro.errors import UserError
-from t0repro.files import write_atomically
+from t0repro.files import output_path, write_atomically
 from t0repro.locks import LOCK_FILES
 from t0repro.parameters import layout
 from t0repro.parameters.shape import ModelShape
@@ -114,14 +114,15 @@ def convert(
     """
     options = options or Options(**choices)
     _check_request(to, options)
+    directory = output_path(dst)
     ref = find_checkpoint(src, step, source)
-    _check_target_absent(Path(dst), force)
+    _check_target_absent(directory, force)
     # Taken before the first byte is read, and compared after the last.
     files = fingerprint(ref)
-    report, reader, plan = _planned(ref, Path(dst), to, options)
+    report, reader, plan = _planned(ref, directory, to, options)
     if dry_run:
         return dataclasses.replace(report, dry_run=True)
-    return _write(reader, report, plan, Path(dst), files)
+    return _write(reader, report, plan, directory, files)
 
 
 def _planned(

@@ -31,7 +31,7 @@ from t0repro.converters.integrity import (
 )
 from t0repro.converters.tensors import Output, TensorInfo, bytes_of, sync_all
 from t0repro.errors import UserError
-from t0repro.files import write_atomically
+from t0repro.files import make_folder, write_atomically
 
 METADATA = "_METADATA"
 _CHECKPOINT_METADATA = "_CHECKPOINT_METADATA"
@@ -268,7 +268,7 @@ class OrbaxWriter:
         self._metadata = metadata
         self._names: list[str] = []
         self._files: dict[str, Written] = {}
-        self._path.mkdir(parents=True, exist_ok=True)
+        make_folder(self._path)
 
     def add(self, output: Output, array: np.ndarray) -> None:
         """Writes an array under its tree path."""

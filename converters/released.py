@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 from t0repro.errors import UserError, nearest_names
-from t0repro.files import write_atomically
+from t0repro.files import make_folder, write_atomically
 from t0repro.hub_files import DELAYS_SECONDS, Bucket, HubFile, HubRepository, RemoteFiles
 from t0repro.locks import folder_lock
 from t0repro.parameters.shape import ModelShape
@@ -184,7 +184,7 @@ def fetch(
             # The lock keeps a second fetch out; files that are there are continued or
             # passed over.
             for name, file in chosen.items():
-                (partial / name).parent.mkdir(parents=True, exist_ok=True)
+                make_folder((partial / name).parent)
                 server.download(file, partial / name, advance)
         _publish(partial, to, chosen)
         _write_record(to, {**wanted, **_origin(released, server)}, chosen)
@@ -274,7 +274,7 @@ def _publish(partial: Path, to: Path, chosen: dict[str, HubFile]) -> None:
     for name in sorted(chosen, key=lambda name: (name.endswith(last), name)):
         with open(partial / name, "rb") as file:
             os.fsync(file.fileno())
-        (to / name).parent.mkdir(parents=True, exist_ok=True)
+        make_folder((to / name).parent)
         os.replace(partial / name, to / name)
     shutil.rmtree(partial)
 

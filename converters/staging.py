@@ -24,7 +24,7 @@ import numpy as np
 from t0repro.converters import mtf
 from t0repro.converters.manifest import MANIFEST, describe
 from t0repro.converters.tensors import CheckpointRef, Output
-from t0repro.files import sync_directory, sync_tree, write_atomically
+from t0repro.files import make_folder, sync_directory, sync_tree, write_atomically
 from t0repro.locks import LOCK_FILES, folder_lock
 
 REQUEST, DIGESTS = "request.json", "digests.jsonl"
@@ -141,7 +141,7 @@ def publish(staged: Staged, directory: Path, target: CheckpointRef, manifest: st
     """
     if not directory.exists():
         write_atomically(staged.path / MANIFEST, manifest)
-        directory.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(directory.parent)
         sync_tree(staged.path)
         os.rename(staged.path, directory)
         sync_directory(directory.parent)

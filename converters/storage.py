@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import re
 import shutil
 import tempfile
 import weakref
@@ -15,6 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 import numpy as np
 
 from t0repro.errors import UserError
+from t0repro.files import make_folder, scheme_of
 from t0repro.progress import byte_progress
 from t0repro.words import sized
 
@@ -27,12 +27,23 @@ Result = TypeVar("Result")
 
 def is_remote(path: str) -> bool:
     """Returns whether a path is a remote address (`gs://...`); `file://` is local."""
-    return bool(re.match(r"[a-z][a-z0-9+.-]*://", path)) and not path.startswith("file://")
+    return scheme_of(path) is not None and "://" in path
 
 
 def local_path(path: str | os.PathLike[str]) -> str:
-    """Returns a path as a string, without `file://`."""
-    return os.fspath(path).removeprefix("file://")
+    """Returns a path as a string, without `file://`.
+
+    Raises:
+      UserError: For an address with one slash, such as `gs:/bucket`, unless there is such a file.
+    """
+    path = os.fspath(path)
+    if scheme_of(path) is not None and not is_remote(path) and not os.path.exists(path):
+        raise UserError(
+            f"{path} is neither a path nor an address.",
+            where=path,
+            fix=f"Write an address with two slashes: {path.replace(':/', '://', 1)}.",
+        )
+    return path.removeprefix("file://")
 
 
 @functools.cache
@@ -92,7 +103,7 @@ class _EpathFiles:
 
 
 def _at(path: str) -> tuple[Any, str]:
-    return _file_system(path.partition("://")[0]), path
+    return _file_system(path.partition("://")[0].lower()), path
 
 
 def _explained(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
@@ -276,7 +287,7 @@ class LocalCopy:
         with byte_progress("Copying", needed) as done:
             for file in files:
                 target = os.path.join(self.path, file.removeprefix(path).lstrip("/"))
-                os.makedirs(os.path.dirname(target), exist_ok=True)
+                make_folder(os.path.dirname(target))
                 with open(target, "wb") as copy:
                     for start in range(0, size(file), _CHUNK_BYTES):
                         copy.write(data := read_range(file, start, _CHUNK_BYTES))

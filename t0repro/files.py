@@ -60,6 +60,83 @@ def storage_error(error: BaseException) -> UserError | None:
     )
 
 
+# An address begins with a scheme; of its two slashes pathlib leaves one.
+_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/")
+_COPIERS = {"gs": "gcloud storage cp -r", "s3": "aws s3 cp --recursive"}
+
+
+def scheme_of(path: str | os.PathLike[str]) -> str | None:
+    """The scheme of an address, `gs` of `gs://bucket/x`; None for a local path or `file:///x`."""
+    found = _ADDRESS.match(os.fspath(path))
+    return None if found is None or found[1].lower() == "file" else found[1].lower()
+
+
+def output_path(path: str | os.PathLike[str], where: str | None = None) -> Path:
+    """The path of what is to be written. Every path that a command writes to is made here.
+
+    Args:
+      path: A local path, or `file:///...`.
+      where: The option or gin binding that names it, for the message.
+
+    Raises:
+      UserError: For an address. pathlib would turn `gs://bucket` into a local folder `gs:`.
+    """
+    scheme = scheme_of(path)
+    if scheme is None:
+        return _without_file_scheme(path)
+    address = _spelled(path)
+    copying = f", then copy it: {_COPIERS[scheme]} FOLDER {address}" if scheme in _COPIERS else ""
+    raise UserError(
+        f"{address} cannot be written to: only local paths can, not {scheme}:// addresses.",
+        where=where,
+        fix=f"Give a local path{copying}.",
+    )
+
+
+def input_path(path: str | os.PathLike[str], where: str | None = None) -> Path:
+    """The path of what is to be read, where only local files can be; see `output_path`.
+
+    Raises:
+      UserError: For an address.
+    """
+    scheme = scheme_of(path)
+    if scheme is None:
+        return _without_file_scheme(path)
+    address = _spelled(path)
+    copying = f" with `{_COPIERS[scheme]} {address} .`" if scheme in _COPIERS else ""
+    raise UserError(
+        f"{address} cannot be read here: only local paths can, not {scheme}:// addresses.",
+        where=where,
+        fix=f"Copy it to this machine{copying} and give the copy's path.",
+    )
+
+
+def _without_file_scheme(path: str | os.PathLike[str]) -> Path:
+    return Path(re.sub("^file:/+", "/", os.fspath(path), flags=re.IGNORECASE))
+
+
+def _spelled(address: str | os.PathLike[str]) -> str:
+    """An address with both of its slashes."""
+    return re.sub("^([^:]+):/+", r"\1://", os.fspath(address))
+
+
+def make_folder(folder: str | os.PathLike[str]) -> None:
+    """Makes a folder and its parents, unless they exist. Every folder of the product is made here.
+
+    Raises:
+      UserError: For a new folder called `gs:`, `s3:` and so on, which only an address can mean.
+      OSError: If it cannot be made.
+    """
+    folder = output_path(folder)
+    for path in (folder, *folder.parents):
+        if path.exists():
+            break
+        # The last net: a path that was made absolute no longer begins with its scheme.
+        if _ADDRESS.fullmatch(f"{path.name}/"):
+            output_path(f"{path.name}//{folder.relative_to(path)}")
+    folder.mkdir(parents=True, exist_ok=True)
+
+
 def check_is_no_pattern(path: str | os.PathLike[str], what: str) -> None:
     """Refuses a path below which others do not find what is written.
 
@@ -83,21 +160,26 @@ def check_is_no_pattern(path: str | os.PathLike[str], what: str) -> None:
         )
 
 
-def write_atomically(path: str | os.PathLike[str], content: str | bytes) -> None:
+def write_atomically(
+    path: str | os.PathLike[str], content: str | bytes, *, private: bool = False
+) -> None:
     """Writes a file under a temporary name, syncs it and renames it into place.
 
-    Creates the parent directory if needed.
+    Creates the parent directory if needed. A private file is readable by its owner alone (0600).
 
     Raises:
       OSError: With the file's name, if it cannot be written.
     """
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path = output_path(path)
+    make_folder(path.parent)
     # In the same folder, so that the rename stays within a file system.
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     data = content.encode() if isinstance(content, str) else content
     try:
-        with open(temporary, "wb") as file:
+        # Never open to others, not even while it is being written; the umask may take more away.
+        mode = 0o600 if private else 0o666
+        opened = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+        with open(opened, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -122,10 +204,10 @@ def atomic_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
     Raises:
       FileExistsError: If `path` already exists.
     """
-    path = Path(path)
+    path = output_path(path)
     if path.exists():
         raise FileExistsError(f"{path} exists already.")
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     temporary.mkdir()
     try:

@@ -14,6 +14,7 @@ from pathlib import Path
 import filelock
 
 from t0repro.errors import UserError
+from t0repro.files import make_folder
 
 LOCK_FILE = ".t0repro.lock"
 LEASE_FILE = ".t0repro.lease"
@@ -91,7 +92,7 @@ def folder_lock(
 def _make(folder: Path) -> list[Path]:
     """Makes a folder; returns those that were not there before, the outermost last."""
     made = list(itertools.takewhile(lambda path: not path.exists(), (folder, *folder.parents)))
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     return made
 
 

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from t0repro.errors import UserError, nearest_names
-from t0repro.files import write_atomically
+from t0repro.files import make_folder, write_atomically
 from t0repro.hub_files import HubFile, HubRepository
 from t0repro.locks import folder_lock
 from t0repro.progress import byte_progress, count_progress
@@ -195,7 +195,7 @@ def _fetch_task(
     advance: Callable[[int], None],
 ) -> None:
     folder = to / UNFINISHED / name
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     wanted = {file.name for file in files}
     for path in folder.iterdir():
         if path.name not in wanted:  # left over from a different listing

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from t0repro.errors import UserError
+from t0repro.files import input_path
 
 DATA_VARIABLE = "T0REPRO_DATA_DIR"
 SUFFIXES = (".jsonl", ".parquet")
@@ -33,11 +34,12 @@ def data_folder() -> Path:
     )
     if not value:
         raise UserError(f"{DATA_VARIABLE} is not set, so there are no rows to read.", fix=fix)
-    if not Path(value).is_dir():
+    folder = input_path(value, DATA_VARIABLE)
+    if not folder.is_dir():
         raise UserError(
             "The data folder does not exist.", where=f"{DATA_VARIABLE}={value}", fix=fix
         )
-    return Path(value)
+    return folder
 
 
 def dataset_folder(root: Path, dataset: str, subset: str | None) -> Path:

@@ -32,6 +32,7 @@ from t0repro.cli import (
     vertex,
 )
 from t0repro.cli.gate import gate
+from t0repro.cli.paths import check_inputs
 from t0repro.cli.spelling import canonical, show_canonical, with_t5x_overrides
 
 app = typer.Typer(
@@ -137,4 +138,5 @@ def main() -> None:
         # After Typer has built the commands: their help is shown with the names that t5's
         # flags have.
         show_canonical(command)
+        check_inputs(command)
         command(args=with_t5x_overrides(sys.argv[1:]), obj=settings)

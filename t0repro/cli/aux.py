@@ -12,6 +12,7 @@ from t0repro.cli.echo import echo
 from t0repro.cli.gin_options import GinBindings, GinFiles, GinSearchPaths, t5x_inputs
 from t0repro.cli.option_groups import with_groups
 from t0repro.cli.options import AsJson
+from t0repro.cli.paths import output
 from t0repro.cli.results import print_json
 from t0repro.jobs.options import AuxiliaryOptions
 
@@ -23,8 +24,9 @@ app = typer.Typer(name="aux", invoke_without_command=True)
 def aux(
     context: typer.Context,
     jobs: AuxiliaryOptions,
-    # No Path, which would make one slash of an address's two.
-    model_dir: Annotated[str | None, typer.Option(help="The training's folder.")] = None,
+    model_dir: Annotated[
+        Path | None, typer.Option(callback=output, help="The training's folder.")
+    ] = None,
     gin_file: GinFiles = None,
     gin_bindings: GinBindings = None,
     gin_search_paths: GinSearchPaths = ".",

@@ -6,11 +6,11 @@ import contextlib
 import dataclasses
 import typing
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from absl import flags
 
+from t0repro.files import input_path
 from t0repro.jobs.options import AuxiliaryOptions
 
 # The training's own gin files are Mesh TensorFlow's, and a job reads T5X's: they are never joined.
@@ -48,7 +48,7 @@ def jobs_beside(options: Any) -> Iterator[None]:
     from t0repro.jobs.beside import auxiliary_jobs_beside
 
     jobs = AuxiliaryOptions(**{name: getattr(options, name) for name in names})
-    machines = Path(options.machines) if options.machines else None
+    machines = input_path(options.machines, "--machines") if options.machines else None
     jobs = dataclasses.replace(jobs, machines=machines, replace_gin_file=True)
     with auxiliary_jobs_beside(options.model_dir, jobs, T5xInputs("train")):
         yield

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from t0repro.cli.echo import echo
 from t0repro.cli.options import ModulesOrT0, Templates, modules_or_t0
+from t0repro.cli.paths import output
 from t0repro.words import counted
 
 if TYPE_CHECKING:
     from t0repro.tasks.prompt_cache.cache import Summary
 
-_Folder = Annotated[str, typer.Option(help="Folder to write the tasks' caches to.", metavar="DIR")]
+_Folder = Annotated[
+    Path,
+    typer.Option(callback=output, help="Folder to write the tasks' caches to.", metavar="DIR"),
+]
 _Tasks = Annotated[str, typer.Option(help="Task names; * matches anything.", metavar="GLOB,...")]
 _Mixtures = Annotated[str, typer.Option(help="Mixtures whose tasks to cache.", metavar="NAME,...")]
 _Splits = Annotated[
@@ -80,7 +85,7 @@ def cache(
         templates=tuple(map(str, templates or ())),
         patterns=_names(tasks),
         mixtures=_names(mixture),
-        folder=output_cache_dir,
+        folder=str(output_cache_dir),
         splits=_names(splits) or None,
         at_hand=at_hand,
         seed=seed,
@@ -97,7 +102,7 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
-def _print(summary: Summary, folder: str) -> None:
+def _print(summary: Summary, folder: Path) -> None:
     # A reason is a sentence about a dataset; its tasks share it.
     missing = sorted({reason for _, _, reason in summary.left_out})
     if missing:

@@ -9,6 +9,7 @@ import typer
 
 from t0repro.cli.echo import echo
 from t0repro.cli.options import AsJson
+from t0repro.cli.paths import output
 from t0repro.cli.results import print_json
 from t0repro.words import counted, sized
 
@@ -132,7 +133,7 @@ def released(
 
 def fetch(
     name: _Name,
-    to: Annotated[Path, typer.Option(help="The folder to download to.")],
+    to: Annotated[Path, typer.Option(callback=output, help="The folder to download to.")],
     step: Annotated[
         int | None,
         typer.Option(help="Step in a Mesh TensorFlow folder.", show_default="the latest"),
@@ -161,7 +162,9 @@ def fetch(
 
 def plan(
     name: _Name,
-    to: Annotated[Path, typer.Option(help="The folder that it would be downloaded to.")] = Path(),
+    to: Annotated[
+        Path, typer.Option(callback=output, help="The folder that it would be downloaded to.")
+    ] = Path(),
     as_json: AsJson = False,
 ) -> None:
     """Say how much disk and memory a released checkpoint needs, and whether this machine has it.

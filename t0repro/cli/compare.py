@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from t0repro.cli.options import AsJson, BootstrapSeed, Modules, Resamples
+from t0repro.cli.paths import output
 from t0repro.cli.results import show_page
 
 if TYPE_CHECKING:
@@ -38,7 +39,10 @@ _Steps = Annotated[
     list[int] | None,
     typer.Option(help="Step of each run, in their order.", show_default="the latest"),
 ]
-_Out = Annotated[Path | None, typer.Option("--out", help="Folder for compare.json, .md and .html.")]
+_Out = Annotated[
+    Path | None,
+    typer.Option("--out", callback=output, help="Folder for compare.json, .md and .html."),
+]
 
 
 def compare(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from t0repro.cli.echo import echo
 from t0repro.cli.options import DType
+from t0repro.cli.paths import output
 from t0repro.words import counted, sized
 
 if TYPE_CHECKING:
@@ -24,7 +26,7 @@ _Source = Annotated[
         " Hugging Face directory; local or at any address that fsspec or etils.epath opens."
     ),
 ]
-_Target = Annotated[str, typer.Argument(help="The directory to write.")]
+_Target = Annotated[Path, typer.Argument(callback=output, help="The directory to write.")]
 _To = Annotated[_Format, typer.Option(help="The format to write.")]
 _From = Annotated[_SourceFormat, typer.Option("--from", help="The format of SRC.")]
 _Step = Annotated[

@@ -18,6 +18,7 @@ from t0repro.cli.gin_options import (
     mesh_inputs,
 )
 from t0repro.cli.options import DType, Modules
+from t0repro.cli.paths import output
 from t0repro.words import counted
 
 
@@ -31,7 +32,9 @@ class Injected(StrEnum):
     no_shift = "no-shift"
 
 
-_Out = Annotated[Path, typer.Option("--out", help="A folder for the report and the states.")]
+_Out = Annotated[
+    Path, typer.Option("--out", callback=output, help="A folder for the report and the states.")
+]
 _Steps = Annotated[int, typer.Option("--steps", min=1, help="Number of training steps.")]
 _Start = Annotated[
     str | None,

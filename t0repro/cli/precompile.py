@@ -13,8 +13,10 @@ import typer
 from t0repro.cli.echo import echo
 from t0repro.cli.gin_options import GinFolders, GinParams, RunMode, RunModes, mesh_inputs
 from t0repro.cli.option_groups import with_groups
+from t0repro.cli.paths import output
 from t0repro.cli.process_flags import ProcessOptions
 from t0repro.cli.t5x_run import T5xOptions, gin_inputs, parse_files, register
+from t0repro.files import output_path
 
 if TYPE_CHECKING:
     from t0repro.config.run_config import RunConfig
@@ -40,7 +42,9 @@ def precompile(
     num_microbatches: Annotated[
         int | None, typer.Option(min=1, help="Microbatches per batch; overrides gin.")
     ] = None,
-    hlo: Annotated[Path | None, typer.Option(help="Folder for the compiled programs.")] = None,
+    hlo: Annotated[
+        Path | None, typer.Option(callback=output, help="Folder for the compiled programs.")
+    ] = None,
     suggest: Annotated[
         bool, typer.Option("--suggest", help="If a training does not fit, look for what would.")
     ] = False,
@@ -65,6 +69,8 @@ def precompile(
     mode = _t5x_mode(options, run_mode, gin_param)
     # T5X's files first: what is wrong with them is said before JAX is imported.
     read = None if mode is None else _t5x_config(gin_inputs(mode.value, options))
+    if mode is RunMode.PRECOMPILE and read is not None:
+        output_path(read[1].model_dir, read[1].provenance.get("model_dir", "MODEL_DIR"))
     with _joined(processes, topology):
         if read is not None and options.dry_run:
             _check_tasks(*read, options)

@@ -14,6 +14,7 @@ import typer
 from t0repro.cli.echo import echo
 from t0repro.cli.option_groups import with_groups
 from t0repro.cli.options import DType, Label, Modules, Resamples, Title, TrainMixtures
+from t0repro.cli.paths import output
 from t0repro.cli.process_flags import ProcessOptions
 from t0repro.cli.tracking import Trackers, tracked_evaluation
 from t0repro.words import counted
@@ -36,7 +37,7 @@ _Checkpoint = Annotated[
     str, typer.Option(help="A checkpoint in any format that t0repro convert reads.")
 ]
 _Mixture = Annotated[str, typer.Option(help="A mixture, or a task.")]
-_Out = Annotated[Path, typer.Option(help="Folder for scores and report.")]
+_Out = Annotated[Path, typer.Option(callback=output, help="Folder for scores and report.")]
 _Split = Annotated[str, typer.Option(help="The split of every task.")]
 _Modes = Annotated[
     Literal["rank", "rank,generate", "generate"],

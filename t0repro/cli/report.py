@@ -18,6 +18,7 @@ from t0repro.cli.options import (
     Title,
     TrainMixtures,
 )
+from t0repro.cli.paths import output
 from t0repro.cli.results import print_json, print_written, show_page
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ app = typer.Typer(
 )
 
 _EvalDir = Annotated[Path, typer.Argument(help="The <split>_eval folder to report on.")]
-_Out = Annotated[Path, typer.Option("--out", help="Folder for the three files.")]
+_Out = Annotated[Path, typer.Option("--out", callback=output, help="Folder for the three files.")]
 _Step = Annotated[int | None, typer.Option(help="Step to report.", show_default="the latest")]
 _Other = Annotated[
     str | None,
@@ -146,7 +147,8 @@ def history(
         Path, typer.Argument(metavar="DIR", help="A <split>_eval folder with several steps.")
     ],
     out: Annotated[
-        Path | None, typer.Option("--out", help="Folder for history.json, .md and .html.")
+        Path | None,
+        typer.Option("--out", callback=output, help="Folder for history.json, .md and .html."),
     ] = None,
     module_import: Modules = None,
     as_json: AsJson = False,

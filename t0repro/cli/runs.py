@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from t0repro.cli.options import AsJson
+from t0repro.cli.paths import output
 from t0repro.cli.results import print_json, show_page
 
 
@@ -44,7 +45,8 @@ def plot(
         str, typer.Option(help="A metric of metrics.jsonl, or a tag of TensorBoard's.")
     ] = "loss",
     out: Annotated[
-        Path | None, typer.Option("--out", help="Folder for curves.json, .md and .html.")
+        Path | None,
+        typer.Option("--out", callback=output, help="Folder for curves.json, .md and .html."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -34,7 +34,7 @@ from t0repro.errors import UserError
 from t0repro.trackers.tracker import TrackerName
 
 if TYPE_CHECKING:
-    from t0repro.config.configuration import Configuration, RunInputs
+    from t0repro.config.configuration import Configuration
     from t0repro.config.mtf.parser import MeshInputs
 
 
@@ -142,6 +142,8 @@ def run(options: Any) -> None:
 
 
 def _check_flags(options: Any) -> None:
+    from t0repro.config import cloud
+
     if not (options.gin_file or options.gin_param or options.use_model_api):
         raise UserError(
             "There is nothing to run: no gin file and no parameter is given.",
@@ -152,6 +154,7 @@ def _check_flags(options: Any) -> None:
             ' --gin_param="utils.run.mesh_shape = []"; --help lists the flags.',
         )
     vocab = options.vocab
+    cloud.check_model_dir(options.model_dir, jax=options.backend == "jax")
     if vocab and not vocab.startswith("gs://") and not os.path.isfile(vocab):
         raise UserError(
             f"There is no vocabulary {vocab}.",
@@ -176,7 +179,7 @@ def _run_jax(options: Any) -> None:
         # As t5's main does on every run without --tpu.
         float32 = jax.default_backend() == "cpu"
         configuration = _load(options, float32_activations=float32)
-        _check_inputs(configuration.inputs, jax=True, at_hand=options.at_hand)
+        _check_inputs(configuration, jax=True, at_hand=options.at_hand)
         # Checked and said before anything is written.
         say_what_runs_here(options, configuration, on_jax=True)
         with contextlib.ExitStack() as beside:
@@ -215,7 +218,7 @@ def _run_mesh_tensorflow(options: Any) -> None:
         if not options.use_model_api:
             raise
     if configuration:
-        _check_inputs(configuration.inputs, jax=False, at_hand=options.at_hand)
+        _check_inputs(configuration, jax=False, at_hand=options.at_hand)
         say_what_runs_here(options, configuration, on_jax=False)
     if options.use_model_api:
         # t5's MtfModel builds the run from the flags itself, so `run` must be bound only to what
@@ -246,13 +249,17 @@ def _load(options: Any, *, float32_activations: bool) -> Configuration:
     )
 
 
-def _check_inputs(inputs: RunInputs, *, jax: bool, at_hand: bool) -> None:
-    """Checks what the run will read, before anything is built or written."""
+def _check_inputs(configuration: Configuration, *, jax: bool, at_hand: bool) -> None:
+    """Checks what the run will read and where it writes, before anything is built or written."""
     from t0repro.config import cloud
+    from t0repro.config.run_config import RunConfig
     from t0repro.converters import run_checks
     from t0repro.data.checks import check_data, note_uncached
 
+    inputs, config = configuration.inputs, configuration.run_or_refusal
     cloud.check_addresses(inputs, jax=jax)
+    if isinstance(config, RunConfig):
+        cloud.check_outputs(config, jax=jax)
     check_data(inputs, at_hand=at_hand)
     if inputs.mode == "train" and inputs.mixture_or_task_name is not None:
         note_uncached(inputs.use_cached)

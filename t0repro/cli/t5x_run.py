@@ -21,6 +21,7 @@ from t0repro.cli.gin_options import (
 from t0repro.cli.option_groups import with_groups
 from t0repro.cli.options import Modules
 from t0repro.cli.process_flags import ProcessOptions
+from t0repro.files import output_path
 
 if TYPE_CHECKING:
     from t0repro.config.inference_plan import InferencePlan
@@ -84,6 +85,7 @@ def evaluate(
         from t0repro.config.t5x.inference import eval_plan
 
         plan = eval_plan(parsed)
+        _check_output(plan, parsed, "evaluate.output_dir")
         # Once the gin files are known to be sound: importing tasks takes seconds.
         register(parsed, options)
         if options.dry_run:
@@ -136,6 +138,7 @@ def infer(
         from t0repro.config.t5x.inference import infer_plan
 
         plan = infer_plan(parsed)
+        _check_output(plan, parsed, "infer.output_dir")
         register(parsed, options)
         if options.dry_run:
             from t0repro.runs.dry_run import check_inference
@@ -153,6 +156,13 @@ def infer(
         with held_by_first(lambda: folder_lock(shard, "inference", fix=fix)):
             plan = _with_own_output(plan)
             batch_infer.infer(plan, lambda: describe_inference(plan, parsed.gin_text))
+
+
+def _check_output(plan: InferencePlan, parsed: Parsed, name: str) -> None:
+    """Refuses an address for the results, before tasks are imported."""
+    from t0repro.config.t5x.places import Places
+
+    output_path(plan.output_dir, Places.of(parsed.values).place(name) or name)
 
 
 def _with_own_output(plan: Plan) -> Plan:

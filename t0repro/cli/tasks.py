@@ -10,6 +10,7 @@ import typer
 
 from t0repro.cli.echo import echo
 from t0repro.cli.options import AsJson, ModulesOrT0, Templates, modules_or_t0
+from t0repro.cli.paths import output
 from t0repro.cli.results import print_json
 from t0repro.words import counted, sized
 
@@ -128,7 +129,10 @@ def fetch_p3(
         typer.Option(help="Names or patterns, such as 'super_glue_rte_*', separated by commas."),
     ],
     to: Annotated[
-        Path, typer.Option(help="Folder to download to, for --additional_task_cache_dirs.")
+        Path,
+        typer.Option(
+            callback=output, help="Folder to download to, for --additional_task_cache_dirs."
+        ),
     ],
     base_url: Annotated[
         str | None,

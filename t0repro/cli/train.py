@@ -14,6 +14,7 @@ from t0repro.cli.process_flags import ProcessOptions
 from t0repro.cli.t5x_run import T5xOptions, gin_inputs, parse_files, register
 from t0repro.cli.tracking import Trackers, tracked_training
 from t0repro.errors import UserError
+from t0repro.files import output_path
 from t0repro.jobs.options import AuxiliaryOptions
 from t0repro.vertex.arguments import JobMode
 
@@ -47,6 +48,8 @@ def train(
     """
     # First, since a mistake need not wait for the other processes, nor for JAX to be imported.
     _check_machine(jobs.machines, platform, cell)
+    if name is not None:
+        output_path(name, "--name")
     # First, so that --gin.MODEL_DIR wins.
     named = [f"MODEL_DIR = 'runs/{name}'"] if name else []
     inputs = gin_inputs("train", options, first=named)
@@ -54,6 +57,7 @@ def train(
     from t0repro.config.t5x.run import train_config, train_warnings
 
     config, model = train_config(parsed), parsed.program.model
+    output_path(config.model_dir, config.provenance.get("model_dir", "MODEL_DIR"))
     with processes.joined(), contextlib.ExitStack() as beside:
         for warning in train_warnings(parsed):
             typer.echo(f"warning: {warning}", err=True)

@@ -1,4 +1,4 @@
-"""Refuses Google Cloud Storage addresses at once if they could only fail, minutes later.
+"""Refuses addresses at once if they could only fail, minutes later.
 
 On a machine without credentials, TensorFlow looks for them over the network and retries. Nothing
 here touches the network: credentials are a file, or belong to a machine of Google's.
@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from t0repro.config.configuration import RunInputs
+from t0repro.config.run_config import RunConfig
 from t0repro.errors import UserError
+from t0repro.files import output_path, scheme_of
 
 _MACHINE = Path("/sys/class/dmi/id/product_name")  # the machine's name in its firmware
 
@@ -40,16 +42,37 @@ def check_addresses(inputs: RunInputs, *, jax: bool) -> None:
     """Refuses gs:// addresses that cannot be read, before TensorFlow spends minutes trying.
 
     Raises:
-      UserError: Without credentials, or for a model_dir at gs:// on the JAX stack.
+      UserError: Without credentials, or for a model_dir that the stack cannot write to.
     """
+    check_model_dir(inputs.model_dir, jax=jax)
     check_address(inputs.model_dir, "--model_dir")
     check_address(inputs.init_checkpoint, "run.init_checkpoint")
-    if jax and inputs.model_dir.startswith("gs://"):
-        raise UserError(
-            f"The JAX stack keeps its checkpoints in a local directory, not in {inputs.model_dir}.",
-            where="--model_dir",
-            fix="Give a local --model_dir; run.init_checkpoint may be an address.",
-        )
+
+
+def check_model_dir(model_dir: str, *, jax: bool) -> None:
+    """Refuses a model_dir that cannot be written to: the JAX stack writes to local folders only.
+
+    Raises:
+      UserError: For an address; on Mesh TensorFlow, for any but TensorFlow's own gs://.
+    """
+    if jax or scheme_of(model_dir) != "gs":
+        output_path(model_dir, "--model_dir")
+
+
+def check_outputs(config: RunConfig, *, jax: bool = True) -> None:
+    """Refuses gin bindings that would write to an address; see `check_model_dir`.
+
+    Raises:
+      UserError: For an address, with the place of its binding.
+    """
+    bound = {
+        "eval_summary_dir": config.eval_summary_dir,
+        "scores_filename": config.scores_filename,
+        "output_filename": config.infer and config.infer.output_filename,
+    }
+    for field, path in bound.items():
+        if path is not None and (jax or scheme_of(path) != "gs"):
+            output_path(path, config.provenance.get(field, field))
 
 
 def has_credentials() -> bool:

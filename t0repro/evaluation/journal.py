@@ -24,6 +24,8 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Float
 
+from t0repro.files import make_folder
+
 # Byte strings rather than V16, which numpy cannot sort.
 DIGEST = np.dtype("S16")
 _RECORD = np.dtype(
@@ -50,7 +52,7 @@ class Journal:
 
     def __init__(self, path: str | os.PathLike[str]):
         self._path = Path(path)
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(self._path.parent)
         self._file = open(self._path, "ab")  # noqa: SIM115 (closed by close())
         # A record that a killed run left half-written would misalign all that follow it.
         self._file.truncate(self._file.tell() // _RECORD.itemsize * _RECORD.itemsize)

@@ -35,7 +35,7 @@ from t0repro.evaluation.rank_run import RankRun, Say, ScoredPart, print_to_stder
 from t0repro.evaluation.reading import TaskReader, windows
 from t0repro.evaluation.selection import Selection, check_vocabulary, select_tasks
 from t0repro.evaluation.task_output import TaskOutput, TaskResult
-from t0repro.files import write_atomically
+from t0repro.files import output_path, write_atomically
 from t0repro.words import counted
 
 CONTENT_FREE = "N/A"
@@ -111,6 +111,7 @@ def rank_eval(
     from t0repro.event_files import event_writer
     from t0repro.training.metrics import MetricLog
 
+    out = output_path(out)
     selected = select_tasks(
         mixture,
         settings.split,
@@ -124,10 +125,10 @@ def rank_eval(
     rows = checkpoint.model.config.vocab_size
     vocabulary = check_vocabulary(names, rows, checkpoint.path)
     # Before anything is written, so that two checkpoints of one step cannot mix their results.
-    claim_step(Path(out), checkpoint)
+    claim_step(out, checkpoint)
     metrics = MetricLog(out, writers=[event_writer(out)])
     try:
-        evaluation = _Evaluation(checkpoint, Path(out), settings, selected, vocabulary, metrics)
+        evaluation = _Evaluation(checkpoint, out, settings, selected, vocabulary, metrics)
         outcome = evaluation.run(say)
     finally:
         metrics.close()

@@ -31,6 +31,7 @@ from t0repro.errors import UserError
 from t0repro.evaluation.rank import without_tokens
 from t0repro.evaluation.scores import ScoredPairs
 from t0repro.evaluation.truncation import TruncationCounter
+from t0repro.files import make_folder
 
 Example = Mapping[str, Any]
 
@@ -252,7 +253,7 @@ class LineFile:
         self.path = path
         # Hidden, so that a reader that lists the folder does not take it for a task's file.
         self._temporary = path.with_name(f".{path.name}.tmp")
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         self._file = open(self._temporary, "wb")  # noqa: SIM115 (closed by commit or discard)
         self._digest = hashlib.blake2b(digest_size=8)
 

@@ -16,8 +16,8 @@ from pathlib import Path
 import dacite
 
 from t0repro.config.t5x.gin_files import T5xInputs
-from t0repro.converters import storage
 from t0repro.errors import UserError
+from t0repro.files import output_path
 from t0repro.jobs.commands import JobSettings, check
 from t0repro.jobs.controller import Controller, Policy
 from t0repro.jobs.kubernetes import KubernetesLauncher, read_template
@@ -83,16 +83,13 @@ def make_controller(
 def _local_folder(model_dir: str | os.PathLike[str]) -> Path:
     """The training's folder.
 
+    Raises:
+      UserError: If it is an address.
+
     An object store has neither links to pin a checkpoint with nor locks nor files to append to, and
     a folder there is renamed object by object, so that one half renamed looks whole.
     """
-    if storage.is_remote(os.fspath(model_dir)):
-        raise UserError(
-            f"Auxiliary jobs need a folder, and {os.fspath(model_dir)} is an address.",
-            where="--model_dir",
-            fix="Train into a folder; or mount the bucket as one, and give its path.",
-        )
-    return Path(storage.local_path(model_dir))
+    return output_path(model_dir, "--model_dir")
 
 
 def _launcher(name: str, machine: Machine) -> Launcher:

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from t0repro.errors import UserError
-from t0repro.files import write_atomically
+from t0repro.files import make_folder, write_atomically
 from t0repro.jobs import commands, pins, publishing
 from t0repro.jobs.commands import JobSettings
 from t0repro.jobs.journal import Journal, Point, Progress
@@ -218,7 +218,7 @@ class Controller:
             # What a dead attempt at an evaluation wrote is no part of the next one's results; a
             # fine-tuning continues from its own checkpoints.
             shutil.rmtree(self._results_of(point), ignore_errors=True)
-        self._results_of(point).mkdir(parents=True, exist_ok=True)
+        make_folder(self._results_of(point))
         # Noted before it is submitted, so that no job runs that the journal does not know.
         self._journal.add("started", point, attempt=attempt)
         self._launcher.submit(job)

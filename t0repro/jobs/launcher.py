@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Literal, Protocol
 
+from t0repro.files import make_folder
 from t0repro.jobs.worker import Ending, Limits, Work
 
 EngineState = Literal["waiting", "running", "ended", "preempted", "unknown"]
@@ -47,7 +48,7 @@ class Job:
         self, *, processors: tuple[int, ...] | None = None, dies_with_parent: bool = False
     ) -> Path:
         """Writes the file that the worker is started with and returns its path."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self.folder)
         path = self.folder / f"{self.name}.json"
         Work(
             command=self.command,

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from t0repro.event_files import MARK, read_scalars
+from t0repro.files import make_folder
 from t0repro.jobs.journal import Point
 from t0repro.locks import LOCK_FILES
 
@@ -107,7 +108,7 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _copy(source: Path, target: Path) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(target.parent)
     temporary = target.with_name(f".{target.name}.tmp")
     temporary.unlink(missing_ok=True)
     try:

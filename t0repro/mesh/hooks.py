@@ -26,7 +26,7 @@ from typing import Any
 import tensorflow
 
 from t0repro.errors import UserError
-from t0repro.files import write_atomically
+from t0repro.files import make_folder, scheme_of, write_atomically
 from t0repro.training.metrics import drop_half_line
 
 tf = tensorflow.compat.v1
@@ -38,8 +38,13 @@ _SECONDS_BETWEEN_LINES = 5.0
 def install(model_dir: str) -> None:
     """Makes training and evaluation in this process write model_dir/metrics.jsonl.
 
-    Must be called after t0repro.compat.install().
+    Where model_dir is an address, TensorFlow writes there what it writes anyway, and this project
+    adds nothing. Must be called after t0repro.compat.install().
     """
+    silence_loss_print()
+    if scheme_of(model_dir) is not None:
+        print(f"{METRICS_FILE} is not written to {model_dir}: only to folders", file=sys.stderr)
+        return
     from mesh_tensorflow.transformer import utils
     from tensorflow.python.tpu import tpu_estimator
 
@@ -49,7 +54,6 @@ def install(model_dir: str) -> None:
     record_training(tpu_estimator.TPUEstimator, metrics)
     record_perplexity(tpu_estimator.TPUEstimator, metrics)
     evaluation_hooks.record_evaluation(utils, metrics)
-    silence_loss_print()
 
 
 class MetricsFile:
@@ -61,7 +65,7 @@ class MetricsFile:
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Appends one record as a line; the file is closed again after each."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(self._path.parent)
         if not self._appended:
             # A killed run can leave half a line, which would spoil the first one appended to it.
             drop_half_line(self._path)

@@ -15,6 +15,7 @@ from typing import Any
 from t0repro.config.configuration import Configuration, RunInputs
 from t0repro.config.mtf import jax_model
 from t0repro.config.run_config import RunConfig
+from t0repro.files import scheme_of
 from t0repro.mesh import hooks, model_api
 from t0repro.progress import working
 
@@ -38,7 +39,7 @@ def run(flags: Any, configuration: Configuration | None) -> None:
     mode = flags.mode if configuration is None else configuration.inputs.mode
     with contextlib.ExitStack() as held:
         # Only local folders can be locked; an address such as gs:// is written by TensorFlow alone.
-        if mode in ("train", "finetune") and "://" not in flags.model_dir:
+        if mode in ("train", "finetune") and scheme_of(flags.model_dir) is None:
             # Imported here because it imports JAX, which no other mode needs.
             from t0repro.training.model_dir import held_for_training
 

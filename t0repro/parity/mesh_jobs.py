@@ -23,7 +23,7 @@ import numpy as np
 
 from t0repro.config.mtf.parser import MeshInputs
 from t0repro.errors import UserError
-from t0repro.files import write_atomically
+from t0repro.files import make_folder, write_atomically
 
 ARRAYS, DONE = "arrays.npz", "done"
 Batch = Mapping[str, np.ndarray]
@@ -128,7 +128,7 @@ def read_result(folder: str | Path) -> MeshResult:
 
 def save_batches(path: str | Path, batches: Sequence[Batch]) -> str:
     """Writes batches as "<index>/<feature>" and returns the path."""
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    make_folder(Path(path).parent)
     arrays: dict[str, Any] = {
         f"{index}/{name}": x for index, batch in enumerate(batches) for name, x in batch.items()
     }

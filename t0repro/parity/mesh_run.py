@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from t0repro.files import write_atomically
+from t0repro.files import make_folder, write_atomically
 from t0repro.parity.mesh_jobs import ARRAYS, DONE, MeshJob, load_batches
 
 Arrays = dict[str, np.ndarray]
@@ -59,7 +59,7 @@ def run_job(job: MeshJob) -> None:
         gin.bind_parameter("run.init_checkpoint", job.start)
         gin.bind_parameter("run.mode", "train")
     out = Path(job.out)
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out)
     model_fn = _model_function(str(out))
     batches = load_batches(job.batches)
     arrays: Arrays = {}

@@ -18,6 +18,7 @@ from t0repro.data.batches import eval_tasks
 from t0repro.data.train_data import TrainBatches
 from t0repro.errors import UserError
 from t0repro.evaluation.task_output import Judge, judge_of
+from t0repro.files import output_path
 from t0repro.parity import inject
 from t0repro.parity.findings import Finding, compare_results, metrics_finding
 from t0repro.parity.jax_run import StackResult, run_jax
@@ -126,6 +127,7 @@ def make_job(
     from t0repro.config.mtf.dialect import load
     from t0repro.config.mtf.jax_model import refuse_on_mesh_tensorflow
 
+    out = output_path(out)
     float32 = dtype == "float32"
     # Float32 masters whatever gin says: Mesh TensorFlow's bfloat16 masters would round away the
     # differences that are compared.
@@ -140,7 +142,6 @@ def make_job(
             where=config.provenance.get("model.dropout_rate"),
             fix='Add --gin_param "dropout_rate = 0.0".',
         )
-    out = Path(out)
     # Results of an earlier comparison: their checkpoints would be found as well.
     shutil.rmtree(out / MESH_FOLDER, ignore_errors=True)
     source = TrainBatches(config).open(0, None, lambda line: None)

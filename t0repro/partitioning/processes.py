@@ -29,6 +29,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from t0repro.errors import UserError
+from t0repro.files import output_path
 from t0repro.partitioning.watch import Watch
 
 Value = TypeVar("Value")
@@ -336,7 +337,7 @@ def output_folder(folder: str | os.PathLike[str], *, resumed: bool = False) -> P
         # After all have copied it: the first must not write into the folder while others read it.
         if resumed:
             wait_for_all()
-        return Path(folder)
+        return output_path(folder)
     copy = Path(tempfile.mkdtemp(dir=_scratch[0]))
     if resumed:
         if os.path.isdir(folder):

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 from t0repro.errors import UserError
+from t0repro.files import input_path
 
 _FIX = "Give the <split>_eval folder, the --out folder of rank-eval, or a report.json."
 
@@ -32,8 +33,8 @@ def labelled(text: str) -> tuple[str | None, Path]:
     label, separator, path = text.partition("=")
     # A path may contain `=`; if it exists as written, it is one.
     if not separator or Path(text).exists():
-        return None, Path(text)
-    return label, Path(path)
+        return None, input_path(text)
+    return label, input_path(path)
 
 
 def find_evaluation(path: str | os.PathLike[str]) -> tuple[Path, int | None]:

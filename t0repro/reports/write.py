@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from t0repro.errors import UserError
-from t0repro.files import sync_directory, sync_tree, write_atomically
+from t0repro.files import make_folder, output_path, sync_directory, sync_tree, write_atomically
 from t0repro.reports.html import render_html
 from t0repro.reports.markdown import render_markdown
 from t0repro.reports.page import Page
@@ -66,11 +66,11 @@ def all_or_none(out: str | os.PathLike[str]) -> Iterator[Path]:
     Raises:
       UserError: if a file cannot be written; it is named, or else the folder.
     """
-    out = Path(out)
+    out = output_path(out)
     # A name of its own: two reports may be written to one folder at a time.
     staging = out / f".{uuid.uuid4().hex[:8]}.tmp"
     try:
-        staging.mkdir(parents=True)
+        make_folder(staging)
         yield staging
         sync_tree(staging)
         # By now everything is on the disk; what is left can hardly fail for space.

@@ -33,7 +33,7 @@ from t0repro.errors import UserError
 from t0repro.evaluation.model_functions import ModelFunctions
 from t0repro.evaluation.opened import Checkpoint
 from t0repro.evaluation.records import file_digest
-from t0repro.files import sync_directory, write_atomically
+from t0repro.files import make_folder, sync_directory, write_atomically
 from t0repro.runs.chosen import chosen, identity, is_there, opened, own_path
 from t0repro.words import counted
 
@@ -211,7 +211,7 @@ class _TaskJob:
             what = "made from another checkpoint or with other settings"
             print(f"note: {self._chunks}: {what}; started over", file=sys.stderr)
             shutil.rmtree(self._chunks)
-        self._chunks.mkdir(parents=True, exist_ok=True)
+        make_folder(self._chunks)
         write_atomically(record, text)
         done = self._whole_chunks()
         if done:

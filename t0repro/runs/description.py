@@ -11,7 +11,7 @@ import numpy as np
 
 from t0repro.config.inference_plan import InferencePlan
 from t0repro.config.run_config import RunConfig
-from t0repro.files import write_atomically
+from t0repro.files import make_folder, write_atomically
 from t0repro.model.t5 import T5, parameter_shapes
 from t0repro.parameters import layout
 from t0repro.partitioning.devices import Partitioning, choose
@@ -58,7 +58,7 @@ def describe_inference(plan: InferencePlan, gin_text: str) -> None:
 
 
 def _write(folder: str, gin_text: str, info: str) -> None:
-    os.makedirs(folder, exist_ok=True)
+    make_folder(folder)
     write_atomically(os.path.join(folder, "config.gin"), gin_text)
     write_atomically(os.path.join(folder, "model-info.txt"), info)
 

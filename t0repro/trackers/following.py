@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from t0repro.errors import UserError
-from t0repro.files import write_atomically
+from t0repro.files import make_folder, write_atomically
 from t0repro.trackers.tracker import Outcome, TrackedRun, Tracker, TrackerName, open_tracker
 from t0repro.training.metrics import METRICS_FILE
 
@@ -54,7 +54,7 @@ def tracked(names: Iterable[TrackerName], run: TrackedRun, say: Say) -> Iterator
 @contextlib.contextmanager
 def _followed(name: TrackerName, run: TrackedRun, say: Say) -> Iterator[None]:
     is_new = not run.folder.exists()
-    run.folder.mkdir(parents=True, exist_ok=True)
+    make_folder(run.folder)
     sent = _Sent.read(run.folder, name)
     say(f"tracking: opening a run of {name} ...")
     try:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from t0repro.files import write_atomically
+from t0repro.files import make_folder, write_atomically
 from t0repro.training.writing import writing
 
 METRICS_FILE = "metrics.jsonl"
@@ -189,7 +189,7 @@ class JsonLines:
         evaluated: int | None = None,
     ):
         path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         if path.exists() and start_step is not None:
             lines = path.read_text().splitlines(keepends=True)
             kept = [line for line in lines if _is_until(line, start_step, evaluated)]

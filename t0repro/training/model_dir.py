@@ -28,7 +28,7 @@ from t0repro.config.run_config import ModelConfig, OptaxConfig, OptimizerConfig,
 from t0repro.converters import sources
 from t0repro.converters.tensors import CheckpointReader, CheckpointRef
 from t0repro.errors import UserError
-from t0repro.files import write_atomically
+from t0repro.files import output_path, write_atomically
 from t0repro.locks import folder_lock
 from t0repro.parameters import layout
 from t0repro.partitioning.processes import held_by_first
@@ -70,7 +70,7 @@ def held_for_training(
     @contextlib.contextmanager
     def checked() -> Iterator[None]:
         fix = "Wait for it to end, or train in another --model_dir."
-        with folder_lock(Path(model_dir), "training", fix=fix):
+        with folder_lock(output_path(model_dir), "training", fix=fix):
             check_model_dir(model_dir, backend, config, allow_changed=allow_changed)
             if config is not None:
                 with writing(Path(model_dir) / RECORD):

@@ -48,10 +48,12 @@ def _check_replicas(arguments: Arguments, machines: Machines) -> None:
 
 def _check_paths(configured: Configured, arguments: Arguments) -> None:
     """Refuses results that would vanish with the machine, or that the stack cannot write."""
-    # What a container can open: addresses of stores, and buckets where they are mounted.
-    seen = ("gs://", f"{MOUNT}/", "hf://", "s3://")
+    # What a container can open: addresses of stores, and buckets where they are mounted. It writes
+    # to the latter alone, into which `staging.stage` turns gs:// on the command line.
+    written = ("gs://", f"{MOUNT}/")
+    seen = (*written, "hf://", "s3://")
     fix = f"Give a folder in a bucket: gs://BUCKET/..., which containers see at {MOUNT}/BUCKET/..."
-    if configured.output and not configured.output.startswith(seen):
+    if configured.output and not configured.output.startswith(written):
         raise UserError(
             f"Results at {configured.output} would be on a machine that is gone with the job.",
             where=configured.output,

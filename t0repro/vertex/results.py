@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from t0repro import event_files
+from t0repro.files import make_folder
 from t0repro.vertex.cloud import cloud_errors
 from t0repro.vertex.staging import split_address
 
@@ -31,7 +32,7 @@ def copy_results(client: Any, address: str, folder: Path) -> None:
 
 
 def _copy(blob: Any, target: Path) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(target.parent)
     # A report is replaced as a whole.
     if event_files.MARK not in target.name:
         target.write_bytes(blob.download_as_bytes())

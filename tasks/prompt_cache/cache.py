@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from t0repro.errors import UserError
-from t0repro.files import check_is_no_pattern, write_atomically
+from t0repro.files import check_is_no_pattern, make_folder, output_path, write_atomically
 from t0repro.progress import working
 from t0repro.tasks.prompt_cache import folders, provenance, shards
 from t0repro.tasks.prompt_cache.beam import BeamWorkers
@@ -85,7 +85,7 @@ def cache_tasks(
         the folder, or when a worker was killed. Tasks that were finished before that are kept.
     """
     started = time.monotonic()
-    folder = Path(request.folder)
+    folder = output_path(request.folder)
     check_is_no_pattern(folder, "Caches")
     try:
         with contextlib.ExitStack() as stack:
@@ -302,7 +302,7 @@ class _Run:
         tasks = split.tasks()
         staged = {form: self._staged(tasks[form]) for form in forms}
         for path in staged.values():
-            path.mkdir(parents=True, exist_ok=True)
+            make_folder(path)
         # Rows of one shard.
         per_shard = max(1, split.rows.spool.count // split.num_shards)
         # Small shards are written several at a time: a message to a worker has its cost

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from t0repro.errors import UserError
-from t0repro.files import sync_directory, write_atomically
+from t0repro.files import make_folder, sync_directory, write_atomically
 from t0repro.locks import folder_lock
 
 MARKER = "COMPLETED"
@@ -92,7 +92,7 @@ def put_in_place(staged: Path, folder: Path, splits: Sequence[str]) -> None:
     _check_shards(staged, splits)
     if not folder.exists():
         write_atomically(staged / MARKER, "tfrecord")  # as seqio_cache_tasks
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(folder.parent)
         sync_directory(staged)
         os.rename(staged, folder)
         sync_directory(folder.parent)

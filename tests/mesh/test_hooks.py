@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from t0repro.mesh import hooks
 from t0repro.mesh.hooks import MetricsFile, Progress
 
 pytestmark = pytest.mark.mtf
@@ -54,3 +55,12 @@ def test_progress_off_a_terminal_is_one_line_now_and_then_and_one_at_the_end(cap
     assert lines[1].endswith("0:00:00 left")
     assert "examples/s" in lines[1]
     assert "target tokens/s" in lines[1]
+
+
+def test_in_a_bucket_tensorflow_alone_writes(monkeypatch, tmp_path, capsys):
+    for name in ("record_training", "record_perplexity", "silence_loss_print"):
+        monkeypatch.setattr(hooks, name, lambda *_: None)
+    monkeypatch.chdir(tmp_path)
+    hooks.install("gs://bucket/run")
+    assert "not written to gs://bucket/run" in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())

@@ -248,3 +248,27 @@ def test_a_checkpoint_that_lacks_a_shard_or_fits_another_vocabulary_is_refused(
     (model_dir / "model.ckpt-4.data-00001-of-00002").unlink()
     code, text = server.run(commands.evaluate(model_dir, "score_eval", "tiny_eval", JAX))
     assert code == 2 and "model.ckpt-4.data-00001-of-00002" in text and "Traceback" not in text
+
+
+@pytest.mark.parametrize("backend", ["jax", "mtf"])
+def test_an_address_that_cannot_be_written_to_is_refused_and_becomes_no_local_folder(
+    server, backend
+):
+    bindings = {
+        "score_eval": ["run.eval_summary_dir"],
+        "infer": ["decode_from_file.output_filename"],
+        "score_from_file": ["save_scores.scores_filename"],
+    }
+    for scheme in ("gs", "s3", "hdfs", "memory", "foo"):
+        address, stack = f"{scheme}://bucket/run", [*commands.TRAIN, f"--backend={backend}"]
+        code, text = server.run([f"--model_dir={address}", *stack])
+        # TensorFlow's own gs:// needs credentials, which are looked for before anything else.
+        with_gs = backend == "mtf" and scheme == "gs"
+        assert code == 2 and ("no Google Cloud credentials" if with_gs else address) in text, text
+        for mode, (name,) in bindings.items() if scheme == "s3" else ():
+            more = [f"--gin_file={mode}.gin", f"--gin_param={name} = '{address}'"]
+            more.append("--gin_param=decode_from_file.input_filename = 'x'")
+            code, text = server.run(["--model_dir=new", *stack, *more])
+            assert code == 2 and f"{address} cannot be written to" in text, text
+            assert f'where: --gin_param "{name}' in text.replace("'", '"'), text
+    assert not [*Path.cwd().glob("*:")] and not Path("new").exists()

@@ -1,0 +1,186 @@
+"""Addresses of object stores on command lines: no command takes one for a local folder.
+
+The table of options is made from the commands' own definitions: a new option that takes text has
+to be declared as written (`cli.paths.output`) or listed here as not written.
+"""
+
+import contextlib
+from pathlib import Path
+
+import pytest
+import typer
+
+from t0repro.cli import app
+from t0repro.cli.paths import output
+from t0repro.errors import UserError
+from t0repro.files import make_folder, output_path, write_atomically
+
+from ..runs.tiny_gin import MODEL
+from .commands import run
+
+SCHEMES = ("gs", "s3", "hdfs", "memory", "foo")
+
+# Options that take text and name nothing that is written, by name, whichever command has them.
+NOT_WRITTEN = frozenset(
+    # names, words and numbers
+    """--accelerator_type --auxiliary_job_build_target_path --auxiliary_job_cell
+    --auxiliary_job_mixtures --auxiliary_job_platform --beam_options --cell --coordinator_address
+    --dataset --device --display_name --eval_task --experiment --family --image_uri --label
+    --labels --launcher --location --machine_type --main_metric --metric --mixture
+    --module_import --network --note --option --platform --project --revision --run --run_mode
+    --run_name --service_account --split --splits --tasks --tensorboard --title --topology
+    --train_dataset --train_mixture COMMAND EXPERIMENT JOB TASK"""
+    # what is read, at addresses too
+    """ --auxiliary_job_gin_file --base_url --checkpoint --from --gin_file --gin_import_allowlist
+    --gin_location_prefix --gin_search_paths --losses --other --seqio_additional_cache_dirs
+    --tfds_data_dir --vocab A B NAME PATH RUNS SRC"""
+    # Vertex AI's own folder for its jobs; explain shows a run and writes nothing
+    """ --staging_bucket --model_dir"""
+    # gin's, which test_a_gin_binding_... below covers; runs/NAME, which has a test of its own
+    """ --gin_bindings --gin_param --name""".split()
+)
+
+
+def options():
+    """(command's words, the parameter) of every option and argument of every command."""
+
+    def below(command, words):
+        for parameter in command.params:
+            yield words, parameter
+        for name, child in getattr(command, "commands", {}).items():
+            yield from below(child, (*words, name))
+
+    return list(below(typer.main.get_command(app.app), ()))
+
+
+def name_of(parameter):
+    name = parameter.opts[0]
+    return name.replace("-", "_").replace("__", "--", 1) if name[0] == "-" else name.upper()
+
+
+def is_written(parameter):
+    return getattr(parameter.callback, "__wrapped__", None) is output
+
+
+def takes(parameter, kind):
+    return kind in str(parameter.type_descriptor.annotation)
+
+
+WRITTEN = [(words, parameter) for words, parameter in options() if is_written(parameter)]
+READ = [
+    (words, parameter)
+    for words, parameter in options()
+    if takes(parameter, "Path") and not is_written(parameter)
+]
+
+
+def test_every_option_that_takes_text_is_known_as_written_or_not():
+    text = [name_of(each) for _, each in options() if takes(each, "'str'") or takes(each, "[str")]
+    unknown = sorted(set(text) - NOT_WRITTEN)
+    assert not unknown, f"list {unknown} here, or make them Paths with callback=output"
+
+
+def line(words, parameter, value):
+    """A command line with this value, and something for all else that the command must have."""
+    given = list(words)
+    siblings = [each for path, each in options() if path == words]
+    for each in siblings:
+        told = value if each is parameter or name_of(each) == name_of(parameter) else None
+        if told is None and each.required:
+            choices = getattr(each.type_descriptor, "choices", None)
+            told = choices[0] if choices else "x"
+        if told is not None:
+            option = each.opts[0]
+            given += [f"{option}={told}"] if option.startswith("-") else [told]
+    return given
+
+
+def case(entry):
+    words, parameter = entry
+    return f"{'-'.join(words)} {name_of(parameter)}"
+
+
+@pytest.mark.parametrize("entry", [*WRITTEN, *READ], ids=case)
+def test_an_address_is_refused_at_once_and_nothing_is_made(entry, monkeypatch, capsys, tmp_path):
+    words, parameter = entry
+    monkeypatch.chdir(tmp_path)
+    for scheme in SCHEMES:
+        address = f"{scheme}://bucket/run"
+        code, _, said = run(monkeypatch, capsys, *line(words, parameter, address))
+        assert code == 2, said
+        verb = "cannot be written to" if is_written(parameter) else "cannot be read here"
+        assert f"{address} {verb}" in said and f"where: {name_of(parameter)}" in said
+        assert "to do: " in said and not any(tmp_path.iterdir())
+
+
+T5X = ["--gin_file", MODEL, "--gin.DROPOUT_RATE=0.0", "--gin.MIXTURE_OR_TASK_NAME='m'"]
+LENGTHS = "--gin.TASK_FEATURE_LENGTHS={'inputs': 8, 'targets': 8}"
+
+
+@pytest.mark.parametrize(
+    ("command", "files", "binding"),
+    [
+        ("train", "pretrain", "MODEL_DIR"),
+        ("eval", "eval", "EVAL_OUTPUT_DIR"),
+        ("infer", "infer", "INFER_OUTPUT_DIR"),
+        ("precompile", "precompile", "MODEL_DIR"),
+    ],
+)
+def test_a_t5x_macro_with_an_address_is_refused_before_tasks_are_imported(
+    command, files, binding, monkeypatch, capsys, tmp_path
+):
+    more = {"train": ["--gin.TRAIN_STEPS=1"], "precompile": []}.get(
+        command, ["--gin.CHECKPOINT_PATH='x'"]
+    )
+    monkeypatch.chdir(tmp_path)
+    for scheme in SCHEMES:
+        arguments = [
+            *(command, *T5X, "--gin_file", f"t5x/configs/runs/{files}.gin", LENGTHS, *more),
+            f"--gin.{binding}='{scheme}://bucket/run'",
+        ]
+        code, _, said = run(monkeypatch, capsys, *arguments)
+        assert code == 2 and f"{scheme}://bucket/run cannot be written to" in said, said
+        assert binding in said and "importing" not in said
+        assert not any(tmp_path.iterdir())
+
+
+def test_a_run_cannot_be_named_after_an_address(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    code, _, said = run(monkeypatch, capsys, "train", *T5X, "--name=gs://bucket/run")
+    assert code == 2 and "where: --name" in said and not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_no_folder_is_ever_made_of_an_address(scheme, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    address = f"{scheme}://bucket/run"
+    # As given, as pathlib shortens it, made absolute, below a folder, in capitals.
+    forms = [address, Path(address), Path(address).absolute(), f"runs/{address}", address.upper()]
+    for form in forms:
+        for write in (make_folder, lambda path: write_atomically(Path(path) / "file", "x")):
+            with pytest.raises(UserError, match="(?i)" + address):
+                write(form)
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_local_path_may_be_spelled_as_a_file_address_and_a_folder_keep_its_colon(tmp_path):
+    (tmp_path / "c:").mkdir()
+    write_atomically(tmp_path / "c:" / "below" / "file", "x")
+    assert output_path(f"file://{tmp_path}/a") == tmp_path / "a"
+    with contextlib.suppress(UserError):
+        make_folder(tmp_path / "d:" / "below")
+    assert [path.name for path in tmp_path.iterdir()] == ["c:"]
+
+
+def test_all_folders_are_made_in_one_place():
+    """Other code makes single folders at most, below one that `make_folder` made."""
+    package = Path(app.__file__).parents[1]
+    roots = (package, package.parent / "converters", package.parent / "tasks")
+    found = {
+        path.name
+        for root in roots
+        for path in root.rglob("*.py")
+        for text in [path.read_text(encoding="utf-8")]
+        if "parents=True" in text or "os.makedirs" in text
+    }
+    assert found == {"files.py"}
