@@ -148,6 +148,8 @@ def _explain_t5x(
     dialect: Dialects | None,
 ) -> None:
     from t0repro.config.explain import in_columns
+    from t0repro.config.t5x.conversion import converted
+    from t0repro.config.t5x.differences import differences
     from t0repro.config.t5x.gin_files import parse
 
     if dialect and run_mode != "train":
@@ -162,14 +164,15 @@ def _explain_t5x(
 
         _show_translation(train_config(parsed), dialect)
         return
+    # The values first: they show what a refusal is about.
     if as_json:
         values = {item.name: {"value": item.value, "place": item.place} for item in parsed.values}
         print_json({"values": values, "imports": parsed.imports})
+        converted(parsed)
         return
     echo(in_columns([(item.name, item.value, item.place) for item in parsed.values]))
     for module in parsed.imports:
         echo(f"imports {module}")
-    from t0repro.config.t5x.run import train_warnings
-
-    for warning in [*parsed.warnings, *(train_warnings(parsed) if run_mode == "train" else ())]:
+    for warning in (*parsed.warnings, *differences(parsed)):
         echo(f"warning: {warning}", err=True)
+    converted(parsed)

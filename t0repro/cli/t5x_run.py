@@ -201,10 +201,11 @@ def parse_files(inputs: T5xInputs) -> Parsed:
       UserError: see `t0repro.config.t5x.gin_files.parse`.
     """
     echo("reading gin files ...", err=True)
+    from t0repro.config.t5x.differences import differences
     from t0repro.config.t5x.gin_files import parse
 
     parsed = parse(inputs)
-    for warning in parsed.warnings:
+    for warning in (*parsed.warnings, *differences(parsed)):
         typer.echo(f"warning: {warning}", err=True)
     return parsed
 

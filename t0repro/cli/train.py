@@ -54,13 +54,11 @@ def train(
     named = [f"MODEL_DIR = 'runs/{name}'"] if name else []
     inputs = gin_inputs("train", options, first=named)
     parsed = parse_files(inputs)
-    from t0repro.config.t5x.run import train_config, train_warnings
+    from t0repro.config.t5x.run import train_config
 
     config, model = train_config(parsed), parsed.program.model
     output_path(config.model_dir, config.provenance.get("model_dir", "MODEL_DIR"))
     with processes.joined(), contextlib.ExitStack() as beside:
-        for warning in train_warnings(parsed):
-            typer.echo(f"warning: {warning}", err=True)
         register(parsed, options)
         from t0repro.runs import dry_run as checks
 

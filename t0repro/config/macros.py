@@ -25,7 +25,6 @@ def check_macros_are_read(
     overrides: str,
     is_shipped: Callable[[str], bool],
     instead: Callable[[str], str],
-    refuse_in_files: bool = False,
 ) -> list[str]:
     """Refuses macros on the command line that nothing reads; those in files become warnings.
 
@@ -35,7 +34,6 @@ def check_macros_are_read(
       overrides: how the places of command-line overrides begin.
       is_shipped: whether a place is in a file of a package, which sets macros for many runs.
       instead: what to do about an unread macro, in words, such as the nearest names.
-      refuse_in_files: whether macros in the user's files are refused too.
 
     Returns:
       Warnings: macros in the user's files, and macros on the command line whose readers were
@@ -54,7 +52,7 @@ def check_macros_are_read(
             # Wrapper scripts set macros next to overrides of what reads them; that is no mistake.
             if is_override:
                 warnings.append(f"{place}: what reads the macro {name} is overridden")
-        elif is_override or refuse_in_files:
+        elif is_override:
             refused.append((name, place))
         else:
             warnings.append(f"{place}: nothing reads the macro {name}; {instead(name)}")

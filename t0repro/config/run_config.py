@@ -112,6 +112,8 @@ class ModelConfig:
       scan_layers: Whether one compiled body serves all layers of a tower; None decides by depth.
       scale_tied_logits: Whether logits from the embedding are scaled by d_model**-0.5. False for
         the tied mT5 and umT5 of transformers, which do not scale them.
+      scale_queries: Whether attention divides its queries' inputs by d_kv**0.5, on top of that
+        factor in the queries' initial values; T5X's contrib/gpu network can.
       arithmetic: How it is computed where Mesh TensorFlow and T5X differ.
     """
 
@@ -140,6 +142,7 @@ class ModelConfig:
     position_bias_per_layer: bool = False
     rms_norm_epsilon: Annotated[float, Range(at_least=0)] = 1e-6
     scale_tied_logits: bool = True
+    scale_queries: bool = False
     arithmetic: Arithmetic = Arithmetic()
 
     @property

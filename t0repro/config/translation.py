@@ -123,6 +123,7 @@ _UNCHANGED = {
     "relative_attention_max_distance": 128,
     "rms_norm_epsilon": 1e-6,
     "scale_tied_logits": True,
+    "scale_queries": False,
     "input_full_attention": False,
     "loss_on_targets_only": False,
 }

@@ -167,7 +167,8 @@ class Attention(nn.Module):
     """Multi-head attention without biases; kernels are matrices, [d_model, heads * d_kv].
 
     Logits are not scaled by 1/sqrt(d_kv): that scale is in the query's initial values, as with
-    Mesh TensorFlow's fold_scaling_into_initializer. Logits and softmax are float32, as with its
+    Mesh TensorFlow's fold_scaling_into_initializer. ModelConfig.scale_queries scales by it again.
+    Logits and softmax are float32, as with its
     float32_logits, unless Arithmetic.float32_attention_logits is off.
     """
 
@@ -207,7 +208,9 @@ class Attention(nn.Module):
             y = Dense(heads * d_kv, self.dtype, init, axes=("embed", "heads"), name=name)(source)
             return split_heads(y, heads)
 
-        query = project("query", x, fan_in * d_kv**-0.5)
+        # T5X divides before the projection, in the activations' type.
+        queries = x / jnp.sqrt(d_kv).astype(x.dtype) if config.scale_queries else x
+        query = project("query", queries, fan_in * d_kv**-0.5)
         if isinstance(memory, KeysAndValues):
             key, value = memory
         else:

@@ -118,6 +118,20 @@ def test_unscaled_tied_logits_are_the_scaled_ones_times_the_root_of_the_width():
     np.testing.assert_allclose(logits, scaled * 4.0, rtol=1e-6)  # d_model is 16
 
 
+def test_scaled_queries_are_those_of_kernels_divided_by_the_root_of_the_heads_width():
+    config = model_config(scale_queries=True)
+    params = initial_parameters(T5(config, FLOAT32), jax.random.key(0))
+    batch = batch_of([[5, 6, 1]], [[7, 1]])
+    logits = logits_of(T5(config, FLOAT32), params, batch)
+    divided = jax.tree.map_with_path(
+        lambda path, x: x / config.d_kv**0.5 if any(key.key == "query" for key in path) else x,
+        params,
+    )
+    plain = model_config()
+    np.testing.assert_allclose(logits, logits_of(T5(plain, FLOAT32), divided, batch), atol=1e-6)
+    assert np.abs(logits - logits_of(T5(plain, FLOAT32), params, batch)).max() > 1e-3
+
+
 @pytest.mark.parametrize(
     "change",
     [{"relative_attention_max_distance": 6}, {"rms_norm_epsilon": 0.1}],

@@ -82,8 +82,8 @@ def parse(inputs: T5xInputs) -> Parsed:
     records must not be found by a later one in either dialect.
 
     Raises:
-      UserError: if a macro has no value, nothing reads a macro or an override, or a name is
-        unknown, with the nearest right name; and for whatever gin's parser finds wrong.
+      UserError: if a macro has no value, nothing reads an override, or a name is unknown, with the
+        nearest right name; and for whatever gin's parser finds wrong.
     """
     import gin
 
@@ -92,8 +92,7 @@ def parse(inputs: T5xInputs) -> Parsed:
         program = _program(inputs.run_mode)
         # The calls that the program will make; what they do not read is a mistake.
         reached = _reached(program)
-        _check_macros(reached, bindings)
-        warnings = _check_overrides(reached, bindings)
+        warnings = _check_macros(reached, bindings) + _check_overrides(reached, bindings)
         gin.finalize()
         called, values = _call(program), tuple(_values(reached, bindings))
         # T5X's old way to name the modules of tasks; an import like any other.
@@ -278,8 +277,11 @@ def _reached(selector: str) -> list[_Call]:
     return list(calls.values())
 
 
-def _check_macros(reached: Iterable[_Call], bindings: Bindings) -> None:
+def _check_macros(reached: Iterable[_Call], bindings: Bindings) -> list[str]:
     """Refuses macros that the program reads and nobody sets.
+
+    Returns:
+      The macros of the user's files that nothing reads, in words.
 
     Raises:
       UserError: naming all of them, and for each the nearest macro that is set but not read.
@@ -288,18 +290,13 @@ def _check_macros(reached: Iterable[_Call], bindings: Bindings) -> None:
     bound = bound_macros()
     missing = [name for name in read if name not in bound or _is_required(name)]
     if not missing:
-        # Unlike t5, T5X has no macros that only some runs read, so one in a file is refused too.
-        check_macros_are_read(
+        return check_macros_are_read(
             bindings,
             bindings.macros,
             overrides="--gin",
             is_shipped=lambda place: place.startswith(str(shipped_files())),
-            instead=lambda name: (
-                f"remove or correct it; nearest: {nearest_names(name, bindings.macros, count=3)}"
-            ),
-            refuse_in_files=True,
+            instead=lambda name: f"nearest: {nearest_names(name, bindings.macros, count=3)}",
         )
-        return
     lines = []
     for name in missing:
         place = bindings.place((name, MACRO, "value"))

@@ -159,9 +159,7 @@ def _common(program: Any, record: records.DatasetConfig, places: Places) -> dict
         "input_vocabulary": program.model.input_vocabulary,
         "output_vocabulary": program.model.output_vocabulary,
         "output_dir": program.output_dir,
-        "layout": layout_of(
-            program.partitioner, places.place("partitioning.PjitPartitioner.num_partitions")
-        ),
+        "layout": layout_of(program.partitioner, places),
     }
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from t0repro.config.run_config import Layout
+from t0repro.config.t5x.places import Places
 from t0repro.config.t5x.records import AxisRules, PjitPartitioner
-from t0repro.errors import UserError
 
-# T5X's rules that divide what is divided here too: (logical axis, axis of the mesh). The rule
+# T5X's rules that shard what is sharded here too: (logical axis, axis of the mesh). The rule
 # ("embed", "data"), of parameters, is full sharding.
 _KNOWN = {
     ("batch", "data"),
@@ -20,38 +20,102 @@ _KNOWN = {
     ("joined_kv", "model"),
 }
 _FULLY_SHARDED = ("embed", "data")
+_MESH_AXES = ("data", "model", "replica")
+_PARTITIONER = "partitioning.PjitPartitioner"
+_RULES = "partitioning.standard_logical_axis_rules"
+_NOT_DONE = "not done here; it would change memory and speed, not results"
 
 
-def layout_of(partitioner: PjitPartitioner, where: str | None = None) -> Layout:
+def layout_of(partitioner: PjitPartitioner, places: Places) -> Layout:
     """The layout of a PjitPartitioner; its data follows the number of devices.
 
-    Args:
-      partitioner: the record of T5X's class.
-      where: where it was configured, for messages.
-
     Raises:
-      UserError: for sizes that contradict each other, and for rules that divide other axes.
+      UserError: for sizes or rules that T5X would refuse too, with the place that set them.
     """
+    _check(partitioner, places)
+    name = next(iter(_sizes(partitioner)), None)
     ici, dcn = partitioner.ici_mesh_shape or {}, partitioner.dcn_mesh_shape or {}
-    submesh = partitioner.model_parallel_submesh
-    given = {
-        "num_partitions": partitioner.num_partitions,
-        "model_parallel_submesh": submesh and math.prod(submesh),
-        "ici_mesh_shape": _along("model", ici, dcn) if ici or dcn else None,
-    }
-    sizes = {name: size for name, size in given.items() if size is not None}
-    if len(sizes) > 1:
-        raise UserError(
-            f"PjitPartitioner has {' and '.join(sizes)}, of which each says how many devices share"
-            " a model.",
-            where=where,
-            fix="Keep one of them.",
-        )
+    by_shape = name in ("ici_mesh_shape", "dcn_mesh_shape")
     return Layout(
-        data=_along("data", ici, dcn) * _along("replica", ici, dcn) if ici or dcn else None,
-        model=next(iter(sizes.values()), 1),
-        fully_sharded=_fully_sharded(partitioner.logical_axis_rules, where),
+        data=_along("data", ici, dcn) * _along("replica", ici, dcn) if by_shape else None,
+        model=_sizes(partitioner)[name] if name else 1,
+        fully_sharded=_fully_sharded(partitioner.logical_axis_rules),
     )
+
+
+def differences(partitioner: PjitPartitioner, places: Places) -> Iterator[str]:
+    """What a partitioner asks for and does not get here, with the place that asks for it."""
+    used, *unused = [*_sizes(partitioner), None]
+    for name in unused:
+        if name is not None:
+            yield (
+                f"{places.place(f'{_PARTITIONER}.{name}')}: {_PARTITIONER}.{name} ="
+                f" {getattr(partitioner, name)!r} has no effect: {used} wins, as in T5X"
+            )
+    rules = partitioner.logical_axis_rules
+    if isinstance(rules, AxisRules) and rules.activation_partitioning_dims == 2:
+        name = f"{_RULES}.activation_partitioning_dims"
+        yield f"{places.place(name)}: {name} = 2: {_NOT_DONE}"
+    for rule in _pairs(rules):
+        if rule[1] is not None and rule not in _KNOWN | {_FULLY_SHARDED}:
+            yield f"{places.place(_name_of_rules(rules))}: the rule {rule!r}: {_NOT_DONE}"
+
+
+def _sizes(partitioner: PjitPartitioner) -> dict[str, int]:
+    """How many devices share a model by each argument that says so; the first of them counts.
+
+    T5X reads both mesh shapes or neither, then the submesh, then the number of partitions. A single
+    shape counts here if nothing else is given.
+    """
+    ici, dcn = partitioner.ici_mesh_shape, partitioner.dcn_mesh_shape
+    submesh = partitioner.model_parallel_submesh
+    along = _along("model", ici or {}, dcn or {})
+    shapes = {
+        name: along for name, shape in (("ici_mesh_shape", ici), ("dcn_mesh_shape", dcn)) if shape
+    }
+    sizes = {
+        "model_parallel_submesh": math.prod(submesh) if submesh else None,
+        "num_partitions": partitioner.num_partitions or None,
+    }
+    others = {name: size for name, size in sizes.items() if size is not None}
+    if len(shapes) == 2:
+        return {"ici_mesh_shape": along, **others}
+    return {**others, **shapes}
+
+
+def _check(partitioner: PjitPartitioner, places: Places) -> None:
+    submesh = partitioner.model_parallel_submesh
+    if submesh and (len(submesh) != 4 or min(submesh) < 1):
+        raise places.refused(
+            f"{_PARTITIONER}.model_parallel_submesh",
+            submesh,
+            "a submesh has four sizes of at least 1: x, y, z and cores.",
+            "Bind four sizes, such as (2, 1, 1, 1).",
+        )
+    for name in ("ici_mesh_shape", "dcn_mesh_shape"):
+        shape = getattr(partitioner, name) or {}
+        if not set(shape) <= set(_MESH_AXES) or min(shape.values(), default=1) < 1:
+            raise places.refused(
+                f"{_PARTITIONER}.{name}",
+                shape,
+                f"a mesh has sizes of at least 1 along {', '.join(_MESH_AXES)}.",
+                "Bind {'data': 4, 'model': 2}, say.",
+            )
+    rules = partitioner.logical_axis_rules
+    if isinstance(rules, AxisRules):
+        for name in ("activation_partitioning_dims", "parameter_partitioning_dims"):
+            if getattr(rules, name) not in (1, 2):
+                raise places.refused(
+                    f"{_RULES}.{name}", getattr(rules, name), "it must be 1 or 2.", "Bind 1 or 2."
+                )
+    for axis, along in _pairs(rules):
+        if along not in (None, *_MESH_AXES):
+            raise places.refused(
+                _name_of_rules(rules),
+                (axis, along),
+                f"a mesh has no axis {along!r}.",
+                f"Choose one of {', '.join(_MESH_AXES)}, or None.",
+            )
 
 
 def _along(axis: str, *meshes: Mapping[str, int]) -> int:
@@ -59,35 +123,25 @@ def _along(axis: str, *meshes: Mapping[str, int]) -> int:
     return math.prod(mesh.get(axis, 1) for mesh in meshes)
 
 
-def _fully_sharded(rules: Any, where: str | None) -> bool:
-    """Whether the rules divide parameters along the data axis."""
-    if rules is None:
-        return False
-    whole, pairs = False, rules
+def _fully_sharded(rules: Any) -> bool:
+    """Whether the rules shard parameters along the data axis."""
+    # Two dimensions mean that parameters are sharded along data as well.
+    both = isinstance(rules, AxisRules) and rules.parameter_partitioning_dims == 2
+    return both or _FULLY_SHARDED in _pairs(rules)
+
+
+def _pairs(rules: Any) -> list[tuple[str, str | None]]:
+    """The rules that a user gives beside T5X's own, with one axis of the mesh each."""
+    given = rules.additional_rules if isinstance(rules, AxisRules) else rules
+    return [
+        (axis, part)
+        for axis, along in given or ()
+        # JAX takes several mesh axes for one axis of an array.
+        for part in ([along] if along is None or isinstance(along, str) else along)
+    ]
+
+
+def _name_of_rules(rules: Any) -> str:
     if isinstance(rules, AxisRules):
-        # Two dimensions mean that parameters are divided along data as well.
-        whole, pairs = rules.parameter_partitioning_dims == 2, rules.additional_rules or ()
-        if rules.activation_partitioning_dims != 1:
-            raise UserError(
-                f"activation_partitioning_dims is {rules.activation_partitioning_dims}; activations"
-                " are divided by rows and by heads, d_ff or vocabulary, and along no other axis.",
-                where=where,
-                fix="Remove it: it changes memory and speed, not results.",
-            )
-    return whole or _FULLY_SHARDED in set(_checked(pairs, where))
-
-
-def _checked(
-    pairs: Iterable[tuple[str, str | None]], where: str | None
-) -> Iterable[tuple[str, str]]:
-    """Rules that divide something, after checking that it is divided so here."""
-    for axis, along in pairs:
-        if along is None:
-            continue
-        if (axis, along) not in _KNOWN | {_FULLY_SHARDED}:
-            raise UserError(
-                f"The rule ({axis!r}, {along!r}) divides what is not divided here.",
-                where=where,
-                fix="Remove it: it changes memory and speed, not results.",
-            )
-        yield axis, along
+        return f"{_RULES}.additional_rules"
+    return f"{_PARTITIONER}.logical_axis_rules"

@@ -38,6 +38,7 @@ FIELDS = {
     "label_smoothing": f"{MODEL}.label_smoothing",
     "z_loss": f"{MODEL}.z_loss",
     "loss_denominator": f"{MODEL}.loss_normalizing_factor",
+    "scale_queries": f"{SHAPE}.scale_attn_logits",
     "recompute": f"{SHAPE}.remat_policy",
     "scan_layers": f"{SHAPE}.scan_layers",
 }
@@ -87,6 +88,7 @@ def model_config(model: records.EncoderDecoderModel, places: Places) -> ModelCon
         label_smoothing=model.label_smoothing,
         z_loss=model.z_loss,
         loss_denominator=_denominator(model, places),
+        scale_queries=getattr(shape, "scale_attn_logits", False),
         recompute=_recompute(shape),
         # scalable_t5 scans unless told otherwise; results are equal, so here depth decides.
         scan_layers=None if getattr(shape, "scan_layers", True) else False,

@@ -75,6 +75,10 @@ _MODULES: Mapping[str, Mapping[str, Any]] = {
         "Transformer": records.Transformer,
         "T5Config": records.ScannedT5Config,
     },
+    "t5x.contrib.gpu.t5.network": {
+        "Transformer": records.Transformer,
+        "T5Config": records.GpuT5Config,
+    },
     "seqio": {
         "SentencePieceVocabulary": records.SentencePieceVocabulary,
         "ByteVocabulary": records.ByteVocabulary,

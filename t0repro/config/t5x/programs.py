@@ -51,7 +51,8 @@ class TrainProgram(Record):
     relative_steps: int | None = None
     stats_period: int | None = None
     use_hardware_rng: bool = False
-    inference_evaluator_cls: Evaluator | None = None
+    # T5X's default, which no gin file configures: it has no loggers.
+    inference_evaluator_cls: Evaluator | None = Evaluator()
     get_dataset_fn: Any = None
     # No effect here: all actions are run, whatever else runs beside them.
     concurrent_metrics: bool = True
@@ -74,7 +75,8 @@ class EvalProgram(Record):
     restore_checkpoint_cfg: RestoreCheckpointConfig
     partitioner: PjitPartitioner
     output_dir: str
-    inference_evaluator_cls: Evaluator | None = None
+    # T5X's default, which no gin file configures: it has no loggers.
+    inference_evaluator_cls: Evaluator | None = Evaluator()
     training_evaluator_cls: Any = None
     summarize_config_fn: Any = None
     train_state_initializer_cls: Any = None

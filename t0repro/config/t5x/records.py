@@ -266,6 +266,18 @@ class ScannedT5Config(T5Config):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class GpuT5Config(T5Config):
+    """The shape of `t5x.contrib.gpu.t5.network.Transformer`.
+
+    Attributes:
+      scale_attn_logits: divides queries by the root of head_dim, as optimizers need it that do not
+        scale updates by the parameters' size.
+    """
+
+    scale_attn_logits: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Transformer(Record):
     """A T5 network of the given shape."""
 

@@ -12,14 +12,14 @@ from t0repro.config.t5x import data, programs, records
 from t0repro.config.t5x import model as t5x_model
 from t0repro.config.t5x import optimizer as t5x_optimizer
 from t0repro.config.t5x.gin_files import Parsed
+from t0repro.config.t5x.inference import decoding_plan
 from t0repro.config.t5x.layout import layout_of
 from t0repro.config.t5x.places import Places, check_summary, provenance
 from t0repro.config.training_plan import TrainingPlan
 from t0repro.errors import UserError
 
-_PARTITIONS = "partitioning.PjitPartitioner.num_partitions"
 _FIELDS = {
-    "layout": _PARTITIONS,
+    "layout": "partitioning.PjitPartitioner.num_partitions",
     "model_dir": "train.model_dir",
     "train_steps": "train.total_steps",
     "batch_size": "train/utils.DatasetConfig.batch_size",
@@ -101,24 +101,14 @@ def train_config(parsed: Parsed) -> RunConfig:
         init_checkpoint=_init_checkpoint(plan),
         plan=plan,
         weight_metrics_every=_weight_metrics_every(program.trainer_cls),
-        layout=layout_of(program.partitioner, places.place(_PARTITIONS)),
+        layout=layout_of(program.partitioner, places),
         provenance=_provenance(places),
         **shared_fields(program.model),
     )
     ranges.check(config, config.provenance)
     _check(config, places)
+    _check_infer_eval(program, places)
     return config
-
-
-def train_warnings(parsed: Parsed) -> list[str]:
-    """What a training reads but does differently from T5X, with the place that asks for it."""
-    if not parsed.program.use_hardware_rng:
-        return []
-    place = Places.of(parsed.values).place("train.use_hardware_rng")
-    return [
-        f"{place}: train.use_hardware_rng = True: JAX's default generator is used all the same,"
-        " whose numbers are the same on every device"
-    ]
 
 
 def precompile_config(parsed: Parsed) -> RunConfig:
@@ -241,6 +231,20 @@ def _check(config: RunConfig, places: Places) -> None:
     ):
         ranges.check_divides(name, parts, config.batch_size, places.place(name))
     _check_periods(plan, places)
+
+
+def _check_infer_eval(program: programs.TrainProgram, places: Places) -> None:
+    """Refuses what the evaluation with the tasks' metrics would stumble over, steps later."""
+    if program.infer_eval_dataset_cfg is None:
+        return
+    if program.inference_evaluator_cls is None:
+        raise places.refused(
+            "train.inference_evaluator_cls",
+            None,
+            "infer_eval_dataset_cfg asks for an evaluation, which needs an evaluator.",
+            "Bind @seqio.Evaluator, or train.infer_eval_dataset_cfg = None.",
+        )
+    decoding_plan(program.model, places)
 
 
 def _check_periods(plan: TrainingPlan, places: Places) -> None:

@@ -180,6 +180,12 @@ def test_what_nothing_reads_is_named_with_the_nearest_right_name(bindings, compl
         parse(*bindings)
 
 
+def test_a_macro_in_a_users_file_that_nothing_reads_is_a_warning(tmp_path):
+    (tmp_path / "mine.gin").write_text(f"include '{PRETRAIN}'\nTOPOLOGY = 'v2-32'\n")
+    (warning,) = parse(files=[MODEL, str(tmp_path / "mine.gin")]).warnings
+    assert "mine.gin:2: nothing reads the macro TOPOLOGY; nearest: " in warning
+
+
 def test_missing_macros_are_all_named_with_what_was_probably_meant():
     with pytest.raises(UserError) as caught:
         parse("TRIAN_STEPS = 10", required=REQUIRED[:3])

@@ -1,11 +1,25 @@
-"""T5X's partitioner is a layout, or an error that says what is not divided here."""
+"""T5X's partitioner is a layout, with warnings; or an error with the place to correct."""
+
+import re
 
 import pytest
 
 from t0repro.config.run_config import Layout
-from t0repro.config.t5x.layout import layout_of
+from t0repro.config.t5x.layout import differences, layout_of
+from t0repro.config.t5x.places import Places
 from t0repro.config.t5x.records import AxisRules, PjitPartitioner
 from t0repro.errors import UserError
+
+PLACES = Places(
+    {
+        "partitioning.PjitPartitioner.num_partitions": "pretrain.gin:3",
+        "partitioning.PjitPartitioner.model_parallel_submesh": "mine.gin:2",
+        "partitioning.standard_logical_axis_rules.activation_partitioning_dims": "mine.gin:4",
+        "partitioning.standard_logical_axis_rules.additional_rules": "mine.gin:5",
+        "partitioning.PjitPartitioner.logical_axis_rules": "mine.gin:6",
+        "partitioning.PjitPartitioner.ici_mesh_shape": "mine.gin:7",
+    }
+)
 
 
 @pytest.mark.parametrize(
@@ -32,24 +46,56 @@ from t0repro.errors import UserError
     ],
 )
 def test_the_layout_of_a_partitioner(options, layout):
-    assert layout_of(PjitPartitioner(**options)) == layout
+    assert layout_of(PjitPartitioner(**options), PLACES) == layout
+    assert list(differences(PjitPartitioner(**options), PLACES)) == []
+
+
+MESHES = {"ici_mesh_shape": {"data": 4, "model": 2}, "dcn_mesh_shape": {"replica": 3}}
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "layout", "loses"),
     [
-        (
-            {"num_partitions": 2, "model_parallel_submesh": (1, 1, 1, 2)},
-            "num_partitions and model_parallel_submesh",
-        ),
-        ({"logical_axis_rules": [("length", "model")]}, "'length', 'model'"),
-        (
-            {"logical_axis_rules": AxisRules(activation_partitioning_dims=2)},
-            "activation_partitioning_dims is 2",
-        ),
+        ({"num_partitions": 1, "model_parallel_submesh": (1, 2, 1, 1)}, Layout(model=2), True),
+        ({"num_partitions": 1, **MESHES}, Layout(data=12, model=2), True),
+        # T5X reads a mesh within slices only together with one across them.
+        ({"num_partitions": 1, "ici_mesh_shape": {"model": 2}}, Layout(), False),
     ],
 )
-def test_what_is_not_divided_here_is_refused(options, message):
-    with pytest.raises(UserError, match=message) as error:
-        layout_of(PjitPartitioner(**options), "mine.gin:4")
-    assert error.value.where == "mine.gin:4"
+def test_of_two_sizes_the_one_that_t5x_reads_wins_with_a_warning(options, layout, loses):
+    partitioner = PjitPartitioner(**options)
+    assert layout_of(partitioner, PLACES) == layout
+    (line,) = differences(partitioner, PLACES)
+    loser = "num_partitions" if loses else "ici_mesh_shape"
+    assert line.startswith("pretrain.gin:3" if loses else "mine.gin:7")
+    assert f"PjitPartitioner.{loser} = " in line
+
+
+@pytest.mark.parametrize(
+    ("rules", "line"),
+    [
+        (AxisRules(activation_partitioning_dims=2), "mine.gin:4: [^:]*activation_[^:]* = 2: not d"),
+        (AxisRules(additional_rules=[("embed", "model")]), "mine.gin:5: .*'embed', 'model'"),
+        ([("embed", "model"), ("batch", ("data",))], "mine.gin:6: .*'embed', 'model'"),
+    ],
+)
+def test_what_changes_memory_and_speed_alone_is_a_warning_with_its_place(rules, line):
+    partitioner = PjitPartitioner(logical_axis_rules=rules)
+    assert layout_of(partitioner, PLACES) == Layout()
+    (told,) = differences(partitioner, PLACES)
+    assert re.match(line, told)
+
+
+@pytest.mark.parametrize(
+    ("options", "where"),
+    [
+        ({"model_parallel_submesh": (1, 1, 2)}, "mine.gin:2"),
+        ({"ici_mesh_shape": {"modle": 2}}, "mine.gin:7"),
+        ({"logical_axis_rules": [("embed", "modle")]}, "mine.gin:6"),
+        ({"logical_axis_rules": AxisRules(activation_partitioning_dims=3)}, "mine.gin:4"),
+    ],
+)
+def test_what_t5x_would_refuse_too_is_refused_with_its_place(options, where):
+    with pytest.raises(UserError) as error:
+        layout_of(PjitPartitioner(**options), PLACES)
+    assert error.value.where == where

@@ -14,11 +14,13 @@ from t0repro.config.run_config import (
     RunConfig,
     ScheduleConfig,
 )
-from t0repro.config.t5x import programs, records, run
-from t0repro.config.t5x.gin_files import T5xInputs, parse
+from t0repro.config.t5x import programs, records
+from t0repro.config.t5x.differences import differences
+from t0repro.config.t5x.gin_files import T5xInputs, parse, shipped_files
 from t0repro.config.training_plan import (
     BestCheckpoints,
     EarlyStoppingConfig,
+    EvaluatorConfig,
     RestoreConfig,
     SaveConfig,
 )
@@ -26,6 +28,8 @@ from t0repro.converters.released import catalogue
 from t0repro.errors import UserError
 
 from ..t5x_trainings import FINETUNE, MODEL, PRETRAIN, REQUIRED, config
+
+BASE = "t5x/examples/t5/t5_1_1/base.gin"
 
 
 def from_file(tmp_path, text: str) -> RunConfig:
@@ -81,11 +85,37 @@ def test_a_fine_tuning_has_three_datasets_and_a_checkpoint_to_start_from():
 
 def test_hardware_random_numbers_are_not_drawn_and_that_is_told_by_name():
     def warnings(*bindings):
-        return run.train_warnings(parse(T5xInputs("train", (MODEL, PRETRAIN), bindings)))
+        return differences(parse(T5xInputs("train", (MODEL, PRETRAIN), bindings)))
 
     assert warnings(*REQUIRED) == []
     (told,) = warnings(*REQUIRED, "USE_HARDWARE_RNG = True")
     assert "pretrain.gin:" in told and "use_hardware_rng = True: JAX's default generator" in told
+
+
+def test_an_evaluation_has_t5xs_evaluator_unless_told_otherwise_and_none_is_refused():
+    binding = "train_script.train.infer_eval_dataset_cfg = @train_eval/utils.DatasetConfig()"
+    assert config(binding).plan.evaluator == EvaluatorConfig((), None, True)
+    with pytest.raises(UserError, match="needs an evaluator") as caught:
+        config(binding, "train_script.train.inference_evaluator_cls = None")
+    assert "inference_evaluator_cls = None" in caught.value.where
+
+
+def test_what_only_a_later_evaluation_would_stumble_over_is_refused_before_the_training():
+    mine = "models.EncoderDecoderModel.decode_fn = @utils.CheckpointConfig()"
+    assert config(mine).plan.infer_eval_data is None
+    with pytest.raises(UserError, match="beam search or by sampling") as caught:
+        config("INITIAL_CHECKPOINT_PATH = 'a'", mine, files=[MODEL, FINETUNE])
+    assert mine in caught.value.where
+
+
+def test_contrib_gpus_network_is_that_of_t5_and_can_scale_queries(tmp_path):
+    (tmp_path / "mine.gin").write_text(
+        Path(shipped_files(), BASE).read_text().replace("t5x.examples.t5 ", "t5x.contrib.gpu.t5 ")
+    )
+    files, plain = (str(tmp_path / "mine.gin"), PRETRAIN), config(files=[BASE, PRETRAIN]).model
+    assert config(files=files).model == plain
+    scaled = config("network.T5Config.scale_attn_logits = True", files=files).model
+    assert scaled == dataclasses.replace(plain, scale_queries=True)
 
 
 def test_each_value_has_the_place_that_set_it():
