@@ -16,7 +16,7 @@ _OF_ANOTHER = {"run", "launch"}
 
 def pages() -> list[Path]:
     """README.md and every page of docs/."""
-    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def command_lines(text: str) -> Iterator[str]:

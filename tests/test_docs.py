@@ -36,13 +36,14 @@ def site(tmp_path_factory) -> Path:
 
 
 def test_the_site_has_every_page_and_asks_no_other_server_for_anything(site):
-    names = {path.stem for path in (ROOT / "docs").glob("*.md")}
-    assert names <= {path.stem for path in site.glob("*.html")}
+    docs = ROOT / "docs"
+    names = {path.relative_to(docs).with_suffix("") for path in docs.rglob("*.md")}
+    assert names <= {path.relative_to(site).with_suffix("") for path in site.rglob("*.html")}
     fetched = re.compile(
         r"""<(script|img|iframe)[^>]*\ssrc=["']?https?:"""
         r"""|<link[^>]*(stylesheet|preconnect)[^>]*\shref=["']?https?:"""
     )
-    for page in site.glob("*.html"):
+    for page in site.rglob("*.html"):
         assert not fetched.findall(page.read_text()), page.name
     search = (site / "search" / "search_index.json").read_text()
     assert "rank classification" in search.lower()

@@ -201,7 +201,7 @@ def runs_python(dataset: Any) -> bool:
     """Whether a tf.data pipeline calls Python functions, whose state TensorFlow cannot save.
 
     It does not say so itself: it saves such a pipeline's state without an error, and restores it
-    to another place (docs/decisions.md).
+    to another place (docs/decisions/0012).
     """
     import tensorflow as tf
 

@@ -61,7 +61,7 @@ class TrainBatches(ResumableBatches):
         if not self._data.checkpoint_input_pipeline:
             return False
         # tf.data saves the state of Python generators without complaint, even with the
-        # external-state policy FAIL (tried; see docs/decisions.md). With use_cached too, tasks that
+        # external-state policy FAIL (docs/decisions/0012). With use_cached too, tasks that
         # SeqIO cannot cache may run them.
         if not self._data.use_cached or runs_python(dataset):
             raise UserError(

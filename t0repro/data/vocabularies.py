@@ -105,7 +105,7 @@ def _are_same(one: Any, other: Any) -> bool:
     """Whether two vocabularies encode alike, wherever their files lie."""
     import seqio
 
-    # SeqIO compares addresses, and T5's vocabulary has several (docs/decisions.md).
+    # SeqIO compares addresses, and T5's vocabulary has several (docs/lab_log.md).
     if one == other or _is_t5s(one) and _is_t5s(other):
         return True
     if not all(isinstance(each, seqio.SentencePieceVocabulary) for each in (one, other)):
