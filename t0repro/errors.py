@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 
 class UserError(Exception):
@@ -32,3 +33,23 @@ def nearest_names(name: str, known: Iterable[str], count: int = 5) -> str:
     """Up to `count` known names closest to a mistyped one, quoted; or 'none is similar'."""
     matches = difflib.get_close_matches(name, list(known), n=count, cutoff=0.5)
     return ", ".join(repr(match) for match in matches) or "none is similar"
+
+
+_in_t5x_command = False
+
+
+def of_command(mesh: str, t5x: str) -> str:
+    """A flag or a phrase as the running command has it: of t5_mesh_transformer's, or of T5X's."""
+    return t5x if _in_t5x_command else mesh
+
+
+@contextlib.contextmanager
+def t5x_command() -> Iterator[None]:
+    """Runs a command with T5X's flags: `of_command` returns those inside the block."""
+    # Not a context variable: threads ask too.
+    global _in_t5x_command
+    before, _in_t5x_command = _in_t5x_command, True
+    try:
+        yield
+    finally:
+        _in_t5x_command = before

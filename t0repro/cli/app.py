@@ -34,6 +34,7 @@ from t0repro.cli import (
 from t0repro.cli.gate import gate
 from t0repro.cli.paths import check_inputs
 from t0repro.cli.spelling import canonical, show_canonical, with_t5x_overrides
+from t0repro.errors import t5x_command
 
 app = typer.Typer(
     name="t0repro",
@@ -100,6 +101,9 @@ _LONG_WORK = frozenset(
     ("train", "run", "launch", "cache", "convert", "rank-eval", "eval", "infer", "aux", "parity")
 )
 
+# Those whose flags are T5X's.
+_T5X_MODES = frozenset(("train", "eval", "infer", "precompile", "run"))
+
 
 def _print_version(wanted: bool) -> None:
     if wanted:
@@ -127,6 +131,8 @@ def _global_options(
     settings.debug = debug
     # By the first word alone: a command in a group continues as its group does.
     settings.go_on = _GOES_ON.get(context.invoked_subcommand or "", settings.go_on)
+    if context.invoked_subcommand in _T5X_MODES:
+        context.with_resource(t5x_command())
     works = context.invoked_subcommand in _LONG_WORK
     settings.long_work = works and "--help" not in sys.argv
 

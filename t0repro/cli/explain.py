@@ -21,9 +21,11 @@ from t0repro.cli.gin_options import (
     mesh_inputs,
     t5x_inputs,
 )
+from t0repro.cli.log_flags import LogOptions
+from t0repro.cli.option_groups import with_groups
 from t0repro.cli.options import AsJson, Modules
 from t0repro.cli.results import print_json
-from t0repro.errors import UserError
+from t0repro.errors import UserError, t5x_command
 
 if TYPE_CHECKING:
     from t0repro.config.run_config import RunConfig
@@ -36,7 +38,9 @@ class Dialects(enum.StrEnum):
     T5X = "t5x"
 
 
+@with_groups
 def explain(
+    logs: LogOptions,
     gin_file: GinFiles = None,
     gin_param: GinParams = None,
     gin_location_prefix: GinFolders = None,
@@ -69,6 +73,7 @@ def explain(
         --gin.MIXTURE_OR_TASK_NAME="'c4_v220_span_corruption'" --gin.TRAIN_STEPS=10000
         --gin.TASK_FEATURE_LENGTHS="{'inputs': 512, 'targets': 114}" --gin.DROPOUT_RATE=0.0
     """
+    del logs  # its options have their effect when they are read
     allowlist = allowlist_of(gin_import_allowlist)
     if dry_run:
         # A listing runs nobody's code, so nothing below that imports is reached.
@@ -78,7 +83,8 @@ def explain(
         return
     if run_mode:
         t5x_inputs = (gin_file or (), gin_bindings or (), gin_search_paths, allowlist)
-        _explain_t5x(run_mode, *t5x_inputs, as_json=as_json, dialect=dialect)
+        with t5x_command():
+            _explain_t5x(run_mode, *t5x_inputs, as_json=as_json, dialect=dialect)
         return
     echo("reading gin files, with t5 and Mesh TensorFlow ...", err=True)
     from t0repro.config.explain import render

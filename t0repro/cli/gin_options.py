@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
+
+from t0repro.cli.spelling import canonical
+from t0repro.vertex.arguments import check_not_export
 
 if TYPE_CHECKING:
     from t0repro.config.mtf.parser import MeshInputs
     from t0repro.config.t5x.gin_files import T5xInputs
+
+Mode = TypeVar("Mode", bound=enum.StrEnum)
 
 GinFiles = Annotated[list[str] | None, typer.Option("--gin_file", help="A gin file; repeatable.")]
 GinParams = Annotated[
@@ -84,9 +89,28 @@ class RunMode(enum.StrEnum):
     PRECOMPILE = "precompile"
 
 
+def run_mode_of(modes: type[Mode]) -> Callable[[str], Mode]:
+    """A reader of `--run_mode` for the modes of an enumeration, which says why export is none."""
+
+    def named(name: str) -> Mode:
+        check_not_export(name)
+        # Either spelling of what has a dash in it, as of options.
+        found = next((mode for mode in modes if canonical(mode) == canonical(name)), None)
+        if found is None:
+            raise typer.BadParameter(f"{name!r} is not one of {', '.join(modes)}.")
+        return found
+
+    return named
+
+
 RunModes = Annotated[
     RunMode | None,
-    typer.Option("--run_mode", help="Read the gin files as T5X does in this run mode."),
+    typer.Option(
+        "--run_mode",
+        parser=run_mode_of(RunMode),
+        metavar="MODE",
+        help="Read the gin files as T5X does in this run mode: train, eval, infer or precompile.",
+    ),
 ]
 # The option behind --gin.NAME=VALUE, which `cli.spelling` rewrites: Click knows no such names.
 GinBindings = Annotated[

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from typing import Any
 
+from t0repro.cli.log_flags import as_click_reads
 from t0repro.errors import UserError
 
 
@@ -34,9 +34,9 @@ def canonical_arguments(arguments: Iterable[str]) -> list[str]:
 def with_t5x_overrides(arguments: Iterable[str]) -> list[str]:
     """The command line with T5X's spellings as this program has them.
 
-    `--gin.NAME=VALUE` becomes `--gin_bindings=NAME = VALUE`, and `--replace_gin_file=True`, as
-    T5X's page on auxiliary jobs writes it, becomes the flag alone. What follows `--` is another
-    command's, and stays as it is.
+    `--gin.NAME=VALUE` becomes `--gin_bindings=NAME = VALUE`. `--replace_gin_file=True`, as T5X's
+    page on auxiliary jobs writes it, becomes the flag alone, and `-v=1` becomes `--verbosity=1`.
+    What follows `--` is another command's, and stays as it is.
 
     Raises:
       UserError: If one has no "=", or a path begins with a `~` that the shell left as it was.
@@ -53,11 +53,8 @@ def with_t5x_overrides(arguments: Iterable[str]) -> list[str]:
                     f"{argument} has no value.", fix=f"Write it as --gin.{name}=VALUE, in one word."
                 )
             argument = f"--gin_bindings={name} = {value}"
-        if re.fullmatch(r"--replace_gin_file=(?i:true|false)", argument):  # as absl takes flags
-            argument, _, value = argument.partition("=")
-            if value.lower() == "false":
-                continue
-        spelled.append(argument)
+        if (spelling := as_click_reads(argument)) is not None:
+            spelled.append(spelling)
     return spelled
 
 

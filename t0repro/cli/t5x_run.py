@@ -18,6 +18,7 @@ from t0repro.cli.gin_options import (
     allowlist_of,
     t5x_inputs,
 )
+from t0repro.cli.log_flags import LogOptions
 from t0repro.cli.option_groups import with_groups
 from t0repro.cli.options import Modules
 from t0repro.cli.process_flags import ProcessOptions
@@ -31,7 +32,7 @@ Plan = TypeVar("Plan", bound="InferencePlan")
 
 
 @dataclasses.dataclass(frozen=True)
-class T5xOptions:
+class T5xOptions(LogOptions):
     """What every run mode of T5X takes."""
 
     gin_file: GinFiles = None

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from t0repro.cli.gin_options import run_mode_of
 from t0repro.cli.option_groups import with_groups
 from t0repro.cli.process_flags import ProcessOptions
 from t0repro.cli.t5x_run import T5xOptions, gin_inputs, parse_files, register
@@ -98,7 +99,15 @@ def _check_machine(machines: Path | None, platform: str | None, cell: str | None
 
 def run(
     context: typer.Context,
-    run_mode: Annotated[JobMode, typer.Option("--run_mode", help="What to do.")],
+    run_mode: Annotated[
+        JobMode,
+        typer.Option(
+            "--run_mode",
+            parser=run_mode_of(JobMode),
+            metavar="MODE",
+            help=f"What to do: {', '.join(JobMode)}.",
+        ),
+    ],
 ) -> None:
     """Run a run mode: the same as the command of that name, with its options.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -33,8 +34,13 @@ app = typer.Typer(
     epilog="Example: t0repro vertex status 1234567890 --project P --location europe-west4",
 )
 
-Project = Annotated[str, typer.Option(help="The Google Cloud project.")]
-Location = Annotated[str, typer.Option(help="The region, such as europe-west4.")]
+# The second names are those of T5X's script for Vertex AI, run.py.
+Project = Annotated[
+    str, typer.Option("--project", "--project_id", help="The Google Cloud project.")
+]
+Location = Annotated[
+    str, typer.Option("--location", "--region", help="The region, such as europe-west4.")
+]
 Wait = Annotated[
     bool, typer.Option("--wait", help="Follow the job, upload its metrics, record its end.")
 ]
@@ -142,6 +148,21 @@ def submit(
     ] = None,
     gin_file: GinFiles = None,
     gin_bindings: GinBindings = None,
+    gin_search_paths: Annotated[
+        str | None,
+        typer.Option(help="Folders to look for gin files in, separated by commas."),
+    ] = None,
+    tfds_data_dir: Annotated[
+        str | None,
+        typer.Option(help="The folder of TensorFlow Datasets' data, as the container sees it."),
+    ] = None,
+    gin_files: Annotated[
+        str | None, typer.Option(help="As in T5X's run.py: gin files, separated by commas.")
+    ] = None,
+    gin_overwrites: Annotated[
+        str | None,
+        typer.Option(help="As in T5X's run.py: NAME=VALUE, separated by commas."),
+    ] = None,
     xmanager: Annotated[
         Executor | None,
         typer.Option(help="Submit as an experiment of XManager, to run there or on this machine."),
@@ -168,7 +189,12 @@ def submit(
     from t0repro.vertex.cloud import Place
 
     place = Place(project, location, staging_bucket)
-    words = _words(run_mode, gin_file or [], gin_bindings or [], command or [])
+    gin = GinFlags(
+        files=[*_comma_separated(gin_files), *(gin_file or [])],
+        bindings=[*_comma_separated(gin_overwrites), *(gin_bindings or [])],
+        others={"gin_search_paths": gin_search_paths, "tfds_data_dir": tfds_data_dir},
+    )
+    words = _words(run_mode, gin, command or [])
     request, tracking = job.request(display_name, image_uri, words), tracked.tracking()
     if xmanager and (tracking or wait):
         raise UserError(
@@ -183,24 +209,44 @@ def submit(
     _submit(request, place, tracking, dry_run=dry_run, wait=wait, poll_seconds=poll_seconds)
 
 
-def _words(
-    run_mode: str | None, gin_files: list[str], bindings: list[str], command: list[str]
-) -> tuple[str, ...]:
+@dataclasses.dataclass(frozen=True)
+class GinFlags:
+    """What the flags of a run mode say of its gin files.
+
+    Attributes:
+      others: flag -> the value to pass on; None if it is not given.
+    """
+
+    files: list[str]
+    bindings: list[str]
+    others: dict[str, str | None]
+
+
+def _comma_separated(text: str | None) -> list[str]:
+    """A list as absl takes it: commas inside quotation marks, brackets or braces stay."""
+    # Between the items: what follows has as many opening marks as closing ones.
+    outside = r"""("[^"]*"|'[^']*'|\([^)]*\)|\[[^\]]*\]|\{[^}]*\}|[^,])+"""
+    return [item[0].strip() for item in re.finditer(outside, text or "")]
+
+
+def _words(run_mode: str | None, gin: GinFlags, command: list[str]) -> tuple[str, ...]:
     """The job's command line."""
     from t0repro.vertex.spec import override
 
+    others = [f"--{name}={value}" for name, value in gin.others.items() if value is not None]
     if run_mode is None:
-        if gin_files or bindings:
+        if gin.files or gin.bindings or others:
             raise UserError(
-                "--gin_file and --gin are for run modes.",
+                "--gin_file, --gin, --gin_search_paths and --tfds_data_dir are for run modes.",
                 where="the command line",
-                fix="Add --run_mode, or give the gin files after the command that follows `--`.",
+                fix="Add --run_mode, or give these flags after the command that follows `--`.",
             )
         return tuple(command)
     return (
         f"--run_mode={run_mode}",
-        *(f"--gin_file={name}" for name in gin_files),
-        *(override(binding) for binding in bindings),
+        *(f"--gin_file={name}" for name in gin.files),
+        *(override(binding) for binding in gin.bindings),
+        *others,
         *command,
     )
 

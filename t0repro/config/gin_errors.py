@@ -7,15 +7,17 @@ wrong, where, and what to do.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import re
 import tokenize
 from collections.abc import Iterator
 from typing import Any
 
+from t0repro.config.gin_names import nearest_gin_files
 from t0repro.config.macros import MACRO, bound_macros, check_macros_are_read
 from t0repro.config.provenance import Bindings
-from t0repro.errors import UserError, nearest_names
+from t0repro.errors import UserError, nearest_names, of_command
 
 _ANYWHERE = "the gin files and the command line of this run"
 _FIX = "Correct the gin file or the override."
@@ -95,12 +97,12 @@ def _described(error: Exception, files: list[str], bindings: Bindings | None) ->
         )
     missing = re.match(r"Unable to open file: (.*?)\. Searched config paths: (.*?)\.(\n|$)", text)
     if missing:
+        folders = of_command("--gin_location_prefix", "--gin_search_paths")
         return UserError(
             f"There is no gin file {missing.group(1)}.",
             where=_place_in(text) or "--gin_file",
-            fix="Correct the name, or name the file's folder with --gin_location_prefix (of T5X's"
-            " files: --gin_search_paths)."
-            f" Searched config paths: {_short(missing.group(2))}.",
+            fix=f"Correct the name: {nearest_gin_files(missing[1], _listed(missing[2]))}; or name"
+            f" the file's folder with {folders}. Searched config paths: {_short(missing[2])}.",
         )
     if isinstance(error, UnicodeDecodeError):
         return UserError(
@@ -117,6 +119,13 @@ def _described(error: Exception, files: list[str], bindings: Bindings | None) ->
     where = _place_of(error, file) or _place_of_call(text, bindings) or _ANYWHERE
     fix = _fix_of_value(error) or _nearest_parameter(text) or _FIX
     return UserError(_words(error), where=where, fix=fix)
+
+
+def _listed(text: str) -> list[str]:
+    """The strings of a list as Python prints it, or nothing."""
+    with contextlib.suppress(ValueError, SyntaxError):
+        return [str(item) for item in ast.literal_eval(text)]
+    return []
 
 
 def _words(error: Exception) -> str:

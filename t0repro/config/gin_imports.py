@@ -16,6 +16,7 @@ from typing import Any
 
 from t0repro.config import cloud
 from t0repro.config.gin_errors import configuration_errors
+from t0repro.config.gin_names import nearest_gin_files
 from t0repro.errors import UserError
 
 _OPTION = "--gin_import_allowlist"
@@ -168,7 +169,8 @@ def _statements_of_file(
     raise UserError(
         f"There is no gin file {file}.",
         where=within[-1] if within else "--gin_file",
-        fix=f"Correct the name. Searched: {', '.join(folder or '.' for folder in folders)}.",
+        fix=f"Correct the name: {nearest_gin_files(file, folders)}."
+        f" Searched: {', '.join(folder or '.' for folder in folders)}.",
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from t0repro.config.configuration import RunInputs
 from t0repro.config.gin_errors import unknown_mixture
 from t0repro.config.training_plan import SeqioDataConfig
-from t0repro.errors import UserError
+from t0repro.errors import UserError, of_command
 from t0repro.tasks.mixture import keep_at_hand, lacks_cache
 from t0repro.words import counted
 
@@ -90,8 +90,8 @@ def splits_of(task: Any) -> Sequence[str]:
     if not task.source.splits:
         raise UserError(
             f"The data of the task {task.name} are not on this machine: it has no splits.",
-            fix="Name the folder where TensorFlow Datasets prepared them (--tfds_data_dir, or"
-            " --t5_tfds_data_dir of t5_mesh_transformer).",
+            fix="Name the folder where TensorFlow Datasets prepared them:"
+            f" {of_command('--t5_tfds_data_dir', '--tfds_data_dir')}.",
         )
     return task.splits
 
@@ -188,9 +188,9 @@ def _check_cached(name: str, split: str, tasks: Sequence[Any]) -> None:
         f"use_cached = True, but of {counted(len(tasks), 'task')} of {name!r}, {len(missing)} not"
         f" cached: {shown}.",
         where="searched " + (", ".join(searched) or "nowhere: no folder of caches is named"),
-        fix=f"{fix} Name the folder with --additional_task_cache_dirs, in T5X's modes"
-        " --seqio_additional_cache_dirs; or read without a cache: use_cached = False, in T5X's"
-        " files USE_CACHED_TASKS = False.",
+        fix=f"{fix} Name the folder with"
+        f" {of_command('--additional_task_cache_dirs', '--seqio_additional_cache_dirs')}; or read"
+        f" without a cache: {of_command('use_cached', 'USE_CACHED_TASKS')} = False.",
     )
 
 
@@ -244,8 +244,8 @@ def _check_rows(split: str, tasks: Sequence[Any]) -> None:
         raise UserError(
             f"The task {needing[0]} can only be read from a cache: its CacheDatasetPlaceholder"
             " is required.",
-            fix="Cache it with seqio_cache_tasks, and bind use_cached = True (in T5X's files"
-            " USE_CACHED_TASKS).",
+            fix="Cache it with seqio_cache_tasks, and bind"
+            f" {of_command('use_cached', 'USE_CACHED_TASKS')} = True.",
         )
     for task in tasks:
         if isinstance(task.source, PromptedSource):

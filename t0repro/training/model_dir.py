@@ -27,7 +27,7 @@ import numpy as np
 from t0repro.config.run_config import ModelConfig, OptaxConfig, OptimizerConfig, RunConfig
 from t0repro.converters import sources
 from t0repro.converters.tensors import CheckpointReader, CheckpointRef
-from t0repro.errors import UserError
+from t0repro.errors import UserError, of_command
 from t0repro.files import output_path, write_atomically
 from t0repro.locks import folder_lock
 from t0repro.parameters import layout
@@ -69,7 +69,7 @@ def held_for_training(
 
     @contextlib.contextmanager
     def checked() -> Iterator[None]:
-        fix = "Wait for it to end, or train in another --model_dir."
+        fix = f"Wait for it to end, or train in another {of_command('--model_dir', 'MODEL_DIR')}."
         with folder_lock(output_path(model_dir), "training", fix=fix):
             check_model_dir(model_dir, backend, config, allow_changed=allow_changed)
             if config is not None:
@@ -145,7 +145,10 @@ def _check_stack(refs: list[CheckpointRef], backend: Backend, model_dir: str) ->
         raise UserError(
             f"{mesh.path} is later than the JAX checkpoints beside it.",
             where=model_dir,
-            fix="Move one kind elsewhere, or continue with --backend=mtf.",
+            fix=of_command(
+                "Move one kind elsewhere, or continue with --backend=mtf.",
+                "Move one kind elsewhere.",
+            ),
         )
 
 
@@ -262,6 +265,7 @@ def _check_record(path: Path, config: RunConfig) -> None:
             "The checkpoints of this folder were trained with other settings:"
             f" {shown}{'; ...' if len(changed) > 5 else ''}.",
             where=str(path),
-            fix="Bind these as they were, or give another --model_dir; or add --allow_changed to"
-            " continue with the new settings.",
+            fix="Bind these as they were, or give another"
+            f" {of_command('--model_dir', 'MODEL_DIR')}; or add --allow_changed to continue with"
+            " the new settings.",
         )

@@ -73,6 +73,7 @@ def read_arguments(words: Sequence[str]) -> Arguments:
     if words and words[0] == MESH_TRANSFORMER:
         return _read(tuple(words[1:]), None)
     mode, _ = _parsed(_parser("--run_mode"), words)
+    check_not_export(mode.run_mode)
     if mode.run_mode is None:
         raise UserError(
             "The job has nothing to do.",
@@ -88,6 +89,22 @@ def read_arguments(words: Sequence[str]) -> Arguments:
             where="--run_mode",
             fix=f"One of {', '.join(JobMode)}.",
         ) from error
+
+
+def check_not_export(run_mode: str | None) -> None:
+    """Refuses T5X's run mode of SavedModels, and says what there is instead.
+
+    Raises:
+      UserError: if it is `export`.
+    """
+    if run_mode == "export":
+        raise UserError(
+            "There is no run mode 'export': T5X's writes a SavedModel for TensorFlow Serving, and"
+            " no model here is a TensorFlow graph.",
+            where="--run_mode=export",
+            fix="`t0repro convert CHECKPOINT OUT --to hf` writes a model that transformers loads;"
+            " `--to t5x` writes a checkpoint that T5X itself exports.",
+        )
 
 
 def _read(words: tuple[str, ...], mode: JobMode | None) -> Arguments:

@@ -67,8 +67,11 @@ def test_a_mistyped_command_or_option_exits_with_2(monkeypatch, capsys):
 
 
 def test_what_t5x_starts_and_this_does_not_is_refused_by_name(monkeypatch, capsys):
-    code, _, err = run(monkeypatch, capsys, "run", "--run_mode=export")
-    assert code == 2 and "'export' is not one of" in err and "precompile" in err
+    for command in ("run", "explain"):
+        code, _, err = run(monkeypatch, capsys, command, "--run_mode=export")
+        assert code == 2 and "a SavedModel" in err and "t0repro convert" in err
+        code, _, err = run(monkeypatch, capsys, command, "--run_mode=exprot")
+        assert code == 2 and "is not one of" in err and "precompile" in err
     code, _, err = run(monkeypatch, capsys, "train", "--fdl_config=a")
     assert code == 2 and "--fdl_config" in err
 

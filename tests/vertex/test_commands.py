@@ -149,3 +149,29 @@ def test_a_name_that_no_resource_can_have_is_a_users_mistake(cloud, experiment, 
     code, _, err = submit("one", *rank_eval("o"), more=("--experiment", "My experiment"))
     assert code == 2 and "where: --experiment My experiment" in err, err
     assert not cloud.services.jobs and not cloud.staged()
+
+
+def test_t5xs_own_flags_and_those_of_its_script_reach_the_container(
+    cloud, experiment, monkeypatch, tmp_path, vertex
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.gin").write_text("include 't5x/examples/t5/t5_1_1/tiny.gin'\n")
+    code, out, err = vertex(
+        *("submit", "--project_id=p", "--region=us-central1", "--staging_bucket=gs://bucket"),
+        *("--image_uri=image", "--display_name=d", "--run_mode=infer", "--dry_run"),
+        *("--accelerator_type=TPU_V2", "--accelerator_count=8"),
+        *("--gin_files=mine.gin,t5x/configs/runs/infer.gin", "--gin_search_paths=.,/flaxformer"),
+        "--tfds_data_dir=/gcs/bucket/tfds",
+        "--gin_overwrites=DROPOUT_RATE=0.0,CHECKPOINT_PATH='gs://bucket/a',MIXTURE_OR_TASK_NAME='t'"
+        ",INFER_OUTPUT_DIR='/gcs/bucket/o',TASK_FEATURE_LENGTHS={'inputs': 8, 'targets': 8}",
+    )
+    assert code == 0, err
+    assert "--tfds_data_dir=/gcs/bucket/tfds" in out
+    assert "--gin.TASK_FEATURE_LENGTHS={'inputs': 8, 'targets': 8}" in out.replace("''", "'")
+    assert ".,/flaxformer" in out and "--gin_file=t5x/configs/runs/infer.gin" in out
+
+
+def test_an_export_is_refused_with_the_reason(cloud, vertex):
+    places = ("--staging_bucket=gs://b", "--image_uri=i", "--display_name=d")
+    code, _, err = vertex("submit", *places, "--run_mode=export")
+    assert code == 2 and "a SavedModel" in err

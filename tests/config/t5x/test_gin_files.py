@@ -9,10 +9,11 @@ import pytest
 
 import gin
 from t0repro.config.t5x import gin_files, programs, records
-from t0repro.errors import UserError
+from t0repro.errors import UserError, t5x_command
 
 MODEL = "t5x/examples/t5/t5_1_1/small.gin"
-PRETRAIN = "t5x/configs/runs/pretrain.gin"
+RUNS = "t5x/configs/runs/{}.gin"
+PRETRAIN = RUNS.format("pretrain")
 REQUIRED = (
     "DROPOUT_RATE = 0.0",
     "MIXTURE_OR_TASK_NAME = 'a_task'",
@@ -184,6 +185,24 @@ def test_a_macro_in_a_users_file_that_nothing_reads_is_a_warning(tmp_path):
     (tmp_path / "mine.gin").write_text(f"include '{PRETRAIN}'\nTOPOLOGY = 'v2-32'\n")
     (warning,) = parse(files=[MODEL, str(tmp_path / "mine.gin")]).warnings
     assert "mine.gin:2: nothing reads the macro TOPOLOGY; nearest: " in warning
+
+
+def test_a_file_of_other_word_order_is_found_by_its_words():
+    with pytest.raises(UserError, match="nearest: [^,]*/small_c4_pretrain.gin") as caught:
+        parse(files=["t5x/examples/t5/t5_1_1/examples/c4_pretrain_small.gin"])
+    with t5x_command(), pytest.raises(UserError, match="--gin_search_paths") as in_t5x:
+        parse(files=["c4_pretrain_small.gin"])
+    assert "--gin_location_prefix" in caught.value.fix
+    assert "--gin_location_prefix" not in in_t5x.value.fix
+
+
+@pytest.mark.parametrize(
+    "mode, folder", [("eval", "EVAL_OUTPUT_DIR"), ("infer", "INFER_OUTPUT_DIR")]
+)
+def test_caches_are_asked_for_by_one_macro_in_every_run_file(mode, folder):
+    macros = ("CHECKPOINT_PATH = 'a'", f"{folder} = 'b'", "USE_CACHED_TASKS = True")
+    read = parse(*macros, files=[MODEL, RUNS.format(mode)], run_mode=mode, required=REQUIRED[:3])
+    assert read.program.dataset_cfg.use_cached is True
 
 
 def test_missing_macros_are_all_named_with_what_was_probably_meant():
