@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from t0repro.converters.convert import convert
     from t0repro.data.cached import CachedBatches
     from t0repro.errors import UserError
-    from t0repro.evaluation.text_scores import score
     from t0repro.reports.report import load_report
+    from t0repro.runs.text_scores import score
 
 __version__ = "0.1.0"
 __all__ = [
@@ -33,7 +33,7 @@ _MODULES = {
     "UserError": "errors",
     "convert": "converters.convert",
     "load_report": "reports.report",
-    "score": "evaluation.text_scores",
+    "score": "runs.text_scores",
     "t5_1_1": "config.recipe",
     "training_config": "config.recipe",
 }

@@ -18,10 +18,10 @@ from t0repro.converters.arithmetic import check_configured, open_configured, rep
 from t0repro.converters.integrity import INTEGRITY
 from t0repro.converters.tensors import CheckpointRef, StoredTensor
 from t0repro.errors import UserError
-from t0repro.evaluation.checkpoint_choice import checkpoints_in
 from t0repro.evaluation.opened import Checkpoint, on_devices
 from t0repro.parameters import layout
 from t0repro.partitioning.processes import from_first
+from t0repro.runs.checkpoint_choice import checkpoints_in
 
 SECONDS_BETWEEN_LOOKS = 5.0
 

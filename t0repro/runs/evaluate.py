@@ -1,26 +1,49 @@
 """Modes eval and score_eval: evaluate checkpoints with the metrics of their tasks.
 
-eval generates texts; score_eval computes the targets' log-likelihoods.
+eval generates texts; score_eval computes the targets' log-likelihoods. The output files are in Mesh
+TensorFlow's format (see task_output). Next to them go what a report needs to know about the
+evaluation: a record of each task, and provenance.json.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import time
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from t0repro.config.configuration import Configuration
 from t0repro.config.run_config import RunConfig
+from t0repro.data.batches import eval_tasks
 from t0repro.errors import UserError
-from t0repro.runs.loaded_model import generated_texts, loaded
-from t0repro.runs.score import ScoreFiles
+from t0repro.evaluation.closing import print_results
+from t0repro.evaluation.energy import Cost
+from t0repro.evaluation.evaluation_facts import jax_device, write_facts
+from t0repro.evaluation.evaluation_folder import EvaluationFolder, Settings
+from t0repro.evaluation.opened import Checkpoint
+from t0repro.evaluation.rank_run import RankRun, ScoredPart, print_to_stderr
+from t0repro.evaluation.reading import Part, windows
+from t0repro.evaluation.task_output import (
+    Judge,
+    TaskOutput,
+    TaskResult,
+    explaining_cut_examples,
+    judge_of,
+)
+from t0repro.evaluation.truncation import TruncationCounter
+from t0repro.event_files import event_writer
+from t0repro.partitioning.processes import is_first, output_folder
+from t0repro.runs.checkpoint_choice import chosen_checkpoints, generated_texts, loaded
+from t0repro.runs.text_modes import ScoreFiles
+from t0repro.training.metrics import MetricLog
 
-if TYPE_CHECKING:
-    from t0repro.evaluation.opened import Checkpoint
-    from t0repro.evaluation.reading import Part
-    from t0repro.evaluation.score_eval import Outputs, TaskWindows
+# As in rank_eval: beyond a window, texts and tokens take no more memory however many there are.
+EXAMPLES_IN_MEMORY = 131_072
 
 
 def evaluate(configuration: Configuration) -> None:
@@ -29,11 +52,6 @@ def evaluate(configuration: Configuration) -> None:
     Raises:
       UserError: If no evaluation dataset is bound.
     """
-    from t0repro.evaluation import score_eval
-    from t0repro.evaluation.checkpoint_choice import chosen_checkpoints
-    from t0repro.evaluation.closing import print_results
-    from t0repro.evaluation.evaluation_facts import jax_device, write_facts
-
     checkpoints = chosen_checkpoints(configuration.run)
     configuration = _with_own_output(configuration)
     config = configuration.run
@@ -41,16 +59,12 @@ def evaluate(configuration: Configuration) -> None:
     for checkpoint in loaded(configuration, checkpoints):
         evaluated = _evaluate(configuration, checkpoint, windows)
         if config.output_eval_examples:
-            write_facts(
-                score_eval.evaluation_folder(config), checkpoint, [*evaluated], jax_device()
-            )
-        print_results(evaluated, checkpoint.step, score_eval.evaluation_folder(config))
+            write_facts(evaluation_folder(config), checkpoint, [*evaluated], jax_device())
+        print_results(evaluated, checkpoint.step, evaluation_folder(config))
 
 
 def _with_own_output(configuration: Configuration) -> Configuration:
     """Of several processes, only the first one's results are kept."""
-    from t0repro.partitioning.processes import is_first, output_folder
-
     if is_first():
         return configuration
     run, folder = configuration.run, str(output_folder(configuration.run.model_dir))
@@ -62,8 +76,6 @@ def _with_own_output(configuration: Configuration) -> Configuration:
 
 
 def _windows(config: RunConfig) -> TaskWindows:
-    from t0repro.evaluation.score_eval import TaskWindows
-
     if config.eval_data is None:
         raise UserError(
             f"Mode {config.mode!r} needs run.eval_dataset_fn.",
@@ -77,21 +89,17 @@ def _evaluate(
     configuration: Configuration, checkpoint: Checkpoint, windows: TaskWindows
 ) -> dict[str, Mapping[str, float]]:
     """Evaluates all tasks at one checkpoint; returns the metrics of each."""
-    from t0repro.evaluation import score_eval
-    from t0repro.event_files import event_writer
-    from t0repro.training.metrics import MetricLog
-
     config = configuration.run
     assert config.eval_data is not None
     output_of = _scores if config.mode == "score_eval" else _texts
     saves_scores = config.mode == "score_eval" and config.scores_filename is not None
     evaluated: dict[str, Mapping[str, float]] = {}
-    writer = event_writer(score_eval.evaluation_folder(config))
+    writer = event_writer(evaluation_folder(config))
     # Without a start_step, which would drop lines of the training in the same file.
     metrics = MetricLog(config.model_dir, writers=[writer])
     lengths = windows.lengths
     with (
-        score_eval.TaskWriter(config, checkpoint, windows.judges) as tasks,
+        TaskWriter(config, checkpoint, windows.judges) as tasks,
         ScoreFiles(configuration) if saves_scores else contextlib.nullcontext() as files,
     ):
         for parts in windows:
@@ -116,11 +124,9 @@ def _scores(
     parts: Sequence[Part],
     lengths: Mapping[str, int],
 ) -> list[Outputs]:
-    from t0repro.evaluation import score_eval
-
     # The engine counts tokens, a run sequences: as many tokens as a batch of full rows has.
     tokens = configuration.run.batch_size * max(lengths.values())
-    return score_eval.scored(checkpoint, parts, lengths, tokens)
+    return scored(checkpoint, parts, lengths, tokens)
 
 
 def _texts(
@@ -129,9 +135,212 @@ def _texts(
     parts: Sequence[Part],
     lengths: Mapping[str, int],
 ) -> list[Outputs]:
-    from t0repro.evaluation import score_eval
-
     inputs = [example["inputs"] for part in parts for example in part.examples]
     started = time.monotonic()
     texts = generated_texts(configuration, checkpoint, inputs, lengths["inputs"])
-    return score_eval.generated(parts, texts, time.monotonic() - started)
+    return generated(parts, texts, time.monotonic() - started)
+
+
+# ---- Windows of examples, and the files of each task ---------------------------------------------
+
+
+class TaskWindows:
+    """A run's tasks, a window of examples at a time; a large task is divided among windows.
+
+    Iterating again, for another checkpoint, reads the tasks again, unless all are in one window.
+
+    Args:
+      config: the run's configuration, with evaluation data.
+
+    Attributes:
+      judges: judge of each task that has been read, by name.
+    """
+
+    def __init__(self, config: RunConfig):
+        self._config = config
+        self.judges: dict[str, Judge] = {}
+        self._kept: list[Part] | None = None
+        self._all_read = False
+
+    def __iter__(self) -> Iterator[list[Part]]:
+        if self._kept is not None:
+            yield self._kept
+            return
+        first, self._all_read = True, False
+        for window in windows(self._tasks(), EXAMPLES_IN_MEMORY):
+            # Everything is in one window, so it can stay for the next checkpoint.
+            if first and self._all_read:
+                self._kept = window
+            first = False
+            yield window
+            del window  # free its memory before the next one is read
+
+    def _tasks(self) -> Iterator[tuple[str, Iterable[dict[str, Any]]]]:
+        data = self._config.eval_data
+        assert data is not None
+        for task in eval_tasks(data, self._config.sequence_length):
+            self.judges[task.name] = judge_of(task)
+            yield task.name, task.examples
+        self._all_read = True
+
+    @functools.cached_property
+    def lengths(self) -> Mapping[str, int]:
+        """Maximum tokens per feature; without run.sequence_length, those of all tasks' longest."""
+        if self._config.sequence_length is not None:
+            return self._config.sequence_length
+        longest = {"inputs": 1, "targets": 1}
+        for parts in self:
+            for example in (example for part in parts for example in part.examples):
+                longest = {name: max(size, len(example[name])) for name, size in longest.items()}
+            del parts
+        return longest
+
+
+@dataclasses.dataclass(frozen=True)
+class Outputs:
+    """A model's outputs for a part's examples.
+
+    Attributes:
+      values: a score or a decoded text for each example.
+      cost: what they cost.
+    """
+
+    values: Sequence[Any] | np.ndarray
+    cost: Cost
+
+
+def scored(
+    checkpoint: Checkpoint,
+    parts: Sequence[Part],
+    lengths: Mapping[str, int],
+    tokens_per_batch: int,
+) -> list[Outputs]:
+    """Scores the targets of a window; pairs that its parts share are scored once.
+
+    Args:
+      checkpoint: the checkpoint to score with.
+      parts: the window.
+      lengths: maximum tokens per feature.
+      tokens_per_batch: see grouping.make_plan.
+
+    Raises:
+      UserError: if a score is not finite, naming task, example and step.
+    """
+    found: dict[int, ScoredPart] = {}
+    run = RankRun(checkpoint, parts, lengths, tokens_per_batch=tokens_per_batch)
+    # By identity: equal parts of two tasks are still two parts.
+    run.score(print_to_stderr, lambda part: found.update({id(part.part): part}))
+    return [Outputs(each.scores, each.cost) for each in (found[id(part)] for part in parts)]
+
+
+def generated(parts: Sequence[Part], texts: Sequence[str], seconds: float) -> list[Outputs]:
+    """Splits decoded texts by part.
+
+    Args:
+      parts: in the order of the texts.
+      texts: one text per example.
+      seconds: total decoding time, split among parts by their number of examples.
+    """
+    found, start = [], 0
+    for part in parts:
+        end = start + len(part.examples)
+        share = seconds * len(part.examples) / max(len(texts), 1)
+        found.append(Outputs(texts[start:end], Cost(share)))
+        start = end
+    return found
+
+
+class TaskWriter:
+    """Writes each task's files and record, and computes its metrics, once all its parts are there.
+
+    Args:
+      config: the run's configuration.
+      checkpoint: the checkpoint that is evaluated.
+      judges: judge of each task, by name.
+    """
+
+    def __init__(self, config: RunConfig, checkpoint: Checkpoint, judges: Mapping[str, Judge]):
+        self._config, self._checkpoint, self._judges = config, checkpoint, judges
+        self._path, self._settings = evaluation_folder(config), _settings(config)
+        self._open: dict[str, tuple[TaskOutput, Cost]] = {}
+
+    def __enter__(self) -> TaskWriter:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for output, _ in self._open.values():
+            output.discard()
+
+    def add(self, parts: Sequence[Part], outputs: Sequence[Outputs]) -> list[TaskResult]:
+        """Adds a window's outputs; returns the results of the tasks that are finished with it.
+
+        Raises:
+          UserError: if a task has no examples, or `num_eval_examples` ends between the choices of
+            an input.
+        """
+        results = []
+        for part, found in zip(parts, outputs, strict=True):
+            output, cost = self._open.get(part.task) or (self._output(part.task), Cost(0.0, 0.0))
+            self._open[part.task] = output, cost + found.cost
+            output.add(part.examples, found.values)
+            if part.last:
+                results.append(self._finish(part.task))
+        return results
+
+    def _output(self, name: str) -> TaskOutput:
+        truncation = TruncationCounter(_features(name), self._config.sequence_length)
+        folder = self._path if self._config.output_eval_examples else None
+        return TaskOutput(self._judges[name], self._checkpoint.step, folder, truncation)
+
+    def _finish(self, name: str) -> TaskResult:
+        output, cost = self._open[name]
+        if not output.examples:
+            raise UserError(
+                f"The split {self._settings.split!r} of {name} has no examples.",
+                fix="Check whether the data is there, and whether the templates drop every row.",
+            )
+        with explaining_cut_examples(self._settings.limit):
+            result = output.finish()
+        del self._open[name]
+        if self._config.output_eval_examples:
+            self._record(result, output.examples, cost)
+        return result
+
+    def _record(self, result: TaskResult, examples: int, cost: Cost) -> None:
+        ranks, mode = self._config.mode == "score_eval", self._config.mode
+        generated_tasks = () if ranks else (result.task,)
+        # The mode stands for the command: it chooses examples in its own way.
+        folder = EvaluationFolder(
+            self._path, self._checkpoint, self._settings, generated_tasks, mode
+        )
+        # The size of the split is known only without a limit.
+        available = result.statistics["inputs"] if self._settings.limit is None else None
+        counts = {"pairs" if ranks else "examples": examples, "available": available}
+        folder.record(result, {**counts, **cost.as_record()})
+
+
+def _settings(config: RunConfig) -> Settings:
+    data = config.eval_data
+    assert data is not None
+    wanted = data.num_eval_examples
+    return Settings(
+        split=data.split,
+        # Mesh TensorFlow counts (input, choice) pairs and takes the first ones.
+        limit=None if wanted is None or wanted < 0 else wanted,
+        lengths=config.sequence_length or {},
+        activation=config.dtypes.activation,
+        use_cached=data.use_cached,
+    )
+
+
+def _features(name: str) -> Mapping[str, Any]:
+    import seqio
+
+    return seqio.get_mixture_or_task(name).output_features
+
+
+def evaluation_folder(config: RunConfig) -> Path:
+    """The folder of the evaluation's files, with Mesh TensorFlow's default and suffix."""
+    split = config.eval_data.split if config.eval_data else "validation"
+    folder = config.eval_summary_dir or f"{config.model_dir}/{split}_eval"
+    return Path(folder + (f"_{config.eval_dir_suffix}" if config.eval_dir_suffix else ""))

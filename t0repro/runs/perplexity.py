@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from t0repro.config.configuration import Configuration
-from t0repro.runs.loaded_model import loaded
+from t0repro.runs.checkpoint_choice import chosen_checkpoints, loaded
 
 
 def evaluate_perplexity(configuration: Configuration) -> None:
     """Writes each task's metrics at each chosen checkpoint, to metrics.jsonl and event files."""
     from t0repro.data.eval_data import perplexity_batches
     from t0repro.evaluation import perplexity
-    from t0repro.evaluation.checkpoint_choice import chosen_checkpoints
     from t0repro.event_files import event_writer
     from t0repro.training.metrics import MetricLog
 

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
 
 from t0repro.config.configuration import Configuration
 from t0repro.config.mtf.model_api import refused_export
 from t0repro.errors import UserError
 from t0repro.partitioning.processes import is_alone
-from t0repro.runs.evaluate import evaluate
-from t0repro.runs.infer import infer
-from t0repro.runs.perplexity import evaluate_perplexity
-from t0repro.runs.score import score_from_dataset, score_from_strings
-from t0repro.runs.start import start_training
 
-MODES: dict[str, Callable[[Configuration], None]] = {
-    "train": start_training,
-    "eval": evaluate,
-    "score_eval": evaluate,
-    "perplexity_eval": evaluate_perplexity,
-    "infer": infer,
-    "score_from_dataset": score_from_dataset,
-    "score_from_strings": score_from_strings,
+# Each mode's module and function; a module imports JAX, so only the one that runs is imported.
+MODES = {
+    "train": ("start", "start_training"),
+    "eval": ("evaluate", "evaluate"),
+    "score_eval": ("evaluate", "evaluate"),
+    "perplexity_eval": ("perplexity", "evaluate_perplexity"),
+    "infer": ("text_modes", "infer"),
+    "score_from_dataset": ("text_modes", "score_from_dataset"),
+    "score_from_strings": ("text_modes", "score_from_strings"),
 }
 
 _ON_SEVERAL = ("train", "eval", "score_eval")
@@ -41,7 +37,8 @@ def run(configuration: Configuration) -> None:
             fix=f"Several processes are for {', '.join(_ON_SEVERAL)}; start one for this mode.",
         )
     if mode in MODES:
-        MODES[mode](configuration)
+        module, function = MODES[mode]
+        getattr(importlib.import_module(f"t0repro.runs.{module}"), function)(configuration)
     # Mesh TensorFlow's exports write SavedModels of its graph, which JAX does not have.
     elif str(mode).startswith("export"):
         raise refused_export(mode, place)

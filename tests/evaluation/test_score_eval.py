@@ -10,8 +10,8 @@ import pytest
 from t0repro.config.run_config import EvalDataConfig
 from t0repro.data.batches import EvalTask
 from t0repro.errors import UserError
-from t0repro.evaluation import score_eval
 from t0repro.evaluation.task_output import explaining_cut_examples
+from t0repro.runs import evaluate as score_eval
 
 from ..tiny_models import run_config
 

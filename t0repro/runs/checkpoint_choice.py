@@ -1,4 +1,4 @@
-"""Chooses which checkpoints of a model_dir to evaluate, and waits for new ones.
+"""The checkpoints that a mode evaluates: chosen from a model_dir, waited for, and loaded.
 
 Source: mesh_tensorflow.transformer.utils.get_checkpoint_iterator and tf.train.checkpoints_iterator.
 """
@@ -7,20 +7,29 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from t0repro.config.run_config import RunConfig
-from t0repro.errors import UserError
-from t0repro.partitioning.processes import from_first
+import jax
+import numpy as np
 
-SECONDS_BETWEEN_LOOKS = 1.0
+from t0repro.config.configuration import Configuration
+from t0repro.config.run_config import RunConfig
+from t0repro.converters import sources
+from t0repro.converters.arithmetic import open_configured
+from t0repro.errors import UserError
+from t0repro.evaluation.generation import generate_tokens, texts_of
+from t0repro.evaluation.opened import Checkpoint, on_devices
+from t0repro.model.t5 import T5, held_for_evaluation, parameter_shapes
+from t0repro.partitioning.devices import choose, line_of
+from t0repro.partitioning.processes import from_first
+from t0repro.runs.command_record import record_command
+
+SECONDS_BETWEEN_POLLS = 1.0
 
 
 def checkpoints_in(folder: str) -> list[Any]:
     """A folder's checkpoints; of several processes, all get what the first one sees."""
-    from t0repro.converters import sources
-
     names = from_first(lambda: [str(ref.path) for ref in sources.list_checkpoints(folder)])
     return [ref for ref in sources.list_checkpoints(folder) if str(ref.path) in names]
 
@@ -95,7 +104,7 @@ def _coming(config: RunConfig) -> Iterator[Any]:
             if not told:
                 print(f"Waiting for a new checkpoint in {config.model_dir}.", file=sys.stderr)
             told = True
-            time.sleep(SECONDS_BETWEEN_LOOKS)
+            time.sleep(SECONDS_BETWEEN_POLLS)
             continue
         last, told = latest, False
         assert latest.step is not None
@@ -106,3 +115,54 @@ def _coming(config: RunConfig) -> Iterator[Any]:
             yield latest
         if choice.stop_after is not None and latest.step >= choice.stop_after:
             return
+
+
+def loaded(configuration: Configuration, checkpoints: Iterator[Any]) -> Iterator[Checkpoint]:
+    """Yields each checkpoint with the configured model, loaded only when its turn comes.
+
+    Raises:
+      UserError: If the model is not configured as a checkpoint's config.json says.
+    """
+    config = configuration.run
+    record_command(configuration)
+    model = T5(config.model, config.dtypes)
+    # Shapes alone say whether a checkpoint fits; nothing is initialized.
+    shapes = parameter_shapes(model)
+    partitioning = choose(config.layout, config.model, where=config.provenance.get("layout"))
+    shapes = partitioning.placed(held_for_evaluation(model, shapes))
+    if jax.device_count() > 1:
+        print(line_of(partitioning, config.layout), file=sys.stderr)
+    for checkpoint in checkpoints:
+        tree = open_configured(checkpoint, config.model, slots=False)
+        yield on_devices(tree, shapes, model, str(checkpoint.path))
+
+
+def generated_texts(
+    configuration: Configuration,
+    checkpoint: Checkpoint,
+    inputs: Sequence[np.ndarray],
+    inputs_length: int,
+    fill_with_first: int = 0,
+) -> list[str]:
+    """Generates one text per input.
+
+    Args:
+      configuration: Says how to decode, and with which batch size and vocabulary.
+      checkpoint: The model and its parameters.
+      inputs: Token ids of each input.
+      inputs_length: Number of tokens that inputs are padded to.
+      fill_with_first: As for `generate_tokens`.
+    """
+    config = configuration.run
+    tokens = generate_tokens(
+        checkpoint.params,
+        checkpoint.model,
+        inputs,
+        config.decoding,
+        # Outputs have as much room as the padded inputs unless the length is bound.
+        length=config.decoding.max_length or inputs_length,
+        batch_size=config.batch_size,
+        inputs_length=inputs_length,
+        fill_with_first=fill_with_first,
+    )
+    return texts_of(tokens, configuration.vocabularies[1])

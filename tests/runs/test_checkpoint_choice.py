@@ -9,7 +9,7 @@ import pytest
 
 from t0repro.config.run_config import CheckpointChoice
 from t0repro.errors import UserError
-from t0repro.evaluation import checkpoint_choice
+from t0repro.runs import checkpoint_choice
 
 ALL = CheckpointChoice(0, None, True)
 
@@ -61,7 +61,7 @@ def test_only_steps_that_are_there_count_when_the_nearest_does_not(model_dir):
 def test_waiting_takes_the_latest_then_each_that_comes_until_stop_after(
     model_dir, monkeypatch, capsys
 ):
-    monkeypatch.setattr(checkpoint_choice, "SECONDS_BETWEEN_LOOKS", 0.01)
+    monkeypatch.setattr(checkpoint_choice, "SECONDS_BETWEEN_POLLS", 0.01)
     seen = []
 
     def train():
