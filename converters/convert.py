@@ -41,6 +41,7 @@ from t0repro.locks import LOCK_FILES
 from t0repro.parameters import layout
 from t0repro.parameters.shape import ModelShape
 from t0repro.progress import byte_progress
+from t0repro.redaction import without_passwords
 from t0repro.words import counted, sized
 
 # Orbax and the index file add little to the tensors' bytes.
@@ -440,4 +441,4 @@ def _manifest(
 
 
 def _absolute(path: str) -> str:
-    return path if storage.is_remote(path) else os.path.abspath(path)
+    return without_passwords(path) if storage.is_remote(path) else os.path.abspath(path)

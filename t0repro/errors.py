@@ -6,6 +6,8 @@ import contextlib
 import difflib
 from collections.abc import Iterable, Iterator
 
+from t0repro.redaction import without_passwords
+
 
 class UserError(Exception):
     """A mistake that the user can fix; commands print it without a traceback and exit with 2.
@@ -26,7 +28,8 @@ class UserError(Exception):
             lines.append(f"  where: {self.where}")
         if self.fix:
             lines.append(f"  to do: {self.fix}")
-        return "\n".join(lines)
+        # Here, so that no message shows the password of an address, whoever writes it.
+        return without_passwords("\n".join(lines))
 
 
 def nearest_names(name: str, known: Iterable[str], count: int = 5) -> str:

@@ -88,7 +88,7 @@ class RemoteFiles(abc.ABC):
     """Files on a server; subclasses implement the server's API.
 
     Args:
-      base_url: Address of the server or a mirror.
+      base_url: Address of the server or a mirror; it may begin with `user:password@`.
       delays: Seconds to wait before each retry.
     """
 
@@ -97,9 +97,15 @@ class RemoteFiles(abc.ABC):
     def __init__(self, base_url: str, delays: Sequence[float] = DELAYS_SECONDS):
         import requests
 
-        self.base_url = base_url.rstrip("/")
-        self._delays = delays
         self._session = requests.Session()
+        # User and password stay in the session: addresses are shown, recorded and compared.
+        address = urllib.parse.urlsplit(base_url)
+        user, _, server = address.netloc.rpartition("@")
+        if user:
+            name, _, password = user.partition(":")
+            self._session.auth = urllib.parse.unquote(name), urllib.parse.unquote(password)
+        self.base_url = address._replace(netloc=server).geturl().rstrip("/")
+        self._delays = delays
         # No compression in transit: byte counts and ranges must be those of the file itself.
         self._session.headers["Accept-Encoding"] = "identity"
         self._reached = False

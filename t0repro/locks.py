@@ -15,6 +15,7 @@ import filelock
 
 from t0repro.errors import UserError
 from t0repro.files import make_folder
+from t0repro.redaction import without_passwords
 
 LOCK_FILE = ".t0repro.lock"
 LEASE_FILE = ".t0repro.lease"
@@ -72,7 +73,8 @@ def folder_lock(
             _acquire(lease, say)
             held.callback(lease.release)
             # For the message that a refused run prints.
-            (folder / COMMAND_FILE).write_text(f"{purpose}\n{shlex.join(sys.argv)}\n")
+            command = without_passwords(shlex.join(sys.argv))
+            (folder / COMMAND_FILE).write_text(f"{purpose}\n{command}\n")
             held.callback((folder / COMMAND_FILE).unlink, missing_ok=True)
         except filelock.Timeout as error:
             raise UserError(

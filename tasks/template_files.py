@@ -31,6 +31,7 @@ from typing import Any
 import jinja2
 import yaml
 
+from t0repro import yaml_files
 from t0repro.errors import UserError, nearest_names
 from t0repro.tasks.sandbox import check_jinja
 from t0repro.tasks.templates import TemplateFailure, make_template, task_name
@@ -138,7 +139,7 @@ class _Mapping(dict[str, Any]):
         return self.lines.get(key, self.line)
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(yaml_files.Bounded, yaml.SafeLoader):
     """Loads text, numbers, lists and mappings, which may be tagged as promptsource's classes."""
 
     def _mapping(self, node: yaml.Node) -> Iterator[_Mapping]:
@@ -190,12 +191,6 @@ def _load(path: Path) -> _Mapping:
             f"The template file is not valid: {reason}.",
             where=f"{path}{line}",
             fix="Fix that line. The tags that a file may have are !Template and !TemplateMetadata.",
-        ) from error
-    except RecursionError as error:
-        raise UserError(
-            "The template file nests lists and mappings deeper than any template file does.",
-            where=str(path),
-            fix=FORMAT,
         ) from error
     except (yaml.YAMLError, ValueError) as error:  # an invalid character or date
         raise UserError(

@@ -21,6 +21,7 @@ import jinja2.sandbox
 import jinja2.utils
 import yaml
 
+from t0repro import yaml_files
 from t0repro.errors import UserError, nearest_names
 from t0repro.tasks.catalogue import modelled_on
 
@@ -291,7 +292,7 @@ def _loader() -> type:
     _promptsource()
 
     safe: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    loader: Any = type("Loader", (safe,), {})
+    loader: Any = type("Loader", (yaml_files.Bounded, safe), {})
     for tag in ("!Template", "!TemplateMetadata"):
         # promptsource's constructors, under a loader that knows no other classes.
         loader.add_constructor(tag, yaml.FullLoader.yaml_constructors[tag])

@@ -76,11 +76,11 @@ def read_prices(path: str | None) -> dict:
     """The file of prices; none is known here."""
     if path is None:
         return {"per_hour": {}}
-    import yaml
+    from t0repro import yaml_files
 
     try:
         with open(path, encoding="utf-8") as file:
-            return yaml.safe_load(file)
+            return yaml_files.load(file.read())
     except OSError as error:
         raise SystemExit(f"--prices {path}: {error.strerror}; its form is in --help") from error
 

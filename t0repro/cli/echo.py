@@ -2,9 +2,10 @@
 
 import typer
 
+from t0repro.redaction import without_passwords
 from t0repro.words import printable
 
 
 def echo(text: str, *, err: bool = False) -> None:
-    """Prints a text's lines on stdout, or on stderr; escape sequences become visible."""
-    typer.echo(printable(text, keep="\n"), err=err)
+    """Prints a text's lines on stdout or stderr, without passwords; escape sequences are shown."""
+    typer.echo(printable(without_passwords(text), keep="\n"), err=err)

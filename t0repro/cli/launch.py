@@ -72,7 +72,11 @@ def launch(
     if to == "slurm":
         text, submit = launching.slurm_script(asked), ("sbatch", "--parsable")
     else:
-        manifest = launching.job_set(asked, read_template(machine.template))
+        shown = asked.shown if dry_run else asked
+        manifest = launching.job_set(shown, read_template(machine.template))
         text = json.dumps(manifest, indent=2) + "\n"
         submit = ("kubectl", "create", "--filename=-", *machine.options)
-    echo(text.rstrip("\n") if dry_run else slurm.run_engine(*submit, text=text))
+    if dry_run:
+        echo(text.rstrip("\n"))
+    else:
+        echo(slurm.run_engine(*submit, text=text, environment=asked.secrets))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from t0repro.redaction import without_passwords
 from t0repro.trackers.following import tracked
 from t0repro.trackers.tracker import TrackedRun, TrackerName
 
@@ -36,7 +37,7 @@ def tracked_training(
     names: Sequence[TrackerName] | None, model_dir: Path, config: RunConfig | None
 ) -> contextlib.AbstractContextManager[None]:
     """Tracks what the block writes into model_dir; the settings are the configuration's."""
-    settings: dict[str, Any] = json.loads(config.to_json()) if config else {}
+    settings: dict[str, Any] = json.loads(without_passwords(config.to_json())) if config else {}
     # Where each value comes from is longer than the values, and stands in the gin files.
     settings.pop("provenance", None)
     return tracked(names or (), TrackedRun(model_dir, settings, _OF_TRAINING), _say)
@@ -46,7 +47,11 @@ def tracked_evaluation(
     names: Sequence[TrackerName] | None, out: Path, checkpoint: str, mixture: str, settings: Any
 ) -> contextlib.AbstractContextManager[None]:
     """Tracks what the block writes into an evaluation's folder; `settings` is a dataclass."""
-    about = {"checkpoint": checkpoint, "mixture": mixture, **dataclasses.asdict(settings)}
+    about = {
+        "checkpoint": without_passwords(checkpoint),
+        "mixture": mixture,
+        **dataclasses.asdict(settings),
+    }
     return tracked(names or (), TrackedRun(out, about, _OF_EVALUATION), _say)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from t0repro.evaluation.opened import Checkpoint
 from t0repro.evaluation.records import digest_of_texts, read_records
 from t0repro.files import write_atomically
+from t0repro.redaction import without_passwords
 
 # An evaluation may leave this file beside its outputs: a JSON object with any of the fields
 # step, checkpoint, checkpoint_hash, device, duration_seconds, energy_joules, energy_source,
@@ -56,7 +57,10 @@ def operative_config(mixture: str, checkpoint: Checkpoint, settings: Any) -> str
 
     All are written as gin bindings; the training's are copied from its operative_config.gin.
     """
-    lines = [f"rank_eval.mixture = {mixture!r}", f"rank_eval.checkpoint = {checkpoint.path!r}"]
+    lines = [
+        f"rank_eval.mixture = {mixture!r}",
+        f"rank_eval.checkpoint = {without_passwords(checkpoint.path)!r}",
+    ]
     values = dataclasses.asdict(settings)
     values["lengths"] = dict(settings.lengths)
     lines += [f"rank_eval.{name} = {value!r}" for name, value in values.items()]
@@ -91,7 +95,7 @@ def _facts(checkpoint: Checkpoint, used: Mapping[str, Mapping[str, Any]]) -> dic
     records = list(used.values())
     return {
         "step": checkpoint.step,
-        "checkpoint": checkpoint.path,
+        "checkpoint": without_passwords(checkpoint.path),
         "checkpoint_hash": checkpoint.digest,
         "duration_seconds": sum(record["seconds"] for record in records),
         "versions": package_versions(),

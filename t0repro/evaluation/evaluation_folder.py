@@ -22,6 +22,7 @@ from t0repro.evaluation import code_version, records
 from t0repro.evaluation.opened import Checkpoint
 from t0repro.evaluation.task_output import TaskResult
 from t0repro.files import write_atomically
+from t0repro.redaction import without_passwords
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +145,7 @@ def claim_step(out: Path, checkpoint: Checkpoint) -> None:
         holder = json.loads(path.read_text(encoding="utf-8"))
         other = (holder["path"], holder["digest"])
     except (OSError, ValueError, KeyError, TypeError):  # none yet, or damaged
-        claim = {"path": checkpoint.path, "digest": checkpoint.digest}
+        claim = {"path": without_passwords(checkpoint.path), "digest": checkpoint.digest}
         write_atomically(path, json.dumps(claim))
         return
     if other[1] != checkpoint.digest:

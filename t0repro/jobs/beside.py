@@ -27,6 +27,7 @@ from t0repro.jobs.machines import LAUNCHERS, Machine, find_machine
 from t0repro.jobs.options import AuxiliaryOptions
 from t0repro.jobs.slurm import SlurmLauncher
 from t0repro.jobs.worker import Limits
+from t0repro.redaction import is_secret
 
 
 def job_settings(options: AuxiliaryOptions, gin: T5xInputs) -> JobSettings:
@@ -105,6 +106,14 @@ def _launcher(name: str, machine: Machine) -> Launcher:
                 "Jobs on Vertex AI need a project, a location, an image and a machine type.",
                 where="--launcher",
                 fix="Give the platform an entry `vertex` in the file of machines (--machines).",
+            )
+        secrets = [name for name, value in machine.environment.items() if is_secret(name, value)]
+        if secrets:
+            # A container inherits nothing from here, and its job's file is in a bucket.
+            raise UserError(
+                f"{', '.join(secrets)} would be readable in the job's file.",
+                where="environment, in the file of machines",
+                fix="Keep it in Secret Manager, and let the job's service account read it there.",
             )
         # Google's client, an extra, is needed by this launcher alone.
         from t0repro.jobs.vertex_ai import VertexLauncher

@@ -7,11 +7,13 @@ import json
 import os
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from t0repro import yaml_files
 from t0repro.errors import UserError
 from t0repro.jobs.launcher import EngineState, Job
 from t0repro.jobs.slurm import run_engine
@@ -51,6 +53,8 @@ class KubernetesLauncher:
         manifest, container = completed(self.template, _name(job), job.limits)
         python = container.pop("command", [sys.executable])[0]
         container["command"] = [python, "-m", "t0repro.jobs.worker", str(job.write())]
+        if job.secrets:
+            container["env"] = [*container.get("env", []), *variables(job.secrets)]
         # So that the Job's status says whether its pod failed or was evicted.
         manifest["spec"].setdefault("podFailurePolicy", _TELL_DISRUPTIONS)
         return manifest
@@ -95,7 +99,7 @@ def read_template(file: str | os.PathLike[str] | None) -> dict[str, Any]:
             fix="Give the platform a `template` in the file of machines (--machines).",
         )
     try:
-        return _without_nulls(yaml.safe_load(Path(file).read_text(encoding="utf-8")))
+        return _without_nulls(yaml_files.load(Path(file).read_text(encoding="utf-8")))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
         raise UserError(f"The Job manifest cannot be read: {reason}", where=str(file)) from error
@@ -116,8 +120,8 @@ def completed(
     Raises:
       UserError: if the template has no container.
     """
-    # A deep copy, since the template serves every job.
-    manifest = json.loads(json.dumps(template))
+    # A deep copy, since the template serves every job. YAML's dates become text.
+    manifest = json.loads(json.dumps(template, default=str))
     try:
         pod = manifest["spec"]["template"]["spec"]
         container = pod["containers"][0]
@@ -140,6 +144,13 @@ def completed(
     if limits.seconds is not None:
         manifest["spec"]["activeDeadlineSeconds"] = round(limits.seconds)
     return manifest, container
+
+
+def variables(environment: Mapping[str, str]) -> list[dict[str, str]]:
+    """A container's variables: Kubernetes replaces $(NAME) in a value, unless $ is doubled."""
+    return [
+        {"name": name, "value": value.replace("$", "$$")} for name, value in environment.items()
+    ]
 
 
 def _name(job: Job) -> str:

@@ -8,6 +8,7 @@ from typing import Literal, Protocol
 
 from t0repro.files import make_folder
 from t0repro.jobs.worker import Ending, Limits, Work
+from t0repro.redaction import is_secret
 
 EngineState = Literal["waiting", "running", "ended", "preempted", "unknown"]
 
@@ -19,6 +20,7 @@ class Job:
     Attributes:
       name: unique to the attempt, the same at each start of the controller; engines find it by it.
       folder: receives the job's file, log and exit file.
+      environment: variables; those that look like secrets are not written into the job's file.
       options: what a machine's entry says to the engine, as written there.
     """
 
@@ -44,6 +46,12 @@ class Job:
         """How the job ended; None if it has not, or was killed with its worker."""
         return Ending.read(self.folder / f"{self.name}.exit.json")
 
+    @property
+    def secrets(self) -> dict[str, str]:
+        """The variables that an engine hands to the job itself, past the job's file."""
+        given = self.environment.items()
+        return {name: value for name, value in given if is_secret(name, value)}
+
     def write(
         self, *, processors: tuple[int, ...] | None = None, dies_with_parent: bool = False
     ) -> Path:
@@ -52,7 +60,9 @@ class Job:
         path = self.folder / f"{self.name}.json"
         Work(
             command=self.command,
-            environment=self.environment,
+            environment={
+                name: value for name, value in self.environment.items() if name not in self.secrets
+            },
             log_file=str(self.log_file),
             exit_file=str(self.folder / f"{self.name}.exit.json"),
             lock_file=str(self.lock_file),

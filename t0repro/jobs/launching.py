@@ -18,6 +18,7 @@ from t0repro.errors import UserError
 from t0repro.jobs import kubernetes, slurm
 from t0repro.jobs.machines import Machine
 from t0repro.jobs.worker import Limits
+from t0repro.redaction import is_secret
 
 _PORT = 8476  # any free one, the same on all machines
 _PODS = "processes"
@@ -51,6 +52,20 @@ class Launch:
         machine = self.machine
         return Limits(cpus=machine.cpus, memory_gb=machine.memory_gb, seconds=machine.time_limit)
 
+    @property
+    def secrets(self) -> dict[str, str]:
+        """The variables that look like secrets; they are not printed."""
+        given = self.machine.environment.items()
+        return {name: value for name, value in given if is_secret(name, value)}
+
+    @property
+    def shown(self) -> Launch:
+        """The same without the secrets' values, to print."""
+        hidden = self.machine.environment | dict.fromkeys(self.secrets, "***")
+        return dataclasses.replace(
+            self, machine=dataclasses.replace(self.machine, environment=hidden)
+        )
+
 
 def slurm_script(launch: Launch) -> str:
     """A script for sbatch: `srun` starts the processes, and ends all when one fails.
@@ -70,7 +85,12 @@ def slurm_script(launch: Launch) -> str:
         "set -euo pipefail",
         # So that `t0repro` is found in a batch shell, and is the one of this Python.
         f"export PATH={shlex.quote(os.path.dirname(sys.executable))}:$PATH",
-        *(f"export {name}={shlex.quote(text)}" for name, text in _environment(launch)),
+        *(
+            f"# {name} comes from the environment of sbatch"
+            if is_secret(name, text)
+            else f"export {name}={shlex.quote(text)}"
+            for name, text in _environment(launch)
+        ),
         f"srun --kill-on-bad-exit=1 --label {shlex.join(launch.command)}",
     ]
     return "\n".join(lines) + "\n"
@@ -88,7 +108,7 @@ def job_set(launch: Launch, template: dict[str, Any]) -> dict[str, Any]:
     """
     name = _label(launch.name)
     job, container = kubernetes.completed(template, name, launch.limits)
-    # Kubernetes replaces $(NAME) in a command and in a variable's value, unless $ is doubled.
+    # Kubernetes replaces $(NAME) in a command too.
     container["command"] = [word.replace("$", "$$") for word in launch.command]
     # What the image, or the user's manifest, says to do otherwise.
     container.pop("args", None)
@@ -99,9 +119,7 @@ def job_set(launch: Launch, template: dict[str, Any]) -> dict[str, Any]:
     }
     # Ours win over the template's: a pod must not be told of another coordinator.
     kept = [one for one in container.get("env", []) if one.get("name") not in variables]
-    container["env"] = kept + [
-        {"name": key, "value": text.replace("$", "$$")} for key, text in variables.items()
-    ]
+    container["env"] = kept + kubernetes.variables(variables)
     size = launch.processes
     job["spec"] |= {"parallelism": size, "completions": size, "completionMode": "Indexed"}
     return {
@@ -138,6 +156,12 @@ def tpu_vm_commands(launch: Launch) -> list[list[str]]:
     # Where the TPU is; the other options describe what to create.
     place = [option for option in options if option.startswith(("--zone=", "--project="))]
     tpu_vm, name = ["gcloud", "compute", "tpus", "tpu-vm"], _label(launch.name)
+    if secrets := launch.secrets:
+        raise UserError(
+            f"{', '.join(secrets)} would be printed and stand in the list of the TPU's processes.",
+            where="environment, in the file of machines",
+            fix="Keep it in Secret Manager, and read it in the command that is started.",
+        )
     variables = [*_environment(launch), ("T0REPRO_PROCESS_COUNT", "auto")]
     words = ["env", *(f"{key}={text}" for key, text in variables), *launch.command]
     return [

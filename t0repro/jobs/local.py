@@ -29,6 +29,7 @@ class LocalLauncher:
         path = job.write(processors=processors, dies_with_parent=True)
         self._workers[job.name] = subprocess.Popen(
             [sys.executable, "-m", "t0repro.jobs.worker", str(path)],
+            env={**os.environ, **job.secrets},
             stdin=subprocess.DEVNULL,
             # A Ctrl-C at the terminal is the controller's, which then ends its jobs in order.
             start_new_session=True,

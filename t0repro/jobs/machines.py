@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import reprlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,9 @@ from typing import Any
 import dacite
 import yaml
 
+from t0repro import yaml_files
 from t0repro.errors import UserError, nearest_names
+from t0repro.words import shortened
 
 LAUNCHERS = ("local", "slurm", "k8s", "vertex")
 
@@ -84,7 +87,7 @@ def find_machine(file: Path | None, platform: str | None, cell: str | None) -> M
         return Machine()
     try:
         # An empty file is None in YAML.
-        known = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+        known = yaml_files.load(file.read_text(encoding="utf-8")) or {}
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
         raise UserError(
@@ -120,8 +123,10 @@ def _what_is_wrong(error: dacite.DaciteError, fields: Mapping[str, Any]) -> str:
     # dacite shows a text in place of a list as the generator that it made of the text.
     name = getattr(error, "field_path", None)
     if isinstance(error, dacite.WrongTypeError) and name == "options":
-        return f"options should be a list, as [--partition=gpu], and is {fields[name]!r}"
-    return str(error)
+        return (
+            f"options should be a list, as [--partition=gpu], and is {reprlib.repr(fields[name])}"
+        )
+    return shortened(str(error), 500)
 
 
 def _entry(known: Any, kind: str, label: str | None, file: Path) -> dict[str, Any]:
@@ -131,7 +136,7 @@ def _entry(known: Any, kind: str, label: str | None, file: Path) -> dict[str, An
     entry = entries.get(label) if isinstance(entries, dict) else None
     if entry is not None and not isinstance(entry, dict):
         raise UserError(
-            f"{label} among the {kind} is no table of fields: {entry!r}.",
+            f"{label} among the {kind} is no table of fields: {reprlib.repr(entry)}.",
             where=str(file),
             fix=f"Write them as {label}: {{launcher: slurm}}.",
         )

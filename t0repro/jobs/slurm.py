@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 import shlex
 import subprocess
 import sys
+from collections.abc import Mapping
 
 from t0repro.errors import UserError
 from t0repro.jobs.launcher import EngineState, Job
@@ -29,7 +31,11 @@ class SlurmLauncher:
         worker = shlex.join([sys.executable, "-m", "t0repro.jobs.worker", str(job.write())])
         log = str(job.folder / f"{job.name}.slurm.log")
         limits = options(job.name, log, job.limits)
-        run_engine("sbatch", "--parsable", *limits, *job.options, f"--wrap={worker}")
+        # sbatch hands its own environment to the job.
+        run_engine(
+            *("sbatch", "--parsable", *limits, *job.options, f"--wrap={worker}"),
+            environment=job.secrets,
+        )
 
     def state(self, job: Job) -> EngineState:
         """Where a job is, from the queue, or from the accounts if it has left that."""
@@ -72,14 +78,28 @@ def options(name: str, log: str, limits: Limits) -> list[str]:
     return told
 
 
-def run_engine(*command: str, text: str | None = None) -> str:
+def run_engine(
+    *command: str, text: str | None = None, environment: Mapping[str, str] | None = None
+) -> str:
     """What an engine's command prints, without surrounding whitespace.
+
+    Args:
+      *command: Its words.
+      text: Its standard input.
+      environment: Variables that are added to this process's own.
 
     Raises:
       UserError: if the command is missing or fails, with the first line of its complaint.
     """
     try:
-        done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command,
+            input=text,
+            capture_output=True,
+            text=True,
+            check=False,
+            env={**os.environ, **(environment or {})},
+        )
     except FileNotFoundError as error:
         raise UserError(
             f"There is no command {command[0]} here.",

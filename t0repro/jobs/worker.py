@@ -79,7 +79,8 @@ class Work:
 
     def write(self, path: Path) -> None:
         """Writes the file that the worker is started with."""
-        write_atomically(path, json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+        # Private, since a command may hold what no other user should read.
+        write_atomically(path, json.dumps(dataclasses.asdict(self), indent=1) + "\n", private=True)
 
     @classmethod
     def read(cls, path: Path) -> Work:

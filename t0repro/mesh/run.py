@@ -18,6 +18,7 @@ from t0repro.config.run_config import RunConfig
 from t0repro.files import scheme_of
 from t0repro.mesh import hooks, model_api
 from t0repro.progress import working
+from t0repro.redaction import without_passwords
 
 # t5's main binds these types to float32 in every run without --tpu.
 _FLOAT32_ON_CPU = ("slice", "activation")
@@ -98,6 +99,6 @@ def record_command(model_dir: str) -> None:
         count = len(tf.io.gfile.glob(os.path.join(folder, "command*")))
         name = f"command.{count}" if count else "command"
         with tf.io.gfile.GFile(os.path.join(folder, name), "w") as file:
-            file.write(" ".join(sys.argv))
+            file.write(without_passwords(" ".join(sys.argv)))
     except (tf.errors.PermissionDeniedError, tf.errors.InvalidArgumentError):
         pass  # as in t5: a read-only model_dir gets no record

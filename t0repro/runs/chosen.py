@@ -21,6 +21,7 @@ from t0repro.errors import UserError
 from t0repro.evaluation.opened import Checkpoint, on_devices
 from t0repro.parameters import layout
 from t0repro.partitioning.processes import from_first
+from t0repro.redaction import without_passwords
 from t0repro.runs.checkpoint_choice import checkpoints_in
 
 SECONDS_BETWEEN_LOOKS = 5.0
@@ -107,7 +108,7 @@ def coming(
 def own_path(ref: CheckpointRef) -> str:
     """A checkpoint's own path, however it was given: relative, or through a symbolic link."""
     path = storage.local_path(ref.path)
-    return path if storage.is_remote(path) else os.path.realpath(path)
+    return without_passwords(path) if storage.is_remote(path) else os.path.realpath(path)
 
 
 def identity(ref: CheckpointRef) -> str | None:

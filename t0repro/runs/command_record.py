@@ -8,6 +8,7 @@ from pathlib import Path
 
 from t0repro.config.configuration import Configuration
 from t0repro.files import write_atomically
+from t0repro.redaction import without_passwords
 
 
 def record_command(configuration: Configuration) -> None:
@@ -16,6 +17,7 @@ def record_command(configuration: Configuration) -> None:
     folder = model_dir / "commands"
     # As t5 names them: command, command.1, command.2.
     count = len(list(folder.glob("command*"))) if folder.is_dir() else 0
-    write_atomically(folder / (f"command.{count}" if count else "command"), shlex.join(sys.argv))
+    command = without_passwords(shlex.join(sys.argv))
+    write_atomically(folder / (f"command.{count}" if count else "command"), command)
     if configuration.inputs.mode == "train":
         write_atomically(model_dir / "operative_config.gin", configuration.gin_text)

@@ -27,6 +27,7 @@ from t0repro.model.layer_stacks import by_layer, rows, stacks_in
 from t0repro.model.t5 import T5, parameter_shapes
 from t0repro.partitioning.devices import fetched
 from t0repro.partitioning.processes import from_first, is_first
+from t0repro.redaction import without_passwords
 from t0repro.training.actions import Action
 from t0repro.training.checkpoints import checkpoint_path, load_tree, save_checkpoint
 from t0repro.training.metrics import StepMetrics
@@ -118,7 +119,11 @@ def write_bad_update(
     # T5X's keys (PRNGKey) are bare words already; those of jax.random.key wrap them.
     typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     data = jax.random.key_data(key) if typed else key
-    notes = {"step": step, "key": np.asarray(data).tolist(), "config": json.loads(config.to_json())}
+    notes = {
+        "step": step,
+        "key": np.asarray(data).tolist(),
+        "config": json.loads(without_passwords(config.to_json())),
+    }
     with atomic_directory(folder) as temporary:
         arrays: dict[str, Any] = dict(batch)
         np.savez(temporary / BATCH_FILE, **arrays)

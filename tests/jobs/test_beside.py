@@ -44,7 +44,7 @@ def test_a_job_that_could_not_work_stops_the_training_before_it_starts(tmp_path)
 def test_a_training_in_a_bucket_is_refused_before_it_starts(tmp_path, monkeypatch, address):
     monkeypatch.chdir(tmp_path)
     with (
-        pytest.raises(UserError, match="Auxiliary jobs need a folder"),
+        pytest.raises(UserError, match="cannot be written to"),
         jobs_beside(address, "true"),
     ):
         pytest.fail("the training started")

@@ -4,6 +4,7 @@ The stand-ins keep their jobs in files and run a job's worker at once, so that w
 what a job really wrote.
 """
 
+import dataclasses
 import json
 import os
 import sys
@@ -25,6 +26,7 @@ name = pathlib.Path(sys.argv[0]).name
 arguments = sys.argv[1:]
 with open(folder / "calls.jsonl", "a") as calls:
     calls.write(json.dumps([name, *arguments]) + "\\n")
+(folder / "environment.json").write_text(json.dumps(dict(os.environ)))
 options = dict(word.removeprefix("--").split("=", 1) for word in arguments if "=" in word)
 queue = folder / "queue.json"
 jobs = json.loads(queue.read_text()) if queue.exists() else {{}}
@@ -179,3 +181,15 @@ def test_kubernetes_states(tmp_path, engine, status, meaning):
 def test_a_template_without_a_container_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"lacks spec\.template\.spec\.containers"):
         KubernetesLauncher({"spec": {}}).manifest(job(tmp_path))
+
+
+def test_a_secret_is_handed_to_the_engine_and_stands_in_no_file(tmp_path, engine):
+    one = dataclasses.replace(job(tmp_path / "job"), environment={"HF_TOKEN": "s3c$ret", "A": "b"})
+    SlurmLauncher().submit(one)
+    assert json.loads((engine / "environment.json").read_text())["HF_TOKEN"] == "s3c$ret"
+    assert "s3c$ret" not in (engine / "calls.jsonl").read_text()
+    manifest = KubernetesLauncher(TEMPLATE).manifest(one)
+    (container,) = manifest["spec"]["template"]["spec"]["containers"]
+    assert container["env"] == [{"name": "HF_TOKEN", "value": "s3c$$ret"}]
+    files = [*(tmp_path / "job").iterdir()]
+    assert files and not any("s3c" in file.read_text() for file in files)

@@ -231,6 +231,29 @@ def test_the_command_submits_what_a_dry_run_prints(tmp_path, monkeypatch):
     assert received.read_text() == shown.stdout and "#SBATCH --ntasks=2" in shown.stdout
 
 
+def test_a_secret_is_not_printed_and_reaches_what_is_started(tmp_path, monkeypatch):
+    for tool in ("sbatch", "kubectl"):
+        (tmp_path / tool).write_text(f"#!/bin/sh\n(cat; env) > {tmp_path}/received\n")
+        (tmp_path / tool).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    (tmp_path / "job.yaml").write_text(json.dumps(TEMPLATE))
+    fields = {"environment": {"HF_TOKEN": "s3cr3t", "A": "b"}, "template": "job.yaml"}
+    (tmp_path / "machines.yaml").write_text(json.dumps({"cells": {"here": fields}}))
+    machine = [f"--machines={tmp_path / 'machines.yaml'}", "--cell=here"]
+    for engine in ("slurm", "k8s"):
+        arguments = ["launch", "--to", engine, *machine]
+        shown = CliRunner().invoke(app, [*arguments, "--dry_run", "--", "true"], obj=Settings())
+        assert "HF_TOKEN" in shown.stdout and "s3cr3t" not in shown.stdout
+        assert CliRunner().invoke(app, [*arguments, "--", "true"], obj=Settings()).exit_code == 0
+        assert "s3cr3t" in (tmp_path / "received").read_text()
+    for required in ("--zone=a", "--accelerator-type=b", "--version=c"):
+        machine.append(f"--option={required}")
+    refused = CliRunner().invoke(
+        app, ["launch", "--to=tpu-vm", *machine, "--", "true"], obj=Settings()
+    )
+    assert "HF_TOKEN would be printed" in str(refused.exception)
+
+
 @pytest.mark.slow
 def test_slurms_script_starts_processes_that_train_together(tmp_path):
     folder, tools = tmp_path / "model", tmp_path / "bin"

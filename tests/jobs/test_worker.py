@@ -57,6 +57,18 @@ def test_a_command_finds_its_values_in_the_environment(tmp_path):
     assert (tmp_path / "job-1.log").read_text() == "value\n"
 
 
+def test_a_secret_reaches_the_command_and_not_the_jobs_file(tmp_path):
+    secrets = {"HF_TOKEN": "s3cr3t", "TRACKING": "http://user:s3cr3t@host"}
+    code = "import os; print(*(os.environ[name] for name in ('HF_TOKEN', 'TRACKING', 'NAME')))"
+    job = python_job(tmp_path, code)
+    job = dataclasses.replace(job, environment={**job.environment, **secrets})
+    run(job)
+    assert job.log_file.read_text() == "s3cr3t http://user:s3cr3t@host value\n"
+    file = tmp_path / "job-1.json"
+    assert "s3cr3t" not in file.read_text() and '"NAME": "value"' in file.read_text()
+    assert file.stat().st_mode & 0o777 == 0o600
+
+
 def test_jobs_side_by_side_get_processors_of_their_own(tmp_path):
     code = "import os, time; print(*os.sched_getaffinity(0), flush=True); time.sleep(60)"
     launcher, used = LocalLauncher(), []

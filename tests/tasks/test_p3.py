@@ -112,6 +112,15 @@ def test_chosen_tasks_are_fetched_as_they_are(server, tree, tmp_path):
     assert source["revision"] == p3.REVISION and source["records"][RECORD] == 40
 
 
+def test_a_mirrors_password_is_used_and_recorded_nowhere(server, tree, tmp_path):
+    address = server.url.replace("http://", "http://user:s3cr3t@")
+    mirror = HubRepository(address, p3.REPOSITORY, p3.REVISION)
+    p3.fetch(["super_glue_rte_GPT*"], tmp_path, mirror)
+    assert_whole(tmp_path, tree)
+    assert mirror._session.auth == ("user", "s3cr3t")
+    assert not [path for path in tmp_path.rglob("*.json") if "s3cr3t" in path.read_text()]
+
+
 def test_seqio_reads_a_fetched_task_as_its_cache(server, tmp_path, monkeypatch):
     from t0repro.tasks.registration import add_prompted_task
 

@@ -20,6 +20,7 @@ from t0repro.config.mtf.run_inputs import InputsReader
 from t0repro.config.provenance import Bindings
 from t0repro.config.run_config import DTypePolicy, ModelConfig, RunConfig
 from t0repro.errors import UserError
+from t0repro.redaction import without_passwords
 
 
 def read(model_dir: str, bindings: Bindings, *, float32_activations: bool = True) -> Configuration:
@@ -41,7 +42,7 @@ def read(model_dir: str, bindings: Bindings, *, float32_activations: bool = True
         run = refusal
     # What was called here must not appear in the operative_config.gin of a Mesh TensorFlow run.
     gin.config._OPERATIVE_CONFIG.clear()
-    return Configuration(inputs, run, gin.config_str())
+    return Configuration(inputs, run, without_passwords(gin.config_str()))
 
 
 # Configurables that a run on the JAX stack reads, with the arguments that it knows. Any other

@@ -18,6 +18,7 @@ from t0repro.config.provenance import Bindings, record_bindings
 from t0repro.config.t5x import modules, programs, records
 from t0repro.errors import UserError, nearest_names
 from t0repro.log_records import only_records
+from t0repro.redaction import without_passwords
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +101,7 @@ def parse(inputs: T5xInputs) -> Parsed:
             place = next(each.place for each in values if each.value == repr(module))
             check_allowed(module, inputs.import_allowlist, place)
             imports.append(module)
-        text = gin.operative_config_str()
+        text = without_passwords(gin.operative_config_str())
         return Parsed(called, values, tuple(imports), tuple(warnings), text)
 
 

@@ -1,0 +1,81 @@
+"""Loads YAML that users wrote, unless its aliases repeat parts without end.
+
+An alias (`*name`) stands for another part of the file. Ten lines of ten aliases each stand for
+10**10 parts, and an alias inside its own part for infinitely many. Whoever walks through the values
+or prints them runs out of memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+_MOST_REPEATED = 10_000
+_DEEPEST = 100
+_TOO_DEEP = "its lists and mappings are nested too deeply"
+
+
+class Bounded:
+    """A mixin for PyYAML's loaders: checks a document before any value is made of it.
+
+    Raises:
+      yaml.YAMLError: From `yaml.load`, if aliases repeat too much, or lists are nested too deeply.
+    """
+
+    def get_single_node(self) -> Any:
+        """The document's node; PyYAML calls this before it constructs values."""
+        try:
+            node = super().get_single_node()  # pyright: ignore[reportAttributeAccessIssue]
+            if node is not None:
+                _check(node)
+        except RecursionError as error:
+            raise yaml.YAMLError(_TOO_DEEP) from error
+        return node
+
+
+class Loader(Bounded, yaml.SafeLoader):
+    """PyYAML's safe loader, bounded."""
+
+
+def load(text: str) -> Any:
+    """What a YAML document says, in plain values.
+
+    Raises:
+      yaml.YAMLError: If it is not YAML, or see `Bounded`.
+    """
+    return yaml.load(text, Loader=Loader)
+
+
+def _check(root: yaml.Node) -> None:
+    parts: dict[int, int] = {}
+    repeated = _count(root, parts, set()) - len(parts)
+    if repeated > _MOST_REPEATED:
+        what = f"its aliases repeat {repeated:,} parts"
+        raise yaml.composer.ComposerError(None, None, what, root.start_mark)
+
+
+def _count(node: yaml.Node, parts: dict[int, int], above: set[int]) -> int:
+    """The number of parts of a node, itself included, repeated ones as often as they are.
+
+    Args:
+      node: The node.
+      parts: Receives the number for each node, by its identity.
+      above: The nodes that this one is part of.
+    """
+    if id(node) in above:
+        what = "an alias stands inside the part that it stands for"
+        raise yaml.composer.ComposerError(None, None, what, node.start_mark)
+    if len(above) == _DEEPEST:
+        raise yaml.composer.ComposerError(None, None, _TOO_DEEP, node.start_mark)
+    if id(node) not in parts:
+        above.add(id(node))
+        parts[id(node)] = 1 + sum(_count(each, parts, above) for each in _children(node))
+        above.remove(id(node))
+    return parts[id(node)]
+
+
+def _children(node: yaml.Node) -> list[yaml.Node]:
+    if isinstance(node, yaml.MappingNode):
+        return [each for pair in node.value for each in pair]
+    return node.value if isinstance(node, yaml.SequenceNode) else []

@@ -1,0 +1,73 @@
+"""Passwords and tokens stay out of messages and records."""
+
+import sys
+
+import pytest
+
+from t0repro.cli.echo import echo
+from t0repro.errors import UserError
+from t0repro.hub_files import Bucket, HubRepository
+from t0repro.locks import COMMAND_FILE, folder_lock
+from t0repro.redaction import is_secret, without_passwords
+
+SECRET = "pw-SECRET"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (f"http://user:{SECRET}@host/x", "http://***@host/x"),
+        (f"http://user:a@{SECRET}@host:80/x", "http://***@host:80/x"),
+        (f"see 'https://{SECRET}@host' and gs://b", "see 'https://***@host' and gs://b"),
+        (f"postgresql://mlflow:{SECRET}@db/mlflow", "postgresql://***@db/mlflow"),
+        (f"https://h/x?a=1&access_token={SECRET}&b=2", "https://h/x?a=1&access_token=***&b=2"),
+        (f"https://h/x?X-Goog-Signature={SECRET}", "https://h/x?X-Goog-Signature=***"),
+        ("https://host/name@v1 and s3://b/a@c", "https://host/name@v1 and s3://b/a@c"),
+        ('{"a":"http://host","b":"me@host"}', '{"a":"http://host","b":"me@host"}'),
+        ("mail me@host", "mail me@host"),
+    ],
+)
+def test_an_addresss_password_is_left_out_and_all_else_stays(text, shown):
+    assert without_passwords(text) == shown
+
+
+def test_no_message_shows_a_password(capsys):
+    address = f"http://user:{SECRET}@host/x"
+    error = UserError(f"{address} is wrong.", where=address, fix=f"Try {address}.")
+    assert SECRET not in str(error) and str(error).count("http://***@host/x") == 3
+    echo(f"reading {address} ...")
+    assert capsys.readouterr().out == "reading http://***@host/x ...\n"
+
+
+def test_a_servers_user_and_password_are_sent_and_never_part_of_its_address():
+    for server in (
+        HubRepository(f"http://us%40er:{SECRET}@host:80/mirror/", "a/b", "main"),
+        Bucket(f"http://us%40er:{SECRET}@host:80/mirror/", "bucket"),
+    ):
+        assert server.base_url == "http://host:80/mirror"
+        assert server._session.auth == ("us@er", SECRET)
+    assert HubRepository("https://host", "a/b", "main")._session.auth is None
+
+
+def test_the_record_of_a_locks_holder_has_no_password(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["t0repro", f"--base_url=http://u:{SECRET}@host"])
+    with folder_lock(tmp_path, "fetching"):
+        assert "http://***@host" in (text := (tmp_path / COMMAND_FILE).read_text())
+        assert SECRET not in text
+
+
+@pytest.mark.parametrize(
+    ("names", "secret"),
+    [
+        ("HF_TOKEN AWS_SECRET_ACCESS_KEY WANDB_API_KEY PGPASSWORD SSH_KEY DB_PWD token", True),
+        ("GOOGLE_APPLICATION_CREDENTIALS GITHUB_TOKEN_FILE OPENAI_APIKEY PASSPHRASE", True),
+        ("XLA_FLAGS CUDA_VISIBLE_DEVICES MAX_TOKENS TOKENIZERS_PARALLELISM KEYBOARD PWD", False),
+    ],
+)
+def test_a_variables_name_says_whether_it_is_a_secret(names, secret):
+    assert all(is_secret(name, "value") is secret for name in names.split())
+
+
+def test_a_password_in_a_variables_value_makes_it_a_secret():
+    assert is_secret("MLFLOW_TRACKING_URI", f"http://u:{SECRET}@host")
+    assert not is_secret("MLFLOW_TRACKING_URI", "http://host")
