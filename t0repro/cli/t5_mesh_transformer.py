@@ -32,6 +32,7 @@ from t0repro.cli.machine import say_what_runs_here
 from t0repro.cli.spelling import canonical_arguments
 from t0repro.errors import UserError
 from t0repro.trackers.tracker import TrackerName
+from t0repro.words import printable
 
 if TYPE_CHECKING:
     from t0repro.config.configuration import Configuration
@@ -218,6 +219,8 @@ def _run_mesh_tensorflow(options: Any) -> None:
         if not options.use_model_api:
             raise
     if configuration:
+        for error in configuration.misread:
+            print(printable(f"warning: {error.where}: {error.what}"), file=sys.stderr)
         _check_inputs(configuration, jax=False, at_hand=options.at_hand)
         say_what_runs_here(options, configuration, on_jax=False)
     if options.use_model_api:

@@ -62,6 +62,8 @@ class Configuration:
       inputs: What is checked first.
       run_or_refusal: The RunConfig; or the error that says so, if only Mesh TensorFlow can do what
         is configured. The error is kept rather than raised because the run may be for that stack.
+      misread: Bindings that Mesh TensorFlow takes otherwise than they read; a run on it warns of
+        them, and `run_or_refusal` is the first.
       gin_text: The whole configuration as gin writes it, for operative_config.gin.
       allow_changed: Whether to continue training in a model_dir although settings changed
         (--allow_changed).
@@ -70,6 +72,7 @@ class Configuration:
     inputs: RunInputs
     run_or_refusal: RunConfig | NotOnJax
     gin_text: str
+    misread: tuple[NotOnJax, ...] = ()
     allow_changed: bool = False
 
     @property

@@ -288,7 +288,7 @@ def check_references(
         bindings,
         read,
         overrides=overrides,
-        is_shipped=_is_shipped,
+        is_shipped=is_shipped,
         instead=lambda name: _instead(name, read),
     )
 
@@ -326,6 +326,6 @@ def _instead(name: str, read: set[str]) -> str:
     return f"nearest: {nearest_names(name, known, 3)}"
 
 
-def _is_shipped(place: str) -> bool:
+def is_shipped(place: str) -> bool:
     """Whether a file came with t5, Mesh TensorFlow or this package: its macros serve many runs."""
     return place.startswith(("t5/", "mesh_tensorflow/", "t0repro/")) or "/t0repro/gin/" in place

@@ -1,22 +1,23 @@
-"""Ranges of numbers, declared in the annotations of dataclass fields and checked in one place.
+"""Types and ranges of a configuration's values, declared beside each field and checked here.
 
-A field declares its range once:
+A field declares both once:
 
     d_model: Annotated[int, Range(at_least=1)]
     dropout_rate: Annotated[float, Range(at_least=0, below=1)]
 
-`check` checks every number in a configuration against its field's range and type.
+`check` compares every value of a configuration with its field's annotation.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from t0repro.config.declared_types import elements, fits, hints_of, in_words
 from t0repro.errors import UserError
+from t0repro.words import printable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,12 +63,11 @@ class Range:
 
 def range_of(kind: type, field: str) -> Range | Mapping[str, Range] | None:
     """The range of a dataclass field; for a mapping of arguments, a range per argument name."""
-    hint = typing.get_type_hints(kind, include_extras=True)[field]
-    return next(iter(getattr(hint, "__metadata__", ())), None)
+    return next(iter(getattr(hints_of(kind)[field], "__metadata__", ())), None)
 
 
 def check(value: Any, provenance: Mapping[str, str], prefix: str = "") -> None:
-    """Checks every number in a dataclass and in the dataclasses inside it.
+    """Checks every value in a dataclass, and in the dataclasses inside it, against its annotation.
 
     Args:
       value: The dataclass.
@@ -75,18 +75,19 @@ def check(value: Any, provenance: Mapping[str, str], prefix: str = "") -> None:
       prefix: Prefix of the dotted names, for a dataclass inside another.
 
     Raises:
-      UserError: For the first number outside its field's range, with its place.
+      UserError: For the first value of another type than its field's, or number outside its
+        field's range, with its place.
     """
     for field in dataclasses.fields(value):
         name, item = f"{prefix}{field.name}", getattr(value, field.name)
+        check_field(type(value), field.name, item, _place(name, provenance), shown=name)
         limits = range_of(type(value), field.name)
-        if dataclasses.is_dataclass(item):
-            check(item, provenance, f"{name}.")
         # Schedules and optax calls have a range for each argument name.
-        elif isinstance(limits, Mapping):
+        if isinstance(limits, Mapping):
             _check_arguments(name, item, limits, provenance)
-        elif limits is not None:
-            check_field(type(value), field.name, item, _place(name, provenance), shown=name)
+        for part, inside in _parts(name, item):
+            if dataclasses.is_dataclass(inside):
+                check(inside, provenance, f"{part}.")
 
 
 def check_divides(name: str, parts: int, batch_size: int, where: str | None) -> None:
@@ -105,26 +106,34 @@ def check_field(kind: type, field: str, value: Any, where: str | None, shown: st
     Args:
       kind: The dataclass.
       field: The field's name.
-      value: A number, or a tuple or mapping of numbers.
+      value: The value.
       where: The place that set it.
       shown: The name to use in messages; defaults to the field's own.
 
     Raises:
-      UserError: If the value, or one inside it, is not a number or is outside the field's range.
+      UserError: If the value, or one inside it, is not of the field's type or is outside its range.
     """
-    limits, hint = range_of(kind, field), typing.get_type_hints(kind)[field]
-    assert isinstance(limits, Range)
-    allowed = typing.get_args(hint)
-    # Literals inside a union, such as T5X's names of loss denominators.
-    parts = {part for union in allowed for part in typing.get_args(union)}
-    words = sorted(part for part in parts if isinstance(part, str))
-    if value is None and type(None) in allowed:
+    hint, limits, name = hints_of(kind)[field], range_of(kind, field), shown or field
+    limits = limits if isinstance(limits, Range) else None
+    inner = elements(hint, value)
+    if inner is not None:
+        for part, item in _parts(name, value):
+            _check_one(part, item, inner, limits, where)
+    else:
+        _check_one(name, value, hint, limits, where)
+
+
+def _check_one(name: str, value: Any, hint: Any, limits: Range | None, where: str | None) -> None:
+    """Raises UserError unless a value is of a type and, if it is a number, in a range."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if fits(value, hint) and not (is_number and limits is not None and value not in limits):
         return
-    if isinstance(value, str) and (str in allowed or value in words):
-        return  # a word may stand for numbers, as "all" does
-    whole = float not in (hint, *allowed)
-    for name, item in _parts(shown or field, value):
-        _check_number(name, item, limits, where, whole, words)
+    wanted = in_words(hint, limits)
+    raise UserError(
+        f"{name} is {printable(repr(value))}; it must be {wanted}.",
+        where=where,
+        fix=f"Bind {wanted}.",
+    )
 
 
 def _check_arguments(
@@ -134,42 +143,23 @@ def _check_arguments(
     for key, value in arguments.items():
         place = _place(f"{name}.{key}", provenance)
         if key in limits and value is not None:
-            _check_number(f"{name}.{key}", value, limits[key], place, whole=False)
+            _check_one(f"{name}.{key}", value, float, limits[key], place)
         # A factor is a number, or a schedule with arguments of its own.
         for factor in value if isinstance(value, list) else ():
             if isinstance(factor, Mapping):
                 _check_arguments(f"{name}.{key}", factor["arguments"], limits, provenance)
             else:
-                _check_number(f"{name}.{key}", factor, Range(), place, whole=False)
+                _check_one(f"{name}.{key}", factor, float, Range(), place)
 
 
 def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the numbers in a field's value, each with a name for messages."""
+    """Yields what is in a list or mapping, or else the value itself, each named for messages."""
     if isinstance(value, Mapping):
         yield from ((f"{name}[{key!r}]", item) for key, item in value.items())
     elif isinstance(value, list | tuple):
         yield from ((name, item) for item in value)
     else:
         yield name, value
-
-
-def _check_number(
-    name: str,
-    number: Any,
-    limits: Range,
-    where: str | None,
-    whole: bool,
-    words: Sequence[str] = (),
-) -> None:
-    kinds = int if whole else (int, float)
-    # bool is a subclass of int, but True is not a number that a user meant.
-    if isinstance(number, kinds) and not isinstance(number, bool) and number in limits:
-        return
-    wanted = f"{'a whole number' if whole else 'a number'}, {limits}"
-    wanted += "".join(f", or {word!r}" for word in words)
-    raise UserError(
-        f"{name} is {number!r}; it must be {wanted}.", where=where, fix=f"Bind {wanted}."
-    )
 
 
 def _place(name: str, provenance: Mapping[str, str]) -> str | None:

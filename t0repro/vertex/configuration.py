@@ -137,6 +137,7 @@ def _mesh_transformer(arguments: Arguments) -> Configured:
         run = None  # precompile compiles what the JAX stack can do
     return Configured(
         text=configuration.gin_text,
+        warnings=tuple(f"{error.where}: {error.what}" for error in configuration.misread),
         run=run,
         architecture=_architecture(run.model) if run else "",
         output=arguments.output,

@@ -132,6 +132,19 @@ def test_activation_and_epsilon_are_read_as_they_are_bound():
         ("encoder/Unitransformer.positional_embedding = True", "positional_embedding"),
         ("run.optimizer = @optimize.AdafactorWithMultiLRSchedule", "run.optimizer"),
         ("run.ensemble_inputs = 2", "run.ensemble_inputs"),
+        ("get_variable_dtype.master_dtype = 'float16'", "master_dtype 'float16'"),
+        # Mesh TensorFlow takes all of these for True.
+        ("mesh_train_dataset_fn.shuffle = 'False'", "mesh_train_dataset_fn.shuffle is 'False'"),
+        ("mesh_train_dataset_fn.pack = ['a']", "takes it for True"),
+        ("mesh_train_dataset_fn.use_cached = 'no'", "mesh_train_dataset_fn.use_cached"),
+        ("AdafactorOptimizer.factored = 'False'", "AdafactorOptimizer.factored"),
+        (
+            "Unitransformer.shared_embedding_and_softmax_weights = 'False'",
+            "Unitransformer.shared_embedding_and_softmax_weights",
+        ),
+        ("LayerStack.recompute_grads = 'False'", "LayerStack.recompute_grads"),
+        ("run.skip_seen_data = 'False'", "run.skip_seen_data"),
+        ("tpu_estimator_model_fn.tpu_summaries = 'False'", "tpu_summaries"),
         ("run.model_type = 'aligned'", "run.model_type"),
         ("pack_dataset.use_custom_ops = True", "pack_dataset.use_custom_ops"),
         ("encoder/sublayer_rms_norm.epsilon = 1e-5", "sublayer_rms_norm.epsilon"),
@@ -144,6 +157,15 @@ def test_what_the_jax_stack_does_not_do_is_refused_by_name_and_place(param, name
         load(param)
     assert error.value.where is None or param in error.value.where
     assert "--backend=mtf" in (error.value.fix or "")
+
+
+def test_what_mesh_tensorflow_misreads_is_kept_for_its_own_run_to_warn_of():
+    params = ("mesh_train_dataset_fn.shuffle = 'False'", "encodr/make_layer_stack.num_layers = 7")
+    inputs = MeshInputs(
+        "a_model_dir", FILES, (*PARAMS, *params), module_imports=("t0repro.tasks.demo",)
+    )
+    found = dialect.load(inputs).misread
+    assert [str(error.where) for error in found] == [f"--gin_param {param!r}" for param in params]
 
 
 def test_a_layer_of_another_family_is_refused_with_the_gin_file_that_asks_for_it():

@@ -7,7 +7,10 @@ A script for a process of its own. No graph is lowered or run, so the largest mo
 
 Writes JSON: {NAME: {"variables": {name: shape}, "slots": {name: shape}, "consulted": [...]}}, where
 `consulted` has every configurable that was called while the training graph was built. With
-"may_fail" in the job, a model that cannot be built gives {"error": TEXT} instead.
+"may_fail" in the job, a model that cannot be built gives {"error": TEXT} instead. With "arguments",
+NAME also has {"arguments": {"scope/selector": {argument: value as text}}}: what each configurable
+was called with, in which scope, as far as the graph was built; and "attributes", which of its own
+each tower of an encoder-decoder model looks at while it computes.
 """
 
 from __future__ import annotations
@@ -45,6 +48,8 @@ def main() -> None:
             if not job.get("may_fail"):
                 raise
             results[name] = {"error": f"{type(error).__name__}: {error}"}
+        if job.get("arguments"):
+            results[name]["arguments"] = arguments_of_calls()
     with open(job["out"], "w") as file:
         json.dump(results, file)
 
@@ -74,6 +79,8 @@ def variables_of(vocabulary: int, with_slots: bool) -> dict:
 
         targets, segments = feature("targets"), feature("segments")
         keywords: dict = {"compute_loss": True, "variable_dtype": utils.get_variable_dtype()}
+        towers = {name: getattr(model, name, None) for name in ("encoder", "decoder")}
+        attributes = {name: noting_attributes(tower) for name, tower in towers.items() if tower}
         if model_type == "bitransformer":
             keywords |= {"encoder_sequence_id": segments, "decoder_sequence_id": segments}
             model.call_simple(feature("inputs"), targets, **keywords)
@@ -92,6 +99,30 @@ def variables_of(vocabulary: int, with_slots: bool) -> dict:
         "variables": shapes,
         "slots": {name: size for name, size in slots.items() if name not in shapes},
         "consulted": consulted,
+        "attributes": {name: sorted(found) for name, found in attributes.items()},
+    }
+
+
+def noting_attributes(tower) -> set:
+    """A set that fills with the names of the attributes that are read of an object from now on."""
+    found: set = set()
+
+    class Noting(type(tower)):
+        def __getattribute__(self, name):
+            found.add(name)
+            return super().__getattribute__(name)
+
+    tower.__class__ = Noting
+    return found
+
+
+def arguments_of_calls() -> dict:
+    """What every configurable was called with so far, by "scope/selector"."""
+    import gin.config
+
+    return {
+        f"{scope}/{selector}": {name: str(value) for name, value in arguments.items()}
+        for (scope, selector), arguments in gin.config._OPERATIVE_CONFIG.items()
     }
 
 

@@ -6,6 +6,7 @@ import importlib
 import inspect
 from typing import Any, NoReturn
 
+from t0repro.config import gin_door
 from t0repro.config.configuration import NotOnJax
 from t0repro.config.mtf.parser import MESH_TRANSFORMER, UTILS
 from t0repro.config.provenance import Bindings
@@ -44,10 +45,8 @@ class RunArguments:
                 " --gin_param=\"utils.tpu_mesh_shape.tpu_topology = 'v3-8'\".",
             ) from error
 
-    def arguments(self, selector: str, function: Any) -> dict[str, Any]:
-        """A configurable's arguments as a call would receive them: defaults, then bindings."""
-        import gin
-
+    def arguments(self, selector: str, function: Any, scope: str = "") -> dict[str, Any]:
+        """A configurable's arguments as a call in a scope gets them: defaults, then bindings."""
         signature = inspect.signature(function)
         defaults = {
             name: parameter.default
@@ -55,14 +54,12 @@ class RunArguments:
             if parameter.default is not parameter.empty
         }
         # Bindings win over defaults, as in a call through gin.
-        return {**defaults, **gin.get_bindings(selector)}
+        return {**defaults, **gin_door.resolved(scope, selector)}
 
     def argument(self, selector: str, name: str) -> Any:
         """What an argument is bound to, or None; noted as the field of the same name."""
-        import gin
-
         self.note(name, selector, name)
-        return gin.get_bindings(selector).get(name)
+        return gin_door.resolved("", selector).get(name)
 
     def note(self, field: str, selector: str, argument: str, scopes: tuple[str, ...] = ()) -> None:
         """Notes that a field of the RunConfig has its value from an argument."""

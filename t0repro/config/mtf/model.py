@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any, NoReturn, cast
 
+from t0repro.config import gin_door
 from t0repro.config.configuration import NotOnJax
 from t0repro.config.mtf import jax_model
 from t0repro.config.provenance import Bindings
@@ -21,6 +22,8 @@ _TRANSFORMER = "mesh_tensorflow.transformer.transformer"
 _LAYERS = "mesh_tensorflow.transformer.transformer_layers"
 _STACK = f"{_TRANSFORMER}.LayerStack"
 _UNITRANSFORMER = f"{_TRANSFORMER}.Unitransformer"
+_DROPOUT = f"{_TRANSFORMER}.sublayer_dropout"
+_RMS_NORM = f"{_TRANSFORMER}.sublayer_rms_norm"
 
 _ENCODER_LAYERS = ("SelfAttention", "DenseReluDense")
 _DECODER_LAYERS = ("SelfAttention", "EncDecAttention", "DenseReluDense")
@@ -65,8 +68,8 @@ KNOWN_BINDINGS: Mapping[str, Any] = {
     f"{_TRANSFORMER}.VocabEmbedding": set(),
     f"{_TRANSFORMER}.get_vocab_embedding_cls": set(),
     f"{_TRANSFORMER}.shift_targets": set(),
-    f"{_TRANSFORMER}.sublayer_dropout": {"dropout_rate"},
-    f"{_TRANSFORMER}.sublayer_rms_norm": {"epsilon"},
+    _DROPOUT: {"dropout_rate"},
+    _RMS_NORM: {"epsilon"},
     f"{_TRANSFORMER}.sublayer_residual": set(),
     f"{_TRANSFORMER}.sublayer_call_layer": set(),
     f"{_TRANSFORMER}.sublayer_mask_padding": set(),
@@ -100,7 +103,7 @@ FIELD_SOURCES: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
         "relative_attention_num_buckets",
         ("decoder",),
     ),
-    "dropout_rate": (f"{_TRANSFORMER}.sublayer_dropout", "dropout_rate", ("decoder",)),
+    "dropout_rate": (_DROPOUT, "dropout_rate", ()),
     "label_smoothing": (_UNITRANSFORMER, "label_smoothing", ("decoder",)),
     "z_loss": (_UNITRANSFORMER, "z_loss", ("decoder",)),
     "loss_denominator": (_UNITRANSFORMER, "loss_denominator", ("decoder",)),
@@ -110,7 +113,7 @@ FIELD_SOURCES: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
     "shared_towers": (f"{_TRANSFORMER}.make_bitransformer", "encoder_name", ()),
     "recompute": (_STACK, "recompute_grads", ("decoder",)),
     "norm_names": (_STACK, "norm_epsilon", ("decoder",)),
-    "rms_norm_epsilon": (f"{_TRANSFORMER}.sublayer_rms_norm", "epsilon", ()),
+    "rms_norm_epsilon": (_RMS_NORM, "epsilon", ()),
     "relative_attention_max_distance": (
         jax_model.SELECTOR,
         "relative_attention_max_distance",
@@ -178,7 +181,7 @@ def read_model(model: Any, model_type: str, bindings: Bindings) -> ModelConfig:
         shared_towers=len({tower.name for tower in towers.values()}) < len(towers),
         recompute=own.pop("recompute") or reader.recompute(towers),
         norm_names=reader.norm_names(towers),
-        rms_norm_epsilon=reader.norm_epsilon(towers),
+        rms_norm_epsilon=reader.norm_epsilon(),
         # An only layer's own bias is like one that all layers share, by its variable's name too.
         position_bias_per_layer=attention.relative_attention_type == "bias" and several_layers,
         **own,
@@ -422,46 +425,28 @@ class _ModelReader:
                     argument,
                 )
 
-    def norm_epsilon(self, towers: Mapping[str, Any]) -> float:
-        """What every layer norm adds to the mean square.
-
-        Mesh TensorFlow calls its sublayers outside the scopes `encoder` and `decoder`, so that a
-        binding in one of these has no effect there; it is refused if it says something else.
-        """
-        import gin
-
-        selector = f"{_TRANSFORMER}.sublayer_rms_norm"
-        epsilon = gin.get_bindings(selector).get("epsilon", 1e-6)
-        for scope in filter(None, towers):
-            with gin.config_scope(scope):
-                scoped = gin.get_bindings(selector).get("epsilon", epsilon)
-            if scoped != epsilon:
-                self.refuse(
-                    f"epsilon = {scoped!r} in one tower, which Mesh TensorFlow ignores",
-                    selector,
-                    "epsilon",
-                    scope,
-                )
-        return float(epsilon)
+    def norm_epsilon(self) -> float:
+        """What every layer norm adds to the mean square; `misread` has refused it in a scope."""
+        return float(gin_door.resolved("", _RMS_NORM).get("epsilon", 1e-6))
 
     def dropout_rate(self, towers: Mapping[str, Any]) -> float:
-        """The one rate that all dropouts share."""
-        import gin
+        """The one rate that all dropouts share.
 
+        Layers are built in their tower's scope. Sublayers are called outside of it, so a binding of
+        sublayer_dropout in a scope has no effect; `misread` has refused it.
+        """
         rates = {
             layer.dropout_rate for tower in towers.values() for layer in tower.layer_stack._layers
         }
-        for scope, tower in towers.items():
-            if hasattr(tower.layer_stack, "dropout_rate"):  # the legacy mode's
-                rates.add(tower.layer_stack.dropout_rate)
-                continue
-            with gin.config_scope(scope or None):
-                bound = gin.get_bindings(f"{_TRANSFORMER}.sublayer_dropout")
-            rates.add(bound.get("dropout_rate", 0.0))
+        for tower in towers.values():
+            # Only the legacy mode's stack has a rate.
+            stack = vars(tower.layer_stack).get("dropout_rate")
+            rates.add(self._sublayers_rate() if stack is None else stack)
         if len(rates) != 1:
             self.refuse(
-                f"different dropout rates in one model ({sorted(rates)})",
-                f"{_TRANSFORMER}.sublayer_dropout",
-                "dropout_rate",
+                f"different dropout rates in one model ({sorted(rates)})", _DROPOUT, "dropout_rate"
             )
         return rates.pop()
+
+    def _sublayers_rate(self) -> float:
+        return gin_door.resolved("", _DROPOUT).get("dropout_rate", 0.0)

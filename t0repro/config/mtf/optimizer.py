@@ -197,7 +197,8 @@ class OptimizerReader:
     ) -> ScheduleConfig | None:
         """The schedule: a function, a constant, a list of factors, or Adafactor's own default."""
         value = self._run["learning_rate_schedule"]
-        self._note("schedule.name", Reference("", _RUN), "learning_rate_schedule")
+        for field in ("schedule", "schedule.name"):
+            self._note(field, Reference("", _RUN), "learning_rate_schedule")
         if value is None:
             if not isinstance(optimizer, AdafactorConfig):
                 return None

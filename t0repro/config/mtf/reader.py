@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 from t0repro.config import ranges
 from t0repro.config.configuration import Configuration, NotOnJax, RunInputs
@@ -15,10 +15,12 @@ from t0repro.config.mtf import model as mtf_model
 from t0repro.config.mtf import optimizer as mtf_optimizer
 from t0repro.config.mtf.arguments import RunArguments
 from t0repro.config.mtf.layout import layout_of
+from t0repro.config.mtf.misread import misread
+from t0repro.config.mtf.model_api import refused_export
 from t0repro.config.mtf.parser import MESH_TRANSFORMER, UTILS
-from t0repro.config.mtf.run_inputs import InputsReader
+from t0repro.config.mtf.run_inputs import DTYPES, InputsReader, dtype_name
 from t0repro.config.provenance import Bindings
-from t0repro.config.run_config import DTypePolicy, ModelConfig, RunConfig
+from t0repro.config.run_config import DType, DTypePolicy, ModelConfig, RunConfig, ScheduleConfig
 from t0repro.errors import UserError
 from t0repro.redaction import without_passwords
 
@@ -35,14 +37,18 @@ def read(model_dir: str, bindings: Bindings, *, float32_activations: bool = True
 
     arguments = RunArguments(bindings)
     inputs = InputsReader(arguments).inputs(model_dir)
+    warnings = tuple(misread(bindings, arguments.run["model_type"]))
     try:
+        if warnings:
+            raise warnings[0]
         run = _ConfigReader(arguments, float32_activations).run_config(inputs)
     # Kept, not raised: the run may be for Mesh TensorFlow.
     except NotOnJax as refusal:
         run = refusal
     # What was called here must not appear in the operative_config.gin of a Mesh TensorFlow run.
     gin.config._OPERATIVE_CONFIG.clear()
-    return Configuration(inputs, run, without_passwords(gin.config_str()))
+    text = without_passwords(gin.config_str())
+    return Configuration(inputs, run, text, misread=warnings)
 
 
 # Configurables that a run on the JAX stack reads, with the arguments that it knows. Any other
@@ -111,7 +117,7 @@ class _ConfigReader:
             "dtypes": self._dtypes(),
             "optimizer": optimizer,
             # Schedules that end somewhere count to total_run_steps if it is bound.
-            "schedule": training.schedule(run["total_run_steps"] or train_steps, optimizer),
+            "schedule": training.schedule(self._total_run_steps(train_steps), optimizer),
             "train_data": data.train_data(),
             "eval_data": data.eval_data(),
             "sequence_length": inputs.sequence_length,
@@ -178,6 +184,8 @@ class _ConfigReader:
         run, mode = self._gin.run, self._gin.run["mode"]
         if run["model_type"] not in ("bitransformer", "lm", "delimited_lm"):
             self._gin.refuse("model_type", f"model_type {run['model_type']!r}")
+        if str(mode).startswith("export"):
+            raise refused_export(mode, self._gin.place_of_run("mode"))
         if run["model_type"] != "bitransformer" and mode not in ("train", "perplexity_eval"):
             self._gin.refuse(
                 "mode",
@@ -200,6 +208,13 @@ class _ConfigReader:
                 fix="Bind run.train_steps to a number.",
             )
         return function(batch_size, sequence_length)
+
+    def _total_run_steps(self, train_steps: int) -> int:
+        steps, place = self._gin.run["total_run_steps"], self._gin.place_of_run("total_run_steps")
+        if steps is None:
+            return train_steps
+        ranges.check_field(ScheduleConfig, "total_train_steps", steps, place, "run.total_run_steps")
+        return steps
 
     def _check_depth(self) -> None:
         """Checks numbers of layers before Mesh TensorFlow makes an object for each."""
@@ -235,13 +250,10 @@ class _ConfigReader:
         return mtf_model.read_model(model, model_type, self._gin.bindings)
 
     def _dtypes(self) -> DTypePolicy:
-        selector = f"{UTILS}.get_variable_dtype"
-        arguments = self._gin.arguments(selector, self._gin.utils.get_variable_dtype)
-        names = {}
+        names: dict[str, Any] = {}
         for field in ("master", "slice", "activation"):
-            value = arguments[f"{field}_dtype"]
-            names[field] = value if isinstance(value, str) else value.name
-            self._gin.note(f"dtypes.{field}", selector, f"{field}_dtype")
+            names[field] = dtype_name(self._gin, f"{field}_dtype")
+            self._gin.note(f"dtypes.{field}", DTYPES, f"{field}_dtype")
         if self._float32:
             for field in ("slice", "activation"):
                 names[field] = "float32"
@@ -250,5 +262,8 @@ class _ConfigReader:
         if names["slice"] != "float32" and (
             self._gin.run["mode"] == "train" or names["activation"] == "float32"
         ):
-            self._gin.refuse("slice_dtype", f"slice_dtype {names['slice']!r}", selector)
+            self._gin.refuse("slice_dtype", f"slice_dtype {names['slice']!r}", DTYPES)
+        for field, name in names.items():
+            if name not in get_args(DType):
+                self._gin.refuse(f"{field}_dtype", f"{field}_dtype {name!r}", DTYPES)
         return DTypePolicy(**names)

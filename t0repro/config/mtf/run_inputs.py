@@ -10,10 +10,12 @@ from t0repro.config import ranges
 from t0repro.config.configuration import RunInputs
 from t0repro.config.mtf import optimizer as mtf_optimizer
 from t0repro.config.mtf.arguments import RunArguments
+from t0repro.config.mtf.misread import scopes_read
 from t0repro.config.mtf.parser import MESH_TRANSFORMER, UTILS
 from t0repro.config.run_config import RunConfig
 from t0repro.errors import UserError
 
+DTYPES = f"{UTILS}.get_variable_dtype"
 _BATCH_METHODS = (
     "tokens_per_batch", "sequences_per_batch", "tokens_per_replica", "sequences_per_replica",
 )  # fmt: skip
@@ -105,31 +107,44 @@ class InputsReader:
 
     def _vocab_divisor(self) -> int:
         transformer = importlib.import_module("mesh_tensorflow.transformer.transformer")
-        bound = self._gin.arguments(
-            "mesh_tensorflow.transformer.transformer.Unitransformer", transformer.Unitransformer
-        )
+        selector = "mesh_tensorflow.transformer.transformer.Unitransformer"
+        # Of two towers the decoder decides, as for the model; the encoder has to agree.
+        scope = scopes_read(selector, self._gin.run["model_type"])[-1]
+        bound = self._gin.arguments(selector, transformer.Unitransformer, scope)
         return bound["vocab_divisor"]
 
     def _sequence_length(self) -> Mapping[str, int] | None:
         length = self._gin.run["sequence_length"]
         # Mesh TensorFlow takes one number for both features.
-        if isinstance(length, int):
+        if isinstance(length, int) and not isinstance(length, bool):
             length = {"inputs": length, "targets": length}
         where = self._gin.place_of_run("sequence_length")
-        if length is not None and not isinstance(length, Mapping):
+        if length is None:
+            return None
+        if not isinstance(length, Mapping):
             raise UserError(
                 f"run.sequence_length is {length!r}.",
                 where=where,
                 fix="Bind run.sequence_length = {'inputs': N, 'targets': N}.",
             )
         ranges.check_field(RunConfig, "sequence_length", length, where)
+        # What a task has besides these, only the task knows.
+        needed = ("targets",) if self._gin.run["model_type"] == "lm" else ("inputs", "targets")
+        for feature in needed:
+            if feature not in length:
+                raise UserError(
+                    f"run.sequence_length has no length for {feature!r}, only for"
+                    f" {', '.join(map(repr, length)) or 'nothing'}.",
+                    where=where,
+                    fix="Bind run.sequence_length = {'inputs': N, 'targets': N}.",
+                )
         return length
 
     def _batch_size(self, sequence_length: Mapping[str, int] | None) -> int:
         size, where = self._gin.run["batch_size"], self._gin.place_of_run("batch_size")
-        if isinstance(size, int):
+        if isinstance(size, int | float):
             ranges.check_field(RunConfig, "batch_size", size, where)
-            return size
+            return int(size)
         if not isinstance(size, tuple | list) or len(size) != 2 or size[0] not in _BATCH_METHODS:
             raise UserError(
                 f"run.batch_size is {size!r}.",
@@ -180,10 +195,27 @@ class InputsReader:
         return self._gin.utils.serialize_num_microbatches(batch, sequence_length, shape, rules)
 
     def _master_dtype(self) -> str:
-        selector = f"{UTILS}.get_variable_dtype"
-        value = self._gin.arguments(selector, self._gin.utils.get_variable_dtype)["master_dtype"]
-        self._gin.note("master_dtype", selector, "master_dtype")
-        return value if isinstance(value, str) else value.name
+        self._gin.note("master_dtype", DTYPES, "master_dtype")
+        return dtype_name(self._gin, "master_dtype")
+
+
+def dtype_name(arguments: RunArguments, argument: str) -> str:
+    """The name of a type that get_variable_dtype is bound to, as text or as TensorFlow's own.
+
+    Raises:
+      UserError: if TensorFlow has no such type.
+    """
+    import tensorflow
+
+    value = arguments.arguments(DTYPES, arguments.utils.get_variable_dtype)[argument]
+    try:
+        return tensorflow.as_dtype(value).name
+    except TypeError as error:
+        raise UserError(
+            f"get_variable_dtype.{argument} is {value!r}; TensorFlow has no such type.",
+            where=arguments.bindings.find((), DTYPES, argument),
+            fix="Bind 'float32' or 'bfloat16'.",
+        ) from error
 
 
 def _hashable(value: Any) -> Any:

@@ -1,0 +1,141 @@
+"""Bindings that Mesh TensorFlow takes otherwise than they read.
+
+It takes any text for True, `'False'` too, and gin keeps what is bound in a scope that nothing
+enters, where it has no effect. Mesh TensorFlow runs all the same, so there it is a warning; on the
+JAX stack, where nobody depends on it, it is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from t0repro.config import gin_door
+from t0repro.config.configuration import NotOnJax
+from t0repro.config.declared_types import alternatives, declared_arguments, fits
+from t0repro.config.gin_errors import is_shipped
+from t0repro.config.provenance import Bindings, Key
+from t0repro.errors import nearest_names
+
+_TRANSFORMER = "mesh_tensorflow.transformer.transformer"
+_LAYERS = "mesh_tensorflow.transformer.transformer_layers"
+_TOWERS = ("encoder", "decoder")
+
+# The scopes in which an encoder-decoder model reads its configurables: constructors are called in
+# their tower's, and all else, such as sublayers and optimizers, outside of both.
+TOWER_SCOPES: Mapping[str, tuple[str, ...]] = {
+    f"{_TRANSFORMER}.make_layer_stack": _TOWERS,
+    f"{_TRANSFORMER}.LayerStack": _TOWERS,
+    f"{_TRANSFORMER}.Unitransformer": _TOWERS,
+    f"{_LAYERS}.DenseReluDense": _TOWERS,
+    f"{_LAYERS}.SelfAttention": _TOWERS,
+    f"{_LAYERS}.EncDecAttention": ("decoder",),
+}
+# What the encoder's constructor takes too and never uses: it computes neither logits nor a loss.
+DECODER_ONLY: frozenset[str] = frozenset({
+    "label_smoothing", "z_loss", "loss_denominator", "shared_embedding_and_softmax_weights",
+    "loss_on_targets_only", "loss_fn",
+})  # fmt: skip
+_UNITRANSFORMER = f"{_TRANSFORMER}.Unitransformer"
+_OR_WARNED = ", or run with --backend=mtf, which only warns of it"
+_MODEL_TYPES = ("bitransformer", "lm", "delimited_lm")
+_PACKAGES = ("mesh_tensorflow.", "t5.", "t0repro.", "Bitransformer.", "Unitransformer.")
+
+
+def scopes_read(selector: str, model_type: str, argument: str | None = None) -> tuple[str, ...]:
+    """The scopes that Mesh TensorFlow is in when it calls a configurable; "" is none.
+
+    Args:
+      selector: The configurable.
+      model_type: Mesh TensorFlow's; a language model's only tower is built in no scope.
+      argument: Only the scopes in which this argument has an effect.
+    """
+    if model_type != "bitransformer":
+        return ("",)
+    if selector == _UNITRANSFORMER and argument in DECODER_ONLY:
+        return ("decoder",)
+    return TOWER_SCOPES.get(selector, ("",))
+
+
+def misread(bindings: Bindings, model_type: str) -> Iterator[NotOnJax]:
+    """What stands in the gin files or on the command line but means something else, or nothing.
+
+    Args:
+      bindings: Where each binding was set.
+      model_type: Mesh TensorFlow's, which decides in which scopes the model is built.
+
+    Yields:
+      An error for each such binding, which a run on Mesh TensorFlow may print as a warning.
+    """
+    entered = {
+        "/".join(value.scopes)
+        for arguments in gin_door.bound().values()
+        for bound in arguments.values()
+        for value in gin_door.parts_of(bound)
+        if gin_door.is_reference(value) and value.scopes and gin_door.macro_name(value) is None
+    }
+    for (scope, selector), arguments in gin_door.bound().items():
+        if selector in (gin_door.MACRO, "gin.constant"):
+            continue
+        hints = declared_arguments(gin_door.function_of(selector))
+        for argument, value in gin_door.resolved(scope, selector).items():
+            if argument not in arguments:
+                continue  # bound in a scope around this one
+            where = bindings.place((scope, selector, argument))
+            hint = hints.get(argument)
+            if bool in alternatives(hint) and not fits(value, hint):
+                yield _no_truth_value(f"{_short(selector)}.{argument}", value, where)
+            # Files of t5 and Mesh TensorFlow bind for models of every type, and a user's own code
+            # may enter scopes of its own.
+            elif model_type in _MODEL_TYPES and selector.startswith(_PACKAGES):
+                read = scopes_read(selector, model_type, argument)
+                key = (scope, selector, argument)
+                if not is_shipped(where or "") and not _is_read(key, value, (*read, *entered)):
+                    yield _no_effect(key, read, entered, bindings)
+
+
+def _is_read(key: Key, value: Any, scopes: tuple[str, ...]) -> bool:
+    """Whether a binding has an effect in one of the scopes, or says what holds there anyway."""
+    scope, selector, argument = key
+    if any(_scope_in_effect(each, selector, argument) == scope for each in scopes):
+        return True
+    return all(gin_door.resolved(each, selector).get(argument) == value for each in scopes)
+
+
+def _scope_in_effect(scope: str, selector: str, argument: str) -> str | None:
+    """The innermost scope around a call in `scope` that binds the argument; None if none does."""
+    parts = scope.split("/") if scope else []
+    around = ("/".join(parts[:depth]) for depth in range(len(parts), -1, -1))
+    return next((x for x in around if argument in gin_door.bound().get((x, selector), {})), None)
+
+
+def _short(selector: str) -> str:
+    return selector.rpartition(".")[2]
+
+
+def _no_truth_value(name: str, value: Any, where: str | None) -> NotOnJax:
+    return NotOnJax(
+        f"{name} is {value!r}, which is no truth value; Mesh TensorFlow takes it for"
+        f" {bool(value)}.",
+        where=where,
+        fix=f"Bind True or False, without quotation marks{_OR_WARNED}.",
+    )
+
+
+def _no_effect(key: Key, read: tuple[str, ...], entered: set[str], bindings: Bindings) -> NotOnJax:
+    scope, selector, argument = key
+    name = f"{_short(selector)}.{argument}"
+    ways = [f"{each}/{name}" if each else name for each in read]
+    winner = _scope_in_effect(read[0], selector, argument)
+    if not scope and winner is not None:
+        place = bindings.find((winner,), selector, argument)
+        why = f"{ways[0]} is bound too, at {place}, and wins"
+    else:
+        known = [each for each in (*read, *_TOWERS, *entered) if each]
+        near = nearest_names(scope, known, 2)
+        why = f"Mesh TensorFlow never reads it in the scope {scope!r} (nearest scopes: {near})"
+    return NotOnJax(
+        f"{scope}{'/' if scope else ''}{name} has no effect: {why}.",
+        where=bindings.place(key),
+        fix=f"Bind {' or '.join(ways)}{_OR_WARNED}.",
+    )
