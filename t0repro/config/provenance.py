@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import PurePath
 from typing import Any
 
+from t0repro.config import gin_door
+
 Key = tuple[str, str, str]  # scope, complete selector, argument
 
 
@@ -19,10 +21,12 @@ class Bindings:
       places: (scope, selector, argument) -> "file:line" or "--gin_param '...'". gin's macros are
         also bindings, with the selector gin.macro.
       macros: Every macro that a binding refers to, including bindings overridden since.
+      scopes: The scope of every reference such as `@slow/linear_decay`, including overridden ones.
     """
 
     places: dict[Key, str]
     macros: set[str] = dataclasses.field(default_factory=set)
+    scopes: set[str] = dataclasses.field(default_factory=set)
 
     def place(self, key: Key) -> str | None:
         """Where a binding was set, following a macro to its definition; None if it was not set."""
@@ -104,6 +108,8 @@ def record_bindings(flag: str = "--gin_param") -> Iterator[Bindings]:
             macro = _macro_name(part)
             if macro is not None:
                 bindings.macros.add(macro)
+            elif gin_door.is_reference(part) and part.scopes:
+                bindings.scopes.add("/".join(part.scopes))
 
     gin.config.utils.try_with_location = noting_location
     gin.config.bind_parameter = noting_binding

@@ -67,13 +67,6 @@ def misread(bindings: Bindings, model_type: str) -> Iterator[NotOnJax]:
     Yields:
       An error for each such binding, which a run on Mesh TensorFlow may print as a warning.
     """
-    entered = {
-        "/".join(value.scopes)
-        for arguments in gin_door.bound().values()
-        for bound in arguments.values()
-        for value in gin_door.parts_of(bound)
-        if gin_door.is_reference(value) and value.scopes and gin_door.macro_name(value) is None
-    }
     for (scope, selector), arguments in gin_door.bound().items():
         if selector in (gin_door.MACRO, "gin.constant"):
             continue
@@ -90,8 +83,9 @@ def misread(bindings: Bindings, model_type: str) -> Iterator[NotOnJax]:
             elif model_type in _MODEL_TYPES and selector.startswith(_PACKAGES):
                 read = scopes_read(selector, model_type, argument)
                 key = (scope, selector, argument)
-                if not is_shipped(where or "") and not _is_read(key, value, (*read, *entered)):
-                    yield _no_effect(key, read, entered, bindings)
+                is_read = is_shipped(where or "") or _is_read(key, value, (*read, *bindings.scopes))
+                if not is_read:
+                    yield _no_effect(key, read, bindings)
 
 
 def _is_read(key: Key, value: Any, scopes: tuple[str, ...]) -> bool:
@@ -122,7 +116,7 @@ def _no_truth_value(name: str, value: Any, where: str | None) -> NotOnJax:
     )
 
 
-def _no_effect(key: Key, read: tuple[str, ...], entered: set[str], bindings: Bindings) -> NotOnJax:
+def _no_effect(key: Key, read: tuple[str, ...], bindings: Bindings) -> NotOnJax:
     scope, selector, argument = key
     name = f"{_short(selector)}.{argument}"
     ways = [f"{each}/{name}" if each else name for each in read]
@@ -131,7 +125,7 @@ def _no_effect(key: Key, read: tuple[str, ...], entered: set[str], bindings: Bin
         place = bindings.find((winner,), selector, argument)
         why = f"{ways[0]} is bound too, at {place}, and wins"
     else:
-        known = [each for each in (*read, *_TOWERS, *entered) if each]
+        known = [each for each in (*read, *_TOWERS, *bindings.scopes) if each]
         near = nearest_names(scope, known, 2)
         why = f"Mesh TensorFlow never reads it in the scope {scope!r} (nearest scopes: {near})"
     return NotOnJax(

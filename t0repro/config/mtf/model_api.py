@@ -79,7 +79,8 @@ def parse(inputs: MeshInputs, flags: Any, find_checkpoint: FindCheckpoint) -> Bi
     if flags.mode in _EXPORTS:
         raise refused_export(flags.mode, "--mode")
     steps = checkpoint_steps(flags)
-    places = dict(parser.parse(inputs).places)
+    parsed = parser.parse(inputs)
+    places = dict(parsed.places)
     # The parser has locked gin's configuration.
     with gin.unlock_config():
         with record_bindings() as read:
@@ -93,7 +94,7 @@ def parse(inputs: MeshInputs, flags: Any, find_checkpoint: FindCheckpoint) -> Bi
         mesh_transformer = importlib.import_module("t5.models.mesh_transformer")
         name = flags.mixture_or_task if flags.mode in ("train", "finetune", "eval") else None
         gin.bind_parameter("run.vocabulary", mesh_transformer.get_vocabulary(name))
-    return Bindings(places)
+    return Bindings(places, scopes=parsed.scopes | read.scopes | bound.scopes)
 
 
 def check_mode(flags: Any) -> None:
