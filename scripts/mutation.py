@@ -53,7 +53,7 @@ TESTS = {
         "tests/evaluation/test_packing.py",
         "tests/evaluation/test_grouping.py",
     ],
-    "t0repro/reports/bootstrap.py": ["tests/reports/test_bootstrap.py"],
+    "t0repro/reports/statistics.py": ["tests/reports/test_statistics.py"],
     "t0repro/parameters/layout.py": [
         "tests/converters/test_layout.py",
         "tests/partitioning/test_rules.py::test_a_parameter_is_divided_by_the_table",

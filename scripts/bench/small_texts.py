@@ -26,8 +26,15 @@ from scipy.stats import t as student_t
 from t0repro.evaluation.rank import RankResult, rank_classification
 from t0repro.evaluation.scores import TaskScores
 from t0repro.files import write_atomically
-from t0repro.reports.bootstrap import Bootstrap, Interval, resampled_accuracy
 from t0repro.reports.markdown import markdown_table
+from t0repro.reports.statistics import (
+    Bootstrap,
+    DatasetMean,
+    Interval,
+    Outcomes,
+    mean_over_datasets,
+    reweighted,
+)
 from t0repro.tasks.catalogue import label
 from t0repro.tasks.registration import describing
 from t0repro.tasks.templates import task_name
@@ -104,7 +111,7 @@ class Final:
 
     Attributes:
       seeds: Accuracy of each seed's model.
-      resampled: Their mean in each resample of the examples, [replicates].
+      means: The dataset, or the group's datasets, each as a mean over seeds and prompts.
       examples: Number of examples of each prompt; of a group, of its datasets in all.
       prompts: Number of prompts.
       chance: What guessing would reach.
@@ -112,7 +119,7 @@ class Final:
     """
 
     seeds: tuple[float, ...]
-    resampled: np.ndarray
+    means: tuple[DatasetMean, ...]
     examples: int
     prompts: int
     chance: float
@@ -126,7 +133,7 @@ class Final:
     @property
     def over_examples(self) -> Interval:
         """95% interval if other examples had been drawn, with the same models."""
-        return Bootstrap().interval(self.resampled)
+        return mean_over_datasets(self.means, Bootstrap()).interval(Bootstrap())
 
     @property
     def over_seeds(self) -> Interval | None:
@@ -190,11 +197,12 @@ def curve(evaluation: Evaluation, group: str) -> dict[int, float]:
 def final(evaluations: Sequence[Evaluation], entry: PromptedDataset) -> Final:
     """A dataset at the end of the tuning."""
     ranked = [evaluation.ranked(entry) for evaluation in evaluations]
-    # All seeds are resampled alike: the generator knows the dataset's name and size alone.
-    resampled = [resampled_accuracy(of, name_of(entry), Bootstrap())[0].mean(-1) for of in ranked]
+    # Every seed's prompts see the same examples, and all seeds have as many prompts.
+    outcomes = Outcomes.of([prompt for of in ranked for prompt in of])
+    found = reweighted(outcomes, name_of(entry), Bootstrap())
     return Final(
         seeds=tuple(statistics.fmean(prompt.accuracy for prompt in of) for of in ranked),
-        resampled=np.mean(resampled, axis=0),
+        means=(DatasetMean.of(outcomes, found),),
         examples=max(len(prompt.example) for prompt in ranked[0]),
         prompts=len(ranked[0]),
         chance=statistics.fmean(prompt.chance for prompt in ranked[0]),
@@ -206,7 +214,7 @@ def mean_of(members: Sequence[Final]) -> Final:
     """The mean over datasets."""
     return Final(
         seeds=tuple(map(statistics.fmean, zip(*(of.seeds for of in members), strict=True))),
-        resampled=np.mean([of.resampled for of in members], axis=0),
+        means=tuple(mean for of in members for mean in of.means),
         examples=sum(of.examples for of in members),
         prompts=sum(of.prompts for of in members),
         chance=statistics.fmean(of.chance for of in members),
@@ -263,7 +271,7 @@ def summary(
 
     def values(of: Final) -> dict[str, object]:
         fields = {**vars(of), "over_examples": vars(of.over_examples), "verdict": of.verdict}
-        del fields["resampled"]
+        del fields["means"]
         return fields
 
     return {

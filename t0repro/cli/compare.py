@@ -57,7 +57,7 @@ def compare(
 ) -> None:
     """Compare runs: losses step by step, or scores, predictions and accuracies.
 
-    What is compared depends on what is given. Accuracies come with a paired bootstrap interval and
+    What is compared depends on what is given. Accuracies come with the difference's interval and
     McNemar's test for each dataset; --module_import groups tasks by dataset.
 
     Example: t0repro compare mtf=runs/mtf/metrics.jsonl jax=runs/jax/metrics.jsonl --tol 1e-4
@@ -65,8 +65,8 @@ def compare(
     Example: t0repro compare mtf=runs/mtf/validation_eval jax=runs/jax/validation_eval
     """
     from t0repro.errors import UserError
-    from t0repro.reports.bootstrap import Bootstrap
     from t0repro.reports.run import labelled
+    from t0repro.reports.statistics import Bootstrap
     from t0repro.words import counted
 
     given = [labelled(run) for run in runs]

@@ -27,8 +27,8 @@ Templates = Annotated[
     typer.Option(help="A file of your own prompts, in promptsource's YAML format; repeatable."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Resamples = Annotated[int, typer.Option(help="Number of bootstrap resamples.", min=100)]
-BootstrapSeed = Annotated[int, typer.Option(help="Seed for the bootstrap.")]
+Resamples = Annotated[int, typer.Option(help="Random weightings of the examples, for intervals.", min=100)]
+BootstrapSeed = Annotated[int, typer.Option(help="Seed of the random weightings.")]
 TrainMixtures = Annotated[
     list[str] | None,
     typer.Option(

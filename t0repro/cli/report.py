@@ -108,10 +108,10 @@ def make(
     """
     echo(f"reading {eval_dir} ...", err=True)
     from t0repro.locks import folder_lock
-    from t0repro.reports.bootstrap import Bootstrap
     from t0repro.reports.make_report import ReportOptions, make_report
     from t0repro.reports.prompts import load_prompts, training_datasets, training_tasks
     from t0repro.reports.run import Run
+    from t0repro.reports.statistics import Bootstrap
     from t0repro.reports.write import write_report
 
     prompts = load_prompts(module_import or ())

@@ -97,8 +97,8 @@ def _dataset_row(dataset: DatasetResult) -> tuple[str | Cell, ...]:
     )
 
 
-def prompts_section(report: Report) -> Section:
-    """Every prompt; HTML shows its text on hover."""
+def prompts_sections(report: Report) -> list[Section]:
+    """Every prompt; HTML shows its text on hover. No section where none was ranked."""
     extras = _extra_names(report)
     header = (
         Column("dataset"), Column("prompt"), "examples", "accuracy", "interval", "s.e.", "chance",
@@ -122,7 +122,7 @@ def prompts_section(report: Report) -> Section:
         )
         for dataset, prompt in prompts_of(report)
     )
-    return Section("Prompts", header=header, rows=rows)
+    return [Section("Prompts", header=header, rows=rows)] * bool(rows)
 
 
 def _extra_names(report: Report) -> list[str]:

@@ -3,8 +3,8 @@
 Differences of scores are per (example, choice) pair, in natural-logarithm units, and per target
 token, which is how the agreement between the two stacks is defined (1e-4 absolute per token in
 float32). Differences of accuracy are paired: only tasks and examples that both runs have are
-compared, and a resample of the bootstrap takes the same examples from both. An example under
-several prompts is one cluster, because its outcomes are not independent.
+compared, and each weighting of the examples is the same for both. An example under several prompts
+is one observation, because its outcomes are not independent.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from t0repro.errors import UserError
 from t0repro.evaluation.outputs import read_task_scores
 from t0repro.evaluation.rank import RankResult, rank_classification
 from t0repro.evaluation.scores import TaskScores
-from t0repro.reports.bootstrap import Bootstrap, Interval
 from t0repro.reports.prompts import PromptInfo, dataset_label, fixed_classes
+from t0repro.reports.provenance import recorded_facts
 from t0repro.reports.run import Run
+from t0repro.reports.statistics import Bootstrap, Interval, Outcomes, mcnemar, reweighted
 
 MAX_FLIPS_KEPT = 200
-_EXACT_EXAMPLES = 100  # McNemar's test is exact for as many that differ
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,13 +62,9 @@ class DatasetDifference:
       prompts: tasks that both runs have.
       examples: distinct examples that both have.
       accuracy_a: mean over prompts of the first run; accuracy_b of the second.
-      interval: of the difference, by the paired bootstrap over examples.
+      interval: of the difference; equal runs have one too, since further examples could differ.
       only_a: (example, prompt) outcomes that only the first run gets right; only_b the second.
-      p_value: of McNemar's test. With several prompts the examples are clusters: the statistic is
-        (sum of d)**2 / sum of d**2 with d an example's only_b minus only_a, chi-squared with one
-        degree of freedom; with one prompt that is McNemar's own, (b - c)**2 / (b + c). Where at
-        most 100 examples differ it is exact: the share of all ways to swap the runs on each of
-        them whose sum of d is as large; with one prompt that is the binomial test.
+      p_value: of McNemar's test with examples as clusters (statistics.mcnemar).
       agreement: percent of (example, prompt) outcomes that both predict alike.
     """
 
@@ -121,6 +117,8 @@ class RunComparison:
       flips: the examples that are predicted differently, the first MAX_FLIPS_KEPT of them.
       datasets: accuracies; empty in reports written before schema 4.
       bootstrap: how the intervals were made.
+      checkpoint_a: hash of the first run's checkpoint, None where it recorded none; checkpoint_b of
+        the second's.
     """
 
     label_a: str
@@ -133,6 +131,15 @@ class RunComparison:
     flips: tuple[Flip, ...]
     datasets: tuple[DatasetDifference, ...] = ()
     bootstrap: Bootstrap = Bootstrap()
+    checkpoint_a: str | None = None
+    checkpoint_b: str | None = None
+
+    @property
+    def same_checkpoint(self) -> bool | None:
+        """Whether both runs scored the same parameters; None where that is not known."""
+        if not (self.checkpoint_a and self.checkpoint_b):
+            return None
+        return self.checkpoint_a == self.checkpoint_b
 
     @property
     def pairs(self) -> int:
@@ -215,12 +222,13 @@ def compare_runs(
     by_dataset: dict[str, list[str]] = {}
     for task in shared:
         by_dataset.setdefault(dataset_label(task, prompts), []).append(task)
+    step_a, step_b = scores_a[shared[0]].step, scores_b[shared[0]].step
     flips = [flip for task in shared for flip in _flips(*ranked[task])]
     return RunComparison(
         label_a=a.label,
         label_b=b.label,
-        step_a=scores_a[shared[0]].step,
-        step_b=scores_b[shared[0]].step,
+        step_a=step_a,
+        step_b=step_b,
         tasks=tuple(
             _compare_task(scores_a[task], scores_b[task], *ranked[task]) for task in shared
         ),
@@ -232,6 +240,8 @@ def compare_runs(
             for dataset, tasks in sorted(by_dataset.items())
         ),
         bootstrap=bootstrap,
+        checkpoint_a=recorded_facts(a.eval_dir, step_a).get("checkpoint_hash") or None,
+        checkpoint_b=recorded_facts(b.eval_dir, step_b).get("checkpoint_hash") or None,
     )
 
 
@@ -357,55 +367,21 @@ def _finite_or_none(value: float) -> float | None:
 def _difference(
     dataset: str, tasks: Sequence[tuple[RankResult, RankResult]], bootstrap: Bootstrap
 ) -> DatasetDifference:
-    examples = np.unique(np.concatenate([a.example for a, _ in tasks]))
-    # Per example: its share of the difference in percentage points, and its only_b minus only_a.
-    share, count = np.zeros(len(examples)), np.zeros(len(examples))
-    same = total = only_a = only_b = 0
-    for a, b in tasks:
-        # 1 where only b is right, -1 where only a is, 0 where they agree.
-        gain = b.correct.astype(np.int64) - a.correct
-        place = np.searchsorted(examples, a.example)
-        # A prompt counts the same whatever its number of examples.
-        share[place] += 100 * gain / len(gain) / len(tasks)
-        count[place] += gain
-        same += int((a.predicted == b.predicted).sum())
-        total += len(gain)
-        only_a, only_b = only_a + int((gain < 0).sum()), only_b + int((gain > 0).sum())
-    generator = bootstrap.generator(dataset)
-    resampled = np.array(
-        [
-            # The shares sum to the difference, so the sum over a resample is its difference.
-            share[generator.integers(0, len(share), len(share))].sum()
-            for _ in range(bootstrap.replicates)
-        ]
-    )
+    first, second = (Outcomes.of(results) for results in zip(*tasks, strict=True))
+    # The same weightings for both runs: they have the same name and the same examples.
+    found_a, found_b = (reweighted(outcomes, dataset, bootstrap) for outcomes in (first, second))
+    # 1 where only the second run is right, -1 where only the first is, 0 where they agree.
+    gain = (second.right - first.right).astype(np.int64)
+    alike = sum(int((a.predicted == b.predicted).sum()) for a, b in tasks)
     return DatasetDifference(
         dataset=dataset,
         prompts=len(tasks),
-        examples=len(examples),
-        accuracy_a=float(np.mean([100 * a.correct.mean() for a, _ in tasks])),
-        accuracy_b=float(np.mean([100 * b.correct.mean() for _, b in tasks])),
-        interval=bootstrap.interval(resampled),
-        only_a=only_a,
-        only_b=only_b,
-        p_value=mcnemar(count),
-        agreement=100 * same / total,
+        examples=first.examples,
+        accuracy_a=float(first.accuracy.mean()),
+        accuracy_b=float(second.accuracy.mean()),
+        interval=found_b.minus(found_a).each(lambda values: values.mean(-1)).interval(bootstrap),
+        only_a=int((gain < 0).sum()),
+        only_b=int((gain > 0).sum()),
+        p_value=mcnemar(gain.sum(-1)),
+        agreement=100 * alike / sum(len(a.example) for a, _ in tasks),
     )
-
-
-def mcnemar(differences: np.ndarray) -> float:
-    """p-value of McNemar's test over clusters (see DatasetDifference); 1 if nothing differs."""
-    sizes = np.abs(differences[differences != 0]).astype(np.int64)
-    total = abs(int(differences.sum()))
-    if len(sizes) > _EXACT_EXAMPLES:
-        # The upper tail of chi-squared with one degree of freedom.
-        return math.erfc(math.sqrt(total**2 / float((sizes**2).sum()) / 2))
-    # Either run could have been the better one on each of these: the distribution of their sum,
-    # from -sum(sizes) to sum(sizes).
-    probability = np.ones(1)
-    for size in sizes:
-        either = np.zeros(2 * size + 1)
-        either[[0, -1]] = 0.5
-        probability = np.convolve(probability, either)
-    reach = np.abs(np.arange(len(probability)) - len(probability) // 2)
-    return float(min(1.0, probability[reach >= total].sum()))

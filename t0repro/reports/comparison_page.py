@@ -9,8 +9,8 @@ from t0repro.reports.comparison import RunComparison
 from t0repro.reports.history import History
 from t0repro.reports.losses import LossComparison, LossRow, thinned_losses
 from t0repro.reports.page import Cell, Column, Page, Section
+from t0repro.reports.page_warnings import synthetic_datasets, synthetic_warning
 from t0repro.reports.plots import history_plot
-from t0repro.reports.synthetic import synthetic_datasets, synthetic_warning
 from t0repro.words import counted
 
 
@@ -27,9 +27,11 @@ def comparison_page(comparisons: Sequence[RunComparison]) -> Page:
 
 
 _METHOD = (
-    "The difference is that between the means over prompts, in percentage points; its interval"
-    " resamples examples, the same ones for both runs. McNemar's test takes an example with all of"
-    " its prompts as one cluster. Nothing is corrected for looking at several datasets."
+    "The difference is that between the means over prompts, in percentage points. Its interval is"
+    " Gaffke's over examples, paired by index: the low end counts one further example that only the"
+    " first run gets right, the high end one that only the second does. So runs that agree on few"
+    " examples may still differ. McNemar's test takes an example with all of its prompts as one"
+    " cluster. Nothing is corrected for looking at several datasets."
 )
 
 
@@ -117,8 +119,9 @@ def scores_section(compared: RunComparison, title: str) -> Section:
 def scores_in_words(compared: RunComparison) -> list[str]:
     """Sentences: where predictions differ, the largest differences, tasks in one run only."""
     worst = compared.worst
+    lines = [checkpoints_in_words(compared)]
     where = f"on {counted(compared.flipped, 'example')}" if compared.flipped else "nowhere"
-    lines = [
+    lines += [
         f"Predictions differ: {where} ({counted(compared.pairs, 'pair')} of"
         f" {counted(len(compared.tasks), 'task')}).",
         f"Largest difference between scores: {compared.max_difference:.2e};"
@@ -135,6 +138,24 @@ def scores_in_words(compared: RunComparison) -> list[str]:
         if tasks:
             lines.append(f"Only {label} has: {', '.join(tasks)}.")
     return lines
+
+
+def checkpoints_in_words(compared: RunComparison) -> str:
+    """One sentence: whether both runs scored the same checkpoint, by the hashes they recorded."""
+    a, b = compared.label_a, compared.label_b
+    if compared.same_checkpoint is None:
+        hashes = ((a, compared.checkpoint_a), (b, compared.checkpoint_b))
+        missing = " and ".join(label for label, found in hashes if not found)
+        return (
+            f"It is not known whether both runs scored the same checkpoint: {missing} recorded no"
+            " hash of its parameters."
+        )
+    if compared.same_checkpoint:
+        return f"Both runs scored the same checkpoint (hash {compared.checkpoint_a})."
+    return (
+        f"The runs scored different checkpoints: {a} has the hash {compared.checkpoint_a}, {b}"
+        f" {compared.checkpoint_b}."
+    )
 
 
 def flips_section(compared: RunComparison) -> list[Section]:

@@ -7,13 +7,12 @@ import os
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from jaxtyping import Float
 
 from t0repro.evaluation.outputs import read_first_input, read_inputs_of
 from t0repro.evaluation.rank import RankResult
-from t0repro.reports.bootstrap import Bootstrap, Bounds, Interval
 from t0repro.reports.diagnostics import Calibration, Confusion, PromptFlip
 from t0repro.reports.prompts import PromptInfo, template_name
+from t0repro.reports.statistics import Bootstrap, Interval, Reweighted
 
 UNANSWERABLE_KEPT = 20
 
@@ -79,7 +78,7 @@ class DatasetResult:
     Attributes:
       group: a key of GROUP_TITLES.
       examples: Number of examples of the prompt that has the most.
-      paired: whether all prompts have equally many examples, so that they share one resample.
+      paired: whether all prompts have the same examples.
       standard_error: Standard error of the mean over prompts.
       majority: accuracy of always choosing the position that is right most often.
       above_chance: whether the interval of the mean over prompts begins above chance.
@@ -112,14 +111,10 @@ def prompt_result(
     result: RankResult,
     prompts: Mapping[str, PromptInfo],
     eval_dir: str | os.PathLike[str],
-    resampled: Float[np.ndarray, " replicates"],
-    bounds: Bounds,
-    bootstrap: Bootstrap,
+    interval: Interval,
+    standard_error: float,
 ) -> PromptResult:
-    """One prompt's result; `resampled` holds its accuracy in percent in each resample.
-
-    `bounds` are those of its accuracy, for the interval.
-    """
+    """One prompt's result, given its accuracy's interval and standard error."""
     info = prompts.get(result.task)
     return PromptResult(
         task=result.task,
@@ -128,8 +123,8 @@ def prompt_result(
         first_input=read_first_input(eval_dir, result.task),
         examples=len(result.example),
         accuracy=result.accuracy,
-        interval=bounds.interval(bootstrap),
-        standard_error=float(resampled.std(ddof=1)),
+        interval=interval,
+        standard_error=standard_error,
         chance=result.chance,
         majority=result.majority,
         ties=int(result.tie.sum()),
@@ -151,18 +146,28 @@ def dataset_result(
     label: str,
     group: str,
     prompts: Sequence[PromptResult],
-    resampled: Float[np.ndarray, "replicates prompts"],
-    bounds: Bounds,
+    reweighted: Reweighted,
+    standard_error: float,
     paired: bool,
     bootstrap: Bootstrap,
 ) -> DatasetResult:
-    """A dataset's result, without diagnostics; see DatasetResult for `paired`."""
+    """A dataset's result, without diagnostics.
+
+    Args:
+      label: the dataset's label.
+      group: a key of GROUP_TITLES.
+      prompts: the results of its prompts.
+      reweighted: their accuracies under the same weightings, [replicates, prompts].
+      standard_error: that of the mean over prompts.
+      paired: see DatasetResult.
+      bootstrap: how to make the intervals.
+    """
     accuracy = np.array([prompt.accuracy for prompt in prompts])
     spread = np.percentile(accuracy, [25, 50, 75])
     chance = float(np.mean([prompt.chance for prompt in prompts]))
-    # Over prompts first: within a resample all prompts share their examples, so their errors are
-    # correlated, and an average of the prompts' own intervals would be too narrow.
-    mean_interval = bounds.each(lambda values: values.mean(-1)).interval(bootstrap)
+    # Over prompts first: they share their examples, so their errors are correlated, and an average
+    # of the prompts' own intervals would be too wide.
+    mean_interval = reweighted.each(lambda values: values.mean(-1)).interval(bootstrap)
     return DatasetResult(
         dataset=label,
         group=group,
@@ -178,8 +183,8 @@ def dataset_result(
             maximum=float(accuracy.max()),
         ),
         mean_interval=mean_interval,
-        median_interval=bounds.each(lambda values: np.median(values, -1)).interval(bootstrap),
-        standard_error=float(resampled.mean(-1).std(ddof=1)),
+        median_interval=reweighted.each(lambda values: np.median(values, -1)).interval(bootstrap),
+        standard_error=standard_error,
         chance=chance,
         majority=float(np.mean([prompt.majority for prompt in prompts])),
         above_chance=mean_interval.low > chance,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
-from jaxtyping import Float
 
-from t0repro.reports.bootstrap import Bootstrap, Bounds, Interval
 from t0repro.reports.dataset_result import DatasetResult
+from t0repro.reports.statistics import Bootstrap, DatasetMean, Interval, mean_over_datasets
 
 # In a report's order. The last is for runs of which it is unknown what was trained on.
 GROUP_TITLES = {
@@ -68,23 +68,23 @@ def group_of(
 def group_result(
     group: str,
     datasets: Sequence[DatasetResult],
-    means: Mapping[tuple[str, str], Float[np.ndarray, " replicates"]],
-    bounds: Mapping[tuple[str, str], Bounds],
+    means: Mapping[tuple[str, str], DatasetMean],
     bootstrap: Bootstrap,
 ) -> GroupResult | None:
-    """A group's aggregate; the datasets' resamples are independent of each other.
+    """A group's aggregate, None where no dataset is in it.
 
-    `means` and `bounds` are those of each dataset's mean over prompts.
+    Args:
+      group: a key of GROUP_TITLES.
+      datasets: the report's datasets.
+      means: (label, group) of a dataset -> its mean over prompts.
+      bootstrap: how to make the interval.
     """
     members = [dataset for dataset in datasets if dataset.group == group]
     if not members:
         return None
     # Each dataset counts the same, however many prompts it has.
-    resampled = np.mean([means[dataset.dataset, group] for dataset in members], axis=0)
-    ends = [bounds[dataset.dataset, group] for dataset in members]
-    interval = Bounds(
-        np.mean([end.lower for end in ends], axis=0), np.mean([end.upper for end in ends], axis=0)
-    ).interval(bootstrap)
+    found = [means[dataset.dataset, group] for dataset in members]
+    interval = mean_over_datasets(found, bootstrap).interval(bootstrap)
     chance = float(np.mean([dataset.chance for dataset in members]))
     return GroupResult(
         group=group,
@@ -92,7 +92,8 @@ def group_result(
         prompts=sum(len(dataset.prompts) for dataset in members),
         mean=float(np.mean([dataset.accuracy.mean for dataset in members])),
         interval=interval,
-        standard_error=float(resampled.std(ddof=1)),
+        # Datasets have no examples in common, so that their errors are independent.
+        standard_error=math.hypot(*(dataset.standard_error for dataset in members)) / len(members),
         chance=chance,
         majority=float(np.mean([dataset.majority for dataset in members])),
         above_chance=interval.low > chance,

@@ -28,7 +28,7 @@ def render_markdown(page: Page) -> str:
             for card in page.cards
         ]
         parts.append("\n".join(lines))
-    for section in page.sections:
+    for section in _with_content(page.sections):
         parts += _section(section)
     return "\n\n".join(parts) + "\n"
 
@@ -61,6 +61,18 @@ def _inline(text: str) -> str:
 def _without_start(match: re.Match[str]) -> str:
     space, sign = match.groups()
     return f"{space}{sign}\\" if sign.isdigit() else f"{space}\\{sign}"
+
+
+def _with_content(sections: Sequence[Section]) -> list[Section]:
+    """The sections that have something below their heading: plots and their legends have not."""
+    kept: list[Section] = []
+    # From the end, so that a section's parts have been judged before it.
+    for section in reversed(sections):
+        content = (*section.lines, section.note, section.rows, section.facts, section.text)
+        has_parts = bool(kept) and kept[-1].level > section.level
+        if any(content) or has_parts:
+            kept.append(section)
+    return kept[::-1]
 
 
 def _section(section: Section) -> list[str]:

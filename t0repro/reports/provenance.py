@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
+import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
 from t0repro.errors import UserError
 from t0repro.evaluation.evaluation_facts import EVALUATION_FACTS, package_versions
@@ -51,7 +53,7 @@ def collect(
       UserError: if provenance.json is there and is not a JSON object.
     """
     folder = Path(run.eval_dir)
-    facts = _facts(folder, step)
+    facts = recorded_facts(folder, step)
     return Provenance(
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         label=run.label,
@@ -93,9 +95,13 @@ def git_commit() -> str | None:
     return found.stdout.strip() or None
 
 
-def _facts(folder: Path, step: int) -> dict:
-    """What the evaluation recorded; empty if it was of another step."""
-    path = folder / EVALUATION_FACTS
+def recorded_facts(folder: str | os.PathLike[str], step: int) -> dict[str, Any]:
+    """What an evaluation recorded in provenance.json; empty if it was of another step.
+
+    Raises:
+      UserError: if the file is there and is not a JSON object.
+    """
+    path = Path(folder) / EVALUATION_FACTS
     if not path.is_file():
         return {}
     try:

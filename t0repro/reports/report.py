@@ -23,7 +23,6 @@ from pathlib import Path
 import dacite
 
 from t0repro.errors import UserError
-from t0repro.reports.bootstrap import Bootstrap
 from t0repro.reports.comparison import RunComparison
 from t0repro.reports.dataset_result import DatasetResult
 from t0repro.reports.generation_result import GenerationResult
@@ -31,6 +30,7 @@ from t0repro.reports.group_result import GroupResult
 from t0repro.reports.losses import LossComparison, LossCurve
 from t0repro.reports.provenance import Provenance
 from t0repro.reports.published import PublishedFigure
+from t0repro.reports.statistics import Bootstrap
 from t0repro.reports.task_cost import TaskCost
 
 SCHEMA_VERSION = 4  # earlier reports lack what is listed above; they are still read

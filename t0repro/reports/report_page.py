@@ -6,7 +6,8 @@ import datetime
 
 from t0repro.reports.accuracy_sections import (
     accuracy_sections,
-    prompts_section,
+    prompts_of,
+    prompts_sections,
     published_sections,
     verdict,
     verdict_in_words,
@@ -19,9 +20,9 @@ from t0repro.reports.answer_sections import (
 from t0repro.reports.dataset_result import DatasetResult
 from t0repro.reports.group_result import GroupResult
 from t0repro.reports.page import Card, Cell, Column, Page, Section
+from t0repro.reports.page_warnings import synthetic_warning, ties_warning
 from t0repro.reports.provenance_section import provenance_sections
 from t0repro.reports.report import Report
-from t0repro.reports.synthetic import synthetic_warning
 from t0repro.reports.task_sections import cost_sections, coverage_in_words, coverage_sections
 from t0repro.reports.training_sections import training_sections
 from t0repro.words import counted
@@ -37,7 +38,7 @@ def report_page(report: Report) -> Page:
         cards=tuple(_card(report, group) for group in report.groups),
         sections=(
             *accuracy_sections(report),
-            prompts_section(report),
+            *prompts_sections(report),
             *coverage_sections(report),
             *unanswerable_sections(report),
             *generation_sections(report),
@@ -113,7 +114,12 @@ def _written(report: Report) -> str:
 
 def _warning(report: Report) -> str:
     results = (*report.datasets, *report.generation)
-    return synthetic_warning([result.dataset for result in results], report.synthetic)
+    synthetic = synthetic_warning([result.dataset for result in results], report.synthetic)
+    prompts = [
+        (f"{dataset.dataset}, {prompt.template_name}", prompt.ties, prompt.examples)
+        for dataset, prompt in prompts_of(report)
+    ]
+    return " ".join(filter(None, (synthetic, ties_warning(prompts))))
 
 
 def _lead(report: Report) -> str:
@@ -153,8 +159,9 @@ def _method(report: Report) -> list[str]:
         " wrong.",
         f"Intervals are {bootstrap.percent} intervals over examples by Gaffke's method (for one"
         f" prompt, Clopper and Pearson's), from {bootstrap.replicates:,} random weightings of the"
-        f" examples (seed {bootstrap.seed}), the same for all prompts of a dataset; prompts are"
-        " held fixed. Few examples make a wide interval, even where all of them are right.",
+        f" examples (seed {bootstrap.seed}). Prompts are held fixed and paired by the examples'"
+        " index. Few examples make a wide interval, even where all of them are right. Where prompts"
+        " err on different examples, an interval holds the truth more often than it says.",
         "Clearly above means that the interval of the mean over prompts begins above it. Chance is"
         " the mean of one over the number of choices. Majority is the accuracy of always"
         " answering with the choice position that is right most often: for fixed choices, the share"

@@ -7,11 +7,11 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from t0repro.evaluation.rank_eval import Outcome, reasons_in_words
-from t0repro.reports.bootstrap import Bootstrap
 from t0repro.reports.make_report import ReportOptions, make_report
 from t0repro.reports.prompts import PromptInfo, training_datasets
 from t0repro.reports.report import Report
 from t0repro.reports.run import Run
+from t0repro.reports.statistics import Bootstrap
 from t0repro.reports.tables import write_tables
 from t0repro.reports.write import write_report
 

@@ -6,15 +6,12 @@ import dataclasses
 import os
 from collections.abc import Collection, Mapping, Sequence
 
-import numpy as np
-from jaxtyping import Float
-
 from t0repro.evaluation.rank import RankResult
-from t0repro.reports.bootstrap import Bootstrap, Bounds, accuracy_bounds, resampled_accuracy
 from t0repro.reports.dataset_result import DatasetResult, dataset_result, prompt_result
 from t0repro.reports.diagnostics import calibration, confusion, prompt_flips
 from t0repro.reports.group_result import GROUP_TITLES, GroupResult, group_of, group_result
 from t0repro.reports.prompts import PromptInfo, dataset_label
+from t0repro.reports.statistics import Bootstrap, DatasetMean, Outcomes, reweighted
 
 
 def summarize(
@@ -45,13 +42,13 @@ def summarize(
         label = dataset_label(result.task, prompts)
         group = group_of(result.task, label, training_datasets, training_tasks)
         parts.setdefault((label, group), []).append(result)
-    datasets, means, bounds = [], {}, {}
+    datasets, means = [], {}
     for (label, group), members in sorted(parts.items()):
-        dataset, means[label, group], bounds[label, group] = _summarize_dataset(
+        dataset, means[label, group] = _summarize_dataset(
             label, group, members, prompts, eval_dir, bootstrap, extras or {}
         )
         datasets.append(dataset)
-    groups = [group_result(group, datasets, means, bounds, bootstrap) for group in GROUP_TITLES]
+    groups = [group_result(group, datasets, means, bootstrap) for group in GROUP_TITLES]
     return tuple(group for group in groups if group is not None), tuple(datasets)
 
 
@@ -63,34 +60,33 @@ def _summarize_dataset(
     eval_dir: str | os.PathLike[str],
     bootstrap: Bootstrap,
     extras: Mapping[str, Mapping[str, float]],
-) -> tuple[DatasetResult, Float[np.ndarray, " replicates"], Bounds]:
-    """The dataset's result with its diagnostics, its mean over prompts in each resample, and the
-    bounds of that mean.
-    """
-    resampled, paired = resampled_accuracy(results, label, bootstrap)
-    bounds = accuracy_bounds(results, label, bootstrap)
+) -> tuple[DatasetResult, DatasetMean]:
+    """The dataset's result with its diagnostics, and its mean over prompts."""
+    outcomes = Outcomes.of(results)
+    found = reweighted(outcomes, label, bootstrap)
+    errors, error_of_mean = outcomes.standard_errors()
     shown = [
         dataclasses.replace(
             prompt_result(
                 result,
                 prompts,
                 eval_dir,
-                resampled[:, column],
-                bounds.each(lambda values, column=column: values[:, column]),
-                bootstrap,
+                found.each(lambda values, at=at: values[:, at]).interval(bootstrap),
+                float(errors[at]),
             ),
             extras=dict(extras.get(result.task, {})),
         )
-        for column, result in enumerate(results)
+        for at, result in enumerate(results)
     ]
     flips, flipped = prompt_flips(results, eval_dir)
     choices = {task: info.fixed_choices for task, info in prompts.items()}
     dataset = dataclasses.replace(
-        dataset_result(label, group, shown, resampled, bounds, paired, bootstrap),
+        dataset_result(
+            label, group, shown, found, float(error_of_mean), outcomes.same_rows, bootstrap
+        ),
         confusion=confusion(results, choices),
         calibration=calibration(results),
         flips=flips,
         flipped=flipped,
     )
-    # Groups average these over their datasets, resample by resample.
-    return dataset, resampled.mean(-1), bounds.each(lambda values: values.mean(-1))
+    return dataset, DatasetMean.of(outcomes, found)

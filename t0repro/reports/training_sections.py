@@ -23,13 +23,15 @@ def training_sections(report: Report) -> list[Section]:
         )
     # A heading alone: its two parts are sections of level 3 below it.
     if report.stacks or report.losses:
-        sections.append(Section("The two stacks"))
-    if report.stacks:
-        title = "Scores of the same checkpoint"
-        sections += [scores_section(report.stacks, title), *flips_section(report.stacks)]
-    if report.losses:
-        title = "Losses from one checkpoint and the same gin parameters"
-        sections.append(losses_section(report.losses, title, level=3))
+        sections.append(Section("Compared with another run"))
+    if compared := report.stacks:
+        # Only equal hashes show it; any second run may have been named.
+        same = " (the same checkpoint)" if compared.same_checkpoint else ""
+        title = f"Scores of {compared.label_a} and {compared.label_b}{same}"
+        sections += [scores_section(compared, title), *flips_section(compared)]
+    if losses := report.losses:
+        title = f"Losses of {losses.label_a} and {losses.label_b}"
+        sections.append(losses_section(losses, title, level=3))
     if report.conversion:
         sections.append(Section("Conversion", text=report.conversion))
     return sections

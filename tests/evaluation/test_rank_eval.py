@@ -25,10 +25,10 @@ from t0repro.evaluation.task_output import LineFile
 from t0repro.evaluation.truncation import TruncationCounter
 from t0repro.locks import folder_lock
 from t0repro.reports import load_report
-from t0repro.reports.bootstrap import Bootstrap
 from t0repro.reports.make_report import ReportOptions, make_report
 from t0repro.reports.results import write_results
 from t0repro.reports.run import Run
+from t0repro.reports.statistics import Bootstrap
 from t0repro.tasks import task as registry
 from t0repro.tasks.demo.datasets import VOCABULARY
 from t0repro.tasks.registration import register_templates

@@ -10,9 +10,9 @@ from sentencepiece import SentencePieceProcessor
 
 from t0repro.errors import UserError
 from t0repro.evaluation.outputs import find_tasks, read_task_scores
-from t0repro.reports.bootstrap import Bootstrap
 from t0repro.reports.make_report import ReportOptions, make_report
 from t0repro.reports.run import Run
+from t0repro.reports.statistics import Bootstrap
 
 from ..converters.tensorflow_tables import compress_index
 from ..own_lines import foreign_lines

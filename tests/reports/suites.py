@@ -8,10 +8,10 @@ import numpy as np
 
 from t0repro.reports import html as html_page
 from t0repro.reports import markdown
-from t0repro.reports.bootstrap import Bootstrap
 from t0repro.reports.make_report import Beside, ReportOptions, make_report
 from t0repro.reports.report_page import report_page
 from t0repro.reports.run import Run
+from t0repro.reports.statistics import Bootstrap
 
 QUICK = Bootstrap(replicates=200)
 

@@ -10,12 +10,12 @@ from typer.testing import CliRunner
 
 from t0repro.cli.report import app
 from t0repro.errors import UserError
-from t0repro.reports.bootstrap import Bootstrap
-from t0repro.reports.comparison import compare_runs, mcnemar
+from t0repro.reports.comparison import compare_runs
 from t0repro.reports.comparison_page import comparison_page, history_page
 from t0repro.reports.history import read_history
 from t0repro.reports.html import render_html
 from t0repro.reports.run import Run
+from t0repro.reports.statistics import Bootstrap, mcnemar
 
 from .scored_folder import write_scores
 
@@ -142,8 +142,9 @@ def test_differences_are_paired_by_example_and_prompts_of_one_are_a_cluster(tmp_
     # Ten examples, not twenty outcomes: the two prompts fail on the same ones
     assert entry.p_value == pytest.approx(2 * 0.5**10)
     error = 100 * math.sqrt(0.2 * 0.8 / 50)
-    assert entry.interval.low == pytest.approx(20 - 1.96 * error, abs=2.5)
-    assert entry.interval.high == pytest.approx(20 + 1.96 * error, abs=2.5)
+    # A further example moves the low end by up to 1.2 and the high end by 0.8 of 51 on average.
+    assert entry.interval.low == pytest.approx(20 - 1.96 * error - 120 / 51, abs=2)
+    assert entry.interval.high == pytest.approx(20 + 1.96 * error + 80 / 51, abs=2)
 
 
 def test_mcnemar_of_many_examples_is_chi_squared():
@@ -169,7 +170,9 @@ def test_accuracies_of_equal_runs_differ_nowhere(tmp_path):
     found = compare(*(write_run(tmp_path / name, 5) for name in "ab"), PROMPTS)
     (entry,) = found.datasets
     assert (entry.difference, entry.p_value, entry.agreement) == (0.0, 1.0, 100.0)
-    assert (entry.interval.low, entry.interval.high) == (0.0, 0.0)
+    # None of 50 examples differs, so that 7% of all of them may, either way (Clopper and Pearson).
+    assert entry.interval.low == pytest.approx(-7.1, abs=0.7)
+    assert entry.interval.high == pytest.approx(7.1, abs=0.7)
     assert found.flips == ()
 
 

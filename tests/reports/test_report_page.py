@@ -1,4 +1,5 @@
 import io
+import itertools
 import json
 import re
 
@@ -6,14 +7,24 @@ import pytest
 from rich.console import Console
 
 from t0repro.evaluation.records import write_record
-from t0repro.reports.bootstrap import Bootstrap
-from t0repro.reports.make_report import ReportOptions, make_report
-from t0repro.reports.report_page import brief_page
+from t0repro.reports.comparison_page import comparison_page
+from t0repro.reports.make_report import Beside, ReportOptions, make_report
+from t0repro.reports.report_page import brief_page, report_page
 from t0repro.reports.run import Run
+from t0repro.reports.statistics import Bootstrap
 from t0repro.reports.terminal import print_page
 
 from .scored_folder import write_scores
-from .suites import QUICK, Evaluation, Page, full_report, render_html, render_markdown, report_of
+from .suites import (
+    QUICK,
+    Evaluation,
+    Page,
+    full_report,
+    render_html,
+    render_markdown,
+    report_of,
+    small_suite,
+)
 
 
 @pytest.fixture
@@ -48,7 +59,7 @@ def test_the_page_shows_every_dataset_and_every_prompts_text(page, suite):
         "super_glue/rte",
         "Held-out datasets",
         "not clearly",
-        "The two stacks",
+        "Compared with another run",
     ):
         assert expected in text
     tips = [attributes.get("data-tip") or "" for _, attributes in page.attributes]
@@ -198,3 +209,51 @@ def test_only_what_was_not_recorded_is_called_so(suite):
     assert "- Hash of the checkpoint: ab12" in text and "- Device: 1 x cpu" in text
     missing = next(line for line in text.split("\n") if "Not recorded" in line)
     assert "duration, energy" in missing and "device" not in missing
+
+
+def test_markdown_has_no_heading_without_content_below_it(suite, tmp_path):
+    for report in (full_report(suite, tmp_path), report_of(suite)):
+        lines = [line for line in render_markdown(report).split("\n") if line]
+        for line, after in itertools.pairwise([*lines, "## end"]):
+            if line.startswith("### "):
+                assert not after.startswith(("## ", "### ")), line
+            assert not (line.startswith("## ") and after.startswith("## ")), line
+        assert ("## Compared with another run" in lines) == bool(report.stacks)
+
+
+def test_ties_of_many_examples_are_a_warning_in_all_formats(tmp_path, suite):
+    folder = tmp_path / "validation_eval"
+    write_scores(folder, "tied_score_eval", [[-1.0, -1.0]] * 12, [0] * 12)
+    write_scores(folder, "t_score_eval", [[-1.0, -2.0]] * 30, [0] * 30)
+    report = make_report(Run("jax", folder), {}, ReportOptions(bootstrap=QUICK))
+    assert {dataset.accuracy.mean for dataset in report.datasets} == {100.0}
+    expected = "Ties: under 1 of 2 prompts, the best choices of at least 5% of the examples"
+    console = Console(file=io.StringIO(), width=1000)
+    print_page(brief_page(report), console)
+    for text in (render_markdown(report), render_html(report), console.file.getvalue()):
+        assert expected in text and "tied, tied: 12 of 12 examples" in text
+    assert report_page(report_of(suite)).warning == ""
+
+
+@pytest.mark.parametrize(
+    ("hashes", "title", "said"),
+    [
+        (("ab12", "ab12"), "Scores of jax and mtf (the same checkpoint)", "same checkpoint (hash"),
+        (("ab12", "cd34"), "Scores of jax and mtf", "different checkpoints: jax has the hash ab12"),
+        (("ab12", None), "Scores of jax and mtf", "not known whether both runs scored the same"),
+        (("", ""), "Scores of jax and mtf", "jax and mtf recorded no hash"),
+    ],
+)
+def test_two_runs_are_of_the_same_checkpoint_only_where_their_hashes_are_equal(
+    hashes, title, said, tmp_path
+):
+    runs = []
+    for label, found in zip(("jax", "mtf"), hashes, strict=True):
+        runs.append(small_suite(tmp_path / label))
+        facts = {"step": 20, "checkpoint_hash": found}
+        (runs[-1].folder / "provenance.json").write_text(json.dumps(facts))
+    report = report_of(runs[0], Beside(other=Run("mtf", runs[1].folder)))
+    text = render_markdown(report)
+    assert f"### {title}\n" in text and said in text
+    assert said in " ".join(comparison_page([report.stacks]).sections[1].lines)
+    assert report.stacks.same_checkpoint == (hashes[0] == hashes[1] if all(hashes) else None)

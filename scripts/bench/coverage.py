@@ -1,0 +1,252 @@
+"""Simulated coverage of every interval in reports and comparisons: how often it holds the truth.
+
+Suites with known truth are drawn and given to t0repro.reports.statistics. An outcome is right where
+a normal variable, shared among an example's prompts (and runs) as far as `icc` says, is below the
+quantile of the prompt's true accuracy.
+
+    python scripts/bench/coverage.py --suites 10000 > coverage.txt
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+from scipy.special import ndtr, ndtri
+
+from t0repro.reports.statistics import (
+    Bootstrap,
+    DatasetMean,
+    Outcomes,
+    Reweighted,
+    mean_over_datasets,
+)
+
+SIZES = (3, 8, 16, 64, 277)
+ACCURACIES = (0.02, 0.5, 0.9, 0.98)
+CORRELATIONS = (0.0, 0.5, 1.0)
+_AT_ONCE = 100  # suites in memory
+
+
+@dataclasses.dataclass(frozen=True)
+class Suite:
+    """How a dataset is drawn.
+
+    Attributes:
+      examples: rows before templates.
+      accuracy: mean of the prompts' true accuracies, 0 to 1.
+      icc: correlation of the latent variables of one example's prompts.
+      prompts: number of prompts.
+      rows: `equal`, or `unequal` where prompts drop rows: half of them at random, and half of them
+        most rows of a kind that is harder.
+      weighted: whether examples weigh 1, 2 or 4.
+      spread: half of the range of the prompts' latent thresholds.
+    """
+
+    examples: int
+    accuracy: float
+    icc: float
+    prompts: int = 10
+    rows: str = "equal"
+    weighted: bool = False
+    spread: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Coverage:
+    """How often an interval holds the truth, in percent, and how wide it is on average."""
+
+    percent: float
+    width: float
+
+
+def latent(rng: np.random.Generator, suite: Suite, count: int, runs: int = 1) -> np.ndarray:
+    """Latent variables [runs, count, examples, prompts], correlated within an example."""
+    shared = rng.normal(size=(count, suite.examples, 1))
+    own = rng.normal(size=(runs, count, suite.examples, suite.prompts))
+    return np.sqrt(suite.icc) * shared + np.sqrt(1 - suite.icc) * own
+
+
+def present(rng: np.random.Generator, suite: Suite, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Which rows each prompt has, and each row's kind: [count, examples, prompts or 1]."""
+    shape = (count, suite.examples, suite.prompts)
+    hard = rng.random((count, suite.examples, 1)) < 0.4
+    if suite.rows == "equal":
+        return np.ones(shape, bool), hard
+    by_kind = np.arange(suite.prompts) % 2 == 1
+    kept = np.where(by_kind, ~hard | (rng.random(shape) < 0.25), rng.random(shape) < 0.7)
+    # A prompt without a row is no task: redrawn as one with all of them.
+    return kept | ~kept.any(-2, keepdims=True), hard
+
+
+def draw(rng: np.random.Generator, suite: Suite, count: int) -> tuple[Outcomes, np.ndarray]:
+    """Outcomes [count, examples, prompts] and the true accuracy of each prompt in percent."""
+    offsets = np.linspace(-suite.spread, suite.spread, suite.prompts)
+    kept, hard = present(rng, suite, count)
+    easy_p = ndtr(ndtri(suite.accuracy) + offsets)
+    # Kinds differ only where rows depend on them.
+    hard_p = easy_p * 0.8 if suite.rows == "unequal" else easy_p
+    right = latent(rng, suite, count)[0] < ndtri(np.where(hard, hard_p, easy_p))
+    share_hard = np.where(np.arange(suite.prompts) % 2 == 1, 0.4 * 0.25 / (0.6 + 0.4 * 0.25), 0.4)
+    truth = 100 * (share_hard * hard_p + (1 - share_hard) * easy_p)
+    return Outcomes(right.astype(float), kept * example_weights(rng, suite, count)), truth
+
+
+def example_weights(rng: np.random.Generator, suite: Suite, count: int) -> np.ndarray:
+    """Weights of the examples, [count, examples, 1]."""
+    shape = (count, suite.examples, 1)
+    return rng.choice([1.0, 2.0, 4.0], shape) if suite.weighted else np.ones(shape)
+
+
+class Simulation:
+    """Suites drawn in parts, each judged by the production code."""
+
+    def __init__(self, suites: int, bootstrap: Bootstrap) -> None:
+        """Takes the number of suites of each line of the table, and how intervals are made."""
+        self.suites, self.bootstrap = suites, bootstrap
+
+    def _weights(self, suite: Suite, name: str = "simulated") -> np.ndarray:
+        parts = self.bootstrap.weightings(name, suite.examples)
+        return np.concatenate(list(parts))
+
+    def _parts(self, suite: Suite, salt: int = 0) -> Iterator[tuple[np.random.Generator, int]]:
+        for first in range(0, self.suites, _AT_ONCE):
+            yield np.random.default_rng([salt, first]), min(_AT_ONCE, self.suites - first)
+
+    def _covered(self, found: Reweighted, truth: float) -> np.ndarray:
+        low, high = found.ends(self.bootstrap)
+        return np.stack([(low <= truth + 1e-9) & (truth - 1e-9 <= high), high - low], -1)
+
+    def dataset(self, suite: Suite) -> dict[str, Coverage]:
+        """Intervals of the first prompt's accuracy, and of the mean and the median over prompts."""
+        weights, seen = self._weights(suite), {"prompt": [], "mean": [], "median": []}
+        for rng, count in self._parts(suite):
+            outcomes, truth = draw(rng, suite, count)
+            found = outcomes.reweighted(weights)
+            for name, figure in (
+                ("prompt", lambda values: values[..., -1]),
+                ("mean", lambda values: values.mean(-1)),
+                ("median", lambda values: np.median(values, -1)),
+            ):
+                seen[name].append(self._covered(found.each(figure), float(figure(truth))))
+        return {name: coverage(parts) for name, parts in seen.items()}
+
+    def group(self, suites: tuple[Suite, ...]) -> Coverage:
+        """The interval of the mean over datasets."""
+        # Each dataset has weightings of its own, as in a report, where they depend on the name.
+        weights = [self._weights(suite, f"dataset {at}") for at, suite in enumerate(suites)]
+        seen = []
+        for first in range(0, self.suites, _AT_ONCE):
+            members, truths = [], []
+            for at, suite in enumerate(suites):
+                rng = np.random.default_rng([at, first])
+                outcomes, truth = draw(rng, suite, min(_AT_ONCE, self.suites - first))
+                members.append(DatasetMean.of(outcomes, outcomes.reweighted(weights[at])))
+                truths.append(truth.mean())
+            found = mean_over_datasets(members, self.bootstrap)
+            seen.append(self._covered(found, float(np.mean(truths))))
+        return coverage(seen)
+
+    def difference(self, suite: Suite, gain: float, unlike: float) -> Coverage:
+        """The interval of the difference of two runs' means over prompts.
+
+        Args:
+          suite: the first run.
+          gain: by how much the second run's true accuracy is higher, -1 to 1.
+          unlike: share of outcomes whose latent variable is drawn anew for the second run.
+        """
+        weights, seen = self._weights(suite), []
+        better = np.clip(suite.accuracy + gain, 0, 1)
+        for rng, count in self._parts(suite):
+            first, second = latent(rng, suite, count, runs=2)
+            # An example is answered anew as a whole where its prompts are one observation.
+            whole = rng.random((count, suite.examples, 1))
+            each = rng.random(first.shape)
+            anew = np.where(rng.random((count, suite.examples, 1)) < suite.icc, whole, each)
+            fresh = latent(rng, suite, count)[0]
+            second = np.where(anew < unlike, fresh, first)
+            kept, _ = present(rng, suite, count)
+            weight = kept * example_weights(rng, suite, count)
+            both = [
+                Outcomes((values < ndtri(p)).astype(float), weight).reweighted(weights)
+                for values, p in ((first, suite.accuracy), (second, better))
+            ]
+            found = both[1].minus(both[0]).each(lambda values: values.mean(-1))
+            seen.append(self._covered(found, 100 * (better - suite.accuracy)))
+        return coverage(seen)
+
+
+def coverage(parts: list[np.ndarray]) -> Coverage:
+    """Share of the intervals that hold the truth, and their mean width."""
+    covered, width = np.concatenate(parts).mean(0)
+    return Coverage(100 * float(covered), float(width))
+
+
+def dataset_lines(simulation: Simulation) -> Iterator[str]:
+    """Lines of the table of one dataset's intervals."""
+    yield "examples accuracy icc rows weights | prompt mean median: coverage (width)"
+    variants = [("equal", False, 0.0), ("unequal", False, 0.0), ("equal", True, 0.3)]
+    for size, accuracy, icc in itertools.product(SIZES, ACCURACIES, CORRELATIONS):
+        for rows, weighted, spread in variants:
+            suite = Suite(size, accuracy, icc, 10, rows, weighted, spread)
+            cells = (shown(found) for found in simulation.dataset(suite).values())
+            kind = f"{rows:7} {'1,2,4' if weighted else 'equal'}"
+            yield f"{size:4} {accuracy:5} {icc:4} {kind} | {' '.join(cells)}"
+
+
+def group_lines(simulation: Simulation) -> Iterator[str]:
+    """Lines of the table of means over datasets."""
+    yield "datasets examples accuracy icc | coverage (width)"
+    for count, size, accuracy, icc in itertools.product((2, 11), SIZES, ACCURACIES, CORRELATIONS):
+        found = simulation.group((Suite(size, accuracy, icc, 5),) * count)
+        yield f"{count:3} {size:4} {accuracy:5} {icc:4} | {shown(found)}"
+    for icc in CORRELATIONS:
+        accuracies = np.linspace(0.3, 0.97, len(HELD_OUT))
+        suites = zip(HELD_OUT, accuracies, strict=True)
+        mixed = tuple(Suite(size, float(p), icc, 5, "unequal") for size, p in suites)
+        yield f" 11 56 to 638, 0.3 to 0.97, unequal rows {icc} | {shown(simulation.group(mixed))}"
+
+
+# Numbers of examples like those of T0's held-out datasets, large ones cut.
+HELD_OUT = (56, 56, 100, 104, 104, 277, 277, 277, 638, 638, 638)
+
+
+def difference_lines(simulation: Simulation) -> Iterator[str]:
+    """Lines of the table of differences between two runs."""
+    yield "examples accuracy gain unlike icc rows | coverage (width)"
+    cases = [
+        (0.5, 0.0, 0.0), (0.5, 0.0, 0.1), (0.5, 0.0, 1.0), (0.5, 0.1, 0.2), (0.9, 0.0, 0.1),
+        (0.9, 0.05, 0.1), (0.02, 0.96, 0.0), (0.0, 1.0, 0.0),
+    ]  # fmt: skip
+    variants = [("equal", False, 1), ("equal", False, 10), ("unequal", True, 10)]
+    for size, (accuracy, gain, unlike), icc in itertools.product(SIZES, cases, CORRELATIONS):
+        for rows, weighted, prompts in variants:
+            suite = Suite(size, accuracy, icc, prompts, rows, weighted)
+            found = simulation.difference(suite, gain, unlike)
+            kind = f"{prompts:2} {rows}"
+            yield f"{size:4} {accuracy:5} {gain:5} {unlike:4} {icc:4} {kind:10} | {shown(found)}"
+
+
+def shown(found: Coverage) -> str:
+    """A cell."""
+    mark = "" if 93 <= found.percent <= 98 else "<" if found.percent < 93 else "+"
+    return f"{found.percent:5.1f}{mark:1} ({found.width:4.1f})"
+
+
+def main() -> None:
+    """Prints the three tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--suites", type=int, default=2000, help="suites of each line")
+    parser.add_argument("--resamples", type=int, default=1000, help="weightings of each interval")
+    given = parser.parse_args()
+    simulation = Simulation(given.suites, Bootstrap(given.resamples))
+    for lines in (dataset_lines, group_lines, difference_lines):
+        for line in lines(simulation):
+            print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,280 @@
+"""The statistics of reports and comparisons: intervals, standard errors and tests over examples.
+
+Examples are the random sample; prompts are held fixed. An example under several prompts is one
+observation, whatever rows each prompt has: outcomes are paired by the example's index.
+
+Every interval of an accuracy is Gaffke's. Examples get random weights (the Bayesian bootstrap), its
+low end is taken with one further example that is wrong under every prompt, and its high end with
+one that is right. Resampling alone cannot make an interval: two examples that are both right are
+right in every resample. For a single prompt Gaffke's interval is Clopper and Pearson's exact one.
+For the difference of two runs, the further example is one that only the first run gets right (low
+end) or only the second (high end). `scripts/bench/coverage.py` simulates how often each interval
+contains the truth.
+
+Sources: N. Gaffke, "Three test statistics for a nonparametric one-sided hypothesis on the mean of a
+nonnegative variable", Mathematical Methods of Statistics 14 (2005); W. Hoeffding, "On the
+distribution of the number of successes in independent trials", Annals of Mathematical Statistics 27
+(1956), for means over datasets.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+from jaxtyping import Float
+
+from t0repro.evaluation.rank import RankResult
+
+_EXACT_EXAMPLES = 100  # McNemar's test is exact for as many that differ
+_DRAWN_AT_ONCE = 2_000_000  # weights in memory, 16 MB of them
+
+
+@dataclasses.dataclass(frozen=True)
+class Interval:
+    """A confidence interval, in percent."""
+
+    low: float
+    high: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Bootstrap:
+    """How intervals are computed: from random weightings of the examples, prompts held fixed."""
+
+    replicates: int = 1000
+    seed: int = 0
+    confidence: float = 0.95
+
+    @property
+    def percent(self) -> str:
+        """The intervals' confidence in words, as in `95%`."""
+        return f"{100 * self.confidence:g}%"
+
+    def weightings(
+        self, dataset: str, examples: int
+    ) -> Iterator[Float[np.ndarray, "some examples+1"]]:
+        """Random weights of a dataset's examples and of one more, `replicates` rows in all.
+
+        A row is uniform over the simplex once it is divided by its sum. The seed includes a
+        checksum of the name, so a dataset's intervals do not depend on which other datasets are in
+        the report.
+        """
+        seed = [self.seed, zlib.crc32(dataset.encode()), examples, 1]
+        generator = np.random.default_rng(seed)
+        rows = max(1, _DRAWN_AT_ONCE // (examples + 1))
+        for first in range(0, self.replicates, rows):
+            size = (min(rows, self.replicates - first), examples + 1)
+            yield generator.standard_exponential(size)
+
+
+@dataclasses.dataclass(frozen=True)
+class Reweighted:
+    """Figures in percent, one for each random weighting of the examples.
+
+    Attributes:
+      plain: [..., replicates] or [..., replicates, prompts], of the examples at hand.
+      lower: the same with a further example at its worst; low ends are its percentiles.
+      upper: the same with a further example at its best; high ends are its percentiles.
+    """
+
+    plain: np.ndarray
+    lower: np.ndarray
+    upper: np.ndarray
+
+    def each(self, function: Callable[[np.ndarray], np.ndarray]) -> Reweighted:
+        """Applies an increasing function to all three, such as a mean over prompts."""
+        return Reweighted(function(self.plain), function(self.lower), function(self.upper))
+
+    def minus(self, other: Reweighted) -> Reweighted:
+        """A difference between figures that were made from the same weightings."""
+        return Reweighted(
+            self.plain - other.plain, self.lower - other.upper, self.upper - other.lower
+        )
+
+    def ends(self, bootstrap: Bootstrap) -> tuple[np.ndarray, np.ndarray]:
+        """Both ends of the central intervals: half of what is left out is on either side."""
+        tail = 50 * (1 - bootstrap.confidence)
+        low = np.percentile(self.lower, tail, axis=-1)
+        return low, np.percentile(self.upper, 100 - tail, axis=-1)
+
+    def interval(self, bootstrap: Bootstrap) -> Interval:
+        """The interval, where there is one figure in each replicate."""
+        low, high = self.ends(bootstrap)
+        return Interval(float(low), float(high))
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcomes:
+    """A dataset's outcomes with its prompts side by side, paired by the examples' index.
+
+    Attributes:
+      right: [..., examples, prompts], 1 where the prediction is right.
+      weight: the same shape, the example's weight; 0 where the prompt does not have the example.
+    """
+
+    right: np.ndarray
+    weight: np.ndarray
+
+    @classmethod
+    def of(cls, results: Sequence[RankResult]) -> Outcomes:
+        """The outcomes of a dataset's prompts; examples ascend by index."""
+        examples = np.unique(np.concatenate([result.example for result in results]))
+        right = np.zeros((len(examples), len(results)))
+        weight = np.zeros_like(right)
+        for column, result in enumerate(results):
+            # Templates drop rows, and not all the same ones: a position says nothing.
+            rows = np.searchsorted(examples, result.example)
+            right[rows, column], weight[rows, column] = result.correct, result.weight
+        return cls(right, weight)
+
+    @property
+    def examples(self) -> int:
+        """Distinct examples of all prompts."""
+        return self.right.shape[-2]
+
+    @property
+    def same_rows(self) -> bool:
+        """Whether all prompts have the same examples."""
+        return bool((self.weight > 0).all())
+
+    @property
+    def share(self) -> np.ndarray:
+        """Each example's share of each prompt's weight, [..., examples, prompts]."""
+        return self.weight / self.weight.sum(-2, keepdims=True)
+
+    @property
+    def accuracy(self) -> np.ndarray:
+        """Each prompt's accuracy in percent, [..., prompts]."""
+        return 100 * (self.weight * self.right).sum(-2) / self.weight.sum(-2)
+
+    @property
+    def largest_share(self) -> np.ndarray:
+        """The largest share that one example has in the mean over prompts, [...]."""
+        return self.share.mean(-1).max(-1)
+
+    def reweighted(self, weights: Float[np.ndarray, "replicates examples+1"]) -> Reweighted:
+        """Each prompt's accuracy under each weighting, [..., replicates, prompts]."""
+        drawn, one_more = weights[:, :-1], weights[:, -1:]
+        right, wrong = (drawn @ (self.weight * at) for at in (self.right, 1 - self.right))
+        # The further example counts as much as the prompt's heaviest. With the average, intervals
+        # of unequal weights held the truth too rarely.
+        further = one_more * self.weight.max(-2, keepdims=True)
+        total = right + wrong
+        return Reweighted(
+            100 * right / total,
+            100 * right / (total + further),
+            # From what is wrong, so that nothing wrong is 100 and not nearly so.
+            100 - 100 * wrong / (total + further),
+        )
+
+    def standard_errors(self) -> tuple[np.ndarray, np.ndarray]:
+        """Standard error of each prompt's accuracy and of their mean, in percentage points.
+
+        By linearization: an example moves a prompt's accuracy by its share of the weight times its
+        distance from the accuracy. For one prompt with equal weights that is the square root of
+        p * (1 - p) / (examples - 1).
+        """
+        moves = self.share * (100 * self.right - self.accuracy[..., None, :])
+        each = _root_of_squares(moves, (self.weight > 0).sum(-2))
+        return each, _root_of_squares(moves.mean(-1), self.examples, axis=-1)
+
+
+def _root_of_squares(moves: np.ndarray, examples: np.ndarray | int, axis: int = -2) -> np.ndarray:
+    """Square root of the sum over examples of squared moves, which have a mean of zero."""
+    # One example has no spread: zero over zero.
+    return np.sqrt((moves**2).sum(axis) * examples / np.maximum(np.subtract(examples, 1), 1))
+
+
+def reweighted(outcomes: Outcomes, dataset: str, bootstrap: Bootstrap) -> Reweighted:
+    """Accuracy of each prompt of a dataset under each weighting, [replicates, prompts]."""
+    found = [outcomes.reweighted(w) for w in bootstrap.weightings(dataset, outcomes.examples)]
+    return Reweighted(
+        np.concatenate([part.plain for part in found]),
+        np.concatenate([part.lower for part in found]),
+        np.concatenate([part.upper for part in found]),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class DatasetMean:
+    """A dataset's mean over prompts, as the mean over datasets needs it; in percent.
+
+    Attributes:
+      estimate: [...].
+      reweighted: [..., replicates].
+      examples: number of examples.
+      largest_share: the largest share that one example has in the mean, [...].
+    """
+
+    estimate: np.ndarray
+    reweighted: Reweighted
+    examples: int
+    largest_share: np.ndarray
+
+    @classmethod
+    def of(cls, outcomes: Outcomes, found: Reweighted) -> DatasetMean:
+        """The mean of prompts' outcomes, whose accuracies under each weighting are `found`."""
+        return cls(
+            outcomes.accuracy.mean(-1),
+            found.each(lambda values: values.mean(-1)),
+            outcomes.examples,
+            outcomes.largest_share,
+        )
+
+
+def mean_over_datasets(datasets: Sequence[DatasetMean], bootstrap: Bootstrap) -> Reweighted:
+    """The mean over datasets, each of the same weight and with examples of its own.
+
+    There is one further example, not one for each dataset, with the largest share that any example
+    has in the mean: all datasets are not at their worst at once. (With equally many examples that
+    are all right, this is Clopper and Pearson's interval of all of them together, which holds
+    whatever the datasets' accuracies are, by Hoeffding's theorem.) Weightings spread less than
+    samples of few examples do, by (n - 1) / (n + 1) in variance; each dataset's further example
+    makes up for that in its own interval, and a factor does here.
+    """
+    if len(datasets) == 1:
+        return datasets[0].reweighted
+    spread = [
+        entry.estimate[..., None]
+        + (entry.reweighted.plain - entry.estimate[..., None])
+        * math.sqrt((entry.examples + 1) / max(entry.examples - 1, 1))
+        for entry in datasets
+    ]
+    plain = np.mean(spread, axis=0)
+    largest = np.max([entry.largest_share for entry in datasets], axis=0) / len(datasets)
+    generator = np.random.default_rng([bootstrap.seed, len(datasets)])
+    further = generator.beta(1, 1 / largest[..., None], plain.shape)
+    lower = np.clip(plain * (1 - further), 0, 100)
+    return Reweighted(plain, lower, np.clip(plain * (1 - further) + 100 * further, 0, 100))
+
+
+def mcnemar(differences: np.ndarray) -> float:
+    """Two-sided p-value of McNemar's test over clusters; 1 if nothing differs.
+
+    Args:
+      differences: of each example, under how many prompts only the second run is right, minus
+        under how many only the first is.
+
+    The statistic is (sum of d)**2 / sum of d**2, chi-squared with one degree of freedom; with one
+    prompt that is McNemar's own, (b - c)**2 / (b + c). Where at most 100 examples differ it is
+    exact: the share of all ways to swap the runs on each of them whose sum of d is as large; with
+    one prompt that is the binomial test.
+    """
+    sizes = np.abs(differences[differences != 0]).astype(np.int64)
+    total = abs(int(differences.sum()))
+    if len(sizes) > _EXACT_EXAMPLES:
+        # The upper tail of chi-squared with one degree of freedom.
+        return math.erfc(math.sqrt(total**2 / float((sizes**2).sum()) / 2))
+    # Either run could have been the better one on each of these: the distribution of their sum,
+    # from -sum(sizes) to sum(sizes).
+    probability = np.ones(1)
+    for size in sizes:
+        either = np.zeros(2 * size + 1)
+        either[[0, -1]] = 0.5
+        probability = np.convolve(probability, either)
+    reach = np.abs(np.arange(len(probability)) - len(probability) // 2)
+    return float(min(1.0, probability[reach >= total].sum()))
