@@ -38,7 +38,7 @@ def write_results(
       trained: names of the tasks that were trained on.
       label: what to call the run.
       title: the report's heading.
-      resamples: number of bootstrap resamples.
+      resamples: random weightings of the examples for each interval.
       extras: see ReportOptions.
 
     Returns:
