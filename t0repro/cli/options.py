@@ -27,7 +27,7 @@ Templates = Annotated[
     typer.Option(help="A file of your own prompts, in promptsource's YAML format; repeatable."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Resamples = Annotated[int, typer.Option(help="Random weightings of the examples, for intervals.", min=100)]
+Resamples = Annotated[int, typer.Option(help="Random weightings for the intervals.", min=100)]
 BootstrapSeed = Annotated[int, typer.Option(help="Seed of the random weightings.")]
 TrainMixtures = Annotated[
     list[str] | None,
