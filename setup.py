@@ -1,10 +1,17 @@
 """Packaging of t0repro: the top-level folders tasks, converters and gin are part of the package."""
 
+import importlib.metadata
 from pathlib import Path
 
 from setuptools import find_packages, setup
 
 MAPPED = {"t0repro.tasks": "tasks", "t0repro.converters": "converters", "t0repro.gin": "gin"}
+ALIAS = "t0_alias"  # the folder in tasks/ that is installed as `t0`
+
+
+def is_t0_installed() -> bool:
+    """Whether another distribution, such as T0's own, provides the package `t0` here."""
+    return bool(set(importlib.metadata.packages_distributions().get("t0", ())) - {"t0repro"})
 
 
 def mapped_packages() -> list[str]:
@@ -12,8 +19,11 @@ def mapped_packages() -> list[str]:
     names = []
     for package, folder in MAPPED.items():
         names.append(package)
-        names += [f"{package}.{name}" for name in find_packages(folder)]
+        names += [f"{package}.{name}" for name in find_packages(folder, exclude=[ALIAS])]
     return names
+
+
+alias = {} if is_t0_installed() else {"t0": f"tasks/{ALIAS}"}
 
 
 # What `pip install t0repro` brings: the command line, conversion and reports. The whole of t0repro,
@@ -61,8 +71,8 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.11",
-    packages=find_packages(include=["t0repro", "t0repro.*"]) + mapped_packages(),
-    package_dir=MAPPED,
+    packages=find_packages(include=["t0repro", "t0repro.*"]) + mapped_packages() + [*alias],
+    package_dir=MAPPED | alias,
     package_data={
         "": ["py.typed", "*.gin", "*.csv", "*.json", "*.jsonl", "*.model", "*.yaml"],
         "t0repro.gin": ["t5x/**/*.gin"],

@@ -32,10 +32,20 @@ class UserError(Exception):
         return without_passwords("\n".join(lines))
 
 
+NONE_IS_SIMILAR = "none is similar"
+
+
 def nearest_names(name: str, known: Iterable[str], count: int = 5) -> str:
-    """Up to `count` known names closest to a mistyped one, quoted; or 'none is similar'."""
-    matches = difflib.get_close_matches(name, list(known), n=count, cutoff=0.5)
-    return ", ".join(repr(match) for match in matches) or "none is similar"
+    """Up to `count` known names closest to a mistyped one, quoted.
+
+    If none is similar, this is said, with the first few names that there are.
+    """
+    names = list(known)
+    matches = difflib.get_close_matches(name, names, n=count, cutoff=0.5)
+    if matches:
+        return ", ".join(map(repr, matches))
+    some = ", ".join(map(repr, names[:3])) + (", ..." if len(names) > 3 else "")
+    return f"{NONE_IS_SIMILAR} to {name!r}" + (f"; known: {some}" if names else "")
 
 
 _in_t5x_command = False

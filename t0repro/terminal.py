@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Sequence
 
 from rich import box
@@ -22,10 +23,11 @@ _BARS = "▁▂▃▄▅▆▇█"
 def terminal(width: int = 120) -> Console:
     """A console for the terminal, or of this width if output goes to a file or another program.
 
-    Rich's markup and emoji codes are off, because names may contain them.
+    COLUMNS, if it is set, is the width in either case. Rich's markup and emoji codes are off,
+    because names may contain them.
     """
     console = Console(markup=False, emoji=False, highlight=False)
-    if console.is_terminal:
+    if console.is_terminal or os.environ.get("COLUMNS"):
         return console
     return Console(markup=False, emoji=False, highlight=False, width=width)
 

@@ -260,7 +260,8 @@ def _import(module: str) -> None:
         raise UserError(
             f"There is no module {module!r}.",
             where="--module_import",
-            fix="Name a module that registers tasks, for instance t0repro.tasks.t0.",
+            fix="Name a module that registers tasks, for instance t0repro.tasks.t0. One of your own"
+            " is looked for in PYTHONPATH and in the working folder.",
         ) from error
 
 

@@ -97,7 +97,7 @@ def checked_rows(
     # A download that failed leaves such a file; nothing would be learned from it, in silence.
     if number is None and start == 0 and stop != 0:
         raise UserError(
-            f"There is not one row of {label(dataset, subset)}.",
+            f"{label(dataset, subset)} has no rows.",
             where=reader.place(0),
             fix="Write the file again, or remove it if the split has no rows.",
         )

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from t0repro.errors import UserError, nearest_names
 from t0repro.tasks.vocabulary import VocabularyFile, default_vocabulary
+from t0repro.words import counted
 
 if TYPE_CHECKING:
     import seqio
@@ -152,6 +153,12 @@ def _matching(name: str, patterns: str | Sequence[str]) -> list[str]:
             f"No file of the task {name!r} is there.",
             where=", ".join(patterns),
             fix="Correct the path; a pattern such as /data/*.txt may match several files.",
+        )
+    if not any(os.path.getsize(path) for path in found):
+        raise UserError(
+            f"The task {name!r} has no text: {counted(len(found), 'empty file')}.",
+            where=", ".join(found),
+            fix="Write the texts, one a line, or rows in a file that ends in .jsonl.",
         )
     return found
 

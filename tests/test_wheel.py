@@ -48,8 +48,12 @@ def test_the_wheel_has_every_file_of_the_package_and_nothing_else(distributions)
     source, wheel = distributions
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if not name.endswith("/")}
+    # The alias of T0's package is installed under T0's name, and not under ours.
     expected = sources("t0repro") | {
-        f"t0repro/{name}" for name in sources("tasks", "converters", "gin")
+        name.replace("tasks/t0_alias/", "t0/", 1)
+        if name.startswith("tasks/t0_alias/")
+        else f"t0repro/{name}"
+        for name in sources("tasks", "converters", "gin")
     }
     assert {name for name in names if ".dist-info/" not in name} == expected
     assert {"t0repro/gin/demo/t5.1.1.demo.gin", "t0repro/reports/templates/page.css"} <= expected

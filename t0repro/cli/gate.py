@@ -65,6 +65,8 @@ def gate(command: str, *, show_unexpected: bool = False) -> Iterator[Settings]:
     # only what took a second to compile; each program that draws new parameters takes less.
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
     compat.quiet_native_logs()
+    compat.quiet_libtpu()
+    _search_working_folder()
     # A command makes millions of objects that stay, when it imports TensorFlow and traces a step.
     # After every 700, as by default, looking for garbage among them takes a fifth of that time.
     gc.set_threshold(100_000, 50, 100)
@@ -94,6 +96,16 @@ def gate(command: str, *, show_unexpected: bool = False) -> Iterator[Settings]:
         echo(f"{command}: {type(error).__name__}: {text}", err=True)
         print(f"  to do: '{command} --debug ...' shows where this happened.", file=sys.stderr)
         sys.exit(FAILURE)
+
+
+def _search_working_folder() -> None:
+    """Lets a command import the user's modules from the working folder, as `python -m` does.
+
+    The folder comes last: first, a checkout's folder gin/ would stand in for the library.
+    """
+    folder = os.getcwd()
+    if folder not in sys.path:
+        sys.path.append(folder)
 
 
 def _deliver_swallowed_interrupts() -> None:

@@ -19,12 +19,15 @@ ModulesOrT0 = Annotated[
     typer.Option(
         "--module_import",
         help="A module that registers tasks; repeatable.",
-        show_default=f"{DEFAULT_MODULE}, unless --templates is given",
+        show_default=DEFAULT_MODULE,
     ),
 ]
 Templates = Annotated[
     list[Path] | None,
-    typer.Option(help="A file of your own prompts, in promptsource's YAML format; repeatable."),
+    typer.Option(
+        help="A file of your own prompts, in promptsource's YAML format; repeatable. Then no module"
+        " is imported by default."
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Resamples = Annotated[int, typer.Option(help="Random weightings for the intervals.", min=100)]
@@ -40,7 +43,9 @@ Title = Annotated[str, typer.Option(help="Heading of the report.")]
 DType = Literal["float32", "bfloat16"]
 
 
-def modules_or_t0(modules: Sequence[str] | None, templates: Sequence[Path] | None) -> list[str]:
+def modules_or_t0(
+    modules: Sequence[str] | None, templates: Sequence[Path] | None = None
+) -> list[str]:
     """The modules that were named; T0's own if neither modules nor prompts were."""
     # One's own prompts need no tasks of T0's beside them.
     return list(modules or ([] if templates else [DEFAULT_MODULE]))

@@ -13,7 +13,15 @@ import typer
 
 from t0repro.cli.echo import echo
 from t0repro.cli.option_groups import with_groups
-from t0repro.cli.options import DType, Label, Modules, Resamples, Title, TrainMixtures
+from t0repro.cli.options import (
+    DType,
+    Label,
+    ModulesOrT0,
+    Resamples,
+    Title,
+    TrainMixtures,
+    modules_or_t0,
+)
 from t0repro.cli.paths import output
 from t0repro.cli.process_flags import ProcessOptions
 from t0repro.cli.tracking import Trackers, tracked_evaluation
@@ -91,7 +99,7 @@ def rank_eval(
     mixture: _Mixture,
     out: _Out,
     processes: ProcessOptions,
-    module_import: Modules = None,
+    module_import: ModulesOrT0 = None,
     split: _Split = "validation",
     modes: _Modes = "rank",
     step: _Step = None,
@@ -144,7 +152,8 @@ def rank_eval(
         )
         extras = [normalize, *(extra.value for extra in also or ())]
         # This registers the tasks, so it comes before the mixture is looked up.
-        write = _writer(module_import or (), train_mixture or (), label, title, resamples, extras)
+        modules = modules_or_t0(module_import)
+        write = _writer(modules, train_mixture or (), label, title, resamples, extras)
         _add_cache(cache_dir)
         tracked = tracked_evaluation(tracker, out, checkpoint, mixture, settings)
         # Of several processes, one speaks to the trackers.

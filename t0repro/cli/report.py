@@ -17,6 +17,7 @@ from t0repro.cli.options import (
     Resamples,
     Title,
     TrainMixtures,
+    modules_or_t0,
 )
 from t0repro.cli.paths import output
 from t0repro.cli.results import print_json, print_written, show_page
@@ -114,7 +115,9 @@ def make(
     from t0repro.reports.statistics import Bootstrap
     from t0repro.reports.write import write_report
 
-    prompts = load_prompts(module_import or ())
+    # A mixture that was trained on is T0's unless another module is named.
+    modules = modules_or_t0(module_import) if train_mixture else module_import or ()
+    prompts = load_prompts(modules)
     trained = training_tasks(train_mixture or ())
     # Datasets may be named without a module that knows their tasks.
     datasets = training_datasets(trained, prompts) | set(train_dataset or ())

@@ -42,6 +42,10 @@ def list_tasks(
         list[Path] | None,
         typer.Option(help="Say which tasks are cached in this folder; repeatable."),
     ] = None,
+    at_hand: Annotated[
+        bool,
+        typer.Option("--at_hand", help="Only tasks whose rows, or caches in --cache, are here."),
+    ] = False,
     module_import: ModulesOrT0 = None,
     templates: Templates = None,
     as_json: AsJson = False,
@@ -57,7 +61,7 @@ def list_tasks(
     from t0repro.tasks.inspect import listing, tables
 
     caches = list(cache or ())
-    found = listing.list_tasks(mixture, dataset, caches)
+    found = listing.list_tasks(mixture, dataset, caches, at_hand=at_hand)
     if as_json:
         print_json(listing.as_json(found))
     else:

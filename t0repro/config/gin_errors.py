@@ -93,7 +93,8 @@ def _described(error: Exception, files: list[str], bindings: Bindings | None) ->
         return UserError(
             f"{error.msg}.",
             where=_place_in(text) or "--module_import, or an `import` line of a gin file",
-            fix="Check the module's name; its folder must be on PYTHONPATH or installed.",
+            fix="Check the module's name; it is looked for among what is installed, in PYTHONPATH"
+            " and in the working folder.",
         )
     missing = re.match(r"Unable to open file: (.*?)\. Searched config paths: (.*?)\.(\n|$)", text)
     if missing:

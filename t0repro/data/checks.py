@@ -10,7 +10,8 @@ from t0repro.config.configuration import RunInputs
 from t0repro.config.gin_errors import unknown_mixture
 from t0repro.config.training_plan import SeqioDataConfig
 from t0repro.errors import UserError, of_command
-from t0repro.tasks.mixture import keep_at_hand, lacks_cache
+from t0repro.tasks.mixture import keep_at_hand, lacks_cache, prompted_mixtures
+from t0repro.tasks.task import prompted_tasks
 from t0repro.words import counted
 
 _NAMES_SHOWN = 5
@@ -173,22 +174,21 @@ def _check_cached(name: str, split: str, tasks: Sequence[Any]) -> None:
     searched = list(seqio.get_global_cache_dirs())
     target = searched[0] if searched else "CACHE_DIR"
     shown = ", ".join(missing[:_NAMES_SHOWN])
-    fix = (
-        f"seqio_cache_tasks --tasks='{','.join(missing)}' --output_cache_dir={target} "
-        "--module_import=MODULE."
-    )
-    # A command that named only the tasks shown would leave the others for the next error.
+    # Only prompted tasks are in t0repro's own cache command.
+    if all(task in prompted_tasks() for task in missing):
+        # A mixture by its name where the command would otherwise name too many tasks.
+        many = len(missing) > _NAMES_SHOWN and name in prompted_mixtures()
+        wanted = f"--mixture {name}" if many else f"--tasks '{','.join(missing)}'"
+        command = f"t0repro cache {wanted} --output_cache_dir {target}"
+    else:
+        command = f"seqio_cache_tasks --tasks='{','.join(missing)}' --output_cache_dir={target}"
     if len(missing) > _NAMES_SHOWN:
         shown += f" and {len(missing) - _NAMES_SHOWN} more"
-        fix = (
-            "All of the mixture that is not cached yet: "
-            f"MODULE=MODULE MIXTURE={name} CACHE_DIR={target} bash scripts/cache.sh."
-        )
     raise UserError(
         f"use_cached = True, but of {counted(len(tasks), 'task')} of {name!r}, {len(missing)} not"
         f" cached: {shown}.",
         where="searched " + (", ".join(searched) or "nowhere: no folder of caches is named"),
-        fix=f"{fix} Name the folder with"
+        fix=f"{command}, with this run's --module_import. Name the folder with"
         f" {of_command('--additional_task_cache_dirs', '--seqio_additional_cache_dirs')}; or read"
         f" without a cache: {of_command('use_cached', 'USE_CACHED_TASKS')} = False.",
     )

@@ -18,6 +18,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from t0repro.compat import NOT_ON_A_TPU
 from t0repro.errors import UserError
 
 GIB = 1 << 30
@@ -73,15 +74,6 @@ _FAMILIES = {
     "v5p": _Family(_chip(95.74, 459e12, 90e9), "v5p", 2, 3),
     "v6e": _Family(_chip(31.25, 918e12, 90e9), "v6e", 1, 2),
 }
-# Otherwise libtpu asks Google's metadata server which TPU it is on, warns that it gets no answer,
-# and lets in one process at a time.
-_NOT_ON_A_TPU = {
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_WORKER_ID": "0",
-    "TPU_ACCELERATOR_TYPE": "v5e-8",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-}
 # JAX's names of the kinds of devices, whole: "TPU v4 lite" is another chip than "TPU v4".
 _TPU_KINDS = {
     "TPU v2": "v2",
@@ -114,7 +106,7 @@ def devices_of(topology: str) -> tuple[list[Any], Chip]:
             where="--topology",
             fix="Install the extra tpu: EXTRAS=tpu bash scripts/setup.sh.",
         )
-    for variable, value in _NOT_ON_A_TPU.items():
+    for variable, value in NOT_ON_A_TPU.items():
         os.environ.setdefault(variable, value)
     from jax.experimental import topologies
 

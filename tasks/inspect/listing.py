@@ -11,7 +11,7 @@ from typing import Any
 from t0repro.errors import UserError
 from t0repro.tasks.catalogue import p3_sizes
 from t0repro.tasks.mixture import prompted_mixtures, registered_mixtures, select_tasks
-from t0repro.tasks.task import PromptedTask, metric_names, prompted_tasks
+from t0repro.tasks.task import PromptedTask, metric_names, prompted_tasks, task_descriptions
 
 OVERSAMPLED = 2.0
 """A rate above so many times the training examples is pointed out."""
@@ -51,7 +51,11 @@ class ListedTask:
 
 
 def list_tasks(
-    mixture: str | None = None, dataset: str | None = None, caches: Sequence[Path] = ()
+    mixture: str | None = None,
+    dataset: str | None = None,
+    caches: Sequence[Path] = (),
+    *,
+    at_hand: bool = False,
 ) -> list[ListedTask]:
     """The registered prompted tasks, sorted by name.
 
@@ -59,6 +63,7 @@ def list_tasks(
       mixture: Only tasks of this mixture; defaults to all.
       dataset: Only tasks of this dataset, given as `dataset` or `dataset/subset`.
       caches: SeqIO cache folders to look for each task in; the first that has it wins.
+      at_hand: Only tasks that are cached there, or have a split whose rows are on this machine.
 
     Raises:
       UserError: If the mixture or the dataset is not there; lists the nearest names.
@@ -66,7 +71,11 @@ def list_tasks(
     known = prompted_tasks()
     names = select_tasks(mixture, dataset)
     mixtures = _mixtures_of_tasks() if mixture is None else {name: mixture for name in names}
-    return [_listed(known[name], mixtures.get(name), caches) for name in names]
+    found = [_listed(known[name], mixtures.get(name), caches) for name in names]
+    if not at_hand:
+        return found
+    rows = {name: task_descriptions()[name].rows for name in names}
+    return [task for task in found if task.cached or rows[task.task].splits_at_hand()]
 
 
 def _mixtures_of_tasks() -> dict[str, str]:

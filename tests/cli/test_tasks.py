@@ -106,6 +106,23 @@ def test_ls_shows_every_task_with_choices_metrics_and_rate(run):
     assert re.split(r"\s{2,}", line.strip()) == ["demo_synthetic_glue_mrpc_replace", *cells]
 
 
+def test_ls_can_leave_out_what_is_not_on_this_machine(run, own):
+    rows = [{"text": "a", "label": 0}]
+    path = own("at_hand_reviews", rows, one={"jinja": "{{text}} ||| {{label}}"})
+    arguments = ("ls", DEMO, "--module_import=t0repro.tasks.t0", f"--templates={path}", "--json")
+    everything = {task["task"] for task in json.loads(run(*arguments)[1])}
+    here = {task["task"] for task in json.loads(run(*arguments, "--at_hand")[1])}
+    assert "at_hand_reviews_one" in here and here < everything
+    assert "super_glue_rte_GPT_3_style" in everything - here
+
+
+def test_ls_fits_the_width_that_columns_says(run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "72")
+    code, out, _ = run("ls", DEMO, "--mixture", "demo_train")
+    assert code == 0 and max(map(len, out.splitlines())) <= 72
+    assert "demo_synthetic_openbookqa_main_which_correct" in out
+
+
 def test_ls_as_json_has_a_value_for_each_column(run):
     code, out, _ = run("ls", DEMO, "--mixture", "demo_eval_score_eval", "--json")
     tasks = {task["task"]: task for task in json.loads(out)}

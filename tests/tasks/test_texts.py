@@ -117,6 +117,9 @@ def test_faults_are_named(files):
         add_described(f"spam:texts_x={files}/a.txt")
     with pytest.raises(UserError, match="No file of the task 'texts_x' is there"):
         add_text_task("texts_x", {"train": str(files / "none*.txt")})
+    (files / "empty.jsonl").touch()
+    with pytest.raises(UserError, match=r"'texts_x' has no text: 1 empty file(.|\n)*empty.jsonl"):
+        add_text_task("texts_x", {"train": str(files / "empty.jsonl")})
     with pytest.raises(UserError, match="no objective 'denoising'"):
         add_text_task("texts_x", {"train": str(files / "a.txt")}, objective="denoising")
     add_text_task("texts_x", {"train": str(files / "rows.jsonl")}, vocabulary=BYTES)

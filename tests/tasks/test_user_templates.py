@@ -326,8 +326,8 @@ def test_a_file_without_rows_is_named_by_check_and_refused_by_the_cache(
 ):
     (data / "my_reviews" / "default" / "train.jsonl").write_text(content)
     found = checked(write(tmp_path, HEAD + GOOD))
-    assert found.verdict is Verdict.BROKEN and "not one row of my_reviews" in found.reason
-    with pytest.raises(UserError, match=r"not one row of my_reviews(.|\n)*train\.jsonl"):
+    assert found.verdict is Verdict.BROKEN and "my_reviews has no rows" in found.reason
+    with pytest.raises(UserError, match=r"my_reviews has no rows(.|\n)*train\.jsonl"):
         make(tmp_path / "cache", "my_reviews_*", splits=("train",))
     assert not (tmp_path / "cache").exists()
 

@@ -16,7 +16,7 @@ from t0repro.config.gin_imports import check_allowed, restrict_imports
 from t0repro.config.macros import MACRO, bound_macros, check_macros_are_read
 from t0repro.config.provenance import Bindings, record_bindings
 from t0repro.config.t5x import modules, programs, records
-from t0repro.errors import UserError, nearest_names
+from t0repro.errors import NONE_IS_SIMILAR, UserError, nearest_names
 from t0repro.log_records import only_records
 from t0repro.redaction import without_passwords
 
@@ -303,7 +303,7 @@ def _check_macros(reached: Iterable[_Call], bindings: Bindings) -> list[str]:
         place = bindings.place((name, MACRO, "value"))
         # A macro that is set but not read is probably the missing one, misspelt.
         stray = nearest_names(name, bound - set(read), count=1)
-        hint = "" if stray == "none is similar" else f", for which {stray} may be meant"
+        hint = "" if stray.startswith(NONE_IS_SIMILAR) else f", for which {stray} may be meant"
         required = f" (required at {_without_folder(place)})" if place else ""
         lines.append(f"{name}{required}{hint}")
     raise UserError(

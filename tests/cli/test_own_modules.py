@@ -1,0 +1,63 @@
+"""Where commands look for the modules that --module_import names, and T0's own names for its."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from t0repro.cli import gate
+from t0repro.compat import NOT_ON_A_TPU, quiet_libtpu
+
+
+def tasks_ls(folder, *arguments):
+    """`t0repro tasks ls` in a folder."""
+    return subprocess.run(
+        [sys.executable, "-P", "-m", "t0repro.cli", "tasks", "ls", *arguments],
+        cwd=folder,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_a_module_in_the_working_folder_is_found(tmp_path):
+    (tmp_path / "my_tasks.py").write_text("import t0repro.tasks.demo")
+    done = tasks_ls(tmp_path, "--module_import=my_tasks", "--mixture=demo_train")
+    assert done.returncode == 0 and "14 tasks of 4 datasets." in done.stdout, done.stderr
+    missing = tasks_ls(tmp_path, "--module_import=my_taskz")
+    assert missing.returncode == 2
+    assert "'my_taskz'" in missing.stderr and "the working folder" in missing.stderr
+
+
+def test_the_working_folder_hides_no_installed_module(tmp_path, monkeypatch):
+    (tmp_path / "gin").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with gate.gate("test"):
+        assert sys.path[-1] == str(tmp_path) and sys.path.count(str(tmp_path)) == 1
+
+
+def test_t0s_own_module_registers_its_tasks_here():
+    code = """
+from t0repro.tasks.registration import describing
+from t0repro.tasks.mixture import prompted_mixtures
+with describing():
+    import t0.seqio_tasks
+print(len(prompted_mixtures()["t0_train"].tasks))
+"""
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
+    assert int(done.stdout) > 200, done.stderr
+
+
+@pytest.mark.parametrize("is_installed", [True, False])
+def test_libtpu_is_told_that_there_is_no_tpu_only_where_it_is_installed(monkeypatch, is_installed):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name if is_installed else None)
+    monkeypatch.setattr("glob.glob", lambda pattern: [])
+    for name in NOT_ON_A_TPU:
+        monkeypatch.setenv(name, "the user's")
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("TPU_WORKER_ID", "3")
+    quiet_libtpu()
+    expected = NOT_ON_A_TPU | {"TPU_WORKER_ID": "3"} if is_installed else {"TPU_WORKER_ID": "3"}
+    assert {name: os.environ[name] for name in NOT_ON_A_TPU if name in os.environ} == expected
