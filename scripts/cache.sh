@@ -2,7 +2,7 @@
 # Caches prompted tasks with seqio_cache_tasks, as T0's README does:
 #
 #   bash scripts/cache.sh                                     # the embedded demo
-#   MODULE=t0repro.tasks.small MIXTURE=small_train,small_eval_score_eval bash scripts/cache.sh
+#   MODULE=t0repro.tasks.examples.small MIXTURE=small_train,small_eval_score_eval bash scripts/cache.sh
 #   MODULE=t0repro.tasks.local TASKS='super_glue_rte_.*' bash scripts/cache.sh
 #
 # CACHE_DIR is where (runs/<last name of MODULE>/cache), PROCESSES how many share the tasks, MIN_SHARDS

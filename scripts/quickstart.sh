@@ -23,13 +23,13 @@ export PATH="$PWD/.venv/bin:$PATH"
 # ---- What is trained and evaluated --------------------------------------------------------------------
 if [[ -n ${T0REPRO_DATA_DIR:-} ]]; then
   : "${T0REPRO_VOCAB:?set T0REPRO_VOCAB to a copy of the T5 sentencepiece.model as well}"
-  name=small
+  name=small module=examples.small
   rows="real rows"
   seqio_task=super_glue_copa_more_likely_score_eval
   # Longer texts, and a vocabulary of 32,128 whose softmax takes most of the time.
   export INPUTS_LENGTH=${INPUTS_LENGTH:-256} TRAIN_STEPS=${TRAIN_STEPS:-500}
 else
-  name=demo
+  name=demo module=demo
   rows="SYNTHETIC rows: these figures say nothing about the real datasets"
   seqio_task=demo_synthetic_glue_mrpc_want_to_know_score_eval
   # Short: targets have at most 7 tokens, and half of scripts/train.sh's batch learns the demo as well.
@@ -38,7 +38,7 @@ else
 fi
 run=${RUN_DIR:-runs/quickstart_$name}
 mkdir -p "$run/logs"
-export MODULE=t0repro.tasks.$name MIXTURE_NAME=${name}_train EVAL_MIXTURE_NAME=${name}_eval_score_eval
+export MODULE=t0repro.tasks.$module MIXTURE_NAME=${name}_train EVAL_MIXTURE_NAME=${name}_eval_score_eval
 export CACHE_DIR=$run/cache
 model=$run/model
 # What JAX compiles for one command, another finds there.

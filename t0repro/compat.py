@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import glob
 import importlib
 import importlib.machinery
 import importlib.util
@@ -119,28 +118,6 @@ def install() -> None:
     keep_ids_when_scoring()
     decode_to_text_when_inferring()
     _installed = True
-
-
-NOT_ON_A_TPU = {
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_WORKER_ID": "0",
-    "TPU_ACCELERATOR_TYPE": "v5e-8",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-}
-"""Without these libtpu asks Google's metadata server which TPU it is on, prints errors when it gets
-no answer, and lets in one process at a time."""
-
-
-def quiet_libtpu() -> None:
-    """Keeps libtpu, where it is installed on a machine without a TPU, from printing errors.
-
-    JAX loads it when it looks for devices.
-    """
-    chips = (*glob.glob("/dev/accel[0-9]*"), *glob.glob("/dev/vfio/[0-9]*"))
-    if not chips and importlib.util.find_spec("libtpu"):
-        for variable, value in NOT_ON_A_TPU.items():
-            os.environ.setdefault(variable, value)
 
 
 def quiet_native_logs() -> None:

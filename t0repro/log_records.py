@@ -1,9 +1,12 @@
-"""Keeps records of a library's log from being printed while a block runs."""
+"""Keeps what libraries print to what is worth reading."""
 
 from __future__ import annotations
 
 import contextlib
+import glob
+import importlib.util
 import logging
+import os
 from collections.abc import Callable, Iterator
 
 
@@ -18,3 +21,25 @@ def only_records(
         yield
     finally:
         log.removeFilter(is_worth_logging)
+
+
+NOT_ON_A_TPU = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_WORKER_ID": "0",
+    "TPU_ACCELERATOR_TYPE": "v5e-8",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+"""Without these libtpu asks Google's metadata server which TPU it is on, prints errors when it gets
+no answer, and lets in one process at a time."""
+
+
+def quiet_libtpu() -> None:
+    """Keeps libtpu, where it is installed on a machine without a TPU, from printing errors.
+
+    JAX loads it when it looks for devices.
+    """
+    chips = (*glob.glob("/dev/accel[0-9]*"), *glob.glob("/dev/vfio/[0-9]*"))
+    if not chips and importlib.util.find_spec("libtpu"):
+        for variable, value in NOT_ON_A_TPU.items():
+            os.environ.setdefault(variable, value)

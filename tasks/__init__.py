@@ -4,7 +4,7 @@ Importing one of the modules below registers its tasks; nothing is read and no s
 
   t0: T0's tasks and its eight mixtures, `t0_train`, `t0_eval_score_eval` and the others.
   demo: generated data with its own vocabulary; mixtures `demo_train` and `demo_eval_score_eval`.
-  small: the same job on real rows; mixtures `small_train` and `small_eval_score_eval`.
+  examples: recipes on real rows, such as examples.small, which is the demo's job.
   local: those of T0's tasks whose dataset is under T0REPRO_DATA_DIR, with the splits found there.
 """
 

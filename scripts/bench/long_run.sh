@@ -12,7 +12,7 @@ cd "$(dirname "$0")/../.."
 : "${T0REPRO_DATA_DIR:?set T0REPRO_DATA_DIR to a folder of datasets}"
 : "${T0REPRO_VOCAB:?set T0REPRO_VOCAB to a copy of the T5 sentencepiece.model}"
 run=${RUN_DIR:-runs/long_run}
-export MODULE=t0repro.tasks.small MIXTURE_NAME=small_train EVAL_MIXTURE_NAME=small_eval_score_eval
+export MODULE=t0repro.tasks.examples.small MIXTURE_NAME=small_train EVAL_MIXTURE_NAME=small_eval_score_eval
 export TRAIN_STEPS=${TRAIN_STEPS:-1000} TOKENS_PER_BATCH=1024 INPUTS_LENGTH=128 TARGETS_LENGTH=16
 export CACHE_DIR=$run/cache
 settings=(

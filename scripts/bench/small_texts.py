@@ -41,7 +41,7 @@ from t0repro.tasks.templates import task_name
 from t0repro.tasks.train_and_eval import PromptedDataset
 
 with describing():  # registers its tasks without SeqIO and TensorFlow
-    from t0repro.tasks.learning import HELD_OUT_DATASETS, HELD_OUT_KINDS, TRAINED
+    from t0repro.tasks.examples.learning import HELD_OUT_DATASETS, HELD_OUT_KINDS, TRAINED
 
 GROUPS = {
     "held-out prompts": TRAINED,

@@ -46,7 +46,7 @@ import numpy as np
 from t0repro import compat
 
 HERE = Path(__file__).parent
-MODULE, MIXTURE = "t0repro.tasks.small", "small_train"
+MODULE, MIXTURE = "t0repro.tasks.examples.small", "small_train"
 SIZES = ("small", "base", "large", "xl", "xxl")
 # Rows a second of one GPU, 512 inputs and 128 targets each, AdamW, no dropout, as NVIDIA measured
 # its fork of T5X (JAX-Toolbox, rosetta/projects/t5x/README.md, section on performance, 2023).

@@ -22,6 +22,7 @@ from t0repro import compat
 from t0repro.cli.echo import echo
 from t0repro.errors import UserError
 from t0repro.files import storage_error
+from t0repro.log_records import quiet_libtpu
 
 FAILURE, USER_ERROR, INTERRUPTED = 1, 2, 130
 
@@ -65,7 +66,7 @@ def gate(command: str, *, show_unexpected: bool = False) -> Iterator[Settings]:
     # only what took a second to compile; each program that draws new parameters takes less.
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
     compat.quiet_native_logs()
-    compat.quiet_libtpu()
+    quiet_libtpu()
     _search_working_folder()
     # A command makes millions of objects that stay, when it imports TensorFlow and traces a step.
     # After every 700, as by default, looking for garbage among them takes a fifth of that time.

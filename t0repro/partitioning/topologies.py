@@ -18,8 +18,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from t0repro.compat import NOT_ON_A_TPU
 from t0repro.errors import UserError
+from t0repro.log_records import NOT_ON_A_TPU
 
 GIB = 1 << 30
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from t0repro.cli import gate
-from t0repro.compat import NOT_ON_A_TPU, quiet_libtpu
+from t0repro.log_records import NOT_ON_A_TPU, quiet_libtpu
 
 
 def tasks_ls(folder, *arguments):

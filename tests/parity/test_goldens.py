@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from t0repro.parity import golden
+from . import golden
 
 GOLDENS = Path(__file__).parent / "goldens"
 EXACT = [case for case in golden.CASES if not case.dropout and case.dtype == "float32"]

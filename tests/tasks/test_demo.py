@@ -1,5 +1,6 @@
 """The embedded demo: what is held out, how long examples are, that its files can be remade."""
 
+import importlib
 from pathlib import Path
 
 import pytest
@@ -8,12 +9,19 @@ import seqio
 
 from t0repro.tasks import prompted_tasks
 from t0repro.tasks.catalogue import features_of
-from t0repro.tasks.demo import generate, train_vocabulary
 from t0repro.tasks.demo.datasets import DEMO, FOLDER, VOCABULARY
 from t0repro.tasks.task import metric_names
 from t0repro.tasks.templates import load_template
 
 MAX_INPUTS, MAX_TARGETS = 128, 32
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts" / "demo"
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """Imports a script that makes the demo's files."""
+    monkeypatch.syspath_prepend(SCRIPTS)
+    return importlib.import_module
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -76,7 +84,7 @@ def test_a_task_has_the_one_split_that_the_job_uses():
 
 def test_rates_are_the_training_rows_by_t0s_rule():
     mixture = seqio.get_mixture_or_task("demo_train")
-    assert {mixture.get_rate(task) for task in mixture.tasks} == {float(generate.TRAIN_ROWS)}
+    assert {mixture.get_rate(task) for task in mixture.tasks} == {640.0}
 
 
 @pytest.mark.parametrize("mixture", ["demo_train", "demo_eval_score_eval"])
@@ -107,15 +115,16 @@ def test_validation_labels_are_balanced():
         assert all(right.count(label) == len(right) // classes for label in range(classes))
 
 
-def test_the_rows_can_be_generated_again_byte_for_byte(tmp_path):
-    generate.generate(tmp_path)
+def test_the_rows_can_be_generated_again_byte_for_byte(tmp_path, script):
+    script("generate").generate(tmp_path)
     made = {path.relative_to(tmp_path): path.read_bytes() for path in tmp_path.rglob("*.jsonl")}
     held = {path.relative_to(FOLDER): path.read_bytes() for path in FOLDER.rglob("*.jsonl")}
     assert made == held
 
 
-def test_the_vocabulary_can_be_trained_again_and_is_laid_out_as_t5s():
-    made = sentencepiece.SentencePieceProcessor(model_proto=train_vocabulary.train())
+def test_the_vocabulary_can_be_trained_again_and_is_laid_out_as_t5s(script):
+    model = script("train_vocabulary").train()
+    made = sentencepiece.SentencePieceProcessor(model_proto=model)
     held = sentencepiece.SentencePieceProcessor(model_file=str(VOCABULARY))
     size = held.get_piece_size()
     pieces = [held.id_to_piece(index) for index in range(size)]

@@ -85,7 +85,7 @@ def plan(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
 
 def test_missing_rows_end_with_one_message_and_exit_code_2(tmp_path):
     done = plan(
-        "--module_import=t0repro.tasks.small",
+        "--module_import=t0repro.tasks.examples.small",
         "--mixtures=small_train",
         f"--output_cache_dir={tmp_path / 'cache'}",
         T0REPRO_DATA_DIR=str(tmp_path),

@@ -64,7 +64,7 @@ def test_local_tasks_have_t0s_names(local, t0_facts):
 
 
 def test_small_trains_on_no_prompt_and_no_dataset_that_it_holds_out():
-    importlib.import_module("t0repro.tasks.small")
+    importlib.import_module("t0repro.tasks.examples.small")
 
     def prompts(mixture):
         return [prompted_tasks()[task.name] for task in seqio.get_mixture_or_task(mixture).tasks]
@@ -86,7 +86,7 @@ def test_small_trains_on_no_prompt_and_no_dataset_that_it_holds_out():
 
 def test_small_reads_its_rows_with_t0s_rates(shared_data, monkeypatch):
     monkeypatch.setenv("T0REPRO_DATA_DIR", str(shared_data))
-    importlib.import_module("t0repro.tasks.small")
+    importlib.import_module("t0repro.tasks.examples.small")
     mixture = seqio.get_mixture_or_task("small_train")
     rates = {task.source.dataset: mixture.get_rate(task) for task in mixture.tasks}
     assert rates == {"rotten_tomatoes": 5000, "ag_news": 5000, "trec": 5000, "glue": 3668}

@@ -1,4 +1,4 @@
-"""Writes the demo's rows: python -P -m t0repro.tasks.demo.generate [folder].
+"""Writes the demo's rows: .venv/bin/python scripts/demo/generate.py [folder].
 
 Every sentence is composed from the phrases in words.py with a fixed seed, so that the files can be
 reproduced byte for byte. The rows are deliberately easy: their words give most of the answer away,
@@ -15,9 +15,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import words
+
 from t0repro.files import write_atomically
 from t0repro.tasks.catalogue import SYNTHETIC
-from t0repro.tasks.demo import words
 from t0repro.tasks.demo.datasets import FOLDER
 
 SEED = 20211015

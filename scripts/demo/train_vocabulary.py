@@ -1,4 +1,4 @@
-"""Trains the demo's vocabulary: python -P -m t0repro.tasks.demo.train_vocabulary [model].
+"""Trains the demo's vocabulary: .venv/bin/python scripts/demo/train_vocabulary.py [model].
 
 A unigram SentencePiece model with T5's special pieces (pad 0, EOS 1, unknown 2) and normalization,
 trained on the demo's training rows as every template of the demo renders them.
