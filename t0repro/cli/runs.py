@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from t0repro.cli.echo import echo
 from t0repro.cli.options import AsJson
 from t0repro.cli.paths import output
 from t0repro.cli.results import print_json, show_page
@@ -22,11 +23,12 @@ def runs(
     """List the trainings below a folder: state, step, loss, tokens, speed, time left.
 
     A training is running, finished, stopped before its last step with everything saved, or failed;
-    one whose process is gone counts as failed.
+    one whose process is gone counts as failed. Mesh TensorFlow's runs record no state: they are
+    named below the list.
 
     Example: t0repro runs runs
     """
-    from t0repro.reports.runs import HEADER, find_runs, rows, to_json
+    from t0repro.reports.runs import HEADER, find_runs, left_out_in_words, rows, to_json
     from t0repro.terminal import print_table, terminal
 
     found = find_runs(folder)
@@ -35,6 +37,8 @@ def runs(
     else:
         numbers = ("loss", "tokens", "tokens/s")
         print_table(terminal(), "", HEADER, rows(found), numbers=numbers)
+    if left_out := left_out_in_words(folder):
+        echo(left_out, err=True)
 
 
 def plot(

@@ -46,8 +46,10 @@ def read_curves(folders: Sequence[Path], metric: str) -> dict[str, Points]:
         if metric not in found:
             found |= _of_events(folder)
         if not found:
+            lines = folder / METRICS_FILE
+            what = f"{METRICS_FILE} is empty" if lines.is_file() else "There are no metrics here"
             raise UserError(
-                "There are no metrics here.",
+                f"{what}.",
                 where=str(folder),
                 fix="Give the folder of a training; `t0repro runs DIR` lists those below DIR.",
             )

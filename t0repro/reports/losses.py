@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from t0repro.errors import UserError
+from t0repro.words import counted
 
 MAX_CURVE_POINTS = 1000
 MAX_ROWS = 40
@@ -107,14 +108,22 @@ def read_losses(metrics: str | os.PathLike[str], split: str = "train") -> dict[i
     counts. Lines of another split or without a loss are skipped.
 
     Raises:
-      UserError: as metric_rows does.
+      UserError: if no line has a loss of the split, and as metric_rows does.
     """
+    rows = list(metric_rows(metrics))
     losses = {
         int(row["step"]): float(row["loss"])
-        for row in metric_rows(metrics)
+        for row in rows
         # NaN and infinity are kept here: each caller decides what a loss that is not finite means.
         if row.get("split") == split and row.get("loss") is not None
     }
+    if not losses:
+        lines = f"none of its {counted(len(rows), 'line')} has one" if rows else "it is empty"
+        raise UserError(
+            f"This file has no loss of the split {split!r}: {lines}.",
+            where=str(metrics),
+            fix="Name the metrics.jsonl of a run that has made a step.",
+        )
     return dict(sorted(losses.items()))
 
 
@@ -128,7 +137,7 @@ def compare_losses(
     """Compares the training losses of two metrics.jsonl at the steps that both have.
 
     Raises:
-      UserError: if they share no step, or a loss is not finite.
+      UserError: if one has no loss, they share no step, or a loss is not finite.
     """
     losses_a, losses_b = read_losses(metrics_a), read_losses(metrics_b)
     shared = losses_a.keys() & losses_b.keys()
@@ -190,4 +199,4 @@ def _loss_row(step: int, loss_a: float, loss_b: float) -> LossRow:
 
 
 def _extent(losses: dict[int, float]) -> str:
-    return f"steps {min(losses)} to {max(losses)}" if losses else "no steps"
+    return f"steps {min(losses)} to {max(losses)}"

@@ -12,10 +12,12 @@ from typing import Any
 
 from t0repro.errors import UserError
 from t0repro.training.run_state import RUN_STATE_FILE, RunState, read_run_state
+from t0repro.words import counted
 
 HEADER = ("run", "state", "step", "loss", "tokens", "tokens/s", "left")
 # Far longer than a step takes: the record is written at the next step once it is 5 seconds old.
 _SILENT = datetime.timedelta(minutes=10)
+_MESH_CHECKPOINT = re.compile(r"model\.ckpt-\d+\.index")
 _NO_RUNS_INSIDE = re.compile(r"checkpoint_\d+.*|\..*")
 
 
@@ -29,21 +31,40 @@ def find_runs(folder: str | os.PathLike[str]) -> dict[Path, RunState]:
     found = {path: state for path, state in states.items() if state is not None}
     if not found:
         raise UserError(
-            "There are no trainings here.",
+            f"There are no trainings here. {left_out_in_words(folder)}".rstrip(),
             where=str(folder),
             fix=f"Give a folder below which trainings wrote their {RUN_STATE_FILE}.",
         )
     return found
 
 
+def left_out_in_words(folder: str | os.PathLike[str]) -> str:
+    """Which Mesh TensorFlow runs `find_runs` leaves out, since only runs on JAX record a state."""
+    left_out = [
+        str(parent)
+        for parent, names in _folders(folder)
+        if RUN_STATE_FILE not in names and any(map(_MESH_CHECKPOINT.fullmatch, names))
+    ]
+    if not left_out:
+        return ""
+    return (
+        f"Not listed: {counted(len(left_out), 'folder')} with Mesh TensorFlow checkpoints and no"
+        f" {RUN_STATE_FILE} ({', '.join(left_out)}); `t0repro plot` draws their curves."
+    )
+
+
 def folders_with(file: str, folder: str | os.PathLike[str]) -> Iterator[Path]:
     """The folders at or below a folder that hold a file of this name, checkpoints left out."""
+    return (parent for parent, names in _folders(folder) if file in names)
+
+
+def _folders(folder: str | os.PathLike[str]) -> Iterator[tuple[Path, list[str]]]:
+    """Each folder at or below a folder, with the names of its files; checkpoints left out."""
     for parent, folders, names in os.walk(folder):
         # Changed in place, which is how os.walk is told where not to go; checkpoints hold many
         # files.
         folders[:] = sorted(name for name in folders if not _NO_RUNS_INSIDE.fullmatch(name))
-        if file in names:
-            yield Path(parent)
+        yield Path(parent), names
 
 
 def rows(runs: Mapping[Path, RunState]) -> list[tuple[str, ...]]:

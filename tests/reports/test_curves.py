@@ -122,3 +122,9 @@ def test_curves_whose_names_differ_only_at_the_end_all_have_their_names_in_the_p
     wide, narrow = section.plot.split('<div class="narrow">')
     for drawing, names in ((wide, 3), (narrow, 3)):
         assert len(set(re.findall(r">(news_[^<]*)</text>", drawing))) == names
+
+
+def test_an_empty_metrics_file_is_called_that(tmp_path):
+    write_lines(tmp_path)
+    with pytest.raises(UserError, match="metrics.jsonl is empty"):
+        read_curves([tmp_path], "loss")

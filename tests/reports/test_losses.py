@@ -3,7 +3,7 @@ import json
 import pytest
 
 from t0repro.errors import UserError
-from t0repro.reports.losses import compare_losses, read_losses
+from t0repro.reports.losses import compare_losses, loss_curve, read_losses
 
 
 def write_metrics(path, losses, split="train"):
@@ -40,8 +40,14 @@ def test_unusable_losses_are_a_users_mistake(tmp_path):
     a = write_metrics(tmp_path / "a.jsonl", {1: 4.0})
     with pytest.raises(UserError, match="no metrics file"):
         compare_losses(a, tmp_path / "absent.jsonl")
-    with pytest.raises(UserError, match=r"no training step in common \(steps 1 to 1 and no steps"):
+    with pytest.raises(UserError, match=r"no training step in common \(steps 1 to 1 and steps 2"):
+        compare_losses(a, write_metrics(tmp_path / "b.jsonl", {2: 4.0}))
+    with pytest.raises(UserError, match="no loss of the split 'train': none of its 1 line has"):
         compare_losses(a, write_metrics(tmp_path / "b.jsonl", {1: 4.0}, split="validation"))
+    (tmp_path / "empty.jsonl").write_text("")
+    for use in (lambda path: compare_losses(a, path), lambda path: loss_curve(path, "jax")):
+        with pytest.raises(UserError, match="it is empty"):
+            use(tmp_path / "empty.jsonl")
     with pytest.raises(UserError, match="loss at step 1 is nan"):
         compare_losses(a, write_metrics(tmp_path / "c.jsonl", {1: float("nan")}))
     broken = tmp_path / "d.jsonl"

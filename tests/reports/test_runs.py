@@ -8,9 +8,12 @@ import socket
 import subprocess
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
+from t0repro.cli.runs import runs
 from t0repro.errors import UserError
-from t0repro.reports.runs import find_runs, rows, to_json
+from t0repro.reports.runs import find_runs, left_out_in_words, rows, to_json
 from t0repro.training.run_state import RUN_STATE_FILE, RunState
 
 RUNNING = RunState(
@@ -80,3 +83,18 @@ def test_a_training_elsewhere_that_has_been_silent_says_for_how_long(tmp_path):
 def test_a_folder_without_trainings_is_named(tmp_path):
     with pytest.raises(UserError, match="no trainings here"):
         find_runs(tmp_path)
+
+
+def test_mesh_tensorflow_runs_are_said_to_be_left_out(tmp_path):
+    write(tmp_path / "jax")
+    assert left_out_in_words(tmp_path) == ""
+    (tmp_path / "mtf").mkdir()
+    (tmp_path / "mtf" / "model.ckpt-20.index").touch()
+    app = typer.Typer()
+    app.command()(runs)
+    shown = CliRunner().invoke(app, [str(tmp_path)])
+    assert shown.exit_code == 0
+    assert "Not listed: 1 folder with Mesh TensorFlow checkpoints" in shown.stderr
+    assert str(tmp_path / "mtf") in shown.stderr and "Not listed" not in shown.stdout
+    with pytest.raises(UserError, match="no trainings here. Not listed: 1 folder"):
+        find_runs(tmp_path / "mtf")
