@@ -16,6 +16,7 @@ from t0repro.config.gin_imports import check_allowed, restrict_imports
 from t0repro.config.macros import MACRO, bound_macros, check_macros_are_read
 from t0repro.config.provenance import Bindings, record_bindings
 from t0repro.config.t5x import modules, programs, records
+from t0repro.config.t5x.record import WrongArgument
 from t0repro.errors import NONE_IS_SIMILAR, UserError, nearest_names
 from t0repro.log_records import only_records
 from t0repro.redaction import without_passwords
@@ -92,10 +93,14 @@ def parse(inputs: T5xInputs) -> Parsed:
     with _files_in_gin(inputs) as (bindings, imports):
         program = _program(inputs.run_mode)
         # The calls that the program will make; what they do not read is a mistake.
-        reached = _reached(program)
+        reached = _reached(program, bindings)
         warnings = _check_macros(reached, bindings) + _check_overrides(reached, bindings)
         gin.finalize()
-        called, values = _call(program), tuple(_values(reached, bindings))
+        try:
+            called = _call(program)
+        except WrongArgument as error:
+            raise _placed(error, reached, bindings) from error
+        values = tuple(_values(reached, bindings))
         # T5X's old way to name the modules of tasks; an import like any other.
         for module in programs.task_modules(called):
             place = next(each.place for each in values if each.value == repr(module))
@@ -111,8 +116,8 @@ def macros_read(inputs: T5xInputs) -> frozenset[str]:
     Raises:
       UserError, ValueError, TypeError, SyntaxError, OSError: see `parse`; macros are not checked.
     """
-    with _files_in_gin(inputs):
-        reached = _reached(_program(inputs.run_mode))
+    with _files_in_gin(inputs) as (bindings, _):
+        reached = _reached(_program(inputs.run_mode), bindings)
     return frozenset(call.scopes[-1] for call in reached if call.selector == MACRO)
 
 
@@ -208,6 +213,44 @@ def _call(program: str) -> Any:
         ) from error
 
 
+def _placed(error: WrongArgument, reached: Iterable[_Call], bindings: Bindings) -> UserError:
+    """The error of an argument by its name in gin, with the place that set it."""
+    name, argument = error.record.__name__, error.argument
+    for call in reached:
+        # The arguments of a model's method are those of another record.
+        is_method = issubclass(error.record, records.Decoding) and "." in _short(call.selector)
+        ends = "predict_batch_with_aux" if is_method else _registered_name(error.record)
+        if call.scopes == error.scopes and call.selector.endswith(ends):
+            scope = "/".join(call.scopes)
+            name = f"{scope + '/' if scope else ''}{_short(call.selector)}"
+            place = bindings.find(_prefixes(call.scopes), call.selector, argument)
+            if place is not None:
+                value = _gin_value(call.arguments[argument])
+                return UserError(
+                    f"{name}.{argument} is {value}; it must be {error.wanted}.",
+                    where=_without_folder(place),
+                    fix=f"Bind {error.wanted}.",
+                )
+    return UserError(error.what, fix=f"Bind {error.wanted}.")
+
+
+def _registered_name(record: type) -> str:
+    """The selector under which gin knows a record; its name if it knows none."""
+    import gin.config
+
+    registered = gin.config._inverse_lookup(record)
+    return registered.selector if registered else record.__name__
+
+
+def _gin_value(value: Any) -> str:
+    """A bound value as gin writes it, macros followed."""
+    import gin.config
+
+    written = gin.config._format_value(_followed(value))
+    assert written is not None  # references and literals can always be written
+    return written
+
+
 # ---- What the program reads ----------------------------------------------------------------------
 
 
@@ -251,24 +294,37 @@ def _configured(record: type) -> str | None:
     return None
 
 
-def _reached(selector: str) -> list[_Call]:
+def _reached(selector: str, bindings: Bindings) -> list[_Call]:
     """Every call that evaluating the program makes, macros included, in the order of its arguments.
 
     A reference with scopes is called under those alone; one without, under its caller's.
+
+    Raises:
+      UserError: if a call contains itself, with the places that bind its arguments.
     """
     import gin.config
 
     calls: dict[tuple[tuple[str, ...], str], _Call] = {}
+    within: list[tuple[tuple[str, ...], str]] = []
 
     def visit(scopes: tuple[str, ...], selector: str) -> None:
+        # Calling it would never end.
+        if (scopes, selector) in within:
+            raise UserError(
+                f"{'/'.join(scopes) if selector == MACRO else _short(selector)} refers to itself.",
+                where="; ".join(_places_of(within[within.index((scopes, selector)) :], bindings)),
+                fix="Bind another value.",
+            )
         # A configurable may be reached by several paths, and a macro may be read by many bindings.
         if (scopes, selector) in calls:
             return
+        within.append((scopes, selector))
         arguments = gin.config._get_bindings(selector, scope_components=list(scopes))
         calls[scopes, selector] = _Call(scopes, selector, arguments)
         for value in gin.config._iterate_flattened_values(arguments):
             if isinstance(value, gin.config.ConfigurableReference):
                 visit(tuple(value.scopes) or scopes, _referred_to(value))
+        within.pop()
         # Arguments of a record's methods are read when the program calls them.
         for _, other in gin.config._CONFIG:
             if other.startswith(f"{selector}."):
@@ -276,6 +332,20 @@ def _reached(selector: str) -> list[_Call]:
 
     visit((), selector)
     return list(calls.values())
+
+
+def _places_of(calls: Sequence[tuple[tuple[str, ...], str]], bindings: Bindings) -> Iterator[str]:
+    """Where the references are bound that lead from each call to the next, and back."""
+    import gin.config
+
+    for (scopes, selector), (_, following) in zip(calls, [*calls[1:], calls[0]], strict=True):
+        arguments = gin.config._get_bindings(selector, scope_components=list(scopes))
+        for argument, value in arguments.items():
+            parts = gin.config._iterate_flattened_values(value)
+            references = [p for p in parts if isinstance(p, gin.config.ConfigurableReference)]
+            if any(_referred_to(part) == following for part in references):
+                place = bindings.find(_prefixes(scopes), selector, argument)
+                yield _without_folder(place or f"default of {_short(selector)}.{argument}")
 
 
 def _check_macros(reached: Iterable[_Call], bindings: Bindings) -> list[str]:
@@ -392,8 +462,7 @@ def _values(reached: Iterable[_Call], bindings: Bindings) -> Iterator[Value]:
         for argument, parameter in signature.parameters.items():
             name = f"{scope + '/' if scope else ''}{_short(call.selector)}.{argument}"
             if argument in call.arguments:
-                value = gin.config._format_value(_followed(call.arguments[argument]))
-                assert value is not None  # references and literals can always be written
+                value = _gin_value(call.arguments[argument])
                 place = bindings.find(_prefixes(call.scopes), call.selector, argument) or ""
                 yield Value(name, value, _without_folder(place))
             elif parameter.default is not parameter.empty:

@@ -9,14 +9,13 @@ from typing import Any
 from t0repro.config import ranges
 from t0repro.config.decoding_plan import DecodingPlan
 from t0repro.config.inference_plan import EvalPlan, ExampleFiles, InferMode, InferPlan
-from t0repro.config.t5x import data, programs, records
+from t0repro.config.t5x import data, fields, programs, records
 from t0repro.config.t5x import model as t5x_model
 from t0repro.config.t5x.gin_files import Parsed
 from t0repro.config.t5x.layout import layout_of
-from t0repro.config.t5x.places import Places, check_summary
+from t0repro.config.t5x.places import Places, check_summary, provenance
 from t0repro.errors import UserError
 
-_DECODE = "models.EncoderDecoderModel.predict_batch_with_aux"
 _OWN_CODE = {
     "train_state_initializer_cls": "this function of the run cannot be replaced.",
     "fallback_init_rng": "a model that is evaluated has all of its parameters in the checkpoint.",
@@ -29,10 +28,11 @@ _INFER_CODE = _OWN_CODE | {
     "merge_fn": "chunks are put one after the other.",
 }
 _MODES = ("predict", "score", "predict_with_aux")
-# Options of T5X's two decoding functions that change a search but are not supported here.
+# Options of T5X's two decoding functions that change a search but are not supported here, with
+# the value that leaves the search as it is.
 _NOT_DONE = {
-    "max_decode_step": "a search is as long as the targets, or max_decode_len.",
-    "min_log_prob": "no candidate is dropped for its probability.",
+    "max_decode_step": (-1, "a search is as long as the targets, or max_decode_len."),
+    "min_log_prob": (None, "no candidate is dropped for its probability."),
 }
 
 
@@ -55,7 +55,7 @@ def eval_plan(parsed: Parsed) -> EvalPlan:
             "Bind @seqio.Evaluator.",
         )
     plan = EvalPlan(evaluator=evaluator, **_common(program, program.dataset_cfg, places))
-    ranges.check(plan, _provenance(places))
+    ranges.check(plan, _provenance(program, places))
     return plan
 
 
@@ -83,7 +83,7 @@ def infer_plan(parsed: Parsed) -> InferPlan:
             "Set TASK_FEATURE_LENGTHS.",
         )
     written = _written(program, places)
-    fields = written.input_fields_to_include
+    written_fields = written.input_fields_to_include
     mode: InferMode = program.mode  # pyright: ignore[reportAssignmentType]
     plan = InferPlan(
         mode=mode,
@@ -93,11 +93,11 @@ def infer_plan(parsed: Parsed) -> InferPlan:
         merge=program.merge_chunked_results,
         files=files,
         all_inputs=written.include_all_inputs,
-        input_fields=None if fields is None else tuple(fields),
+        input_fields=None if written_fields is None else tuple(written_fields),
         output_ids=written.output_ids,
         **_common(program, record, places),
     )
-    ranges.check(plan, _provenance(places))
+    ranges.check(plan, _provenance(program, places))
     return plan
 
 
@@ -107,25 +107,31 @@ def _check_infer(program: programs.InferProgram, places: Places) -> None:
             "infer.mode", program.mode, "there is no such mode.", f"Bind one of {_MODES}."
         )
     if program.shard_id >= program.num_shards:
-        raise places.refused(
-            "infer.shard_id",
-            program.shard_id,
-            f"the {program.num_shards} shards are numbered from 0.",
-            "Bind infer.num_shards too.",
+        raise UserError(
+            f"infer.shard_id = {program.shard_id}: the {program.num_shards} shards are numbered"
+            " from 0.",
+            where=f"{places.place('infer.shard_id')}; {places.place('infer.num_shards')}",
+            fix="Choose a shard below infer.num_shards.",
         )
     restore = program.restore_checkpoint_cfg
-    if restore.mode == "all" or not isinstance(restore.path, str):
-        raise places.refused(
-            "utils.RestoreCheckpointConfig.mode",
-            restore.mode,
-            "an inference takes one checkpoint.",
-            "Bind 'specific' or 'latest' and one path.",
-        )
+    for name, value, is_one in (
+        ("mode", restore.mode, restore.mode != "all"),
+        ("path", restore.path, isinstance(restore.path, str) and restore.path),
+    ):
+        if not is_one:
+            raise places.refused(
+                f"utils.RestoreCheckpointConfig.{name}",
+                value,
+                "an inference takes one checkpoint.",
+                "Bind 'specific' or 'latest' and one path.",
+            )
 
 
 def _written(program: programs.InferProgram, places: Places) -> programs.WriteInferences:
     """What a line of the results holds."""
-    written = program.write_fn or programs.WriteInferences()
+    written = program.write_fn
+    if written is None:
+        written = programs.WriteInferences()
     if not isinstance(written, programs.WriteInferences):
         raise places.refused(
             "infer.write_fn", written, "results are JSON lines in T5X's form.", "Leave it out."
@@ -148,7 +154,12 @@ def _common(program: Any, record: records.DatasetConfig, places: Places) -> dict
         )
     restore = data.restore_config(program.restore_checkpoint_cfg, places)
     if restore is None:
-        raise UserError("No checkpoint is given.", fix="Set CHECKPOINT_PATH.")
+        raise places.refused(
+            "utils.RestoreCheckpointConfig.path",
+            program.restore_checkpoint_cfg.path,
+            "no checkpoint is given.",
+            "Set CHECKPOINT_PATH.",
+        )
     return {
         "model": t5x_model.model_config(program.model, places),
         # No parameters are saved, so no type is asked for.
@@ -163,66 +174,61 @@ def _common(program: Any, record: records.DatasetConfig, places: Places) -> dict
     }
 
 
-def _provenance(places: Places) -> dict[str, str]:
-    names = {
-        "data.batch_size": "utils.DatasetConfig.batch_size",
-        "data.sequence_length": "utils.DatasetConfig.task_feature_lengths",
+def _provenance(program: Any, places: Places) -> dict[str, str]:
+    name = "infer" if isinstance(program, programs.InferProgram) else "evaluate"
+    names = fields.model_fields() | fields.data_fields("data") | fields.restore_fields("restore")
+    names |= fields.evaluator_fields("evaluator") | fields.decoding_fields(
+        "decoding", program.model
+    )
+    names |= {
+        "output_dir": f"{name}.output_dir",
+        "layout": "partitioning.PjitPartitioner.num_partitions",
+        "mode": "infer.mode",
         "checkpoint_period": "infer.checkpoint_period",
+        "shard_id": "infer.shard_id",
         "num_shards": "infer.num_shards",
-        "decoding.num_decodes": f"{_DECODE}.num_decodes",
+        "merge": "infer.merge_chunked_results",
     }
-    found = {field: places.place(name) for field, name in names.items()}
-    return {field: place for field, place in found.items() if place}
+    return provenance(places, names)
 
 
 def decoding_plan(model: records.EncoderDecoderModel, places: Places) -> DecodingPlan:
     """How a model's record decodes.
 
-    decoder_params win over what gin binds for the decoding function, as its arguments would.
-
     Raises:
       UserError: For an option that is not done here, with its place.
     """
-    # T5X's default is beam_search.
-    function = model.decode_fn if model.decode_fn is not None else records.BeamSearch()
-    method = {records.BeamSearch: "beam_search", records.TemperatureSample: "temperature_sample"}
-    if type(function) not in method:
+    found = fields.decoding_options(model)
+    if not found:
         raise places.refused(
             "models.EncoderDecoderModel.decode_fn",
-            function,
+            model.decode_fn,
             "outputs are found by beam search or by sampling.",
             "Bind @decoding.beam_search or @decoding.temperature_sample.",
         )
-    name = method[type(function)]
-    where = f"decoding.{name}"
-    places.check_unset(
-        function, where, {key: why for key, why in _NOT_DONE.items() if hasattr(function, key)}
-    )
-    options = {field.name: getattr(function, field.name) for field in dataclasses.fields(function)}
-    # In this order, so that decoder_params win (see above).
-    options |= model.default_decoder_params or {}
-    options |= model.decoding.decoder_params or {}
-    # T5X passes its own number, whatever gin binds for the decoding function.
-    options["num_decodes"] = model.decoding.num_decodes
+    options = {key: value for key, (value, _) in found.items()}
+    method = fields.METHODS[type(model.decode_fn or records.BeamSearch())]
     _apply_hard_limit(options)
     known = {field.name for field in dataclasses.fields(DecodingPlan)}
-    unknown = sorted(set(options) - known - set(_NOT_DONE))
-    if unknown:
+    for key, value in options.items():
+        if value != _NOT_DONE.get(key, (value,))[0]:
+            raise places.refused(found[key][1], {key: value}, _NOT_DONE[key][1])
+        if key not in known | set(_NOT_DONE):
+            raise places.refused(
+                found[key][1],
+                {key: value},
+                f"decoding.{method} has no argument {key} here.",
+                f"Known: {', '.join(sorted(known))}.",
+            )
+    if method == "temperature_sample" and options["topk"] and options["topp"]:
         raise places.refused(
-            f"{_DECODE}.decoder_params",
-            {key: options[key] for key in unknown},
-            f"{where} has no argument {unknown[0]} here.",
-            f"Known: {', '.join(sorted(known))}.",
-        )
-    if name == "temperature_sample" and options["topk"] and options["topp"]:
-        raise places.refused(
-            f"{where}.topp",
+            found["topp"][1],
             options["topp"],
             f"at most one of topk ({options['topk']}) and topp may be other than 0.",
-            f"Bind {where}.topk = 0.",
+            "Bind decoding.temperature_sample.topk = 0.",
         )
     return DecodingPlan(
-        method=name,  # pyright: ignore[reportArgumentType]
+        method=method,  # pyright: ignore[reportArgumentType]
         return_all_decodes=model.decoding.return_all_decodes,
         prompt_with_targets=model.decoding.prompt_with_targets,
         **{key: value for key, value in options.items() if key in known},

@@ -75,7 +75,7 @@ def _sizes(partitioner: PjitPartitioner) -> dict[str, int]:
     }
     sizes = {
         "model_parallel_submesh": math.prod(submesh) if submesh else None,
-        "num_partitions": partitioner.num_partitions or None,
+        "num_partitions": partitioner.num_partitions,
     }
     others = {name: size for name, size in sizes.items() if size is not None}
     if len(shapes) == 2:

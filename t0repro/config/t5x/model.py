@@ -42,6 +42,11 @@ FIELDS = {
     "recompute": f"{SHAPE}.remat_policy",
     "scan_layers": f"{SHAPE}.scan_layers",
 }
+_VOCABULARIES = (
+    records.SentencePieceVocabulary,
+    records.ByteVocabulary,
+    records.PassThroughVocabulary,
+)
 _DENOMINATORS: dict[Any, float | LossDenominator | None] = {
     None: 1.0,
     "NUM_TOTAL_TARGET_TOKENS": None,
@@ -67,6 +72,7 @@ def model_config(model: records.EncoderDecoderModel, places: Places) -> ModelCon
     )
     for name in ("input_vocabulary", "output_vocabulary"):
         vocabulary = getattr(model, name)
+        _check_vocabulary(vocabulary, f"{MODEL}.{name}", places)
         if isinstance(vocabulary, records.SentencePieceVocabulary):
             whys = {"use_fast_tokenizer": "texts are encoded by SentencePiece itself."}
             places.check_unset(vocabulary, "seqio.SentencePieceVocabulary", whys)
@@ -103,6 +109,19 @@ def model_config(model: records.EncoderDecoderModel, places: Places) -> ModelCon
             rescaled_truncated_normal=True,
         ),
     )
+
+
+def _check_vocabulary(vocabulary: Any, name: str, places: Places) -> None:
+    """Refuses what is neither one of SeqIO's vocabularies nor one of the user's own."""
+    # A user's own is an object of seqio.Vocabulary; seqio is not imported to read gin files.
+    if not isinstance(vocabulary, _VOCABULARIES) and not hasattr(vocabulary, "encode_tf"):
+        raise places.refused(
+            name,
+            vocabulary,
+            "it must be a vocabulary.",
+            "Bind @seqio.SentencePieceVocabulary(), @seqio.ByteVocabulary() or"
+            " @seqio.PassThroughVocabulary().",
+        )
 
 
 def dtypes(model: records.EncoderDecoderModel, places: Places, saved: Any) -> DTypePolicy:

@@ -25,12 +25,19 @@ class Places:
         return cls({value.name: value.place for value in values})
 
     def place(self, name: str) -> str | None:
-        """The place of a name; without its scope or its module, of the first that has it."""
+        """The place of a name; without its scope or its module, of the first that has it.
+
+        A file may choose another scope, or import a module under another name.
+        """
         if name in self.by_name:
             return self.by_name[name]
-        # A value is recorded with its scope and its module; callers may leave out either.
-        endings = (f"/{name}", f".{name}")
-        return next((place for key, place in self.by_name.items() if key.endswith(endings)), None)
+        bare = name.rpartition("/")[2]
+        last_two = ".".join(bare.rsplit(".", 2)[-2:])
+        for ending in (name, bare, last_two):
+            for key, place in self.by_name.items():
+                if key == ending or key.endswith((f"/{ending}", f".{ending}")):
+                    return place
+        return None
 
     def refused(self, name: str, value: Any, why: str, fix: str = ONLY_T5X) -> UserError:
         """An error for a value that is not supported, with the place that set it."""

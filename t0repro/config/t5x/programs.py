@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from t0repro.config.t5x.record import Record
 from t0repro.config.t5x.records import (
     CheckpointConfig,
     DatasetConfig,
@@ -17,7 +18,6 @@ from t0repro.config.t5x.records import (
     Evaluator,
     Feature,
     PjitPartitioner,
-    Record,
     RestoreCheckpointConfig,
     Trainer,
 )
@@ -129,7 +129,7 @@ class PrecompileProgram(Record):
 class TfExampleTask(Record):
     """`infer_script.create_task_from_tfexample_file`: a task read from TFRecord files."""
 
-    paths: Sequence[str]
+    paths: str | Sequence[str]
     file_type: str
     inputs_key: str
     targets_key: str | None

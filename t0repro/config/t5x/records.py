@@ -13,31 +13,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-
-class Record:
-    """A dataclass whose arguments that are classes of records are called at once.
-
-    T5X calls what a gin file gives by name (`trainer_cls = @trainer.Trainer`) later; gin's values
-    for it are known only while gin holds the configuration.
-    """
-
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):  # pyright: ignore[reportArgumentType]
-            if field.init:
-                # Frozen: a plain assignment would raise.
-                object.__setattr__(self, field.name, _called(getattr(self, field.name)))
-
-
-def _called(value: Any) -> Any:
-    if isinstance(value, type) and issubclass(value, Record):
-        # gin supplies the arguments, as it would for T5X's own class.
-        return value()
-    if isinstance(value, Mapping):
-        return {key: _called(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_called(item) for item in value)
-    return value
-
+from t0repro.config.t5x.record import Record
 
 # ---- t5x.utils -----------------------------------------------------------------------------------
 
@@ -199,7 +175,7 @@ class EncoderDecoderModel(Record):
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     loss_normalizing_factor: float | str | None = None
-    default_decoder_params: Any = None
+    default_decoder_params: Mapping[str, Any] | None = None
     decoding: Decoding = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
@@ -360,7 +336,7 @@ class AxisRules(Record):
 
     activation_partitioning_dims: int = 1
     parameter_partitioning_dims: int = 1
-    additional_rules: Sequence[tuple[str, str | None]] | None = None
+    additional_rules: Sequence[tuple[str, str | Sequence[str] | None]] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -375,7 +351,7 @@ class PjitPartitioner(Record):
     backend: str | None = None
     ici_mesh_shape: Mapping[str, int] | None = None
     dcn_mesh_shape: Mapping[str, int] | None = None
-    logical_axis_rules: Any = None
+    logical_axis_rules: AxisRules | Sequence[tuple[str, str | Sequence[str] | None]] | None = None
     use_cpu_pjit: bool = False
 
 

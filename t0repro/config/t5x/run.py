@@ -8,7 +8,7 @@ from typing import Any
 from t0repro.config import ranges
 from t0repro.config.decoding_config import GREEDY
 from t0repro.config.run_config import CheckpointChoice, RunConfig
-from t0repro.config.t5x import data, programs, records
+from t0repro.config.t5x import data, fields, programs, records
 from t0repro.config.t5x import model as t5x_model
 from t0repro.config.t5x import optimizer as t5x_optimizer
 from t0repro.config.t5x.gin_files import Parsed
@@ -33,7 +33,6 @@ _FIELDS = {
     "init_checkpoint": "utils.RestoreCheckpointConfig.path",
     "vocabulary": "seqio.SentencePieceVocabulary.sentencepiece_model_file",
     "vocabulary_extra_ids": "seqio.SentencePieceVocabulary.extra_ids",
-    "dtypes.activation": "network.T5Config.dtype",
     "dtypes.master": "utils.SaveCheckpointConfig.dtype",
     "plan.random_seed": "train.random_seed",
     "plan.relative_steps": "train.relative_steps",
@@ -49,15 +48,6 @@ _SCHEDULE_ARGUMENTS = (
     "factors base_learning_rate warmup_steps decay_factor steps_per_decay steps_per_cycle"
     " step_offset min_learning_rate"
 ).split()
-_DATA_FIELDS = {
-    "sequence_length": "task_feature_lengths",
-    **{
-        name: name
-        for name in (
-            "mixture_or_task_name split batch_size shuffle seed use_cached pack num_shards".split()
-        )
-    },
-}
 # Functions that T5X would call in place of its own; they would have to be T5X's code.
 _OWN_CODE = {
     name: "this function of the run cannot be replaced."
@@ -102,7 +92,7 @@ def train_config(parsed: Parsed) -> RunConfig:
         plan=plan,
         weight_metrics_every=_weight_metrics_every(program.trainer_cls),
         layout=layout_of(program.partitioner, places),
-        provenance=_provenance(places),
+        provenance=_provenance(program, places),
         **shared_fields(program.model),
     )
     ranges.check(config, config.provenance)
@@ -263,7 +253,7 @@ def _check_periods(plan: TrainingPlan, places: Places) -> None:
             other = min(named, key=lambda key: named[key])
             raise UserError(
                 f"{name} = {period} is not a multiple of {other} = {shortest}.",
-                where=places.place(name),
+                where=f"{places.place(name)}; {places.place(other)}",
                 fix="Choose periods that are multiples of the shortest one.",
             )
 
@@ -273,29 +263,20 @@ def eval_period(plan: TrainingPlan) -> int:
     return plan.eval_period if plan.train_eval_data or plan.infer_eval_data else 0
 
 
-def _provenance(places: Places) -> dict[str, str]:
-    fields = dict(_FIELDS)
-    fields |= {f"model.{field}": name for field, name in t5x_model.FIELDS.items()}
-    fields |= {
+def _provenance(program: programs.TrainProgram, places: Places) -> dict[str, str]:
+    names = _FIELDS | fields.model_fields()
+    names |= {
         f"optimizer.{field}": f"{t5x_optimizer.ADAFACTOR}.{name}"
         for field, name in t5x_optimizer.FIELDS.items()
     }
-    fields |= {
+    names |= {
         f"schedule.arguments.{name}": f"{t5x_optimizer.SCHEDULE}.{name}"
         for name in _SCHEDULE_ARGUMENTS
     }
     # The same arguments in three scopes.
     for part in ("train", "train_eval", "infer_eval"):
-        for field, name in _DATA_FIELDS.items():
-            fields[f"plan.{part}_data.{field}"] = f"{part}/utils.DatasetConfig.{name}"
-    for field, name in {"path": "path", "mode": "mode", "dtype": "dtype"}.items():
-        fields[f"plan.restore.{field}"] = f"utils.RestoreCheckpointConfig.{name}"
-    for field, name in {
-        "period": "period",
-        "steps": "checkpoint_steps",
-        "keep": "keep",
-        "dtype": "dtype",
-        "data": "save_dataset",
-    }.items():
-        fields[f"plan.save.{field}"] = f"utils.SaveCheckpointConfig.{name}"
-    return provenance(places, fields)
+        names |= fields.data_fields(f"plan.{part}_data", part)
+    names |= fields.restore_fields("plan.restore") | fields.save_fields("plan.save")
+    names |= fields.evaluator_fields("plan.evaluator")
+    names |= fields.decoding_fields("plan.decoding", program.model)
+    return provenance(places, names)

@@ -1,0 +1,60 @@
+"""What the records of T5X's classes have in common: arguments of declared types, called at once."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from t0repro.config.declared_types import fits, hints_of, in_words
+from t0repro.errors import UserError
+
+
+class WrongArgument(UserError):
+    """An argument of a record that is not of the declared type.
+
+    Attributes:
+      record: the record's class.
+      argument: the argument's name.
+      scopes: gin's scopes in which the record was called.
+    """
+
+    def __init__(self, record: type, argument: str, value: Any, hint: Any):
+        import gin.config
+
+        self.record, self.argument = record, argument
+        self.scopes = tuple(gin.config.current_scope())
+        self.wanted = in_words(hint)
+        super().__init__(f"{record.__name__}.{argument} is {value!r}; it must be {self.wanted}.")
+
+
+class Record:
+    """A dataclass whose arguments that are classes of records are called at once.
+
+    T5X calls what a gin file gives by name (`trainer_cls = @trainer.Trainer`) later; gin's values
+    for it are known only while gin holds the configuration.
+
+    Raises:
+      WrongArgument: if an argument is not of its declared type.
+    """
+
+    def __post_init__(self) -> None:
+        hints = hints_of(type(self))
+        for field in dataclasses.fields(self):  # pyright: ignore[reportArgumentType]
+            if field.init:
+                value = _called(getattr(self, field.name))
+                if not fits(value, hints[field.name]):
+                    raise WrongArgument(type(self), field.name, value, hints[field.name])
+                # Frozen: a plain assignment would raise.
+                object.__setattr__(self, field.name, value)
+
+
+def _called(value: Any) -> Any:
+    if isinstance(value, type) and issubclass(value, Record):
+        # gin supplies the arguments, as it would for T5X's own class.
+        return value()
+    if isinstance(value, Mapping):
+        return {key: _called(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_called(item) for item in value)
+    return value

@@ -1,0 +1,133 @@
+"""A value of any kind for any argument is read, or refused with the file and line that bound it."""
+
+import dataclasses
+import functools
+import random
+import re
+
+import pytest
+
+import gin
+from t0repro.config.declared_types import fits, hints_of
+from t0repro.config.t5x import gin_files, programs, records
+from t0repro.config.t5x.conversion import converted
+from t0repro.errors import UserError
+
+from ..t5x_trainings import FINETUNE, MODEL, REQUIRED
+
+VALUES = (
+    "None", "True", "'False'", "'text'", "3", "-1", "0", "1.5", "[]", "['a']", "[3]", "{}",
+    "{'a': 1}", "(1, 2)", "@utils.CheckpointConfig()", "@optimizers.chain",
+)  # fmt: skip
+RUN = {
+    "train": (FINETUNE, ("INITIAL_CHECKPOINT_PATH = 'a'", *REQUIRED)),
+    "eval": ("", ("CHECKPOINT_PATH = 'a'", "EVAL_OUTPUT_DIR = 'b'", *REQUIRED[:3])),
+    "infer": ("", ("CHECKPOINT_PATH = 'a'", "INFER_OUTPUT_DIR = 'b'", *REQUIRED[:3])),
+    "precompile": ("", ("MODEL_DIR = 'a'", *REQUIRED[:3])),
+}
+# Arguments of any type that docs/t5x.md lists as having no effect, and those of an optimizer or a
+# decoding function in a mode that does not use it.
+NO_EFFECT = "learning_rate|logical_factor_rules|rules|summarize_config_fn|summary_writer"
+UNUSED = {
+    "eval": r"adafactor\..*|.*optimizer_def",
+    "infer": r"adafactor\..*|.*optimizer_def",
+    "precompile": r".*decode_fn|utils\.create_learning.*",
+    "train": "none",
+}
+# None and an empty list leave T5X's default.
+UNSET = ("None", "[]", "{}")
+
+
+def inputs(mode, *bindings):
+    run_file, required = RUN[mode]
+    files = (MODEL, run_file or f"t5x/configs/runs/{mode}.gin")
+    imports = ("from t5x import utils", "from t5x import optimizers")
+    return gin_files.T5xInputs(mode, files, (*required, *imports, *bindings))
+
+
+@functools.cache
+def arguments(mode):
+    return [item.name for item in gin_files.parse(inputs(mode)).values]
+
+
+def cases(count, seed):
+    """A sample of (run mode, argument, value), as many of each mode."""
+    chosen = random.Random(seed)
+    for mode in RUN:
+        every = [(mode, name, value) for name in arguments(mode) for value in VALUES]
+        yield from chosen.sample(every, count)
+
+
+def check(mode, name, value):
+    """Reads a run with one binding; returns whether it was refused.
+
+    Raises:
+      AssertionError: if a value is accepted that is not of the declared type, or is refused without
+        naming the binding's place.
+    """
+    binding = f"{name} = {value}"
+    try:
+        converted(gin_files.parse(inputs(mode, binding)))
+    except UserError as error:
+        assert binding in (error.where or ""), (binding, error.what, error.where)
+        assert error.what and error.fix and len(str(error)) < 3000
+        return True
+    finally:
+        gin.clear_config()
+    of, _, argument = name.rpartition("/")[2].rpartition(".")
+    if value in UNSET or re.fullmatch(NO_EFFECT, argument) or re.fullmatch(UNUSED[mode], name):
+        return False
+    given = 3 if value.startswith("@") else eval(value)
+    assert fits(given, declared(of.rpartition(".")[2], argument)), binding
+    return False
+
+
+def declared(name, argument):
+    """The declared type of an argument of a record by its name in gin; an empty tuple for any."""
+    ours = {"create_learning_rate_scheduler": "LearningRateSchedule", "train": "TrainProgram"}
+    ours |= {"evaluate": "EvalProgram", "infer": "InferProgram", "precompile": "PrecompileProgram"}
+    ours |= {"predict_batch_with_aux": "Decoding", "summarize_gin_config": "WriteConfig"}
+    ours |= {"standard_logical_axis_rules": "AxisRules", "WeightMetricsComputer": "WeightMetrics"}
+    ours |= {"standard_logical_factor_rules": "StandardFactorRules"}
+    record = next(
+        getattr(module, ours.get(name, name))
+        for module in (records, programs)
+        if hasattr(module, ours.get(name, name))
+    )
+    assert dataclasses.is_dataclass(record)
+    return hints_of(record)[argument]
+
+
+def test_150_wrong_values_are_refused_with_their_place_or_of_the_declared_type():
+    refused = [check(*case) for case in cases(38, seed=0)]
+    assert len(refused) == 152 and sum(refused) > 100
+
+
+@pytest.mark.slow
+def test_600_more_wrong_values_are_refused_with_their_place_or_of_the_declared_type():
+    refused = [check(*case) for case in cases(150, seed=1)]
+    assert len(refused) == 600 and sum(refused) > 400
+
+
+@pytest.mark.parametrize(
+    "mode, binding, complaint",
+    [
+        ("train", "train.checkpoint_cfg = None", "must be CheckpointConfig"),
+        ("train", "seqio.Evaluator.logger_cls = None", "must be a list"),
+        ("train", "utils.SaveCheckpointConfig.checkpoint_steps = -1", "must be a list"),
+        ("train", "train/utils.DatasetConfig.task_feature_lengths = 3", "must be a mapping"),
+        ("train", "utils.SaveCheckpointConfig.keep_period = -1", "keep_period is -1"),
+        ("eval", "models.EncoderDecoderModel.input_vocabulary = 0", "must be a vocabulary"),
+        (
+            "eval",
+            "models.EncoderDecoderModel.default_decoder_params = {'alpha': -1}",
+            "decoding.alpha is -1",
+        ),
+        ("infer", "network.T5Config.emb_dim = 0", "model.d_model is 0"),
+        ("train", "utils.CheckpointConfig.save = @utils.CheckpointConfig()", "refers to itself"),
+    ],
+)
+def test_what_ended_in_an_exception_or_without_a_place_names_both(mode, binding, complaint):
+    with pytest.raises(UserError, match=complaint) as caught:
+        converted(gin_files.parse(inputs(mode, binding)))
+    assert binding in caught.value.where
