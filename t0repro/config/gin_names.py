@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
-
-from t0repro.errors import nearest_names
 
 
 def nearest_gin_files(name: str, folders: Iterable[str]) -> str:
@@ -31,7 +30,7 @@ def nearest_gin_files(name: str, folders: Iterable[str]) -> str:
     by_words: dict[str, list[str]] = {}
     for file in found:
         by_words.setdefault(_words(file), []).append(file)
-    near = re.findall(r"'(.*?)'", nearest_names(_words(name), by_words, 3))
+    near = difflib.get_close_matches(_words(name), by_words, n=3, cutoff=0.5)
     files = [file for words in near for file in by_words[words]][:3]
     return f"nearest: {', '.join(files)}" if files else "no file has a similar name"
 
