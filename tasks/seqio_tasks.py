@@ -213,6 +213,11 @@ def read_t5s_vocabulary_as_ours() -> None:
 # The task ----------------------------------------------------------------------------------------
 
 
+# t5's metrics of questions that may have several right answers: they take a list for each question,
+# and would take every character of a prompt's one target for a right answer.
+_OF_SEVERAL_ANSWERS = ("squad", "trivia_qa", "coqa_f1")
+
+
 def _decoded(rows: PromptedRows) -> dict[str, Any]:
     return {
         "metric_fns": task_metrics(rows.dataset, rows.subset, rows.template),
@@ -230,7 +235,19 @@ def task_metrics(dataset: str, subset: str | None, template: Any) -> list[Callab
     if dataset == "super_glue":
         only_accuracy = subset in ACCURACY_ONLY
         return [metrics.accuracy] if only_accuracy else glue_utils.get_super_glue_metric(subset)
-    return [getattr(metrics, METRICS[name]) for name in template.metadata.metrics or ()]
+    return [_metric(METRICS[name]) for name in template.metadata.metrics or ()]
+
+
+def _metric(name: str) -> Callable[..., Any]:
+    metric = getattr(metrics, name)
+    if name not in _OF_SEVERAL_ANSWERS:
+        return metric
+
+    @functools.wraps(metric)
+    def of_one_answer(targets: Sequence[str], predictions: Sequence[str]) -> dict[str, float]:
+        return metric([[target] for target in targets], predictions)
+
+    return of_one_answer
 
 
 def postprocess(
