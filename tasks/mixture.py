@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -57,6 +58,28 @@ def prompted_mixtures() -> Mapping[str, PromptedMixture]:
 def record_mixture(mixture: PromptedMixture) -> None:
     """Adds a mixture."""
     _mixtures[mixture.name] = mixture
+
+
+def check_rates(mixture: str, rates: Mapping[str, float]) -> None:
+    """Checks that a mixture's rates are numbers from 0 on, and not all 0.
+
+    SeqIO never samples a task whose rate is 0. If all are, its mixture is empty, without an error.
+
+    Raises:
+      UserError: If they are not; names the task.
+    """
+    for task, rate in rates.items():
+        if not 0 <= rate < math.inf:
+            raise UserError(
+                f"The rate of {task} in mixture {mixture!r} is {rate}.",
+                fix="Give a number of examples, 0 or more.",
+            )
+    if rates and not any(rates.values()):
+        raise UserError(
+            f"No task of mixture {mixture!r} has a rate above 0, so it has no examples.",
+            where=", ".join(list(rates)[:5]) + (", ..." if len(rates) > 5 else ""),
+            fix="Give at least one of its tasks a rate above 0.",
+        )
 
 
 def registered_mixtures() -> Mapping[str, Sequence[str]]:
@@ -198,10 +221,11 @@ def keep_at_hand(name: str, split: str, *, use_cached: bool, say: Callable[[str]
         )
     # Rates that are numbers of rows are counted here, for the tasks that are kept: counting those
     # of the whole mixture would fail on the missing rows.
-    rates = [(task.name, mixture.get_rate(task)) for task in kept]
+    rates = {task.name: mixture.get_rate(task) for task in kept}
+    check_rates(name, rates)
     # SeqIO has no way to change a mixture in place.
     seqio.MixtureRegistry.remove(name)
-    seqio.MixtureRegistry.add(name, rates)
+    seqio.MixtureRegistry.add(name, list(rates.items()))
     left_out = "; ".join(f"{task} ({why})" for task, why in missing.items())
     say(
         f"{name}: {len(kept)} of {counted(len(mixture.tasks), 'task')}, with the rates that they"

@@ -17,6 +17,7 @@ from t0repro.errors import UserError, nearest_names
 from t0repro.tasks.catalogue import modelled_on, rounds_of
 from t0repro.tasks.mixture import (
     PromptedMixture,
+    check_rates,
     prompted_mixtures,
     record_mixture,
     registered_mixtures,
@@ -127,12 +128,16 @@ def add_mixture(
       name: The mixture's name.
       tasks: Task names, each mapped to its rate unless there is a default.
       default_rate: Computes a task's rate from its rows.
+
+    Raises:
+      UserError: If a rate is negative or non-finite, or all are 0.
     """
+    rates = tasks if isinstance(tasks, Mapping) else {}
+    check_rates(name, rates)
     if _seqio_wants_it():
         from t0repro.tasks.seqio_tasks import add_mixture as add_to_seqio
 
         add_to_seqio(name, tasks, default_rate)
-    rates = tasks if isinstance(tasks, Mapping) else {}
     record_mixture(PromptedMixture(name, tuple(tasks), rates, default_rate))
 
 

@@ -28,7 +28,7 @@ def test_a_task_without_its_data_is_named_with_where_to_put_them(use_cached):
     finally:
         seqio.TaskRegistry.remove(task.name)
     assert "The data of the task not_here" in str(refused.value)
-    assert "--tfds_data_dir" in str(refused.value)
+    assert "tfds_data_dir" in str(refused.value)
 
 
 @pytest.fixture

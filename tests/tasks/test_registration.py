@@ -1,5 +1,8 @@
 """Registered tasks: T0's features, metrics and postprocessing, and the twin to be ranked."""
 
+import itertools
+import math
+
 import numpy as np
 import pytest
 import seqio
@@ -10,7 +13,8 @@ from t5.evaluation import metrics
 from t0repro.errors import UserError
 from t0repro.tasks import prompted_tasks
 from t0repro.tasks.demo.datasets import VOCABULARY
-from t0repro.tasks.registration import add_prompted_task
+from t0repro.tasks.mixture import prompted_mixtures
+from t0repro.tasks.registration import add_mixture, add_prompted_task
 from t0repro.tasks.seqio_tasks import postprocess, task_metrics
 from t0repro.tasks.source import PromptedRows, Split
 from t0repro.tasks.templates import load_template
@@ -161,3 +165,39 @@ def test_a_limited_split_counts_and_yields_so_many_rows(add):
     task = add(splits={"validation": Split("validation", max_rows=2)})
     source = seqio.TaskRegistry.get(task.name).source
     assert source.num_input_examples("validation") == len(examples(task.name, "validation")) == 2
+
+
+@pytest.mark.parametrize(
+    ("rates", "message"),
+    [
+        ((0.0, 0.0), "No task of mixture 'rates_bad' has a rate above 0"),
+        ((-1.0, 1.0), r"The rate of .* in mixture 'rates_bad' is -1.0"),
+        ((math.nan, 1.0), "is nan"),
+        ((1.0, math.inf), "is inf"),
+    ],
+)
+def test_rates_that_would_give_no_examples_are_refused(rates, message):
+    tasks = ("demo_synthetic_glue_mrpc_replace", "demo_synthetic_glue_mrpc_paraphrase")
+    with pytest.raises(UserError, match=message):
+        add_mixture("rates_bad", dict(zip(tasks, rates, strict=True)))
+    assert "rates_bad" not in prompted_mixtures()
+
+
+def test_a_task_of_rate_zero_is_in_the_mixture_and_never_sampled():
+    import t0repro.tasks.demo  # noqa: F401 - registers
+
+    add_mixture(
+        "rates_some",
+        {"demo_synthetic_glue_mrpc_replace": 0, "demo_synthetic_ag_news_classify": 1},
+    )
+    mixture = seqio.get_mixture_or_task("rates_some")
+    lengths = {"inputs": 128, "targets": 32}
+    both = mixture.get_dataset(lengths, split="train", shuffle=False, num_epochs=1)
+    alone = seqio.get_mixture_or_task("demo_synthetic_ag_news_classify").get_dataset(
+        lengths, split="train", shuffle=False, num_epochs=1
+    )
+    assert len(mixture.tasks) == 2
+    for one, other in itertools.zip_longest(
+        both.as_numpy_iterator(), alone.as_numpy_iterator(), fillvalue={}
+    ):
+        assert one["inputs"].tolist() == other["inputs"].tolist()
