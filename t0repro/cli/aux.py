@@ -49,7 +49,7 @@ def aux(
     if context.invoked_subcommand is not None:
         return
     from t0repro.errors import UserError
-    from t0repro.jobs.beside import make_controller
+    from t0repro.jobs.beside import check_jobs, make_controller
 
     if model_dir is None:
         raise UserError(
@@ -57,9 +57,12 @@ def aux(
             where="--model_dir",
             fix="Give the folder of the training; it may not exist yet.",
         )
-    echo(f"looking for checkpoints in {model_dir} ...", err=True)
     gin = t5x_inputs("train", gin_file, gin_bindings, gin_search_paths)
-    done = make_controller(model_dir, jobs, gin, typer.echo).run(lambda: not once)
+    controller = make_controller(model_dir, jobs, gin, typer.echo)
+    echo("checking what the jobs will read ...", err=True)
+    check_jobs(jobs, gin)
+    echo(f"looking for checkpoints in {model_dir} ...", err=True)
+    done = controller.run(lambda: not once)
     raise typer.Exit(0 if done else 1)
 
 

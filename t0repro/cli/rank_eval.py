@@ -87,6 +87,10 @@ _Normalize = Annotated[
         " definition does not divide."
     ),
 ]
+_DryRun = Annotated[
+    bool,
+    typer.Option("--dry_run", help="Only check the tasks and their split. Nothing is written."),
+]
 _Also = Annotated[
     list[Extra] | None,
     typer.Option(help="Also report contextual calibration (Zhao et al. 2021)."),
@@ -120,6 +124,7 @@ def rank_eval(
     train_mixture: TrainMixtures = None,
     resamples: Resamples = 1000,
     tracker: Trackers = None,
+    dry_run: _DryRun = False,
 ) -> None:
     """Score every answer choice of a mixture, rank them, and write a report.
 
@@ -155,6 +160,9 @@ def rank_eval(
         modules = modules_or_t0(module_import)
         write = _writer(modules, train_mixture or (), label, title, resamples, extras)
         _add_cache(cache_dir)
+        if dry_run:
+            _check(mixture, settings)
+            return
         tracked = tracked_evaluation(tracker, out, checkpoint, mixture, settings)
         # Of several processes, one speaks to the trackers.
         with tracked if is_first() else contextlib.nullcontext():
@@ -214,6 +222,18 @@ def _evaluate(
     _print_speed(outcome)
     for path in paths:
         typer.echo(f"wrote {path}")
+
+
+def _check(mixture: str, settings: Settings) -> None:
+    """Checks what is to be evaluated; the checkpoint may not be there yet."""
+    from t0repro.evaluation.selection import select_tasks
+
+    cached, at_hand = settings.use_cached, settings.at_hand
+    selected = select_tasks(
+        mixture, settings.split, settings.modes, use_cached=cached, at_hand=at_hand
+    )
+    count = counted(len(selected.ranked) + len(selected.generated), "task")
+    typer.echo(f"{count} of {mixture} with the split {settings.split!r}")
 
 
 def _default_activation() -> DType:

@@ -52,6 +52,10 @@ def note_uncached(use_cached: bool) -> None:
         )
 
 
+SPLIT = "MIXTURE_OR_TASK_SPLIT (utils.DatasetConfig.split)"
+"""What sets the split of an evaluation or inference: the macro of T5X's files, and its binding."""
+
+
 def check_mixture(name: str) -> None:
     """Raises UserError unless a task or mixture of this name is registered."""
     import seqio

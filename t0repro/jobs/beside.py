@@ -25,6 +25,7 @@ from t0repro.jobs.launcher import Launcher
 from t0repro.jobs.local import LocalLauncher
 from t0repro.jobs.machines import LAUNCHERS, Machine, find_machine
 from t0repro.jobs.options import AuxiliaryOptions
+from t0repro.jobs.preflight import check_by_dry_run
 from t0repro.jobs.slurm import SlurmLauncher
 from t0repro.jobs.worker import Limits
 from t0repro.redaction import is_secret
@@ -79,6 +80,24 @@ def make_controller(
     )
     launcher = _launcher(options.launcher or machine.launcher, machine)
     return Controller(folder, job_settings(options, gin), launcher, policy, say)
+
+
+def check_jobs(options: AuxiliaryOptions, gin: T5xInputs) -> None:
+    """Checks all about the jobs that can be known before the first checkpoint.
+
+    Jobs that run elsewhere may find their rows and caches there alone, so for those only the gin
+    files are checked.
+
+    Raises:
+      UserError: See `commands.check` and `preflight.check_by_dry_run`.
+    """
+    settings = job_settings(options, gin)
+    macros, _ = check(settings)
+    machine = find_machine(
+        options.machines, options.auxiliary_job_platform, options.auxiliary_job_cell
+    )
+    if (options.launcher or machine.launcher) == "local":
+        check_by_dry_run(settings, macros, machine.environment)
 
 
 def _local_folder(model_dir: str | os.PathLike[str]) -> Path:
@@ -137,8 +156,8 @@ def auxiliary_jobs_beside(
       UserError: at once, if a job could not work; at the end, if not every job succeeded.
     """
     # Checked here too: the controller would find a mistake only after the training has begun.
-    check(job_settings(options, gin))
     _local_folder(model_dir)
+    check_jobs(options, gin)
     asked = json.dumps([dataclasses.asdict(options), dataclasses.asdict(gin)], default=str)
     controller = subprocess.Popen(
         [sys.executable, "-m", __name__, os.fspath(model_dir), asked],

@@ -33,6 +33,8 @@ SETTINGS = "settings.json"
 # Engines show a job they have just accepted a little later.
 _LOOKS_BEFORE_LOST = 3
 _LINES_OF_LOG = 15
+# What commands end with after a mistake of the user's; `cli.gate`, argparse and absl do.
+USER_ERROR = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,9 +197,12 @@ class Controller:
         failures = progress.failures + 1
         self._journal.add("failed", point, reason=reason)
         self._say(f"{who}: failed: {reason}; {job.log_file} ends:\n{_end_of(job.log_file)}")
-        if failures >= self._policy.max_failures:
+        # The same mistake would be there again.
+        mistaken = ending is not None and ending.exit_code == USER_ERROR
+        if mistaken or failures >= self._policy.max_failures:
             self._journal.add("given up", point, reason=reason)
-            self._say(f"{who}: given up after {counted(failures, 'failure')}")
+            why = "a mistake in its settings" if mistaken else counted(failures, "failure")
+            self._say(f"{who}: given up after {why}")
             return
         pause = self._policy.retry_seconds * 2 ** (failures - 1)
         self._not_before[point] = time.monotonic() + pause  # wall clocks jump

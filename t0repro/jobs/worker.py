@@ -92,10 +92,17 @@ class Work:
 
 @dataclasses.dataclass(frozen=True)
 class Ending:
-    """How a job ended; `reason` is empty if it succeeded."""
+    """How a job ended.
+
+    Attributes:
+      reason: Why it failed; empty if it succeeded.
+      seconds: From start to end.
+      exit_code: The command's, if it ended by itself.
+    """
 
     reason: str
     seconds: float
+    exit_code: int | None = None
 
     @classmethod
     def read(cls, path: Path) -> Ending | None:
@@ -159,7 +166,9 @@ def _run(work: Work, lock: int, asked_to_end: threading.Event) -> Ending | None:
         os.fsync(log.fileno())
     if reason is None:
         return None
-    return Ending(reason, round(time.monotonic() - started, 3))
+    # A command that was ended for its limits has a reason of its own.
+    code = process.returncode if reason == f"exit code {process.returncode}" else None
+    return Ending(reason, round(time.monotonic() - started, 3), code)
 
 
 def _watch(

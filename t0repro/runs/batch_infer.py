@@ -56,7 +56,7 @@ def infer(plan: InferPlan, describe: Callable[[], None] = lambda: None) -> list[
         not the model's, no task has the split, or one has no example in it.
     """
     from t0repro import compat
-    from t0repro.data.checks import check_readable, no_task_has, tasks_with_split
+    from t0repro.data.checks import SPLIT, check_readable, no_task_has, tasks_with_split
     from t0repro.data.vocabularies import check_vocabularies
 
     compat.install()
@@ -72,7 +72,7 @@ def infer(plan: InferPlan, describe: Callable[[], None] = lambda: None) -> list[
     files = []
     tasks = tasks_with_split(name, plan.data.split)
     if not tasks:
-        raise no_task_has(name, plan.data.split, "utils.DatasetConfig.split")
+        raise no_task_has(name, plan.data.split, SPLIT)
     check_readable(name, plan.data.split, use_cached=plan.data.use_cached, tasks=tasks)
     others = len(seqio.get_subtasks(seqio.get_mixture_or_task(name))) - len(tasks)
     if others:

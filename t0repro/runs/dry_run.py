@@ -6,6 +6,7 @@ that is wrong is reported at once.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,6 +18,8 @@ from t0repro.errors import UserError
 from t0repro.words import counted
 
 Say = Callable[[str], None]
+NO_CHECKPOINT_YET = "T0REPRO_NO_CHECKPOINT_YET"
+"""Set where auxiliary jobs are checked before their training has saved the first checkpoint."""
 _SHOWN = 5  # names of parameters that a line shows
 
 
@@ -128,7 +131,9 @@ def _data(
         yield f"left out: no task of {name} has a split {data.split!r}"
         return
     if not with_split:
-        raise checks.no_task_has(name, data.split, "utils.DatasetConfig.split")
+        raise checks.no_task_has(
+            name, data.split, "utils.DatasetConfig.split" if trains else checks.SPLIT
+        )
     yield f"{counted(len(with_split), 'task')} of {name} with the split {data.split!r}"
     checks.check_readable(name, data.split, use_cached=data.use_cached, tasks=with_split)
     checks.check_shards(name, data.split, data.num_shards, use_cached=data.use_cached)
@@ -141,6 +146,9 @@ def _data(
 
 def _checkpoints(restore: RestoreConfig, model: ModelConfig) -> Iterator[str]:
     """Which checkpoints there are, and whether their parameters are the model's."""
+    if NO_CHECKPOINT_YET in os.environ:
+        yield "not saved yet"
+        return
     from t0repro.runs.chosen import chosen
 
     for ref in chosen(restore):

@@ -43,7 +43,7 @@ def evaluate_checkpoints(
       UserError: If there is no checkpoint, one does not fit the model, the task's vocabulary is
         not the model's, or nothing has a metric.
     """
-    from t0repro.data.checks import check_readable, no_task_has, tasks_with_split
+    from t0repro.data.checks import SPLIT, check_readable, no_task_has, tasks_with_split
     from t0repro.data.vocabularies import check_vocabularies
     from t0repro.evaluation.closing import print_results
     from t0repro.evaluation.seqio_evaluator import FOLDER, TaskEvaluator, nothing_to_evaluate
@@ -52,7 +52,7 @@ def evaluate_checkpoints(
     check_vocabularies(name, plan.input_vocabulary, plan.output_vocabulary)
     with_split = tasks_with_split(name, split)
     if not with_split:
-        raise no_task_has(name, split, "utils.DatasetConfig.split")
+        raise no_task_has(name, split, SPLIT)
     tasks = [task for task in with_split if task.metric_objs]
     if not tasks:
         raise nothing_to_evaluate(plan.data)

@@ -28,16 +28,17 @@ NOT_WRITTEN = frozenset(
     --dataset --device --display_name --eval_task --experiment --family --image_uri --label
     --labels --launcher --location --machine_type --main_metric --metric --mixture
     --module_import --network --note --option --platform --project --revision --run --run_mode
-    --run_name --service_account --split --splits --tasks --tensorboard --title --topology
-    --train_dataset --train_mixture COMMAND EXPERIMENT JOB TASK"""
+    --run_name --service_account --split --splits --stderrthreshold --tasks --tensorboard
+    --title --topology --train_dataset --train_mixture COMMAND EXPERIMENT JOB TASK"""
     # what is read, at addresses too
-    """ --auxiliary_job_gin_file --base_url --checkpoint --from --gin_file --gin_import_allowlist
-    --gin_location_prefix --gin_search_paths --losses --other --seqio_additional_cache_dirs
+    """ --auxiliary_job_gin_file --base_url --checkpoint --from --gin_file --gin_files
+    --gin_import_allowlist --gin_location_prefix --gin_search_paths --losses --other
+    --seqio_additional_cache_dirs
     --tfds_data_dir --vocab A B NAME PATH RUNS SRC"""
     # Vertex AI's own folder for its jobs; explain shows a run and writes nothing
     """ --staging_bucket --model_dir"""
     # gin's, which test_a_gin_binding_... below covers; runs/NAME, which has a test of its own
-    """ --gin_bindings --gin_param --name""".split()
+    """ --gin_bindings --gin_overwrites --gin_param --name""".split()
 )
 
 

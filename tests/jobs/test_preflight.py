@@ -1,0 +1,74 @@
+"""What a job would refuse, its controller refuses before the first checkpoint."""
+
+import pytest
+
+from t0repro.config.t5x.gin_files import T5xInputs
+from t0repro.errors import UserError
+from t0repro.jobs.beside import auxiliary_jobs_beside, check_jobs
+from t0repro.jobs.options import AuxiliaryOptions
+
+from ..runs.tiny_gin import SIZES
+from .test_t5x_jobs import EVAL, TASK
+from .trainings import controller, save_checkpoints
+
+NO_GIN = T5xInputs("train", (), (), (".",))
+
+
+def evaluation(tmp_path, **changes) -> AuxiliaryOptions:
+    (tmp_path / "my_eval.gin").write_text(EVAL + "\n".join(SIZES) + "\n")
+    options = {
+        "auxiliary_job_mixtures": TASK,
+        "auxiliary_job_gin_file": str(tmp_path / "my_eval.gin"),
+        "replace_gin_file": True,
+    }
+    return AuxiliaryOptions(**(options | changes))
+
+
+def test_a_split_that_no_task_has_stops_the_training_before_it_starts(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    options = evaluation(tmp_path)
+    check_jobs(options, NO_GIN)
+    gin = T5xInputs("train", (), ("MIXTURE_OR_TASK_SPLIT = 'test'",), (".",))
+    with (
+        pytest.raises(UserError) as refused,
+        auxiliary_jobs_beside(tmp_path / "model", options, gin),
+    ):
+        pytest.fail("the training started")
+    message = str(refused.value)
+    assert f"The jobs for {TASK} would fail. No task of '{TASK}' has a split 'test'." in message
+    assert "where: MIXTURE_OR_TASK_SPLIT (utils.DatasetConfig.split)" in message
+    assert "to do: Choose one of " in message and "Traceback" not in message
+    assert [path.name for path in tmp_path.iterdir()] == ["my_eval.gin"]
+
+
+@pytest.mark.slow
+def test_a_rank_evaluations_options_mixture_and_split_are_checked_too(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    command = "rank-eval --module_import t0repro.tasks.demo"
+
+    def check(more: str, mixture: str = TASK) -> None:
+        options = AuxiliaryOptions(
+            auxiliary_job_mixtures=mixture, auxiliary_job_build_target_path=f"{command} {more}"
+        )
+        check_jobs(options, NO_GIN)
+
+    check("--limit 3")
+    for more, mixture, what in (
+        ("--split nowhere", TASK, "has a split 'nowhere'(.|\n)*where: --split"),
+        ("--limmit 3", TASK, "limmit"),
+        ("", "no_such_task", "no_such_task"),
+    ):
+        with pytest.raises(UserError, match=f"would fail. (.|\n)*{what}"):
+            check(more, mixture)
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("code", "attempts"), [(2, 1), (1, 3), (75, 3)])
+def test_a_job_that_ends_with_2_is_not_tried_again(tmp_path, code, attempts):
+    save_checkpoints(tmp_path / "model", 3)
+    said: list[str] = []
+    command = ["sh", "-c", f"'exit {code}'"]
+    assert not controller(tmp_path / "model", command, said=said).run(lambda: False)
+    assert sum("started (" in line for line in said) == attempts
+    why = "a mistake in its settings" if code == 2 else "3 failures"
+    assert said[-1].endswith(f"given up after {why}")
