@@ -17,6 +17,8 @@ EXTRA_TITLES = {
 
 def verdict(result: DatasetResult | GroupResult) -> Cell:
     """Which baselines the interval of the mean lies above: chance, and the majority class."""
+    if result.below_chance:
+        return Cell("neither: below chance", tone="bad")
     if not result.above_chance:
         return Cell("neither", tone="bad")
     if not result.above_majority:
@@ -26,6 +28,8 @@ def verdict(result: DatasetResult | GroupResult) -> Cell:
 
 def verdict_in_words(result: DatasetResult | GroupResult) -> str:
     """The verdict as a clause of a sentence."""
+    if result.below_chance:
+        return "clearly below chance"
     if not result.above_chance:
         return "not clearly above chance"
     if not result.above_majority:

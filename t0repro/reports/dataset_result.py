@@ -102,6 +102,11 @@ class DatasetResult:
     flipped: float = 0.0
 
     @property
+    def below_chance(self) -> bool:
+        """Whether the interval of the mean ends below chance."""
+        return self.mean_interval.high < self.chance
+
+    @property
     def above_majority(self) -> bool:
         """Whether the interval of the mean begins above the majority class."""
         return self.mean_interval.low > self.majority

@@ -35,6 +35,11 @@ class GroupResult:
     above_chance: bool
 
     @property
+    def below_chance(self) -> bool:
+        """Whether the interval of the mean ends below chance."""
+        return self.interval.high < self.chance
+
+    @property
     def above_majority(self) -> bool:
         """Whether the interval of the mean begins above the majority class."""
         return self.interval.low > self.majority

@@ -257,3 +257,12 @@ def test_two_runs_are_of_the_same_checkpoint_only_where_their_hashes_are_equal(
     assert f"### {title}\n" in text and said in text
     assert said in " ".join(comparison_page([report.stacks]).sections[1].lines)
     assert report.stacks.same_checkpoint == (hashes[0] == hashes[1] if all(hashes) else None)
+
+
+def test_a_dataset_wholly_below_chance_is_called_that(tmp_path):
+    folder = tmp_path / "validation_eval"
+    write_scores(folder, "t_score_eval", [[-1.0, -2.0]] * 30, [1] * 28 + [0] * 2)
+    report = make_report(Run("jax", folder), {}, ReportOptions(bootstrap=QUICK))
+    assert report.datasets[0].mean_interval.high < 50
+    for text in (render_markdown(report), render_html(report)):
+        assert "neither: below chance" in text and "clearly below chance" in text
