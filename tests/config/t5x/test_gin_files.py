@@ -262,3 +262,18 @@ def test_each_shipped_file_needs_the_macros_that_t5xs_own_needs():
                 parse(files=files, run_mode=run_mode, required=())
         named = {macro for macro in missing if f"{macro} (required" in caught.value.what}
         assert named == missing, (name, caught.value.what)
+
+
+def test_the_table_of_t5xs_files_has_the_counts_that_the_page_states():
+    docs = Path(__file__).parents[3] / "docs"
+    rows = [
+        [cell.strip() for cell in line.split(" | ")]
+        for line in (docs / "t5x_gin_files.md").read_text().splitlines()
+        if line.startswith("| `")
+    ]
+    read = [row for row in rows if row[2] == "runs"]
+    accepted = [row for row in read if row[3].startswith(("runs", "ready"))]
+    assert (
+        f"Of the {len(rows)} gin files of T5X and of its samples for Vertex AI, `explain` reads"
+        f" {len(read)} and\n`--dry_run` accepts {len(accepted)};"
+    ) in (docs / "t5x.md").read_text()
