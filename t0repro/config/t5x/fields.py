@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from t0repro.config.t5x import model as t5x_model
 from t0repro.config.t5x import records
@@ -73,7 +74,7 @@ def decoding_fields(prefix: str, model: records.EncoderDecoderModel) -> dict[str
     }
 
 
-def decoding_options(model: records.EncoderDecoderModel) -> Mapping[str, tuple[object, str]]:
+def decoding_options(model: records.EncoderDecoderModel) -> Mapping[str, tuple[Any, str]]:
     """The options of a model's decoding function, each with the argument that decides it.
 
     decoder_params win over what gin binds for the function, as its arguments would. T5X passes its
