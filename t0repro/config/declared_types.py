@@ -79,7 +79,7 @@ def _fits_one(value: Any, hint: Any) -> bool:
         return isinstance(value, numbers) and not isinstance(value, bool)
     if hint is None or hint is types.NoneType:
         return value is None
-    if origin is collections.abc.Callable:
+    if collections.abc.Callable in (origin, hint):
         return callable(value)
     return isinstance(value, hint) if isinstance(hint, type) else True
 
@@ -126,6 +126,8 @@ def _one_in_words(hint: Any, limits: Any) -> str:
         return f"{words}, {limits}" if limits is not None and hint in (int, float) else words
     if hint is types.NoneType:
         return "None"
+    if collections.abc.Callable in (origin, hint):
+        return "a function such as @name"
     return getattr(hint, "__name__", str(hint))
 
 

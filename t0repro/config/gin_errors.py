@@ -14,9 +14,10 @@ import tokenize
 from collections.abc import Iterator
 from typing import Any
 
+from t0repro.config import gin_door
 from t0repro.config.gin_names import nearest_gin_files
 from t0repro.config.macros import MACRO, bound_macros, check_macros_are_read
-from t0repro.config.provenance import Bindings
+from t0repro.config.provenance import Bindings, Key
 from t0repro.errors import UserError, nearest_names, of_command
 
 _ANYWHERE = "the gin files and the command line of this run"
@@ -88,7 +89,7 @@ def _described(error: Exception, files: list[str], bindings: Bindings | None) ->
     # seqio's own words, which have no class of their own.
     unknown = re.match(r"No Task or Mixture found with name '(.*)'", text)
     if unknown:
-        return unknown_mixture(unknown.group(1))
+        return unknown_mixture(unknown.group(1), _places_of_value(unknown.group(1), bindings))
     if isinstance(error, ModuleNotFoundError):
         return UserError(
             f"{error.msg}.",
@@ -114,8 +115,10 @@ def _described(error: Exception, files: list[str], bindings: Bindings | None) ->
     if isinstance(error, RecursionError):
         return UserError(
             "Gin files include each other, or values are nested, without end.",
-            where=next((name for name in files if files.count(name) > 1), file) or _ANYWHERE,
-            fix="Remove the `include` that leads back to the file itself.",
+            where=next((name for name in files if files.count(name) > 1), file)
+            or _places_of_loops(bindings)
+            or _ANYWHERE,
+            fix="Remove the `include` or the `@name()` that leads back to itself.",
         )
     where = _place_of(error, file) or _place_of_call(text, bindings) or _ANYWHERE
     fix = _fix_of_value(error) or _nearest_parameter(text) or _FIX
@@ -196,13 +199,26 @@ def _place_of_call(text: str, bindings: Bindings | None) -> str | None:
     """The places of up to three bindings of the configurables that gin was calling."""
     called = set(re.findall(r"configurable '([\w./]+)'", text))
     places = {} if bindings is None else bindings.places
-    found = [
+
+    def is_called(selector: str) -> bool:
+        return bool(called & {selector, selector.rpartition(".")[2]})
+
+    def calls(key: Key) -> bool:
+        """Whether a binding's value is `@name()` of what was called."""
+        value = gin_door.bound().get(key[:2], {}).get(key[2])
+        return any(
+            gin_door.is_reference(part) and part.evaluate and is_called(part.configurable.selector)
+            for part in gin_door.parts_of(value)
+        )
+
+    # First the bindings that ask for the call, then those of what is called.
+    found = [place for key, place in places.items() if calls(key)] or [
         place
         for (_, selector, argument), place in places.items()
-        if called & {selector, selector.rpartition(".")[2]} and argument
+        if is_called(selector) and argument
     ]
-    # Overrides come first, since a shipped file is seldom what is wrong.
-    found.sort(key=lambda place: not place.startswith("--"))
+    # The user's own come first, overrides before files: a shipped file is seldom what is wrong.
+    found.sort(key=lambda place: (is_shipped(place), not place.startswith("--")))
     return "; ".join(dict.fromkeys(found[:3])) or None
 
 
@@ -237,14 +253,42 @@ def _parameters(selector: str) -> list[str]:
     return []
 
 
-def unknown_mixture(name: str) -> UserError:
-    """The error for a task or mixture that no imported module registers, with the nearest names."""
+def _places_of_loops(bindings: Bindings | None) -> str | None:
+    """Where an argument is bound to `@name()` of the very configurable whose argument it is."""
+    found = [
+        place
+        for (scope, selector, argument), place in (bindings.places if bindings else {}).items()
+        for part in gin_door.parts_of(gin_door.bound().get((scope, selector), {}).get(argument))
+        if gin_door.is_reference(part) and part.evaluate and part.configurable.selector == selector
+    ]
+    return "; ".join(found) or None
+
+
+def _places_of_value(value: Any, bindings: Bindings | None) -> str | None:
+    """Where a value is bound, macros followed; None if it is bound nowhere that is known."""
+    if bindings is None:
+        return None
+    found = [
+        bindings.place(key)
+        for key in bindings.places
+        if gin_door.followed(gin_door.bound().get(key[:2], {}).get(key[2])) == value
+    ]
+    return "; ".join(dict.fromkeys(place for place in found if place)) or None
+
+
+def unknown_mixture(name: str, where: str | None = None) -> UserError:
+    """The error for a task or mixture that no imported module registers, with the nearest names.
+
+    Args:
+      name: The unknown name.
+      where: The place that binds it, if it is known.
+    """
     import seqio
 
     known = sorted({*seqio.MixtureRegistry.names(), *seqio.TaskRegistry.names()})
     return UserError(
         f"There is no task or mixture {name!r}; nearest: {nearest_names(name, known)}.",
-        where=f"{len(known)} tasks and mixtures are registered by the imported modules",
+        where=where or f"{len(known)} tasks and mixtures are registered by the imported modules",
         fix="Correct the name, or name the module that registers it with --module_import.",
     )
 

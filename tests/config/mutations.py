@@ -50,3 +50,30 @@ def folder_for_files(factory) -> Path:
     folder = factory.getbasetemp() / "fuzz"
     folder.mkdir(exist_ok=True)
     return folder
+
+
+# What a user may bind by mistake to anything: other types, other signs, texts for values.
+VALUES = (
+    "None", "True", "False", "'False'", "''", "'nonsense'", "0", "-1", "3", "7", "2.5", "-0.5",
+    "1e999", "'3'", "[5]", "(3,)", "[]", "{}", "{'a': 1.0}", "[['a']]", "('tokens_per_batch', -1)",
+    "@sublayer_dropout", "@sublayer_dropout()", "%NOSUCH", "@nosuch", "'*['", "'gs://nowhere/x'",
+)  # fmt: skip
+SCOPES = ("", "", "", "encoder/", "decoder/", "encodr/", "train/")
+
+
+def mutated_binding(random, arguments: dict) -> str:
+    """A line of gin that binds one of the arguments, sometimes misspelt, to any value.
+
+    Args:
+      random: A `random.Random`.
+      arguments: Name -> default, from which a likely value is made now and then.
+    """
+    name = random.choice([*arguments])
+    default, value = arguments[name], random.choice(VALUES)
+    if random.random() < 0.3 and isinstance(default, int | float):
+        likely = not default if isinstance(default, bool) else default * 2 or 0.25
+        value = str(likely)
+    if random.random() < 0.1:
+        at = random.randrange(len(name))
+        name = name[:at] + name[at + 1 :]
+    return f"{random.choice(SCOPES)}{name} = {value}"

@@ -77,6 +77,7 @@ def test_every_field_of_the_model_and_the_optimizer_says_where_it_came_from():
     ]
     assert missing == [
         "model.scan_layers",  # which changes no result
+        "model.scale_queries",
         "model.arithmetic",  # what Mesh TensorFlow does not have, only T5X's dialect can set
         "optimizer.frozen",  # there only where variable_filter is bound
         *(f"optimizer.{name}" for name in T5X_ONLY),

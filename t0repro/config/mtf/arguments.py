@@ -65,12 +65,14 @@ class RunArguments:
         """Notes that a field of the RunConfig has its value from an argument."""
         self.provenance[field] = self.bindings.source(scopes, selector, argument)
 
-    def refuse(self, argument: str, what: str, selector: str = f"{UTILS}.run") -> NoReturn:
+    def refuse(
+        self, argument: str, what: str, selector: str = f"{UTILS}.run", scope: str = "decoder"
+    ) -> NoReturn:
         """Raises NotOnJax, naming what is not supported and the place that asks for it."""
         raise NotOnJax(
             f"The JAX stack does not support {what} ({selector.rpartition('.')[2]}.{argument}).",
             # The decoder's scope wins over a binding without one.
-            where=self.bindings.source(("decoder",), selector, argument),
+            where=self.bindings.source((scope,), selector, argument),
             fix="Remove the binding, or run with --backend=mtf.",
         )
 

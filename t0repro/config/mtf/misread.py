@@ -7,15 +7,16 @@ JAX stack, where nobody depends on it, it is an error.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from t0repro.config import gin_door
 from t0repro.config.configuration import NotOnJax
-from t0repro.config.declared_types import alternatives, declared_arguments, fits
+from t0repro.config.declared_types import alternatives, declared_arguments, fits, in_words
 from t0repro.config.gin_errors import is_shipped
 from t0repro.config.provenance import Bindings, Key
-from t0repro.errors import nearest_names
+from t0repro.errors import UserError, nearest_names
 
 _TRANSFORMER = "mesh_tensorflow.transformer.transformer"
 _LAYERS = "mesh_tensorflow.transformer.transformer_layers"
@@ -37,6 +38,18 @@ DECODER_ONLY: frozenset[str] = frozenset({
     "loss_on_targets_only", "loss_fn",
 })  # fmt: skip
 _UNITRANSFORMER = f"{_TRANSFORMER}.Unitransformer"
+# Arguments of which no default says that they are lists or functions.
+_TYPES: Mapping[str, Any] = {
+    **dict.fromkeys(("sublayers_initial", "sublayers_per_layer", "sublayers_final"),
+                    Sequence[Callable] | None),
+    **dict.fromkeys(("exclude_from_parameter_scale", "exclude_from_weight_decay",
+                     "stacked_dim_names"), Sequence[str] | None),
+    **dict.fromkeys(("train_dataset_fn", "eval_dataset_fn", "score_dataset_fn"), Callable | None),
+    "activation": str | Sequence[str],
+    "beam_size": int,
+    "num_heads": int,
+    "vocab_divisor": int,
+}  # fmt: skip
 _OR_WARNED = ", or run with --backend=mtf, which only warns of it"
 _MODEL_TYPES = ("bitransformer", "lm", "delimited_lm")
 _PACKAGES = ("mesh_tensorflow.", "t5.", "t0repro.", "Bitransformer.", "Unitransformer.")
@@ -93,7 +106,10 @@ def _is_read(key: Key, value: Any, scopes: tuple[str, ...]) -> bool:
     scope, selector, argument = key
     if any(_scope_in_effect(each, selector, argument) == scope for each in scopes):
         return True
-    return all(gin_door.resolved(each, selector).get(argument) == value for each in scopes)
+    parameters = inspect.signature(gin_door.function_of(selector)).parameters
+    # A misspelt name of a class that takes any keyword has no default.
+    default = parameters[argument].default if argument in parameters else inspect.Parameter.empty
+    return all(gin_door.resolved(x, selector).get(argument, default) == value for x in scopes)
 
 
 def _scope_in_effect(scope: str, selector: str, argument: str) -> str | None:
@@ -105,6 +121,42 @@ def _scope_in_effect(scope: str, selector: str, argument: str) -> str | None:
 
 def _short(selector: str) -> str:
     return selector.rpartition(".")[2]
+
+
+def check_types(bindings: Bindings) -> None:
+    """Checks values that Mesh TensorFlow's code would trip over, on either backend.
+
+    Raises:
+      UserError: for a value of another type than its argument's, which is that of the default.
+    """
+    for (scope, selector), arguments in gin_door.bound().items():
+        if selector in (gin_door.MACRO, "gin.constant"):
+            continue
+        parameters = inspect.signature(gin_door.function_of(selector)).parameters
+        for argument, raw in arguments.items():
+            value = gin_door.followed(raw)
+            hint = _TYPES.get(argument)
+            if hint is None and argument in parameters:
+                hint = _hint_of_default(parameters[argument].default)
+            # What a reference stands for is known when it is called.
+            known = value
+            if isinstance(value, list | tuple):
+                known = [x for x in value if not gin_door.is_reference(gin_door.followed(x))]
+            if hint is None or gin_door.is_reference(value) or fits(known, hint):
+                continue
+            wanted = in_words(hint)
+            raise UserError(
+                f"{_short(selector)}.{argument} is {value!r}; it must be {wanted}.",
+                where=bindings.place((scope, selector, argument)),
+                fix=f"Bind {wanted}.",
+            )
+
+
+def _hint_of_default(default: Any) -> Any:
+    """What an argument with a number for its default takes; None says nothing of other defaults."""
+    is_number = isinstance(default, int | float) and not isinstance(default, bool)
+    # None has a meaning in some places, and whether a number is whole is seen later.
+    return float | None if is_number else None
 
 
 def _no_truth_value(name: str, value: Any, where: str | None) -> NotOnJax:

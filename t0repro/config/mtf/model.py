@@ -12,6 +12,7 @@ from typing import Any, NoReturn, cast
 
 from t0repro.config import gin_door
 from t0repro.config.configuration import NotOnJax
+from t0repro.config.gin_errors import is_shipped
 from t0repro.config.mtf import jax_model
 from t0repro.config.provenance import Bindings
 from t0repro.config.run_config import Activation, ModelConfig, Recompute
@@ -215,9 +216,9 @@ class _ModelReader:
         names = (encoder.name, decoder.name)
         # ("decoder", "decoder") is how bi_v1_shared makes its towers share variables.
         if names not in (("encoder", "decoder"), ("decoder", "decoder")):
-            self.refuse(
-                f"towers called {names}", f"{_TRANSFORMER}.make_bitransformer", "encoder_name"
-            )
+            selector = f"{_TRANSFORMER}.make_bitransformer"
+            wrong = "encoder_name" if encoder.name != "encoder" else "decoder_name"
+            self.refuse(f"towers called {names}", selector, wrong)
         self.check_towers_agree(encoder, decoder)
         self._check_cross_attention(decoder)
         shared = encoder.name == decoder.name
@@ -443,10 +444,23 @@ class _ModelReader:
             stack = vars(tower.layer_stack).get("dropout_rate")
             rates.add(self._sublayers_rate() if stack is None else stack)
         if len(rates) != 1:
-            self.refuse(
-                f"different dropout rates in one model ({sorted(rates)})", _DROPOUT, "dropout_rate"
-            )
+            self._refuse_rates(rates, towers)
         return rates.pop()
+
+    def _refuse_rates(self, rates: set[float], towers: Mapping[str, Any]) -> NoReturn:
+        """Names the rate that was bound for one kind of layer, which is the one that differs."""
+        kinds = [*(f"{_LAYERS}.{kind}" for kind in _SIZES), _STACK, _DROPOUT]
+        keys = [(scope, kind) for kind in kinds for scope in (*towers, "")]
+        places = (self._bindings.place((scope, kind, "dropout_rate")) for scope, kind in keys)
+        # Files of t5 bind all of them to one macro.
+        where = [place for place in places if place and not is_shipped(place)]
+        raise NotOnJax(
+            f"The JAX stack does not support different dropout rates in one model"
+            f" ({', '.join(map(str, sorted(rates)))}; sublayer_dropout.dropout_rate is one of"
+            " them).",
+            where="; ".join(where) or self._bindings.source((), _DROPOUT, "dropout_rate"),
+            fix="Bind the macro dropout_rate alone, or run with --backend=mtf.",
+        )
 
     def _sublayers_rate(self) -> float:
         return gin_door.resolved("", _DROPOUT).get("dropout_rate", 0.0)

@@ -105,7 +105,9 @@ def _parse(inputs: MeshInputs, warn: bool) -> Bindings:
     for warning in check_references(bindings, read_by_t5=("MIXTURE_NAME",)):
         if warn:
             print(printable(f"warning: {warning}"), file=sys.stderr)
-    gin.bind_parameter("run.vocabulary", mesh_transformer.get_vocabulary())
+    # By now it is known where the mixture's name is bound.
+    with configuration_errors(bindings):
+        gin.bind_parameter("run.vocabulary", mesh_transformer.get_vocabulary())
     # Locked from here on; a later change has to unlock it on purpose.
     gin.finalize()
     seqio.add_global_cache_dirs(list(inputs.cache_dirs))

@@ -15,7 +15,7 @@ from t0repro.config.mtf import model as mtf_model
 from t0repro.config.mtf import optimizer as mtf_optimizer
 from t0repro.config.mtf.arguments import RunArguments
 from t0repro.config.mtf.layout import layout_of
-from t0repro.config.mtf.misread import misread
+from t0repro.config.mtf.misread import check_types, misread
 from t0repro.config.mtf.model_api import refused_export
 from t0repro.config.mtf.parser import MESH_TRANSFORMER, UTILS
 from t0repro.config.mtf.run_inputs import DTYPES, InputsReader, dtype_name
@@ -35,6 +35,7 @@ def read(model_dir: str, bindings: Bindings, *, float32_activations: bool = True
 
     import gin
 
+    check_types(bindings)
     arguments = RunArguments(bindings)
     inputs = InputsReader(arguments).inputs(model_dir)
     warnings = tuple(misread(bindings, arguments.run["model_type"]))
@@ -178,7 +179,7 @@ class _ConfigReader:
                     value = gin.get_bindings(selector)[argument]
                 if argument in parameters and value == parameters[argument].default:
                     continue
-                self._gin.refuse(argument, f"{argument} = {value!r}", selector)
+                self._gin.refuse(argument, f"{argument} = {value!r}", selector, scope)
 
     def _refuse_model_types(self) -> None:
         run, mode = self._gin.run, self._gin.run["mode"]
