@@ -23,9 +23,9 @@ copy RUNS and this checkout there:
 
 What a program printed is kept in RUNS/NAME.json; a bench that was stopped goes on with the next
 one. Prints a table: seconds to the first step with start-up, seconds of a step (the median),
-tokens a second, operations a second by one count (t0repro/partitioning/flops.py) for all, as a
-share of what a product of matrices reaches on this machine, and the most memory. Below it stand
-the figures that NVIDIA published of T5X on GPUs, with operations by the same count.
+tokens a second, FLOP/s by one count for all (t0repro/partitioning/program_costs.py), as a share of
+this machine's matmul throughput, and peak memory. Below it stand the figures that NVIDIA published
+of T5X on GPUs, with FLOPs by the same count.
 """
 
 from __future__ import annotations

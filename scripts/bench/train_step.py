@@ -42,7 +42,7 @@ from t0repro.config.run_config import (  # noqa: E402
 )
 from t0repro.model.t5 import T5, initial_parameters  # noqa: E402
 from t0repro.partitioning.devices import choose  # noqa: E402
-from t0repro.partitioning.flops import count_flops  # noqa: E402
+from t0repro.partitioning.program_costs import count_flops  # noqa: E402
 from t0repro.partitioning.topologies import published  # noqa: E402
 from t0repro.training.held_state import with_stacks  # noqa: E402
 from t0repro.training.models import T5Model  # noqa: E402

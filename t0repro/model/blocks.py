@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from t0repro.config.run_config import ModelConfig, Recompute
 from t0repro.model.blockwise_attention import number_of_blocks
 from t0repro.model.dropout import Dropout, ScannedLayer
-from t0repro.model.layer_sums import SUMS, adding, starting_with
+from t0repro.model.layer_stacks import SUMS, adding, starting_with
 from t0repro.model.layers import (
     MLP,
     Attention,
@@ -225,7 +225,7 @@ class Tower(nn.Module):
         are cast to anyway. They are given stacked (t0repro.model.layer_stacks) or stacked here, a
         copy that is half as large as the parameters when activations are bfloat16. If sums of
         gradients are given with the parameters, the backward pass adds to them
-        (t0repro.model.layer_sums).
+        (t0repro.model.layer_stacks).
         """
         config, own = self.config, self.variables["params"]
         draws = config.dropout_rate and not deterministic

@@ -24,11 +24,14 @@ from t0repro.evaluation import engine
 from t0repro.files import write_atomically
 from t0repro.model.decoding import generate
 from t0repro.model.t5 import T5, held_for_evaluation, parameter_shapes
-from t0repro.partitioning.collectives import Collective, collectives
 from t0repro.partitioning.devices import Partitioning, choose, line_of
-from t0repro.partitioning.flops import count_flops
 from t0repro.partitioning.memory import Memory, assumed_length
-from t0repro.partitioning.residuals import bytes_per_device
+from t0repro.partitioning.program_costs import (
+    Collective,
+    bytes_per_device,
+    collectives,
+    count_flops,
+)
 from t0repro.partitioning.topologies import GIB, Chip, memory_of
 from t0repro.progress import working
 from t0repro.runs.compile_ahead import train_shapes

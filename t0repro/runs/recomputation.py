@@ -21,7 +21,7 @@ from t0repro.parameters.layout import LAYERS, layer_name
 from t0repro.partitioning.devices import Partitioning
 from t0repro.partitioning.memory import Memory, assumed_length
 from t0repro.partitioning.processes import from_first
-from t0repro.partitioning.residuals import bytes_per_device, residual_bytes
+from t0repro.partitioning.program_costs import bytes_per_device, residual_bytes
 from t0repro.partitioning.topologies import GIB
 from t0repro.runs.compile_ahead import train_shapes
 from t0repro.training.held_state import held_shapes

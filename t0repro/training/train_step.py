@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from t0repro.errors import UserError
-from t0repro.model import layer_sums
+from t0repro.model import layer_stacks
 from t0repro.model.layer_stacks import Towers
 from t0repro.model.shapes import Array, Float
 from t0repro.model.t5 import T5, Batch
@@ -98,7 +98,7 @@ def accumulate_grads_microbatched(
     else:
         assert partitioning is not None
         totals, metrics, after = sums_over_groups(of_parts, params, parts, partitioning.data, specs)
-    return layer_sums.like(params, totals, towers), metrics, after
+    return layer_stacks.like(params, totals, towers), metrics, after
 
 
 def apply_grads(
@@ -245,24 +245,24 @@ def _scanned(
 ) -> tuple[Any, Any, Any]:
     """Adds up the microbatches' gradients in float32, and merges their metrics in order.
 
-    The sums of the layers of `towers` are stacks, see `layer_sums.zeros`.
+    The sums of the layers of `towers` are stacks, see `layer_stacks.zeros`.
     """
 
     def add(carry: tuple, item: tuple) -> tuple[tuple, None]:
         totals, merged, before = carry
         part, index = item
-        given = layer_sums.with_sums(params, totals, towers)
+        given = layer_stacks.with_sums(params, totals, towers)
         gradients, metrics, after = gradients_of(given, part, keys(index), before)
         later = merge_metrics(merged, metrics)
         # The scan starts from zeros, with which not every metric can be merged: the first replaces
         # them.
         merged = jax.tree.map(lambda one, two: jnp.where(index == 0, one, two), metrics, later)
-        return (layer_sums.added_up(totals, gradients, towers), merged, after), None
+        return (layer_stacks.added_up(totals, gradients, towers), merged, after), None
 
     first = jax.tree.map(lambda x: x[0], parts)
     _, metrics, _ = jax.eval_shape(gradients_of, params, first, keys(0), mutables)
     nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), metrics)
-    start = (layer_sums.zeros(params, towers, specs), nothing, mutables)
+    start = (layer_stacks.zeros(params, towers, specs), nothing, mutables)
     count = next(iter(parts.values())).shape[0]
     return jax.lax.scan(add, start, (parts, jnp.arange(count)))[0]
 

@@ -23,7 +23,7 @@ import jax
 import numpy as np
 
 from t0repro.model.layer_stacks import released
-from t0repro.partitioning.flops import count_flops
+from t0repro.partitioning.program_costs import count_flops
 from t0repro.partitioning.topologies import published
 from t0repro.training.held_state import with_stacks
 from t0repro.training.metric_classes import Metric, Scalar, TimeRate, merge_metrics

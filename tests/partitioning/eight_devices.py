@@ -29,8 +29,8 @@ from t0repro.evaluation.generation import generate_tokens
 from t0repro.evaluation.perplexity import evaluate_perplexity
 from t0repro.model.t5 import T5, initial_parameters
 from t0repro.partitioning import memory
-from t0repro.partitioning.collectives import collectives, counts
 from t0repro.partitioning.devices import choose
+from t0repro.partitioning.program_costs import collectives, counts
 from t0repro.runs.train import train
 from t0repro.training.checkpoints import load_tree
 from t0repro.training.held_state import with_stacks
