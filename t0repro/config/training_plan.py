@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from t0repro.config.ranges import Range
 
@@ -143,7 +143,7 @@ class EarlyStoppingConfig:
     patience: Annotated[int, Range(at_least=1)]
     atol: Annotated[float, Range(at_least=0)]
     rtol: Annotated[float, Range(at_least=0)]
-    reference: Literal["best", "previous"] = "best"
+    reference: Literal["best", "previous"] = "previous"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,7 +154,24 @@ class TerminateOnNanConfig:
     metric: str
 
 
-ActionConfig = EarlyStoppingConfig | TerminateOnNanConfig
+@dataclasses.dataclass(frozen=True)
+class UserClass:
+    """A class of the user's that takes part in a training.
+
+    Attributes:
+      module: The module that it is imported from.
+      name: Its name there.
+      arguments: Its own arguments, besides those of the class that it derives from; as JSON.
+    """
+
+    module: str
+    name: str
+    arguments: Mapping[str, Any]
+
+
+ActionConfig = EarlyStoppingConfig | TerminateOnNanConfig | UserClass
+# What a class of the user's may take the place of.
+Replaced = Literal["model", "trainer", "partitioner", "weight_metrics_computer"]
 ActionMode = Literal["TRAIN", "TRAIN_EVAL", "INFER_EVAL"]
 
 
@@ -175,6 +192,7 @@ class TrainingPlan:
       restore: None starts from model_dir's checkpoint or from new parameters.
       actions: What is done with the metrics, by where they come from.
       gc_period: Steps between collections of Python's garbage; 0 leaves it to Python.
+      user_classes: The user's classes by what they take the place of.
     """
 
     train_data: SeqioDataConfig
@@ -191,3 +209,4 @@ class TrainingPlan:
     restore: RestoreConfig | None
     actions: Mapping[ActionMode, tuple[ActionConfig, ...]]
     gc_period: Annotated[int, Range(at_least=0)]
+    user_classes: Mapping[Replaced, UserClass] = dataclasses.field(default_factory=dict)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -83,20 +83,82 @@ class ModelFunctions:
 
     def _decoded(self, dataset: Any) -> Iterator[tuple[list[int], Decodes]]:
         """Each batch's indices and decodes; of the rows, the first are the indexed ones."""
-        key = jax.random.PRNGKey(self.seed)
-        pairs, numbers = _pairs(dataset), itertools.count()
-        while batch := list(itertools.islice(pairs, self.batch_size)):
-            examples = [_tokens(example) for _, example in batch]
-            # As many as several devices need to share them evenly.
-            size = self.batch_size + -self.batch_size % data_parts(self.params)
-            examples += examples[:1] * (size - len(examples))
-            inputs, targets = (
-                np.stack([example[name] for example in examples]) for name in ("inputs", "targets")
-            )
-            batch_key = jax.random.fold_in(key, next(numbers))
+        batches = _batches(dataset, self.params, self.batch_size, self.seed)
+        for indices, batch, key in batches:
+            own = _tokens(batch)
             with across_devices_of(self.params):
-                decodes = generate(self.model, self.params, inputs, targets, self.plan, batch_key)
-            yield [int(index) for index, _ in batch], decodes
+                decodes = generate(
+                    self.model, self.params, own["inputs"], own["targets"], self.plan, key
+                )
+            yield indices, decodes
+
+
+@dataclasses.dataclass(frozen=True)
+class UserModelFunctions:
+    """The same of a model of the user's, by its own `predict_batch`, `score_batch` and so on.
+
+    Attributes:
+      model: an EncoderDecoderModel; batches have T5X's feature names.
+      params: Its parameters.
+      batch_size: Examples that are done together.
+      seed: For sampling.
+    """
+
+    model: Any
+    params: Any
+    batch_size: int
+    seed: int = 0
+
+    def predict(self, dataset: Any) -> Indexed:
+        """Token ids of each example's output."""
+        predict = jax.jit(self.model.predict_batch)
+        return [
+            pair for pair, _ in self._done(dataset, lambda b, k: (predict(self.params, b, k), {}))
+        ]
+
+    def predict_with_aux(self, dataset: Any) -> tuple[Indexed, Aux]:
+        """Token ids of each example's output, and what else the model returns, by name."""
+        predict = jax.jit(self.model.predict_batch_with_aux)
+        rows = list(self._done(dataset, lambda b, k: predict(self.params, b, k)))
+        names = rows[0][1] if rows else ()
+        return [pair for pair, _ in rows], {name: [aux[name] for _, aux in rows] for name in names}
+
+    def score(self, dataset: Any) -> Indexed:
+        """What the model's `score_batch` says of each example's targets."""
+        score = jax.jit(self.model.score_batch)
+        return [pair for pair, _ in self._done(dataset, lambda b, _: (score(self.params, b), {}))]
+
+    def _done(
+        self, dataset: Any, function: Callable[[Any, jax.Array], tuple[Any, Mapping[str, Any]]]
+    ) -> Iterator[tuple[tuple[int, Any], dict[str, Any]]]:
+        """((index, output), {name: value}) of each example."""
+        for indices, batch, key in _batches(dataset, self.params, self.batch_size, self.seed):
+            with across_devices_of(self.params):
+                outputs, aux = function(batch, key)
+            outputs, aux = fetched(outputs), {name: fetched(x) for name, x in aux.items()}
+            for row, index in enumerate(indices):
+                yield (
+                    (index, outputs[row].tolist()),
+                    {name: x[row].tolist() for name, x in aux.items()},
+                )
+
+
+def _batches(
+    dataset: Any, params: Any, batch_size: int, seed: int
+) -> Iterator[tuple[list[int], dict[str, np.ndarray], jax.Array]]:
+    """Indices, features and PRNG key of each batch; of the rows, the first are the indexed ones."""
+    key = jax.random.PRNGKey(seed)
+    pairs, numbers = _pairs(dataset), itertools.count()
+    while batch := list(itertools.islice(pairs, batch_size)):
+        examples = [example for _, example in batch]
+        # As many as several devices need to share them evenly.
+        size = batch_size + -batch_size % data_parts(params)
+        examples += examples[:1] * (size - len(examples))
+        features = {
+            name: np.stack([np.asarray(example[name]) for example in examples])
+            for name in examples[0]
+        }
+        yield [int(i) for i, _ in batch], features, jax.random.fold_in(key, next(numbers))
 
 
 def _tokens(example: Any) -> dict[str, np.ndarray]:

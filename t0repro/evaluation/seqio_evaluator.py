@@ -17,7 +17,7 @@ from typing import Any
 from t0repro.config.decoding_plan import DecodingPlan
 from t0repro.config.training_plan import EvaluatorConfig, LoggerConfig, SeqioDataConfig
 from t0repro.errors import UserError
-from t0repro.evaluation.model_functions import ModelFunctions
+from t0repro.evaluation.model_functions import ModelFunctions, UserModelFunctions
 from t0repro.log_records import only_records
 from t0repro.model.t5 import T5
 
@@ -73,10 +73,18 @@ class TaskEvaluator:
         """Names of the tasks that are evaluated."""
         return [task.name for task in self._evaluator.eval_tasks]
 
-    def evaluate(self, model: T5, params: Any, step: int) -> dict[str, dict[str, float]]:
-        """Evaluates a model, lets the loggers write, and returns each task's metrics by name."""
+    def evaluate(self, model: Any, params: Any, step: int) -> dict[str, dict[str, float]]:
+        """Evaluates a model, lets the loggers write, and returns each task's metrics by name.
+
+        Args:
+          model: the network, or a model of the user's with methods that generate and score.
+          params: its parameters.
+          step: their step, for the loggers.
+        """
         # SeqIO's types ask for a second argument, which it never passes.
-        functions: Any = ModelFunctions(model, params, self._decoding, self._data.batch_size)
+        functions: Any = UserModelFunctions(model, params, self._data.batch_size)
+        if isinstance(model, T5):
+            functions = ModelFunctions(model, params, self._decoding, self._data.batch_size)
         with warnings.catch_warnings(), only_records("absl", _is_worth_logging):
             # sklearn warns about metrics that are undefined for few examples.
             warnings.filterwarnings("ignore", module=r"sklearn\.")

@@ -3,24 +3,29 @@
 They differ from Mesh TensorFlow's (t0repro.model.decoding) in when a search ends, in the candidates
 that compete, and in what a score is; each follows t5x.decoding at cc342d4. A prompt forces the
 tokens at its positions. All decodes of a row are returned, sorted so that the best is the last.
+
+`beam_search` and `temperature_sample` have T5X's arguments and decode any model, given a function
+from the state to logits; `generate` decodes a T5.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from t0repro.config.decoding_plan import DecodingPlan
+from t0repro.config.decoding_plan import NEVER, DecodingPlan
 from t0repro.model.decoding import Parameters, decoder_step, empty_cache, read_inputs
 from t0repro.model.shapes import Array, Float, Int
 from t0repro.model.t5 import T5
 
-_NEVER = -1e7  # T5X's minus infinity: the log-probability of a beam that does not exist
-_GREEDY_TEMPERATURE = 1e-4  # at or below it, T5X takes the likeliest token
+MIN_TEMPERATURE = 1e-4  # at or below it, T5X takes the likeliest token
+NEG_INF = NEVER
 
 
 class Decodes(NamedTuple):
@@ -34,6 +39,54 @@ class Decodes(NamedTuple):
 
     tokens: Int[Array, "batch decodes length"]
     scores: Float[Array, "batch decodes"]
+
+
+@flax.struct.dataclass
+class DecodingState:
+    """What a function from tokens to logits is given; decodes of one row are adjacent.
+
+    Attributes:
+      cur_index: the position that is decoded, counted from 0: one for all rows in a beam search,
+        [batch * decodes] in sampling.
+      sequences: [batch * decodes, length (+ 1)], a 0 and then the tokens so far.
+      cur_token: [batch * decodes, 1], what the decoder reads now.
+      cache: what the function returned for the position before; batch * decodes rows.
+    """
+
+    cur_index: jax.Array
+    sequences: jax.Array
+    cur_token: jax.Array
+    cache: Any
+
+
+@flax.struct.dataclass
+class SamplingLoopState:
+    """The state of `temperature_sample`, which its callbacks see; rows are batch * decodes.
+
+    Attributes:
+      step: number of positions decoded so far.
+      cur_index: the position that is decoded, [rows].
+      sequences: a 0, the prompt or the tokens so far, and another 0: [rows, length + 2].
+      cache: the cache.
+      cur_token: what the decoder reads now, [rows, 1].
+      ended: whether an output is complete, [rows, 1].
+      rng: PRNG key.
+      log_prob: log-probability of the tokens that were not forced, [rows].
+    """
+
+    step: jax.Array
+    cur_index: jax.Array
+    sequences: jax.Array
+    cache: Any
+    cur_token: jax.Array
+    ended: jax.Array
+    rng: jax.Array
+    log_prob: jax.Array
+
+
+TokensToLogits = Callable[[DecodingState], tuple[jax.Array, Any]]
+StateCallback = Callable[[SamplingLoopState], SamplingLoopState]
+LogitCallback = Callable[[jax.Array, SamplingLoopState], jax.Array]
 
 
 def generate(
@@ -56,115 +109,180 @@ def generate(
 
     Source: t5x.models.EncoderDecoderModel.predict_batch_with_aux.
     """
-    prompt, inputs = _prompt(targets, plan), jnp.asarray(inputs, jnp.int32)
-    if plan.method == "beam_search":
-        prompt = prompt[:, : plan.max_decode_len]
-        return _beam_search(model, plan, params, inputs, prompt)
-    return _temperature_sample(model, plan, params, inputs, prompt, key)
-
-
-def _prompt(targets: Any, plan: DecodingPlan) -> Int[Array, "batch length"]:
-    """The token forced at each position; 0 leaves it free."""
-    targets = jnp.asarray(targets, jnp.int32)
-    if not plan.prompt_with_targets:
-        return jnp.zeros_like(targets)
     # T5X reads the prompt off the decoder's inputs, which lack the last target.
-    shown = targets.at[:, -1].set(0)
-    return jnp.where(shown == plan.eos_id, 0, shown)
+    prompt = jnp.pad(jnp.asarray(targets, jnp.int32)[:, :-1], ((0, 0), (1, 0)))
+    prompt = jnp.where(plan.prompt_with_targets & (prompt != plan.eos_id), prompt, 0)
+    return _generate(model, plan, params, jnp.asarray(inputs, jnp.int32), prompt, key)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _generate(
+    model: T5,
+    plan: DecodingPlan,
+    params: Parameters,
+    inputs: Int[Array, "batch memory"],
+    prompt: Int[Array, "batch length"],
+    key: jax.Array,
+) -> Decodes:
+    options, length = plan.function_options(), prompt.shape[1]
+    decode = beam_search if plan.method == "beam_search" else temperature_sample
+    # The targets have no room for more.
+    for name in options.keys() & {"max_decode_len", "max_decode_steps"}:
+        options[name] = None if options[name] is None else min(options[name], length)
+    cache, tokens_to_logits = t5_functions(model, params, inputs, plan.num_decodes, length)
+    return decode(prompt, cache, tokens_to_logits, decode_rng=key, **options)
+
+
+def t5_functions(
+    model: T5, params: Parameters, inputs: Int[Array, "batch memory"], decodes: int, length: int
+) -> tuple[Any, TokensToLogits]:
+    """An empty cache for each row of inputs, and the function that a decoding calls T5 with.
+
+    Args:
+      model: the model.
+      params: its parameters.
+      inputs: one example per row; zeros are padding.
+      decodes: number of decodes of each row.
+      length: positions that the cache has room for.
+    """
+    reads, rows = read_inputs(model, params, inputs), inputs.shape[0]
+
+    def tokens_to_logits(state: DecodingState) -> tuple[jax.Array, Any]:
+        # All rows are at the same position.
+        position = jnp.max(state.cur_index)
+        tokens = state.cur_token.reshape(rows, decodes)
+        logits, cache = decoder_step(model, params, reads, state.cache, tokens, position)
+        return logits.reshape(rows * decodes, -1), cache
+
+    return empty_cache(model, rows, length), tokens_to_logits
 
 
 # ---- Beam search --------------------------------------------------------------------------------
 
 
+def brevity_penalty(alpha: float, length: Any) -> jax.Array:
+    """What the log-probability of an output of this length is divided by."""
+    return jnp.power((5.0 + length) / 6.0, alpha)
+
+
 class _Search(NamedTuple):
-    """The state of a beam search, by ascending score: [batch, beams, ...]."""
+    """The state of a beam search, by ascending score: [batch, beams, ...]; tokens after a 0."""
 
     position: jax.Array
     live: jax.Array
     log_probs: jax.Array
-    last: jax.Array
     finished: jax.Array
     scores: jax.Array
     is_finished: jax.Array
     cache: Any
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _beam_search(
-    model: T5,
-    plan: DecodingPlan,
-    params: Parameters,
-    inputs: Int[Array, "batch memory"],
-    prompt: Int[Array, "batch length"],
+def beam_search(
+    inputs: Int[Array | np.ndarray, "batch length"],
+    cache: Any,
+    tokens_to_logits: TokensToLogits,
+    eos_id: int,
+    num_decodes: int = 4,
+    alpha: float = 0.6,
+    max_decode_len: int | None = None,
+    max_decode_step: int = -1,
+    min_log_prob: float = NEG_INF,
+    decode_rng: jax.Array | None = None,
+    cache_offset: int = 0,
 ) -> Decodes:
-    (rows, length), beams = prompt.shape, plan.num_decodes
-    reads = read_inputs(model, params, inputs)
+    """Finds the outputs with the highest scores.
 
-    def penalty(tokens: Any) -> jax.Array:
-        return jnp.power((5.0 + tokens) / 6.0, plan.alpha)
+    Args:
+      inputs: a 0, then the prompt's tokens, which are forced; 0 leaves a position free.
+      cache: pytree with `batch` rows.
+      tokens_to_logits: maps a `DecodingState` to float logits [batch * decodes, vocab] of the next
+        token and the cache after it.
+      eos_id: the token that ends an output.
+      num_decodes: number of beams.
+      alpha: exponent of the length penalty.
+      max_decode_len: maximum number of tokens; None takes the length of `inputs`.
+      max_decode_step: maximum number of positions to decode, if above 0.
+      min_log_prob: the search ends if no live beam of any row has at least this log-probability.
+      decode_rng: not used.
+      cache_offset: the axis of the cache's arrays that has the rows.
+
+    Source: t5x.decoding.beam_search.
+    """
+    del decode_rng
+    rows, beams = inputs.shape[0], num_decodes
+    length = inputs.shape[1] if max_decode_len is None else max_decode_len
+    # The token forced at each position; beyond the prompt every token is free.
+    prompt = jnp.pad(inputs[:, 1:], ((0, 0), (0, max(0, length + 1 - inputs.shape[1]))))
 
     def more(state: _Search) -> jax.Array:
         # T5X counts the token before the first one too: hence the + 1.
-        reachable = state.log_probs[:, -1:] / penalty(length + 1)
+        longest = brevity_penalty(alpha, length + 1)
+        reachable = state.log_probs[:, -1:] / longest
         worst = jnp.min(state.scores, axis=1, keepdims=True)
-        decided = jnp.where(state.is_finished, worst, _NEVER) > reachable
-        return (state.position < length) & ~decided.all()
+        decided = jnp.where(state.is_finished, worst, NEG_INF) > reachable
+        unlikely = jnp.all(reachable < min_log_prob / longest) & (state.position > 0)
+        over = (max_decode_step > 0) & (state.position >= max_decode_step)
+        return (state.position < length) & ~decided.all() & ~unlikely & ~over
 
     def step(state: _Search) -> _Search:
-        logits, cache = decoder_step(model, params, reads, state.cache, state.last, state.position)
+        last = jax.lax.dynamic_index_in_dim(state.live, state.position, 2, keepdims=False)
+        sequences = state.live.reshape(rows * beams, -1)
+        logits, cache = tokens_to_logits(
+            DecodingState(state.position, sequences, last.reshape(-1, 1), state.cache)
+        )
+        logits = logits.reshape(rows, beams, -1)
         log_probs = jax.nn.log_softmax(logits) + state.log_probs[..., None]
         vocabulary = logits.shape[-1]
         # Twice as many as beams: at most half of them can end, so enough stay alive.
         best, index = jax.lax.top_k(log_probs.reshape(rows, -1), 2 * beams)
         # Inside a prompt one beam is left, at no cost.
         forced = prompt[:, state.position][:, None]
-        only = jnp.where(jnp.arange(2 * beams) == 0, 0.0, _NEVER)
+        only = jnp.where(jnp.arange(2 * beams) == 0, 0.0, NEG_INF)
         best = jnp.where(forced == 0, best, only)
         tokens = jnp.where(forced == 0, index % vocabulary, forced)
         parents = index // vocabulary
-        grown = _taken(state.live, parents).at[:, :, state.position].set(tokens)
-        ends = tokens == plan.eos_id
+        grown = _taken(state.live, parents).at[:, :, state.position + 1].set(tokens)
+        ends = tokens == eos_id
 
-        alive = _best_last(best + ends * _NEVER, beams)
+        alive = _best_last(best + ends * NEG_INF, beams)
         # Continuations that do not end are no candidates for the finished ones.
-        scores = best / penalty(state.position + 1) + ~ends * _NEVER
+        scores = best / brevity_penalty(alpha, state.position + 1) + ~ends * NEG_INF
         all_scores = jnp.concatenate([state.scores, scores], axis=1)
         kept = _best_last(all_scores, beams)
-        rows_of = jnp.arange(rows)[:, None] * beams + _taken(parents, alive)
+        rows_of = (jnp.arange(rows)[:, None] * beams + _taken(parents, alive)).reshape(-1)
         return _Search(
             position=state.position + 1,
             live=_taken(grown, alive),
-            log_probs=_taken(best + ends * _NEVER, alive),
-            last=_taken(tokens, alive),
+            log_probs=_taken(best + ends * NEG_INF, alive),
             finished=_taken(jnp.concatenate([state.finished, grown], axis=1), kept),
             scores=_taken(all_scores, kept),
             is_finished=_taken(jnp.concatenate([state.is_finished, ends], axis=1), kept),
-            cache=jax.tree.map(lambda x: x[rows_of.reshape(-1)], cache),
+            cache=jax.tree.map(lambda x: jnp.take(x, rows_of, axis=cache_offset), cache),
         )
 
-    state = jax.lax.while_loop(more, step, _start(model, rows, beams, length))
+    nothing = jnp.zeros((rows, beams, length + 1), jnp.int32)
+    # Only the first beam exists at the start; with equal beams, all would grow alike.
+    first = jnp.where(jnp.arange(beams) == 0, 0.0, NEG_INF)
+    start = _Search(
+        position=jnp.int32(0),
+        live=nothing,
+        log_probs=jnp.tile(first, (rows, 1)),
+        finished=nothing,
+        scores=jnp.full((rows, beams), NEG_INF),
+        is_finished=nothing[:, :, 0] > 0,
+        cache=_repeated(cache, beams, cache_offset),
+    )
+    state = jax.lax.while_loop(more, step, start)
     any_finished = state.is_finished.any(axis=1)
     return Decodes(
-        jnp.where(any_finished[:, None, None], state.finished, state.live),
+        jnp.where(any_finished[:, None, None], state.finished, state.live)[:, :, 1:],
         jnp.where(any_finished[:, None], state.scores, state.log_probs),
     )
 
 
-def _start(model: T5, rows: int, beams: int, length: int) -> _Search:
-    """The state before the first step: no tokens, and one live beam in each row."""
-    nothing = jnp.zeros((rows, beams, length), jnp.int32)
-    # Only the first beam exists at the start; with equal beams, all would grow alike.
-    first = jnp.where(jnp.arange(beams) == 0, 0.0, _NEVER)
-    return _Search(
-        position=jnp.int32(0),
-        live=nothing,
-        log_probs=jnp.tile(first, (rows, 1)),
-        last=nothing[:, :, 0],
-        finished=nothing,
-        scores=jnp.full((rows, beams), _NEVER),
-        is_finished=nothing[:, :, 0] > 0,
-        cache=empty_cache(model, rows * beams, length),
-    )
+def _repeated(cache: Any, decodes: int, axis: int) -> Any:
+    """A cache in which the decodes of each row are adjacent."""
+    return jax.tree.map(lambda x: jnp.repeat(x, decodes, axis=axis) if jnp.ndim(x) else x, cache)
 
 
 def _best_last(scores: Float[Array, "batch some"], count: int) -> Int[Array, "batch count"]:
@@ -179,85 +297,144 @@ def _taken(x: Array, index: Int[Array, "batch some"]) -> Array:
 # ---- Sampling -----------------------------------------------------------------------------------
 
 
-class _Sample(NamedTuple):
-    """The state of sampling, [batch * decodes, ...]."""
-
-    position: jax.Array
-    tokens: jax.Array
-    last: jax.Array
-    done: jax.Array
-    log_probs: jax.Array
-    key: jax.Array
-    cache: Any
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _temperature_sample(
-    model: T5,
-    plan: DecodingPlan,
-    params: Parameters,
-    inputs: Int[Array, "batch memory"],
-    prompt: Int[Array, "batch length"],
-    key: jax.Array,
+def temperature_sample(
+    inputs: Int[Array | np.ndarray, "batch length"],
+    cache: Any,
+    tokens_to_logits: TokensToLogits,
+    eos_id: int,
+    decode_rng: jax.Array | None = None,
+    num_decodes: int = 1,
+    temperature: float | Array | np.ndarray | int = 1.0,
+    topk: int = 1,
+    topp: float = 0.0,
+    cache_offset: int = 0,
+    initial_index: Int[Array | np.ndarray, " batch"] | None = None,
+    max_decode_steps: int | None = None,
+    max_decode_steps_hard_limit: int | None = None,
+    rescale_log_probs: bool = True,
+    state_callback_fn: StateCallback | None = None,
+    logit_callback_fn: LogitCallback | None = None,
 ) -> Decodes:
-    (rows, length), decodes = prompt.shape, plan.num_decodes
-    reads = read_inputs(model, params, inputs)
-    # Decodes of one row are adjacent.
-    prompts = jnp.repeat(prompt, decodes, axis=0)
-    limit = jnp.full(rows * decodes, length)
-    if plan.max_decode_steps is not None:
-        limit = jnp.minimum((prompts != 0).sum(axis=1) + plan.max_decode_steps, length)
+    """Samples outputs token by token; sorted by their log-probability.
 
-    def step(state: _Sample) -> _Sample:
-        now, later = jax.random.split(state.key)
-        last = state.last.reshape(rows, decodes)
-        logits, cache = decoder_step(model, params, reads, state.cache, last, state.position)
-        chosen, log_p = _chosen(logits.reshape(rows * decodes, -1), plan, now)
-        forced = prompts[:, state.position]
+    Args:
+      inputs: a 0, then the prompt's tokens, which are forced; 0 leaves a position free. An EOS in
+        the prompt ends nothing.
+      cache: see `beam_search`.
+      tokens_to_logits: see `beam_search`.
+      eos_id: see `beam_search`.
+      decode_rng: PRNG key; None for `jax.random.PRNGKey(0)`.
+      num_decodes: outputs of each row.
+      temperature: divides the logits, one number or one for each row of `inputs`; 1e-4 or less
+        takes the likeliest token.
+      topk: sample among this many of the likeliest tokens; 0 keeps all.
+      topp: sample among the fewest tokens with at least this much probability; 0 keeps all.
+      cache_offset: see `beam_search`.
+      initial_index: the position of each row that is decoded first, if the cache has the ones
+        before; None for 0.
+      max_decode_steps: maximum tokens after the prompt; None fills the length of `inputs`.
+      max_decode_steps_hard_limit: a limit to that number, if above 0.
+      rescale_log_probs: whether log-probabilities count the temperature, topk and topp.
+      state_callback_fn: maps the state to another before each position and at the end.
+      logit_callback_fn: maps logits and state to other logits.
+
+    Raises:
+      ValueError: if topk and topp are both set, or more steps are asked for than there is room.
+
+    Source: t5x.decoding.temperature_sample.
+    """
+    if topk and topp:
+        raise ValueError("At most one of topk and topp may be other than 0.")
+    rows, length = inputs.shape[0] * num_decodes, inputs.shape[1]
+    # Decodes of one row are adjacent.
+    prompts = jnp.pad(jnp.repeat(inputs, num_decodes, axis=0), ((0, 0), (0, 2)))
+    limit = jnp.full(rows, length)
+    if max_decode_steps is not None:
+        steps = min(max_decode_steps, max_decode_steps_hard_limit or max_decode_steps)
+        if steps > length:
+            raise ValueError(f"{steps} steps are more than the length, {length}.")
+        limit = jnp.minimum((prompts != 0).sum(axis=1) + steps, length)
+    ends_in_prompt = (prompts == eos_id).sum(axis=1)
+    if jnp.ndim(temperature) == 1:
+        temperature = jnp.repeat(jnp.asarray(temperature), num_decodes)[:, None]
+
+    def step(state: SamplingLoopState) -> SamplingLoopState:
+        if state_callback_fn is not None:
+            state = state_callback_fn(state)
+        now, later = jax.random.split(state.rng)
+        logits, new_cache = tokens_to_logits(
+            DecodingState(state.cur_index, state.sequences[:, :-2], state.cur_token, state.cache)
+        )
+        if logit_callback_fn is not None:
+            logits = logit_callback_fn(logits, state)
+        chosen, log_p = _chosen(logits, temperature, topk, topp, rescale_log_probs, now)
+        at, done = state.cur_index + 1, state.ended[:, 0]
+        forced = jnp.take_along_axis(state.sequences, at[:, None], axis=1)[:, 0]
         # What is forced, or follows the end, costs nothing.
-        log_p = jnp.where((forced == 0) & ~state.done, log_p, 0.0)
-        token = jnp.where(state.done, 0, jnp.where(forced == 0, chosen, forced))
-        position = state.position + 1
-        return _Sample(
-            position=position,
-            tokens=state.tokens.at[:, state.position].set(token),
-            last=token,
-            done=state.done | (token == plan.eos_id) | (position >= limit),
-            log_probs=state.log_probs + log_p,
-            key=later,
-            cache=cache,
+        log_p = jnp.where((forced == 0) & ~done, log_p, 0.0)
+        token = jnp.where(done, 0, jnp.where(forced == 0, chosen, forced))
+        sequences = state.sequences.at[jnp.arange(rows), at].set(token)
+        # Those of the prompt that are not reached yet are among the sequence's already.
+        more_ends = (sequences == eos_id).sum(axis=1) > ends_in_prompt
+        return SamplingLoopState(
+            step=state.step + 1,
+            cur_index=at,
+            sequences=sequences,
+            cache=new_cache,
+            cur_token=token[:, None],
+            ended=(done | more_ends | (at >= limit))[:, None],
+            rng=later,
+            log_prob=state.log_prob + log_p,
         )
 
-    none = jnp.zeros(rows * decodes, jnp.int32)
-    cache = empty_cache(model, rows * decodes, length)
-    start = _Sample(
-        jnp.int32(0), jnp.zeros_like(prompts), none, none > 0, jnp.zeros(rows * decodes), key, cache
+    first = jnp.zeros(rows, jnp.int32)
+    if initial_index is not None:
+        first = jnp.repeat(jnp.asarray(initial_index, jnp.int32), num_decodes)
+    start = SamplingLoopState(
+        step=jnp.int32(0),
+        cur_index=first,
+        sequences=prompts,
+        cache=_repeated(cache, num_decodes, cache_offset),
+        cur_token=jnp.take_along_axis(prompts, first[:, None], axis=1),
+        ended=jnp.zeros((rows, 1), bool),
+        rng=jax.random.PRNGKey(0) if decode_rng is None else decode_rng,
+        log_prob=jnp.zeros(rows),
     )
-    state = jax.lax.while_loop(lambda state: ~state.done.all(), step, start)
-    scores = state.log_probs.reshape(rows, decodes)
+    state = jax.lax.while_loop(lambda state: ~state.ended.all(), step, start)
+    if state_callback_fn is not None:
+        state = state_callback_fn(state)
+    scores = state.log_prob.reshape(-1, num_decodes)
     order = jnp.argsort(scores, axis=1)
-    tokens = state.tokens.reshape(rows, decodes, length)
+    tokens = state.sequences[:, 1:-1].reshape(-1, num_decodes, length)
     return Decodes(_taken(tokens, order), _taken(scores, order))
 
 
 def _chosen(
-    logits: Float[Array, "rows vocab"], plan: DecodingPlan, key: jax.Array
+    logits: Float[Array, "rows vocab"],
+    temperature: Any,
+    topk: int,
+    topp: float,
+    rescale: bool,
+    key: jax.Array,
 ) -> tuple[Int[Array, " rows"], Float[Array, " rows"]]:
-    """A token for each row and its log-probability."""
-    if plan.temperature <= _GREEDY_TEMPERATURE:
-        token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        # Rescaled to the one token that is left, its probability is 1.
-        if plan.rescale_log_probs:
-            return token, jnp.zeros(token.shape)
-        return token, _log_prob(logits, token)
-    scaled = logits / plan.temperature
-    if plan.topk:
-        kept = jax.lax.top_k(scaled, min(plan.topk, scaled.shape[-1]))[0][:, -1:]
-        scaled = jnp.where(scaled >= kept, scaled, _NEVER)
-    if plan.topp:
-        scaled = _most_probable(scaled, plan.topp)
+    """A token for each row and its log-probability; the temperature is a number or [rows, 1]."""
+    likeliest = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    # Rescaled to the one token that is left, its probability is 1.
+    certain = jnp.zeros(likeliest.shape) if rescale else _log_prob(logits, likeliest)
+    if isinstance(temperature, int | float) and temperature <= MIN_TEMPERATURE:
+        return likeliest, certain
+    scaled = logits / jnp.maximum(temperature, MIN_TEMPERATURE)
+    if topk:
+        kept = jax.lax.top_k(scaled, min(topk, scaled.shape[-1]))[0][:, -1:]
+        scaled = jnp.where(scaled >= kept, scaled, NEG_INF)
+    if topp:
+        scaled = _most_probable(scaled, topp)
     token = jax.random.categorical(key, scaled).astype(jnp.int32)
-    return token, _log_prob(scaled if plan.rescale_log_probs else logits, token)
+    log_p = _log_prob(scaled if rescale else logits, token)
+    if isinstance(temperature, int | float):
+        return token, log_p
+    greedy = (jnp.asarray(temperature) <= MIN_TEMPERATURE).reshape(-1)
+    return jnp.where(greedy, likeliest, token), jnp.where(greedy, certain, log_p)
 
 
 def _most_probable(logits: Float[Array, "rows vocab"], share: float) -> Float[Array, "rows vocab"]:
@@ -267,7 +444,7 @@ def _most_probable(logits: Float[Array, "rows vocab"], share: float) -> Float[Ar
     # Kept as long as what comes before them does not have the share yet.
     needed = jnp.cumsum(ordered, axis=-1) - ordered < share
     least = jnp.min(jnp.where(needed, ordered, jnp.inf), axis=-1, keepdims=True)
-    return jnp.where(probs >= least, logits, _NEVER)
+    return jnp.where(probs >= least, logits, NEG_INF)
 
 
 def _log_prob(logits: Float[Array, "rows vocab"], token: Int[Array, " rows"]) -> Array:

@@ -7,9 +7,11 @@ import gc
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 
+from t0repro.config.decoding_plan import DecodingPlan
 from t0repro.config.run_config import AdafactorConfig, RunConfig
 from t0repro.config.training_plan import TerminateOnNanConfig, TrainingPlan
 from t0repro.errors import UserError
@@ -32,11 +34,15 @@ class PlannedInputs:
       train_eval: Batches by task, for evaluations with the training's metrics.
       infer_eval: Evaluates the tasks' own metrics; None for no such evaluation.
       open_writer: Opens the writer of a split's metrics; None writes metrics.jsonl alone.
+      vocabularies: SeqIO's of inputs and targets, for a model of the user's.
+      decoding: How a model of the user's generates.
     """
 
     train_eval: Mapping[str, Iterable[NumpyBatch]] = dataclasses.field(default_factory=dict)
     infer_eval: InferEval | None = None
     open_writer: OpenWriter | None = None
+    vocabularies: tuple[Any, Any] = (None, None)
+    decoding: DecodingPlan | None = None
 
 
 def chosen_seed(plan: TrainingPlan, say: Callable[[str], None]) -> int:

@@ -67,8 +67,25 @@ def start(
                 train_eval=train_eval(config, say),
                 infer_eval=infer_eval(parsed, config, say),
                 open_writer=_opener_of_writers(model_dir, parsed.gin_text, tree),
+                **_for_users_model(parsed, config),
             ),
         )
+
+
+def _for_users_model(parsed: Parsed, config: RunConfig) -> dict[str, Any]:
+    """What only a model of the user's reads: the vocabularies, and how T5X's would generate."""
+    from t0repro.config.t5x.inference import decoding_plan
+    from t0repro.config.t5x.places import Places
+    from t0repro.data.vocabularies import seqio_vocabulary
+
+    if config.plan is None or "model" not in config.plan.user_classes:
+        return {}
+    record = parsed.program.model
+    vocabularies = tuple(map(seqio_vocabulary, (record.input_vocabulary, record.output_vocabulary)))
+    return {
+        "vocabularies": vocabularies,
+        "decoding": decoding_plan(record, Places.of(parsed.values)),
+    }
 
 
 def _opener_of_writers(
@@ -228,10 +245,12 @@ def infer_eval(parsed: Parsed, config: RunConfig, say: Say) -> InferEval | None:
     decoding = decoding_plan(parsed.program.model, Places.of(parsed.values))
     # Every process evaluates, since they share the devices, but only the first keeps results.
     evaluator = TaskEvaluator(data, plan.evaluator, output_folder(config.model_dir), decoding)
-    model = T5(config.model, config.dtypes)
+    model, users = T5(config.model, config.dtypes), "model" in plan.user_classes
 
     def evaluate(loop: TrainingLoop) -> Mapping[str, Mapping[str, float]]:
         params = loop.held_state.params
-        return evaluator.evaluate(model, by_layer(params, stacks_in(params)), loop.step)
+        # The network alone for this project's own model; a user's generates by its methods.
+        trained = loop.trainer.model if users else model
+        return evaluator.evaluate(trained, by_layer(params, stacks_in(params)), loop.step)
 
     return evaluate

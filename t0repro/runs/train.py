@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -34,6 +35,7 @@ from t0repro.runs.plan import (
 )
 from t0repro.runs.recomputation import decided
 from t0repro.training.actions import Action, SaveCheckpoints, ShowProgress, StopOnSignal
+from t0repro.training.assembling import model_of, trainer_of
 from t0repro.training.checkpoints import (
     checkpoint_path,
     data_folder,
@@ -43,15 +45,13 @@ from t0repro.training.checkpoints import (
 )
 from t0repro.training.loop import TrainingLoop
 from t0repro.training.metrics import MetricLog, SplitMetrics, Writer
-from t0repro.training.models import T5Model
+from t0repro.training.models import T5Model, is_own
 from t0repro.training.optimizers import make_optimizer
-from t0repro.training.partitioner import Partitioner
 from t0repro.training.progress_notes import last_evaluated
 from t0repro.training.run_state import RecordRunState
 from t0repro.training.schedules import Schedule, make_schedule
 from t0repro.training.train_state import OpenTree, TrainState, from_flat_tree, new_train_state
-from t0repro.training.trainer import NumpyBatch, PreemptionError, Trainer
-from t0repro.training.weight_metrics import WeightMetricsComputer
+from t0repro.training.trainer import BaseTrainer, NumpyBatch, PreemptionError
 from t0repro.words import counted
 
 Say = Callable[[str], None]
@@ -188,8 +188,10 @@ def train(
       StoppedBySignal: After SIGTERM or SIGINT, once the state has been saved.
     """
     say = say or (lambda line: print(line, file=sys.stderr, flush=True))
-    run = _prepared(config, seed, say)
+    run = _prepared(config, seed, say, planned or PlannedInputs())
+    restoring = time.perf_counter()
     start = _start(run, restore_from, say)
+    seconds = time.perf_counter() - restoring
     end_step = config.train_steps if config.plan is None else last_step(config, start.step)
     nothing = f"nothing to train: step {start.step:,}, train_steps {end_step:,}"
     if start.step >= end_step and not _still_evaluates(config, start, planned):
@@ -217,8 +219,14 @@ def train(
         # batch is made while parameters are drawn.
         opened = _opened(batches, start, say) if start.step < end_step else ()
         opened = _within(opened, config.model.vocab_size)
+        initializing = time.perf_counter()
         if start.is_new:
             loop.trainer.train_state = _values(run, start)
+        loop.trainer.train_metrics_manager.write_event(
+            "timing/init_or_restore_seconds",
+            seconds + time.perf_counter() - initializing,
+            start.step,
+        )
         # From here on a batch is whole, whoever made its rows.
         return map(functools.partial(_on_all_devices, run), opened) if is_divided else opened
 
@@ -250,7 +258,7 @@ def _still_evaluates(config: RunConfig, start: _Start, planned: PlannedInputs | 
 # ---- Before the loop ----------------------------------------------------------------------------
 
 
-def _prepared(config: RunConfig, seed: int, say: Say) -> _Run:
+def _prepared(config: RunConfig, seed: int, say: Say, planned: PlannedInputs) -> _Run:
     """The model, its optimizer and schedule, the keys and the devices."""
     if config.optimizer is None or config.schedule is None:
         raise UserError(
@@ -264,7 +272,13 @@ def _prepared(config: RunConfig, seed: int, say: Say) -> _Run:
     partitioning = choose(config.layout, config.model, rows=rows, where=where)
     config, why = decided(config, partitioning, memory_of(partitioning.mesh.devices.flat[0]))
     module = T5(config.model, config.dtypes)
-    model = T5Model(module, optimizer)
+    model = model_of(
+        config,
+        module,
+        optimizer,
+        vocabularies=planned.vocabularies,
+        decoding=planned.decoding,
+    )
     if plan is None:
         initial_key = jax.random.key(seed)
         # Fold in a constant, because parameters are drawn with the seed's key itself.
@@ -313,8 +327,10 @@ def _fresh_state(model: T5Model, key: jax.Array, like: TrainState | None = None)
     """Parameters drawn from the key, zero slots, step 0; divided among devices as `like` is."""
     assert model.optimizer_def is not None
     if like is None or not isinstance(like.step.sharding, NamedSharding):
-        return TrainState.create(model.optimizer_def, model.get_initial_variables(key))
+        return TrainState.create(model.optimizer_def, model.get_initial_variables(key, {}))
     shardings = jax.tree.map(lambda leaf: leaf.sharding, like)
+    if not is_own(model):
+        return jax.jit(lambda key: _fresh_state(model, key), out_shardings=shardings)(key)
     params = initial_parameters(model.module, key, shardings.params)
     # Under jit each device makes its own part of the slots.
     make = functools.partial(new_train_state, optimizer=model.optimizer_def)
@@ -362,21 +378,9 @@ def _within(batches: Iterable[NumpyBatch], vocab_size: int) -> Iterator[NumpyBat
 # ---- The loop -----------------------------------------------------------------------------------
 
 
-def _trainer(run: _Run, state: TrainState, eval_names: Sequence[str] = (), **options) -> Trainer:
-    every = run.config.weight_metrics_every
-    return Trainer(
-        run.model,
-        state,
-        Partitioner(run.partitioning),
-        eval_names,
-        None,
-        None,
-        run.dropout_key,
-        run.schedule,
-        run.config.num_microbatches,
-        WeightMetricsComputer(every) if every else None,
-        **options,
-    )
+def _trainer(run: _Run, start: _Start, **options: Any) -> BaseTrainer:
+    arguments = (run.config, run.model, start.state, run.partitioning, run.dropout_key)
+    return trainer_of(*arguments, run.schedule, **options)
 
 
 def _plain_loop(
@@ -392,7 +396,7 @@ def _plain_loop(
     written = output_folder(model_dir)
     period, keep = config.save_checkpoints_steps, config.keep_checkpoint_max
     return TrainingLoop(
-        _trainer(run, start.state),
+        _trainer(run, start),
         log=MetricLog(written, start.step, writers),
         actions=[
             ShowProgress(),
@@ -421,9 +425,8 @@ def _planned_loop(
     holds = stops_on_nan(plan)
     evaluated = from_first(lambda: last_evaluated(config.model_dir))
     files = SplitMetrics(written, start.step, inputs.open_writer, evaluated)
-    trainer = _trainer(
-        run, start.state, list(inputs.train_eval), files=files, hold_if_not_finite=holds
-    )
+    names = list(inputs.train_eval)
+    trainer = _trainer(run, start, eval_names=names, files=files, hold_if_not_finite=holds)
     standard = planned_actions(config, inputs, files, beginning, say)
     return TrainingLoop(
         trainer,

@@ -109,10 +109,12 @@ class SaveCheckpoints(Action):
         self._is_slow = False
         self._saved = self._last = 0
         self._writing: concurrent.futures.Future[None] | None = None
+        self._started_at = 0.0
+        self._ended_at: float | None = None
 
     def start(self, loop: TrainingLoop, last_step: int) -> None:
         """Counts from the step that training starts at, as Mesh TensorFlow does."""
-        self._saved, self._last = loop.step, last_step
+        self._saved, self._last, self._loop = loop.step, last_step, loop
 
     def after_step(self, loop: TrainingLoop) -> None:
         """Saves if a checkpoint is due, after writing the metrics of all steps so far."""
@@ -126,6 +128,9 @@ class SaveCheckpoints(Action):
         if self._writing is not None:
             writing, self._writing = self._writing, None
             writing.result()
+            seconds = (self._ended_at or time.monotonic()) - self._started_at
+            manager = self._loop.trainer.train_metrics_manager
+            manager.write_event("timing/checkpoint_seconds", seconds, self._saved)
 
     def finish(self, loop: TrainingLoop) -> None:
         """Saves if training ended before its last step, and waits until that is done."""
@@ -144,13 +149,15 @@ class SaveCheckpoints(Action):
         # Metrics first: a checkpoint on disk then implies the metrics of all its steps.
         loop.flush()
         self.wait()
-        started = time.monotonic()
-        self._writing = self._started(loop.held_state)
-        self._writing.add_done_callback(lambda _: self._note_time(time.monotonic() - started))
+        self._started_at, self._ended_at = time.monotonic(), None
         self._saved = loop.step
+        self._writing = self._started(loop.held_state)
+        self._writing.add_done_callback(lambda _: self._note_end())
 
-    def _note_time(self, seconds: float) -> None:
+    def _note_end(self) -> None:
         """Warns once if a preemption would come to an end before its save does."""
+        self._ended_at = time.monotonic()
+        seconds = self._ended_at - self._started_at
         if seconds > NOTICE_SECONDS and not self._is_slow:
             self._is_slow = True
             self._say(

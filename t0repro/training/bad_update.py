@@ -29,9 +29,11 @@ from t0repro.partitioning.devices import fetched
 from t0repro.partitioning.processes import from_first, is_first
 from t0repro.redaction import without_passwords
 from t0repro.training.actions import Action
+from t0repro.training.assembling import model_of
 from t0repro.training.checkpoints import checkpoint_path, load_tree, save_checkpoint
 from t0repro.training.metrics import StepMetrics
 from t0repro.training.models import T5Model
+from t0repro.training.t5x_features import own_features
 from t0repro.training.train_state import parameters_from_flat_tree
 from t0repro.training.train_step import microbatch_keys, split_into_microbatches
 
@@ -154,7 +156,7 @@ def replay(folder: str | os.PathLike[str]) -> BadTensor | None:
     like = parameter_shapes(module)
     params = parameters_from_flat_tree(load_tree(path), like, where=str(path))
     key = jnp.asarray(notes["key"], jnp.uint32)
-    return first_bad_tensor(T5Model(module), params, batch, key, config.num_microbatches)
+    return first_bad_tensor(model_of(config, module), params, batch, key, config.num_microbatches)
 
 
 def first_bad_tensor(
@@ -215,7 +217,7 @@ def _computed(
     with flax.linen.intercept_methods(record):
         model.module.apply(
             {"params": params},
-            part,
+            own_features(part),
             deterministic=not dropout,
             rngs={"dropout": key} if dropout else {},
         )

@@ -7,12 +7,14 @@ tokens are those > 0: with AVERAGE_PER_SEQUENCE, T5X counts sums of weights in t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from t0repro.model.decoder_only import text_to_self
-from t0repro.model.shapes import Array, Float
+from t0repro.model.shapes import Array, Float, Int
 from t0repro.model.t5 import T5, Batch
 from t0repro.training.loss import cross_entropy, of_each_target, token_weights
 from t0repro.training.metric_classes import (
@@ -131,6 +133,57 @@ def metrics_of(sums: Sums, *, packed: bool) -> dict[str, Metric]:
         sum(sums[f"{kind}_{side}"] for side in names) for kind in ("real", "all")
     )
     return metrics | {"non_padding_fraction/overall": Average(real_tokens, tokens)} | rates(sums)
+
+
+def compute_base_metrics(
+    logits: Float[Array, "batch length vocab"],
+    targets: Int[Array, "batch length"],
+    mask: Array | None,
+    loss: Float[Array, ""],
+    z_loss: Float[Array, ""] | None = None,
+    segment_ids: Mapping[str, Array] | None = None,
+) -> dict[str, Metric]:
+    """T5X's metrics of logits at hand: those of `metrics_of` that can be made of them.
+
+    Args:
+      logits: float32.
+      targets: token ids.
+      mask: which targets count, or their weights; None for all.
+      loss: the loss of the batch.
+      z_loss: the part of it that is z_loss, for the metrics of the parts.
+      segment_ids: for each side's name, which example of its row a token belongs to; 0 is padding.
+    """
+    size, rows = jnp.float32(targets.size), jnp.float32(targets.shape[0])
+    weights = jnp.ones(targets.shape) if mask is None else jnp.asarray(mask, jnp.float32)
+    real, sides = jnp.sum(weights), dict(segment_ids or {})
+    correct = (jnp.argmax(logits, axis=-1) == targets) & (weights != 0)
+    metrics: dict[str, Metric] = {
+        "accuracy": Average(_count(correct), _count(weights != 0)),
+        "loss": AveragePerStep(loss),
+        "loss_per_nonpadding_target_token": Average(loss, real),
+        "loss_per_all_target_tokens": Average(loss, size),
+        "non_padding_fraction/loss_weights": Average(real, size),
+    }
+    if z_loss is not None:
+        for name, part in (("z_loss", z_loss), ("cross_ent_loss", loss - z_loss)):
+            metrics[name] = AveragePerStep(part)
+            metrics[f"{name}_per_all_target_tokens"] = Average(part, size)
+    for name, segments in sides.items():
+        metrics[f"effective_batch_size/{name}"] = AveragePerStep(count_packed_examples(segments))
+        filled = Average(_count(segments != 0), jnp.float32(segments.size))
+        metrics[f"non_padding_fraction/{name}"] = filled
+    if sides:
+        tokens = sum(_count(segments != 0) for segments in sides.values())
+        entries = float(sum(segments.size for segments in sides.values()))
+        metrics["non_padding_fraction/overall"] = Average(tokens, jnp.float32(entries))
+    return metrics | rates({"rows": rows, "all_targets": size})
+
+
+def count_packed_examples(segment_ids: Int[Array, "batch length"] | Array) -> jax.Array:
+    """Number of examples of a packed batch: of segments other than 0 in all rows, float32."""
+    ids = jnp.asarray(segment_ids).astype(jnp.int32)
+    begins = ids != jnp.pad(ids[:, :-1], ((0, 0), (1, 0)))
+    return _count(begins & (ids != 0))
 
 
 def rates(sums: Sums) -> dict[str, Metric]:

@@ -17,7 +17,7 @@ from t0repro.model.blocks import towers_in_loops
 from t0repro.model.layer_stacks import Towers, joined, stacked, stacks_in
 from t0repro.model.t5 import T5
 from t0repro.parameters.layout import layer_name
-from t0repro.training.models import BaseModel, T5Model
+from t0repro.training.models import BaseModel, T5Model, is_own
 from t0repro.training.optimizers import Optimizer, StackingOptimizer
 from t0repro.training.train_state import TrainState, state_shapes
 
@@ -32,7 +32,7 @@ def with_stacks(model: BaseModel, state: TrainState) -> TrainState:
       model: what the state is for.
       state: by layer, with its values or their shapes; arrays that are stacked are deleted.
     """
-    if type(model) is not T5Model or type(model.module) is not T5:
+    if not is_own(model) or type(model.module) is not T5:
         return state
     if not isinstance(state.optimizer, StackingOptimizer) or stacks_in(state.params):
         return state

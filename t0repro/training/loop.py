@@ -167,11 +167,20 @@ class TrainingLoop:
                 action.before_first_step(self)
             before = self.step
             self._update(batch, wait)
+            if not number:
+                self._write_start(wait, before)
             # An update that was held back does not count as a step.
             for action in self._actions if self.step > before else ():
                 action.after_step(self)
             if self.trainer.stop_training:
                 break
+
+    def _write_start(self, wait: float, step: int) -> None:
+        """Writes T5X's times of how training starts to TensorBoard's events."""
+        manager = self.trainer.train_metrics_manager
+        manager.write_event("timing/train_iter_warmup", wait, step)
+        seconds = self.trainer.compilation_seconds
+        manager.write_event("timing/compilation_seconds", seconds, step)
 
     def stop(self, reason: str | None = None) -> None:
         """Makes `run` end after the current update, as if there were no more batches.
@@ -222,8 +231,8 @@ class TrainingLoop:
         values, counts = fetched.metrics, pending.counts or _counts(pending.batch)
         metrics = StepMetrics(
             step=pending.step,
-            loss=float(values["loss"].compute()),
-            learning_rate=float(values["learning_rate"].compute()),
+            loss=_number(values, "loss"),
+            learning_rate=_number(values, "learning_rate"),
             seconds=round(fetched.seconds, 6),
             **{name: int(count) for name, count in counts.items()},
             input_wait_seconds=round(fetched.input_wait, 6),
@@ -247,6 +256,16 @@ class TrainingLoop:
             action.on_metrics(metrics)
 
 
+def _number(values: Mapping[str, Any], name: str) -> float:
+    if name in values:
+        return float(values[name].compute())
+    raise UserError(
+        f"The train step returns no metric {name!r}; it returns {', '.join(sorted(values))}.",
+        where="the trainer's _partitioned_train_step",
+        fix="Return it: `apply_grads` adds the learning rate, and the model's loss_fn the loss.",
+    )
+
+
 def _counts(batch: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of StepMetrics that count what is in a batch."""
     return {
@@ -265,7 +284,8 @@ def _others(fetched: Fetched) -> dict[str, float]:
     values = computed(with_steps_and_time(fetched.metrics, 1, fetched.seconds))
     for name in ("loss", "learning_rate", "learning_rate/current", "update_held"):
         values.pop(name, None)
-    return {name: float(value) for name, value in values.items()}
+    # A line of the log has room for numbers only.
+    return {name: float(x) for name, x in values.items() if isinstance(x, int | float)}
 
 
 def _timed(batches: Iterator[NumpyBatch]) -> Iterator[tuple[NumpyBatch, float]]:

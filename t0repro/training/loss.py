@@ -109,24 +109,43 @@ def with_loss_weights(config: ModelConfig, batch: Batch) -> Batch:
     """The whole batch, with float32 `loss_weights` if its targets do not all count alike.
 
     With AVERAGE_PER_SEQUENCE each target counts 1 / (number of targets > 0 of its example), packed
-    or not. The weights are made before the batch is split, and split with it.
+    or not; `loss_weights` that the batch has already are scaled so that each example counts 1. The
+    weights are made before the batch is split, and split with it.
     """
     if config.loss_denominator != "AVERAGE_PER_SEQUENCE":
         return batch
-    targets = jnp.asarray(batch["targets"])
-    counted = (targets > 0).astype(jnp.float32)
-    if "targets_segmentation" not in batch:
-        of_example = jnp.sum(counted, axis=-1, keepdims=True)
+    weights = batch.get("loss_weights")
+    if weights is None:
+        weights = (jnp.asarray(batch["targets"]) > 0).astype(jnp.float32)
+    return {
+        **batch,
+        "loss_weights": weights_per_example(weights, batch.get("targets_segmentation")),
+    }
+
+
+def weights_per_example(
+    weights: Array | np.ndarray,
+    segments: Int[Array | np.ndarray, "batch length"] | None,
+) -> Float[Array, "batch length"]:
+    """Each target's weight over the sum of its example's weights, so that an example counts 1.
+
+    Args:
+      weights: not negative.
+      segments: which example of its row a target belongs to; None for one example per row.
+    """
+    weights = jnp.asarray(weights, jnp.float32)
+    if segments is None:
+        of_example = jnp.sum(weights, axis=-1, keepdims=True)
     else:
-        segments = jnp.asarray(batch["targets_segmentation"])
-        # At most `length` segments, and 0 for padding.
-        length = segments.shape[-1]
+        # At most `length` segments, and 0 for padding, which counts nothing.
+        length, segments = weights.shape[-1], jnp.asarray(segments)
+        weights = jnp.where(segments > 0, weights, 0.0)
 
         def of_row(weights: jax.Array, ids: jax.Array) -> jax.Array:
             return jax.ops.segment_sum(weights, ids, num_segments=length + 1)[ids]
 
-        of_example = jax.vmap(of_row)(counted, segments)
-    return {**batch, "loss_weights": counted / jnp.maximum(of_example, 1.0)}
+        of_example = jax.vmap(of_row)(weights, segments)
+    return weights / jnp.where(of_example > 0, of_example, 1.0)
 
 
 def loss_denominator(
@@ -139,6 +158,8 @@ def loss_denominator(
       batch: what `with_loss_weights` returned.
     """
     if config.loss_denominator == "NUM_REAL_TARGET_TOKENS":
+        if "loss_weights" in batch:
+            return jnp.sum(jnp.asarray(batch["loss_weights"], jnp.float32))
         return jnp.maximum(jnp.sum(jnp.asarray(batch["targets"]) > 0), 1).astype(jnp.float32)
     if config.loss_denominator == "AVERAGE_PER_SEQUENCE":
         return jnp.maximum(jnp.sum(jnp.asarray(batch["loss_weights"])), 1.0)

@@ -1,7 +1,7 @@
 """Metrics that a train step returns: small pytrees that merge over microbatches, steps and batches.
 
 They have the names and the meaning of clu's and T5X's classes, without TensorFlow, which clu
-imports to write them.
+imports to write them. A model may return clu's own, too.
 
     metrics = {"loss": AveragePerStep.from_model_output(loss), "rows": Sum.from_model_output(8)}
     metrics["loss"].merge(other["loss"]).compute()
@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 MetricMap = Mapping[str, "Metric"]
+MetricsMap = MetricMap  # T5X's name
 
 
 class Scalar(float):
@@ -54,9 +55,10 @@ class Metric(abc.ABC):
     def compute(self) -> Any:
         """The number."""
 
-    def compute_value(self) -> Scalar:
-        """The number as a Scalar."""
-        return Scalar(np.asarray(self.compute()))
+    def compute_value(self) -> Any:
+        """The number as a Scalar; an array if it is more than one number."""
+        value = np.asarray(self.compute())
+        return Scalar(value) if value.ndim == 0 else value
 
 
 class _Additive:
@@ -80,7 +82,7 @@ class Sum(_Additive, Metric):
     total: Any
 
     @classmethod
-    def from_model_output(cls, values: Any) -> Self:
+    def from_model_output(cls, values: Any, **_: Any) -> Self:
         """From an array or a number."""
         return cls(total=_total(values))
 
@@ -97,7 +99,9 @@ class Average(_Additive, Metric):
     count: Any
 
     @classmethod
-    def from_model_output(cls, values: Any, mask: Any = None, *, count: Any = None) -> Self:
+    def from_model_output(
+        cls, values: Any, mask: Any = None, *, count: Any = None, **_: Any
+    ) -> Self:
         """From an array and a mask of the entries that count, or from a total and its divisor.
 
         As in clu, an entry counts once or not at all, whatever number the mask has for it, and a
@@ -119,6 +123,17 @@ class Average(_Additive, Metric):
         """The mean."""
         # Not an `if`: under jit the count has no value yet.
         return self.total / (self.count + (self.count == 0))
+
+
+@flax.struct.dataclass
+class Accuracy(Average):
+    """The share of targets that have the largest logit."""
+
+    @classmethod
+    def from_model_output(cls, *, logits: Any, labels: Any, mask: Any = None, **_: Any) -> Self:
+        """From logits [..., classes], ids [...] and a mask of the ids that count."""
+        right = jnp.argmax(jnp.asarray(logits), axis=-1) == jnp.asarray(labels)
+        return super().from_model_output(right, mask)
 
 
 @flax.struct.dataclass
@@ -146,18 +161,37 @@ class LastValue(Metric):
         return self.value
 
 
+class Step:
+    """A metric that counts steps; how many they were is filled in when a summary is written."""
+
+    steps: Any
+
+    def replace_steps(self, steps: int) -> Self:
+        """The metric of this number of steps, however many microbatches were merged."""
+        return self.replace(steps=steps)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class Timed:
+    """A metric over a time; how long it was is filled in when a summary is written."""
+
+    duration: float | None
+
+    def replace_duration(self, duration: float) -> Self:
+        """The metric over this many seconds."""
+        return self.replace(duration=duration)  # pyright: ignore[reportAttributeAccessIssue]
+
+
 @flax.struct.dataclass
-class AveragePerStep(_Additive, Metric):
+class AveragePerStep(_Additive, Step, Metric):
     """The total over the number of steps, however many microbatches or batches were merged."""
 
     total: Any
-    # No part of the pytree: only the host knows it, and merging must not add it up.
-    steps: int | None = flax.struct.field(pytree_node=False, default=None)
+    steps: Any = None
 
     @classmethod
-    def from_model_output(cls, values: Any) -> Self:
-        """From an array or a number, which counts as one step's."""
-        return cls(total=_total(values))
+    def from_model_output(cls, values: Any, steps: int | None = None, **_: Any) -> Self:
+        """From an array or a number of that many steps; one step by default."""
+        return cls(total=_total(values), steps=steps)
 
     def compute(self) -> Any:
         """The mean per step."""
@@ -165,13 +199,14 @@ class AveragePerStep(_Additive, Metric):
 
 
 @flax.struct.dataclass
-class Time(Metric):
+class Time(Timed, Metric):
     """How long the steps took, in seconds."""
 
+    # No part of the pytree: only the host knows it, and merging must not add it up.
     duration: float | None = flax.struct.field(pytree_node=False, default=None)
 
     @classmethod
-    def from_model_output(cls) -> Self:
+    def from_model_output(cls, **_: Any) -> Self:
         """Takes nothing."""
         return cls()
 
@@ -185,16 +220,21 @@ class Time(Metric):
 
 
 @flax.struct.dataclass
-class TimeRate(_Additive, Metric):
+class TimeRate(_Additive, Timed, Metric):
     """A total per second."""
 
     numerator: Any
     duration: float | None = flax.struct.field(pytree_node=False, default=None)
 
     @classmethod
-    def from_model_output(cls, numerator: Any) -> Self:
+    def from_model_output(cls, numerator: Any, **_: Any) -> Self:
         """From an array or a number."""
         return cls(numerator=_total(numerator))
+
+    def merge(self, other: Self) -> Self:
+        """The sum; before durations are filled in."""
+        assert self.duration is None and other.duration is None, "Durations cannot be merged."
+        return super().merge(other)
 
     def compute(self) -> Any:
         """Per second."""
@@ -202,14 +242,20 @@ class TimeRate(_Additive, Metric):
 
 
 @flax.struct.dataclass
-class StepsPerTime(Time):
+class StepsPerTime(_Additive, Step, Timed, Metric):
     """Steps per second."""
 
-    steps: int | None = flax.struct.field(pytree_node=False, default=None)
+    steps: Any = None
+    duration: float | None = flax.struct.field(pytree_node=False, default=None)
+
+    @classmethod
+    def from_model_output(cls, steps: int | None = None, **_: Any) -> Self:
+        """From a number of steps; one by default."""
+        return cls(steps=steps)
 
     def compute(self) -> Any:
         """Steps per second."""
-        return (self.steps or 1) / _filled_in(self.duration)
+        return (1 if self.steps is None else self.steps) / _filled_in(self.duration)
 
 
 def _filled_in(duration: float | None) -> float:
@@ -219,37 +265,72 @@ def _filled_in(duration: float | None) -> float:
     return max(duration, 1e-9)
 
 
-def is_metric(value: Any) -> bool:
-    """Whether a node of a pytree is a metric."""
-    return isinstance(value, Metric)
+def is_metric_obj(obj: Any) -> bool:
+    """Whether a node of a pytree is a metric: of these classes, of clu's or of T5X's."""
+    return isinstance(obj, Metric) or (hasattr(obj, "merge") and hasattr(obj, "compute_value"))
 
 
-def merge_metrics(one: Any, other: Any) -> Any:
-    """Merges two trees of metrics, for instance dictionaries by name; `other` is the later one."""
-    return jax.tree.map(lambda a, b: a.merge(b), one, other, is_leaf=is_metric)
+def is_time_metric(obj: Any) -> bool:
+    """Whether a metric needs a duration."""
+    return isinstance(obj, Timed)
+
+
+def create_metrics_dict(float_metrics_dict: Mapping[str, Any]) -> dict[str, Sum]:
+    """A `Sum` of each number."""
+    return {name: Sum(value) for name, value in float_metrics_dict.items()}
+
+
+def merge_metrics(a: Any, b: Any) -> Any:
+    """Merges two trees of metrics, for instance dictionaries by name; `b` is the later one."""
+    return jax.tree.map(lambda one, two: one.merge(two), a, b, is_leaf=is_metric_obj)
+
+
+def set_time_metrics_duration(metrics: Any, duration: float) -> Any:
+    """The metrics with the seconds filled in where they belong."""
+    # By the method's name: T5X's own classes have it too.
+    return jax.tree.map(
+        lambda x: x.replace_duration(duration) if hasattr(x, "replace_duration") else x,
+        metrics,
+        is_leaf=is_metric_obj,
+    )
+
+
+def set_step_metrics_num_steps(metrics: Any, num_steps: int) -> Any:
+    """The metrics with the number of steps filled in where it belongs."""
+    return jax.tree.map(
+        lambda x: x.replace_steps(num_steps) if hasattr(x, "replace_steps") else x,
+        metrics,
+        is_leaf=is_metric_obj,
+    )
 
 
 def with_steps_and_time(metrics: Any, steps: int, duration: float) -> Any:
     """The metrics with the number of steps and the seconds filled in where they belong."""
-
-    def filled_in(metric: Any) -> Any:
-        known = {"steps": steps, "duration": duration}
-        fields = {name: value for name, value in known.items() if hasattr(metric, name)}
-        return metric.replace(**fields) if fields else metric
-
-    return jax.tree.map(filled_in, metrics, is_leaf=is_metric)
+    return set_step_metrics_num_steps(set_time_metrics_duration(metrics, duration), steps)
 
 
 def on_host(metrics: Any) -> Any:
-    """The metrics with float64 numbers of the host, which stay exact over long windows."""
-    fetched = jax.device_get(metrics)
-    return jax.tree.map(lambda x: np.asarray(x, np.float64), fetched)
+    """The metrics on the host; those of this module with float64, exact over long windows."""
+
+    def fetched(metric: Any) -> Any:
+        if not isinstance(metric, Metric):
+            return metric  # clu's may hold numbers of other types
+        return jax.tree.map(lambda x: np.asarray(x, np.float64), metric)
+
+    return jax.tree.map(fetched, jax.device_get(metrics), is_leaf=is_metric_obj)
 
 
-def computed(metrics: MetricMap) -> dict[str, Scalar]:
-    """Name -> value, without what was not measured."""
+def computed(metrics: MetricMap) -> dict[str, Any]:
+    """Name -> value, without what was not measured: a Scalar, or an array or a value of clu's."""
     return {
-        name: metric.compute_value()
+        name: _plain(metric.compute_value())
         for name, metric in metrics.items()
         if not (isinstance(metric, AverageOfMeasured) and metric.count == 0)
     }
+
+
+def _plain(value: Any) -> Any:
+    """A Scalar for one number of clu's; other values as they are."""
+    number = getattr(value, "value", value)
+    is_number = type(value).__name__ == "Scalar" and np.ndim(number) == 0
+    return Scalar(np.asarray(number)) if is_number else value

@@ -13,7 +13,9 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
+
+import numpy as np
 
 from t0repro.files import make_folder, write_atomically
 from t0repro.training.writing import writing
@@ -119,6 +121,37 @@ class Writer(Protocol):
         """Flushes and releases the file."""
 
 
+def kind_of(value: Any) -> str:
+    """What a value that is no number is: "Text", or "array [3, 2]"."""
+    if isinstance(value, np.ndarray):
+        return f"array {list(value.shape)}"
+    return type(value).__name__
+
+
+def write_value(writer: Any, step: int, name: str, value: Any) -> None:
+    """Writes an array or a value of clu's that is no number, if the writer can."""
+    kind = "Histogram" if isinstance(value, np.ndarray) else type(value).__name__
+    method = {
+        "Text": "write_texts",
+        "Image": "write_images",
+        "Audio": "write_audios",
+        "Histogram": "write_histograms",
+        "Summary": "write_summaries",
+    }.get(kind, "")
+    options: dict[str, Any] = {}
+    if kind == "Audio":
+        options = {"sample_rate": value.sample_rate}
+    if kind == "Summary":
+        options = {"metadata": value.metadata}
+    if hasattr(writer, method):
+        getattr(writer, method)(step, {name: getattr(value, "value", value)}, **options)
+
+
+def in_split(folder: str, open_writer: OpenWriter | None) -> OpenWriter | None:
+    """Opens the writer of a split in a folder of its own below another."""
+    return None if open_writer is None else lambda split: open_writer(f"{folder}/{split}")
+
+
 class SplitMetrics:
     """Writes model_dir/metrics.jsonl, and each split's values to a writer of its own.
 
@@ -138,6 +171,7 @@ class SplitMetrics:
         open_writer: OpenWriter | None = None,
         evaluated: int | None = None,
     ):
+        self.folder = os.fspath(model_dir)
         self._lines = JsonLines(Path(model_dir) / METRICS_FILE, start_step, evaluated)
         self._open_writer, self._writers = open_writer, dict[str, Writer]()
         self._lock = threading.Lock()  # a trainer's background threads write too
@@ -149,12 +183,29 @@ class SplitMetrics:
         return self._writers.get(split)
 
     def write(
-        self, split: str, step: int, values: Mapping[str, float], *, events: bool = True
+        self, split: str, step: int, values: Mapping[str, Any], *, events: bool = True
     ) -> None:
-        """Writes a line and, with `events`, the values by their own names to the split's writer."""
+        """Writes a line and, with `events`, the values by their own names to the split's writer.
+
+        What is no single number goes to the writer alone, and the line has its name and its kind
+        under `left_out`: arrays, which become histograms, and clu's texts, images and so on.
+        """
+        numbers = {name: x for name, x in values.items() if isinstance(x, int | float)}
+        others = {name: x for name, x in values.items() if name not in numbers}
+        left_out = {name: kind_of(x) for name, x in others.items()}
+        line = {"split": split, "step": step, **numbers}
         with self._lock:
-            self._lines.write({"split": split, "step": step, **values})
+            self._lines.write(line | ({"left_out": left_out} if others else {}))
             writer = self.writer_of(split) if events else None
+            if writer is not None:
+                writer.write_scalars(step, numbers)
+                for name, value in others.items():
+                    write_value(writer, step, name, value)
+
+    def write_events(self, split: str, step: int, values: Mapping[str, float]) -> None:
+        """Writes values to the split's writer alone, if there is one."""
+        with self._lock:
+            writer = self.writer_of(split)
             if writer is not None:
                 writer.write_scalars(step, values)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -20,9 +21,9 @@ from t0repro.training.metric_classes import (
     on_host,
     with_steps_and_time,
 )
-from t0repro.training.metrics import SplitMetrics, Writer
+from t0repro.training.metrics import OpenWriter, SplitMetrics, Writer, in_split
 
-Values = Mapping[str, Scalar]
+Values = Mapping[str, Any]  # Scalars, and what is no single number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,13 +53,26 @@ class MetricsManager:
 
     Args:
       name: the split's name.
-      files: where values are written; None writes nothing. The caller closes them.
+      summary_dir: where metrics.jsonl is written and, below it, what `open_writer` opens; None
+        writes nothing.
+      open_writer: opens a folder's writer of TensorBoard's events (see BaseTrainer).
+      files: where values are written instead. The caller closes them.
     """
 
-    def __init__(self, name: str, files: SplitMetrics | None = None):
-        self.name, self._files = name, files
-        # Process 0 writes for all; the others fetch and compute the same values.
-        self._writes = files is not None and jax.process_index() == 0
+    def __init__(
+        self,
+        name: str,
+        summary_dir: str | None = None,
+        *,
+        open_writer: OpenWriter | None = None,
+        files: SplitMetrics | None = None,
+    ):
+        self.name, self._files, self._own_files = name, files, None
+        if files is None and summary_dir is not None and jax.process_index() == 0:
+            writers = in_split(summary_dir, open_writer)
+            self._files = self._own_files = SplitMetrics(summary_dir, None, writers)
+        self._timer_started = False
+        self._made_at: float | None = None
         self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix=f"metrics {name}")
         self._lock = threading.Lock()
         self._pending: list[concurrent.futures.Future] = []
@@ -66,10 +80,24 @@ class MetricsManager:
         self._merged: Any = None
         self._steps, self._seconds, self._ended_at = 0, 0.0, 0.0
 
+    def write_to(self, files: SplitMetrics) -> None:
+        """Has values from here on written to files of the caller's."""
+        self._files = files
+
+    def report_uptime(self) -> None:
+        """Adds `timing/uptime` to each summary from here on: seconds since this call."""
+        self._made_at = time.perf_counter()
+
     @property
-    def summary_writer(self) -> Writer | None:
-        """The writer of TensorBoard's events, or whatever else the split is written to."""
-        return None if self._files is None else self._files.writer_of(self.name)
+    def summary_dir(self) -> str | None:
+        """The split's folder; None if nothing is written."""
+        return None if self._files is None else os.path.join(self._files.folder, self.name)
+
+    @property
+    def summary_writer(self) -> Writer:
+        """Writes to the split: TensorBoard's events if there are any, else lines."""
+        opened = None if self._files is None else self._files.writer_of(self.name)
+        return opened or _SplitWriter(self)
 
     def write_scalar(self, key: str, val: Any, step: int) -> None:
         """Writes one value, in the background."""
@@ -79,12 +107,21 @@ class MetricsManager:
         """Writes values, in the background."""
         self._submit(lambda: self._write(int(step), {k: float(v) for k, v in scalars.items()}))
 
+    def write_event(self, key: str, val: float, step: int) -> None:
+        """Writes one value to TensorBoard's events alone, in the background: no line for it."""
+
+        def write() -> None:
+            if self._files is not None and jax.process_index() == 0:
+                self._files.write_events(self.name, int(step), {key: float(val)})
+
+        self._submit(write)
+
     def start_duration_timer(self, block_on: Any = ()) -> None:
         """Starts the clock: the next duration begins now, or when `block_on` is ready.
 
         Call it before the first step, and after pauses that should not count.
         """
-        called_at = time.perf_counter()
+        called_at, self._timer_started = time.perf_counter(), True
 
         def note() -> None:
             _wait_for(block_on)
@@ -130,6 +167,8 @@ class MetricsManager:
             if self._merged is None:
                 return {}
             values = computed(with_steps_and_time(self._merged, self._steps, self._seconds))
+            if self._made_at is not None:
+                values["timing/uptime"] = Scalar(time.perf_counter() - self._made_at)
             self._merged, self._steps, self._seconds = None, 0, 0.0
             self._write(step, values)
             return values
@@ -139,7 +178,14 @@ class MetricsManager:
     def write_metrics_summary(
         self, metrics: MetricMap | None, step: int, num_steps: int
     ) -> concurrent.futures.Future:
-        """Writes metrics that were merged over `num_steps` steps; as `write_summary`."""
+        """Writes metrics that were merged over `num_steps` steps; as `write_summary`.
+
+        Raises:
+          ValueError: if `start_duration_timer` was not called since the summary before.
+        """
+        if not self._timer_started:
+            raise ValueError("The timer was not started: call start_duration_timer first.")
+        self._timer_started = False
         if metrics is not None:
             self.add(metrics)
 
@@ -157,7 +203,7 @@ class MetricsManager:
           Exception: the first error of the background thread that was not raised here before.
         """
         error = self._wait()
-        if self._writes and self._files is not None:
+        if self._files is not None and jax.process_index() == 0:
             self._files.flush()
         if error is not None:
             raise error
@@ -168,6 +214,9 @@ class MetricsManager:
             error = self._wait()
         finally:
             self._pool.shutdown()
+            files, self._own_files = self._own_files, None
+            if files is not None:
+                files.close()
         if error is not None:
             raise error
 
@@ -185,9 +234,29 @@ class MetricsManager:
         errors = [future.exception() for future in pending]
         return next((error for error in errors if error is not None), None)
 
-    def _write(self, step: int, values: Mapping[str, float]) -> None:
-        if self._writes and self._files is not None:
+    def _write(self, step: int, values: Mapping[str, Any]) -> None:
+        # Process 0 writes for all; the others fetch and compute the same values.
+        if self._files is not None and jax.process_index() == 0:
             self._files.write(self.name, step, values)
+
+
+class _SplitWriter:
+    """A split's lines as a writer; closing it leaves the manager open."""
+
+    def __init__(self, manager: MetricsManager):
+        self._manager = manager
+
+    def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Writes a line."""
+        self._manager.write_scalars(step, scalars)
+
+    def flush(self) -> None:
+        """Waits until the lines are written."""
+        self._manager.flush()
+
+    def close(self) -> None:
+        """Waits until the lines are written."""
+        self._manager.flush()
 
 
 def _wait_for(arrays: Any) -> None:

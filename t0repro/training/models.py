@@ -1,184 +1,371 @@
-"""The model objects that trainers train: what T5X calls BaseModel, and T5 as one of them."""
+"""The model objects that trainers train, under the names of t5x.models.
+
+`BaseModel` is what a trainer asks of any model. `T5Model` is a T5 with the loss that its
+configuration describes. `EncoderDecoderModel` adds T5X's arguments, decoding and scores; the
+commands train it, and T5X's usual extension, which overrides one method, is a subclass of it.
+"""
 
 from __future__ import annotations
 
 import abc
-import copy
+import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from t0repro.errors import UserError
 from t0repro.model.blocks import towers_in_loops
-from t0repro.model.t5 import T5, Batch, initial_parameters
-from t0repro.training.batch_sums import loss_and_sums, metrics_of
-from t0repro.training.loss import loss_denominator, training_loss, with_loss_weights
-from t0repro.training.metric_classes import AveragePerStep, Metric
+from t0repro.model.t5 import T5, Batch
+from t0repro.model.t5x_decoding import beam_search, t5_functions
+from t0repro.training.batch_sums import compute_base_metrics, count_packed_examples
+from t0repro.training.loss import cross_entropy
+from t0repro.training.losses import (
+    NormalizingFactor,
+    SpecialLossNormalizingFactor,
+    compute_weighted_cross_entropy,
+    get_loss_normalizing_factor_and_weights,
+)
+from t0repro.training.metric_classes import Metric
 from t0repro.training.optimizers import Optimizer
+from t0repro.training.t5_model import BaseModel, LossFn, T5Model
+from t0repro.training.t5x_features import own_features, t5x_features
 
-# (params, batch, dropout_rng) -> (loss, metrics); with flax mutables as a fourth argument,
-# (loss, (metrics, mutables after the batch)).
-LossFn = Callable[..., tuple[jax.Array, Any]]
-
-# Features that T5 reads; positions are not among them (t0repro.model.t5).
-FEATURES = ("inputs", "targets", "inputs_segmentation", "targets_segmentation")
-
-
-class BaseModel(abc.ABC):
-    """What a trainer asks of a model. Subclass it and define `loss_fn` and the variables.
-
-    Args:
-      optimizer_def: the optimizer, for `TrainState.create`; from t0repro.training.optimizers, or
-        one of optax's.
-    """
-
-    def __init__(self, optimizer_def: Optimizer | None = None):
-        self.optimizer_def = optimizer_def
-
-    @abc.abstractmethod
-    def get_initial_variables(
-        self,
-        rng: jax.Array,
-        input_shapes: Mapping[str, tuple[int, ...]],
-        input_types: Mapping[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        """`params`, and the collections of variables that are not trained (flax mutables)."""
-
-    @abc.abstractmethod
-    def loss_fn(
-        self,
-        params: Any,
-        batch: Batch,
-        dropout_rng: jax.Array | None,
-        flax_mutables: Any = None,
-    ) -> tuple[jax.Array, Any]:
-        """The loss of a batch or microbatch, and its metrics by name.
-
-        Losses and gradients of microbatches are added up. A model with flax mutables returns
-        (loss, (metrics, mutables)) and gets them from the microbatch before.
-
-        Args:
-          params: the parameters.
-          batch: the features of `features`, on devices.
-          dropout_rng: PRNG key of this microbatch; None in an evaluation, without dropout.
-          flax_mutables: given only if the train state has some.
-        """
-
-    def eval_fn(self, params: Any, batch: Batch, flax_mutables: Any = None) -> tuple[Any, Any]:
-        """The loss and the metrics of a batch of an evaluation; by default `loss_fn`'s."""
-        if flax_mutables is None:
-            return self.loss_fn(params, batch, None)
-        loss, (metrics, _) = self.loss_fn(params, batch, None, flax_mutables)
-        return loss, metrics
-
-    def whole_batch(self, batch: Batch) -> tuple[Batch, LossFn]:
-        """The batch to be split into microbatches, and the loss function of one.
-
-        Override it if the loss is normalised by something of the whole batch, such as its number
-        of targets: losses that each microbatch normalises by itself do not add up to the loss
-        of the batch.
-        """
-        return batch, self.loss_fn
-
-    def features(self, batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """The part of a batch that is sent to the devices; by default all of it."""
-        return dict(batch)
+__all__ = [
+    "BaseModel",
+    "BaseTransformerModel",
+    "DecoderParams",
+    "EncoderDecoderModel",
+    "LossFn",
+    "T5Model",
+    "compute_base_metrics",
+    "count_packed_examples",
+    "get_input_vocabulary",
+    "get_output_vocabulary",
+    "is_own",
+    "own_model",
+    "summed_towers",
+]
 
 
-class T5Model(BaseModel):
-    """T5 with Mesh TensorFlow's or T5X's loss, as its configuration says.
+class BaseTransformerModel(BaseModel):
+    """A model that makes logits of each target, with T5X's loss and metrics of them.
+
+    A subclass defines `_compute_logits` and `get_initial_variables`. Batches have T5X's feature
+    names (t0repro.training.t5x_features).
 
     Args:
       module: the network.
+      input_vocabulary, output_vocabulary: SeqIO's vocabularies of inputs and targets.
       optimizer_def: see BaseModel.
-      measured: whether T5X's metrics are computed beside the loss.
+      decode_fn: how outputs are found, such as t0repro.model.t5x_decoding.beam_search.
+      label_smoothing: mass that is spread over all tokens but the target.
+      z_loss: coefficient of the added log(Z)**2.
+      loss_normalizing_factor: divides the summed loss: a number, None for 1, or the name of one of
+        `SpecialLossNormalizingFactor`.
     """
 
     def __init__(
-        self, module: T5, optimizer_def: Optimizer | None = None, *, measured: bool = True
-    ):
-        super().__init__(optimizer_def)
-        self.module, self._measured = module, measured
-        self._denominator: float | jax.Array | None = None  # of the batch that a copy is for
-
-    def get_initial_variables(
         self,
-        rng: jax.Array,
-        input_shapes: Mapping[str, tuple[int, ...]] | None = None,
-        input_types: Mapping[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        """Parameters alone; their shapes do not depend on the batch's."""
-        del input_shapes, input_types
-        return {"params": initial_parameters(self.module, rng)}
+        module: Any,
+        input_vocabulary: Any,
+        output_vocabulary: Any,
+        optimizer_def: Optimizer | None,
+        decode_fn: Callable[..., Any] | None = None,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        loss_normalizing_factor: NormalizingFactor = None,
+    ):
+        BaseModel.__init__(self, optimizer_def)
+        self.module = module
+        self._input_vocabulary, self._output_vocabulary = input_vocabulary, output_vocabulary
+        self._decode_fn, self._label_smoothing, self._z_loss = decode_fn, label_smoothing, z_loss
+        self._loss_normalizing_factor = loss_normalizing_factor
 
-    def whole_batch(self, batch: Batch) -> tuple[Batch, LossFn]:
-        """Adds the targets' weights, and divides each microbatch's loss by the whole's divisor.
+    @property
+    def input_vocabulary(self) -> Any:
+        """The vocabulary of inputs."""
+        return self._input_vocabulary
 
-        The loss function is `loss_fn`, so one of a subclass is what is trained.
-        """
-        batch = with_loss_weights(self.module.config, batch)
-        # A copy, since the divisor is this batch's alone.
-        model = copy.copy(self)
-        model._denominator = loss_denominator(self.module.config, batch)
-        return batch, model.loss_fn
+    @property
+    def output_vocabulary(self) -> Any:
+        """The vocabulary of targets."""
+        return self._output_vocabulary
+
+    @property
+    def decode_fn(self) -> Callable[..., Any] | None:
+        """How outputs are found."""
+        return self._decode_fn
+
+    @abc.abstractmethod
+    def _compute_logits(
+        self, params: Any, batch: Batch, dropout_rng: jax.Array | None = None
+    ) -> Any:
+        """Float32 logits of each target, [batch, length, vocab]."""
+
+    def loss_fn(
+        self, params: Any, batch: Batch, dropout_rng: jax.Array | None, flax_mutables: Any = None
+    ) -> tuple[jax.Array, Any]:
+        """The cross entropy of `_compute_logits`, and what `_compute_metrics` makes of it."""
+        assert flax_mutables is None
+        logits = self._compute_logits(params, batch, dropout_rng)
+        targets = jnp.asarray(batch["decoder_target_tokens"])
+        factor, weights = self._loss_divisor(batch)
+        loss, z_loss, _ = compute_weighted_cross_entropy(
+            logits, targets, weights, self._label_smoothing, self._z_loss, factor
+        )
+        segments = {
+            name.removesuffix("_segment_ids"): jnp.asarray(x)
+            for name, x in batch.items()
+            if name.endswith("_segment_ids")
+        }
+        unpacked = ("encoder_input_tokens", "decoder_target_tokens")
+        segments = segments or {name: jnp.asarray(batch[name]) != 0 for name in unpacked}
+        return loss, self._compute_metrics(logits, targets, weights, loss, z_loss, segments)
+
+    def _loss_divisor(self, batch: Batch) -> tuple[Any, Any]:
+        return get_loss_normalizing_factor_and_weights(self._loss_normalizing_factor, batch)
+
+    def _compute_metrics(
+        self,
+        logits: jax.Array,
+        targets: jax.Array,
+        mask: jax.Array | None,
+        loss: jax.Array,
+        z_loss: jax.Array | None = None,
+        segment_ids: Mapping[str, jax.Array] | None = None,
+    ) -> dict[str, Metric]:
+        """T5X's metrics of a batch; see `compute_base_metrics`."""
+        return compute_base_metrics(logits, targets, mask, loss, z_loss, segment_ids)
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderParams:
+    """Defaults of `EncoderDecoderModel.predict_batch_with_aux`; the last is not in T5X."""
+
+    return_all_decodes: bool = False
+    num_decodes: int = 1
+    prompt_with_targets: bool = False
+
+
+class EncoderDecoderModel(T5Model, BaseTransformerModel):
+    """An encoder-decoder T5 with T5X's arguments, which trains, generates and scores.
+
+    A subclass is given batches with T5X's feature names; each of the methods here takes those and
+    this project's. A subclass that overrides `_compute_logits` or `_compute_metrics` gets a loss
+    from logits, which are then held whole.
+
+    Args:
+      module, input_vocabulary, output_vocabulary, optimizer_def, decode_fn, label_smoothing,
+        z_loss, loss_normalizing_factor: see BaseTransformerModel.
+      feature_converter_cls: accepted for T5X's sake: examples are converted as
+        seqio.EncDecFeatureConverter does.
+      default_decoder_params: what `predict_batch_with_aux` does unless it is told otherwise.
+    """
+
+    def __init__(
+        self,
+        module: T5,
+        input_vocabulary: Any,
+        output_vocabulary: Any,
+        optimizer_def: Optimizer | None,
+        decode_fn: Callable[..., Any] = beam_search,
+        feature_converter_cls: Callable[..., Any] | None = None,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        loss_normalizing_factor: NormalizingFactor = None,
+        default_decoder_params: DecoderParams | None = None,
+    ):
+        del feature_converter_cls
+        # The network's configuration is where the loss reads its options.
+        config = dataclasses.replace(
+            module.config,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            loss_denominator=_denominator(loss_normalizing_factor),
+        )
+        T5Model.__init__(self, T5(config, module.dtypes), optimizer_def)
+        BaseTransformerModel.__init__(
+            self,
+            self.module,
+            input_vocabulary,
+            output_vocabulary,
+            optimizer_def,
+            decode_fn,
+            label_smoothing,
+            z_loss,
+            loss_normalizing_factor,
+        )
+        self._default_decoder_params = default_decoder_params or DecoderParams()
+
+    @classmethod
+    def configured(
+        cls, module: T5, optimizer_def: Optimizer | None, **arguments: Any
+    ) -> EncoderDecoderModel:
+        """The model whose loss is as the network's configuration says; `arguments` for the rest."""
+        config = module.config
+        options = {
+            "input_vocabulary": None,
+            "output_vocabulary": None,
+            "label_smoothing": config.label_smoothing,
+            "z_loss": config.z_loss,
+            "loss_normalizing_factor": config.loss_denominator or "NUM_TOTAL_TARGET_TOKENS",
+        }
+        return cls(module=module, optimizer_def=optimizer_def, **(options | arguments))
+
+    def has_own_loss(self) -> bool:
+        """Whether the loss is this class's, and not one of a subclass nor one from its logits."""
+        return type(self).loss_fn is EncoderDecoderModel.loss_fn and not self._has_own_logits()
+
+    def _has_own_logits(self) -> bool:
+        kind, base = type(self), EncoderDecoderModel
+        return (kind._compute_logits, kind._compute_metrics) != (
+            base._compute_logits,
+            base._compute_metrics,
+        )
 
     def loss_fn(
         self, params: Any, batch: Batch, dropout_rng: jax.Array | None, flax_mutables: Any = None
     ) -> tuple[jax.Array, dict[str, Metric]]:
-        """The loss of a batch and its metrics; of a microbatch, if `whole_batch` gave the function.
+        """Loss and metrics of a batch, or of a microbatch if `whole_batch` gave the function."""
+        kind: Any = BaseTransformerModel if self._has_own_logits() else T5Model
+        return kind.loss_fn(self, params, batch, dropout_rng, flax_mutables)
 
-        Otherwise a microbatch is normalised by itself.
-        """
-        assert flax_mutables is None
-        config, denominator = self.module.config, self._denominator
-        if denominator is None:
-            batch = with_loss_weights(config, batch)
-            denominator = loss_denominator(config, batch)
-        # At a rate of 0 no mask is drawn at all.
-        key = dropout_rng if config.dropout_rate else None
-        options = {"denominator": denominator, "dropout_key": key}
-        if not self._measured:
-            loss = training_loss(self.module, params, batch, **options)
-            return loss, {"loss": AveragePerStep(loss)}
-        loss, sums = loss_and_sums(self.module, params, batch, **options)
-        return loss, metrics_of(sums, packed="targets_segmentation" in batch)
+    def _loss_divisor(self, batch: Batch) -> tuple[Any, Any]:
+        # Of the whole batch, whose weights are scaled already, if `whole_batch` made this copy.
+        if self._denominator is not None:
+            return self._denominator, batch.get("decoder_loss_weights")
+        return super()._loss_divisor(batch)
 
-    def eval_fn(self, params: Any, batch: Batch, flax_mutables: Any = None) -> tuple[Any, Any]:
-        """Without dropout; with z_loss if the model's arithmetic has it in evaluations.
-
-        A subclass with a loss of its own is evaluated with that.
-        """
-        if type(self).loss_fn is not T5Model.loss_fn:
-            return super().eval_fn(params, batch, flax_mutables)
-        assert flax_mutables is None
-        config = self.module.config
-        batch = with_loss_weights(config, batch)
-        loss, sums = loss_and_sums(
-            self.module,
-            params,
-            batch,
-            denominator=loss_denominator(config, batch),
-            z_loss=config.arithmetic.z_loss_in_evaluation,
+    def _compute_logits(
+        self, params: Any, batch: Batch, dropout_rng: jax.Array | None = None
+    ) -> Any:
+        rngs = None if dropout_rng is None else {"dropout": dropout_rng}
+        return self.module.apply(
+            {"params": params}, own_features(batch), deterministic=rngs is None, rngs=rngs
         )
-        return loss, metrics_of(sums, packed="targets_segmentation" in batch)
 
     def features(self, batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """The features that T5 reads.
+        """The features that T5 reads; for a subclass, under T5X's names and with T5X's others.
 
         Raises:
-          UserError: if there are no targets, or no inputs for an encoder.
+          UserError: if there are no targets or no inputs.
         """
-        needed = ("targets",) if self.module.config.decoder_only else ("inputs", "targets")
-        missing = [name for name in needed if name not in batch]
-        if missing:
-            raise UserError(
-                f"A batch has no {' and no '.join(missing)}; it has {', '.join(sorted(batch))}.",
-                where="the batches",
-                fix=f"Train this model on a task with {' and '.join(needed)}.",
-            )
-        return {name: batch[name] for name in FEATURES if name in batch}
+        if type(self) is EncoderDecoderModel or "decoder_target_tokens" in batch:
+            return super().features(batch)
+        return t5x_features(super().features(batch))
+
+    def predict_batch_with_aux(
+        self,
+        params: Any,
+        batch: Batch,
+        rng: jax.Array | None = None,
+        decoder_params: Mapping[str, Any] | None = None,
+        return_all_decodes: bool | None = None,
+        num_decodes: int | None = None,
+        prompt_with_targets: bool | None = None,
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Generates targets: (tokens [batch, length], {"scores": [batch]}).
+
+        With `return_all_decodes`, tokens are [batch, decodes, length] and scores [batch, decodes],
+        ascending by score.
+
+        Args:
+          params: the parameters.
+          batch: `inputs` and `targets` under T5X's names or ours; the targets' length is the
+            outputs'.
+          rng: PRNG key for sampling.
+          decoder_params: arguments of `decode_fn`, besides those that this method gives.
+          return_all_decodes: whether all decodes are returned, or the best.
+          num_decodes: beams or samples of each row.
+          prompt_with_targets: whether outputs begin with the targets.
+
+        Raises:
+          ValueError: if there are two PRNG keys.
+        """
+        batch, defaults = own_features(batch), self._default_decoder_params
+        all_decodes = (
+            defaults.return_all_decodes if return_all_decodes is None else return_all_decodes
+        )
+        options = {"eos_id": getattr(self.output_vocabulary, "eos_id", None) or 1}
+        options |= dict(decoder_params or {})
+        if rng is not None:
+            if options.get("decode_rng") is not None:
+                raise ValueError(
+                    "There is a PRNG key in `rng` and one in decoder_params; give one."
+                )
+            options["decode_rng"] = rng
+        count = num_decodes or defaults.num_decodes
+        inputs, targets = (jnp.asarray(batch[name], jnp.int32) for name in ("inputs", "targets"))
+        # The prompt is read off the decoder's inputs, which lack the last target.
+        prompt = jnp.pad(targets[:, :-1], ((0, 0), (1, 0)))
+        prompts = (
+            defaults.prompt_with_targets if prompt_with_targets is None else prompt_with_targets
+        )
+        prompt = jnp.where(prompts & (prompt != options["eos_id"]), prompt, 0)
+        assert self._decode_fn is not None
+        cache, tokens_to_logits = t5_functions(self.module, params, inputs, count, targets.shape[1])
+        tokens, scores = self._decode_fn(
+            inputs=prompt,
+            cache=cache,
+            tokens_to_logits=tokens_to_logits,
+            num_decodes=count,
+            **options,
+        )
+        if all_decodes:
+            return tokens, {"scores": scores}
+        return tokens[:, -1], {"scores": scores[:, -1]}
+
+    def score_batch(self, params: Any, batch: Batch, return_intermediates: bool = False) -> Any:
+        """Log-likelihood of each row's targets, EOS included: natural log, not normalized, [batch].
+
+        Args:
+          params: the parameters.
+          batch: as for `predict_batch_with_aux`; `decoder_loss_weights` weigh the targets.
+          return_intermediates: whether {"decoder": {"token_scores", "target_tokens",
+            "loss_weights"}} is returned too, each in a tuple of one.
+        """
+        own = own_features(batch)
+        targets = jnp.asarray(own["targets"])
+        weights = jnp.asarray(own.get("loss_weights", targets > 0), jnp.float32)
+        scores = -cross_entropy(self._compute_logits(params, batch), targets) * weights
+        if not return_intermediates:
+            return jnp.sum(scores, axis=-1)
+        values = {"token_scores": scores, "target_tokens": targets, "loss_weights": weights}
+        return jnp.sum(scores, axis=-1), {"decoder": {name: (x,) for name, x in values.items()}}
+
+
+def get_input_vocabulary(model: BaseTransformerModel) -> Any:
+    """The vocabulary of a model's inputs."""
+    return model.input_vocabulary
+
+
+def get_output_vocabulary(model: BaseTransformerModel) -> Any:
+    """The vocabulary of a model's targets."""
+    return model.output_vocabulary
+
+
+def own_model(module: T5, optimizer_def: Optimizer | None = None) -> T5Model:
+    """The model that a command trains, if the user has none: the network with its own loss."""
+    if module.config.decoder_only:
+        return T5Model(module, optimizer_def)
+    return EncoderDecoderModel.configured(module, optimizer_def)
+
+
+def is_own(model: BaseModel) -> TypeGuard[T5Model]:
+    """Whether a model is this project's own, and not a user's subclass."""
+    return type(model) in (T5Model, EncoderDecoderModel)
+
+
+def _denominator(factor: NormalizingFactor) -> Any:
+    """T5X's divisor of a loss as the configuration's."""
+    if factor is None:
+        return 1.0
+    name = factor.name if isinstance(factor, SpecialLossNormalizingFactor) else factor
+    if not isinstance(name, str):
+        return float(name)
+    return None if name.upper() == "NUM_TOTAL_TARGET_TOKENS" else name.upper()
 
 
 def summed_towers(model: BaseModel, loss_fn: LossFn) -> dict[str, int]:
@@ -191,7 +378,9 @@ def summed_towers(model: BaseModel, loss_fn: LossFn) -> dict[str, int]:
       model: the model.
       loss_fn: what its `whole_batch` returned.
     """
-    own = getattr(loss_fn, "__func__", None) is T5Model.loss_fn
-    if not isinstance(model, T5Model) or not own:
+    own = (T5Model.loss_fn, EncoderDecoderModel.loss_fn)
+    if not isinstance(model, T5Model) or not model.has_own_loss():
+        return {}
+    if getattr(loss_fn, "__func__", None) not in own:
         return {}
     return towers_in_loops(model.module.config)

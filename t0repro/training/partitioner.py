@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from t0repro.partitioning.devices import Partitioning
-from t0repro.partitioning.rules import DATA
+from t0repro.partitioning.rules import DATA, MODEL
+
+
+@dataclasses.dataclass(frozen=True)
+class DataLayout:
+    """Which part of the data a process reads.
+
+    Attributes:
+      batch_size: rows of a batch, over all processes.
+      shard_id, num_shards: the part, and out of how many.
+      is_first_host_in_replica_set: whether no process before this one reads the same part.
+    """
+
+    batch_size: int
+    shard_id: int
+    num_shards: int
+    is_first_host_in_replica_set: bool
 
 
 class Partitioner:
@@ -27,6 +44,46 @@ class Partitioner:
         # Without a mesh, one device runs what it would run if there were no partitioning.
         several = partitioning is not None and partitioning.mesh.size > 1
         self.partitioning = partitioning if several else None
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of devices, with the axes `data` and `model`; of one device if there is one."""
+        if self.partitioning is not None:
+            return self.partitioning.mesh
+        return Mesh(np.array(jax.devices()[:1]).reshape(1, 1), (DATA, MODEL))
+
+    def get_data_layout(
+        self, batch_size: int | None = None, host_index: int | None = None
+    ) -> DataLayout:
+        """Which part of the data this process reads: all of it, for each builds whole batches.
+
+        Args:
+          batch_size: rows of a batch; None for one on each part of the mesh along `data`.
+          host_index: accepted for T5X's sake: every process reads the same.
+
+        Raises:
+          ValueError: if the rows do not divide among the parts.
+        """
+        del host_index
+        parts = self.mesh.shape[DATA]
+        size = parts if batch_size is None else batch_size
+        if size % parts:
+            raise ValueError(f"A batch of {size} rows does not divide among {parts} parts.")
+        return DataLayout(size, 0, 1, jax.process_index() == 0)
+
+    def get_logical_axes(self, train_state: Any) -> Any:
+        """The state with the logical axes of each array in its place."""
+        return train_state.as_logical_axes()
+
+    def move_params_to_devices(self, train_state: Any, train_state_axes: Any = None) -> Any:
+        """The state with each array where it belongs.
+
+        Args:
+          train_state: the state, on the host or on devices.
+          train_state_axes: what `get_mesh_axes` returned; None asks it.
+        """
+        axes = self.get_mesh_axes(train_state) if train_state_axes is None else train_state_axes
+        return jax.device_put(train_state) if axes is None else jax.device_put(train_state, axes)
 
     def get_mesh_axes(self, train_state: Any) -> Any:
         """Where each array of a train state, or of one's shapes, belongs; None on one device."""

@@ -11,8 +11,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from t0repro.config.training_plan import ActionConfig, EarlyStoppingConfig
+from t0repro.config.training_plan import ActionConfig, TerminateOnNanConfig, UserClass
 from t0repro.training.train_state import single_layers
+from t0repro.training.user_classes import made
 
 Results = Mapping[str, Mapping[str, Any]]  # task -> metric -> value
 Say = Callable[[str], None]
@@ -56,12 +57,12 @@ class EarlyStoppingAction(BaseAction):
 
     An improvement is a change for the better by more than atol + rtol * |value compared with|.
 
-    - reference="best" stops after `patience` evaluations in a row without an improvement on the
-      best value before them. NaN is no improvement, also on nothing.
     - reference="previous" is T5X's rule to the letter: it keeps the latest `patience` values and
       stops when none improves on the one before it. A patience of 3 thus means three values and two
       comparisons, 1 stops at once, and one lucky dip on a plateau starts over. The comparison is in
       float32, in which NaN counts as an improvement.
+    - reference="best" stops after `patience` evaluations in a row without an improvement on the
+      best value before them. NaN is no improvement, also on nothing.
 
     Args:
       metric: (task, metric) to watch.
@@ -83,7 +84,7 @@ class EarlyStoppingAction(BaseAction):
         atol: float = 0.0,
         rtol: float = 0.0,
         *,
-        reference: Literal["best", "previous"] = "best",
+        reference: Literal["best", "previous"] = "previous",
         say: Say | None = None,
     ):
         if mode not in ("min", "max"):
@@ -201,21 +202,22 @@ class RunActions:
 
 def make_actions(configs: Sequence[ActionConfig], say: Say) -> RunActions:
     """The actions that a plan describes."""
-    return RunActions(
-        [
-            EarlyStoppingAction(
-                (config.task, config.metric),
-                config.mode,
-                config.patience,
-                config.atol,
-                config.rtol,
-                reference=config.reference,
-                say=say,
-            )
-            if isinstance(config, EarlyStoppingConfig)
-            else TerminateOnNanAction(config.task, config.metric, say=say)
-            for config in configs
-        ]
+    return RunActions([_made(config, say) for config in configs])
+
+
+def _made(config: ActionConfig, say: Say) -> BaseAction:
+    if isinstance(config, UserClass):
+        return made(config, {"say": say}, "train.actions")
+    if isinstance(config, TerminateOnNanConfig):
+        return TerminateOnNanAction(config.task, config.metric, say=say)
+    return EarlyStoppingAction(
+        (config.task, config.metric),
+        config.mode,
+        config.patience,
+        config.atol,
+        config.rtol,
+        reference=config.reference,
+        say=say,
     )
 
 

@@ -32,7 +32,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from t0repro.converters.tensors import StoredTensor
 from t0repro.errors import UserError
@@ -41,6 +41,7 @@ from t0repro.model.t5 import T5, parameter_shapes
 from t0repro.parameters import layout
 from t0repro.partitioning.devices import put
 from t0repro.partitioning.processes import is_first
+from t0repro.partitioning.rules import parameter_axes, slot_spec
 from t0repro.training.optimizers import Optimizer
 from t0repro.training.slots import Slots
 from t0repro.words import counted, printable
@@ -88,6 +89,46 @@ class TrainState:
             flax_mutables=others or None
         )
 
+    @property
+    def param_states(self) -> Any:
+        """The optimizer's state, under T5X's name."""
+        return self.slots
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state as nested dictionaries with the names of a checkpoint: target, state, ...
+
+        Without layers that are stacked the arrays are the state's own, on the devices.
+        """
+        return flax.traverse_util.unflatten_dict(flat_arrays(self), sep="/")
+
+    def restore_state(self, state_dict: Mapping[str, Any]) -> TrainState:
+        """This state with the values of a `state_dict`; slots that it lacks start at zero.
+
+        Raises:
+          UserError: if a parameter or a mutable is missing, or of another shape.
+        """
+        flat: Any = flax.traverse_util.flatten_dict(state_dict, sep="/")
+        return from_flat_tree(flat, self, where="the state dictionary")
+
+    def replace_params(self, params: Any) -> TrainState:
+        """This state with other parameters; slots and step stay."""
+        return self.replace(params=params)
+
+    def replace_step(self, step: Any) -> TrainState:
+        """This state at another step."""
+        return self.replace(step=step)
+
+    def replace_flax_mutables(self, flax_mutables: Any) -> TrainState:
+        """This state with other variables of the model's that are not trained."""
+        return self.replace(flax_mutables=flax_mutables or None)
+
+    def as_logical_axes(self) -> TrainState:
+        """This state with a PartitionSpec of logical axes in place of each array.
+
+        They are those of t0repro.partitioning.rules; an array that it does not know has none.
+        """
+        return logical_axes(self)
+
     def apply_gradient(
         self, grads: Any, learning_rate: Any, flax_mutables: Any = None
     ) -> TrainState:
@@ -108,6 +149,27 @@ class TrainState:
             slots=slots,
             flax_mutables=self.flax_mutables if flax_mutables is None else flax_mutables,
         )
+
+
+def logical_axes(state: TrainState) -> TrainState:
+    """See `TrainState.as_logical_axes`."""
+    shapes = {
+        path: value.shape
+        for path, value in flax.traverse_util.flatten_dict(state.params, sep="/").items()
+    }
+
+    def of_array(path: Any, array: Any) -> PartitionSpec:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        kind, _, rest = name.partition("/")
+        if kind == "params":
+            return PartitionSpec(*parameter_axes(rest))
+        parameter, _, slot = rest.rpartition("/")
+        if kind != "slots" or parameter not in shapes:
+            return PartitionSpec()
+        spec = slot_spec(PartitionSpec(*parameter_axes(parameter)), slot, shapes[parameter])
+        return spec if len(spec) == len(array.shape) else PartitionSpec()
+
+    return jax.tree_util.tree_map_with_path(of_array, single_layers(state))
 
 
 def new_train_state(params: Any, optimizer: Optimizer, step: int = 0) -> TrainState:

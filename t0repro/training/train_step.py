@@ -143,7 +143,7 @@ def eval_step(model: BaseModel, train_state: TrainState, batch: Batch) -> dict[s
 def train_with_lr(
     train_state: TrainState,
     batch: Batch,
-    learning_rate: jax.Array,
+    learning_rate: jax.Array | float,
     dropout_rng: Array | None,
     model: BaseModel,
     num_microbatches: int | None,

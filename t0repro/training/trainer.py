@@ -11,7 +11,6 @@ import abc
 import collections
 import concurrent.futures
 import contextlib
-import dataclasses
 import functools
 import threading
 import time
@@ -24,14 +23,25 @@ import numpy as np
 
 from t0repro.model.layer_stacks import released
 from t0repro.partitioning.program_costs import count_flops
-from t0repro.partitioning.topologies import published
+from t0repro.training.compiled_steps import CompiledStep, flops_rates, shapes_of
 from t0repro.training.held_state import with_stacks
-from t0repro.training.metric_classes import Metric, Scalar, TimeRate, merge_metrics
-from t0repro.training.metrics import OpenWriter, SplitMetrics
+from t0repro.training.metric_classes import Scalar, merge_metrics
+from t0repro.training.metrics import OpenWriter, SplitMetrics, in_split
 from t0repro.training.metrics_manager import MetricsManager
 from t0repro.training.models import BaseModel
 from t0repro.training.partitioner import Partitioner
+from t0repro.training.protocols import (
+    ArrayMapFuture,
+    BaseTrainerConstructor,
+    LearningRateCallable,
+    MetricValueMapFuture,
+    PartitionedEvalCallable,
+    PartitionedTrainCallable,
+    SummarizeMetricsCallable,
+    TimeFuture,
+)
 from t0repro.training.stopping import (
+    ActionMapType,
     ActionMode,
     BaseAction,
     EarlyStoppingAction,
@@ -47,13 +57,22 @@ from t0repro.training.train_step import (
 from t0repro.training.weight_metrics import WeightMetricsComputer
 
 __all__ = [
+    "ActionMapType",
     "ActionMode",
+    "ArrayMapFuture",
     "BaseAction",
     "BaseTrainer",
+    "BaseTrainerConstructor",
     "EarlyStoppingAction",
+    "LearningRateCallable",
+    "MetricValueMapFuture",
     "MetricsManager",
+    "PartitionedEvalCallable",
+    "PartitionedTrainCallable",
     "PreemptionError",
+    "SummarizeMetricsCallable",
     "TerminateOnNanAction",
+    "TimeFuture",
     "Trainer",
     "WeightMetricsComputer",
     "accumulate_grads_microbatched",
@@ -64,7 +83,6 @@ __all__ = [
 ]
 
 NumpyBatch = Mapping[str, np.ndarray]
-LearningRateCallable = Callable[[jax.Array], jax.Array]
 # How many updates may be queued on the device before `train` waits for the oldest.
 _AHEAD = 2
 
@@ -99,6 +117,7 @@ class BaseTrainer(abc.ABC):
     Attributes:
       stop_training: set it, or let an action set it, to end the loop around this trainer.
       train_metrics_manager: the manager of the split `train`.
+      compilation_seconds: how long steps have been compiled so far.
       eval_metrics_managers: those of `training_eval/<name>`, by name.
     """
 
@@ -123,19 +142,20 @@ class BaseTrainer(abc.ABC):
             self._train_state_axes = self._partitioner.get_mesh_axes(train_state)
         # Reentrant: `train` holds it while `update` takes it again.
         self._train_state, self._train_state_mutex = train_state, threading.RLock()
-        self._compiled_train_steps: dict[Any, _Step] = {}
-        self._compiled_eval_steps: dict[Any, _Step] = {}
+        self._compiled_train_steps: dict[Any, CompiledStep] = {}
+        self._compiled_eval_steps: dict[Any, CompiledStep] = {}
         self._compiling = threading.Lock()
         self.stop_training = False
         self._own_files = None
         if files is None and summary_dir is not None and jax.process_index() == 0:
-            files = self._own_files = SplitMetrics(
-                summary_dir, None, _below(summary_dir, open_writer)
-            )
-        self.train_metrics_manager = MetricsManager("train", files)
+            writers = in_split(summary_dir, open_writer)
+            files = self._own_files = SplitMetrics(summary_dir, None, writers)
+        self.train_metrics_manager = MetricsManager("train", files=files)
+        self.train_metrics_manager.report_uptime()
+        self.compilation_seconds = 0.0
         # T5X cuts names at 113 characters.
         self.eval_metrics_managers = {
-            name: MetricsManager(f"training_eval/{name[:113]}", files) for name in eval_names
+            name: MetricsManager(f"training_eval/{name[:113]}", files=files) for name in eval_names
         }
 
     def __enter__(self) -> Self:
@@ -160,6 +180,11 @@ class BaseTrainer(abc.ABC):
                 stack.callback(self._own_files.close)
             for manager in (self.train_metrics_manager, *self.eval_metrics_managers.values()):
                 stack.callback(manager.close)
+
+    def write_to(self, files: SplitMetrics) -> None:
+        """Has all metrics from here on written to files of the caller's, who closes them."""
+        for manager in (self.train_metrics_manager, *self.eval_metrics_managers.values()):
+            manager.write_to(files)
 
     @property
     def model(self) -> BaseModel:
@@ -271,7 +296,7 @@ class BaseTrainer(abc.ABC):
         """
         self._train_step_for(self._partitioner.put_batch(self._model.features(batch)))
 
-    def _train_step_for(self, features: Mapping[str, jax.Array]) -> _Step:
+    def _train_step_for(self, features: Mapping[str, jax.Array]) -> CompiledStep:
         made = self._compiled_train_steps
         return self._step_for(made, lambda: self._partitioned_train_step, features)
 
@@ -310,7 +335,7 @@ class BaseTrainer(abc.ABC):
         for name, batch in batches.items():
             self._compile(self._eval_step_for, batch, self.eval_metrics_managers[name])
 
-    def _eval_step_for(self, features: Mapping[str, jax.Array]) -> _Step:
+    def _eval_step_for(self, features: Mapping[str, jax.Array]) -> CompiledStep:
         made = self._compiled_eval_steps
         return self._step_for(made, lambda: self._partitioned_eval_step, features)
 
@@ -336,7 +361,7 @@ class BaseTrainer(abc.ABC):
 
     def _compile(
         self,
-        step_for: Callable[[Mapping[str, jax.Array]], _Step],
+        step_for: Callable[[Mapping[str, jax.Array]], CompiledStep],
         batch: NumpyBatch,
         manager: MetricsManager,
     ) -> None:
@@ -347,62 +372,31 @@ class BaseTrainer(abc.ABC):
         manager.write_scalar("timing/compilation_seconds", seconds, int(self.held_state.step))
 
     def _step_for(
-        self, made: dict[Any, _Step], function: Callable[[], Any], features: Mapping[str, jax.Array]
-    ) -> _Step:
+        self,
+        made: dict[Any, CompiledStep],
+        function: Callable[[], Any],
+        features: Mapping[str, jax.Array],
+    ) -> CompiledStep:
         """The step for batches of these shapes, which `made` keeps."""
-        key = _shapes(features)
+        key = shapes_of(features)
         with self._compiling:
             if key not in made:
+                started = time.perf_counter()
                 made[key] = self._compiled(function(), features)
+                self.compilation_seconds += time.perf_counter() - started
         return made[key]
 
-    def _compiled(self, function: Any, features: Mapping[str, jax.Array]) -> _Step:
+    def _compiled(self, function: Any, features: Mapping[str, jax.Array]) -> CompiledStep:
         """A step for batches of these shapes, compiled if it is one jitted function."""
         if not hasattr(function, "trace"):
-            return _Step(function, self._partitioner, {})
+            return CompiledStep(function, self._partitioner, {})
         with self._partitioner.active():
             # Not by the property: an update holds its lock while it waits for this. Only shapes are
             # read here, and no update changes those.
             traced = function.trace(self._train_state, features)
-            return _Step(
+            return CompiledStep(
                 traced.lower().compile(), None, flops_rates(count_flops(traced.jaxpr.jaxpr))
             )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Step:
-    """A step compiled for batches of one set of shapes.
-
-    Attributes:
-      function: what it calls.
-      partitioner: gives the context for a function that is not compiled; else None.
-      rates: its operations per second, as metrics.
-    """
-
-    function: Callable
-    partitioner: Partitioner | None
-    rates: Mapping[str, Metric]
-
-    def __call__(self, state: TrainState, features: Mapping[str, jax.Array]) -> Any:
-        if self.partitioner is not None:
-            with self.partitioner.active():
-                return self.function(state, features)
-        # A constant left on the host would otherwise be sent at every step, unnoticed.
-        with jax.transfer_guard("disallow"):
-            return self.function(state, features)
-
-
-def flops_rates(flops: int) -> dict[str, Metric]:
-    """Metrics of a step with this many operations: `timing/flops_per_second` and `timing/mfu`.
-
-    The second is the share of the published peak of all devices; it is left out if the device's
-    is not known.
-    """
-    chip = published(jax.devices()[0].device_kind)
-    rates: dict[str, Metric] = {"timing/flops_per_second": TimeRate(flops)}
-    if chip is None:
-        return rates
-    return rates | {"timing/mfu": TimeRate(flops / (chip.flops * jax.device_count()))}
 
 
 class Trainer(BaseTrainer):
@@ -438,7 +432,7 @@ class Trainer(BaseTrainer):
         self._learning_rate_fn, self._num_microbatches = learning_rate_fn, num_microbatches
         self._weight_metrics_computer = weight_metrics_computer
         self._t5x_dropout_compat = t5x_dropout_compat
-        self._hold_if_not_finite = hold_if_not_finite
+        self.hold_if_not_finite = hold_if_not_finite
         # Steps, measurements and divisions of a user's, and axes, are for a state by layer.
         self._stacks = (
             type(self) is Trainer
@@ -472,7 +466,7 @@ class Trainer(BaseTrainer):
                 num_microbatches=self._num_microbatches,
                 weight_metrics_computer=self._weight_metrics_computer,
                 t5x_dropout_compat=self._t5x_dropout_compat,
-                hold_if_not_finite=self._hold_if_not_finite,
+                hold_if_not_finite=self.hold_if_not_finite,
                 partitioning=self._partitioner.partitioning,
             )
 
@@ -489,11 +483,3 @@ class Trainer(BaseTrainer):
             lambda state, batch: eval_step(self._model, state, batch),
             in_axis_resources=(self._train_state_axes, self._partitioner.data_partition_spec),
         )
-
-
-def _shapes(features: Mapping[str, jax.Array]) -> tuple:
-    return tuple(sorted((name, x.shape, str(x.dtype)) for name, x in features.items()))
-
-
-def _below(folder: str, open_writer: OpenWriter | None) -> OpenWriter | None:
-    return None if open_writer is None else lambda split: open_writer(f"{folder}/{split}")

@@ -65,6 +65,13 @@ def weight_metrics(gradients: Any, before: Any, after: Any) -> dict[str, jax.Arr
         **_by_parameter("weight_rms", after, _rms, towers),
         **_by_parameter("weight_gradient_rms", gradients, _rms, towers),
         **_by_parameter("weight_update_rms", updates, _rms, towers),
+        # Infinite or NaN where a weight was zero, as in T5X.
+        **_by_parameter(
+            "weight_update_divided_by_weight_rms",
+            jax.tree.map(jnp.divide, updates, before),
+            _rms,
+            towers,
+        ),
         **_by_parameter("weight_max", after, lambda x: jnp.max(jnp.abs(x)), towers),
         "weight_gradient_norm": jnp.sqrt(_sum_of_squares(gradients)),
         "weight_rms_all": jnp.sqrt(_sum_of_squares(after) / _size(after)),

@@ -310,8 +310,6 @@ def test_what_an_evaluation_does_not_do_is_refused_by_name(argument):
         ("{predict}.decoder_params = {{'beams': 3}}", "no argument beams here"),
         ("{model}.decode_fn = @decoding.temperature_sample\ndecoding.temperature_sample.topp = 0.5",
          "at most one of topk"),
-        ("{model}.decode_fn = @decoding.beam_search\ndecoding.beam_search.min_log_prob = -1.0",
-         "no candidate is dropped"),
     ],
 )  # fmt: skip
 def test_decoding_that_is_not_done_is_refused_by_name(tmp_path, lines, message):
@@ -328,6 +326,14 @@ def parsed_with(folder, lines):
     path.write_text(head.replace(", ", "\nfrom t5x import ") + lines + "\n")
     bindings = ("MIXTURE_OR_TASK_NAME = 'a'", "CHECKPOINT_PATH = 'b'", "EVAL_OUTPUT_DIR = 'c'")
     return parsed("eval", "eval", *bindings, files=(str(path),))
+
+
+def test_a_beam_searchs_limits_reach_the_plan(tmp_path):
+    lines = """{model}.decode_fn = @decoding.beam_search
+decoding.beam_search.min_log_prob = -1.0
+decoding.beam_search.max_decode_step = 3"""
+    decoding = eval_plan(parsed_with(tmp_path, lines)).decoding
+    assert (decoding.min_log_prob, decoding.max_decode_step) == (-1.0, 3)
 
 
 def test_gins_decoding_reaches_the_plan(tmp_path):

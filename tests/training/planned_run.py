@@ -88,7 +88,7 @@ def run(folder, moment=None, step=0, do=lambda: None, patience=2, last_step=LAST
         at("inside an evaluation", loop.step)
         return {"a_task": {"rouge": ROUGE.get(loop.step, 0.0)}}
 
-    stop = EarlyStoppingConfig("a_task", "rouge", "max", patience, 0.0, 0.0)
+    stop = EarlyStoppingConfig("a_task", "rouge", "max", patience, 0.0, 0.0, "best")
     plan = dataclasses.replace(tiny.PLAN, actions={"INFER_EVAL": (stop,)})
     config = tiny.run_config(folder, last_step, plan=plan, num_microbatches=1)
     model = dataclasses.replace(config.model, dropout_rate=0.2)

@@ -3,6 +3,7 @@
 import json
 import time
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -45,7 +46,7 @@ def lines(folder):
 
 
 def test_a_summary_is_over_all_that_was_added_since_the_last(tmp_path, files):
-    manager = MetricsManager("train", files)
+    manager = MetricsManager("train", files=files)
     for loss in (1.0, 2.0, 6.0):
         manager.add(one_step(loss))
     first = manager.write_summary(3)
@@ -60,16 +61,20 @@ def test_a_summary_is_over_all_that_was_added_since_the_last(tmp_path, files):
 
 
 def test_a_merged_window_is_written_as_t5x_hands_it_in(files):
-    manager = MetricsManager("train", files)
+    manager = MetricsManager("train", files=files)
     merged = merge_metrics(on_host(one_step(1.0)), on_host(one_step(3.0)))
+    with pytest.raises(ValueError, match="start_duration_timer"):
+        manager.write_metrics_summary(merged, 2, 2)
+    manager.start_duration_timer()
     values = manager.write_metrics_summary(merged, 2, 2).result()
     assert values == {"loss": 2.0, "seqs": 8.0} and values["loss"].value == 2.0
+    manager.start_duration_timer()
     assert manager.write_metrics_summary(None, 2, 0).result() == {}
     manager.close()
 
 
 def test_everything_handed_in_is_there_after_flush(tmp_path, files):
-    manager = MetricsManager("train", files)
+    manager = MetricsManager("train", files=files)
     for step in range(200):
         manager.write_scalar("x", step, step)
     manager.flush()
@@ -92,7 +97,7 @@ class Full:
 
 def test_an_error_is_raised_once_and_what_comes_after_it_is_written_all_the_same(tmp_path):
     files = SplitMetrics(tmp_path, None, lambda split: Full())
-    manager = MetricsManager("train", files)
+    manager = MetricsManager("train", files=files)
     for step in (1, 2, 3):
         manager.add(one_step(step))
         manager.write_summary(step)
@@ -141,7 +146,7 @@ def test_a_timer_on_a_buffer_that_was_donated_does_not_fail():
 
 def test_event_files_and_metrics_jsonl_agree(tmp_path):
     files = SplitMetrics(tmp_path, None, lambda split: event_writer(tmp_path / split))
-    manager = MetricsManager("training_eval/a_task", files)
+    manager = MetricsManager("training_eval/a_task", files=files)
     for step in (1, 2):
         manager.add(one_step(step / 3))
         manager.write_summary(step)
@@ -183,3 +188,53 @@ def test_metrics_merge_and_compute_as_their_names_say():
     }  # fmt: skip
     with pytest.raises(ValueError, match="filled in"):
         second["rate"].compute()
+
+
+def test_a_manager_of_its_own_folder_writes_as_t5xs_does(tmp_path):
+    """T5X's arguments; texts, arrays and clu's own metrics; what is no number is named."""
+    import clu.metrics
+    import clu.values
+
+    class Text(clu.metrics.Metric):
+        def merge(self, other):
+            return other
+
+        def compute_value(self):
+            return clu.values.Text("a sentence")
+
+    written = []
+
+    class Writer:
+        def write_scalars(self, step, scalars):
+            written.append(dict(scalars))
+
+        def write_texts(self, step, texts):
+            written.append(texts)
+
+        def write_histograms(self, step, arrays):
+            written.append({name: x.tolist() for name, x in arrays.items()})
+
+        def flush(self):
+            pass
+
+        close = flush
+
+    manager = MetricsManager("eval", str(tmp_path), open_writer=lambda folder: Writer())
+    assert manager.summary_dir == f"{tmp_path}/eval"
+    manager.summary_writer.write_scalars(1, {"direct": 1.0})
+    manager.write_scalar("x", 2.0, jnp.int32(3))
+    manager.start_duration_timer()
+    for value in (1.0, 4.0):
+        average = clu.metrics.Average.from_model_output(jnp.float32([value]))
+        manager.add({"theirs": average, "each": Each(jnp.float32([value, 0.0])), "text": Text()})
+    values = manager.write_summary(4).result()
+    assert values["theirs"] == 2.5 and values["theirs"].value == 2.5
+    manager.close()
+    assert {"text": "a sentence"} in written and {"each": [5.0, 0.0]} in written
+    last = lines(tmp_path)[-1]
+    assert last["left_out"] == {"each": "array [2]", "text": "Text"} and last["theirs"] == 2.5
+
+
+@flax.struct.dataclass
+class Each(Sum):
+    """The sum of each entry."""

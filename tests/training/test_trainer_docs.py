@@ -1,21 +1,30 @@
-"""The custom trainer of docs/trainer.md runs as it is printed there, and learns."""
+"""The code of docs/trainer.md runs as it is printed there, and learns."""
 
+import json
 import re
+import sys
 from pathlib import Path
 
 import jax
 import numpy as np
+import pytest
 
+from t0repro.config.t5x import gin_files
+from t0repro.config.t5x.run import train_config
+from t0repro.errors import UserError
+from t0repro.runs import planned_start
 from t0repro.training.checkpoints import load_tree, save_checkpoint
 from t0repro.training.train_state import from_flat_tree
 
 from .. import tiny_models as tiny
+from ..runs.tiny_gin import SIZES
 
+EVALUATED = "demo_synthetic_glue_mrpc_want_to_know"
 DOCS = Path(__file__).resolve().parents[2] / "docs/trainer.md"
 
 
 def test_the_docs_own_code_trains_a_student_in_under_sixty_lines(tmp_path):
-    (code,) = re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
+    code, _ = re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
     written = [line for line in code.splitlines() if line.strip() and "import" not in line]
     assert len(written) < 60
     namespace = {"__name__": "the_docs"}
@@ -31,3 +40,73 @@ def test_the_docs_own_code_trains_a_student_in_under_sixty_lines(tmp_path):
     restored = from_flat_tree(tree, jax.eval_shape(lambda: state))
     assert float(restored.flax_mutables["running"]["gap"]) == np.float32(running)
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+@pytest.fixture
+def extension(tmp_path, monkeypatch):
+    """The ported extension's gin file, beside its module, and the bindings of a tiny model."""
+    (_, code), text = (
+        re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL),
+        DOCS.read_text(),
+    )
+    (gin,) = re.findall(r"```\n(from __gin__.*?)```", text, re.DOTALL)
+    (tmp_path / "my_extension.py").write_text(code)
+    (tmp_path / "my_run.gin").write_text("\n".join([gin, "import seqio", *SIZES, ""]))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "my_extension", raising=False)
+
+    def parsed(*lines):
+        with open(tmp_path / "my_run.gin", "a") as file:
+            file.write("\n".join([f"MODEL_DIR = '{tmp_path}/run'", *lines, ""]))
+        return gin_files.parse(gin_files.T5xInputs("train", (str(tmp_path / "my_run.gin"),)))
+
+    return parsed
+
+
+def test_a_ported_t5x_extension_trains_from_its_gin_file(extension, tmp_path, monkeypatch):
+    """Its model, trainer, metric and action take part, and its predict_batch in evaluations."""
+    parsed = extension(
+        "train_script.train.infer_eval_dataset_cfg = @infer_eval/utils.DatasetConfig()",
+        "train_script.train.inference_evaluator_cls = @seqio.Evaluator",
+        f"infer_eval/utils.DatasetConfig.mixture_or_task_name = '{EVALUATED}'",
+        "infer_eval/utils.DatasetConfig.split = 'validation'",
+        "infer_eval/utils.DatasetConfig.task_feature_lengths = %TASK_FEATURE_LENGTHS",
+        "infer_eval/utils.DatasetConfig.batch_size = 8",
+        "infer_eval/utils.DatasetConfig.shuffle = False",
+        "infer_eval/utils.DatasetConfig.seed = 1",
+        "seqio.Evaluator.num_examples = 8",
+    )
+    for module in parsed.imports:
+        __import__(module)
+    import my_extension
+
+    generated, own = [], my_extension.RobustModel.predict_batch
+    monkeypatch.setattr(
+        my_extension.RobustModel,
+        "predict_batch",
+        lambda self, *args: generated.append(own(self, *args)) or generated[-1],
+    )
+    said: list[str] = []
+    planned_start.start(parsed, train_config(parsed), say=said.append)
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    trained = [row for row in rows if row["split"] == "train" and "loss" in row]
+    assert [row["step"] for row in trained] == [2]
+    assert trained[0]["lowest_log_prob"] < 0 and trained[0]["updates_left_out"] == 0
+    assert 0 < trained[0]["loss"] < 8 * 16 / 0.7 / 1024
+    assert [x.shape for x in generated] == [(8, 16)]
+    assert any(row["split"] == f"inference_eval/{EVALUATED}" for row in rows)
+    assert any("an action on the training's metrics" in line for line in said)
+
+
+def test_what_cannot_be_used_is_refused_with_its_line(extension, tmp_path):
+    with open(tmp_path / "my_extension.py", "a") as file:
+        file.write("\n\nclass Nothing:\n    pass\n")
+    for line, message in (
+        ("trainer_cls = @my_extension.Nothing", "trainer_cls is @my_extension.Nothing"),
+        ("actions = {'TRAIN': [@my_extension.Nothing()]}", "my_extension.Nothing, which is no ac"),
+    ):
+        with pytest.raises(UserError, match=message) as raised:
+            train_config(extension(f"train_script.train.{line}"))
+        assert "my_run.gin:" in str(raised.value)
+        lines = (tmp_path / "my_run.gin").read_text().splitlines()
+        (tmp_path / "my_run.gin").write_text("\n".join([*lines[:-1], ""]))

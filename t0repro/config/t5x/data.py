@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from t0repro.config.t5x import records
+from t0repro.config.t5x import records, user_classes
 from t0repro.config.t5x.places import Places
 from t0repro.config.training_plan import (
     ActionConfig,
@@ -19,6 +19,7 @@ from t0repro.config.training_plan import (
     SeqioDataConfig,
     TerminateOnNanConfig,
 )
+from t0repro.errors import UserError
 
 DATA, SAVE = "utils.DatasetConfig", "utils.SaveCheckpointConfig"
 RESTORE, BEST = "utils.RestoreCheckpointConfig", "checkpoints.SaveBestCheckpointer"
@@ -202,9 +203,15 @@ def _action(record: Any, name: str, places: Places) -> ActionConfig:
         return EarlyStoppingConfig(task, metric, mode, record.patience, *tolerances, reference)
     if isinstance(record, records.TerminateOnNan):
         return TerminateOnNanConfig(record.task, record.metric)
-    raise places.refused(
-        name, record, "this action is not known here.", "Take EarlyStoppingAction."
-    )
+    made = user_classes.user_class(record, places)
+    if made is None:
+        kind = type(record)
+        raise UserError(
+            f"{name} has @{kind.__module__}.{kind.__qualname__}, which is no action.",
+            where=places.place(name),
+            fix="Derive it from t0repro.training.trainer.BaseAction (docs/trainer.md).",
+        )
+    return made
 
 
 def _one_of(value: Any, allowed: tuple, name: str, places: Places) -> Any:

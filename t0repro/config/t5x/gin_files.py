@@ -43,11 +43,15 @@ class T5xInputs:
 
 @dataclasses.dataclass(frozen=True)
 class Value:
-    """One argument of the run: its name in gin, its value, and the place that set it."""
+    """One argument of the run: its name in gin, its value, and the place that set it.
+
+    `standard` is its name in T5X's class, if a class of the user's stands in that one's place.
+    """
 
     name: str
     value: str
     place: str
+    standard: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -458,15 +462,18 @@ def _values(reached: Iterable[_Call], bindings: Bindings) -> Iterator[Value]:
         scope = "/".join(call.scopes)
         if call.selector == MACRO or call.selector == "gin.constant":
             continue
-        signature = inspect.signature(gin.config._REGISTRY[call.selector].wrapped)
-        for argument, parameter in signature.parameters.items():
+        wrapped = gin.config._REGISTRY[call.selector].wrapped
+        replaced = modules.name_of_replaced(wrapped)
+        for argument, parameter in inspect.signature(wrapped).parameters.items():
+            standard = replaced and f"{replaced}.{argument}"
             name = f"{scope + '/' if scope else ''}{_short(call.selector)}.{argument}"
             if argument in call.arguments:
                 value = _gin_value(call.arguments[argument])
                 place = bindings.find(_prefixes(call.scopes), call.selector, argument) or ""
-                yield Value(name, value, _without_folder(place))
+                yield Value(name, value, _without_folder(place), standard)
             elif parameter.default is not parameter.empty:
-                yield Value(name, repr(parameter.default), f"default of {_short(call.selector)}")
+                source = f"default of {_short(call.selector)}"
+                yield Value(name, repr(parameter.default), source, standard)
 
 
 def _without_folder(place: str) -> str:

@@ -28,12 +28,6 @@ _INFER_CODE = _OWN_CODE | {
     "merge_fn": "chunks are put one after the other.",
 }
 _MODES = ("predict", "score", "predict_with_aux")
-# Options of T5X's two decoding functions that change a search but are not supported here, with
-# the value that leaves the search as it is.
-_NOT_DONE = {
-    "max_decode_step": (-1, "a search is as long as the targets, or max_decode_len."),
-    "min_log_prob": (None, "no candidate is dropped for its probability."),
-}
 
 
 def eval_plan(parsed: Parsed) -> EvalPlan:
@@ -206,14 +200,12 @@ def decoding_plan(model: records.EncoderDecoderModel, places: Places) -> Decodin
             "outputs are found by beam search or by sampling.",
             "Bind @decoding.beam_search or @decoding.temperature_sample.",
         )
-    options = {key: value for key, (value, _) in found.items()}
+    options: dict[str, Any] = {key: value for key, (value, _) in found.items()}
     method = fields.METHODS[type(model.decode_fn or records.BeamSearch())]
     _apply_hard_limit(options)
     known = {field.name for field in dataclasses.fields(DecodingPlan)}
     for key, value in options.items():
-        if value != _NOT_DONE.get(key, (value,))[0]:
-            raise places.refused(found[key][1], {key: value}, _NOT_DONE[key][1])
-        if key not in known | set(_NOT_DONE):
+        if key not in known:
             raise places.refused(
                 found[key][1],
                 {key: value},

@@ -15,7 +15,7 @@ import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from t0repro.config.t5x import programs, records
+from t0repro.config.t5x import programs, records, user_classes
 from t0repro.errors import UserError, nearest_names
 
 # The function that each run mode's gin file configures, and its record.
@@ -97,6 +97,17 @@ def records_by_module() -> Mapping[str, Mapping[str, Any]]:
     return _MODULES
 
 
+def name_of_replaced(record: Any) -> str | None:
+    """`trainer.Trainer` for the record of a user's trainer; None for any other record."""
+    if not hasattr(record, "stands_for"):
+        return None
+    for module, names in _MODULES.items():
+        for name, known in names.items():
+            if issubclass(record, known):
+                return f"{module.rpartition('.')[2]}.{name}"
+    return None
+
+
 class _Served:
     """A module as gin sees it: records by name, and modules inside it."""
 
@@ -148,7 +159,7 @@ class _Deferred:
         self._name = name
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(importlib.import_module(self._name), name)
+        return user_classes.served_class(getattr(importlib.import_module(self._name), name))
 
 
 @contextlib.contextmanager

@@ -157,6 +157,10 @@ def schedule_config(trainer: records.Trainer, total_steps: int, places: Places) 
       UserError: If the trainer has none, or one that is not T5X's product of factors.
     """
     record = trainer.learning_rate_fn
+    fields = {field.name: field for field in dataclasses.fields(trainer)}
+    if not fields["learning_rate_fn"].init:
+        # A trainer of the user's that takes no schedule: nothing reads this one.
+        record = records.LearningRateSchedule(factors="constant", base_learning_rate=1.0)
     if not isinstance(record, records.LearningRateSchedule):
         raise places.refused(
             "trainer.Trainer.learning_rate_fn",

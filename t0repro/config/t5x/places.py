@@ -22,7 +22,9 @@ class Places:
     @classmethod
     def of(cls, values: Iterable[Value]) -> Places:
         """The places of what a parsed configuration reads."""
-        return cls({value.name: value.place for value in values})
+        found = list(values)
+        standard = {value.standard: value.place for value in found if value.standard}
+        return cls(standard | {value.name: value.place for value in found})
 
     def place(self, name: str) -> str | None:
         """The place of a name; without its scope or its module, of the first that has it.

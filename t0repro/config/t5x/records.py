@@ -142,7 +142,7 @@ class BeamSearch(Record):
     alpha: float = 0.6
     max_decode_len: int | None = None
     max_decode_step: int = -1
-    min_log_prob: float | None = None
+    min_log_prob: float = -1e7  # no limit
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -376,6 +376,11 @@ class Trainer(Record):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Action(Record):
+    """`trainer.BaseAction`, which a user's action derives from."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class EarlyStopping(Record):
     """`trainer.EarlyStoppingAction`."""
 
@@ -384,8 +389,8 @@ class EarlyStopping(Record):
     patience: int = 3
     atol: float = 0.0
     rtol: float = 0.0
-    # Not in T5X, whose rule is "previous".
-    reference: str = "best"
+    # Not in T5X, whose rule is "previous"; the other compares with the best value so far.
+    reference: str = "previous"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

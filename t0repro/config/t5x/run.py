@@ -8,14 +8,14 @@ from typing import Any
 from t0repro.config import ranges
 from t0repro.config.decoding_config import GREEDY
 from t0repro.config.run_config import CheckpointChoice, RunConfig
-from t0repro.config.t5x import data, fields, programs, records
+from t0repro.config.t5x import data, fields, programs, records, user_classes
 from t0repro.config.t5x import model as t5x_model
 from t0repro.config.t5x import optimizer as t5x_optimizer
 from t0repro.config.t5x.gin_files import Parsed
 from t0repro.config.t5x.inference import decoding_plan
 from t0repro.config.t5x.layout import layout_of
 from t0repro.config.t5x.places import Places, check_summary, provenance
-from t0repro.config.training_plan import TrainingPlan
+from t0repro.config.training_plan import Replaced, TrainingPlan, UserClass
 from t0repro.errors import UserError
 
 _FIELDS = {
@@ -43,6 +43,10 @@ _FIELDS = {
     "plan.gc_period": "train.gc_period",
     "plan.actions": "train.actions",
     "weight_metrics_every": "trainer.WeightMetricsComputer.every",
+    "plan.user_classes.model": "train.model",
+    "plan.user_classes.trainer": "train.trainer_cls",
+    "plan.user_classes.partitioner": "train.partitioner",
+    "plan.user_classes.weight_metrics_computer": "trainer.Trainer.weight_metrics_computer",
 }
 _SCHEDULE_ARGUMENTS = (
     "factors base_learning_rate warmup_steps decay_factor steps_per_decay steps_per_cycle"
@@ -185,7 +189,23 @@ def _plan(program: programs.TrainProgram, places: Places) -> TrainingPlan:
         restore=data.restore_config(program.checkpoint_cfg.restore, places),
         actions=data.actions_config(program.actions, places),
         gc_period=program.gc_period,
+        user_classes=_user_classes(program, places),
     )
+
+
+def _user_classes(program: programs.TrainProgram, places: Places) -> dict[Replaced, UserClass]:
+    parts: dict[Replaced, Any] = {
+        "model": program.model,
+        "trainer": program.trainer_cls,
+        "partitioner": program.partitioner,
+        "weight_metrics_computer": program.trainer_cls.weight_metrics_computer,
+    }
+    found = dict[Replaced, UserClass]()
+    for part, record in parts.items():
+        made = user_classes.user_class(record, places)
+        if made is not None:
+            found[part] = made
+    return found
 
 
 def _weight_metrics_every(trainer: records.Trainer) -> int:

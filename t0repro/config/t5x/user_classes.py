@@ -1,0 +1,133 @@
+"""Classes of the user's that a T5X gin file names in place of T5X's own.
+
+A subclass of one of this project's extension points (`EXTENSIONS`) is served to gin as a record of
+the same kind, with the arguments of T5X's class and its own besides. So the rest of a run is read
+as if T5X's class stood there, and the class itself is made when the run begins
+(t0repro.training.user_classes).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import json
+import types
+from typing import TYPE_CHECKING, Any
+
+from t0repro.config.t5x import records
+from t0repro.config.training_plan import UserClass
+
+if TYPE_CHECKING:  # which imports the modules that serve these classes
+    from t0repro.config.t5x.places import Places
+
+# Classes to subclass: (module, name) -> the record that has T5X's arguments.
+EXTENSIONS: dict[tuple[str, str], type[records.Record]] = {
+    ("t0repro.training.models", "EncoderDecoderModel"): records.EncoderDecoderModel,
+    ("t0repro.training.trainer", "BaseTrainer"): records.Trainer,
+    ("t0repro.training.partitioner", "Partitioner"): records.PjitPartitioner,
+    ("t0repro.training.weight_metrics", "WeightMetricsComputer"): records.WeightMetrics,
+    ("t0repro.training.stopping", "BaseAction"): records.Action,
+}
+# What a run gives these classes itself; no gin file binds it.
+_SUPPLIED = frozenset(
+    "self model train_state partitioner eval_names summary_dir train_state_axes rng open_writer"
+    " files partitioning say".split()
+)
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+def served_class(value: Any) -> Any:
+    """The record class for a class of the user's that can be used; any other value as it is."""
+    for base in value.__mro__ if isinstance(value, type) else ():
+        record = EXTENSIONS.get((base.__module__, base.__qualname__))
+        if record is not None:
+            return _record_class(value, record)
+    return value
+
+
+def user_class(record: Any, places: Places) -> UserClass | None:
+    """The class that a record stands for, with the arguments that T5X's class lacks.
+
+    Raises:
+      UserError: for an argument that cannot be written down, with its place.
+    """
+    cls = getattr(record, "stands_for", None)
+    if cls is None:
+        return None
+    shared = _fields(_kind_of(record))
+    named = {name for name, field in _fields(type(record)).items() if field.init} - shared.keys()
+    arguments = {name: getattr(record, name) for name in sorted(named)}
+    for name, value in arguments.items():
+        try:
+            # Through JSON, so that what RunConfig holds can be written and read back equal.
+            arguments[name] = json.loads(json.dumps(value))
+        except TypeError:
+            raise places.refused(
+                f"{cls.__name__}.{name}",
+                value,
+                "only numbers, words, lists and dictionaries can be arguments.",
+                "Make the object inside the class.",
+            ) from None
+    return UserClass(cls.__module__, cls.__qualname__, arguments)
+
+
+def _kind_of(record: Any) -> type[records.Record]:
+    return next(base for base in type(record).__mro__ if base in EXTENSIONS.values())
+
+
+@functools.cache
+def _record_class(cls: type, record: type[records.Record]) -> type[records.Record]:
+    """A record with the arguments of a user's class."""
+    fields = _own_fields(cls, record)
+    # gin knows a method by the name of its class, so an inherited one is copied.
+    methods = {
+        name: types.FunctionType(
+            method.__code__, method.__globals__, name, method.__defaults__, method.__closure__
+        )
+        for name, method in vars(record).items()
+        if isinstance(method, types.FunctionType) and not name.startswith("_")
+    }
+    for name, method in methods.items():
+        method.__qualname__, method.__kwdefaults__ = f"{cls.__name__}.{name}", None
+    return dataclasses.make_dataclass(
+        cls.__name__,
+        fields,
+        bases=(record,),
+        frozen=True,
+        kw_only=True,
+        # Of this package's, so that gin forgets it with the other records.
+        namespace={**methods, "stands_for": cls, "__module__": records.__name__},
+    )
+
+
+def _fields(record: type[records.Record]) -> dict[str, dataclasses.Field]:
+    fields = dataclasses.fields(record)  # pyright: ignore[reportArgumentType]
+    return {field.name: field for field in fields}
+
+
+def _own_fields(cls: type, record: type[records.Record]) -> list[tuple[str, Any, Any]]:
+    """The fields of a user's arguments, with its defaults, as `make_dataclass` takes them."""
+    parameters = inspect.signature(cls).parameters
+    inherited, fields = _fields(record), []
+    for name, parameter in parameters.items():
+        if name in _SUPPLIED or parameter.kind not in _NAMED:
+            continue
+        default = parameter.default
+        kind = inherited[name].type if name in inherited else Any
+        if default is parameter.empty:
+            if name not in inherited:
+                fields.append((name, kind, dataclasses.field()))
+        elif type(default).__hash__ is None:  # which a dataclass refuses as a default
+            fields.append((name, kind, dataclasses.field(default_factory=lambda x=default: x)))
+        else:
+            fields.append((name, kind, dataclasses.field(default=default)))
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    # What shapes the run, and not an object, is bound all the same.
+    if takes_all or record not in (records.EncoderDecoderModel, records.Trainer):
+        return fields
+    for name, field in inherited.items():
+        if name not in parameters and field.init and field.default is not dataclasses.MISSING:
+            unbound = dataclasses.field(init=False, default=field.default)
+            fields.append((name, field.type, unbound))
+    return fields

@@ -1,0 +1,213 @@
+"""What a trainer asks of a model, and a T5 with the loss that its configuration describes.
+
+T5X's other models are in t0repro.training.models, where all of them are found.
+"""
+
+from __future__ import annotations
+
+import abc
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from t0repro.errors import UserError
+from t0repro.model.t5 import T5, Batch, initial_parameters
+from t0repro.training.batch_sums import loss_and_sums, metrics_of
+from t0repro.training.loss import loss_denominator, training_loss, with_loss_weights
+from t0repro.training.metric_classes import AveragePerStep, Metric
+from t0repro.training.optimizers import Optimizer
+from t0repro.training.t5x_features import own_features
+
+# (params, batch, dropout_rng) -> (loss, metrics); with flax mutables as a fourth argument,
+# (loss, (metrics, mutables after the batch)).
+LossFn = Callable[..., tuple[jax.Array, Any]]
+
+# Features that T5 reads; positions are not among them (t0repro.model.t5).
+FEATURES = ("inputs", "targets", "inputs_segmentation", "targets_segmentation")
+
+
+class BaseModel(abc.ABC):
+    """What a trainer asks of a model. Subclass it and define `loss_fn` and the variables.
+
+    Args:
+      optimizer_def: the optimizer, for `TrainState.create`; from t0repro.training.optimizers, or
+        one of optax's.
+    """
+
+    def __init__(self, optimizer_def: Optimizer | None = None):
+        self.optimizer_def = optimizer_def
+
+    @abc.abstractmethod
+    def get_initial_variables(
+        self,
+        rng: jax.Array,
+        input_shapes: Mapping[str, tuple[int, ...]],
+        input_types: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """`params`, and the collections of variables that are not trained (flax mutables)."""
+
+    @abc.abstractmethod
+    def loss_fn(
+        self,
+        params: Any,
+        batch: Batch,
+        dropout_rng: jax.Array | None,
+        flax_mutables: Any = None,
+    ) -> tuple[jax.Array, Any]:
+        """The loss of a batch or microbatch, and its metrics by name.
+
+        Losses and gradients of microbatches are added up. A model with flax mutables returns
+        (loss, (metrics, mutables)) and gets them from the microbatch before.
+
+        Args:
+          params: the parameters.
+          batch: the features of `features`, on devices.
+          dropout_rng: PRNG key of this microbatch; None in an evaluation, without dropout.
+          flax_mutables: given only if the train state has some.
+        """
+
+    def eval_fn(self, params: Any, batch: Batch, flax_mutables: Any = None) -> tuple[Any, Any]:
+        """The loss and the metrics of a batch of an evaluation; by default `loss_fn`'s."""
+        if flax_mutables is None:
+            return self.loss_fn(params, batch, None)
+        loss, (metrics, _) = self.loss_fn(params, batch, None, flax_mutables)
+        return loss, metrics
+
+    def predict_batch(self, params: Any, batch: Batch, rng: jax.Array | None = None) -> jax.Array:
+        """What the model generates for a batch: the first result of `predict_batch_with_aux`."""
+        return self.predict_batch_with_aux(params=params, batch=batch, rng=rng)[0]
+
+    def predict_batch_with_aux(
+        self, params: Any, batch: Batch, rng: jax.Array | None = None
+    ) -> tuple[jax.Array, Mapping[str, jax.Array]]:
+        """What the model generates, and further results by name; defined by models that generate.
+
+        Args:
+          params: the parameters.
+          batch: the features of `features`, on devices.
+          rng: PRNG key for sampling.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no predict_batch_with_aux.")
+
+    def score_batch(self, params: Any, batch: Batch, return_intermediates: bool = False) -> Any:
+        """The log-likelihood of each row's targets; defined by models that score."""
+        raise NotImplementedError(f"{type(self).__name__} has no score_batch.")
+
+    def whole_batch(self, batch: Batch) -> tuple[Batch, LossFn]:
+        """The batch to be split into microbatches, and the loss function of one.
+
+        Override it if the loss is normalised by something of the whole batch, such as its number
+        of targets: losses that each microbatch normalises by itself do not add up to the loss
+        of the batch.
+        """
+        return batch, self.loss_fn
+
+    def features(self, batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """The part of a batch that is sent to the devices; by default all of it."""
+        return dict(batch)
+
+
+class T5Model(BaseModel):
+    """T5 with Mesh TensorFlow's or T5X's loss, as its configuration says.
+
+    Args:
+      module: the network.
+      optimizer_def: see BaseModel.
+      measured: whether T5X's metrics are computed beside the loss.
+    """
+
+    def __init__(
+        self, module: T5, optimizer_def: Optimizer | None = None, *, measured: bool = True
+    ):
+        BaseModel.__init__(self, optimizer_def)
+        self.module, self._measured = module, measured
+        self._denominator: float | jax.Array | None = None  # of the batch that a copy is for
+
+    def get_initial_variables(
+        self,
+        rng: jax.Array,
+        input_shapes: Mapping[str, tuple[int, ...]] | None = None,
+        input_types: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Parameters alone; their shapes do not depend on the batch's."""
+        del input_shapes, input_types
+        return {"params": initial_parameters(self.module, rng)}
+
+    def whole_batch(self, batch: Batch) -> tuple[Batch, LossFn]:
+        """Adds the targets' weights, and divides each microbatch's loss by the whole's divisor.
+
+        The loss function is `loss_fn`, so one of a subclass is what is trained.
+        """
+        config, own = self.module.config, own_features(batch)
+        weighted = with_loss_weights(config, own)
+        # A copy, since the divisor is this batch's alone.
+        model = copy.copy(self)
+        model._denominator = loss_denominator(config, weighted)
+        if own is batch:
+            return weighted, model.loss_fn
+        if "loss_weights" in weighted:
+            batch = {**batch, "decoder_loss_weights": weighted["loss_weights"]}
+        return batch, model.loss_fn
+
+    def loss_fn(
+        self, params: Any, batch: Batch, dropout_rng: jax.Array | None, flax_mutables: Any = None
+    ) -> tuple[jax.Array, dict[str, Metric]]:
+        """The loss of a batch and its metrics; of a microbatch, if `whole_batch` gave the function.
+
+        Otherwise a microbatch is normalised by itself.
+        """
+        assert flax_mutables is None
+        config, denominator, batch = self.module.config, self._denominator, own_features(batch)
+        if denominator is None:
+            batch = with_loss_weights(config, batch)
+            denominator = loss_denominator(config, batch)
+        # At a rate of 0 no mask is drawn at all.
+        key = dropout_rng if config.dropout_rate else None
+        options = {"denominator": denominator, "dropout_key": key}
+        if not self._measured:
+            loss = training_loss(self.module, params, batch, **options)
+            return loss, {"loss": AveragePerStep(loss)}
+        loss, sums = loss_and_sums(self.module, params, batch, **options)
+        return loss, metrics_of(sums, packed="targets_segmentation" in batch)
+
+    def has_own_loss(self) -> bool:
+        """Whether the loss is this class's, and not one of a subclass."""
+        return type(self).loss_fn is T5Model.loss_fn
+
+    def eval_fn(self, params: Any, batch: Batch, flax_mutables: Any = None) -> tuple[Any, Any]:
+        """Without dropout; with z_loss if the model's arithmetic has it in evaluations.
+
+        A subclass with a loss of its own is evaluated with that.
+        """
+        if not self.has_own_loss():
+            return BaseModel.eval_fn(self, params, batch, flax_mutables)
+        assert flax_mutables is None
+        config = self.module.config
+        batch = with_loss_weights(config, own_features(batch))
+        loss, sums = loss_and_sums(
+            self.module,
+            params,
+            batch,
+            denominator=loss_denominator(config, batch),
+            z_loss=config.arithmetic.z_loss_in_evaluation,
+        )
+        return loss, metrics_of(sums, packed="targets_segmentation" in batch)
+
+    def features(self, batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """The features that T5 reads.
+
+        Raises:
+          UserError: if there are no targets, or no inputs for an encoder.
+        """
+        needed = ("targets",) if self.module.config.decoder_only else ("inputs", "targets")
+        missing = [name for name in needed if name not in batch]
+        if missing:
+            raise UserError(
+                f"A batch has no {' and no '.join(missing)}; it has {', '.join(sorted(batch))}.",
+                where="the batches",
+                fix=f"Train this model on a task with {' and '.join(needed)}.",
+            )
+        return {name: batch[name] for name in FEATURES if name in batch}

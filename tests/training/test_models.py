@@ -1,0 +1,148 @@
+"""The models under T5X's names: one loss by three ways, generation, scores, feature names."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from t0repro.config.decoding_plan import DecodingPlan
+from t0repro.config.run_config import Arithmetic
+from t0repro.model.t5x_decoding import generate, temperature_sample
+from t0repro.training import losses, trainer
+from t0repro.training.metric_classes import AveragePerStep
+from t0repro.training.models import BaseTransformerModel, EncoderDecoderModel, T5Model
+from t0repro.training.t5x_features import own_features, t5x_features
+from t0repro.training.train_state import TrainState
+
+from .. import tiny_models as tiny
+
+OPTIONS = {
+    "label_smoothing": 0.1,
+    "z_loss": 1e-3,
+    "loss_normalizing_factor": "AVERAGE_PER_SEQUENCE",
+}
+PACKED = {
+    "inputs": [[5, 1, 6, 1, 0, 0], [9, 8, 7, 6, 5, 1]],
+    "inputs_segmentation": [[1, 1, 2, 2, 0, 0], [1, 1, 1, 1, 1, 1]],
+    "targets": [[4, 3, 1, 2, 0], [7, 1, 5, 5, 1]],
+    "targets_segmentation": [[1, 1, 1, 2, 0], [1, 1, 2, 2, 2]],
+}
+PACKED = {name: np.asarray(rows, np.int32) for name, rows in PACKED.items()}
+
+
+class FromLogits(EncoderDecoderModel):
+    """T5X's usual extension: one method, which here leaves the logits as they are."""
+
+    def _compute_logits(self, params, batch, dropout_rng=None):
+        assert batch["decoder_target_tokens"].ndim == 2
+        return super()._compute_logits(params, batch, dropout_rng)
+
+
+class Weighted(EncoderDecoderModel):
+    """A loss of its own, written with T5X's functions and T5X's feature names."""
+
+    def loss_fn(self, params, batch, dropout_rng):
+        logits = self._compute_logits(params, batch, dropout_rng)
+        weights = batch["decoder_loss_weights"] * (batch["decoder_positions"] > 0)
+        loss, _, _ = losses.compute_weighted_cross_entropy(
+            logits, batch["decoder_target_tokens"], weights
+        )
+        return loss, {"loss": AveragePerStep.from_model_output(loss)}
+
+
+def made(kind=EncoderDecoderModel, **options):
+    module = tiny.model(arithmetic=Arithmetic(smoothing_spares_target=True))
+    return kind(module, None, None, tiny.OPTIMIZER, **options)
+
+
+@pytest.fixture(scope="module")
+def params():
+    return tiny.new_state().params
+
+
+@pytest.mark.parametrize("factor", ["AVERAGE_PER_SEQUENCE", "NUM_REAL_TARGET_TOKENS", 3.5, None])
+def test_one_loss_by_three_ways(params, factor):
+    """The model's own, under either set of names; the one from logits; and T5Model's."""
+    options = {**OPTIONS, "loss_normalizing_factor": factor}
+    own, logits = made(**options), made(FromLogits, **options)
+    named = logits.features(PACKED)
+    assert set(named) == set(t5x_features(PACKED))
+    assert own.features(PACKED) == PACKED
+    loss, metrics = own.loss_fn(params, PACKED, None)
+    same, _ = own.loss_fn(params, own_features(named), None)
+    from_logits, theirs = logits.loss_fn(params, named, None)
+    plain, _ = T5Model(own.module).loss_fn(params, PACKED, None)
+    np.testing.assert_allclose([same, from_logits, plain], [loss] * 3, rtol=1e-6)
+    # T5X sums weights where the model's own metrics count tokens.
+    for name in theirs.keys() & metrics.keys() if factor != "AVERAGE_PER_SEQUENCE" else ():
+        if not name.startswith("timing"):
+            np.testing.assert_allclose(theirs[name].compute(), metrics[name].compute(), rtol=1e-6)
+
+
+def test_a_subclass_trains_and_is_evaluated_with_its_own_loss(params):
+    model = made(Weighted)
+    # A copy, for the trainer reuses the buffers.
+    state = TrainState.create(tiny.OPTIMIZER, {"params": jax.tree.map(jnp.copy, params)})
+    options = (model, state, None, ["eval"], None, None, jax.random.key(0), lambda step: 0.1, 2)
+    with trainer.Trainer(*options) as training:
+        values = training.eval({"eval": [PACKED]})["eval"]
+        trained = training.train(iter([PACKED]), 1).result()
+    log_p = jax.nn.log_softmax(model.module.apply({"params": params}, PACKED))
+    taken = jnp.take_along_axis(log_p, jnp.asarray(PACKED["targets"])[..., None], -1)[..., 0]
+    counted = (PACKED["targets"] > 0) * (t5x_features(PACKED)["decoder_positions"] > 0)
+    assert values["loss"] == pytest.approx(float(-jnp.sum(taken * counted)), rel=1e-5)
+    # In two microbatches, whose losses add up.
+    assert trained["loss"] == pytest.approx(values["loss"], rel=1e-5)
+
+
+def test_it_generates_and_scores_what_the_commands_do(params):
+    model = made(decode_fn=temperature_sample)
+    inputs, targets = PACKED["inputs"], PACKED["targets"]
+    batch, key = {"inputs": inputs, "targets": targets}, jax.random.PRNGKey(1)
+    plan = DecodingPlan("temperature_sample", 3, True, topk=0)
+    expected = generate(model.module, params, inputs, targets, plan, key)
+    for given in (batch, t5x_features(batch)):
+        tokens, aux = model.predict_batch_with_aux(
+            params, given, key, {"topk": 0}, return_all_decodes=True, num_decodes=3
+        )
+        np.testing.assert_array_equal(tokens, expected.tokens)
+        np.testing.assert_allclose(aux["scores"], expected.scores, rtol=1e-6)
+    prompted = model.predict_batch_with_aux(params, batch, key, prompt_with_targets=True)[0]
+    shown = np.where(targets[:, :-1] == 1, 0, targets[:, :-1])
+    np.testing.assert_array_equal(np.where(shown > 0, prompted[:, :-1], 0), shown)
+    with pytest.raises(ValueError, match="one in decoder_params"):
+        model.predict_batch_with_aux(params, batch, key, {"decode_rng": key})
+    scores, parts = model.score_batch(params, batch, return_intermediates=True)
+    loss, _ = made().loss_fn(params, batch, None)
+    np.testing.assert_allclose(jnp.sum(scores), -loss + 0.0, rtol=1e-5)
+    np.testing.assert_allclose(parts["decoder"]["token_scores"][0].sum(-1), scores, rtol=1e-6)
+
+
+def test_it_is_a_transformer_model_with_vocabularies():
+    model = EncoderDecoderModel(tiny.model(), "in", "out", tiny.OPTIMIZER)
+    assert isinstance(model, BaseTransformerModel)
+    assert (model.input_vocabulary, model.output_vocabulary) == ("in", "out")
+    variables = model.get_initial_variables(jax.random.key(0), {"encoder_input_tokens": (2, 6)})
+    assert set(variables) == {"params"}
+
+
+def test_features_are_those_of_seqios_converter():
+    from t0repro import compat
+
+    compat.install()
+    import seqio
+    import tensorflow as tf
+
+    rows = [([5, 1], [4, 3, 1]), ([6, 1], [2]), ([9, 8, 7, 6, 5, 1], [7, 1])]
+    examples = tf.data.Dataset.from_generator(
+        lambda: ({"inputs": i, "targets": t} for i, t in rows),
+        output_signature={name: tf.TensorSpec([None], tf.int32) for name in ("inputs", "targets")},
+    )
+    lengths = {"inputs": 6, "targets": 5}
+    converted = seqio.EncDecFeatureConverter(pack=True)(examples, lengths)
+    theirs = list(converted.as_numpy_iterator())
+    theirs = {name: np.stack([row[name] for row in theirs]) for name in theirs[0]}
+    ours = t5x_features(own_features(theirs))
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        np.testing.assert_array_equal(ours[name], value, err_msg=name)
