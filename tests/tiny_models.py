@@ -16,9 +16,14 @@ from t0repro.config.run_config import (
     ModelConfig,
     RunConfig,
     ScheduleConfig,
-    TrainDataConfig,
 )
-from t0repro.config.training_plan import SaveConfig, SeqioDataConfig, TrainingPlan
+from t0repro.config.training_plan import (
+    SaveConfig,
+    SeqioDataConfig,
+    TrainDataConfig,
+    TrainingPlan,
+    mesh_transformer_plan,
+)
 from t0repro.model.t5 import T5, initial_parameters
 from t0repro.training.optimizers import make_optimizer
 from t0repro.training.schedules import make_schedule
@@ -138,6 +143,11 @@ def train_data(task: str, **changes) -> TrainDataConfig:
     return dataclasses.replace(config, **changes)
 
 
+def mesh_plan(train_data: TrainDataConfig | None = None, **changes) -> TrainingPlan:
+    """The rhythm of mesh_transformer_main, with a checkpoint every three steps."""
+    return mesh_transformer_plan(train_data, **{"save_checkpoints_steps": 3, **changes})
+
+
 def run_config(model_dir, train_steps: int, **changes) -> RunConfig:
     config = RunConfig(
         mode="train",
@@ -146,15 +156,12 @@ def run_config(model_dir, train_steps: int, **changes) -> RunConfig:
         dtypes=FLOAT32,
         optimizer=ADAFACTOR,
         schedule=SCHEDULE,
-        train_data=None,
         eval_data=None,
         sequence_length={"inputs": 6, "targets": 5},
         batch_size=4,
         num_microbatches=2,
         train_steps=train_steps,
-        save_checkpoints_steps=3,
-        keep_checkpoint_max=None,
-        init_checkpoint=None,
+        plan=mesh_plan(),
         eval_checkpoint_step=None,
         eval_summary_dir=None,
         eval_dir_suffix=None,

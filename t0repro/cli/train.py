@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,6 +18,9 @@ from t0repro.errors import UserError
 from t0repro.files import output_path
 from t0repro.jobs.options import AuxiliaryOptions
 from t0repro.vertex.arguments import JobMode
+
+if TYPE_CHECKING:
+    from t0repro.config.run_config import RunConfig
 
 
 @with_groups
@@ -61,27 +64,44 @@ def train(
     output_path(config.model_dir, config.provenance.get("model_dir", "MODEL_DIR"))
     with processes.joined(), contextlib.ExitStack() as beside:
         register(parsed, options)
-        from t0repro.runs import dry_run as checks
-
+        vocabularies = (model.input_vocabulary, model.output_vocabulary)
         if options.dry_run:
-            vocabularies = (model.input_vocabulary, model.output_vocabulary)
-            checks.check_training(config, vocabularies, typer.echo)
+            from t0repro.runs import dry_run
+
+            dry_run.check_training(config, vocabularies, typer.echo)
             return
         from t0repro.data.checks import note_uncached
         from t0repro.jobs.beside import auxiliary_jobs_beside
         from t0repro.partitioning.processes import is_first
-        from t0repro.runs import planned_start
+        from t0repro.runs.preflight import check_data
 
+        check_data(config, vocabularies)
         # One process speaks for all of them.
         if is_first():
-            if config.plan is not None:
-                note_uncached(config.plan.train_data.use_cached)
+            assert config.plan.train_data is not None
+            note_uncached(config.plan.train_data.use_cached)
             beside.enter_context(tracked_training(tracker, Path(config.model_dir), config))
         if jobs.are_given and is_first():
             # The training's own bindings are not its jobs'.
             files = dataclasses.replace(inputs, gin_bindings=())
             beside.enter_context(auxiliary_jobs_beside(config.model_dir, jobs, files))
-        planned_start.start(parsed, config, allow_changed=allow_changed)
+        start(parsed.gin_text, config, allow_changed)
+
+
+def start(gin_text: str, config: RunConfig, allow_changed: bool) -> None:
+    """Trains, in a folder that keeps the configuration as T5X's does."""
+    import gin
+    from t0repro.runs.description import describe_training
+    from t0repro.runs.start import start_training
+
+    start_training(
+        config,
+        describe=lambda state, devices: describe_training(
+            config.model_dir, gin_text, state, devices
+        ),
+        config_text=gin.markdown(gin_text),
+        allow_changed=allow_changed,
+    )
 
 
 def _check_machine(machines: Path | None, platform: str | None, cell: str | None) -> None:

@@ -61,8 +61,8 @@ class Range:
         return f"{words}, or {' or '.join(map(str, self.also))}" if self.also else words
 
 
-def range_of(kind: type, field: str) -> Range | Mapping[str, Range] | None:
-    """The range of a dataclass field; for a mapping of arguments, a range per argument name."""
+def range_of(kind: Any, field: str) -> Range | Mapping[str, Range] | None:
+    """The range of a field or of a function's argument; of a mapping of arguments, one for each."""
     return next(iter(getattr(hints_of(kind)[field], "__metadata__", ())), None)
 
 
@@ -100,12 +100,12 @@ def check_divides(name: str, parts: int, batch_size: int, where: str | None) -> 
         )
 
 
-def check_field(kind: type, field: str, value: Any, where: str | None, shown: str = "") -> None:
+def check_field(kind: Any, field: str, value: Any, where: str | None, shown: str = "") -> None:
     """Checks a value before it is assigned to a dataclass field.
 
     Args:
-      kind: The dataclass.
-      field: The field's name.
+      kind: The dataclass, or a function that annotates its arguments so.
+      field: The name of the field or argument.
       value: The value.
       where: The place that set it.
       shown: The name to use in messages; defaults to the field's own.

@@ -20,6 +20,7 @@ from t0repro.config.run_config import (
     RunConfig,
     ScheduleConfig,
 )
+from t0repro.config.training_plan import mesh_transformer_plan
 
 # The rows of T5's embedding: 32,000 pieces and 100 sentinels, padded to a multiple of 128.
 VOCABULARY_ROWS = 32128
@@ -87,6 +88,8 @@ def training_config(
     sequence_length: Mapping[str, int],
     learning_rate: float = 1e-3,
     activation: DType = "float32",
+    save_checkpoints_steps: int = 5000,
+    keep_checkpoint_max: int | None = None,
     **changes: Any,
 ) -> RunConfig:
     """The configuration of a training as T0's: Adafactor with a constant learning rate.
@@ -99,6 +102,8 @@ def training_config(
       sequence_length: Tokens per row of `inputs` and of `targets`.
       learning_rate: The rate of every step.
       activation: What is computed in; parameters and slots are float32.
+      save_checkpoints_steps: Steps between checkpoints.
+      keep_checkpoint_max: How many of the latest checkpoints to keep; None keeps all.
       **changes: Other fields of `RunConfig`, for instance num_microbatches.
 
     Raises:
@@ -116,8 +121,10 @@ def training_config(
         "batch_size": batch_size,
         "num_microbatches": 1,
         "train_steps": train_steps,
-        "save_checkpoints_steps": 5000,
-        "keep_checkpoint_max": None,
+        "plan": mesh_transformer_plan(
+            save_checkpoints_steps=save_checkpoints_steps,
+            keep_checkpoint_max=keep_checkpoint_max,
+        ),
     }
     config = RunConfig(**{**_UNUSED_IN_TRAINING, **fields, **changes})
     ranges.check(config, {})
@@ -127,9 +134,7 @@ def training_config(
 
 # What only evaluations and gin's own data read, at Mesh TensorFlow's defaults.
 _UNUSED_IN_TRAINING: dict[str, Any] = {
-    "train_data": None,
     "eval_data": None,
-    "init_checkpoint": None,
     "eval_checkpoint_step": None,
     "eval_summary_dir": None,
     "eval_dir_suffix": None,

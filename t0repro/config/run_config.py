@@ -358,31 +358,6 @@ class ScheduleConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class TrainDataConfig:
-    """The arguments of t5.models.mesh_transformer.mesh_train_dataset_fn, and of resuming.
-
-    Attributes:
-      seed: Seed for the data; None draws one.
-      skip_seen_data: Where the data of a resumed run continue. None, when nothing is bound: exactly
-        after the last batch. True: after (global step - `seen_data_init_step`) batches, as in Mesh
-        TensorFlow. False: the data start over, as in Mesh TensorFlow.
-      checkpoint_input_pipeline: Whether checkpoints hold the state of the input pipeline itself.
-      num_shards: Parts that the examples are divided into; each makes an equal part of every batch.
-    """
-
-    mixture_or_task_name: str
-    split: str
-    use_cached: bool
-    pack: bool
-    shuffle: bool
-    seed: Annotated[int | None, Range(at_least=0)]
-    skip_seen_data: bool | None
-    seen_data_init_step: Annotated[int, Range(at_least=0)]
-    checkpoint_input_pipeline: bool
-    num_shards: Annotated[int, Range(at_least=1)] = 1
-
-
-@dataclasses.dataclass(frozen=True)
 class EvalDataConfig:
     """The arguments of t5.models.mesh_transformer.mesh_eval_dataset_fn."""
 
@@ -420,12 +395,7 @@ class RunConfig:
       num_microbatches: Equal parts of a batch whose gradients are added before one update.
       sequence_length: Tokens per feature, or None for the longest example's (evaluation only).
       train_steps: The global step at which training ends, not the number of steps to take.
-      save_checkpoints_steps: Steps between checkpoints.
-      keep_checkpoint_max: How many of the most recent checkpoints to keep; None or 0 keeps all.
-      init_checkpoint: A checkpoint to start from when model_dir has none; its slots and step are
-        taken too.
-      init_variable_filter: Regular expression, on Mesh TensorFlow's names, of the variables taken
-        from init_checkpoint; "" takes all.
+      plan: What is trained on, saved and evaluated, and when.
       eval_checkpoint_step: A step, a list of steps, "all", -1 for the latest, or None to wait for
         each new one.
       checkpoint_choice: The other settings that decide which checkpoints are evaluated.
@@ -437,8 +407,6 @@ class RunConfig:
       save_example_text: Whether save_scores writes targets and their lengths as well as scores.
       vocabulary: Path or address of the SentencePiece model; None if no data is bound.
       vocabulary_extra_ids: Sentinels that are added to the SentencePiece model's tokens.
-      plan: Data, checkpoints and evaluations of a training that a T5X gin file describes; None for
-        Mesh TensorFlow's.
       layout: How the run is divided among devices.
       weight_metrics_every: Training steps between measurements of every parameter, gradient and
         update; 0 measures none.
@@ -452,15 +420,12 @@ class RunConfig:
     dtypes: DTypePolicy
     optimizer: OptimizerConfig | None
     schedule: ScheduleConfig | None
-    train_data: TrainDataConfig | None
     eval_data: EvalDataConfig | None
     sequence_length: Annotated[Mapping[str, int] | None, Range(at_least=1)]
     batch_size: Annotated[int, Range(at_least=1)]
     num_microbatches: Annotated[int, Range(at_least=1)]
     train_steps: Annotated[int, Range(at_least=0)]
-    save_checkpoints_steps: Annotated[int, Range(at_least=1)]
-    keep_checkpoint_max: Annotated[int | None, Range(at_least=0)]
-    init_checkpoint: str | None
+    plan: TrainingPlan
     eval_checkpoint_step: Annotated[
         int | tuple[int, ...] | Literal["all"] | None, Range(at_least=0, also=(-1,))
     ]
@@ -476,9 +441,7 @@ class RunConfig:
     save_example_text: bool
     vocabulary: str | None
     provenance: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False)
-    init_variable_filter: str = ""
     vocabulary_extra_ids: Annotated[int, Range(at_least=0)] = 0
-    plan: TrainingPlan | None = None
     layout: Layout = Layout()
     weight_metrics_every: Annotated[int, Range(at_least=0)] = 0
 

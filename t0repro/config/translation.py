@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from t0repro.config.run_config import AdafactorConfig, Arithmetic, RunConfig, TrainDataConfig
-from t0repro.config.training_plan import SeqioDataConfig, TrainingPlan
+from t0repro.config.run_config import AdafactorConfig, Arithmetic, RunConfig
+from t0repro.config.training_plan import RestoreConfig, TrainingPlan
 
 Dialect = Literal["mtf", "t5x"]
 
@@ -259,9 +259,7 @@ def _product(arguments: Mapping[str, Any], rates: str) -> _Items:
 
 
 def _data(config: RunConfig, dialect: Dialect) -> _Items:
-    data: TrainDataConfig | SeqioDataConfig | None = config.train_data
-    if config.plan is not None:
-        data = config.plan.train_data
+    data = config.plan.train_data
     if data is None:
         return
     if dialect == "mtf":
@@ -308,22 +306,21 @@ def _run_of_mesh(config: RunConfig) -> _Items:
     if layout.fully_sharded:
         yield "layout.fully_sharded = True", _NOT_EXPRESSED
     yield "utils.run.train_steps", config.train_steps
-    yield "utils.run.save_checkpoints_steps", config.save_checkpoints_steps
-    yield "utils.run.keep_checkpoint_max", config.keep_checkpoint_max
-    yield "utils.run.init_checkpoint", config.init_checkpoint
-    if config.init_variable_filter:
+    save, restore = config.plan.save, config.plan.restore
+    # Mesh TensorFlow has no training that saves nothing: one such saves at its end.
+    yield "utils.run.save_checkpoints_steps", (save and save.period) or max(1, config.train_steps)
+    yield "utils.run.keep_checkpoint_max", save and save.keep
+    yield "utils.run.init_checkpoint", restore and restore.path
+    if restore is not None and restore.variable_filter:
         name = "utils.tpu_estimator_model_fn.init_variable_filter"
-        yield name, config.init_variable_filter
+        yield name, restore.variable_filter
     if config.weight_metrics_every:
         yield "t0repro.jax_training.weight_metrics_every", config.weight_metrics_every
-    plan = config.plan
-    if plan is None:
-        return
     for field in ("train_eval_data", "infer_eval_data", "relative_steps", "actions"):
-        if getattr(plan, field):
+        if getattr(config.plan, field):
             words = f"plan.{field}: training itself evaluates nothing and stops for nothing"
             yield words, _NOT_EXPRESSED
-    if plan.save is not None and plan.save.best is not None:
+    if save is not None and save.best is not None:
         yield "plan.save.best", _NOT_EXPRESSED
 
 
@@ -340,29 +337,19 @@ def _run_of_t5x(config: RunConfig) -> _Items:
     yield "partitioning.PjitPartitioner.num_partitions", config.layout.model
     if config.layout.fully_sharded:
         yield "partitioning.standard_logical_axis_rules.parameter_partitioning_dims", 2
-    save, restore = "utils.SaveCheckpointConfig", "utils.RestoreCheckpointConfig"
-    yield f"{save}.period", config.save_checkpoints_steps
-    # 0 keeps all in Mesh TensorFlow, None in T5X.
-    yield f"{save}.keep", config.keep_checkpoint_max or None
-    yield f"{restore}.path", config.init_checkpoint or []
-    if config.init_variable_filter:
-        yield f"init_variable_filter = {config.init_variable_filter!r}", _NOT_EXPRESSED
-    plan = config.plan
-    if plan is None:
-        # Mesh TensorFlow evaluates nothing as it trains, and continues in the data exactly there.
-        yield "train_script.train.train_eval_dataset_cfg", None
-        yield f"{save}.dtype", config.dtypes.master
-        yield f"{save}.save_dataset", True
-        return
-    yield from _plan_of_t5x(plan)
+    yield from _plan_of_t5x(config.plan, config.dtypes.master)
 
 
-def _plan_of_t5x(plan: TrainingPlan) -> _Items:
-    yield "RANDOM_SEED", plan.random_seed
-    yield "TRAIN_STEPS_RELATIVE", plan.relative_steps
-    names = "eval_steps eval_period stats_period run_eval_before_training gc_period".split()
-    for field in names:
-        yield f"train_script.train.{field}", getattr(plan, field)
+def _plan_of_t5x(plan: TrainingPlan, saved_dtype: str) -> _Items:
+    # The same seed would draw other parameters.
+    if plan.keys == "split":
+        yield "RANDOM_SEED", plan.random_seed
+    # A line for every step has no periods; how long it runs, TRAIN_STEPS says.
+    if plan.log == "summaries":
+        yield "TRAIN_STEPS_RELATIVE", plan.relative_steps
+        names = "eval_steps eval_period stats_period run_eval_before_training gc_period".split()
+        for field in names:
+            yield f"train_script.train.{field}", getattr(plan, field)
     evaluated = plan.train_eval_data
     if evaluated is None:
         yield "train_script.train.train_eval_dataset_cfg", None
@@ -370,21 +357,34 @@ def _plan_of_t5x(plan: TrainingPlan) -> _Items:
         for field in _EVALUATED:
             name = {"sequence_length": "task_feature_lengths"}.get(field, field)
             yield f"train_eval/utils.DatasetConfig.{name}", getattr(evaluated, field)
-    save, restore = plan.save, plan.restore
+    save = plan.save
     if save is None:
         yield "utils.CheckpointConfig.save", None
     else:
-        yield "utils.SaveCheckpointConfig.dtype", save.dtype
+        yield "utils.SaveCheckpointConfig.period", save.period
+        yield "utils.SaveCheckpointConfig.keep", save.keep
+        yield "utils.SaveCheckpointConfig.dtype", saved_dtype
         yield "utils.SaveCheckpointConfig.checkpoint_steps", list(save.steps) or None
         yield "utils.SaveCheckpointConfig.save_dataset", save.data
         yield "utils.SaveCheckpointConfig.keep_dataset_checkpoints", save.keep_data
-    if restore is not None:
-        for field in ("mode", "dtype", "strict", "fallback_to_scratch"):
-            yield f"utils.RestoreCheckpointConfig.{field}", getattr(restore, field)
-        rules = [tuple(rule) for rule in restore.assignment_map]
-        yield "utils.RestoreCheckpointConfig.assignment_map", rules or None
+    yield from _restore_of_t5x(plan.restore)
     if plan.infer_eval_data or plan.actions or (save is not None and save.best):
         yield "infer_eval, actions and the best checkpoints: take them over by hand", _NOT_EXPRESSED
+
+
+def _restore_of_t5x(restore: RestoreConfig | None) -> _Items:
+    name = "utils.RestoreCheckpointConfig"
+    yield f"{name}.path", [] if restore is None else restore.path
+    if restore is None:
+        return
+    if restore.variable_filter is not None:  # Mesh TensorFlow's rule in place of T5X's
+        if restore.variable_filter:
+            yield f"init_variable_filter = {restore.variable_filter!r}", _NOT_EXPRESSED
+        return
+    for field in ("mode", "dtype", "strict", "fallback_to_scratch"):
+        yield f"{name}.{field}", getattr(restore, field)
+    rules = [tuple(rule) for rule in restore.assignment_map]
+    yield f"{name}.assignment_map", rules or None
 
 
 _EVALUATED = ("mixture_or_task_name", "sequence_length", "split", "batch_size", *_SHARED_DATA)

@@ -74,7 +74,7 @@ def _train_dataset(config: RunConfig) -> Any:
     compat.install()
     from t5.models import mesh_transformer
 
-    data, lengths = config.train_data, config.sequence_length
+    data, lengths = config.plan.train_data, config.sequence_length
     if data is None or lengths is None:
         raise UserError(
             "A perplexity evaluation needs run.eval_dataset_fn or run.train_dataset_fn.",

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from t0repro.config.run_config import RunConfig
+from t0repro.config.training_plan import TrainDataConfig
 from t0repro.data.batches import MODEL_FEATURES
 from t0repro.data.light_steps import light_steps_in_place, without_autotune
 from t0repro.data.resuming import Batch, ResumableBatches, Say
@@ -27,8 +28,9 @@ class TrainBatches(ResumableBatches):
     """
 
     def __init__(self, config: RunConfig, *, has_checkpoint: bool = False):
-        assert config.train_data is not None and config.sequence_length is not None
-        self._config, self._data = config, config.train_data
+        data = config.plan.train_data
+        assert isinstance(data, TrainDataConfig) and config.sequence_length is not None
+        self._config, self._data = config, data
         self._has_checkpoint = has_checkpoint
         super().__init__(self._data.seed, self._data.num_shards)
 

@@ -20,7 +20,7 @@ def train_shapes(config: RunConfig, length: Callable[[str], int]) -> dict[str, t
       config: a configuration of mode "train".
       length: gives the length of `inputs` and of `targets`.
     """
-    data = config.train_data if config.plan is None else config.plan.train_data
+    data = config.plan.train_data
     names = ["targets"] if config.model.decoder_only else ["inputs", "targets"]
     if data is not None and data.pack:
         names += [f"{name}_segmentation" for name in names]

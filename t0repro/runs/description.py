@@ -10,13 +10,11 @@ import jax
 import numpy as np
 
 from t0repro.config.inference_plan import InferencePlan
-from t0repro.config.run_config import RunConfig
 from t0repro.files import make_folder, write_atomically
 from t0repro.model.t5 import T5, parameter_shapes
 from t0repro.parameters import layout
 from t0repro.partitioning.devices import Partitioning, choose
-from t0repro.training.optimizers import make_optimizer
-from t0repro.training.train_state import TrainState, state_shapes
+from t0repro.training.train_state import TrainState
 
 # The sizes in the table of parameters, as T5X's network names its logical axes.
 _LOGICAL_AXES = {
@@ -29,18 +27,18 @@ _LOGICAL_AXES = {
 }
 
 
-def describe_training(config: RunConfig, gin_text: str) -> None:
+def describe_training(
+    model_dir: str, gin_text: str, state: TrainState, partitioning: Partitioning
+) -> None:
     """Writes both files into model_dir; model-info.txt lists the optimizer's slots too.
 
-    Raises:
-      UserError: If the devices at hand cannot be arranged as the run's layout asks.
+    Args:
+      model_dir: The run's folder.
+      gin_text: The configuration.
+      state: Shapes are enough.
+      partitioning: The run's devices.
     """
-    assert config.optimizer is not None
-    model, optimizer = T5(config.model, config.dtypes), make_optimizer(config.optimizer)
-    state = state_shapes(model, optimizer)
-    rows, where = config.batch_size // config.num_microbatches, config.provenance.get("layout")
-    partitioning = choose(config.layout, config.model, rows=rows, where=where)
-    _write(config.model_dir, gin_text, model_info(state, partitioning))
+    _write(model_dir, gin_text, model_info(state, partitioning))
 
 
 def describe_inference(plan: InferencePlan, gin_text: str) -> None:

@@ -51,7 +51,6 @@ def check_training(config: RunConfig, vocabularies: tuple[Any, Any], say: Say) -
       say: Receives a line about each thing that was checked.
     """
     plan = config.plan
-    assert plan is not None
     datasets = {
         "train": plan.train_data,
         "train_eval": plan.train_eval_data,

@@ -15,7 +15,7 @@ def evaluate_perplexity(configuration: Configuration) -> None:
 
     config = configuration.run
     steps = config.perplexity_eval_steps
-    data = config.eval_data or config.train_data
+    data = config.eval_data or config.plan.train_data
     split = data.split if data else "eval"
     datasets = perplexity_batches(config)
     for checkpoint in loaded(configuration, chosen_checkpoints(config)):

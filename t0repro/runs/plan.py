@@ -7,19 +7,18 @@ import gc
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import jax
 
-from t0repro.config.decoding_plan import DecodingPlan
 from t0repro.config.run_config import AdafactorConfig, RunConfig
 from t0repro.config.training_plan import TerminateOnNanConfig, TrainingPlan
 from t0repro.errors import UserError
 from t0repro.partitioning.processes import from_first
-from t0repro.training.actions import Action, SaveByPlan
+from t0repro.training.actions import Action, SaveCheckpoints
 from t0repro.training.bad_update import ReportBadUpdate
 from t0repro.training.loop import TrainingLoop
-from t0repro.training.metrics import OpenWriter, SplitMetrics
+from t0repro.training.metrics import SplitMetrics
 from t0repro.training.progress_notes import Progress
 from t0repro.training.stopping import make_actions
 from t0repro.training.summaries import Evaluate, InferEval, Summarise
@@ -27,22 +26,16 @@ from t0repro.training.trainer import NumpyBatch
 
 
 @dataclasses.dataclass(frozen=True)
-class PlannedInputs:
-    """What a planned training reads and writes beside its training batches.
+class Evaluations:
+    """What the evaluations of a training read.
 
     Attributes:
       train_eval: Batches by task, for evaluations with the training's metrics.
       infer_eval: Evaluates the tasks' own metrics; None for no such evaluation.
-      open_writer: Opens the writer of a split's metrics; None writes metrics.jsonl alone.
-      vocabularies: SeqIO's of inputs and targets, for a model of the user's.
-      decoding: How a model of the user's generates.
     """
 
     train_eval: Mapping[str, Iterable[NumpyBatch]] = dataclasses.field(default_factory=dict)
     infer_eval: InferEval | None = None
-    open_writer: OpenWriter | None = None
-    vocabularies: tuple[Any, Any] = (None, None)
-    decoding: DecodingPlan | None = None
 
 
 def chosen_seed(plan: TrainingPlan, say: Callable[[str], None]) -> int:
@@ -55,8 +48,12 @@ def chosen_seed(plan: TrainingPlan, say: Callable[[str], None]) -> int:
     return seed
 
 
-def keys(seed: int) -> tuple[jax.Array, jax.Array]:
-    """The keys of the initial parameters and of dropout, as T5X splits its seed's."""
+def keys(seed: int, how: Literal["split", "folded"]) -> tuple[jax.Array, jax.Array]:
+    """The PRNG keys of the initial parameters and of dropout; see `TrainingPlan.keys`."""
+    if how == "folded":
+        initial = jax.random.key(seed)
+        # Fold in a constant, because parameters are drawn with the seed's key itself.
+        return initial, jax.random.fold_in(initial, 1)
     initial, training = jax.random.split(jax.random.PRNGKey(seed))
     return initial, training
 
@@ -65,13 +62,12 @@ def last_step(config: RunConfig, start_step: int) -> int:
     """The step at which a training that starts at a step ends.
 
     Raises:
-      UserError: If it is past that step already.
+      UserError: If it is past that step already, and the plan does not allow that.
     """
-    assert config.plan is not None
-    relative = config.plan.relative_steps
-    if relative is not None:
-        return start_step + relative
-    if config.train_steps < start_step:
+    plan = config.plan
+    if plan.relative_steps is not None:
+        return start_step + plan.relative_steps
+    if config.train_steps < start_step and not plan.may_start_past_end:
         raise UserError(
             f"total_steps is {config.train_steps:,}, but the checkpoint is of step {start_step:,}.",
             where=config.provenance.get("train_steps"),
@@ -95,7 +91,7 @@ def shortest_period(plan: TrainingPlan, steps: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Beginning:
-    """Where a planned training begins, in steps and in files.
+    """Where a training begins, in steps and in files.
 
     Attributes:
       step: The global step that it starts from.
@@ -112,22 +108,21 @@ class Beginning:
 
 def planned_actions(
     config: RunConfig,
-    inputs: PlannedInputs,
-    files: SplitMetrics,
+    inputs: Evaluations,
+    files: SplitMetrics | None,
     beginning: Beginning,
     say: Callable[[str], None],
 ) -> Sequence[Action]:
     """What happens between steps, in the order in which T5X does it.
 
     Args:
-      config: The run, with a plan.
+      config: The run.
       inputs: What evaluations read.
-      files: Where metrics are written.
+      files: Where summaries are written; None if each step has a line instead.
       beginning: Where the training begins.
       say: Receives lines about what is being done.
     """
     plan = config.plan
-    assert plan is not None
     on_metrics = {mode: make_actions(items, say) for mode, items in plan.actions.items()}
     progress = Progress(
         config.model_dir,
@@ -136,21 +131,23 @@ def planned_actions(
         beginning.checkpoint,
     )
     steps = beginning.last_step - beginning.step
-    actions: list[Action] = [
-        Summarise(
-            plan.stats_period or shortest_period(plan, steps), progress, on_metrics.get("TRAIN")
-        )
-    ]
+    actions: list[Action] = []
+    if plan.log == "summaries":
+        period = plan.stats_period or shortest_period(plan, steps)
+        actions.append(Summarise(period, progress, on_metrics.get("TRAIN")))
     if plan.gc_period:
         actions.append(CollectGarbage(plan.gc_period))
     if plan.save is not None:
         actions.append(
-            SaveByPlan(config.model_dir, plan.save, beginning.save_data, progress=progress, say=say)
+            SaveCheckpoints(
+                config.model_dir, plan.save, beginning.save_data, progress=progress, say=say
+            )
         )
     if stops_on_nan(plan):
         actions.append(ReportBadUpdate(config, say))
     # After the save, as in T5X, so that a metric that fails costs no training.
     if inputs.train_eval or inputs.infer_eval:
+        assert files is not None, "a run that evaluates writes summaries"
         actions.append(
             Evaluate(
                 plan.eval_period,
@@ -167,12 +164,10 @@ def planned_actions(
 
 def may_be_nan(config: RunConfig) -> bool:
     """Whether something other than the trainer deals with a loss that is not finite."""
-    plan, optimizer = config.plan, config.optimizer
-    if plan is None:
-        return False
+    optimizer = config.optimizer
     # Either the optimizer passes over NaN entries, or an action stops the training by itself.
     skips = isinstance(optimizer, AdafactorConfig) and optimizer.skip_nan_updates
-    return skips or stops_on_nan(plan)
+    return skips or stops_on_nan(config.plan)
 
 
 def stops_on_nan(plan: TrainingPlan) -> bool:

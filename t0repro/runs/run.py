@@ -11,7 +11,7 @@ from t0repro.partitioning.processes import is_alone
 
 # Each mode's module and function; a module imports JAX, so only the one that runs is imported.
 MODES = {
-    "train": ("start", "start_training"),
+    "train": ("start", "start_configured"),
     "eval": ("evaluate", "evaluate"),
     "score_eval": ("evaluate", "evaluate"),
     "perplexity_eval": ("perplexity", "evaluate_perplexity"),

@@ -15,17 +15,18 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 from jax.sharding import NamedSharding
 
-from t0repro.config.run_config import RunConfig, TrainDataConfig
+from t0repro.config.run_config import RunConfig
+from t0repro.config.training_plan import SeqioDataConfig, TrainDataConfig
 from t0repro.errors import UserError
 from t0repro.files import check_is_no_pattern
 from t0repro.model.t5 import T5, count_parameters, initial_parameters
 from t0repro.partitioning.devices import Partitioning, choose, line_of
-from t0repro.partitioning.processes import from_first, is_alone, output_folder
+from t0repro.partitioning.processes import from_first, is_alone, is_first, output_folder
 from t0repro.partitioning.topologies import memory_of
 from t0repro.runs.compile_ahead import compiled_beside
 from t0repro.runs.plan import (
     Beginning,
-    PlannedInputs,
+    Evaluations,
     chosen_seed,
     keys,
     last_step,
@@ -34,7 +35,7 @@ from t0repro.runs.plan import (
     stops_on_nan,
 )
 from t0repro.runs.recomputation import decided
-from t0repro.training.actions import Action, SaveCheckpoints, ShowProgress, StopOnSignal
+from t0repro.training.actions import Action, ShowProgress, StopOnSignal
 from t0repro.training.assembling import model_of, trainer_of
 from t0repro.training.checkpoints import (
     checkpoint_path,
@@ -44,17 +45,20 @@ from t0repro.training.checkpoints import (
     remove_interrupted_saves,
 )
 from t0repro.training.loop import TrainingLoop
-from t0repro.training.metrics import MetricLog, SplitMetrics, Writer
+from t0repro.training.metrics import MetricLog, OpenWriter, SplitMetrics, Writer
 from t0repro.training.models import T5Model, is_own
 from t0repro.training.optimizers import make_optimizer
 from t0repro.training.progress_notes import last_evaluated
 from t0repro.training.run_state import RecordRunState
-from t0repro.training.schedules import Schedule, make_schedule
+from t0repro.training.schedules import make_schedule
 from t0repro.training.train_state import OpenTree, TrainState, from_flat_tree, new_train_state
-from t0repro.training.trainer import BaseTrainer, NumpyBatch, PreemptionError
+from t0repro.training.trainer import NumpyBatch, PreemptionError
 from t0repro.words import counted
 
 Say = Callable[[str], None]
+RestoreFrom = OpenTree | str | Path | Callable[[Callable[[], TrainState]], OpenTree | None] | None
+# Writes what a run records about itself.
+Describe = Callable[[TrainState, Partitioning], None]
 
 
 @runtime_checkable
@@ -115,36 +119,15 @@ PREEMPTED = 75
 
 
 @dataclasses.dataclass(frozen=True)
-class _Run:
-    """What is made of a run's configuration before its checkpoint is looked for.
-
-    Attributes:
-      initial_key: PRNG key of new parameters.
-      dropout_key: PRNG key of dropout, into which each step is folded.
-      seed: what the keys were made of.
-      shapes: the train state's, divided among the devices if there are several.
-    """
-
-    config: RunConfig
-    model: T5Model
-    schedule: Schedule
-    partitioning: Partitioning
-    shapes: TrainState
-    initial_key: jax.Array
-    dropout_key: jax.Array
-    seed: int
-
-
-@dataclasses.dataclass(frozen=True)
 class _Start:
     """Where training starts.
 
     Attributes:
-      state: the state; of new parameters only the shapes, since the step is compiled while they are
-        drawn.
-      step: its global step.
-      checkpoint: the checkpoint in model_dir that it came from.
-      is_new: whether its parameters are to be drawn.
+      state: The state; of new parameters only the shapes, since the step is compiled while they are
+        initialized.
+      step: Its global step.
+      checkpoint: The checkpoint in model_dir that it came from.
+      is_new: Whether its parameters are to be initialized.
     """
 
     state: TrainState
@@ -157,30 +140,39 @@ def train(
     config: RunConfig,
     batches: Batches,
     *,
-    restore_from: OpenTree | str | Path | None = None,
-    seed: int = 0,
+    restore_from: RestoreFrom = None,
+    seed: int | None = None,
     actions: Sequence[Action] = (),
     writers: Sequence[Writer] = (),
+    evaluations: Evaluations | None = None,
+    open_writers: Callable[[int], OpenWriter] | None = None,
+    describe: Describe | None = None,
+    vocabularies: tuple[Any, Any] = (None, None),
     say: Say | None = None,
-    planned: PlannedInputs | None = None,
 ) -> TrainState:
     """Trains until the global step reaches config.train_steps and returns the last state.
 
     Starts from the latest checkpoint in config.model_dir; without one, from `restore_from`,
-    including its slots and step; without that, from freshly drawn parameters.
+    including its slots and step; without that, from newly initialized parameters.
 
     Args:
       config: A configuration with mode "train".
       batches: Numpy batches as in t0repro.model.t5; or a function that opens them, called only if
         there is a step to take; or a source that knows its position.
       restore_from: A flat tree, which converters can read from any checkpoint, or the path of a JAX
-        checkpoint: config.init_checkpoint in a form that this stack can read.
-      seed: Seed for the initial parameters and for dropout.
+        checkpoint; or a function that opens such a tree, given what makes a new state, and returns
+        None for none. It is the plan's checkpoint in a form that this stack can read.
+      seed: Seed for the initial parameters and for dropout, in place of the plan's.
       actions: Actions to run between steps, in addition to the standard ones (saving, progress).
-      writers: Receive metrics in addition to metrics.jsonl, for instance TensorBoard event files.
+      writers: Receive the lines of steps in addition to metrics.jsonl, for instance TensorBoard
+        event files.
+      evaluations: What the plan's evaluations read.
+      open_writers: Given the step that training starts from, opens the writers of summaries; None
+        writes metrics.jsonl alone.
+      describe: Given the state's shapes and the devices once a checkpoint is found to fit; called
+        in the first process alone.
+      vocabularies: SeqIO's of inputs and targets, for a model of the user's.
       say: Receives lines about what is being done; prints to standard error by default.
-      planned: What a run with a plan reads and writes beside these; its plan's seed wins over
-        `seed`, and its metrics go to `planned.open_writer`'s writers in place of `writers`.
 
     Raises:
       UserError: If the configuration cannot be trained, a checkpoint does not fit, or a loss is not
@@ -188,143 +180,160 @@ def train(
       StoppedBySignal: After SIGTERM or SIGINT, once the state has been saved.
     """
     say = say or (lambda line: print(line, file=sys.stderr, flush=True))
-    run = _prepared(config, seed, say, planned or PlannedInputs())
-    restoring = time.perf_counter()
-    start = _start(run, restore_from, say)
-    seconds = time.perf_counter() - restoring
-    end_step = config.train_steps if config.plan is None else last_step(config, start.step)
-    nothing = f"nothing to train: step {start.step:,}, train_steps {end_step:,}"
-    if start.step >= end_step and not _still_evaluates(config, start, planned):
-        say(nothing)
-        return _values(run, start)
+    plan, evaluations = config.plan, evaluations or Evaluations()
 
-    microbatches = counted(config.num_microbatches, "microbatch", "microbatches")
-    parts = f"{counted(config.batch_size, 'sequence')} in {microbatches}"
-    say(f"train: steps {start.step:,} to {end_step:,}, a batch is {parts}")
-    is_divided = _divide(batches, run, say)
-    save_data = batches.save if isinstance(batches, BatchSource) else None
-    beginning = Beginning(start.step, end_step, start.checkpoint, save_data)
-    if not _saves(config):
-        say("no checkpoint will be saved: utils.CheckpointConfig.save is None")
-    # The last of the actions: it reports how long the others took to save.
-    signals = StopOnSignal(say, _saves(config))
-    loop = (
-        _plain_loop(run, start, beginning, writers, [*actions, signals], say)
-        if config.plan is None
-        else _planned_loop(run, start, beginning, planned, [*actions, signals], say)
-    )
+    # ---- Devices --------------------------------------------------------------------------------
+    rows, where = config.batch_size // config.num_microbatches, config.provenance.get("layout")
+    partitioning = choose(config.layout, config.model, rows=rows, where=where)
 
-    def open_batches() -> Iterable[NumpyBatch]:
-        # Only here, for the step is being compiled beside this; and the data first, since the first
-        # batch is made while parameters are drawn.
-        opened = _opened(batches, start, say) if start.step < end_step else ()
-        opened = _within(opened, config.model.vocab_size)
-        initializing = time.perf_counter()
-        if start.is_new:
-            loop.trainer.train_state = _values(run, start)
-        loop.trainer.train_metrics_manager.write_event(
-            "timing/init_or_restore_seconds",
-            seconds + time.perf_counter() - initializing,
-            start.step,
-        )
-        # From here on a batch is whole, whoever made its rows.
-        return map(functools.partial(_on_all_devices, run), opened) if is_divided else opened
-
-    # Only of this project's own data are the shapes known before they are read.
-    ahead = isinstance(batches, BatchSource) and start.step < end_step
-    beside = compiled_beside(loop.trainer, config) if ahead else contextlib.nullcontext()
-    done = _run_loop(loop, beside, open_batches, end_step - start.step, config, say)
-    if start.step >= end_step:
-        say(nothing)
-    else:
-        _say_how_it_ended(loop, end_step, done, signals, config, say)
-    return loop.trainer.release()
-
-
-def _still_evaluates(config: RunConfig, start: _Start, planned: PlannedInputs | None) -> bool:
-    """Whether there is something to evaluate though every step is done."""
-    plan = config.plan
-    if plan is None or planned is None or not (planned.train_eval or planned.infer_eval):
-        return False
-    # The run died while it evaluated its last step.
-    was_interrupted = (
-        start.checkpoint is not None
-        and bool(plan.eval_period)
-        and from_first(lambda: last_evaluated(config.model_dir)) < start.step
-    )
-    return plan.run_eval_before_training or was_interrupted
-
-
-# ---- Before the loop ----------------------------------------------------------------------------
-
-
-def _prepared(config: RunConfig, seed: int, say: Say, planned: PlannedInputs) -> _Run:
-    """The model, its optimizer and schedule, the keys and the devices."""
+    # ---- Model, optimizer, schedule -------------------------------------------------------------
     if config.optimizer is None or config.schedule is None:
         raise UserError(
             "There is no optimizer or no learning-rate schedule.",
             where="utils.run",
             fix="Bind utils.run.optimizer and utils.run.learning_rate_schedule.",
         )
-    plan, optimizer = config.plan, make_optimizer(config.optimizer)
-    schedule = make_schedule(config.schedule)
-    rows, where = config.batch_size // config.num_microbatches, config.provenance.get("layout")
-    partitioning = choose(config.layout, config.model, rows=rows, where=where)
-    config, why = decided(config, partitioning, memory_of(partitioning.mesh.devices.flat[0]))
+    optimizer, schedule = make_optimizer(config.optimizer), make_schedule(config.schedule)
+    memory = memory_of(partitioning.mesh.devices.flat[0])
+    config, why = decided(config, partitioning, memory)
     module = T5(config.model, config.dtypes)
-    model = model_of(
-        config,
-        module,
-        optimizer,
-        vocabularies=planned.vocabularies,
-        decoding=planned.decoding,
-    )
-    if plan is None:
-        initial_key = jax.random.key(seed)
-        # Fold in a constant, because parameters are drawn with the seed's key itself.
-        dropout_key = jax.random.fold_in(initial_key, 1)
-    else:
-        seed = chosen_seed(plan, say)
-        initial_key, dropout_key = keys(seed)
+    model = model_of(config, module, optimizer, vocabularies=vocabularies, decoding=plan.decoding)
+    seed = chosen_seed(plan, say) if seed is None else seed
+    initial_key, dropout_key = keys(seed, plan.keys)
+    fresh = functools.partial(_fresh_state, model, initial_key)
     # Shapes only: a restored run never allocates the parameters that it would throw away.
-    shapes = jax.eval_shape(lambda: _fresh_state(model, initial_key))
+    shapes = partitioning.placed(jax.eval_shape(fresh))
     count = counted(count_parameters(shapes.params), "parameter")
     say(f"model: {count}, activations {config.dtypes.activation}")
     say(line_of(partitioning, config.layout))
     if why:
         say(why)
-    shapes = partitioning.placed(shapes)
-    return _Run(config, model, schedule, partitioning, shapes, initial_key, dropout_key, seed)
+
+    # ---- Restore --------------------------------------------------------------------------------
+    restoring = time.perf_counter()
+    start = _start(config, shapes, fresh, restore_from, say)
+    seconds = time.perf_counter() - restoring
+    if start.is_new:
+        say(f"start: new parameters from seed {seed}")
+    end_step = last_step(config, start.step)
+    if describe is not None and is_first():
+        describe(shapes, partitioning)
+    nothing = f"nothing to train: step {start.step:,}, train_steps {end_step:,}"
+    if start.step >= end_step and not _still_evaluates(config, start, evaluations):
+        say(nothing)
+        return fresh(start.state) if start.is_new else start.state
+
+    # ---- Data -----------------------------------------------------------------------------------
+    microbatches = counted(config.num_microbatches, "microbatch", "microbatches")
+    parts = f"{counted(config.batch_size, 'sequence')} in {microbatches}"
+    say(f"train: steps {start.step:,} to {end_step:,}, a batch is {parts}")
+    put = partitioning.put_batch
+    is_divided = _divide(batches, partitioning, config.batch_size, say)
+    # Only of this project's own data are the shapes known before they are read.
+    is_source = isinstance(batches, BatchSource)
+
+    def open_batches() -> Iterable[Any]:
+        # Called while the step is being compiled. The data come first: their first batch is made
+        # while parameters are initialized.
+        opened = _opened(batches, start, say) if start.step < end_step else ()
+        opened = _within(opened, config.model.vocab_size)
+        initializing = time.perf_counter()
+        if start.is_new:
+            trainer.train_state = fresh(start.state)
+        trainer.train_metrics_manager.write_event(
+            "timing/init_or_restore_seconds",
+            seconds + time.perf_counter() - initializing,
+            start.step,
+        )
+        # From here on a batch is whole, whoever made its rows.
+        return (put(model.features(batch)) for batch in opened) if is_divided else opened
+
+    # ---- Loop -----------------------------------------------------------------------------------
+    written = output_folder(config.model_dir)
+    log, files = None, None
+    if plan.log == "steps":
+        log = MetricLog(written, start.step, writers)
+    else:
+        evaluated = from_first(lambda: last_evaluated(config.model_dir))
+        opener = open_writers and open_writers(start.step)
+        files = SplitMetrics(written, start.step, opener, evaluated)
+    # Only a held update leaves the state that explains it, and nothing must follow it.
+    holds = stops_on_nan(plan)
+    trainer = trainer_of(
+        config,
+        model,
+        start.state,
+        partitioning,
+        dropout_key,
+        schedule,
+        eval_names=list(evaluations.train_eval),
+        files=files,
+        hold_if_not_finite=holds,
+    )
+    saves = plan.save is not None
+    if not saves:
+        say("no checkpoint will be saved: utils.CheckpointConfig.save is None")
+    beginning = Beginning(
+        start.step, end_step, start.checkpoint, batches.save if is_source else None
+    )
+    # The last of the actions: it reports how long the others took to save.
+    signals = StopOnSignal(say, saves)
+    planned = planned_actions(config, evaluations, files, beginning, say)
+    loop = TrainingLoop(
+        trainer,
+        log=log,
+        files=files,
+        actions=[ShowProgress(), RecordRunState(written), *planned, *actions, signals],
+        may_be_nan=may_be_nan(config),
+        start_step=start.step,
+        synchronous=holds,
+    )
+
+    # ---- Train and save -------------------------------------------------------------------------
+    compiles_beside = is_source and start.step < end_step
+    beside = compiled_beside(trainer, config) if compiles_beside else contextlib.nullcontext()
+    done = _run_loop(loop, beside, open_batches, end_step - start.step, config, say)
+    if start.step >= end_step:
+        say(nothing)
+    else:
+        _say_how_it_ended(loop, end_step, done, signals, config, say)
+    return trainer.release()
 
 
-def _start(run: _Run, restore_from: OpenTree | str | Path | None, say: Say) -> _Start:
-    """The state of the latest checkpoint, of `restore_from`, or of new parameters."""
-    model_dir = Path(run.config.model_dir)
+# ---- Restore ------------------------------------------------------------------------------------
+
+
+def _start(
+    config: RunConfig,
+    shapes: TrainState,
+    fresh: Callable[[], TrainState],
+    restore_from: RestoreFrom,
+    say: Say,
+) -> _Start:
+    """The state of the latest checkpoint, of `restore_from`, or a new one."""
+    model_dir = Path(config.model_dir)
     # Now, rather than at the first save.
     check_is_no_pattern(model_dir, "Checkpoints")
     # Whoever starts training holds model_dir's lock, so these are leftovers of killed saves.
     remove_interrupted_saves(model_dir)
     found = from_first(lambda: latest_step(model_dir))
     checkpoint = None if found is None else checkpoint_path(model_dir, found)
-    restore_from = restore_from if checkpoint is None else checkpoint
+    if checkpoint is not None:
+        restore_from = checkpoint
+    elif callable(restore_from):
+        restore_from = restore_from(fresh)
     if restore_from is None:
-        say(f"start: new parameters from seed {run.seed}")
-        return _Start(run.shapes, 0, None, is_new=True)
+        return _Start(shapes, 0, None, is_new=True)
     where = "init_checkpoint"
     if isinstance(restore_from, str | Path):
-        where, restore_from = str(restore_from), load_divided_tree(restore_from, run.shapes)
-    state = from_flat_tree(restore_from, run.shapes, where=where)
+        where, restore_from = str(restore_from), load_divided_tree(restore_from, shapes)
+    state = from_flat_tree(restore_from, shapes, where=where)
     say(f"start: step {int(state.step):,} of {where}")
     return _Start(state, int(state.step), checkpoint)
 
 
-def _values(run: _Run, start: _Start) -> TrainState:
-    """The state that training starts from, with its values."""
-    return _fresh_state(run.model, run.initial_key, start.state) if start.is_new else start.state
-
-
 def _fresh_state(model: T5Model, key: jax.Array, like: TrainState | None = None) -> TrainState:
-    """Parameters drawn from the key, zero slots, step 0; divided among devices as `like` is."""
+    """Parameters initialized from the key, zero slots, step 0; sharded across devices as `like`."""
     assert model.optimizer_def is not None
     if like is None or not isinstance(like.step.sharding, NamedSharding):
         return TrainState.create(model.optimizer_def, model.get_initial_variables(key, {}))
@@ -337,6 +346,23 @@ def _fresh_state(model: T5Model, key: jax.Array, like: TrainState | None = None)
     return jax.jit(make, out_shardings=shardings, donate_argnums=0)(params)
 
 
+def _still_evaluates(config: RunConfig, start: _Start, evaluations: Evaluations) -> bool:
+    """Whether there is something to evaluate though every step is done."""
+    plan = config.plan
+    if not (evaluations.train_eval or evaluations.infer_eval):
+        return False
+    # The run died while it evaluated its last step.
+    was_interrupted = (
+        start.checkpoint is not None
+        and bool(plan.eval_period)
+        and from_first(lambda: last_evaluated(config.model_dir)) < start.step
+    )
+    return plan.run_eval_before_training or was_interrupted
+
+
+# ---- Data ---------------------------------------------------------------------------------------
+
+
 def _opened(batches: Batches, start: _Start, say: Say) -> Iterable[NumpyBatch]:
     """The batches from where training continues."""
     if isinstance(batches, BatchSource):
@@ -345,20 +371,15 @@ def _opened(batches: Batches, start: _Start, say: Say) -> Iterable[NumpyBatch]:
     return batches() if callable(batches) else batches
 
 
-def _divide(batches: Batches, run: _Run, say: Say) -> bool:
+def _divide(batches: Batches, partitioning: Partitioning, rows: int, say: Say) -> bool:
     """Has each of several processes make the shards of its own rows; whether there are shards."""
     if is_alone() or not isinstance(batches, ShardedBatchSource) or batches.num_shards == 1:
         return False
-    rows, count = run.config.batch_size, batches.num_shards
-    here = {row // (rows // count) for row in run.partitioning.rows_here(rows)}
+    count = batches.num_shards
+    here = {row // (rows // count) for row in partitioning.rows_here(rows)}
     batches.make_only(sorted(here))
     say(f"data: {count} shards, of which each process makes those of its rows, {len(here)} here")
     return True
-
-
-def _on_all_devices(run: _Run, batch: NumpyBatch) -> Any:
-    """A batch whose rows are divided among the processes' devices."""
-    return run.partitioning.put_batch(run.model.features(batch))
 
 
 def _within(batches: Iterable[NumpyBatch], vocab_size: int) -> Iterator[NumpyBatch]:
@@ -375,69 +396,6 @@ def _within(batches: Iterable[NumpyBatch], vocab_size: int) -> Iterator[NumpyBat
         yield batch
 
 
-# ---- The loop -----------------------------------------------------------------------------------
-
-
-def _trainer(run: _Run, start: _Start, **options: Any) -> BaseTrainer:
-    arguments = (run.config, run.model, start.state, run.partitioning, run.dropout_key)
-    return trainer_of(*arguments, run.schedule, **options)
-
-
-def _plain_loop(
-    run: _Run,
-    start: _Start,
-    beginning: Beginning,
-    writers: Sequence[Writer],
-    actions: Sequence[Action],
-    say: Say,
-) -> TrainingLoop:
-    """Mesh TensorFlow's kind of training: a line for every step, and checkpoints."""
-    config, model_dir = run.config, Path(run.config.model_dir)
-    written = output_folder(model_dir)
-    period, keep = config.save_checkpoints_steps, config.keep_checkpoint_max
-    return TrainingLoop(
-        _trainer(run, start),
-        log=MetricLog(written, start.step, writers),
-        actions=[
-            ShowProgress(),
-            RecordRunState(written),
-            SaveCheckpoints(model_dir, period, keep, beginning.save_data, say=say),
-            *actions,
-        ],
-        may_be_nan=may_be_nan(config),
-        start_step=start.step,
-    )
-
-
-def _planned_loop(
-    run: _Run,
-    start: _Start,
-    beginning: Beginning,
-    inputs: PlannedInputs | None,
-    actions: Sequence[Action],
-    say: Say,
-) -> TrainingLoop:
-    """T5X's kind of training, with summaries and evaluations."""
-    config, inputs = run.config, inputs or PlannedInputs()
-    plan, written = config.plan, output_folder(Path(config.model_dir))
-    assert plan is not None
-    # Only a held update leaves the state that explains it, and nothing must follow it.
-    holds = stops_on_nan(plan)
-    evaluated = from_first(lambda: last_evaluated(config.model_dir))
-    files = SplitMetrics(written, start.step, inputs.open_writer, evaluated)
-    names = list(inputs.train_eval)
-    trainer = _trainer(run, start, eval_names=names, files=files, hold_if_not_finite=holds)
-    standard = planned_actions(config, inputs, files, beginning, say)
-    return TrainingLoop(
-        trainer,
-        files=files,
-        actions=[ShowProgress(), RecordRunState(written), *standard, *actions],
-        may_be_nan=may_be_nan(config),
-        start_step=start.step,
-        synchronous=holds,
-    )
-
-
 def _run_loop(
     loop: TrainingLoop,
     beside: contextlib.AbstractContextManager[None],
@@ -451,15 +409,10 @@ def _run_loop(
         with loop, beside:
             return loop.run(open_batches(), num_steps)
     except PreemptionError as error:
-        raise StoppedBySignal(signal.SIGTERM, _saves(config)) from error
+        raise StoppedBySignal(signal.SIGTERM, config.plan.save is not None) from error
     except KeyboardInterrupt:  # the second Ctrl-C
         say(f"stopped at once, without saving: {_goes_on(config)}")
         raise
-
-
-def _saves(config: RunConfig) -> bool:
-    """Whether the training saves checkpoints; one of T5X's kind need not."""
-    return config.plan is None or config.plan.save is not None
 
 
 def _goes_on(config: RunConfig) -> str:
@@ -488,13 +441,13 @@ def _say_how_it_ended(
     """
     saved = checkpoint_path(config.model_dir, loop.step)
     if signals.received is not None and loop.step < end_step:
-        if _saves(config):
+        if config.plan.save is not None:
             say(f"stopped by a signal: the same command continues from {saved}")
         else:
             say(f"stopped by a signal, without saving: {_goes_on(config)}")
-        raise StoppedBySignal(signals.received, _saves(config))
+        raise StoppedBySignal(signals.received, config.plan.save is not None)
     if not done and loop.stop_reason is None:
-        data = config.train_data
+        data = config.plan.train_data
         # T5X's kind of training saves the state before the first step.
         kept = f"; {saved} holds the state that it started from." if saved.is_dir() else None
         raise UserError(
@@ -509,5 +462,5 @@ def _say_how_it_ended(
         say(f"checkpoint: {saved}")
 
 
-def _data_of(data: TrainDataConfig) -> str:
+def _data_of(data: SeqioDataConfig | TrainDataConfig) -> str:
     return f"{data.mixture_or_task_name}, split {data.split!r}"

@@ -73,7 +73,7 @@ class Action:
 
 
 class SaveCheckpoints(Action):
-    """Saves the state every `every` steps from the start, and after the last step.
+    """Saves the state as often as the rules say, and after the last step.
 
     A step waits only until the state is copied to the host; a thread writes the copy, one at a
     time. An error of that thread, such as a full disk, ends training: it is raised after the next
@@ -81,40 +81,42 @@ class SaveCheckpoints(Action):
 
     Args:
       model_dir: where checkpoint_<step> directories are written.
-      every: steps between checkpoints.
-      keep: how many of the latest checkpoints to keep; None or 0 keeps all.
+      save: when to save, in which dtype, and what to keep. (Pinned checkpoints, which have a file
+        `PINNED`, are kept whatever this says.)
       save_data: writes the position in the data into a folder of the checkpoint.
-      keep_period: checkpoints of steps that this divides are kept. (So are pinned ones, which have
-        a file `PINNED`, whatever this is.)
+      progress: gives the step at which the run first began, and notes for the checkpoint; None if
+        periods do not count from there.
       say: receives a line if a save takes longer than a preemption leaves; logged by default.
     """
 
     def __init__(
         self,
         model_dir: str | os.PathLike[str],
-        every: int,
-        keep: int | None = None,
+        save: SaveConfig,
         save_data: Callable[[Path], None] | None = None,
         *,
-        keep_period: int | None = None,
+        progress: Progress | None = None,
         say: Callable[[str], None] = logging.warning,
     ):
-        self._model_dir, self._every = model_dir, every
-        # Of these only what decides which checkpoints are kept is used.
-        self._rule = SaveConfig(
-            period=None, steps=(), keep=keep, dtype=None, data=False, keep_data=None, best=None,
-            keep_period=keep_period,
-        )  # fmt: skip
+        self._model_dir, self._rules = model_dir, save
+        self._progress = progress if save.from_first_step else None
         self._save_data, self._say = save_data, say
         self._is_slow = False
-        self._saved = self._last = 0
+        self._first = self._saved = self._last = 0
         self._writing: concurrent.futures.Future[None] | None = None
         self._started_at = 0.0
         self._ended_at: float | None = None
 
     def start(self, loop: TrainingLoop, last_step: int) -> None:
-        """Counts from the step that training starts at, as Mesh TensorFlow does."""
-        self._saved, self._last, self._loop = loop.step, last_step, loop
+        """Saves the state that a run first begins with, if it has no checkpoint here."""
+        self._first = self._saved = loop.step
+        self._last, self._loop = last_step, loop
+        if self._progress is None:
+            return
+        self._first = self._progress.first_step
+        steps = from_first(lambda: list_checkpoints(self._model_dir))
+        if self._rules.period and loop.step not in steps:
+            self._save(loop)
 
     def after_step(self, loop: TrainingLoop) -> None:
         """Saves if a checkpoint is due, after writing the metrics of all steps so far."""
@@ -143,7 +145,9 @@ class SaveCheckpoints(Action):
         self.wait()
 
     def _is_due(self, step: int) -> bool:
-        return step - self._saved >= self._every or step == self._last
+        period = self._rules.period
+        due = period and ((step - self._first) % period == 0 or step == self._last)
+        return bool(due) or step in self._rules.steps
 
     def _save(self, loop: TrainingLoop) -> None:
         # Metrics first: a checkpoint on disk then implies the metrics of all its steps.
@@ -167,62 +171,16 @@ class SaveCheckpoints(Action):
             )
 
     def _started(self, state: TrainState) -> concurrent.futures.Future[None]:
-        return start_checkpoint(
-            self._model_dir,
-            state,
-            save_data=self._save_data,
-            then=lambda: remove_superfluous(self._model_dir, self._rule, {}),
-        )
-
-
-class SaveByPlan(SaveCheckpoints):
-    """Saves as T5X does: before the first step, every period from there, and at chosen steps.
-
-    Args:
-      model_dir: where checkpoint_<step> directories are written.
-      plan: when to save, in which type, and what to keep.
-      save_data: writes the position in the data into a folder of the checkpoint.
-      progress: gives the step that periods are counted from, and notes for the checkpoint.
-      say: see SaveCheckpoints.
-    """
-
-    def __init__(
-        self,
-        model_dir: str | os.PathLike[str],
-        plan: SaveConfig,
-        save_data: Callable[[Path], None] | None = None,
-        *,
-        progress: Progress,
-        say: Callable[[str], None] = logging.warning,
-    ):
-        super().__init__(model_dir, plan.period or 0, save_data=save_data, say=say)
-        self._plan, self._progress = plan, progress
-
-    def start(self, loop: TrainingLoop, last_step: int) -> None:
-        """Saves the state that training starts from, if it has no checkpoint here."""
-        super().start(loop, last_step)
-        steps = from_first(lambda: list_checkpoints(self._model_dir))
-        if self._plan.period and loop.step not in steps:
-            self._save(loop)
-
-    def _is_due(self, step: int) -> bool:
-        # Counted from where the run first began, so that a resumed run saves at the steps at which
-        # an undisturbed one saves.
-        period, first = self._plan.period, self._progress.first_step
-        due = period and ((step - first) % period == 0 or step == self._last)
-        return bool(due) or step in self._plan.steps
-
-    def _started(self, state: TrainState) -> concurrent.futures.Future[None]:
-        model_dir, plan = self._model_dir, self._plan
+        model_dir, rules = self._model_dir, self._rules
         # As they are now, whatever an evaluation adds to them while the checkpoint is written.
-        values = metric_by_step(model_dir, plan.best.metric) if plan.best else {}
+        values = metric_by_step(model_dir, rules.best.metric) if rules.best else {}
         return start_checkpoint(
             model_dir,
             state,
             save_data=self._save_data,
-            save_notes=self._progress.save,
-            dtype=plan.dtype,
-            then=lambda: remove_superfluous(model_dir, plan, values),
+            save_notes=self._progress and self._progress.save,
+            dtype=rules.dtype,
+            then=lambda: remove_superfluous(model_dir, rules, values),
         )
 
 

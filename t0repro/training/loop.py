@@ -39,7 +39,7 @@ class _Pending:
 class TrainingLoop:
     """Trains until a step, running actions between updates.
 
-        with TrainingLoop(trainer, actions=[SaveCheckpoints(folder, every=1000)]) as loop:
+        with TrainingLoop(trainer, actions=[SaveCheckpoints(folder, SaveConfig(1000))]) as loop:
             loop.run(batches, num_steps=10_000)
 
     An update's loss is read while the device computes the next update.

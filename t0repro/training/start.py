@@ -1,57 +1,62 @@
-"""Starts a run from another run's checkpoint, with all of its variables or only some."""
+"""Takes only some of the variables of another run's checkpoint, as Mesh TensorFlow does."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import flax.traverse_util
-import jax
 import numpy as np
 
-from t0repro.config.run_config import RunConfig
+from t0repro.config.run_config import ModelConfig
 from t0repro.errors import UserError
-from t0repro.model.t5 import T5, initial_parameters
 from t0repro.parameters import layout
 from t0repro.training.restore import Say, say_unmatched
-from t0repro.training.train_state import OpenTree
+from t0repro.training.train_state import OpenTree, TrainState
 
 
 def keep_matching(
-    tree: OpenTree, config: RunConfig, seed: int = 0, say: Say = lambda line: None
+    tree: OpenTree,
+    pattern: str,
+    model: ModelConfig,
+    fresh: Callable[[], TrainState],
+    place: str | None = None,
+    say: Say = lambda line: None,
 ) -> OpenTree:
-    """Keeps only those entries of a checkpoint that match config.init_variable_filter.
+    """Keeps only those entries of a checkpoint whose names match a pattern.
 
-    Parameters that do not match are drawn anew, slots start at zero, and the step starts at 0
-    unless the pattern matches `global_step`, as in Mesh TensorFlow's tpu_estimator_model_fn.
+    Parameters that do not match are those of a new state, slots start at zero, and the step starts
+    at 0 unless the pattern matches `global_step`, as in Mesh TensorFlow's tpu_estimator_model_fn.
 
     Args:
       tree: an init_checkpoint with T5X's names.
-      config: gives the model and the pattern, a regular expression on Mesh TensorFlow's names.
-      seed: the seed from which training would draw new parameters.
+      pattern: a regular expression on Mesh TensorFlow's names; "" keeps everything.
+      model: the model.
+      fresh: makes the new state.
+      place: where the pattern was set.
       say: receives what `t0repro.training.restore.say_unmatched` says.
 
     Raises:
       UserError: if the pattern matches nothing.
     """
-    if not config.init_variable_filter:
+    if not pattern:
         return dict(tree)
-    names = config.model.mesh_variables()
+    names = model.mesh_variables()
     kept = {
         key: value
         for key, value in tree.items()
         # Patterns are written for Mesh TensorFlow's names.
-        if re.search(config.init_variable_filter, _mesh_name(key, names, tree))
+        if re.search(pattern, _mesh_name(key, names, tree))
     }
     if not kept:
         raise UserError(
-            f"init_variable_filter {config.init_variable_filter!r} matches no variable.",
-            where=config.provenance.get("init_variable_filter"),
+            f"init_variable_filter {pattern!r} matches no variable.",
+            where=place,
             fix=f"Names are for instance {', '.join(list(names.values())[:3])}.",
         )
     wanted = [name for name in tree if _mesh_name(name, names, tree)]
     say_unmatched(kept, wanted, {name: name for name in kept}, say)
-    fresh = initial_parameters(T5(config.model, config.dtypes), jax.random.key(seed))
-    for path, value in flax.traverse_util.flatten_dict(fresh, sep="/").items():
+    for path, value in flax.traverse_util.flatten_dict(fresh().params, sep="/").items():
         # Slots and the step need no entry: `from_flat_tree` starts missing ones at zero.
         kept.setdefault(layout.PARAMETERS + path, np.asarray(value))
     return kept

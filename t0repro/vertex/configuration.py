@@ -86,14 +86,14 @@ def _t5x_training(arguments: Arguments) -> Configured:
     # precompile.gin describes the training whose step it compiles.
     compiles = arguments.mode is JobMode.PRECOMPILE
     run = (precompile_config if compiles else train_config)(parsed)
-    data = run.plan.train_data if run.plan else None
+    data = run.plan.train_data
     return Configured(
         text=parsed.gin_text,
         warnings=parsed.warnings,
         run=run,
         architecture=_architecture(run.model),
         output=run.model_dir,
-        checkpoints=_paths(run.plan.restore) if run.plan else (),
+        checkpoints=_paths(run.plan.restore),
         mixture=data and data.mixture_or_task_name,
         split=data and data.split,
     )

@@ -78,10 +78,10 @@ def test_a_training_measures_its_weights_every_so_many_steps_if_gin_says_so():
 
 
 def test_the_data_of_a_training_are_divided_into_as_many_shards_as_gin_says():
-    assert load().train_data.num_shards == 1
+    assert load().plan.train_data.num_shards == 1
     config = load("t0repro.jax_training.data_shards = 2")
-    assert config.train_data.num_shards == 2
-    assert "= 2" in config.provenance["train_data.num_shards"]
+    assert config.plan.train_data.num_shards == 2
+    assert "= 2" in config.provenance["plan.train_data.num_shards"]
     with pytest.raises(UserError, match=r"t0repro\.jax_training\.data_shards is 2"):
         refuse_on_mesh_tensorflow()
     for bindings, message in (

@@ -46,8 +46,8 @@ def test_the_demo_recipe_becomes_the_run_that_its_gin_files_describe():
     assert config.num_microbatches == 2
     assert config.schedule is not None and config.schedule.name == "constant_learning_rate"
     assert config.schedule.arguments == {"learning_rate": 0.001}
-    assert config.train_data is not None
-    assert config.train_data.mixture_or_task_name == "demo_train"
+    assert config.plan.train_data is not None
+    assert config.plan.train_data.mixture_or_task_name == "demo_train"
     assert config.dtypes.activation == "float32"
 
 
@@ -56,7 +56,7 @@ def test_every_value_says_which_file_and_line_or_override_set_it():
     assert places["model.d_model"].split(" ")[0].endswith("demo/t5.1.1.demo.gin:7")
     assert places["model.activations"].endswith("models/t5.1.1.base.gin:17")
     assert places["train_steps"] == "--gin_param 'run.train_steps = 20'"
-    assert places["train_data.seed"] == "--gin_param 'mesh_train_dataset_fn.seed = 3'"
+    assert places["plan.train_data.seed"] == "--gin_param 'mesh_train_dataset_fn.seed = 3'"
     assert places["optimizer.beta1"] == "default of AdafactorOptimizer.beta1"
 
 

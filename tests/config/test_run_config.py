@@ -17,11 +17,11 @@ from t0repro.config.run_config import (
     RunConfig,
     ScheduleConfig,
     SgdConfig,
-    TrainDataConfig,
 )
+from t0repro.config.training_plan import TrainDataConfig, mesh_transformer_plan
 from t0repro.errors import UserError
 
-from ..tiny_models import run_config
+from ..tiny_models import PLAN, run_config
 
 # For the fields that no strategy is given for below: a NaN is not equal to itself.
 st.register_type_strategy(float, st.floats(allow_nan=False, allow_infinity=False))
@@ -47,6 +47,24 @@ models = st.builds(
     z_loss=fractions,
     loss_denominator=st.none() | fractions,
 )
+plans = st.builds(
+    mesh_transformer_plan,
+    st.none()
+    | st.builds(
+        TrainDataConfig,
+        mixture_or_task_name=names,
+        split=names,
+        use_cached=st.booleans(),
+        pack=st.booleans(),
+        shuffle=st.booleans(),
+        seed=st.none() | sizes,
+    ),
+    save_checkpoints_steps=sizes,
+    keep_checkpoint_max=st.none() | sizes,
+    init_checkpoint=st.none() | names,
+    init_variable_filter=names,
+    places=st.none(),
+) | st.sampled_from([PLAN, dataclasses.replace(PLAN, save=None)])
 runs = st.builds(
     RunConfig,
     mode=st.sampled_from(["train", "score_eval"]),
@@ -85,16 +103,6 @@ runs = st.builds(
         arguments=st.dictionaries(names, fractions, max_size=3),
         total_train_steps=sizes,
     ),
-    train_data=st.none()
-    | st.builds(
-        TrainDataConfig,
-        mixture_or_task_name=names,
-        split=names,
-        use_cached=st.booleans(),
-        pack=st.booleans(),
-        shuffle=st.booleans(),
-        seed=st.none() | sizes,
-    ),
     eval_data=st.none()
     | st.builds(
         EvalDataConfig,
@@ -110,9 +118,7 @@ runs = st.builds(
     batch_size=sizes,
     num_microbatches=sizes,
     train_steps=sizes,
-    save_checkpoints_steps=sizes,
-    keep_checkpoint_max=st.none() | sizes,
-    init_checkpoint=st.none() | names,
+    plan=plans,
     eval_checkpoint_step=st.none() | sizes | st.lists(sizes).map(tuple) | st.just("all"),
     eval_summary_dir=st.none() | names,
     eval_dir_suffix=st.none() | names,

@@ -142,6 +142,7 @@ def test_mesh_tensorflows_file_of_a_run_makes_the_same_run_again(tmp_path, sched
         *["slow/learning_rate_schedules.linear_decay.steps_or_fraction = 0.9"]
         * ("slow" in schedule),
         "AdafactorOptimizer.decay_rate = 0.9",
+        "run.init_checkpoint = 'elsewhere'",
         "tpu_estimator_model_fn.init_variable_filter = 'encoder'",
     )
     files, modules = ["dataset.gin", "models/t5.1.1.base.gin"], ["t0repro.tasks.demo"]
@@ -152,7 +153,8 @@ def test_mesh_tensorflows_file_of_a_run_makes_the_same_run_again(tmp_path, sched
     assert translation.missing == ()
     again = load(MeshInputs("m", gin_files=[path], module_imports=modules)).run
     assert again.schedule == ours.schedule and again.schedule.total_train_steps == 50
-    assert again.optimizer == ours.optimizer and again.init_variable_filter == "encoder"
+    assert again.optimizer == ours.optimizer and again.plan == ours.plan
+    assert again.plan.restore.variable_filter == "encoder"
     other = translated(ours, "t5x")
     for word in (words, "optimizer.decay_rate = 0.9"):
         assert any(word in line for line in (*other.bindings, *other.missing))

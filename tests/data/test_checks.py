@@ -93,7 +93,7 @@ def without_placeholder():
 def batches_of(task, **changes):
     config = dataclasses.replace(
         tiny.run_config("unused", 1),
-        train_data=tiny.train_data(task, pack=False, shuffle=False, **changes),
+        plan=tiny.mesh_plan(tiny.train_data(task, pack=False, shuffle=False, **changes)),
         sequence_length={"inputs": 4, "targets": 4},
         batch_size=3,
     )

@@ -41,7 +41,7 @@ def mixture(tmp_path_factory):
 def source(**changes):
     config = dataclasses.replace(
         tiny.run_config("unused", 1),
-        train_data=tiny.train_data(MIXTURE, **changes),
+        plan=tiny.mesh_plan(tiny.train_data(MIXTURE, **changes)),
         sequence_length=LENGTHS,
         batch_size=16,
     )

@@ -115,7 +115,12 @@ class SignalMyself(Action):
 def trained(folder, steps, signals=(), say=None, notice=None, in_shards=False, **layout):
     """Trains to a step, from the latest checkpoint."""
     config = run_config(
-        folder, steps, model=MODEL, batch_size=8, layout=Layout(**layout), save_checkpoints_steps=2
+        folder,
+        steps,
+        model=MODEL,
+        batch_size=8,
+        layout=Layout(**layout),
+        plan=tiny.mesh_plan(save_checkpoints_steps=2),
     )
     source = Batches() if notice is None else NoticedBatches(notice)
     source = BatchesInShards() if in_shards else source

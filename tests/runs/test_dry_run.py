@@ -4,8 +4,8 @@ import pytest
 
 from t0repro.config.t5x.run import train_config
 from t0repro.errors import UserError
-from t0repro.runs import planned_start
 from t0repro.runs.dry_run import check_training
+from t0repro.runs.preflight import check_data
 
 from .tiny_gin import parsed, save_checkpoint
 
@@ -32,10 +32,13 @@ def described(*bindings):
     return parsed("train", "pretrain", *MACROS, *bindings)
 
 
+def vocabularies(run):
+    return run.program.model.input_vocabulary, run.program.model.output_vocabulary
+
+
 def said(*bindings):
     made, lines = described(*bindings), []
-    vocabularies = (made.program.model.input_vocabulary, made.program.model.output_vocabulary)
-    check_training(train_config(made), vocabularies, lines.append)
+    check_training(train_config(made), vocabularies(made), lines.append)
     return lines
 
 
@@ -95,5 +98,5 @@ def test_rows_that_are_not_cached_are_named_with_a_remedy_for_all_of_them():
 def test_a_training_without_the_dry_run_is_refused_by_the_same_checks(tmp_path, binding, message):
     run = described(f"MODEL_DIR = '{tmp_path / 'model'}'", binding)
     with pytest.raises(UserError, match=message):
-        planned_start.start(run, train_config(run), say=lambda line: None)
+        check_data(train_config(run), vocabularies(run))
     assert not (tmp_path / "model").exists()

@@ -16,7 +16,7 @@ from t0repro.config.training_plan import (
     TerminateOnNanConfig,
 )
 from t0repro.errors import UserError
-from t0repro.runs.plan import PlannedInputs
+from t0repro.runs.plan import Evaluations
 from t0repro.runs.train import PREEMPTED, StoppedBySignal, train
 from t0repro.training.checkpoints import list_checkpoints, load_tree
 from t0repro.training.train_state import to_flat_tree
@@ -36,7 +36,7 @@ def planned(folder, steps, batches=BATCHES, inputs=None, model=None, restore_fro
     config = tiny.run_config(folder, steps, plan=plan)
     config = dataclasses.replace(config, model=model or config.model, weight_metrics_every=1)
     done = max(list_checkpoints(folder), default=0) if folder.exists() else 0
-    return train(config, batches[done:], planned=inputs, say=quiet, restore_from=restore_from)
+    return train(config, batches[done:], evaluations=inputs, say=quiet, restore_from=restore_from)
 
 
 def lines(folder, split="train"):
@@ -133,7 +133,7 @@ def test_it_evaluates_each_period_and_at_the_end_and_before_if_asked(tmp_path):
         asked.append(trainer.step)
         return {"a_task": {"rouge": 1.5}}
 
-    inputs = PlannedInputs(train_eval={"a_task": BATCHES[:2]}, infer_eval=infer_eval)
+    inputs = Evaluations(train_eval={"a_task": BATCHES[:2]}, infer_eval=infer_eval)
     planned(
         tmp_path, 7, inputs=inputs, train_eval_data=PLAN.train_data, run_eval_before_training=True
     )
@@ -145,7 +145,7 @@ def test_it_evaluates_each_period_and_at_the_end_and_before_if_asked(tmp_path):
 
 def test_at_total_steps_it_evaluates_only(tmp_path):
     planned(tmp_path, 3)
-    inputs = PlannedInputs(train_eval={"a_task": BATCHES[:1]})
+    inputs = Evaluations(train_eval={"a_task": BATCHES[:1]})
     state = planned(
         tmp_path, 3, inputs=inputs, train_eval_data=PLAN.train_data, run_eval_before_training=True
     )
@@ -166,7 +166,7 @@ def test_a_checkpoint_past_total_steps_is_an_error(tmp_path):
 
 def test_early_stopping_ends_the_run_and_keeps_its_last_state(tmp_path):
     stopping = EarlyStoppingConfig("a_task", "rouge", "max", 2, 0.0, 0.0, "previous")
-    inputs = PlannedInputs(infer_eval=lambda trainer: {"a_task": {"rouge": 1.0}})
+    inputs = Evaluations(infer_eval=lambda trainer: {"a_task": {"rouge": 1.0}})
     state = planned(tmp_path, 8, inputs=inputs, eval_period=2, actions={"INFER_EVAL": (stopping,)})
     assert int(state.step) == 4 and list_checkpoints(tmp_path)[-1] == 4
 

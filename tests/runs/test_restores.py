@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import jax
 import numpy as np
 import pytest
 import seqio
@@ -14,9 +15,13 @@ from t0repro.config.t5x.run import train_config
 from t0repro.converters import convert
 from t0repro.converters.sources import load_any
 from t0repro.errors import UserError
-from t0repro.runs import planned_start
+from t0repro.model.t5 import T5, initial_parameters
 from t0repro.runs.batch_infer import infer
 from t0repro.runs.chosen import chosen, opened
+from t0repro.runs.start import start_training
+from t0repro.runs.starting_tree import starting_tree
+from t0repro.training.optimizers import make_optimizer
+from t0repro.training.train_state import new_train_state
 
 from ..converters.checkpoint_files import assert_same_bits
 from ..converters.test_t5x_layouts import T5X_FILES, written_by_t5x
@@ -136,13 +141,25 @@ def inference(model, checkpoint, folder):
     )  # fmt: skip
 
 
+def start_of(config):
+    """The tree that a training starts from."""
+    model = T5(config.model, config.dtypes)
+
+    def fresh():
+        return new_train_state(
+            initial_parameters(model, jax.random.key(0)), make_optimizer(config.optimizer)
+        )
+
+    return starting_tree(config, fresh, lambda line: None)
+
+
 @pytest.mark.parametrize("model", WRITTEN)
 def test_training_and_evaluation_start_from_the_same_bits_in_every_form(forms, model):
     expected = load_any(forms[model, "t5x"])
     digests = set()
     for form in FORMS[model]:
         config = train_config(training(model, forms[model, form]))
-        tree = planned_start.starting_tree(config, lambda line: None)
+        tree = start_of(config)
         wanted = {name for name in expected if name.startswith("target/") or form != "hf"}
         # Slots that are not in use are dummies, which formats may leave out.
         wanted = {name for name in wanted if expected[name].shape != (1,)}
@@ -169,7 +186,7 @@ def test_every_run_of_t5xs_is_configured_as_config_json_says(forms, tmp_path):
 
     names = "utils.RestoreCheckpointConfig.assignment_map = [(r'target/(.*)', r'target/\\1')]"
     for start in (
-        lambda: planned_start.starting_tree(train_config(training("tiny", folder)), print),
+        lambda: start_of(train_config(training("tiny", folder))),
         evaluate,
         lambda: evaluate(names),
     ):
@@ -184,7 +201,9 @@ def test_first_losses_and_scores_are_the_same_in_every_form(forms, model, tmp_pa
     for form in FORMS[model]:
         folder = tmp_path / form
         run = training(model, forms[model, form], folder)
-        planned_start.start(run, train_config(run), say=lambda line: None)
+        start_training(
+            train_config(run), describe=lambda state, devices: None, say=lambda line: None
+        )
         rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
         losses[form] = next(row["loss"] for row in rows if row["split"] == "train")
         (file,) = infer(inference(model, forms[model, form], folder / "scored"))

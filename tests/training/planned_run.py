@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import tests.tiny_models as tiny  # noqa: E402
 from t0repro.config.training_plan import EarlyStoppingConfig  # noqa: E402
-from t0repro.runs.plan import PlannedInputs  # noqa: E402
+from t0repro.runs.plan import Evaluations  # noqa: E402
 from t0repro.runs.train import train  # noqa: E402
 from t0repro.training.actions import Action  # noqa: E402
 
@@ -101,7 +101,7 @@ def run(folder, moment=None, step=0, do=lambda: None, patience=2, last_step=LAST
     return train(
         dataclasses.replace(config, model=model),
         Source(on_save),
-        planned=PlannedInputs(train_eval={"a_task": evaluated}, infer_eval=infer_eval),
+        evaluations=Evaluations(train_eval={"a_task": evaluated}, infer_eval=infer_eval),
         actions=[Behind(lambda here: at("behind a step", here))],
         say=lambda line: None,
     )

@@ -44,9 +44,11 @@ def config(model_dir, last_step=LAST_STEP, **data):
     return dataclasses.replace(
         base,
         model=dataclasses.replace(base.model, vocab_size=1408, dropout_rate=0.1),
-        train_data=tiny.train_data(TASK, **{"use_cached": False, "seed": None, **data}),
+        plan=tiny.mesh_plan(
+            tiny.train_data(TASK, **{"use_cached": False, "seed": None, **data}),
+            save_checkpoints_steps=2,
+        ),
         sequence_length={"inputs": 64, "targets": 8},
-        save_checkpoints_steps=2,
     )
 
 

@@ -8,6 +8,7 @@ import threading
 import numpy as np
 import pytest
 
+from t0repro.config.training_plan import SaveConfig
 from t0repro.errors import UserError
 from t0repro.runs.train import StoppedBySignal, train
 from t0repro.training import actions, checkpoints
@@ -66,7 +67,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_change_it(
                 held.go.set()
             yield batch
 
-    with make_loop(actions=[SaveCheckpoints(tmp_path, every=2), trees]) as loop:
+    with make_loop(actions=[SaveCheckpoints(tmp_path, SaveConfig(2)), trees]) as loop:
         assert loop.run(batches(), 5) == 5
     assert checkpoints.list_checkpoints(tmp_path) == [2, 4, 5]
     for step in (2, 4, 5):
@@ -78,7 +79,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_change_it(
 def test_one_checkpoint_is_written_at_a_time(tmp_path, monkeypatch):
     held = Held(monkeypatch)
     threading.Timer(0.3, held.go.set).start()
-    with make_loop(actions=[SaveCheckpoints(tmp_path, every=1, keep=2)]) as loop:
+    with make_loop(actions=[SaveCheckpoints(tmp_path, SaveConfig(1, keep=2))]) as loop:
         loop.run(tiny.batches(4), 4)
     assert held.most == 1 and checkpoints.list_checkpoints(tmp_path) == [3, 4]
 
@@ -86,7 +87,7 @@ def test_one_checkpoint_is_written_at_a_time(tmp_path, monkeypatch):
 @pytest.mark.parametrize("every", [2, 50])
 def test_an_error_of_the_background_ends_training_in_its_own_words(tmp_path, monkeypatch, every):
     monkeypatch.setattr(checkpoints, "describe_files", full)
-    config = tiny.run_config(tmp_path, 50, save_checkpoints_steps=every)
+    config = tiny.run_config(tmp_path, 50, plan=tiny.mesh_plan(save_checkpoints_steps=every))
     with pytest.raises(UserError, match="The disk is full") as error:
         train(config, tiny.batches(50), say=lambda line: None)
     assert str(tmp_path) in str(error.value.where)
@@ -106,7 +107,7 @@ def test_an_error_of_training_is_not_hidden_by_one_of_its_save(tmp_path, monkeyp
 
     with (
         pytest.raises(RuntimeError, match="no more data"),
-        make_loop(actions=[SaveCheckpoints(tmp_path, every=1)]) as loop,
+        make_loop(actions=[SaveCheckpoints(tmp_path, SaveConfig(1))]) as loop,
     ):
         loop.run(broken(), 5)
     assert "ended training, another: The disk is full" in caplog.text
@@ -139,7 +140,7 @@ def test_a_save_that_a_preemption_would_outrun_is_told(tmp_path, monkeypatch, no
                 os.kill(os.getpid(), signal.SIGTERM)
             yield batch
 
-    config = tiny.run_config(tmp_path, 9, save_checkpoints_steps=2)
+    config = tiny.run_config(tmp_path, 9, plan=tiny.mesh_plan(save_checkpoints_steps=2))
     with pytest.raises(StoppedBySignal):
         train(config, batches(), say=said.append)
     told = [line for line in said if "a save takes" in line]

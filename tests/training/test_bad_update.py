@@ -10,7 +10,7 @@ import pytest
 
 from t0repro.config.training_plan import TerminateOnNanConfig
 from t0repro.errors import UserError
-from t0repro.runs.plan import PlannedInputs
+from t0repro.runs.plan import Evaluations
 from t0repro.training.bad_update import first_bad_tensor, replay
 from t0repro.training.checkpoints import list_checkpoints, load_tree
 from t0repro.training.metric_classes import AveragePerStep
@@ -55,7 +55,7 @@ def test_between_two_saves_the_state_is_saved_once_with_what_goes_with_it(tmp_pa
         return {}
 
     save = tiny.PLAN.save if saves else None
-    inputs = PlannedInputs(infer_eval=spoil)
+    inputs = Evaluations(infer_eval=spoil)
     state = planned(tmp_path, 7, inputs=inputs, eval_period=4, save=save, actions=STOP)
     assert int(state.step) == 4
     assert list_checkpoints(tmp_path) == ([0, 3, 4] if saves else [4])

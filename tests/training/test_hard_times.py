@@ -44,7 +44,7 @@ def test_a_full_disk_ends_training_with_its_file_and_the_run_goes_on_later(tmp_p
 
     def run():
         done = checkpoints.latest_step(model_dir) or 0
-        config = tiny.run_config(model_dir, 4, save_checkpoints_steps=1)
+        config = tiny.run_config(model_dir, 4, plan=tiny.mesh_plan(save_checkpoints_steps=1))
         train(config, batches[done:], say=lambda line: None)
 
     with small_disk(model_dir, size) as resize:
@@ -115,7 +115,8 @@ def test_t5xs_training_without_a_batch_says_that_its_start_was_saved(tmp_path):
 
 @pytest.mark.parametrize("keep", [-1, 0, None])
 def test_no_checkpoint_is_removed_unless_a_number_of_them_is_kept(tmp_path, keep):
-    config = tiny.run_config(tmp_path, 3, save_checkpoints_steps=1, keep_checkpoint_max=keep)
+    plan = tiny.mesh_plan(save_checkpoints_steps=1, keep_checkpoint_max=keep)
+    config = tiny.run_config(tmp_path, 3, plan=plan)
     train(config, tiny.batches(3), say=lambda line: None)
     assert checkpoints.list_checkpoints(tmp_path) == [1, 2, 3]
 

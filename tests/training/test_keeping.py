@@ -51,7 +51,7 @@ def test_pinned_checkpoints_and_those_of_a_period_stay_beside_the_latest_and_can
                 loop.wait()  # until the checkpoint of step 1 is whole
                 (tmp_path / "checkpoint_1" / PINNED).touch()
 
-    actions = [Pin(), SaveCheckpoints(tmp_path, every=1, keep=1, keep_period=3)]
+    actions = [Pin(), SaveCheckpoints(tmp_path, SaveConfig(1, keep=1, keep_period=3))]
     with make_loop(actions=actions) as loop:
         loop.run(tiny.batches(5), 5)
     assert list_checkpoints(tmp_path) == [1, 3, 5]

@@ -142,7 +142,7 @@ def test_a_folder_without_checkpoints_passes(tmp_path):
 
 def configuration(model_dir, gin_text, allow_changed=False, **changes):
     config = dataclasses.replace(resume_run.config(model_dir, 2, seed=3), **changes)
-    data = config.train_data
+    data = config.plan.train_data
     assert data is not None
     known = {
         "mode": "train",

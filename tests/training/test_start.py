@@ -23,16 +23,15 @@ def checkpoint():
 
 def test_without_a_pattern_everything_is_taken(tmp_path):
     tree = checkpoint()
-    kept = keep_matching(tree, tiny.run_config(tmp_path, 1))
+    kept = keep_matching(tree, "", tiny.MODEL, tiny.new_state)
     assert kept == tree or all(np.array_equal(kept[key], x) for key, x in tree.items())
 
 
 def test_what_the_pattern_leaves_out_begins_anew(tmp_path):
     tree = checkpoint()
     pattern = "^shared/|^encoder/.*SelfAttention"
-    config = dataclasses.replace(tiny.run_config(tmp_path, 1), init_variable_filter=pattern)
     said = []
-    kept = keep_matching(tree, config, say=said.append)
+    kept = keep_matching(tree, pattern, tiny.MODEL, tiny.new_state, say=said.append)
     fresh = to_flat_tree(tiny.new_state(seed=0))
     query = "target/encoder/layers_0/attention/query/kernel"
     out = "target/decoder/layers_0/mlp/wo/kernel"
@@ -43,14 +42,13 @@ def test_what_the_pattern_leaves_out_begins_anew(tmp_path):
     assert "state/step" not in kept  # it is called global_step
     assert any("encoder/layers_0/attention" in key for key in kept if "param_states" in key)
     assert not any("decoder" in key for key in kept if "param_states" in key)
-    state = train(dataclasses.replace(config, train_steps=0), [], restore_from=kept)
+    state = train(tiny.run_config(tmp_path, 0), [], restore_from=kept)
     assert int(state.step) == 0
 
 
 def test_a_pattern_that_matches_nothing_is_an_error_with_examples(tmp_path):
-    config = dataclasses.replace(tiny.run_config(tmp_path, 1), init_variable_filter="^bert/")
     with pytest.raises(UserError, match="matches no variable") as error:
-        keep_matching(checkpoint(), config)
+        keep_matching(checkpoint(), "^bert/", tiny.MODEL, tiny.new_state)
     assert "shared/embedding" in str(error.value.fix)
 
 

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+from t0repro.config.training_plan import SaveConfig
 from t0repro.errors import UserError
 from t0repro.training.actions import Action, SaveCheckpoints, ShowProgress
 from t0repro.training.checkpoints import list_checkpoints
@@ -118,14 +119,14 @@ def test_metrics_of_a_step_are_on_disk_before_its_checkpoint_is(tmp_path):
             steps = list_checkpoints(tmp_path)
             assert not steps or [row["step"] for row in rows(tmp_path)][-1] >= steps[-1]
 
-    actions = [SaveCheckpoints(tmp_path, every=2), Check()]
+    actions = [SaveCheckpoints(tmp_path, SaveConfig(2)), Check()]
     with make_loop(log=MetricLog(tmp_path, 0), actions=actions) as loop:
         loop.run(tiny.batches(5), 5)
     assert list_checkpoints(tmp_path) == [2, 4, 5]
 
 
 def test_training_ends_where_the_batches_do_and_saves(tmp_path):
-    with make_loop(actions=[SaveCheckpoints(tmp_path, every=10)]) as loop:
+    with make_loop(actions=[SaveCheckpoints(tmp_path, SaveConfig(10))]) as loop:
         assert loop.run(tiny.batches(3), 5) == 3
     assert list_checkpoints(tmp_path) == [3]
 
@@ -136,7 +137,7 @@ def test_an_exception_ends_training_without_a_checkpoint(tmp_path):
         raise OSError("the disk is gone")
 
     recorder = Recorder()
-    actions = [SaveCheckpoints(tmp_path, every=10), recorder]
+    actions = [SaveCheckpoints(tmp_path, SaveConfig(10)), recorder]
     with pytest.raises(OSError, match="the disk is gone"), make_loop(actions=actions) as loop:
         loop.run(broken(), 5)
     assert recorder.calls[-1] == ("end", True)

@@ -10,7 +10,8 @@ from t0repro.config.mtf import jax_model
 from t0repro.config.mtf.arguments import RunArguments
 from t0repro.config.mtf.decoding import DecodingReader
 from t0repro.config.mtf.parser import MESH_TRANSFORMER, UTILS
-from t0repro.config.run_config import EvalDataConfig, TrainDataConfig
+from t0repro.config.run_config import EvalDataConfig
+from t0repro.config.training_plan import TrainDataConfig
 from t0repro.errors import UserError
 
 KNOWN_BINDINGS: Mapping[str, set[str]] = {
@@ -42,7 +43,7 @@ class DatasetReader:
             return None
         if function.__name__ != "mesh_train_dataset_fn":
             self._gin.refuse("train_dataset_fn", f"the dataset function {function.__name__}")
-        arguments = self._dataset_arguments("train_data", function)
+        arguments = self._dataset_arguments("plan.train_data", function)
         return TrainDataConfig(
             split=self._gin.run["dataset_split"],
             num_shards=self._num_shards(),
@@ -52,7 +53,7 @@ class DatasetReader:
 
     def _num_shards(self) -> int:
         """How many shards make a batch: a setting of the JAX stack alone."""
-        self._gin.note("train_data.num_shards", jax_model.TRAINING, "data_shards")
+        self._gin.note("plan.train_data.num_shards", jax_model.TRAINING, "data_shards")
         num_shards = jax_model.jax_training()["data_shards"]
         if num_shards != 1 and self._gin.run["checkpoint_input_pipeline"]:
             raise UserError(
@@ -68,7 +69,7 @@ class DatasetReader:
         selector, run = f"{UTILS}.run", self._gin.run
         names = ("skip_seen_data", "seen_data_init_step", "checkpoint_input_pipeline")
         for name in names:
-            self._gin.note(f"train_data.{name}", selector, name)
+            self._gin.note(f"plan.train_data.{name}", selector, name)
         if run["skip_seen_data"] and run["checkpoint_input_pipeline"]:
             raise UserError(
                 "At most one of run.skip_seen_data and run.checkpoint_input_pipeline may be True.",

@@ -21,6 +21,7 @@ from t0repro.config.mtf.parser import MESH_TRANSFORMER, UTILS
 from t0repro.config.mtf.run_inputs import DTYPES, InputsReader, dtype_name
 from t0repro.config.provenance import Bindings
 from t0repro.config.run_config import DType, DTypePolicy, ModelConfig, RunConfig, ScheduleConfig
+from t0repro.config.training_plan import TrainDataConfig, TrainingPlan, mesh_transformer_plan
 from t0repro.errors import UserError
 from t0repro.redaction import without_passwords
 
@@ -119,13 +120,12 @@ class _ConfigReader:
             "optimizer": optimizer,
             # Schedules that end somewhere count to total_run_steps if it is bound.
             "schedule": training.schedule(self._total_run_steps(train_steps), optimizer),
-            "train_data": data.train_data(),
+            "plan": self._plan(data.train_data(), inputs.init_checkpoint),
             "eval_data": data.eval_data(),
             "sequence_length": inputs.sequence_length,
             "batch_size": inputs.batch_size,
             "num_microbatches": inputs.num_microbatches,
             "train_steps": train_steps,
-            "init_checkpoint": inputs.init_checkpoint,
             "eval_checkpoint_step": inputs.eval_checkpoint_step,
             "scores_filename": self._gin.argument(f"{UTILS}.save_scores", "scores_filename"),
             "vocabulary": getattr(inputs.vocabularies[0], "sentencepiece_model_file", None),
@@ -134,26 +134,40 @@ class _ConfigReader:
             "weight_metrics_every": jax_model.jax_training()["weight_metrics_every"],
         }
         self._gin.note("weight_metrics_every", jax_model.TRAINING, "weight_metrics_every")
-        for name in (
-            "save_checkpoints_steps", "keep_checkpoint_max", "eval_summary_dir", "eval_dir_suffix",
-            "output_eval_examples",
-        ):  # fmt: skip
+        for name in ("eval_summary_dir", "eval_dir_suffix", "output_eval_examples"):
             fields[name] = run[name]
         for name in fields:
             if name in run:
                 self._gin.note(name, f"{UTILS}.run", name)
-        fields["init_variable_filter"] = (
-            self._gin.argument(f"{UTILS}.tpu_estimator_model_fn", "init_variable_filter") or ""
-        )
         config = RunConfig(**fields, provenance=dict(sorted(self._gin.provenance.items())))
         # Only here is everything read, whichever file or flag it came from.
         ranges.check(config, config.provenance)
         config.model.check_position_buckets(config.provenance.get(self._position_setting()))
-        if config.train_data is not None:
-            place = config.provenance.get("train_data.num_shards")
-            shards, name = config.train_data.num_shards, f"{jax_model.TRAINING}.data_shards"
+        if (train_data := config.plan.train_data) is not None:
+            place = config.provenance.get("plan.train_data.num_shards")
+            shards, name = train_data.num_shards, f"{jax_model.TRAINING}.data_shards"
             ranges.check_divides(name, shards, config.batch_size, place)
         return config
+
+    def _plan(
+        self, train_data: TrainDataConfig | None, init_checkpoint: str | None
+    ) -> TrainingPlan:
+        """The rhythm of mesh_transformer_main, with the numbers that gin binds."""
+        notes = {"period": "save_checkpoints_steps", "keep": "keep_checkpoint_max"}
+        for field, name in notes.items():
+            self._gin.note(f"plan.save.{field}", f"{UTILS}.run", name)
+        estimator = f"{UTILS}.tpu_estimator_model_fn"
+        variables = self._gin.argument(estimator, "init_variable_filter") or ""
+        if init_checkpoint is not None:
+            self._gin.note("plan.restore.path", f"{UTILS}.run", "init_checkpoint")
+            self._gin.note("plan.restore.variable_filter", estimator, "init_variable_filter")
+        return mesh_transformer_plan(
+            train_data,
+            init_checkpoint=init_checkpoint,
+            init_variable_filter=variables,
+            places={name: self._gin.place_of_run(name) for name in notes.values()},
+            **{name: self._gin.run[name] for name in notes.values()},
+        )
 
     def _position_setting(self) -> str:
         """Which field to blame for the buckets of the position bias: the one that is bound."""

@@ -15,7 +15,7 @@ from t0repro.config.t5x.gin_files import Parsed
 from t0repro.config.t5x.inference import decoding_plan
 from t0repro.config.t5x.layout import layout_of
 from t0repro.config.t5x.places import Places, check_summary, provenance
-from t0repro.config.training_plan import Replaced, TrainingPlan, UserClass
+from t0repro.config.training_plan import Replaced, SeqioDataConfig, TrainingPlan, UserClass
 from t0repro.errors import UserError
 
 _FIELDS = {
@@ -28,9 +28,6 @@ _FIELDS = {
     "schedule": "trainer.Trainer.learning_rate_fn",
     # The same number as train_steps.
     "schedule.total_train_steps": "train.total_steps",
-    "save_checkpoints_steps": "utils.SaveCheckpointConfig.period",
-    "keep_checkpoint_max": "utils.SaveCheckpointConfig.keep",
-    "init_checkpoint": "utils.RestoreCheckpointConfig.path",
     "vocabulary": "seqio.SentencePieceVocabulary.sentencepiece_model_file",
     "vocabulary_extra_ids": "seqio.SentencePieceVocabulary.extra_ids",
     "dtypes.master": "utils.SaveCheckpointConfig.dtype",
@@ -77,6 +74,7 @@ def train_config(parsed: Parsed) -> RunConfig:
     plan = _plan(program, places)
     model = t5x_model.model_config(program.model, places)
     train = plan.train_data
+    assert isinstance(train, SeqioDataConfig)
     config = RunConfig(
         mode="train",
         model_dir=program.model_dir,
@@ -89,10 +87,6 @@ def train_config(parsed: Parsed) -> RunConfig:
         # T5X takes None and 0 for no microbatches.
         num_microbatches=program.trainer_cls.num_microbatches or 1,
         train_steps=program.total_steps,
-        # RunConfig wants a number: a run that saves nothing else saves at its end.
-        save_checkpoints_steps=(plan.save and plan.save.period) or max(1, program.total_steps),
-        keep_checkpoint_max=plan.save and plan.save.keep,
-        init_checkpoint=_init_checkpoint(plan),
         plan=plan,
         weight_metrics_every=_weight_metrics_every(program.trainer_cls),
         layout=layout_of(program.partitioner, places),
@@ -138,7 +132,6 @@ def shared_fields(model: records.EncoderDecoderModel) -> dict[str, Any]:
     parameters = model.decoding.decoder_params or {}
     return {
         # Mesh TensorFlow's modes do not run from such a RunConfig, so these are placeholders.
-        "train_data": None,
         "eval_data": None,
         "eval_checkpoint_step": None,
         "eval_summary_dir": None,
@@ -174,11 +167,15 @@ def _plan(program: programs.TrainProgram, places: Places) -> TrainingPlan:
             "training needs a length for each feature.",
             "Set TASK_FEATURE_LENGTHS.",
         )
+    infer_eval_data = dataset(program.infer_eval_dataset_cfg, "infer_eval")
+    evaluator = data.evaluator_config(program.inference_evaluator_cls, places)
+    user_classes = _user_classes(program, places)
+    generates = infer_eval_data is not None and evaluator is not None
     return TrainingPlan(
         train_data=train_data,
         train_eval_data=dataset(program.train_eval_dataset_cfg, "train_eval"),
-        infer_eval_data=dataset(program.infer_eval_dataset_cfg, "infer_eval"),
-        evaluator=data.evaluator_config(program.inference_evaluator_cls, places),
+        infer_eval_data=infer_eval_data,
+        evaluator=evaluator,
         random_seed=program.random_seed,
         relative_steps=program.relative_steps,
         eval_steps=program.eval_steps,
@@ -189,7 +186,11 @@ def _plan(program: programs.TrainProgram, places: Places) -> TrainingPlan:
         restore=data.restore_config(program.checkpoint_cfg.restore, places),
         actions=data.actions_config(program.actions, places),
         gc_period=program.gc_period,
-        user_classes=_user_classes(program, places),
+        user_classes=user_classes,
+        # A model of the user's may generate whenever it likes.
+        decoding=decoding_plan(program.model, places)
+        if generates or "model" in user_classes
+        else None,
     )
 
 
@@ -213,14 +214,9 @@ def _weight_metrics_every(trainer: records.Trainer) -> int:
     return 0 if computer is None else computer.every
 
 
-def _init_checkpoint(plan: TrainingPlan) -> str | None:
-    return plan.restore.path if plan.restore and isinstance(plan.restore.path, str) else None
-
-
 def _check(config: RunConfig, places: Places) -> None:
     """Refuses what T5X's train refuses, before any data or checkpoint is read."""
     plan = config.plan
-    assert plan is not None
     if plan.restore and plan.restore.mode == "all":
         raise places.refused(
             "utils.RestoreCheckpointConfig.mode",
@@ -235,6 +231,7 @@ def _check(config: RunConfig, places: Places) -> None:
             "training starts from a single checkpoint.",
             "Give its path, or [] for new parameters.",
         )
+    assert plan.train_data is not None
     for name, parts in (
         ("trainer.Trainer.num_microbatches", config.num_microbatches),
         ("train/utils.DatasetConfig.num_shards", plan.train_data.num_shards),
