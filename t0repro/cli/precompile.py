@@ -193,7 +193,7 @@ def _t5x_config(inputs: T5xInputs) -> tuple[Parsed, RunConfig]:
 
 def _check_tasks(parsed: Parsed, config: RunConfig, options: T5xOptions) -> None:
     """Checks the tasks and vocabularies of a training, as its dry run does."""
-    from t0repro.runs.dry_run import check_training
+    from t0repro.runs.preflight import check_training
 
     model = parsed.program.model
     register(parsed, options)

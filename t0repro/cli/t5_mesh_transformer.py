@@ -174,13 +174,14 @@ def _run_jax(options: Any) -> None:
     import jax
 
     from t0repro.partitioning.processes import is_first
+    from t0repro.runs.preflight import check_mesh_transformer
     from t0repro.runs.run import run
 
     with process_flags.of_absl(options).joined():
         # As t5's main does on every run without --tpu.
         float32 = jax.default_backend() == "cpu"
         configuration = _load(options, float32_activations=float32)
-        _check_inputs(configuration, jax=True, at_hand=options.at_hand)
+        check_mesh_transformer(configuration, jax=True, at_hand=options.at_hand)
         # Checked and said before anything is written.
         say_what_runs_here(options, configuration, on_jax=True)
         with contextlib.ExitStack() as beside:
@@ -210,6 +211,7 @@ def _run_mesh_tensorflow(options: Any) -> None:
     from t0repro.config.configuration import NotOnJax
     from t0repro.config.mtf import parser
     from t0repro.mesh.run import run
+    from t0repro.runs.preflight import check_mesh_transformer
 
     configuration = None
     try:
@@ -221,7 +223,7 @@ def _run_mesh_tensorflow(options: Any) -> None:
     if configuration:
         for error in configuration.misread:
             print(printable(f"warning: {error.where}: {error.what}"), file=sys.stderr)
-        _check_inputs(configuration, jax=False, at_hand=options.at_hand)
+        check_mesh_transformer(configuration, jax=False, at_hand=options.at_hand)
         say_what_runs_here(options, configuration, on_jax=False)
     if options.use_model_api:
         # t5's MtfModel builds the run from the flags itself, so `run` must be bound only to what
@@ -250,23 +252,6 @@ def _load(options: Any, *, float32_activations: bool) -> Configuration:
     return dialect.load_model_api(
         inputs, options, find_checkpoint, float32_activations=float32_activations
     )
-
-
-def _check_inputs(configuration: Configuration, *, jax: bool, at_hand: bool) -> None:
-    """Checks what the run will read and where it writes, before anything is built or written."""
-    from t0repro.config import cloud
-    from t0repro.config.run_config import RunConfig
-    from t0repro.converters import run_checks
-    from t0repro.data.checks import check_data, note_uncached
-
-    inputs, config = configuration.inputs, configuration.run_or_refusal
-    cloud.check_addresses(inputs, jax=jax)
-    if isinstance(config, RunConfig):
-        cloud.check_outputs(config, jax=jax)
-    check_data(inputs, at_hand=at_hand)
-    if inputs.mode == "train" and inputs.mixture_or_task_name is not None:
-        note_uncached(inputs.use_cached)
-    run_checks.check_checkpoints(inputs, jax=jax)
 
 
 def gin_inputs(options: Any) -> MeshInputs:

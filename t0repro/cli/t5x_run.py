@@ -90,7 +90,7 @@ def evaluate(
         # Once the gin files are known to be sound: importing tasks takes seconds.
         register(parsed, options)
         if options.dry_run:
-            from t0repro.runs.dry_run import check_inference
+            from t0repro.runs.preflight import check_inference
 
             check_inference(plan, typer.echo)
             return
@@ -142,7 +142,7 @@ def infer(
         _check_output(plan, parsed, "infer.output_dir")
         register(parsed, options)
         if options.dry_run:
-            from t0repro.runs.dry_run import check_inference
+            from t0repro.runs.preflight import check_inference
 
             check_inference(plan, typer.echo)
             return

@@ -65,17 +65,15 @@ def train(
     with processes.joined(), contextlib.ExitStack() as beside:
         register(parsed, options)
         vocabularies = (model.input_vocabulary, model.output_vocabulary)
-        if options.dry_run:
-            from t0repro.runs import dry_run
+        from t0repro.runs.preflight import check_training
 
-            dry_run.check_training(config, vocabularies, typer.echo)
+        check_training(config, vocabularies, typer.echo if options.dry_run else _silent)
+        if options.dry_run:
             return
         from t0repro.data.checks import note_uncached
         from t0repro.jobs.beside import auxiliary_jobs_beside
         from t0repro.partitioning.processes import is_first
-        from t0repro.runs.preflight import check_data
 
-        check_data(config, vocabularies)
         # One process speaks for all of them.
         if is_first():
             assert config.plan.train_data is not None
@@ -102,6 +100,10 @@ def start(gin_text: str, config: RunConfig, allow_changed: bool) -> None:
         config_text=gin.markdown(gin_text),
         allow_changed=allow_changed,
     )
+
+
+def _silent(line: str) -> None:
+    """Drops a line: a run that starts reports what is wrong alone."""
 
 
 def _check_machine(machines: Path | None, platform: str | None, cell: str | None) -> None:

@@ -11,7 +11,7 @@ from t0repro.errors import UserError
 from t0repro.jobs import commands
 from t0repro.jobs.commands import JobSettings
 from t0repro.jobs.worker import INTERPRETER
-from t0repro.runs.dry_run import NO_CHECKPOINT_YET
+from t0repro.runs.preflight import NO_CHECKPOINT_YET
 
 
 def check_by_dry_run(

@@ -4,8 +4,7 @@ import pytest
 
 from t0repro.config.t5x.run import train_config
 from t0repro.errors import UserError
-from t0repro.runs.dry_run import check_training
-from t0repro.runs.preflight import check_data
+from t0repro.runs.preflight import check_training
 
 from .tiny_gin import parsed, save_checkpoint
 
@@ -98,5 +97,5 @@ def test_rows_that_are_not_cached_are_named_with_a_remedy_for_all_of_them():
 def test_a_training_without_the_dry_run_is_refused_by_the_same_checks(tmp_path, binding, message):
     run = described(f"MODEL_DIR = '{tmp_path / 'model'}'", binding)
     with pytest.raises(UserError, match=message):
-        check_data(train_config(run), vocabularies(run))
+        check_training(train_config(run), vocabularies(run), lambda line: None)
     assert not (tmp_path / "model").exists()

@@ -251,7 +251,6 @@ def _check_infer_eval(program: programs.TrainProgram, places: Places) -> None:
             "infer_eval_dataset_cfg asks for an evaluation, which needs an evaluator.",
             "Bind @seqio.Evaluator, or train.infer_eval_dataset_cfg = None.",
         )
-    decoding_plan(program.model, places)
 
 
 def _check_periods(plan: TrainingPlan, places: Places) -> None:
