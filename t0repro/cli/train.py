@@ -83,12 +83,15 @@ def train(
             # The training's own bindings are not its jobs'.
             files = dataclasses.replace(inputs, gin_bindings=())
             beside.enter_context(auxiliary_jobs_beside(config.model_dir, jobs, files))
-        start(parsed.gin_text, config, allow_changed)
+        start(parsed.gin_text, config, vocabularies, allow_changed)
 
 
-def start(gin_text: str, config: RunConfig, allow_changed: bool) -> None:
+def start(
+    gin_text: str, config: RunConfig, vocabularies: tuple[Any, Any], allow_changed: bool
+) -> None:
     """Trains, in a folder that keeps the configuration as T5X's does."""
     import gin
+    from t0repro.data.vocabularies import seqio_vocabulary
     from t0repro.runs.description import describe_training
     from t0repro.runs.start import start_training
 
@@ -98,6 +101,9 @@ def start(gin_text: str, config: RunConfig, allow_changed: bool) -> None:
             config.model_dir, gin_text, state, devices
         ),
         config_text=gin.markdown(gin_text),
+        vocabularies=(seqio_vocabulary(vocabularies[0]), seqio_vocabulary(vocabularies[1]))
+        if "model" in config.plan.user_classes
+        else (None, None),
         allow_changed=allow_changed,
     )
 

@@ -46,5 +46,5 @@ def takes(function: Callable[..., Any], name: str) -> bool:
 
 def replaced(config: RunConfig, part: Replaced) -> tuple[UserClass | None, str | None]:
     """The user's class in place of a part of a run, None for none, and where it was bound."""
-    classes = {} if config.plan is None else config.plan.user_classes
+    classes = config.plan.user_classes
     return classes.get(part), config.provenance.get(f"plan.user_classes.{part}")

@@ -12,7 +12,7 @@ import pytest
 from t0repro.config.t5x import gin_files
 from t0repro.config.t5x.run import train_config
 from t0repro.errors import UserError
-from t0repro.runs import planned_start
+from t0repro.cli.train import start
 from t0repro.training.checkpoints import load_tree, save_checkpoint
 from t0repro.training.train_state import from_flat_tree
 
@@ -87,7 +87,8 @@ def test_a_ported_t5x_extension_trains_from_its_gin_file(extension, tmp_path, mo
         lambda self, *args: generated.append(own(self, *args)) or generated[-1],
     )
     said: list[str] = []
-    planned_start.start(parsed, train_config(parsed), say=said.append)
+    model = parsed.program.model
+    start(parsed.gin_text, train_config(parsed), (model.input_vocabulary, model.output_vocabulary), False)
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     trained = [row for row in rows if row["split"] == "train" and "loss" in row]
     assert [row["step"] for row in trained] == [2]
