@@ -82,7 +82,7 @@ def test_rows_that_are_not_cached_are_named_with_a_remedy_for_all_of_them():
     with pytest.raises(UserError, match="of 14 tasks of 'demo_train', 14 not cached") as caught:
         said("USE_CACHED_TASKS = True")
     assert caught.value.what.endswith(" and 9 more.")
-    assert "MIXTURE=demo_train " in str(caught.value.fix)
+    assert "--mixture demo_train " in str(caught.value.fix)
 
 
 @pytest.mark.parametrize(

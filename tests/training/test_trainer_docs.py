@@ -9,10 +9,10 @@ import jax
 import numpy as np
 import pytest
 
+from t0repro.cli.train import start
 from t0repro.config.t5x import gin_files
 from t0repro.config.t5x.run import train_config
 from t0repro.errors import UserError
-from t0repro.cli.train import start
 from t0repro.training.checkpoints import load_tree, save_checkpoint
 from t0repro.training.train_state import from_flat_tree
 
@@ -63,7 +63,7 @@ def extension(tmp_path, monkeypatch):
     return parsed
 
 
-def test_a_ported_t5x_extension_trains_from_its_gin_file(extension, tmp_path, monkeypatch):
+def test_a_ported_t5x_extension_trains_from_its_gin_file(extension, tmp_path, monkeypatch, capsys):
     """Its model, trainer, metric and action take part, and its predict_batch in evaluations."""
     parsed = extension(
         "train_script.train.infer_eval_dataset_cfg = @infer_eval/utils.DatasetConfig()",
@@ -86,9 +86,13 @@ def test_a_ported_t5x_extension_trains_from_its_gin_file(extension, tmp_path, mo
         "predict_batch",
         lambda self, *args: generated.append(own(self, *args)) or generated[-1],
     )
-    said: list[str] = []
     model = parsed.program.model
-    start(parsed.gin_text, train_config(parsed), (model.input_vocabulary, model.output_vocabulary), False)
+    start(
+        parsed.gin_text,
+        train_config(parsed),
+        (model.input_vocabulary, model.output_vocabulary),
+        False,
+    )
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     trained = [row for row in rows if row["split"] == "train" and "loss" in row]
     assert [row["step"] for row in trained] == [2]
@@ -96,7 +100,7 @@ def test_a_ported_t5x_extension_trains_from_its_gin_file(extension, tmp_path, mo
     assert 0 < trained[0]["loss"] < 8 * 16 / 0.7 / 1024
     assert [x.shape for x in generated] == [(8, 16)]
     assert any(row["split"] == f"inference_eval/{EVALUATED}" for row in rows)
-    assert any("an action on the training's metrics" in line for line in said)
+    assert "an action on the training's metrics" in capsys.readouterr().err
 
 
 def test_what_cannot_be_used_is_refused_with_its_line(extension, tmp_path):

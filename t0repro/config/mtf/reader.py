@@ -165,7 +165,15 @@ class _ConfigReader:
             train_data,
             init_checkpoint=init_checkpoint,
             init_variable_filter=variables,
-            places={name: self._gin.place_of_run(name) for name in notes.values()},
+            places={
+                **{
+                    name: self._gin.place_of_run(name)
+                    for name in (*notes.values(), "init_checkpoint")
+                },
+                "init_variable_filter": self._gin.bindings.find(
+                    (), estimator, "init_variable_filter"
+                ),
+            },
             **{name: self._gin.run[name] for name in notes.values()},
         )
 
