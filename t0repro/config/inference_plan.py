@@ -9,7 +9,12 @@ from typing import Annotated, Any, Literal
 from t0repro.config.decoding_plan import DecodingPlan
 from t0repro.config.ranges import Range
 from t0repro.config.run_config import DTypePolicy, Layout, ModelConfig
-from t0repro.config.training_plan import EvaluatorConfig, RestoreConfig, SeqioDataConfig
+from t0repro.config.training_plan import (
+    EvaluatorConfig,
+    RestoreConfig,
+    SeqioDataConfig,
+    UserClass,
+)
 
 InferMode = Literal["predict", "score", "predict_with_aux"]
 
@@ -28,6 +33,7 @@ class InferencePlan:
       output_vocabulary: The same for targets.
       output_dir: The folder of the results.
       layout: How the run is divided among devices.
+      user_model: A class of the user's that generates and scores in place of T5X's model.
     """
 
     model: ModelConfig
@@ -39,12 +45,14 @@ class InferencePlan:
     output_vocabulary: Any
     output_dir: str
     layout: Layout
+    user_model: UserClass | None = dataclasses.field(default=None, kw_only=True)
 
     def decisive(self) -> dict[str, Any]:
         """The settings that decide the results of one checkpoint, as JSON's types and tuples."""
         named = ("model", "dtypes", "data", "decoding")
         return {
             **{name: dataclasses.asdict(getattr(self, name)) for name in named},
+            **({"user_model": dataclasses.asdict(self.user_model)} if self.user_model else {}),
             "restore": [self.restore.assignment_map, self.restore.dtype],
         }
 

@@ -143,6 +143,15 @@ class UserModelFunctions:
                 )
 
 
+def functions_of(
+    model: Any, params: Any, plan: DecodingPlan, batch_size: int, seed: int = 0
+) -> ModelFunctions | UserModelFunctions:
+    """The functions of a network, decoded by a plan, or of a model of the user's."""
+    if isinstance(model, T5):
+        return ModelFunctions(model, params, plan, batch_size, seed)
+    return UserModelFunctions(model, params, batch_size, seed)
+
+
 def _batches(
     dataset: Any, params: Any, batch_size: int, seed: int
 ) -> Iterator[tuple[list[int], dict[str, np.ndarray], jax.Array]]:

@@ -17,9 +17,8 @@ from typing import Any
 from t0repro.config.decoding_plan import DecodingPlan
 from t0repro.config.training_plan import EvaluatorConfig, LoggerConfig, SeqioDataConfig
 from t0repro.errors import UserError
-from t0repro.evaluation.model_functions import ModelFunctions, UserModelFunctions
+from t0repro.evaluation.model_functions import functions_of
 from t0repro.log_records import only_records
-from t0repro.model.t5 import T5
 
 FOLDER = "inference_eval"
 
@@ -82,9 +81,7 @@ class TaskEvaluator:
           step: their step, for the loggers.
         """
         # SeqIO's types ask for a second argument, which it never passes.
-        functions: Any = UserModelFunctions(model, params, self._data.batch_size)
-        if isinstance(model, T5):
-            functions = ModelFunctions(model, params, self._decoding, self._data.batch_size)
+        functions: Any = functions_of(model, params, self._decoding, self._data.batch_size)
         with warnings.catch_warnings(), only_records("absl", _is_worth_logging):
             # sklearn warns about metrics that are undefined for few examples.
             warnings.filterwarnings("ignore", module=r"sklearn\.")

@@ -30,11 +30,11 @@ import numpy as np
 from t0repro.config.inference_plan import InferPlan
 from t0repro.converters.tensors import CheckpointRef
 from t0repro.errors import UserError
-from t0repro.evaluation.model_functions import ModelFunctions
+from t0repro.evaluation.model_functions import functions_of
 from t0repro.evaluation.opened import Checkpoint
 from t0repro.evaluation.records import file_digest
 from t0repro.files import make_folder, sync_directory, write_atomically
-from t0repro.runs.chosen import chosen, identity, is_there, opened, own_path
+from t0repro.runs.chosen import chosen, generating_model, identity, is_there, opened, own_path
 from t0repro.words import counted
 
 COMPLETED = ".COMPLETED"
@@ -266,13 +266,14 @@ class _TaskJob:
     def _write_chunk(self, number: int, chunk: Sequence[Any], checkpoint: Checkpoint) -> None:
         plan = self._plan
         # A seed of its own: a chunk samples the same whether or not the run was interrupted before.
-        functions = ModelFunctions(
-            checkpoint.model, checkpoint.params, plan.decoding, plan.data.batch_size, seed=number
-        )
+        model, size = generating_model(plan, checkpoint.model), plan.data.batch_size
+        functions = functions_of(model, checkpoint.params, plan.decoding, size, seed=number)
         converted = list(enumerate(example for _, example in chunk))
         aux: Mapping[str, Sequence[Any]] = {}
         if plan.mode == "score":
             outputs = functions.score(converted)
+        elif plan.mode == "predict":
+            outputs = functions.predict(converted)
         else:
             outputs, aux = functions.predict_with_aux(converted)
         vocabulary = self._task.output_features["targets"].vocabulary

@@ -167,6 +167,20 @@ def opened(plan: InferencePlan, ref: CheckpointRef) -> Checkpoint:
     return on_devices(tree, held, model, str(ref.path))
 
 
+def generating_model(plan: InferencePlan, network: Any) -> Any:
+    """What generates and scores: the network itself, or the user's model of it."""
+    if plan.user_model is None:
+        return network
+    from t0repro.data.vocabularies import seqio_vocabulary
+    from t0repro.training.assembling import user_model
+
+    vocabularies = (
+        seqio_vocabulary(plan.input_vocabulary),
+        seqio_vocabulary(plan.output_vocabulary),
+    )
+    return user_model(plan.user_model, network, None, vocabularies, plan.decoding)
+
+
 def _tree(plan: InferencePlan, ref: CheckpointRef, shapes: Any) -> dict[str, Any]:
     """A checkpoint's step and parameters under the model's names."""
     if not plan.restore.assignment_map:

@@ -12,7 +12,14 @@ from typing import Any
 from t0repro.config.inference_plan import EvalPlan
 from t0repro.converters.tensors import CheckpointRef
 from t0repro.evaluation.records import read_with_checksum, write_with_checksum
-from t0repro.runs.chosen import chosen, coming, identity, opened, own_path
+from t0repro.runs.chosen import (
+    chosen,
+    coming,
+    generating_model,
+    identity,
+    opened,
+    own_path,
+)
 
 RECORD = "evaluated.json"
 
@@ -70,7 +77,8 @@ def evaluate_checkpoints(
         if evaluator is None:  # reads all examples, which a finished evaluation need not do
             evaluator = TaskEvaluator(plan.data, plan.evaluator, folder, plan.decoding)
         checkpoint = opened(plan, ref)
-        metrics = evaluator.evaluate(checkpoint.model, checkpoint.params, checkpoint.step)
+        model = generating_model(plan, checkpoint.model)
+        metrics = evaluator.evaluate(model, checkpoint.params, checkpoint.step)
         # Last: an evaluation that is interrupted before its results are written is done again.
         record.add(ref, its_identity)
         results[checkpoint.step] = metrics

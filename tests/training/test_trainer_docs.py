@@ -11,8 +11,13 @@ import pytest
 
 from t0repro.cli.train import start
 from t0repro.config.t5x import gin_files
+from t0repro.config.t5x.inference import eval_plan
 from t0repro.config.t5x.run import train_config
+from t0repro.config.training_plan import UserClass
 from t0repro.errors import UserError
+from t0repro.evaluation.model_functions import functions_of
+from t0repro.model.t5 import T5
+from t0repro.runs.chosen import generating_model
 from t0repro.training.checkpoints import load_tree, save_checkpoint
 from t0repro.training.train_state import from_flat_tree
 
@@ -115,3 +120,21 @@ def test_what_cannot_be_used_is_refused_with_its_line(extension, tmp_path):
         assert "my_run.gin:" in str(raised.value)
         lines = (tmp_path / "my_run.gin").read_text().splitlines()
         (tmp_path / "my_run.gin").write_text("\n".join([*lines[:-1], ""]))
+
+
+def test_eval_generates_by_the_users_model(extension, tmp_path):
+    extension()
+    lines = (tmp_path / "my_run.gin").read_text().splitlines()
+    kept = [line for line in lines if not line.startswith(("RANDOM_SEED", "BATCH_SIZE", "TRAIN_S"))]
+    text = "\n".join(kept).replace("runs/pretrain.gin", "runs/eval.gin")
+    text = text[: text.index("train_script.train:")] + "\n".join(["import seqio", *SIZES, ""])
+    values = {"CHECKPOINT_PATH": "x", "EVAL_OUTPUT_DIR": "y", "MIXTURE_OR_TASK_NAME": EVALUATED}
+    text += "\n".join(f"{name} = '{value}'" for name, value in values.items()) + "\n"
+    text = text.replace("import __main__ as train_script", "import __main__ as eval_script")
+    (tmp_path / "my_eval.gin").write_text(text)
+    plan = eval_plan(gin_files.parse(gin_files.T5xInputs("eval", (str(tmp_path / "my_eval.gin"),))))
+    assert plan.user_model == UserClass("my_extension", "RobustModel", {"q": 0.7})
+    assert "user_model" in plan.decisive()
+    model = generating_model(plan, T5(plan.model, plan.dtypes))
+    functions = functions_of(model, tiny.new_state().params, plan.decoding, 4)
+    assert type(functions).__name__ == "UserModelFunctions" and model._q == 0.7

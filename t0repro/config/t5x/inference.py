@@ -9,7 +9,7 @@ from typing import Any
 from t0repro.config import ranges
 from t0repro.config.decoding_plan import DecodingPlan
 from t0repro.config.inference_plan import EvalPlan, ExampleFiles, InferMode, InferPlan
-from t0repro.config.t5x import data, fields, programs, records
+from t0repro.config.t5x import data, fields, programs, records, user_classes
 from t0repro.config.t5x import model as t5x_model
 from t0repro.config.t5x.gin_files import Parsed
 from t0repro.config.t5x.layout import layout_of
@@ -156,6 +156,7 @@ def _common(program: Any, record: records.DatasetConfig, places: Places) -> dict
         )
     return {
         "model": t5x_model.model_config(program.model, places),
+        "user_model": user_classes.user_class(program.model, places),
         # No parameters are saved, so no type is asked for.
         "dtypes": t5x_model.dtypes(program.model, places, None),
         "data": data.dataset_config(record, "", places),

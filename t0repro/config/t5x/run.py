@@ -105,8 +105,14 @@ def precompile_config(parsed: Parsed) -> RunConfig:
     Raises:
       UserError: See `train_config`.
     """
-    program = parsed.program
+    program, places = parsed.program, Places.of(parsed.values)
     assert isinstance(program, programs.PrecompileProgram)
+    if user_classes.user_class(program.model, places) is not None:
+        raise UserError(
+            "precompile compiles the step of T5X's own model, and not that of a subclass.",
+            where=places.place("precompile.model"),
+            fix="Compile the step by a training of one step.",
+        )
     rate = records.LearningRateSchedule(factors="constant", base_learning_rate=1e-3)
     training = programs.TrainProgram(
         model=program.model,
