@@ -97,7 +97,7 @@ def misread(bindings: Bindings, model_type: str) -> Iterator[NotOnJax]:
                 read = scopes_read(selector, model_type, argument)
                 key = (scope, selector, argument)
                 is_read = is_shipped(where or "") or _is_read(key, value, (*read, *bindings.scopes))
-                if not is_read:
+                if not is_read and not _is_layered(key, read, bindings):
                     yield _no_effect(key, read, bindings)
 
 
@@ -110,6 +110,21 @@ def _is_read(key: Key, value: Any, scopes: tuple[str, ...]) -> bool:
     # A misspelt name of a class that takes any keyword has no default.
     default = parameters[argument].default if argument in parameters else inspect.Parameter.empty
     return all(gin_door.resolved(x, selector).get(argument, default) == value for x in scopes)
+
+
+def _is_layered(key: Key, read: tuple[str, ...], bindings: Bindings) -> bool:
+    """Whether a binding is the outer layer of narrower ones that win, as its author may intend.
+
+    So it is in every operative config. It is not where the narrower binding is in a file of t5 or
+    Mesh TensorFlow, or in any file while this one is on the command line: there it was to win.
+    """
+    scope, selector, argument = key
+    winners = {_scope_in_effect(each, selector, argument) for each in read}
+    if not all(winner is not None and winner.startswith(scope) for winner in winners):
+        return False
+    by_command = "gin_param" in (bindings.place(key) or "")
+    places = [bindings.place((winner or "", selector, argument)) or "" for winner in winners]
+    return all(not is_shipped(at) and (not by_command or "gin_param" in at) for at in places)
 
 
 def _scope_in_effect(scope: str, selector: str, argument: str) -> str | None:
