@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 import tensorstore as ts
 from jax.sharding import NamedSharding, PartitionSpec
-from tiny_models import FLOAT32, OPTIMIZER, PLAN, batches, model_config, run_config
+from tiny_models import FLOAT32, OPTIMIZER, PLAN, batches, mesh_plan, model_config, run_config
 
 from t0repro.config.run_config import DecodingConfig, Layout
 from t0repro.config.training_plan import TerminateOnNanConfig
@@ -120,7 +120,7 @@ def trained(folder, steps, signals=(), say=None, notice=None, in_shards=False, *
         model=MODEL,
         batch_size=8,
         layout=Layout(**layout),
-        plan=tiny.mesh_plan(save_checkpoints_steps=2),
+        plan=mesh_plan(save_checkpoints_steps=2),
     )
     source = Batches() if notice is None else NoticedBatches(notice)
     source = BatchesInShards() if in_shards else source
