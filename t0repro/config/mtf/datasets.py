@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from t0repro.config import gin_door
 from t0repro.config.mtf import jax_model
 from t0repro.config.mtf.arguments import RunArguments
 from t0repro.config.mtf.decoding import DecodingReader
@@ -43,7 +44,9 @@ class DatasetReader:
             return None
         if function.__name__ != "mesh_train_dataset_fn":
             self._gin.refuse("train_dataset_fn", f"the dataset function {function.__name__}")
-        arguments = self._dataset_arguments("plan.train_data", function)
+        arguments = self._dataset_arguments(
+            "plan.train_data", function, f"{UTILS}.run", "train_dataset_fn"
+        )
         return TrainDataConfig(
             split=self._gin.run["dataset_split"],
             num_shards=self._num_shards(),
@@ -84,21 +87,27 @@ class DatasetReader:
         """What the mode evaluates; None without a dataset function. Raises as `train_data`."""
         if self._gin.run["mode"] == "score_from_dataset":
             function = self._decoding.score_dataset_fn()
+            reader = (f"{UTILS}.score_from_dataset", "score_dataset_fn")
         else:
             function = self._gin.run["eval_dataset_fn"]
+            reader = (f"{UTILS}.run", "eval_dataset_fn")
         if function is None:
             return None
         if function.__name__ != "mesh_eval_dataset_fn":
             self._gin.refuse("eval_dataset_fn", f"the dataset function {function.__name__}")
-        arguments = self._dataset_arguments("eval_data", function)
+        arguments = self._dataset_arguments("eval_data", function, *reader)
         self._gin.note("eval_data.split", f"{UTILS}.run", "dataset_split")
         return EvalDataConfig(
             split=self._gin.run["dataset_split"], **_select(arguments, EvalDataConfig)
         )
 
-    def _dataset_arguments(self, field: str, function: Any) -> dict[str, Any]:
+    def _dataset_arguments(
+        self, field: str, function: Any, caller: str, argument: str
+    ) -> dict[str, Any]:
+        """The arguments of the function that the caller's argument is bound to, in its scope."""
         selector = f"{MESH_TRANSFORMER}.{function.__name__}"
-        arguments = self._gin.arguments(selector, function)
+        scope = gin_door.scope_of(caller, argument)
+        arguments = self._gin.arguments(selector, function, scope)
         if "mixture_or_task_name" not in arguments:
             raise UserError(
                 f"{function.__name__}.mixture_or_task_name is not bound.",
@@ -106,7 +115,7 @@ class DatasetReader:
             )
         # Every argument is noted, also those at their defaults, so that explain can say so.
         for argument in KNOWN_BINDINGS[selector]:
-            self._gin.note(f"{field}.{argument}", selector, argument)
+            self._gin.note(f"{field}.{argument}", selector, argument, gin_door.enclosing(scope))
         return arguments
 
 

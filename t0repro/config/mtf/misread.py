@@ -50,6 +50,13 @@ _TYPES: Mapping[str, Any] = {
     "num_heads": int,
     "vocab_divisor": int,
 }  # fmt: skip
+# Of these, the JAX stack looks at what was made in the scope, or reads them in that of a reference.
+_READ_IN_ANY_SCOPE = (
+    f"{_LAYERS}.", "mesh_tensorflow.optimize.",
+    "mesh_tensorflow.transformer.learning_rate_schedules.",
+    "t5.models.mesh_transformer.mesh_train_dataset_fn",
+    "t5.models.mesh_transformer.mesh_eval_dataset_fn",
+)  # fmt: skip
 _OR_WARNED = ", or run with --backend=mtf, which only warns of it"
 _MODEL_TYPES = ("bitransformer", "lm", "delimited_lm")
 _PACKAGES = ("mesh_tensorflow.", "t5.", "t0repro.", "Bitransformer.", "Unitransformer.")
@@ -101,11 +108,52 @@ def misread(bindings: Bindings, model_type: str) -> Iterator[NotOnJax]:
                     yield _no_effect(key, read, bindings)
 
 
+def scoped_calls(bindings: Bindings, model_type: str) -> Iterator[NotOnJax]:
+    """Bindings that Mesh TensorFlow reads because a reference such as `@a/save_scores` has a scope.
+
+    What gin calls itself (`@a/tpu_mesh_shape()`), it calls in the scope; the JAX stack reads most
+    of the rest in none.
+
+    Yields:
+      An error for each such binding that is not read in its scope here.
+    """
+    references = (
+        gin_door.reference_to(part)
+        for arguments in gin_door.bound().values()
+        for value in arguments.values()
+        for part in gin_door.parts_of(value)
+    )
+    entered = {scope for each in references if each for scope in each.scopes if scope}
+    for (scope, selector), arguments in gin_door.bound().items():
+        if scope not in entered or selector == gin_door.MACRO:
+            continue
+        read = scopes_read(selector, model_type)
+        if selector.startswith(_READ_IN_ANY_SCOPE) or scope in read:
+            continue
+        values = gin_door.resolved(scope, selector)
+        for argument in arguments:
+            key = (scope, selector, argument)
+            if not _holds_anyway(key, values[argument], read):
+                name = f"{_short(selector)}.{argument}"
+                yield NotOnJax(
+                    f"The JAX stack does not support {scope}/{name}: it reads {name} outside of the"
+                    f" scope {scope!r}.",
+                    where=bindings.place(key),
+                    fix=f"Bind {name} without a scope, or run with --backend=mtf.",
+                )
+
+
 def _is_read(key: Key, value: Any, scopes: tuple[str, ...]) -> bool:
     """Whether a binding has an effect in one of the scopes, or says what holds there anyway."""
     scope, selector, argument = key
     if any(_scope_in_effect(each, selector, argument) == scope for each in scopes):
         return True
+    return _holds_anyway(key, value, scopes)
+
+
+def _holds_anyway(key: Key, value: Any, scopes: tuple[str, ...]) -> bool:
+    """Whether an argument has the value in these scopes too."""
+    _, selector, argument = key
     parameters = inspect.signature(gin_door.function_of(selector)).parameters
     # A misspelt name of a class that takes any keyword has no default.
     default = parameters[argument].default if argument in parameters else inspect.Parameter.empty
@@ -129,8 +177,7 @@ def _is_layered(key: Key, read: tuple[str, ...], bindings: Bindings) -> bool:
 
 def _scope_in_effect(scope: str, selector: str, argument: str) -> str | None:
     """The innermost scope around a call in `scope` that binds the argument; None if none does."""
-    parts = scope.split("/") if scope else []
-    around = ("/".join(parts[:depth]) for depth in range(len(parts), -1, -1))
+    around = reversed(gin_door.enclosing(scope))
     return next((x for x in around if argument in gin_door.bound().get((x, selector), {})), None)
 
 

@@ -6,9 +6,10 @@ import importlib
 import inspect
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from t0repro.config.configuration import NotOnJax
+from t0repro.config.gin_door import Reference, followed, reference_to, resolved, value_of
 from t0repro.config.provenance import Bindings
 from t0repro.config.run_config import (
     AdafactorConfig,
@@ -67,18 +68,6 @@ KNOWN_BINDINGS: Mapping[str, Any] = {
 }  # fmt: skip
 
 
-class Reference(NamedTuple):
-    """What `@scope/selector` in a gin file refers to."""
-
-    scope: str
-    selector: str
-
-    @property
-    def name(self) -> str:
-        """The configurable's own name."""
-        return self.selector.rpartition(".")[2]
-
-
 class OptimizerReader:
     """Reads optimizer and schedule of a run.
 
@@ -95,7 +84,7 @@ class OptimizerReader:
 
     def optimizer(self, model: ModelConfig) -> OptimizerConfig | None:
         """The optimizer with its options, names in them resolved to paths of the model."""
-        reference = referred_to("optimizer")
+        reference = reference_to(value_of(_RUN, "optimizer"))
         if reference is None:
             if self._run["optimizer"] is not None:
                 self._refuse_run("optimizer", f"the optimizer {self._run['optimizer']!r}")
@@ -209,10 +198,11 @@ class OptimizerReader:
             return ScheduleConfig("constant", {"value": float(value)}, total_train_steps)
         if isinstance(value, list | tuple):
             # gin would call the factors; what is wanted is what they refer to.
-            factors = self._factors(raw_value(_RUN, "learning_rate_schedule"))
-            product = {"factors": factors, "offset": 0}
+            factors = self._factors(value_of(_RUN, "learning_rate_schedule"), "")
+            # Mesh TensorFlow calls its product with them, whose offset may be bound.
+            product = self._arguments(Reference("", _PRODUCTS[0])) | {"factors": factors}
             return ScheduleConfig("product_learning_rate", product, total_train_steps)
-        reference = referred_to("learning_rate_schedule")
+        reference = reference_to(value_of(_RUN, "learning_rate_schedule"))
         if reference is None:
             self._refuse_run("learning_rate_schedule", f"the schedule {value!r}")
         name, arguments = self._function(reference, "schedule.arguments")
@@ -228,19 +218,19 @@ class OptimizerReader:
         for argument in arguments if field else ():
             self._note(f"{field}.{argument}", reference, argument)
         if reference.selector in _PRODUCTS:
-            raw = raw_value(reference.selector, "factors", reference.scope)
-            arguments["factors"] = self._factors(raw)
+            raw = value_of(reference.selector, "factors", reference.scope)
+            arguments["factors"] = self._factors(raw, reference.scope)
         return reference.name, arguments
 
-    def _factors(self, raw: Any) -> list[Any]:
-        """The factors of a product: numbers, or names and arguments of functions."""
+    def _factors(self, raw: Any, scope: str) -> list[Any]:
+        """The factors of a product called in a scope: numbers, or functions and their arguments."""
         factors = []
         for item in raw if isinstance(raw, list | tuple) else ():
-            reference = as_reference(item)
+            reference = reference_to(item, within=scope)
             if reference is not None:
                 name, arguments = self._function(reference)
                 factors.append({"name": name, "arguments": arguments})
-            elif isinstance(number := _without_macro(item), int | float):
+            elif isinstance(number := followed(item), int | float):
                 factors.append(number)
             else:
                 self._refuse_run("learning_rate_schedule", f"the factor {item!r}")
@@ -250,23 +240,19 @@ class OptimizerReader:
 
     def _arguments(self, reference: Reference) -> dict[str, Any]:
         """A configurable's arguments in its scope: defaults, then bindings."""
-        import gin
-
         module, _, name = reference.selector.rpartition(".")
         signature = inspect.signature(getattr(importlib.import_module(module), name))
-        with gin.config_scope(reference.scope or None):
-            bound = gin.get_bindings(reference.selector)
         defaults = {
             parameter.name: parameter.default
             for parameter in signature.parameters.values()
             if parameter.default is not parameter.empty
             and not repr(parameter.default).startswith("<object object")  # gin.REQUIRED
         }
-        return {**defaults, **bound}
+        return {**defaults, **resolved(reference.scope, reference.selector)}
 
     def _note(self, field: str, reference: Reference, argument: str) -> None:
         self._provenance[field] = self._bindings.source(
-            _scopes(reference), reference.selector, argument
+            reference.scopes, reference.selector, argument
         )
 
     def _refuse_run(self, argument: str, what: str) -> NoReturn:
@@ -275,46 +261,6 @@ class OptimizerReader:
     def _refuse(self, reference: Reference, argument: str, what: str) -> NoReturn:
         raise NotOnJax(
             f"The JAX stack does not support {what} ({reference.name}.{argument}).",
-            where=self._bindings.source(_scopes(reference), reference.selector, argument),
+            where=self._bindings.source(reference.scopes, reference.selector, argument),
             fix="Change the binding, or run with --backend=mtf.",
         )
-
-
-def _scopes(reference: Reference) -> tuple[str, ...]:
-    return (reference.scope,) if reference.scope else ()
-
-
-def referred_to(argument: str) -> Reference | None:
-    """The configurable that an argument of `utils.run` is bound to, not called."""
-    return as_reference(raw_value(_RUN, argument))
-
-
-def raw_value(selector: str, argument: str, scope: str = "") -> Any:
-    """What gin holds for an argument before it resolves references, macros followed."""
-    import gin.config
-
-    scopes = scope.split("/") if scope else []
-    for depth in range(len(scopes), -1, -1):  # the innermost scope that binds it
-        bound = gin.config._CONFIG.get(("/".join(scopes[:depth]), selector), {})
-        if argument in bound:
-            return _without_macro(bound[argument])
-    return None
-
-
-def _without_macro(value: Any) -> Any:
-    import gin.config
-
-    while isinstance(value, gin.config.ConfigurableReference) and value.selector == "gin.macro":
-        name = "/".join(value.scopes)
-        value = gin.config._CONFIG.get((name, "gin.macro"), {}).get("value")
-    return value
-
-
-def as_reference(value: Any) -> Reference | None:
-    """A raw value as a reference to a configurable that is not called, or None."""
-    import gin.config
-
-    value = _without_macro(value)
-    if isinstance(value, gin.config.ConfigurableReference) and not value.evaluate:
-        return Reference(*value.config_key)
-    return None

@@ -15,7 +15,7 @@ from t0repro.config.mtf import model as mtf_model
 from t0repro.config.mtf import optimizer as mtf_optimizer
 from t0repro.config.mtf.arguments import RunArguments
 from t0repro.config.mtf.layout import layout_of
-from t0repro.config.mtf.misread import check_types, misread
+from t0repro.config.mtf.misread import check_types, misread, scoped_calls
 from t0repro.config.mtf.model_api import refused_export
 from t0repro.config.mtf.parser import MESH_TRANSFORMER, UTILS
 from t0repro.config.mtf.run_inputs import DTYPES, InputsReader, dtype_name
@@ -104,6 +104,8 @@ class _ConfigReader:
         """
         self._refuse_unknown_bindings()
         self._refuse_model_types()
+        for refusal in scoped_calls(self._gin.bindings, self._gin.run["model_type"]):
+            raise refusal
         run = self._gin.run
         train_steps = self._train_steps(inputs.batch_size, inputs.sequence_length)
         model = self._model()

@@ -6,9 +6,8 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
-from t0repro.config import ranges
+from t0repro.config import gin_door, ranges
 from t0repro.config.configuration import RunInputs
-from t0repro.config.mtf import optimizer as mtf_optimizer
 from t0repro.config.mtf.arguments import RunArguments
 from t0repro.config.mtf.misread import scopes_read
 from t0repro.config.mtf.parser import MESH_TRANSFORMER, UTILS
@@ -80,27 +79,26 @@ class InputsReader:
         """The mixture that the mode reads, and whether from a cache."""
         mode = self._gin.run["mode"]
         if mode == "train":
-            function = "mesh_train_dataset_fn"
-        elif mode in ("eval", "score_eval", "perplexity_eval", "score_from_dataset"):
-            function = "mesh_eval_dataset_fn"
+            function, reader = "mesh_train_dataset_fn", (f"{UTILS}.run", "train_dataset_fn")
+        elif mode in ("eval", "score_eval", "perplexity_eval"):
+            function, reader = "mesh_eval_dataset_fn", (f"{UTILS}.run", "eval_dataset_fn")
+        elif mode == "score_from_dataset":
+            function, reader = "mesh_eval_dataset_fn", (f"{UTILS}.{mode}", "score_dataset_fn")
         else:
             # infer and score_from_strings read lines, not a mixture.
             return None, False
         bound = self._gin.arguments(
-            f"{MESH_TRANSFORMER}.{function}", getattr(self._gin.mesh_transformer, function)
+            f"{MESH_TRANSFORMER}.{function}",
+            getattr(self._gin.mesh_transformer, function),
+            gin_door.scope_of(*reader),
         )
         return bound.get("mixture_or_task_name"), bound["use_cached"]
 
     def _tpu_mesh(self) -> str | None:
         """The mesh of a TPU's topology, if run.mesh_shape calls for one."""
-        import gin.config
-
-        bound = mtf_optimizer.raw_value(f"{UTILS}.run", "mesh_shape")
-        # The raw binding: called, it is a Shape, which no longer says where it came from.
-        if not isinstance(bound, gin.config.ConfigurableReference):
-            return None
-        configurable: Any = bound.configurable
-        if configurable.name != "tpu_mesh_shape":
+        # The binding as written: called, it is a Shape, which no longer says where it came from.
+        bound = gin_door.value_of(f"{UTILS}.run", "mesh_shape")
+        if gin_door.selector_of(bound) != f"{UTILS}.tpu_mesh_shape":
             return None
         dimensions = self._gin.run["mesh_shape"].dims
         return ",".join(f"{item.name}:{item.size}" for item in dimensions) or None
