@@ -95,9 +95,9 @@ def has_credentials() -> bool:
 
 def guard_gin() -> None:
     """Makes gin refuse files at gs:// addresses that it cannot read, including `include`s."""
-    import gin.config
+    from t0repro.config import gin_door
 
-    readers: Any = gin.config._FILE_READERS
+    readers = gin_door.file_readers()
     # Registered once in a process, however many command lines are parsed in it.
     if (_refuse, _is_out_of_reach) not in readers:
         # First, since gin tries its readers in order and TensorFlow's may be among them.

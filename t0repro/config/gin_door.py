@@ -1,26 +1,30 @@
 """The one module that touches gin's private state, and follows its macros.
 
-gin 0.5.0 has no public way to ask what is bound where, what a reference refers to before it is
-called, or which configurables there are. Everything else in this project asks here, so that another
-version of gin is one module's concern.
+gin 0.5.0 has no public way to ask what is bound where and by which line, what a reference refers to
+before it is called, or which configurables there are. Everything else in this project asks here, so
+that another version of gin is one module's concern.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import contextlib
+import dataclasses
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import PurePath
 from typing import Any, NamedTuple
 
 import gin.config
 
 import gin
+from t0repro.log_records import only_records
 
 MACRO = "gin.macro"
 """The configurable under which gin keeps macros; the macro's name is its scope."""
 
 
-def bound() -> Mapping[tuple[str, str], Mapping[str, Any]]:
-    """(scope, selector) -> argument -> value, as written: references are not resolved."""
-    return gin.config._CONFIG
+# ---- Configurables -------------------------------------------------------------------------------
 
 
 def function_of(selector: str) -> Any:
@@ -29,9 +33,101 @@ def function_of(selector: str) -> Any:
     return configurable.wrapped
 
 
+def argument_names(selector: str) -> list[str]:
+    """The arguments of a configurable, given its full or partial name; [] if it is unknown."""
+    with contextlib.suppress(Exception):
+        configurable: Any = gin.config._REGISTRY.get_match(selector)
+        return list(inspect.signature(configurable.wrapped).parameters)
+    return []
+
+
+def short_names() -> set[str]:
+    """The names of all configurables, without their modules."""
+    return {selector.rpartition(".")[2] for selector, _ in gin.config._REGISTRY.items()}
+
+
+def registered_selector(function: Any) -> str | None:
+    """The selector under which a function or class is registered; None if it is not."""
+    registered = gin.config._inverse_lookup(function)
+    return registered.selector if registered else None
+
+
+@contextlib.contextmanager
+def left_empty(unregistered: Callable[[str], bool]) -> Iterator[None]:
+    """Empties gin's configuration before the block, and after it again.
+
+    Args:
+      unregistered: Whether gin forgets what it has of a module, after the block.
+    """
+    gin.clear_config()
+    try:
+        yield
+    finally:
+        gin.clear_config()
+        for function in [*gin.config._INVERSE_REGISTRY]:
+            if unregistered(function.__module__):
+                gin.config._REGISTRY.pop(gin.config._INVERSE_REGISTRY.pop(function).selector)
+
+
+# ---- Bindings ------------------------------------------------------------------------------------
+
+
+def bound() -> Mapping[tuple[str, str], Mapping[str, Any]]:
+    """(scope, selector) -> argument -> value, as written: references are not resolved."""
+    return gin.config._CONFIG
+
+
+def bound_macros() -> set[str]:
+    """The names of all macros that have a value."""
+    return {scope for scope, selector in bound() if selector == MACRO}
+
+
+def enclosing(scope: str) -> tuple[str, ...]:
+    """The scopes whose bindings a call in `a/b` takes, outermost first: "", "a" and "a/b"."""
+    parts = scope.split("/") if scope else []
+    return tuple("/".join(parts[:depth]) for depth in range(len(parts) + 1))
+
+
+def written(selector: str, scope: str = "") -> dict[str, Any]:
+    """The bindings of a configurable that is called in a scope, as written."""
+    found = [bound().get((each, selector), {}) for each in enclosing(scope)]
+    return {argument: value for arguments in found for argument, value in arguments.items()}
+
+
+def resolved(scope: str, selector: str) -> dict[str, Any]:
+    """The bindings of a configurable that is called in a scope, references resolved."""
+    with gin.config_scope(scope or None):
+        return gin.get_bindings(selector)
+
+
+def forget_calls() -> None:
+    """Leaves what was called so far out of gin's operative configuration."""
+    gin.config._OPERATIVE_CONFIG.clear()
+
+
+# ---- Values, as written --------------------------------------------------------------------------
+
+
 def is_reference(value: Any) -> bool:
     """Whether a value is `@name`, `@name()` or `%macro`."""
     return isinstance(value, gin.config.ConfigurableReference)
+
+
+def is_unknown_reference(value: Any) -> bool:
+    """Whether a value is a reference to what gin was told to skip if it does not know it."""
+    return isinstance(value, gin.config._UnknownConfigurableReference)
+
+
+def is_required(macro: str) -> bool:
+    """Whether a macro still has the value %gin.REQUIRED."""
+    value = bound()[macro, MACRO]["value"]
+    is_constant = selector_of(value) == "gin.constant"
+    return is_constant and value.scoped_configurable_fn() is gin.REQUIRED
+
+
+def is_called(value: Any) -> bool:
+    """Whether a value is `@name()` or `%macro`, which gin calls itself."""
+    return is_reference(value) and value.evaluate
 
 
 def selector_of(value: Any) -> str | None:
@@ -47,15 +143,18 @@ def parts_of(value: Any) -> Iterator[Any]:
 def macro_name(value: Any) -> str | None:
     """The name of the macro that a value refers to; None for any other value."""
     # `%name` is a reference to a configurable called `macro`, in a scope of the macro's name.
-    if is_reference(value) and value.evaluate and value.configurable.selector == MACRO:
+    if is_called(value) and selector_of(value) == MACRO:
         return "/".join(value.scopes)
     return None
 
 
 def followed(value: Any) -> Any:
     """What a macro finally stands for, None if it has no value; any other value as it is."""
+    passed: set[str] = set()
     while (name := macro_name(value)) is not None:
-        value = bound().get((name, MACRO), {}).get("value")
+        # One that leads back to itself has none; gin's own call of it raises a RecursionError.
+        value = None if name in passed else bound().get((name, MACRO), {}).get("value")
+        passed.add(name)
     return value
 
 
@@ -101,19 +200,201 @@ def scope_of(selector: str, argument: str) -> str:
     return reference.scope if reference else ""
 
 
-def written(selector: str, scope: str = "") -> dict[str, Any]:
-    """The bindings of a configurable that is called in a scope, as written."""
-    found = [bound().get((each, selector), {}) for each in enclosing(scope)]
-    return {argument: value for arguments in found for argument, value in arguments.items()}
+def as_text(value: Any) -> str:
+    """A value as gin writes it, macros followed."""
+    text = gin.config._format_value(followed(value))
+    assert text is not None  # references and literals can always be written
+    return text
 
 
-def enclosing(scope: str) -> tuple[str, ...]:
-    """The scopes whose bindings a call in `a/b` takes, outermost first: "", "a" and "a/b"."""
-    parts = scope.split("/") if scope else []
-    return tuple("/".join(parts[:depth]) for depth in range(len(parts) + 1))
+# ---- Where each binding came from ----------------------------------------------------------------
 
 
-def resolved(scope: str, selector: str) -> dict[str, Any]:
-    """The bindings of a configurable that is called in a scope, references resolved."""
-    with gin.config_scope(scope or None):
-        return gin.get_bindings(selector)
+Key = tuple[str, str, str]  # scope, complete selector, argument
+
+
+@dataclasses.dataclass(frozen=True)
+class Bindings:
+    """The recorded places of the bindings in effect.
+
+    Attributes:
+      places: (scope, selector, argument) -> "file:line" or "--gin_param '...'". gin's macros are
+        also bindings, with the selector gin.macro.
+      macros: Every macro that a binding refers to, including bindings overridden since.
+      scopes: The scope of every reference such as `@slow/linear_decay`, including overridden ones.
+    """
+
+    places: dict[Key, str]
+    macros: set[str] = dataclasses.field(default_factory=set)
+    scopes: set[str] = dataclasses.field(default_factory=set)
+
+    def place(self, key: Key) -> str | None:
+        """Where a binding was set, following a macro to its definition; None if it was not set."""
+        if key not in self.places:
+            return None
+        scope, selector, argument = key
+        macro = macro_name(bound().get((scope, selector), {}).get(argument))
+        if macro is not None:
+            definition = self.place((macro, MACRO, "value"))
+            if definition is not None:
+                return f"{definition} (%{macro}, bound at {self.places[key]})"
+        return self.places[key]
+
+    def find(self, scopes: tuple[str, ...], selector: str, argument: str) -> str | None:
+        """Where the innermost scope that binds an argument does so, the empty one last; or None."""
+        for scope in (*reversed(scopes), ""):
+            place = self.place((scope, selector, argument))
+            if place is not None:
+                return place
+        return None
+
+    def source(self, scopes: tuple[str, ...], selector: str, argument: str) -> str:
+        """The place that `find` returns, or that the argument has its default."""
+        place = self.find(scopes, selector, argument)
+        return place or f"default of {selector.rpartition('.')[2]}.{argument}"
+
+
+@contextlib.contextmanager
+def record_bindings(flag: str = "--gin_param") -> Iterator[Bindings]:
+    """Records where every binding that gin parses inside the block comes from.
+
+    gin 0.5.0 knows the line while it parses and then forgets it, so the two functions that see it,
+    `try_with_location` (the statement's place) and `bind_parameter` (its effect), are wrapped.
+
+    Args:
+      flag: The command-line option that gives overrides, as it appears in their places.
+    """
+    bindings = Bindings({})
+    location: list[Any] = []
+    try_with_location, bind_parameter = (
+        gin.config.utils.try_with_location,
+        gin.config.bind_parameter,
+    )
+
+    @contextlib.contextmanager
+    def noting_location(place: Any) -> Iterator[None]:
+        location.append(place)
+        try:
+            with try_with_location(place):
+                yield
+        finally:
+            location.pop()
+
+    def noting_binding(binding_key: Any, value: Any) -> None:
+        bind_parameter(binding_key, value)
+        # After gin has accepted it: a binding that it refuses has no place.
+        key = gin.config.ParsedBindingKey.parse(binding_key)
+        bindings.places[(key.scope, key.complete_selector, key.arg_name)] = _describe(
+            location, flag
+        )
+        for part in parts_of(value):
+            macro = macro_name(part)
+            if macro is not None:
+                bindings.macros.add(macro)
+            elif is_reference(part) and part.scopes:
+                bindings.scopes.add("/".join(part.scopes))
+
+    gin.config.utils.try_with_location = noting_location
+    gin.config.bind_parameter = noting_binding
+    try:
+        yield bindings
+    finally:
+        gin.config.utils.try_with_location = try_with_location
+        gin.config.bind_parameter = bind_parameter
+
+
+def _describe(locations: list[Any], flag: str) -> str:
+    if not locations:
+        return "set by t5_mesh_transformer"
+    # The innermost: a statement in an included file was made there, not at the `include`.
+    innermost = locations[-1]
+    if innermost.filename is None:
+        return f"{flag} {innermost.line_content.strip()!r}"
+    return f"{_short(innermost.filename)}:{innermost.line_num}"
+
+
+def _short(filename: str) -> str:
+    """A gin file's path, relative to site-packages if it was installed there."""
+    _, installed, inside = PurePath(filename).as_posix().rpartition("/site-packages/")
+    return inside if installed else filename
+
+
+# ---- Files and imports ---------------------------------------------------------------------------
+
+
+def file_readers() -> list[tuple[Callable[[str], Any], Callable[[str], bool]]]:
+    """How gin opens files and sees whether they exist, in the order in which it tries them."""
+    readers: Any = gin.config._FILE_READERS
+    return readers
+
+
+@contextlib.contextmanager
+def looking_in(*folders: str) -> Iterator[None]:
+    """Lets gin find files by their path, then in these folders, and nowhere else.
+
+    gin would look inside installed packages too, and there find the files of an installed T5X; and
+    it logs an error for each folder that lacks a file, although another one has it.
+    """
+    from gin import resource_reader
+
+    def is_worth_logging(line: logging.LogRecord) -> bool:
+        return not str(line.msg).startswith("Path not found")
+
+    prefixes, readers = gin.config._LOCATION_PREFIXES, gin.config._FILE_READERS
+    gin.config._LOCATION_PREFIXES = ["", *folders]
+    gin.config._FILE_READERS = [
+        pair for pair in readers if pair[0] is not resource_reader.system_path_reader
+    ]
+    try:
+        with only_records(None, is_worth_logging):
+            yield
+    finally:
+        gin.config._LOCATION_PREFIXES, gin.config._FILE_READERS = prefixes, readers
+
+
+@contextlib.contextmanager
+def noting_files() -> Iterator[list[str]]:
+    """Yields the list of gin files being parsed, outermost first; an exception leaves it as it is.
+
+    gin does not say which file could not be decoded or ended in the middle of a statement.
+    """
+    files: list[str] = []
+    parse_config_file = gin.config.parse_config_file
+
+    def noting(config_file: str, *args: Any, **kwargs: Any) -> Any:
+        files.append(config_file)
+        result = parse_config_file(config_file, *args, **kwargs)
+        # Not in a `finally`: after an exception the list must still name the file.
+        files.pop()
+        return result
+
+    gin.config.parse_config_file = noting
+    try:
+        yield files
+    finally:
+        gin.config.parse_config_file = parse_config_file
+
+
+def check_imports(check: Callable[[str, Any], None]) -> None:
+    """Has a check see each module that a gin file imports, and its line, before gin imports it."""
+    context: Any = gin.config.ParseContext
+    # Called again in one process, it has to replace its own wrapper rather than wrap it.
+    original = getattr(context.process_import, "unchecked", context.process_import)
+
+    def process_import(self: Any, statement: Any) -> None:
+        check(statement.module, statement.location)
+        original(self, statement)
+
+    process_import.unchecked = original  # pyright: ignore[reportFunctionMemberAccess]
+    context.process_import = process_import
+
+
+@contextlib.contextmanager
+def importing_with(function: Callable[..., Any]) -> Iterator[None]:
+    """Has gin call a function in place of Python's `__import__` within the block."""
+    # A module's globals come before Python's builtins, where gin looks `__import__` up.
+    gin.config.__import__ = function
+    try:
+        yield
+    finally:
+        delattr(gin.config, "__import__")

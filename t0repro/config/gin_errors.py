@@ -11,13 +11,12 @@ import ast
 import contextlib
 import re
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from t0repro.config import gin_door
+from t0repro.config.gin_door import MACRO, Bindings, Key
 from t0repro.config.gin_names import nearest_gin_files
-from t0repro.config.macros import MACRO, bound_macros, check_macros_are_read
-from t0repro.config.provenance import Bindings, Key
 from t0repro.errors import UserError, nearest_names, of_command
 
 _ANYWHERE = "the gin files and the command line of this run"
@@ -36,7 +35,7 @@ def configuration_errors(bindings: Bindings | None = None) -> Iterator[None]:
       bindings: Where the bindings were set, once they are parsed; for errors raised when gin calls
         what it configured.
     """
-    with _noting_files() as files:
+    with gin_door.noting_files() as files:
         try:
             yield
         except UserError as error:
@@ -48,31 +47,6 @@ def configuration_errors(bindings: Bindings | None = None) -> Iterator[None]:
             raise kind(error.what, where=where, fix=error.fix or _FIX) from error
         except Exception as error:
             raise _described(error, files, bindings) from error
-
-
-@contextlib.contextmanager
-def _noting_files() -> Iterator[list[str]]:
-    """Yields the list of gin files being parsed, outermost first; an exception leaves it as it is.
-
-    gin does not say which file could not be decoded or ended in the middle of a statement.
-    """
-    import gin.config
-
-    files: list[str] = []
-    parse_config_file = gin.config.parse_config_file
-
-    def noting(config_file: str, *args: Any, **kwargs: Any) -> Any:
-        files.append(config_file)
-        result = parse_config_file(config_file, *args, **kwargs)
-        # Not in a `finally`: after an exception the list must still name the file.
-        files.pop()
-        return result
-
-    gin.config.parse_config_file = noting
-    try:
-        yield files
-    finally:
-        gin.config.parse_config_file = parse_config_file
 
 
 def _unwrapped(kind: type[UserError]) -> type[UserError]:
@@ -200,14 +174,14 @@ def _place_of_call(text: str, bindings: Bindings | None) -> str | None:
     called = set(re.findall(r"configurable '([\w./]+)'", text))
     places = {} if bindings is None else bindings.places
 
-    def is_called(selector: str) -> bool:
+    def is_named(selector: str) -> bool:
         return bool(called & {selector, selector.rpartition(".")[2]})
 
     def calls(key: Key) -> bool:
         """Whether a binding's value is `@name()` of what was called."""
         value = gin_door.bound().get(key[:2], {}).get(key[2])
         return any(
-            gin_door.is_reference(part) and part.evaluate and is_called(part.configurable.selector)
+            gin_door.is_called(part) and is_named(gin_door.selector_of(part) or "")
             for part in gin_door.parts_of(value)
         )
 
@@ -215,7 +189,7 @@ def _place_of_call(text: str, bindings: Bindings | None) -> str | None:
     found = [place for key, place in places.items() if calls(key)] or [
         place
         for (_, selector, argument), place in places.items()
-        if is_called(selector) and argument
+        if is_named(selector) and argument
     ]
     # The user's own come first, overrides before files: a shipped file is seldom what is wrong.
     found.sort(key=lambda place: (is_shipped(place), not place.startswith("--")))
@@ -224,33 +198,18 @@ def _place_of_call(text: str, bindings: Bindings | None) -> str | None:
 
 def _nearest_parameter(text: str) -> str | None:
     """The fix for a misspelt argument or configurable, with the nearest names; else None."""
-    import gin.config
-
     argument = re.search(
         r"[Cc]onfigurable '([\w./]+)' doesn't have a parameter named '(\w+)'", text
     )
     if argument:
         selector = argument.group(1)
-        known = _parameters(selector)
+        known = gin_door.argument_names(selector)
         return f"Nearest: {nearest_names(argument.group(2), known, 3)}. {_FIX}" if known else None
     name = re.search(r"No configurable matching (?:reference )?'@?([\w./]+?)(?:\(\))?'", text)
     if name:
         wanted = name.group(1).rpartition(".")[2]
-        known = {selector.rpartition(".")[2] for selector, _ in gin.config._REGISTRY.items()}
-        return f"Nearest: {nearest_names(wanted, known, 3)}. {_FIX}"
+        return f"Nearest: {nearest_names(wanted, gin_door.short_names(), 3)}. {_FIX}"
     return None
-
-
-def _parameters(selector: str) -> list[str]:
-    """The arguments of a configurable, given its full or partial name; [] if it is unknown."""
-    import inspect
-
-    import gin.config
-
-    with contextlib.suppress(Exception):
-        configurable: Any = gin.config._REGISTRY.get_match(selector)
-        return list(inspect.signature(configurable.wrapped).parameters)
-    return []
 
 
 def _places_of_loops(bindings: Bindings | None) -> str | None:
@@ -259,7 +218,7 @@ def _places_of_loops(bindings: Bindings | None) -> str | None:
         place
         for (scope, selector, argument), place in (bindings.places if bindings else {}).items()
         for part in gin_door.parts_of(gin_door.bound().get((scope, selector), {}).get(argument))
-        if gin_door.is_reference(part) and part.evaluate and part.configurable.selector == selector
+        if gin_door.is_called(part) and gin_door.selector_of(part) == selector
     ]
     return "; ".join(found) or None
 
@@ -320,14 +279,12 @@ def check_references(
       UserError: For a reference to nothing, and for a macro on the command line that nothing reads,
         which is usually misspelt; with the nearest known names.
     """
-    import gin.config
-
-    macros, read = bound_macros(), set(read_by_t5)
+    macros, read = gin_door.bound_macros(), set(read_by_t5)
     # Unread macros are found by exclusion, so everything that is bound has to be looked at.
-    for (scope, selector), arguments in gin.config._CONFIG.items():
+    for (scope, selector), arguments in gin_door.bound().items():
         for argument, value in arguments.items():
             place = bindings.places.get((scope, selector, argument)) or _ANYWHERE
-            for part in gin.config._iterate_flattened_values(value):
+            for part in gin_door.parts_of(value):
                 read |= _checked_reference(part, macros, place)
     return check_macros_are_read(
         bindings,
@@ -338,20 +295,65 @@ def check_references(
     )
 
 
+def check_macros_are_read(
+    bindings: Bindings,
+    read: Collection[str],
+    *,
+    overrides: str,
+    is_shipped: Callable[[str], bool],
+    instead: Callable[[str], str],
+) -> list[str]:
+    """Refuses macros on the command line that nothing reads; those in files become warnings.
+
+    Args:
+      bindings: the configuration's bindings, with their places.
+      read: the macros that are read.
+      overrides: how the places of command-line overrides begin.
+      is_shipped: whether a place is in a file of a package, which sets macros for many runs.
+      instead: what to do about an unread macro, in words, such as the nearest names.
+
+    Returns:
+      Warnings: macros in the user's files, and macros on the command line whose readers were
+      overridden.
+
+    Raises:
+      UserError: naming every macro that is refused, its place and what to do.
+    """
+    warnings, refused = [], []
+    for (name, selector, _), place in bindings.places.items():
+        is_override = place.startswith(overrides)
+        # Shipped files set macros for many runs, and no run reads all of them.
+        if selector != MACRO or name in read or (is_shipped(place) and not is_override):
+            continue
+        if name in bindings.macros:
+            # Wrapper scripts set macros next to overrides of what reads them; that is no mistake.
+            if is_override:
+                warnings.append(f"{place}: what reads the macro {name} is overridden")
+        elif is_override:
+            refused.append((name, place))
+        else:
+            warnings.append(f"{place}: nothing reads the macro {name}; {instead(name)}")
+    if refused:
+        names = ", ".join(name for name, _ in refused)
+        raise UserError(
+            f"Nothing reads {'the macro' if len(refused) == 1 else 'the macros'} {names}.",
+            where="; ".join(place for _, place in refused),
+            fix=" ".join(f"{name}: {instead(name)}." for name, _ in refused),
+        )
+    return warnings
+
+
 def _checked_reference(value: Any, macros: set[str], place: str) -> set[str]:
     """The macro that a value refers to, if any; raises UserError for a missing target."""
-    import gin.config
-
-    if isinstance(value, gin.config._UnknownConfigurableReference):
+    if gin_door.is_unknown_reference(value):
         raise UserError(
             f"No configurable matching '@{value.selector}'.",
             where=place,
             fix=_nearest_parameter(f"No configurable matching '{value.selector}'"),
         )
-    if not isinstance(value, gin.config.ConfigurableReference) or value.selector != MACRO:
+    name = gin_door.macro_name(value)
+    if name is None:
         return set()
-    # The macro's name is the scope of its reference.
-    name = "/".join(value.scopes)
     if name not in macros:
         raise UserError(
             f"The macro {name} has no value.",
@@ -367,7 +369,7 @@ def _instead(name: str, read: set[str]) -> str:
     if name in _BIND_INSTEAD:
         return f"bind {_BIND_INSTEAD[name]}"
     # A misspelt macro may have been meant as an argument of `run`.
-    known = [*read, *(f"run.{argument}" for argument in _parameters("utils.run"))]
+    known = [*read, *(f"run.{argument}" for argument in gin_door.argument_names("utils.run"))]
     return f"nearest: {nearest_names(name, known, 3)}"
 
 

@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from t0repro.config import cloud
+from t0repro.config import cloud, gin_door
 from t0repro.config.gin_errors import configuration_errors
 from t0repro.config.gin_names import nearest_gin_files
 from t0repro.errors import UserError
@@ -54,18 +54,9 @@ def restrict_imports(allowlist: Allowlist) -> None:
     Args:
       allowlist: Names of modules and packages; None lifts the restriction.
     """
-    import gin.config
-
-    context: Any = gin.config.ParseContext
-    # Called again in one process, it has to replace its own wrapper rather than wrap it.
-    original = getattr(context.process_import, "unrestricted", context.process_import)
-
-    def process_import(self: Any, statement: Any) -> None:
-        check_allowed(statement.module, allowlist, _place(statement.location))
-        original(self, statement)
-
-    process_import.unrestricted = original  # pyright: ignore[reportFunctionMemberAccess]
-    context.process_import = process_import
+    gin_door.check_imports(
+        lambda module, location: check_allowed(module, allowlist, _place(location))
+    )
 
 
 def check_allowed(module: str, allowlist: Allowlist, place: str) -> None:
@@ -145,8 +136,6 @@ def _statements_of_file(
     file: str, folders: Sequence[str], within: tuple[str, ...]
 ) -> Iterator[Any]:
     """Yields a file's imports and bindings, includes read; `within` are the files around it."""
-    import gin.config
-
     if file in within:
         raise UserError(
             "Gin files include each other without end.",
@@ -155,7 +144,7 @@ def _statements_of_file(
         )
     # As gin looks for files: each folder in turn, in each by each reader.
     for path in [file] if os.path.isabs(file) else [os.path.join(at, file) for at in folders]:
-        for reader, exists in gin.config._FILE_READERS:
+        for reader, exists in gin_door.file_readers():
             # The reader that looks in installed packages logs an error where it finds nothing.
             logging.disable(logging.ERROR)
             try:

@@ -134,6 +134,12 @@ def test_an_unread_macro_in_a_file_is_warned_of_by_its_line(tmp_path, capsys):
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize("line", ["width = %width", "width = %tall\ntall = %width"])
+def test_macros_that_lead_back_to_themselves_are_refused(tmp_path, line):
+    error = refusal(f"{TEXT}{line}\n", tmp_path)
+    assert "without end" in error.what
+
+
 # ---- Fuzz ---------------------------------------------------------------------------------------
 
 

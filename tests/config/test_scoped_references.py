@@ -71,8 +71,8 @@ def test_a_dataset_function_is_read_in_the_scope_of_its_reference():
         "mesh_train_dataset_fn.seed = 3",
         "a/mesh_train_dataset_fn.seed = 4",
     )
-    assert config.train_data is not None and config.train_data.seed == 4
-    assert "a/mesh_train_dataset_fn.seed = 4" in config.provenance["train_data.seed"]
+    assert config.plan.train_data.seed == 4
+    assert "a/mesh_train_dataset_fn.seed = 4" in config.provenance["plan.train_data.seed"]
 
 
 @pytest.mark.parametrize(

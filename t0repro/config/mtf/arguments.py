@@ -8,8 +8,8 @@ from typing import Any, NoReturn
 
 from t0repro.config import gin_door
 from t0repro.config.configuration import NotOnJax
+from t0repro.config.gin_door import Bindings
 from t0repro.config.mtf.parser import MESH_TRANSFORMER, UTILS
-from t0repro.config.provenance import Bindings
 from t0repro.errors import UserError
 
 

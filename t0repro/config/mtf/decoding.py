@@ -14,7 +14,7 @@ from typing import Any
 
 from t0repro.config.configuration import NotOnJax
 from t0repro.config.decoding_config import DecodingConfig, InferConfig, ScoreStringsConfig
-from t0repro.config.provenance import Bindings
+from t0repro.config.gin_door import Bindings
 from t0repro.config.run_config import CheckpointChoice
 from t0repro.errors import UserError
 

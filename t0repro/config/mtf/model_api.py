@@ -17,10 +17,11 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from t0repro.config import gin_door
 from t0repro.config.configuration import NotOnJax
+from t0repro.config.gin_door import Bindings, record_bindings
 from t0repro.config.mtf import parser
 from t0repro.config.mtf.parser import MeshInputs
-from t0repro.config.provenance import Bindings, record_bindings
 from t0repro.errors import UserError
 
 _MODEL = "t5.models.mtf_model.MtfModel"
@@ -155,12 +156,10 @@ def _read_operative_config(flags: Any) -> None:
 
 def _bind_model() -> None:
     """Binds what MtfModel is bound to, or its defaults, to `run`."""
-    import gin.config
-
     import gin
 
     importlib.import_module("t5.models.mtf_model")
-    given: Mapping[str, Any] = gin.config._CONFIG.get(("", _MODEL), {})
+    given: Mapping[str, Any] = gin_door.bound().get(("", _MODEL), {})
     for name in _NOT_SUPPORTED:
         if given.get(name) is not None:
             raise NotOnJax(f"The JAX stack does not support MtfModel.{name}.", fix="Unbind it.")

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from t0repro.config import cloud
+from t0repro.config.gin_door import Bindings, record_bindings
 from t0repro.config.gin_errors import check_references, configuration_errors
 from t0repro.config.gin_imports import restrict_imports
-from t0repro.config.provenance import Bindings, record_bindings
 from t0repro.tasks.module_names import resolved
 from t0repro.words import printable
 
@@ -61,8 +61,6 @@ def parse(inputs: MeshInputs, *, warn: bool = True) -> Bindings:
 
 
 def _parse(inputs: MeshInputs, warn: bool) -> Bindings:
-    import gin.config
-
     import gin
 
     mesh_transformer = importlib.import_module(MESH_TRANSFORMER)
@@ -89,11 +87,8 @@ def _parse(inputs: MeshInputs, warn: bool) -> Bindings:
         cloud.check_address(cache_dir, "--additional_task_cache_dirs")
     # defaults.gin first, so that files and parameters win over it.
     with record_bindings() as bindings:
-        gin.config.parse_config_file(
-            os.path.join(_folder(utils, "gin"), "defaults.gin"), skip_unknown=skip
-        )
-        gin.config.parse_config_files_and_bindings(
-            list(inputs.gin_files),
+        gin.parse_config_files_and_bindings(
+            [os.path.join(_folder(utils, "gin"), "defaults.gin"), *inputs.gin_files],
             list(inputs.gin_params),
             skip_unknown=skip,
             finalize_config=False,

@@ -6,8 +6,9 @@ import inspect
 from collections.abc import Mapping
 from typing import Any, get_args
 
-from t0repro.config import ranges
+from t0repro.config import gin_door, ranges
 from t0repro.config.configuration import Configuration, NotOnJax, RunInputs
+from t0repro.config.gin_door import Bindings
 from t0repro.config.mtf import datasets as mtf_datasets
 from t0repro.config.mtf import decoding as mtf_decoding
 from t0repro.config.mtf import jax_model
@@ -19,7 +20,6 @@ from t0repro.config.mtf.misread import check_types, misread, scoped_calls
 from t0repro.config.mtf.model_api import refused_export
 from t0repro.config.mtf.parser import MESH_TRANSFORMER, UTILS
 from t0repro.config.mtf.run_inputs import DTYPES, InputsReader, dtype_name
-from t0repro.config.provenance import Bindings
 from t0repro.config.run_config import DType, DTypePolicy, ModelConfig, RunConfig, ScheduleConfig
 from t0repro.config.training_plan import TrainDataConfig, TrainingPlan, mesh_transformer_plan
 from t0repro.errors import UserError
@@ -32,8 +32,6 @@ def read(model_dir: str, bindings: Bindings, *, float32_activations: bool = True
     Raises:
       UserError: naming binding and place, for what neither backend can run.
     """
-    import gin.config
-
     import gin
 
     check_types(bindings)
@@ -48,7 +46,7 @@ def read(model_dir: str, bindings: Bindings, *, float32_activations: bool = True
     except NotOnJax as refusal:
         run = refusal
     # What was called here must not appear in the operative_config.gin of a Mesh TensorFlow run.
-    gin.config._OPERATIVE_CONFIG.clear()
+    gin_door.forget_calls()
     text = without_passwords(gin.config_str())
     return Configuration(inputs, run, text, misread=warnings)
 
@@ -189,18 +187,14 @@ class _ConfigReader:
 
     def _refuse_unknown_bindings(self) -> None:
         """Refuses a known configurable's argument that is neither read nor at its default."""
-        import gin.config
-
-        for (scope, selector), arguments in gin.config._CONFIG.items():
+        for (scope, selector), arguments in gin_door.bound().items():
             known = KNOWN_BINDINGS.get(selector)
             if known is None or known is ...:
                 continue
-            configurable = gin.config._REGISTRY[selector]
-            parameters = inspect.signature(configurable.wrapped).parameters
+            parameters = inspect.signature(gin_door.function_of(selector)).parameters
             # Values are compared with the signature's defaults: binding a default changes nothing.
             for argument in set(arguments) - set(known):
-                with gin.config_scope(scope or None):
-                    value = gin.get_bindings(selector)[argument]
+                value = gin_door.resolved(scope, selector)[argument]
                 if argument in parameters and value == parameters[argument].default:
                     continue
                 self._gin.refuse(argument, f"{argument} = {value!r}", selector, scope)
@@ -243,12 +237,9 @@ class _ConfigReader:
 
     def _check_depth(self) -> None:
         """Checks numbers of layers before Mesh TensorFlow makes an object for each."""
-        import gin
-
         selector = "mesh_tensorflow.transformer.transformer.make_layer_stack"
         for scope in ("", "encoder", "decoder"):
-            with gin.config_scope(scope or None):
-                depth = gin.get_bindings(selector).get("num_layers")
+            depth = gin_door.resolved(scope, selector).get("num_layers")
             place = self._gin.bindings.find((scope,), selector, "num_layers")
             if depth is not None:
                 ranges.check_field(ModelConfig, "num_decoder_layers", depth, place, "num_layers")

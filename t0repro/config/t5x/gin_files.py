@@ -5,20 +5,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from t0repro.config.gin_errors import configuration_errors
+from t0repro.config import gin_door
+from t0repro.config.gin_door import MACRO, Bindings, record_bindings
+from t0repro.config.gin_errors import check_macros_are_read, configuration_errors
 from t0repro.config.gin_imports import check_allowed, restrict_imports
-from t0repro.config.macros import MACRO, bound_macros, check_macros_are_read
-from t0repro.config.provenance import Bindings, record_bindings
 from t0repro.config.t5x import modules, programs, records
 from t0repro.config.t5x.record import WrongArgument
 from t0repro.errors import NONE_IS_SIMILAR, UserError, nearest_names
-from t0repro.log_records import only_records
 from t0repro.redaction import without_passwords
 
 
@@ -122,7 +120,7 @@ def macros_read(inputs: T5xInputs) -> frozenset[str]:
     """
     with _files_in_gin(inputs) as (bindings, _):
         reached = _reached(_program(inputs.run_mode), bindings)
-    return frozenset(call.scopes[-1] for call in reached if call.selector == MACRO)
+    return frozenset("/".join(call.scopes) for call in reached if call.selector == MACRO)
 
 
 @contextlib.contextmanager
@@ -132,10 +130,10 @@ def _files_in_gin(inputs: T5xInputs) -> Iterator[tuple[Bindings, list[str]]]:
 
     with (
         configuration_errors(),
-        _gin_left_as_it_was(),
+        gin_door.left_empty(_is_served),
         modules.served() as imports,
         record_bindings("--gin_bindings") as bindings,
-        _looking_in(*inputs.gin_search_paths, str(shipped_files())),
+        gin_door.looking_in(*inputs.gin_search_paths, str(shipped_files())),
     ):
         # Module imports are checked as the files are parsed, which is where gin runs them.
         restrict_imports(inputs.import_allowlist)
@@ -145,53 +143,13 @@ def _files_in_gin(inputs: T5xInputs) -> Iterator[tuple[Bindings, list[str]]]:
         yield bindings, imports
 
 
-@contextlib.contextmanager
-def _gin_left_as_it_was() -> Iterator[None]:
-    """Removes from gin, at the end, what files bind and the records that their imports register.
+def _is_served(module: str) -> bool:
+    """Whether a module's configurables are T5X's, served here.
 
-    Some records bear names that Mesh TensorFlow's files know too, such as SentencePieceVocabulary,
-    and must not be found there. What a module of the user's registers stays: it does so only once.
+    Some bear names that Mesh TensorFlow's files know too, such as SentencePieceVocabulary, and must
+    not be found there. What a module of the user's registers stays: it does so only once.
     """
-    import gin.config
-
-    import gin
-
-    gin.clear_config()
-    try:
-        yield
-    finally:
-        gin.clear_config()
-        for served in [*gin.config._INVERSE_REGISTRY]:
-            # Records and optax's functions only; what the user's modules register stays.
-            ours = served.__module__ in (records.__name__, programs.__name__)
-            if ours or served.__module__.startswith("optax."):
-                gin.config._REGISTRY.pop(gin.config._INVERSE_REGISTRY.pop(served).selector)
-
-
-@contextlib.contextmanager
-def _looking_in(*folders: str) -> Iterator[None]:
-    """Lets gin find files by their path, then in these folders, and nowhere else.
-
-    gin would look inside installed packages too, and there find the files of an installed T5X; and
-    it logs an error for each folder that lacks a file, although another one has it.
-    """
-    import gin.config
-
-    from gin import resource_reader
-
-    def is_worth_logging(line: logging.LogRecord) -> bool:
-        return not str(line.msg).startswith("Path not found")
-
-    prefixes, readers = gin.config._LOCATION_PREFIXES, gin.config._FILE_READERS
-    gin.config._LOCATION_PREFIXES = ["", *folders]
-    gin.config._FILE_READERS = [
-        pair for pair in readers if pair[0] is not resource_reader.system_path_reader
-    ]
-    try:
-        with only_records(None, is_worth_logging):
-            yield
-    finally:
-        gin.config._LOCATION_PREFIXES, gin.config._FILE_READERS = prefixes, readers
+    return module in (records.__name__, programs.__name__) or module.startswith("optax.")
 
 
 def _call(program: str) -> Any:
@@ -220,39 +178,23 @@ def _call(program: str) -> Any:
 def _placed(error: WrongArgument, reached: Iterable[_Call], bindings: Bindings) -> UserError:
     """The error of an argument by its name in gin, with the place that set it."""
     name, argument = error.record.__name__, error.argument
+    own = gin_door.registered_selector(error.record) or name
     for call in reached:
         # The arguments of a model's method are those of another record.
         is_method = issubclass(error.record, records.Decoding) and "." in _short(call.selector)
-        ends = "predict_batch_with_aux" if is_method else _registered_name(error.record)
+        ends = "predict_batch_with_aux" if is_method else own
         if call.scopes == error.scopes and call.selector.endswith(ends):
             scope = "/".join(call.scopes)
             name = f"{scope + '/' if scope else ''}{_short(call.selector)}"
-            place = bindings.find(_prefixes(call.scopes), call.selector, argument)
+            place = call.place(bindings, argument)
             if place is not None:
-                value = _gin_value(call.arguments[argument])
+                value = gin_door.as_text(call.arguments[argument])
                 return UserError(
                     f"{name}.{argument} is {value}; it must be {error.wanted}.",
                     where=_without_folder(place),
                     fix=f"Bind {error.wanted}.",
                 )
     return UserError(error.what, fix=f"Bind {error.wanted}.")
-
-
-def _registered_name(record: type) -> str:
-    """The selector under which gin knows a record; its name if it knows none."""
-    import gin.config
-
-    registered = gin.config._inverse_lookup(record)
-    return registered.selector if registered else record.__name__
-
-
-def _gin_value(value: Any) -> str:
-    """A bound value as gin writes it, macros followed."""
-    import gin.config
-
-    written = gin.config._format_value(_followed(value))
-    assert written is not None  # references and literals can always be written
-    return written
 
 
 # ---- What the program reads ----------------------------------------------------------------------
@@ -265,6 +207,10 @@ class _Call:
     scopes: tuple[str, ...]
     selector: str
     arguments: Mapping[str, Any]
+
+    def place(self, bindings: Bindings, argument: str) -> str | None:
+        """Where the call's argument is bound, if it is."""
+        return bindings.find(gin_door.enclosing("/".join(self.scopes)), self.selector, argument)
 
 
 def _program(run_mode: str) -> str:
@@ -290,12 +236,8 @@ def _program(run_mode: str) -> str:
 
 def _configured(record: type) -> str | None:
     """The selector under which gin's configuration binds arguments of a record, if it does."""
-    import gin.config
-
-    registered = gin.config._inverse_lookup(record)
-    if registered and any(key == registered.selector for _, key in gin.config._CONFIG):
-        return registered.selector
-    return None
+    selector = gin_door.registered_selector(record)
+    return selector if any(key == selector for _, key in gin_door.bound()) else None
 
 
 def _reached(selector: str, bindings: Bindings) -> list[_Call]:
@@ -306,8 +248,6 @@ def _reached(selector: str, bindings: Bindings) -> list[_Call]:
     Raises:
       UserError: if a call contains itself, with the places that bind its arguments.
     """
-    import gin.config
-
     calls: dict[tuple[tuple[str, ...], str], _Call] = {}
     within: list[tuple[tuple[str, ...], str]] = []
 
@@ -323,14 +263,14 @@ def _reached(selector: str, bindings: Bindings) -> list[_Call]:
         if (scopes, selector) in calls:
             return
         within.append((scopes, selector))
-        arguments = gin.config._get_bindings(selector, scope_components=list(scopes))
+        arguments = gin_door.written(selector, "/".join(scopes))
         calls[scopes, selector] = _Call(scopes, selector, arguments)
-        for value in gin.config._iterate_flattened_values(arguments):
-            if isinstance(value, gin.config.ConfigurableReference):
-                visit(tuple(value.scopes) or scopes, _referred_to(value))
+        for value in gin_door.parts_of(arguments):
+            if gin_door.is_reference(value):
+                visit(tuple(value.scopes) or scopes, value.configurable.selector)
         within.pop()
         # Arguments of a record's methods are read when the program calls them.
-        for _, other in gin.config._CONFIG:
+        for _, other in gin_door.bound():
             if other.startswith(f"{selector}."):
                 visit(scopes, other)
 
@@ -340,15 +280,12 @@ def _reached(selector: str, bindings: Bindings) -> list[_Call]:
 
 def _places_of(calls: Sequence[tuple[tuple[str, ...], str]], bindings: Bindings) -> Iterator[str]:
     """Where the references are bound that lead from each call to the next, and back."""
-    import gin.config
-
     for (scopes, selector), (_, following) in zip(calls, [*calls[1:], calls[0]], strict=True):
-        arguments = gin.config._get_bindings(selector, scope_components=list(scopes))
+        arguments = gin_door.written(selector, "/".join(scopes))
         for argument, value in arguments.items():
-            parts = gin.config._iterate_flattened_values(value)
-            references = [p for p in parts if isinstance(p, gin.config.ConfigurableReference)]
-            if any(_referred_to(part) == following for part in references):
-                place = bindings.find(_prefixes(scopes), selector, argument)
+            parts = gin_door.parts_of(value)
+            if any(gin_door.selector_of(part) == following for part in parts):
+                place = bindings.find(gin_door.enclosing("/".join(scopes)), selector, argument)
                 yield _without_folder(place or f"default of {_short(selector)}.{argument}")
 
 
@@ -361,9 +298,9 @@ def _check_macros(reached: Iterable[_Call], bindings: Bindings) -> list[str]:
     Raises:
       UserError: naming all of them, and for each the nearest macro that is set but not read.
     """
-    read = [call.scopes[-1] for call in reached if call.selector == MACRO]
-    bound = bound_macros()
-    missing = [name for name in read if name not in bound or _is_required(name)]
+    read = ["/".join(call.scopes) for call in reached if call.selector == MACRO]
+    bound = gin_door.bound_macros()
+    missing = [name for name in read if name not in bound or gin_door.is_required(name)]
     if not missing:
         return check_macros_are_read(
             bindings,
@@ -390,18 +327,6 @@ def _how_to_set(missing: Sequence[str]) -> str:
     if "MODEL" in missing:
         return "Include a model's gin file before the run's: t5x/examples/t5/t5_1_1/small.gin, say."
     return f"Set {missing[0]} in a gin file, or add --gin.{missing[0]}=VALUE."
-
-
-def _is_required(macro: str) -> bool:
-    """Whether a macro still has the value %gin.REQUIRED."""
-    import gin.config
-
-    value = gin.config._CONFIG[macro, MACRO]["value"]
-    return (
-        isinstance(value, gin.config.ConfigurableReference)
-        and _referred_to(value) == "gin.constant"
-        and value.scoped_configurable_fn() is gin.config.REQUIRED
-    )
 
 
 def _check_overrides(reached: Sequence[_Call], bindings: Bindings) -> list[str]:
@@ -439,11 +364,6 @@ def _reads(call: _Call, scope: str, selector: str) -> bool:
     return call.selector == selector and call.scopes[: len(parts)] == parts
 
 
-def _referred_to(reference: Any) -> str:
-    """The selector of the configurable that a gin reference names."""
-    return reference.configurable.selector
-
-
 def _short(selector: str) -> str:
     """`utils.DatasetConfig` of `t5x.utils.DatasetConfig`, as gin files write it."""
     module, _, name = selector.rpartition(".")
@@ -456,20 +376,18 @@ def _short(selector: str) -> str:
 
 
 def _values(reached: Iterable[_Call], bindings: Bindings) -> Iterator[Value]:
-    import gin.config
-
     for call in reached:
         scope = "/".join(call.scopes)
         if call.selector == MACRO or call.selector == "gin.constant":
             continue
-        wrapped = gin.config._REGISTRY[call.selector].wrapped
+        wrapped = gin_door.function_of(call.selector)
         replaced = modules.name_of_replaced(wrapped)
         for argument, parameter in inspect.signature(wrapped).parameters.items():
             standard = replaced and f"{replaced}.{argument}"
             name = f"{scope + '/' if scope else ''}{_short(call.selector)}.{argument}"
             if argument in call.arguments:
-                value = _gin_value(call.arguments[argument])
-                place = bindings.find(_prefixes(call.scopes), call.selector, argument) or ""
+                value = gin_door.as_text(call.arguments[argument])
+                place = call.place(bindings, argument) or ""
                 yield Value(name, value, _without_folder(place), standard)
             elif parameter.default is not parameter.empty:
                 source = f"default of {_short(call.selector)}"
@@ -479,16 +397,3 @@ def _values(reached: Iterable[_Call], bindings: Bindings) -> Iterator[Value]:
 def _without_folder(place: str) -> str:
     """A place as people write it, `t5x/configs/runs/pretrain.gin:17` for a file of this package."""
     return place.replace(f"{shipped_files()}/", "")
-
-
-def _prefixes(scopes: Sequence[str]) -> tuple[str, ...]:
-    return tuple("/".join(scopes[: end + 1]) for end in range(len(scopes)))
-
-
-def _followed(value: Any) -> Any:
-    """What a reference to a macro finally stands for; any other value as it is."""
-    import gin.config
-
-    while isinstance(value, gin.config.ConfigurableReference) and _referred_to(value) == MACRO:
-        value = gin.config._CONFIG[value.scopes[-1], MACRO]["value"]
-    return value

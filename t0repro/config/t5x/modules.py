@@ -15,6 +15,7 @@ import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from t0repro.config import gin_door
 from t0repro.config.t5x import programs, records, user_classes
 from t0repro.errors import UserError, nearest_names
 
@@ -169,8 +170,6 @@ def served() -> Iterator[list[str]]:
     Those register tasks, and importing them may take seconds (TensorFlow, datasets); the caller
     imports them once the files themselves are known to be sound.
     """
-    import gin.config
-
     imported: list[str] = []
 
     def import_for_gin(name: str, *_: Any, fromlist: Any = None, **__: Any) -> Any:
@@ -188,12 +187,8 @@ def served() -> Iterator[list[str]]:
             return _Deferred(name if fromlist else root)
         return _module(name) if fromlist else _module(root)
 
-    # A module's globals come before Python's builtins, where gin looks `__import__` up.
-    gin.config.__import__ = import_for_gin
-    try:
+    with gin_door.importing_with(import_for_gin):
         yield imported
-    finally:
-        delattr(gin.config, "__import__")
 
 
 def _module(name: str) -> _Served | _Optax:

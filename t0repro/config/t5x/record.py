@@ -20,10 +20,10 @@ class WrongArgument(UserError):
     """
 
     def __init__(self, record: type, argument: str, value: Any, hint: Any):
-        import gin.config
+        import gin
 
         self.record, self.argument = record, argument
-        self.scopes = tuple(gin.config.current_scope())
+        self.scopes = tuple(gin.current_scope())
         self.wanted = in_words(hint)
         super().__init__(f"{record.__name__}.{argument} is {value!r}; it must be {self.wanted}.")
 
