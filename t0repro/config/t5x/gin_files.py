@@ -14,7 +14,7 @@ from t0repro.config import gin_door
 from t0repro.config.gin_door import MACRO, Bindings, record_bindings
 from t0repro.config.gin_errors import check_macros_are_read, configuration_errors
 from t0repro.config.gin_imports import check_allowed, restrict_imports
-from t0repro.config.t5x import modules, programs, records
+from t0repro.config.t5x import modules, programs, records, user_classes
 from t0repro.config.t5x.record import WrongArgument
 from t0repro.errors import NONE_IS_SIMILAR, UserError, nearest_names
 from t0repro.redaction import without_passwords
@@ -178,6 +178,8 @@ def _call(program: str) -> Any:
 def _placed(error: WrongArgument, reached: Iterable[_Call], bindings: Bindings) -> UserError:
     """The error of an argument by its name in gin, with the place that set it."""
     name, argument = error.record.__name__, error.argument
+    base = user_classes.base_class(error.hint)
+    fix = f"Bind {error.wanted}{f', or your own subclass of {base}' if base else ''}."
     own = gin_door.registered_selector(error.record) or name
     for call in reached:
         # The arguments of a model's method are those of another record.
@@ -192,9 +194,9 @@ def _placed(error: WrongArgument, reached: Iterable[_Call], bindings: Bindings) 
                 return UserError(
                     f"{name}.{argument} is {value}; it must be {error.wanted}.",
                     where=_without_folder(place),
-                    fix=f"Bind {error.wanted}.",
+                    fix=fix,
                 )
-    return UserError(error.what, fix=f"Bind {error.wanted}.")
+    return UserError(error.what, fix=fix)
 
 
 # ---- What the program reads ----------------------------------------------------------------------

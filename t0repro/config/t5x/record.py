@@ -17,6 +17,7 @@ class WrongArgument(UserError):
       record: the record's class.
       argument: the argument's name.
       scopes: gin's scopes in which the record was called.
+      hint: the declared type; `wanted` says it in words.
     """
 
     def __init__(self, record: type, argument: str, value: Any, hint: Any):
@@ -24,7 +25,7 @@ class WrongArgument(UserError):
 
         self.record, self.argument = record, argument
         self.scopes = tuple(gin.current_scope())
-        self.wanted = in_words(hint)
+        self.hint, self.wanted = hint, in_words(hint)
         super().__init__(f"{record.__name__}.{argument} is {value!r}; it must be {self.wanted}.")
 
 

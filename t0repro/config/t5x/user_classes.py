@@ -15,6 +15,7 @@ import json
 import types
 from typing import TYPE_CHECKING, Any
 
+from t0repro.config.declared_types import alternatives
 from t0repro.config.t5x import records
 from t0repro.config.training_plan import UserClass
 
@@ -44,6 +45,14 @@ def served_class(value: Any) -> Any:
         if record is not None:
             return _record_class(value, record)
     return value
+
+
+def base_class(hint: Any) -> str | None:
+    """The class to subclass for an argument of a declared type; None if it takes none."""
+    for (module, name), record in EXTENSIONS.items():
+        if record in alternatives(hint):
+            return f"{module}.{name}"
+    return None
 
 
 def user_class(record: Any, places: Places) -> UserClass | None:

@@ -131,3 +131,39 @@ def test_what_ended_in_an_exception_or_without_a_place_names_both(mode, binding,
     with pytest.raises(UserError, match=complaint) as caught:
         converted(gin_files.parse(inputs(mode, binding)))
     assert binding in caught.value.where
+
+
+OWN = """\
+from __gin__ import dynamic_registration
+import colorsys
+import fractions
+
+CLASS = @fractions.Fraction
+OBJECT = @fractions.Fraction()
+FUNCTION = @colorsys.rgb_to_hsv
+"""
+
+
+@pytest.mark.parametrize(
+    "argument, wanted",
+    [
+        ("train.trainer_cls", "your own subclass of t0repro.training.trainer.BaseTrainer"),
+        ("train.model", "your own subclass of t0repro.training.models.EncoderDecoderModel"),
+        ("train.partitioner", "your own subclass of t0repro.training.partitioner.Partitioner"),
+        ("train.checkpoint_cfg", "Bind CheckpointConfig"),
+        ("utils.SaveCheckpointConfig.checkpointer_cls", "Remove the binding"),
+        ("models.EncoderDecoderModel.decode_fn", "Bind @decoding.beam_search"),
+    ],
+)
+def test_any_class_object_or_function_of_the_users_is_refused_with_what_is_supported(
+    argument, wanted, tmp_path
+):
+    (tmp_path / "own.gin").write_text(OWN)
+    for value in ("%CLASS", "%OBJECT", "%FUNCTION"):
+        binding = f"{argument} = {value}"
+        run = inputs("train", binding)
+        own = dataclasses.replace(run, gin_files=(*run.gin_files, str(tmp_path / "own.gin")))
+        with pytest.raises(UserError) as caught:
+            converted(gin_files.parse(own))
+        assert binding in caught.value.where and "own.gin:" in caught.value.where
+        assert wanted in caught.value.fix
