@@ -43,7 +43,7 @@ _LONG = (
     "training/test_train_step.py",
     "evaluation/test_memory.py",
     "parity/test_parity_command.py",
-    "runs/test_recomputation.py",
+    "training/test_rematerialization.py",
     "cli/test_t5x_run.py",
     "training/test_model_dir.py",
     "evaluation/test_rank_eval.py",

@@ -102,7 +102,7 @@ class ModelConfig:
       recompute: Which of a layer's activations the backward pass computes again instead of finding
         them kept: `none`; `minimal`, all but the products with parameters; `full`, all but the
         layer's input; `offload`, as minimal, with what is kept in the host's memory. None decides
-        by the memory of the devices (t0repro.runs.recomputation).
+        by the memory of the devices (t0repro.training.rematerialization).
       norm_names: What Mesh TensorFlow's norm variables are called; `layer_norm` in T5 1.0's
         releases.
       relative_attention_max_distance: Distances from here on share one bucket of the position bias.

@@ -23,18 +23,6 @@ from t0repro.model.t5 import T5, count_parameters, initial_parameters
 from t0repro.partitioning.devices import Partitioning, choose, line_of
 from t0repro.partitioning.processes import from_first, is_alone, is_first, output_folder
 from t0repro.partitioning.topologies import memory_of
-from t0repro.runs.compile_ahead import compiled_beside
-from t0repro.runs.plan import (
-    Beginning,
-    Evaluations,
-    chosen_seed,
-    keys,
-    last_step,
-    may_be_nan,
-    planned_actions,
-    stops_on_nan,
-)
-from t0repro.runs.recomputation import decided
 from t0repro.training.actions import Action, ShowProgress, StopOnSignal
 from t0repro.training.assembling import model_of, trainer_of
 from t0repro.training.checkpoints import (
@@ -44,11 +32,23 @@ from t0repro.training.checkpoints import (
     load_divided_tree,
     remove_interrupted_saves,
 )
+from t0repro.training.compile_ahead import compiled_beside
 from t0repro.training.loop import TrainingLoop
 from t0repro.training.metrics import MetricLog, OpenWriter, SplitMetrics, Writer
 from t0repro.training.models import T5Model, is_own
 from t0repro.training.optimizers import make_optimizer
+from t0repro.training.planned import (
+    Beginning,
+    Evaluations,
+    chosen_seed,
+    keys,
+    last_step,
+    may_be_nan,
+    planned_actions,
+    stops_on_nan,
+)
 from t0repro.training.progress_notes import last_evaluated
+from t0repro.training.rematerialization import decided
 from t0repro.training.run_state import RecordRunState
 from t0repro.training.schedules import make_schedule
 from t0repro.training.train_state import OpenTree, TrainState, from_flat_tree, new_train_state

@@ -16,9 +16,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import tests.tiny_models as tiny  # noqa: E402
 from t0repro.config.training_plan import EarlyStoppingConfig  # noqa: E402
-from t0repro.runs.plan import Evaluations  # noqa: E402
 from t0repro.runs.train import train  # noqa: E402
 from t0repro.training.actions import Action  # noqa: E402
+from t0repro.training.planned import Evaluations  # noqa: E402
 
 LAST_STEP = 30
 WHILE_WRITTEN = "while a checkpoint is being written"

@@ -9,7 +9,7 @@ import pytest
 from t0repro.config.configuration import Configuration, RunInputs
 from t0repro.config.run_config import AdamWeightDecayConfig, MomentumConfig, SgdConfig
 from t0repro.errors import UserError
-from t0repro.runs.start import start_training
+from t0repro.runs.start import start_configured
 from t0repro.runs.train import train
 from t0repro.training.checkpoints import load_tree, save_tree
 from t0repro.training.model_dir import check_model_dir, held_for_training
@@ -162,15 +162,15 @@ def configuration(model_dir, gin_text, allow_changed=False, **changes):
 def test_a_refused_run_leaves_every_file_as_it_was(tmp_path):
     import t0repro.tasks.demo  # noqa: F401 (registers the task)
 
-    start_training(configuration(tmp_path, "first"))
+    start_configured(configuration(tmp_path, "first"))
     before = contents(tmp_path)
     assert (tmp_path / "operative_config.gin").read_text() == "first"
     config = resume_run.config(tmp_path, 2)
     swapped = dataclasses.replace(config.model, activations=("linear", "gelu"))
     with pytest.raises(UserError, match="activations"):
-        start_training(configuration(tmp_path, "second", model=swapped, train_steps=4))
+        start_configured(configuration(tmp_path, "second", model=swapped, train_steps=4))
     assert contents(tmp_path) == before
-    start_training(configuration(tmp_path, "second", True, model=swapped, train_steps=4))
+    start_configured(configuration(tmp_path, "second", True, model=swapped, train_steps=4))
     assert (tmp_path / "operative_config.gin").read_text() == "second"
     assert sorted(resume_run.losses(tmp_path)) == [1, 2, 3, 4]
 
@@ -182,5 +182,5 @@ def test_a_second_training_is_refused_at_once_and_touches_nothing(once, tmp_path
     with held_for_training(model_dir, "jax", tiny.run_config(model_dir, 4)):
         before = contents(model_dir)
         with pytest.raises(UserError, match="Another run holds this folder for training"):
-            start_training(configuration(model_dir, "second"))
+            start_configured(configuration(model_dir, "second"))
         assert contents(model_dir) == before and running.is_dir()

@@ -10,9 +10,9 @@ from jax.sharding import AbstractMesh
 
 from t0repro.partitioning.devices import Partitioning
 from t0repro.partitioning.topologies import GIB, chip_of
-from t0repro.runs import recomputation
 from t0repro.runs import train as training
-from t0repro.runs.recomputation import decided, step_bytes
+from t0repro.training import rematerialization
+from t0repro.training.rematerialization import decided, step_bytes
 
 from ..tiny_models import BFLOAT16, model_config, run_config
 
@@ -72,7 +72,7 @@ def test_who_says_what_is_recomputed_gets_that_and_a_machine_of_unknown_memory_k
 def test_the_first_process_decides_for_all(monkeypatch):
     # What it decided is handed to one that knows nothing of its device, as JAX tells no process of
     # others' devices.
-    monkeypatch.setattr(recomputation, "from_first", lambda value: ["minimal", "a line"])
+    monkeypatch.setattr(rematerialization, "from_first", lambda value: ["minimal", "a line"])
     assert decided(RUN, devices(), None) == (recomputing("minimal"), "a line")
 
 

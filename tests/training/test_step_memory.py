@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh
 from t0repro.config.run_config import Layout
 from t0repro.partitioning.devices import Partitioning, choose
 from t0repro.runs.precompile import train_programs
-from t0repro.runs.recomputation import step_memory
+from t0repro.training.rematerialization import step_memory
 
 from ..tiny_models import BFLOAT16, model_config, run_config
 

@@ -23,7 +23,7 @@ from t0repro.partitioning.memory import Memory, assumed_length
 from t0repro.partitioning.processes import from_first
 from t0repro.partitioning.program_costs import bytes_per_device, residual_bytes
 from t0repro.partitioning.topologies import GIB
-from t0repro.runs.compile_ahead import train_shapes
+from t0repro.training.compile_ahead import train_shapes
 from t0repro.training.held_state import held_shapes
 from t0repro.training.models import T5Model
 from t0repro.training.optimizers import make_optimizer
