@@ -1,7 +1,7 @@
 """How a checkpoint's model computes, where its tensors do not say: from config.json and from gin.
 
 A directory that transformers reads says so in config.json. Other checkpoints leave it to the gin
-file that they were trained with, `operative_config.gin` beside them.
+file that they were trained with: `operative_config.gin` beside them, or T5X's `config.gin`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 
 from t0repro.config.run_config import ModelConfig
 from t0repro.converters import gin_shapes, hf, hf_config, mtf, sources, storage
+from t0repro.converters.run_files import T5X_CONFIG
 from t0repro.converters.tensors import CheckpointRef, StoredTensor
 from t0repro.errors import UserError
 from t0repro.parameters import layout
@@ -51,13 +52,17 @@ def arithmetic(
     Args:
       ref: The checkpoint.
       family: Its sizes.
-      text: Its gin text, from `gin_text`.
+      text: Its gin text, from `gin_text`; T5X's config.gin beside it counts where this is silent.
       gin_file: Where that is from, if not from beside the checkpoint.
 
     Raises:
       UserError: If config.json and the gin text disagree, or name what no T5 here computes.
     """
-    bound = gin_shapes.bound_arithmetic(text, Path(gin_file or _gin_beside(ref))) if text else {}
+    bound = {}
+    if storage.is_file(config := _beside(ref, T5X_CONFIG)):
+        bound = gin_shapes.bound_arithmetic(storage.read(config).decode(), Path(config))
+    if text:
+        bound |= gin_shapes.bound_arithmetic(text, Path(gin_file or _gin_beside(ref)))
     if ref.format != "hf":
         # Only gin says which activation such a checkpoint was trained with; without it, assume the
         # published ones: T5 1.1's gated GELU and T5 1.0's ReLU.
@@ -164,5 +169,9 @@ def check_configured(ref: CheckpointRef, model: ModelConfig) -> None:
 
 
 def _gin_beside(ref: CheckpointRef) -> str:
+    return _beside(ref, mtf.OPERATIVE_CONFIG)
+
+
+def _beside(ref: CheckpointRef, name: str) -> str:
     folder = ref.path if ref.format == "hf" else os.path.dirname(ref.path)
-    return storage.join(folder, mtf.OPERATIVE_CONFIG)
+    return storage.join(folder, name)

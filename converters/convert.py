@@ -20,8 +20,11 @@ from t0repro.converters import gin_shapes, jax_tree, plans, staging, storage, tr
 from t0repro.converters.jax_tree import JaxReader
 from t0repro.converters.options import Options
 from t0repro.converters.recognition import recognise
+from t0repro.converters.run_files import check_run_files
 from t0repro.converters.sources import (
     check_checkpoint,
+    check_slots_step,
+    check_step,
     find_checkpoint,
     fingerprint,
     has_slots,
@@ -133,14 +136,18 @@ def _planned(
     original = open_checkpoint(ref)
     reader, notes = _prepare(original, to, options)
     family = check_checkpoint(reader)
+    check_run_files(ref, family)
     _check_form_exists(family, to, ref, options.scan)
     if options.gin_file is not None:
         notes += [
             f"{name}, which the gin file includes, is not here; what it binds is not checked."
             for name in gin_shapes.check_gin_file(options.gin_file, family)
         ]
+    check_step(reader, ref)
+    check_slots_step(reader)
     step = int(reader.read(layout.STEP))
-    _check_step(step, ref)
+    if not 0 <= step <= np.iinfo(np.int32).max:
+        raise UserError(f"The global step {step} does not fit T5X's int32.", where=ref.path)
     nbytes = total_bytes(reader.tensors)
     _check_free_space(directory, nbytes)
     target = _target(directory, to, step)
@@ -284,17 +291,6 @@ def _check_target_absent(directory: Path, force: bool) -> None:
         if directory.is_dir()
         else "Name a directory.",
     )
-
-
-def _check_step(step: int, ref: CheckpointRef) -> None:
-    if not 0 <= step <= np.iinfo(np.int32).max:
-        raise UserError(f"The global step {step} does not fit T5X's int32.", where=ref.path)
-    if ref.step not in (None, step):
-        raise UserError(
-            f"The name says step {ref.step}, but the checkpoint's own step is {step}.",
-            where=ref.path,
-            fix="Rename the checkpoint to the step that it holds.",
-        )
 
 
 def _check_free_space(directory: Path, needed: int) -> None:

@@ -51,6 +51,7 @@ _ARITHMETIC = {
     ("DenseReluDense", "activation"): "activations",
     ("sublayer_rms_norm", "epsilon"): "epsilon",
     ("T5Config", "mlp_activations"): "activations",
+    ("T5Config", "scale_attn_logits"): "scale_queries",
     ("jax_model", "relative_attention_max_distance"): "max_distance",
     ("jax_model", "exact_gelu"): "exact_gelu",
     ("jax_model", "scale_tied_logits"): "scale_tied_logits",
@@ -104,13 +105,28 @@ def check_gin_file(path: str | os.PathLike[str], family: ModelShape) -> list[str
       UserError: if the file cannot be read or is not gin, or a size differs; the message names the
         binding and its line.
     """
+    try:
+        text = Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise cannot_read_gin(path, error) from None
+    return check_gin_text(text, Path(path), family)
+
+
+def check_gin_text(text: str, path: Path, family: ModelShape) -> list[str]:
+    """Checks that every size that gin text binds is the checkpoint's; see `check_gin_file`.
+
+    Args:
+      text: Text of either dialect; files that it includes count if they are here.
+      path: Where the text is from, for messages and for its includes.
+      family: The checkpoint's model.
+    """
     # Entered first, so that the file's own bindings win: model files set macros and leave these
     # to defaults.gin.
     bindings = {
         ("", *argument): Bound(_Macro(name), f"{'.'.join(argument)} = %{name}", "defaults.gin")
         for argument, name in _DEFAULTS.items()
     }
-    unseen = list(_read(Path(path), bindings, [Path(path)]))
+    unseen = list(_read_text(text, path, bindings, [path]))
     for (scope, configurable, argument), binding in bindings.items():
         field = _FIELDS.get((configurable, argument))
         resolved = _resolve(binding, bindings)
@@ -130,7 +146,8 @@ def check_gin_file(path: str | os.PathLike[str], family: ModelShape) -> list[str
                     f"`{resolved.line}` does not fit the checkpoint, whose {name} is"
                     f" {getattr(family, name)} ({binding.line}).",
                     where=resolved.place,
-                    fix="Give the gin file of the model that the checkpoint holds.",
+                    fix="Give the gin file of the model that the checkpoint holds, or copy the"
+                    " whole checkpoint again.",
                 )
     return unseen
 

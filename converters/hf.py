@@ -8,6 +8,7 @@ weights, which `HfReader` reads and transformers ignores.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -16,9 +17,10 @@ import numpy as np
 
 from t0repro.converters import hf_config, recycling, storage
 from t0repro.converters.manifest import MANIFEST, Manifest, read_manifest
-from t0repro.converters.recognition import unknown_variable
+from t0repro.converters.recognition import recognise, unknown_variable
 from t0repro.converters.safetensors_files import SafetensorsFile, shard_names
 from t0repro.converters.tensors import CheckpointRef, Output, TensorInfo
+from t0repro.converters.witnesses import check_names
 from t0repro.errors import UserError
 from t0repro.parameters import layout
 
@@ -28,6 +30,7 @@ CONFIG = "config.json"
 SLOTS_FILE = "optimizer_slots.safetensors"
 SHARD_BYTES = 5_000_000_000  # transformers' own default size of a file is 5 GB
 
+_SHARD = re.compile(r".*-\d{5}-of-(\d{5})\.safetensors")
 _LOGITS = layout.PARAMETERS + "decoder/logits_dense/kernel"
 
 # What some versions of transformers write and none reads any more.
@@ -83,6 +86,7 @@ class HfReader:
         self._enter_weights()
         self._enter_slots()
         self._check_complete()
+        self._check_sizes()
 
     def read(self, key: str) -> np.ndarray:
         """Reads one tensor, transposed if its layout row says so; the step as an int32."""
@@ -113,12 +117,6 @@ class HfReader:
         for name, file in files.items():
             if name in _UNREAD:
                 continue
-            if name not in file.tensors:
-                raise UserError(
-                    f"{name} is not in the file that {INDEX} names for it.",
-                    where=self.ref.path,
-                    fix="Copy all of its files again, or choose another checkpoint.",
-                )
             found = layout.find_row(name, "hf", bias_per_layer=bias_per_layer)
             if not found:
                 unknown.append(name)
@@ -175,6 +173,14 @@ class HfReader:
                 fix=f"Copy all of the directory's files, {SLOTS_FILE} too if it had one. If they"
                 f" were left out on purpose, remove {MANIFEST}; the step then counts as 0.",
             )
+
+    def _check_sizes(self) -> None:
+        """Checks that the weights are of the sizes in config.json."""
+        try:
+            family = recognise({key: info.shape for key, info in self.tensors.items()})
+        except UserError:
+            return  # no complete T5: `sources.check_checkpoint` says what is missing
+        hf_config.check_sizes(self.config, family, storage.join(self.ref.path, CONFIG))
 
 
 def is_transposed(key: str) -> bool:
@@ -256,7 +262,28 @@ def _weights(path: str) -> Iterator[tuple[str, SafetensorsFile]]:
     files = {
         name: SafetensorsFile(storage.join(path, name)) for name in sorted(set(names.values()))
     }
+    _check_index(index, names, files)
     yield from ((name, files[file]) for name, file in names.items())
+
+
+def _check_index(
+    index: str, names: Mapping[str, str], files: Mapping[str, SafetensorsFile]
+) -> None:
+    """Checks that an index names every tensor of its files, and a file of every number."""
+    for file, content in files.items():
+        check_names(
+            content.tensors,
+            [name for name, holder in names.items() if holder == file],
+            index,
+            lambda _, file=file: storage.join(os.path.dirname(index), file),
+        )
+    counts = {match[1] for match in map(_SHARD.fullmatch, files) if match}
+    if counts and counts != {f"{len(files):05d}"}:
+        raise UserError(
+            f"{INDEX} names {len(files)} files of {', '.join(sorted(counts))}.",
+            where=index,
+            fix="Copy the file again.",
+        )
 
 
 # --- Writing -------------------------------------------------------------------------------------

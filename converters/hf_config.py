@@ -9,6 +9,7 @@ docs/checkpoints.md has the table.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -52,12 +53,14 @@ class Arithmetic:
       max_distance: distances from here on share a bucket of the position bias.
       epsilon: added to the mean square in every layer norm.
       scale_tied_logits: whether logits from the embedding are scaled by d_model**-0.5.
+      scale_queries: whether queries are divided by d_kv**0.5, as T5X's contrib/gpu can do.
     """
 
     activations: tuple[Activation, ...]
     max_distance: int = _MAX_DISTANCE
     epsilon: float = _EPSILON
     scale_tied_logits: bool = True
+    scale_queries: bool = False
 
 
 def arithmetic_of(config: Mapping[str, Any], where: str) -> Arithmetic:
@@ -86,10 +89,78 @@ def arithmetic_of(config: Mapping[str, Any], where: str) -> Arithmetic:
             )
     return Arithmetic(
         _activations(config, where),
-        int(config.get("relative_attention_max_distance", _MAX_DISTANCE)),
+        int(_number(config, "relative_attention_max_distance", _MAX_DISTANCE, int, where)),
         # Unscaled tied logits are read as a kernel of their own (`HfReader`), so
         # scale_tied_logits stays True.
-        float(config.get("layer_norm_epsilon", _EPSILON)),
+        float(_number(config, "layer_norm_epsilon", _EPSILON, (int, float), where)),
+    )
+
+
+def _number(config: Mapping[str, Any], field: str, default: float, kind: Any, where: str) -> float:
+    """A field that is a positive number."""
+    value = config.get(field, default)
+    # A bool is an int to Python, and a NaN is not above 0.
+    if not isinstance(value, kind) or isinstance(value, bool) or not 0 < value < math.inf:
+        noun = "whole number" if kind is int else "number"
+        raise UserError(
+            f"{field} is {value!r}, not a {noun} above 0.",
+            where=f"{where}, {field}",
+            fix="Copy the file again, or write the value that the model was trained with.",
+        )
+    return value
+
+
+# Fields of config.json and of the model that its weights make.
+_SIZES = {
+    "d_model": "d_model",
+    "d_kv": "d_kv",
+    "d_ff": "d_ff",
+    "num_heads": "num_heads",
+    "num_layers": "num_encoder_layers",
+    "num_decoder_layers": "num_decoder_layers",
+    "vocab_size": "vocab_size",
+    "relative_attention_num_buckets": "relative_attention_num_buckets",
+}
+
+
+def check_sizes(config: Mapping[str, Any], family: ModelShape, where: str) -> None:
+    """Checks that the sizes in config.json are those of the weights.
+
+    Args:
+      config: The content of config.json; a field that it leaves out is not compared.
+      family: The model that the weights make.
+      where: The file, for messages.
+
+    Raises:
+      UserError: Naming the field, its value and the weights'.
+    """
+    # Without num_decoder_layers, transformers makes both towers of one depth.
+    depth = {"num_decoder_layers": config.get("num_layers")}
+    said = depth | {field: value for field, value in config.items() if value is not None}
+    for field, name in _SIZES.items():
+        found = getattr(family, name)
+        if said.get(field) is not None and (type(said[field]) is not int or said[field] != found):
+            raise _contradicts(field, said[field], f"of a model with {found}", where)
+    gated = {"is_gated_act": len(_activations(config, where)) == 2}
+    if "feed_forward_proj" in config:
+        gated["feed_forward_proj"] = str(config["feed_forward_proj"]).startswith("gated-")
+    for field, value in gated.items():
+        if value != family.gated:
+            kernels = "gated (wi_0 and wi_1)" if family.gated else "not gated (wi)"
+            raise _contradicts(field, config.get(field), kernels, where)
+    if family.shared_towers:
+        raise UserError(
+            "The encoder's tensors are missing.",
+            where=where,
+            fix="Copy all of the model's files again.",
+        )
+
+
+def _contradicts(field: str, said: Any, found: str, where: str) -> UserError:
+    return UserError(
+        f"config.json says that {field} is {said!r}, but the weights are {found}.",
+        where=f"{where}, {field}",
+        fix="Copy all of the model's files again: some are missing, damaged or of another model.",
     )
 
 
@@ -124,24 +195,26 @@ def logits_of(config: Mapping[str, Any], has_kernel: bool, where: str) -> Logits
       where: the file, for messages.
 
     Raises:
-      UserError: if it cannot be told which of them wrote a tied mT5.
+      UserError: if the logits are said not to come from the embedding and have no kernel, or if it
+        cannot be told which of them wrote a tied mT5.
     """
     unscaled: Logits = "kernel" if has_kernel else "embedding"
-    # transformers' default: only mT5's configuration is untied.
-    tied = bool(config.get("tie_word_embeddings", config["model_type"] != "mt5"))
+    version = re.match(r"(\d+)\.", str(config.get("transformers_version")))
+    is_new = version is not None and int(version[1]) >= 5
+    # transformers' default: only 4's mT5 is untied.
+    tied = bool(config.get("tie_word_embeddings", config["model_type"] != "mt5" or is_new))
+    if not (tied or has_kernel):
+        raise UserError(
+            "The logits are not tied to the embedding, and lm_head.weight is missing.",
+            where=f"{where}, tie_word_embeddings",
+            fix="Copy all of the model's files again.",
+        )
     if config["model_type"] == "t5":
         return "scaled embedding" if config.get("scale_decoder_outputs", tied) else unscaled
     if config["model_type"] == "umt5":
-        if not (tied or has_kernel):
-            raise UserError(
-                "The umT5's logits are not tied to its embedding, and lm_head.weight is missing.",
-                where=f"{where}, tie_word_embeddings",
-                fix="Copy all of the model's files again.",
-            )
         return "scaled embedding" if tied else "kernel"
     if not tied:
-        return unscaled
-    version = re.match(r"(\d+)\.", str(config.get("transformers_version")))
+        return "kernel"
     if version is None:
         raise UserError(
             "The mT5 is tied, and config.json does not say which transformers wrote it;"
@@ -149,13 +222,14 @@ def logits_of(config: Mapping[str, Any], has_kernel: bool, where: str) -> Logits
             where=f"{where}, transformers_version",
             fix='Add it: "transformers_version": "4.57.0", for instance.',
         )
-    return unscaled if int(version[1]) >= 5 else "scaled embedding"
+    return unscaled if is_new else "scaled embedding"
 
 
 def check_target_computes(arithmetic: Arithmetic, shape: ModelShape, to: str, where: str) -> None:
     """Checks that the software of a format computes what a model computes.
 
-    The JAX stack computes everything.
+    The JAX stack computes everything, but T5X's gin file alone can tell it to scale queries, and a
+    conversion writes none.
 
     Args:
       arithmetic: the model's.
@@ -166,6 +240,13 @@ def check_target_computes(arithmetic: Arithmetic, shape: ModelShape, to: str, wh
     Raises:
       UserError: naming the field of config.json, or t0repro's own binding, that is not possible.
     """
+    if arithmetic.scale_queries:
+        raise UserError(
+            "The model was trained with queries divided by the root of head_dim (scale_attn_logits"
+            " in T5X's contrib/gpu); nothing beside a converted checkpoint would say so.",
+            where=where,
+            fix="Use the checkpoint where it is: rank-eval and runs with T5X's gin files read it.",
+        )
     if to == "jax":
         return
     if shape.tied and not arithmetic.scale_tied_logits:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from t0repro.converters.run_files import check_run_files
 from t0repro.converters.sources import (
     check_checkpoint,
     find_checkpoint,
@@ -73,6 +74,7 @@ def inspect_checkpoint(path: str | os.PathLike[str], step: int | None = None) ->
     """
     reader = open_checkpoint(find_checkpoint(path, step))
     family = check_checkpoint(reader)
+    check_run_files(reader.ref, family)
     summaries = []
     with byte_progress("Reading", total_bytes(reader.tensors)) as done:
         for key, info in reader.tensors.items():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TypedDict
 
@@ -33,6 +34,15 @@ def damaged(path: os.PathLike[str] | str, reason: str) -> UserError:
         f"A file of the checkpoint is damaged: {reason}.",
         where=os.fspath(path),
         fix="Copy the file again, or choose another checkpoint.",
+    )
+
+
+def missing_file(path: str) -> UserError:
+    """Returns the error for a file that should be there."""
+    return UserError(
+        "A file of the checkpoint is missing.",
+        where=path,
+        fix="Copy the whole directory again, or choose another checkpoint.",
     )
 
 
@@ -67,14 +77,22 @@ def read_integrity(directory: str) -> dict[str, Written]:
     for name, written in files.items():
         file = storage.join(directory, name)
         if not storage.is_file(file):
-            raise UserError(
-                "A file of the checkpoint is missing.",
-                where=file,
-                fix="Copy the whole directory again, or choose another checkpoint.",
-            )
+            raise missing_file(file)
         if (size := storage.size(file)) != written["bytes"]:
             raise damaged(file, f"it has {size:,} bytes, but {written['bytes']:,} were written")
     return files
+
+
+def read_checked(directory: str, name: str, files: Mapping[str, Written]) -> bytes:
+    """Reads a small file, and compares it with its CRC-32 if it is listed.
+
+    Raises:
+      UserError: If it differs.
+    """
+    content = storage.read(file := storage.join(directory, name))
+    if name in files and zlib.crc32(content) != files[name]["crc32"]:
+        raise damaged(file, "its CRC-32 differs from what was written")
+    return content
 
 
 def check_contents(directory: str | os.PathLike[str], files: dict[str, Written]) -> None:

@@ -11,6 +11,7 @@ package sees only real slots. Adam's moments are where optax's adam keeps them.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,9 +20,11 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from t0repro.converters import scanning, storage, t5x_msgpack
+from t0repro.converters.manifest import Manifest
 from t0repro.converters.orbax_dir import OrbaxArrays, OrbaxWriter, is_orbax
 from t0repro.converters.recognition import unknown_variable
 from t0repro.converters.tensors import CheckpointRef, Output, TensorInfo
+from t0repro.converters.witnesses import check_manifest
 from t0repro.parameters import layout
 from t0repro.parameters.shape import ModelShape
 
@@ -41,15 +44,23 @@ class JaxReader:
     Args:
       ref: A `checkpoint_<step>` directory.
       norm_names: How Mesh TensorFlow spells the norms, according to the conversion manifest.
+      manifest: The conversion manifest, with which every array is compared when it is read if the
+        directory has no checksums of its own.
 
     Raises:
-      UserError: If the directory cannot be read or holds a name that is not in the layout table.
+      UserError: If the directory cannot be read, holds a name that is not in the layout table, or
+        lacks an array that one of its files names.
 
     Attributes:
       stored: The arrays under the checkpoint's own names.
     """
 
-    def __init__(self, ref: CheckpointRef, norm_names: layout.NormNames | None = None):
+    def __init__(
+        self,
+        ref: CheckpointRef,
+        norm_names: layout.NormNames | None = None,
+        manifest: Manifest | None = None,
+    ):
         self.norm_names: layout.NormNames | None = norm_names
         self.ref = ref
         path = _tree_directory(ref.path)
@@ -58,7 +69,12 @@ class JaxReader:
         self.stored: scanning.Arrays = stored
         self.has_integrity = stored.has_integrity
         self.unchecked = stored.unchecked()  # see OrbaxArrays
-        arrays: scanning.Arrays = _Renamed(stored)
+        if manifest is not None:
+            check_manifest(manifest, stored.tensors, os.path.dirname(ref.path), stored.place)
+        source: scanning.Arrays = stored
+        if manifest is not None and not stored.has_integrity:
+            source = _Compared(stored, manifest, ref.path)
+        arrays: scanning.Arrays = _Renamed(source)
         if scanning.is_scanned(arrays.tensors):
             arrays = scanning.UnscannedArrays(arrays)
         self._arrays: scanning.Arrays = arrays
@@ -72,6 +88,19 @@ class JaxReader:
     def native_name(self, key: str) -> str:
         """Returns the key itself: flat keys are this format's own names."""
         return key
+
+
+class _Compared:
+    """Arrays that are compared with a conversion's manifest when they are read."""
+
+    def __init__(self, arrays: scanning.Arrays, manifest: Manifest, where: str):
+        self._arrays, self._manifest, self._where = arrays, manifest, where
+        self.tensors = arrays.tensors
+
+    def read(self, name: str) -> np.ndarray:
+        array = self._arrays.read(name)
+        self._manifest.check(name, array, self._where)
+        return array
 
 
 class _Renamed:

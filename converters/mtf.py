@@ -10,9 +10,11 @@ from pathlib import Path
 import numpy as np
 
 from t0repro.converters import storage
+from t0repro.converters.manifest import Manifest
 from t0repro.converters.recognition import unknown_variable
 from t0repro.converters.tensor_bundle import BundleReader, BundleWriter
 from t0repro.converters.tensors import CheckpointRef, Output, TensorInfo
+from t0repro.converters.witnesses import check_manifest
 from t0repro.errors import UserError
 from t0repro.files import write_atomically
 from t0repro.parameters import layout
@@ -26,14 +28,18 @@ class MtfReader:
 
     Args:
       prefix: Path without `.index`, for instance `model_dir/model.ckpt-1000`.
+      manifest: The conversion manifest, whose names are compared with the checkpoint's.
 
     Raises:
       UserError: If a file is missing, damaged or truncated, or a variable is not in the layout
         table.
     """
 
-    def __init__(self, prefix: str):
+    def __init__(self, prefix: str, manifest: Manifest | None = None):
         self._bundle = BundleReader(prefix)
+        if manifest is not None:
+            directory = os.path.dirname(prefix)
+            check_manifest(manifest, self._bundle.entries, directory, lambda _: prefix)
         self._names = _flat_keys(self._bundle, prefix)
         self.tensors: Mapping[str, TensorInfo] = {
             key: TensorInfo(_with_heads(key, entry.shape), entry.dtype)
@@ -266,22 +272,65 @@ def _state_text(steps: list[int]) -> str:
 def latest_mtf_prefix(directory: str | Path) -> str | None:
     """Returns the prefix that the state file names, else that of the highest step, else None.
 
+    A state file names its checkpoints by absolute paths if the run's model_dir was one. In a
+    directory that was copied or moved they lead elsewhere; the checkpoint of the same name that
+    lies beside the file is then the one that it means.
+
     Raises:
-      UserError: If the checkpoint that the state file names is missing.
+      UserError: If the checkpoint that the state file names is missing, or if it names none.
     """
     directory = str(directory)
-    state_file = storage.join(directory, STATE_FILE)
-    if storage.is_file(state_file):
-        state = storage.read(state_file).decode(errors="replace")
-        match = re.search(r'^model_checkpoint_path:\s*"(.*)"', state, re.MULTILINE)
-        if match:
-            prefix = storage.join(directory, match[1])  # an absolute path replaces the directory
-            if not storage.is_file(f"{prefix}.index"):
-                raise UserError(
-                    f"The checkpoint {match[1]} that this file names is not there.",
-                    where=state_file,
-                    fix="Restore its files, or name the checkpoint itself (.../model.ckpt-<step>).",
-                )
-            return prefix
     steps = mtf_steps(directory)
-    return storage.join(directory, f"model.ckpt-{steps[-1]}") if steps else None
+    named = _named_by_state_file(directory)
+    if named is None:
+        if steps and storage.is_file(state_file := storage.join(directory, STATE_FILE)):
+            raise UserError(
+                "This file should name the latest checkpoint, and names none.",
+                where=state_file,
+                fix="Name the checkpoint itself (.../model.ckpt-<step>), or remove this file: the"
+                " latest is then the one of the highest step.",
+            )
+        return storage.join(directory, f"model.ckpt-{steps[-1]}") if steps else None
+    prefix = storage.join(directory, storage.name(named))
+    if not storage.is_file(f"{prefix}.index"):
+        raise UserError(
+            f"The checkpoint {named} that this file names is not there.",
+            where=storage.join(directory, STATE_FILE),
+            fix="Restore its files, or name the checkpoint itself (.../model.ckpt-<step>).",
+        )
+    return prefix
+
+
+def check_state_file(directory: str | Path) -> None:
+    """Checks that TensorFlow finds a directory's latest checkpoint in that directory.
+
+    It follows an absolute path to wherever it leads, and where that is nowhere it finds no
+    checkpoint: training would start from step 0.
+
+    Raises:
+      UserError: If the state file names a checkpoint in another directory.
+    """
+    directory = str(directory)
+    named = _named_by_state_file(directory)
+    if named is None or storage.is_remote(directory):
+        return
+    # A relative name replaces nothing; an absolute one replaces the directory.
+    holder = os.path.dirname(storage.join(directory, named))
+    if storage.is_remote(holder) or os.path.realpath(holder) != os.path.realpath(directory):
+        raise UserError(
+            f"This file names the checkpoint {named}, in another directory; TensorFlow would look"
+            " there.",
+            where=storage.join(directory, STATE_FILE),
+            fix=f'If the directory was copied or moved, write "{storage.name(named)}" in the file,'
+            " without a directory.",
+        )
+
+
+def _named_by_state_file(directory: str) -> str | None:
+    """The path that a directory's state file gives for its latest checkpoint, if it gives one."""
+    state_file = storage.join(directory, STATE_FILE)
+    if not storage.is_file(state_file):
+        return None
+    state = storage.read(state_file).decode(errors="replace")
+    match = re.search(r'^model_checkpoint_path:\s*"(.+)"', state, re.MULTILINE)
+    return match and match[1]

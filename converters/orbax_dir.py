@@ -10,26 +10,29 @@ compression (through TensorStore), and OCDBT's single key-value store.
 from __future__ import annotations
 
 import json
-import math
 import os
+import re
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from t0repro.converters import recycling, storage
+from t0repro.converters import recycling, storage, zarr
 from t0repro.converters.integrity import (
     INTEGRITY,
     Written,
     check_contents,
     damaged,
+    missing_file,
+    read_checked,
     read_integrity,
     write_integrity,
 )
-from t0repro.converters.tensors import Output, TensorInfo, bytes_of, sync_all
+from t0repro.converters.tensors import Output, bytes_of, sync_all
+from t0repro.converters.witnesses import OrbaxTree, check_names, orbax_tree
 from t0repro.errors import UserError
 from t0repro.files import make_folder, write_atomically
 
@@ -37,6 +40,9 @@ METADATA = "_METADATA"
 _CHECKPOINT_METADATA = "_CHECKPOINT_METADATA"
 _HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
 _ARRAY = ".zarray"
+_OCDBT = "manifest.ocdbt"
+# The name of a chunk, of either version of Zarr: numbers, or "c" before them.
+_IS_CHUNK = re.compile(r"(?:c[./])?\d+(?:[./]\d+)*|c")
 
 
 def is_orbax(path: str) -> bool:
@@ -52,42 +58,60 @@ class OrbaxArrays:
       path: The directory that holds the arrays. In a remote one, arrays in plain files, as this
         project writes them, are read in place; others are copied here, each when it is read, but an
         OCDBT store is copied whole.
+      has_metadata: Whether `_METADATA` describes the tree, as in all of Orbax's directories today.
 
     Raises:
-      UserError: If there are none, or a file is missing or has another length than was written.
+      UserError: If a file is missing or has another length than was written, or if the arrays are
+        not those that `_METADATA` names.
     """
 
-    def __init__(self, path: str):
+    def __init__(self, path: str, *, has_metadata: bool = True):
         self._path = path if storage.is_remote(path) else os.path.abspath(path)
-        self._ocdbt = storage.is_file(self._inside("manifest.ocdbt"))
+        self.integrity = read_integrity(self._path)
+        tree = self._tree() if has_metadata else None
+        self._has_every_chunk = tree is not None and tree.has_every_chunk
+        self._ocdbt = storage.is_file(self._inside(_OCDBT))
         self._copy = storage.LocalCopy(self._path) if self._ocdbt else None
-        self._integrity = read_integrity(self._path)
         if self._copy is not None:
             # In OCDBT's store an array has no file of its own to be checked when it is read.
-            check_contents(self._copy.path, self._integrity)
+            check_contents(self._copy.path, self.integrity)
         self._chunks: dict[str, set[str]] = {}  # array -> its chunks, of an OCDBT store
-        self._metadata = dict(self._list())
-        self.tensors = {
-            name: _info(self._inside(name.replace("/", ".")), value)
-            for name, value in self._metadata.items()
-        }
+        # No array's name has a dot, and in the tree a slash stands for one.
+        self._arrays = {name.replace(".", "/"): found for name, found in self._list()}
+        if tree is not None:
+            check_names(self._arrays, tree.arrays, tree.file, self.place)
+        self.tensors = {name: description.info for name, description in self._arrays.items()}
 
     @property
     def has_integrity(self) -> bool:
         """Whether there is a list of all files with their checksums."""
-        return bool(self._integrity)
+        return bool(self.integrity)
 
     def unchecked(self) -> list[str]:
         """Lists the arrays that may lack chunks without anyone noticing: those with a fill value.
 
         TensorStore leaves out chunks that hold only the fill value, and reads a lost chunk as the
-        same. Without a fill value it writes every chunk, so a lost one is noticed.
+        same. Without a fill value it writes every chunk, so a lost one is noticed; `_METADATA` may
+        say that it wrote every chunk all the same.
         """
         return [
             name
-            for name, metadata in self._metadata.items()
-            if metadata.get("fill_value") is not None and not self._integrity
+            for name, description in self._arrays.items()
+            if not (self._is_complete(description) or self.integrity)
         ]
+
+    def check_chunks(self) -> None:
+        """Checks that every array has all of its chunks, as far as that can be told.
+
+        Raises:
+          UserError: Naming the chunk that is missing, or that is not of its array.
+        """
+        for name in self._arrays:
+            found = self._chunks.get(name)
+            if found is None:
+                directory = self.place(name)
+                found = {_relative(file, directory) for file in storage.walk(directory)}
+            self._check_chunks(name, found)
 
     def read(self, name: str) -> np.ndarray:
         """Reads one array as stored.
@@ -95,53 +119,93 @@ class OrbaxArrays:
         Raises:
           UserError: if it cannot be read or is not what was written.
         """
-        info, metadata = self.tensors[name], self._metadata[name]
-        chunk_name = f"{name.replace('/', '.')}/{_chunk_name(metadata)}"
+        description = self._arrays[name]
+        info, chunk_name = description.info, description.first_chunk
+        chunk_name = f"{name.replace('/', '.')}/{chunk_name}"
         chunk = self._inside(chunk_name)
         # Fast path for arrays as this project writes them: one uncompressed chunk, read
         # straight into memory.
-        if self._ocdbt or not _is_plain(metadata) or not storage.is_file(chunk):
+        if self._ocdbt or not description.is_plain or not storage.is_file(chunk):
             return self._read_by_tensorstore(name)
         array = recycling.empty(info.shape, info.dtype)
         if (size := storage.size(chunk)) != info.nbytes or not storage.read_into(chunk, 0, array):
             raise damaged(chunk, f"it has {size:,} bytes, not {info.nbytes:,}")
-        expected = self._integrity.get(chunk_name)
+        expected = self.integrity.get(chunk_name)
         if expected and _crc32(array) != expected["crc32"]:
             raise damaged(chunk, "its CRC-32 differs from what was written")
         return array
 
+    def place(self, name: str) -> str:
+        """Where the array of a name is, or should be."""
+        return self._inside(name.replace("/", "."))
+
     def _inside(self, name: str) -> str:
         return storage.join(self._path, name)
 
-    def _read_by_tensorstore(self, name: str) -> np.ndarray:
-        import tensorstore as ts
+    def _tree(self) -> OrbaxTree:
+        """What `_METADATA` says of the directory."""
+        file = self._inside(METADATA)
+        if not storage.is_file(file):
+            raise missing_file(file)
+        tree = orbax_tree(file, read_checked(self._path, METADATA, self.integrity))
+        if tree.is_ocdbt and not storage.is_file(store := self._inside(_OCDBT)):
+            raise missing_file(store)
+        return tree
 
-        directory = self._inside(name.replace("/", "."))
-        # TensorStore decodes chunks and compression of every kind, but reads only local
-        # files here.
-        if self._copy is not None:
-            store = self._ocdbt_store(self._copy.path, name.replace("/", "."))
-            chunks = self._chunks.get(name, set())
-        else:
-            copy = storage.LocalCopy(directory)
-            store = {"driver": "file", "path": f"{copy.path}/"}
-            chunks = {os.path.relpath(file, copy.path) for file in storage.walk(copy.path)}
-        for chunk in _chunk_names(self._metadata[name]):
-            if chunk not in chunks:
+    def _is_complete(self, description: zarr.Description) -> bool:
+        """Whether an array was written with all of its chunks."""
+        return self._has_every_chunk or not description.has_fill_value
+
+    def _check_chunks(self, name: str, found: Collection[str]) -> None:
+        description, directory = self._arrays[name], self.place(name)
+        expected = set()
+        for chunk in description.chunk_names():
+            if chunk not in found and self._is_complete(description):
                 raise UserError(
                     f"A chunk of {name} is missing.",
                     where=storage.join(directory, chunk),
                     fix="Copy the whole directory again, or choose another checkpoint.",
                 )
-        spec = {"driver": self._driver(name), "kvstore": store}
+            expected.add(chunk)
+        surplus = (file for file in found if _IS_CHUNK.fullmatch(file) and file not in expected)
+        if strange := next(surplus, None):
+            raise damaged(
+                storage.join(directory, strange),
+                f"an array of shape {list(description.info.shape)} in chunks of"
+                f" {list(description.chunks)} has no such chunk",
+            )
+
+    def _read_by_tensorstore(self, name: str) -> np.ndarray:
+        import tensorstore as ts
+
+        array = name.replace("/", ".")
+        directory = self._inside(array)
+        # TensorStore decodes chunks and compression of every kind, but reads only local
+        # files here.
+        if self._copy is not None:
+            store = self._ocdbt_store(self._copy.path, array)
+            self._check_chunks(name, self._chunks.get(name, set()))
+        else:
+            copy = storage.LocalCopy(directory)
+            store = {"driver": "file", "path": f"{copy.path}/"}
+            files = {_relative(file, copy.path) for file in storage.walk(copy.path)}
+            self._check_chunks(name, files)
+            written = {
+                file: self.integrity[f"{array}/{file}"]
+                for file in files
+                if f"{array}/{file}" in self.integrity
+            }
+            check_contents(copy.path, written)
+        spec = {"driver": self._arrays[name].driver, "kvstore": store}
         try:
-            return np.asarray(ts.open(spec, read=True).result().read().result())
+            values = np.asarray(ts.open(spec, read=True).result().read().result())
         except Exception as error:  # TensorStore raises many kinds for a damaged file.
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise damaged(directory, reason) from error
-
-    def _driver(self, name: str) -> str:
-        return "zarr3" if self._metadata[name].get("zarr_format") == 3 else "zarr"
+        info = self.tensors[name]
+        if (values.shape, values.dtype) != (info.shape, info.dtype):
+            raise damaged(directory, f"it holds {values.dtype} of shape {list(values.shape)}")
+        return values
 
     @staticmethod
     def _ocdbt_store(path: str, array: str = "") -> dict[str, Any]:
@@ -149,13 +213,15 @@ class OrbaxArrays:
         base = {"driver": "file", "path": f"{path}/"}
         return {"driver": "ocdbt", "base": base, "path": array and f"{array}/"}
 
-    def _list(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Tree path and Zarr metadata of each array."""
+    def _list(self) -> Iterator[tuple[str, zarr.Description]]:
+        """Name with dots and description of each array."""
         if self._copy is None:
             for name in storage.names(self._path):
-                file = self._inside(f"{name}/{_ARRAY}")
-                if storage.is_file(file):
-                    yield name.replace(".", "/"), _parse(file, storage.read(file))
+                for description in zarr.DESCRIPTIONS:
+                    file = f"{name}/{description}"
+                    if storage.is_file(self._inside(file)):
+                        content = read_checked(self._path, file, self.integrity)
+                        yield name, zarr.parse(self._inside(file), content)
             return
         import tensorstore as ts
 
@@ -164,75 +230,18 @@ class OrbaxArrays:
             for key in store.list().result():
                 # No array's name has a slash, but a chunk's may.
                 array, _, name = key.decode().partition("/")
-                array = array.replace(".", "/")
-                self._chunks.setdefault(array, set()).add(name)
-                if name in (_ARRAY, "zarr.json"):
-                    yield array, _parse(self._path, store.read(key).result().value)
+                self._chunks.setdefault(array.replace(".", "/"), set()).add(name)
+                if name in zarr.DESCRIPTIONS:
+                    content = store.read(key).result().value
+                    yield array, zarr.parse(self._inside(f"{_OCDBT}, {array}"), content)
         except UserError:
             raise
         except Exception as error:  # TensorStore raises many kinds for a damaged store.
             raise damaged(self._path, str(error).splitlines()[0]) from error
 
 
-def _parse(path: str, content: bytes) -> dict[str, Any]:
-    try:
-        parsed = json.loads(content)
-    except (ValueError, RecursionError):
-        raise damaged(path, "it is not JSON") from None
-    if not isinstance(parsed, dict):
-        raise damaged(path, "it is not a description of an array")
-    return parsed
-
-
-def _info(path: str, metadata: Mapping[str, Any]) -> TensorInfo:
-    """The shape and type of an array.
-
-    Raises:
-      UserError: if the description gives none that an array of numbers can have.
-    """
-    try:
-        name = metadata["dtype"] if "dtype" in metadata else metadata["data_type"]
-        dtype = np.dtype(str(name))
-        shape = tuple(metadata["shape"])
-    except (KeyError, TypeError, ValueError):
-        raise damaged(path, "its description has no shape or no type") from None
-    # Numbers only: an array of objects ("O") would be unpickled, which can run any code.
-    is_number = dtype.kind in "biuf" or dtype == np.dtype("bfloat16")
-    if not is_number or not all(type(size) is int and size >= 0 for size in shape):
-        raise damaged(path, f"it describes an array of {name!r} and shape {list(shape)}")
-    return TensorInfo(shape, dtype)
-
-
-def _chunk_names(metadata: Mapping[str, Any]) -> Iterator[str]:
-    """The chunks that an array must have: all if no fill value stands for those left out."""
-    if metadata.get("zarr_format") != 2 or metadata.get("fill_value") is not None:
-        return
-    counts = [
-        # Rounded up: chunks at the ends may stick out.
-        -(-size // chunk)
-        for size, chunk in zip(metadata["shape"], metadata["chunks"], strict=True)
-    ]
-    separator = metadata.get("dimension_separator", ".")
-    for place in np.ndindex(*counts):
-        # A scalar has one chunk, "0".
-        yield separator.join(map(str, place)) or "0"
-
-
-def _is_plain(metadata: Mapping[str, Any]) -> bool:
-    """Whether an array is one chunk of its bytes and nothing else."""
-    return (
-        metadata.get("zarr_format") == 2
-        and metadata["compressor"] is None
-        and not metadata.get("filters")
-        and metadata["order"] == "C"
-        and list(metadata["chunks"]) == list(metadata["shape"])
-        # An array without elements has no chunk to read.
-        and math.prod(metadata["shape"]) > 0
-    )
-
-
-def _chunk_name(metadata: Mapping[str, Any]) -> str:
-    return metadata.get("dimension_separator", ".").join("0" for _ in metadata["shape"]) or "0"
+def _relative(file: str, directory: str) -> str:
+    return file.removeprefix(directory).lstrip("/")
 
 
 def _fill(array: np.ndarray, file: Path) -> bool:
@@ -274,16 +283,15 @@ class OrbaxWriter:
         """Writes an array under its tree path."""
         directory = self._path / output.name.replace("/", ".")
         directory.mkdir(exist_ok=True)
-        # `_chunk_name`'s default separator is the one that `_zarray` writes.
-        chunk = directory / _chunk_name({"shape": array.shape})
+        chunk = directory / zarr.plain_chunk(array.shape)
         self._write(chunk, bytes_of(array))
-        self._write(directory / _ARRAY, memoryview(_zarray(array).encode()))
+        self._write(directory / _ARRAY, memoryview(zarr.plain_text(array).encode()))
         self._names.append(output.name)
 
     def stored(self, output: Output) -> np.ndarray | None:
         """Returns what is stored of an array, or None; the metadata is written after the values."""
         directory = self._path / output.name.replace("/", ".")
-        chunk = directory / _chunk_name({"shape": output.info.shape})
+        chunk = directory / zarr.plain_chunk(output.info.shape)
         if not (directory / _ARRAY).is_file() or not chunk.is_file():
             return None
         if chunk.stat().st_size != output.info.nbytes:
@@ -294,7 +302,7 @@ class OrbaxWriter:
     def keep(self, output: Output, array: np.ndarray) -> None:
         """Adds an array that is there already to the lists of names and files."""
         directory = self._path / output.name.replace("/", ".")
-        self._enter(directory / _chunk_name({"shape": array.shape}), bytes_of(array))
+        self._enter(directory / zarr.plain_chunk(array.shape), bytes_of(array))
         self._enter(directory / _ARRAY, memoryview((directory / _ARRAY).read_bytes()))
         self._names.append(output.name)
 
@@ -326,26 +334,6 @@ class OrbaxWriter:
     def _enter(self, path: Path, content: memoryview) -> None:
         name = path.relative_to(self._path).as_posix()
         self._files[name] = {"bytes": content.nbytes, "crc32": zlib.crc32(content)}
-
-
-def _zarray(array: np.ndarray) -> str:
-    # numpy's own code for bfloat16 is a void type ("<V2"); Zarr's readers go by the name.
-    dtype = array.dtype.name if array.dtype.name == "bfloat16" else array.dtype.str
-    return json.dumps(
-        {
-            "chunks": list(array.shape),
-            "compressor": None,
-            "dimension_separator": ".",
-            "dtype": dtype,
-            # Without a fill value TensorStore reports a lost chunk instead of reading
-            # zeros.
-            "fill_value": None,
-            "filters": None,
-            "order": "C",
-            "shape": list(array.shape),
-            "zarr_format": 2,
-        }
-    )
 
 
 def _tree_metadata(names: list[str]) -> bytes:

@@ -75,6 +75,8 @@ def checkpoints_to_evaluate(model_dir: str, steps: Any, *, jax: bool) -> list[st
             where="looked for model.ckpt-<step>.index" + (" and checkpoint_<step>/" if jax else ""),
             fix="Train first, or correct --model_dir.",
         )
+    if not jax:
+        mtf.check_state_file(model_dir)
     if steps is None:
         return []
     # utils.get_checkpoint_iterator yields None where the state file names no latest checkpoint.
@@ -92,6 +94,8 @@ def _checkpoints_to_start_from(inputs: RunInputs, *, jax: bool) -> list[str]:
     """The checkpoints that training reads: the latest of model_dir, and init_checkpoint."""
     found = sources.list_checkpoints(inputs.model_dir)
     chosen = [mtf.latest_mtf_prefix(inputs.model_dir)]
+    if not jax:
+        mtf.check_state_file(inputs.model_dir)
     if not jax and found and found[-1].format != "mtf":
         raise _of_another_stack(found[-1], "The latest of model_dir", inputs.master_dtype)
     if inputs.init_checkpoint:
@@ -108,6 +112,7 @@ def _initial(path: str, inputs: RunInputs, jax: bool) -> str | None:
         return None
     # Mesh TensorFlow's tf.train.list_variables takes a directory for its latest one.
     if prefix := mtf.latest_mtf_prefix(path):
+        mtf.check_state_file(path)
         return prefix
     raise _of_another_stack(sources.find_checkpoint(path), "init_checkpoint", inputs.master_dtype)
 
@@ -139,8 +144,8 @@ def check_checkpoint(prefix: str) -> BundleReader:
     """
     if not storage.is_file(f"{prefix}.index"):
         raise UserError(
-            f"There is no checkpoint {prefix}.",
-            where=f"{prefix}.index is missing",
+            sources.absence(prefix),
+            where=prefix,
             fix="Give a path without '.index', e.g. DIR/model.ckpt-1000; with --backend=jax also a"
             " folder that holds a checkpoint of any format.",
         )

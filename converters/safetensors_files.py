@@ -31,7 +31,8 @@ _DTYPES = {
     "I32": np.dtype(np.int32),
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_HEADER_LIMIT = 100_000_000  # of the safetensors package
+_HEADER_LIMIT = 100_000_000  # bytes, of the safetensors package
+_VALUES_LIMIT = 500_000  # T5 11B with its slots has 3,000 tensors, of 6 values each
 
 
 class SafetensorsFile:
@@ -48,9 +49,9 @@ class SafetensorsFile:
         self._path = path
         self._header, self._start = _read_header(path)
         # Taken out, so that the rest of the header is tensors only.
-        self.metadata: dict[str, str] = self._header.pop("__metadata__", {})
+        self.metadata = _metadata(path, self._header.pop("__metadata__", None))
         self.tensors = {name: _info(path, name, entry) for name, entry in self._header.items()}
-        end = max((entry["data_offsets"][1] for entry in self._header.values()), default=0)
+        end = _end(path, {name: entry["data_offsets"] for name, entry in self._header.items()})
         if (actual := storage.size(path)) != self._start + end:
             raise _damaged(
                 path, f"it has {actual:,} bytes, but its header calls for {self._start + end:,}"
@@ -81,13 +82,37 @@ def _read_header(path: str) -> tuple[dict[str, Any], int]:
     length = struct.unpack("<Q", first)[0] if len(first) == 8 else size
     if not 2 <= length <= min(size - 8, _HEADER_LIMIT):
         raise _damaged(path, "it does not begin as a safetensors file does")
+    content = storage.read_range(path, 8, length)
+    # Counting takes no time; parsing millions of values takes half a minute and a gigabyte.
+    if content.count(b",") > _VALUES_LIMIT:
+        raise _damaged(path, "its header lists more than any T5 has")
     try:
-        header = json.loads(storage.read_range(path, 8, length))
+        header = json.loads(content)
     except (ValueError, RecursionError):
         raise _damaged(path, "its header is not JSON") from None
     if not isinstance(header, dict):
         raise _damaged(path, "its header is not a list of tensors")
     return header, 8 + length
+
+
+def _metadata(path: str, metadata: Any) -> dict[str, str]:
+    if metadata is None:
+        return {}
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise _damaged(path, "the __metadata__ in its header are not strings by name")
+    return metadata
+
+
+def _end(path: str, places: Mapping[str, tuple[int, int]]) -> int:
+    """Where the last tensor ends. As in the safetensors package, each begins where one ends."""
+    end = 0
+    for name, (begin, until) in sorted(places.items(), key=lambda item: tuple(item[1])):
+        if begin != end:
+            raise _damaged(
+                path, f"{name} begins at {begin:,}, but the tensor before it ends at {end:,}"
+            )
+        end = until
+    return end
 
 
 def _info(path: str, name: str, entry: Mapping[str, Any]) -> TensorInfo:

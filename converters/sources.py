@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from t0repro.converters import hf, jax_tree, mtf, storage
-from t0repro.converters.manifest import manifest_path, read_manifest
+from t0repro.converters.manifest import MANIFEST, manifest_path, read_manifest
 from t0repro.converters.recognition import check_parameters
 from t0repro.converters.tensors import (
     CheckpointReader,
@@ -68,7 +68,7 @@ def _find(path: str, step: int | None, source: Format | None) -> CheckpointRef:
             )
         return ref
     if not storage.is_directory(path):
-        raise _not_found("There is no checkpoint with this name.", path)
+        raise _not_found(absence(path), path)
     refs = [ref for ref in list_checkpoints(path) if _is_of(ref, source)]
     if not refs:
         if source in (None, "mtf"):
@@ -80,9 +80,28 @@ def _find(path: str, step: int | None, source: Format | None) -> CheckpointRef:
         return _latest(path, refs, source)
     chosen = [ref for ref in refs if ref.step == step]
     if not chosen:
-        steps = ", ".join(str(known) for known in sorted({ref.step or 0 for ref in refs}))
-        raise _not_found(f"The directory has no checkpoint of step {step}; it has {steps}.", path)
+        raise _not_found(
+            f"The directory has no checkpoint of step {step}; it has {_steps(refs)}.", path
+        )
     return chosen[-1]
+
+
+def absence(path: str) -> str:
+    """Says why a path that names neither a checkpoint nor a directory names none.
+
+    If the name is one that a checkpoint has, that includes the steps that are there.
+    """
+    if storage.is_file(path):
+        return "This file is not a checkpoint."
+    named = re.fullmatch(r"(?:checkpoint_|model\.ckpt-)(\d+)(?:\.index)?", storage.name(path))
+    refs = list_checkpoints(os.path.dirname(path.rstrip("/")) or ".") if named else []
+    there = f"; its directory has {_steps(refs)}" if refs else ""
+    return f"There is no checkpoint with this name{there}."
+
+
+def _steps(refs: list[CheckpointRef]) -> str:
+    steps = sorted({ref.step or 0 for ref in refs})
+    return f"step{'s' if len(steps) > 1 else ''} {', '.join(map(str, steps))}"
 
 
 def list_checkpoints(directory: str | os.PathLike[str]) -> list[CheckpointRef]:
@@ -161,14 +180,15 @@ def open_checkpoint(ref: CheckpointRef) -> CheckpointReader:
     Raises:
       UserError: If it is damaged or holds an unknown variable.
     """
-    if ref.format == "mtf":
-        return mtf.MtfReader(ref.path)
     manifest = read_manifest(os.path.dirname(manifest_path(ref)))
     norm_names = manifest.norm_names if manifest else None
-    if ref.format != "hf":
-        return jax_tree.JaxReader(ref, norm_names)
-    # The other formats have checksums of their own; safetensors has none.
-    return hf.HfReader(ref, norm_names, manifest if manifest and manifest.is_of(ref) else None)
+    if manifest and not manifest.is_of(ref):
+        manifest = None  # it describes another checkpoint of this directory
+    if ref.format == "mtf":
+        return mtf.MtfReader(ref.path, manifest)
+    if ref.format == "hf":
+        return hf.HfReader(ref, norm_names, manifest)
+    return jax_tree.JaxReader(ref, norm_names, manifest)
 
 
 def files_of(ref: CheckpointRef) -> list[str]:
@@ -213,8 +233,62 @@ def check_checkpoint(reader: CheckpointReader) -> ModelShape:
             where=where,
             fix="The checkpoint is incomplete; get it again from where it came from.",
         )
+    _check_types(reader)
     _check_slots(reader, shapes)
     return family
+
+
+def check_step(reader: CheckpointReader, ref: CheckpointRef) -> None:
+    """Checks that a checkpoint's step is the one in its name.
+
+    Training may continue from a renamed checkpoint (--allow_changed); a conversion may not, because
+    it names its output by one of the two.
+
+    Args:
+      reader: A reader of the checkpoint.
+      ref: The checkpoint as it was found; `reader.ref` may have the step of the content.
+
+    Raises:
+      UserError: If the two differ.
+    """
+    step = int(reader.read(layout.STEP))
+    if ref.step not in (None, step):
+        raise UserError(
+            f"The name says step {ref.step}, but the checkpoint's own step is {step}.",
+            where=ref.path,
+            fix="Rename the checkpoint to the step that it holds.",
+        )
+
+
+def check_slots_step(reader: CheckpointReader) -> None:
+    """Checks that the step of a Hugging Face model's slots is known; only a record holds it.
+
+    Raises:
+      UserError: If there are slots without the record: they would count as those of step 0, where
+        Adafactor forgets what it has accumulated.
+    """
+    record = manifest_path(reader.ref)
+    if reader.ref.format == "hf" and has_slots(reader) and not storage.is_file(record):
+        slots = storage.join(reader.ref.path, hf.SLOTS_FILE)
+        raise UserError(
+            f"There are optimizer slots, but no {MANIFEST}, which holds their step.",
+            where=slots,
+            fix=f"Copy {MANIFEST} too. If the model was changed on purpose since it was converted,"
+            f" remove {hf.SLOTS_FILE}; the step then counts as 0.",
+        )
+
+
+def _check_types(reader: CheckpointReader) -> None:
+    """Checks that the step is a whole number and everything else is of floating point."""
+    for key, info in reader.tensors.items():
+        is_whole = info.dtype.kind in "iu"
+        if is_whole != (key == layout.STEP) or info.dtype.kind == "b" or (is_whole and info.shape):
+            raise UserError(
+                f"{reader.native_name(key)} is stored as {info.dtype.name} of shape"
+                f" {list(info.shape)}, which a T5's is not.",
+                where=reader.ref.path,
+                fix="Copy the whole checkpoint again, or choose another one.",
+            )
 
 
 def _check_slots(reader: CheckpointReader, shapes: dict[str, tuple[int, ...]]) -> None:
@@ -235,6 +309,14 @@ def _check_slots(reader: CheckpointReader, shapes: dict[str, tuple[int, ...]]) -
         present = slots[path]
         if partly_trained and not present:
             continue
+        if len(shape) < 2 and (factored := sorted({"v_row", "v_col"} & present.keys())):
+            name = reader.native_name(layout.slot_key(path, factored[0]))
+            raise UserError(
+                f"The slot {name} has the shape {list(present[factored[0]].shape)}, but only"
+                f" matrices have such a slot, and its variable has the shape {list(shape)}.",
+                where=reader.ref.path,
+                fix="Convert without slots (--no_slots), or get the whole checkpoint.",
+            )
         # A parameter has both factored slots or one whole second moment.
         needed = ["v_row", "v_col"] if {"v_row", "v_col"} & present.keys() else ["v"]
         if adam:
@@ -304,6 +386,8 @@ def open_any(
     """
     reader = open_checkpoint(find_checkpoint(path, step))
     check_checkpoint(reader)
+    if slots:
+        check_slots_step(reader)
     return {
         key: StoredTensor.of(reader, key)
         for key in reader.tensors

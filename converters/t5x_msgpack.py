@@ -16,9 +16,10 @@ import ml_dtypes
 import numpy as np
 
 from t0repro.converters import storage
-from t0repro.converters.integrity import damaged
+from t0repro.converters.integrity import damaged, read_checked
 from t0repro.converters.orbax_dir import OrbaxArrays
 from t0repro.converters.tensors import TensorInfo
+from t0repro.converters.witnesses import check_names
 from t0repro.errors import UserError
 
 FILE = "checkpoint"
@@ -38,19 +39,22 @@ class MsgpackArrays:
 
     def __init__(self, path: str):
         file = storage.join(path, FILE)
-        tree, version = _load(file)
-        self._arrays = OrbaxArrays(path)
+        self._arrays = OrbaxArrays(path, has_metadata=False)
+        tree, version = _load(file, read_checked(path, FILE, self._arrays.integrity))
         self._inline: dict[str, np.ndarray] = {}
         self._places: dict[str, str] = {}
         # Version 2 kept bfloat16's bits as uint16.
         self._bits_as_uint16 = version < _VERSION
+        shapes: dict[str, Any] = {}
         for name, leaf in _leaves(tree):
             if isinstance(leaf, dict):
-                self._places[name] = self._find(path, name, _path_of(leaf, file, name))
+                self._places[name] = _array_at(_path_of(leaf, file, name))
+                shapes[name] = _shape_of(leaf)
             elif isinstance(leaf, str) and leaf.startswith(_PLACEHOLDER):
-                self._places[name] = self._find(path, name, leaf.removeprefix(_PLACEHOLDER))
+                self._places[name] = _array_at(leaf.removeprefix(_PLACEHOLDER))
             elif leaf is not None:
                 self._inline[name] = _numbers(leaf, file, name)
+        self._check_places(file, shapes)
         # bfloat16 may be kept as bits in uint16, so the type is the translated one.
         self.tensors = {
             name: self._info(self._arrays.tensors[place]) for name, place in self._places.items()
@@ -73,22 +77,33 @@ class MsgpackArrays:
         """See `OrbaxArrays.has_integrity`."""
         return self._arrays.has_integrity
 
+    def place(self, name: str) -> str:
+        """Where the array of a name is, or should be; one in the file itself is there."""
+        return self._arrays.place(FILE if name in self._inline else self._places.get(name, name))
+
     def unchecked(self) -> list[str]:
         """See `OrbaxArrays.unchecked`."""
         missing = set(self._arrays.unchecked())
         return [name for name, place in self._places.items() if place in missing]
 
-    def _find(self, path: str, name: str, place: str) -> str:
-        """The array's name among the directories; of a path only the last part counts."""
-        # T5X records the path of the machine that wrote the checkpoint.
-        directory = place.rstrip("/").rpartition("/")[2]
-        if (array := directory.replace(".", "/")) not in self._arrays.tensors:
-            raise UserError(
-                f"The array of {name} is missing.",
-                where=storage.join(path, directory),
-                fix="Copy the whole directory again, or choose another checkpoint.",
-            )
-        return array
+    def _check_places(self, file: str, shapes: Mapping[str, Any]) -> None:
+        """Checks that the arrays beside the file are those that it names, in its shapes."""
+        owners = {place: name for name, place in self._places.items()}
+        # This project's own also has the step as an array beside the file.
+        there = self._arrays.tensors.keys() - (self._inline.keys() - owners.keys())
+        check_names(
+            [owners.get(place, place.replace("/", ".")) for place in there],
+            self._places.keys(),
+            file,
+            self.place,
+        )
+        for name, shape in shapes.items():
+            stored = self._arrays.tensors[self._places[name]].shape
+            if shape is not None and shape != list(stored):
+                raise damaged(
+                    self.place(name),
+                    f"its shape is {list(stored)}, but {FILE} says {shape}",
+                )
 
     def _info(self, info: TensorInfo) -> TensorInfo:
         if self._bits_as_uint16 and info.dtype == np.uint16:
@@ -96,14 +111,20 @@ class MsgpackArrays:
         return info
 
 
-def _load(path: str) -> tuple[dict[str, Any], int]:
-    """The tree in a file, and T5X's version of it; Orbax's count as today's."""
+def _array_at(place: str) -> str:
+    """The array's name among the directories; of a path only the last part counts."""
+    # T5X records the path of the machine that wrote the checkpoint.
+    return place.rstrip("/").rpartition("/")[2].replace(".", "/")
+
+
+def _load(path: str, packed: bytes) -> tuple[dict[str, Any], int]:
+    """The tree in a file's bytes, and T5X's version of it; Orbax's count as today's."""
     # flax takes a second to import, which only these files need.
     from flax import serialization
 
     try:
         # It makes arrays of bytes and shapes; an array of objects is an error, never unpickled.
-        content: Any = serialization.msgpack_restore(storage.read(path))
+        content: Any = serialization.msgpack_restore(packed)
     except Exception as error:  # msgpack raises many kinds for a damaged file.
         raise damaged(path, f"it cannot be unpacked ({type(error).__name__})") from error
     if isinstance(content, dict) and isinstance(content.get("target"), dict):
@@ -125,6 +146,13 @@ def _path_of(spec: Mapping[str, Any], file: str, name: str) -> str:
     if not isinstance(place, str):
         raise damaged(file, f"{name} has no path")
     return place
+
+
+def _shape_of(spec: Mapping[str, Any]) -> list[int] | None:
+    """The shape in a TensorStore specification; None if there is none."""
+    metadata = spec.get("metadata")
+    shape = metadata.get("shape") if isinstance(metadata, dict) else None
+    return list(shape) if isinstance(shape, list | tuple) else None
 
 
 def _numbers(leaf: Any, file: str, name: str) -> np.ndarray:

@@ -12,8 +12,16 @@ from t0repro.converters.integrity import INTEGRITY
 from t0repro.converters.jax_tree import JaxReader
 from t0repro.converters.manifest import MANIFEST, Manifest, Mismatch, manifest_path, read_manifest
 from t0repro.converters.mtf import MtfReader
-from t0repro.converters.sources import check_checkpoint, find_checkpoint, open_checkpoint
+from t0repro.converters.run_files import check_run_files
+from t0repro.converters.sources import (
+    check_checkpoint,
+    check_slots_step,
+    check_step,
+    find_checkpoint,
+    open_checkpoint,
+)
 from t0repro.converters.tensors import CheckpointReader, CheckpointRef, total_bytes
+from t0repro.errors import UserError
 from t0repro.parameters.shape import ModelShape
 from t0repro.progress import byte_progress
 
@@ -53,12 +61,18 @@ def verify(path: str | os.PathLike[str], step: int | None = None) -> Verificatio
     Raises:
       UserError: If a file is missing or damaged, or the checkpoint is incomplete or not a T5.
     """
-    reader = open_checkpoint(find_checkpoint(path, step))
+    reader = open_checkpoint(ref := find_checkpoint(path, step))
     family = check_checkpoint(reader)
+    check_slots_step(reader)
+    check_run_files(reader.ref, family)
     manifest = read_manifest(os.path.dirname(manifest_path(reader.ref)))
     if manifest and not manifest.is_of(reader.ref):
         manifest = None  # it describes another checkpoint of this directory
     problems: list[str] = []
+    try:
+        check_step(reader, ref)
+    except UserError as error:  # the values can be checked all the same
+        problems.append(error.what)
     compared: set[str] = set()
     with byte_progress("Verifying", total_bytes(reader.tensors)) as done:
         for key, info in reader.tensors.items():

@@ -72,6 +72,7 @@ def open_checkpoint(
     from t0repro.converters import sources
     from t0repro.converters.arithmetic import arithmetic, gin_text
     from t0repro.converters.recognition import recognise
+    from t0repro.converters.run_files import check_run_files
     from t0repro.model.t5 import T5, held_for_evaluation
     from t0repro.partitioning.devices import choose, line_of
     from t0repro.training.train_state import checkpoint_shapes
@@ -85,6 +86,7 @@ def open_checkpoint(
             where=path,
             fix="Score a language model with t5_mesh_transformer's mode score_from_dataset.",
         )
+    check_run_files(ref, family)
     computed = arithmetic(ref, family, gin_text(ref))
     if unknown := set(computed.activations) - set(get_args(Activation)):
         raise UserError(
@@ -121,6 +123,7 @@ def _model_config(family: ModelShape, computed: hf_config.Arithmetic) -> ModelCo
         position_bias_per_layer=family.position_bias_per_layer,
         rms_norm_epsilon=computed.epsilon,
         scale_tied_logits=computed.scale_tied_logits,
+        scale_queries=computed.scale_queries,
         dropout_rate=0.0,
         label_smoothing=0.0,
         z_loss=0.0,

@@ -3,7 +3,8 @@
 A checkpoint is written under a temporary name and renamed once it is complete. The last file
 written is `integrity.json`, with the length and CRC-32 of every other file, so that a missing or
 altered file is reported by name before any value is used. Orbax directories written by other
-programs have no such file and are read without that check.
+programs have no such file; of these the arrays and chunks that Orbax's own metadata names must be
+there.
 
 Saving is in two parts: `start_checkpoint` copies the state to the host, so that training may go on
 in the same buffers, and a thread writes the copy.
@@ -37,7 +38,7 @@ from t0repro.converters.integrity import (
     write_integrity,
 )
 from t0repro.converters.jax_tree import jax_refs
-from t0repro.converters.orbax_dir import is_orbax
+from t0repro.converters.orbax_dir import OrbaxArrays, is_orbax
 from t0repro.errors import UserError
 from t0repro.files import atomic_directory, check_is_no_pattern
 from t0repro.log_records import only_records
@@ -342,7 +343,11 @@ def _whole(path: PathLike) -> dict[str, Written]:
             where=str(path),
             fix="Name a checkpoint_<step> directory that a training run or a conversion wrote.",
         )
-    return read_integrity(os.fspath(path))
+    files = read_integrity(os.fspath(path))
+    if not files:
+        # Orbax restores what it finds, and zeros for a chunk that is gone where they are filled.
+        OrbaxArrays(os.fspath(path)).check_chunks()
+    return files
 
 
 def remove_interrupted_saves(model_dir: PathLike) -> None:

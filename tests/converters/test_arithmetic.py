@@ -47,6 +47,30 @@ def test_an_activation_that_the_jax_stack_lacks_is_told(tiny_checkpoint):
         computed(tiny_checkpoint)
 
 
+def test_queries_that_a_t5x_run_scaled_are_scaled_in_scoring_and_lost_in_no_conversion(
+    tiny_checkpoint, tmp_path
+):
+    convert(tiny_checkpoint, tmp_path / "t5x", "t5x")
+    plain = computed(tmp_path / "t5x")
+    text = "from __gin__ import dynamic_registration\nfrom t5x.contrib.gpu import network\n"
+    text += "network.T5Config.scale_attn_logits = %SCALE\nSCALE = True\n"
+    (tmp_path / "t5x" / "config.gin").write_text(text)
+    assert computed(tmp_path / "t5x") == dataclasses.replace(plain, scale_queries=True)
+    for to in ("mtf", "hf", "jax", "t5x"):
+        with pytest.raises(UserError, match="scale_attn_logits"):
+            convert(tmp_path / "t5x", tmp_path / "out", to)
+        assert not (tmp_path / "out").exists()
+
+
+def test_the_activation_in_t5x_s_config_counts(tiny_checkpoint, tmp_path):
+    convert(tiny_checkpoint, tmp_path / "t5x", "t5x")
+    text = "network.T5Config.mlp_activations = ('silu', 'linear')\n"
+    (tmp_path / "t5x" / "config.gin").write_text(text)
+    assert computed(tmp_path / "t5x").activations == ("swish", "linear")
+    convert(tmp_path / "t5x", tmp_path / "hf", "hf")
+    assert computed(tmp_path / "hf").activations == ("swish", "linear")
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [

@@ -5,6 +5,7 @@ import shutil
 import numpy as np
 import pytest
 
+from t0repro.converters import mtf
 from t0repro.converters.convert import convert
 from t0repro.converters.sources import find_checkpoint, list_checkpoints, load_any
 from t0repro.errors import UserError
@@ -69,7 +70,7 @@ def test_the_state_file_decides_among_mesh_tensorflow_s_checkpoints(mixed):
 
 
 def test_a_step_that_is_not_there_is_told_with_those_that_are(mixed):
-    with pytest.raises(UserError, match="no checkpoint of step 4; it has 3, 5, 7"):
+    with pytest.raises(UserError, match="no checkpoint of step 4; it has steps 3, 5, 7"):
         find_checkpoint(mixed, 4)
 
 
@@ -77,6 +78,39 @@ def test_a_state_file_that_names_what_is_gone_is_told(mixed):
     (mixed / "model.ckpt-7.index").unlink()
     with pytest.raises(UserError, match=r"model\.ckpt-7 that this file names is not there"):
         find_checkpoint(mixed)
+
+
+def test_a_state_file_that_names_nothing_is_told(mixed):
+    (mixed / "checkpoint").write_text("model_checkpoint_pa")
+    with pytest.raises(UserError, match=rf"(?s)names none.*{mixed}/checkpoint"):
+        find_checkpoint(mixed)
+
+
+@pytest.mark.parametrize("is_left", [True, False])
+def test_a_copied_directory_is_read_itself_whatever_path_its_state_file_has(mixed, is_left):
+    (mixed / "checkpoint").write_text(f'model_checkpoint_path: "{mixed}/model.ckpt-7"\n')
+    mtf.check_state_file(mixed)  # this directory's own path, as tf.train.Saver writes it
+    copy = mixed.with_name("copy")
+    shutil.copytree(mixed, copy)
+    if not is_left:
+        shutil.rmtree(mixed)
+    assert find_checkpoint(copy).path == f"{copy}/model.ckpt-7"
+    # TensorFlow would read the other directory, or start anew.
+    with pytest.raises(UserError, match=rf"(?s){mixed}/model.ckpt-7, in another.*{copy}/checkp"):
+        mtf.check_state_file(copy)
+    for file in copy.glob("model.ckpt-7.*"):
+        file.unlink()
+    with pytest.raises(UserError, match=rf"{mixed}/model\.ckpt-7 that this file names is not"):
+        find_checkpoint(copy)
+
+
+def test_a_file_is_no_checkpoint_and_an_absent_one_is_told_with_the_steps_there(mixed):
+    (mixed / "notes.txt").write_text("text")
+    with pytest.raises(UserError, match="This file is not a checkpoint"):
+        find_checkpoint(mixed / "notes.txt")
+    for name in ("checkpoint_4", "model.ckpt-4", "model.ckpt-4.index"):
+        with pytest.raises(UserError, match="with this name; its directory has steps 3, 5, 7"):
+            find_checkpoint(mixed / name)
 
 
 def test_an_empty_directory_and_a_wrong_path_are_told_with_what_to_give(tmp_path):

@@ -156,7 +156,7 @@ def configuration(model_dir, gin_text, allow_changed=False, **changes):
     }
     # What only the checks of a command line read is left out.
     inputs = RunInputs(**{field.name: None for field in dataclasses.fields(RunInputs)} | known)
-    return Configuration(inputs, config, gin_text, allow_changed)
+    return Configuration(inputs, config, gin_text, allow_changed=allow_changed)
 
 
 def test_a_refused_run_leaves_every_file_as_it_was(tmp_path):
