@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from t0repro.evaluation.evaluation_folder import Settings
-    from t0repro.evaluation.rank_eval import Outcome
     from t0repro.reports.report import Report
+    from t0repro.runs.rank_eval import Outcome
 
 
 class Extra(enum.Enum):
@@ -179,7 +179,7 @@ def _writer(
 ) -> Callable[..., tuple[Report, list[Path]]]:
     """Registers the modules' tasks; returns `write_results` for a report with these options."""
     from t0repro.reports.prompts import load_prompts, training_tasks
-    from t0repro.reports.results import write_results
+    from t0repro.runs.rank_eval import write_results
 
     return functools.partial(
         write_results,
@@ -202,12 +202,12 @@ def _evaluate(
     write: Callable[..., tuple[Report, list[Path]]],
 ) -> None:
     from t0repro.evaluation.opened import open_checkpoint
-    from t0repro.evaluation.rank_eval import rank_eval as evaluate
     from t0repro.locks import folder_lock
     from t0repro.partitioning.processes import held_by_first, output_folder
     from t0repro.progress import working
     from t0repro.reports.report_page import brief_page
     from t0repro.reports.terminal import print_page
+    from t0repro.runs.rank_eval import rank_eval as evaluate
 
     # The report reads what the evaluation wrote, so one lock has to cover both.
     fix = "Wait for it to end, or choose another --out."

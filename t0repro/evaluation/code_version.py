@@ -24,7 +24,7 @@ _SCORING = (
     "t0repro.evaluation.journal",
 )
 # A decoded text: from tokens to text.
-_GENERATION = ("t0repro.evaluation.generate_tasks",)
+_GENERATION = ("t0repro.evaluation.generation",)
 # An example: from rows to tokens. All of t0repro.tasks is added, because which module registers a
 # task is known only when the command runs.
 _RENDERING = ("t0repro.evaluation.reading",)

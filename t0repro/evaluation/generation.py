@@ -11,21 +11,27 @@ examples, with the last batch filled up.
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
-from t0repro.config.decoding_config import DecodingConfig
+from t0repro.config.decoding_config import GREEDY, DecodingConfig
+from t0repro.evaluation.energy import Cost, EnergyMeter
 from t0repro.model.decoding import generate, search_limit
 from t0repro.model.shapes import Int
 from t0repro.model.t5 import T5
 from t0repro.partitioning.devices import across_devices_of, data_parts, fetched, padded_rows
 from t0repro.progress import count_progress
 
+if TYPE_CHECKING:
+    from t0repro.evaluation.opened import Checkpoint
+
 _IN_FLIGHT = 2  # batches dispatched before the oldest one's tokens are waited for
+_BATCH = {"cpu": 32, "gpu": 256, "tpu": 256}  # examples of a task
 
 
 def generate_tokens(
@@ -179,3 +185,35 @@ def _rounded(length: int) -> int:
 
 def _unpadded(tokens: Any, length: int | None) -> np.ndarray:
     return np.trim_zeros(np.asarray(tokens, np.int32)[:length], "b")
+
+
+def decode_examples(
+    checkpoint: Checkpoint,
+    examples: Sequence[Mapping[str, Any]],
+    lengths: Mapping[str, int],
+    vocabulary: Any,
+) -> tuple[list[str], Cost]:
+    """Decodes the inputs of a task without answer choices greedily, as T0 does.
+
+    Args:
+      checkpoint: the checkpoint to decode with.
+      examples: the task's examples, at least one.
+      lengths: maximum tokens of an input (`inputs`) and of an output (`targets`).
+      vocabulary: a SeqIO vocabulary.
+
+    Returns:
+      The texts in the order of the examples, and what they cost.
+    """
+    meter = EnergyMeter()
+    started = time.monotonic()
+    tokens = generate_tokens(
+        checkpoint.params,
+        checkpoint.model,
+        [example["inputs"] for example in examples],
+        GREEDY,
+        length=lengths["targets"],
+        batch_size=min(_BATCH.get(jax.default_backend(), 32), len(examples)),
+        inputs_length=lengths["inputs"],
+    )
+    cost = Cost(time.monotonic() - started, meter.joules(), meter.source)
+    return texts_of(tokens, vocabulary), cost

@@ -7,14 +7,14 @@ import pytest
 
 from t0repro.config.decoding_config import GREEDY
 from t0repro.errors import UserError
-from t0repro.evaluation import rank_eval
 from t0repro.evaluation.evaluation_folder import Settings
 from t0repro.evaluation.generation import generate_tokens, texts_of
 from t0repro.evaluation.opened import open_checkpoint
 from t0repro.evaluation.reading import TaskReader
 from t0repro.evaluation.records import read_records
 from t0repro.reports.report import load_report
-from t0repro.reports.results import write_results
+from t0repro.runs import rank_eval
+from t0repro.runs.rank_eval import write_results
 
 SETTINGS = Settings(lengths={"inputs": 64, "targets": 8}, limit=4, modes=("rank", "generate"))
 RANKED = "demo_synthetic_ag_news_classify_with_choices_question_first"

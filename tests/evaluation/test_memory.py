@@ -17,9 +17,9 @@ warnings.simplefilter("ignore")
 model_dir, root, out, tasks, rows = *sys.argv[1:4], *map(int, sys.argv[4:])
 import seqio
 import t0repro.tasks.demo
-from t0repro.evaluation import rank_eval
 from t0repro.evaluation.evaluation_folder import Settings
 from t0repro.evaluation.opened import open_checkpoint
+from t0repro.runs import rank_eval
 from t0repro.tasks.registration import add_prompted_task
 
 demo = seqio.MixtureRegistry.get("demo_eval_score_eval").tasks[0]

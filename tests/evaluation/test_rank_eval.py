@@ -15,7 +15,7 @@ import pytest
 import seqio
 
 from t0repro.errors import UserError
-from t0repro.evaluation import code_version, engine, rank_eval, reading
+from t0repro.evaluation import code_version, engine, reading
 from t0repro.evaluation.engine import Engine
 from t0repro.evaluation.evaluation_folder import EvaluationFolder, Settings
 from t0repro.evaluation.opened import open_checkpoint
@@ -26,9 +26,10 @@ from t0repro.evaluation.truncation import TruncationCounter
 from t0repro.locks import folder_lock
 from t0repro.reports import load_report
 from t0repro.reports.make_report import ReportOptions, make_report
-from t0repro.reports.results import write_results
 from t0repro.reports.run import Run
 from t0repro.reports.statistics import Bootstrap
+from t0repro.runs import rank_eval
+from t0repro.runs.rank_eval import write_results
 from t0repro.tasks import task as registry
 from t0repro.tasks.demo.datasets import VOCABULARY
 from t0repro.tasks.registration import register_templates
