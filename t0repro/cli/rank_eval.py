@@ -205,8 +205,8 @@ def _evaluate(
     from t0repro.locks import folder_lock
     from t0repro.partitioning.processes import held_by_first, output_folder
     from t0repro.progress import working
+    from t0repro.reports.render import print_page
     from t0repro.reports.report_page import brief_page
-    from t0repro.reports.terminal import print_page
     from t0repro.runs.rank_eval import rank_eval as evaluate
 
     # The report reads what the evaluation wrote, so one lock has to cover both.

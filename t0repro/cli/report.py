@@ -208,8 +208,8 @@ def _text(path: Path) -> str:
 
 def _print(report: Report) -> None:
     from t0repro.reports.comparison_page import losses_in_words, scores_in_words
+    from t0repro.reports.render import print_page
     from t0repro.reports.report_page import brief_page
-    from t0repro.reports.terminal import print_page
 
     print_page(brief_page(report))
     if report.stacks:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import string
 from collections.abc import Mapping, Sequence
 
-from t0repro.reports.dataset_result import DatasetResult, PromptResult
-from t0repro.reports.group_result import GroupResult
 from t0repro.reports.published import PublishedFigure, family_of
 from t0repro.reports.report import Report
+from t0repro.reports.results import DatasetResult, GroupResult, PromptResult
 from t0repro.reports.svg import ROLES, Drawing, inline_plot, spread_out
 from t0repro.words import counted, printable, shortened
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from t0repro.reports.accuracy_plot import accuracy_plot, prompt_tip, published_letters
-from t0repro.reports.dataset_result import DatasetResult, PromptResult
-from t0repro.reports.group_result import GroupResult, group_name
 from t0repro.reports.page import Cell, Column, Section
 from t0repro.reports.published import family_of
 from t0repro.reports.report import Report
+from t0repro.reports.results import DatasetResult, GroupResult, PromptResult, group_name
 
 EXTRA_TITLES = {
     "target_length": "divided by target length",

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from t0repro.reports.accuracy_sections import percent, prompts_of
-from t0repro.reports.dataset_result import UNANSWERABLE_KEPT
-from t0repro.reports.generation_result import GenerationResult
-from t0repro.reports.group_result import group_name
 from t0repro.reports.page import Cell, Column, Section
 from t0repro.reports.plots import calibration_plot
 from t0repro.reports.report import Report
+from t0repro.reports.results import UNANSWERABLE_KEPT, GenerationResult, group_name
 from t0repro.words import counted, shortened
 
 _INPUT_SHOWN = 240

@@ -12,7 +12,7 @@ import numpy as np
 from t0repro.errors import UserError
 from t0repro.evaluation.outputs import find_tasks
 from t0repro.reports.prompts import PromptInfo, dataset_label
-from t0repro.reports.ranking import rank_folder
+from t0repro.reports.results import rank_folder
 
 
 @dataclasses.dataclass(frozen=True)

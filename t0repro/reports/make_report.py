@@ -11,16 +11,13 @@ from t0repro.evaluation.outputs import find_tasks, latest_step
 from t0repro.evaluation.records import read_records
 from t0repro.reports import provenance
 from t0repro.reports.comparison import RunComparison, compare_runs
-from t0repro.reports.generation_result import generation_results
 from t0repro.reports.losses import LossComparison, compare_losses, loss_curve
-from t0repro.reports.page_warnings import synthetic_datasets
-from t0repro.reports.prompts import PromptInfo, dataset_label
+from t0repro.reports.prompts import PromptInfo, dataset_label, synthetic_datasets
 from t0repro.reports.published import published_figures
-from t0repro.reports.ranking import rank_folder
 from t0repro.reports.report import Report
+from t0repro.reports.results import generation_results, rank_folder, summarize
 from t0repro.reports.run import Run
 from t0repro.reports.statistics import Bootstrap
-from t0repro.reports.summary import summarize
 from t0repro.reports.task_cost import task_costs
 
 _Path = str | os.PathLike[str]

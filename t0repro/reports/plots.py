@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 
-from t0repro.reports.dataset_result import DatasetResult
 from t0repro.reports.losses import LossCurve
+from t0repro.reports.results import DatasetResult
 from t0repro.reports.svg import ROLES, Drawing, inline_plot, spread_out, whole_steps
 from t0repro.words import counted, printable, shortened
 

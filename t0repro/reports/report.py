@@ -24,12 +24,10 @@ import dacite
 
 from t0repro.errors import UserError
 from t0repro.reports.comparison import RunComparison
-from t0repro.reports.dataset_result import DatasetResult
-from t0repro.reports.generation_result import GenerationResult
-from t0repro.reports.group_result import GroupResult
 from t0repro.reports.losses import LossComparison, LossCurve
 from t0repro.reports.provenance import Provenance
 from t0repro.reports.published import PublishedFigure
+from t0repro.reports.results import DatasetResult, GenerationResult, GroupResult
 from t0repro.reports.statistics import Bootstrap
 from t0repro.reports.task_cost import TaskCost
 

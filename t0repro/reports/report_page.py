@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Sequence
 
 from t0repro.reports.accuracy_sections import (
     accuracy_sections,
@@ -17,15 +18,16 @@ from t0repro.reports.answer_sections import (
     generation_sections,
     unanswerable_sections,
 )
-from t0repro.reports.dataset_result import DatasetResult
-from t0repro.reports.group_result import GroupResult
 from t0repro.reports.page import Card, Cell, Column, Page, Section
-from t0repro.reports.page_warnings import synthetic_warning, ties_warning
+from t0repro.reports.prompts import synthetic_warning
 from t0repro.reports.provenance_section import provenance_sections
 from t0repro.reports.report import Report
+from t0repro.reports.results import DatasetResult, GroupResult
 from t0repro.reports.task_sections import cost_sections, coverage_in_words, coverage_sections
 from t0repro.reports.training_sections import training_sections
 from t0repro.words import counted
+
+_NOTICEABLE_TIES = 0.05  # share of a prompt's examples; scores in bfloat16 tie now and then
 
 
 def report_page(report: Report) -> Page:
@@ -119,7 +121,26 @@ def _warning(report: Report) -> str:
         (f"{dataset.dataset}, {prompt.template_name}", prompt.ties, prompt.examples)
         for dataset, prompt in prompts_of(report)
     ]
-    return " ".join(filter(None, (synthetic, ties_warning(prompts))))
+    return " ".join(filter(None, (synthetic, _ties_warning(prompts))))
+
+
+def _ties_warning(prompts: Sequence[tuple[str, int, int]]) -> str:
+    """A warning where many examples' choices score the same; empty where few do.
+
+    Args:
+      prompts: (name, ties, examples) of every prompt.
+    """
+    tied = [entry for entry in prompts if entry[1] >= max(1, _NOTICEABLE_TIES * entry[2])]
+    if not tied:
+        return ""
+    name, ties, examples = max(tied, key=lambda entry: entry[1] / entry[2])
+    return (
+        f"Ties: under {len(tied)} of {counted(len(prompts), 'prompt')}, the best choices of at"
+        f" least {_NOTICEABLE_TIES:.0%} of the examples score the same, and the first of them counts"
+        f" as the prediction ({name}: {ties} of {counted(examples, 'example')}). Accuracy then"
+        " depends on the order of the choices. Check whether the vocabulary tells the choices"
+        " apart, and whether scores were computed in float32."
+    )
 
 
 def _lead(report: Report) -> str:

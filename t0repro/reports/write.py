@@ -14,9 +14,8 @@ from typing import Any
 
 from t0repro.errors import UserError
 from t0repro.files import make_folder, output_path, sync_directory, sync_tree, write_atomically
-from t0repro.reports.html import render_html
-from t0repro.reports.markdown import render_markdown
 from t0repro.reports.page import Page
+from t0repro.reports.render import render_html, render_markdown
 from t0repro.reports.report import Report
 from t0repro.reports.report_page import report_page
 

@@ -99,7 +99,7 @@ def test_metrics_are_t5s_under_t5s_names(evaluated):
 
 
 def rank_results(folder, task):
-    from t0repro.reports.ranking import rank_folder
+    from t0repro.reports.results import rank_folder
 
     return rank_folder(folder, {}, tasks=[task])
 

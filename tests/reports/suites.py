@@ -6,8 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from t0repro.reports import html as html_page
-from t0repro.reports import markdown
+from t0repro.reports import render
 from t0repro.reports.make_report import Beside, ReportOptions, make_report
 from t0repro.reports.report_page import report_page
 from t0repro.reports.run import Run
@@ -70,11 +69,11 @@ def report_of(evaluation, beside=None, **options):
 
 
 def render_html(report):
-    return html_page.render_html(report_page(report))
+    return render.render_html(report_page(report))
 
 
 def render_markdown(report):
-    return markdown.render_markdown(report_page(report))
+    return render.render_markdown(report_page(report))
 
 
 def full_report(evaluation, tmp_path):

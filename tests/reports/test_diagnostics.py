@@ -8,12 +8,12 @@ import pytest
 
 from t0repro.reports.accuracy_plot import published_letters
 from t0repro.reports.diagnostics import calibration, confusion, prompt_flips
-from t0repro.reports.html import render_html
 from t0repro.reports.make_report import ReportOptions, make_report
 from t0repro.reports.published import published_figures
-from t0repro.reports.ranking import rank_folder
+from t0repro.reports.render import render_html
 from t0repro.reports.report import load_report
 from t0repro.reports.report_page import report_page
+from t0repro.reports.results import rank_folder
 from t0repro.reports.run import Run
 from t0repro.reports.statistics import Bootstrap
 

@@ -11,16 +11,14 @@ import pyarrow.parquet
 import pytest
 from rich.console import Console
 
-from t0repro.reports.html import render_html
 from t0repro.reports.make_report import Beside, ReportOptions, make_report
-from t0repro.reports.markdown import markdown_table, render_markdown
 from t0repro.reports.page import Column, Page, Section
+from t0repro.reports.render import markdown_table, print_page, render_html, render_markdown
 from t0repro.reports.report import load_report
 from t0repro.reports.report_page import brief_page, report_page
 from t0repro.reports.run import Run
 from t0repro.reports.statistics import Bootstrap
 from t0repro.reports.tables import write_tables
-from t0repro.reports.terminal import print_page
 from t0repro.reports.write import write_report
 
 from .scored_folder import write_scores

@@ -9,10 +9,10 @@ from rich.console import Console
 from t0repro.evaluation.records import write_record
 from t0repro.reports.comparison_page import comparison_page
 from t0repro.reports.make_report import Beside, ReportOptions, make_report
+from t0repro.reports.render import print_page
 from t0repro.reports.report_page import brief_page, report_page
 from t0repro.reports.run import Run
 from t0repro.reports.statistics import Bootstrap
-from t0repro.reports.terminal import print_page
 
 from .scored_folder import write_scores
 from .suites import (

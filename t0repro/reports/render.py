@@ -1,12 +1,62 @@
-"""A page as GitHub-flavoured Markdown, in which no name can act as markup."""
+"""Draws a page: as one HTML file, as GitHub-flavoured Markdown, and as tables on a terminal.
+
+Names come from files that others wrote. In none of the three can a name act as markup.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
 
 from t0repro.reports.page import Cell, Column, Page, Section, as_cell, as_column
-from t0repro.words import printable
+from t0repro.terminal import print_table, terminal
+from t0repro.words import counted, printable
+
+_TEMPLATES = Path(__file__).parent / "templates"
+
+
+def render_html(page: Page) -> str:
+    """Renders the page with style, script and plots inline, so that it makes no requests."""
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_TEMPLATES),
+        # Names come from tasks and files, so everything is escaped but HTML of our own.
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        keep_trailing_newline=True,
+        finalize=_shown,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"cell": as_cell, "column": as_column}
+    return environment.get_template("page.html").render(
+        page=page,
+        css=_asset("page.css"),
+        script=_asset("page.js"),
+    )
+
+
+def _shown(value: Any) -> Any:
+    """Text with control characters made visible; what is HTML already stays as it is."""
+    import markupsafe
+
+    if isinstance(value, str) and not isinstance(value, markupsafe.Markup):
+        return printable(value, keep="\n\t")
+    return value
+
+
+def _asset(name: str) -> str:
+    return (_TEMPLATES / name).read_text(encoding="utf-8")
+
+
+# ---- Markdown ------------------------------------------------------------------------------------
+
 
 # What Markdown acts on in the middle of a line. An underscore inside a word does nothing, and names
 # are full of them. Escaping the colon keeps GitHub from making links of bare addresses.
@@ -94,3 +144,46 @@ def _fenced(text: str) -> str:
     longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     return f"{fence}\n{printable(text, keep=chr(10))}\n{fence}"
+
+
+# ---- Terminal ------------------------------------------------------------------------------------
+
+
+MAX_ROWS = 40
+
+_TONES = {"": "", "good": "green", "bad": "yellow"}
+
+
+def print_page(page: Page, console: Console | None = None) -> None:
+    """Prints a page's sentences and tables; a table that is cut short says so."""
+    console = console or terminal()
+    if page.warning:
+        console.print(Text(printable(page.warning), "bold yellow"))
+    for note in page.notes:
+        console.print(printable(note))
+    for section in page.sections:
+        _print_section(section, console)
+
+
+def _print_section(section: Section, console: Console) -> None:
+    if section.rows:
+        columns = [as_column(column) for column in section.header]
+        print_table(
+            console,
+            section.title,
+            [name for name, _, _ in columns],
+            # The rest is said to be left out, never dropped in silence.
+            [[_text(as_cell(cell)) for cell in row] for row in section.rows[:MAX_ROWS]],
+            numbers={name for name, text, _ in columns[1:] if not text},
+            bold=section.bold,
+        )
+        if len(section.rows) > MAX_ROWS:
+            console.print(f"... and {counted(len(section.rows) - MAX_ROWS, 'more row')}.")
+    elif section.lines:
+        console.print(Text(printable(section.title), "bold"))
+    for line in section.lines:
+        console.print(printable(line))
+
+
+def _text(cell: Cell) -> Text:
+    return Text(cell.text, _TONES[cell.tone])

@@ -1,0 +1,508 @@
+"""What an evaluation found: each task ranked, then figures by prompt, by dataset and by group."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from t0repro.evaluation.outputs import (
+    iterate_task_scores,
+    read_first_input,
+    read_first_line,
+    read_inputs_of,
+)
+from t0repro.evaluation.rank import RankResult, rank_classification
+from t0repro.reports.diagnostics import (
+    Calibration,
+    Confusion,
+    PromptFlip,
+    calibration,
+    confusion,
+    prompt_flips,
+)
+from t0repro.reports.prompts import PromptInfo, dataset_label, fixed_classes, template_name
+from t0repro.reports.statistics import (
+    Bootstrap,
+    DatasetMean,
+    Interval,
+    Outcomes,
+    Reweighted,
+    mean_over_datasets,
+    reweighted,
+)
+
+
+def rank_folder(
+    eval_dir: str | os.PathLike[str],
+    prompts: Mapping[str, PromptInfo],
+    *,
+    step: int | None = None,
+    normalize_by_target_length: bool = False,
+    tasks: Sequence[str] | None = None,
+    less: Mapping[str, Sequence[float]] | None = None,
+) -> list[RankResult]:
+    """Rank classification of every task of a folder at one step (the latest when None).
+
+    Args:
+      eval_dir: the `<split>_eval` folder.
+      prompts: task name -> its prompt.
+      step: the checkpoint's step.
+      normalize_by_target_length: see rank_classification.
+      tasks: names of the tasks to rank; None for all.
+      less: task -> what to subtract from each pair's score, in TaskScores' order; tasks not in it
+        are left out.
+
+    Raises:
+      UserError: as read_task_scores and rank_classification do.
+    """
+    classes = fixed_classes(prompts)
+    found = iterate_task_scores(eval_dir, step, tasks)
+    if less is not None:
+        found = (
+            # Content-free scores are in the order of TaskScores, as the record says.
+            dataclasses.replace(scores, score=scores.score - np.asarray(less[scores.task]))
+            for scores in found
+            if scores.task in less
+        )
+    return [
+        rank_classification(
+            scores,
+            num_classes=classes.get(scores.task),
+            normalize_by_target_length=normalize_by_target_length,
+        )
+        for scores in found
+    ]
+
+
+# ---- A prompt and a dataset ----------------------------------------------------------------------
+
+
+UNANSWERABLE_KEPT = 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Spread:
+    """Accuracy over the prompts of a dataset, in percent."""
+
+    mean: float
+    median: float
+    lower_quartile: float
+    upper_quartile: float
+    minimum: float
+    maximum: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Unanswerable:
+    """An example whose answer is none of its choices.
+
+    Attributes:
+      example: its index in the task.
+      first_input: its rendered input, None where inputs were not written.
+    """
+
+    example: int
+    first_input: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptResult:
+    """One prompt's rank classification.
+
+    Attributes:
+      prompt: the template's Jinja text, None where the task was not registered.
+      first_input: the first rendered input, None where inputs were not written.
+      ties: examples where another choice scores as high as the predicted one.
+      unanswerable: examples whose answer is none of the choices; they count as wrong.
+      unanswerable_examples: the first of them.
+    """
+
+    task: str
+    template_name: str
+    prompt: str | None
+    first_input: str | None
+    examples: int
+    accuracy: float
+    interval: Interval
+    standard_error: float
+    chance: float
+    majority: float
+    ties: int
+    unanswerable: int
+    metrics: dict[str, float]
+    extras: dict[str, float] = dataclasses.field(default_factory=dict)
+    unanswerable_examples: tuple[Unanswerable, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class DatasetResult:
+    """A dataset's results over its prompts.
+
+    Attributes:
+      group: a key of GROUP_TITLES.
+      examples: Number of examples of the prompt that has the most.
+      paired: whether all prompts have the same examples.
+      standard_error: Standard error of the mean over prompts.
+      majority: accuracy of always choosing the position that is right most often.
+      above_chance: whether the interval of the mean over prompts begins above chance.
+    """
+
+    dataset: str
+    group: str
+    examples: int
+    paired: bool
+    accuracy: Spread
+    mean_interval: Interval
+    median_interval: Interval
+    standard_error: float
+    chance: float
+    majority: float
+    above_chance: bool
+    prompts: tuple[PromptResult, ...]
+    confusion: Confusion | None = None
+    calibration: Calibration | None = None
+    flips: tuple[PromptFlip, ...] = ()
+    flipped: float = 0.0
+
+    @property
+    def below_chance(self) -> bool:
+        """Whether the interval of the mean ends below chance."""
+        return self.mean_interval.high < self.chance
+
+    @property
+    def above_majority(self) -> bool:
+        """Whether the interval of the mean begins above the majority class."""
+        return self.mean_interval.low > self.majority
+
+
+def prompt_result(
+    result: RankResult,
+    prompts: Mapping[str, PromptInfo],
+    eval_dir: str | os.PathLike[str],
+    interval: Interval,
+    standard_error: float,
+) -> PromptResult:
+    """One prompt's result, given its accuracy's interval and standard error."""
+    info = prompts.get(result.task)
+    return PromptResult(
+        task=result.task,
+        template_name=template_name(result.task, prompts),
+        prompt=info.prompt if info else None,
+        first_input=read_first_input(eval_dir, result.task),
+        examples=len(result.example),
+        accuracy=result.accuracy,
+        interval=interval,
+        standard_error=standard_error,
+        chance=result.chance,
+        majority=result.majority,
+        ties=int(result.tie.sum()),
+        unanswerable=int((~result.answerable).sum()),
+        metrics=result.metrics,
+        unanswerable_examples=_unanswerable(result, eval_dir),
+    )
+
+
+def _unanswerable(result: RankResult, eval_dir: str | os.PathLike[str]) -> tuple[Unanswerable, ...]:
+    """The first examples whose answer is none of their choices."""
+    # Counted in full; only the first are looked up and listed.
+    found = [int(example) for example in result.example[~result.answerable][:UNANSWERABLE_KEPT]]
+    texts = read_inputs_of(eval_dir, result.task, found)
+    return tuple(Unanswerable(example, texts.get(example)) for example in found)
+
+
+def dataset_result(
+    label: str,
+    group: str,
+    prompts: Sequence[PromptResult],
+    weighted: Reweighted,
+    standard_error: float,
+    paired: bool,
+    bootstrap: Bootstrap,
+) -> DatasetResult:
+    """A dataset's result, without diagnostics.
+
+    Args:
+      label: the dataset's label.
+      group: a key of GROUP_TITLES.
+      prompts: the results of its prompts.
+      weighted: their accuracies under the same weightings, [replicates, prompts].
+      standard_error: that of the mean over prompts.
+      paired: see DatasetResult.
+      bootstrap: how to make the intervals.
+    """
+    accuracy = np.array([prompt.accuracy for prompt in prompts])
+    spread = np.percentile(accuracy, [25, 50, 75])
+    chance = float(np.mean([prompt.chance for prompt in prompts]))
+    # Over prompts first: they share their examples, so their errors are correlated, and an average
+    # of the prompts' own intervals would be too wide.
+    mean_interval = weighted.each(lambda values: values.mean(-1)).interval(bootstrap)
+    return DatasetResult(
+        dataset=label,
+        group=group,
+        # A template may drop rows, so the largest number is the nearest to the split's own.
+        examples=max(prompt.examples for prompt in prompts),
+        paired=paired,
+        accuracy=Spread(
+            mean=float(accuracy.mean()),
+            median=float(spread[1]),
+            lower_quartile=float(spread[0]),
+            upper_quartile=float(spread[2]),
+            minimum=float(accuracy.min()),
+            maximum=float(accuracy.max()),
+        ),
+        mean_interval=mean_interval,
+        median_interval=weighted.each(lambda values: np.median(values, -1)).interval(bootstrap),
+        standard_error=standard_error,
+        chance=chance,
+        majority=float(np.mean([prompt.majority for prompt in prompts])),
+        above_chance=mean_interval.low > chance,
+        prompts=tuple(prompts),
+    )
+
+
+# ---- A group of datasets -------------------------------------------------------------------------
+
+
+# In a report's order. The last is for runs of which it is unknown what was trained on.
+GROUP_TITLES = {
+    "trained_prompts": "Prompts trained on",
+    "held_out_prompts": "Held-out prompts of training datasets",
+    "held_out_datasets": "Held-out datasets",
+    "datasets": "Datasets",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupResult:
+    """The mean over a group's datasets of each dataset's mean over prompts."""
+
+    group: str
+    datasets: int
+    prompts: int
+    mean: float
+    interval: Interval
+    standard_error: float
+    chance: float
+    majority: float
+    above_chance: bool
+
+    @property
+    def below_chance(self) -> bool:
+        """Whether the interval of the mean ends below chance."""
+        return self.interval.high < self.chance
+
+    @property
+    def above_majority(self) -> bool:
+        """Whether the interval of the mean begins above the majority class."""
+        return self.interval.low > self.majority
+
+    @property
+    def title(self) -> str:
+        """The group's heading."""
+        return GROUP_TITLES[self.group]
+
+
+def group_name(group: str) -> str:
+    """A group's short name, for a table's cell: `held-out prompts`."""
+    return group.replace("held_out", "held-out").replace("_", " ")
+
+
+def group_of(
+    task: str,
+    label: str,
+    training_datasets: Collection[str] | None,
+    training_tasks: Collection[str],
+) -> str:
+    """A key of GROUP_TITLES: what the task's dataset and prompt were to the training."""
+    # SeqIO's name of the training task, without the twin's suffix.
+    if task.removesuffix("_score_eval") in training_tasks:
+        return "trained_prompts"
+    if training_datasets is None:
+        return "datasets"
+    return "held_out_prompts" if label in training_datasets else "held_out_datasets"
+
+
+def group_result(
+    group: str,
+    datasets: Sequence[DatasetResult],
+    means: Mapping[tuple[str, str], DatasetMean],
+    bootstrap: Bootstrap,
+) -> GroupResult | None:
+    """A group's aggregate, None where no dataset is in it.
+
+    Args:
+      group: a key of GROUP_TITLES.
+      datasets: the report's datasets.
+      means: (label, group) of a dataset -> its mean over prompts.
+      bootstrap: how to make the interval.
+    """
+    members = [dataset for dataset in datasets if dataset.group == group]
+    if not members:
+        return None
+    # Each dataset counts the same, however many prompts it has.
+    found = [means[dataset.dataset, group] for dataset in members]
+    interval = mean_over_datasets(found, bootstrap).interval(bootstrap)
+    chance = float(np.mean([dataset.chance for dataset in members]))
+    return GroupResult(
+        group=group,
+        datasets=len(members),
+        prompts=sum(len(dataset.prompts) for dataset in members),
+        mean=float(np.mean([dataset.accuracy.mean for dataset in members])),
+        interval=interval,
+        # Datasets have no examples in common, so that their errors are independent.
+        standard_error=math.hypot(*(dataset.standard_error for dataset in members)) / len(members),
+        chance=chance,
+        majority=float(np.mean([dataset.majority for dataset in members])),
+        above_chance=interval.low > chance,
+    )
+
+
+# ---- Tasks that were decoded rather than ranked --------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerationResult:
+    """One prompt without answer choices, decoded.
+
+    Attributes:
+      group: a key of GROUP_TITLES.
+      metrics: as the template's metrics give them, most in percent; each over all examples.
+      first_target: the first example's target; first_output what was decoded for it.
+    """
+
+    task: str
+    dataset: str
+    group: str
+    template_name: str
+    prompt: str | None
+    examples: int
+    metrics: dict[str, float]
+    first_input: str | None
+    first_target: str | None
+    first_output: str | None
+    seconds: float
+
+
+def generation_results(
+    eval_dir: str | os.PathLike[str],
+    records: Sequence[Mapping[str, Any]],
+    prompts: Mapping[str, PromptInfo],
+    training_datasets: Collection[str] | None,
+    training_tasks: Collection[str],
+) -> tuple[GenerationResult, ...]:
+    """The metrics of each decoded task, with its first example, by dataset and task.
+
+    Args:
+      eval_dir: the `<split>_eval` folder.
+      records: of the decoded tasks.
+      prompts: task name -> its prompt.
+      training_datasets: labels of the datasets that were trained on; None where unknown.
+      training_tasks: names of the tasks that were trained on.
+    """
+    found = []
+    for record in records:
+        task, step = record["key"]["task"], record["key"]["step"]
+        # No prompt is known for a task whose module was not named; its own name is its label then.
+        label, info = dataset_label(task, prompts), prompts.get(task)
+        found.append(
+            GenerationResult(
+                task=task,
+                dataset=label,
+                group=group_of(task, label, training_datasets, training_tasks),
+                template_name=template_name(task, prompts),
+                prompt=info.prompt if info else None,
+                examples=record["examples"],
+                metrics=dict(record["metrics"]),
+                first_input=read_first_input(eval_dir, task),
+                first_target=read_first_line(eval_dir, f"{task}_targets"),
+                first_output=read_first_line(eval_dir, f"{task}_{step}_predictions"),
+                seconds=record["seconds"],
+            )
+        )
+    return tuple(sorted(found, key=lambda result: (result.dataset, result.task)))
+
+
+# ---- The whole evaluation ------------------------------------------------------------------------
+
+
+def summarize(
+    results: Sequence[RankResult],
+    prompts: Mapping[str, PromptInfo],
+    *,
+    eval_dir: str | os.PathLike[str],
+    training_datasets: Collection[str] | None,
+    training_tasks: Collection[str] = (),
+    bootstrap: Bootstrap,
+    extras: Mapping[str, Mapping[str, float]] | None = None,
+) -> tuple[tuple[GroupResult, ...], tuple[DatasetResult, ...]]:
+    """Computes the report's groups and datasets.
+
+    Args:
+      results: from `rank_folder`.
+      prompts: task name -> its prompt; tasks without one are grouped by their own name.
+      eval_dir: where the rendered inputs are.
+      training_datasets: labels (`dataset_label`) of the datasets that were trained on, whose other
+        prompts count as held out. None if unknown: all datasets then form one group.
+      training_tasks: names of the tasks that were trained on (without `_score_eval`), so that their
+        prompts do not count as held out.
+      bootstrap: how to compute the intervals.
+      extras: task -> name of another definition -> accuracy under it, in percent.
+    """
+    parts: dict[tuple[str, str], list[RankResult]] = {}
+    for result in sorted(results, key=lambda result: result.task):
+        label = dataset_label(result.task, prompts)
+        group = group_of(result.task, label, training_datasets, training_tasks)
+        parts.setdefault((label, group), []).append(result)
+    datasets, means = [], {}
+    for (label, group), members in sorted(parts.items()):
+        dataset, means[label, group] = _summarize_dataset(
+            label, group, members, prompts, eval_dir, bootstrap, extras or {}
+        )
+        datasets.append(dataset)
+    groups = [group_result(group, datasets, means, bootstrap) for group in GROUP_TITLES]
+    return tuple(group for group in groups if group is not None), tuple(datasets)
+
+
+def _summarize_dataset(
+    label: str,
+    group: str,
+    results: Sequence[RankResult],
+    prompts: Mapping[str, PromptInfo],
+    eval_dir: str | os.PathLike[str],
+    bootstrap: Bootstrap,
+    extras: Mapping[str, Mapping[str, float]],
+) -> tuple[DatasetResult, DatasetMean]:
+    """The dataset's result with its diagnostics, and its mean over prompts."""
+    outcomes = Outcomes.of(results)
+    found = reweighted(outcomes, label, bootstrap)
+    errors, error_of_mean = outcomes.standard_errors()
+    shown = [
+        dataclasses.replace(
+            prompt_result(
+                result,
+                prompts,
+                eval_dir,
+                found.each(lambda values, at=at: values[:, at]).interval(bootstrap),
+                float(errors[at]),
+            ),
+            extras=dict(extras.get(result.task, {})),
+        )
+        for at, result in enumerate(results)
+    ]
+    flips, flipped = prompt_flips(results, eval_dir)
+    choices = {task: info.fixed_choices for task, info in prompts.items()}
+    dataset = dataclasses.replace(
+        dataset_result(
+            label, group, shown, found, float(error_of_mean), outcomes.same_rows, bootstrap
+        ),
+        confusion=confusion(results, choices),
+        calibration=calibration(results),
+        flips=flips,
+        flipped=flipped,
+    )
+    return dataset, DatasetMean.of(outcomes, found)
