@@ -162,8 +162,8 @@ def history(
 
     Example: t0repro report history runs/demo/model/validation_eval --out runs/demo/history
     """
+    from t0repro.reports.comparison import read_history
     from t0repro.reports.comparison_page import history_page
-    from t0repro.reports.history import read_history
     from t0repro.reports.prompts import load_prompts
     from t0repro.reports.run import find_evaluation
 

@@ -28,7 +28,13 @@ def runs(
 
     Example: t0repro runs runs
     """
-    from t0repro.reports.runs import HEADER, find_runs, left_out_in_words, rows, to_json
+    from t0repro.reports.training_runs import (
+        HEADER,
+        find_runs,
+        left_out_in_words,
+        run_rows,
+        to_json,
+    )
     from t0repro.terminal import print_table, terminal
 
     found = find_runs(folder)
@@ -36,7 +42,7 @@ def runs(
         print_json(to_json(found))
     else:
         numbers = ("loss", "tokens", "tokens/s")
-        print_table(terminal(), "", HEADER, rows(found), numbers=numbers)
+        print_table(terminal(), "", HEADER, run_rows(found), numbers=numbers)
     if left_out := left_out_in_words(folder):
         echo(left_out, err=True)
 
@@ -60,7 +66,7 @@ def plot(
 
     Example: t0repro plot runs/a runs/b --out runs/plot
     """
-    from t0repro.reports.curves import curves_in_words, curves_page, read_curves
+    from t0repro.reports.training_runs import curves_in_words, curves_page, read_curves
 
     curves = read_curves(folders, metric)
     content = json.dumps({"metric": metric, "curves": curves}, indent=1) + "\n"

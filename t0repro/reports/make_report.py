@@ -8,17 +8,27 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from t0repro.evaluation.outputs import find_tasks, latest_step
+from t0repro.evaluation.rank import RankResult
 from t0repro.evaluation.records import read_records
 from t0repro.reports import provenance
 from t0repro.reports.comparison import RunComparison, compare_runs
+from t0repro.reports.diagnostics import calibration, confusion, prompt_flips
 from t0repro.reports.losses import LossComparison, compare_losses, loss_curve
 from t0repro.reports.prompts import PromptInfo, dataset_label, synthetic_datasets
-from t0repro.reports.published import published_figures
-from t0repro.reports.report import Report
-from t0repro.reports.results import generation_results, rank_folder, summarize
+from t0repro.reports.report import Report, published_figures, task_costs
+from t0repro.reports.results import (
+    GROUP_TITLES,
+    DatasetResult,
+    GroupResult,
+    dataset_result,
+    generation_results,
+    group_of,
+    group_result,
+    prompt_result,
+    rank_folder,
+)
 from t0repro.reports.run import Run
-from t0repro.reports.statistics import Bootstrap
-from t0repro.reports.task_cost import task_costs
+from t0repro.reports.statistics import Bootstrap, DatasetMean, Outcomes, reweighted
 
 _Path = str | os.PathLike[str]
 
@@ -95,7 +105,7 @@ def make_report(
     records = read_records(run.eval_dir, step)
     ranked, decoded = _by_mode(run, records, options.tasks)
     results = rank_folder(run.eval_dir, prompts, step=step, tasks=ranked)
-    groups, datasets = summarize(
+    groups, datasets = _summarize(
         results,
         prompts,
         eval_dir=run.eval_dir,
@@ -189,3 +199,84 @@ def _extras(
         for result in results:
             accuracies.setdefault(result.task, {})[name] = result.accuracy
     return accuracies
+
+
+# ---- The figures of each dataset and group -------------------------------------------------------
+
+
+def _summarize(
+    results: Sequence[RankResult],
+    prompts: Mapping[str, PromptInfo],
+    *,
+    eval_dir: str | os.PathLike[str],
+    training_datasets: Collection[str] | None,
+    training_tasks: Collection[str] = (),
+    bootstrap: Bootstrap,
+    extras: Mapping[str, Mapping[str, float]] | None = None,
+) -> tuple[tuple[GroupResult, ...], tuple[DatasetResult, ...]]:
+    """Computes the report's groups and datasets.
+
+    Args:
+      results: from `rank_folder`.
+      prompts: task name -> its prompt; tasks without one are grouped by their own name.
+      eval_dir: where the rendered inputs are.
+      training_datasets: labels (`dataset_label`) of the datasets that were trained on, whose other
+        prompts count as held out. None if unknown: all datasets then form one group.
+      training_tasks: names of the tasks that were trained on (without `_score_eval`), so that their
+        prompts do not count as held out.
+      bootstrap: how to compute the intervals.
+      extras: task -> name of another definition -> accuracy under it, in percent.
+    """
+    parts: dict[tuple[str, str], list[RankResult]] = {}
+    for result in sorted(results, key=lambda result: result.task):
+        label = dataset_label(result.task, prompts)
+        group = group_of(result.task, label, training_datasets, training_tasks)
+        parts.setdefault((label, group), []).append(result)
+    datasets, means = [], {}
+    for (label, group), members in sorted(parts.items()):
+        dataset, means[label, group] = _summarize_dataset(
+            label, group, members, prompts, eval_dir, bootstrap, extras or {}
+        )
+        datasets.append(dataset)
+    groups = [group_result(group, datasets, means, bootstrap) for group in GROUP_TITLES]
+    return tuple(group for group in groups if group is not None), tuple(datasets)
+
+
+def _summarize_dataset(
+    label: str,
+    group: str,
+    results: Sequence[RankResult],
+    prompts: Mapping[str, PromptInfo],
+    eval_dir: str | os.PathLike[str],
+    bootstrap: Bootstrap,
+    extras: Mapping[str, Mapping[str, float]],
+) -> tuple[DatasetResult, DatasetMean]:
+    """The dataset's result with its diagnostics, and its mean over prompts."""
+    outcomes = Outcomes.of(results)
+    found = reweighted(outcomes, label, bootstrap)
+    errors, error_of_mean = outcomes.standard_errors()
+    shown = [
+        dataclasses.replace(
+            prompt_result(
+                result,
+                prompts,
+                eval_dir,
+                found.each(lambda values, at=at: values[:, at]).interval(bootstrap),
+                float(errors[at]),
+            ),
+            extras=dict(extras.get(result.task, {})),
+        )
+        for at, result in enumerate(results)
+    ]
+    flips, flipped = prompt_flips(results, eval_dir)
+    choices = {task: info.fixed_choices for task, info in prompts.items()}
+    dataset = dataclasses.replace(
+        dataset_result(
+            label, group, shown, found, float(error_of_mean), outcomes.same_rows, bootstrap
+        ),
+        confusion=confusion(results, choices),
+        calibration=calibration(results),
+        flips=flips,
+        flipped=flipped,
+    )
+    return dataset, DatasetMean.of(outcomes, found)

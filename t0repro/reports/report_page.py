@@ -5,26 +5,24 @@ from __future__ import annotations
 import datetime
 from collections.abc import Sequence
 
-from t0repro.reports.accuracy_sections import (
+from t0repro.reports.comparison_page import flips_section, losses_section, scores_section
+from t0repro.reports.page import Card, Cell, Column, Page, Section
+from t0repro.reports.plots import loss_plot
+from t0repro.reports.prompts import synthetic_warning
+from t0repro.reports.provenance import Provenance
+from t0repro.reports.report import Report, TaskCost
+from t0repro.reports.results import DatasetResult, GroupResult
+from t0repro.reports.sections import (
     accuracy_sections,
+    diagnostic_sections,
+    generation_sections,
     prompts_of,
     prompts_sections,
     published_sections,
+    unanswerable_sections,
     verdict,
     verdict_in_words,
 )
-from t0repro.reports.answer_sections import (
-    diagnostic_sections,
-    generation_sections,
-    unanswerable_sections,
-)
-from t0repro.reports.page import Card, Cell, Column, Page, Section
-from t0repro.reports.prompts import synthetic_warning
-from t0repro.reports.provenance_section import provenance_sections
-from t0repro.reports.report import Report
-from t0repro.reports.results import DatasetResult, GroupResult
-from t0repro.reports.task_sections import cost_sections, coverage_in_words, coverage_sections
-from t0repro.reports.training_sections import training_sections
 from t0repro.words import counted
 
 _NOTICEABLE_TIES = 0.05  # share of a prompt's examples; scores in bfloat16 tie now and then
@@ -36,19 +34,19 @@ def report_page(report: Report) -> Page:
         title=report.title,
         warning=_warning(report),
         lead=_lead(report),
-        notes=(*report.notes, *coverage_in_words(report)),
+        notes=(*report.notes, *_coverage_in_words(report)),
         cards=tuple(_card(report, group) for group in report.groups),
         sections=(
             *accuracy_sections(report),
             *prompts_sections(report),
-            *coverage_sections(report),
+            *_coverage_sections(report),
             *unanswerable_sections(report),
             *generation_sections(report),
             *diagnostic_sections(report),
             *published_sections(report),
-            *cost_sections(report),
-            *training_sections(report),
-            *provenance_sections(report.provenance, _written(report)),
+            *_cost_sections(report),
+            *_training_sections(report),
+            *_provenance_sections(report.provenance, _written(report)),
             Section("How to read it", note="\n".join(_method(report))),
         ),
     )
@@ -86,7 +84,7 @@ def brief_page(report: Report) -> Page:
         report.title,
         (ranked, decoded),
         warning=_warning(report),
-        notes=tuple(coverage_in_words(report)),
+        notes=tuple(_coverage_in_words(report)),
     )
 
 
@@ -136,9 +134,9 @@ def _ties_warning(prompts: Sequence[tuple[str, int, int]]) -> str:
     name, ties, examples = max(tied, key=lambda entry: entry[1] / entry[2])
     return (
         f"Ties: under {len(tied)} of {counted(len(prompts), 'prompt')}, the best choices of at"
-        f" least {_NOTICEABLE_TIES:.0%} of the examples score the same, and the first of them counts"
-        f" as the prediction ({name}: {ties} of {counted(examples, 'example')}). Accuracy then"
-        " depends on the order of the choices. Check whether the vocabulary tells the choices"
+        f" least {_NOTICEABLE_TIES:.0%} of the examples score the same, and the first of them"
+        f" counts as the prediction ({name}: {ties} of {counted(examples, 'example')}). Accuracy"
+        " then depends on the order of the choices. Check whether the vocabulary tells the choices"
         " apart, and whether scores were computed in float32."
     )
 
@@ -192,3 +190,173 @@ def _method(report: Report) -> list[str]:
 
 def _range(low: float, high: float) -> str:
     return f"{low:.1f} to {high:.1f}"
+
+
+# ---- What was read of each task, and what it took ------------------------------------------------
+
+
+_TASKS_SHOWN = 10
+
+
+def _coverage_in_words(report: Report) -> list[str]:
+    """Sentences: how many of how many inputs were evaluated, and how many were cut."""
+    return [*_sampled_in_words(report.tasks), *_cut_in_words(report.tasks)]
+
+
+def _sampled_in_words(tasks: Sequence[TaskCost]) -> list[str]:
+    # Only what both numbers are known of can be summed.
+    known = [
+        (cost.inputs, cost.available)
+        for cost in tasks
+        if cost.inputs is not None and cost.available is not None
+    ]
+    if not known:
+        return []
+    inputs, available = (sum(numbers) for numbers in zip(*known, strict=True))
+    unknown = len(tasks) - len(known)
+    rest = f"; of {counted(unknown, 'task')} it was not recorded" if unknown else ""
+    if inputs == available:
+        return [f"Evaluated on all inputs, {available:,} over all tasks{rest}."]
+    return [
+        f"Evaluated on a sample: {inputs:,} of {counted(available, 'input')} over all tasks{rest}."
+    ]
+
+
+def _cut_in_words(tasks: Sequence[TaskCost]) -> list[str]:
+    known = [cost for cost in tasks if cost.cut_inputs is not None]
+    if not known:
+        return []
+    inputs = sum(cost.cut_inputs or 0 for cost in known)
+    targets = sum(cost.cut_targets or 0 for cost in known)
+    if not inputs + targets:
+        return ["No input or target was cut to the sequence lengths."]
+    total = sum(cost.inputs or 0 for cost in known)
+    return [
+        f"Cut to the sequence lengths: {inputs:,} of {counted(total, 'input')} and"
+        f" {counted(targets, 'target')}. A cut input may lack its question; longer sequence"
+        " lengths may give other results."
+    ]
+
+
+def _coverage_sections(report: Report) -> list[Section]:
+    """The tasks of which only a sample was evaluated, or of which something was cut."""
+    header = (Column("task"), "inputs", "of", "inputs cut", "targets cut")
+    rows = tuple(
+        (
+            cost.task,
+            _number(cost.inputs),
+            _number(cost.available),
+            _number(cost.cut_inputs),
+            _number(cost.cut_targets),
+        )
+        for cost in report.tasks
+        # Of older evaluations both numbers are None, and so are equal.
+        if cost.cut_inputs or cost.cut_targets or cost.inputs != cost.available
+    )
+    return [Section("Sampled and cut tasks", header=header, rows=rows)] * bool(rows)
+
+
+def _number(value: int | None) -> str:
+    return "not recorded" if value is None else str(value)
+
+
+def _cost_sections(report: Report) -> list[Section]:
+    """The tasks that took most seconds and those with the longest inputs, each once."""
+    slowest = sorted(report.tasks, key=lambda cost: -cost.seconds)[:_TASKS_SHOWN]
+    longest = sorted(report.tasks, key=lambda cost: -cost.longest_input)[:_TASKS_SHOWN]
+    # Both lists may name a task; it is shown once.
+    shown: Sequence[TaskCost] = list(dict.fromkeys([*slowest, *longest]))
+    header = (Column("task"), "pairs", "tokens", "longest input", "seconds")
+    rows = tuple(
+        (
+            cost.task,
+            str(cost.pairs),
+            str(cost.tokens),
+            str(cost.longest_input),
+            Cell(f"{cost.seconds:.1f}", cost.seconds),
+        )
+        for cost in shown
+    )
+    return [Section("Slowest and longest tasks", header=header, rows=rows)] * bool(rows)
+
+
+# ---- The training, the other stack, and a conversion ---------------------------------------------
+
+
+def _training_sections(report: Report) -> list[Section]:
+    """The training's losses, the other stack's scores and losses, and a conversion's result."""
+    sections = []
+    if curve := report.loss_curve:
+        total = counted(curve.total_steps, "step")
+        sections.append(
+            Section(
+                "Training loss",
+                note=f"{curve.label}, {total}.",
+                plot=loss_plot(curve, "Training loss by step"),
+            )
+        )
+    # A heading alone: its two parts are sections of level 3 below it.
+    if report.stacks or report.losses:
+        sections.append(Section("Compared with another run"))
+    if compared := report.stacks:
+        # Only equal hashes show it; any second run may have been named.
+        same = " (the same checkpoint)" if compared.same_checkpoint else ""
+        title = f"Scores of {compared.label_a} and {compared.label_b}{same}"
+        sections += [scores_section(compared, title), *flips_section(compared)]
+    if losses := report.losses:
+        title = f"Losses of {losses.label_a} and {losses.label_b}"
+        sections.append(losses_section(losses, title, level=3))
+    if report.conversion:
+        sections.append(Section("Conversion", text=report.conversion))
+    return sections
+
+
+# ---- Where the numbers come from -----------------------------------------------------------------
+
+
+def _provenance_sections(source: Provenance, written: str) -> list[Section]:
+    """Run, checkpoint, device, hashes; then versions and the configuration, folded."""
+    # What is missing is listed by name too: a reader should not have to notice a gap.
+    known = [(name, value) for name, value in _facts(source) if value]
+    missing = [name for name, value in _facts(source) if not value]
+    facts = [
+        ("Run", source.label),
+        ("Step", str(source.step)),
+        ("Evaluation", source.eval_dir),
+        *known,
+        ("Code", f"git {source.git_commit}" if source.git_commit else "not a git checkout"),
+        ("Report written", written),
+    ]
+    if missing:
+        facts.append(("Not recorded by the evaluation", ", ".join(missing).lower()))
+    sections = [Section("Where this comes from", facts=tuple(facts))]
+    if source.data:
+        rows = tuple((f"Rows of {name}", value) for name, value in source.data.items())
+        sections.append(Section("Data", facts=rows, level=3, folded=True))
+    versions = tuple(source.versions.items())
+    sections.append(Section("Package versions", facts=versions, level=3, folded=True))
+    if source.operative_config:
+        text = source.operative_config.rstrip("\n")
+        sections.append(Section("Operative configuration", text=text, level=3, folded=True))
+    return sections
+
+
+def _facts(source: Provenance) -> list[tuple[str, str | None]]:
+    """What an evaluation may record; None where it did not."""
+    seconds = source.duration_seconds
+    return [
+        ("Checkpoint", source.checkpoint),
+        ("Hash of the checkpoint", source.checkpoint_hash),
+        ("Device", source.device),
+        ("Duration", None if seconds is None else f"{seconds:.1f} s"),
+        ("Energy", _energy(source)),
+        ("Hash of the templates", source.templates_hash),
+        ("Hash of the rendered data", source.data_revision),
+    ]
+
+
+def _energy(source: Provenance) -> str | None:
+    if source.energy_joules is None:
+        return None
+    by = f", measured by {source.energy_source}" if source.energy_source else ""
+    return f"{source.energy_joules:.0f} J{by}"

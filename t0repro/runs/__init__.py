@@ -1,1 +1,1 @@
-"""The modes of a run on the JAX stack, in small modules; `run.run` calls the right one."""
+"""What runs on the JAX stack: the modes of a run, which `run.run` tells apart, and rank-eval."""

@@ -98,8 +98,7 @@ def test_prompts_with_choices_are_ranked_and_others_decoded_in_one_report(
     expected = reader.judge.metrics_of(examples, texts)["sequence_accuracy"]
     assert record["metrics"]["sequence_accuracy"] == expected
     # What reads scores passes decoded tasks over
-    from t0repro.reports.comparison import compare_runs
-    from t0repro.reports.history import read_history
+    from t0repro.reports.comparison import compare_runs, read_history
     from t0repro.reports.make_report import ReportOptions, make_report
     from t0repro.reports.run import Run
     from t0repro.reports.statistics import Bootstrap

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from t0repro.cli.runs import runs
 from t0repro.errors import UserError
-from t0repro.reports.runs import find_runs, left_out_in_words, rows, to_json
+from t0repro.reports.training_runs import find_runs, left_out_in_words, run_rows, to_json
 from t0repro.training.run_state import RUN_STATE_FILE, RunState
 
 RUNNING = RunState(
@@ -55,7 +55,8 @@ def test_each_training_is_listed_with_its_state_and_speed(tmp_path):
     write(tmp_path / "d" / "checkpoint_3")  # a copy, and no training
     runs = find_runs(tmp_path)
     listed = {
-        str(path.relative_to(tmp_path)): row[1:] for path, row in zip(runs, rows(runs), strict=True)
+        str(path.relative_to(tmp_path)): row[1:]
+        for path, row in zip(runs, run_rows(runs), strict=True)
     }
     assert listed == {
         "a": ("running", "1,200 of 3,000", "2.3457", "98,765", "1,234", "1:02:03"),
@@ -76,7 +77,7 @@ def test_each_training_is_listed_with_its_state_and_speed(tmp_path):
 def test_a_training_elsewhere_that_has_been_silent_says_for_how_long(tmp_path):
     before = datetime.datetime.now(datetime.UTC) - datetime.timedelta(hours=3)
     write(tmp_path / "a", host="another machine", updated=before.isoformat(timespec="seconds"))
-    ((_, state, *_),) = rows(find_runs(tmp_path))
+    ((_, state, *_),) = run_rows(find_runs(tmp_path))
     assert state.startswith("running, silent for 3:00:")
 
 

@@ -1,20 +1,121 @@
-"""Curves of trainings: a metric of several runs by step, for a terminal and as a page."""
+"""The trainings below a folder: what each one's run_state.json says, and their metrics by step."""
 
 from __future__ import annotations
 
+import dataclasses
+import datetime
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from t0repro.errors import UserError, nearest_names
 from t0repro.event_files import MARK, read_scalars
 from t0repro.reports.losses import MAX_CURVE_POINTS, metric_rows, thinned
 from t0repro.reports.page import Column, Page, Section
 from t0repro.reports.plots import curves_plot
-from t0repro.reports.runs import folders_with
 from t0repro.terminal import bars
 from t0repro.training.metrics import METRICS_FILE
+from t0repro.training.run_state import RUN_STATE_FILE, RunState, read_run_state
+from t0repro.words import counted
+
+HEADER = ("run", "state", "step", "loss", "tokens", "tokens/s", "left")
+# Far longer than a step takes: the record is written at the next step once it is 5 seconds old.
+_SILENT = datetime.timedelta(minutes=10)
+_MESH_CHECKPOINT = re.compile(r"model\.ckpt-\d+\.index")
+_NO_RUNS_INSIDE = re.compile(r"checkpoint_\d+.*|\..*")
+
+
+def find_runs(folder: str | os.PathLike[str]) -> dict[Path, RunState]:
+    """Every training at or below a folder, by path.
+
+    Raises:
+      UserError: if there is none, or one's record cannot be read.
+    """
+    states = {path: read_run_state(path) for path in folders_with(RUN_STATE_FILE, folder)}
+    found = {path: state for path, state in states.items() if state is not None}
+    if not found:
+        raise UserError(
+            f"There are no trainings here. {left_out_in_words(folder)}".rstrip(),
+            where=str(folder),
+            fix=f"Give a folder below which trainings wrote their {RUN_STATE_FILE}.",
+        )
+    return found
+
+
+def left_out_in_words(folder: str | os.PathLike[str]) -> str:
+    """Which Mesh TensorFlow runs `find_runs` leaves out, since only runs on JAX record a state."""
+    left_out = [
+        str(parent)
+        for parent, names in _folders(folder)
+        if RUN_STATE_FILE not in names and any(map(_MESH_CHECKPOINT.fullmatch, names))
+    ]
+    if not left_out:
+        return ""
+    return (
+        f"Not listed: {counted(len(left_out), 'folder')} with Mesh TensorFlow checkpoints and no"
+        f" {RUN_STATE_FILE} ({', '.join(left_out)}); `t0repro plot` draws their curves."
+    )
+
+
+def folders_with(file: str, folder: str | os.PathLike[str]) -> Iterator[Path]:
+    """The folders at or below a folder that hold a file of this name, checkpoints left out."""
+    return (parent for parent, names in _folders(folder) if file in names)
+
+
+def _folders(folder: str | os.PathLike[str]) -> Iterator[tuple[Path, list[str]]]:
+    """Each folder at or below a folder, with the names of its files; checkpoints left out."""
+    for parent, folders, names in os.walk(folder):
+        # Changed in place, which is how os.walk is told where not to go; checkpoints hold many
+        # files.
+        folders[:] = sorted(name for name in folders if not _NO_RUNS_INSIDE.fullmatch(name))
+        yield Path(parent), names
+
+
+def run_rows(runs: Mapping[Path, RunState]) -> list[tuple[str, ...]]:
+    """The cells of a table with the columns of HEADER."""
+    return [
+        (
+            str(path),
+            _state(run),
+            f"{run.step:,} of {run.last_step:,}",
+            "" if run.loss is None else f"{run.loss:.4f}",
+            f"{run.target_tokens:,}",
+            "" if run.target_tokens_per_second is None else f"{run.target_tokens_per_second:,.0f}",
+            _left(run),
+        )
+        for path, run in runs.items()
+    ]
+
+
+def _state(run: RunState) -> str:
+    """The state with its reason; of a running training that has been silent, for how long."""
+    if run.reason:
+        return f"{run.state}: {run.reason}"
+    now = datetime.datetime.now(datetime.UTC)
+    silent = now - datetime.datetime.fromisoformat(run.updated)
+    # Of a process on another machine nothing else tells that it is gone.
+    if run.state == "running" and silent > _SILENT:
+        return f"running, silent for {datetime.timedelta(seconds=round(silent.total_seconds()))}"
+    return run.state
+
+
+def _left(run: RunState) -> str:
+    """The time left of a running training, in hours, minutes and seconds."""
+    if run.state != "running" or run.seconds_left is None:
+        return ""
+    return str(datetime.timedelta(seconds=round(run.seconds_left)))
+
+
+def to_json(runs: Mapping[Path, RunState]) -> list[dict[str, Any]]:
+    """One object for each run: its folder, and the fields of its record."""
+    return [{"folder": str(path)} | dataclasses.asdict(run) for path, run in runs.items()]
+
+
+# ---- Curves: a metric of several runs by step, for a terminal and as a page ----------------------
+
 
 Points = list[tuple[int, float]]
 
