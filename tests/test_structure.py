@@ -33,3 +33,17 @@ def test_the_drawing_names_every_package_and_module_and_no_other():
     mapped = {"tasks", "converters", "gin"}
     drawn = {name for layer in drawn_rooms() for name in layer.split(" | ")}
     assert drawn == modules | packages | mapped
+
+
+def test_every_file_that_these_pages_name_exists():
+    named = {
+        name
+        for page in ("structure.md", "contributing.md", "glossary.md")
+        for name in re.findall(r"`([\w.]+/[\w/]+\.py)`", (ROOT / "docs" / page).read_text())
+    }
+    assert len(named) > 40
+    assert [
+        name
+        for name in sorted(named)
+        if not any((ROOT / x / name).exists() for x in (".", "t0repro"))
+    ] == []
