@@ -87,13 +87,15 @@ def pytest_runtest_setup(item):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _seqio_forgets_caches():
-    """Lets no file's tests find the caches of another's that ran in the same worker.
+def _gin_and_seqio_forget():
+    """Lets no file's tests find what another's in the same worker bound in gin, or its caches.
 
     A SeqIO task keeps the folder in which its cache was once found, also when the folder is no
     longer among those that are searched.
     """
     yield
+    if (gin := sys.modules.get("gin")) is not None and hasattr(gin, "clear_config"):
+        gin.clear_config()
     if (seqio := sys.modules.get("seqio")) is None:
         return
     seqio.set_global_cache_dirs([])

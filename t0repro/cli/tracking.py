@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from t0repro.redaction import without_passwords
-from t0repro.trackers.following import tracked
 from t0repro.trackers.tracker import TrackedRun, TrackerName
 
 if TYPE_CHECKING:
@@ -40,7 +39,7 @@ def tracked_training(
     settings: dict[str, Any] = json.loads(without_passwords(config.to_json())) if config else {}
     # Where each value comes from is longer than the values, and stands in the gin files.
     settings.pop("provenance", None)
-    return tracked(names or (), TrackedRun(model_dir, settings, _OF_TRAINING), _say)
+    return _tracked(names, TrackedRun(model_dir, settings, _OF_TRAINING))
 
 
 def tracked_evaluation(
@@ -52,8 +51,13 @@ def tracked_evaluation(
         "mixture": mixture,
         **dataclasses.asdict(settings),
     }
-    return tracked(names or (), TrackedRun(out, about, _OF_EVALUATION), _say)
+    return _tracked(names, TrackedRun(out, about, _OF_EVALUATION))
 
 
-def _say(line: str) -> None:
-    typer.echo(line, err=True)
+def _tracked(
+    names: Sequence[TrackerName] | None, run: TrackedRun
+) -> contextlib.AbstractContextManager[None]:
+    # Here, because it imports numpy, which no --help needs.
+    from t0repro.trackers.following import tracked
+
+    return tracked(names or (), run, lambda line: typer.echo(line, err=True))

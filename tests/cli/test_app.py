@@ -226,7 +226,11 @@ sys.meta_path.insert(0, Heavy())
         ("t0repro convert a b --to jax", "reading a"),
         ("t0repro checkpoint diff a b", "reading a and b"),
         ("t0repro report make a --out b", "reading a"),
-        ("t0repro aux --model_dir a --auxiliary_job_mixtures a --once", "looking for checkpoints"),
+        (
+            "t0repro aux --model_dir a --auxiliary_job_mixtures a --once"
+            " --auxiliary_job_build_target_path rank-eval",
+            "checking what the jobs will read",
+        ),
         ("t0repro vertex status 1 --project p --location europe-west4", "asking Vertex AI"),
     ],
 )

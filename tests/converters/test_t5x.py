@@ -139,7 +139,8 @@ def test_an_array_that_the_msgpack_names_and_that_is_gone_is_told(tiny_checkpoin
     write_by_older_t5x(directory, load_any(tiny_checkpoint))
     gone = directory / "target.encoder.layers_0.mlp.wo.kernel"
     shutil.rmtree(gone)
-    with pytest.raises(UserError, match=f"(?s)wo/kernel is missing.*{gone}"):
+    match = f"(?s)is missing: target/encoder/layers_0/mlp/wo/kernel.*{gone}"
+    with pytest.raises(UserError, match=match):
         convert(directory, tmp_path / "out", "mtf")
 
 

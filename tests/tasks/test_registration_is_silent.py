@@ -36,7 +36,7 @@ def run(code, rows_root):
     return done.stdout
 
 
-@pytest.mark.parametrize(("module", "least"), [("demo", 40), ("small", 40), ("local", 20)])
+@pytest.mark.parametrize(("module", "least"), [("demo", 40), ("examples.small", 40), ("local", 20)])
 def test_registration_reads_no_data_and_opens_no_socket(module, least, rows_root):
     assert int(run(WATCHED.format(module=module), rows_root)) >= least
 
@@ -77,5 +77,5 @@ assert len(described[0]) > 1000 and len(registered) == 14
 
 
 def test_described_tasks_and_mixtures_are_those_of_seqio_and_need_no_seqio(rows_root):
-    modules = ["t0", "local", "demo", "small", "learning"]
+    modules = ["t0", "local", "demo", "examples.small", "examples.learning"]
     run(DESCRIBED.format(modules=modules), rows_root)

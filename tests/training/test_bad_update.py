@@ -20,7 +20,7 @@ from t0repro.training.train_state import TrainState, to_flat_tree
 from t0repro.training.train_step import train_with_lr
 
 from .. import tiny_models as tiny
-from ..runs.test_plan import planned
+from .test_planned import planned
 
 STOP = {"TRAIN": (TerminateOnNanConfig("train", "loss"),)}
 

@@ -121,7 +121,7 @@ def test_the_seed_decides_the_first_parameters(tmp_path):
 
 
 def test_old_checkpoints_are_removed(tmp_path):
-    config = {"save_checkpoints_steps": 1, "keep_checkpoint_max": 2}
+    config = {"plan": tiny.mesh_plan(save_checkpoints_steps=1, keep_checkpoint_max=2)}
     run(tmp_path, 4, tiny.batches(4), config=config)
     assert list_checkpoints(tmp_path) == [3, 4]
 
