@@ -251,9 +251,10 @@ def test_a_size_in_config_json_that_the_weights_do_not_have_is_refused(
 def test_a_config_without_sizes_of_its_own_contradicts_nothing(source, tmp_path):
     convert(source, tmp_path / "hf", "hf", slots=False)
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    before = load_any(tmp_path / "hf")
     del config["d_kv"], config["feed_forward_proj"]
     (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
-    load_any(tmp_path / "hf")
+    assert load_any(tmp_path / "hf").keys() == before.keys()
 
 
 @pytest.mark.parametrize("field", ["layer_norm_epsilon", "relative_attention_max_distance"])
