@@ -34,7 +34,7 @@ from t0repro.converters.integrity import (
 from t0repro.converters.tensors import Output, bytes_of, sync_all
 from t0repro.converters.witnesses import OrbaxTree, check_names, orbax_tree
 from t0repro.errors import UserError
-from t0repro.files import make_folder, write_atomically
+from t0repro.files import make_folder, naming, write_atomically
 
 METADATA = "_METADATA"
 _CHECKPOINT_METADATA = "_CHECKPOINT_METADATA"
@@ -327,7 +327,7 @@ class OrbaxWriter:
         """Nothing is open between two arrays."""
 
     def _write(self, path: Path, content: memoryview) -> None:
-        with open(path, "wb") as file:
+        with naming(path), open(path, "wb") as file:
             file.write(content)
         self._enter(path, content)
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 from t0repro.errors import UserError, nearest_names
-from t0repro.files import make_folder, write_atomically
+from t0repro.files import make_folder, naming, write_atomically
 from t0repro.hub_files import DELAYS_SECONDS, Bucket, HubFile, HubRepository, RemoteFiles
 from t0repro.locks import folder_lock
 from t0repro.parameters.shape import ModelShape
@@ -272,7 +272,7 @@ def _publish(partial: Path, to: Path, chosen: dict[str, HubFile]) -> None:
     last = ("config.json", ".index", "/checkpoint", "/.zmetadata", "/_METADATA")
     # False sorts before True: the files in `last` come after all others.
     for name in sorted(chosen, key=lambda name: (name.endswith(last), name)):
-        with open(partial / name, "rb") as file:
+        with naming(to / name), open(partial / name, "rb") as file:
             os.fsync(file.fileno())
         make_folder((to / name).parent)
         os.replace(partial / name, to / name)

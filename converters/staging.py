@@ -24,7 +24,7 @@ import numpy as np
 from t0repro.converters import mtf
 from t0repro.converters.manifest import MANIFEST, describe
 from t0repro.converters.tensors import CheckpointRef, Output
-from t0repro.files import make_folder, sync_directory, sync_tree, write_atomically
+from t0repro.files import make_folder, naming, sync_directory, sync_tree, write_atomically
 from t0repro.locks import LOCK_FILES, folder_lock
 
 REQUEST, DIGESTS = "request.json", "digests.jsonl"
@@ -49,7 +49,8 @@ class Staged:
     def log(self) -> Iterator[Callable[[Output, np.ndarray, Callable[[], None]], None]]:
         """Yields a function that writes a tensor, hashes it meanwhile, and logs the digest."""
         # A thread of its own, so that hashing overlaps with writing.
-        with open(self.root / DIGESTS, "a") as file, ThreadPoolExecutor(1) as pool:
+        path = self.root / DIGESTS
+        with naming(path), open(path, "a") as file, ThreadPoolExecutor(1) as pool:
 
             def enter(output: Output, array: np.ndarray, write: Callable[[], None]) -> None:
                 description = pool.submit(describe, array)

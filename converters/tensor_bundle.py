@@ -26,6 +26,7 @@ import numpy as np
 from t0repro.converters import recycling, storage
 from t0repro.converters.tensors import bytes_of
 from t0repro.errors import UserError
+from t0repro.files import naming
 
 _TABLE_MAGIC = 0xDB4775248B80FB57
 _FOOTER_BYTES = 48
@@ -288,7 +289,8 @@ class BundleWriter:
         """Appends a tensor; its dtype must be one of `_DTYPES`."""
         array = np.asarray(array, order="C")
         offset = self._data.tell()
-        self._data.write(bytes_of(array))
+        with naming(self._data.name):
+            self._data.write(bytes_of(array))
         self._entries[name] = _entry(array, offset)
 
     def stored(self, size: int) -> bytes | None:
@@ -308,13 +310,15 @@ class BundleWriter:
     def close(self) -> None:
         """Syncs the data file and writes the index."""
         # An interrupted conversion of more tensors may have left bytes behind the last one.
-        self._data.truncate()
+        with naming(self._data.name):
+            self._data.truncate()
         _sync_and_close(self._data)
         # One shard; VersionDef.producer 1, kTensorBundleVersion.
         header = _field(1, 1) + _field(3, _field(1, 1))
         table = {name.encode(): _format_entry(entry) for name, entry in self._entries.items()}
         with open(f"{self._prefix}.index", "wb") as file:
-            file.write(_format_table({b"": header, **table}))
+            with naming(file.name):
+                file.write(_format_table({b"": header, **table}))
             _sync_and_close(file)
 
     def abandon(self) -> None:
@@ -328,9 +332,10 @@ def _entry(array: np.ndarray, offset: int) -> Entry:
 
 
 def _sync_and_close(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-    file.close()
+    with naming(file.name):
+        file.flush()
+        os.fsync(file.fileno())
+        file.close()
 
 
 def _format_entry(entry: Entry) -> bytes:

@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol, get_args
 import ml_dtypes  # noqa: F401  (registers bfloat16 with numpy: np.dtype("bfloat16"))
 import numpy as np
 
+from t0repro.files import naming
 from t0repro.parameters.layout import NormNames
 
 Format = Literal["mtf", "t5x", "jax", "hf"]
@@ -161,7 +162,8 @@ def sync_all(paths: Iterable[Path]) -> None:
     def sync(path: Path) -> None:
         descriptor = os.open(path, os.O_RDONLY)
         try:
-            os.fsync(descriptor)
+            with naming(path):
+                os.fsync(descriptor)
         finally:
             os.close(descriptor)
 

@@ -22,11 +22,18 @@ _GONE = (
     "If it was there when the command started, it was moved or deleted since.",
 )
 _BROKEN = ("The disk failed to read or write.", "Check the disk, or choose another.")
+_UNMOVED = (
+    "A finished file or folder could not be renamed to its final name.",
+    "Choose an output folder that is not a mount point and that no other program holds open.",
+)
+FULL_NUMBERS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""What the system calls a full disk."""
 _BY_NUMBER = {
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), _FULL),
+    **dict.fromkeys(FULL_NUMBERS, _FULL),
     **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), _CLOSED),
     **dict.fromkeys((errno.ENOENT, errno.ENOTDIR, errno.ESTALE), _GONE),
     errno.EIO: _BROKEN,
+    **dict.fromkeys((errno.EXDEV, errno.EBUSY), _UNMOVED),
 }
 # TensorStore and TensorFlow raise their own exceptions, with the system's message in the text.
 _BY_WORDS = (
@@ -41,7 +48,8 @@ def storage_error(error: BaseException) -> UserError | None:
     """Turns a disk error into a UserError with a fix; returns None for any other kind of error."""
     if isinstance(error, OSError) and error.errno in _BY_NUMBER:
         what, fix = _BY_NUMBER[error.errno]
-        name = error.filename
+        # A rename has two names; people know the second, the first is a temporary one.
+        name = error.filename2 or error.filename
         where = os.fspath(name) if isinstance(name, str | os.PathLike) else None
     else:
         # Exceptions of TensorFlow and TensorStore carry the system's message as text.
@@ -58,6 +66,17 @@ def storage_error(error: BaseException) -> UserError | None:
         where=where,
         fix=f"{fix} Then start the same command again: it continues where it stopped.",
     )
+
+
+@contextlib.contextmanager
+def naming(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Adds a file's name to the disk's errors that have none: those of writing to an open file."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno in _BY_NUMBER:
+            error.filename = os.fspath(path)
+        raise
 
 
 # An address begins with a scheme; of its two slashes pathlib leaves one.
@@ -239,6 +258,7 @@ def sync_directory(folder: str | os.PathLike[str]) -> None:
 def _sync(path: str | os.PathLike[str]) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with naming(path):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from t0repro.errors import UserError
+from t0repro.files import naming
 
 TIMEOUT_SECONDS = (5.0, 30.0)
 """To connect, and between two packets."""
@@ -240,7 +241,7 @@ class RemoteFiles(abc.ABC):
             if start < have:  # the server ignored the range and sent the whole file
                 advance(start - have)
             came, error = start, "it ends early"
-            with open(to, "r+b") as target:
+            with naming(to), open(to, "r+b") as target:
                 # What is beyond the beginning is replaced, or the file would stay
                 # too long.
                 target.truncate(start)

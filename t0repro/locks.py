@@ -14,7 +14,7 @@ from pathlib import Path
 import filelock
 
 from t0repro.errors import UserError
-from t0repro.files import make_folder
+from t0repro.files import FULL_NUMBERS, make_folder
 from t0repro.redaction import without_passwords
 
 LOCK_FILE = ".t0repro.lock"
@@ -74,8 +74,8 @@ def folder_lock(
             held.callback(lease.release)
             # For the message that a refused run prints.
             command = without_passwords(shlex.join(sys.argv))
-            (folder / COMMAND_FILE).write_text(f"{purpose}\n{command}\n")
             held.callback((folder / COMMAND_FILE).unlink, missing_ok=True)
+            (folder / COMMAND_FILE).write_text(f"{purpose}\n{command}\n")
         except filelock.Timeout as error:
             raise UserError(
                 f"Another run holds this folder for {_holder(folder, lease)}.",
@@ -86,7 +86,9 @@ def folder_lock(
             raise UserError(
                 f"The folder cannot be locked: {_obstacle(folder) or error.strerror}.",
                 where=str(folder),
-                fix="Choose a folder that can be written to.",
+                fix="Free some space, or choose a folder on another disk."
+                if error.errno in FULL_NUMBERS
+                else "Choose a folder that can be written to.",
             ) from error
         yield
 

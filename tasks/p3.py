@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from t0repro.errors import UserError, nearest_names
-from t0repro.files import make_folder, write_atomically
+from t0repro.files import make_folder, naming, write_atomically
 from t0repro.hub_files import HubFile, HubRepository
 from t0repro.locks import folder_lock
 from t0repro.progress import byte_progress, count_progress
@@ -228,7 +228,7 @@ def _fetch_task(
 
 
 def _sync(path: Path) -> None:
-    with open(path, "rb") as file:
+    with naming(path), open(path, "rb") as file:
         os.fsync(file.fileno())
 
 

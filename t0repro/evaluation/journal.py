@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Float
 
-from t0repro.files import make_folder
+from t0repro.files import make_folder, naming
 
 # Byte strings rather than V16, which numpy cannot sort.
 DIGEST = np.dtype("S16")
@@ -101,17 +101,19 @@ class Journal:
         records["checksum"] = _checksums(records)
         # Flushed at once, so that a killed process loses only the batches that are still
         # being computed.
-        self._file.write(records.tobytes())
-        self._file.flush()
-        if time.monotonic() - self._synced >= _SECONDS_BETWEEN_SYNCS:
-            os.fsync(self._file.fileno())
-            self._synced = time.monotonic()
+        with naming(self._path):
+            self._file.write(records.tobytes())
+            self._file.flush()
+            if time.monotonic() - self._synced >= _SECONDS_BETWEEN_SYNCS:
+                os.fsync(self._file.fileno())
+                self._synced = time.monotonic()
 
     def close(self) -> None:
         """Syncs and closes the file."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
+        with naming(self._path):
+            with self._file:
+                self._file.flush()
+                os.fsync(self._file.fileno())
 
     def _blocks(self) -> Iterator[np.ndarray]:
         """Yields blocks of intact records, in file order."""

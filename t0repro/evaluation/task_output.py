@@ -31,7 +31,7 @@ from t0repro.errors import UserError
 from t0repro.evaluation.rank import without_tokens
 from t0repro.evaluation.scores import ScoredPairs
 from t0repro.evaluation.truncation import TruncationCounter
-from t0repro.files import make_folder
+from t0repro.files import make_folder, naming
 
 Example = Mapping[str, Any]
 
@@ -259,23 +259,27 @@ class LineFile:
 
     def write(self, values: Iterable[Any]) -> None:
         """Appends lines; a newline within a value becomes a space."""
-        for value in values:
-            line = (str(value).replace("\n", " ") + "\n").encode()
-            self._digest.update(line)
-            self._file.write(line)
+        with naming(self.path):
+            for value in values:
+                line = (str(value).replace("\n", " ") + "\n").encode()
+                self._digest.update(line)
+                self._file.write(line)
 
     def commit(self) -> str:
         """Syncs the file and renames it into place; returns its digest, 16 hex digits."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
+        with naming(self.path):
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
         # After the sync: the name never stands for a file that is only partly on the disk.
         os.replace(self._temporary, self.path)
         return self._digest.hexdigest()
 
     def discard(self) -> None:
         """Removes what was written."""
-        self._file.close()
+        # On a full disk closing fails again: what is still buffered cannot be written.
+        with contextlib.suppress(OSError):
+            self._file.close()
         with contextlib.suppress(FileNotFoundError):
             self._temporary.unlink()
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from t0repro.errors import UserError
-from t0repro.files import sync_directory
+from t0repro.files import naming, sync_directory
 
 JOURNAL = "journal.jsonl"
 
@@ -124,7 +124,7 @@ class Journal:
 
 def _append(path: Path, line: str) -> None:
     is_new = not path.exists()
-    with open(path, "ab") as file:
+    with naming(path), open(path, "ab") as file:
         # A line that a power failure cut must not swallow this one.
         cut = file.tell() > 0 and not _ends_in_newline(path)
         file.write((b"\n" if cut else b"") + line.encode() + b"\n")

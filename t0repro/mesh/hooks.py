@@ -26,7 +26,7 @@ from typing import Any
 import tensorflow
 
 from t0repro.errors import UserError
-from t0repro.files import make_folder, scheme_of, write_atomically
+from t0repro.files import make_folder, naming, scheme_of, write_atomically
 from t0repro.training.metrics import drop_half_line
 
 tf = tensorflow.compat.v1
@@ -70,7 +70,7 @@ class MetricsFile:
             # A killed run can leave half a line, which would spoil the first one appended to it.
             drop_half_line(self._path)
             self._appended = True
-        with open(self._path, "a", encoding="utf-8") as file:
+        with naming(self._path), open(self._path, "a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
 
     def drop_training_after(self, step: int) -> None:

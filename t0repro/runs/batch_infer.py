@@ -33,7 +33,7 @@ from t0repro.errors import UserError
 from t0repro.evaluation.model_functions import functions_of
 from t0repro.evaluation.opened import Checkpoint
 from t0repro.evaluation.records import file_digest
-from t0repro.files import make_folder, sync_directory, write_atomically
+from t0repro.files import make_folder, naming, sync_directory, write_atomically
 from t0repro.runs.chosen import chosen, generating_model, identity, is_there, opened, own_path
 from t0repro.words import counted
 
@@ -289,7 +289,7 @@ class _TaskJob:
         """Puts the chunks one after the other and removes them."""
         # Written apart and renamed, so that half a file is never taken for the result.
         whole = self.output.with_name(f".{self.output.name}.tmp")
-        with open(whole, "wb") as merged:
+        with naming(self.output), open(whole, "wb") as merged:
             for number in range(count):
                 with open(self._chunk(number), "rb") as chunk:
                     shutil.copyfileobj(chunk, merged)

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from t0repro.files import make_folder, write_atomically
+from t0repro.files import make_folder, naming, write_atomically
 from t0repro.training.writing import writing
 
 METRICS_FILE = "metrics.jsonl"
@@ -268,12 +268,13 @@ class JsonLines:
 
     def sync(self) -> None:
         """Waits until every line is on disk."""
-        os.fsync(self._file.fileno())
+        with naming(self._path):
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Syncs and closes the file."""
-        self.sync()
-        self._file.close()
+        with self._file:
+            self.sync()
 
 
 def drop_half_line(path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from t0repro import event_files
-from t0repro.files import make_folder
+from t0repro.files import make_folder, naming, write_atomically
 from t0repro.vertex.cloud import cloud_errors
 from t0repro.vertex.staging import split_address
 
@@ -35,13 +35,13 @@ def _copy(blob: Any, target: Path) -> None:
     make_folder(target.parent)
     # A report is replaced as a whole.
     if event_files.MARK not in target.name:
-        target.write_bytes(blob.download_as_bytes())
+        write_atomically(target, blob.download_as_bytes())
         return
     here = target.stat().st_size if target.exists() else 0
     if blob.size > here:
         # Up to the size that was listed: the file may grow meanwhile, and be listed again.
         data = blob.download_as_bytes(start=here, end=blob.size - 1)
-        with target.open("ab") as file:
+        with naming(target), target.open("ab") as file:
             file.write(data)
 
 

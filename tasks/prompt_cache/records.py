@@ -18,6 +18,7 @@ import google_crc32c
 import numpy as np
 
 from t0repro.errors import UserError
+from t0repro.files import naming
 
 _BYTES_LIST, _FLOAT_LIST, _INT64_LIST = 1, 2, 3  # fields of Feature
 _BUFFER_BYTES = 1 << 18
@@ -88,21 +89,27 @@ class RecordFile:
 
     def __init__(self, path: Path):
         self.records = self.bytes = 0
+        self._path = path
         self._file = open(path, "wb", buffering=_BUFFER_BYTES)
 
     def write(self, record: bytes) -> None:
         """Adds one record: its length, the length's checksum, the record, its checksum."""
         length = len(record).to_bytes(8, "little")
-        self.bytes += self._file.write(
-            b"".join((length, _masked_crc(length), record, _masked_crc(record))),
-        )
+        framed = b"".join((length, _masked_crc(length), record, _masked_crc(record)))
+        try:
+            self.bytes += self._file.write(framed)
+        except OSError:
+            # Only then: entering a block for each of millions of records would take time.
+            with naming(self._path):
+                raise
         self.records += 1
 
     def close(self) -> None:
         """Syncs and closes the file."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
+        with naming(self._path):
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
 
     def abandon(self) -> None:
         """Closes the file without ensuring that it is on the disk; harmless after `close`."""
