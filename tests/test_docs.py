@@ -5,6 +5,7 @@ import dataclasses
 import html
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -124,3 +125,9 @@ def test_the_table_of_what_fits_is_that_of_the_shapes():
     table = subprocess.run(script, capture_output=True, text=True, check=True, cwd=ROOT).stdout
     assert len(table.splitlines()) == 7
     assert table in (ROOT / "docs" / "what_fits.md").read_text()
+
+
+def test_the_benchmarks_page_and_its_pictures_show_the_recorded_figures():
+    script = runpy.run_path(str(ROOT / "scripts" / "bench" / "page.py"))
+    for path, text in script["files"]().items():
+        assert path.read_text() == text, f"run scripts/bench/page.py: {path.name} is older"
