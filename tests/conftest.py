@@ -48,7 +48,7 @@ _LONG = (
     "training/test_model_dir.py",
     "evaluation/test_rank_eval.py",
     "test_notebook.py",
-    "vertex/test_ending.py",
+    "cloud/test_ending.py",
     "mesh/test_main.py",
     "partitioning/test_processes.py",
     "tasks/test_sandbox.py",

@@ -4,9 +4,9 @@ import pytest
 import yaml
 
 from t0repro import yaml_files
+from t0repro.cloud.engines import read_template
+from t0repro.cloud.machines import find_machine
 from t0repro.errors import UserError
-from t0repro.jobs.kubernetes import read_template
-from t0repro.jobs.machines import find_machine
 from t0repro.tasks.template_files import read_template_file
 
 BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(

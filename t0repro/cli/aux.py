@@ -48,8 +48,8 @@ def aux(
     """
     if context.invoked_subcommand is not None:
         return
+    from t0repro.cloud.auxiliary import check_jobs, make_controller
     from t0repro.errors import UserError
-    from t0repro.jobs.beside import check_jobs, make_controller
 
     if model_dir is None:
         raise UserError(

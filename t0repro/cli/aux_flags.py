@@ -44,8 +44,8 @@ def jobs_beside(options: Any) -> Iterator[None]:
     if not any(options[name].present for name in names):
         yield
         return
+    from t0repro.cloud.auxiliary import auxiliary_jobs_beside
     from t0repro.config.t5x.gin_files import T5xInputs
-    from t0repro.jobs.beside import auxiliary_jobs_beside
 
     jobs = AuxiliaryOptions(**{name: getattr(options, name) for name in names})
     machines = input_path(options.machines, "--machines") if options.machines else None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from t0repro.cli.spelling import canonical
-from t0repro.vertex.arguments import check_not_export
+from t0repro.cloud.arguments import check_not_export
 
 if TYPE_CHECKING:
     from t0repro.config.mtf.parser import MeshInputs

@@ -46,9 +46,8 @@ def launch(
     """
     import dataclasses
 
-    from t0repro.jobs import launching, slurm
-    from t0repro.jobs.kubernetes import read_template
-    from t0repro.jobs.machines import find_machine
+    from t0repro.cloud import engines, launching
+    from t0repro.cloud.machines import find_machine
 
     if not context.args:
         raise UserError(
@@ -73,10 +72,10 @@ def launch(
         text, submit = launching.slurm_script(asked), ("sbatch", "--parsable")
     else:
         shown = asked.shown if dry_run else asked
-        manifest = launching.job_set(shown, read_template(machine.template))
+        manifest = launching.job_set(shown, engines.read_template(machine.template))
         text = json.dumps(manifest, indent=2) + "\n"
         submit = ("kubectl", "create", "--filename=-", *machine.options)
     if dry_run:
         echo(text.rstrip("\n"))
     else:
-        echo(slurm.run_engine(*submit, text=text, environment=asked.secrets))
+        echo(engines.run_engine(*submit, text=text, environment=asked.secrets))

@@ -30,8 +30,8 @@ from t0repro.cli.gin_options import allowlist_of
 from t0repro.cli.logs import SeqioOnce
 from t0repro.cli.machine import say_what_runs_here
 from t0repro.cli.spelling import canonical_arguments
+from t0repro.cloud.tracker import TrackerName
 from t0repro.errors import UserError
-from t0repro.trackers.tracker import TrackerName
 from t0repro.words import printable
 
 if TYPE_CHECKING:

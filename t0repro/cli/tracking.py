@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from t0repro.cloud.tracker import TrackedRun, TrackerName
 from t0repro.redaction import without_passwords
-from t0repro.trackers.tracker import TrackedRun, TrackerName
 
 if TYPE_CHECKING:
     from t0repro.config.run_config import RunConfig
@@ -58,6 +58,6 @@ def _tracked(
     names: Sequence[TrackerName] | None, run: TrackedRun
 ) -> contextlib.AbstractContextManager[None]:
     # Here, because it imports numpy, which no --help needs.
-    from t0repro.trackers.following import tracked
+    from t0repro.cloud.tracking import tracked
 
     return tracked(names or (), run, lambda line: typer.echo(line, err=True))

@@ -14,10 +14,10 @@ from t0repro.cli.option_groups import with_groups
 from t0repro.cli.process_flags import ProcessOptions
 from t0repro.cli.t5x_run import T5xOptions, gin_inputs, parse_files, register
 from t0repro.cli.tracking import Trackers, tracked_training
+from t0repro.cloud.arguments import JobMode
 from t0repro.errors import UserError
 from t0repro.files import output_path
 from t0repro.jobs.options import AuxiliaryOptions
-from t0repro.vertex.arguments import JobMode
 
 if TYPE_CHECKING:
     from t0repro.config.run_config import RunConfig
@@ -70,8 +70,8 @@ def train(
         check_training(config, vocabularies, typer.echo if options.dry_run else _silent)
         if options.dry_run:
             return
+        from t0repro.cloud.auxiliary import auxiliary_jobs_beside
         from t0repro.data.checks import note_uncached
-        from t0repro.jobs.beside import auxiliary_jobs_beside
         from t0repro.partitioning.processes import is_first
 
         # One process speaks for all of them.
@@ -114,7 +114,7 @@ def _silent(line: str) -> None:
 
 def _check_machine(machines: Path | None, platform: str | None, cell: str | None) -> None:
     """Refuses to train elsewhere than here; labels that no file explains mean this machine."""
-    from t0repro.jobs.machines import find_machine
+    from t0repro.cloud.machines import find_machine
 
     machine = find_machine(machines, platform, cell)
     if machine.launcher != "local":

@@ -14,18 +14,18 @@ from t0repro.cli.option_groups import with_groups
 from t0repro.cli.options import AsJson
 from t0repro.cli.results import print_json
 from t0repro.cli.spelling import canonical_arguments, with_t5x_overrides
+from t0repro.cloud.arguments import MESH_TRANSFORMER
+from t0repro.cloud.xmanager import Executor
 from t0repro.errors import UserError
-from t0repro.vertex.arguments import MESH_TRANSFORMER
-from t0repro.vertex.xmanager import Executor
 
 if TYPE_CHECKING:
-    from t0repro.vertex.arguments import Arguments
-    from t0repro.vertex.cloud import Place
-    from t0repro.vertex.configuration import Configured
-    from t0repro.vertex.experiments import Tracking
-    from t0repro.vertex.jobs import Look
-    from t0repro.vertex.spec import JobSpec
-    from t0repro.vertex.submission import Request
+    from t0repro.cloud.arguments import Arguments
+    from t0repro.cloud.checks import Configured
+    from t0repro.cloud.custom_jobs import Look
+    from t0repro.cloud.experiments import Tracking
+    from t0repro.cloud.google import Place
+    from t0repro.cloud.spec import JobSpec
+    from t0repro.cloud.submission import Request
 
 app = typer.Typer(
     name="vertex",
@@ -70,8 +70,8 @@ class JobOptions:
 
     def request(self, display_name: str, image_uri: str, words: tuple[str, ...]) -> Request:
         """The job that runs these words in the image."""
-        from t0repro.vertex.spec import Machines
-        from t0repro.vertex.submission import Request
+        from t0repro.cloud.spec import Machines
+        from t0repro.cloud.submission import Request
 
         return Request(
             display_name=display_name,
@@ -108,7 +108,7 @@ class TrackingOptions:
         Raises:
           UserError: If only one of experiment and name is given.
         """
-        from t0repro.vertex.experiments import Tracking
+        from t0repro.cloud.experiments import Tracking
 
         if self.experiment and self.run_name:
             return Tracking(self.experiment, self.run_name, self.tensorboard)
@@ -186,7 +186,7 @@ def submit(
       t0repro vertex submit ... -- t5_mesh_transformer --backend=mtf --model_dir=gs://B/t0 ...
     """
     echo("checking the job ...", err=True)
-    from t0repro.vertex.cloud import Place
+    from t0repro.cloud.google import Place
 
     place = Place(project, location, staging_bucket)
     gin = GinFlags(
@@ -231,7 +231,7 @@ def _comma_separated(text: str | None) -> list[str]:
 
 def _words(run_mode: str | None, gin: GinFlags, command: list[str]) -> tuple[str, ...]:
     """The job's command line."""
-    from t0repro.vertex.spec import override
+    from t0repro.cloud.spec import override
 
     others = [f"--{name}={value}" for name, value in gin.others.items() if value is not None]
     if run_mode is None:
@@ -295,8 +295,7 @@ def _submit(
     wait: bool,
     poll_seconds: float,
 ) -> None:
-    from t0repro.vertex import submission
-    from t0repro.vertex.ending import follow
+    from t0repro.cloud import submission
 
     configured = _checked(request, place)
     if dry_run:
@@ -311,14 +310,14 @@ def _submit(
     typer.echo(f"submitted {name}")
     echo(f"to follow it: {_command('status', name)} --wait", err=True)
     if wait:
-        seen, metrics = follow(name, record, place, poll_seconds=poll_seconds, say=_say)
+        seen, metrics = submission.follow(name, record, place, poll_seconds=poll_seconds, say=_say)
         _print_end(seen, metrics)
 
 
 def _submit_by_xmanager(
     request: Request, place: Place, executor: Executor, *, dry_run: bool
 ) -> None:
-    from t0repro.vertex import submission, xmanager
+    from t0repro.cloud import submission, xmanager
 
     configured = _checked(request, place)
     if dry_run:
@@ -332,7 +331,7 @@ def _submit_by_xmanager(
 
 def _checked(request: Request, place: Place) -> Configured:
     """What a job's gin files say, after checks that are printed."""
-    from t0repro.vertex.checks import check
+    from t0repro.cloud.checks import check
 
     configured, lines = check(request.arguments, request.machines, place.location)
     for line in lines:
@@ -363,9 +362,9 @@ def status(
     Example: t0repro vertex status 1234567890 --project P --location europe-west4
     """
     echo(_ASKING, err=True)
-    from t0repro.vertex.cloud import Place
-    from t0repro.vertex.ending import follow, record_of
-    from t0repro.vertex.jobs import look
+    from t0repro.cloud.custom_jobs import look
+    from t0repro.cloud.google import Place
+    from t0repro.cloud.submission import follow, record_of
 
     place = Place(project, location)
     seen = look(job, place)
@@ -419,10 +418,10 @@ def logs(
     Example: t0repro vertex logs 1234567890 --project P --location europe-west4 --last 100
     """
     echo(_ASKING, err=True)
-    from t0repro.vertex import jobs
-    from t0repro.vertex.cloud import Place
+    from t0repro.cloud import custom_jobs
+    from t0repro.cloud.google import Place
 
-    for line in jobs.logs(job, Place(project, location), last=last):
+    for line in custom_jobs.logs(job, Place(project, location), last=last):
         echo(line)
 
 
@@ -433,10 +432,10 @@ def cancel(job: Job, project: Project, location: Location) -> None:
     Example: t0repro vertex cancel 1234567890 --project P --location europe-west4
     """
     echo(_ASKING, err=True)
-    from t0repro.vertex import jobs
-    from t0repro.vertex.cloud import Place
+    from t0repro.cloud import custom_jobs
+    from t0repro.cloud.google import Place
 
-    jobs.cancel(job, Place(project, location))
+    custom_jobs.cancel(job, Place(project, location))
     typer.echo("Asked to end; `t0repro vertex status` says when it has.")
 
 
@@ -457,9 +456,9 @@ def compare(
     --location europe-west4
     """
     echo(_ASKING, err=True)
+    from t0repro.cloud.experiments import read_runs, table
+    from t0repro.cloud.google import Place
     from t0repro.terminal import print_table, terminal
-    from t0repro.vertex.cloud import Place
-    from t0repro.vertex.comparison import read_runs, table
 
     runs = read_runs(experiment, run or [], Place(project, location))
     if as_json:

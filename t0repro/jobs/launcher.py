@@ -1,13 +1,20 @@
-"""What the controller asks of an engine that runs jobs, whichever it is."""
+"""What the controller asks of an engine that runs jobs, and the engine that is this machine."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Literal, Protocol
 
 from t0repro.files import make_folder
-from t0repro.jobs.worker import Ending, Limits, Work
+from t0repro.jobs.worker import GRACE_SECONDS, Ending, Limits, Work
 from t0repro.redaction import is_secret
 
 EngineState = Literal["waiting", "running", "ended", "preempted", "unknown"]
@@ -99,3 +106,86 @@ class Launcher(Protocol):
     def close(self) -> None:
         """Called when the controller ends early; jobs on an engine's own machines go on."""
         ...
+
+
+# ---- Runs jobs on this machine, each in a process group of its own that ends with the
+# controller
+
+
+class LocalLauncher:
+    """Starts a worker (t0repro.jobs.worker) for each job."""
+
+    def __init__(self) -> None:
+        self._workers: dict[str, subprocess.Popen[bytes]] = {}
+        self._jobs: dict[str, Job] = {}
+        self._processors: dict[str, tuple[int, ...] | None] = {}
+
+    def submit(self, job: Job) -> None:
+        """Starts a job at once."""
+        self._jobs[job.name] = job
+        self._processors[job.name] = processors = self._free_processors(job.limits.cpus)
+        path = job.write(processors=processors, dies_with_parent=True)
+        self._workers[job.name] = subprocess.Popen(
+            [sys.executable, "-m", "t0repro.jobs.worker", str(path)],
+            env={**os.environ, **job.secrets},
+            stdin=subprocess.DEVNULL,
+            # A Ctrl-C at the terminal is the controller's, which then ends its jobs in order.
+            start_new_session=True,
+        )
+
+    def _free_processors(self, count: int | None) -> tuple[int, ...] | None:
+        """So many processors, those first that fewest of the running jobs use."""
+        if count is None:
+            return None
+        busy = [
+            number
+            for name, worker in self._workers.items()
+            if worker.poll() is None
+            for number in self._processors[name] or ()
+        ]
+        return tuple(
+            sorted(os.sched_getaffinity(0), key=lambda one: (busy.count(one), one))[:count]
+        )
+
+    def state(self, job: Job) -> EngineState:
+        """Where a job is; one left by a dead controller runs while a process of it lives."""
+        worker = self._workers.get(job.name)
+        if worker is not None and worker.poll() is None:
+            return "running"
+        # The worker may be gone, or be a dead controller's; what the job started may live on.
+        if _is_alive(job):
+            return "running"
+        return "ended" if worker is not None or job.ending is not None else "unknown"
+
+    def cancel(self, job: Job) -> None:
+        """Asks a job to end, and after a while kills it with all that it started."""
+        worker = self._workers.get(job.name)
+        if worker is not None and worker.poll() is None:
+            worker.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                worker.wait(GRACE_SECONDS * 1.5)
+        while _is_alive(job):
+            with contextlib.suppress(ProcessLookupError, ValueError):
+                # While the lock is held the group exists, so its number is not another's.
+                os.killpg(int(job.lock_file.read_text()), signal.SIGKILL)
+            time.sleep(0.05)
+
+    def close(self) -> None:
+        """Ends every job that this launcher started."""
+        for job in list(self._jobs.values()):
+            self.cancel(job)
+
+
+def _is_alive(job: Job) -> bool:
+    """Whether any process of a job lives: all of them hold its lock."""
+    try:
+        lock = os.open(job.lock_file, os.O_RDWR)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(lock)
+    return False

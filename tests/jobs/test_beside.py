@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from t0repro.cloud.auxiliary import auxiliary_jobs_beside
 from t0repro.config.t5x.gin_files import T5xInputs
 from t0repro.errors import UserError
-from t0repro.jobs.beside import auxiliary_jobs_beside
 from t0repro.jobs.options import AuxiliaryOptions
 from t0repro.jobs.status import read_status
 

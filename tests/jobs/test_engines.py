@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 from kubeflow_trainer_api.models import IoK8sApiBatchV1JobSpec
 
+from t0repro.cloud.engines import KubernetesLauncher, SlurmLauncher
 from t0repro.errors import UserError
-from t0repro.jobs.kubernetes import KubernetesLauncher
 from t0repro.jobs.launcher import Job
-from t0repro.jobs.slurm import SlurmLauncher
 from t0repro.jobs.worker import Limits
 
 STAND_IN = """#!{python}

@@ -16,10 +16,10 @@ from typer.testing import CliRunner
 
 from t0repro.cli.app import app
 from t0repro.cli.gate import Settings
+from t0repro.cloud.engines import read_template
+from t0repro.cloud.launching import Launch, job_set, slurm_script, tpu_vm_commands
+from t0repro.cloud.machines import Machine
 from t0repro.errors import UserError
-from t0repro.jobs.kubernetes import read_template
-from t0repro.jobs.launching import Launch, job_set, slurm_script, tpu_vm_commands
-from t0repro.jobs.machines import Machine
 from t0repro.training.checkpoints import list_checkpoints
 
 MEMBER = Path(__file__).parents[1] / "partitioning" / "member.py"

@@ -2,8 +2,8 @@
 
 import pytest
 
+from t0repro.cloud.machines import Machine, find_machine
 from t0repro.errors import UserError
-from t0repro.jobs.machines import Machine, find_machine
 
 FILE = """
 platforms:

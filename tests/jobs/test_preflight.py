@@ -2,9 +2,9 @@
 
 import pytest
 
+from t0repro.cloud.auxiliary import auxiliary_jobs_beside, check_jobs
 from t0repro.config.t5x.gin_files import T5xInputs
 from t0repro.errors import UserError
-from t0repro.jobs.beside import auxiliary_jobs_beside, check_jobs
 from t0repro.jobs.options import AuxiliaryOptions
 
 from ..runs.tiny_gin import SIZES

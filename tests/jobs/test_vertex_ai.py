@@ -3,16 +3,16 @@
 import grpc
 import pytest
 
+from t0repro.cloud.engines import VertexLauncher
+from t0repro.cloud.machines import VertexMachine
 from t0repro.errors import UserError
 from t0repro.jobs.commands import JobSettings
 from t0repro.jobs.controller import Controller, Policy
 from t0repro.jobs.launcher import Job
-from t0repro.jobs.machines import VertexMachine
-from t0repro.jobs.vertex_ai import VertexLauncher
 from t0repro.jobs.worker import Limits
 
-from ..vertex import conftest as vertex
-from ..vertex.services import LOCATION, PROJECT, JobState, Refused
+from ..cloud import conftest as vertex
+from ..cloud.services import LOCATION, PROJECT, JobState, Refused
 from .trainings import curve, save_checkpoints
 
 certificate, cloud = vertex.certificate, vertex.cloud

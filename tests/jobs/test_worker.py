@@ -10,8 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from t0repro.jobs.launcher import Job
-from t0repro.jobs.local import LocalLauncher
+from t0repro.jobs.launcher import Job, LocalLauncher
 from t0repro.jobs.worker import INTERPRETER, Limits
 
 

@@ -1,0 +1,176 @@
+"""Auxiliary jobs as configured on a command line, alone or beside a training that it starts."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import dacite
+
+from t0repro.cloud.engines import make_launcher
+from t0repro.cloud.machines import find_machine
+from t0repro.config.t5x.gin_files import T5xInputs
+from t0repro.errors import UserError
+from t0repro.files import output_path
+from t0repro.jobs.commands import JobSettings, check
+from t0repro.jobs.controller import Controller, Policy
+from t0repro.jobs.options import AuxiliaryOptions
+from t0repro.jobs.preflight import check_by_dry_run
+from t0repro.jobs.worker import Limits
+
+
+def job_settings(options: AuxiliaryOptions, gin: T5xInputs) -> JobSettings:
+    """What the jobs do.
+
+    Args:
+      options: the options of auxiliary jobs.
+      gin: the gin files of the training, and the overrides for the jobs.
+    """
+    return JobSettings(
+        mixtures=options.mixtures,
+        gin_file=options.auxiliary_job_gin_file,
+        train_gin_files=gin.gin_files,
+        replace_gin_file=options.replace_gin_file,
+        gin_bindings=gin.gin_bindings,
+        gin_search_paths=gin.gin_search_paths,
+        final_steps=options.final_auxiliary_job_steps,
+        build_target=options.auxiliary_job_build_target_path,
+    )
+
+
+def make_controller(
+    model_dir: str | os.PathLike[str],
+    options: AuxiliaryOptions,
+    gin: T5xInputs,
+    say: Callable[[str], None],
+) -> Controller:
+    """The controller that the options describe.
+
+    Raises:
+      UserError: if they make no sense together, or the folder is in a bucket.
+    """
+    folder = _local_folder(model_dir)
+    machine = find_machine(
+        options.machines, options.auxiliary_job_platform, options.auxiliary_job_cell
+    )
+    policy = Policy(
+        max_parallel=options.max_parallel,
+        poll_seconds=options.poll_seconds,
+        max_failures=options.max_failures,
+        limits=Limits(
+            cpus=machine.cpus,
+            memory_gb=machine.memory_gb,
+            seconds=options.time_limit or machine.time_limit,
+        ),
+        environment=machine.environment,
+        options=tuple(machine.options),
+        metric=options.main_metric,
+    )
+    launcher = make_launcher(options.launcher or machine.launcher, machine)
+    return Controller(folder, job_settings(options, gin), launcher, policy, say)
+
+
+def check_jobs(options: AuxiliaryOptions, gin: T5xInputs) -> None:
+    """Checks all about the jobs that can be known before the first checkpoint.
+
+    Jobs that run elsewhere may find their rows and caches there alone, so for those only the gin
+    files are checked.
+
+    Raises:
+      UserError: See `commands.check` and `preflight.check_by_dry_run`.
+    """
+    settings = job_settings(options, gin)
+    macros, _ = check(settings)
+    machine = find_machine(
+        options.machines, options.auxiliary_job_platform, options.auxiliary_job_cell
+    )
+    if (options.launcher or machine.launcher) == "local":
+        check_by_dry_run(settings, macros, machine.environment)
+
+
+def _local_folder(model_dir: str | os.PathLike[str]) -> Path:
+    """The training's folder.
+
+    Raises:
+      UserError: If it is an address.
+
+    An object store has neither links to pin a checkpoint with nor locks nor files to append to, and
+    a folder there is renamed object by object, so that one half renamed looks whole.
+    """
+    return output_path(model_dir, "--model_dir")
+
+
+@contextlib.contextmanager
+def auxiliary_jobs_beside(
+    model_dir: str | os.PathLike[str], options: AuxiliaryOptions, gin: T5xInputs
+) -> Iterator[None]:
+    """Runs a controller in a process of its own while the block trains in `model_dir`.
+
+    When the block ends, the controller finishes what is left, and is waited for. It notices by its
+    standard input, which the system closes however the training ends.
+
+    Raises:
+      UserError: at once, if a job could not work; at the end, if not every job succeeded.
+    """
+    # Checked here too: the controller would find a mistake only after the training has begun.
+    _local_folder(model_dir)
+    check_jobs(options, gin)
+    asked = json.dumps([dataclasses.asdict(options), dataclasses.asdict(gin)], default=str)
+    controller = subprocess.Popen(
+        [sys.executable, "-m", __name__, os.fspath(model_dir), asked],
+        stdin=subprocess.PIPE,
+        start_new_session=True,  # Ctrl-C is the training's; the controller ends by the pipe
+    )
+    assert controller.stdin is not None
+    try:
+        yield
+    except BaseException:
+        controller.terminate()  # its jobs end with it, and are started again by the next one
+        raise
+    finally:
+        controller.stdin.close()
+        code = controller.wait()
+    if code:
+        raise UserError(
+            "Training ended well, but not every auxiliary job did.",
+            where=os.fspath(model_dir),
+            fix=f"See which by `t0repro aux status {os.fspath(model_dir)}`, and start the rest by"
+            " `t0repro aux --once` with the same settings.",
+        )
+
+
+def _main(model_dir: str, asked: str) -> None:
+    """The controller's process."""
+    # JSON has neither tuples nor paths.
+    cast = dacite.Config(cast=[tuple, Path])
+    asked_options, asked_gin = json.loads(asked)
+    options = dacite.from_dict(AuxiliaryOptions, asked_options, cast)
+    gin = dacite.from_dict(T5xInputs, asked_gin, cast)
+
+    def training_goes_on() -> bool:
+        # The training writes nothing here, so what can be read is the end of the file.
+        return not select.select([sys.stdin], [], [], 0)[0]
+
+    def say(text: str) -> None:
+        print(f"auxiliary jobs: {text}", file=sys.stderr, flush=True)
+
+    # Raised as SystemExit, so that the launcher is closed and ends its jobs.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    try:
+        done = make_controller(model_dir, options, gin, say).run(training_goes_on)
+    except UserError as error:
+        say(str(error))
+        done = False
+    sys.exit(0 if done else 1)
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

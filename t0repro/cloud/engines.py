@@ -1,0 +1,386 @@
+"""The engines that run jobs: Slurm, Kubernetes, Vertex AI; jobs/launcher.py is this machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from t0repro import yaml_files
+from t0repro.cloud import custom_jobs, staging
+from t0repro.cloud.google import Place, cloud_errors, connect
+from t0repro.cloud.machines import LAUNCHERS, Machine, VertexMachine
+from t0repro.cloud.spec import JobSpec, Machines
+from t0repro.errors import UserError
+from t0repro.jobs.launcher import EngineState, Job, Launcher, LocalLauncher
+from t0repro.jobs.worker import Limits
+from t0repro.redaction import is_secret
+
+
+def make_launcher(name: str, machine: Machine) -> Launcher:
+    """The engine of a name, local included.
+
+    Raises:
+      UserError: if there is none, or the machine's entry lacks what it needs.
+    """
+    if name == "local":
+        return LocalLauncher()
+    if name == "slurm":
+        return SlurmLauncher()
+    if name == "k8s":
+        return KubernetesLauncher(read_template(machine.template))
+    if name == "vertex":
+        if machine.vertex is None:
+            raise UserError(
+                "Jobs on Vertex AI need a project, a location, an image and a machine type.",
+                where="--launcher",
+                fix="Give the platform an entry `vertex` in the file of machines (--machines).",
+            )
+        secrets = [name for name, value in machine.environment.items() if is_secret(name, value)]
+        if secrets:
+            # A container inherits nothing from here, and its job's file is in a bucket.
+            raise UserError(
+                f"{', '.join(secrets)} would be readable in the job's file.",
+                where="environment, in the file of machines",
+                fix="Keep it in Secret Manager, and let the job's service account read it there.",
+            )
+        return VertexLauncher(machine.vertex)
+    raise UserError(
+        f"There is no launcher {name}.", where="--launcher", fix=f"One of {', '.join(LAUNCHERS)}."
+    )
+
+
+# ---- Slurm ---------------------------------------------------------------------------------------
+
+_WAITING = {"PENDING", "CONFIGURING", "REQUEUED", "SUSPENDED", "RESIZING"}
+_RUNNING = {"RUNNING", "COMPLETING", "STAGE_OUT", "SIGNALING"}
+# The job did nothing wrong: its nodes were given to another one, or failed.
+_PREEMPTED = {"PREEMPTED", "NODE_FAIL", "BOOT_FAIL", "REVOKED"}
+
+
+class SlurmLauncher:
+    """Submits each job as a batch script that runs the worker; jobs are found by their names."""
+
+    def submit(self, job: Job) -> None:
+        """Queues a job.
+
+        Raises:
+          UserError: if sbatch refuses it.
+        """
+        worker = shlex.join([sys.executable, "-m", "t0repro.jobs.worker", str(job.write())])
+        log = str(job.folder / f"{job.name}.slurm.log")
+        limits = options(job.name, log, job.limits)
+        # sbatch hands its own environment to the job.
+        run_engine(
+            *("sbatch", "--parsable", *limits, *job.options, f"--wrap={worker}"),
+            environment=job.secrets,
+        )
+
+    def state(self, job: Job) -> EngineState:
+        """Where a job is, from the queue, or from the accounts if it has left that."""
+        queued = run_engine("squeue", "--noheader", f"--name={job.name}", "--format=%T")
+        states = queued.split()
+        # A job that has ended leaves the queue; the accounts remember it.
+        if not states:
+            accounts = run_engine(
+                "sacct", "--noheader", "--allocations", f"--name={job.name}", "--format=State%30"
+            )
+            # Of several with one name, the latest.
+            states = accounts.split("\n")[-1:] if accounts else []
+        if not states:
+            return "ended" if job.ending is not None else "unknown"
+        state = states[-1].split()[0]  # "CANCELLED by 0" names who did it
+        if state in _WAITING:
+            return "waiting"
+        if state in _PREEMPTED:
+            return "preempted"
+        return "running" if state in _RUNNING else "ended"
+
+    def cancel(self, job: Job) -> None:
+        """Cancels a job by its name."""
+        run_engine("scancel", f"--name={job.name}")
+
+    def close(self) -> None:
+        """Leaves the jobs to the engine; the next controller finds them by their names."""
+
+
+def options(name: str, log: str, limits: Limits) -> list[str]:
+    """The options that sbatch gets for any job: its name, its log and what each process may use."""
+    told = [f"--job-name={name}", f"--output={log}"]
+    if limits.cpus:
+        told.append(f"--cpus-per-task={limits.cpus}")
+    if limits.memory_gb is not None:
+        told.append(f"--mem={math.ceil(limits.memory_gb * 1000)}M")
+    # Slurm counts minutes.
+    if limits.seconds is not None:
+        told.append(f"--time={math.ceil(limits.seconds / 60)}")
+    return told
+
+
+def run_engine(
+    *command: str, text: str | None = None, environment: Mapping[str, str] | None = None
+) -> str:
+    """What an engine's command prints, without surrounding whitespace.
+
+    Args:
+      *command: Its words.
+      text: Its standard input.
+      environment: Variables that are added to this process's own.
+
+    Raises:
+      UserError: if the command is missing or fails, with the first line of its complaint.
+    """
+    try:
+        done = subprocess.run(
+            command,
+            input=text,
+            capture_output=True,
+            text=True,
+            check=False,
+            env={**os.environ, **(environment or {})},
+        )
+    except FileNotFoundError as error:
+        raise UserError(
+            f"There is no command {command[0]} here.",
+            fix="Start this on a machine that can submit jobs, or choose another engine.",
+        ) from error
+    if done.returncode:
+        complaint = (done.stderr or done.stdout).strip().split("\n")[0]
+        raise UserError(
+            f"{command[0]} failed: {complaint or f'exit code {done.returncode}'}",
+            where=shlex.join(command),
+        )
+    return done.stdout.strip()
+
+
+# ---- Kubernetes ----------------------------------------------------------------------------------
+
+
+# A pod gets this condition before it is evicted, preempted or lost with its node.
+_TELL_DISRUPTIONS = {
+    "rules": [
+        {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+    ]
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class KubernetesLauncher:
+    """Creates a Job for each job, with a pod that runs the worker.
+
+    The pod sees the training's folder at the same path as this machine: `template` mounts it.
+
+    Attributes:
+      template: a Job manifest of the user's, whose first container is completed with the command;
+        it gives the image, the volumes, the accelerator and whatever else the cluster requires.
+    """
+
+    template: dict[str, Any]
+
+    def submit(self, job: Job) -> None:
+        """Creates a Job.
+
+        Raises:
+          UserError: if kubectl refuses it, or the template has no container.
+        """
+        run_engine("kubectl", "create", "--filename=-", text=json.dumps(self.manifest(job)))
+
+    def manifest(self, job: Job) -> dict[str, Any]:
+        """The manifest of a job."""
+        manifest, container = completed(self.template, allowed_name(job.name), job.limits)
+        python = container.pop("command", [sys.executable])[0]
+        container["command"] = [python, "-m", "t0repro.jobs.worker", str(job.write())]
+        if job.secrets:
+            container["env"] = [*container.get("env", []), *variables(job.secrets)]
+        # So that the Job's status says whether its pod failed or was evicted.
+        manifest["spec"].setdefault("podFailurePolicy", _TELL_DISRUPTIONS)
+        return manifest
+
+    def state(self, job: Job) -> EngineState:
+        """Where a job is, from its Job's status."""
+        found = run_engine(
+            "kubectl", "get", "job", allowed_name(job.name), "--ignore-not-found", "--output=json"
+        )
+        if not found:
+            return "ended" if job.ending is not None else "unknown"
+        status = json.loads(found).get("status", {})
+        if status.get("active"):
+            return "running"
+        for condition in status.get("conditions", []):
+            # Kubernetes names the pod's condition in a message: "... has condition DisruptionTarget
+            # matching FailJob rule at index 0".
+            if "condition DisruptionTarget" in condition.get("message", ""):
+                return "preempted"
+        ended = status.get("succeeded") or status.get("failed")
+        # Accepted, but there is no pod yet: `active` counts pods that are pending as well.
+        return "ended" if ended else "waiting"
+
+    def cancel(self, job: Job) -> None:
+        """Deletes a job's Job, and its pods with it."""
+        run_engine("kubectl", "delete", "job", allowed_name(job.name), "--ignore-not-found")
+
+    def close(self) -> None:
+        """Leaves the jobs to the engine; the next controller finds them by their names."""
+
+
+def read_template(file: str | os.PathLike[str] | None) -> dict[str, Any]:
+    """A user's Job manifest.
+
+    Raises:
+      UserError: if none is named, or the file cannot be read.
+    """
+    if file is None:
+        raise UserError(
+            "Jobs on Kubernetes need a Job manifest to start from.",
+            where="--machines",
+            fix="Give the platform a `template` in the file of machines (--machines).",
+        )
+    try:
+        return _without_nulls(yaml_files.load(Path(file).read_text(encoding="utf-8")))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        raise UserError(f"The Job manifest cannot be read: {reason}", where=str(file)) from error
+
+
+def _without_nulls(value: Any) -> Any:
+    """YAML without its empty keys, which mean to Kubernetes that nothing is said."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
+    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
+
+
+def completed(
+    template: dict[str, Any], name: str, limits: Limits
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A copy of a user's Job manifest with name and limits, and its container, for the command.
+
+    Raises:
+      UserError: if the template has no container.
+    """
+    # A deep copy, since the template serves every job. YAML's dates become text.
+    manifest = json.loads(json.dumps(template, default=str))
+    try:
+        pod = manifest["spec"]["template"]["spec"]
+        container = pod["containers"][0]
+        container["name"]  # a list of names is no list of containers
+    except (KeyError, IndexError, TypeError) as error:
+        raise UserError(
+            "The Job template lacks spec.template.spec.containers with a name.",
+            fix="Give a whole Job manifest, with an image and the volume of the training.",
+        ) from error
+    manifest |= {"apiVersion": "batch/v1", "kind": "Job"}
+    manifest["metadata"] = manifest.get("metadata", {}) | {"name": name}
+    # Whoever created the Job starts it again if it failed, and counts how often.
+    manifest["spec"]["backoffLimit"] = 0
+    pod["restartPolicy"] = "Never"
+    requests = container.setdefault("resources", {}).setdefault("requests", {})
+    if limits.cpus:
+        requests["cpu"] = str(limits.cpus)
+    if limits.memory_gb is not None:
+        requests["memory"] = f"{round(limits.memory_gb * 1000)}M"
+    if limits.seconds is not None:
+        manifest["spec"]["activeDeadlineSeconds"] = round(limits.seconds)
+    return manifest, container
+
+
+def variables(environment: Mapping[str, str]) -> list[dict[str, str]]:
+    """A container's variables: Kubernetes replaces $(NAME) in a value, unless $ is doubled."""
+    return [
+        {"name": name, "value": value.replace("$", "$$")} for name, value in environment.items()
+    ]
+
+
+def allowed_name(name: str) -> str:
+    """A name as Kubernetes allows it: lower case letters, digits and dashes, at most 63."""
+    # The end of a name tells attempts apart.
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[-63:].strip("-")
+
+
+# ---- Vertex AI -----------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class VertexLauncher:
+    """Submits a custom job for each job, whose container runs the worker.
+
+    Containers see buckets as folders below /gcs, by Cloud Storage FUSE. This machine must have the
+    training's bucket mounted at the same path, because the job's file refers to the rest by path.
+
+    Attributes:
+      mount: where this machine has buckets mounted; what is in a job's file is not translated.
+    """
+
+    machine: VertexMachine
+    mount: str = staging.MOUNT
+
+    @property
+    def _place(self) -> Place:
+        machine = self.machine
+        return Place(machine.project, machine.location, machine.staging_bucket)
+
+    def submit(self, job: Job) -> None:
+        """Starts a job.
+
+        Raises:
+          UserError: if the service refuses it, or the container would not find its file.
+        """
+        if not str(job.folder).startswith(f"{self.mount.rstrip('/')}/"):
+            raise UserError(
+                f"A container on Vertex AI sees only folders below {self.mount}.",
+                where=str(job.folder),
+                fix=f"Mount the bucket here as {self.mount}/BUCKET, and give that --model_dir.",
+            )
+        spec = self.specification(job)
+        with cloud_errors("create the job", where=job.name):
+            custom_job = connect(self._place).CustomJob(
+                display_name=spec.display_name,
+                worker_pool_specs=spec.worker_pool_specs,
+                labels=dict(spec.labels),
+            )
+            custom_job.submit(service_account=spec.service_account, network=spec.network)
+
+    def specification(self, job: Job) -> JobSpec:
+        """What is submitted; writes the job's file."""
+        machine, path = self.machine, str(job.write())
+        return JobSpec(
+            display_name=job.name,
+            image_uri=machine.image_uri,
+            machines=Machines(
+                machine.machine_type, machine.accelerator_type, machine.accelerator_count
+            ),
+            command=("python",),  # in place of the image's entry point
+            # The same file as the container sees it.
+            arguments=("-m", "t0repro.jobs.worker", path.replace(self.mount, staging.MOUNT, 1)),
+            labels=machine.labels,
+            service_account=machine.service_account,
+            network=machine.network,
+        )
+
+    def state(self, job: Job) -> EngineState:
+        """Where a job is; it is found by its display name."""
+        found = custom_jobs.find(job.name, self._place)
+        # A job that the service does not list is judged by its exit file.
+        if found is None:
+            return "ended" if job.ending is not None else "unknown"
+        if found.state == "waiting" or found.state == "running":
+            return found.state
+        return "ended"
+
+    def cancel(self, job: Job) -> None:
+        """Asks the service to end a job, if it is still running."""
+        found = custom_jobs.find(job.name, self._place)
+        if found is not None and not found.ended:
+            custom_jobs.cancel(found.name, self._place)
+
+    def close(self) -> None:
+        """Leaves the jobs to the service; the next controller finds them by their names."""

@@ -1,0 +1,279 @@
+"""What Vertex AI is told about a job and its machines, and what it would refuse.
+
+Nothing here knows Google's client, so a specification can be compared and tested offline.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+from t0repro.errors import UserError
+from t0repro.partitioning.topologies import GIB
+
+_LABEL = re.compile(r"[a-z0-9_-]{1,63}")
+CLOUD_TPU = "cloud-tpu"
+
+
+@dataclasses.dataclass(frozen=True)
+class Machines:
+    """The machines of a job, all alike.
+
+    Attributes:
+      machine_type: Compute Engine's name, or `cloud-tpu`.
+      accelerator_type: Vertex AI's name, such as TPU_V3 or NVIDIA_TESLA_A100; None for CPU alone.
+      accelerator_count: TPU cores in all, or GPUs of each machine.
+      replica_count: Number of machines.
+    """
+
+    machine_type: str
+    accelerator_type: str | None = None
+    accelerator_count: int = 0
+    replica_count: int = 1
+
+    def __post_init__(self) -> None:
+        if self.replica_count < 1:
+            raise UserError("A job needs a machine.", where="--replica_count", fix="Give 1.")
+        if (self.accelerator_type is None) != (self.accelerator_count == 0):
+            raise UserError(
+                "An accelerator takes both a type and a count.",
+                where="--accelerator_type, --accelerator_count",
+                fix="Give both, or neither for a job on CPUs.",
+            )
+
+    def __str__(self) -> str:
+        accelerators = f" with {self.accelerator_count} {self.accelerator_type}"
+        each = f"{self.machine_type}{accelerators if self.accelerator_type else ''}"
+        return each if self.replica_count == 1 else f"{self.replica_count} x {each}"
+
+
+@dataclasses.dataclass(frozen=True)
+class JobSpec:
+    """A custom job as it is submitted.
+
+    Attributes:
+      arguments: the container's; no shell reads them, so each arrives as it is written here.
+      command: replaces the image's entry point, which takes the run modes; empty keeps it.
+      labels: shown in the console and usable in filters.
+      service_account: what the job runs as; None for the project's default.
+      network: full name of the network to peer with; None for none.
+    """
+
+    display_name: str
+    image_uri: str
+    machines: Machines
+    arguments: tuple[str, ...]
+    command: tuple[str, ...] = ()
+    labels: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    service_account: str | None = None
+    network: str | None = None
+
+    def __post_init__(self) -> None:
+        for key, value in self.labels.items():
+            if not (_LABEL.fullmatch(key) and (not value or _LABEL.fullmatch(value))):
+                raise UserError(
+                    f"{key}={value} cannot be a label.",
+                    where="--labels",
+                    fix="Write KEY=VALUE in lower case letters, digits, _ and -, at most 63 of"
+                    " each.",
+                )
+
+    @property
+    def worker_pool_specs(self) -> list[dict[str, Any]]:
+        """The worker pools, in the form of Vertex AI's CustomJobSpec."""
+        machines, container = self.machines, {"image_uri": self.image_uri}
+        machine: dict[str, Any] = {"machine_type": machines.machine_type}
+        if machines.accelerator_type:
+            machine["accelerator_type"] = machines.accelerator_type
+            machine["accelerator_count"] = machines.accelerator_count
+        if self.command:
+            container |= {"command": list(self.command)}
+        container |= {"args": list(self.arguments)}
+        # The first pool is the primary replica and must be one machine; the second are the others.
+        counts = [1, machines.replica_count - 1]
+        return [
+            {"machine_spec": machine, "replica_count": count, "container_spec": container}
+            for count in counts
+            if count
+        ]
+
+    def to_yaml(self) -> str:
+        """The specification for people, in the layout of Vertex AI's documentation."""
+        import yaml
+
+        fields: dict[str, Any] = {
+            "display_name": self.display_name,
+            "worker_pool_specs": self.worker_pool_specs,
+        }
+        for name in ("labels", "service_account", "network"):
+            if value := getattr(self, name):
+                fields[name] = dict(value) if name == "labels" else value
+
+        class Plain(yaml.SafeDumper):
+            """Writes a part that occurs twice out twice, as no reader expects YAML's anchors."""
+
+            def ignore_aliases(self, data: Any) -> bool:
+                return True
+
+        # Wide, so that an argument stays on one line and can be copied.
+        return yaml.dump(fields, Dumper=Plain, sort_keys=False, allow_unicode=True, width=1000)
+
+    def shell_command(self) -> str:
+        """A command line that runs the same container on a machine with Docker."""
+        # Docker's entry point is one word; the words after it stand behind the image.
+        entry = [f"--entrypoint={self.command[0]}"] if self.command else []
+        words = [*entry, self.image_uri, *self.command[1:], *self.arguments]
+        return shlex.join(["docker", "run", "--rm", *words])
+
+
+def override(binding: str) -> str:
+    """The container argument for a gin statement: `--gin.NAME=VALUE`, with the value as written.
+
+    Args:
+      binding: `NAME = VALUE`, the value in gin's syntax.
+
+    Raises:
+      UserError: If it is not of that form.
+    """
+    name, equals, value = binding.partition("=")
+    if not equals or not name.strip():
+        raise UserError(
+            f"{binding!r} binds nothing.", where="--gin", fix="Write it as --gin.NAME=VALUE."
+        )
+    return f"--gin.{name.strip()}={value.strip()}"
+
+
+# ---- Which accelerators the machines of Vertex AI take, how much memory they have and where
+# they are
+
+# What is not in these tables is not refused: Google adds machines and regions. Sources, read on
+# 2026-11-22: Google Cloud's pages on TPU regions and zones, on Vertex AI's MachineSpec, and on
+# the machine types of Compute Engine with GPUs.
+
+
+@dataclasses.dataclass(frozen=True)
+class Accelerator:
+    """One kind of accelerator.
+
+    Attributes:
+      machines: pattern of the machine types that take it.
+      counts: how many a machine may have.
+      memory: bytes of each device, for GPUs; precompile knows a TPU's.
+      topology: the prefix of precompile's names, for TPUs.
+      regions: region -> largest slice in cores, where that is published; None if it is not.
+    """
+
+    machines: str
+    counts: tuple[int, ...]
+    memory: int | None = None
+    topology: str | None = None
+    regions: dict[str, int] | None = None
+
+
+def _gpu(machines: str, counts: tuple[int, ...], gigabytes: float) -> Accelerator:
+    return Accelerator(machines, counts, memory=int(gigabytes * GIB))
+
+
+# In cores, as Vertex AI counts: a chip of v2 or v3 has two.
+_SLICES = (8, 32, 64, 128, 256, 512, 1024, 2048)
+# GPUs that one machine of a series may have.
+_A2, _A3 = (1, 2, 4, 8, 16), (1, 2, 4, 8)
+ACCELERATORS = {
+    "TPU_V2": Accelerator(
+        CLOUD_TPU,
+        (8, 32, 128, 256, 512),
+        topology="v2",
+        regions={"us-central1": 512, "europe-west4": 512, "asia-east1": 8},
+    ),
+    "TPU_V3": Accelerator(
+        CLOUD_TPU, _SLICES, topology="v3", regions={"us-central1": 8, "europe-west4": 2048}
+    ),
+    "NVIDIA_TESLA_P4": _gpu(r"n1-\w+-\d+", (1, 2, 4), 8),
+    "NVIDIA_TESLA_P100": _gpu(r"n1-\w+-\d+", (1, 2, 4), 16),
+    "NVIDIA_TESLA_V100": _gpu(r"n1-\w+-\d+", (1, 2, 4, 8), 16),
+    "NVIDIA_TESLA_T4": _gpu(r"n1-\w+-\d+", (1, 2, 4), 16),
+    "NVIDIA_L4": _gpu(r"g2-standard-\d+", (1, 2, 4, 8), 24),
+    "NVIDIA_TESLA_A100": _gpu(r"a2-(high|mega)gpu-(\d+)g", _A2, 40),
+    "NVIDIA_A100_80GB": _gpu(r"a2-ultragpu-(\d+)g", _A2, 80),
+    "NVIDIA_H100_80GB": _gpu(r"a3-(high|edge)gpu-(\d+)g", _A3, 80),
+    "NVIDIA_H100_MEGA_80GB": _gpu(r"a3-megagpu-(\d+)g", (8,), 80),
+    "NVIDIA_H200_141GB": _gpu(r"a3-ultragpu-(\d+)g", (8,), 141),
+}
+
+
+def check_machines(machines: Machines, location: str) -> list[str]:
+    """Checks that machines of this kind exist, and where.
+
+    Returns:
+      What could not be checked, in words.
+
+    Raises:
+      UserError: For an accelerator that the machine does not take, in this number or region.
+    """
+    kind = ACCELERATORS.get(machines.accelerator_type or "")
+    if machines.machine_type == CLOUD_TPU:
+        if kind is None or kind.topology is None:
+            tpus = [name for name, one in ACCELERATORS.items() if one.topology]
+            raise UserError(
+                f"{CLOUD_TPU} takes TPUs, not {machines.accelerator_type or 'CPUs alone'}.",
+                where="--accelerator_type",
+                fix=f"Give {' or '.join(tpus)}.",
+            )
+        if machines.replica_count != 1:
+            raise UserError(
+                "A TPU slice is one replica, however many cores it has.",
+                where="--replica_count",
+                fix="Leave it out, and say the slice's size as --accelerator_count.",
+            )
+    if machines.accelerator_type is None:
+        return []
+    if kind is None:
+        return [f"{machines.accelerator_type}: not in the table of accelerators, so not checked"]
+    _check_fit(machines, kind)
+    return _check_region(machines, kind, location)
+
+
+def _check_fit(machines: Machines, kind: Accelerator) -> None:
+    matched = re.fullmatch(kind.machines, machines.machine_type)
+    if matched is None:
+        raise UserError(
+            f"{machines.machine_type} does not take {machines.accelerator_type}.",
+            where="--machine_type",
+            fix=f"Choose a machine type such as {_example(kind.machines)}.",
+        )
+    # The names of the A2 and A3 machines end in their number of GPUs.
+    counts = (int(matched[matched.lastindex]),) if matched.lastindex else kind.counts
+    if machines.accelerator_count not in counts:
+        raise UserError(
+            f"{machines.machine_type} does not take {machines.accelerator_count}"
+            f" {machines.accelerator_type}.",
+            where="--accelerator_count",
+            fix=f"Give {' or '.join(map(str, counts))}.",
+        )
+
+
+def _check_region(machines: Machines, kind: Accelerator, location: str) -> list[str]:
+    if kind.regions is None:
+        return [
+            f"warning: which regions have {machines.accelerator_type} is not known here; see your"
+            f" project's quotas in {location}"
+        ]
+    largest = kind.regions.get(location, 0)
+    if machines.accelerator_count > largest:
+        wide = [name for name, most in kind.regions.items() if most >= machines.accelerator_count]
+        some = f"slices of up to {largest} cores of" if largest else "no"
+        raise UserError(
+            f"{location} has {some} {machines.accelerator_type}.",
+            where="--location",
+            fix=f"{machines.accelerator_count} cores are in {' and '.join(wide)}.",
+        )
+    return []
+
+
+def _example(pattern: str) -> str:
+    named = {CLOUD_TPU: CLOUD_TPU, r"n1-\w+-\d+": "n1-standard-8"}
+    simple = re.sub(r"\(high\|\w+\)", "high", pattern)
+    return named.get(pattern, simple.replace(r"(\d+)", "8").replace(r"\d+", "12"))

@@ -1,0 +1,303 @@
+"""Submits a job to Vertex AI and follows it to its recorded end."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from t0repro.cloud import custom_jobs, experiments, staging, xmanager
+from t0repro.cloud.arguments import Arguments, read_arguments
+from t0repro.cloud.checks import Configured
+from t0repro.cloud.custom_jobs import Look, wait_until_ended
+from t0repro.cloud.experiments import ExperimentsRun, Facts, Record, Tracking
+from t0repro.cloud.google import Place, cloud_errors, connect, storage_client
+from t0repro.cloud.results import best_metrics, copy_results, uploading
+from t0repro.cloud.spec import JobSpec, Machines
+from t0repro.cloud.staging import split_address
+from t0repro.errors import UserError
+
+CONFIGURATION, ARCHITECTURE = "config.gin", "model-info.txt"  # as T5X names them
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A job as a user asks for it, with the command line that it would have on this machine.
+
+    Attributes:
+      words: `--run_mode=MODE ...`, or `t5_mesh_transformer ...`.
+      labels, service_account, network: see JobSpec.
+    """
+
+    display_name: str
+    image_uri: str
+    machines: Machines
+    words: tuple[str, ...]
+    labels: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    service_account: str | None = None
+    network: str | None = None
+
+    @property
+    def arguments(self) -> Arguments:
+        """The command line, read."""
+        return read_arguments(self.words)
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """A job whose files have their places but are not copied yet."""
+
+    spec: JobSpec
+    staged: staging.Staged
+
+
+def prepare(request: Request, configured: Configured, place: Place) -> Prepared:
+    """The specification of a job, and the files to stage; nothing is sent.
+
+    Args:
+      request: the job.
+      configured: what its gin files say, from `checks.check` or `configuration.read`.
+      place: where it is to run.
+
+    Raises:
+      UserError: If the gin files cannot be staged, or a label or the command line is wrong.
+    """
+    arguments = request.arguments
+    if place.staging_bucket is None:
+        raise UserError(
+            "There is no bucket for the job's files.",
+            where="--staging_bucket",
+            fix="Give gs://BUCKET, in the job's region.",
+        )
+    folder = staging.new_folder(place.staging_bucket, request.display_name)
+    staged = staging.stage(arguments, folder, configured.output)
+    if configured.text:
+        staged.files[CONFIGURATION] = configured.text.encode()
+    if configured.architecture:
+        staged.files[ARCHITECTURE] = configured.architecture.encode()
+    spec = JobSpec(
+        display_name=request.display_name,
+        image_uri=request.image_uri,
+        machines=request.machines,
+        arguments=staged.arguments,
+        command=arguments.command,
+        labels=request.labels,
+        service_account=request.service_account,
+        network=request.network,
+    )
+    return Prepared(spec, staged)
+
+
+def create_custom_job(request: Request, configured: Configured, place: Place) -> Any:
+    """Copies a job's gin files to staging and returns the job, which is not submitted yet.
+
+    Returns:
+      A google.cloud.aiplatform.CustomJob, to `submit`.
+
+    Raises:
+      UserError: If the bucket is missing or refuses, with nothing left in it.
+    """
+    prepared = prepare(request, configured, place)
+    staging.upload(prepared.staged, storage_client(place.project))
+    return _custom_job(prepared, place)
+
+
+def submit(
+    request: Request,
+    configured: Configured,
+    place: Place,
+    executor: xmanager.Executor | None = None,
+) -> str:
+    """Starts a job that is not tracked and returns its resource name.
+
+    Args:
+      request: the job.
+      configured: what its gin files say.
+      place: where it is to run.
+      executor: makes it an experiment of XManager, and an experiment's number what is returned
+        of one on this machine.
+
+    Raises:
+      UserError: If anything refuses it; nothing of it is left then.
+    """
+    prepared, storage = prepare(request, configured, place), storage_client(place.project)
+    if executor:
+        xmanager.check(prepared.spec, executor)
+    with _staged(prepared.staged, storage):
+        if executor:
+            return xmanager.launch(prepared.spec, executor, place)
+        return _submitted(prepared, place)
+
+
+def submit_and_track(
+    request: Request, configured: Configured, tracking: Tracking, place: Place
+) -> tuple[str, Record]:
+    """Starts a job and makes its run in Vertex AI Experiments.
+
+    Returns:
+      The job's resource name, and what leads to its run; `ending.follow` does the rest.
+
+    Raises:
+      UserError: If anything refuses it; no job, no run and no staged file is left then.
+    """
+    # First, since it makes nothing: most refusals then leave nothing to take back.
+    experiments.check(tracking, place)
+    prepared, storage = prepare(request, configured, place), storage_client(place.project)
+    staged = prepared.staged
+    with (
+        _staged(staged, storage),
+        experiments.started(tracking, prepared.spec, _facts(configured, staged), place) as run,
+    ):
+        record = Record(
+            experiment=tracking.experiment,
+            run_name=tracking.run_name,
+            execution=run.execution.resource_name,
+            output=configured.output and staging.address_of(configured.output),
+            tensorboard=run.tensorboard,
+        )
+        # Before the job is made, so that no job leads to a file that is missing.
+        staging.write(storage, f"{staged.folder}/{experiments.RECORD}", record.to_json())
+        name = _submitted(prepared, place)
+    # Outside the block: the job runs now, and an error here must not undo what belongs to it.
+    run.submitted(name)
+    return name, record
+
+
+@contextlib.contextmanager
+def _staged(staged: staging.Staged, storage: Any) -> Iterator[None]:
+    """Copies files for a job that is submitted in the block; removes them if the block fails."""
+    staging.upload(staged, storage)
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(UserError):  # the first error says more
+            staging.remove(storage, *staging.split_address(staged.folder))
+        raise
+
+
+def _custom_job(prepared: Prepared, place: Place) -> Any:
+    """The google.cloud.aiplatform.CustomJob of a specification; nothing is sent."""
+    spec = prepared.spec
+    return connect(place).CustomJob(
+        display_name=spec.display_name,
+        worker_pool_specs=spec.worker_pool_specs,
+        # By this address a job leads to its staged files, and to what tracks it.
+        base_output_dir=prepared.staged.folder,
+        labels=dict(spec.labels),
+        staging_bucket=place.staging_bucket,
+    )
+
+
+def _submitted(prepared: Prepared, place: Place) -> str:
+    """Starts a job and returns its resource name."""
+    from google.api_core import exceptions
+
+    spec = prepared.spec
+    with cloud_errors("create the job", where=spec.display_name):
+        job = _custom_job(prepared, place)
+        try:
+            job.submit(service_account=spec.service_account, network=spec.network)
+        except (exceptions.ServerError, exceptions.RetryError):
+            # The job may exist although the answer was lost. No other has its folder.
+            found = custom_jobs.find(spec.display_name, place)
+            if found is None or found.folder != prepared.staged.folder:
+                raise
+            return found.name
+    return job.resource_name
+
+
+def _facts(configured: Configured, staged: staging.Staged) -> Facts:
+    def staged_as(name: str) -> str | None:
+        return f"{staged.folder}/{name}" if name in staged.files else None
+
+    return Facts(
+        configuration=staged_as(CONFIGURATION),
+        architecture=staged_as(ARCHITECTURE),
+        output=configured.output and staging.address_of(configured.output),
+        mixture=configured.mixture,
+        split=configured.split,
+    )
+
+
+# ---- Follows a job to its end and records what came of it ----------------------------------------
+
+# Whoever records the end, and however late, records the same: everything is read from the bucket.
+
+
+def follow(
+    name: str,
+    record: Record | None,
+    place: Place,
+    *,
+    poll_seconds: float,
+    say: Callable[[str], None],
+) -> tuple[Look, dict[str, float]]:
+    """Waits for a job's end, uploads its metrics meanwhile if it is tracked, and records the end.
+
+    Args:
+      name: the job's resource name.
+      record: what leads to its run; None if it is not tracked.
+      place: project and location.
+      poll_seconds: between two looks at the job, and at its results.
+      say: receives a line for each change.
+
+    Returns:
+      The job as it ended, and its summary metrics.
+    """
+    with contextlib.ExitStack() as beside:
+        if record is not None and record.output and record.tensorboard and _goes_on(record, place):
+            where = (record.output, record.experiment, record.run_name, record.tensorboard)
+            beside.enter_context(uploading(*where, place, every=poll_seconds, say=say))
+        seen = wait_until_ended(name, place, poll_seconds=poll_seconds, say=say)
+    # After the upload: if this process dies before the end is recorded, whoever follows next does
+    # both again.
+    return seen, {} if record is None else record_end(seen, record, place)
+
+
+def _goes_on(record: Record, place: Place) -> bool:
+    """Whether the end of a job is still to be recorded."""
+    return not experiments.reopened(record, place).ended
+
+
+def record_end(seen: Look, record: Record, place: Place) -> dict[str, float]:
+    """Promotes the metrics of a job that has ended and sets its run's final state.
+
+    Doing it twice has the effect of doing it once.
+
+    Returns:
+      The summary metrics; see `results.best_metrics`.
+    """
+    found = experiments.reopened(record, place)
+    metrics: dict[str, float] = {}
+    if record.output is not None:
+        with tempfile.TemporaryDirectory(prefix="t0repro-vertex-") as folder:
+            copy_results(storage_client(place.project), record.output, Path(folder))
+            metrics = best_metrics(Path(folder))
+    # Another follower may have recorded the end already.
+    if not found.ended:
+        _tell(found, seen, metrics)
+    return metrics
+
+
+def _tell(tracker: ExperimentsRun, seen: Look, metrics: dict[str, float]) -> None:
+    tracker.metrics(metrics)
+    if seen.reason:
+        tracker.parameters({"failure": seen.reason})
+    tracker.end(seen.state)
+
+
+def record_of(seen: Look, place: Place) -> Record | None:
+    """What leads from a job to its run; None if it is not tracked."""
+    from google.api_core import exceptions
+
+    bucket, prefix = split_address(seen.folder)
+    blob = storage_client(place.project).bucket(bucket).blob(f"{prefix}/{experiments.RECORD}")
+    with cloud_errors("read what tracks the job", where=seen.folder):
+        try:
+            return Record(**json.loads(blob.download_as_bytes()))
+        except exceptions.NotFound:
+            return None

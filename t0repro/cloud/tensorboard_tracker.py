@@ -1,0 +1,50 @@
+"""TensorBoard: every run writes its metrics there anyway; this adds the settings and texts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from t0repro.cloud.tracker import Outcome, TrackedRun
+from t0repro.event_files import event_writer
+
+# TensorBoard shows texts; a larger file is no text that anyone reads there.
+_LONGEST_TEXT = 100_000
+_TEXTS = {".gin", ".json", ".md", ".txt"}
+
+
+def open_run(run: TrackedRun, run_id: str | None) -> TensorBoardRun:
+    """Writes the parameters; a run that continues does so in further event files."""
+    return TensorBoardRun(run, continued=run_id is not None)
+
+
+class TensorBoardRun:
+    """A Tracker that writes texts into the run's folder, beside the metrics there."""
+
+    def __init__(self, run: TrackedRun, *, continued: bool):
+        self._writer, self.run_id = event_writer(run.folder), run.name
+        if not continued:
+            values = json.dumps(run.flat_parameters(), indent=2, default=str)
+            self._write("parameters", values)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Nothing: the run writes its metrics into event files itself."""
+
+    def flush(self) -> None:
+        """Makes what was written visible to readers."""
+        self._writer.flush()
+
+    def send_file(self, path: Path, name: str) -> None:
+        """Adds a text file as a text; others stay in the folder beside."""
+        if path.suffix in _TEXTS and path.stat().st_size <= _LONGEST_TEXT:
+            self._write(name, path.read_text(encoding="utf-8"))
+
+    def close(self, outcome: Outcome) -> None:
+        """Writes the run's state and closes the event file."""
+        self._write("outcome", outcome)
+        self._writer.close()
+
+    def _write(self, name: str, text: str) -> None:
+        # Indented by four, which Markdown shows as it stands.
+        self._writer.write_texts(0, {name: "\n".join("    " + line for line in text.split("\n"))})

@@ -1,0 +1,152 @@
+"""What would fail in the cloud fails here, without a network."""
+
+from importlib.util import find_spec
+
+import pytest
+
+from t0repro.cloud.arguments import read_arguments
+from t0repro.cloud.checks import check
+from t0repro.cloud.spec import Machines, check_machines
+from t0repro.errors import UserError
+from tests.runs.tiny_gin import MODEL, SIZES
+
+CPU = Machines("n1-standard-4")
+V3 = Machines("cloud-tpu", "TPU_V3", 8)
+TRAIN = (
+    "--run_mode=train", f"--gin_file={MODEL}", "--gin_file=t5x/configs/runs/pretrain.gin",
+    *(f"--gin_bindings={binding}" for binding in SIZES),
+    "--gin.DROPOUT_RATE=0.0", "--gin.MIXTURE_OR_TASK_NAME='m'", "--gin.TRAIN_STEPS=4",
+    "--gin.TASK_FEATURE_LENGTHS={'inputs': 8, 'targets': 8}", "--gin.MODEL_DIR='gs://b/m'",
+)  # fmt: skip
+
+
+def checked(*words, machines=CPU, location="europe-west4"):
+    return check(read_arguments(words), machines, location)
+
+
+def test_a_training_is_read_as_the_container_will():
+    configured, lines = checked(*TRAIN)
+    assert (configured.output, configured.mixture, configured.split) == ("gs://b/m", "m", "train")
+    assert "Total number of parameters: " in configured.architecture
+    assert "MODEL_DIR = 'gs://b/m'" in configured.text
+    assert lines == ("memory: not checked, for want of figures about the machine",)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("--gin.TRAIN_STEPS=4", "--gin.TRAIN_STEP=4"), "TRAIN_STEPS .*'TRAIN_STEP' may be meant"),
+        (("--gin.MODEL_DIR='gs://b/m'", ""), "without a value: MODEL_DIR"),
+        (("--gin.MODEL_DIR='gs://b/m'", "--gin.MODEL_DIR='runs/m'"), "gone with the job"),
+    ],
+)
+def test_what_the_run_would_refuse_is_refused(change, message):
+    words = [change[1] if word == change[0] else word for word in TRAIN]
+    with pytest.raises(UserError, match=message):
+        checked(*filter(None, words))
+
+
+def test_an_address_for_results_that_only_a_gin_file_knows_is_refused(tmp_path):
+    (tmp_path / "my.gin").write_text("MODEL_DIR = 'gs://b/m'\n")
+    words = [word for word in TRAIN if "MODEL_DIR" not in word]
+    with pytest.raises(UserError, match="the JAX stack writes files") as refused:
+        checked(*words, f"--gin_file={tmp_path / 'my.gin'}")
+    assert "Bind /gcs/b/m" in str(refused.value)
+
+
+def test_an_evaluation_and_an_inference_have_their_configuration_too():
+    for mode, folder in (("eval", "EVAL_OUTPUT_DIR"), ("infer", "INFER_OUTPUT_DIR")):
+        dropped = ("--run_mode", "--gin_file=t5x", "--gin.MODEL_DIR", "--gin.TRAIN_STEPS")
+        words = [word for word in TRAIN if not word.startswith(dropped)]
+        configured, _ = checked(
+            f"--run_mode={mode}", f"--gin_file={MODEL}",
+            f"--gin_file=t5x/configs/runs/{mode}.gin", *words,
+            f"--gin.{folder}='/gcs/b/out'", "--gin.CHECKPOINT_PATH='gs://b/c'",
+        )  # fmt: skip
+        assert configured.output == "/gcs/b/out" and "CHECKPOINT_PATH" in configured.text
+
+
+def test_a_rank_evaluation_of_a_local_checkpoint_is_refused():
+    with pytest.raises(UserError, match="container has no checkpoint runs/model"):
+        checked("--run_mode=rank-eval", "--checkpoint=runs/model", "--out=/gcs/b/o", "--mixture=m")
+
+
+def test_a_training_from_a_local_checkpoint_is_refused():
+    words = [word.replace("pretrain", "finetune") for word in TRAIN]
+    with pytest.raises(UserError, match="container has no checkpoint runs/c"):
+        checked(*words, "--gin.INITIAL_CHECKPOINT_PATH='runs/c'")
+
+
+def test_a_job_without_a_folder_for_results_is_refused():
+    with pytest.raises(UserError, match="no folder for its results"):
+        checked("--run_mode=rank-eval", "--checkpoint=gs://b/c", "--mixture=m")
+
+
+@pytest.mark.parametrize(
+    ("machines", "location", "message"),
+    [
+        (Machines("cloud-tpu", "NVIDIA_L4", 1), "us-central1", "takes TPUs"),
+        (Machines("cloud-tpu"), "us-central1", "takes TPUs"),
+        (Machines("cloud-tpu", "TPU_V3", 9), "europe-west4", "does not take 9"),
+        (Machines("cloud-tpu", "TPU_V3", 8, 2), "europe-west4", "one replica"),
+        (Machines("cloud-tpu", "TPU_V3", 32), "us-central1", "up to 8 cores"),
+        (Machines("cloud-tpu", "TPU_V3", 8), "us-west1", "has no TPU_V3"),
+        (Machines("n1-standard-8", "NVIDIA_L4", 1), "us-central1", "n1-standard-8 does not take"),
+        (Machines("a2-highgpu-4g", "NVIDIA_TESLA_A100", 1), "us-central1", "does not take 1"),
+        (Machines("g2-standard-8", "TPU_V3", 8), "europe-west4", "g2-standard-8 does not take"),
+    ],
+)
+def test_machines_that_do_not_exist_are_refused(machines, location, message):
+    with pytest.raises(UserError, match=message):
+        check_machines(machines, location)
+
+
+@pytest.mark.parametrize(
+    "words", [("--run_mode=aux", "--model_dir=gs://b/m"), ("t5_mesh_transformer",)]
+)
+def test_replicas_that_would_each_do_the_whole_work_are_refused(words):
+    with pytest.raises(UserError, match="runs on one machine"):
+        checked(*words, machines=Machines("n1-standard-4", replica_count=2))
+
+
+def test_what_the_tables_do_not_know_is_said_and_passes():
+    new = Machines("x9-highgpu-8g", "NVIDIA_B200", 8)
+    assert check_machines(new, "us-central1") == [
+        "NVIDIA_B200: not in the table of accelerators, so not checked"
+    ]
+    a100 = Machines("a2-highgpu-1g", "NVIDIA_TESLA_A100", 1)
+    (warning,) = check_machines(a100, "us-central1")
+    assert "which regions have NVIDIA_TESLA_A100 is not known here" in warning
+    assert not check_machines(V3, "europe-west4")
+
+
+@pytest.mark.tpu
+def test_a_training_is_compiled_for_its_slice():
+    lines = checked(*TRAIN, "--gin.BATCH_SIZE=8", machines=V3)[1]
+    assert lines[-1].startswith("memory: the train step fits with")
+
+
+@pytest.mark.skipif(find_spec("libtpu") is not None, reason="the compiler is here")
+def test_without_the_compiler_a_training_is_estimated_for_its_slice():
+    lines = checked(*TRAIN, "--gin.BATCH_SIZE=8", machines=V3)[1]
+    assert lines[-1].startswith("memory (estimated; the extra tpu")
+
+
+def test_a_model_that_fits_no_gpu_is_refused_and_a_small_one_fits():
+    gpu = Machines("g2-standard-8", "NVIDIA_L4", 1)
+    lines = checked(*TRAIN, machines=gpu)[1]
+    assert lines[-1].startswith("memory (estimated): ") and lines[-1].endswith("it fits.")
+    large = [word.replace(MODEL, "t5x/examples/t5/t5_1_1/xxl.gin") for word in TRAIN]
+    with pytest.raises(UserError, match="does not fit into memory"):
+        checked(*large, machines=gpu)
+
+
+def test_the_readmes_training_is_read_with_what_it_trains_on():
+    configured, _ = checked(
+        "t5_mesh_transformer", "--backend=mtf", "--model_dir=gs://b/t0",
+        "--module_import=t0repro.tasks.demo", "--gin_file=dataset.gin",
+        "--gin_param=MIXTURE_NAME = 'demo_train'", "--gin_file=demo/t5.1.1.demo.gin",
+        "--gin_param=utils.run.mesh_shape = []", "--gin_param=run.train_steps = 100",
+    )  # fmt: skip
+    assert (configured.output, configured.mixture) == ("gs://b/t0", "demo_train")
+    assert "MIXTURE_NAME" in configured.text and configured.architecture

@@ -1,0 +1,95 @@
+"""From `t0repro vertex submit` to summary metrics, with the job's container executed here."""
+
+import re
+
+import pytest
+import yaml
+
+from tests.cloud.commands import submit
+from tests.cloud.services import STORE
+from tests.cloud.tiny_jobs import TASK
+
+
+@pytest.mark.slow
+def test_a_training_from_submit_to_summary_metrics(
+    cloud,
+    experiment,
+    gin_file,
+    monkeypatch,
+    capsys,
+):
+    cloud.services.run_jobs = True
+    code, out, err = submit(
+        monkeypatch,
+        capsys,
+        *("--run_mode", "train", "--gin_file", gin_file, "--gin.TRAIN_STEPS=4"),
+        *("--gin.MODEL_DIR='/gcs/bucket/model'", "--experiment", "t5", "--run_name", "small-1"),
+        *("--tensorboard", "7", "--wait", "--poll_seconds", "0.2"),
+    )
+    services = cloud.services
+    assert code == 0, (out, err, services.logs)
+    state = services.contexts[f"{STORE}/contexts/t5-small-1"].metadata
+    metrics = state["_metrics"]
+    best = metrics[f"{TASK}/accuracy"]
+    assert state["_state"] == "COMPLETE" and 0 <= best <= 100
+    assert metrics[f"{TASK}/accuracy/step"] in (2, 4)
+    assert f"{TASK}/accuracy: {best:.6g} at step" in out
+    # Every point of every scalar that the training logged is in the TensorBoard.
+    curve = services.points[f"small-1-inference-eval-{TASK.replace('_', '-')}", "eval/accuracy"]
+    assert sorted(curve) == [2, 4] and max(curve.values()) == pytest.approx(best)
+    assert sorted(services.points["small-1-train", "loss"])[-1] == 4
+    (execution,) = services.executions.values()
+    assert execution.state.name == "COMPLETE"
+
+
+@pytest.mark.slow
+@pytest.mark.mtf
+def test_the_readmes_commands_run_as_jobs_on_mesh_tensorflow_and_are_scored_on_jax(
+    cloud, experiment, monkeypatch, capsys
+):
+    """t5_mesh_transformer trains, and a rank evaluation takes the checkpoint that it leaves."""
+    cloud.services.run_jobs = True
+    tracked = ("--experiment", "t5", "--wait", "--poll_seconds", "0.5", "--run_name")
+    code, _, err = submit(
+        monkeypatch,
+        capsys,
+        *(*tracked, "mesh-1", "--", "t5_mesh_transformer", "--backend=mtf"),
+        *("--model_dir=/gcs/bucket/t0", "--module_import=t0repro.tasks.demo"),
+        *("--gin_file=dataset.gin", "--gin_param=MIXTURE_NAME = 'demo_train'"),
+        *("--gin_file=demo/t5.1.1.demo.gin", "--gin_param=utils.run.mesh_shape = []"),
+        *("--gin_param=run.train_steps = 2", "--gin_param=run.save_checkpoints_steps = 2"),
+        "--gin_param=run.batch_size = ('sequences_per_batch', 4)",
+    )
+    assert code == 0, (err, cloud.services.logs)
+    code, out, err = submit(
+        monkeypatch,
+        capsys,
+        *(*tracked, "ranks-1", "--run_mode", "rank-eval", "--"),
+        *("--checkpoint=/gcs/bucket/t0", f"--mixture={TASK}", "--limit=8"),
+        *("--module_import=t0repro.tasks.demo", "--out=/gcs/bucket/ranks"),
+    )
+    assert code == 0, (err, cloud.services.logs)
+    metrics = cloud.services.contexts[f"{STORE}/contexts/t5-ranks-1"].metadata["_metrics"]
+    accuracy = metrics["rank_eval/synthetic_glue/mrpc"]
+    assert 0 <= accuracy <= 100 and metrics["rank_eval/synthetic_glue/mrpc/step"] == 2
+    assert f"rank_eval/synthetic_glue/mrpc: {accuracy:.6g} at step 2" in out
+
+
+def test_a_dry_run_prints_what_would_be_sent_and_sends_nothing(
+    cloud, gin_file, monkeypatch, capsys
+):
+    code, out, err = submit(
+        monkeypatch,
+        capsys,
+        *("--run_mode", "train", "--gin_file", gin_file, "--gin.TRAIN_STEPS=4"),
+        *("--gin.MODEL_DIR='gs://bucket/model'", "--dry_run"),
+    )
+    assert code == 0, err
+    (pool,) = yaml.safe_load(out)["worker_pool_specs"]
+    mode, file, steps, model_dir, search = pool["container_spec"]["args"]
+    assert (mode, steps) == ("--run_mode=train", "--gin.TRAIN_STEPS=4")
+    # The JAX stack writes files, which Cloud Storage FUSE makes of the address.
+    assert model_dir == "--gin.MODEL_DIR='/gcs/bucket/model'"
+    assert re.fullmatch("--gin_file=/gcs/bucket/t0repro/small-.*/gin/0-train.gin", file)
+    assert search.endswith("/include")
+    assert not (cloud.services.calls or cloud.staged())

@@ -1,0 +1,45 @@
+"""Jobs are submitted whole or not at all."""
+
+import grpc
+import pytest
+
+from t0repro.cloud import submission
+from t0repro.cloud.checks import Configured
+from t0repro.cloud.spec import Machines
+from t0repro.cloud.submission import Request
+from t0repro.errors import UserError
+from tests.cloud.services import Refused
+
+CPU = Machines("n1-standard-4")
+
+
+@pytest.fixture
+def request_(tmp_path):
+    gin_file = tmp_path / "my.gin"
+    gin_file.write_text("A = 1\n")
+    return Request(
+        display_name="small run",
+        image_uri="image",
+        machines=CPU,
+        words=("--run_mode=train", f"--gin_file={gin_file}", "--gin.A=2"),
+    )
+
+
+def test_a_job_is_submitted_with_its_gin_files_staged(cloud, request_):
+    name = submission.submit(request_, Configured(), cloud.place)
+    (job,) = cloud.services.jobs.values()
+    assert name == job.name
+    (file,) = cloud.staged()
+    assert file.endswith("/gin/0-my.gin") and (cloud.bucket / file).read_text() == "A = 1\n"
+    assert list(job.job_spec.worker_pool_specs[0].container_spec.args) == [
+        "--run_mode=train", f"--gin_file=/gcs/bucket/{file}", "--gin.A=2",
+    ]  # fmt: skip
+
+
+def test_a_quota_that_is_used_up_leaves_nothing(cloud, request_):
+    cloud.services.faults["CreateCustomJob"] = [
+        Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, "custom_model_training_tpu_v3 is exceeded")
+    ]
+    with pytest.raises(UserError, match="quota is used up: .*tpu_v3 is exceeded"):
+        submission.submit(request_, Configured(), cloud.place)
+    assert not cloud.staged() and not cloud.services.jobs
