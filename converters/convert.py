@@ -140,7 +140,7 @@ def _planned(
     _check_form_exists(family, to, ref, options.scan)
     if options.gin_file is not None:
         notes += [
-            f"{name}, which the gin file includes, is not here; what it binds is not checked."
+            f"{name}, which the gin file includes, is missing; what it binds is not checked."
             for name in gin_shapes.check_gin_file(options.gin_file, family)
         ]
     check_step(reader, ref)

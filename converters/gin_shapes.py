@@ -99,7 +99,7 @@ def check_gin_file(path: str | os.PathLike[str], family: ModelShape) -> list[str
       family: the checkpoint's model.
 
     Returns:
-      The names of included files that are not here, so that their bindings were not seen.
+      The names of included files that are missing, so that their bindings were not seen.
 
     Raises:
       UserError: if the file cannot be read or is not gin, or a size differs; the message names the
@@ -131,7 +131,7 @@ def check_gin_text(text: str, path: Path, family: ModelShape) -> list[str]:
         field = _FIELDS.get((configurable, argument))
         resolved = _resolve(binding, bindings)
         if field is None or isinstance(resolved.value, _Macro) or resolved.value is None:
-            # A macro of a file that is not here cannot be compared.
+            # A macro of a file that is missing cannot be compared.
             continue
         towers = [tower for tower in _TOWERS if tower in scope.split("/")]
         if not scope:
@@ -178,7 +178,7 @@ def bound_arithmetic(text: str, path: Path) -> dict[str, Bound]:
     bindings: dict[tuple[str, str, str], Bound] = {}
     # The generator has to be run to its end for `bindings` to be filled.
     for _ in _read_text(text, path, bindings, [path]):
-        pass  # an include that is not here
+        pass  # an include that is missing
     bound = {}
     for (scope, configurable, argument), binding in bindings.items():
         field = _ARITHMETIC.get((configurable, argument))
@@ -238,7 +238,7 @@ def cannot_read_gin(path: str | os.PathLike[str], error: OSError | UnicodeDecode
 def _read(
     path: Path, bindings: dict[tuple[str, str, str], Bound], including: Sequence[Path]
 ) -> Iterator[str]:
-    """Adds a file's bindings, later ones over earlier ones; yields includes that are not here."""
+    """Adds a file's bindings, later ones over earlier ones; yields includes that are missing."""
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:

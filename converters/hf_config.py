@@ -196,7 +196,7 @@ def logits_of(config: Mapping[str, Any], has_kernel: bool, where: str) -> Logits
 
     Raises:
       UserError: if the logits are said not to come from the embedding and have no kernel, or if it
-        cannot be told which of them wrote a tied mT5.
+        cannot be known which of them wrote a tied mT5.
     """
     unscaled: Logits = "kernel" if has_kernel else "embedding"
     version = re.match(r"(\d+)\.", str(config.get("transformers_version")))

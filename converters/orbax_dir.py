@@ -101,7 +101,7 @@ class OrbaxArrays:
         ]
 
     def check_chunks(self) -> None:
-        """Checks that every array has all of its chunks, as far as that can be told.
+        """Checks that every array has all of its chunks, as far as the files show.
 
         Raises:
           UserError: Naming the chunk that is missing, or that is not of its array.

@@ -135,7 +135,7 @@ def _exact(path: str) -> CheckpointRef | None:
     if match and storage.is_directory(directory):
         ref = jax_tree.jax_ref(directory, int(match[1]))
         if ref is None:
-            raise _not_found("The directory holds no whole checkpoint.", directory)
+            raise _not_found("The directory holds no complete checkpoint.", directory)
         return ref
     # A checkpoint that was renamed, or one item that was copied out of it.
     return hf.hf_ref(path) or (jax_tree.orbax_ref(path) if storage.is_directory(path) else None)

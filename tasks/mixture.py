@@ -147,7 +147,7 @@ def _labels(task: PromptedTask) -> tuple[str, ...]:
     return (task.dataset, label)
 
 
-# What is at hand -------------------------------------------------------------------------------
+# What is available -------------------------------------------------------------------------------
 
 
 def missing_rows(rows: PromptedRows, split: str) -> UserError | None:
@@ -185,7 +185,7 @@ def not_at_hand(tasks: Iterable[seqio.Task], split: str, *, use_cached: bool) ->
                 found[task.name] = "not cached"
         # A source without prompted rows reports what it lacks by itself, when it is read.
         elif hasattr(source, "reader") and missing_rows(source, split):
-            found[task.name] = "rows not at hand"
+            found[task.name] = "rows not available"
     return found
 
 
@@ -213,7 +213,7 @@ def keep_at_hand(name: str, split: str, *, use_cached: bool, say: Callable[[str]
     # Tasks that lack the split altogether do not make a mixture trainable.
     if not any(split in task.splits for task in kept):
         raise UserError(
-            f"Nothing of {name!r} is at hand: split {split!r} of {counted(len(missing), 'task')},"
+            f"Nothing of {name!r} is available: split {split!r} of {counted(len(missing), 'task')},"
             f" {' or '.join(sorted(set(missing.values())))}.",
             where="--at_hand",
             fix="Set T0REPRO_DATA_DIR to the folder of the datasets, or name a folder of caches by"

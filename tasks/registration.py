@@ -289,7 +289,7 @@ def register_templates(path: str | Path) -> list[PromptedTask]:
     content = read_template_file(path)
     splits_of_suffix = _splits(content)
     registered = []
-    # One suffix, the empty one, but for ANLI, whose rounds are tasks of their own.
+    # One suffix, the empty one, except for ANLI, whose rounds are tasks of their own.
     for suffix, splits in splits_of_suffix.items():
         for template in content.templates:
             name = task_name(content.dataset, content.subset, template.name) + suffix

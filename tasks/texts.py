@@ -2,7 +2,7 @@
 
     T0REPRO_TEXTS='span:my_texts=/data/books/*.txt' with `import t0repro.tasks.texts` in a gin file
 
-or, in a module of one's own that a gin file imports:
+or, in a module of your own that a gin file imports:
 
     from t0repro.tasks.texts import add_text_task
     add_text_task("my_texts", {"train": "/data/books/*.txt"}, objective="span_corruption")
@@ -82,7 +82,7 @@ def add_text_task(
                 seqio.preprocessors.rekey, key_map={"inputs": None, "targets": "text"}
             ),
             seqio.preprocessors.tokenize,
-            # Cached before the objective, whose noise is drawn anew in every epoch.
+            # Cached before the objective, whose noise is redrawn in every epoch.
             seqio.CacheDatasetPlaceholder(),
             _denoising(objective, merge_examples),
             seqio.preprocessors.append_eos_after_trim,

@@ -28,7 +28,7 @@ class TrackerName(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker is told about a run.
+    """What a tracker receives about a run.
 
     Attributes:
       folder: what the run writes into; a tracker's name for the run is the folder's name.

@@ -22,7 +22,7 @@ from t0repro.files import make_folder, write_atomically
 from t0repro.training.metrics import METRICS_FILE
 
 TRACKING_FILE = "tracking.json"
-_SECONDS = 5.0  # between two looks at the metrics
+_SECONDS = 5.0  # between polls of the metrics
 
 _WRITING = threading.Lock()
 
@@ -130,8 +130,8 @@ class _Follower:
 class _NewLines:
     """The whole lines that were added to a file since the last look.
 
-    A training that starts again replaces the file by its lines up to the checkpoint; reading begins
-    anew then.
+    A training run that resumes replaces the file by its lines up to the checkpoint; reading then
+    starts again.
     """
 
     def __init__(self, path: Path):
@@ -200,7 +200,7 @@ def _tracking(folder: Path) -> dict[str, Any]:
         raise UserError(
             f"This is no JSON: {error}.",
             where=str(path),
-            fix="Remove the file: the run begins anew in the tracker.",
+            fix="Remove the file: the run then starts over in the tracker.",
         ) from error
 
 
@@ -220,5 +220,5 @@ def _parts(line: dict[str, Any]) -> tuple[str, int, dict[str, float]]:
 def _outcome(kind: type[BaseException] | None) -> Outcome:
     if kind is None:
         return "finished"
-    # Signals end a training by SystemExit after it has saved its state.
+    # Signals end a training run by SystemExit after it has saved its state.
     return "stopped" if issubclass(kind, KeyboardInterrupt | SystemExit) else "failed"

@@ -38,7 +38,7 @@ class EvalTask:
     Attributes:
       name: The task's name.
       examples: Dicts with `inputs` and `targets` (int32 [length], padded with 0 when lengths are
-        given) and the task's other features. Each iteration reads them anew.
+        given) and the task's other features. Each iteration reads them again.
       postprocess: Turns a score or a decoded text into what the metrics compare.
       metric_fns: Each is called as metric(targets, predictions) -> {name: value}.
     """

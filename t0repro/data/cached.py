@@ -39,7 +39,7 @@ class CachedBatches(ResumableBatches):
     """Endless training batches of cached tasks; implements `runs.train.BatchSource`.
 
     A resumed run continues after its last batch: with the checkpoint's seed, the batches before it
-    are made again and skipped.
+    are rebuilt and skipped.
 
     Args:
       folders: The cache folder of each task, mapped to the task's rate in the mixture; a sequence
@@ -53,7 +53,7 @@ class CachedBatches(ResumableBatches):
 
     Raises:
       UserError: If a folder is not a complete cache of the split, no task has an example, a length
-        is missing, `batch_size` is less than 1, or rates are negative, not finite or all 0.
+        is missing, `batch_size` is less than 1, or rates are negative, NaN, infinite or all 0.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class CachedBatches(ResumableBatches):
         return super().open(step, saved, say)
 
     def _position(self, saved: Path | None, say: Say) -> dict[str, Any]:
-        # Without a checkpoint there is nothing to go on from, and nothing to say about it.
+        # Without a checkpoint there is nothing to continue from, and nothing to say about it.
         return {} if saved is None else super()._position(saved, say)
 
     def _to_numpy(self, element: Mapping[str, Any]) -> Batch:

@@ -44,7 +44,7 @@ def _say(text: str) -> None:
 
 
 def note_uncached(use_cached: bool) -> None:
-    """Says once, before a training, what SeqIO would warn of for every task."""
+    """Reports once, before a training run, what SeqIO would warn of for every task."""
     if not use_cached:
         _say(
             "note: the tasks are not cached, so that their examples are made while they are read;"
@@ -110,7 +110,7 @@ def tasks_with_split(name: str, split: str) -> list[Any]:
 
 
 def tasks_to_train_on(data: SeqioDataConfig) -> list[Any]:
-    """The SeqIO tasks that a training reads: those with the split, or one that reads parts of it.
+    """The SeqIO tasks that a training run reads: those with the split or with parts of it.
 
     SeqIO looks for the split in a mixture's tasks alone. That of a single task goes to TensorFlow
     Datasets as it is, which also knows `train[:90%]` and `train+validation`.

@@ -3,7 +3,7 @@
 SeqIO and Mesh TensorFlow map a function over single examples seven or more times to select, cast
 and cut features, each time with `num_parallel_calls=AUTOTUNE`. Such a function takes a microsecond
 or two; handing the example to another thread and back, and modelling for AUTOTUNE what that took,
-took ten times what is left without it (docs/benchmarks.md, "Whole batches"). A parallel map keeps
+took ten times what is left without it (docs/benchmarks.md, "Full batches"). A parallel map keeps
 its order, so the examples and their order are the same either way.
 """
 
@@ -13,9 +13,9 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-# The functions of SeqIO 0.0.20, t5 0.9.4 and Mesh TensorFlow 0.1.21 that define light steps. What
-# is not here stays parallel: packing, which works on 1,024 examples at once, the reading of files,
-# and the tasks' own preprocessors.
+# The functions of SeqIO 0.0.20, t5 0.9.4 and Mesh TensorFlow 0.1.21 that define light steps. Every
+# other stays parallel: packing, which works on 1,024 examples at once, the reading of files, and
+# the tasks' own preprocessors.
 _LIGHT = {
     # Parse a record, cast its integers, rename; AutoGraph puts tf__ before what interleaving calls.
     "tf__read_file_fn",

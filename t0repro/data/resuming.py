@@ -7,7 +7,7 @@ A checkpoint's folder `data/` holds position.json:
     arguments   what else decides the order (the mixture, lengths, the batch size, ...)
 
 and, where it is asked for, the state of tf.data's iterator. Without that state the batches before
-the position are made again and skipped. This is exact on every path, because a given seed produces
+the position are rebuilt and skipped. This is exact on every path, because a given seed produces
 the same data in every process.
 
 Batches may be made in shards: each reads its part of the examples, with a pipeline of its own, and
@@ -79,7 +79,7 @@ class ResumableBatches(abc.ABC):
             self._seed = from_first(lambda: position.get("seed") or secrets.randbits(31) + 1)
         self._taken = self._first(step, position)
         datasets = {index: self._dataset(self._seed, index) for index in self._here}
-        # Only one pipeline's state is saved: shards are made again and skipped.
+        # Only one pipeline's state is saved: shards are rebuilt and skipped.
         self._saves_iterator = self.num_shards == 1 and self._can_save_iterator(datasets[0])
         self._iterators = {index: iter(dataset) for index, dataset in datasets.items()}
         elements = self._elements()
@@ -151,7 +151,7 @@ class ResumableBatches(abc.ABC):
         )
 
     def _assembled(self, elements: Sequence[Any]) -> Batch:
-        """The whole batch, in which the rows of shards that are made elsewhere are zeros."""
+        """The full batch, in which the rows of shards that are made elsewhere are zeros."""
         parts = [self._to_numpy(element) for element in elements]
         if self.num_shards == 1:
             return parts[0]
@@ -203,7 +203,7 @@ class ResumableBatches(abc.ABC):
             # the rest in silence.
             self._tracked().read(str(saved / ITERATOR)).assert_consumed()
             return
-        say(f"data: after {taken}, which are made again and skipped")
+        say(f"data: after {taken}, which are rebuilt and skipped")
         if self._taken < _FEW:
             for _ in range(self._taken):
                 next(elements)

@@ -34,7 +34,7 @@ class SeqioTrainBatches(ResumableBatches):
 
     Without `save_dataset`, a resumed run reads its data from the beginning again, as in T5X. With
     it, checkpoints hold the state of the input pipeline. If the pipeline runs Python functions, it
-    has no state to save; checkpoints then hold the position, and earlier batches are made again and
+    has no state to save; checkpoints then hold the position, and earlier batches are rebuilt and
     skipped.
 
     Args:
@@ -147,7 +147,7 @@ class EvalBatches:
             seed=self._data.seed,
             num_epochs=self._steps * self._data.batch_size,
         )
-        # Batched anew across epochs, so that a task with fewer examples than a batch still
+        # Batched again across epochs, so that a task with fewer examples than a batch still
         # fills them.
         batches = rows.unbatch().repeat().batch(self._data.batch_size, drop_remainder=True)
         return batches.take(self._steps)

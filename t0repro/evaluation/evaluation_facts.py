@@ -53,9 +53,9 @@ def write_facts(folder: Path, checkpoint: Checkpoint, names: Sequence[str], devi
 
 
 def operative_config(mixture: str, checkpoint: Checkpoint, settings: Any) -> str:
-    """The evaluation's settings, the model's shape and, if known, the training's configuration.
+    """The evaluation's settings, the model's shape and, if known, the training run's configuration.
 
-    All are written as gin bindings; the training's are copied from its operative_config.gin.
+    All are written as gin bindings; the training run's are copied from its operative_config.gin.
     """
     lines = [
         f"rank_eval.mixture = {mixture!r}",
@@ -68,7 +68,7 @@ def operative_config(mixture: str, checkpoint: Checkpoint, settings: Any) -> str
     lines += ["", *(f"model.{name} = {value!r}" for name, value in shape.items())]
     training = checkpoint.training_config()
     if training is not None:
-        lines += ["", "# The training's operative_config.gin", training.rstrip()]
+        lines += ["", "# The training run's operative_config.gin", training.rstrip()]
     return "\n".join(lines) + "\n"
 
 

@@ -2,7 +2,7 @@
 
 A batch holds encoder rows of packed inputs (see packing), all of one length, and decoder rows of
 their choices, all of another, so that each input is encoded once however many choices it has. Row
-lengths are chosen to minimise the estimated cost on the data at hand.
+lengths are chosen to minimise the estimated cost on the available data.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ class Shape:
 
 
 def choose_shapes(items: Sequence[Item]) -> list[Shape]:
-    """Chooses the row shapes that cost least on the data at hand, shortest rows first.
+    """Chooses the row shapes that cost least on the available data, shortest rows first.
 
     Long rows are packed more tightly and need fewer shapes; short ones spend less on attention.
     Costs are estimated from sums, without packing.

@@ -9,7 +9,7 @@ A journal is an append-only file of 36-byte records:
     checksum  CRC-32 of the bytes before it
 
 Its folder is named after everything that a score depends on besides the pair's tokens: checkpoint,
-activation dtype and code. A record that is truncated, edited or not finite is ignored, so that its
+activation dtype and code. A record that is truncated, edited or non-finite is ignored, so that its
 pair is scored again.
 """
 

@@ -42,7 +42,7 @@ class Checkpoint:
     model: Any
 
     def training_config(self) -> str | None:
-        """The training's operative_config.gin, from the checkpoint's folder or its parent."""
+        """The training run's operative_config.gin, from the checkpoint's folder or its parent."""
         for folder in (Path(self.path), Path(self.path).parent):
             path = folder / _CONFIG
             if path.is_file():
@@ -58,7 +58,7 @@ def open_checkpoint(
     Its sizes are its parameters'. What these do not tell, such as the activation, is in config.json
     or in the operative_config.gin beside the checkpoint; else it is what T5 1.0 and 1.1 have.
 
-    The parameters are divided among all devices.
+    The parameters are sharded across all devices.
 
     Args:
       path: the checkpoint.

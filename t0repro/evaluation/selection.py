@@ -133,7 +133,7 @@ def _left_out(mixture: str, tasks: Sequence[Any], split: str, only_at_hand: bool
         left_out |= not_at_hand(tasks, split, use_cached=False)
     if len(left_out) == len(tasks):
         raise UserError(
-            f"The rows of split {split!r} are not here for any task of {mixture!r}.",
+            f"No task of {mixture!r} has rows of split {split!r} here.",
             fix="Set T0REPRO_DATA_DIR (or --data) to the folder of the datasets.",
         )
     return left_out

@@ -1,8 +1,8 @@
 """Evaluates checkpoints with SeqIO's own Evaluator, whose loggers write what T5X's runs write.
 
 Below `<folder>/inference_eval`: TensorBoard's events in `<task>/`, and for each task
-`<task>-metrics.jsonl` and `<task>-<step>.jsonl` with every prediction. A training evaluates in the
-same way (infer_eval).
+`<task>-metrics.jsonl` and `<task>-<step>.jsonl` with every prediction. A training run evaluates
+in the same way (infer_eval).
 """
 
 from __future__ import annotations

@@ -322,6 +322,6 @@ def check_finite(scores: np.ndarray, task: str, step: int) -> None:
     if broken.size:
         raise UserError(
             f"{task}: the score of example {broken[0]} at step {step} is {scores[broken[0]]}"
-            f" ({broken.size} of {scores.size} are not finite).",
+            f" ({broken.size} of {scores.size} are NaN or Inf).",
             fix="Check the checkpoint with `t0repro checkpoint inspect`, or compute in float32.",
         )

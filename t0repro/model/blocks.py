@@ -206,7 +206,7 @@ class Tower(nn.Module):
 
     @property
     def _scanned(self) -> bool:
-        """Whether one body serves all layers; new parameters are drawn layer by layer."""
+        """Whether the layers are scanned; parameters are initialized layer by layer."""
         return is_scanned(self.config, self._layers) and not self.is_initializing()
 
     def _all_layers(
@@ -254,7 +254,7 @@ class Tower(nn.Module):
         policy = kept(config.recompute)
         if not config.recomputes:
             # Whatever is kept of a layer is copied into a stack and out of it. So the products are
-            # kept and the rest, which is cheap, is computed again, as XLA does by fusion where
+            # kept and the rest, which is cheap, is recomputed, as XLA does by fusion where
             # layers are no loop. Not of attention in blocks, whose products are not to be kept.
             policy = jax.checkpoint_policies.dots_saveable
         if config.recomputes or not self._in_blocks(x, bias, encoded):

@@ -10,7 +10,7 @@ beam_search.beam_search), edge cases included:
 - A beam's score is its log-probability over ((5 + length) / 6)**alpha. Each step takes the
   2 * beam best continuations among the `prefilter` best of each beam; those that end in EOS are
   finished.
-- A finished beam can take the place of an alive one that does not exist yet, and go on; whatever
+- A finished beam can take the place of an alive one that does not exist yet, and continue; whatever
   follows its EOS is removed from the output (clean_decodes). How far it goes, and so which output
   is best, depends on when all rows of the batch are done. In no other way do rows affect each
   other.
@@ -252,7 +252,7 @@ def _search(
     inputs: Int[Array, "batch memory"],
     limits: Int[Array, " batch"],
 ) -> Decoded:
-    """Finds each row's best beam; all rows go on until no alive beam of any can become the best."""
+    """Finds each row's best beam; all rows continue until no alive beam can become the best."""
     beams, alpha, prefilter, vocab_parts = options
     rows = inputs.shape[0]
     reads = read_inputs(model, params, inputs)
@@ -271,7 +271,7 @@ def _search(
         grown, parents = _grow(state, logits, position, penalty, prefilter, vocab_parts)
         active = going_on(position, state)
 
-        # Rows may have different limits: one that is done keeps its state while others go on.
+        # Rows may have different limits: one that is done keeps its state while others continue.
         def chosen(new: jax.Array, old: jax.Array) -> jax.Array:
             return jnp.where(active.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
 

@@ -1,4 +1,4 @@
-"""Draws new parameters, with one small program for each kind of parameter.
+"""Initializes parameters, with one small program for each kind of parameter.
 
 Flax's `init` under one jit gives XLA operations of their own for each parameter: T5 1.1 small has
 190, of nine kinds, and that program took four times as long to compile as the nine together. The

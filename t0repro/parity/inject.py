@@ -52,7 +52,7 @@ def injected(error: Error | None) -> Iterator[None]:
 def _replace(values: Mapping[tuple[Any, str], Any]) -> None:
     for (module, name), value in values.items():
         setattr(module, name, value)
-    # Functions already compiled would go on using the old ones.
+    # Functions already compiled would continue using the old ones.
     if values:
         jax.clear_caches()
 

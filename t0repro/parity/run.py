@@ -233,7 +233,7 @@ def run_mesh_side(job: Job) -> tuple[StackResult, int]:
 def _rows(task: ScoredTask, config: RunConfig) -> list[dict[str, np.ndarray]]:
     """The task's examples in batches of ROWS, padded to the run's lengths and with empty rows."""
     assert config.sequence_length is not None
-    # Rounded up to whole batches: a graph has one shape.
+    # Rounded up to full batches: a graph has one shape.
     count = -(-len(task.examples) // ROWS) * ROWS
     arrays = {}
     for name in ("inputs", "targets"):

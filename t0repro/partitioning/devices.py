@@ -25,7 +25,7 @@ class Partitioning:
 
     Attributes:
       mesh: devices by (data, model).
-      fully_sharded: whether parameters and slots are divided along `data` too.
+      fully_sharded: whether parameters and slots are sharded along `data` too.
       at_hand: number of devices available, used or not.
     """
 
@@ -52,7 +52,7 @@ class Partitioning:
         )
 
     def active(self) -> contextlib.AbstractContextManager[Any]:
-        """A context in which what is traced is divided among the devices, if there are several."""
+        """A context in which what is traced is sharded across the devices, if there are several."""
         return contextlib.nullcontext() if self.mesh.size == 1 else jax.set_mesh(self.mesh)
 
     def shardings(self, tree: Any) -> Any:
@@ -142,7 +142,7 @@ def put(x: np.ndarray | jax.Array, sharding: NamedSharding) -> jax.Array:
     `jax.device_put` would first compare the arrays of the processes, over the network.
 
     Args:
-      x: the array, of which only this process's part is read; one that is already divided among
+      x: the array, of which only this process's part is read; one that is already sharded across
         the devices stays where it is.
       sharding: how it is divided.
     """
@@ -168,7 +168,7 @@ def fetched(x: np.ndarray | jax.Array) -> np.ndarray:
 
 
 def partitioning_of(tree: Any) -> Mesh | None:
-    """The mesh that the arrays of a tree are divided among; None if they are on one device."""
+    """The mesh that the arrays of a tree are sharded across; None if they are on one device."""
     sharding = getattr(jax.tree.leaves(tree)[0], "sharding", None)
     if isinstance(sharding, NamedSharding) and sharding.mesh.size > 1:
         assert isinstance(sharding.mesh, Mesh)
@@ -178,7 +178,7 @@ def partitioning_of(tree: Any) -> Mesh | None:
 
 @contextlib.contextmanager
 def across_devices_of(tree: Any):
-    """A context in which what is traced is divided among the devices that hold a tree."""
+    """A context in which what is traced is sharded across the devices that hold a tree."""
     mesh = partitioning_of(tree)
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
         yield
@@ -207,10 +207,10 @@ def choose(
     devices: Sequence[Any] | None = None,
     where: str | None = None,
 ) -> Partitioning:
-    """Arranges the devices at hand as a run's layout asks.
+    """Arranges the available devices as a run's layout asks.
 
     One device is one device, whatever the layout is. A layout without `data`, or made for another
-    TPU slice, takes as many of the devices as the batch can be divided among.
+    TPU slice, takes as many of the devices as the batch can be sharded across.
 
     Args:
       layout: the run's layout.
@@ -305,7 +305,7 @@ def _arranged(
 ) -> Partitioning:
     """The first devices as a mesh; on TPUs, neighbours share a model."""
     chosen = list(devices)[: data * model]
-    # JAX knows how a whole slice is wired; of a part of one, the order at hand has to do.
+    # JAX knows how a whole slice is wired; of a part of one, the order given has to do.
     if chosen[0].platform == "tpu" and len(chosen) == len(devices) > 1:
         from jax.experimental import mesh_utils
 

@@ -174,7 +174,7 @@ def with_environment(asked: Asked, environment: Mapping[str, str]) -> Asked:
             where="--process_index",
             fix="Give --process_count and --coordinator_address too.",
         )
-    # Vertex AI tells a job's replicas everything; whoever says a part of it, says it all.
+    # Vertex AI gives a job's replicas everything; a caller who sets one part sets all.
     if address is None and count is None and index is None:
         address, count, index = _replicas_of_vertex_ai(environment)
     return Asked(address, count, index, asked.timeout, detect)
@@ -291,7 +291,7 @@ def meeting_point() -> Callable[[], None]:
     """A function that returns once every process has called its own, from whatever thread.
 
     The processes make this call in the same order as their other calls of this module, so it is
-    for the main thread; work in the background then meets where it was told to.
+    for the main thread; background work then meets there.
     """
     if is_alone():
         return lambda: None
@@ -315,7 +315,7 @@ def from_first(value: Callable[[], Value]) -> Value:
 def held_by_first(block: Callable[[], contextlib.AbstractContextManager[Any]]) -> Iterator[None]:
     """A context that the first process enters for all, such as a folder's lock.
 
-    The others go on when it has been entered, and it is left when all are done.
+    The others continue when it has been entered, and it is left when all are done.
     """
     with block() if is_first() else contextlib.nullcontext():
         wait_for_all()
@@ -348,7 +348,7 @@ def output_folder(folder: str | os.PathLike[str], *, resumed: bool = False) -> P
 
 
 class SharedSignal:
-    """The largest of the processes' numbers, told to all at the same step.
+    """The largest of the processes' numbers, which all learn at the same step.
 
     What each gives after a step is combined on the devices, while they compute the next step, and
     known to all after that one: nobody waits, and nobody can be a step ahead of the answer.

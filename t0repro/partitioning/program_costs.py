@@ -16,10 +16,10 @@ from jax.extend.core import Var
 
 
 def count_flops(jaxpr: Any) -> int:
-    """Operations of all matrix products of a jaxpr, two for each multiply-add.
+    """Operations of all matmuls of a jaxpr, two for each multiply-add.
 
     Loops of known length count as often as they run, a loop until a condition once. What is
-    recomputed in the backward pass counts again. Everything but matrix products is left out; in a
+    recomputed in the backward pass counts again. Everything but matmuls is left out; in a
     T5 that is a few percent.
 
     Args:
@@ -287,7 +287,7 @@ def _operations(name: str, body: list[str]) -> Iterator[tuple[str, int, int]]:
 
 
 def _bytes(dtype: str, shape: str) -> int:
-    # A type's name ends in its bits, but for pred, which takes a byte.
+    # A type's name ends in its bits, except for pred, which takes a byte.
     bits = _BITS.get(dtype) or int((re.search(r"\d+", dtype) or ["8"])[0])
     return math.prod(int(size) for size in shape.split(",") if size) * bits // 8
 

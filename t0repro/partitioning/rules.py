@@ -1,9 +1,9 @@
-"""The one table that says how tensors are divided among devices.
+"""The one table that says how tensors are sharded across devices.
 
 Devices form a mesh of two axes, `data` and `model`. Each axis of a tensor has a logical name, and
 the table says along which axis of the mesh it is divided:
 
-    logical axis   of                                             divided along
+    logical axis   of                                             sharded along
     batch          activations                                    data
     heads          attention kernels, queries, keys and values    model
     mlp            the feed-forward layer                         model
@@ -115,7 +115,7 @@ def sums_over_groups(
 
     XLA would add up gradients at the end of every microbatch. Here each group of devices along
     `data` has, for the time of the function, parameters of its own: the same values with one more
-    axis, divided along `data`, which takes no memory and no communication. So nothing is added
+    axis, sharded along `data`, which takes no memory and no communication. So nothing is added
     across the groups until the function is done with all of its microbatches.
 
     Args:

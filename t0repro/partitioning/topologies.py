@@ -1,4 +1,4 @@
-"""Machines that are not here: TPU slices by name, and what is published about their chips.
+"""Machines that need not be attached: TPU slices by name, and what is published about their chips.
 
 The name counts what Google's names count: cores up to v5p, chips of v5e and v6e.
 
@@ -34,8 +34,8 @@ class Chip:
 
     Attributes:
       memory: bytes of memory for programs; a TPU's is what libtpu says is available.
-      flops: bfloat16 operations a second, dense.
-      link: bytes a second that a device sends in one direction of one link.
+      flops: bfloat16 FLOP/s, dense.
+      link: bytes per second that a device sends in one direction of one link.
     """
 
     memory: int
@@ -141,7 +141,7 @@ def published(device_kind: str) -> Chip | None:
 def memory_of(device: Any) -> int | None:
     """Bytes that programs may take on a device; None if that is not known, as on a CPU.
 
-    A device at hand says what JAX takes of it, which on a GPU is less than what is published. One
+    An attached device says what JAX takes of it, which on a GPU is less than what is published. One
     that is only described, by `devices_of`, has no statistics.
     """
     try:

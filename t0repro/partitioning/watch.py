@@ -125,7 +125,7 @@ class Watch:
 
 
 def _delay_aborts() -> None:
-    """Lets a thread of C++ that aborts this process sleep first, while the others go on.
+    """Lets a thread of C++ that aborts this process sleep first, while the others continue.
 
     The handler is the C library's own `sleep`, which may be called in one: Python's handlers run in
     the main thread, and not before C++ returns. Its argument is the signal's number, 6 seconds.

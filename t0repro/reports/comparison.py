@@ -435,7 +435,7 @@ def read_history(eval_dir: str | os.PathLike[str], prompts: Mapping[str, PromptI
     values: dict[str, dict[int, list[float]]] = {}
     chance: dict[str, list[float]] = {}
     for step in steps:
-        # Ranked anew from the scores of each step, so no report needs to exist for it.
+        # Ranked again from the scores of each step, so no report needs to exist for it.
         for result in rank_folder(eval_dir, prompts, step=step, tasks=whole):
             label = dataset_label(result.task, prompts)
             values.setdefault(label, {}).setdefault(step, []).append(result.accuracy)

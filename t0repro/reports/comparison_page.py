@@ -189,7 +189,7 @@ def _right(right_a: bool | None, right_b: bool | None, a: str, b: str) -> str:
 
 
 def losses_section(compared: LossComparison, title: str, level: Literal[2, 3] = 2) -> Section:
-    """Two trainings' losses, thinned where there are many steps, the largest difference in bold."""
+    """Two training runs' losses, thinned if there are many; the largest difference is bold."""
     shown = thinned_losses(compared)
     return Section(
         title,

@@ -114,7 +114,7 @@ def read_losses(metrics: str | os.PathLike[str], split: str = "train") -> dict[i
     losses = {
         int(row["step"]): float(row["loss"])
         for row in rows
-        # NaN and infinity are kept here: each caller decides what a loss that is not finite means.
+        # NaN and infinity are kept here: each caller decides what such a loss means.
         if row.get("split") == split and row.get("loss") is not None
     }
     if not losses:
@@ -137,7 +137,7 @@ def compare_losses(
     """Compares the training losses of two metrics.jsonl at the steps that both have.
 
     Raises:
-      UserError: if one has no loss, they share no step, or a loss is not finite.
+      UserError: if one has no loss, they share no step, or a loss is NaN or Inf.
     """
     losses_a, losses_b = read_losses(metrics_a), read_losses(metrics_b)
     shared = losses_a.keys() & losses_b.keys()

@@ -70,8 +70,8 @@ class Beside:
 
     Attributes:
       other: a second run to compare scores with.
-      metrics: the training's metrics.jsonl, for its loss curve.
-      losses: label and metrics.jsonl of two trainings to compare, this run's stack first.
+      metrics: the training run's metrics.jsonl, for its loss curve.
+      losses: label and metrics.jsonl of two training runs to compare, this run's stack first.
       conversion: the result of converting the checkpoint and back, as text.
     """
 
@@ -100,7 +100,7 @@ def make_report(
     """
     options, beside = options or ReportOptions(), beside or Beside()
     step = latest_step(run.eval_dir) if run.step is None else run.step
-    # Fixed from here on: a training may write the next step while the report is made.
+    # Fixed from here on: a training run may write the next step while the report is made.
     run = dataclasses.replace(run, step=step)
     records = read_records(run.eval_dir, step)
     ranked, decoded = _by_mode(run, records, options.tasks)

@@ -55,7 +55,7 @@ def history_plot(steps: Sequence[int], curves: Mapping[str, Sequence[float]], la
 
 
 _COLOURS, _STYLES = ("accent", "chance", "majority", "ink"), ("-", "--", ":", "-.")
-_MARKED = 30  # a curve of more points has no marks, but for its last
+_MARKED = 30  # a curve of more points has no marks, except for its last
 
 
 def curves_plot(

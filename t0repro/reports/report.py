@@ -44,8 +44,8 @@ class Report:
       groups: means over datasets, the headline figures.
       datasets: one for each dataset and group.
       stacks: this run's scores compared with another run's, for instance the other stack's.
-      losses: two trainings' losses, step by step.
-      loss_curve: the training's losses.
+      losses: two training runs' losses, step by step.
+      loss_curve: the training run's losses.
       conversion: the result of converting the checkpoint and back, as text.
       notes: sentences for the top of the report.
       published: figures by others for the same datasets.
@@ -178,8 +178,8 @@ def _task_cost(task: str, record: Mapping[str, Any]) -> TaskCost:
 
 
 # published.csv has model, dataset (as prompts.dataset_label names it, ANLI's rounds together),
-# statistic over prompts (mean or median), percent and source. Whoever adds a figure, such as the
-# paper's own medians, names the source that it was read in.
+# statistic over prompts (mean or median), percent and source. A figure that is added, such as
+# one of the paper's medians, names the source that it was read in.
 _PUBLISHED = Path(__file__).parent / "published.csv"
 
 

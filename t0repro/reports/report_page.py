@@ -284,7 +284,7 @@ def _cost_sections(report: Report) -> list[Section]:
 
 
 def _training_sections(report: Report) -> list[Section]:
-    """The training's losses, the other stack's scores and losses, and a conversion's result."""
+    """The training run's losses, the other stack's scores and losses, and a conversion's result."""
     sections = []
     if curve := report.loss_curve:
         total = counted(curve.total_steps, "step")

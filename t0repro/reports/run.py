@@ -67,7 +67,7 @@ def find_evaluation(path: str | os.PathLike[str]) -> tuple[Path, int | None]:
     elif not path.exists():
         what, fix = "There is no such file or folder.", _FIX
     elif (losses := path / "metrics.jsonl").is_file():
-        what = "There is no evaluation here, only the metrics of a training."
+        what = "There is no evaluation here, only the metrics of a training run."
         fix = f"To compare losses, name {losses}; to compare scores, evaluate the run first."
     else:
         what, fix = "There is no evaluation here.", _FIX

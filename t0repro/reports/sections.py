@@ -241,7 +241,7 @@ def _generation_tip(result: GenerationResult) -> str:
 
 
 def diagnostic_sections(report: Report) -> list[Section]:
-    """Calibration, agreement between prompts, and which answers are taken for which."""
+    """Calibration, agreement between prompts, and which answers are mistaken for which."""
     # Reports written before schema 2 have none.
     if not any(dataset.calibration for dataset in report.datasets):
         return []

@@ -76,7 +76,7 @@ class Reweighted:
     """Figures in percent, one for each random weighting of the examples.
 
     Attributes:
-      plain: [..., replicates] or [..., replicates, prompts], of the examples at hand.
+      plain: [..., replicates] or [..., replicates, prompts], of the available examples.
       lower: the same with a further example at its worst; low ends are its percentiles.
       upper: the same with a further example at its best; high ends are its percentiles.
     """

@@ -1,4 +1,4 @@
-"""The trainings below a folder: what each one's run_state.json says, and their metrics by step."""
+"""The training runs below a folder: each one's run_state.json, and their metrics by step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _NO_RUNS_INSIDE = re.compile(r"checkpoint_\d+.*|\..*")
 
 
 def find_runs(folder: str | os.PathLike[str]) -> dict[Path, RunState]:
-    """Every training at or below a folder, by path.
+    """Every training run at or below a folder, by path.
 
     Raises:
       UserError: if there is none, or one's record cannot be read.
@@ -38,9 +38,9 @@ def find_runs(folder: str | os.PathLike[str]) -> dict[Path, RunState]:
     found = {path: state for path, state in states.items() if state is not None}
     if not found:
         raise UserError(
-            f"There are no trainings here. {left_out_in_words(folder)}".rstrip(),
+            f"There are no training runs here. {left_out_in_words(folder)}".rstrip(),
             where=str(folder),
-            fix=f"Give a folder below which trainings wrote their {RUN_STATE_FILE}.",
+            fix=f"Give a folder below which training runs wrote their {RUN_STATE_FILE}.",
         )
     return found
 
@@ -68,7 +68,7 @@ def folders_with(file: str, folder: str | os.PathLike[str]) -> Iterator[Path]:
 def _folders(folder: str | os.PathLike[str]) -> Iterator[tuple[Path, list[str]]]:
     """Each folder at or below a folder, with the names of its files; checkpoints left out."""
     for parent, folders, names in os.walk(folder):
-        # Changed in place, which is how os.walk is told where not to go; checkpoints hold many
+        # Changed in place, which is how os.walk skips folders; checkpoints hold many
         # files.
         folders[:] = sorted(name for name in folders if not _NO_RUNS_INSIDE.fullmatch(name))
         yield Path(parent), names
@@ -133,7 +133,7 @@ def read_curves(folders: Sequence[Path], metric: str) -> dict[str, Points]:
     A folder that is not a run itself stands for the runs below it. A run's metrics.jsonl has the
     metrics of the training and of its evaluations, by split; what it lacks, such as the results of
     auxiliary jobs, is looked for as a tag in all event files below the run. Of a step that occurs
-    twice, as after a restart, the last value counts. Values that are not finite have no place in a
+    twice, as after a restart, the last value counts. Values that are NaN or Inf have no place in a
     curve. `eval/<metric>` is also the metric of every task whose tag is `eval/<task>/<metric>`.
 
     Raises:
@@ -152,7 +152,7 @@ def read_curves(folders: Sequence[Path], metric: str) -> dict[str, Points]:
             raise UserError(
                 f"{what}.",
                 where=str(folder),
-                fix="Give the folder of a training; `t0repro runs DIR` lists those below DIR.",
+                fix="Give the folder of a training run; `t0repro runs DIR` lists those below DIR.",
             )
         known |= found.keys()
         for place, values in sorted(found.get(metric, {}).items()):
@@ -193,7 +193,7 @@ def _runs_at(folder: Path) -> list[Path]:
     """The folder, if it is a run; otherwise the runs below it."""
     if (folder / METRICS_FILE).is_file():
         return [folder]
-    # Without any, it may still hold TensorBoard's files, as Mesh TensorFlow's trainings do.
+    # Without any, it may still hold TensorBoard's files, as Mesh TensorFlow's training runs do.
     return list(folders_with(METRICS_FILE, folder)) or [folder]
 
 
@@ -246,7 +246,7 @@ def curves_page(curves: Mapping[str, Points], metric: str) -> Page:
         header=header,
         rows=rows,
     )
-    return Page("Curves of trainings", (section,))
+    return Page("Curves of training runs", (section,))
 
 
 def _extremes(values: Sequence[float]) -> tuple[float, float, float, float]:

@@ -1,4 +1,4 @@
-"""Implements `t0repro tasks check`: renders the first rows at hand of every task."""
+"""Implements `t0repro tasks check`: renders the first available rows of every task."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def _check(name: str) -> CheckedTask:
 def _judge(seen: Sequence[_Seen], has_answer_choices: bool) -> tuple[Verdict, str]:
     """A task's verdict and the reason for it, judged by the first rows of its splits."""
     if not seen:
-        return Verdict.NO_ROWS, "its rows are not at hand"
+        return Verdict.NO_ROWS, "its rows are not available"
     # A misspelt variable is broken whatever else the template does.
     undefined = [each.undefined for each in seen if each.undefined]
     if undefined:

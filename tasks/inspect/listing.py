@@ -116,7 +116,7 @@ def _rate(mixture: str, task: str) -> float | None:
     try:
         known = prompted_mixtures().get(mixture)
         rate = _rate_in_seqio(mixture, task) if known is None else known.rate(task)
-    except UserError:  # a rate that is the number of rows, which are not at hand
+    except UserError:  # a rate that is the number of rows, which are not available
         return None
     # Rates are mostly whole numbers, and are printed without a fraction then.
     return int(rate) if float(rate).is_integer() else rate

@@ -92,7 +92,7 @@ def show_task(
     Args:
       name: Name of a registered prompted task, or of a twin.
       split: The task's split; defaults to the first of train, validation, test and others that is
-        at hand.
+        available.
       rows: Number of examples.
       lengths: Maximum tokens per feature; defaults to T0's 1,024 for inputs and 256 for targets.
 
@@ -129,7 +129,7 @@ def show_task(
 
 
 def chosen_split(source: PromptedRows, name: str, split: str | None) -> str:
-    """The split asked for, or the first of train, validation, test and others that is at hand.
+    """The split asked for, or the first of train, validation, test and others that is available.
 
     Raises:
       UserError: If the task has no such split.
@@ -146,7 +146,7 @@ def chosen_split(source: PromptedRows, name: str, split: str | None) -> str:
     order = {"train": 0, "validation": 1, "test": 2}
     splits.sort(key=lambda name: order.get(name, 3))
     at_hand = set(source.splits_at_hand())
-    # If none is at hand, the first: its reader's error lists every way to get the rows.
+    # If none is available, the first: its reader's error lists every way to get the rows.
     return next((split for split in splits if split in at_hand), splits[0])
 
 

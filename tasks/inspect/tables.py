@@ -181,7 +181,7 @@ def print_checks(checked: Sequence[CheckedTask]) -> None:
                 console.print(line, soft_wrap=True)
     absent = sorted({task.dataset for task in checked if task.verdict is Verdict.NO_ROWS})
     if absent:
-        console.print(f"no rows at hand: {', '.join(absent)}", soft_wrap=True)
+        console.print(f"no rows available: {', '.join(absent)}", soft_wrap=True)
     counts = Counter(task.verdict for task in checked)
     kinds = ", ".join(f"{counts[verdict]} {verdict.value}" for verdict in Verdict)
     console.print(f"{counted(len(checked), 'task')}: {kinds}.")

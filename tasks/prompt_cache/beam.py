@@ -1,7 +1,7 @@
 """Runs the work of a cache run as Beam pipelines, on Beam's runners instead of local processes.
 
 What is queued is run by one pipeline at a time: the rows of all splits are spooled by the first,
-all shards are written by the second, and twins whose rows are numbered anew by a third. The same
+all shards are written by the second, and twins whose rows are renumbered by a third. The same
 functions write the same bytes as the local workers do.
 
 Workers read and write the cache folder at the same path as this machine, and find the rows there.

@@ -47,7 +47,7 @@ class Summary:
       cached: Names of the tasks that it cached or added splits to.
       examples: Number of examples written, over all tasks.
       dropped: Reason -> number of rows that templates dropped, over all tasks.
-      left_out: (task, split, reason) for each split whose rows are not at hand.
+      left_out: (task, split, reason) for each split whose rows are not available.
       seconds: Wall time, planning included.
     """
 
@@ -343,7 +343,7 @@ class _Run:
         save_array(path, np.cumsum(kept) - 1)
         split.again = True
         del split.statistics[True]
-        # The second pass counts anew.
+        # The second pass counts again.
         split.count, split.dropped = 0, {}
         # The task itself is written; only its twin (True) comes again.
         yield from self._pieces_of(split, (True,), str(path))

@@ -161,7 +161,7 @@ def rows_changed(description: TaskDescription, split: str, made: Mapping[str, An
       made: What the cache's provenance file says about the split.
 
     Returns:
-      False also if the rows are not here or the cache does not record their checksum.
+      False also if the rows are missing or the cache does not record their checksum.
     """
     then = made.get("origin", {})
     if "sha256" not in then or split not in description.rows.splits_at_hand():

@@ -99,7 +99,7 @@ class Plan:
       prompts: Those of a dataset come one after another.
       vocabularies: SHA-256 -> the serialized SentencePiece model, extra ids included.
       selected: Number of tasks asked for.
-      left_out: (task, split, reason) for each split whose rows are not at hand.
+      left_out: (task, split, reason) for each split whose rows are not available.
       seqio_version: Version to write into SeqIO's info files.
     """
 

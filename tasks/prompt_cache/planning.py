@@ -94,7 +94,7 @@ def _check_prompted(names: Sequence[str], descriptions: Mapping[str, TaskDescrip
 
 
 def _check_splits(splits: Sequence[str] | None, tasks: Sequence[TaskDescription]) -> None:
-    """Refuses a split that no task has: a misspelt one would be passed over without a word."""
+    """Refuses a split that no task has: a misspelt one would be ignored silently."""
     known = list(dict.fromkeys(split for task in tasks for split in task.rows.files_of_splits))
     for split in splits or ():
         if split not in known:
@@ -118,7 +118,7 @@ class _Planner:
         self._missing: dict[str, UserError] = {}
 
     def add(self, task: TaskDescription) -> None:
-        """Adds the splits of a task that are not cached yet and whose rows are at hand."""
+        """Adds the splits of a task that are not cached yet and whose rows are available."""
         name, rows = task.prompt.name, task.rows
         folder = name.replace(":", "/")  # as SeqIO names it
         wanted = [
@@ -157,7 +157,7 @@ class _Planner:
         # Everything that was asked for lacks its rows, and no earlier run made any of it.
         if selected and not self._tasks and len(self.left_out) and not self._any_cached():
             raise UserError(
-                "None of the rows that these tasks need are at hand.",
+                "None of the rows that these tasks need are available.",
                 where=self.left_out[0][2],
                 fix="Set T0REPRO_DATA_DIR to the folder of the datasets.",
             )
@@ -246,7 +246,7 @@ class _Planner:
     def _check_same(self, task: TaskDescription, folder: Path, splits: Sequence[str]) -> None:
         """Raises UserError if a cache is damaged, or is not what would be made now.
 
-        Complete caches are never made again, so a difference would otherwise go unnoticed.
+        Complete caches are never rebuilt, so a difference would otherwise go unnoticed.
         """
         for split in splits:
             found = damage(folder, split)

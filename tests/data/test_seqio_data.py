@@ -156,7 +156,7 @@ def test_batches_and_their_order_are_those_of_seqio(name, shuffle, pack):
 
 @pytest.mark.parametrize(
     ("name", "by"),
-    [("lines_of_49", "by the input pipeline's state"), ("lines_of_python", "made again")],
+    [("lines_of_49", "by the input pipeline's state"), ("lines_of_python", "rebuilt")],
 )
 @pytest.mark.parametrize("seed", [7, None])
 def test_a_resumed_run_goes_on_with_the_same_batches(tmp_path, name, by, seed):

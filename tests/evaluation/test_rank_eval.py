@@ -517,8 +517,8 @@ def test_tasks_without_rows_here_are_an_error_or_left_out_and_named(model_dir, p
     mixture = "with_a_task_without_rows"
     outcome = evaluate(model_dir, tmp_path / "out", settings, mixture, said)
     assert outcome.tasks == (other,)
-    assert said[0] == f"Left out: 1 task ({absent}): rows not at hand."
-    with pytest.raises(UserError, match="The rows of split 'validation' are not here for any task"):
+    assert said[0] == f"Left out: 1 task ({absent}): rows not available."
+    with pytest.raises(UserError, match="No task of .* has rows of split"):
         evaluate(model_dir, tmp_path / "out", settings, absent)
 
 

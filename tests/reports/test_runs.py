@@ -82,7 +82,7 @@ def test_a_training_elsewhere_that_has_been_silent_says_for_how_long(tmp_path):
 
 
 def test_a_folder_without_trainings_is_named(tmp_path):
-    with pytest.raises(UserError, match="no trainings here"):
+    with pytest.raises(UserError, match="no training runs here"):
         find_runs(tmp_path)
 
 
@@ -97,5 +97,5 @@ def test_mesh_tensorflow_runs_are_said_to_be_left_out(tmp_path):
     assert shown.exit_code == 0
     assert "Not listed: 1 folder with Mesh TensorFlow checkpoints" in shown.stderr
     assert str(tmp_path / "mtf") in shown.stderr and "Not listed" not in shown.stdout
-    with pytest.raises(UserError, match="no trainings here. Not listed: 1 folder"):
+    with pytest.raises(UserError, match="no training runs here. Not listed: 1 folder"):
         find_runs(tmp_path / "mtf")

@@ -1,4 +1,4 @@
-"""The part of a mixture that is at hand: rates kept, what is missing named."""
+"""The part of a mixture that is available: rates kept, what is missing named."""
 
 import pytest
 import seqio
@@ -37,7 +37,7 @@ def test_what_is_missing_is_taken_out_and_named_and_rates_are_kept(mixture):
     assert rates(name) == {here: 3.0, also: 7.0}
     assert said == [
         f"{name}: 2 of 3 tasks, with the rates that they have in the whole mixture."
-        f" Left out: {away} (rows not at hand)"
+        f" Left out: {away} (rows not available)"
     ]
 
 
@@ -67,5 +67,5 @@ def test_a_whole_mixture_is_left_as_it_is(tmp_path):
 def test_nothing_at_hand_is_an_error(tmp_path):
     away = task("nothing_away", tmp_path)
     add_mixture("nothing", {away: 2.0})
-    with pytest.raises(UserError, match="Nothing of 'nothing' is at hand"):
+    with pytest.raises(UserError, match="Nothing of 'nothing' is available"):
         keep_at_hand("nothing", "validation", use_cached=False, say=pytest.fail)

@@ -73,9 +73,7 @@ def test_a_run_stopped_by_sigterm_is_saved_there_and_goes_on_bit_for_bit(uncache
     assert stopped.value.code == PREEMPTED
     assert list_checkpoints(tmp_path)[-1] == step
     tree, said = run(tmp_path, seed=3)
-    passed_over = (
-        f"data: after {counted(step, 'batch', 'batches')}, which are made again and skipped"
-    )
+    passed_over = f"data: after {counted(step, 'batch', 'batches')}, which are rebuilt and skipped"
     assert passed_over in said and f"start: step {step}" in said[2]
     assert_same(tmp_path, tree, uncached)
 

@@ -52,7 +52,7 @@ def jax_model(
 
 @gin.configurable(module="t0repro")  # pyright: ignore[reportCallIssue]
 def jax_training(weight_metrics_every: int = 0, data_shards: int = 1) -> dict[str, int]:
-    """The settings of a training that gin binds, by name.
+    """The settings of a training run that gin binds, by name.
 
     Args:
       weight_metrics_every: As in `RunConfig`.

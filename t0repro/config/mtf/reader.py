@@ -209,7 +209,7 @@ class _ConfigReader:
             self._gin.refuse(
                 "mode",
                 f"mode {mode!r} of a model without an encoder: it trains such a model and measures"
-                " its perplexity, but cannot go on from a partial sequence, as decoding has to, or"
+                " its perplexity, but cannot continue a partial sequence, as decoding has to, or"
                 " score one",
             )
 
