@@ -44,12 +44,15 @@ from t0repro.model.t5 import T5, initial_parameters  # noqa: E402
 from t0repro.partitioning.devices import choose  # noqa: E402
 from t0repro.partitioning.program_costs import count_flops  # noqa: E402
 from t0repro.partitioning.topologies import published  # noqa: E402
-from t0repro.training.held_state import with_stacks  # noqa: E402
 from t0repro.training.models import T5Model  # noqa: E402
 from t0repro.training.optimizers import make_optimizer  # noqa: E402
 from t0repro.training.schedules import make_schedule  # noqa: E402
 from t0repro.training.train_state import new_train_state  # noqa: E402
-from t0repro.training.train_step import jitted_train_step, make_train_step  # noqa: E402
+from t0repro.training.train_step import (  # noqa: E402
+    jitted_train_step,
+    make_train_step,
+    with_stacks,  # noqa: E402
+)
 
 
 def main() -> None:

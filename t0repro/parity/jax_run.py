@@ -16,7 +16,6 @@ from t0repro.evaluation.engine import score_examples
 from t0repro.model.decoder_only import text_to_self
 from t0repro.model.t5 import T5, nonpadding, segments_of
 from t0repro.parameters import layout
-from t0repro.training.held_state import with_stacks
 from t0repro.training.loss import cross_entropy
 from t0repro.training.models import T5Model
 from t0repro.training.optimizers import make_optimizer
@@ -28,7 +27,7 @@ from t0repro.training.train_state import (
     state_shapes,
     to_flat_tree,
 )
-from t0repro.training.train_step import loss_and_gradients, make_train_step
+from t0repro.training.train_step import loss_and_gradients, make_train_step, with_stacks
 
 Arrays = Mapping[str, np.ndarray]
 # The features that the model reads; positions are not among them (t0repro.model.t5).

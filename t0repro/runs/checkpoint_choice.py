@@ -23,7 +23,7 @@ from t0repro.evaluation.opened import Checkpoint, on_devices
 from t0repro.model.t5 import T5, held_for_evaluation, parameter_shapes
 from t0repro.partitioning.devices import choose, line_of
 from t0repro.partitioning.processes import from_first
-from t0repro.runs.command_record import record_command
+from t0repro.runs.description import record_command
 
 SECONDS_BETWEEN_POLLS = 1.0
 

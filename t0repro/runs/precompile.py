@@ -34,12 +34,10 @@ from t0repro.partitioning.program_costs import (
 )
 from t0repro.partitioning.topologies import GIB, Chip, memory_of
 from t0repro.progress import working
-from t0repro.training.compile_ahead import train_shapes
-from t0repro.training.held_state import held_shapes
 from t0repro.training.optimizers import make_optimizer
-from t0repro.training.rematerialization import decided, step_memory
+from t0repro.training.rematerialization import decided, step_memory, train_shapes
 from t0repro.training.schedules import make_schedule
-from t0repro.training.train_step import jitted_train_step, make_train_step
+from t0repro.training.train_step import held_shapes, jitted_train_step, make_train_step
 
 
 @dataclasses.dataclass(frozen=True)

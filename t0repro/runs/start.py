@@ -19,14 +19,13 @@ from t0repro.event_files import event_writer
 from t0repro.model.layer_stacks import by_layer, stacks_in
 from t0repro.model.t5 import T5
 from t0repro.partitioning.processes import output_folder
-from t0repro.runs.command_record import record_command
-from t0repro.runs.starting_tree import starting_tree
+from t0repro.runs.description import record_command
+from t0repro.runs.restore import starting_tree
 from t0repro.runs.train import BatchSource, Describe, train
 from t0repro.training.loop import TrainingLoop
 from t0repro.training.metrics import OpenWriter
 from t0repro.training.model_dir import held_for_training
-from t0repro.training.planned import Evaluations
-from t0repro.training.summaries import InferEval
+from t0repro.training.planned import Evaluations, InferEval
 
 Say = Callable[[str], None]
 

@@ -32,7 +32,6 @@ from t0repro.training.checkpoints import (
     load_divided_tree,
     remove_interrupted_saves,
 )
-from t0repro.training.compile_ahead import compiled_beside
 from t0repro.training.loop import TrainingLoop
 from t0repro.training.metrics import MetricLog, OpenWriter, SplitMetrics, Writer
 from t0repro.training.models import T5Model, is_own
@@ -42,13 +41,13 @@ from t0repro.training.planned import (
     Evaluations,
     chosen_seed,
     keys,
+    last_evaluated,
     last_step,
     may_be_nan,
     planned_actions,
     stops_on_nan,
 )
-from t0repro.training.progress_notes import last_evaluated
-from t0repro.training.rematerialization import decided
+from t0repro.training.rematerialization import compiled_beside, decided
 from t0repro.training.run_state import RecordRunState
 from t0repro.training.schedules import make_schedule
 from t0repro.training.train_state import OpenTree, TrainState, from_flat_tree, new_train_state

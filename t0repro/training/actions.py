@@ -22,17 +22,18 @@ from t0repro.partitioning.processes import SharedSignal, from_first, is_alone
 from t0repro.progress import working
 from t0repro.training.checkpoints import (
     list_checkpoints,
+    metric_by_step,
+    remove_superfluous,
     start_checkpoint,
 )
-from t0repro.training.keeping import metric_by_step, remove_superfluous
 from t0repro.training.metrics import StepMetrics
-from t0repro.training.progress_notes import Progress
 from t0repro.training.train_state import TrainState
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
     from t0repro.training.loop import TrainingLoop
+    from t0repro.training.planned import Progress
     from t0repro.training.trainer import NumpyBatch
 
 

@@ -10,7 +10,7 @@ import jax
 
 from t0repro.config.decoding_plan import DecodingPlan
 from t0repro.config.run_config import RunConfig
-from t0repro.config.training_plan import Replaced, UserClass
+from t0repro.config.training_plan import Replaced, UserClass, made, replaced
 from t0repro.model.t5 import T5
 from t0repro.model.t5x_decoding import beam_search, temperature_sample
 from t0repro.partitioning.devices import Partitioning
@@ -20,7 +20,6 @@ from t0repro.training.optimizers import Optimizer
 from t0repro.training.partitioner import Partitioner
 from t0repro.training.train_state import TrainState
 from t0repro.training.trainer import BaseTrainer, LearningRateCallable, Trainer
-from t0repro.training.user_classes import made, replaced
 from t0repro.training.weight_metrics import WeightMetricsComputer
 
 

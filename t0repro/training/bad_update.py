@@ -33,7 +33,7 @@ from t0repro.training.assembling import model_of
 from t0repro.training.checkpoints import checkpoint_path, load_tree, save_checkpoint
 from t0repro.training.metrics import StepMetrics
 from t0repro.training.models import T5Model
-from t0repro.training.t5x_features import own_features
+from t0repro.training.t5_model import own_features
 from t0repro.training.train_state import parameters_from_flat_tree
 from t0repro.training.train_step import microbatch_keys, split_into_microbatches
 

@@ -93,7 +93,7 @@ class TrainingLoop:
 
     @property
     def held_state(self) -> TrainState:
-        """The same as the trainer holds it, without a copy (t0repro.training.held_state)."""
+        """The same as the trainer holds it, without a copy (t0repro.training.train_step)."""
         return self.trainer.held_state
 
     def __enter__(self) -> TrainingLoop:

@@ -17,8 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from t0repro.files import make_folder, naming, write_atomically
-from t0repro.training.writing import writing
+from t0repro.files import make_folder, naming, write_atomically, writing
 
 METRICS_FILE = "metrics.jsonl"
 OpenWriter = Callable[[str], "Writer"]

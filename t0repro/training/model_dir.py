@@ -28,13 +28,12 @@ from t0repro.config.run_config import ModelConfig, OptaxConfig, OptimizerConfig,
 from t0repro.converters import sources
 from t0repro.converters.tensors import CheckpointReader, CheckpointRef
 from t0repro.errors import UserError, of_command
-from t0repro.files import output_path, write_atomically
+from t0repro.files import output_path, write_atomically, writing
 from t0repro.locks import folder_lock
 from t0repro.parameters import layout
 from t0repro.partitioning.processes import held_by_first
 from t0repro.training.optimizers import make_optimizer
 from t0repro.training.train_state import check_parameters, flat_slots
-from t0repro.training.writing import writing
 
 Backend = Literal["mtf", "jax"]
 

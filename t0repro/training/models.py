@@ -29,8 +29,7 @@ from t0repro.training.losses import (
 )
 from t0repro.training.metric_classes import Metric
 from t0repro.training.optimizers import Optimizer
-from t0repro.training.t5_model import BaseModel, LossFn, T5Model
-from t0repro.training.t5x_features import own_features, t5x_features
+from t0repro.training.t5_model import BaseModel, LossFn, T5Model, own_features, t5x_features
 
 __all__ = [
     "BaseModel",
@@ -53,7 +52,7 @@ class BaseTransformerModel(BaseModel):
     """A model that makes logits of each target, with T5X's loss and metrics of them.
 
     A subclass defines `_compute_logits` and `get_initial_variables`. Batches have T5X's feature
-    names (t0repro.training.t5x_features).
+    names (t0repro.training.models).
 
     Args:
       module: the network.

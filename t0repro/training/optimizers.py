@@ -35,8 +35,9 @@ from t0repro.config.run_config import (
     OptimizerConfig,
     SgdConfig,
 )
+from t0repro.errors import UserError
 from t0repro.parameters.layout import LAYERS, layer_name
-from t0repro.training import adafactor, optax_chain
+from t0repro.training import adafactor
 from t0repro.training.slots import Gradient, Slots
 
 Optimizer = optax.GradientTransformationExtraArgs
@@ -68,7 +69,7 @@ def make_optimizer(config: OptimizerConfig) -> Optimizer:
       UserError: if optax does not take the arguments of a call.
     """
     if isinstance(config, OptaxConfig):
-        return optax_chain.make_chain(config)
+        return make_chain(config)
     formula, exceptions = _FORMULAS[type(config)], _exceptions(config)
 
     def new_slots(path: Any, parameter: jax.Array) -> Slots:
@@ -196,3 +197,51 @@ _FORMULAS: Mapping[type, _Formula] = {
     MomentumConfig: _Formula(_momentum_slots, _momentum),
     SgdConfig: _Formula(_no_slots, _descent),
 }
+
+
+# ---- optax's own ---------------------------------------------------------------------------------
+
+
+def make_chain(config: OptaxConfig) -> optax.GradientTransformationExtraArgs:
+    """The transformations that a configuration names, applied in order.
+
+    Raises:
+      UserError: if optax has no such function or does not take these arguments.
+    """
+    chain = optax.chain(*(_called(call) for call in config.transformations))
+
+    def update(
+        gradients: Any,
+        state: Any,
+        params: Any = None,
+        *,
+        step: jax.Array,
+        learning_rate: jax.Array,
+        **_: Any,
+    ) -> tuple[Any, Any]:
+        # Each transformation counts its own updates and has its rate bound already.
+        del step, learning_rate
+        return chain.update(gradients, state, params)
+
+    return optax.GradientTransformationExtraArgs(chain.init, update)  # pyright: ignore[reportArgumentType]
+
+
+def _called(value: Any) -> Any:
+    """The result of a call of optax; any other value as it is."""
+    if isinstance(value, list | tuple):
+        return type(value)(_called(item) for item in value)
+    # How a configuration writes a call.
+    if not (isinstance(value, Mapping) and set(value) == {"function", "arguments"}):
+        return value
+    function = getattr(optax, value["function"], None)
+    arguments = {name: _called(item) for name, item in value["arguments"].items()}
+    try:
+        if function is None:
+            raise TypeError("there is no such function")
+        return function(**arguments)
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"optax.{value['function']} cannot be called with {arguments}: {error}",
+            where="optimizers.chain.transformations",
+            fix="Correct its arguments.",
+        ) from error

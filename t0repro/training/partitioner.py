@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -13,6 +13,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from t0repro.partitioning.devices import Partitioning
 from t0repro.partitioning.rules import DATA, MODEL
+from t0repro.partitioning.topologies import published
+from t0repro.training.metric_classes import Metric, TimeRate
+from t0repro.training.train_state import TrainState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,3 +140,48 @@ class Partitioner:
     def active(self) -> contextlib.AbstractContextManager[Any]:
         """A context in which what is traced is divided among the devices."""
         return contextlib.nullcontext() if self.partitioning is None else self.partitioning.active()
+
+
+# ---- Compiled steps ------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledStep:
+    """A step compiled for batches of one set of shapes.
+
+    Attributes:
+      function: what it calls.
+      partitioner: gives the context for a function that is not compiled; else None.
+      rates: its operations per second, as metrics.
+    """
+
+    function: Callable
+    partitioner: Partitioner | None
+    rates: Mapping[str, Metric]
+
+    def __call__(self, state: TrainState, features: Mapping[str, jax.Array]) -> Any:
+        """Runs the step on a batch that is on the devices."""
+        if self.partitioner is not None:
+            with self.partitioner.active():
+                return self.function(state, features)
+        # A constant left on the host would otherwise be sent at every step, unnoticed.
+        with jax.transfer_guard("disallow"):
+            return self.function(state, features)
+
+
+def flops_rates(flops: int) -> dict[str, Metric]:
+    """Metrics of a step with this many operations: `timing/flops_per_second` and `timing/mfu`.
+
+    The second is the share of the published peak of all devices; it is left out if the device's
+    is not known.
+    """
+    chip = published(jax.devices()[0].device_kind)
+    rates: dict[str, Metric] = {"timing/flops_per_second": TimeRate(flops)}
+    if chip is None:
+        return rates
+    return rates | {"timing/mfu": TimeRate(flops / (chip.flops * jax.device_count()))}
+
+
+def shapes_of(features: Mapping[str, jax.Array]) -> tuple:
+    """Names, shapes and types of a batch, by which compiled steps are kept."""
+    return tuple(sorted((name, x.shape, str(x.dtype)) for name, x in features.items()))

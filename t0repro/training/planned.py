@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import gc
+import json
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 
 from t0repro.config.run_config import AdafactorConfig, RunConfig
 from t0repro.config.training_plan import TerminateOnNanConfig, TrainingPlan
 from t0repro.errors import UserError
-from t0repro.partitioning.processes import from_first
+from t0repro.files import write_atomically
+from t0repro.partitioning.processes import from_first, is_first
 from t0repro.training.actions import Action, SaveCheckpoints
 from t0repro.training.bad_update import ReportBadUpdate
 from t0repro.training.loop import TrainingLoop
-from t0repro.training.metrics import SplitMetrics
-from t0repro.training.progress_notes import Progress
-from t0repro.training.stopping import make_actions
-from t0repro.training.summaries import Evaluate, InferEval, Summarise
+from t0repro.training.metrics import SplitMetrics, StepMetrics
+from t0repro.training.stopping import BaseAction, RunActions, make_actions
 from t0repro.training.trainer import NumpyBatch
 
 
@@ -195,3 +197,220 @@ class CollectGarbage(Action):
     def end(self, loop: TrainingLoop) -> None:
         """Leaves it to Python again."""
         gc.enable()
+
+
+# ---- What a run remembers ------------------------------------------------------------------------
+
+# `progress.json` in a checkpoint has the step that its periods are counted from and the memory of
+# its actions, such as the history of early stopping. A checkpoint is written before the
+# evaluation of its step, so model_dir/evaluated.json has them too, as they are after the latest
+# evaluation.
+
+
+PROGRESS_FILE = "progress.json"
+EVALUATED_FILE = "evaluated.json"
+
+
+class Progress:
+    """Keeps and restores what a training remembers.
+
+    Args:
+      model_dir: the run's folder.
+      step: the step that training is about to start from.
+      actions: the actions of each mode; what they remembered is restored here.
+      checkpoint: the checkpoint in model_dir that training continues from; None for a new run.
+
+    Attributes:
+      path: model_dir/evaluated.json.
+      first_step: the step at which the run first began, from which periods are counted.
+      evaluated: the step of the latest finished evaluation, if it is `step`; else None.
+      stopped: whether an action said to stop after that evaluation.
+    """
+
+    def __init__(
+        self,
+        model_dir: str | os.PathLike[str],
+        step: int,
+        actions: Mapping[str, Sequence[BaseAction]],
+        checkpoint: Path | None,
+    ):
+        self.path, self._actions = Path(model_dir) / EVALUATED_FILE, actions
+        self.first_step, self.evaluated, self.stopped = step, None, False
+        if checkpoint is None:
+            if is_first():
+                # Left by an earlier run, it would make this one's first evaluation look done.
+                self.path.unlink(missing_ok=True)
+            return
+        # Of the same step, these are the later notes: a checkpoint is written before the actions on
+        # the evaluation of its step.
+        after = _read(self.path)
+        notes = after if after.get("step") == step else _read(checkpoint / PROGRESS_FILE)
+        self.first_step = notes.get("first_step", step)
+        if notes is after:
+            self.evaluated, self.stopped = step, bool(after["stopped"])
+        for mode, states in notes.get("actions", {}).items():
+            # By position; a run that continues with more actions starts the new ones without
+            # memory.
+            for action, state in zip(actions.get(mode, ()), states, strict=False):
+                action.load_state_dict(state)
+
+    def notes(self) -> dict[str, Any]:
+        """What is remembered now, as JSON can hold it."""
+        states = {
+            mode: [item.state_dict() for item in items] for mode, items in self._actions.items()
+        }
+        return {"first_step": self.first_step, "actions": states}
+
+    def save(self, folder: Path) -> None:
+        """Writes the notes into a checkpoint that is being written."""
+        write_atomically(folder / PROGRESS_FILE, json.dumps(self.notes()))
+
+    def note_evaluated(self, step: int, *, stopped: bool) -> None:
+        """Records that the evaluation of a step, and the actions on it, are done."""
+        notes = {"step": step, "stopped": stopped, **self.notes()}
+        if is_first():
+            write_atomically(self.path, json.dumps(notes))
+
+
+def last_evaluated(model_dir: str | os.PathLike[str]) -> int:
+    """The step of the latest finished evaluation of a run; -1 if there is none."""
+    return int(_read(Path(model_dir) / EVALUATED_FILE).get("step", -1))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+# ---- Summaries and evaluations -------------------------------------------------------------------
+
+# A summary at step k covers the steps since the summary before it, up to k, and the state after k
+# updates. Splits are TensorBoard's runs: `train`, `training_eval/<task>`,
+# `inference_eval/<task>`.
+
+
+InferEval = Callable[["TrainingLoop"], Mapping[str, Mapping[str, float]]]
+
+
+class Summarise(Action):
+    """Writes a summary every `period` steps and after the last step.
+
+    Args:
+      period: steps between summaries.
+      progress: gives the step that they are counted from.
+      run_actions: is given each summary as the metrics of the task `train`.
+    """
+
+    def __init__(self, period: int, progress: Progress, run_actions: RunActions | None = None):
+        self._period, self._progress, self._run_actions = period, progress, run_actions
+        self._last = 0
+        self._written: concurrent.futures.Future | None = None
+
+    def start(self, loop: TrainingLoop, last_step: int) -> None:
+        """Notes where training ends."""
+        self._last, self._loop = last_step, loop
+
+    def after_step(self, loop: TrainingLoop) -> None:
+        """Starts to write a summary in the background if one is due."""
+        due = (loop.step - self._progress.first_step) % self._period == 0
+        if due or loop.step == self._last:
+            self._written = loop.trainer.train_metrics_manager.write_summary(loop.step)
+
+    def on_metrics(self, metrics: StepMetrics) -> None:
+        """Runs the actions on a summary once it is there."""
+        del metrics
+        if self._written is None:
+            return
+        written, self._written = self._written, None
+        values = written.result()
+        if (
+            values
+            and self._run_actions
+            and self._run_actions(self._loop.held_state, {"train": values})
+        ):
+            self._loop.stop("an action on the training's metrics")
+
+    def finish(self, loop: TrainingLoop) -> None:
+        """Summarises the steps that no summary covers yet, after a stop."""
+        loop.trainer.train_metrics_manager.write_summary(loop.step)
+
+
+class Evaluate(Action):
+    """Evaluates every `period` steps and after the last step.
+
+    An evaluation that was interrupted is done again when training continues, so that its results,
+    and the stops that follow from them, are those of an undisturbed run.
+
+    Args:
+      period: steps between evaluations; 0 for none.
+      metrics: where results are written.
+      train_eval: batches by task, evaluated with the training's metrics.
+      progress: knows what was done before an interruption.
+      infer_eval: evaluates the tasks' own metrics: {task: {metric: value}}.
+      run_actions: what is done with the results of `TRAIN_EVAL` and `INFER_EVAL`.
+      before_training: whether to evaluate before the first step too.
+    """
+
+    def __init__(
+        self,
+        period: int,
+        metrics: SplitMetrics,
+        *,
+        train_eval: Mapping[str, Any],
+        progress: Progress,
+        infer_eval: InferEval | None = None,
+        run_actions: Mapping[str, RunActions] | None = None,
+        before_training: bool = False,
+    ):
+        self._period, self._metrics, self._before = period, metrics, before_training
+        self._train_eval, self._infer_eval = train_eval, infer_eval
+        self._run_actions, self._progress = run_actions or {}, progress
+        self._last = 0
+
+    def start(self, loop: TrainingLoop, last_step: int) -> None:
+        """Evaluates where training starts, if that is wanted or was interrupted."""
+        self._last = last_step
+        if self._progress.evaluated == loop.step and self._progress.stopped:
+            file = self._progress.path.name
+            loop.stop(f"an action had stopped it at this step; remove {file} to train on")
+            return
+        missed = loop.step > self._progress.first_step and self._is_due(loop.step)
+        if (missed and self._progress.evaluated != loop.step) or self._before:
+            self.evaluate(loop)
+
+    def after_step(self, loop: TrainingLoop) -> None:
+        """Evaluates if that is due."""
+        if self._is_due(loop.step):
+            self.evaluate(loop)
+
+    def _is_due(self, step: int) -> bool:
+        since_first = step - self._progress.first_step
+        return bool(self._period) and (since_first % self._period == 0 or step == self._last)
+
+    def evaluate(self, loop: TrainingLoop) -> None:
+        """Writes the results of both kinds of evaluation; stops training if an action says so."""
+        # The metrics of the steps before come first in the file.
+        loop.flush()
+        self._run("TRAIN_EVAL", loop, loop.trainer.eval(self._train_eval))
+        if self._infer_eval is not None:
+            results = self._infer_eval(loop)
+            for task, values in results.items():
+                numbers = {
+                    name: float(x) for name, x in values.items() if isinstance(x, int | float)
+                }
+                # T5X cuts names at 113 characters.
+                split = f"inference_eval/{task[:113]}"
+                # SeqIO's loggers write the events of the tasks' own metrics themselves.
+                self._metrics.write(split, loop.step, numbers, events=False)
+            self._run("INFER_EVAL", loop, results)
+        self._metrics.flush()
+        # Only once its checkpoint is whole: a run that dies goes on from a checkpoint, and would
+        # find the notes of a step that was lost in place of those of its own.
+        loop.wait()
+        self._progress.note_evaluated(loop.step, stopped=loop.trainer.stop_training)
+
+    def _run(
+        self, mode: str, loop: TrainingLoop, results: Mapping[str, Mapping[str, float]]
+    ) -> None:
+        run = self._run_actions.get(mode)
+        if run is not None and results and run(loop.held_state, results):
+            loop.stop(f"an action on the metrics of {mode}")

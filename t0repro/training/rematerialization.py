@@ -7,12 +7,15 @@ v3-512 that it names, though its gin files ask for no rematerialization.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from t0repro.config.run_config import ModelConfig, Recompute, RunConfig
 from t0repro.model.blocks import is_scanned
@@ -20,13 +23,13 @@ from t0repro.model.t5 import T5, parameter_shapes
 from t0repro.parameters.layout import LAYERS, layer_name
 from t0repro.partitioning.devices import Partitioning
 from t0repro.partitioning.memory import Memory, assumed_length
-from t0repro.partitioning.processes import from_first
+from t0repro.partitioning.processes import from_first, is_alone
 from t0repro.partitioning.program_costs import bytes_per_device, residual_bytes
 from t0repro.partitioning.topologies import GIB
-from t0repro.training.compile_ahead import train_shapes
-from t0repro.training.held_state import held_shapes
 from t0repro.training.models import T5Model
 from t0repro.training.optimizers import make_optimizer
+from t0repro.training.train_step import held_shapes
+from t0repro.training.trainer import BaseTrainer
 
 # Compilers need up to a tenth more than what is counted (docs/scaling.md), and a step that
 # recomputes a little needlessly costs less than one that does not fit.
@@ -157,3 +160,49 @@ def _copied(config: RunConfig, parameters: Any) -> int:
 
 def _recomputing(config: RunConfig, way: Recompute | None) -> RunConfig:
     return dataclasses.replace(config, model=dataclasses.replace(config.model, recompute=way))
+
+
+# ---- Compiling while the first batch is made -----------------------------------------------------
+
+
+def train_shapes(config: RunConfig, length: Callable[[str], int]) -> dict[str, tuple[int, int]]:
+    """The shapes of what the model reads of a training batch, by feature.
+
+    Args:
+      config: a configuration of mode "train".
+      length: gives the length of `inputs` and of `targets`.
+    """
+    data = config.plan.train_data
+    names = ["targets"] if config.model.decoder_only else ["inputs", "targets"]
+    if data is not None and data.pack:
+        names += [f"{name}_segmentation" for name in names]
+    return {name: (config.batch_size, length(name.split("_")[0])) for name in names}
+
+
+@contextlib.contextmanager
+def compiled_beside(trainer: BaseTrainer, config: RunConfig) -> Iterator[None]:
+    """Compiles the train step in a thread, for the shapes that the configuration tells.
+
+    Batches of other shapes have a step compiled for them when they come, as without this. Leaving
+    the block waits for the compilation.
+    """
+    lengths = config.sequence_length or {}
+    known = {"inputs", "targets"} <= lengths.keys() and not config.model.decoder_only
+    # Several processes must do all that concerns them together in the same order.
+    if not known or not is_alone():
+        yield
+        return
+    shapes = train_shapes(config, lambda feature: lengths[feature])
+    example = {name: np.zeros(shape, np.int32) for name, shape in shapes.items()}
+
+    def compile_step() -> None:
+        # An update with such a batch meets the error again, where it can be told.
+        with contextlib.suppress(Exception):
+            trainer.prepare_train(example)
+
+    thread = threading.Thread(target=compile_step, name="compile")
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()

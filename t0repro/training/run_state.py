@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from t0repro.errors import UserError
-from t0repro.files import write_atomically
+from t0repro.files import write_atomically, writing
 from t0repro.training.actions import Action
 from t0repro.training.metrics import StepMetrics
-from t0repro.training.writing import writing
 
 if TYPE_CHECKING:
     from t0repro.training.loop import TrainingLoop

@@ -184,7 +184,7 @@ def single_layers(state: TrainState, split: Split = rows) -> TrainState:
     """The state with each layer by itself; one that has no stacks is returned as it is.
 
     Args:
-      state: by layer or stacked (t0repro.training.held_state).
+      state: by layer or stacked (t0repro.training.train_step).
       split: makes the arrays of all layers of a stack.
     """
     towers = stacks_in(state.params)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,16 +11,18 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from t0repro.errors import UserError
 from t0repro.model import layer_stacks
-from t0repro.model.layer_stacks import Towers
+from t0repro.model.blocks import towers_in_loops
+from t0repro.model.layer_stacks import Towers, joined, stacked, stacks_in
 from t0repro.model.shapes import Array, Float
 from t0repro.model.t5 import T5, Batch
+from t0repro.parameters.layout import layer_name
 from t0repro.partitioning.devices import Partitioning
 from t0repro.partitioning.rules import DATA, constrain, sums_over_groups
 from t0repro.training.metric_classes import Average, LastValue, merge_metrics
-from t0repro.training.models import BaseModel, T5Model, summed_towers
-from t0repro.training.optimizers import Optimizer
+from t0repro.training.models import BaseModel, T5Model, is_own, summed_towers
+from t0repro.training.optimizers import Optimizer, StackingOptimizer
 from t0repro.training.schedules import Schedule
-from t0repro.training.train_state import TrainState
+from t0repro.training.train_state import TrainState, state_shapes
 from t0repro.training.weight_metrics import WeightMetricsComputer
 from t0repro.words import counted
 
@@ -351,3 +353,50 @@ def jitted_train_step(
     # Of one device too: precompiling is for a mesh that is not there.
     shardings = (partitioning.shardings(state), NamedSharding(partitioning.mesh, PartitionSpec()))
     return jax.jit(train_step, donate_argnums=0, out_shardings=shardings)
+
+
+# ---- The state that a step takes, with the layers of deep towers stacked -------------------------
+
+# A deep tower is one body in a loop, and an update of its stacks is one operation for all its
+# layers. So the compiled step does not grow with depth, and no step copies layers into stacks.
+# Whoever reads a state by the names of its parameters gets it by layer (`single_layers`,
+# t0repro.training.train_state), as checkpoints always are.
+
+
+def with_stacks(model: BaseModel, state: TrainState) -> TrainState:
+    """The state with the layers of each tower that is a loop stacked, where that can be done.
+
+    Not for a user's own model or optimizer, which may read parameters by their names, nor where an
+    optimizer keeps other slots for one layer than for another, as for one that is frozen.
+
+    Args:
+      model: what the state is for.
+      state: by layer, with its values or their shapes; arrays that are stacked are deleted.
+    """
+    if not is_own(model) or type(model.module) is not T5:
+        return state
+    if not isinstance(state.optimizer, StackingOptimizer) or stacks_in(state.params):
+        return state
+    towers = towers_in_loops(model.module.config)
+    if not towers or not _alike(state.slots, towers):
+        return state
+    return state.replace(
+        params=stacked(state.params, towers, joined), slots=stacked(state.slots, towers, joined)
+    )
+
+
+def held_shapes(model: T5, optimizer: Optimizer) -> TrainState:
+    """The shapes of a new state as a trainer holds it; nothing is allocated."""
+    return with_stacks(T5Model(model), state_shapes(model, optimizer))
+
+
+def _alike(slots: Any, towers: Towers) -> bool:
+    """Whether all layers of a tower have the same slots."""
+
+    def kinds(layers: Sequence[Any]) -> set[Any]:
+        return {jax.tree.structure(layer) for layer in layers}
+
+    return isinstance(slots, dict) and all(
+        len(kinds([slots[tower][layer_name(index)] for index in range(count)])) == 1
+        for tower, count in towers.items()
+    )

@@ -23,13 +23,11 @@ import numpy as np
 
 from t0repro.model.layer_stacks import released
 from t0repro.partitioning.program_costs import count_flops
-from t0repro.training.compiled_steps import CompiledStep, flops_rates, shapes_of
-from t0repro.training.held_state import with_stacks
 from t0repro.training.metric_classes import Scalar, merge_metrics
 from t0repro.training.metrics import OpenWriter, SplitMetrics, in_split
 from t0repro.training.metrics_manager import MetricsManager
 from t0repro.training.models import BaseModel
-from t0repro.training.partitioner import Partitioner
+from t0repro.training.partitioner import CompiledStep, Partitioner, flops_rates, shapes_of
 from t0repro.training.protocols import (
     ArrayMapFuture,
     BaseTrainerConstructor,
@@ -53,6 +51,7 @@ from t0repro.training.train_step import (
     apply_grads,
     eval_step,
     train_with_lr,
+    with_stacks,
 )
 from t0repro.training.weight_metrics import WeightMetricsComputer
 
@@ -207,7 +206,7 @@ class BaseTrainer(abc.ABC):
 
     @property
     def held_state(self) -> TrainState:
-        """The state as the trainer holds it, perhaps with stacks (t0repro.training.held_state)."""
+        """The state as the trainer holds it, perhaps with stacks (t0repro.training.train_step)."""
         with self._train_state_mutex:
             return self._train_state
 

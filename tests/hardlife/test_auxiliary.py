@@ -30,7 +30,7 @@ TRAINING = f"""
 import sys, time
 from t0repro.config.training_plan import SaveConfig
 from t0repro.training.checkpoints import latest_step, remove_interrupted_saves, save_checkpoint
-from t0repro.training.keeping import remove_superfluous
+from t0repro.training.checkpoints import remove_superfluous
 from tests.tiny_models import new_state
 remove_interrupted_saves(sys.argv[1])
 state = new_state()

@@ -33,12 +33,11 @@ from t0repro.partitioning.devices import choose
 from t0repro.partitioning.program_costs import collectives, counts
 from t0repro.runs.train import train
 from t0repro.training.checkpoints import load_tree
-from t0repro.training.held_state import with_stacks
 from t0repro.training.models import T5Model
 from t0repro.training.optimizers import make_optimizer
 from t0repro.training.schedules import make_schedule
 from t0repro.training.train_state import new_train_state
-from t0repro.training.train_step import jitted_train_step, make_train_step
+from t0repro.training.train_step import jitted_train_step, make_train_step, with_stacks
 
 MODEL = model_config(d_model=32, d_ff=64, num_heads=4, d_kv=8, z_loss=1e-4)
 LAYOUTS = {

@@ -13,7 +13,7 @@ from t0repro.converters import sources
 from t0repro.converters.integrity import INTEGRITY
 from t0repro.errors import UserError
 from t0repro.training import checkpoints
-from t0repro.training.keeping import remove_superfluous
+from t0repro.training.checkpoints import remove_superfluous
 from t0repro.training.train_state import from_flat_tree, parameters_from_flat_tree, to_flat_tree
 
 from .. import tiny_models as tiny

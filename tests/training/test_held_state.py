@@ -11,12 +11,12 @@ import pytest
 from t0repro.config.run_config import AdamWeightDecayConfig, MomentumConfig, SgdConfig
 from t0repro.model.layer_stacks import released, stacks_in
 from t0repro.model.t5 import T5, initial_parameters
-from t0repro.training.held_state import with_stacks
 from t0repro.training.models import T5Model
 from t0repro.training.optimizers import make_optimizer
 from t0repro.training.partitioner import Partitioner
 from t0repro.training.stopping import BaseAction, RunActions
 from t0repro.training.train_state import TrainState, single_layers, to_flat_tree
+from t0repro.training.train_step import with_stacks
 from t0repro.training.trainer import Trainer
 from t0repro.training.weight_metrics import WeightMetricsComputer
 

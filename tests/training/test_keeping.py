@@ -6,8 +6,13 @@ import pytest
 
 from t0repro.config.training_plan import BestCheckpoints, SaveConfig
 from t0repro.training.actions import Action, SaveCheckpoints
-from t0repro.training.checkpoints import list_checkpoints, load_tree
-from t0repro.training.keeping import PINNED, metric_by_step, superfluous
+from t0repro.training.checkpoints import (
+    PINNED,
+    list_checkpoints,
+    load_tree,
+    metric_by_step,
+    superfluous,
+)
 
 from .. import tiny_models as tiny
 from .test_trainer import make_loop

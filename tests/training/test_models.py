@@ -10,8 +10,13 @@ from t0repro.config.run_config import Arithmetic
 from t0repro.model.t5x_decoding import generate, temperature_sample
 from t0repro.training import losses, trainer
 from t0repro.training.metric_classes import AveragePerStep
-from t0repro.training.models import BaseTransformerModel, EncoderDecoderModel, T5Model
-from t0repro.training.t5x_features import own_features, t5x_features
+from t0repro.training.models import (
+    BaseTransformerModel,
+    EncoderDecoderModel,
+    T5Model,
+    own_features,
+    t5x_features,
+)
 from t0repro.training.train_state import TrainState
 
 from .. import tiny_models as tiny

@@ -1,0 +1,218 @@
+"""What a run starts from when its folder has no checkpoint of its own, read from any format.
+
+Names are those of a flat tree (t0repro.training.checkpoints), as in T5X: `target/decoder/...` for
+parameters, `state/param_states/...` for slots.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import flax.traverse_util
+import jax
+import numpy as np
+
+from t0repro.config.run_config import ModelConfig, RunConfig
+from t0repro.config.training_plan import RestoreConfig
+from t0repro.converters import sources
+from t0repro.converters.arithmetic import check_configured, open_configured, repeated_biases
+from t0repro.errors import UserError
+from t0repro.parameters import layout
+from t0repro.parameters.assignment import assigned_names
+from t0repro.training.train_state import (
+    FlatTree,
+    OpenTree,
+    TrainState,
+    to_flat_tree,
+    with_parameters_in,
+)
+from t0repro.words import counted
+
+Say = Callable[[str], None]
+
+
+def starting_tree(config: RunConfig, fresh: Callable[[], TrainState], say: Say) -> OpenTree | None:
+    """A checkpoint that another program wrote into model_dir, or else what the plan restores.
+
+    Args:
+      config: A run without a checkpoint of its own.
+      fresh: Makes the state that it would start with otherwise, for what is not restored.
+      say: Receives lines about what is restored.
+
+    Returns:
+      A flat tree with the model's names; None for new parameters.
+
+    Raises:
+      UserError: If the checkpoint is missing or damaged, the model is not configured as its
+        config.json says, or the plan's rules do not fit it.
+    """
+    model_dir, rules = Path(config.model_dir), config.plan.restore
+    if model_dir.is_dir() and sources.list_checkpoints(model_dir):
+        return open_configured(sources.find_checkpoint(model_dir), config.model)
+    if rules is None:
+        return None
+    assert isinstance(rules.path, str), "a training starts from one checkpoint"
+    ref = sources.find_checkpoint(rules.path)
+    places = config.provenance
+    if rules.variable_filter is not None:
+        place = places.get("plan.restore.variable_filter")
+        tree = open_configured(ref, config.model)
+        return keep_matching(tree, rules.variable_filter, config.model, fresh, place, say)
+    check_configured(ref, config.model)
+    say(f"restore: {ref.path}")
+    tree: dict[str, Any] = dict(sources.load_any(ref.path))
+    # A model with a position bias in each layer may start from one whose layers share it.
+    tree |= {name: tree[shared] for name, shared in repeated_biases(tree, config.model).items()}
+    # Values, not only shapes: what the rules leave out of the checkpoint is taken from here.
+    new = to_flat_tree(jax.device_get(fresh()))
+    return restored(tree, new, rules, places.get("plan.restore.path"), say)
+
+
+# ---- T5X's rules: renaming, what may be missing, rounding ----------------------------------------
+
+
+def restored(
+    tree: FlatTree,
+    fresh: FlatTree,
+    config: RestoreConfig,
+    where: str | None = None,
+    say: Say = lambda line: None,
+) -> dict[str, np.ndarray]:
+    """A checkpoint's entries under the names of the model that is about to be trained.
+
+    Args:
+      tree: the checkpoint.
+      fresh: a new state of the model, for its names and for what the checkpoint does not give.
+      config: the rules.
+      where: where they were set.
+      say: receives what `say_unmatched` says.
+
+    Raises:
+      UserError: if a rule matches nothing or leads to nothing, or if slots are missing although
+        the rules are strict. A missing parameter is left to `from_flat_tree`, which names it.
+    """
+    names = assigned_names(fresh, tree, config.assignment_map)
+    result = {new: tree[old] for new, old in names.items() if old is not None}
+    scratch = {new for new, old in names.items() if old is None}
+    if config.fallback_to_scratch:
+        scratch |= {name for name in fresh if name not in result}
+    result |= {name: fresh[name] for name in scratch}
+    # T5X writes one entry in place of a slot that its optimizer does not use.
+    wanted = [name for name in fresh if not name.startswith(layout.SLOTS) or fresh[name].size > 1]
+    if config.strict:
+        _check_slots(result, [name for name in wanted if name.startswith(layout.SLOTS)], where)
+    say_unmatched(tree, wanted, {new: old for new, old in names.items() if old is not None}, say)
+    if config.dtype in (None, "float32"):
+        return result
+    return with_parameters_in(result, config.dtype)
+
+
+def say_unmatched(
+    tree: Collection[str], wanted: Collection[str], filled: Mapping[str, str], say: Say
+) -> None:
+    """Lists what a partial restore leaves new, and what it leaves in the checkpoint.
+
+    Parameters are listed by name. Slots follow their parameters and are counted, and not at all if
+    the checkpoint has none.
+
+    Args:
+      tree: names of the checkpoint's entries.
+      wanted: names of the model's entries.
+      filled: name in the model -> name in the checkpoint, of what is restored.
+      say: receives a line for each kind; none if everything is restored.
+    """
+    kinds = {
+        "initialised, not restored": [name for name in wanted if name not in filled],
+        "in the checkpoint, not used": sorted(set(tree) - set(filled.values())),
+    }
+    has_slots = any(name.startswith(layout.SLOTS) for name in tree)
+    for kind, names in kinds.items():
+        parameters = [name for name in names if name.startswith(layout.PARAMETERS)]
+        slots = sum(name.startswith(layout.SLOTS) for name in names) if has_slots else 0
+        if parameters or slots:
+            counts = f"{counted(len(parameters), 'parameter')} and {counted(slots, 'slot')}"
+            say(f"restore: {counts} {kind}{': ' if parameters else ''}{', '.join(parameters)}")
+
+
+def _check_slots(tree: Collection[str], wanted: Sequence[str], where: str | None) -> None:
+    """Refuses a checkpoint that has only some of the slots; one without any is accepted."""
+    missing = [name for name in wanted if name not in tree]
+    if missing and len(missing) < len(wanted):
+        raise UserError(
+            f"The checkpoint lacks {len(missing)} of {len(wanted)} slots, for instance"
+            f" {missing[0]}.",
+            where=where,
+            fix="Bind the optimizer that trained it; or utils.RestoreCheckpointConfig.strict ="
+            " False, to start the missing ones at zero.",
+        )
+
+
+# ---- Mesh TensorFlow's rule: a pattern for names -------------------------------------------------
+
+
+def keep_matching(
+    tree: OpenTree,
+    pattern: str,
+    model: ModelConfig,
+    fresh: Callable[[], TrainState],
+    place: str | None = None,
+    say: Say = lambda line: None,
+) -> OpenTree:
+    """Keeps only those entries of a checkpoint whose names match a pattern.
+
+    Parameters that do not match are those of a new state, slots start at zero, and the step starts
+    at 0 unless the pattern matches `global_step`, as in Mesh TensorFlow's tpu_estimator_model_fn.
+
+    Args:
+      tree: an init_checkpoint with T5X's names.
+      pattern: a regular expression on Mesh TensorFlow's names; "" keeps everything.
+      model: the model.
+      fresh: makes the new state.
+      place: where the pattern was set.
+      say: receives what `t0repro.runs.restore.say_unmatched` says.
+
+    Raises:
+      UserError: if the pattern matches nothing.
+    """
+    if not pattern:
+        return dict(tree)
+    names = model.mesh_variables()
+    kept = {
+        key: value
+        for key, value in tree.items()
+        # Patterns are written for Mesh TensorFlow's names.
+        if re.search(pattern, _mesh_name(key, names, tree))
+    }
+    if not kept:
+        raise UserError(
+            f"init_variable_filter {pattern!r} matches no variable.",
+            where=place,
+            fix=f"Names are for instance {', '.join(list(names.values())[:3])}.",
+        )
+    wanted = [name for name in tree if _mesh_name(name, names, tree)]
+    say_unmatched(kept, wanted, {name: name for name in kept}, say)
+    for path, value in flax.traverse_util.flatten_dict(fresh().params, sep="/").items():
+        # Slots and the step need no entry: `from_flat_tree` starts missing ones at zero.
+        kept.setdefault(layout.PARAMETERS + path, np.asarray(value))
+    return kept
+
+
+def _mesh_name(key: str, names: dict[str, str], tree: OpenTree) -> str:
+    """Mesh TensorFlow's name of a checkpoint's entry; "" if the model has no such entry."""
+    if key == layout.STEP:
+        return layout.MTF_STEP
+    try:
+        path, slot = layout.split_key(key)
+    except ValueError:
+        return ""
+    parameter = tree.get(layout.PARAMETERS + path)
+    if path not in names or parameter is None:
+        return ""
+    if slot is None:
+        return names[path]
+    if len(parameter.shape) < 2 and slot in ("v_row", "v_col"):
+        return ""  # an unused slot
+    return layout.join_mtf_slot(names[path], layout.slot_to_mtf(slot, parameter.shape))
