@@ -1,6 +1,10 @@
 """The pages as a person meets them: in Chromium, wide and narrow, light and dark, by keyboard."""
 
+import base64
 import json
+import re
+import shutil
+import subprocess
 
 import numpy as np
 import pytest
@@ -246,3 +250,49 @@ def test_something_is_drawn(browser, report, tmp_path):
         json.loads((report[1].parent / "report.json").read_text())["schema_version"]
         == SCHEMA_VERSION
     )
+
+
+CLIPPED = """
+return [...document.querySelectorAll("body *")].filter((e) =>
+  e.checkVisibility() && !e.ownerSVGElement && e.clientWidth
+  && (e.scrollWidth > e.clientWidth + 1 || e.getBoundingClientRect().right > innerWidth + 0.5))
+  .map((e) => e.tagName + " " + e.className + " " + e.textContent.trim().slice(0, 40))
+"""
+PAPER = 794 - 2 * 45  # A4 without its margins, in pixels of CSS
+
+
+@pytest.mark.parametrize("name", ["report", "compare", "history", "curves"])
+def test_on_paper_no_table_is_cut_and_every_folded_part_is_open(browser, pages, name):
+    browser.show(pages[name][0], PAPER)
+    browser.cdp("Emulation.setEmulatedMedia", media="print")
+    try:
+        assert browser.run(CLIPPED) == []
+        folded = "[...document.querySelectorAll('details > :not(summary)')]"
+        assert browser.run(f"return {folded}.filter((e) => !e.getClientRects().length).length") == 0
+    finally:
+        browser.cdp("Emulation.setEmulatedMedia", media="")
+
+
+@pytest.mark.skipif(not shutil.which("pdftotext"), reason="pdftotext is not installed")
+@pytest.mark.parametrize("name", ["report", "compare", "history", "curves"])
+def test_a_printed_page_has_all_the_words_of_the_page(browser, pages, name, tmp_path):
+    browser.show(pages[name][0], dark=True)
+    printed = browser.cdp("Page.printToPDF", printBackground=True, preferCSSPageSize=True)
+    (tmp_path / "page.pdf").write_bytes(base64.b64decode(printed["data"]))
+    command = ["pdftotext", "-layout", tmp_path / "page.pdf", "-"]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    parts = (
+        "[...document.querySelectorAll('h1, h2, h3, summary, th, td, dt, dd, p, pre')]"
+        ".map((e) => e.textContent)"
+    )
+    words = {word for part in browser.run(f"return {parts}") for word in part.split()}
+    assert len(words) > 10
+    # Lines break within long words, and a row of cells mixes their lines.
+    letters = re.sub(r"\W", "", text)
+    missing = [word for word in words if len(word) < 12 and re.sub(r"\W", "", word) not in letters]
+    assert missing == []
+    for heading in browser.run(
+        "return [...document.querySelectorAll('h2')].map((e) => e.innerText)"
+    ):
+        last = [page.rstrip().splitlines()[-1] for page in text.split("\f") if page.strip()]
+        assert heading not in {line.strip() for line in last}, f"{heading!r} ends a page"

@@ -60,3 +60,11 @@ document.addEventListener("keydown", (event) => {
   if (event.key === "Escape" && shownFor) hide();
 });
 document.addEventListener("scroll", hide, true);
+
+// Paper: folded parts are printed too, and folded again afterwards.
+window.addEventListener("beforeprint", () => {
+  for (const part of document.querySelectorAll("details:not([open])")) {
+    part.open = true;
+    window.addEventListener("afterprint", () => (part.open = false), { once: true });
+  }
+});
