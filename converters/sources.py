@@ -35,7 +35,7 @@ def find_checkpoint(
         - a `checkpoint_<step>` directory;
         - a Mesh TensorFlow prefix (`model.ckpt-<step>`, with or without `.index`);
         - a directory that transformers loads.
-        Any of them may be remote, at an address that fsspec or etils.epath opens (gs://...).
+        Any of them may be remote, at an address that fsspec opens (gs://...).
       step: Take this step instead of the latest. If `path` already names one checkpoint, its step
         must be this one.
       source: Accept only this format ("t5x" and "jax" stand for each other); defaults to any.

@@ -1,9 +1,8 @@
-"""Reads files that are local or wherever fsspec or etils.epath reaches (gs://, s3://)."""
+"""Reads files that are local or wherever fsspec reaches (gs://, s3://)."""
 
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import shutil
 import tempfile
@@ -13,13 +12,14 @@ from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
+from t0repro import buckets
+from t0repro.buckets import scheme_of
 from t0repro.errors import UserError
-from t0repro.files import make_folder, scheme_of
+from t0repro.files import make_folder
 from t0repro.progress import byte_progress
 from t0repro.words import sized
 
 _CHUNK_BYTES = 1 << 26
-_EPATH_PROTOCOLS = ("gs", "s3", "az", "hf")
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -46,64 +46,8 @@ def local_path(path: str | os.PathLike[str]) -> str:
     return path.removeprefix("file://")
 
 
-@functools.cache
-def _file_system(protocol: str) -> Any:
-    import fsspec
-
-    # They log the traceback of each attempt that failed; the error of the last one says it all.
-    for library in ("fsspec", "gcsfs"):
-        logging.getLogger(library).setLevel(logging.CRITICAL)
-    try:
-        # Cached: fsspec's file systems hold connections and listings.
-        return fsspec.filesystem(protocol)
-    except (ImportError, ValueError) as error:
-        if protocol in _EPATH_PROTOCOLS:
-            return _EpathFiles()
-        raise UserError(
-            f"Addresses that begin with {protocol}:// cannot be read: {error}.",
-            fix="Install the package that the message names, or copy the checkpoint here.",
-        ) from None
-
-
-class _EpathFiles:
-    """The part of fsspec's interface that this module needs, on etils.epath.
-
-    epath reaches through TensorFlow the file systems whose fsspec package is not installed.
-    """
-
-    @staticmethod
-    def _path(path: str) -> Any:
-        from etils import epath
-
-        return epath.Path(path)
-
-    def info(self, path: str) -> dict[str, str]:
-        if self._path(path).is_dir():
-            return {"type": "directory"}
-        if self._path(path).is_file():
-            return {"type": "file"}
-        raise FileNotFoundError(path)
-
-    def ls(self, path: str, detail: bool = False) -> list[str]:
-        del detail
-        return [os.fspath(entry) for entry in self._path(path).iterdir()]
-
-    def size(self, path: str) -> int:
-        return self._path(path).stat().length
-
-    def ukey(self, path: str) -> str:
-        return str(self._path(path).stat())
-
-    def open(self, path: str, mode: str, block_size: int = 0) -> Any:
-        del block_size
-        return self._path(path).open(mode)
-
-    def invalidate_cache(self) -> None:
-        """There is none."""
-
-
 def _at(path: str) -> tuple[Any, str]:
-    return _file_system(path.partition("://")[0].lower()), path
+    return buckets.file_system(path.partition("://")[0].lower()), path
 
 
 def _explained(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:

@@ -29,7 +29,22 @@ class UserError(Exception):
         if self.fix:
             lines.append(f"  to do: {self.fix}")
         # Here, so that no message shows the password of an address, whoever writes it.
-        return without_passwords("\n".join(lines))
+        return without_passwords(as_shown("\n".join(lines)))
+
+
+_shown: dict[str, str] = {}
+
+
+def show_as(path: str, address: str) -> None:
+    """Has messages name the address that a local path is a working copy of."""
+    _shown[path] = address
+
+
+def as_shown(text: str) -> str:
+    """A text with addresses in place of the paths of their working copies."""
+    for path, address in _shown.items():
+        text = text.replace(path, address)
+    return text
 
 
 NONE_IS_SIMILAR = "none is similar"

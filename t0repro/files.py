@@ -12,7 +12,9 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+from t0repro.buckets import checked, is_address, spelled
 from t0repro.errors import UserError
+from t0repro.working_copies import read_at, written_at
 
 # Storage errors in plain words, each with what to do about it.
 _FULL = ("The disk is full.", "Free some space, or choose a folder on another disk.")
@@ -79,64 +81,41 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
         raise
 
 
-# An address begins with a scheme; of its two slashes pathlib leaves one.
-_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/")
-_COPIERS = {"gs": "gcloud storage cp -r", "s3": "aws s3 cp --recursive"}
-
-
-def scheme_of(path: str | os.PathLike[str]) -> str | None:
-    """The scheme of an address, `gs` of `gs://bucket/x`; None for a local path or `file:///x`."""
-    found = _ADDRESS.match(os.fspath(path))
-    return None if found is None or found[1].lower() == "file" else found[1].lower()
-
-
 def output_path(path: str | os.PathLike[str], where: str | None = None) -> Path:
     """The path of what is to be written. Every path that a command writes to is made here.
 
     Args:
-      path: A local path, or `file:///...`.
+      path: A local path, `file:///...`, or an address, of which this is the working copy: what is
+        written there is uploaded (`t0repro.working_copies`).
       where: The option or gin binding that names it, for the message.
 
     Raises:
-      UserError: For an address. pathlib would turn `gs://bucket` into a local folder `gs:`.
+      UserError: For an address that cannot be opened.
     """
-    scheme = scheme_of(path)
-    if scheme is None:
-        return _without_file_scheme(path)
-    address = _spelled(path)
-    copying = f", then copy it: {_COPIERS[scheme]} FOLDER {address}" if scheme in _COPIERS else ""
-    raise UserError(
-        f"{address} cannot be written to: only local paths can, not {scheme}:// addresses.",
-        where=where,
-        fix=f"Give a local path{copying}.",
-    )
+    if is_address(path):
+        return written_at(path, where)
+    return _without_file_scheme(path)
 
 
 def input_path(path: str | os.PathLike[str], where: str | None = None) -> Path:
     """The path of what is to be read, where only local files can be; see `output_path`.
 
     Raises:
-      UserError: For an address.
+      UserError: For an address that cannot be opened.
     """
-    scheme = scheme_of(path)
-    if scheme is None:
-        return _without_file_scheme(path)
-    address = _spelled(path)
-    copying = f" with `{_COPIERS[scheme]} {address} .`" if scheme in _COPIERS else ""
-    raise UserError(
-        f"{address} cannot be read here: only local paths can, not {scheme}:// addresses.",
-        where=where,
-        fix=f"Copy it to this machine{copying} and give the copy's path.",
-    )
+    if is_address(path):
+        return read_at(path, where)
+    return _without_file_scheme(path)
+
+
+def check_output(path: str | os.PathLike[str], where: str | None = None) -> None:
+    """Raises UserError for an address that `output_path` could not open; touches no network."""
+    if is_address(path):
+        checked(path, where)
 
 
 def _without_file_scheme(path: str | os.PathLike[str]) -> Path:
     return Path(re.sub("^file:/+", "/", os.fspath(path), flags=re.IGNORECASE))
-
-
-def _spelled(address: str | os.PathLike[str]) -> str:
-    """An address with both of its slashes."""
-    return re.sub("^([^:]+):/+", r"\1://", os.fspath(address))
 
 
 def make_folder(folder: str | os.PathLike[str]) -> None:
@@ -151,8 +130,12 @@ def make_folder(folder: str | os.PathLike[str]) -> None:
         if path.exists():
             break
         # The last net: a path that was made absolute no longer begins with its scheme.
-        if _ADDRESS.fullmatch(f"{path.name}/"):
-            output_path(f"{path.name}//{folder.relative_to(path)}")
+        if is_address(f"{path.name}/"):
+            address = spelled(f"{path.name}//{folder.relative_to(path)}")
+            raise UserError(
+                f"{address} cannot be written to as a local folder.",
+                fix="Give a local path, or the address by itself.",
+            )
     folder.mkdir(parents=True, exist_ok=True)
 
 

@@ -16,6 +16,7 @@ import filelock
 from t0repro.errors import UserError
 from t0repro.files import FULL_NUMBERS, make_folder
 from t0repro.redaction import without_passwords
+from t0repro.working_copies import copy_with
 
 LOCK_FILE = ".t0repro.lock"
 LEASE_FILE = ".t0repro.lease"
@@ -55,6 +56,10 @@ def folder_lock(
       UserError: if another run holds the folder (the message names it), or if the folder cannot be
         created or locked.
     """
+    if copy := copy_with(folder):
+        with copy.held(folder, purpose, fix=fix, say=say):
+            yield
+        return
     # flock excludes other processes on this machine, even ones that were suspended for hours.
     lock = filelock.FileLock(folder / LOCK_FILE, timeout=0, is_singleton=False)
     # The lease excludes other machines, even if the file system does not share locks.

@@ -23,7 +23,7 @@ _Source = Annotated[
     str,
     typer.Argument(
         help="A model_dir, a checkpoint_<step> directory, a prefix .../model.ckpt-<step>, or a"
-        " Hugging Face directory; local or at any address that fsspec or etils.epath opens."
+        " Hugging Face directory; local or at any address that fsspec opens."
     ),
 ]
 _Target = Annotated[Path, typer.Argument(callback=output, help="The directory to write.")]

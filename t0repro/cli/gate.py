@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from t0repro import compat
+from t0repro import compat, working_copies
 from t0repro.cli.echo import echo
 from t0repro.errors import UserError
 from t0repro.files import storage_error
@@ -73,7 +73,12 @@ def gate(command: str, *, show_unexpected: bool = False) -> Iterator[Settings]:
     gc.set_threshold(100_000, 50, 100)
     _deliver_swallowed_interrupts()
     try:
-        yield settings
+        try:
+            yield settings
+        finally:
+            # Here, so that what it raises is told as any other mistake; after one, too, the
+            # bucket holds what was finished.
+            working_copies.close_all()
     except (KeyboardInterrupt, SystemExit) as end:
         # Click and Rich end a command with sys.exit when its output can no longer be written.
         if any(isinstance(cause, BrokenPipeError) for cause in _causes(end)):

@@ -1,6 +1,6 @@
-"""Paths on command lines: where a command writes, and where it reads, only local ones are taken.
+"""Paths on command lines: local ones as they are, and working copies of addresses (`gs://...`).
 
-An option that takes addresses too (`gs://...`) is text, and checked by what opens it.
+An option that is text is checked by what opens it.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ def output(parameter: typer.CallbackParam, value: Path | None) -> Path | None:
     """The callback of each option or argument that names what the command writes.
 
     Raises:
-      UserError: For an address.
+      UserError: For an address that cannot be opened.
     """
     return None if value is None else output_path(value, _name(parameter))
 
 
 def check_inputs(command: Any) -> None:
-    """Makes a Typer command and its subcommands refuse addresses where they read a `Path`."""
+    """Makes a Typer command and its subcommands read addresses where they read a `Path`."""
     for parameter in command.params:
         if parameter.callback is None and "Path" in str(parameter.type_descriptor.annotation):
             parameter.callback = _input

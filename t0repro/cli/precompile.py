@@ -16,7 +16,7 @@ from t0repro.cli.option_groups import with_groups
 from t0repro.cli.paths import output
 from t0repro.cli.process_flags import ProcessOptions
 from t0repro.cli.t5x_run import T5xOptions, gin_inputs, parse_files, register
-from t0repro.files import output_path
+from t0repro.files import check_output
 
 if TYPE_CHECKING:
     from t0repro.config.run_config import RunConfig
@@ -70,7 +70,7 @@ def precompile(
     # T5X's files first: what is wrong with them is said before JAX is imported.
     read = None if mode is None else _t5x_config(gin_inputs(mode.value, options))
     if mode is RunMode.PRECOMPILE and read is not None:
-        output_path(read[1].model_dir, read[1].provenance.get("model_dir", "MODEL_DIR"))
+        check_output(read[1].model_dir, read[1].provenance.get("model_dir", "MODEL_DIR"))
     with _joined(processes, topology):
         if read is not None and options.dry_run:
             _check_tasks(*read, options)

@@ -22,7 +22,7 @@ from t0repro.cli.log_flags import LogOptions
 from t0repro.cli.option_groups import with_groups
 from t0repro.cli.options import Modules
 from t0repro.cli.process_flags import ProcessOptions
-from t0repro.files import output_path
+from t0repro.files import check_output
 
 if TYPE_CHECKING:
     from t0repro.config.inference_plan import InferencePlan
@@ -163,7 +163,7 @@ def _check_output(plan: InferencePlan, parsed: Parsed, name: str) -> None:
     """Refuses an address for the results, before tasks are imported."""
     from t0repro.config.t5x.places import Places
 
-    output_path(plan.output_dir, Places.of(parsed.values).place(name) or name)
+    check_output(plan.output_dir, Places.of(parsed.values).place(name) or name)
 
 
 def _with_own_output(plan: Plan) -> Plan:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from t0repro.buckets import is_address
 from t0repro.cli.gin_options import run_mode_of
 from t0repro.cli.option_groups import with_groups
 from t0repro.cli.process_flags import ProcessOptions
@@ -16,7 +17,7 @@ from t0repro.cli.t5x_run import T5xOptions, gin_inputs, parse_files, register
 from t0repro.cli.tracking import Trackers, tracked_training
 from t0repro.cloud.arguments import JobMode
 from t0repro.errors import UserError
-from t0repro.files import output_path
+from t0repro.files import check_output
 from t0repro.jobs.options import AuxiliaryOptions
 
 if TYPE_CHECKING:
@@ -52,8 +53,12 @@ def train(
     """
     # First, since a mistake need not wait for the other processes, nor for JAX to be imported.
     _check_machine(jobs.machines, platform, cell)
-    if name is not None:
-        output_path(name, "--name")
+    if name is not None and is_address(name):
+        raise UserError(
+            f"A run cannot be named {name}: it would be the local folder runs/{name}.",
+            where="--name",
+            fix="Set MODEL_DIR to the address instead.",
+        )
     # First, so that --gin.MODEL_DIR wins.
     named = [f"MODEL_DIR = 'runs/{name}'"] if name else []
     inputs = gin_inputs("train", options, first=named)
@@ -61,7 +66,7 @@ def train(
     from t0repro.config.t5x.run import train_config
 
     config, model = train_config(parsed), parsed.program.model
-    output_path(config.model_dir, config.provenance.get("model_dir", "MODEL_DIR"))
+    check_output(config.model_dir, config.provenance.get("model_dir", "MODEL_DIR"))
     with processes.joined(), contextlib.ExitStack() as beside:
         register(parsed, options)
         vocabularies = (model.input_vocabulary, model.output_vocabulary)

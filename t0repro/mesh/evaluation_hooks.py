@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from t0repro.buckets import scheme_of
 from t0repro.errors import UserError
 from t0repro.evaluation import records
 from t0repro.evaluation.closing import print_results
@@ -30,7 +31,6 @@ from t0repro.evaluation.task_output import (
     without_padding,
 )
 from t0repro.evaluation.truncation import TruncationCounter
-from t0repro.files import scheme_of
 from t0repro.mesh.hooks import MetricsFile, numbers
 
 

@@ -25,8 +25,9 @@ from typing import Any
 
 import tensorflow
 
+from t0repro.buckets import scheme_of
 from t0repro.errors import UserError
-from t0repro.files import make_folder, naming, scheme_of, write_atomically
+from t0repro.files import make_folder, naming, write_atomically
 from t0repro.training.metrics import drop_half_line
 
 tf = tensorflow.compat.v1

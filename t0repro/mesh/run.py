@@ -12,10 +12,10 @@ import os
 import sys
 from typing import Any
 
+from t0repro.buckets import scheme_of
 from t0repro.config.configuration import Configuration, RunInputs
 from t0repro.config.mtf import jax_model
 from t0repro.config.run_config import RunConfig
-from t0repro.files import scheme_of
 from t0repro.mesh import hooks, model_api
 from t0repro.progress import working
 from t0repro.redaction import without_passwords

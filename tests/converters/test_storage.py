@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 
-import numpy as np
 import pytest
 
 from t0repro.converters import storage
@@ -157,7 +156,7 @@ def test_a_remote_source_that_is_written_to_meanwhile_is_told(
 
 
 def test_an_address_that_nothing_here_opens_is_told(tmp_path):
-    with pytest.raises(UserError, match="Addresses that begin with nowhere:// cannot be read"):
+    with pytest.raises(UserError, match="Addresses that begin with nowhere:// cannot be opened"):
         convert("nowhere://bucket/model", tmp_path / "out", "mtf")
 
 
@@ -175,22 +174,3 @@ def test_a_store_that_does_not_answer_is_told_and_taken_for_no_missing_file(
     monkeypatch.setattr(type(fsspec.filesystem("memory")), method, reset)
     with pytest.raises(UserError, match="(?s)did not answer.*was reset.*memory://.*connection"):
         convert(address, tmp_path / "out", "mtf")
-
-
-def test_etils_epath_reads_where_fsspec_cannot(tiny_checkpoint, monkeypatch):
-    """For gs:// without gcsfs; here the same calls on a local directory."""
-    system = storage._EpathFiles()
-    monkeypatch.setattr(storage, "_at", lambda path: (system, path.removeprefix("gs:/")))
-    index = f"gs:/{tiny_checkpoint}/model.ckpt-7.index"
-    monkeypatch.setattr(storage, "is_remote", lambda path: path.startswith("gs:"))
-    content = (tiny_checkpoint / "model.ckpt-7.index").read_bytes()
-    assert storage.names(f"gs:/{tiny_checkpoint}") == sorted(os.listdir(tiny_checkpoint))
-    assert storage.size(index) == len(content)
-    assert storage.read(index) == content
-    array = np.zeros(5, np.uint8)
-    assert storage.read_into(index, 3, array)
-    assert array.tobytes() == content[3:8]
-    before = storage.stamp(index)
-    os.utime(tiny_checkpoint / "model.ckpt-7.index", (0, 0))
-    assert storage.stamp(index) != before
-    assert len(list(storage.walk(f"gs:/{tiny_checkpoint}"))) == len(os.listdir(tiny_checkpoint))

@@ -1,148 +1,20 @@
-"""Checkpoints in an object store that fails: S3 and Google's, from servers on this machine.
-
-Needs EXTRAS=s3,gs,hardlife (s3fs and gcsfs, and the two servers).
-"""
+"""Checkpoints in an object store that fails: S3 and Google's, from servers on this machine."""
 
 import os
-import select
-import socket
 import subprocess
 import sys
-import threading
-import urllib.parse
-import urllib.request
 
 import numpy as np
 import pytest
 
 from t0repro.converters.sources import load_any
 
+from ..bucket_servers import S3, GoogleStorage, Relay
 from . import jobs
 
 pytestmark = pytest.mark.hardlife
 
 FORMATS = ("jax", "mtf", "hf")
-
-
-class Relay:
-    """A loopback port in front of a server, which cuts every connection after some bytes.
-
-    Attributes:
-      limit: bytes of answers that pass before connections are cut; None lets all pass.
-    """
-
-    def __init__(self, port: int):
-        self.target, self.limit, self.cuts = port, None, 0
-        self.listener = socket.create_server(("127.0.0.1", 0))
-        self.port = self.listener.getsockname()[1]
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def close(self):
-        """Ends the listening; connections end with their clients."""
-        self.listener.close()
-
-    def _accept(self):
-        while True:
-            try:
-                client, _ = self.listener.accept()
-            except OSError:  # closed
-                return
-            threading.Thread(target=self._relay, args=(client,), daemon=True).start()
-
-    def _relay(self, client):
-        """Copies both ways until one side ends or the limit is reached."""
-        with client, socket.create_connection(("127.0.0.1", self.target)) as server:
-            others = {client: server, server: client}
-            while True:
-                for source in select.select(list(others), [], [])[0]:
-                    try:
-                        block = source.recv(1 << 12)
-                        if source is server and block and self._is_cut(len(block)):
-                            return
-                        if not block:
-                            return
-                        others[source].sendall(block)
-                    except OSError:  # the other end is gone
-                        return
-
-    def _is_cut(self, count):
-        """Whether these bytes of an answer are too many."""
-        if self.limit is None:
-            return False
-        self.limit -= count
-        self.cuts += self.limit < 0
-        return self.limit < 0
-
-
-class S3:
-    """moto's server, and how s3fs finds it."""
-
-    name, address = "S3", "s3://bucket"
-
-    def __init__(self):
-        pytest.importorskip("s3fs", reason="EXTRAS=s3 bash scripts/setup.sh brings s3fs")
-        moto = pytest.importorskip("moto.server", reason="EXTRAS=hardlife brings moto")
-        import boto3
-
-        self._server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-        self._server.start()
-        _, self.port = self._server.get_host_and_port()
-        keys = {"aws_access_key_id": "test", "aws_secret_access_key": "test"}
-        url = f"http://127.0.0.1:{self.port}"
-        self._client = boto3.client("s3", endpoint_url=url, region_name="us-east-1", **keys)
-        self._client.create_bucket(Bucket="bucket")
-
-    def put(self, key, path):
-        self._client.upload_file(str(path), "bucket", key)
-
-    def environment(self, port):
-        return {
-            "FSSPEC_S3_ENDPOINT_URL": f"http://127.0.0.1:{port}",
-            "FSSPEC_S3_KEY": "test",
-            "FSSPEC_S3_SECRET": "test",
-            "AWS_MAX_ATTEMPTS": "1",
-        }
-
-    def stop(self):
-        self._client.close()
-        self._server.stop()
-
-
-class GoogleStorage:
-    """gcp-storage-emulator's server, and how gcsfs finds it."""
-
-    name, address = "Google Cloud Storage", "gs://bucket"
-
-    def __init__(self):
-        pytest.importorskip("gcsfs", reason="EXTRAS=gs bash scripts/setup.sh brings gcsfs")
-        emulator = pytest.importorskip(
-            "gcp_storage_emulator.server", reason="EXTRAS=hardlife brings gcp-storage-emulator"
-        )
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
-        self._server = emulator.create_server(
-            "127.0.0.1", self.port, in_memory=True, default_bucket="bucket"
-        )
-        self._server.start()
-
-    def put(self, key, path):
-        address = f"http://127.0.0.1:{self.port}/upload/storage/v1/b/bucket/o"
-        query = urllib.parse.urlencode({"uploadType": "media", "name": key})
-        request = urllib.request.Request(f"{address}?{query}", path.read_bytes(), method="POST")
-        request.add_header("Content-Type", "application/octet-stream")
-        urllib.request.urlopen(request).close()
-
-    def environment(self, port):
-        return {
-            "STORAGE_EMULATOR_HOST": f"http://127.0.0.1:{port}",
-            "FSSPEC_GS_TOKEN": "anon",
-            "FSSPEC_GCS_TOKEN": "anon",
-            # By default gcsfs asks by gRPC what kind of bucket it is, which no stand-in answers.
-            "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
-        }
-
-    def stop(self):
-        self._server.stop()
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from t0repro import buckets
 from t0repro.config import cloud
 from t0repro.config.gin_door import Bindings, record_bindings
 from t0repro.config.gin_errors import check_references, configuration_errors
@@ -84,7 +85,7 @@ def _parse(inputs: MeshInputs, warn: bool) -> Bindings:
     # What --module_import names is allowed in gin files too.
     restrict_imports(None if allowlist is None else (*allowlist, *inputs.module_imports))
     for cache_dir in inputs.cache_dirs:
-        cloud.check_address(cache_dir, "--additional_task_cache_dirs")
+        buckets.check_credentials(cache_dir, "--additional_task_cache_dirs")
     # defaults.gin first, so that files and parameters win over it.
     with record_bindings() as bindings:
         gin.parse_config_files_and_bindings(

@@ -1,0 +1,317 @@
+"""Objects in buckets: read, listed, created, replaced, removed, copied from and to this machine.
+
+fsspec does the work, with gcsfs for gs:// and s3fs for s3://. A bucket has no folders and cannot
+rename or append: a reader sees an object's old content or its new one, never a part. What has to
+happen once, such as taking a lock, is a `create`, which the store refuses if the object is there.
+
+Everything here takes addresses (`gs://bucket/name`). What takes local paths too is
+`t0repro.working_copy`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import logging
+import os
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+from t0repro.errors import UserError
+
+# memory:// lives as long as its process; tests use it.
+SCHEMES = ("gs", "s3", "memory")
+
+_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/")
+_LIBRARIES = {"gs": "gcsfs", "s3": "s3fs"}
+_MACHINE = Path("/sys/class/dmi/id/product_name")  # the machine's name in its firmware
+_VENDOR = Path("/sys/class/dmi/id/sys_vendor")
+_LISTED_AS_FOLDERS = "directory"
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+# ---- Addresses ----------------------------------------------------------------------------------
+
+
+def scheme_of(path: str | os.PathLike[str]) -> str | None:
+    """The scheme of an address, `gs` of `gs://bucket/x`; None for a local path or `file:///x`."""
+    # Of the two slashes pathlib leaves one.
+    found = _ADDRESS.match(os.fspath(path))
+    return None if found is None or found[1].lower() == "file" else found[1].lower()
+
+
+def is_address(path: str | os.PathLike[str]) -> bool:
+    """Whether a path names something in a bucket."""
+    return scheme_of(path) is not None
+
+
+def spelled(path: str | os.PathLike[str]) -> str:
+    """An address with both of its slashes, its scheme in small letters and no slash at its end."""
+    scheme, _, rest = os.fspath(path).partition(":")
+    return f"{scheme.lower()}://{rest.strip('/')}"
+
+
+def checked(path: str | os.PathLike[str], where: str | None = None) -> str:
+    """An address that this machine can open, spelled in full; touches no network.
+
+    Args:
+      path: An address.
+      where: The option or gin binding that names it, for the message.
+
+    Raises:
+      UserError: For an unknown scheme, or without the scheme's library or credentials.
+    """
+    scheme, address = scheme_of(path), spelled(path)
+    if scheme not in SCHEMES:
+        raise UserError(
+            f"{address} cannot be opened: {scheme}:// is not a known scheme.",
+            where=where,
+            fix=f"Give a local path or an address: {', '.join(f'{s}://' for s in SCHEMES[:2])}.",
+        )
+    if not address.partition("://")[2]:
+        raise UserError(f"{address} names no bucket.", where=where, fix="Write scheme://bucket/x.")
+    library = _LIBRARIES.get(scheme)
+    if library is not None and importlib.util.find_spec(library) is None:
+        raise UserError(
+            f"{address} cannot be opened: {library} is not installed.",
+            where=where,
+            fix=f"EXTRAS={scheme} bash scripts/setup.sh, or: pip install {library}.",
+        )
+    check_credentials(address, where)
+    return address
+
+
+# ---- Credentials --------------------------------------------------------------------------------
+
+
+def check_credentials(address: str, where: str | None) -> None:
+    """Raises UserError for an address on a machine without its store's credentials.
+
+    The stores' libraries would look for them over the network and retry for minutes. Credentials
+    are a file or a variable, or belong to a machine of the store's owner.
+    """
+    if address.startswith("gs://") and not has_google_credentials():
+        variable = "GOOGLE_APPLICATION_CREDENTIALS"
+        store, login = "Google Cloud", "gcloud auth application-default login"
+    elif address.startswith("s3://") and not _has_amazon_credentials():
+        variable, store, login = "AWS_SHARED_CREDENTIALS_FILE", "AWS", "aws configure"
+    else:
+        return
+    named = os.environ.get(variable)
+    reason = f" {variable} is {named}, which is not a file." if named else ""
+    raise UserError(
+        f"{address} cannot be opened: this machine has no {store} credentials.{reason}",
+        where=where,
+        fix=f"Run `{login}`, or give a local path.",
+    )
+
+
+def has_google_credentials() -> bool:
+    """Whether there is a credentials file or an emulator, or this is one of Google's machines."""
+    # Names a metadata server, which is where Google's machines get their credentials.
+    if os.environ.get("GCE_METADATA_HOST") or os.environ.get("STORAGE_EMULATOR_HOST"):
+        return True
+    folder = os.environ.get("CLOUDSDK_CONFIG") or Path.home() / ".config" / "gcloud"
+    files = [
+        os.environ.get("GOOGLE_APPLICATION_CREDENTIALS"),
+        Path(folder) / "application_default_credentials.json",
+    ]
+    return any(file and Path(file).is_file() for file in files) or "Google" in _text(_MACHINE)
+
+
+def _has_amazon_credentials() -> bool:
+    variables = ("AWS_ACCESS_KEY_ID", "AWS_PROFILE", "AWS_WEB_IDENTITY_TOKEN_FILE", "FSSPEC_S3_KEY")
+    containers = (
+        "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+        "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+        "FSSPEC_S3_ANON",
+    )
+    if any(os.environ.get(name) for name in variables + containers):
+        return True
+    home = Path.home() / ".aws"
+    files = [
+        Path(os.environ.get("AWS_SHARED_CREDENTIALS_FILE") or home / "credentials"),
+        Path(os.environ.get("AWS_CONFIG_FILE") or home / "config"),
+    ]
+    return any(file.is_file() for file in files) or "Amazon" in _text(_VENDOR)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+# ---- Stores -------------------------------------------------------------------------------------
+
+
+@functools.cache
+def file_system(scheme: str) -> Any:
+    """Fsspec's file system for a scheme; it keeps connections, and no listings.
+
+    Raises:
+      UserError: If fsspec does not know the scheme or lacks its library.
+    """
+    import fsspec
+
+    # They log the traceback of each attempt that failed; the error of the last one says it all.
+    for library in ("fsspec", "gcsfs"):
+        logging.getLogger(library).setLevel(logging.CRITICAL)
+    emulator = os.environ.get("STORAGE_EMULATOR_HOST") if scheme == "gs" else None
+    # By default gcsfs asks by gRPC what kind of bucket it is, which emulators do not answer.
+    options: dict[str, Any] = {"token": "anon"} if emulator else {}
+    if emulator:
+        os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+    try:
+        # Without listings kept, what another process wrote a moment ago is seen.
+        return fsspec.filesystem(scheme, use_listings_cache=False, **options)
+    except (ImportError, ValueError) as error:
+        raise UserError(
+            f"Addresses that begin with {scheme}:// cannot be opened: {error}.",
+            fix="Install the package that the message names, or copy the files here.",
+        ) from None
+
+
+def _at(address: str) -> tuple[Any, str]:
+    return file_system(address.partition("://")[0]), address
+
+
+def _explained(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Makes a UserError of what a store's library raises, unless it says that there is no file."""
+
+    @functools.wraps(function)
+    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        try:
+            return function(*args, **kwargs)
+        except (UserError, FileNotFoundError):
+            raise
+        except Exception as error:  # each library has exceptions of its own
+            raise UserError(
+                f"The store did not answer as it should: {error}",
+                where=str(next(arg for arg in args if "://" in str(arg))),
+                fix="Check the connection and the permissions, then start the same command again.",
+            ) from error
+
+    return call
+
+
+@_explained
+def exists(address: str) -> bool:
+    """Whether there is an object, or one whose name continues this one after a slash."""
+    system, path = _at(address)
+    try:
+        # Not fsspec's exists: it answers False to every error, a lost connection too.
+        system.info(path)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+@_explained
+def read(address: str) -> bytes:
+    """An object's content.
+
+    Raises:
+      FileNotFoundError: If there is no such object.
+    """
+    system, path = _at(address)
+    return system.cat_file(path)
+
+
+@_explained
+def write(address: str, content: bytes) -> None:
+    """Writes an object as a whole, in place of one of that name."""
+    system, path = _at(address)
+    system.pipe_file(path, content)
+
+
+@_explained
+def create(address: str, content: bytes) -> bool:
+    """Writes an object if there is none of that name; of several that try, one succeeds.
+
+    Returns:
+      Whether this call wrote it.
+    """
+    system, path = _at(address)
+    # Asked first too: emulators overwrite where the store itself would refuse.
+    if exists(address):
+        return False
+    try:
+        system.pipe_file(path, content, mode="create")
+    except FileExistsError:
+        return False
+    except OSError as error:
+        # How the libraries report that the precondition failed.
+        if "412" in str(error) or "recondition" in str(error):
+            return False
+        raise
+    return True
+
+
+@_explained
+def objects(address: str) -> dict[str, int]:
+    """The objects below an address: name relative to it -> size in bytes; sorted by name."""
+    system, path = _at(address)
+    root = system._strip_protocol(path).rstrip("/")  # how the library spells what it lists
+    found = system.find(path, detail=True)
+    sizes = {
+        name.removeprefix(root).lstrip("/"): int(info["size"])
+        for name, info in found.items()
+        if info["type"] != _LISTED_AS_FOLDERS and not name.endswith("/")
+    }
+    sizes.pop("", None)  # the object of that very name
+    return dict(sorted(sizes.items()))
+
+
+@_explained
+def remove(address: str) -> None:
+    """Removes an object; nothing if there is none."""
+    system, path = _at(address)
+    try:
+        system.rm_file(path)
+    except FileNotFoundError:
+        return
+
+
+def remove_all(address: str, last: tuple[str, ...] = ()) -> None:
+    """Removes the objects below an address.
+
+    Args:
+      address: The address.
+      last: Names that are removed after all others.
+    """
+    for name in sorted(objects(address), key=lambda name: (name in last, name)):
+        remove(f"{address}/{name}")
+
+
+@_explained
+def upload(path: Path, address: str) -> None:
+    """Copies a file of this machine to an object, which appears once it is complete."""
+    system, target = _at(address)
+    system.put_file(str(path), target)
+
+
+@_explained
+def download(address: str, path: Path) -> None:
+    """Copies an object to a file in a folder that exists.
+
+    Raises:
+      FileNotFoundError: If there is no such object.
+    """
+    system, source = _at(address)
+    system.get_file(source, str(path))
+
+
+def read_json(address: str) -> Mapping[str, Any] | None:
+    """A JSON object's fields; None if there is none or it is damaged."""
+    try:
+        value = json.loads(read(address))
+    except (FileNotFoundError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None

@@ -1,0 +1,197 @@
+"""Allows one run at a time below an address of a bucket: a lease, which its owner keeps renewing.
+
+A lease is a numbered object in `<address>/.t0repro.lease/`; the highest number is the one that
+counts. Who finds it released, or its owner dead, creates the next number, which the store lets one
+of several do. So a lease is taken over without a moment in which there are two owners.
+
+An owner renews its object every 20 seconds. Another machine takes the lease over once it has
+watched the object for a minute without seeing it renewed; its clock does not matter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import socket
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from t0repro import buckets
+from t0repro.errors import UserError
+from t0repro.redaction import without_passwords
+
+LEASES = ".t0repro.lease"
+
+_SECONDS_BETWEEN_RENEWALS = 20.0
+_SECONDS_TO_EXPIRE = 75.0  # longer than three renewals
+_SECONDS_BETWEEN_LOOKS = 1.0
+# Older objects are removed; some stay, so that a listing that lags behind finds none of those free.
+_KEPT = 10
+
+
+class Lease:
+    """A lease on an address, as `held` yields it.
+
+    Args:
+      address: what is held.
+      purpose: what the owner does, such as "training", for the message that others get.
+    """
+
+    def __init__(self, address: str, purpose: str):
+        self._address, self._number, self._beat = address, 0, 0
+        self._owner = {
+            "owner": uuid.uuid4().hex,
+            "purpose": purpose,
+            "command": without_passwords(shlex.join(sys.argv)),
+            "host": socket.gethostname(),
+            "process": os.getpid(),
+            "machine": _machine(),
+        }
+        self._released = threading.Event()
+
+    def acquire(self, fix: str, say: Callable[[str], None]) -> None:
+        """Takes the lease.
+
+        Raises:
+          UserError: if a live owner holds it.
+        """
+        number, holder = _latest(self._address)
+        if holder is not None and not _is_free(holder):
+            _await_death(self._address, number, holder, fix, say)
+        while not buckets.create(_object(self._address, number + 1), self._content()):
+            # Another run was faster. A listing that lags behind may not have shown a later number.
+            number += 1
+            other = buckets.read_json(_object(self._address, number))
+            if other is not None and not _is_free(other):
+                raise _is_held(self._address, other, fix)
+        self._number = number + 1
+        for old in buckets.objects(f"{self._address}/{LEASES}"):
+            if old.isdecimal() and int(old) <= self._number - _KEPT:
+                buckets.remove(_object(self._address, int(old)))
+        threading.Thread(target=self._renew, daemon=True).start()
+
+    def check(self) -> None:
+        """Raises UserError if another run has taken the lease over, as after a long suspension."""
+        if not self._released.is_set() and buckets.exists(_object(self._address, self._number + 1)):
+            raise UserError(
+                "Another run took over while this one did not answer for a minute.",
+                where=self._address,
+                fix="Let that run go on. What this one wrote since its last upload is dropped.",
+            )
+
+    def release(self) -> None:
+        """Gives the lease back, unless another run has taken it over."""
+        self._released.set()
+        with contextlib.suppress(UserError):  # it then expires
+            buckets.write(_object(self._address, self._number), self._content(released=True))
+
+    def _content(self, *, released: bool = False) -> bytes:
+        self._beat += 1
+        return json.dumps({**self._owner, "beat": self._beat, "released": released}).encode()
+
+    def _renew(self) -> None:
+        while not self._released.wait(_SECONDS_BETWEEN_RENEWALS):
+            with contextlib.suppress(UserError):  # the next renewal may succeed
+                buckets.write(_object(self._address, self._number), self._content())
+
+
+@contextlib.contextmanager
+def held(address: str, purpose: str, *, fix: str, say: Callable[[str], None]) -> Iterator[Lease]:
+    """Holds the lease on an address within the block.
+
+    Args:
+      address: what is held.
+      purpose: what the owner does, such as "training", for the message that others get.
+      fix: what others can do instead.
+      say: receives a line if this run has to wait to see whether an owner is still alive.
+
+    Raises:
+      UserError: if a live owner holds it.
+    """
+    lease = Lease(address, purpose)
+    lease.acquire(fix, say)
+    try:
+        yield lease
+    finally:
+        lease.release()
+
+
+def _object(address: str, number: int) -> str:
+    return f"{address}/{LEASES}/{number:08d}"
+
+
+def _latest(address: str) -> tuple[int, Mapping[str, Any] | None]:
+    """The highest number and what its object says; 0 and None if there is none."""
+    numbers = [int(name) for name in buckets.objects(f"{address}/{LEASES}") if name.isdecimal()]
+    if not numbers:
+        return 0, None
+    return max(numbers), buckets.read_json(_object(address, max(numbers)))
+
+
+def _is_free(holder: Mapping[str, Any]) -> bool:
+    """Whether a lease was released or its owner is known to be dead: a process of this machine."""
+    if holder.get("released"):
+        return True
+    return holder.get("machine") == _machine() and not _is_alive(int(holder.get("process", 0)))
+
+
+def _await_death(
+    address: str,
+    number: int,
+    holder: Mapping[str, Any],
+    fix: str,
+    say: Callable[[str], None],
+) -> None:
+    """Returns once an owner has not renewed its lease for too long, or has released it."""
+    if holder.get("machine") == _machine():
+        raise _is_held(address, holder, fix)  # a live process of this machine
+    say(f"waiting up to {_SECONDS_TO_EXPIRE:.0f} s to see whether {_place(holder)} is still alive")
+    # By how long it was watched, since two machines' clocks may differ.
+    end = time.monotonic() + _SECONDS_TO_EXPIRE
+    while time.monotonic() < end:
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
+        now = buckets.read_json(_object(address, number)) or {}
+        if now.get("released"):
+            return
+        if now.get("beat") != holder.get("beat"):
+            raise _is_held(address, now, fix)
+
+
+def _is_held(address: str, holder: Mapping[str, Any], fix: str) -> UserError:
+    command = f": {holder['command']}" if holder.get("command") else ""
+    return UserError(
+        f"Another run holds this address for {holder.get('purpose', 'a run')}"
+        f" ({_place(holder)}){command}.",
+        where=address,
+        fix=fix,
+    )
+
+
+def _place(holder: Mapping[str, Any]) -> str:
+    return f"process {holder.get('process', '?')} on {holder.get('host', 'another machine')}"
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)  # sends nothing
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # somebody else's process, which is there
+        return True
+    return True
+
+
+def _machine() -> str:
+    """What tells machines apart, and containers of a machine that number their processes anew."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:  # not Linux
+        return socket.gethostname()

@@ -1,0 +1,239 @@
+"""Folders of buckets as folders of this machine: what a command writes is uploaded as it goes.
+
+A bucket can neither append to a file nor rename one, so a command writes into a working copy: a
+temporary folder that begins with what the bucket holds. Every few seconds, before a checkpoint is
+committed and when the command ends, what changed is uploaded.
+
+Files are uploaded in the order in which they were last written, and removals come last. So a file
+that vouches for others, such as a cache's COMPLETED, reaches the bucket after them, and a process
+that is killed at any moment leaves in the bucket what a kill leaves on a disk: what was finished,
+and perhaps the beginning of what was not.
+
+Checkpoints are no part of a copy: they are written to the bucket directly, or by `upload_tree`.
+Nor is what begins with a dot: locks, and files that are not finished.
+"""
+
+from __future__ import annotations
+
+import atexit
+import concurrent.futures
+import contextlib
+import os
+import re
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from t0repro import buckets, leases
+from t0repro.errors import UserError, show_as
+
+_SECONDS_BETWEEN_UPLOADS = 10.0
+_REQUESTS = 8  # at a time
+
+# What training and conversion write to the bucket themselves; hidden files.
+_LEFT_OUT = re.compile(r"(^|/)(\.|checkpoint_\d+(/|$)|model\.ckpt-\d+)")
+# Shards of a cache: they may be larger than this machine's disk, and no command that writes a cache
+# reads those that are finished.
+_LARGE = re.compile(r"\.tfrecord-\d+-of-\d+$")
+
+_Stamp = tuple[int, int, int]  # size, time of the last change, inode
+
+
+class WorkingCopy:
+    """A folder or file of a bucket, and its copy on this machine.
+
+    Args:
+      address: The address, as `buckets.checked` returns it.
+      writes: Whether changes are uploaded.
+
+    Attributes:
+      address: The address.
+      path: The copy. Only its parent exists where the bucket has nothing.
+    """
+
+    def __init__(self, address: str, *, writes: bool):
+        self.address, self._writes = address, writes
+        self._root = Path(tempfile.mkdtemp(prefix="t0repro-"))
+        atexit.register(shutil.rmtree, self._root, ignore_errors=True)
+        scheme, _, rest = address.partition("://")
+        bucket, _, name = rest.partition("/")
+        above, _, last = name.rpartition("/")
+        # The copy's parent stands for the address's, since commands write beside a file, too.
+        self._above = f"{scheme}://{bucket}" + (f"/{above}" if above else "")
+        self.path = self._root / last if last else self._root
+        self._sent: dict[str, _Stamp] = {}
+        self._leases: list[leases.Lease] = []
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        show_as(str(self.path), address)
+        self.fetch()
+        if writes:
+            threading.Thread(target=self._upload_now_and_then, daemon=True).start()
+
+    def address_of(self, path: Path) -> str:
+        """The address that a path in the copy stands for."""
+        name = path.relative_to(self._root).as_posix()
+        return self._above if name == "." else f"{self._above}/{name}"
+
+    @contextlib.contextmanager
+    def held(
+        self, path: Path, purpose: str, *, fix: str, say: Callable[[str], None]
+    ) -> Iterator[None]:
+        """Holds the lease on what a path stands for, and begins with what the bucket then holds.
+
+        See `t0repro.locks.folder_lock` for the arguments and errors.
+        """
+        with leases.held(self.address_of(path), purpose, fix=fix, say=say) as lease:
+            if not self._leases:
+                # Before, another run may have been writing.
+                self.fetch()
+            path.mkdir(parents=True, exist_ok=True)
+            self._leases.append(lease)
+            try:
+                yield
+            finally:
+                self.upload()
+                self._leases.remove(lease)
+
+    def fetch(self) -> None:
+        """Makes the copy what the bucket holds now."""
+        with self._lock:
+            for entry in self._root.iterdir():
+                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+            prefix = f"{self.path.name}/" if self.path != self._root else ""
+            found = buckets.objects(self.address)
+            names = {prefix + name: size for name, size in found.items()}
+            if not found and prefix and buckets.exists(self.address):
+                names = {self.path.name: -1}  # one file
+            wanted = [name for name in names if not _LEFT_OUT.search(name)]
+            with concurrent.futures.ThreadPoolExecutor(_REQUESTS) as pool:
+                list(pool.map(lambda name: self._fetch(name, names[name]), wanted))
+            self._sent = {name: stamp for name, stamp in self._files()}
+
+    def _fetch(self, name: str, size: int) -> None:
+        path = self._root / name
+        path.parent.mkdir(parents=True, exist_ok=True)  # in a folder that was just made for it
+        if self._writes and _LARGE.search(name):
+            _hollow(path, size)
+        else:
+            buckets.download(f"{self._above}/{name}", path)
+
+    def upload(self) -> None:
+        """Brings the bucket up to date with the copy.
+
+        Raises:
+          UserError: If the store cannot be written to, or another run has taken over.
+        """
+        with self._lock:
+            for lease in self._leases:
+                lease.check()
+            files = dict(self._files())
+            changed = [name for name in files if self._sent.get(name) != files[name]]
+            # The order in which they were written is the order in which they appear.
+            for name in sorted(changed, key=lambda name: files[name][1]):
+                path = self._root / name
+                try:
+                    buckets.upload(path, f"{self._above}/{name}")
+                except FileNotFoundError:  # removed or renamed since
+                    continue
+                self._sent[name] = files[name]
+                if _LARGE.search(name):
+                    _hollow(path, files[name][0])
+                    self._sent[name] = _stamp(path)
+            for name in [name for name in self._sent if name not in files]:
+                buckets.remove(f"{self._above}/{name}")
+                del self._sent[name]
+
+    def close(self) -> None:
+        """Uploads for the last time and removes the copy."""
+        self._ended.set()
+        try:
+            if self._writes:
+                self.upload()
+        finally:
+            shutil.rmtree(self._root, ignore_errors=True)
+
+    def _files(self) -> Iterator[tuple[str, _Stamp]]:
+        for parent, folders, names in os.walk(self._root):
+            folders[:] = [name for name in folders if not name.startswith(".")]
+            for each in names:
+                path = Path(parent, each)
+                name = path.relative_to(self._root).as_posix()
+                if not _LEFT_OUT.search(name):
+                    try:
+                        yield name, _stamp(path)
+                    except FileNotFoundError:  # removed or renamed since
+                        continue
+
+    def _upload_now_and_then(self) -> None:
+        while not self._ended.wait(_SECONDS_BETWEEN_UPLOADS):
+            try:
+                self.upload()
+            except UserError:
+                continue  # the next one may succeed; the last one raises
+
+
+def _stamp(path: Path) -> _Stamp:
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns, status.st_ino
+
+
+def _hollow(path: Path, size: int) -> None:
+    """Replaces a file by one of that size that takes up no space."""
+    with open(path, "wb") as file:
+        file.truncate(size)
+
+
+# ---- The copies of this process -----------------------------------------------------------------
+
+_copies: dict[str, WorkingCopy] = {}
+
+
+def written_at(path: str | os.PathLike[str], where: str | None = None) -> Path:
+    """Where to write what belongs at an address: in a working copy, which is opened if need be.
+
+    Args:
+      path: An address.
+      where: The option or gin binding that names it, for the message.
+
+    Raises:
+      UserError: If the address cannot be opened.
+    """
+    return _opened(path, where, writes=True)
+
+
+def read_at(path: str | os.PathLike[str], where: str | None = None) -> Path:
+    """Where to read what is at an address: in a working copy; see `written_at`."""
+    return _opened(path, where, writes=False)
+
+
+def _opened(path: str | os.PathLike[str], where: str | None, *, writes: bool) -> Path:
+    address = buckets.checked(path, where)
+    for copy in _copies.values():
+        if address == copy.address or address.startswith(f"{copy.address}/"):
+            return copy.path / address.removeprefix(copy.address).lstrip("/")
+    return _copies.setdefault(address, WorkingCopy(address, writes=writes)).path
+
+
+def copy_with(path: Path) -> WorkingCopy | None:
+    """The working copy that a local path is in."""
+    return next((copy for copy in _copies.values() if path.is_relative_to(copy.path)), None)
+
+
+def upload(path: str | os.PathLike[str]) -> None:
+    """Uploads what changed in the working copy of an address; nothing for any other path."""
+    for copy in list(_copies.values()):
+        if buckets.is_address(path) and buckets.spelled(path).startswith(copy.address):
+            copy.upload()
+
+
+def close_all() -> None:
+    """Uploads and removes all copies, when a command ends.
+
+    Raises:
+      UserError: If something could not be uploaded.
+    """
+    while _copies:
+        _copies.popitem()[1].close()

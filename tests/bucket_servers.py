@@ -1,0 +1,122 @@
+"""Loopback servers of S3 and Google Cloud Storage, and a relay that makes them fail."""
+
+import select
+import socket
+import threading
+import urllib.parse
+import urllib.request
+
+
+class Relay:
+    """A loopback port in front of a server, which cuts every connection after some bytes.
+
+    Attributes:
+      limit: bytes of answers that pass before connections are cut; None lets all pass.
+    """
+
+    def __init__(self, port: int):
+        self.target, self.limit, self.cuts = port, None, 0
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self.listener.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self):
+        """Ends the listening; connections end with their clients."""
+        self.listener.close()
+
+    def _accept(self):
+        while True:
+            try:
+                client, _ = self.listener.accept()
+            except OSError:  # closed
+                return
+            threading.Thread(target=self._relay, args=(client,), daemon=True).start()
+
+    def _relay(self, client):
+        """Copies both ways until one side ends or the limit is reached."""
+        with client, socket.create_connection(("127.0.0.1", self.target)) as server:
+            others = {client: server, server: client}
+            while True:
+                for source in select.select(list(others), [], [])[0]:
+                    try:
+                        block = source.recv(1 << 12)
+                        if source is server and block and self._is_cut(len(block)):
+                            return
+                        if not block:
+                            return
+                        others[source].sendall(block)
+                    except OSError:  # the other end is gone
+                        return
+
+    def _is_cut(self, count):
+        """Whether these bytes of an answer are too many."""
+        if self.limit is None:
+            return False
+        self.limit -= count
+        self.cuts += self.limit < 0
+        return self.limit < 0
+
+
+class S3:
+    """moto's server, and how s3fs finds it."""
+
+    name, address = "S3", "s3://bucket"
+
+    def __init__(self):
+        import boto3
+        from moto.server import ThreadedMotoServer
+
+        self._server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+        self._server.start()
+        _, self.port = self._server.get_host_and_port()
+        keys = {"aws_access_key_id": "test", "aws_secret_access_key": "test"}
+        url = f"http://127.0.0.1:{self.port}"
+        self._client = boto3.client("s3", endpoint_url=url, region_name="us-east-1", **keys)
+        self._client.create_bucket(Bucket="bucket")
+
+    def put(self, key, path):
+        self._client.upload_file(str(path), "bucket", key)
+
+    def environment(self, port):
+        return {
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+            "AWS_ACCESS_KEY_ID": "test",
+            "AWS_SECRET_ACCESS_KEY": "test",
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_MAX_ATTEMPTS": "1",
+        }
+
+    def stop(self):
+        self._client.close()
+        self._server.stop()
+
+
+class GoogleStorage:
+    """gcp-storage-emulator's server, and how gcsfs finds it."""
+
+    name, address = "Google Cloud Storage", "gs://bucket"
+
+    def __init__(self):
+        from gcp_storage_emulator import server as emulator
+
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        self._server = emulator.create_server(
+            "127.0.0.1", self.port, in_memory=True, default_bucket="bucket"
+        )
+        self._server.start()
+
+    def put(self, key, path):
+        address = f"http://127.0.0.1:{self.port}/upload/storage/v1/b/bucket/o"
+        query = urllib.parse.urlencode({"uploadType": "media", "name": key})
+        request = urllib.request.Request(f"{address}?{query}", path.read_bytes(), method="POST")
+        request.add_header("Content-Type", "application/octet-stream")
+        urllib.request.urlopen(request).close()
+
+    def environment(self, port):
+        return {
+            "STORAGE_EMULATOR_HOST": f"http://127.0.0.1:{port}",
+        }
+
+    def stop(self):
+        self._server.stop()

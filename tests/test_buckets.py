@@ -1,0 +1,196 @@
+"""Buckets: objects, leases and working copies, on fsspec's memory and on loopback servers."""
+
+import json
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from t0repro import buckets, leases, working_copies
+from t0repro.errors import UserError
+from t0repro.files import input_path, output_path, write_atomically
+from t0repro.locks import folder_lock
+
+from .bucket_servers import S3, GoogleStorage
+
+
+@pytest.fixture(scope="module")
+def servers():
+    """Starts each server once; scheme -> the environment in which its store is found."""
+    started = {"gs": GoogleStorage(), "s3": S3()}
+    yield {scheme: server.environment(server.port) for scheme, server in started.items()}
+    for server in started.values():
+        server.stop()
+
+
+@pytest.fixture(params=["memory", "gs", "s3"])
+def bucket(request, servers, monkeypatch):
+    """The address of a folder in a bucket, which is empty."""
+    for name, value in servers.get(request.param, {}).items():
+        monkeypatch.setenv(name, value)
+    buckets.file_system.cache_clear()
+    yield f"{request.param}://bucket/{request.node.name.partition('[')[0]}"
+    working_copies.close_all()
+    buckets.file_system.cache_clear()
+
+
+def test_objects_are_written_whole_listed_by_name_and_removed(bucket, tmp_path):
+    assert not buckets.exists(bucket) and buckets.objects(bucket) == {}
+    buckets.write(f"{bucket}/b/c", b"12345")
+    (tmp_path / "file").write_bytes(bytes(3_000_000))
+    buckets.upload(tmp_path / "file", f"{bucket}/a")
+    buckets.write(f"{bucket}2", b"of another folder")
+    assert buckets.objects(bucket) == {"a": 3_000_000, "b/c": 5}
+    assert buckets.exists(f"{bucket}/b") and buckets.read(f"{bucket}/b/c") == b"12345"
+    buckets.write(f"{bucket}/b/c", b"6")
+    buckets.download(f"{bucket}/b/c", tmp_path / "c")
+    assert (tmp_path / "c").read_bytes() == b"6"
+    buckets.remove(f"{bucket}/a")
+    buckets.remove(f"{bucket}/a")  # which is gone
+    buckets.remove_all(bucket)
+    assert buckets.objects(bucket) == {} and buckets.read(f"{bucket}2")
+    with pytest.raises(FileNotFoundError):
+        buckets.read(f"{bucket}/a")
+
+
+def test_of_several_that_create_an_object_one_succeeds(bucket):
+    if bucket.startswith("gs"):
+        pytest.skip("the emulator does not honor preconditions")
+    won = []
+
+    def create(number):
+        if buckets.create(f"{bucket}/object", str(number).encode()):
+            won.append(number)
+
+    threads = [threading.Thread(target=create, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(won) == 1 and buckets.read(f"{bucket}/object") == str(won[0]).encode()
+
+
+def test_a_folder_is_written_in_a_copy_and_begins_with_what_the_bucket_holds(bucket):
+    folder = output_path(f"{bucket}/run")
+    with folder_lock(folder, "writing"):
+        write_atomically(folder / "below" / "first", "1")
+        write_atomically(folder / "second", "2")
+        working_copies.upload(f"{bucket}/run")
+        assert {"below/first", "second"} <= buckets.objects(f"{bucket}/run").keys()
+        (folder / "second").unlink()
+    working_copies.close_all()
+    assert not folder.exists()
+    again = output_path(f"{bucket}/run")
+    with folder_lock(again, "writing"):
+        assert (again / "below" / "first").read_text() == "1" and not (again / "second").exists()
+        with open(again / "below" / "first", "a") as file:
+            file.write("1")
+    working_copies.close_all()
+    assert input_path(f"{bucket}/run/below/first").read_text() == "11"
+
+
+def test_a_file_that_vouches_for_others_is_uploaded_after_them(bucket, monkeypatch):
+    folder = output_path(f"{bucket}/cache")
+    folder.mkdir()
+    write_atomically(folder / "z_data", "data")
+    write_atomically(folder / "COMPLETED", "marker")
+    really = buckets.upload
+
+    def cut(path, address):
+        if path.name == "z_data":
+            raise UserError("The store did not answer as it should.")
+        really(path, address)
+
+    monkeypatch.setattr(buckets, "upload", cut)
+    with pytest.raises(UserError):
+        working_copies.upload(f"{bucket}/cache")
+    assert buckets.objects(f"{bucket}/cache") == {}
+    monkeypatch.setattr(buckets, "upload", really)
+    working_copies.upload(f"{bucket}/cache")
+    assert buckets.objects(f"{bucket}/cache") == {"COMPLETED": 6, "z_data": 4}
+
+
+def test_shards_of_a_cache_take_no_space_once_they_are_uploaded(bucket, tmp_path):
+    folder, name = output_path(f"{bucket}/cache"), "train.tfrecord-00000-of-00001"
+    folder.mkdir()
+    write_atomically(folder / name, "records" * 1000)
+    working_copies.close_all()
+    assert buckets.read(f"{bucket}/cache/{name}") == b"records" * 1000
+    resumed = output_path(f"{bucket}/cache") / name
+    assert resumed.stat().st_size == 7000 and resumed.stat().st_blocks == 0
+    working_copies.close_all()
+    assert buckets.read(f"{bucket}/cache/{name}") == b"records" * 1000
+    assert input_path(f"{bucket}/cache/{name}").read_bytes() == b"records" * 1000
+
+
+# ---- Leases -------------------------------------------------------------------------------------
+
+
+def held(address, say=print):
+    return leases.held(address, "training", fix="Wait.", say=say)
+
+
+def owner_of(address):
+    numbers = buckets.objects(f"{address}/{leases.LEASES}")
+    return f"{address}/{leases.LEASES}/{max(numbers)}"
+
+
+def change_owner(address, **changes):
+    holder = json.loads(buckets.read(owner_of(address)))
+    buckets.write(owner_of(address), json.dumps({**holder, **changes}).encode())
+
+
+def test_a_live_owner_keeps_its_lease_and_a_released_one_is_free(bucket):
+    with held(bucket):
+        with pytest.raises(UserError, match="Another run holds this address for training"):
+            held(bucket).__enter__()
+    with held(bucket):
+        pass
+
+
+def test_a_dead_owner_of_this_machine_is_followed_at_once(bucket):
+    with held(bucket):
+        ended = subprocess.Popen([sys.executable, "-c", ""])
+        ended.wait()
+        change_owner(bucket, process=ended.pid)
+        with held(bucket) as lease:
+            lease.check()
+
+
+def test_an_owner_elsewhere_is_watched_and_followed_only_if_it_does_not_renew(bucket, monkeypatch):
+    monkeypatch.setattr(leases, "_SECONDS_TO_EXPIRE", 1.0)
+    monkeypatch.setattr(leases, "_SECONDS_BETWEEN_LOOKS", 0.2)
+    said = []
+    with held(bucket) as first:
+        change_owner(bucket, machine="another", host="elsewhere")
+        renewing = threading.Timer(0.3, change_owner, [bucket], {"beat": 99})
+        renewing.start()
+        with pytest.raises(UserError, match="elsewhere"):
+            held(bucket, said.append).__enter__()
+        with held(bucket, said.append):
+            # The first owner notices, and does not give back what is no longer its own.
+            with pytest.raises(UserError, match="Another run took over"):
+                first.check()
+            first.release()
+            with pytest.raises(UserError, match="Another run holds"):
+                held(bucket).__enter__()
+    assert "waiting up to 1 s to see whether" in said[0]
+
+
+def test_a_run_that_lost_its_lease_uploads_nothing_more(bucket):
+    folder = output_path(f"{bucket}/run")
+    with pytest.raises(UserError, match="Another run took over"):
+        with folder_lock(folder, "training"):
+            number = int(owner_of(f"{bucket}/run").rpartition("/")[2])
+            buckets.write(f"{bucket}/run/{leases.LEASES}/{number + 1:08d}", b"{}")
+            write_atomically(folder / "metrics.jsonl", "a row")
+            working_copies.upload(f"{bucket}/run")
+    assert not buckets.exists(f"{bucket}/run/metrics.jsonl")
+
+
+@pytest.mark.parametrize("address", ["hdfs://a/b", "foo://a/b", "az://a/b"])
+def test_an_unknown_scheme_is_named(address):
+    with pytest.raises(UserError, match=f"{address[:3]}.*is not a known scheme") as error:
+        output_path(address, "--out")
+    assert error.value.where == "--out"
