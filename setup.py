@@ -86,6 +86,7 @@ setup(
         "gpu": [*JAX, "jax[cuda13]"],
         "tpu": [*JAX, "jax[tpu]"],
         "hf": ["torch==2.13.0", "transformers==5.23.0"],
+        "lm-eval": ["lm-eval==0.4.13"],  # t0repro.lm_eval
         "mlflow": ["mlflow"],  # --tracker mlflow
         "wandb": ["wandb"],  # --tracker wandb
         "s3": ["s3fs"],  # s3:// addresses

@@ -159,6 +159,28 @@ def missing_rows(rows: PromptedRows, split: str) -> UserError | None:
     return None
 
 
+def rows_at_hand(tasks: Iterable[str], split: str) -> list[str]:
+    """The tasks that have the split and whose rows for it can be read here.
+
+    Raises:
+      UserError: If there is none.
+    """
+    names = list(tasks)
+    sources = {name: task_descriptions()[name].rows for name in names}
+    found = [
+        name
+        for name, rows in sources.items()
+        if split in rows.files_of_splits and missing_rows(rows, split) is None
+    ]
+    if not found:
+        raise UserError(
+            f"The rows of split {split!r} of none of {counted(len(names), 'task')} are here.",
+            where="--at_hand",
+            fix="Set T0REPRO_DATA_DIR to the folder of the datasets.",
+        )
+    return found
+
+
 def lacks_cache(task: seqio.Task) -> bool:
     """Whether a SeqIO task has no cache, although it needs one to be read with `use_cached`.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -124,6 +124,55 @@ def check_tasks(
         tables.print_checks(checked)
     if any(task.verdict is checking.Verdict.BROKEN for task in checked):
         raise typer.Exit(1)
+
+
+@app.command("export")
+def export_tasks(
+    folder: Annotated[
+        Path,
+        typer.Argument(metavar="DIR", callback=output, help="A new folder for YAML files and rows."),
+    ],
+    mixture: Annotated[str, typer.Option(help="The mixture to export.")],
+    to: Annotated[
+        Literal["lm-eval"], typer.Option(help="Whose tasks to write: lm-evaluation-harness's.")
+    ] = "lm-eval",
+    split: Annotated[str, typer.Option(help="The split to evaluate.")] = "validation",
+    dataset: _Dataset = None,
+    name: Annotated[
+        str | None,
+        typer.Option(help="Name of the group of all datasets.", show_default="the mixture's"),
+    ] = None,
+    at_hand: Annotated[
+        bool, typer.Option("--at_hand", help="Only tasks whose rows are here.")
+    ] = False,
+    module_import: ModulesOrT0 = None,
+    templates: Templates = None,
+) -> None:
+    """Write prompted tasks for lm-evaluation-harness: one YAML file a prompt, groups, and the rows.
+
+    Every example is rendered here, so that the harness needs neither templates nor a download.
+
+    Example: t0repro tasks export --mixture t0_eval_score_eval --at_hand runs/lm_eval
+    """
+    _register(module_import, templates)
+    from t0repro.lm_eval.export import export_tasks
+    from t0repro.progress import count_progress
+    from t0repro.tasks.mixture import rows_at_hand, select_tasks
+
+    tasks = select_tasks(mixture, dataset)
+    if at_hand:
+        tasks = rows_at_hand(tasks, split)
+    suite = name or mixture.removesuffix("_score_eval")
+    with count_progress(len(tasks), "rendering", "task", "rendered") as advance:
+        done = export_tasks(tasks, split, folder, suite, advance)
+    examples = sum(done.tasks.values())
+    typer.echo(
+        f"Wrote {counted(len(done.tasks), 'task')} with {counted(examples, 'example')} to {folder},"
+        f" in {counted(len(done.groups) - 1, 'dataset group')}."
+    )
+    for task, why in done.left_out.items():
+        typer.echo(f"Left out {task}: {why}.")
+    typer.echo(f"Run: lm_eval --include_path {folder} --tasks {suite} --model hf --log_samples ...")
 
 
 @app.command("fetch-p3")

@@ -34,10 +34,18 @@ _IN_FLIGHT = 2  # batches dispatched before the oldest one's scores are waited f
 
 @dataclasses.dataclass(frozen=True)
 class Scored:
-    """A batch's pairs and their log-likelihoods: float64 [pairs], natural log."""
+    """A batch's pairs.
+
+    Attributes:
+      pairs: Their numbers.
+      scores: Their log-likelihoods, natural log.
+      misses: How many of a pair's targets are not the most likely token at their position; None
+        unless the engine was asked for them.
+    """
 
     pairs: Int[np.ndarray, " pairs"]
     scores: Float[np.ndarray, " pairs"]
+    misses: Float[np.ndarray, " pairs"] | None = None
 
 
 class Engine:
@@ -47,10 +55,18 @@ class Engine:
       params: the model's parameters, a nested dictionary.
       model: the model; its dtype policy governs activations, the log-softmax is float32.
       say: called with a message when a batch does not fit in the device's memory.
+      misses: whether to count the targets that greedy decoding would not have chosen.
     """
 
-    def __init__(self, params: dict, model: T5, say: Callable[[str], None] | None = None):
-        self.params, self.model = params, model
+    def __init__(
+        self,
+        params: dict,
+        model: T5,
+        say: Callable[[str], None] | None = None,
+        *,
+        misses: bool = False,
+    ):
+        self.params, self.model, self.misses = params, model, misses
         self.say = say or (lambda text: None)
         # (inputs_length, targets_length) -> most rows that fit, once a batch of the shape
         # did not.
@@ -89,7 +105,9 @@ class Engine:
         if started is not None:
             try:
                 # Dispatch is asynchronous: running out of memory may surface only at this fetch.
-                return _summed(batch, [(rows, fetched(log_p)) for rows, log_p in started])
+                return _summed(
+                    batch, [(rows, jax.tree.map(fetched, values)) for rows, values in started]
+                )
             except jax.errors.JaxRuntimeError as error:
                 self._too_large(batch, error)
         parts = [
@@ -100,6 +118,7 @@ class Engine:
         return Scored(
             np.concatenate([part.pairs for part in parts]),
             np.concatenate([part.scores for part in parts]),
+            np.concatenate([part.misses for part in parts]) if self.misses else None,
         )
 
     def _too_large(self, batch: PlannedBatch, error: Exception) -> None:
@@ -119,7 +138,9 @@ class Engine:
             f"Out of memory with {counted(batch.size, 'row')} of {where}: continuing with {half}."
         )
 
-    def _dispatch(self, batch: PlannedBatch, pairs: Pairs) -> list[tuple[DecoderRows, jax.Array]]:
+    def _dispatch(
+        self, batch: PlannedBatch, pairs: Pairs
+    ) -> list[tuple[DecoderRows, dict[str, jax.Array]]]:
         """Queues a batch on the device and returns without waiting for it."""
         inputs, segments = self._divided(*batch.inputs(pairs))
         with across_devices_of(self.params):
@@ -128,7 +149,12 @@ class Engine:
                 (
                     rows,
                     decode(
-                        self.model, self.params, memory, segments, *self._divided(*_arrays(rows))
+                        self.model,
+                        self.params,
+                        memory,
+                        segments,
+                        *self._divided(*_arrays(rows)),
+                        misses=self.misses,
                     ),
                 )
                 for rows in batch.decoder_rows(pairs)
@@ -187,18 +213,22 @@ def score_examples(
     return pairs.of_examples(score_pairs(params, model, pairs, tokens_per_batch)).astype(np.float32)
 
 
-def _summed(batch: PlannedBatch, parts: Sequence[tuple[DecoderRows, np.ndarray]]) -> Scored:
-    """Sums the tokens' log-probabilities for each pair, in float64."""
+def _summed(
+    batch: PlannedBatch, parts: Sequence[tuple[DecoderRows, Mapping[str, np.ndarray]]]
+) -> Scored:
+    """Sums the tokens' values for each pair, in float64."""
     pairs = batch.pairs
     place = {int(pair): at for at, pair in enumerate(pairs)}
-    scores = np.zeros(len(pairs))
-    for rows, log_p in parts:
-        # Rows beyond those of `rows` were added so that the devices share the batch evenly.
-        real, log_p = rows.pair >= 0, log_p[: len(rows.pair)]
+    sums = {name: np.zeros(len(pairs)) for name in parts[0][1]}
+    for rows, values in parts:
+        real = rows.pair >= 0
         at = np.array([place[int(pair)] for pair in rows.pair[real]], np.int64)
-        # A pair's tokens are wherever the packing put them, so they are summed by owner.
-        scores += np.bincount(at, weights=log_p[real].astype(np.float64), minlength=len(pairs))
-    return Scored(pairs, scores)
+        for name, value in values.items():
+            # Rows beyond those of `rows` were added so that the devices share the batch evenly.
+            weights = value[: len(rows.pair)][real].astype(np.float64)
+            # A pair's tokens are wherever the packing put them, so they are summed by owner.
+            sums[name] += np.bincount(at, weights=weights, minlength=len(pairs))
+    return Scored(pairs, sums["log_p"], sums.get("misses"))
 
 
 def _arrays(rows: DecoderRows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -220,7 +250,7 @@ def encode(
     return cross_attention_memory(model, params, encoded)
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=0, static_argnames="misses")
 def decode(
     model: T5,
     params: dict,
@@ -229,8 +259,11 @@ def decode(
     targets: Int[Array, "batch length"],
     segments: Int[Array, "batch length"],
     reads: Int[Array, "batch length"],
-) -> Float[Array, "batch length"]:
-    """Log-probability of each target given its input and the targets before it in its segment.
+    misses: bool = False,
+) -> dict[str, Float[Array, "batch length"]]:
+    """Values of each target given its input and the targets before it in its segment.
+
+    `log_p` is its log-probability; `misses` is 1 where another token is more likely, else 0.
 
     Args:
       model: the model.
@@ -240,6 +273,7 @@ def decode(
       targets: token ids of the choices of the row's inputs, packed.
       segments: segment ids of the choices, from 1; 0 at padding.
       reads: the input segment that each target token attends to.
+      misses: whether to return `misses` too.
     """
     hidden = model.apply(
         {"params": params},
@@ -254,6 +288,9 @@ def decode(
     assert isinstance(hidden, jax.Array)
 
     def values(logits: Array, targets: Array) -> dict[str, Array]:
-        return {"log_p": -cross_entropy(logits, targets)}
+        found = {"log_p": -cross_entropy(logits, targets)}
+        if misses:
+            found["misses"] = (jnp.argmax(logits, -1) != targets).astype(jnp.float32)
+        return found
 
-    return of_each_target(model, params, hidden, targets, values)["log_p"]
+    return of_each_target(model, params, hidden, targets, values)

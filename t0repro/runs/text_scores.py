@@ -51,7 +51,7 @@ def score(
     path = default_vocabulary().address if vocabulary is None else os.fspath(vocabulary)
     file = VocabularyFile(path)
     checkpoint = model if isinstance(model, Checkpoint) else _opened(os.fspath(model), activation)
-    _check_fits(file, checkpoint)
+    check_vocabulary_fits(file, checkpoint)
     examples = _examples(file, inputs, of_each, lengths)
     found = iter(score_examples(checkpoint.params, checkpoint.model, examples, lengths))
     scores = np.full((len(inputs), max(map(len, of_each), default=0)), -np.inf, np.float32)
@@ -95,7 +95,7 @@ def _of_each(
     return of_each
 
 
-def _check_fits(file: VocabularyFile, checkpoint: Checkpoint) -> None:
+def check_vocabulary_fits(file: VocabularyFile, checkpoint: Checkpoint) -> None:
     """Raises UserError if the embedding has another size than the vocabulary, padded."""
     size, rows = file.processor().vocab_size(), checkpoint.model.config.vocab_size
     padded = padded_rows(size)

@@ -1,0 +1,29 @@
+"""lm-evaluation-harness's command with our model: `python -m t0repro.lm_eval --model t0repro ...`.
+
+The harness knows models by a registry in its own process and looks for no other package's
+(0.4.13), so its command has to be started from here. All other arguments are its own.
+"""
+
+import sys
+
+from t0repro.errors import UserError
+
+
+def main() -> None:
+    """Registers the model and runs the harness's command."""
+    try:
+        from lm_eval.__main__ import cli_evaluate
+        from lm_eval.api.registry import model_registry
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "lm_eval":
+            raise
+        sys.exit("lm-evaluation-harness is not installed.\nFix: EXTRAS=lm-eval bash scripts/setup.sh")
+    model_registry.register("t0repro", target="t0repro.lm_eval.model:T0ReproLM")
+    try:
+        cli_evaluate()
+    except UserError as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,213 @@
+"""A checkpoint of any format as a model of lm-evaluation-harness: `--model t0repro`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import jax
+import numpy as np
+
+from lm_eval.api.model import LM
+from t0repro.config.decoding_config import GREEDY
+from t0repro.config.run_config import DType
+from t0repro.errors import UserError, nearest_names
+from t0repro.evaluation.engine import Engine, suited_tokens
+from t0repro.evaluation.generation import generate_tokens
+from t0repro.evaluation.grouping import make_plan
+from t0repro.evaluation.opened import open_checkpoint
+from t0repro.evaluation.pairs import distinct_pairs
+from t0repro.progress import count_progress
+from t0repro.runs.text_scores import check_vocabulary_fits
+from t0repro.tasks.vocabulary import VocabularyFile, default_vocabulary
+
+if TYPE_CHECKING:
+    from lm_eval.api.instance import Instance
+
+EOS = ("targets", "inputs")
+_ROWS = {"cpu": 32, "gpu": 256, "tpu": 256}  # decoded together
+
+
+
+class T0ReproLM(LM):
+    """Log-likelihoods and greedy outputs of a T5 checkpoint.
+
+    Args:
+      checkpoint: A checkpoint's path, in any format that t0repro converts.
+      step: Which step to read; the latest by default.
+      vocabulary: The SentencePiece model without T5's sentinels; by default T5's own, or the one
+        that T0REPRO_VOCAB names.
+      eos: Which text ends with EOS. `targets` is T0's convention, in which a choice's score includes
+        its EOS. `inputs` is that of the harness's `hf` model, whose tokenizer adds EOS to the
+        context and whose continuations have none.
+      max_length: Maximum tokens of a context; longer ones are cut at the end, as in T0.
+      max_gen_toks: Maximum tokens of an output where a task names none.
+      dtype: What activations are computed in.
+      tokens_per_batch: Input tokens of a batch; by default a size for the device.
+      batch_size, device, max_batch_size: Passed by the harness and not used: batches are made by
+        tokens, on all devices.
+
+    Raises:
+      UserError: If the checkpoint or the vocabulary is missing, they do not fit together, or an
+        argument is unknown.
+    """
+
+    def __init__(
+        self,
+        checkpoint: str | None = None,
+        step: int | None = None,
+        vocabulary: str | None = None,
+        eos: Literal["targets", "inputs"] = "targets",
+        max_length: int = 1024,
+        max_gen_toks: int = 256,
+        dtype: DType = "float32",
+        tokens_per_batch: int | None = None,
+        batch_size: Any = None,
+        device: Any = None,
+        max_batch_size: Any = None,
+        **unknown: Any,
+    ):
+        del batch_size, device, max_batch_size
+        super().__init__()
+        where = "--model_args"
+        if checkpoint is None:
+            raise UserError("No checkpoint is named.", where=where, fix="Add checkpoint=PATH.")
+        if unknown:
+            name = next(iter(unknown))
+            known = "checkpoint step vocabulary eos max_length max_gen_toks dtype tokens_per_batch"
+            raise UserError(
+                f"The model has no argument {name!r}.",
+                where=where,
+                fix=f"Nearest: {nearest_names(name, known.split())}.",
+            )
+        if eos not in EOS:
+            raise UserError(f"eos is {eos!r}.", where=where, fix=f"Give {' or '.join(EOS)}.")
+        path = default_vocabulary().address if vocabulary is None else os.fspath(vocabulary)
+        self._vocabulary = VocabularyFile(path)
+        self._processor = self._vocabulary.processor()
+        self._checkpoint = open_checkpoint(str(checkpoint), step, dtype)
+        check_vocabulary_fits(self._vocabulary, self._checkpoint)
+        self._eos, self._lengths = eos, {"inputs": max_length, "targets": 1 << 30}
+        self._max_gen_toks, self._tokens_per_batch = max_gen_toks, tokens_per_batch
+
+    def loglikelihood(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[tuple[float, bool]]:
+        """(Log-likelihood, whether greedy decoding gives it) of each continuation of its context.
+
+        A context is encoded once for all of its continuations.
+        """
+        del disable_tqdm
+        examples = [
+            {
+                "inputs": self._context(request.args[0]),
+                "targets": self._continuation(request.args[1]),
+            }
+            for request in requests
+        ]
+        pairs = distinct_pairs(examples, self._lengths)
+        params, model = self._checkpoint.params, self._checkpoint.model
+        plan = make_plan(pairs, self._tokens_per_batch or suited_tokens(params))
+        scores, misses = np.zeros(len(pairs)), np.ones(len(pairs))
+        with count_progress(len(pairs), "scoring", "pair", "scored") as advance:
+            for found in Engine(params, model, misses=True).run(pairs, plan):
+                scores[found.pairs], misses[found.pairs] = found.scores, found.misses
+                advance(len(found.pairs))
+        return [
+            (float(score), bool(miss == 0))
+            for score, miss in zip(pairs.of_examples(scores), pairs.of_examples(misses), strict=True)
+        ]
+
+    def loglikelihood_rolling(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[float]:
+        """Refused: a text without a context has no likelihood under an encoder-decoder.
+
+        Raises:
+          UserError: Always.
+        """
+        del requests, disable_tqdm
+        raise UserError(
+            "This model has an encoder, so it gives a text a likelihood only after an input.",
+            where="output_type: loglikelihood_rolling",
+            fix="Leave tasks that measure perplexity out.",
+        )
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """The greedy output for each context, cut before the first of its stop sequences.
+
+        Raises:
+          UserError: If a task asks for sampling or for several beams.
+        """
+        del disable_tqdm
+        outputs = [""] * len(requests)
+        # Requests that may generate equally many tokens are decoded together.
+        limits = [self._limit(request.args[1]) for request in requests]
+        for limit in sorted(set(limits)):
+            members = [number for number, own in enumerate(limits) if own == limit]
+            tokens = generate_tokens(
+                self._checkpoint.params,
+                self._checkpoint.model,
+                [self._context(requests[number].args[0]) for number in members],
+                GREEDY,
+                length=limit,
+                batch_size=min(_ROWS.get(jax.default_backend(), 32), len(members)),
+                inputs_length=self._lengths["inputs"],
+            )
+            for number, ids in zip(members, tokens, strict=True):
+                outputs[number] = self._text(ids, requests[number].args[1].get("until") or ())
+        return outputs
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What the harness records of the model: path, step, digest of parameters, convention."""
+        opened = self._checkpoint
+        return {
+            "model_sha": opened.digest,
+            "checkpoint": opened.path,
+            "step": opened.step,
+            "eos": self._eos,
+        }
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Identifies the tokenizer in the harness's cache of requests."""
+        return f"{self._vocabulary.address} eos={self._eos}"
+
+    def _context(self, text: str) -> np.ndarray:
+        tokens = self._processor.encode(text)
+        if self._eos == "inputs":
+            # As transformers cuts: room for EOS is kept.
+            tokens = [*tokens[: self._lengths["inputs"] - 1], self._vocabulary.eos_id]
+        return np.array(tokens, np.int32)
+
+    def _continuation(self, text: str) -> np.ndarray:
+        # The space that the harness puts between context and continuation is none of the target.
+        tokens = self._processor.encode(text.removeprefix(" "))
+        if self._eos == "targets":
+            tokens = [*tokens, self._vocabulary.eos_id]
+        return np.array(tokens, np.int32)
+
+    def _limit(self, options: Mapping[str, Any]) -> int:
+        sampled = options.get("do_sample") and options.get("temperature", 1.0) > 0
+        if sampled or options.get("num_beams", 1) > 1:
+            raise UserError(
+                "A task asks for sampling or for several beams; this model decodes greedily.",
+                where=f"generation_kwargs: {dict(options)}",
+                fix="Leave the task out, or pass --gen_kwargs do_sample=False.",
+            )
+        for name in ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"):
+            if name in options:
+                return int(options[name])
+        return self._max_gen_toks
+
+    def _text(self, tokens: Sequence[int], until: str | Sequence[str]) -> str:
+        size = self._processor.vocab_size()
+        if self._vocabulary.eos_id in tokens:
+            tokens = tokens[: tokens.index(self._vocabulary.eos_id)]
+        # The embedding has more rows than the vocabulary has pieces.
+        text = self._processor.decode([token for token in tokens if token < size])
+        for stop in [until] if isinstance(until, str) else until:
+            if stop:
+                text = text.split(stop)[0]
+        return text
