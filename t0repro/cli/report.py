@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -72,6 +72,14 @@ _Conversion = Annotated[
 _Notes = Annotated[
     list[str] | None, typer.Option(help="A sentence for the top of the report; repeatable.")
 ]
+_From = Annotated[
+    Literal["lm-eval"] | None,
+    typer.Option(
+        "--from",
+        help="EVAL_DIR holds lm-evaluation-harness's results (lm_eval --log_samples --output_path);"
+        " its scores are written beside the report.",
+    ),
+]
 
 
 @app.callback()
@@ -96,6 +104,7 @@ def make(
     device: _Device = None,
     duration: _Duration = None,
     conversion: _Conversion = None,
+    source: _From = None,
     note: _Notes = None,
     resamples: Resamples = 1000,
     seed: BootstrapSeed = 0,
@@ -106,6 +115,9 @@ def make(
     Example: t0repro report make runs/demo/validation_eval --out runs/demo/report
     --module_import t0repro.tasks.demo --train_mixture demo_train
     --metrics runs/demo/metrics.jsonl --other mtf=runs/mtf/validation_eval
+
+    For another model: t0repro report make RESULTS --from lm-eval --out runs/other/report
+    --module_import t0repro.tasks.t0
     """
     echo(f"reading {eval_dir} ...", err=True)
     from t0repro.locks import folder_lock
@@ -115,6 +127,12 @@ def make(
     from t0repro.reports.statistics import Bootstrap
     from t0repro.reports.write import write_report
 
+    if source is not None:
+        from t0repro.lm_eval.results import import_results
+
+        eval_dir, left_out = import_results(eval_dir, out)
+        for task, why in left_out.items():
+            echo(f"left out {task}: {why}", err=True)
     # A mixture that was trained on is T0's unless another module is named.
     modules = modules_or_t0(module_import) if train_mixture else module_import or ()
     prompts = load_prompts(modules)

@@ -130,7 +130,7 @@ def check_tasks(
 def export_tasks(
     folder: Annotated[
         Path,
-        typer.Argument(metavar="DIR", callback=output, help="A new folder for YAML files and rows."),
+        typer.Argument(metavar="DIR", callback=output, help="A new folder."),
     ],
     mixture: Annotated[str, typer.Option(help="The mixture to export.")],
     to: Annotated[

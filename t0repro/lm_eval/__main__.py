@@ -12,17 +12,21 @@ from t0repro.errors import UserError
 def main() -> None:
     """Registers the model and runs the harness's command."""
     try:
+        import lm_eval.models  # noqa: F401 - registers the harness's own, which it skips otherwise
         from lm_eval.__main__ import cli_evaluate
         from lm_eval.api.registry import model_registry
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "lm_eval":
             raise
-        sys.exit("lm-evaluation-harness is not installed.\nFix: EXTRAS=lm-eval bash scripts/setup.sh")
+        fix = "EXTRAS=lm-eval bash scripts/setup.sh"
+        print(UserError("lm-evaluation-harness is not installed.", fix=fix), file=sys.stderr)
+        sys.exit(2)
     model_registry.register("t0repro", target="t0repro.lm_eval.model:T0ReproLM")
     try:
         cli_evaluate()
     except UserError as error:
-        sys.exit(str(error))
+        print(error, file=sys.stderr)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -124,13 +124,14 @@ def _export(
 
 def _write_rows(task: TaskDescription, split: str, path: Path) -> int:
     """Writes the split's rendered examples; returns their number."""
-    number = 0
+    examples = 0
     with open(path, "w", encoding="utf-8") as file:
-        for number, row in enumerate(_rendered(task, split), start=1):
+        for row in _rendered(task, split):
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
-    if not number:
+            examples += 1
+    if not examples:
         raise UserError(f"Task {task.prompt.name!r} gives no example of split {split!r}.")
-    return number
+    return examples
 
 
 def _rendered(task: TaskDescription, split: str) -> Iterator[dict[str, Any]]:
@@ -168,7 +169,8 @@ def _task(task: TaskDescription, split: str, rows: str) -> dict[str, Any]:
 
 
 def _group(name: str, members: Sequence[str]) -> dict[str, Any]:
-    # T0's mean: each prompt of a dataset, and each dataset of the suite, counts the same.
+    # Each prompt counts the same, whatever its number of examples. The harness averages a group of
+    # groups over its prompts too; T0's mean over datasets is in the report (lm_eval.results).
     mean = {"metric": "acc", "aggregation": "mean", "weight_by_size": False}
     return {
         "group": name,

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import numpy as np
-
 from lm_eval.api.model import LM
+
 from t0repro.config.decoding_config import GREEDY
 from t0repro.config.run_config import DType
 from t0repro.errors import UserError, nearest_names
@@ -29,7 +29,6 @@ EOS = ("targets", "inputs")
 _ROWS = {"cpu": 32, "gpu": 256, "tpu": 256}  # decoded together
 
 
-
 class T0ReproLM(LM):
     """Log-likelihoods and greedy outputs of a T5 checkpoint.
 
@@ -38,9 +37,9 @@ class T0ReproLM(LM):
       step: Which step to read; the latest by default.
       vocabulary: The SentencePiece model without T5's sentinels; by default T5's own, or the one
         that T0REPRO_VOCAB names.
-      eos: Which text ends with EOS. `targets` is T0's convention, in which a choice's score includes
-        its EOS. `inputs` is that of the harness's `hf` model, whose tokenizer adds EOS to the
-        context and whose continuations have none.
+      eos: Which text ends with EOS. `targets` is T0's convention: a choice's score includes its
+        EOS. `inputs` is that of the harness's `hf` model: its tokenizer adds EOS to the context,
+        and its continuations have none.
       max_length: Maximum tokens of a context; longer ones are cut at the end, as in T0.
       max_gen_toks: Maximum tokens of an output where a task names none.
       dtype: What activations are computed in.
@@ -114,10 +113,8 @@ class T0ReproLM(LM):
             for found in Engine(params, model, misses=True).run(pairs, plan):
                 scores[found.pairs], misses[found.pairs] = found.scores, found.misses
                 advance(len(found.pairs))
-        return [
-            (float(score), bool(miss == 0))
-            for score, miss in zip(pairs.of_examples(scores), pairs.of_examples(misses), strict=True)
-        ]
+        scores, misses = pairs.of_examples(scores), pairs.of_examples(misses)
+        return [(float(score), not miss) for score, miss in zip(scores, misses, strict=True)]
 
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False

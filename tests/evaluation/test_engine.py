@@ -6,10 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from t0repro.config.decoding_config import GREEDY
 from t0repro.config.run_config import DTypePolicy
 from t0repro.errors import UserError
 from t0repro.evaluation import engine, packing
 from t0repro.evaluation.engine import Engine, score_examples, score_pairs
+from t0repro.evaluation.generation import generate_tokens
 from t0repro.evaluation.grouping import make_plan
 from t0repro.evaluation.pairs import distinct_pairs
 from t0repro.model.t5 import T5
@@ -89,9 +91,9 @@ def test_each_distinct_input_is_encoded_once_and_each_pair_scored_once(params, m
         encoded.append(segments.max(axis=-1).sum())
         return encode(model, params, inputs, segments)
 
-    def counting_decode(model, params, memory, encoded_segments, targets, segments, reads):
+    def counting_decode(model, params, memory, segments_read, targets, *rest, **options):
         decoded.append((targets == 1).sum())
-        return decode(model, params, memory, encoded_segments, targets, segments, reads)
+        return decode(model, params, memory, segments_read, targets, *rest, **options)
 
     monkeypatch.setattr(engine, "encode", counting_encode)
     monkeypatch.setattr(engine, "decode", counting_decode)
@@ -192,3 +194,21 @@ def test_batches_of_the_same_lengths_are_compiled_once(params):
     (encoders, decoders), shapes, batches = compiled(24)
     assert encoders == shapes < batches and decoders <= batches
     assert compiled(24)[0] == [0, 0]
+
+
+def test_misses_are_the_targets_that_greedy_decoding_would_not_choose(params):
+    inputs = [example["inputs"] for example in examples_of(3, 4, 2) if len(example["inputs"])]
+    greedy = generate_tokens(params, MODEL, inputs, GREEDY, length=4)
+    examples = [
+        {"inputs": source, "targets": target} for source, target in zip(inputs, greedy, strict=True)
+    ]
+    # Another last token is one miss, and changes nothing before it.
+    other = [
+        {**each, "targets": [*each["targets"][:-1], each["targets"][-1] + 1]} for each in examples
+    ]
+    pairs = distinct_pairs(examples + other)
+    misses = np.full(len(pairs), np.nan)
+    for scored in Engine(params, MODEL, misses=True).run(pairs, make_plan(pairs, 48)):
+        misses[scored.pairs] = scored.misses
+    expected = [0.0] * len(examples) + [1.0] * len(other)
+    assert pairs.of_examples(misses).tolist() == expected
