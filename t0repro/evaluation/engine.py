@@ -115,10 +115,11 @@ class Engine:
             for half in batch.halves()
             if half.rows
         ]
+        misses = [part.misses for part in parts if part.misses is not None]
         return Scored(
             np.concatenate([part.pairs for part in parts]),
             np.concatenate([part.scores for part in parts]),
-            np.concatenate([part.misses for part in parts]) if self.misses else None,
+            np.concatenate(misses) if misses else None,
         )
 
     def _too_large(self, batch: PlannedBatch, error: Exception) -> None:

@@ -12,9 +12,10 @@ from t0repro.errors import UserError
 def main() -> None:
     """Registers the model and runs the harness's command."""
     try:
-        import lm_eval.models  # noqa: F401 - registers the harness's own, which it skips otherwise
-        from lm_eval.__main__ import cli_evaluate
-        from lm_eval.api.registry import model_registry
+        # The harness registers its own models only when this is imported.
+        import lm_eval.models  # noqa: F401 # pyright: ignore[reportMissingImports]
+        from lm_eval.__main__ import cli_evaluate  # pyright: ignore[reportMissingImports]
+        from lm_eval.api.registry import model_registry  # pyright: ignore[reportMissingImports]
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "lm_eval":
             raise

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import jax
 import numpy as np
-from lm_eval.api.model import LM
+from lm_eval.api.model import LM  # pyright: ignore[reportMissingImports]
 
 from t0repro.config.decoding_config import GREEDY
 from t0repro.config.run_config import DType
@@ -21,9 +21,6 @@ from t0repro.evaluation.pairs import distinct_pairs
 from t0repro.progress import count_progress
 from t0repro.runs.text_scores import check_vocabulary_fits
 from t0repro.tasks.vocabulary import VocabularyFile, default_vocabulary
-
-if TYPE_CHECKING:
-    from lm_eval.api.instance import Instance
 
 EOS = ("targets", "inputs")
 _ROWS = {"cpu": 32, "gpu": 256, "tpu": 256}  # decoded together
@@ -91,7 +88,7 @@ class T0ReproLM(LM):
         self._max_gen_toks, self._tokens_per_batch = max_gen_toks, tokens_per_batch
 
     def loglikelihood(
-        self, requests: list[Instance], disable_tqdm: bool = False
+        self, requests: list[Any], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
         """(Log-likelihood, whether greedy decoding gives it) of each continuation of its context.
 
@@ -116,9 +113,7 @@ class T0ReproLM(LM):
         scores, misses = pairs.of_examples(scores), pairs.of_examples(misses)
         return [(float(score), not miss) for score, miss in zip(scores, misses, strict=True)]
 
-    def loglikelihood_rolling(
-        self, requests: list[Instance], disable_tqdm: bool = False
-    ) -> list[float]:
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """Refused: a text without a context has no likelihood under an encoder-decoder.
 
         Raises:
@@ -131,7 +126,7 @@ class T0ReproLM(LM):
             fix="Leave tasks that measure perplexity out.",
         )
 
-    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """The greedy output for each context, cut before the first of its stop sequences.
 
         Raises:
