@@ -47,7 +47,7 @@ def find_checkpoint(
     path = storage.local_path(path)
     try:
         return _find(path, step, source)
-    except _NotFound:
+    except CheckpointNotFound:
         if not storage.is_remote(path):
             raise
     # s3fs takes an answer that was cut before its first byte for an empty listing. Asked again, the
@@ -56,7 +56,7 @@ def find_checkpoint(
     return _find(path, step, source)
 
 
-class _NotFound(UserError):
+class CheckpointNotFound(UserError):
     """There is no such checkpoint at a path."""
 
 
@@ -164,8 +164,8 @@ def _unfinished(path: str) -> str:
     return f" {partial[0]} is being written, or its writing was interrupted." if partial else ""
 
 
-def _not_found(what: str, path: str) -> _NotFound:
-    return _NotFound(
+def _not_found(what: str, path: str) -> CheckpointNotFound:
+    return CheckpointNotFound(
         what,
         where=path,
         fix="Give a directory with model.ckpt-<step>.index or checkpoint_<step>/, the path of"

@@ -235,7 +235,7 @@ def _vocabulary() -> tuple[State, str, str]:
     )
     value = os.environ.get("T0REPRO_VOCAB")
     if not value:
-        return "missing", "not set: T5's vocabulary is fetched when it is needed", fix
+        return "missing", "not set: a run that needs T5's vocabulary downloads it", fix
     if not Path(value).is_file():
         return "broken", f"there is no file {value}", fix
     import sentencepiece

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -60,3 +61,44 @@ def fault(line: str, command: Any) -> str | None:
             if name.replace("-", "_") not in known:
                 return f"{' '.join(path)} has no {name}"
     return None
+
+
+# In bash, every program of a page is this function: it records the words that the shell passes.
+_RECORDER = r"""
+PATH=/nowhere
+command_not_found_handle() { printf '%s\0' "$@" >&9; printf '\1\0' >&9; }
+enable -n echo test printf 2>/dev/null; enable printf
+"""
+_PROGRAM = (
+    r"(?:\S+/)?(?:t0repro|t5_mesh_transformer|seqio_cache_tasks|bash|python|pip|pytest|gcloud)"
+)
+_SHELL = re.compile(rf"^(?:\$ )?(?:export )?(?:[A-Z_0-9]+=\S+ +)*(?:{_PROGRAM} |[a-z]+=\")", re.M)
+
+
+def shell_blocks(text: str) -> Iterator[str]:
+    """The blocks of a page that a reader pastes into a shell; of a session, what follows `$ `."""
+    fenced = re.findall(r"^```(?:bash|sh)?\n(.*?)^```", text, re.M | re.S)
+    rest = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
+    indented = re.findall(r"(?:^ {4}.*\n)(?:^ {4}.*\n|^\n(?= {4}))*", rest, re.M)
+    for block in [*fenced, *(re.sub(r"^ {4}", "", each, flags=re.M) for each in indented)]:
+        if re.search(r"^\$ ", block, re.M):
+            yield "\n".join(re.findall(r"^\$ ((?:.*\\\n)*.*)", block, re.M)) + "\n"
+        elif _SHELL.match(block):
+            yield block
+
+
+def programs_started(script: str, folder: Path) -> list[list[str]]:
+    """The words of each program that bash would start for a script, none of which runs.
+
+    Raises:
+      AssertionError: if bash cannot read the script.
+    """
+    script = re.sub(r"(?<![\w/])\.venv/bin/", "", script)
+    record = folder / "record"
+    done = subprocess.run(
+        ["bash", "-c", f"exec 9>{record}\n{_RECORDER}\n{script}"],
+        cwd=folder, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert not done.stderr, f"{done.stderr}\n{script}"
+    programs = record.read_text().split("\1\0")[:-1]
+    return [program.split("\0")[:-1] for program in programs]

@@ -1,8 +1,10 @@
 """The pages: they build into a site without a warning, and what they say of the code is so."""
 
 import ast
+import contextlib
 import dataclasses
 import html
+import io
 import os
 import re
 import runpy
@@ -14,10 +16,19 @@ import pytest
 import typer
 
 from t0repro.cli import app
+from t0repro.cli.spelling import canonical, with_t5x_overrides
 from t0repro.config.mtf.reader import KNOWN_BINDINGS
 from t0repro.config.t5x.modules import records_by_module
 
-from .docs_commands import ROOT, command_lines, fault, pages
+from .docs_commands import (
+    ROOT,
+    command_lines,
+    fault,
+    pages,
+    programs_started,
+    shell_blocks,
+)
+from .reports.browser import HERE, open_browser
 
 COMMAND = typer.main.get_command(app.app)
 
@@ -71,6 +82,55 @@ def test_every_command_line_of_the_pages_is_one_that_t0repro_takes():
 )
 def test_the_check_of_command_lines_can_fail(line):
     assert fault(next(command_lines(f"    $ {line}  # a comment\n")), COMMAND)
+
+
+def refusal(words: list[str]) -> str | None:
+    """What t0repro's own parser refuses in the words of a command; None if it takes them."""
+    optional = [word.strip("[]") for word in words[1:]]  # as in `inspect PATH [--json]`
+    words = with_t5x_overrides(word for word in optional if word != "...")
+    command, path = COMMAND, ["t0repro"]
+    # `t0repro aux --model_dir ...` is the group's own.
+    while words and hasattr(command, "commands") and not words[0].startswith("-"):
+        path.append(words.pop(0))
+        if path[-1] not in command.commands:
+            return f"there is no command {path[-1]}"
+        command = command.commands[path[-1]]
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            command.make_context(" ".join(path), words, token_normalize_func=canonical).close()
+    except typer.Exit:  # --help
+        return None
+    except Exception as error:
+        # "..." stands for options that the page has shown before.
+        if "..." in optional and type(error).__name__ == "MissingParameter":
+            return None
+        return str(error) or type(error).__name__
+    return None
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
+def test_a_reader_can_paste_every_block_of_commands(page, tmp_path):
+    """Bash reads the blocks of a page in one clean folder; t0repro parses what bash passes."""
+    started = programs_started("\n".join(shell_blocks(page.read_text())), tmp_path)
+    for program, *words in started:
+        if program == "t0repro":
+            assert (refusal([program, *words])) is None, " ".join(words)
+        elif program in ("bash", "python"):
+            for script in (word for word in words if re.match(r"(scripts|tests)/\S+\.", word)):
+                assert (ROOT / script).exists(), script
+
+
+def test_blocks_of_commands_are_found_and_a_wrong_one_is_refused(tmp_path):
+    started = [
+        words[0]
+        for page in pages()
+        for words in programs_started("\n".join(shell_blocks(page.read_text())), tmp_path)
+    ]
+    assert started.count("t0repro") > 60 and started.count("bash") > 10
+    with pytest.raises(AssertionError):
+        programs_started("t0repro cache (", tmp_path)
+    assert refusal(["t0repro", "infer", "--checkpoints", "3"])
+    assert refusal(["t0repro", "convert", "a", "b", "--to", "FORMAT"])
 
 
 def messages() -> list[str]:
@@ -131,3 +191,44 @@ def test_the_benchmarks_page_and_its_pictures_show_the_recorded_figures():
     script = runpy.run_path(str(ROOT / "scripts" / "bench" / "page.py"))
     for path, text in script["files"]().items():
         assert path.read_text() == text, f"run scripts/bench/page.py: {path.name} is older"
+
+
+# What sticks out of a narrow screen or scrolls sideways by more than a code's padding, and the
+# short words of code that are broken across lines. Blocks of code may scroll.
+STICKS_OUT = """
+return [...document.querySelectorAll(".md-content table, .md-content p, .md-content img,"
+  + ".md-typeset__scrollwrap")]
+  .filter((e) => e.checkVisibility()
+    && (e.scrollWidth > e.clientWidth + 6 || e.getBoundingClientRect().right > innerWidth + 0.5))
+  .map((e) => e.tagName + " " + e.textContent.trim().slice(0, 60))
+"""
+BROKEN_WORDS = """
+const found = [];
+for (const code of document.querySelectorAll(".md-content td code, .md-content p code")) {
+  for (const node of code.childNodes) {
+    for (const word of (node.nodeValue ?? "").matchAll(/\\S+/g)) {
+      if (word[0].length > 24 || !code.checkVisibility()) continue;
+      const range = document.createRange();
+      range.setStart(node, word.index);
+      range.setEnd(node, word.index + word[0].length);
+      const tops = new Set([...range.getClientRects()].map((box) => Math.round(box.top)));
+      if (tops.size > 1 && !/[-/.]/.test(word[0])) found.push(word[0]);
+    }
+  }
+}
+return found
+"""
+
+
+@pytest.mark.skipif(not HERE, reason="Chromium and chromedriver are not here")
+def test_on_a_phone_no_table_runs_off_the_page_and_no_command_breaks_inside_a_word(site):
+    found = {}
+    with open_browser() as browser:
+        for page in sorted(site.rglob("*.html")):
+            if "<td" not in page.read_text():
+                continue
+            browser.show(page, 400)
+            faults = browser.run(STICKS_OUT) + browser.run(BROKEN_WORDS)
+            if faults:
+                found[page.name] = faults[:5]
+    assert found == {}
