@@ -232,3 +232,11 @@ def test_on_a_phone_no_table_runs_off_the_page_and_no_command_breaks_inside_a_wo
             if faults:
                 found[page.name] = faults[:5]
     assert found == {}
+
+
+def test_the_diagrams_show_their_texts_and_the_import_contract():
+    script = runpy.run_path(str(ROOT / "scripts" / "pictures.py"))
+    pictures = script["pictures"]()
+    assert len(pictures) == 6
+    for path, svg in pictures.items():
+        assert path.read_text() == svg, f"run scripts/pictures.py: {path.name} is older"
