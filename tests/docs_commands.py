@@ -67,7 +67,7 @@ def fault(line: str, command: Any) -> str | None:
 _RECORDER = r"""
 PATH=/nowhere
 command_not_found_handle() { printf '%s\0' "$@" >&9; printf '\1\0' >&9; }
-enable -n echo test printf 2>/dev/null; enable printf
+enable -n source
 """
 _PROGRAM = (
     r"(?:\S+/)?(?:t0repro|t5_mesh_transformer|seqio_cache_tasks|bash|python|pip|pytest|gcloud)"
