@@ -72,6 +72,10 @@ _Conversion = Annotated[
 _Notes = Annotated[
     list[str] | None, typer.Option(help="A sentence for the top of the report; repeatable.")
 ]
+_Overlap = Annotated[
+    Path | None,
+    typer.Option(help="What `tasks overlap` wrote: accuracies without the rows that it found too."),
+]
 _From = Annotated[
     Literal["lm-eval"] | None,
     typer.Option(
@@ -105,6 +109,7 @@ def make(
     duration: _Duration = None,
     conversion: _Conversion = None,
     source: _From = None,
+    overlap: _Overlap = None,
     note: _Notes = None,
     resamples: Resamples = 1000,
     seed: BootstrapSeed = 0,
@@ -126,6 +131,7 @@ def make(
     from t0repro.reports.run import Run
     from t0repro.reports.statistics import Bootstrap
     from t0repro.reports.write import write_report
+    from t0repro.tasks.overlap import read_overlap
 
     if source is not None:
         from t0repro.lm_eval.results import import_results
@@ -149,6 +155,7 @@ def make(
         device=device,
         duration_seconds=duration,
         notes=tuple(note or ()),
+        overlap=read_overlap(overlap) if overlap else {},
     )
     beside = _beside(label, other, metrics, losses, conversion)
     report = make_report(Run(label, eval_dir, step), prompts, options, beside)

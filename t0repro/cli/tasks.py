@@ -175,6 +175,36 @@ def export_tasks(
     typer.echo(f"Run: lm_eval --include_path {folder} --tasks {suite} --model hf --log_samples ...")
 
 
+@app.command("overlap")
+def find_overlap(
+    train: Annotated[str, typer.Option(help="The mixture that was trained on.")],
+    evaluated: Annotated[str, typer.Option("--eval", help="The mixture that is evaluated.")],
+    out: Annotated[
+        Path,
+        typer.Option(callback=output, help="JSON file to write, for `report make --overlap`."),
+    ],
+    split: Annotated[str, typer.Option(help="The split that is evaluated.")] = "validation",
+    ngram: Annotated[int, typer.Option(min=2, help="Words in a row that count as shared.")] = 13,
+    memory: Annotated[int, typer.Option(min=1, help="MiB for the index of held-out rows.")] = 1024,
+    module_import: ModulesOrT0 = None,
+    templates: Templates = None,
+) -> None:
+    """Find held-out rows whose text stands in the training rows (contamination).
+
+    Rows are compared, not prompts, by runs of words and by whole fields. Datasets whose rows are
+    not here are named and not looked at.
+
+    Example: t0repro tasks overlap --train t0_train --eval t0_eval_score_eval --out overlap.json
+    """
+    _register(module_import, templates)
+    from t0repro.tasks import overlap
+
+    found = overlap.find_overlap(train, evaluated, split, ngram=ngram, memory=memory)
+    overlap.write_overlap(found, out)
+    typer.echo("\n".join(overlap.summary(found)))
+    typer.echo(f"wrote {out}")
+
+
 @app.command("fetch-p3")
 def fetch_p3(
     tasks: Annotated[

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from t0repro.evaluation.outputs import find_tasks, latest_step
 from t0repro.evaluation.rank import RankResult
@@ -50,6 +52,8 @@ class ReportOptions:
       device: the device it was evaluated on; defaults to what the evaluation recorded.
       duration_seconds: duration of the evaluation; defaults to what the evaluation recorded.
       notes: sentences for the top of the report.
+      overlap: task -> indices of its examples that share text with training rows, as
+        tasks.overlap.read_overlap gives them; accuracies without them are reported too.
     """
 
     title: str = "Rank evaluation"
@@ -62,6 +66,7 @@ class ReportOptions:
     device: str | None = None
     duration_seconds: float | None = None
     notes: tuple[str, ...] = ()
+    overlap: Mapping[str, Sequence[int]] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +110,9 @@ def make_report(
     records = read_records(run.eval_dir, step)
     ranked, decoded = _by_mode(run, records, options.tasks)
     results = rank_folder(run.eval_dir, prompts, step=step, tasks=ranked)
+    extras = _extras(run, prompts, ranked, options.extras, records)
+    for task, accuracy in accuracies_without(results, options.overlap).items():
+        extras.setdefault(task, {})["without_overlap"] = accuracy
     groups, datasets = _summarize(
         results,
         prompts,
@@ -112,7 +120,7 @@ def make_report(
         training_datasets=options.training_datasets,
         training_tasks=options.training_tasks,
         bootstrap=options.bootstrap,
-        extras=_extras(run, prompts, ranked, options.extras, records),
+        extras=extras,
     )
     generation = generation_results(
         run.eval_dir, decoded, prompts, options.training_datasets, options.training_tasks
@@ -134,7 +142,7 @@ def make_report(
         losses=_losses(beside),
         loss_curve=None if beside.metrics is None else loss_curve(beside.metrics, run.label),
         conversion=beside.conversion,
-        notes=tuple(options.notes),
+        notes=(*options.notes, *_overlap_notes(results, prompts, options.overlap)),
         published=published_figures({dataset.dataset for dataset in datasets}),
         tasks=task_costs(records, evaluated),
         generation=generation,
@@ -199,6 +207,45 @@ def _extras(
         for result in results:
             accuracies.setdefault(result.task, {})[name] = result.accuracy
     return accuracies
+
+
+def accuracies_without(
+    results: Sequence[RankResult], overlap: Mapping[str, Sequence[int]]
+) -> dict[str, float]:
+    """Task -> accuracy in percent without the examples that `overlap` lists.
+
+    Tasks that it does not list, or whose examples are all listed, are left out.
+    """
+    found = {}
+    for result in results:
+        kept = ~np.isin(result.example, overlap.get(result.task, ()))
+        weight = np.where(kept, result.weight, 0.0)
+        if not kept.all() and weight.any():
+            found[result.task] = float(100 * (weight * result.correct).sum() / weight.sum())
+    return found
+
+
+def _overlap_notes(
+    results: Sequence[RankResult],
+    prompts: Mapping[str, PromptInfo],
+    overlap: Mapping[str, Sequence[int]],
+) -> Iterator[str]:
+    """A sentence for each dataset of which examples share text with training rows."""
+    without = accuracies_without(results, overlap)
+    by_dataset: dict[str, list[RankResult]] = {}
+    for result in results:
+        by_dataset.setdefault(dataset_label(result.task, prompts), []).append(result)
+    for dataset, members in sorted(by_dataset.items()):
+        listed = max(int(np.isin(r.example, overlap.get(r.task, ())).sum()) for r in members)
+        if not listed:
+            continue
+        whole = float(np.mean([result.accuracy for result in members]))
+        rest = float(np.mean([without.get(r.task, r.accuracy) for r in members]))
+        examples = max(len(result.example) for result in members)
+        yield (
+            f"{dataset}: {listed} of {examples} examples share text with training rows. Mean over"
+            f" prompts {whole:.1f} with them, {rest:.1f} without."
+        )
 
 
 # ---- The figures of each dataset and group -------------------------------------------------------

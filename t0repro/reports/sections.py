@@ -18,6 +18,7 @@ from t0repro.words import counted, shortened
 EXTRA_TITLES = {
     "target_length": "divided by target length",
     "calibrated": "calibrated by a content-free input",
+    "without_overlap": "without rows shared with training",
 }
 
 

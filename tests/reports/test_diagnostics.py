@@ -17,6 +17,7 @@ from t0repro.reports.run import Run
 from t0repro.reports.statistics import Bootstrap
 
 from .scored_folder import write_scores
+from .suites import report_of, small_suite
 
 HIGH, LOW = np.log(0.75), np.log(0.25)
 PROMPTS = {
@@ -64,6 +65,21 @@ def test_an_example_that_some_prompts_get_wrong_is_a_flip(folder):
     (flip,) = flips
     assert (flip.example, flip.right, flip.prompts, flip.first_input) == (1, 2, 3, "input 1")
     assert prompt_flips(rank_folder(folder, PROMPTS)[:1], folder) == ((), 0.0)
+
+
+def test_accuracies_without_rows_shared_with_training_stand_beside_the_others(tmp_path):
+    evaluation = small_suite(tmp_path / "e")
+    tasks = [task for task in evaluation.prompts if task.startswith("ag_news")]
+    plain = {each.dataset: each for each in report_of(evaluation).datasets}
+    report = report_of(evaluation, overlap={task: list(range(30)) for task in tasks})
+    found = {each.dataset: each for each in report.datasets}
+    assert found["super_glue/rte"] == plain["super_glue/rte"]
+    assert found["ag_news"].accuracy == plain["ag_news"].accuracy
+    without = [prompt.extras["without_overlap"] for prompt in found["ag_news"].prompts]
+    (note,) = report.notes
+    assert note.startswith("ag_news: 30 of 60 examples share text with training rows.")
+    assert note.endswith(f"{np.mean(without):.1f} without.")
+    assert "without rows shared with training" in render_html(report_page(report))
 
 
 def test_the_report_has_diagnostics_extras_and_published_figures(folder, tmp_path):
