@@ -136,15 +136,16 @@ def repeated_biases(names: Iterable[str], model: ModelConfig) -> dict[str, str]:
 
 
 def check_configured(ref: CheckpointRef, model: ModelConfig) -> None:
-    """Checks that a run computes what the config.json of the checkpoint that it reads says.
+    """Checks that a run computes what the files beside the checkpoint that it reads say.
 
     Args:
-      ref: The checkpoint; those without a config.json pass.
+      ref: The checkpoint; without such files it passes.
       model: The run's model.
 
     Raises:
-      UserError: Naming the field.
+      UserError: Naming the field of config.json, or the gin file that says how queries are scaled.
     """
+    _check_query_scale(ref, model)
     if ref.format != "hf":
         return
     found = hf.read_arithmetic(ref.path)
@@ -166,6 +167,40 @@ def check_configured(ref: CheckpointRef, model: ModelConfig) -> None:
                 fix=f"Run with the {mtf.OPERATIVE_CONFIG} that `t0repro convert {ref.path} OUT --to"
                 " jax` writes.",
             )
+
+
+def _check_query_scale(ref: CheckpointRef, model: ModelConfig) -> None:
+    """Checks that a run scales queries as the checkpoint's training did: its kernels differ."""
+    said = _query_scale(ref)
+    if said is None or said[0] == model.scale_queries:
+        return
+    scaled, place = said
+    does = "divides" if model.scale_queries else "does not divide"
+    binding = f"network.T5Config.scale_attn_logits = {scaled}"
+    raise UserError(
+        f"The run {does} queries by the root of head_dim; the checkpoint was trained"
+        f" {'with' if scaled else 'without'} that division, so its query kernels do not fit.",
+        where=f"{ref.path}; {place}",
+        fix=f"Bind {binding}{', in a gin file of t5x.contrib.gpu.t5' if scaled else ''};"
+        " or choose another checkpoint.",
+    )
+
+
+def _query_scale(ref: CheckpointRef) -> tuple[bool, str] | None:
+    """Whether a training scaled queries, and what says so; None if nothing does."""
+    if ref.format in ("hf", "mtf"):  # neither library can
+        return False, f"its format is {ref.format}"
+    unbound = None
+    for name in (mtf.OPERATIVE_CONFIG, T5X_CONFIG):
+        if not storage.is_file(file := _beside(ref, name)):
+            continue
+        text = storage.read(file).decode()
+        bound = gin_shapes.bound_arithmetic(text, Path(file)).get("scale_queries")
+        if bound is not None:
+            return bool(bound.value), f"{bound.place}: {bound.line}"
+        if gin_shapes.describes_model(text, Path(file)):
+            unbound = False, f"{file}, which leaves scale_attn_logits at False"
+    return unbound
 
 
 def _gin_beside(ref: CheckpointRef) -> str:

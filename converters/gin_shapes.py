@@ -198,6 +198,13 @@ def bound_arithmetic(text: str, path: Path) -> dict[str, Bound]:
     return bound
 
 
+def describes_model(text: str, path: Path) -> bool:
+    """Whether gin text binds a size of a model; see `bound_arithmetic`."""
+    bindings: dict[tuple[str, str, str], Bound] = {}
+    list(_read_text(text, path, bindings, [path]))
+    return any((configurable, argument) in _FIELDS for _, configurable, argument in bindings)
+
+
 def _has_several_layers(family: ModelShape) -> bool:
     """Whether a tower has several layers; the bias of an only layer is like a shared one."""
     return max(family.num_encoder_layers, family.num_decoder_layers) > 1

@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 
 from t0repro.config.inference_plan import InferPlan
+from t0repro.converters.arithmetic import check_configured
 from t0repro.converters.tensors import CheckpointRef
 from t0repro.errors import UserError
 from t0repro.evaluation.model_functions import functions_of
@@ -101,8 +102,12 @@ def infer(plan: InferPlan, describe: Callable[[], None] = lambda: None) -> list[
 
 
 def _chosen(plan: InferPlan) -> CheckpointRef:
-    """The checkpoint: unlike an evaluation, an inference has one."""
+    """The checkpoint: unlike an evaluation, an inference has one.
+
+    It is checked before the run writes a config.gin, which may replace the checkpoint's own.
+    """
     (ref,) = chosen(plan.restore)
+    check_configured(ref, plan.model)
     return ref
 
 

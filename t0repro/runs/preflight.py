@@ -194,9 +194,11 @@ def _checkpoints(restore: RestoreConfig, model: ModelConfig) -> Iterator[str]:
     if NO_CHECKPOINT_YET in os.environ:
         yield "not saved yet"
         return
+    from t0repro.converters.arithmetic import check_configured
     from t0repro.runs.chosen import chosen
 
     for ref in chosen(restore):
+        check_configured(ref, model)
         yield f"{ref.path} ({ref.format}): {_fit(ref, restore, model)}"
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from t0repro.config.inference_plan import EvalPlan
+from t0repro.converters.arithmetic import check_configured
 from t0repro.converters.tensors import CheckpointRef
 from t0repro.evaluation.records import read_with_checksum, write_with_checksum
 from t0repro.runs.chosen import (
@@ -92,7 +93,10 @@ def _checkpoints(
     plan: EvalPlan, watch: bool, until: int | None, seconds: float | None
 ) -> Iterator[CheckpointRef]:
     if not watch:
-        return iter(chosen(plan.restore))
+        refs = chosen(plan.restore)
+        for ref in refs:  # before the run writes a config.gin, which may replace their own
+            check_configured(ref, plan.model)
+        return iter(refs)
     options: dict[str, Any] = {} if seconds is None else {"seconds": seconds}
     return coming(plan.restore, _say, until, **options)
 

@@ -96,6 +96,55 @@ def test_a_run_on_a_transformers_directory_must_compute_as_its_config_says(
     check_configured(find_checkpoint(tiny_checkpoint), plain)
 
 
+SCALES = "from t5x.contrib.gpu.t5 import network\nnetwork.T5Config.scale_attn_logits = {}\n"
+SIZES = "network.T5Config.emb_dim = {}\n"
+MESH = "Unitransformer.d_model = {}\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "scaled"),
+    [
+        ("config.gin", SCALES.format(True), True),
+        ("operative_config.gin", SCALES.format("%S") + "S = True\n", True),
+        ("config.gin", SCALES.format(False), False),
+        ("config.gin", SIZES, False),  # T5X's default
+        ("operative_config.gin", MESH, False),  # which cannot scale them
+    ],
+)
+def test_query_kernels_of_the_other_scale_are_refused_with_the_file_that_says_so(
+    tiny_checkpoint, tmp_path, name, text, scaled
+):
+    convert(tiny_checkpoint, tmp_path / "t5x", "t5x")
+    plain = computed(tmp_path / "t5x")
+    (tmp_path / "t5x" / name).write_text(text.format(plain.d_model))
+    ref = find_checkpoint(tmp_path / "t5x")
+    check_configured(ref, dataclasses.replace(plain, scale_queries=scaled))
+    for read in (check_configured, open_configured):
+        with pytest.raises(UserError, match="root of head_dim") as caught:
+            read(ref, dataclasses.replace(plain, scale_queries=not scaled))
+        assert f"{tmp_path}/t5x/{name}" in str(caught.value.where)
+        assert f"scale_attn_logits = {scaled}" in str(caught.value.fix)
+
+
+@pytest.mark.parametrize("to", ["mtf", "hf"])
+def test_no_run_scales_the_queries_of_a_checkpoint_whose_library_cannot(
+    tiny_checkpoint, tmp_path, to
+):
+    convert(tiny_checkpoint, tmp_path / "out", to, slots=False)
+    scaled = dataclasses.replace(computed(tmp_path / "out"), scale_queries=True)
+    with pytest.raises(UserError, match=r"(?s)trained without.*its format is"):
+        check_configured(find_checkpoint(tmp_path / "out"), scaled)
+
+
+def test_where_no_file_says_how_queries_are_scaled_the_run_decides(tiny_checkpoint, tmp_path):
+    convert(tiny_checkpoint, tmp_path / "t5x", "t5x")
+    (tmp_path / "t5x" / "config.gin").write_text("TRAIN_STEPS = 3\n")
+    model = computed(tmp_path / "t5x")
+    for scaled in (False, True):
+        ref = find_checkpoint(tmp_path / "t5x")
+        check_configured(ref, dataclasses.replace(model, scale_queries=scaled))
+
+
 def test_a_position_bias_that_layers_share_is_each_layer_s_first_one(tiny_checkpoint):
     model = computed(tiny_checkpoint)
     ref, tree = find_checkpoint(tiny_checkpoint), load_any(tiny_checkpoint)

@@ -1,10 +1,15 @@
 """What a dry run says of a training before it starts."""
 
+import shutil
+
 import pytest
 
+from t0repro.config.t5x.inference import eval_plan, infer_plan
 from t0repro.config.t5x.run import train_config
 from t0repro.errors import UserError
-from t0repro.runs.preflight import check_training
+from t0repro.runs.batch_infer import infer
+from t0repro.runs.preflight import check_inference, check_training
+from t0repro.runs.task_eval import evaluate_checkpoints
 
 from .tiny_gin import parsed, save_checkpoint
 
@@ -76,6 +81,29 @@ def test_all_that_is_wrong_is_reported_at_once(checkpoint):
             f"utils.RestoreCheckpointConfig.path = '{checkpoint}'",
             "utils.RestoreCheckpointConfig.assignment_map = [('target/decodr/.*', None)]",
         )
+
+
+def test_query_kernels_of_the_other_scale_are_refused_by_every_run(checkpoint, tmp_path):
+    model_dir = shutil.copytree(checkpoint.parent, tmp_path / "scaled")
+    text = "from t5x.contrib.gpu.t5 import network\nnetwork.T5Config.scale_attn_logits = True\n"
+    (model_dir / "config.gin").write_text(text)
+    copy = model_dir / checkpoint.name
+    message = f"(?s)trained with that division.*{copy}; {model_dir}/config.gin:2"
+    with pytest.raises(UserError, match=message):
+        said(f"utils.RestoreCheckpointConfig.path = '{copy}'")
+    macros = ("MIXTURE_OR_TASK_NAME = 'demo_train'", "MIXTURE_OR_TASK_SPLIT = 'train'")
+    macros += (f"CHECKPOINT_PATH = '{copy}'", "TASK_FEATURE_LENGTHS = {'inputs': 32, 'targets': 8}")
+    for mode, plan, start in (
+        ("eval", eval_plan, evaluate_checkpoints),
+        ("infer", infer_plan, infer),
+    ):
+        output = f"{mode.upper()}_OUTPUT_DIR = '{model_dir}'"  # where a config.gin is written too
+        made = plan(parsed(mode, mode, *macros, output))
+        with pytest.raises(UserError, match=message):
+            check_inference(made, lambda line: None)
+        with pytest.raises(UserError, match=message):
+            start(made, describe=lambda: (model_dir / "config.gin").unlink())
+        assert (model_dir / "config.gin").read_text() == text
 
 
 def test_rows_that_are_not_cached_are_named_with_a_remedy_for_all_of_them():
