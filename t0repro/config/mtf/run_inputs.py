@@ -207,6 +207,9 @@ def dtype_name(arguments: RunArguments, argument: str) -> str:
 
     value = arguments.arguments(DTYPES, arguments.utils.get_variable_dtype)[argument]
     try:
+        # TensorFlow takes a number for its own number of a type: 1 and True are float32.
+        if not isinstance(value, str | tensorflow.DType):
+            raise TypeError
         return tensorflow.as_dtype(value).name
     except TypeError as error:
         raise UserError(
