@@ -9,31 +9,22 @@ first time and the last. `tests/hardlife` does the same with real file systems.
 import builtins
 import contextlib
 import errno
-import json
+import itertools
 import os
 import re
 import resource
-import sys
-from collections.abc import Callable
+import time
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
 
-import numpy as np
+import filelock
 import pytest
 
 from t0repro import locks
-from t0repro.cli import app
-from t0repro.cli.gate import gate
-from t0repro.files import write_atomically
-from t0repro.reports.write import write_files
 
-from .converters.released_servers import serving as serving_checkpoints
-from .jobs.trainings import save_checkpoints
-from .reports.suites import small_suite
-from .tasks import p3_server
-from .tasks.test_p3 import TASK, write_task
-from .tiny_models import run_config
+from .cli.test_addresses import options
+from .runs.tiny_gin import SIZES
+from .tasks.test_p3 import TASK
+from .writers import JOBS, LINES, WRITERS, WRITES_NOTHING, Job, act, command, make_inputs, writers
 
 # Faults ------------------------------------------------------------------------------------------
 
@@ -111,16 +102,6 @@ def small_files(size: int):
 # Commands ----------------------------------------------------------------------------------------
 
 
-def command(*arguments) -> Callable[[Path], None]:
-    """A `t0repro` command line; OUT stands for the folder."""
-
-    def act(out: Path) -> None:
-        sys.argv = ["t0repro", *(str(each).replace("OUT", str(out)) for each in arguments)]
-        app.main()
-
-    return act
-
-
 @pytest.fixture(scope="module", autouse=True)
 def without_syncs():
     """Syncs do nothing here, unless they fail: they would take most of the time."""
@@ -129,172 +110,20 @@ def without_syncs():
         yield
 
 
-@pytest.fixture(scope="module")
-def jobs(tmp_path_factory):
-    """The jobs by name; what they read is made once."""
-    root = tmp_path_factory.mktemp("inputs")
-    suite = small_suite(root / "run" / "validation_eval")
-    (root / "train").mkdir()
-    rows = [{"split": "train", "step": step, "loss": 4.0 / step} for step in range(1, 9)]
-    lines = "".join(json.dumps(row) + "\n" for row in rows)
-    (root / "train" / "metrics.jsonl").write_text(lines)
-    save_checkpoints(root / "model", 3)
-    served = root / "served"
-    t5x = served / "pretrained_models" / "t5x" / "t5_1_1_lm100k_small" / "checkpoint_1100000"
-    t5x.mkdir(parents=True)
-    (t5x / "checkpoint").write_bytes(b"tree" * 999)
-    write_task(served / "data" / TASK, twin=False)
-    # --force: the last sync may fail when the destination is there, and whole.
-    convert = ("convert", root / "model", "OUT", "--force", "--to")
-    with serving_checkpoints(served) as bucket, p3_server.serving(served) as hub:
-        yield {
-            "report make": command(
-                "report", "make", suite.folder, "--out", "OUT", "--resamples", "100"
-            ),
-            "compare": command("compare", suite.folder, suite.folder, "--out", "OUT"),
-            "plot": command("plot", root / "train", "--out", "OUT"),
-            "convert to mtf": command(*convert, "mtf"),
-            "convert to hf": command(*convert, "hf", "--no-slots"),
-            "checkpoint fetch": lambda out: fetch_checkpoint(bucket.url, out),
-            "tasks fetch-p3": lambda out: fetch_task(hub.url, out),
-            "cache": cache,
-            "precompile": precompile,
-            "score_eval": score_eval,
-            "rank-eval": rank_eval,
-            "infer": infer,
-            "train (JAX)": train_records,
-            "train (Mesh TensorFlow)": mesh_records,
-            "aux": aux,
-            "vertex status": vertex,
-        }
-
-
-# Where a command computes for long, what it writes with stands for it.
-
-
-def fetch_checkpoint(url: str, out: Path) -> None:
-    from t0repro.converters import released
-
-    released.fetch(released.find("t5_1_1_lm100k_small"), out, base_url=url, delays=(0.01,))
-
-
-def fetch_task(url: str, out: Path) -> None:
-    from t0repro.hub_files import HubRepository
-    from t0repro.tasks import p3
-
-    p3.fetch([TASK], out, HubRepository(url, p3.REPOSITORY, p3.REVISION, (0.01,)))
-
-
-def cache(out: Path) -> None:
-    from t0repro.tasks.prompt_cache.folders import locked, put_in_place
-    from t0repro.tasks.prompt_cache.records import RecordFile
-
-    with locked(out) as staging:
-        staged = staging / "task"
-        staged.mkdir()
-        file = RecordFile(staged / "train.tfrecord-00000-of-00001")
-        try:
-            for _ in range(300):
-                file.write(b"record" * 50)
-            file.close()
-        finally:
-            file.abandon()
-        write_atomically(staged / "info.train.json", json.dumps({"num_shards": 1}))
-        write_atomically(staged / "stats.train.json", "{}")
-        if not (out / "task").exists():
-            put_in_place(staged, out / "task", ["train"])
-
-
-def precompile(out: Path) -> None:
-    from t0repro.runs.precompile import Program, write_t5x_files
-
-    modules = (b"before" * 999, b"after" * 999)
-    program = cast("Program", SimpleNamespace(modules=modules))
-    mesh = SimpleNamespace(mesh=SimpleNamespace(device_ids=np.arange(4)))
-    write_t5x_files(out, program, cast("Any", mesh))
-
-
-def score_eval(out: Path) -> None:
-    from t0repro.evaluation.task_output import LineFile
-
-    file = LineFile(out / "task_3_predictions")
-    try:
-        file.write(range(4000))
-        file.commit()
-    finally:
-        file.discard()
-
-
-def rank_eval(out: Path) -> None:
-    from t0repro.evaluation.journal import DIGEST, Journal
-
-    with locks.folder_lock(out, "rank evaluation"):
-        digests = np.array([b"%16d" % number for number in range(300)], DIGEST)
-        with contextlib.closing(Journal(out / ".journal" / "scores")) as journal:
-            missing = np.isnan(journal.look_up(digests)[0])
-            journal.add(digests[missing], np.arange(300.0)[missing])
-        scores = journal.look_up(digests)[0]
-        assert (scores == np.arange(300.0)).all()
-        write_files({"scores.csv": "".join(f"{score}\n" for score in scores)}, out)
-
-
-def infer(out: Path) -> None:
-    from t0repro.runs.text_modes import write_lines
-
-    write_lines(out / "answers", range(4000))
-
-
-def train_records(out: Path) -> None:
-    from t0repro.training.metrics import JsonLines
-    from t0repro.training.model_dir import held_for_training
-
-    with held_for_training(out, "jax", run_config(out, 2)):
-        with contextlib.closing(JsonLines(out / "metrics.jsonl", start_step=0)) as lines:
-            for step in range(1, 101):
-                lines.write({"split": "train", "step": step, "loss": 0.5})
-
-
-def mesh_records(out: Path) -> None:
-    from t0repro.mesh.hooks import MetricsFile
-
-    metrics = MetricsFile(str(out / "metrics.jsonl"))
-    metrics.drop_training_after(0)
-    for step in range(1, 101):
-        metrics.append({"split": "train", "step": step, "loss": 0.5})
-
-
-def aux(out: Path) -> None:
-    from t0repro.jobs.journal import Journal, Point
-
-    with locks.folder_lock(out, "auxiliary jobs"):
-        journal = Journal(out)
-        for step in range(1, 41):
-            point = Point(step, "m")
-            if point not in journal.progress:
-                journal.add("seen", point)
-            if not journal.progress[point].is_final:
-                journal.add("succeeded", point, metric=("accuracy", 0.5))
-
-
-def vertex(out: Path) -> None:
-    from t0repro.cloud.results import _copy
-
-    data = b"event" * 800
-    for name in ("report.json", "events.out.tfevents.1"):
-        blob = SimpleNamespace(
-            size=len(data), download_as_bytes=lambda start=0, end=None: data[start:]
-        )
-        _copy(blob, out / name)
-
-
 # The attack --------------------------------------------------------------------------------------
 
-LINES = ("train (JAX)", "train (Mesh TensorFlow)", "aux", "vertex status")
-"""Their files grow: what an interrupted run leaves is a beginning, and not hidden."""
-JOBS = (
-    *("report make", "compare", "plot", "convert to mtf", "convert to hf", "checkpoint fetch"),
-    *("tasks fetch-p3", "cache", "precompile", "score_eval", "rank-eval", "infer", *LINES),
-)
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    """What the commands read."""
+    return make_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+@pytest.fixture(scope="module")
+def jobs(inputs, tmp_path_factory):
+    """The jobs by name."""
+    with writers(tmp_path_factory.mktemp("served"), inputs) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
@@ -312,21 +141,11 @@ def whole(jobs, tmp_path_factory):
     return of
 
 
-def act(job: Callable[[Path], None], out: Path) -> int:
-    """The exit code of a job, run as every command is."""
-    try:
-        with gate("t0repro"):
-            job(out)
-    except SystemExit as end:
-        return int(end.code or 0)
-    return 0
-
-
 def visible_files(folder: Path) -> dict[str, bytes]:
-    """Every file but those in hidden places; without what differs from run to run."""
+    """Every file but hidden and temporary ones; without what differs from run to run."""
     varying = rb"202\d-\d\d-\d\dT?[\d:.+ ]*|out\d+"
     paths = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
-    shown = {name: path for name, path in paths.items() if not re.search(r"(^|/)\.", name)}
+    shown = {name: path for name, path in paths.items() if not re.search(r"(^|/)(\.|tmp-)", name)}
     return {name: re.sub(varying, b"", path.read_bytes()) for name, path in shown.items()}
 
 
@@ -337,10 +156,20 @@ def check(name: str, code: int, out: Path, expected: dict[str, bytes], said: str
     for file, content in visible_files(out).items():
         if name in LINES and file != "report.json":
             assert expected[file].startswith(content[: content.rfind(b"\n") + 1]), file
-        elif file in VARYING:
-            assert abs(len(content) - len(expected[file])) < 200, file
         else:
-            assert content == expected[file], file
+            check_same(file, content, expected)
+
+
+def check_same(file: str, content: bytes, expected: dict[str, bytes]) -> None:
+    if file in VARYING:
+        assert abs(len(content) - len(expected[file])) < 200, file
+    else:
+        assert content == expected[file], file
+
+
+def test_every_command_is_known_to_write_or_not():
+    named = {" ".join(words) for words, _ in options() if words} | {"t5_mesh_transformer"}
+    assert named == WRITERS.keys() | WRITES_NOTHING and not WRITERS.keys() & WRITES_NOTHING
 
 
 VARYING = ("report.json", "report.html", "report.md")
@@ -373,7 +202,7 @@ def test_a_fault_ends_a_command_clearly_leaves_nothing_half_and_the_next_run_suc
     record_property("faults", met)
 
 
-def moments(job: Callable[[Path], None], kind: str, folder: Path) -> list[int]:
+def moments(job: Job, kind: str, folder: Path) -> list[int]:
     """When a fault comes: at the first and the last call; at two sizes of files."""
     if kind not in NUMBERS:
         return [0, 400]
@@ -382,3 +211,129 @@ def moments(job: Callable[[Path], None], kind: str, folder: Path) -> list[int]:
         counter.install(patch)
         assert act(job, folder / "counted") == 0
     return sorted({0, counter.count - 1}) if counter.count else []
+
+
+# Clocks and locks --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_a_clock_that_jumps_changes_nothing(name, jobs, whole, tmp_path, monkeypatch):
+    monkeypatch.setenv("T0REPRO_CHECKPOINT_HUB", "1")
+    expected = whole(name)
+    days = itertools.cycle([0, 1, -1, 500, -500])
+    now, now_ns = time.time, time.time_ns
+    monkeypatch.setattr(time, "time", lambda: now() + 86400 * next(days))
+    monkeypatch.setattr(time, "time_ns", lambda: now_ns() + 86400 * 10**9 * next(days))
+    for _ in range(2):  # the second finds what the first left
+        assert act(jobs[name], tmp_path / "out0") == 0
+    found = visible_files(tmp_path / "out0")
+    assert found.keys() == expected.keys()
+    for file, content in found.items():
+        check_same(file, content, expected)
+
+
+T5X = (
+    *("--gin_file=t5x/examples/t5/t5_1_1/tiny.gin", "--gin.DROPOUT_RATE=0.0"),
+    *("--gin.MIXTURE_OR_TASK_NAME='demo_train'", "--module_import=t0repro.tasks.demo"),
+    "--gin.TASK_FEATURE_LENGTHS={'inputs': 8, 'targets': 8}",
+    *(f"--gin.{size.replace(' = ', '=')}" for size in SIZES),
+)
+MESH = (
+    *("--gin_file=dataset.gin", "--gin_file=demo/t5.1.1.demo.gin"),
+    *("--gin_param=MIXTURE_NAME = 'demo_train'", "--gin_param=dropout_rate = 0.0"),
+    *("--gin_param=run.train_steps = 1", "--module_import=t0repro.tasks.demo"),
+    "--gin_param=run.sequence_length = {'inputs': 64, 'targets': 16}",
+    "--gin_param=run.batch_size = ('tokens_per_batch', 512)",
+)
+HELD = {
+    "aux": (
+        *("aux", "--model_dir=OUT", "--auxiliary_job_mixtures=m", "--once"),
+        "--auxiliary_job_build_target_path=true",
+    ),
+    "cache": (
+        *("cache", "--output_cache_dir=OUT", "--module_import=t0repro.tasks.demo"),
+        "--tasks=demo_synthetic_imdb_*",
+    ),
+    "checkpoint fetch": ("checkpoint", "fetch", "t5_1_1_lm100k_small", "--to=OUT"),
+    "compare": ("compare", "SUITE", "SUITE", "--out=OUT"),
+    "convert": ("convert", "MODEL", "OUT", "--to=hf"),
+    "eval": (
+        *("eval", *T5X, "--gin_file=t5x/configs/runs/eval.gin", "--gin.EVAL_OUTPUT_DIR='OUT'"),
+        "--gin.CHECKPOINT_PATH='MODEL/checkpoint_3'",
+    ),
+    "infer": (
+        *("infer", *T5X, "--gin_file=t5x/configs/runs/infer.gin", "--gin.INFER_OUTPUT_DIR='OUT'"),
+        "--gin.CHECKPOINT_PATH='MODEL/checkpoint_3'",
+    ),
+    "parity": ("parity", *MESH, "--out=OUT"),
+    "plot": ("plot", "TRAIN", "--out=OUT"),
+    "rank-eval": (
+        *("rank-eval", "--checkpoint=MODEL", "--mixture=demo_eval_score_eval", "--out=OUT"),
+        "--module_import=t0repro.tasks.demo",
+    ),
+    "report history": ("report", "history", "SUITE", "--out=OUT"),
+    "report make": ("report", "make", "SUITE", "--out=OUT", "--resamples=100"),
+    "tasks fetch-p3": ("tasks", "fetch-p3", f"--tasks={TASK}", "--to=OUT"),
+    "train": (
+        *("train", *T5X, "--gin_file=t5x/configs/runs/pretrain.gin", "--gin.MODEL_DIR='OUT'"),
+        *("--gin.TRAIN_STEPS=1", "--gin.USE_CACHED_TASKS=False", "--gin.BATCH_SIZE=8"),
+    ),
+}
+"""Command lines that find their folder held."""
+FOLDERS = {"aux": "auxiliary", "eval": "inference_eval", "infer": ".shard-00000-of-00001"}
+UNLOCKED = {"precompile", "run", "t5_mesh_transformer", "vertex status"}
+"""Whose files are replaced one by one; what run and t5_mesh_transformer start is above."""
+
+
+def test_every_command_that_writes_is_known_to_hold_its_folder_or_not():
+    assert WRITERS.keys() == HELD.keys() | UNLOCKED
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_a_command_whose_folder_is_held_is_refused_at_once_and_writes_nothing(
+    name, inputs, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setenv("T0REPRO_CHECKPOINT_HUB", "1")
+    monkeypatch.setenv("COLUMNS", "200")
+    out = tmp_path / "out"
+    with locks.folder_lock(out / FOLDERS.get(name, ""), "a run of mine"):
+        before = sorted(out.rglob("*"))
+        code = act(command(*HELD[name], **inputs), out)
+        said = capsys.readouterr().err
+        assert sorted(out.rglob("*")) == before
+    assert code == 2, said
+    assert f"holds this folder for a run of mine (process {os.getpid()} on " in said
+    assert re.search(r"to do: \S", said) and f"where: {out}" in said
+
+
+LOCKED = [
+    name
+    for name in JOBS
+    if name not in ("precompile", "score_eval", "infer (Mesh TensorFlow)", "vertex status")
+]
+
+
+@pytest.mark.parametrize("name", LOCKED)
+def test_what_a_dead_machine_left_locked_under_another_date_is_taken_over(
+    name, jobs, whole, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setenv("T0REPRO_CHECKPOINT_HUB", "1")
+    monkeypatch.setattr(locks, "_LEASE_SECONDS", 0.1)
+    expected, out = whole(name), tmp_path / "out0"
+    folder = out / FOLDERS.get(name, "")
+    folder.mkdir(parents=True)
+    with monkeypatch.context() as patch:
+        patch.setattr("filelock._marker.host_name", lambda: "elsewhere")
+        lease = filelock.SoftFileLease(folder / locks.LEASE_FILE, lease_duration=0.1)
+        with lease:
+            marker = (folder / locks.LEASE_FILE).read_bytes()
+    for file, content in ((locks.LEASE_FILE, marker), (locks.COMMAND_FILE, b"x\ny\n")):
+        (folder / file).write_bytes(content)
+        os.utime(folder / file, times=(time.time() + 500 * 86400,) * 2)
+    capsys.readouterr()
+    assert act(jobs[name], out) == 0
+    assert "waiting up to" in capsys.readouterr().err
+    found = visible_files(out)
+    assert found.keys() == expected.keys()
+    for file, content in found.items():
+        check_same(file, content, expected)

@@ -87,6 +87,7 @@ def parity(
         --gin_param "dropout_rate = 0.0" --steps 20 --out runs/parity
     """
     echo("reading gin files and data, with t5 and Mesh TensorFlow ...", err=True)
+    from t0repro.locks import folder_lock
     from t0repro.parity import report, run
     from t0repro.progress import working
 
@@ -98,13 +99,18 @@ def parity(
         allowlist=allowlist_of(gin_import_allowlist),
         model_dir=str(out / run.MESH_FOLDER),
     )
-    job = run.make_job(inputs, out, steps=steps, start=start, dtype=dtype, eval_task=eval_task)
-    # First, because without --from the JAX side starts from what Mesh TensorFlow draws.
-    with working(f"Mesh TensorFlow: {counted(len(job.batches), 'step')}"):
-        reference, start_step = run.run_mesh_side(job)
-    with working(f"JAX: {counted(len(job.batches), 'step')}"):
-        found = run.compare_sides(job, reference, start_step, inject.value if inject else None)
-    for path in report.write_report(found, job):
+    # A second comparison would remove what this one is computing.
+    with folder_lock(
+        out, "a comparison of the stacks", fix="Wait for it to end, or choose another --out."
+    ):
+        job = run.make_job(inputs, out, steps=steps, start=start, dtype=dtype, eval_task=eval_task)
+        # First, because without --from the JAX side starts from what Mesh TensorFlow draws.
+        with working(f"Mesh TensorFlow: {counted(len(job.batches), 'step')}"):
+            reference, start_step = run.run_mesh_side(job)
+        with working(f"JAX: {counted(len(job.batches), 'step')}"):
+            found = run.compare_sides(job, reference, start_step, inject.value if inject else None)
+        paths = report.write_report(found, job)
+    for path in paths:
         typer.echo(path)
     typer.echo(report.verdict(found))
     # After the report is written, since a failure is what one reads it for.

@@ -12,6 +12,7 @@ that compares. Jobs are passed in a JSON file; a job's results are files in its 
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import subprocess
 import sys
@@ -23,7 +24,7 @@ import numpy as np
 
 from t0repro.config.mtf.parser import MeshInputs
 from t0repro.errors import UserError
-from t0repro.files import make_folder, write_atomically
+from t0repro.files import write_atomically
 
 ARRAYS, DONE = "arrays.npz", "done"
 Batch = Mapping[str, np.ndarray]
@@ -128,11 +129,12 @@ def read_result(folder: str | Path) -> MeshResult:
 
 def save_batches(path: str | Path, batches: Sequence[Batch]) -> str:
     """Writes batches as "<index>/<feature>" and returns the path."""
-    make_folder(Path(path).parent)
     arrays: dict[str, Any] = {
         f"{index}/{name}": x for index, batch in enumerate(batches) for name, x in batch.items()
     }
-    np.savez(path, **arrays)
+    content = io.BytesIO()
+    np.savez(content, **arrays)
+    write_atomically(path, content.getvalue())
     return str(path)
 
 
