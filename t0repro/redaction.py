@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 
 # The user and password of an address: all up to the last @ before its path.
@@ -19,3 +20,12 @@ def without_passwords(text: str) -> str:
 def is_secret(name: str, value: str) -> bool:
     """Whether an environment variable looks like a secret, by its name or a password in it."""
     return bool(_NAME.search(name)) or without_passwords(value) != value
+
+
+def without_secrets(text: str) -> str:
+    """The text without passwords of addresses, and without the secrets in this environment."""
+    for name, value in os.environ.items():
+        # A short value is a word that other text has too, and a path only says where a secret is.
+        if len(value) >= 8 and not os.path.isabs(value) and _NAME.search(name):
+            text = text.replace(value, "***")
+    return without_passwords(text)

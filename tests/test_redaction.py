@@ -1,5 +1,7 @@
 """Passwords and tokens stay out of messages and records."""
 
+import os
+import subprocess
 import sys
 
 import pytest
@@ -71,3 +73,34 @@ def test_a_variables_name_says_whether_it_is_a_secret(names, secret):
 def test_a_password_in_a_variables_value_makes_it_a_secret():
     assert is_secret("MLFLOW_TRACKING_URI", f"http://u:{SECRET}@host")
     assert not is_secret("MLFLOW_TRACKING_URI", "http://host")
+
+
+TRACEBACKS = f"""
+import os, sys, threading
+from t0repro.cli.gate import gate
+def fail():
+    raise ValueError("no http://user:{SECRET}@host with " + os.environ["HF_TOKEN"]) from OSError(
+        "https://h/x?token={SECRET}\\x1b[31m"
+    )
+with gate("it", show_unexpected=True) as settings:
+    settings.debug = "debug" in sys.argv
+    if "thread" in sys.argv:
+        (thread := threading.Thread(target=fail)).start()
+        thread.join()
+    else:
+        fail()
+"""
+
+
+@pytest.mark.parametrize("kind", ["debug", "unexpected", "thread"])
+def test_no_traceback_shows_a_secret(kind, tmp_path):
+    (tmp_path / "it.py").write_text(TRACEBACKS)  # whose lines, which are quoted, hold it as well
+    ended = subprocess.run(
+        [sys.executable, "-P", str(tmp_path / "it.py"), kind],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "HF_TOKEN": "hf_0123456789"},
+    )
+    assert ended.stderr.count("Traceback (most recent call last)") == 1
+    assert "ValueError: no http://***@host with ***" in ended.stderr
+    assert SECRET not in ended.stderr + ended.stdout and "\x1b" not in ended.stderr

@@ -15,6 +15,7 @@ import re
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,6 +24,8 @@ from t0repro.cli.echo import echo
 from t0repro.errors import UserError
 from t0repro.files import storage_error
 from t0repro.log_records import quiet_libtpu
+from t0repro.redaction import without_secrets
+from t0repro.words import printable
 
 FAILURE, USER_ERROR, INTERRUPTED = 1, 2, 130
 
@@ -68,6 +71,7 @@ def gate(command: str, *, show_unexpected: bool = False) -> Iterator[Settings]:
     compat.quiet_native_logs()
     quiet_libtpu()
     _search_working_folder()
+    _keep_secrets_out_of_tracebacks()
     # A command makes millions of objects that stay, when it imports TensorFlow and traces a step.
     # After every 700, as by default, looking for garbage among them takes a fifth of that time.
     gc.set_threshold(100_000, 50, 100)
@@ -98,7 +102,7 @@ def gate(command: str, *, show_unexpected: bool = False) -> Iterator[Settings]:
             sys.exit(USER_ERROR)
         if show_unexpected:
             raise
-        text = " ".join(str(error).split()) or "no message"
+        text = without_secrets(" ".join(str(error).split())) or "no message"
         echo(f"{command}: {type(error).__name__}: {text}", err=True)
         print(f"  to do: '{command} --debug ...' shows where this happened.", file=sys.stderr)
         sys.exit(FAILURE)
@@ -112,6 +116,21 @@ def _search_working_folder() -> None:
     folder = os.getcwd()
     if folder not in sys.path:
         sys.path.append(folder)
+
+
+def _keep_secrets_out_of_tracebacks() -> None:
+    """Redacts what Python prints of an exception that nobody catches, in any thread."""
+    # They stay, as an exception is printed after the command's body has ended.
+    sys.excepthook = _print_traceback
+    threading.excepthook = lambda ended: _print_traceback(
+        ended.exc_type, ended.exc_value, ended.exc_traceback
+    )
+
+
+def _print_traceback(kind: Any, error: Any, frames: Any) -> None:
+    if kind is not SystemExit:  # of a thread, which ends by it without a word
+        text = "".join(traceback.format_exception(kind, error, frames))
+        print(printable(without_secrets(text), keep="\n"), end="", file=sys.stderr, flush=True)
 
 
 def _deliver_swallowed_interrupts() -> None:
