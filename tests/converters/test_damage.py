@@ -7,10 +7,12 @@ from a right one, and `verify` has to say that it could not check the values.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +34,7 @@ LAYOUTS = ("mtf", "zarr", "ocdbt", "msgpack", "hf", "hf_shards")
 CHECKSUMS = ("integrity.json", "conversion.json")
 # Of the six only Mesh TensorFlow's own files have checksums of every value.
 HAS_CHECKSUMS = {"mtf"}
+OCDBT_CASES = 25  # of 3 kinds of files, with and without them: 150
 CASES = 42  # of 6 layouts, with and without the files of checksums: 504
 
 
@@ -44,6 +47,7 @@ def wholes(mesh_variables, write_mesh_checkpoint, tmp_path_factory) -> Callable[
     # `kernel` slots of small models are factored here, which Hugging Face's format leaves as it is.
     tree = load_any(source)
 
+    @functools.cache
     def make(layout: str, checksums: bool) -> Path:
         directory = root / f"{layout}_{checksums}"
         if layout == "ocdbt" and checksums:
@@ -78,23 +82,28 @@ class Damage:
 
     directory: Path
     random: random.Random
+    only: str = "*"  # a pattern of paths: which files are damaged
 
     def __post_init__(self) -> None:
         self._files = {
             file: file.read_bytes() for file in sorted(self.directory.rglob("*")) if file.is_file()
         }
+        self._damaged = [file for file in self._files if file.match(self.only)]
 
-    def __iter__(self) -> Iterator[str]:
+    def __iter__(self) -> Generator[str, None, None]:
         kinds = (self._delete, self._delete_folder, self._cut, self._append, self._flip)
-        kinds += (self._overwrite, self._exchange, self._flip, self._flip_text)
+        kinds += (self._overwrite, self._exchange, self._flip)
+        kinds += (self._flip_text,) if self.only == "*" else (self._flip,)
         while True:
-            file = self.random.choice(list(self._files))
+            file = self.random.choice(self._damaged)
             what = self.random.choice(kinds)(file, self._files[file])
-            yield what
-            for path, content in self._files.items():
-                if not path.is_file() or path.read_bytes() != content:
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    path.write_bytes(content)
+            try:
+                yield what
+            finally:
+                for path, content in self._files.items():
+                    if not path.is_file() or path.read_bytes() != content:
+                        path.parent.mkdir(parents=True, exist_ok=True)
+                        path.write_bytes(content)
 
     def _delete(self, file: Path, content: bytes) -> str:
         file.unlink()
@@ -166,19 +175,23 @@ def check_verify_does_not_vouch(directory: Path) -> None:
     assert verification.problems or any("flipped bits" in gap for gap in verification.unchecked)
 
 
-def check_damages(wholes, layout: str, checksums: bool, cases: int, seed: int) -> dict[str, int]:
+def check_damages(
+    wholes, layout: str, checksums: bool, cases: int, seed: int, only: str = "*"
+) -> dict[str, int]:
     directory = wholes(layout, checksums)
     original = load_any(directory)
     counts = {"told": 0, "harmless": 0, "changed": 0}
-    for case, what in zip(range(cases), Damage(directory, random.Random(seed)), strict=False):
-        try:
-            found = outcome(directory, original)
-            if found == "changed":
-                assert not checksums and layout not in HAS_CHECKSUMS, "a value changed in silence"
-                check_verify_does_not_vouch(directory)
-        except Exception as error:
-            raise AssertionError(f"case {case}: {what}") from error
-        counts[found] += 1
+    with contextlib.closing(iter(Damage(directory, random.Random(seed), only))) as damages:
+        for case, what in zip(range(cases), damages, strict=False):
+            try:
+                found = outcome(directory, original)
+                if found == "changed":
+                    has_sums = checksums or layout in HAS_CHECKSUMS
+                    assert not has_sums, "a value changed in silence"
+                    check_verify_does_not_vouch(directory)
+            except Exception as error:
+                raise AssertionError(f"case {case}: {what}") from error
+            counts[found] += 1
     return counts
 
 
@@ -187,3 +200,40 @@ def check_damages(wholes, layout: str, checksums: bool, cases: int, seed: int) -
 def test_damage_to_structure_is_told_and_to_values_if_checksums_exist(wholes, layout, checksums):
     counts = check_damages(wholes, layout, checksums, CASES, seed=1)
     assert sum(counts.values()) == CASES
+
+
+# OCDBT, in which Orbax writes by default: a manifest, trees of nodes that name values, and values.
+# The manifest and the nodes have checksums of their own; values have none.
+OCDBT = ("manifest.ocdbt", "d/*", "_METADATA")
+
+
+@pytest.mark.parametrize("only", OCDBT)
+@pytest.mark.parametrize("checksums", [True, False], ids=["checksums", "bare"])
+def test_each_kind_of_ocdbts_files_is_damaged_and_its_structure_always_told(
+    wholes, checksums, only
+):
+    counts = check_damages(wholes, "ocdbt", checksums, OCDBT_CASES, seed=2, only=only)
+    assert sum(counts.values()) == OCDBT_CASES and counts["told"]
+    # What only describes can change no value.
+    assert only == "d/*" or not counts["changed"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("only", OCDBT)
+@pytest.mark.parametrize("checksums", [True, False], ids=["checksums", "bare"])
+def test_many_damages_of_each_kind_of_ocdbts_files(wholes, checksums, only):
+    check_damages(wholes, "ocdbt", checksums, 500, seed=3, only=only)
+
+
+def test_each_byte_of_ocdbts_manifest_that_is_changed_is_told(wholes):
+    """Without integrity.json: the manifest has a checksum of its own."""
+    directory = wholes("ocdbt", False)
+    (manifest,) = directory.glob("*/state/manifest.ocdbt")  # not those of single processes
+    content, original = manifest.read_bytes(), load_any(directory)
+    silent = []
+    for place in range(len(content)):
+        manifest.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        if outcome(directory, original) != "told":
+            silent.append(place)
+    manifest.write_bytes(content)
+    assert not silent
