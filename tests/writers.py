@@ -44,13 +44,14 @@ WRITERS = {
     "plot": ("plot",),
     "precompile": ("precompile",),
     "rank-eval": ("rank-eval",),
-    "report history": ("report history",),
+    "report history": ("plot",),  # which writes its pages with the same function
     "report make": ("report make",),
     "run": ("train (JAX)", "eval", "infer", "precompile"),  # whichever mode it is given
     "t5_mesh_transformer": (
         *("train (JAX)", "train (Mesh TensorFlow)"),
         *("score_eval", "infer (Mesh TensorFlow)", "aux"),
     ),
+    "tasks export": ("tasks export",),
     "tasks fetch-p3": ("tasks fetch-p3",),
     "train": ("train (JAX)",),
     "vertex status": ("vertex status",),
@@ -118,13 +119,13 @@ def writers(root: Path, inputs: dict[str, Path]) -> Iterator[dict[str, Job]]:
     with serving_checkpoints(root) as bucket, p3_server.serving(root) as hub:
         yield {
             "report make": whole("report make SUITE --out OUT --resamples 100"),
-            "report history": whole("report history SUITE --out OUT"),
             "compare": whole("compare SUITE SUITE --out OUT"),
             "plot": whole("plot TRAIN --out OUT"),
             # --force: the last sync may fail when the destination is there, and whole.
             "convert to mtf": whole("convert MODEL OUT --force --to mtf"),
             "convert to hf": whole("convert MODEL OUT --force --to hf --no-slots"),
             "checkpoint fetch": lambda out: fetch_checkpoint(bucket.url, out),
+            "tasks export": export,
             "tasks fetch-p3": lambda out: fetch_task(hub.url, out),
             "cache": cache,
             "precompile": precompile,
@@ -155,6 +156,20 @@ def fetch_task(url: str, out: Path) -> None:
     from t0repro.tasks import p3
 
     p3.fetch([TASK], out, HubRepository(url, p3.REPOSITORY, p3.REVISION, (0.01,)))
+
+
+def export(out: Path) -> None:
+    import t0repro.tasks.demo  # noqa: F401
+    from t0repro.lm_eval.export import export_tasks
+
+    # The last sync may fail when the folder is there, and whole.
+    if not (out.is_dir() and any(out.iterdir())):
+        export_tasks(
+            ["demo_synthetic_rotten_tomatoes_Writer_Expressed_Sentiment"],
+            "validation",
+            out,
+            "suite",
+        )
 
 
 def cache(out: Path) -> None:

@@ -15,8 +15,6 @@ import collections
 import dataclasses
 import json
 import re
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,7 @@ from typing import Any
 import yaml
 
 from t0repro.errors import UserError
-from t0repro.files import make_folder, write_atomically
+from t0repro.files import atomic_directory, naming, write_atomically
 from t0repro.tasks.catalogue import label
 from t0repro.tasks.task import SCORE_EVAL_SUFFIX, TaskDescription, task_descriptions
 from t0repro.words import counted
@@ -74,17 +72,13 @@ def export_tasks(
         raise UserError(
             "The folder is not empty.", where=str(folder), fix="Name a new one, or remove it."
         )
-    make_folder(folder.parent)
     # The YAML files name their rows by absolute path: the harness knows no other.
     final = folder.resolve()
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as temporary:
-        staged = Path(temporary) / folder.name
-        (staged / _ROWS).mkdir(parents=True)
-        exported = _export(names, split, staged, final, suite, advance)
-        if folder.is_dir():
-            folder.rmdir()
-        shutil.move(staged, folder)
-    return exported
+    if folder.is_dir():
+        folder.rmdir()
+    with atomic_directory(folder) as staged:
+        (staged / _ROWS).mkdir()
+        return _export(names, split, staged, final, suite, advance)
 
 
 def _export(
@@ -125,7 +119,7 @@ def _export(
 def _write_rows(task: TaskDescription, split: str, path: Path) -> int:
     """Writes the split's rendered examples; returns their number."""
     examples = 0
-    with open(path, "w", encoding="utf-8") as file:
+    with naming(path), open(path, "w", encoding="utf-8") as file:
         for row in _rendered(task, split):
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
             examples += 1
