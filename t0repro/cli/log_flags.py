@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import typer
 
@@ -33,6 +33,8 @@ def _threshold(name: str | None) -> str | None:
 @dataclasses.dataclass(frozen=True)
 class LogOptions:
     """How much of the libraries' log is printed."""
+
+    HEADING: ClassVar = "Log"
 
     verbosity: Annotated[
         int | None,

@@ -1,7 +1,8 @@
 """Groups of options that several commands share, each defined once as a dataclass.
 
 A command takes such a dataclass as a parameter; `with_groups` gives the command an option for each
-field, in the parameter's place, and hands it the filled dataclass.
+field, in the parameter's place, and hands it the filled dataclass. A group's `HEADING`, if it has
+one, stands above its options in the help.
 """
 
 from __future__ import annotations
@@ -47,6 +48,12 @@ def with_groups(command: Callable[..., Any]) -> Callable[..., Any]:
 def _options(group: Any) -> Iterator[inspect.Parameter]:
     types = typing.get_type_hints(group, include_extras=True)
     for field in dataclasses.fields(group):
+        (owner,) = [
+            each for each in group.__mro__ if field.name in vars(each).get("__annotations__", ())
+        ]
+        for option in getattr(types[field.name], "__metadata__", ()):
+            # Shared annotations, such as GinFiles, get the same heading wherever they stand.
+            option.rich_help_panel = vars(owner).get("HEADING")
         yield inspect.Parameter(
             field.name,
             inspect.Parameter.POSITIONAL_OR_KEYWORD,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import typer
 
@@ -15,19 +15,21 @@ from t0repro.errors import UserError
 class ProcessOptions:
     """T5X's flags for several processes; without them the environment decides."""
 
+    HEADING: ClassVar = "Several processes"
+
     multiprocess_gpu: Annotated[
         bool,
         typer.Option(
             "--multiprocess_gpu",
-            help="Be one of several processes; what is not given, JAX finds out.",
+            help="Join a multi-process run; JAX detects what you omit.",
         ),
     ] = False
     coordinator_address: Annotated[
         str | None,
-        typer.Option(help="Where the others reach process 0.", metavar="HOST:PORT"),
+        typer.Option(help="The address of process 0 for the others.", metavar="HOST:PORT"),
     ] = None
     process_count: Annotated[int | None, typer.Option(help="Number of processes.")] = None
-    process_index: Annotated[int | None, typer.Option(help="Which of them this is, from 0.")] = None
+    process_index: Annotated[int | None, typer.Option(help="This process's number, from 0.")] = None
     initialization_timeout: Annotated[
         int | None,
         typer.Option(min=1, help="Seconds to wait for the other processes.", show_default="300"),
@@ -73,7 +75,7 @@ def define() -> None:
     )
     flags.DEFINE_string("coordinator_address", None, "HOST:PORT where process 0 is reached.")
     flags.DEFINE_integer("process_count", None, "Number of processes.")
-    flags.DEFINE_integer("process_index", None, "Which of them this is, from 0.")
+    flags.DEFINE_integer("process_index", None, "This process's number, from 0.")
     flags.DEFINE_integer("initialization_timeout", None, "Seconds to wait for the others.")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from t0repro.cli import help_pages
 from t0repro.cli.log_flags import as_click_reads
 from t0repro.errors import UserError
 
@@ -73,8 +74,8 @@ def _check_home(argument: str) -> None:
 
 
 def show_canonical(command: Any) -> None:
-    """Makes the help of a Typer command and its subcommands show canonical names and fill lines."""
-    command.help = _flowing(command.help or "")
+    """Makes the help of a Typer command and its subcommands fit 80 columns, by canonical names."""
+    help_pages.arrange(command)
     for parameter in command.params:
         # Help shows these lists; both spellings are accepted all the same (see `canonical`).
         for names in (parameter.opts, getattr(parameter, "secondary_opts", [])):
@@ -83,15 +84,3 @@ def show_canonical(command: Any) -> None:
             ]
     for child in getattr(command, "commands", {}).values():
         show_canonical(child)
-
-
-def _flowing(text: str) -> str:
-    """A help text with each paragraph on one line, unless it has indented lines, as examples do.
-
-    Typer prints later paragraphs with the docstring's line breaks, which break again at 80 columns.
-    """
-    return "\n\n".join(
-        # Indented lines are examples, whose line breaks matter.
-        paragraph if "\n " in paragraph else paragraph.replace("\n", " ")
-        for paragraph in text.split("\n\n")
-    )

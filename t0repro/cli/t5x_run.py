@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, TypeVar
 
 import typer
 
@@ -34,6 +34,8 @@ Plan = TypeVar("Plan", bound="InferencePlan")
 @dataclasses.dataclass(frozen=True)
 class T5xOptions(LogOptions):
     """What every run mode of T5X takes."""
+
+    HEADING: ClassVar = "Gin files and data"
 
     gin_file: GinFiles = None
     gin_bindings: GinBindings = None

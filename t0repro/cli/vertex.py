@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
@@ -56,6 +56,8 @@ _ASKING = "asking Vertex AI ..."  # before Google's client, whose import takes s
 class JobOptions:
     """What a job runs on, and as what."""
 
+    HEADING: ClassVar = "Machines"
+
     machine_type: Annotated[str, typer.Option(help="cloud-tpu, a2-highgpu-1g, ...")] = "cloud-tpu"
     accelerator_type: Annotated[
         str | None, typer.Option(help="TPU_V2, TPU_V3, NVIDIA_TESLA_A100, ...")
@@ -92,6 +94,8 @@ class JobOptions:
 @dataclasses.dataclass(frozen=True)
 class TrackingOptions:
     """Where a job is tracked."""
+
+    HEADING: ClassVar = "Vertex AI Experiments"
 
     experiment: Annotated[
         str | None, typer.Option(help="Track the job in this experiment, which must exist.")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import typer
 
@@ -16,6 +16,8 @@ import typer
 @dataclasses.dataclass(frozen=True)
 class AuxiliaryOptions:
     """What T5X's page on auxiliary jobs names, and this project's own; flags have these names."""
+
+    HEADING: ClassVar = "Auxiliary jobs"
 
     auxiliary_job_mixtures: Annotated[
         str | None, typer.Option(help="Mixtures, joined by commas; a job for each.")

@@ -17,6 +17,7 @@ from t0repro.cli.gate import Settings
 from t0repro.cli.spelling import show_canonical, with_t5x_overrides
 from t0repro.errors import UserError
 
+from ..docs_commands import programs_started
 from .commands import run
 
 
@@ -116,7 +117,8 @@ def _callbacks(command, path: tuple[str, ...] = ()):
 
 def _examples(command) -> list[list[str]]:
     """The words of each command line in a command's help; lines that go on are indented."""
-    text = (command.help or command.epilog or "").partition("Example:")[2].replace("Example:", "")
+    text = (command.help or command.epilog or "").replace("\\\n", " ").replace("\b", "")
+    text = text.partition("Example:")[2].replace("Example:", "")
     text = re.sub(r"\n\s*\n", "\nend\n", text)
     parts = re.split(r"(?:^|\s)(?:[A-Z0-9_]+=\S+ )?t0repro(?= )", text.partition("\nend\n")[0])
     return [shlex.split(part) for part in parts if part.strip()]
@@ -130,6 +132,32 @@ def test_examples_in_help_are_command_lines_that_the_parser_takes(command):
         if "..." in words:  # goes on as the one before
             continue
         assert _parse(root, with_t5x_overrides(words)).callback is not None
+
+
+@pytest.mark.parametrize("command", list(_callbacks(typer.main.get_command(app.app))))
+def test_help_at_80_columns_cuts_no_options_name_and_its_examples_can_be_pasted(command, tmp_path):
+    show_canonical(command)
+    context = typer.Context(command, info_name="t0repro", terminal_width=80)
+    page = command.get_help(context)
+    assert max(map(len, page.splitlines())) <= 80 and "\u2026" not in page
+    names = [name for each in command.params if not getattr(each, "hidden", False)
+             for name in each.opts if name.startswith("-")]  # fmt: skip
+    assert [name for name in names if not re.search(rf"{name}\b", page)] == []
+    for example in re.findall(r"Example:\n((?: {4}.*\n)+)", f"{page}\n"):
+        started = programs_started(example, tmp_path)
+        assert len(started) == len(re.findall(r"^ {4}\S", example, re.M))
+        assert all("\\" not in word for words in started for word in words)
+
+
+def test_long_help_groups_options_under_headings():
+    root = typer.main.get_command(app.app)
+    show_canonical(root)
+    for name, headings in {
+        "train": ["Options", "Log", "Gin files and data", "Several processes", "Auxiliary jobs"],
+        "eval": ["Options", "Log", "Gin files and data"],
+    }.items():
+        page = root.commands[name].get_help(typer.Context(root.commands[name]))
+        assert all(f"\n{heading}:\n" in page for heading in headings)
 
 
 def _parse(command, words, parent=None):

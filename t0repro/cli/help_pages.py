@@ -1,0 +1,103 @@
+"""Help pages that fit 80 columns: options under headings, examples that can be pasted.
+
+Typer's own panels cut long option names to fit; here a long name takes a line of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator
+from typing import Any
+
+WIDTH = 74  # of an example's lines, which Click indents by 4
+_WORD = re.compile(r"""(?:[^\s"']|"[^"]*"|'[^']*')+""")
+_EXAMPLE = re.compile(
+    r"(?P<before>.*?)(?P<name>[^.:]*):\s+(?P<commands>(?:[A-Z0-9_]+=\S+ )?t0repro .*)", re.S
+)
+
+
+def arrange(command: Any) -> None:
+    """Makes a Typer command print its help as this module describes."""
+    command.rich_markup_mode = None
+    # Click cuts a summary of its own making, but not one that it is given.
+    command.short_help = command.short_help or _summary(command.help or "")
+    command.help = _text(command.help or "")
+    command.epilog = _text(command.epilog or "")
+    command.format_options = functools.partial(_format_options, command)
+
+
+def _summary(text: str) -> str:
+    """The first paragraph of a help text, on one line."""
+    return " ".join(text.split("\n\n")[0].split())
+
+
+def _format_options(command: Any, context: Any, formatter: Any) -> None:
+    """Writes arguments, then options by their headings, those without one first."""
+    sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+    for parameter in command.get_params(context):
+        if (record := parameter.get_help_record(context)) is not None:
+            is_argument = parameter.param_type_name == "argument"
+            heading = getattr(parameter, "rich_help_panel", None) or "Options"
+            sections.setdefault("Arguments" if is_argument else heading, []).append(record)
+    for heading, records in sections.items():
+        if records:
+            with formatter.section(heading):
+                formatter.write_dl(records)
+    if hasattr(command, "format_commands"):
+        command.format_commands(context, formatter)
+
+
+def _text(text: str) -> str:
+    """A help text with each paragraph on one line and each example as lines to paste."""
+    # Click keeps the line breaks of a paragraph that begins with \b.
+    found = []
+    for paragraph in text.split("\n\n"):
+        if paragraph.startswith("\b"):
+            found.append(paragraph)
+        elif match := _EXAMPLE.fullmatch(paragraph.strip()):
+            if match["before"].strip():
+                found.append(" ".join(match["before"].split()))
+            lines = [f"  {line}" for each in _commands(match["commands"]) for line in each]
+            found.append("\n".join(["\b", f"{match['name'].strip()}:", *lines]))
+        elif "\n " in paragraph:
+            found.append(f"\b\n{paragraph}")
+        else:
+            found.append(" ".join(paragraph.split()))
+    return "\n\n".join(found)
+
+
+def _commands(text: str) -> Iterator[list[str]]:
+    """The lines of each command of an example; lines that continue one are indented further."""
+    lines = text.splitlines()
+    base = min((len(line) - len(line.lstrip()) for line in lines[1:]), default=0)
+    joined: list[str] = []
+    for number, line in enumerate(lines):
+        if number == 0 or (
+            line.lstrip().startswith("t0repro ") and len(line) - len(line.lstrip()) == base
+        ):
+            joined.append(line)
+        else:
+            joined[-1] += f" {line}"
+    for command in joined:
+        yield _wrapped(_WORD.findall(command))
+
+
+def _wrapped(words: list[str]) -> list[str]:
+    r"""A command's words in lines of at most `WIDTH`, each but the last ending in ` \`."""
+    # An option and its value stay together if a line has room for both.
+    parts: list[str] = []
+    for word in words:
+        last = parts[-1] if parts else ""
+        takes_value = last.startswith("--") and " " not in last and not word.startswith("-")
+        if takes_value and len(last) + len(word) < WIDTH - 6:
+            parts[-1] += f" {word}"
+        else:
+            parts.append(word)
+    lines = [parts[0]]
+    for part in parts[1:]:
+        if len(lines[-1]) + 1 + len(part) > WIDTH - 2:
+            lines.append(f"  {part}")
+        else:
+            lines[-1] += f" {part}"
+    return [f"{line} \\" for line in lines[:-1]] + lines[-1:]
