@@ -1,10 +1,15 @@
 """docs/structure.md draws the house as it is, and as the import contract states it."""
 
+import operator
 import re
 import tomllib
 from pathlib import Path
 
+import pytest
+
 import t0repro
+
+from .walk import walk as walk_from
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -47,3 +52,16 @@ def test_every_file_that_these_pages_name_exists():
         for name in sorted(named)
         if not any((ROOT / x / name).exists() for x in (".", "t0repro"))
     ] == []
+
+
+@pytest.mark.parametrize(
+    ("start", "most"),
+    [(("t0repro.runs.start", "start_training", "config"), (63, 39, 14))],
+)
+def test_the_way_from_a_command_to_the_first_update_grows_no_longer(start, most):
+    """The counts are in docs/lab_log.md. Who makes the way shorter lowers them here."""
+    walk = walk_from(*start)
+    way = " ".join(stop.removeprefix("t0repro.") for stop in walk.stops)
+    found = len(walk.stops), len(walk.files), walk.climbs
+    assert all(map(operator.le, found, most)), f"{found} instead of {most}: {way}"
+    assert "training.loop" in way

@@ -8,18 +8,11 @@ same under a clear name, they keep it.
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import inspect
-import operator
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 from t0repro.config.decoding_plan import DecodingPlan
 from t0repro.config.ranges import Range, check_field
-from t0repro.errors import UserError
-
-if TYPE_CHECKING:
-    from t0repro.config.run_config import RunConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -333,43 +326,3 @@ def mesh_transformer_plan(
         keys="folded",
         may_start_past_end=True,
     )
-
-
-# ---- Classes of the user's -----------------------------------------------------------------------
-
-
-def made(user_class: UserClass, supplied: Mapping[str, Any], where: str | None = None) -> Any:
-    """An object of the class.
-
-    Args:
-      user_class: the class and its own arguments.
-      supplied: what the run gives, of which the class gets the arguments that it takes.
-      where: where the class was bound, for messages.
-
-    Raises:
-      UserError: if the class cannot be imported or called.
-    """
-    name = f"{user_class.module}.{user_class.name}"
-    try:
-        cls = operator.attrgetter(user_class.name)(importlib.import_module(user_class.module))
-        return cls(**{k: v for k, v in supplied.items() if takes(cls, k)}, **user_class.arguments)
-    except (ImportError, AttributeError, TypeError) as error:
-        raise UserError(
-            f"{name} cannot be made: {error}",
-            where=where,
-            fix="Give it the arguments of the class that it derives from, and pass them on.",
-        ) from error
-
-
-def takes(function: Callable[..., Any], name: str) -> bool:
-    """Whether a function or a class takes an argument of this name."""
-    parameters = inspect.signature(function).parameters
-    return name in parameters or any(
-        parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
-    )
-
-
-def replaced(config: RunConfig, part: Replaced) -> tuple[UserClass | None, str | None]:
-    """The user's class in place of a part of a run, None for none, and where it was bound."""
-    classes = config.plan.user_classes
-    return classes.get(part), config.provenance.get(f"plan.user_classes.{part}")

@@ -36,7 +36,7 @@ Example = dict[str, np.ndarray]
 
 
 class CachedBatches(ResumableBatches):
-    """Endless training batches of cached tasks; implements `runs.train.BatchSource`.
+    """Endless training batches of cached tasks; implements `training.batches.BatchSource`.
 
     A resumed run continues after its last batch: with the checkpoint's seed, the batches before it
     are rebuilt and skipped.
@@ -94,7 +94,7 @@ class CachedBatches(ResumableBatches):
         super().__init__(seed)
 
     def open(self, step: int, saved: Path | None, say: Say) -> Iterator[Batch]:
-        """Batches from where the run continues; see `runs.train.BatchSource`."""
+        """Batches from where the run continues; see `training.batches.BatchSource`."""
         if unfinished := [name for name in self._rates if not _ends_in_eos(name, self._split)]:
             say(
                 f"warning: the targets of {counted(len(unfinished), 'cached task')} do not end in"

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from t0repro.config.training_plan import SeqioDataConfig
+from t0repro.config.training_plan import SeqioDataConfig, TrainingPlan
 from t0repro.data.resuming import Batch, ResumableBatches, Say
 from t0repro.errors import UserError
 
@@ -30,7 +30,7 @@ FEATURE_NAMES = {
 
 
 class SeqioTrainBatches(ResumableBatches):
-    """The endless training batches of a dataset; implements `runs.train.BatchSource`.
+    """The endless training batches of a dataset; implements `training.batches.BatchSource`.
 
     Without `save_dataset`, a resumed run reads its data from the beginning again, as in T5X. With
     it, checkpoints hold the state of the input pipeline. If the pipeline runs Python functions, it
@@ -48,7 +48,7 @@ class SeqioTrainBatches(ResumableBatches):
         self._data, self._save_dataset, self._resumed = data, save_dataset, resumed
 
     def open(self, step: int, saved: Path | None, say: Say) -> Iterator[Batch]:
-        """Batches from where the run continues; see `runs.train.BatchSource`."""
+        """Batches from where the run continues; see `training.batches.BatchSource`."""
         if self._data.seed is not None and not self._save_dataset:
             say(
                 "warning: the data have a seed but are not saved in checkpoints: after each restart"
@@ -103,6 +103,17 @@ def train_eval_batches(data: SeqioDataConfig, eval_steps: int) -> dict[str, Eval
         name: EvalBatches(dataclasses.replace(data, mixture_or_task_name=name), eval_steps)
         for name in names
     }
+
+
+def train_eval(plan: TrainingPlan, say: Say) -> Mapping[str, EvalBatches]:
+    """Batches for evaluating a run's loss, by task; none if no task has the split."""
+    data = plan.train_eval_data
+    if data is None:
+        return {}
+    found = train_eval_batches(data, plan.eval_steps)
+    if not found:
+        say(f"train_eval: no task of {data.mixture_or_task_name} has {data.split}")
+    return found
 
 
 class EvalBatches:

@@ -14,12 +14,12 @@ from t0repro.config.training_plan import TrainDataConfig
 from t0repro.data.batches import MODEL_FEATURES
 from t0repro.data.light_steps import light_steps_in_place, without_autotune
 from t0repro.data.resuming import Batch, ResumableBatches, Say
-from t0repro.data.seqio_data import runs_python
+from t0repro.data.seqio_data import SeqioTrainBatches, runs_python
 from t0repro.errors import UserError
 
 
 class TrainBatches(ResumableBatches):
-    """The batches of a RunConfig's training data; implements `runs.train.BatchSource`.
+    """The batches of a RunConfig's training data; implements `training.batches.BatchSource`.
 
     Args:
       config: A configuration of mode "train".
@@ -119,6 +119,21 @@ class TrainBatches(ResumableBatches):
         rows = config.batch_size // data.num_shards
         batches = dataset.repeat().batch(rows, drop_remainder=True).prefetch(2)
         return without_autotune(batches) if light else batches
+
+
+def train_batches(config: RunConfig, *, resumed: bool) -> ResumableBatches:
+    """The training batches of a run, by the dataset function that its plan's data are for.
+
+    Args:
+      config: A configuration of mode "train" with data.
+      resumed: Whether model_dir has a checkpoint of any kind.
+    """
+    plan = config.plan
+    assert plan.train_data is not None, "a command has data to train on"
+    if isinstance(plan.train_data, TrainDataConfig):
+        return TrainBatches(config, has_checkpoint=resumed)
+    saves = plan.save is not None and plan.save.data
+    return SeqioTrainBatches(plan.train_data, save_dataset=saves, resumed=resumed)
 
 
 @contextlib.contextmanager

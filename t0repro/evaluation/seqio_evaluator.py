@@ -11,14 +11,20 @@ import functools
 import logging
 import os
 import warnings
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from t0repro.config.decoding_plan import DecodingPlan
+from t0repro.config.run_config import RunConfig
 from t0repro.config.training_plan import EvaluatorConfig, LoggerConfig, SeqioDataConfig
 from t0repro.errors import UserError
 from t0repro.evaluation.model_functions import functions_of
 from t0repro.log_records import only_records
+from t0repro.model.layer_stacks import by_layer, stacks_in
+from t0repro.model.t5 import T5
+
+if TYPE_CHECKING:
+    from t0repro.training.loop import TrainingLoop
 
 FOLDER = "inference_eval"
 
@@ -31,9 +37,6 @@ class TaskEvaluator:
       evaluator: How many examples, and which loggers.
       folder: Where the loggers write, in `inference_eval` below it.
       decoding: How outputs are generated.
-
-    Raises:
-      UserError: If no task has the split and a metric.
     """
 
     def __init__(
@@ -64,8 +67,6 @@ class TaskEvaluator:
             use_memory_cache=data.use_memory_cache and evaluator.use_memory_cache,
             async_compute_metrics=False,  # an error in a metric is to stop the run where it occurs
         )
-        if not self._evaluator.eval_tasks:
-            raise nothing_to_evaluate(data)
 
     @property
     def tasks(self) -> list[str]:
@@ -104,6 +105,39 @@ class TaskEvaluator:
                     " of choices, or None for all.",
                 ) from error
         return {task: _numbers(values) for task, values in metrics.result().items()}
+
+
+def infer_eval(
+    config: RunConfig, folder: str | os.PathLike[str], say: Callable[[str], None]
+) -> Callable[[TrainingLoop], Mapping[str, Mapping[str, float]]] | None:
+    """Evaluates the tasks' own metrics in a training run; None if the run has no such evaluation.
+
+    Args:
+      config: The run.
+      folder: See `TaskEvaluator`.
+      say: Receives a line if no task has the split and a metric.
+    """
+    data, evaluator, decoding = (
+        config.plan.infer_eval_data,
+        config.plan.evaluator,
+        config.plan.decoding,
+    )
+    if data is None or evaluator is None or decoding is None:
+        return None
+    # Every process evaluates, since they share the devices, but only the first keeps results.
+    evaluated = TaskEvaluator(data, evaluator, folder, decoding)
+    if not evaluated.tasks:
+        say(f"infer_eval: no task of {data.mixture_or_task_name} has {data.split} and a metric")
+        return None
+    model, users = T5(config.model, config.dtypes), "model" in config.plan.user_classes
+
+    def evaluate(loop: TrainingLoop) -> Mapping[str, Mapping[str, float]]:
+        params = loop.held_state.params
+        # The network alone for this project's own model; a user's generates by its methods.
+        trained = loop.trainer.model if users else model
+        return evaluated.evaluate(trained, by_layer(params, stacks_in(params)), loop.step)
+
+    return evaluate
 
 
 def nothing_to_evaluate(data: SeqioDataConfig) -> UserError:

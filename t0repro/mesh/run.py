@@ -42,17 +42,21 @@ def run(flags: Any, configuration: Configuration | None) -> None:
         # Only local folders can be locked; an address such as gs:// is written by TensorFlow alone.
         if mode in ("train", "finetune") and scheme_of(flags.model_dir) is None:
             # Imported here because it imports JAX, which no other mode needs.
+            from t0repro.model.t5 import T5
             from t0repro.training.model_dir import held_for_training
+            from t0repro.training.optimizers import make_optimizer
+            from t0repro.training.train_state import state_shapes
 
-            config = None if configuration is None else configuration.run_or_refusal
-            held.enter_context(
-                held_for_training(
-                    flags.model_dir,
-                    "mtf",
-                    config if isinstance(config, RunConfig) else None,
-                    allow_changed=flags.allow_changed,
-                )
+            found = None if configuration is None else configuration.run_or_refusal
+            config = found if isinstance(found, RunConfig) else None
+            check = held.enter_context(
+                held_for_training(flags.model_dir, "mtf", config, allow_changed=flags.allow_changed)
             )
+            shapes = None
+            if config is not None and config.optimizer is not None:
+                network = T5(config.model, config.dtypes)
+                shapes = state_shapes(network, make_optimizer(config.optimizer))
+            check(shapes)
         _run(flags, None if configuration is None else configuration.inputs)
 
 

@@ -21,7 +21,7 @@ from t0repro.converters import sources
 from t0repro.converters.arithmetic import check_configured, open_configured, repeated_biases
 from t0repro.errors import UserError
 from t0repro.parameters import layout
-from t0repro.parameters.assignment import assigned_names
+from t0repro.parameters.assignment import assigned_names, names_in_mtf
 from t0repro.training.train_state import (
     FlatTree,
     OpenTree,
@@ -179,40 +179,19 @@ def keep_matching(
     """
     if not pattern:
         return dict(tree)
-    names = model.mesh_variables()
-    kept = {
-        key: value
-        for key, value in tree.items()
-        # Patterns are written for Mesh TensorFlow's names.
-        if re.search(pattern, _mesh_name(key, names, tree))
-    }
+    # Patterns are written for Mesh TensorFlow's names.
+    variables = model.mesh_variables()
+    names = names_in_mtf(tree, variables)
+    kept = {key: tree[key] for key, name in names.items() if re.search(pattern, name)}
     if not kept:
         raise UserError(
             f"init_variable_filter {pattern!r} matches no variable.",
             where=place,
-            fix=f"Names are for instance {', '.join(list(names.values())[:3])}.",
+            fix=f"Names are for instance {', '.join(list(variables.values())[:3])}.",
         )
-    wanted = [name for name in tree if _mesh_name(name, names, tree)]
-    say_unmatched(kept, wanted, {name: name for name in kept}, say)
+    wanted = [key for key, name in names.items() if name]
+    say_unmatched(kept, wanted, {key: key for key in kept}, say)
     for path, value in flax.traverse_util.flatten_dict(fresh().params, sep="/").items():
         # Slots and the step need no entry: `from_flat_tree` starts missing ones at zero.
         kept.setdefault(layout.PARAMETERS + path, np.asarray(value))
     return kept
-
-
-def _mesh_name(key: str, names: dict[str, str], tree: OpenTree) -> str:
-    """Mesh TensorFlow's name of a checkpoint's entry; "" if the model has no such entry."""
-    if key == layout.STEP:
-        return layout.MTF_STEP
-    try:
-        path, slot = layout.split_key(key)
-    except ValueError:
-        return ""
-    parameter = tree.get(layout.PARAMETERS + path)
-    if path not in names or parameter is None:
-        return ""
-    if slot is None:
-        return names[path]
-    if len(parameter.shape) < 2 and slot in ("v_row", "v_col"):
-        return ""  # an unused slot
-    return layout.join_mtf_slot(names[path], layout.slot_to_mtf(slot, parameter.shape))

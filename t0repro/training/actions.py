@@ -185,6 +185,24 @@ class SaveCheckpoints(Action):
         )
 
 
+class StoppedBySignal(SystemExit):
+    """A signal ended training early, after a save if the training saves checkpoints.
+
+    The exit code is 130 for Ctrl-C (SIGINT), and PREEMPTED for SIGTERM and for a notice that the
+    machine is about to be taken away: nothing is wrong, and the same command continues. Where
+    nothing was saved it would start over, and the code is 143 as for any process that SIGTERM ends.
+    """
+
+    def __init__(self, number: int, saved: bool = True):
+        shell = number == signal.SIGINT or not saved
+        super().__init__(128 + number if shell else PREEMPTED)
+
+
+# sysexits.h's EX_TEMPFAIL, "try again later". A shell reports 143 for a process that SIGTERM ended
+# at once, without a save.
+PREEMPTED = 75
+
+
 class StopOnSignal(Action):
     """Ends training after the step in which SIGTERM or SIGINT arrives, so that it is saved.
 

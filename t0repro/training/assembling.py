@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 
 from t0repro.config.decoding_plan import DecodingPlan
 from t0repro.config.run_config import RunConfig
-from t0repro.config.training_plan import Replaced, UserClass, made, replaced
+from t0repro.config.training_plan import UserClass
 from t0repro.model.t5 import T5
 from t0repro.model.t5x_decoding import beam_search, temperature_sample
 from t0repro.partitioning.devices import Partitioning
@@ -20,6 +20,7 @@ from t0repro.training.optimizers import Optimizer
 from t0repro.training.partitioner import Partitioner
 from t0repro.training.train_state import TrainState
 from t0repro.training.trainer import BaseTrainer, LearningRateCallable, Trainer
+from t0repro.training.user_classes import made, made_or, replaced
 from t0repro.training.weight_metrics import WeightMetricsComputer
 
 
@@ -48,37 +49,32 @@ def trainer_of(
       files: where metrics are written.
       hold_if_not_finite: see Trainer; a user's train step decides that itself.
     """
-    (user_class, where), every = replaced(config, "trainer"), config.weight_metrics_every
-    arguments: dict[str, Any] = {
+    every = config.weight_metrics_every
+    partitioner = made_or(Partitioner, config, "partitioner", {"partitioning": partitioning})
+    weights = (
+        made_or(WeightMetricsComputer, config, "weight_metrics_computer", {"every": every})
+        if every
+        else None
+    )
+    arguments = {
         "model": model,
         "train_state": state,
-        "partitioner": _made_or(config, "partitioner", Partitioner, partitioning=partitioning),
+        "partitioner": partitioner,
         "eval_names": eval_names,
         "summary_dir": None,
         "train_state_axes": None,
         "rng": rng,
         "learning_rate_fn": schedule,
         "num_microbatches": config.num_microbatches,
-        "weight_metrics_computer": _made_or(
-            config, "weight_metrics_computer", WeightMetricsComputer, every=every
-        )
-        if every
-        else None,
+        "weight_metrics_computer": weights,
     }
-    if user_class is None:
-        return Trainer(**arguments, files=files, hold_if_not_finite=hold_if_not_finite)
-    trainer: BaseTrainer = made(user_class, arguments, where)
-    # Set here, for T5X's constructors take no such arguments and pass none on.
+    trainer: BaseTrainer = made_or(Trainer, config, "trainer", arguments)
+    # Set here, for T5X's constructors take no such arguments and a user's class passes none on.
     if files is not None:
         trainer.write_to(files)
     if isinstance(trainer, Trainer):
         trainer.hold_if_not_finite = hold_if_not_finite
     return trainer
-
-
-def _made_or(config: RunConfig, part: Replaced, own: Callable[..., Any], **supplied: Any) -> Any:
-    user_class, where = replaced(config, part)
-    return own(**supplied) if user_class is None else made(user_class, supplied, where)
 
 
 def model_of(

@@ -2,9 +2,9 @@
 
 Training that continues from the wrong state does not fail by itself: Mesh TensorFlow starts at step
 0 beside the JAX stack's checkpoints, which it does not see; slots of another optimizer become
-zeros; swapping two activations leaves the parameters' names and shapes the same. `check_model_dir`
-reports each of these before anything is computed or written. Both backends train inside
-`held_for_training`, which calls it.
+zeros; swapping two activations leaves the parameters' names and shapes the same. Both backends
+train inside `held_for_training`, which reports each of these before anything is restored or
+written.
 
 `trained_with.json` in model_dir records the settings of the last training there. Without it, for
 instance if another program wrote the checkpoint, only what the tensors show can be checked.
@@ -16,24 +16,19 @@ import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-import flax.traverse_util
-import jax
-import numpy as np
-
-from t0repro.config.run_config import ModelConfig, OptaxConfig, OptimizerConfig, RunConfig
+from t0repro.config.run_config import OptaxConfig, RunConfig
 from t0repro.converters import sources
 from t0repro.converters.tensors import CheckpointReader, CheckpointRef
 from t0repro.errors import UserError, of_command
 from t0repro.files import output_path, write_atomically, writing
 from t0repro.locks import folder_lock
 from t0repro.parameters import layout
-from t0repro.partitioning.processes import held_by_first
-from t0repro.training.optimizers import make_optimizer
-from t0repro.training.train_state import check_parameters, flat_slots
+from t0repro.partitioning.processes import held_by_first, is_first
+from t0repro.training.train_state import TrainState, check_parameters, flat_slots
 
 Backend = Literal["mtf", "jax"]
 
@@ -53,8 +48,12 @@ def held_for_training(
     config: RunConfig | None,
     *,
     allow_changed: bool = False,
-) -> Iterator[None]:
-    """Locks model_dir while training, after checking what it holds and recording the settings.
+) -> Iterator[Callable[[TrainState | None], None]]:
+    """Locks model_dir while training, after checking what it holds.
+
+    Yields the last check, to be called with the shapes of the state that is about to be trained, or
+    None if they are not known: the checkpoint must have that state's slots. Then the check records
+    the run's settings.
 
     Args:
       model_dir: a local folder; created if it does not exist.
@@ -63,22 +62,29 @@ def held_for_training(
       allow_changed: see `check_model_dir`.
 
     Raises:
-      UserError: if another run holds the folder, or if `check_model_dir` raises one.
+      UserError: if another run holds the folder, or if a check raises one.
     """
+    reader: CheckpointReader | None = None
 
     @contextlib.contextmanager
     def checked() -> Iterator[None]:
+        nonlocal reader
         fix = f"Wait for it to end, or train in another {of_command('--model_dir', 'MODEL_DIR')}."
         with folder_lock(output_path(model_dir), "training", fix=fix):
-            check_model_dir(model_dir, backend, config, allow_changed=allow_changed)
-            if config is not None:
-                with writing(Path(model_dir) / RECORD):
-                    settings = json.dumps(_settings(config), indent=1)
-                    write_atomically(Path(model_dir) / RECORD, settings + "\n")
+            reader = check_model_dir(model_dir, backend, config, allow_changed=allow_changed)
             yield
 
+    def check(shapes: TrainState | None) -> None:
+        if config is None or not is_first():
+            return
+        if reader is not None and shapes is not None and not allow_changed:
+            check_slots(reader, shapes)
+        with writing(Path(model_dir) / RECORD):
+            settings = json.dumps(_settings(config), indent=1)
+            write_atomically(Path(model_dir) / RECORD, settings + "\n")
+
     with held_by_first(checked):
-        yield
+        yield check
 
 
 def check_model_dir(
@@ -87,8 +93,8 @@ def check_model_dir(
     config: RunConfig | None,
     *,
     allow_changed: bool = False,
-) -> None:
-    """Checks that training can continue from model_dir's checkpoints, if it has any.
+) -> CheckpointReader | None:
+    """Checks that training can continue from model_dir's checkpoints, but for their slots.
 
     Args:
       model_dir: the run's folder; it need not exist.
@@ -98,27 +104,27 @@ def check_model_dir(
       allow_changed: accept another optimizer, other settings or a renamed checkpoint. Checkpoints
         of the other stack or of another model are refused even so: training cannot read them.
 
+    Returns:
+      The latest checkpoint, for `check_slots`; None if there is none, or none that can be compared.
+
     Raises:
       UserError: if something does not fit; the message says what.
     """
     refs = sources.list_checkpoints(model_dir) if os.path.isdir(model_dir) else []
     if not refs:
-        return
+        return None
     _check_stack(refs, backend, os.fspath(model_dir))
     ref = sources.find_checkpoint(model_dir)
     # A chain of optax's has state that only the chain itself can name.
     of_optax = config is not None and isinstance(config.optimizer, OptaxConfig)
     reader = None if of_optax else _open(ref, backend)
     if reader is not None and config is not None:
-        _check_model(reader, config.model)
-    if allow_changed:
-        return
-    _check_step(ref, reader)
-    if config is None:
-        return
-    if reader is not None and config.optimizer is not None:
-        _check_slots(reader, config.model, config.optimizer)
-    _check_record(Path(model_dir) / RECORD, config)
+        check_parameters(reader.tensors, config.model.shape.parameters(), reader.ref.path)
+    if not allow_changed:
+        _check_step(ref, reader)
+        if config is not None:
+            _check_record(Path(model_dir) / RECORD, config)
+    return reader
 
 
 # ---- Checkpoints --------------------------------------------------------------------------------
@@ -175,19 +181,27 @@ def _check_step(ref: CheckpointRef, reader: CheckpointReader | None) -> None:
         )
 
 
-def _check_model(reader: CheckpointReader, model: ModelConfig) -> None:
-    """Refuses a checkpoint that lacks a parameter of the model or has it in another shape."""
-    check_parameters(reader.tensors, model.shape.parameters(), reader.ref.path)
+def check_slots(reader: CheckpointReader, shapes: TrainState) -> None:
+    """Refuses slots that the optimizer would ignore or would restart at zero.
 
+    Args:
+      reader: the checkpoint that training continues from.
+      shapes: shapes of the state that is about to be trained.
 
-def _check_slots(reader: CheckpointReader, model: ModelConfig, optimizer: OptimizerConfig) -> None:
-    """Refuses slots that this optimizer would ignore or would restart at zero."""
+    Raises:
+      UserError: if the checkpoint's slots are not those of the state.
+    """
     found = {
         key: info.shape for key, info in reader.tensors.items() if key.startswith(layout.SLOTS)
     }
-    if not found:
-        return  # parameters alone, as a conversion may write
-    wanted = _slot_shapes(model, optimizer)
+    if not found or not isinstance(shapes.slots, dict):
+        return  # parameters alone, as a conversion may write; or the state of optax's optimizers
+    wanted = {
+        layout.slot_key(path, name): tuple(value.shape)
+        for path, slot in flat_slots(shapes.slots).items()
+        for name in layout.SLOT_NAMES
+        if (value := getattr(slot, name)) is not None
+    }
     wrong = sorted({key for key in found.keys() | wanted if found.get(key) != wanted.get(key)})
     if not wrong:
         return
@@ -204,23 +218,6 @@ def _check_slots(reader: CheckpointReader, model: ModelConfig, optimizer: Optimi
         fix="Bind run.optimizer and its options as they were; or add --allow_changed to continue,"
         " with zeros for the missing slots.",
     )
-
-
-def _slot_shapes(model: ModelConfig, optimizer: OptimizerConfig) -> dict[str, tuple[int, ...]]:
-    """Flat key -> shape of every slot that the optimizer keeps."""
-    parameters = {
-        path: jax.ShapeDtypeStruct(shape, np.float32)
-        for path, shape in model.shape.parameters().items()
-    }
-    # Shapes alone: no slot is allocated.
-    nested = flax.traverse_util.unflatten_dict(parameters, sep="/")
-    slots = flat_slots(jax.eval_shape(make_optimizer(optimizer).init, nested))
-    return {
-        layout.slot_key(path, name): tuple(value.shape)
-        for path, slot in slots.items()
-        for name in layout.SLOT_NAMES
-        if (value := getattr(slot, name)) is not None
-    }
 
 
 # ---- Settings -----------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The parts of a training that its plan decides: keys, saving, metrics, evaluations and the end."""
+"""The loop of a run, and what its plan does between steps: saving, metrics, evaluations."""
 
 from __future__ import annotations
 
@@ -7,22 +7,26 @@ import dataclasses
 import gc
 import json
 import os
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 
 from t0repro.config.run_config import AdafactorConfig, RunConfig
 from t0repro.config.training_plan import TerminateOnNanConfig, TrainingPlan
-from t0repro.errors import UserError
 from t0repro.files import write_atomically
-from t0repro.partitioning.processes import from_first, is_first
-from t0repro.training.actions import Action, SaveCheckpoints
+from t0repro.partitioning.devices import Partitioning
+from t0repro.partitioning.processes import from_first, is_first, output_folder
+from t0repro.training.actions import Action, SaveCheckpoints, ShowProgress
+from t0repro.training.assembling import trainer_of
 from t0repro.training.bad_update import ReportBadUpdate
 from t0repro.training.loop import TrainingLoop
-from t0repro.training.metrics import SplitMetrics, StepMetrics
+from t0repro.training.metrics import MetricLog, OpenWriter, SplitMetrics, StepMetrics, Writer
+from t0repro.training.models import T5Model
+from t0repro.training.run_state import RecordRunState
+from t0repro.training.schedules import Schedule
+from t0repro.training.start import Start
 from t0repro.training.stopping import BaseAction, RunActions, make_actions
 from t0repro.training.trainer import NumpyBatch
 
@@ -40,44 +44,6 @@ class Evaluations:
     infer_eval: InferEval | None = None
 
 
-def chosen_seed(plan: TrainingPlan, say: Callable[[str], None]) -> int:
-    """The plan's seed, or one drawn from the clock, with a message."""
-    if plan.random_seed is not None:
-        return plan.random_seed
-    # Of several processes, one clock decides: all must draw the same parameters.
-    seed = from_first(lambda: int(time.time()))
-    say(f"seed: {seed}, since random_seed is None")
-    return seed
-
-
-def keys(seed: int, how: Literal["split", "folded"]) -> tuple[jax.Array, jax.Array]:
-    """The PRNG keys of the initial parameters and of dropout; see `TrainingPlan.keys`."""
-    if how == "folded":
-        initial = jax.random.key(seed)
-        # Fold in a constant, because parameters are drawn with the seed's key itself.
-        return initial, jax.random.fold_in(initial, 1)
-    initial, training = jax.random.split(jax.random.PRNGKey(seed))
-    return initial, training
-
-
-def last_step(config: RunConfig, start_step: int) -> int:
-    """The step at which a training that starts at a step ends.
-
-    Raises:
-      UserError: If it is past that step already, and the plan does not allow that.
-    """
-    plan = config.plan
-    if plan.relative_steps is not None:
-        return start_step + plan.relative_steps
-    if config.train_steps < start_step and not plan.may_start_past_end:
-        raise UserError(
-            f"total_steps is {config.train_steps:,}, but the checkpoint is of step {start_step:,}.",
-            where=config.provenance.get("train_steps"),
-            fix="TRAIN_STEPS counts the checkpoint's steps too; or set relative_steps.",
-        )
-    return config.train_steps
-
-
 def shortest_period(plan: TrainingPlan, steps: int) -> int:
     """The shortest of the periods in force, which summaries follow unless they have their own."""
     # A period that nothing follows is not in force.
@@ -91,28 +57,82 @@ def shortest_period(plan: TrainingPlan, steps: int) -> int:
     return min((period for period in periods if period), default=max(1, steps))
 
 
-@dataclasses.dataclass(frozen=True)
-class Beginning:
-    """Where a training begins, in steps and in files.
+def loop_of(
+    config: RunConfig,
+    model: T5Model,
+    start: Start,
+    partitioning: Partitioning,
+    *,
+    end_step: int,
+    rng: jax.Array,
+    schedule: Schedule,
+    evaluations: Evaluations,
+    save_data: Callable[[Path], None] | None,
+    actions: Sequence[Action],
+    writers: Sequence[Writer],
+    open_writers: Callable[[int], OpenWriter] | None,
+    say: Callable[[str], None],
+) -> TrainingLoop:
+    """The loop of a run: its metrics log, its trainer, and what the plan does between steps.
 
-    Attributes:
-      step: The global step that it starts from.
-      last_step: The step at which it ends.
-      checkpoint: The checkpoint in model_dir that it continues from; None for a new run.
+    Args:
+      config: The run.
+      model: What is trained.
+      start: Where training starts.
+      partitioning: The devices.
+      end_step: The step at which training ends.
+      rng: PRNG key of dropout.
+      schedule: The learning rates.
+      evaluations: What the plan's evaluations read.
       save_data: Writes the position in the data into a checkpoint's folder.
+      actions: What runs after the plan's actions.
+      writers: Receive the lines of steps in addition to metrics.jsonl.
+      open_writers: Given the step that training starts from, opens the writers of summaries.
+      say: Receives lines about what is being done.
     """
-
-    step: int
-    last_step: int
-    checkpoint: Path | None
-    save_data: Callable[[Path], None] | None
+    plan = config.plan
+    # Only a held update leaves the state that explains it, and nothing must follow it.
+    holds, may_be_nan = stops_on_nan(plan), passes_nan(config)
+    evaluated = None if plan.log == "steps" else last_evaluated(config.model_dir)
+    written, log, files = output_folder(config.model_dir), None, None
+    if plan.log == "steps":
+        log = MetricLog(written, start.step, writers)
+    else:
+        opener = open_writers and open_writers(start.step)
+        files = SplitMetrics(written, start.step, opener, evaluated)
+    trainer = trainer_of(
+        config,
+        model,
+        start.state,
+        partitioning,
+        rng,
+        schedule,
+        eval_names=list(evaluations.train_eval),
+        files=files,
+        hold_if_not_finite=holds,
+    )
+    if plan.save is None:
+        say("no checkpoint will be saved: utils.CheckpointConfig.save is None")
+    planned = planned_actions(config, evaluations, files, start, end_step, save_data, holds, say)
+    return TrainingLoop(
+        trainer,
+        log=log,
+        files=files,
+        actions=[ShowProgress(), RecordRunState(written), *planned, *actions],
+        may_be_nan=may_be_nan,
+        start_step=start.step,
+        synchronous=holds,
+    )
 
 
 def planned_actions(
     config: RunConfig,
     inputs: Evaluations,
     files: SplitMetrics | None,
-    beginning: Beginning,
+    start: Start,
+    end_step: int,
+    save_data: Callable[[Path], None] | None,
+    holds: bool,
     say: Callable[[str], None],
 ) -> Sequence[Action]:
     """What happens between steps, in the order in which T5X does it.
@@ -121,31 +141,31 @@ def planned_actions(
       config: The run.
       inputs: What evaluations read.
       files: Where summaries are written; None if each step has a line instead.
-      beginning: Where the training begins.
+      start: Where training starts.
+      end_step: The step at which it ends.
+      save_data: Writes the position in the data into a checkpoint's folder.
+      holds: Whether an update that is not finite is held back, and reported.
       say: Receives lines about what is being done.
     """
     plan = config.plan
+    period = plan.stats_period or shortest_period(plan, end_step - start.step)
     on_metrics = {mode: make_actions(items, say) for mode, items in plan.actions.items()}
     progress = Progress(
         config.model_dir,
-        beginning.step,
+        start.step,
         {mode: run.actions for mode, run in on_metrics.items()},
-        beginning.checkpoint,
+        start.checkpoint,
     )
-    steps = beginning.last_step - beginning.step
     actions: list[Action] = []
     if plan.log == "summaries":
-        period = plan.stats_period or shortest_period(plan, steps)
         actions.append(Summarise(period, progress, on_metrics.get("TRAIN")))
     if plan.gc_period:
         actions.append(CollectGarbage(plan.gc_period))
     if plan.save is not None:
         actions.append(
-            SaveCheckpoints(
-                config.model_dir, plan.save, beginning.save_data, progress=progress, say=say
-            )
+            SaveCheckpoints(config.model_dir, plan.save, save_data, progress=progress, say=say)
         )
-    if stops_on_nan(plan):
+    if holds:
         actions.append(ReportBadUpdate(config, say))
     # After the save, as in T5X, so that a metric that fails costs no training.
     if inputs.train_eval or inputs.infer_eval:
@@ -164,7 +184,21 @@ def planned_actions(
     return actions
 
 
-def may_be_nan(config: RunConfig) -> bool:
+def still_evaluates(config: RunConfig, start: Start, evaluations: Evaluations) -> bool:
+    """Whether there is something to evaluate though every step is done."""
+    plan = config.plan
+    if not (evaluations.train_eval or evaluations.infer_eval):
+        return False
+    # The run died while it evaluated its last step.
+    was_interrupted = (
+        start.checkpoint is not None
+        and bool(plan.eval_period)
+        and last_evaluated(config.model_dir) < start.step
+    )
+    return plan.run_eval_before_training or was_interrupted
+
+
+def passes_nan(config: RunConfig) -> bool:
     """Whether something other than the trainer deals with a loss that is not finite."""
     optimizer = config.optimizer
     # Either the optimizer passes over NaN entries, or an action stops the training by itself.
@@ -274,7 +308,8 @@ class Progress:
 
 def last_evaluated(model_dir: str | os.PathLike[str]) -> int:
     """The step of the latest finished evaluation of a run; -1 if there is none."""
-    return int(_read(Path(model_dir) / EVALUATED_FILE).get("step", -1))
+    path = Path(model_dir) / EVALUATED_FILE
+    return from_first(lambda: int(_read(path).get("step", -1)))
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -34,6 +34,7 @@ from t0repro.training.trainer import BaseTrainer
 # Compilers need up to a tenth more than what is counted (docs/scaling.md), and a step that
 # recomputes a little needlessly costs less than one that does not fit.
 _IN_ALL = 1.1
+_FROM_LEAST: tuple[Recompute, ...] = ("none", "minimal")
 
 
 def decided(
@@ -53,14 +54,16 @@ def decided(
         """The first policy with which a step fits, and why it is not `none`."""
         if memory is None:
             return None, ""
-        everything = step_bytes(_recomputing(config, "none"), partitioning)
-        if _IN_ALL * everything <= memory:
-            return "none", ""
-        minimal = step_bytes(_recomputing(config, "minimal"), partitioning)
-        way: Recompute = "minimal" if _IN_ALL * minimal <= memory else "full"
-        return way, (
+        needed: dict[Recompute, int] = {}
+        way: Recompute = "full"
+        for tried in _FROM_LEAST:
+            needed[tried] = step_bytes(_recomputing(config, tried), partitioning)
+            if _IN_ALL * needed[tried] <= memory:
+                way = tried
+                break
+        return way, "" if way == "none" else (
             f"recompute: {way!r}, since a step that keeps all activations takes about"
-            f" {everything / GIB:.2f} GiB of a device's {memory / GIB:.2f} GiB"
+            f" {needed['none'] / GIB:.2f} GiB of a device's {memory / GIB:.2f} GiB"
         )
 
     # All processes must run one program. Of another process's device the memory may not be known,
@@ -87,13 +90,15 @@ def step_memory(config: RunConfig, partitioning: Partitioning) -> Memory:
     model, optimizer = T5(config.model, config.dtypes), make_optimizer(config.optimizer)
     state = partitioning.divided(held_shapes(model, optimizer))
     shapes = train_shapes(config, lambda feature: assumed_length(config, feature))
+    activations = _kept_activations(config, partitioning, shapes)
+    copied = _copied(config, state.params)
     parameters, slots = bytes_per_device(state.params), bytes_per_device(state.slots)
     return Memory(
         parameters=parameters,
         slots=slots,
         gradients=parameters,  # float32, like the parameters
-        activations=_kept_activations(config, partitioning, shapes),
-        temporaries=_copied(config, state.params),
+        activations=activations,
+        temporaries=copied,
         other=bytes_per_device(state) - parameters - slots,
     )
 

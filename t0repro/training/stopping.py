@@ -11,8 +11,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from t0repro.config.training_plan import ActionConfig, TerminateOnNanConfig, UserClass, made
+from t0repro.config.training_plan import ActionConfig, TerminateOnNanConfig, UserClass
 from t0repro.training.train_state import single_layers
+from t0repro.training.user_classes import made
 
 Results = Mapping[str, Mapping[str, Any]]  # task -> metric -> value
 Say = Callable[[str], None]

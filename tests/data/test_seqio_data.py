@@ -14,10 +14,10 @@ from t0repro.data.seqio_data import (
     SeqioTrainBatches,
     runs_python,
     seqio_dataset,
+    train_eval,
     train_eval_batches,
 )
 from t0repro.errors import UserError
-from t0repro.runs.start import _train_eval
 
 from .. import tiny_models as tiny
 
@@ -304,7 +304,7 @@ def test_a_task_without_the_split_is_not_evaluated_and_an_empty_one_is_refused(t
     assert train_eval_batches(data, 1) == {}
     said = []
     plan = dataclasses.replace(tiny.PLAN, train_eval_data=data)
-    assert _train_eval(plan, said.append) == {}
+    assert train_eval(plan, said.append) == {}
     assert said == [f"train_eval: no task of {data.mixture_or_task_name} has validation"]
     (tmp_path / "empty.txt").write_text("")
     feature = seqio.Feature(seqio.ByteVocabulary(), dtype=tf.int32)

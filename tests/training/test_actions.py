@@ -10,9 +10,9 @@ import pytest
 
 from t0repro.config.training_plan import SaveConfig
 from t0repro.errors import UserError
-from t0repro.runs.train import StoppedBySignal, train
+from t0repro.runs.train import train
 from t0repro.training import actions, checkpoints
-from t0repro.training.actions import Action, SaveCheckpoints
+from t0repro.training.actions import Action, SaveCheckpoints, StoppedBySignal
 from t0repro.training.run_state import read_run_state
 from t0repro.training.train_state import to_flat_tree
 

@@ -9,10 +9,13 @@ import pytest
 from t0repro.config.configuration import Configuration, RunInputs
 from t0repro.config.run_config import AdamWeightDecayConfig, MomentumConfig, SgdConfig
 from t0repro.errors import UserError
+from t0repro.model.t5 import T5
 from t0repro.runs.start import start_configured
 from t0repro.runs.train import train
 from t0repro.training.checkpoints import load_tree, save_tree
-from t0repro.training.model_dir import check_model_dir, held_for_training
+from t0repro.training.model_dir import check_model_dir, check_slots, held_for_training
+from t0repro.training.optimizers import make_optimizer
+from t0repro.training.train_state import state_shapes
 
 from .. import tiny_models as tiny
 from . import resume_run
@@ -20,8 +23,8 @@ from . import resume_run
 
 def trained(model_dir, **changes):
     config = tiny.run_config(model_dir, 2, **changes)
-    with held_for_training(model_dir, "jax", config):
-        train(config, tiny.batches(2), say=lambda line: None)
+    with held_for_training(model_dir, "jax", config) as check:
+        train(config, tiny.batches(2), check=check, say=lambda line: None)
     return config
 
 
@@ -40,7 +43,10 @@ def model_dir(once, tmp_path):
 
 def check(model_dir, backend="jax", allow_changed=False, **changes):
     config = tiny.run_config(model_dir, 4, **changes)
-    check_model_dir(model_dir, backend, config, allow_changed=allow_changed)
+    reader = check_model_dir(model_dir, backend, config, allow_changed=allow_changed)
+    if reader is not None and not allow_changed:
+        network = T5(config.model, config.dtypes)
+        check_slots(reader, state_shapes(network, make_optimizer(config.optimizer)))
 
 
 def contents(folder):

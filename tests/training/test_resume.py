@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from t0repro.errors import UserError
-from t0repro.runs.train import PREEMPTED, StoppedBySignal
+from t0repro.training.actions import PREEMPTED, StoppedBySignal
 from t0repro.training.checkpoints import checkpoint_path, data_folder, list_checkpoints
 from t0repro.words import counted
 

@@ -3,7 +3,7 @@
 A subclass of one of this project's extension points (`EXTENSIONS`) is served to gin as a record of
 the same kind, with the arguments of T5X's class and its own besides. So the rest of a run is read
 as if T5X's class stood there, and the class itself is made when the run begins
-(t0repro.config.training_plan).
+(t0repro.training.user_classes).
 """
 
 from __future__ import annotations

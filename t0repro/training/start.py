@@ -1,0 +1,134 @@
+"""Where a training run starts: the state, its step, and what follows from its seed."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+import jax
+from jax.sharding import NamedSharding
+
+from t0repro.config.run_config import RunConfig
+from t0repro.config.training_plan import TrainingPlan
+from t0repro.errors import UserError
+from t0repro.files import check_is_no_pattern
+from t0repro.model.t5 import initial_parameters
+from t0repro.partitioning.processes import from_first
+from t0repro.training.checkpoints import (
+    checkpoint_path,
+    data_folder,
+    latest_step,
+    load_divided_tree,
+    remove_interrupted_saves,
+)
+from t0repro.training.models import T5Model, is_own
+from t0repro.training.train_state import OpenTree, TrainState, from_flat_tree, new_train_state
+
+Say = Callable[[str], None]
+RestoreFrom = OpenTree | str | Path | Callable[[Callable[[], TrainState]], OpenTree | None] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """Where training starts.
+
+    Attributes:
+      state: The state; of new parameters only the shapes, since the step is compiled while they are
+        initialized.
+      step: Its global step.
+      checkpoint: The checkpoint in model_dir that it came from.
+      data: That checkpoint's folder for the position in the data, if it has one.
+      is_new: Whether its parameters are to be initialized.
+    """
+
+    state: TrainState
+    step: int
+    checkpoint: Path | None = None
+    data: Path | None = None
+    is_new: bool = False
+
+
+def started(
+    config: RunConfig,
+    shapes: TrainState,
+    fresh: Callable[[], TrainState],
+    restore_from: RestoreFrom,
+    say: Say,
+) -> Start:
+    """The state of the latest checkpoint, of `restore_from`, or a new one."""
+    model_dir = Path(config.model_dir)
+    # Now, rather than at the first save.
+    check_is_no_pattern(model_dir, "Checkpoints")
+    # Whoever starts training holds model_dir's lock, so these are leftovers of killed saves.
+    remove_interrupted_saves(model_dir)
+    found = from_first(lambda: latest_step(model_dir))
+    checkpoint = data = None
+    if found is not None:
+        restore_from = checkpoint = checkpoint_path(model_dir, found)
+        data = data_folder(checkpoint)
+    elif callable(restore_from):
+        restore_from = restore_from(fresh)
+    if restore_from is None:
+        return Start(shapes, 0, is_new=True)
+    where = "init_checkpoint"
+    if isinstance(restore_from, str | Path):
+        where, restore_from = str(restore_from), load_divided_tree(restore_from, shapes)
+    state = from_flat_tree(restore_from, shapes, where=where)
+    say(f"start: step {int(state.step):,} of {where}")
+    return Start(state, int(state.step), checkpoint, data)
+
+
+def new_state(model: T5Model, key: jax.Array, like: TrainState | None = None) -> TrainState:
+    """Parameters initialized from the key, zero slots, step 0; sharded across devices as `like`."""
+    assert model.optimizer_def is not None
+    if like is None or not isinstance(like.step.sharding, NamedSharding):
+        return TrainState.create(model.optimizer_def, model.get_initial_variables(key, {}))
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, like)
+    if not is_own(model):
+        return jax.jit(lambda key: new_state(model, key), out_shardings=shardings)(key)
+    params = initial_parameters(model.module, key, shardings.params)
+    # Under jit each device makes its own part of the slots.
+    make = functools.partial(new_train_state, optimizer=model.optimizer_def)
+    return jax.jit(make, out_shardings=shardings, donate_argnums=0)(params)
+
+
+def chosen_seed(plan: TrainingPlan, say: Callable[[str], None]) -> int:
+    """The plan's seed, or one drawn from the clock, with a message."""
+    if plan.random_seed is not None:
+        return plan.random_seed
+    # Of several processes, one clock decides: all must draw the same parameters.
+    seed = from_first(lambda: int(time.time()))
+    say(f"seed: {seed}, since random_seed is None")
+    return seed
+
+
+def keys(seed: int, how: Literal["split", "folded"]) -> tuple[jax.Array, jax.Array]:
+    """The PRNG keys of the initial parameters and of dropout; see `TrainingPlan.keys`."""
+    if how == "folded":
+        initial = jax.random.key(seed)
+        # Fold in a constant, because parameters are drawn with the seed's key itself.
+        return initial, jax.random.fold_in(initial, 1)
+    initial, training = jax.random.split(jax.random.PRNGKey(seed))
+    return initial, training
+
+
+def last_step(config: RunConfig, start_step: int) -> int:
+    """The step at which a training that starts at a step ends.
+
+    Raises:
+      UserError: If it is past that step already, and the plan does not allow that.
+    """
+    plan = config.plan
+    if plan.relative_steps is not None:
+        return start_step + plan.relative_steps
+    if config.train_steps < start_step and not plan.may_start_past_end:
+        raise UserError(
+            f"total_steps is {config.train_steps:,}, but the checkpoint is of step {start_step:,}.",
+            where=config.provenance.get("train_steps"),
+            fix="TRAIN_STEPS counts the checkpoint's steps too; or set relative_steps.",
+        )
+    return config.train_steps

@@ -1,0 +1,65 @@
+"""Makes the classes of the user's that take part in a training (t0repro.config.training_plan)."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from t0repro.config.run_config import RunConfig
+from t0repro.config.training_plan import Replaced, UserClass
+from t0repro.errors import UserError
+
+
+def made_or(
+    own: Callable[..., Any], config: RunConfig, part: Replaced, supplied: Mapping[str, Any]
+) -> Any:
+    """The user's class in place of a part of a run, or this project's, made.
+
+    Args:
+      own: this project's.
+      config: the run.
+      part: what the user's class takes the place of.
+      supplied: the arguments of `own`, of which the user's class gets those that it takes.
+    """
+    user_class, where = replaced(config, part)
+    return own(**supplied) if user_class is None else made(user_class, supplied, where)
+
+
+def made(user_class: UserClass, supplied: Mapping[str, Any], where: str | None = None) -> Any:
+    """An object of the class.
+
+    Args:
+      user_class: the class and its own arguments.
+      supplied: what the run gives, of which the class gets the arguments that it takes.
+      where: where the class was bound, for messages.
+
+    Raises:
+      UserError: if the class cannot be imported or called.
+    """
+    name = f"{user_class.module}.{user_class.name}"
+    try:
+        cls = operator.attrgetter(user_class.name)(importlib.import_module(user_class.module))
+        return cls(**{k: v for k, v in supplied.items() if takes(cls, k)}, **user_class.arguments)
+    except (ImportError, AttributeError, TypeError) as error:
+        raise UserError(
+            f"{name} cannot be made: {error}",
+            where=where,
+            fix="Give it the arguments of the class that it derives from, and pass them on.",
+        ) from error
+
+
+def takes(function: Callable[..., Any], name: str) -> bool:
+    """Whether a function or a class takes an argument of this name."""
+    parameters = inspect.signature(function).parameters
+    return name in parameters or any(
+        parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
+    )
+
+
+def replaced(config: RunConfig, part: Replaced) -> tuple[UserClass | None, str | None]:
+    """The user's class in place of a part of a run, None for none, and where it was bound."""
+    classes = config.plan.user_classes
+    return classes.get(part), config.provenance.get(f"plan.user_classes.{part}")
