@@ -250,6 +250,8 @@ class AdafactorConfig:
       global_norm_clip: Limit for the norm of all gradients together, before anything else.
       max_parameter_scale: Limit for the size of a parameter that scales its update.
       skip_nan_updates: Whether entries that would become NaN stay as they are.
+      factor_map: T5X's rules of what is factored (t0repro.parameters.factoring). Empty for Mesh
+        TensorFlow's rule, by which the two longest axes of any parameter are.
       frozen: Paths of parameters that are not trained and have no slots, as in every optimizer
         below.
     """
@@ -272,6 +274,7 @@ class AdafactorConfig:
     global_norm_clip: Annotated[float | None, Range(above=0)] = None
     max_parameter_scale: Annotated[float | None, Range(above=0)] = None
     skip_nan_updates: bool = False
+    factor_map: tuple[tuple[str, str], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -317,7 +320,32 @@ class OptaxConfig:
     transformations: tuple[Mapping[str, Any], ...]
 
 
-OptimizerConfig = AdafactorConfig | AdamWeightDecayConfig | MomentumConfig | SgdConfig | OptaxConfig
+@dataclasses.dataclass(frozen=True)
+class OptimizerPart:
+    """Parameters, by path, and the optimizer that trains them."""
+
+    paths: tuple[str, ...]
+    optimizer: AdafactorConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class MultiOptimizerConfig:
+    """T5X's MultiOptimizer: an optimizer for each of several sets of parameters.
+
+    Parameters that no part names are not trained.
+    """
+
+    parts: tuple[OptimizerPart, ...]
+
+
+OptimizerConfig = (
+    AdafactorConfig
+    | AdamWeightDecayConfig
+    | MomentumConfig
+    | SgdConfig
+    | OptaxConfig
+    | MultiOptimizerConfig
+)
 
 
 _SCHEDULE_RANGES = {

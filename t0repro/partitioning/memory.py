@@ -17,11 +17,12 @@ from t0repro.config.run_config import (
     AdamWeightDecayConfig,
     ModelConfig,
     MomentumConfig,
+    MultiOptimizerConfig,
     OptimizerConfig,
     RunConfig,
 )
 from t0repro.errors import UserError
-from t0repro.parameters import layout
+from t0repro.parameters.factoring import factoring
 from t0repro.parameters.shape import ModelShape
 from t0repro.words import counted, sized
 
@@ -117,25 +118,25 @@ def slot_bytes(shape: ModelShape, optimizer: OptimizerConfig | None) -> int:
     Optimizers that are written in optax's terms count as keeping none: what they keep is known only
     to optax, and a traced or compiled step counts it.
     """
+    if isinstance(optimizer, MultiOptimizerConfig):
+        sizes = shape.parameters()
+        return _FLOAT32 * sum(
+            _slot_entries(path, sizes[path], part.optimizer)
+            for part in optimizer.parts
+            for path in part.paths
+        )
     frozen = getattr(optimizer, "frozen", ())
-    shapes = [size for path, size in shape.parameters().items() if path not in frozen]
-    return _FLOAT32 * sum(_slot_entries(size, optimizer) for size in shapes)
+    sizes = {path: size for path, size in shape.parameters().items() if path not in frozen}
+    return _FLOAT32 * sum(_slot_entries(path, size, optimizer) for path, size in sizes.items())
 
 
-def _slot_entries(shape: tuple[int, ...], optimizer: OptimizerConfig | None) -> int:
-    """Numbers that an optimizer keeps for a parameter of a shape."""
+def _slot_entries(path: str, shape: tuple[int, ...], optimizer: OptimizerConfig | None) -> int:
+    """Numbers that an optimizer keeps for a parameter."""
     entries = math.prod(shape)
     if isinstance(optimizer, AdafactorConfig):
         momentum = entries if optimizer.beta1 or optimizer.momentum_slot else 0
-        # training/adafactor.py: factored where the second largest axis is long enough.
-        if (
-            not optimizer.factored
-            or len(shape) < 2
-            or sorted(shape)[-2] < optimizer.min_dim_size_to_factor
-        ):
-            return entries + momentum
-        factors = (layout.slot_shape(slot, shape) for slot in ("v_row", "v_col"))
-        return sum(map(math.prod, factors)) + momentum
+        axes = factoring(path, shape, optimizer)
+        return sum(map(math.prod, axes.slot_shapes(shape).values())) + momentum
     if isinstance(optimizer, AdamWeightDecayConfig):
         return 2 * entries
     return entries if isinstance(optimizer, MomentumConfig) else 0

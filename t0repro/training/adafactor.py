@@ -21,6 +21,8 @@ Mesh TensorFlow sorts in descending order, also stable, and keeps vr (without th
 every attention kernel of a model with d_model = heads * d_kv, Mesh TensorFlow's first axis is 0
 while T5X's d0 is 1, so vr is v_col and vc is v_row. The update is the same either way, up to
 rounding, since v_row and v_col have the same mean.
+
+T5X's rules for parameters with more than two axes are in t0repro.parameters.factoring.
 """
 
 from __future__ import annotations
@@ -29,24 +31,20 @@ import jax
 import jax.numpy as jnp
 
 from t0repro.config.run_config import AdafactorConfig
-from t0repro.parameters import layout
+from t0repro.parameters.factoring import Factoring, factoring
 from t0repro.training.slots import Gradient, Slots
 
 
-def factored_axes(shape: tuple[int, ...], config: AdafactorConfig) -> tuple[int, int] | None:
-    """The axes (d0, d1) averaged away in v_row and v_col; None if the parameter is not factored."""
-    if not config.factored or len(shape) < 2:
-        return None
-    dropped = layout.t5x_dropped_axes(shape)
-    d0, d1 = dropped["v_row"], dropped["v_col"]
-    return (d0, d1) if shape[d1] >= config.min_dim_size_to_factor else None
+def slot_shapes(
+    path: str, shape: tuple[int, ...], config: AdafactorConfig
+) -> dict[str, tuple[int, ...]]:
+    """The shape of each slot that a parameter of this path and shape has.
 
-
-def slot_shapes(shape: tuple[int, ...], config: AdafactorConfig) -> dict[str, tuple[int, ...]]:
-    """The shape of each slot that a parameter of this shape has."""
-    second_moment = ("v",) if factored_axes(shape, config) is None else ("v_row", "v_col")
-    names = (*second_moment, "m") if _has_momentum(config) else second_moment
-    return {name: layout.slot_shape(name, shape) for name in names}
+    Raises:
+      FactorRuleError: if the configuration has factor rules, and none suits the parameter.
+    """
+    second_moment = factoring(path, shape, config).slot_shapes(shape)
+    return second_moment | ({"m": shape} if _has_momentum(config) else {})
 
 
 def decay_rate(step: jax.Array, config: AdafactorConfig) -> jax.Array | float:
@@ -65,15 +63,17 @@ def decay_rate(step: jax.Array, config: AdafactorConfig) -> jax.Array | float:
 def update(gradient: Gradient, config: AdafactorConfig) -> tuple[jax.Array, Slots]:
     """Returns the change to one parameter and its new slots (AdafactorOptimizer.apply_grad)."""
     scale, path = gradient.learning_rate, gradient.path
+    axes = factoring(path, gradient.parameter.shape, config)
     if config.multiply_by_parameter_scale and path not in config.exclude_from_parameter_scale:
-        size = jnp.maximum(_rms(gradient.parameter), config.epsilon2)
+        size = jnp.maximum(_rms(gradient.parameter, axes.scaled), config.epsilon2)
         if config.max_parameter_scale is not None:
             size = jnp.minimum(size, config.max_parameter_scale)
         scale = scale * size
     decay = decay_rate(gradient.step, config)
-    direction, second_moment = _normalised(gradient.value, gradient.slots, decay, config)
+    direction, second_moment = _normalised(gradient.value, gradient.slots, decay, config, axes)
     if config.clipping_threshold is not None:
-        direction = direction / jnp.maximum(1.0, _rms(direction) / config.clipping_threshold)
+        size = _rms(direction, axes.scaled)
+        direction = direction / jnp.maximum(1.0, size / config.clipping_threshold)
     change = direction * scale
     momentum = None
     if _has_momentum(config):
@@ -123,29 +123,32 @@ def _without_nan(change: jax.Array, slots: Slots, before: Slots) -> tuple[jax.Ar
 
 
 def _normalised(
-    gradient: jax.Array, slots: Slots, decay: jax.Array | float, config: AdafactorConfig
+    gradient: jax.Array,
+    slots: Slots,
+    decay: jax.Array | float,
+    config: AdafactorConfig,
+    axes: Factoring,
 ) -> tuple[jax.Array, Slots]:
     """The gradient over the root of its second moment, and the new second moment."""
     squared = jnp.square(gradient) + config.epsilon1
     mixing = 1.0 - decay
-    axes = factored_axes(gradient.shape, config)
-    if axes is None:
+    if axes.dropped is None:
         assert slots.v is not None, "a parameter that is not factored has v"
         v = slots.v * decay + squared * mixing
         return gradient * jax.lax.rsqrt(v), Slots(v=v)
-    d0, d1 = axes
     assert slots.v_row is not None and slots.v_col is not None, "a factored parameter has both"
-    v_row = slots.v_row * decay + jnp.mean(squared, axis=d0) * mixing
-    v_col = slots.v_col * decay + jnp.mean(squared, axis=d1) * mixing
-    # v_row lacks axis d0, so the parameter's axis d1 may have moved down by one.
-    reduced = d1 - 1 if d1 > d0 else d1
+    columns, rows = axes.dropped
+    v_row = slots.v_row * decay + jnp.mean(squared, axis=columns) * mixing
+    v_col = slots.v_col * decay + jnp.mean(squared, axis=rows) * mixing
+    # v_row lacks the columns, so the parameter's rows may have moved down.
+    reduced = tuple(row - sum(column < row for column in columns) for row in rows)
     # Divided by its mean, v_row says only how rows differ; the scale is in v_col.
     mean = jnp.mean(v_row, axis=reduced, keepdims=True)
-    row = jnp.expand_dims(jax.lax.rsqrt(v_row / mean), d0)
-    column = jnp.expand_dims(jax.lax.rsqrt(v_col), d1)
-    return gradient * row * column, Slots(v_row=v_row, v_col=v_col)
+    by_row = jnp.expand_dims(jax.lax.rsqrt(v_row / mean), columns)
+    by_column = jnp.expand_dims(jax.lax.rsqrt(v_col), rows)
+    return gradient * by_row * by_column, Slots(v_row=v_row, v_col=v_col)
 
 
-def _rms(x: jax.Array) -> jax.Array:
-    """Root mean square of all entries."""
-    return jnp.sqrt(jnp.mean(jnp.square(x)))
+def _rms(x: jax.Array, axes: tuple[int, ...] | None = None) -> jax.Array:
+    """Root mean square of all entries, or of each part of a stack, whose other axes these are."""
+    return jnp.sqrt(jnp.mean(jnp.square(x), axis=axes, keepdims=axes is not None))

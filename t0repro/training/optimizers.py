@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -31,13 +31,16 @@ from t0repro.config.run_config import (
     AdafactorConfig,
     AdamWeightDecayConfig,
     MomentumConfig,
+    MultiOptimizerConfig,
     OptaxConfig,
     OptimizerConfig,
     SgdConfig,
 )
 from t0repro.errors import UserError
+from t0repro.parameters.factoring import ALL_HEURISTIC
 from t0repro.parameters.layout import LAYERS, layer_name
 from t0repro.training import adafactor
+from t0repro.training.multi_optimizer import Choice, by_parts
 from t0repro.training.slots import Gradient, Slots
 
 Optimizer = optax.GradientTransformationExtraArgs
@@ -54,11 +57,11 @@ class _Formula(NamedTuple):
     """How one of Mesh TensorFlow's optimizers treats a single parameter.
 
     Attributes:
-      slot_shapes: maps a parameter's shape and the options to the shape of each slot.
+      slot_shapes: maps a parameter's path and shape and the options to the shape of each slot.
       update: returns the change to add to the parameter, and its new slots.
     """
 
-    slot_shapes: Callable[[tuple[int, ...], Any], Mapping[str, tuple[int, ...]]]
+    slot_shapes: Callable[[str, tuple[int, ...], Any], Mapping[str, tuple[int, ...]]]
     update: Callable[[Gradient, Any], tuple[jax.Array, Slots]]
 
 
@@ -70,11 +73,14 @@ def make_optimizer(config: OptimizerConfig) -> Optimizer:
     """
     if isinstance(config, OptaxConfig):
         return make_chain(config)
+    if isinstance(config, MultiOptimizerConfig):
+        return by_parts([(_among(x.paths), make_optimizer(x.optimizer)) for x in config.parts])
     formula, exceptions = _FORMULAS[type(config)], _exceptions(config)
 
     def new_slots(path: Any, parameter: jax.Array) -> Slots:
-        frozen = _name(path) in config.frozen
-        shapes = {} if frozen else formula.slot_shapes(parameter.shape, config)
+        name = _name(path)
+        frozen = name in config.frozen
+        shapes = {} if frozen else formula.slot_shapes(name, parameter.shape, config)
         return Slots(**{name: jnp.zeros(shape, jnp.float32) for name, shape in shapes.items()})
 
     def init(params: Any) -> Any:
@@ -131,8 +137,14 @@ def make_optimizer(config: OptimizerConfig) -> Optimizer:
             new_slots.append(slot)
         return tree.unflatten(updates), tree.unflatten(new_slots)
 
+    # Rules by path may treat the layers of a stack each in another way.
+    by_path = getattr(config, "factor_map", ()) not in ((), ALL_HEURISTIC)
     # optax declares the constructor for transformations without extra arguments.
-    return StackingOptimizer(init, update)  # pyright: ignore[reportArgumentType]
+    return (Optimizer if by_path else StackingOptimizer)(init, update)  # pyright: ignore[reportArgumentType]
+
+
+def _among(paths: Collection[str]) -> Choice:
+    return lambda found: [path for path in found if path in paths]
 
 
 def _exceptions(config: Any) -> frozenset[str]:
@@ -146,8 +158,8 @@ def _name(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def _adam_slots(shape: tuple[int, ...], config: AdamWeightDecayConfig) -> dict[str, Any]:
-    del config
+def _adam_slots(path: str, shape: tuple[int, ...], config: AdamWeightDecayConfig) -> dict[str, Any]:
+    del path, config
     return {"adam_m": shape, "adam_v": shape}
 
 
@@ -164,8 +176,8 @@ def _adam(gradient: Gradient, config: AdamWeightDecayConfig) -> tuple[jax.Array,
     return -(gradient.learning_rate * change), Slots(adam_m=m, adam_v=v)
 
 
-def _momentum_slots(shape: tuple[int, ...], config: MomentumConfig) -> dict[str, Any]:
-    del config
+def _momentum_slots(path: str, shape: tuple[int, ...], config: MomentumConfig) -> dict[str, Any]:
+    del path, config
     return {"momentum_v": shape}
 
 
@@ -181,8 +193,8 @@ def _momentum(gradient: Gradient, config: MomentumConfig) -> tuple[jax.Array, Sl
     return -before, Slots(momentum_v=velocity)
 
 
-def _no_slots(shape: tuple[int, ...], config: SgdConfig) -> dict[str, Any]:
-    del shape, config
+def _no_slots(path: str, shape: tuple[int, ...], config: SgdConfig) -> dict[str, Any]:
+    del path, shape, config
     return {}
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from t0repro.config.run_config import AdafactorConfig, RunConfig
+from t0repro.config.run_config import AdafactorConfig, MultiOptimizerConfig, RunConfig
 from t0repro.config.training_plan import TerminateOnNanConfig, TrainingPlan
 from t0repro.files import write_atomically
 from t0repro.partitioning.devices import Partitioning
@@ -202,7 +202,9 @@ def passes_nan(config: RunConfig) -> bool:
     """Whether something other than the trainer deals with a loss that is not finite."""
     optimizer = config.optimizer
     # Either the optimizer passes over NaN entries, or an action stops the training by itself.
-    skips = isinstance(optimizer, AdafactorConfig) and optimizer.skip_nan_updates
+    several = isinstance(optimizer, MultiOptimizerConfig)
+    each = [part.optimizer for part in optimizer.parts] if several else [optimizer]
+    skips = any(isinstance(one, AdafactorConfig) and one.skip_nan_updates for one in each)
     return skips or stops_on_nan(config.plan)
 
 

@@ -25,6 +25,7 @@ import sys
 from collections.abc import Callable, Container, Mapping
 from typing import Any, Protocol
 
+import flax.linen.partitioning
 import flax.serialization
 import flax.struct
 import flax.traverse_util
@@ -80,9 +81,15 @@ class TrainState:
         Args:
           optimizer_def: from t0repro.training.optimizers, or any of optax's, which then applies a
             learning rate of its own.
-          model_variables: `params`, and the collections of the model's other variables.
+          model_variables: `params`, and the collections of the model's other variables. Of these,
+            `params_axes`, as flax's partitioning makes it, gives Adafactor the logical axes that
+            its factor rules are for.
         """
         others = {name: x for name, x in model_variables.items() if name != "params"}
+        axes = others.pop("params_axes", None)
+        take_axes = getattr(optimizer_def, "set_param_axes", None)
+        if axes is not None and take_axes is not None:
+            take_axes(flax.linen.partitioning.get_axis_names(axes))
         # A bare transformation of optax would not take the step and the learning rate.
         optimizer = optax.with_extra_args_support(optimizer_def)
         return new_train_state(model_variables["params"], optimizer).replace(

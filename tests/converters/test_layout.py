@@ -245,11 +245,12 @@ def test_slots_of_a_matrix_change_places_exactly_when_it_is_square(shape):
 @given(SHAPES)
 def test_dropped_axes_are_those_of_this_project_s_adafactor(shape):
     from t0repro.config.run_config import AdafactorConfig
-    from t0repro.training import adafactor
+    from t0repro.parameters.factoring import factoring
 
     config = AdafactorConfig(True, 0.8, 0.0, 0.0, 1.0, True, 1e-30, 1e-3, 1)
     ours = layout.t5x_dropped_axes(shape)
-    assert adafactor.factored_axes(shape, config) == (ours["v_row"], ours["v_col"])
+    dropped = factoring("a/kernel", shape, config).dropped
+    assert dropped == ((ours["v_row"],), (ours["v_col"],))
 
 
 @pytest.mark.mtf

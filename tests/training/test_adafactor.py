@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from t0repro.training.adafactor import decay_rate, factored_axes, slot_shapes
+from t0repro.parameters.factoring import factoring
+from t0repro.training.adafactor import decay_rate, slot_shapes
 from t0repro.training.optimizers import make_optimizer
 from t0repro.training.slots import Slots
 
@@ -50,8 +51,9 @@ def random(seed, *shape):
     ],
 )
 def test_v_row_lacks_the_longest_axis_and_v_col_the_second(shape, axes):
-    assert factored_axes(shape, STANDARD) == axes
-    shapes = slot_shapes(shape, STANDARD)
+    dropped = factoring("a/kernel", shape, STANDARD).dropped
+    assert dropped == (axes and tuple((axis,) for axis in axes))
+    shapes = slot_shapes("a/kernel", shape, STANDARD)
     if axes is None:
         assert shapes == {"v": shape}
     else:
@@ -70,7 +72,7 @@ def test_slots_of_a_square_matrix_are_means_over_the_axes_that_t5x_means():
 
 def test_factoring_can_be_off():
     config = dataclasses.replace(STANDARD, factored=False)
-    assert slot_shapes((256, 256), config) == {"v": (256, 256)}
+    assert slot_shapes("a/kernel", (256, 256), config) == {"v": (256, 256)}
 
 
 def test_decay_is_of_the_global_step_less_the_offset():

@@ -51,9 +51,13 @@ _MODULES: Mapping[str, Mapping[str, Any]] = {
         "temperature_sample": records.TemperatureSample,
     },
     "t5x.checkpoints": {"SaveBestCheckpointer": records.SaveBestCheckpointer},
-    "t5x.optimizers": {"chain": records.OptaxChain},
+    "t5x.optimizers": {
+        "chain": records.OptaxChain,
+        "MultiOptimizer": records.MultiOptimizer,
+    },
     "t5x.adafactor": {
         "Adafactor": records.Adafactor,
+        "HParamMap": records.HParamMap,
         "standard_logical_factor_rules": records.StandardFactorRules,
     },
     "t5x.partitioning": {

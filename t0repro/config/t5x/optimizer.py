@@ -4,18 +4,31 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from typing import Any
+
+import flax.traverse_util
 
 from t0repro.config.run_config import (
     AdafactorConfig,
     ModelConfig,
+    MultiOptimizerConfig,
     OptaxConfig,
     OptimizerConfig,
+    OptimizerPart,
     ScheduleConfig,
 )
 from t0repro.config.t5x import records
 from t0repro.config.t5x.places import Places
+from t0repro.parameters.factoring import (
+    ALL_HEURISTIC,
+    AXIS_WORDS,
+    HEURISTIC,
+    UNFACTORED,
+    FactorRuleError,
+    factoring,
+)
 
 ADAFACTOR, SCHEDULE = "adafactor.Adafactor", "utils.create_learning_rate_scheduler"
 FIELDS = {
@@ -34,6 +47,8 @@ FIELDS = {
     "global_norm_clip": "global_norm_clip_threshold",
     "max_parameter_scale": "max_parameter_scale",
     "skip_nan_updates": "skip_nan_updates",
+    "factor_map": "factor_map",
+    "exclude_from_parameter_scale": "multiply_by_parameter_scale",
 }
 
 
@@ -46,10 +61,11 @@ def optimizer_config(
       UserError: For an optimizer or an option that has no counterpart here, with its place.
     """
     record = program_model.optimizer_def
+    scanned = isinstance(program_model.module.config, records.ScannedT5Config)
     if isinstance(record, records.Adafactor):
-        if isinstance(program_model.module.config, records.ScannedT5Config):
-            _check_scanned(record, model, places)
-        return _adafactor(record, places)
+        return _adafactor(record, model, scanned, places)
+    if isinstance(record, records.MultiOptimizer):
+        return _multi_optimizer(record, model, scanned, places)
     if isinstance(record, records.OptaxChain):
         return OptaxConfig(tuple(_call(call, places) for call in record.transformations))
     if isinstance(record, records.OptaxCall):
@@ -62,28 +78,139 @@ def optimizer_config(
     )
 
 
-def _adafactor(record: records.Adafactor, places: Places) -> AdafactorConfig:
-    """Adafactor's options; logical_factor_rules change nothing for matrices and vectors.
+def _multi_optimizer(
+    record: records.MultiOptimizer, model: ModelConfig, scanned: bool, places: Places
+) -> MultiOptimizerConfig:
+    """Which parameters each optimizer trains, decided here, where the user's functions are."""
+    name = "optimizers.MultiOptimizer.traversals_and_optimizers"
+    every = model.shape.parameters()
+    tree = flax.traverse_util.unflatten_dict({path: path for path in every}, sep="/")
+    parts, taken = [], set[str]()
+    for traversal, optimizer in record.traversals_and_optimizers:
+        if not isinstance(optimizer, records.Adafactor):
+            raise places.refused(
+                name,
+                optimizer,
+                "its optimizers must be Adafactor, as in T5X, whose MultiOptimizer cannot hold the"
+                " state of a chain of optax.",
+                "Bind @adafactor.Adafactor(), or one of optimizers.chain for all parameters.",
+            )
+        if not hasattr(traversal, "iterate"):
+            raise places.refused(
+                name,
+                traversal,
+                "it is no choice of parameters.",
+                "Bind @traverse_util.ModelParamTraversal(), of flax, with a filter_fn.",
+            )
+        chosen = set(traversal.iterate(tree))
+        if chosen & taken:
+            raise places.refused(
+                name, sorted(chosen & taken)[0], "two optimizers would train this parameter."
+            )
+        taken |= chosen
+        paths = tuple(path for path in every if path in chosen)
+        parts.append(OptimizerPart(paths, _adafactor(optimizer, model, scanned, places, paths)))
+    return MultiOptimizerConfig(tuple(parts))
 
-    T5X falls back to the two largest axes for those, and its scanned layers are not scanned here.
+
+def _adafactor(
+    record: records.Adafactor,
+    model: ModelConfig,
+    scanned: bool,
+    places: Places,
+    paths: Collection[str] | None = None,
+) -> AdafactorConfig:
+    """Adafactor's options.
+
+    Args:
+      record: Its record.
+      model: The model, for the paths and shapes of its parameters.
+      scanned: Whether T5X would scan the model's layers.
+      places: Where the values were set.
+      paths: The parameters that it trains; None for all.
     """
-    places.check_unset(
-        record,
-        ADAFACTOR,
-        {
-            "factor_map": "which axes are factored follows from their lengths.",
-            "dtype_momentum": "slots are float32.",
-        },
-    )
-    if not isinstance(record.multiply_by_parameter_scale, bool):
+    if scanned:
+        _check_scanned(record, model, places)
+    places.check_unset(record, ADAFACTOR, {"dtype_momentum": "slots are float32."})
+    shapes = model.shape.parameters()
+    trained = {path: shapes[path] for path in (shapes if paths is None else paths)}
+    scales, unscaled = record.multiply_by_parameter_scale, ()
+    if isinstance(scales, records.HParamMap):
+        name = f"{ADAFACTOR}.multiply_by_parameter_scale"
+        unscaled = tuple(path for path in trained if not _mapped(scales, path, name, places))
+    config = _options(record, unscaled, _factor_map(record, trained, places))
+    for path, shape in trained.items():
+        try:
+            factoring(path, shape, config)
+        except FactorRuleError as error:
+            raise places.refused(
+                f"{ADAFACTOR}.factor_map", record.factor_map, error.what, error.fix or ""
+            ) from error
+    return config
+
+
+def _factor_map(
+    record: records.Adafactor, trained: Collection[str], places: Places
+) -> tuple[tuple[str, str], ...]:
+    """T5X's factor rules, which change nothing for the matrices and vectors of a T5 but None.
+
+    With `logical_factor_rules` T5X replaces the map by the model's logical axes.
+    """
+    name = f"{ADAFACTOR}.factor_map"
+    if record.factor_map is None:
+        return ALL_HEURISTIC
+    if not record.factored:
         raise places.refused(
-            f"{ADAFACTOR}.multiply_by_parameter_scale",
-            record.multiply_by_parameter_scale,
-            "it is the same for every parameter.",
-            "Bind True or False.",
+            name, record.factor_map, "with factored = False there is nothing to map.", "Bind None."
         )
+    if record.logical_factor_rules is not None:
+        return ALL_HEURISTIC
+    for path in trained:
+        _mapped(record.factor_map, path, name, places)
+    return tuple((pattern, _rule(rule, name, places)) for pattern, rule in record.factor_map.rules)
+
+
+def _rule(rule: Any, name: str, places: Places) -> str:
+    if rule is None:
+        return UNFACTORED
+    if rule == HEURISTIC or getattr(rule, "name", "") == "token":
+        return HEURISTIC
+    # A gin file cannot name the members of T5X's FactorDim; these are their names.
+    words = {word: word for word in AXIS_WORDS} | {"col": "column", "unfactorized": "none"}
+    axes = rule if isinstance(rule, list | tuple) else ()
+    found = [words.get(str(getattr(word, "name", word)).lower(), "") for word in axes]
+    if not all(found) or not found:
+        raise places.refused(
+            name,
+            rule,
+            "a rule is None, 'heuristic' or a word for each axis.",
+            f"The words: {', '.join(AXIS_WORDS)}.",
+        )
+    return " ".join(found)
+
+
+def _mapped(record: records.HParamMap, path: str, name: str, places: Places) -> Any:
+    """The value for a parameter."""
+    for pattern, value in record.rules:
+        try:
+            if re.search(pattern, path):
+                return value
+        except re.error as error:
+            raise places.refused(
+                name, pattern, f"this is no regular expression: {error}.", "Correct it."
+            ) from error
+    raise places.refused(
+        name, record.rules, f"no rule is for {path}.", "Add a last rule, for '.*'."
+    )
+
+
+def _options(
+    record: records.Adafactor,
+    unscaled: tuple[str, ...],
+    factor_map: tuple[tuple[str, str], ...],
+) -> AdafactorConfig:
     return AdafactorConfig(
-        multiply_by_parameter_scale=record.multiply_by_parameter_scale,
+        multiply_by_parameter_scale=record.multiply_by_parameter_scale is not False,
         decay_exponent=record.decay_rate,
         decay_offset=record.step_offset,
         # None means no momentum there, and 0.0 a slot that holds it without effect.
@@ -100,6 +227,8 @@ def _adafactor(record: records.Adafactor, places: Places) -> AdafactorConfig:
         global_norm_clip=record.global_norm_clip_threshold or None,
         max_parameter_scale=record.max_parameter_scale,
         skip_nan_updates=record.skip_nan_updates,
+        exclude_from_parameter_scale=unscaled,
+        factor_map=factor_map,
     )
 
 

@@ -271,12 +271,19 @@ class StandardFactorRules(Record):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class HParamMap(Record):
+    """`adafactor.HParamMap`: a value for each parameter, by expressions found in its path."""
+
+    rules: Sequence[tuple[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Adafactor(Record):
     """T5X's Adafactor; `beta1` None means no momentum, where Mesh TensorFlow says 0.0."""
 
     learning_rate: float | None = None
     factored: bool = True
-    multiply_by_parameter_scale: bool | Any = True
+    multiply_by_parameter_scale: bool | HParamMap = True
     beta1: float | None = None
     decay_rate: float = 0.8
     step_offset: int = 0
@@ -286,12 +293,19 @@ class Adafactor(Record):
     epsilon1: float = 1e-30
     epsilon2: float = 1e-3
     dtype_momentum: Any = "float32"
-    factor_map: Any = None
+    factor_map: HParamMap | None = None
     logical_factor_rules: Any = None
     weight_decay_rate_lr_exponent: float | None = None
     global_norm_clip_threshold: float | None = None
     max_parameter_scale: float | None = None
     skip_nan_updates: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MultiOptimizer(Record):
+    """`optimizers.MultiOptimizer`: (traversal of parameters, optimizer) pairs."""
+
+    traversals_and_optimizers: Sequence[tuple[Any, Any]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
