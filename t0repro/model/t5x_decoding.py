@@ -23,8 +23,9 @@ from t0repro.config.decoding_plan import NEVER, DecodingPlan
 from t0repro.model.decoding import Parameters, decoder_step, empty_cache, read_inputs
 from t0repro.model.shapes import Array, Float, Int
 from t0repro.model.t5 import T5
+from t0repro.model.token_choice import MIN_TEMPERATURE as MIN_TEMPERATURE
+from t0repro.model.token_choice import chosen_tokens, traced
 
-MIN_TEMPERATURE = 1e-4  # at or below it, T5X takes the likeliest token
 NEG_INF = NEVER
 
 
@@ -189,12 +190,13 @@ def beam_search(
     min_log_prob: float = NEG_INF,
     decode_rng: jax.Array | None = None,
     cache_offset: int = 0,
+    initial_index: Int[Array | np.ndarray, " batch"] | None = None,
 ) -> Decodes:
     """Finds the outputs with the highest scores.
 
     Args:
       inputs: a 0, then the prompt's tokens, which are forced; 0 leaves a position free.
-      cache: pytree with `batch` rows.
+      cache: pytree with `batch` rows; scalars and arrays named cached_bias have none.
       tokens_to_logits: maps a `DecodingState` to float logits [batch * decodes, vocab] of the next
         token and the cache after it.
       eos_id: the token that ends an output.
@@ -205,12 +207,21 @@ def beam_search(
       min_log_prob: the search ends if no live beam of any row has at least this log-probability.
       decode_rng: not used.
       cache_offset: the axis of the cache's arrays that has the rows.
+      initial_index: the number of tokens in each row's prompt, if the cache has all of them but the
+        last, which is read first. The search then counts positions from there. None reads the
+        prompt token by token.
 
     Source: t5x.decoding.beam_search.
     """
     del decode_rng
     rows, beams = inputs.shape[0], num_decodes
     length = inputs.shape[1] if max_decode_len is None else max_decode_len
+    whole, first = jnp.asarray(inputs), jnp.zeros(rows, jnp.int32)
+    if initial_index is not None:
+        first = jnp.asarray(initial_index, jnp.int32)
+        # Of the prompt the search sees the last token alone.
+        last = jnp.take_along_axis(whole, _prompt_lengths(whole)[:, None], axis=1)
+        inputs = jnp.pad(last, ((0, 0), (0, inputs.shape[1] - 1)))
     # The token forced at each position; beyond the prompt every token is free.
     prompt = jnp.pad(inputs[:, 1:], ((0, 0), (0, max(0, length + 1 - inputs.shape[1]))))
 
@@ -222,7 +233,8 @@ def beam_search(
         decided = jnp.where(state.is_finished, worst, NEG_INF) > reachable
         unlikely = jnp.all(reachable < min_log_prob / longest) & (state.position > 0)
         over = (max_decode_step > 0) & (state.position >= max_decode_step)
-        return (state.position < length) & ~decided.all() & ~unlikely & ~over
+        room = state.position + jnp.min(first) < length
+        return room & ~decided.all() & ~unlikely & ~over
 
     def step(state: _Search) -> _Search:
         last = jax.lax.dynamic_index_in_dim(state.live, state.position, 2, keepdims=False)
@@ -246,7 +258,8 @@ def beam_search(
 
         alive = _best_last(best + ends * NEG_INF, beams)
         # Continuations that do not end are no candidates for the finished ones.
-        scores = best / brevity_penalty(alpha, state.position + 1) + ~ends * NEG_INF
+        lengths = first[:, None] + state.position + 1
+        scores = best / brevity_penalty(alpha, lengths) + ~ends * NEG_INF
         all_scores = jnp.concatenate([state.scores, scores], axis=1)
         kept = _best_last(all_scores, beams)
         rows_of = (jnp.arange(rows)[:, None] * beams + _taken(parents, alive)).reshape(-1)
@@ -257,16 +270,16 @@ def beam_search(
             finished=_taken(jnp.concatenate([state.finished, grown], axis=1), kept),
             scores=_taken(all_scores, kept),
             is_finished=_taken(jnp.concatenate([state.is_finished, ends], axis=1), kept),
-            cache=jax.tree.map(lambda x: jnp.take(x, rows_of, axis=cache_offset), cache),
+            cache=_of_rows(cache, lambda x: jnp.take(x, rows_of, axis=cache_offset)),
         )
 
     nothing = jnp.zeros((rows, beams, length + 1), jnp.int32)
     # Only the first beam exists at the start; with equal beams, all would grow alike.
-    first = jnp.where(jnp.arange(beams) == 0, 0.0, NEG_INF)
+    only_first = jnp.where(jnp.arange(beams) == 0, 0.0, NEG_INF)
     start = _Search(
         position=jnp.int32(0),
-        live=nothing,
-        log_probs=jnp.tile(first, (rows, 1)),
+        live=nothing.at[:, :, 0].set(inputs[:, :1]),
+        log_probs=jnp.tile(only_first, (rows, 1)),
         finished=nothing,
         scores=jnp.full((rows, beams), NEG_INF),
         is_finished=nothing[:, :, 0] > 0,
@@ -274,15 +287,46 @@ def beam_search(
     )
     state = jax.lax.while_loop(more, step, start)
     any_finished = state.is_finished.any(axis=1)
-    return Decodes(
-        jnp.where(any_finished[:, None, None], state.finished, state.live)[:, :, 1:],
-        jnp.where(any_finished[:, None], state.scores, state.log_probs),
-    )
+    tokens = jnp.where(any_finished[:, None, None], state.finished, state.live)[:, :, 1:]
+    if initial_index is not None:
+        tokens = _after_prompts(whole, tokens)
+    return Decodes(tokens, jnp.where(any_finished[:, None], state.scores, state.log_probs))
+
+
+def _prompt_lengths(prompts: Int[Array, "batch length"]) -> Int[Array, " batch"]:
+    """The index of each prompt's last token, which is the number of its tokens after the 0."""
+    return jnp.argmax((prompts != 0) * jnp.arange(prompts.shape[1]), axis=1)
+
+
+def _after_prompts(
+    prompts: Int[Array, "batch some"], tokens: Int[Array, "batch beams length"]
+) -> Int[Array, "batch beams length"]:
+    """Each beam's tokens after those of its row's prompt, cut at the same length."""
+    length, shift = tokens.shape[2], _prompt_lengths(prompts)[:, None]
+    at = jnp.arange(length)[None, :]
+    moved = _taken_last(tokens, jnp.maximum(at - shift, 0)[:, None, :])
+    known = jnp.pad(prompts[:, 1:], ((0, 0), (0, length)))[:, None, :length]
+    return jnp.where((at < shift)[:, None, :], known, moved)
+
+
+def _taken_last(x: Array, index: Array) -> Array:
+    return jnp.take_along_axis(x, jnp.broadcast_to(index, x.shape), axis=-1)
 
 
 def _repeated(cache: Any, decodes: int, axis: int) -> Any:
     """A cache in which the decodes of each row are adjacent."""
-    return jax.tree.map(lambda x: jnp.repeat(x, decodes, axis=axis) if jnp.ndim(x) else x, cache)
+    return _of_rows(cache, lambda x: jnp.repeat(x, decodes, axis=axis))
+
+
+def _of_rows(cache: Any, change: Callable[[Any], Any]) -> Any:
+    """A cache with its arrays that have a row for each decode changed."""
+
+    def changed(path: Any, x: Any) -> Any:
+        # Flax's layers keep these beside what each row has.
+        shared = jnp.ndim(x) == 0 or jax.tree_util.keystr(path[-1:], simple=True) == "cached_bias"
+        return x if shared else change(x)
+
+    return jax.tree_util.tree_map_with_path(changed, cache)
 
 
 def _best_last(scores: Float[Array, "batch some"], count: int) -> Int[Array, "batch count"]:
@@ -305,11 +349,11 @@ def temperature_sample(
     decode_rng: jax.Array | None = None,
     num_decodes: int = 1,
     temperature: float | Array | np.ndarray | int = 1.0,
-    topk: int = 1,
-    topp: float = 0.0,
+    topk: int | Array = 1,
+    topp: float | Array = 0.0,
     cache_offset: int = 0,
     initial_index: Int[Array | np.ndarray, " batch"] | None = None,
-    max_decode_steps: int | None = None,
+    max_decode_steps: int | Array | None = None,
     max_decode_steps_hard_limit: int | None = None,
     rescale_log_probs: bool = True,
     state_callback_fn: StateCallback | None = None,
@@ -338,20 +382,25 @@ def temperature_sample(
       state_callback_fn: maps the state to another before each position and at the end.
       logit_callback_fn: maps logits and state to other logits.
 
+    Inside a jitted function `temperature`, `topk`, `topp` and `max_decode_steps` may be traced;
+    what cannot be checked there is not.
+
     Raises:
       ValueError: if topk and topp are both set, or more steps are asked for than there is room.
 
     Source: t5x.decoding.temperature_sample.
     """
-    if topk and topp:
+    if not (traced(topk) or traced(topp)) and topk and topp:
         raise ValueError("At most one of topk and topp may be other than 0.")
     rows, length = inputs.shape[0] * num_decodes, inputs.shape[1]
     # Decodes of one row are adjacent.
     prompts = jnp.pad(jnp.repeat(inputs, num_decodes, axis=0), ((0, 0), (0, 2)))
     limit = jnp.full(rows, length)
     if max_decode_steps is not None:
-        steps = min(max_decode_steps, max_decode_steps_hard_limit or max_decode_steps)
-        if steps > length:
+        steps = max_decode_steps
+        if max_decode_steps_hard_limit:
+            steps = jnp.minimum(steps, max_decode_steps_hard_limit)
+        if not traced(steps) and steps > length:
             raise ValueError(f"{steps} steps are more than the length, {length}.")
         limit = jnp.minimum((prompts != 0).sum(axis=1) + steps, length)
     ends_in_prompt = (prompts == eos_id).sum(axis=1)
@@ -367,7 +416,7 @@ def temperature_sample(
         )
         if logit_callback_fn is not None:
             logits = logit_callback_fn(logits, state)
-        chosen, log_p = _chosen(logits, temperature, topk, topp, rescale_log_probs, now)
+        chosen, log_p = chosen_tokens(logits, temperature, topk, topp, rescale_log_probs, now)
         at, done = state.cur_index + 1, state.ended[:, 0]
         forced = jnp.take_along_axis(state.sequences, at[:, None], axis=1)[:, 0]
         # What is forced, or follows the end, costs nothing.
@@ -407,46 +456,3 @@ def temperature_sample(
     order = jnp.argsort(scores, axis=1)
     tokens = state.sequences[:, 1:-1].reshape(-1, num_decodes, length)
     return Decodes(_taken(tokens, order), _taken(scores, order))
-
-
-def _chosen(
-    logits: Float[Array, "rows vocab"],
-    temperature: Any,
-    topk: int,
-    topp: float,
-    rescale: bool,
-    key: jax.Array,
-) -> tuple[Int[Array, " rows"], Float[Array, " rows"]]:
-    """A token for each row and its log-probability; the temperature is a number or [rows, 1]."""
-    likeliest = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    # Rescaled to the one token that is left, its probability is 1.
-    certain = jnp.zeros(likeliest.shape) if rescale else _log_prob(logits, likeliest)
-    if isinstance(temperature, int | float) and temperature <= MIN_TEMPERATURE:
-        return likeliest, certain
-    scaled = logits / jnp.maximum(temperature, MIN_TEMPERATURE)
-    if topk:
-        kept = jax.lax.top_k(scaled, min(topk, scaled.shape[-1]))[0][:, -1:]
-        scaled = jnp.where(scaled >= kept, scaled, NEG_INF)
-    if topp:
-        scaled = _most_probable(scaled, topp)
-    token = jax.random.categorical(key, scaled).astype(jnp.int32)
-    log_p = _log_prob(scaled if rescale else logits, token)
-    if isinstance(temperature, int | float):
-        return token, log_p
-    greedy = (jnp.asarray(temperature) <= MIN_TEMPERATURE).reshape(-1)
-    return jnp.where(greedy, likeliest, token), jnp.where(greedy, certain, log_p)
-
-
-def _most_probable(logits: Float[Array, "rows vocab"], share: float) -> Float[Array, "rows vocab"]:
-    """Drops all but the fewest tokens that together have at least this share of probability."""
-    probs = jax.nn.softmax(logits)
-    ordered = -jnp.sort(-probs, axis=-1)
-    # Kept as long as what comes before them does not have the share yet.
-    needed = jnp.cumsum(ordered, axis=-1) - ordered < share
-    least = jnp.min(jnp.where(needed, ordered, jnp.inf), axis=-1, keepdims=True)
-    return jnp.where(probs >= least, logits, NEG_INF)
-
-
-def _log_prob(logits: Float[Array, "rows vocab"], token: Int[Array, " rows"]) -> Array:
-    log_probs = jax.nn.log_softmax(logits)
-    return jnp.take_along_axis(log_probs, token[:, None], axis=1)[:, 0]

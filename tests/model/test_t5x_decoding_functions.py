@@ -89,3 +89,65 @@ def test_an_eos_inside_a_prompt_ends_nothing():
         prompt, cache(2), after(ENDLESS), EOS, temperature=0.0, max_decode_steps=1
     )
     assert np.asarray(tokens)[1, 0, 1] == expected[0] and not np.asarray(tokens)[1, 0, 2:].any()
+
+
+@pytest.mark.parametrize("max_decode_step", [-1, 2])
+def test_a_search_continues_prompts_whose_cache_is_filled(max_decode_step):
+    """Two prompts of other lengths: what T5X's beam_search returns for them."""
+    seen = []
+
+    def tokens_to_logits(state):
+        seen.append(state)
+        likes = jnp.array(
+            [
+                [-1e7, -1e10, -0.1, -0.9, -1e4, -1e4, -1e4, -1e4],
+                [-1e7, -1.0, -0.9, -0.1, -1e4, -1e4, -1e4, -1e4],
+            ]
+        )
+        return jnp.repeat(likes, 2, axis=0), state.cache
+
+    prompts = np.array([[0, 7, 0, 0, 0], [0, 4, 5, 0, 0]], np.int32)
+    cache = {"cached_bias": np.ones((1, 3)), "index": np.ones(2), "key": np.ones((2, 3))}
+    with jax.disable_jit():
+        tokens, scores = beam_search(
+            prompts,
+            cache,
+            tokens_to_logits,
+            eos_id=1,
+            num_decodes=2,
+            alpha=0.0,
+            max_decode_step=max_decode_step,
+            initial_index=np.array([1, 2]),
+        )
+    assert seen[0].cur_token.ravel().tolist() == [7, 7, 5, 5]
+    shapes = {name: x.shape for name, x in seen[0].cache.items()}
+    assert shapes == {"cached_bias": (1, 3), "index": (4,), "key": (4, 3)}
+    # In the first row nothing ends, so it holds what the steps allowed.
+    end = [2, 2] if max_decode_step < 0 else [0, 0]
+    assert tokens.tolist() == [
+        [[7, 3, 2, *end], [7, 2, 2, *end]],
+        [[4, 5, 3, 1, 0], [4, 5, 1, 0, 0]],
+    ]
+    assert (np.diff(scores) >= 0).all()
+
+
+@pytest.mark.parametrize(("topk", "topp"), [(3, 0.0), (0, 0.6), (0, 0.0)])
+def test_traced_options_sample_as_numbers_do(topk, topp):
+    likes = jnp.log(jnp.array([[0.3, 0.01, 0.1, 0.59]]))
+
+    def sample(temperature, topk, topp, steps):
+        return temperature_sample(
+            np.zeros((1, 12), np.int32),
+            {},
+            lambda state: (jnp.repeat(likes, 4, axis=0), {}),
+            eos_id=99,
+            num_decodes=4,
+            temperature=temperature,
+            topk=topk,
+            topp=topp,
+            max_decode_steps=steps,
+        )
+
+    plain, traced = sample(0.8, topk, topp, 9), jax.jit(sample)(0.8, topk, topp, 9)
+    np.testing.assert_array_equal(plain.tokens, traced.tokens)
+    np.testing.assert_allclose(plain.scores, traced.scores, rtol=1e-5)
