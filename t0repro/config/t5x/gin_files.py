@@ -13,8 +13,8 @@ from typing import Any
 from t0repro.config import gin_door
 from t0repro.config.gin_door import MACRO, Bindings, record_bindings
 from t0repro.config.gin_errors import check_macros_are_read, configuration_errors
-from t0repro.config.gin_imports import check_allowed, restrict_imports
-from t0repro.config.t5x import modules, programs, records, user_classes
+from t0repro.config.gin_imports import check_allowed, list_imports, restrict_imports
+from t0repro.config.t5x import modules, programs, records, standards, user_classes
 from t0repro.config.t5x.record import WrongArgument
 from t0repro.errors import NONE_IS_SIMILAR, UserError, nearest_names
 from t0repro.redaction import without_passwords
@@ -61,7 +61,7 @@ class Parsed:
       values: every argument that the run reads, defaults included, in the order of the calls.
       imports: modules that the files import besides T5X's and SeqIO's, or name as
         `DatasetConfig.module`; they register tasks.
-      warnings: what a file binds but nothing reads.
+      warnings: what a file binds but nothing reads, or imports of T5X but is not here.
       gin_text: the configuration as gin writes it, for the run's config.gin.
     """
 
@@ -97,6 +97,7 @@ def parse(inputs: T5xInputs) -> Parsed:
         # The calls that the program will make; what they do not read is a mistake.
         reached = _reached(program, bindings)
         warnings = _check_macros(reached, bindings) + _check_overrides(reached, bindings)
+        warnings += _absent_modules(inputs, imports.absent)
         gin.finalize()
         try:
             called = _call(program)
@@ -107,9 +108,9 @@ def parse(inputs: T5xInputs) -> Parsed:
         for module in programs.task_modules(called):
             place = next(each.place for each in values if each.value == repr(module))
             check_allowed(module, inputs.import_allowlist, place)
-            imports.append(module)
+            imports.users.append(module)
         text = without_passwords(gin.operative_config_str())
-        return Parsed(called, values, tuple(imports), tuple(warnings), text)
+        return Parsed(called, values, tuple(imports.users), tuple(warnings), text)
 
 
 def macros_read(inputs: T5xInputs) -> frozenset[str]:
@@ -124,7 +125,7 @@ def macros_read(inputs: T5xInputs) -> frozenset[str]:
 
 
 @contextlib.contextmanager
-def _files_in_gin(inputs: T5xInputs) -> Iterator[tuple[Bindings, list[str]]]:
+def _files_in_gin(inputs: T5xInputs) -> Iterator[tuple[Bindings, modules.Imports]]:
     """Has gin hold what the files and overrides bind; yields their places and other imports."""
     import gin
 
@@ -149,7 +150,8 @@ def _is_served(module: str) -> bool:
     Some bear names that Mesh TensorFlow's files know too, such as SentencePieceVocabulary, and must
     not be found there. What a module of the user's registers stays: it does so only once.
     """
-    return module in (records.__name__, programs.__name__) or module.startswith("optax.")
+    kinds = (records, programs, standards)
+    return module in [kind.__name__ for kind in kinds] or module.startswith("optax.")
 
 
 def _call(program: str) -> Any:
@@ -357,6 +359,21 @@ def _check_overrides(reached: Sequence[_Call], bindings: Bindings) -> list[str]:
             fix=f"Remove it, or correct it: {nearest}.",
         )
     return warnings
+
+
+def _absent_modules(inputs: T5xInputs, absent: Sequence[str]) -> list[str]:
+    """A line for each module of T5X that a file imports for its effect, which it has not here."""
+    if not absent:
+        return []
+    folders = (*inputs.gin_search_paths, str(shipped_files()))
+    lines = list_imports(inputs.gin_files, inputs.gin_bindings, folders, None)
+    return [
+        f"{_without_folder(line.place)}: t0repro has no {line.module}, so the import does nothing;"
+        " import a module of your own that registers the tasks of the same names"
+        " (--module_import=MODULE)"
+        for line in lines
+        if line.module in absent
+    ]
 
 
 def _reads(call: _Call, scope: str, selector: str) -> bool:

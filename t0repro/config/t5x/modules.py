@@ -8,6 +8,7 @@ looked up. Nothing called `t5x` is ever put where Python finds it, and an instal
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import importlib
 import importlib.util
@@ -16,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from t0repro.config import gin_door
-from t0repro.config.t5x import programs, records, user_classes
+from t0repro.config.t5x import programs, records, standards, user_classes
 from t0repro.errors import UserError, nearest_names
 
 # The function that each run mode's gin file configures, and its record.
@@ -32,14 +33,22 @@ _MODULES: Mapping[str, Mapping[str, Any]] = {
         **dict(PROGRAMS.values()),
         "create_task_from_tfexample_file": programs.TfExampleTask,
         "write_inferences_to_file": programs.WriteInferences,
+        "merge_chunks_to_file": standards.MergeChunks,
     },
-    "t5x.infer": {"write_inferences_to_file": programs.WriteInferences},
+    "t5x.infer": {
+        "write_inferences_to_file": programs.WriteInferences,
+        "merge_chunks_to_file": standards.MergeChunks,
+    },
     "t5x.utils": {
         "DatasetConfig": records.DatasetConfig,
         "SaveCheckpointConfig": records.SaveCheckpointConfig,
         "RestoreCheckpointConfig": records.RestoreCheckpointConfig,
         "CheckpointConfig": records.CheckpointConfig,
         "create_learning_rate_scheduler": records.LearningRateSchedule,
+        "get_dataset": standards.GetDataset,
+        "get_training_eval_datasets": standards.TrainingEvalDatasets,
+        "TrainStateInitializer": standards.StateInitializer,
+        "verify_matching_vocabs": standards.VerifyMatchingVocabs,
     },
     "t5x.models": {
         "EncoderDecoderModel": records.EncoderDecoderModel,
@@ -50,7 +59,11 @@ _MODULES: Mapping[str, Mapping[str, Any]] = {
         "beam_search": records.BeamSearch,
         "temperature_sample": records.TemperatureSample,
     },
-    "t5x.checkpoints": {"SaveBestCheckpointer": records.SaveBestCheckpointer},
+    "t5x.checkpoints": {
+        "SaveBestCheckpointer": records.SaveBestCheckpointer,
+        "Checkpointer": standards.Checkpointer,
+        "OrbaxCheckpointManagerInterface": standards.CheckpointManager,
+    },
     "t5x.optimizers": {
         "chain": records.OptaxChain,
         "MultiOptimizer": records.MultiOptimizer,
@@ -89,6 +102,7 @@ _MODULES: Mapping[str, Mapping[str, Any]] = {
         "ByteVocabulary": records.ByteVocabulary,
         "PassThroughVocabulary": records.PassThroughVocabulary,
         "Feature": records.Feature,
+        "EncDecFeatureConverter": standards.EncDecFeatureConverter,
         "Evaluator": records.Evaluator,
         "PyLoggingLogger": records.PyLoggingLogger,
         "TensorBoardLogger": records.TensorBoardLogger,
@@ -167,14 +181,24 @@ class _Deferred:
         return user_classes.served_class(getattr(importlib.import_module(self._name), name))
 
 
-@contextlib.contextmanager
-def served() -> Iterator[list[str]]:
-    """Serves T5X's modules to gin within the block; yields the other modules that files import.
+@dataclasses.dataclass(frozen=True)
+class Imports:
+    """What gin files import besides the modules that are served to them.
 
-    Those register tasks, and importing them may take seconds (TensorFlow, datasets); the caller
-    imports them once the files themselves are known to be sound.
+    Attributes:
+      users: modules of the user's. They register tasks, and importing them may take seconds
+        (TensorFlow, datasets); the caller imports them once the files are known to be sound.
+      absent: modules of T5X that nothing stands in for, imported for what they do by themselves.
     """
-    imported: list[str] = []
+
+    users: list[str] = dataclasses.field(default_factory=list)
+    absent: list[str] = dataclasses.field(default_factory=list)
+
+
+@contextlib.contextmanager
+def served() -> Iterator[Imports]:
+    """Serves T5X's modules to gin within the block; yields the others that files import."""
+    imports = Imports()
 
     def import_for_gin(name: str, *_: Any, fromlist: Any = None, **__: Any) -> Any:
         root = name.partition(".")[0]
@@ -185,14 +209,18 @@ def served() -> Iterator[list[str]]:
                     f"No module named {root!r}, which a gin file imports ({name}).",
                     fix="Install it, or correct the import.",
                 )
-            if name not in imported:
-                imported.append(name)
+            if name not in imports.users:
+                imports.users.append(name)
             # As Python's own __import__: the module itself with a `from` list, else its root.
             return _Deferred(name if fromlist else root)
-        return _module(name) if fromlist else _module(root)
+        if fromlist:
+            return _module(name)
+        if not any(known == name or known.startswith(f"{name}.") for known in _MODULES):
+            imports.absent.append(name)
+        return _module(root)
 
     with gin_door.importing_with(import_for_gin):
-        yield imported
+        yield imports
 
 
 def _module(name: str) -> _Served | _Optax:

@@ -59,8 +59,9 @@ class Places:
         defaults = {field.name: field.default for field in dataclasses.fields(record)}
         for argument, why in whys.items():
             value, default = getattr(record, argument), defaults[argument]
-            # None and empty sequences stand for a default that gin bound explicitly.
-            if value != default and value not in (None, (), []):
+            # None, empty sequences and T5X's own stand for a default that gin bound explicitly.
+            standard = argument in getattr(value, "default_of", ())
+            if value != default and value not in (None, (), []) and not standard:
                 raise self.refused(f"{name}.{argument}", value, why)
 
 

@@ -415,7 +415,7 @@ def test_what_t5x_has_and_this_has_not_is_refused_by_name_and_line(tmp_path, mod
 
 
 def test_umt5s_fine_tuning_of_a_user_and_the_loader_that_it_may_name(tmp_path):
-    """As T5X's tydiqa_base.gin is put together; the data's loader of its pretraining is refused."""
+    """As T5X's tydiqa_base.gin is put together, and with the loader that its pretraining names."""
     includes = ("mt5/base", "umt5/architectures/encoder_decoder", "umt5/runs/finetuning_common")
     includes += ("umt5/optimizer/adafactor", "umt5/vocab")
     text = "from __gin__ import dynamic_registration\nfrom t5x import adafactor\n" + "".join(
@@ -425,14 +425,11 @@ def test_umt5s_fine_tuning_of_a_user_and_the_loader_that_it_may_name(tmp_path):
     path.write_text(text + "adafactor.Adafactor.step_offset = 1_000_000\n")
     ours = config("INITIAL_CHECKPOINT_PATH = 'a'", files=[str(path)])
     assert ours.optimizer.decay_offset == 1_000_000 and ours.model.position_bias_per_layer
-    path.write_text(
-        "from __gin__ import dynamic_registration\nimport __main__ as train_script\n"
-        f"from t5x import utils\ninclude '{MODEL}'\ninclude '{PRETRAIN}'\n"
-        "train_script.train.train_eval_get_dataset_fn = @utils.get_training_eval_datasets\n"
-    )
-    with pytest.raises(UserError, match="get_training_eval_datasets") as caught:
-        config(files=[str(path)])
-    assert "mine.gin:6" in str(caught.value)
+    loader = "train_script.train.train_eval_get_dataset_fn = @utils.get_training_eval_datasets\n"
+    imports = "import __main__ as train_script\nfrom t5x import utils\nfrom t5x import adafactor\n"
+    text = path.read_text().replace("from t5x import adafactor\n", imports)
+    path.write_text(text + loader)
+    assert config("INITIAL_CHECKPOINT_PATH = 'a'", files=[str(path)]) == ours
 
 
 @pytest.mark.parametrize(
@@ -463,3 +460,46 @@ scanned.T5Config:
 
 def test_fields_that_only_t5x_sets_have_mesh_tensorflows_meaning_by_default():
     assert not any(dataclasses.astuple(Arithmetic())[1:]) and Arithmetic().float32_attention_logits
+
+
+def test_t5xs_own_defaults_may_be_named(tmp_path):
+    plain, named = (
+        from_file(tmp_path, "---"),
+        from_file(
+            tmp_path,
+            """from t5x import checkpoints
+from t5x import utils
+from t5x import models
+import seqio
+---
+my_script.train:
+  get_dataset_fn = @utils.get_dataset
+  train_eval_get_dataset_fn = @utils.get_training_eval_datasets
+  train_state_initializer_cls = @utils.TrainStateInitializer
+  verify_matching_vocabs_fn = @utils.verify_matching_vocabs
+utils.SaveCheckpointConfig:
+  checkpointer_cls = @checkpoints.Checkpointer
+  checkpoint_manager_cls = @checkpoints.OrbaxCheckpointManagerInterface
+models.EncoderDecoderModel.feature_converter_cls = @seqio.EncDecFeatureConverter
+""",
+        ),
+    )
+    assert named == plain
+    with pytest.raises(UserError, match=r"get_dataset_fn[^$]*replaced"):
+        from_file(
+            tmp_path,
+            "from t5x import utils\n---\n"
+            "my_script.train.get_dataset_fn = @utils.get_training_eval_datasets",
+        )
+
+
+def test_a_module_of_t5x_imported_for_its_tasks_is_a_warning_with_its_line(tmp_path):
+    path = tmp_path / "mine.gin"
+    path.write_text(
+        "import t5x.contrib.gpu.scripts_gpu.seqio_tasks\nimport t5x.examples.t5.network\n"
+        f"include '{MODEL}'\ninclude '{PRETRAIN}'\n"
+    )
+    inputs = T5xInputs("train", (str(path),), REQUIRED, (str(tmp_path),))
+    (warning,) = parse(inputs).warnings
+    assert warning.startswith(f"{path}:1: ") and "scripts_gpu.seqio_tasks" in warning
+    assert "--module_import" in warning
