@@ -58,6 +58,19 @@ CONFIGURED = re.compile(rf"^\w+\.({'|'.join(MODES)})(:|\.model = )", re.MULTILIN
 INCLUDED = re.compile(r"""^include\s+['"](.+?)['"]""", re.MULTILINE)
 SPLITS = ("train", "validation", "test", "validation_matched", "validation_mismatched")
 NO_CHECKPOINT = "ready, but for its checkpoint"
+# Part of a refusal -> why it stands.
+ITSELF = "T5X itself cannot run them:"
+REASONS = {
+    "no run mode 'export'": "They write a SavedModel for TensorFlow Serving; no model here is one.",
+    "t5x.contrib.moe": "Mixtures of experts are other models than the T5 family.",
+    "t5x.examples.decoder_only": "T5X's decoder-only network is another model than T5's decoder.",
+    "pretrain_deterministic": f"{ITSELF} they include a file that is not published.",
+    "evaluate lacks partitioner": f"{ITSELF} `evaluate` has no default for `partitioner`.",
+    "'partitioning' was not provided": f"{ITSELF} it binds a module that it does not import.",
+    "named 'scan_layers'": f"{ITSELF} it imports the network without scanned layers.",
+    "'get_vocabulary'": "It is Mesh TensorFlow's operative configuration, test data of T5X's.",
+    "flaxformer": "They need flaxformer, a package of other networks, and its own gin files.",
+}
 
 
 def closure(file: Path, folders: Sequence[Path]) -> str:
@@ -200,7 +213,9 @@ def table(rows: Sequence[tuple[str, str, str, str]]) -> str:
         " each file is run; [T5X's gin files](t5x.md) says what is done and what is refused.",
         "",
         f"Of {len(rows)} files, `explain` reads {counted[True, True] + counted[True, False]} and"
-        f" `--dry_run` accepts {counted[True, True]}. The others are refused with their line.",
+        f" `--dry_run` accepts {counted[True, True]}. The others are refused with their line:",
+        "",
+        *_reasons([explain for *_, explain, _ in rows if explain]),
         "",
         "| file | mode | `explain` | `--dry_run` |",
         "|---|---|---|---|",
@@ -209,6 +224,13 @@ def table(rows: Sequence[tuple[str, str, str, str]]) -> str:
         cells = (f"`{name}`", mode, explain or "runs", "the same" if explain else dry_run or "runs")
         lines.append(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def _reasons(refusals: Sequence[str]) -> Iterator[str]:
+    """A table of why files are refused, with the number of files for each reason."""
+    yield from ("| files | why they are refused |", "|---|---|")
+    for part, why in REASONS.items():
+        yield f"| {sum(part in refusal for refusal in refusals)} | {why} |"
 
 
 def main() -> None:

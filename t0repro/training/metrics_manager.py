@@ -68,6 +68,7 @@ class MetricsManager:
         files: SplitMetrics | None = None,
     ):
         self.name, self._files, self._own_files = name, files, None
+        self._summary_dir = summary_dir
         if files is None and summary_dir is not None and jax.process_index() == 0:
             writers = in_split(summary_dir, open_writer)
             self._files = self._own_files = SplitMetrics(summary_dir, None, writers)
@@ -90,8 +91,9 @@ class MetricsManager:
 
     @property
     def summary_dir(self) -> str | None:
-        """The split's folder; None if nothing is written."""
-        return None if self._files is None else os.path.join(self._files.folder, self.name)
+        """The split's folder, in every process; None if nothing is written."""
+        folder = self._summary_dir if self._files is None else self._files.folder
+        return folder and os.path.join(folder, self.name)
 
     @property
     def summary_writer(self) -> Writer:

@@ -149,12 +149,13 @@ class BaseTrainer(abc.ABC):
         if files is None and summary_dir is not None and jax.process_index() == 0:
             writers = in_split(summary_dir, open_writer)
             files = self._own_files = SplitMetrics(summary_dir, None, writers)
-        self.train_metrics_manager = MetricsManager("train", files=files)
+        self.train_metrics_manager = MetricsManager("train", summary_dir, files=files)
         self.train_metrics_manager.report_uptime()
         self.compilation_seconds = 0.0
         # T5X cuts names at 113 characters.
         self.eval_metrics_managers = {
-            name: MetricsManager(f"training_eval/{name[:113]}", files=files) for name in eval_names
+            name: MetricsManager(f"training_eval/{name[:113]}", summary_dir, files=files)
+            for name in eval_names
         }
 
     def __enter__(self) -> Self:

@@ -1,5 +1,6 @@
 """The manager loses no value, raises every error, and never hangs."""
 
+import contextlib
 import json
 import time
 
@@ -238,3 +239,11 @@ def test_a_manager_of_its_own_folder_writes_as_t5xs_does(tmp_path):
 @flax.struct.dataclass
 class Each(Sum):
     """The sum of each entry."""
+
+
+def test_every_process_knows_the_folder_and_the_first_alone_makes_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    with contextlib.closing(MetricsManager("eval", str(tmp_path))) as manager:
+        manager.write_scalar("loss", 1.0, 1)
+    assert manager.summary_dir == f"{tmp_path}/eval" and not list(tmp_path.iterdir())
+    assert MetricsManager("eval").summary_dir is None

@@ -71,6 +71,7 @@ def extension(tmp_path, monkeypatch):
 def test_a_ported_t5x_extension_trains_from_its_gin_file(extension, tmp_path, monkeypatch, capsys):
     """Its model, trainer, metric and action take part, and its predict_batch in evaluations."""
     parsed = extension(
+        "train_script.train.eval_period = 2",
         "train_script.train.infer_eval_dataset_cfg = @infer_eval/utils.DatasetConfig()",
         "train_script.train.inference_evaluator_cls = @seqio.Evaluator",
         f"infer_eval/utils.DatasetConfig.mixture_or_task_name = '{EVALUATED}'",
