@@ -11,7 +11,11 @@ from .jobs import Job, Result, timed
 
 # Every hardship is for these; the others are killed only.
 NAMES = ("cache", "convert to mtf", "convert to hf", "convert to jax", "train", "rank-eval")
-KILLED = (*NAMES, "score_eval", "infer", "perplexity_eval", "train on mtf", "Beam cache")
+KILLED = (
+    *NAMES,
+    *("score_eval", "infer", "infer (T5X)", "perplexity_eval"),
+    *("plot", "train on mtf", "Beam cache"),
+)
 
 
 @pytest.fixture(scope="session")
@@ -42,6 +46,10 @@ def whole(tmp_path_factory):
             return more_jobs.beam_cache_job()
         if name == "rank-eval":
             return jobs.rank_eval_job(checkpoint)
+        if name == "infer (T5X)":
+            return more_jobs.t5x_infer_job(folder / "tiny")
+        if name == "plot":
+            return more_jobs.plot_job(more_jobs.write_losses(folder / "losses"))
         run("train")
         return more_jobs.evaluation_job(name, folder / "train")
 

@@ -12,10 +12,13 @@ from pathlib import Path
 import numpy as np
 import tensorflow as tf
 
+from t0repro.config.t5x.gin_files import T5xInputs, parse
+from t0repro.config.t5x.inference import infer_plan
 from t0repro.converters.sources import find_checkpoint, load_any
 from t0repro.errors import UserError
 
-from .jobs import LAST_STEP, ROOT, Job, Result
+from ..runs.tiny_gin import SIZES, save_checkpoint
+from .jobs import LAST_STEP, ROOT, T0REPRO, Job, Result, visible_files
 
 MIXTURE = "demo_eval_score_eval"
 TASK = "demo_synthetic_imdb_Reviewer_Sentiment_Feeling"
@@ -80,6 +83,62 @@ def _metrics(folder: Path) -> Result:
     for row in rows:
         row.pop("time", None)
     return {row["task"]: json.dumps(row, sort_keys=True).encode() for row in rows}
+
+
+def t5x_infer_job(root: Path) -> Job:
+    """t0repro infer, T5X's run mode, a chunk every four examples; its checkpoint is made here."""
+    model = ["t5x/examples/t5/t5_1_1/tiny.gin", "t5x/configs/runs/infer.gin"]
+    checkpoint = root / "checkpoint_7"
+    bindings = [
+        *SIZES,
+        "DROPOUT_RATE = 0.0",
+        f"MIXTURE_OR_TASK_NAME = '{TASK}'",
+        "MIXTURE_OR_TASK_SPLIT = 'validation'",
+        "TASK_FEATURE_LENGTHS = {'inputs': 64, 'targets': 8}",
+        f"CHECKPOINT_PATH = '{checkpoint}'",
+        *("infer.mode = 'score'", "infer.checkpoint_period = 1"),
+        "utils.DatasetConfig.batch_size = 4",
+    ]
+    if not checkpoint.exists():
+        inputs = T5xInputs("infer", model, [*bindings, "INFER_OUTPUT_DIR = 'unused'"])
+        save_checkpoint(root, infer_plan(parse(inputs)), 7)
+
+    def command(folder: Path) -> list[str]:
+        given = [*bindings, f"INFER_OUTPUT_DIR = '{folder}'"]
+        return [
+            *(*T0REPRO, "infer", "--module_import=t0repro.tasks.demo"),
+            *(f"--gin_file={file}" for file in model),
+            *(f"--gin.{binding.replace(' = ', '=', 1)}" for binding in given),
+        ]
+
+    def result(folder: Path) -> Result:
+        found = folder.glob(f"{TASK}-*")
+        return {path.name: path.read_bytes().replace(bytes(folder), b"") for path in found}
+
+    def dead_check(folder: Path, whole: Result) -> None:
+        assert result(folder).items() <= whole.items()
+
+    return Job("infer (T5X)", command, result, dead_check, first=0.6)
+
+
+def write_losses(folder: Path) -> Path:
+    """A training's metrics, of which a page takes a while to draw."""
+    folder.mkdir()
+    rows = [{"split": "train", "step": step, "loss": 4.0 / step} for step in range(1, 50_000)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def plot_job(trained: Path) -> Job:
+    """t0repro plot of a training's losses."""
+
+    def command(folder: Path) -> list[str]:
+        return [*T0REPRO, "plot", str(trained), "--out", str(folder)]
+
+    def dead_check(folder: Path, whole: Result) -> None:
+        assert visible_files(folder).items() <= whole.items()
+
+    return Job("plot", command, visible_files, dead_check, first=0.3)
 
 
 def mesh_train_job(like: Job) -> Job:
