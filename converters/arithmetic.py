@@ -187,7 +187,7 @@ def _check_query_scale(ref: CheckpointRef, model: ModelConfig) -> None:
 
 
 def _query_scale(ref: CheckpointRef) -> tuple[bool, str] | None:
-    """Whether a training scaled queries, and what says so; None if nothing does."""
+    """Whether a training run scaled queries, and what says so; None if nothing does."""
     if ref.format in ("hf", "mtf"):  # neither library can
         return False, f"its format is {ref.format}"
     unbound = None

@@ -29,7 +29,7 @@ _KIND = (
     r"|folder|checkpoints?|stack|metrics?|gin)\b)"
 )
 WORDS: dict[str, str] = {
-    r"\b(?:products? of matrices|matrix products?|product's)\b": "matmul",
+    r"\b(?:products? of matrices|matrix products?|product's (?:rate|throughput))\b": "matmul",
     r"\b(?:layers in a loop|a loop of layers)\b": "scanned layers",
     r"\b(?:computed|made) again\b": "recomputed, rematerialized",
     r"\b(?:parameters|weights|order) (?:is|are|was|were) drawn\b": "initialized; random order",

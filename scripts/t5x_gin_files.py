@@ -57,7 +57,7 @@ MODES = {
 CONFIGURED = re.compile(rf"^\w+\.({'|'.join(MODES)})(:|\.model = )", re.MULTILINE)
 INCLUDED = re.compile(r"""^include\s+['"](.+?)['"]""", re.MULTILINE)
 SPLITS = ("train", "validation", "test", "validation_matched", "validation_mismatched")
-NO_CHECKPOINT = "ready, but for its checkpoint"
+NO_CHECKPOINT = "ready, except for its checkpoint"
 # Part of a refusal -> why it stands.
 ITSELF = "T5X itself cannot run them:"
 REASONS = {

@@ -63,7 +63,7 @@ _USELESS_LOG_LINES = (
     "Given sequence lengths are longer than necessary",
     # Once for every task. t0repro.data.checks says what holds here, where a resumed run reads on.
     "Using an uncached FunctionDataset for training",
-    # TensorBoard's reader, of the graphs in every training by Mesh TensorFlow: scalars are read.
+    # TensorBoard's reader, of the graphs in Mesh TensorFlow's training runs: scalars are read.
     "Found more than one graph event per run",
     "Found more than one metagraph event per run",
 )

@@ -28,7 +28,7 @@ class UserError(Exception):
             lines.append(f"  where: {self.where}")
         if self.fix:
             lines.append(f"  to do: {self.fix}")
-        # Here, so that no message shows the password of an address, whoever writes it.
+        # Here, so that no message shows the password of an address.
         return without_passwords(as_shown("\n".join(lines)))
 
 

@@ -83,7 +83,7 @@ class Lease:
             raise UserError(
                 "Another run took over while this one did not answer for a minute.",
                 where=self._address,
-                fix="Let that run go on. What this one wrote since its last upload is dropped.",
+                fix="Let that run continue. What this one wrote since its last upload is dropped.",
             )
 
     def release(self) -> None:
@@ -189,7 +189,7 @@ def _is_alive(process: int) -> bool:
 
 
 def _machine() -> str:
-    """What tells machines apart, and containers of a machine that number their processes anew."""
+    """What tells machines apart, and containers of a machine that number their own processes."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"

@@ -1,8 +1,8 @@
 """Loads YAML that users wrote, unless its aliases repeat parts without end.
 
 An alias (`*name`) stands for another part of the file. Ten lines of ten aliases each stand for
-10**10 parts, and an alias inside its own part for infinitely many. Whoever walks through the values
-or prints them runs out of memory.
+10**10 parts, and an alias inside its own part for infinitely many. A program that walks through the
+values or prints them runs out of memory.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ def find_overlap(
         rows.
 
     Raises:
-      UserError: If a mixture is unknown, or no rows of one are at hand.
+      UserError: If a mixture is unknown, or no rows of one are available.
     """
     absent: dict[str, str] = {}
     learned = _sources(train, "train", absent, "--train")
@@ -163,12 +163,12 @@ def _sources(
         if split not in source.files_of_splits:
             absent[name] = f"no split {split!r}"
         elif missing_rows(source, split) is not None:
-            absent[name] = f"rows of split {split!r} not at hand"
+            absent[name] = f"rows of split {split!r} not available"
         else:
             found[name] = source
     if not found:
         raise UserError(
-            f"No rows of {mixture!r} are at hand.",
+            f"No rows of {mixture!r} are available.",
             where=option,
             fix="Set T0REPRO_DATA_DIR to the folder of the datasets.",
         )

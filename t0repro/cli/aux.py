@@ -25,7 +25,7 @@ def aux(
     context: typer.Context,
     jobs: AuxiliaryOptions,
     model_dir: Annotated[
-        Path | None, typer.Option(callback=output, help="The training's folder.")
+        Path | None, typer.Option(callback=output, help="The training run's folder.")
     ] = None,
     gin_file: GinFiles = None,
     gin_bindings: GinBindings = None,
@@ -68,7 +68,7 @@ def aux(
 
 @app.command()
 def status(
-    model_dir: Annotated[Path, typer.Argument(help="The training's folder.")],
+    model_dir: Annotated[Path, typer.Argument(help="The training run's folder.")],
     watch: Annotated[bool, typer.Option("--watch", help="Print it again as it changes.")] = False,
     as_json: AsJson = False,
 ) -> None:

@@ -13,7 +13,7 @@ from absl import flags
 from t0repro.files import input_path
 from t0repro.jobs.options import AuxiliaryOptions
 
-# The training's own gin files are Mesh TensorFlow's, and a job reads T5X's: they are never joined.
+# The training run's gin files are Mesh TensorFlow's, a job's are T5X's: they are never joined.
 _TAKEN_FOR_GRANTED = "replace_gin_file"
 
 

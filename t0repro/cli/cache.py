@@ -27,7 +27,7 @@ _Splits = Annotated[
 ]
 _AtHand = Annotated[
     bool,
-    typer.Option("--at_hand", help="Leave out splits whose rows are not here, and list them."),
+    typer.Option("--at_hand", help="Leave out splits whose rows are missing, and list them."),
 ]
 _Workers = Annotated[
     int | None,
@@ -107,7 +107,7 @@ def _print(summary: Summary, folder: Path) -> None:
     missing = sorted({reason for _, _, reason in summary.left_out})
     if missing:
         tasks = {task for task, _, _ in summary.left_out}
-        echo(f"Left out splits of {counted(len(tasks), 'task')}; their rows are not here:")
+        echo(f"Left out splits of {counted(len(tasks), 'task')}; their rows are missing:")
         for reason in missing:
             echo(f"  {reason}")
     # A run that had nothing to do takes next to no time.

@@ -197,7 +197,7 @@ def plan(
     for accelerator, memory in machine.accelerators:
         one = f"{accelerator}, {sized(memory)}"
         for what, needed in (("evaluation", needs.evaluation), ("training", needs.training)):
-            # Rounded up: parameters can be divided among devices, but not a device.
+            # Rounded up: parameters can be sharded across devices, but not a device.
             devices = -(-needed // memory)
             echo(f"{one}: {what} takes at least {devices} of them.")
     if not machine.accelerators:

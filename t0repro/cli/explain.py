@@ -57,7 +57,9 @@ def explain(
     ] = False,
     dialect: Annotated[
         Dialects | None,
-        typer.Option("--as", help="Show a training in the words of Mesh TensorFlow or T5X."),
+        typer.Option(
+            "--as", help="Translate a training run to the dialect of Mesh TensorFlow or T5X."
+        ),
     ] = None,
 ) -> None:
     """Show every value that gin files and overrides set, with the file and line that set it.
@@ -104,7 +106,7 @@ def explain(
 
 
 def _show_translation(config: RunConfig, dialect: Dialects) -> None:
-    """Prints a training as a gin file of a dialect; on stderr, what that cannot express."""
+    """Prints a training run as a gin file of a dialect; on stderr, what that cannot express."""
     from t0repro.config.translation import translated
 
     translation = translated(config, dialect.value)
@@ -160,7 +162,7 @@ def _explain_t5x(
 
     if dialect and run_mode != "train":
         raise UserError(
-            f"Only a training can be said in another dialect, not a run of {run_mode}.",
+            f"Only a training run can be translated to another dialect, not a run of {run_mode}.",
             where="--as",
             fix="Leave --as out, or give --run_mode=train.",
         )

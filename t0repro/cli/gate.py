@@ -1,7 +1,7 @@
 """Turns errors and Ctrl-C into messages and exit codes; every command runs inside `gate`.
 
 Exit codes: 0 success; 1 failure (or, for commands that judge, the answer is no); 2 a mistake of the
-user's; 75 a training that SIGTERM or a preemption ended, saved (t0repro.training.actions); 130
+user's; 75 a training run that SIGTERM or a preemption ended, saved (t0repro.training.actions); 130
 interrupted.
 """
 
@@ -47,7 +47,7 @@ class Settings:
     Attributes:
       debug: Whether to let every exception through, with its traceback.
       go_on: What to tell the user after Ctrl-C about how to continue.
-      long_work: Whether work is cut off if whoever reads the output, as head, has had enough.
+      long_work: Whether work is cut off if a reader of the output, as head, stops early.
     """
 
     debug: bool = False
@@ -66,7 +66,7 @@ def gate(command: str, *, show_unexpected: bool = False) -> Iterator[Settings]:
     """
     settings = Settings()
     # Both before anything imports JAX, which by itself keeps (where JAX_COMPILATION_CACHE_DIR says)
-    # only what took a second to compile; each program that draws new parameters takes less.
+    # only what took a second to compile; each program that initializes parameters takes less.
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
     compat.quiet_native_logs()
     quiet_libtpu()
@@ -80,7 +80,7 @@ def gate(command: str, *, show_unexpected: bool = False) -> Iterator[Settings]:
         try:
             yield settings
         finally:
-            # Here, so that what it raises is told as any other mistake; after one, too, the
+            # Here, so that what it raises is reported like any other mistake; after one, too, the
             # bucket holds what was finished.
             working_copies.close_all()
     except (KeyboardInterrupt, SystemExit) as end:
@@ -128,7 +128,7 @@ def _keep_secrets_out_of_tracebacks() -> None:
 
 
 def _print_traceback(kind: Any, error: Any, frames: Any) -> None:
-    if kind is not SystemExit:  # of a thread, which ends by it without a word
+    if kind is not SystemExit:  # of a thread, which SystemExit ends silently
         text = "".join(traceback.format_exception(kind, error, frames))
         print(printable(without_secrets(text), keep="\n"), end="", file=sys.stderr, flush=True)
 
@@ -138,7 +138,7 @@ def _deliver_swallowed_interrupts() -> None:
 
     Python runs the signal's handler wherever the program happens to be. What that raises in a
     callback of the garbage collector (JAX has one) or in a `__del__` is printed and forgotten, and
-    the command would go on.
+    the command would continue.
     """
     # It stays when the command ends, since errors of a checkpoint may come later; the next command
     # of this process finds it there.

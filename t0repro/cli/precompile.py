@@ -46,7 +46,10 @@ def precompile(
         Path | None, typer.Option(callback=output, help="Folder for the compiled programs.")
     ] = None,
     suggest: Annotated[
-        bool, typer.Option("--suggest", help="If a training does not fit, look for what would.")
+        bool,
+        typer.Option(
+            "--suggest", help="If a training run does not fit, find changes that make it fit."
+        ),
     ] = False,
     run_mode: RunModes = None,
 ) -> None:
@@ -110,7 +113,7 @@ def _joined(processes: ProcessOptions, topology: str | None) -> Iterator[None]:
         from t0repro.errors import UserError
 
         raise UserError(
-            "One process compiles for devices that are not here.",
+            "One process compiles for devices that are not attached.",
             where=f"--topology={topology}",
             fix="Leave out --topology, for the devices of all processes, or leave out their flags.",
         )
@@ -157,7 +160,7 @@ def _import_t5x(options: T5xOptions) -> bool:
 
 
 def _suggest(config: RunConfig, devices: Any, chip: Any) -> None:
-    """Prints what is tried to make a training fit."""
+    """Prints what is tried to make a training run fit."""
     from t0repro.errors import UserError
     from t0repro.runs.suggestions import suggest
 
@@ -165,9 +168,9 @@ def _suggest(config: RunConfig, devices: Any, chip: Any) -> None:
         raise UserError(
             "There is nothing to suggest: the devices' memory is not known."
             if chip is None
-            else "Suggestions are for trainings.",
+            else "--suggest needs a training run.",
             where="--suggest",
-            fix="Give a training, and a TPU slice as --topology.",
+            fix="Give a training run, and a TPU slice as --topology.",
         )
     for line in suggest(config, devices, chip):
         typer.echo(line)
@@ -182,9 +185,9 @@ def _t5x_config(inputs: T5xInputs) -> tuple[Parsed, RunConfig]:
     readers = {"train": train_config, "precompile": precompile_config}
     if inputs.run_mode not in readers:
         raise UserError(
-            f"Of T5X's runs, precompile takes a training, not {inputs.run_mode!r}.",
+            f"Of T5X's runs, precompile takes a training run, not {inputs.run_mode!r}.",
             where="--run_mode",
-            fix="Give precompile.gin, or --run_mode train and the gin files of a training.",
+            fix="Give precompile.gin, or --run_mode train and the gin files of a training run.",
         )
     with configuration_errors():
         parsed = parse_files(inputs)
@@ -192,7 +195,7 @@ def _t5x_config(inputs: T5xInputs) -> tuple[Parsed, RunConfig]:
 
 
 def _check_tasks(parsed: Parsed, config: RunConfig, options: T5xOptions) -> None:
-    """Checks the tasks and vocabularies of a training, as its dry run does."""
+    """Checks the tasks and vocabularies of a training run, as its dry run does."""
     from t0repro.runs.preflight import check_training
 
     model = parsed.program.model

@@ -60,7 +60,7 @@ _Data = Annotated[
 ]
 _CacheDir = Annotated[Path | None, typer.Option(help="Read the tasks from this SeqIO cache.")]
 _AtHand = Annotated[
-    bool, typer.Option("--at_hand", help="Leave out tasks whose rows are not here, and list them.")
+    bool, typer.Option("--at_hand", help="Leave out tasks whose rows are missing, and list them.")
 ]
 _Limit = Annotated[
     int | None, typer.Option(min=1, help="Evaluate a random sample of this many inputs per task.")

@@ -1,4 +1,4 @@
-"""`t0repro replay`: computes an update that was not finite again."""
+"""`t0repro replay`: recomputes an update that went NaN or Inf."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from t0repro.cli.echo import echo
 
 def replay(
     folder: Annotated[
-        Path, typer.Argument(help="A bad_update_<step> folder that a training wrote.")
+        Path, typer.Argument(help="A bad_update_<step> folder that a training run wrote.")
     ],
 ) -> None:
-    """Compute an update that was not finite again; exit code 1 if it is not finite this time too.
+    """Recompute an update that went NaN or Inf; exit code 1 if it does so again.
 
     Example: t0repro replay runs/t0/bad_update_1200
     """

@@ -41,7 +41,7 @@ _Other = Annotated[
     typer.Option(metavar="LABEL=EVAL_DIR", help="A second run to compare the scores with."),
 ]
 _Metrics = Annotated[
-    Path | None, typer.Option(help="The training's metrics.jsonl, for a loss curve.")
+    Path | None, typer.Option(help="The training run's metrics.jsonl, for a loss curve.")
 ]
 _Losses = Annotated[
     tuple[str, str] | None,

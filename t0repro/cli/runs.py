@@ -1,4 +1,4 @@
-"""`t0repro runs` and `t0repro plot`: how trainings stand, and their curves."""
+"""`t0repro runs` and `t0repro plot`: how training runs stand, and their curves."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from t0repro.cli.results import print_json, show_page
 
 def runs(
     folder: Annotated[
-        Path, typer.Argument(metavar="DIR", help="A folder with trainings below it.")
+        Path, typer.Argument(metavar="DIR", help="A folder with training runs below it.")
     ] = Path("runs"),
     as_json: AsJson = False,
 ) -> None:
-    """List the trainings below a folder: state, step, loss, tokens, speed, time left.
+    """List the training runs below a folder: state, step, loss, tokens, speed, time left.
 
-    A training is running, finished, stopped before its last step with everything saved, or failed;
-    one whose process is gone counts as failed. Mesh TensorFlow's runs record no state: they are
-    named below the list.
+    A training run is running, finished, stopped before its last step with everything saved, or
+    failed; a run whose local process vanished is shown as failed. Mesh TensorFlow's runs
+    record no state: they are named below the list.
 
     Example: t0repro runs runs
     """
@@ -49,7 +49,8 @@ def runs(
 
 def plot(
     folders: Annotated[
-        list[Path], typer.Argument(metavar="DIR...", help="Folders of trainings, or above them.")
+        list[Path],
+        typer.Argument(metavar="DIR...", help="Folders of training runs, or above them."),
     ],
     metric: Annotated[
         str, typer.Option(help="A metric of metrics.jsonl, or a tag of TensorBoard's.")
@@ -60,7 +61,7 @@ def plot(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Draw a metric of several trainings by step, in the terminal and as an HTML page.
+    """Draw a metric of several training runs by step, in the terminal and as an HTML page.
 
     The page is one file that needs nothing else.
 

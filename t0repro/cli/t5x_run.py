@@ -102,7 +102,7 @@ def evaluate(
         from t0repro.runs.description import describe_inference
         from t0repro.runs.task_eval import evaluate_checkpoints
 
-        # Not EVAL_OUTPUT_DIR itself, which may be the folder that a training holds.
+        # Not EVAL_OUTPUT_DIR itself, which may be the folder that a training run holds.
         results = Path(plan.output_dir, FOLDER)
         fix = "Wait for it to end, or bind another EVAL_OUTPUT_DIR."
         with held_by_first(lambda: folder_lock(results, "evaluation", fix=fix)):

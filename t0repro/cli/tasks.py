@@ -192,7 +192,7 @@ def find_overlap(
     """Find held-out rows whose text stands in the training rows (contamination).
 
     Rows are compared, not prompts, by runs of words and by whole fields. Datasets whose rows are
-    not here are named and not looked at.
+    missing are named and skipped.
 
     Example: t0repro tasks overlap --train t0_train --eval t0_eval_score_eval --out overlap.json
     """
@@ -233,7 +233,7 @@ def fetch_p3(
     from t0repro.hub_files import HubRepository
     from t0repro.tasks import p3
 
-    # HF_ENDPOINT is how Hugging Face's own clients are told of a mirror.
+    # HF_ENDPOINT names a mirror to Hugging Face's own clients.
     address = base_url or os.environ.get("HF_ENDPOINT") or p3.HUB
     patterns = [pattern for pattern in tasks.split(",") if pattern]
     done = p3.fetch(patterns, to, HubRepository(address, p3.REPOSITORY, p3.REVISION))

@@ -1,4 +1,4 @@
-"""`--tracker` of the commands that train or evaluate: what a tracker is told about each."""
+"""`--tracker` of the commands that train or evaluate: what a tracker receives about each."""
 
 from __future__ import annotations
 

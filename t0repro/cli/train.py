@@ -85,7 +85,7 @@ def train(
             note_uncached(config.plan.train_data.use_cached)
             beside.enter_context(tracked_training(tracker, Path(config.model_dir), config))
         if jobs.are_given and is_first():
-            # The training's own bindings are not its jobs'.
+            # The training run's own bindings are not its jobs'.
             files = dataclasses.replace(inputs, gin_bindings=())
             beside.enter_context(auxiliary_jobs_beside(config.model_dir, jobs, files))
         start(parsed.gin_text, config, vocabularies, allow_changed)

@@ -45,7 +45,7 @@ Wait = Annotated[
     bool, typer.Option("--wait", help="Follow the job, upload its metrics, record its end.")
 ]
 PollSeconds = Annotated[
-    float, typer.Option(min=0.01, help="With --wait: seconds between two looks.")
+    float, typer.Option(min=0.01, help="With --wait: polling interval in seconds.")
 ]
 Job = Annotated[str, typer.Argument(help="The job's number or resource name.")]
 
@@ -310,7 +310,7 @@ def _submit(
         name = submission.submit(request, configured, place)
     else:
         name, record = submission.submit_and_track(request, configured, tracking, place)
-    # Before the wait, so that whoever is cut off can follow the job by its name.
+    # Before the wait, so that a user who is cut off can follow the job by its name.
     typer.echo(f"submitted {name}")
     echo(f"to follow it: {_command('status', name)} --wait", err=True)
     if wait:

@@ -1,4 +1,4 @@
-"""Auxiliary jobs as configured on a command line, alone or beside a training that it starts."""
+"""Auxiliary jobs as configured on a command line, alone or beside a training run that it starts."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def check_jobs(options: AuxiliaryOptions, gin: T5xInputs) -> None:
 
 
 def _local_folder(model_dir: str | os.PathLike[str]) -> Path:
-    """The training's folder.
+    """The training run's folder.
 
     Raises:
       UserError: If it is an address.
@@ -127,7 +127,7 @@ def auxiliary_jobs_beside(
     controller = subprocess.Popen(
         [sys.executable, "-m", __name__, os.fspath(model_dir), asked],
         stdin=subprocess.PIPE,
-        start_new_session=True,  # Ctrl-C is the training's; the controller ends by the pipe
+        start_new_session=True,  # Ctrl-C is the training run's; the controller ends by the pipe
     )
     assert controller.stdin is not None
     try:

@@ -22,7 +22,7 @@ class Configured:
     Attributes:
       text: the whole configuration in gin; "" for commands that read no gin.
       warnings: what gin files bind and nothing reads.
-      run: a training or scoring that precompile can compile; None for any other job.
+      run: a training run or scoring that precompile can compile; None for any other job.
       architecture: the model's parameters and their shapes; "" if the configuration does not say.
       output: the folder of the results.
       checkpoints: paths or addresses that parameters are restored from.

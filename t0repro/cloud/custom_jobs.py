@@ -10,7 +10,7 @@ from typing import Any, Literal
 from t0repro.cloud.google import LOGGING, Place, cloud_errors, connect, overridden
 
 State = Literal["waiting", "running", "succeeded", "failed", "cancelled"]
-# A state that is not here, as one that Google adds later, counts as running: a look tells more.
+# A state that is not listed, as one that Google adds later, counts as running: a look tells more.
 _STATES: dict[str, State] = {
     "JOB_STATE_QUEUED": "waiting",
     "JOB_STATE_PENDING": "waiting",
@@ -93,7 +93,7 @@ def wait_until_ended(
     Args:
       name: resource name or number.
       place: project and location.
-      poll_seconds: between two looks.
+      poll_seconds: seconds between polls.
       say: receives a line for each change.
 
     Raises:
@@ -109,11 +109,11 @@ def wait_until_ended(
         except (exceptions.ServerError, exceptions.RetryError, ConnectionError) as error:
             silent_since = silent_since or time.monotonic()
             if time.monotonic() - silent_since > _MOST_SECONDS_WITHOUT_ANSWER:
-                with cloud_errors("look at the job, which goes on", where=name):
+                with cloud_errors("look at the job, which continues", where=name):
                     raise
             say(f"the service does not answer, trying again: {' '.join(str(error).split())}")
         except Exception:
-            with cloud_errors("look at the job, which goes on", where=name):
+            with cloud_errors("look at the job, which continues", where=name):
                 raise
         else:
             silent_since = None

@@ -178,7 +178,7 @@ _TELL_DISRUPTIONS = {
 class KubernetesLauncher:
     """Creates a Job for each job, with a pod that runs the worker.
 
-    The pod sees the training's folder at the same path as this machine: `template` mounts it.
+    The pod sees the training run's folder at the same path as this machine: `template` mounts it.
 
     Attributes:
       template: a Job manifest of the user's, whose first container is completed with the command;
@@ -280,7 +280,7 @@ def completed(
         ) from error
     manifest |= {"apiVersion": "batch/v1", "kind": "Job"}
     manifest["metadata"] = manifest.get("metadata", {}) | {"name": name}
-    # Whoever created the Job starts it again if it failed, and counts how often.
+    # The controller that created the Job restarts it if it failed, and counts the failures.
     manifest["spec"]["backoffLimit"] = 0
     pod["restartPolicy"] = "Never"
     requests = container.setdefault("resources", {}).setdefault("requests", {})
@@ -314,7 +314,7 @@ class VertexLauncher:
     """Submits a custom job for each job, whose container runs the worker.
 
     Containers see buckets as folders below /gcs, by Cloud Storage FUSE. This machine must have the
-    training's bucket mounted at the same path, because the job's file refers to the rest by path.
+    training run's bucket mounted at the same path, because the job's file refers to it by path.
 
     Attributes:
       mount: where this machine has buckets mounted; what is in a job's file is not translated.

@@ -97,7 +97,7 @@ def slurm_script(launch: Launch) -> str:
 
 
 def job_set(launch: Launch, template: dict[str, Any]) -> dict[str, Any]:
-    """A JobSet with an indexed Job, one pod for each process; it starts anew if one fails.
+    """A JobSet with an indexed Job, one pod for each process; it starts again if one fails.
 
     Args:
       launch: the command.
@@ -117,7 +117,7 @@ def job_set(launch: Launch, template: dict[str, Any]) -> dict[str, Any]:
         "T0REPRO_COORDINATOR_ADDRESS": f"{name}-{_PODS}-0-0.{name}:{_PORT}",
         "T0REPRO_PROCESS_COUNT": str(launch.processes),
     }
-    # Ours win over the template's: a pod must not be told of another coordinator.
+    # Ours win over the template's: a pod must not learn of another coordinator.
     kept = [one for one in container.get("env", []) if one.get("name") not in variables]
     container["env"] = kept + engines.variables(variables)
     size = launch.processes

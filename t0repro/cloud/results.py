@@ -131,8 +131,8 @@ def uploading(
     """Uploads from a thread within the block, and to the end when the block has ended.
 
     A slow or failing upload delays nobody but itself; what failed is sent again. After Ctrl-C in
-    the block only the upload under way is ended: the job goes on, and whoever follows it next
-    uploads everything.
+    the block only the upload under way is ended: the job continues, and the next command that
+    follows it uploads everything.
 
     Args:
       results: address of the folder that the job writes into.
@@ -140,7 +140,7 @@ def uploading(
       run_name: of the job; its TensorBoard runs' names begin with it.
       tensorboard: resource name.
       place: project and location.
-      every: seconds between two looks at the bucket.
+      every: seconds between polls of the bucket.
       say: receives a line about each failure.
     """
     ended, interrupted = threading.Event(), threading.Event()
@@ -213,8 +213,8 @@ class _Upload:
             with cloud_errors("upload to TensorBoard", where=self._tensorboard):
                 if self._uploader is None:
                     self._uploader = self._made()
-                # Google's public method for this goes on until its thread is told to stop, and then
-                # leaves out what came since its last look.
+                # Google's public method runs until its thread gets a stop signal, and then leaves
+                # out what came since its last poll.
                 self._uploader._upload_once()
         except BaseException:
             self._uploader = None

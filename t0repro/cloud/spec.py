@@ -1,4 +1,4 @@
-"""What Vertex AI is told about a job and its machines, and what it would refuse.
+"""What Vertex AI receives about a job and its machines, and what it would refuse.
 
 Nothing here knows Google's client, so a specification can be compared and tested offline.
 """

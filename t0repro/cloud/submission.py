@@ -225,7 +225,7 @@ def _facts(configured: Configured, staged: staging.Staged) -> Facts:
 
 # ---- Follows a job to its end and records what came of it ----------------------------------------
 
-# Whoever records the end, and however late, records the same: everything is read from the bucket.
+# The end is recorded the same however late and by any command: all of it is read from the bucket.
 
 
 def follow(
@@ -242,7 +242,7 @@ def follow(
       name: the job's resource name.
       record: what leads to its run; None if it is not tracked.
       place: project and location.
-      poll_seconds: between two looks at the job, and at its results.
+      poll_seconds: seconds between polls of the job and its results.
       say: receives a line for each change.
 
     Returns:
@@ -253,8 +253,8 @@ def follow(
             where = (record.output, record.experiment, record.run_name, record.tensorboard)
             beside.enter_context(uploading(*where, place, every=poll_seconds, say=say))
         seen = wait_until_ended(name, place, poll_seconds=poll_seconds, say=say)
-    # After the upload: if this process dies before the end is recorded, whoever follows next does
-    # both again.
+    # After the upload: if this process dies before the end is recorded, the next command that
+    # follows the job does both again.
     return seen, {} if record is None else record_end(seen, record, place)
 
 

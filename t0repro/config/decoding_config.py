@@ -38,7 +38,7 @@ class DecodingConfig:
 
 
 # As T0 decodes: Mesh TensorFlow's decode with beam_size 1 and temperature 0 (t5's eval.gin). The
-# other values are its defaults, but for prefilter, which only a beam search reads.
+# other values are its defaults, except for prefilter, which only a beam search reads.
 GREEDY = DecodingConfig(
     beam_size=1,
     alpha=0.6,

@@ -114,7 +114,7 @@ def is_reference(value: Any) -> bool:
 
 
 def is_unknown_reference(value: Any) -> bool:
-    """Whether a value is a reference to what gin was told to skip if it does not know it."""
+    """Whether a value is a reference to what gin skips because it does not know it."""
     return isinstance(value, gin.config._UnknownConfigurableReference)
 
 

@@ -32,7 +32,7 @@ class InferencePlan:
       input_vocabulary: The gin record of the model's vocabulary for inputs.
       output_vocabulary: The same for targets.
       output_dir: The folder of the results.
-      layout: How the run is divided among devices.
+      layout: How the run is sharded across devices.
       user_model: A class of the user's that generates and scores in place of T5X's model.
     """
 

@@ -1,4 +1,4 @@
-"""A training's RunConfig in Python, without gin: T0's recipe, with sizes and lengths of your own.
+"""A training run's RunConfig in Python, without gin: T0's recipe, with your sizes and lengths.
 
 The values are those that T0's gin files and Mesh TensorFlow's defaults give; a test compares them.
 """
@@ -92,7 +92,7 @@ def training_config(
     keep_checkpoint_max: int | None = None,
     **changes: Any,
 ) -> RunConfig:
-    """The configuration of a training as T0's: Adafactor with a constant learning rate.
+    """The configuration of a training run as T0's: Adafactor with a constant learning rate.
 
     Args:
       model_dir: The folder of checkpoints and metrics.

@@ -57,7 +57,7 @@ class Arithmetic:
         multiplied by its scale rather than after.
       epsilon_in_position_bucket: Whether float32's epsilon is added to the argument of the bucket's
         logarithm.
-      encoder_output_dropout_per_position: Whether dropout on the encoder's outputs is drawn anew
+      encoder_output_dropout_per_position: Whether dropout on the encoder's outputs is redrawn
         for every position, as no other dropout of the model does.
       smoothing_spares_target: Whether label smoothing gives its mass to the other entries alone,
         s / (V - 1) each, and subtracts the entropy of that distribution, so that 0 is the least
@@ -208,12 +208,12 @@ class ModelConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How a run is divided among devices.
+    """How a run is sharded across devices.
 
     Attributes:
       data: Parts that a batch is divided into; None for as many as there are devices for.
       model: Devices that share each layer: they divide its heads, its d_ff and the vocabulary.
-      fully_sharded: Whether parameters and slots are divided among the parts of a batch too.
+      fully_sharded: Whether parameters and slots are sharded across the parts of a batch too.
       topology: The TPU slice that `data` was counted for, such as v3-512. On other devices `data`
         follows their number.
     """
@@ -435,7 +435,7 @@ class RunConfig:
       save_example_text: Whether save_scores writes targets and their lengths as well as scores.
       vocabulary: Path or address of the SentencePiece model; None if no data is bound.
       vocabulary_extra_ids: Sentinels that are added to the SentencePiece model's tokens.
-      layout: How the run is divided among devices.
+      layout: How the run is sharded across devices.
       weight_metrics_every: Training steps between measurements of every parameter, gradient and
         update; 0 measures none.
       provenance: Dotted field -> where its value was set ("t5.1.1.base.gin:9", "--gin_param ...",

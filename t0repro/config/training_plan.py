@@ -85,7 +85,7 @@ class BestCheckpoints:
 
 @dataclasses.dataclass(frozen=True)
 class SaveConfig:
-    """Which checkpoints a training writes and keeps.
+    """Which checkpoints a training run writes and keeps.
 
     Attributes:
       period: Steps between checkpoints.
@@ -183,7 +183,7 @@ class EarlyStoppingConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TerminateOnNanConfig:
-    """Stops when a task's metric is not finite."""
+    """Stops when a task's metric is NaN or Inf."""
 
     task: str
     metric: str
@@ -191,7 +191,7 @@ class TerminateOnNanConfig:
 
 @dataclasses.dataclass(frozen=True)
 class UserClass:
-    """A class of the user's that takes part in a training.
+    """A class of the user's that takes part in a training run.
 
     Attributes:
       module: The module that it is imported from.
@@ -212,21 +212,21 @@ ActionMode = Literal["TRAIN", "TRAIN_EVAL", "INFER_EVAL"]
 
 @dataclasses.dataclass(frozen=True)
 class TrainingPlan:
-    """How a training reads, saves, evaluates and ends; the defaults are T5X's.
+    """How a training run reads, saves, evaluates and ends; the defaults are T5X's.
 
     Attributes:
       train_data: What is trained on; None if a caller passes the batches, or nothing is trained.
-      train_eval_data: Data of evaluations with the training's metrics; None for none.
+      train_eval_data: Data of evaluations with the training run's metrics; None for none.
       infer_eval_data: Data of evaluations with the tasks' own metrics; None for none.
       evaluator: How many examples those take, and where results go.
       random_seed: Seed for initial parameters and dropout; None takes another at each start.
       relative_steps: Steps from wherever the run starts; wins over `RunConfig.train_steps`.
-      eval_steps: Batches per task in an evaluation with the training's metrics.
+      eval_steps: Batches per task in an evaluation with the training run's metrics.
       eval_period: Steps between evaluations, counted from the step at which the run first began.
       stats_period: Steps between summaries; None stands for the shortest of the other periods.
       run_eval_before_training: Whether to evaluate before the first step too.
       save: None writes no checkpoint.
-      restore: Where the run starts when its model_dir has no checkpoint; None: new parameters.
+      restore: Where the run starts if model_dir has no checkpoint; None: initialized parameters.
       actions: What is done with the metrics, by where they come from.
       gc_period: Steps between collections of Python's garbage; 0 leaves it to Python.
       user_classes: The user's classes by what they take the place of.

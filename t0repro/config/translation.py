@@ -1,4 +1,4 @@
-"""A training in the words of the other dialect, and the values that it cannot express."""
+"""A training run in the words of the other dialect, and the values that it cannot express."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ _UNCHANGED = {
 
 
 def translated(config: RunConfig, dialect: Dialect) -> Translation:
-    """A training's values as bindings of a dialect, whichever dialect they came from."""
+    """A training run's values as bindings of a dialect, whichever dialect they came from."""
     bindings: list[str] = []
     missing: list[str] = []
     for part in (_model, _optimizer, _schedule, _data, _run):
@@ -307,7 +307,7 @@ def _run_of_mesh(config: RunConfig) -> _Items:
         yield "layout.fully_sharded = True", _NOT_EXPRESSED
     yield "utils.run.train_steps", config.train_steps
     save, restore = config.plan.save, config.plan.restore
-    # Mesh TensorFlow has no training that saves nothing: one such saves at its end.
+    # Every training run of Mesh TensorFlow saves: one without a period saves at its end.
     yield "utils.run.save_checkpoints_steps", (save and save.period) or max(1, config.train_steps)
     yield "utils.run.keep_checkpoint_max", save and save.keep
     yield "utils.run.init_checkpoint", restore and restore.path

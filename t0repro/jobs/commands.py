@@ -29,7 +29,7 @@ _RUN_MODES = ("train", "eval")
 
 @dataclasses.dataclass(frozen=True)
 class JobSettings:
-    """What the auxiliary jobs of a training do.
+    """What the auxiliary jobs of a training run do.
 
     Attributes:
       mixtures: each has a job of its own for each checkpoint.
@@ -180,8 +180,8 @@ def _check_evaluation(settings: JobSettings) -> None:
         )
     if settings.run_mode and settings.train_gin_files and not settings.replace_gin_file:
         raise UserError(
-            "The job is not a training, but would read the training's gin files, whose `train` it"
-            " does not have.",
+            "The job is not a training run, but would read the training run's gin files, whose"
+            " `train` it does not have.",
             where="--replace_gin_file",
             fix="Add --replace_gin_file.",
         )

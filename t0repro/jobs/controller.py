@@ -43,7 +43,7 @@ class Policy:
 
     Attributes:
       max_parallel: jobs at a time.
-      poll_seconds: between two looks at checkpoints and jobs.
+      poll_seconds: seconds between polls of checkpoints and jobs.
       max_failures: jobs of a point that may fail before it is given up.
       retry_seconds: pause after the first failure; it doubles with each further one.
       limits: what each job may use.
@@ -63,7 +63,7 @@ class Policy:
 
 
 class Controller:
-    """The auxiliary jobs of one training."""
+    """The auxiliary jobs of one training run."""
 
     def __init__(
         self,
@@ -232,7 +232,7 @@ class Controller:
 
     def _job(self, point: Point, attempt: int) -> Job:
         values = self._values(point)
-        # Two trainings have the same mixtures and steps; their jobs may share an engine.
+        # Two training runs have the same mixtures and steps; their jobs may share an engine.
         digest = hashlib.sha256(f"{self._folder}\n{point.mixture}".encode()).hexdigest()[:8]
         return Job(
             name=f"t0repro-{digest}-{point.step}-{attempt}",
@@ -248,11 +248,11 @@ class Controller:
         """What each macro is replaced by.
 
         An evaluation's output is its own until it is published, so that an attempt that dies
-        leaves nothing in the training's curves.
+        leaves nothing in the training run's curves.
         """
         output = str(self._results_of(point))
         return {
-            # A job that trains does so in a folder of its own: the training's is held.
+            # A job that trains does so in a folder of its own: the training run's is held.
             commands.MODEL_DIR: output
             if self._settings.target == "train"
             else str(self._model_dir),
@@ -304,7 +304,7 @@ class Controller:
             raise UserError(
                 "The folder's results came from jobs with other settings.",
                 where=str(path),
-                fix=f"Give the same settings, or rename {self._folder} to start anew.",
+                fix=f"Give the same settings, or rename {self._folder} to start over.",
             )
         write_atomically(path, text)
 

@@ -47,7 +47,7 @@ class Progress:
 
     Attributes:
       attempt: number of the latest job, from 1; 0 before the first.
-      failures: jobs that failed by themselves since the controller was told to try again; those
+      failures: jobs that failed by themselves since the controller was asked to try again; those
         that were interrupted are not counted.
       published: whether its results are where people read them.
       seconds: how long the job that succeeded took.

@@ -50,7 +50,7 @@ class Job:
 
     @property
     def ending(self) -> Ending | None:
-        """How the job ended; None if it has not, or was killed with its worker."""
+        """How the job ended; None if it runs, or was killed with its worker."""
         return Ending.read(self.folder / f"{self.name}.exit.json")
 
     @property
@@ -104,7 +104,7 @@ class Launcher(Protocol):
         ...
 
     def close(self) -> None:
-        """Called when the controller ends early; jobs on an engine's own machines go on."""
+        """Called when the controller ends early; jobs on an engine's own machines continue."""
         ...
 
 

@@ -27,7 +27,9 @@ class AuxiliaryOptions:
     ] = None
     replace_gin_file: Annotated[
         bool,
-        typer.Option("--replace_gin_file", help="Leave the training's gin files out of the jobs."),
+        typer.Option(
+            "--replace_gin_file", help="Leave the training run's gin files out of the jobs."
+        ),
     ] = False
     final_auxiliary_job_steps: Annotated[
         int, typer.Option(help="0 evaluates each checkpoint; N fine-tunes each for N steps.")
@@ -61,7 +63,7 @@ class AuxiliaryOptions:
 
     @property
     def are_given(self) -> bool:
-        """Whether a training was asked to have auxiliary jobs beside it."""
+        """Whether a training run was asked to have auxiliary jobs beside it."""
         return self.auxiliary_job_mixtures is not None or self.auxiliary_job_gin_file is not None
 
     @property

@@ -2,7 +2,7 @@
 
 A pin is the checkpoint's files once more, under the same names, as hard links: it takes no space
 and no time, needs nothing of the program that trains, and outlives the original. Beside it lies a
-copy of the training's operative_config.gin, which the training may still rewrite.
+copy of the training run's operative_config.gin, which the training may still rewrite.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PINS = "pins"
 
 
 def whole_checkpoints(model_dir: Path) -> dict[int, CheckpointRef]:
-    """Step -> complete checkpoint in a training's folder, ascending; {} before there are any."""
+    """Step -> complete checkpoint in a training run's folder, ascending; {} before the first."""
     if not model_dir.is_dir():
         return {}
     return {ref.step: ref for ref in sources.list_checkpoints(model_dir) if ref.step is not None}

@@ -20,7 +20,7 @@ def check_by_dry_run(
     """Checks tasks, splits, caches, vocabularies and lengths, each mixture as its job would.
 
     A process of its own for each, since registering the jobs' tasks here could clash with the
-    training's.
+    training run's.
 
     Args:
       settings: What the jobs do; a command of the user's own is not run.

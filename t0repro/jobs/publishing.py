@@ -1,7 +1,7 @@
 """Puts a finished job's results where people read them, each once and in the order of steps.
 
 A job writes into a folder of its own, and only what succeeded leaves it: TensorBoard's files go to
-the training's folder, so that its curves stand beside the training's; everything else is copied to
+the training run's folder, so that its curves stand beside that run's; everything else is copied to
 the mixture's folder of results, where the files of all steps come together.
 """
 
@@ -24,7 +24,7 @@ RESULTS = "results"
 
 
 def publish_events(point: Point, output: Path, model_dir: Path) -> None:
-    """Moves a job's event files into the training's folder.
+    """Moves a job's event files into the training run's folder.
 
     They are moved, not copied: TensorBoard looks into every folder below the one that it is shown,
     and would have each point twice. An interrupted call can be repeated.
@@ -33,7 +33,7 @@ def publish_events(point: Point, output: Path, model_dir: Path) -> None:
       point: what the job was for.
       output: what the job wrote. Event files keep their place below it; those at its top go to
         inference_eval/<mixture>.
-      model_dir: the training's folder.
+      model_dir: the training run's folder.
     """
     mixture = urllib.parse.quote(point.mixture, safe="")
     for path in [path for path in _files(output) if MARK in path.name]:

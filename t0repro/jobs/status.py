@@ -1,4 +1,4 @@
-"""The state of a training's auxiliary jobs, for people and for programs."""
+"""The state of a training run's auxiliary jobs, for people and for programs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HEADER = ("checkpoint", "mixture", "state", "attempts", "seconds", "metric")
 
 
 def read_status(model_dir: Path) -> dict[Point, Progress]:
-    """Every point of a training's auxiliary jobs, by step and mixture.
+    """Every point of a training run's auxiliary jobs, by step and mixture.
 
     Raises:
       UserError: if there are none.
@@ -26,7 +26,7 @@ def read_status(model_dir: Path) -> dict[Point, Progress]:
         raise UserError(
             "There are no auxiliary jobs here.",
             where=str(model_dir),
-            fix="Give the folder of a training beside which `t0repro aux` runs or has run.",
+            fix="Give the folder of a training run beside which `t0repro aux` runs or has run.",
         )
     return dict(sorted(Journal(folder).progress.items()))
 
@@ -70,7 +70,7 @@ def to_json(status: dict[Point, Progress]) -> list[dict[str, Any]]:
 def curves(status: dict[Point, Progress]) -> list[str]:
     """One line for each mixture: its main metric over the steps, as bars between its extremes.
 
-    Values that are not finite have no place in a curve; the table has them.
+    Values that are NaN or Inf have no place in a curve; the table has them.
     """
     lines = []
     by_mixture = sorted(status.items(), key=lambda item: (item[0].mixture, item[0].step))

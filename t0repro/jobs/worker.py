@@ -160,7 +160,7 @@ def _run(work: Work, lock: int, asked_to_end: threading.Event) -> Ending | None:
         )
         pump.start()
         reason = _watch(process, work.limits, started, asked_to_end)
-        # A process that the command left behind keeps the pipe open, and may go on writing.
+        # A process that the command left behind keeps the pipe open, and may continue writing.
         pump.join(timeout=1.0)
         log.flush()
         os.fsync(log.fileno())

@@ -8,8 +8,8 @@ metrics.jsonl in model_dir has one JSON object per line:
     {"split": "train", "step": 1, "loss": 10.373483657836914}
     {"split": "validation", "step": 4, "task": "rte_GPT_3_style_score_eval", "accuracy": 52.7}
 
-A training line's step is the global step after the update; its loss is that of the parameters
-before the update, with float32's full precision.
+A line's step is the global step after the update; its loss is that of the parameters before the
+update, with float32's full precision.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def infer(plan: InferPlan, describe: Callable[[], None] = lambda: None) -> list[
     name = plan.data.mixture_or_task_name
     check_vocabularies(name, plan.input_vocabulary, plan.output_vocabulary)
     checkpoint: Checkpoint | None = None
-    # What is complete stays so when its checkpoint is gone, as by a training's retention.
+    # What is complete stays so when its checkpoint is gone, as by a training run's retention.
     ref = _chosen(plan) if is_there(plan.restore) else None
     files = []
     tasks = tasks_with_split(name, plan.data.split)
@@ -79,7 +79,7 @@ def infer(plan: InferPlan, describe: Callable[[], None] = lambda: None) -> list[
     if others:
         left_out = counted(others, "task")
         print(f"left out: {left_out} without a split {plan.data.split!r}", file=sys.stderr)
-    # Before it is opened: what is made from one that is replaced meanwhile is made again.
+    # Before it is opened: what is made from one that is replaced meanwhile is rebuilt.
     known = (own_path(ref), identity(ref)) if ref else (None, None)
     jobs = [_TaskJob(plan, task, *known) for task in tasks]
     # Asked once: it computes the digests of whole files.
@@ -292,7 +292,7 @@ class _TaskJob:
 
     def _merge(self, count: int) -> None:
         """Puts the chunks one after the other and removes them."""
-        # Written apart and renamed, so that half a file is never taken for the result.
+        # Written apart and renamed, so that a partial file is never mistaken for the result.
         whole = self.output.with_name(f".{self.output.name}.tmp")
         with naming(self.output), open(whole, "wb") as merged:
             for number in range(count):

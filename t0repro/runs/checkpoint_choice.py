@@ -108,7 +108,7 @@ def _coming(config: RunConfig) -> Iterator[Any]:
             continue
         last, told = latest, False
         assert latest.step is not None
-        # Passed over in silence, but remembered: it is not taken for new again.
+        # Passed over in silence, but remembered: it does not count as new again.
         if latest.step <= choice.skip_until:
             continue
         if choice.stop_after is None or latest.step <= choice.stop_after:

@@ -78,7 +78,7 @@ def coming(
       restore: Mode "latest" or "all".
       say: Receives a line when it begins to wait.
       until: Ends after a checkpoint of this step or a later one; None never ends.
-      seconds: Between two looks into the folder.
+      seconds: Between polls of the folder.
 
     Raises:
       UserError: If the mode is "specific", which no new checkpoint changes.
@@ -123,7 +123,7 @@ def identity(ref: CheckpointRef) -> str | None:
 def _identity(ref: CheckpointRef) -> str | None:
     try:
         account = _account(ref)
-    except FileNotFoundError:  # removed meanwhile, as by a training's retention
+    except FileNotFoundError:  # removed meanwhile, as by a training run's retention
         account = b""
     return hashlib.blake2b(account, digest_size=8).hexdigest() if account else None
 

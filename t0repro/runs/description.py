@@ -50,7 +50,7 @@ def describe_inference(plan: InferencePlan, gin_text: str) -> None:
     """Writes both files into the output folder of an evaluation or inference.
 
     Raises:
-      UserError: If the devices at hand cannot be arranged as the run's layout asks.
+      UserError: If the available devices cannot be arranged as the run's layout asks.
     """
     model = T5(plan.model, plan.dtypes)
     parameters = parameter_shapes(model)

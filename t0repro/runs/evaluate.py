@@ -145,7 +145,7 @@ def _texts(
 
 
 class TaskWindows:
-    """A run's tasks, a window of examples at a time; a large task is divided among windows.
+    """A run's tasks, a window of examples at a time; a large task is split across windows.
 
     Iterating again, for another checkpoint, reads the tasks again, unless all are in one window.
 
@@ -224,7 +224,7 @@ def scored(
       tokens_per_batch: see grouping.make_plan.
 
     Raises:
-      UserError: if a score is not finite, naming task, example and step.
+      UserError: if a score is NaN or Inf, naming task, example and step.
     """
     found: dict[int, ScoredPart] = {}
     run = RankRun(checkpoint, parts, lengths, tokens_per_batch=tokens_per_batch)

@@ -100,7 +100,7 @@ def precompile(
 
     Args:
       config: the run.
-      devices: to compile for, at hand or from t0repro.partitioning.topologies.
+      devices: to compile for, available or from t0repro.partitioning.topologies.
       chip: what is published about them; None leaves out predictions.
       hlo: folder to write each compiled program's text to.
       t5x_folder: folder to write the files of T5X's precompile to; see `write_t5x_files`.
@@ -326,7 +326,7 @@ def described(
         yield f"  {fits(program, config, partitioning, chip)}"
     devices = partitioning.mesh.size
     each = program.flops / devices
-    yield f"  operations: {program.flops:.4g}, {each:.4g} a device (matrix products)"
+    yield f"  operations: {program.flops:.4g}, {each:.4g} a device (matmuls)"
     if program.refused:
         return  # what it would send is read in the compiled program
     kinds: dict[str, list[int]] = {}

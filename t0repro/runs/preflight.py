@@ -80,7 +80,7 @@ def check_inference(plan: InferencePlan, say: Say) -> None:
 
 
 def check_training(config: RunConfig, vocabularies: tuple[Any, Any], say: Say) -> None:
-    """Checks a training; see `check_inference`.
+    """Checks a training run; see `check_inference`.
 
     Args:
       config: The run.
@@ -149,7 +149,7 @@ def _data(
 ) -> Iterator[str]:
     """The tasks, their splits, caches or rows, lengths and vocabularies.
 
-    In a training, evaluations of tasks without the split are left out, as in T5X.
+    In a training run, evaluations of tasks without the split are left out, as in T5X.
     """
     from t0repro import compat
     from t0repro.data import checks
@@ -180,7 +180,7 @@ def _data(
 
 
 def _restored(restore: RestoreConfig, config: RunConfig) -> Iterator[str]:
-    """The checkpoint that a training starts from, unless it continues from one of its own."""
+    """The checkpoint that a training run starts from, unless it continues from one of its own."""
     from t0repro.converters import sources
 
     if os.path.isdir(config.model_dir) and sources.list_checkpoints(config.model_dir):
@@ -244,10 +244,10 @@ def _fit(ref: CheckpointRef, restore: RestoreConfig, model: ModelConfig) -> str:
             fix="Choose the gin file of the model that it was trained with, or map its names with"
             " utils.RestoreCheckpointConfig.assignment_map.",
         )  # fmt: skip
-    anew = [name for name in expected if name not in filled]
+    initialized = [name for name in expected if name not in filled]
     return (
         f"{counted(len(filled), 'parameter')} of {len(expected)} match;"
-        f" {_listed('drawn anew', anew)}; {_listed('not used', unused)}"
+        f" {_listed('initialized', initialized)}; {_listed('not used', unused)}"
     )
 
 

@@ -109,7 +109,7 @@ def rank_eval(
     Raises:
       UserError: if a task has no answer choices and the mode is rank alone, the split is empty, the
         checkpoint has another vocabulary size, the folder holds another checkpoint's results for
-        this step, or a score is not finite (naming task, example and step).
+        this step, or a score is NaN or Inf (naming task, example and step).
     """
     from t0repro.event_files import event_writer
     from t0repro.training.metrics import MetricLog

@@ -43,7 +43,7 @@ def starting_tree(config: RunConfig, fresh: Callable[[], TrainState], say: Say) 
       say: Receives lines about what is restored.
 
     Returns:
-      A flat tree with the model's names; None for new parameters.
+      A flat tree with the model's names; None for initialized parameters.
 
     Raises:
       UserError: If the checkpoint is missing or damaged, the model is not configured as its
@@ -54,7 +54,7 @@ def starting_tree(config: RunConfig, fresh: Callable[[], TrainState], say: Say) 
         return open_configured(sources.find_checkpoint(model_dir), config.model)
     if rules is None:
         return None
-    assert isinstance(rules.path, str), "a training starts from one checkpoint"
+    assert isinstance(rules.path, str), "a training run starts from one checkpoint"
     ref = sources.find_checkpoint(rules.path)
     places = config.provenance
     if rules.variable_filter is not None:

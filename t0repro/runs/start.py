@@ -1,4 +1,4 @@
-"""Starts a training: locks its folder, opens its data and evaluations, and trains."""
+"""Starts a training run: locks its folder, opens its data and evaluations, and trains."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def start_training(
     allow_changed: bool = False,
     say: Say | None = None,
 ) -> None:
-    """Trains from model_dir's latest checkpoint, or what the plan restores, or new parameters.
+    """Trains from model_dir's latest checkpoint, what the plan restores, or initialized parameters.
 
     Args:
       config: The run, whose tasks are registered.

@@ -1,4 +1,4 @@
-"""Finds, by compiling, how to make a training fit while changing it as little as possible."""
+"""Finds, by compiling, how to make a training run fit while changing it as little as possible."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from t0repro.runs.precompile import arranged, compiled_programs, fits, more_reco
 
 
 def suggest(config: RunConfig, devices: Sequence[Any], chip: Chip) -> Iterator[str]:
-    """Compiles ever smaller variants of a training until one fits; yields a line for each.
+    """Compiles ever smaller variants of a training run until one fits; yields a line for each.
 
     Args:
-      config: a training.
+      config: a training run.
       devices: to compile for.
       chip: what is published about them.
     """

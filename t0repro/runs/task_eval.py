@@ -41,7 +41,7 @@ def evaluate_checkpoints(
       plan: The evaluation.
       watch: Whether to keep evaluating as new checkpoints appear.
       until: Watching ends after a checkpoint of this step or a later one; None never ends.
-      seconds: Between two looks for new checkpoints; None takes the default.
+      seconds: Between polls for new checkpoints; None takes the default.
       describe: Writes what the run says about itself, once its data and checkpoints are found.
 
     Returns:

@@ -88,7 +88,7 @@ def _score(configuration: Configuration, examples: Sequence[Any]) -> None:
     scores = score_examples(
         checkpoint.params, checkpoint.model, examples, lengths, tokens_per_batch=tokens
     )
-    # Before anything is written: a score that is not finite is no result.
+    # Before anything is written: a score that is NaN or Inf is no result.
     check_finite(scores, config.mode, checkpoint.step)
     with ScoreFiles(configuration) as files:
         files.add(scores, [example["targets"] for example in examples])
@@ -204,7 +204,7 @@ def strings_to_score(config: ScoreStringsConfig) -> tuple[list[str], list[str]]:
     if len(inputs) < len(targets):
         if not inputs or len(targets) % len(inputs):
             raise UserError(
-                f"{counted(len(targets), 'target')} cannot be divided among"
+                f"{counted(len(targets), 'target')} cannot be split across"
                 f" {counted(len(inputs), 'input')}.",
                 where="score_from_strings.targets",
                 fix="Give as many targets as inputs, or equally many for each input.",

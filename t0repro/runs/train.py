@@ -81,8 +81,8 @@ def train(
       say: Receives lines about what is being done; prints to standard error by default.
 
     Raises:
-      UserError: If the configuration cannot be trained, a checkpoint does not fit, or a loss is not
-        finite.
+      UserError: If the configuration cannot be trained, a checkpoint does not fit, or a loss is NaN
+        or Inf.
       StoppedBySignal: After SIGTERM or SIGINT, once the state has been saved.
     """
     say = say or (lambda line: print(line, file=sys.stderr, flush=True))
@@ -123,7 +123,7 @@ def train(
     start = started(config, shapes, fresh, restore_from, say)
     seconds = time.perf_counter() - restoring
     if start.is_new:
-        say(f"start: new parameters from seed {seed}")
+        say(f"start: parameters initialized from seed {seed}")
     end_step = last_step(config, start.step)
     if describe is not None and is_first():
         describe(shapes, partitioning)

@@ -58,7 +58,7 @@ class Action:
         """Called with each step's metrics once they have been read, one step late."""
 
     def on_bad_update(self, loop: TrainingLoop, batch: NumpyBatch, metrics: StepMetrics) -> None:
-        """Called when an update was held back because its loss or a gradient is not finite.
+        """Called when an update was held back because its loss or a gradient is NaN or Inf.
 
         The state is the one before the update.
         """
@@ -142,7 +142,7 @@ class SaveCheckpoints(Action):
         self.wait()
 
     def end(self, loop: TrainingLoop) -> None:
-        """Waits after an exception too, so that no save goes on while the next run starts."""
+        """Waits after an exception too, so that no save continues while the next run starts."""
         self.wait()
 
     def _is_due(self, step: int) -> bool:
@@ -231,7 +231,7 @@ class StopOnSignal(Action):
         self._shared = None if is_alone() else SharedSignal()
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
-                # Kept, since whoever runs the loop may have handlers of its own.
+                # Kept, since the caller may have handlers of its own.
                 self._before[number] = signal.signal(number, self._note)
 
     def after_step(self, loop: TrainingLoop) -> None:
@@ -240,7 +240,7 @@ class StopOnSignal(Action):
             # To be asked at every step by every process; true at the one step they agree on.
             if _jax_was_told(loop.step) and self._noted is None:
                 self._noted, self._noted_at = signal.SIGTERM, time.monotonic()
-                self._say("stopping: jax was told that a machine is about to be taken away")
+                self._say("stopping: jax reported that a machine is about to be taken away")
             self.received = self._shared.after_step(self._noted or 0) or None
         else:
             self.received = self._noted

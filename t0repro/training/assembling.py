@@ -36,7 +36,7 @@ def trainer_of(
     files: SplitMetrics | None = None,
     hold_if_not_finite: bool = False,
 ) -> BaseTrainer:
-    """The trainer of a training: the user's, or `Trainer`.
+    """The trainer of a training run: the user's, or `Trainer`.
 
     Args:
       config: the run.
@@ -85,7 +85,7 @@ def model_of(
     vocabularies: tuple[Any, Any] = (None, None),
     decoding: DecodingPlan | None = None,
 ) -> T5Model:
-    """The model of a training: the user's, or T5 with its own loss.
+    """The model of a training run: the user's, or T5 with its own loss.
 
     Args:
       config: the run.

@@ -1,4 +1,4 @@
-"""An update whose loss or gradient is not finite: the tensor that went bad first, and a replay.
+"""An update whose loss or gradient is NaN or Inf: the tensor that went bad first, and a replay.
 
 `bad_update_<step>/` in a run's folder has what it takes to reproduce it: the batch, the dropout
 key, and the run's configuration; the state is the checkpoint of the step before. `t0repro replay`
@@ -46,7 +46,7 @@ BATCH_FILE, NOTES_FILE = "batch.npz", "update.json"
 
 @dataclasses.dataclass(frozen=True)
 class BadTensor:
-    """The first tensor of an update that is not finite.
+    """The first tensor of an update that is NaN or Inf.
 
     Attributes:
       kind: "parameter", "activation", "loss" or "gradient".
@@ -64,7 +64,7 @@ class BadTensor:
 
     def __str__(self) -> str:
         place = "" if self.microbatch is None else f" in microbatch {self.microbatch}"
-        return f"the {self.kind} {self.name}{place}: {self.bad:,} of {self.size:,} not finite"
+        return f"the {self.kind} {self.name}{place}: {self.bad:,} of {self.size:,} are NaN or Inf"
 
 
 class ReportBadUpdate(Action):
@@ -91,12 +91,12 @@ class ReportBadUpdate(Action):
         folder = model_dir / f"bad_update_{metrics.step}"
         if is_first() and not folder.exists():
             write_bad_update(folder, self._config, loop.step, features, key)
-        nothing = "loss and gradients are finite when computed again: the optimizer overflowed"
+        nothing = "loss and gradients are finite when recomputed: the optimizer overflowed"
         what = nothing if bad is None else str(bad)
         self._say(
             f"step {metrics.step} was not done: {what}; see it again by `t0repro replay {folder}`"
         )
-        loop.stop(f"step {metrics.step} is not finite: {what}")
+        loop.stop(f"step {metrics.step} is NaN or Inf: {what}")
         self._is_reported = True
 
     def finish(self, loop: TrainingLoop) -> None:
@@ -147,7 +147,7 @@ def replay(folder: str | os.PathLike[str]) -> BadTensor | None:
         raise UserError(
             f"This is no folder of a bad update: {error}.",
             where=str(folder),
-            fix="Name a bad_update_<step> folder that a training with TerminateOnNanAction wrote.",
+            fix="Name a bad_update_<step> folder, which TerminateOnNanAction writes.",
         ) from error
     config = RunConfig.from_json(json.dumps(notes["config"]), where=str(folder / NOTES_FILE))
     module = T5(config.model, config.dtypes)
@@ -166,7 +166,7 @@ def first_bad_tensor(
     key: jax.Array,
     num_microbatches: int,
 ) -> BadTensor | None:
-    """The first tensor of an update that is not finite.
+    """The first tensor of an update that is NaN or Inf.
 
     Searched are the parameters, then for each microbatch the activations in the order in which they
     are computed, the loss, and the gradients in the order in which the backward pass finishes them.

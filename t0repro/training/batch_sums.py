@@ -45,7 +45,7 @@ def loss_and_sums(
       model: the model; its configuration has the options of the loss.
       parameters: the model's parameters.
       batch: what `with_loss_weights` returned, or a part of it.
-      denominator: the whole batch's, so that the losses of its microbatches add up.
+      denominator: the full batch's, so that the losses of its microbatches add up.
       dropout_key: PRNG key for this microbatch's dropout.
       z_loss: whether the loss has its z_loss.
     """
@@ -143,7 +143,7 @@ def compute_base_metrics(
     z_loss: Float[Array, ""] | None = None,
     segment_ids: Mapping[str, Array] | None = None,
 ) -> dict[str, Metric]:
-    """T5X's metrics of logits at hand: those of `metrics_of` that can be made of them.
+    """T5X's metrics of given logits: those of `metrics_of` that can be made of them.
 
     Args:
       logits: float32.

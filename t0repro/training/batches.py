@@ -106,7 +106,7 @@ class Feed:
         checked = self._checked(batches)
         if not self._is_sharded:
             return checked
-        # From here on a batch is whole, whoever made its rows.
+        # From here on a batch is complete, whichever process made its rows.
         return (self._put(self._model.features(batch)) for batch in checked)
 
     def _checked(self, batches: Iterable[NumpyBatch]) -> Iterator[NumpyBatch]:

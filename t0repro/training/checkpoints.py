@@ -6,8 +6,8 @@ altered file is reported by name before any value is used. Orbax directories wri
 programs have no such file; of these the arrays and chunks that Orbax's own metadata names must be
 there.
 
-Saving is in two parts: `start_checkpoint` copies the state to the host, so that training may go on
-in the same buffers, and a thread writes the copy.
+Saving has two parts: `start_checkpoint` copies the state to the host, so that training may
+continue in the same buffers, and a thread writes the copy.
 
 Trees are flat here: "target/encoder/encoder_norm/scale" -> array (t0repro.training.train_state).
 """
@@ -109,7 +109,7 @@ def start_checkpoint(
     Args:
       model_dir: created if it does not exist.
       state: copied from the device, which waits for the step that computes it; its buffers may be
-        used anew when this returns.
+        reused when this returns.
       save_data: writes the position in the data into the folder that it is given, before this
         returns; `data_folder` finds that folder later.
       dtype: type of the parameters in the checkpoint; None for float32. Slots stay float32.
@@ -216,7 +216,7 @@ def _directory_of_all(path: Path) -> Iterator[Path]:
         return
     try:
         with atomic_directory(path) as temporary:
-            # The name has a random part, so the others have to be told it.
+            # The name has a random part, so the others have to receive it.
             yield Path(from_first(lambda: str(temporary)))
     except FileExistsError as error:
         raise UserError(
@@ -279,7 +279,7 @@ def load_tree(path: PathLike) -> dict[str, np.ndarray]:
 
 
 def load_divided_tree(path: PathLike, like: TrainState) -> dict[str, np.ndarray | jax.Array]:
-    """Reads a checkpoint for a state that is divided among devices; all processes make this call.
+    """Reads a checkpoint for a state that is sharded across devices; all processes make this call.
 
     Each process reads, of each array, what its own devices hold, and checks its share of the files.
 
@@ -294,7 +294,7 @@ def load_divided_tree(path: PathLike, like: TrainState) -> dict[str, np.ndarray 
     path = Path(path).absolute()
     files = sorted(_whole(path).items())
     check_contents(path, dict(files[jax.process_index() :: jax.process_count()]))
-    wait_for_all()  # nobody goes on with values that another process finds damaged
+    wait_for_all()  # nobody continues with values that another process finds damaged
     places = {
         name: leaf
         for name, leaf in flat_arrays(like).items()

@@ -49,7 +49,7 @@ class TrainingLoop:
       log: where a line for every step is written; None for nowhere. The loop closes it.
       files: what the trainer and the actions write to, for the loop to close.
       actions: run between updates, in this order.
-      may_be_nan: whether training continues past a loss that is not finite; otherwise that is an
+      may_be_nan: whether training continues past a loss that is NaN or Inf; otherwise that is an
         error.
       synchronous: whether each update's loss is read before the next begins.
       start_step: the global step before the first update; None reads it from the trainer's state.
@@ -118,7 +118,7 @@ class TrainingLoop:
         It does fewer if the batches run out or an action calls `stop`.
 
         Raises:
-          UserError: if a loss is not finite, or if the model refuses a batch.
+          UserError: if a loss is NaN or Inf, or if the model refuses a batch.
           PreemptionError: if the batches or an action raised it, after a save.
         """
         first, last_step = self.step, self.step + num_steps
@@ -236,7 +236,7 @@ class TrainingLoop:
             seconds=round(fetched.seconds, 6),
             **{name: int(count) for name, count in counts.items()},
             input_wait_seconds=round(fetched.input_wait, 6),
-            # Only for the log: a training with summaries has them there.
+            # Only for the log: a training run with summaries has them there.
             others={} if self._log is None else _others(fetched),
         )
         held = "update_held" in values and bool(values["update_held"].compute())

@@ -2,7 +2,7 @@
 
     loss = sum over targets > 0 of (cross entropy + z_loss * log(Z)**2) / denominator
 
-The denominator is the number of entries of `targets` in the whole batch, padding included, unless
+The denominator is the number of entries of `targets` in the full batch, padding included, unless
 the configuration sets another. Mesh TensorFlow adds z_loss in training only
 (Unitransformer._compute_loss). T5X's metrics are made in t0repro.training.batch_sums.
 """
@@ -106,7 +106,7 @@ def of_each_target(
 
 
 def with_loss_weights(config: ModelConfig, batch: Batch) -> Batch:
-    """The whole batch, with float32 `loss_weights` if its targets do not all count alike.
+    """The full batch, with float32 `loss_weights` if its targets do not all count alike.
 
     With AVERAGE_PER_SEQUENCE each target counts 1 / (number of targets > 0 of its example), packed
     or not; `loss_weights` that the batch has already are scaled so that each example counts 1. The
@@ -151,7 +151,7 @@ def weights_per_example(
 def loss_denominator(
     config: ModelConfig, batch: Mapping[str, Array | np.ndarray]
 ) -> float | Float[Array, ""]:
-    """The divisor of the summed loss of a whole batch, all microbatches together.
+    """The divisor of the summed loss of a full batch, all microbatches together.
 
     Args:
       config: the model's configuration.
@@ -185,7 +185,7 @@ def training_loss(
       model: the model; its configuration also gives label smoothing and z_loss.
       parameters: the model's parameters.
       batch: int32 arrays [batch, length].
-      denominator: the whole batch's, so that the losses of its microbatches add up.
+      denominator: the full batch's, so that the losses of its microbatches add up.
       dropout_key: PRNG key for this microbatch's dropout.
     """
     rngs = {} if dropout_key is None else {"dropout": dropout_key}

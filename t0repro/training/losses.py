@@ -1,7 +1,7 @@
-"""The loss functions of t5x.losses, for a loss of your own: cross entropy of logits at hand.
+"""The loss functions of t5x.losses, for a loss of your own: cross entropy of given logits.
 
 The trainer's own loss never holds all logits at once (t0repro.training.loss). These take the logits
-of a whole batch, as a subclass of `BaseTransformerModel` computes them.
+of a full batch, as a subclass of `BaseTransformerModel` computes them.
 """
 
 from __future__ import annotations

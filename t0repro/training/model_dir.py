@@ -94,7 +94,7 @@ def check_model_dir(
     *,
     allow_changed: bool = False,
 ) -> CheckpointReader | None:
-    """Checks that training can continue from model_dir's checkpoints, but for their slots.
+    """Checks that training can continue from model_dir's checkpoints, except for their slots.
 
     Args:
       model_dir: the run's folder; it need not exist.
@@ -138,7 +138,7 @@ def _check_stack(refs: list[CheckpointRef], backend: Backend, model_dir: str) ->
     if ours is None:
         return  # JAX continues from Mesh TensorFlow's checkpoints too
     if backend == "mtf" and (mesh is None or (ours.step or 0) >= (mesh.step or 0)):
-        start = "new parameters" if mesh is None else f"step {mesh.step:,}"
+        start = "initialized parameters" if mesh is None else f"step {mesh.step:,}"
         raise UserError(
             f"The folder holds checkpoints of the JAX stack, the latest of step {ours.step:,}."
             f" Mesh TensorFlow does not read them: it would start from {start}.",

@@ -160,7 +160,7 @@ class EncoderDecoderModel(T5Model, BaseTransformerModel):
         z_loss, loss_normalizing_factor: see BaseTransformerModel.
       feature_converter_cls: accepted for T5X's sake: examples are converted as
         seqio.EncDecFeatureConverter does.
-      default_decoder_params: what `predict_batch_with_aux` does unless it is told otherwise.
+      default_decoder_params: what `predict_batch_with_aux` does by default.
     """
 
     def __init__(
@@ -232,7 +232,7 @@ class EncoderDecoderModel(T5Model, BaseTransformerModel):
         return kind.loss_fn(self, params, batch, dropout_rng, flax_mutables)
 
     def _loss_divisor(self, batch: Batch) -> tuple[Any, Any]:
-        # Of the whole batch, whose weights are scaled already, if `whole_batch` made this copy.
+        # Of the full batch, whose weights are scaled already, if `whole_batch` made this copy.
         if self._denominator is not None:
             return self._denominator, batch.get("decoder_loss_weights")
         return super()._loss_divisor(batch)

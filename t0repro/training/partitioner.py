@@ -58,7 +58,7 @@ class Partitioner:
     def get_data_layout(
         self, batch_size: int | None = None, host_index: int | None = None
     ) -> DataLayout:
-        """Which part of the data this process reads: all of it, for each builds whole batches.
+        """Which part of the data this process reads: all of it, for each builds full batches.
 
         Args:
           batch_size: rows of a batch; None for one on each part of the mesh along `data`.
@@ -123,7 +123,7 @@ class Partitioner:
         }
         if self.partitioning is None:
             return jax.jit(fn, **options)
-        # Results are told where to stay: a donated buffer serves only one divided as it was.
+        # Results get a sharding: a donated buffer serves only one divided as it was.
         whole = NamedSharding(self.partitioning.mesh, PartitionSpec())
         out = jax.tree.map(
             lambda sharding: whole if sharding is None else sharding,
@@ -138,7 +138,7 @@ class Partitioner:
             return partitioned_fn.lower(*args).compile()
 
     def active(self) -> contextlib.AbstractContextManager[Any]:
-        """A context in which what is traced is divided among the devices."""
+        """A context in which what is traced is sharded across the devices."""
         return contextlib.nullcontext() if self.partitioning is None else self.partitioning.active()
 
 

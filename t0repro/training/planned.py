@@ -33,10 +33,10 @@ from t0repro.training.trainer import NumpyBatch
 
 @dataclasses.dataclass(frozen=True)
 class Evaluations:
-    """What the evaluations of a training read.
+    """What the evaluations of a training run read.
 
     Attributes:
-      train_eval: Batches by task, for evaluations with the training's metrics.
+      train_eval: Batches by task, for evaluations with the training run's metrics.
       infer_eval: Evaluates the tasks' own metrics; None for no such evaluation.
     """
 
@@ -144,7 +144,7 @@ def planned_actions(
       start: Where training starts.
       end_step: The step at which it ends.
       save_data: Writes the position in the data into a checkpoint's folder.
-      holds: Whether an update that is not finite is held back, and reported.
+      holds: Whether an update that is NaN or Inf is held back, and reported.
       say: Receives lines about what is being done.
     """
     plan = config.plan
@@ -167,7 +167,7 @@ def planned_actions(
         )
     if holds:
         actions.append(ReportBadUpdate(config, say))
-    # After the save, as in T5X, so that a metric that fails costs no training.
+    # After the save, as in T5X, so that a metric that fails loses no step.
     if inputs.train_eval or inputs.infer_eval:
         assert files is not None, "a run that evaluates writes summaries"
         actions.append(
@@ -199,7 +199,7 @@ def still_evaluates(config: RunConfig, start: Start, evaluations: Evaluations) -
 
 
 def passes_nan(config: RunConfig) -> bool:
-    """Whether something other than the trainer deals with a loss that is not finite."""
+    """Whether something other than the trainer deals with a loss that is NaN or Inf."""
     optimizer = config.optimizer
     # Either the optimizer passes over NaN entries, or an action stops the training by itself.
     several = isinstance(optimizer, MultiOptimizerConfig)
@@ -209,7 +209,7 @@ def passes_nan(config: RunConfig) -> bool:
 
 
 def stops_on_nan(plan: TrainingPlan) -> bool:
-    """Whether an action watches for values that are not finite."""
+    """Whether an action watches for values that are NaN or Inf."""
     actions = [action for items in plan.actions.values() for action in items]
     return any(isinstance(action, TerminateOnNanConfig) for action in actions)
 
@@ -248,7 +248,7 @@ EVALUATED_FILE = "evaluated.json"
 
 
 class Progress:
-    """Keeps and restores what a training remembers.
+    """Keeps and restores what a training run remembers.
 
     Args:
       model_dir: the run's folder.
@@ -364,7 +364,7 @@ class Summarise(Action):
             and self._run_actions
             and self._run_actions(self._loop.held_state, {"train": values})
         ):
-            self._loop.stop("an action on the training's metrics")
+            self._loop.stop("an action on the training run's metrics")
 
     def finish(self, loop: TrainingLoop) -> None:
         """Summarises the steps that no summary covers yet, after a stop."""
@@ -380,7 +380,7 @@ class Evaluate(Action):
     Args:
       period: steps between evaluations; 0 for none.
       metrics: where results are written.
-      train_eval: batches by task, evaluated with the training's metrics.
+      train_eval: batches by task, evaluated with the training run's metrics.
       progress: knows what was done before an interruption.
       infer_eval: evaluates the tasks' own metrics: {task: {metric: value}}.
       run_actions: what is done with the results of `TRAIN_EVAL` and `INFER_EVAL`.
@@ -440,7 +440,7 @@ class Evaluate(Action):
                 self._metrics.write(split, loop.step, numbers, events=False)
             self._run("INFER_EVAL", loop, results)
         self._metrics.flush()
-        # Only once its checkpoint is whole: a run that dies goes on from a checkpoint, and would
+        # Only once its checkpoint is whole: a run that dies continues from a checkpoint, and would
         # find the notes of a step that was lost in place of those of its own.
         loop.wait()
         self._progress.note_evaluated(loop.step, stopped=loop.trainer.stop_training)

@@ -115,7 +115,7 @@ def _kept_activations(
     Args:
       config: A training run.
       partitioning: Its devices.
-      features: Shapes [rows, length] of the features of a whole batch.
+      features: Shapes [rows, length] of the features of a full batch.
     """
     model = T5(_share(config.model, partitioning.model), config.dtypes)
     parts = config.num_microbatches * partitioning.data
@@ -147,7 +147,7 @@ def _share(model: ModelConfig, parts: int) -> ModelConfig:
 
 
 def _copied(config: RunConfig, parameters: Any) -> int:
-    """Bytes of the copies of kernels that layers in a loop read, see `blocks.Tower`."""
+    """Bytes of the copies of kernels that scanned layers read, see `blocks.Tower`."""
     model, dtype = config.model, jnp.dtype(config.dtypes.activation)
     towers = {"encoder": model.num_encoder_layers, "decoder": model.num_decoder_layers}
     kernels: list[Any] = []
@@ -201,7 +201,7 @@ def compiled_beside(trainer: BaseTrainer, config: RunConfig) -> Iterator[None]:
     example = {name: np.zeros(shape, np.int32) for name, shape in shapes.items()}
 
     def compile_step() -> None:
-        # An update with such a batch meets the error again, where it can be told.
+        # An update with such a batch meets the error again, where it can be reported.
         with contextlib.suppress(Exception):
             trainer.prepare_train(example)
 

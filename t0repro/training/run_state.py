@@ -1,4 +1,4 @@
-"""`run_state.json` in a run's folder: how far a training is, how fast, and how it ended.
+"""`run_state.json` in a run's folder: how far a training run is, how fast, and how it ended.
 
 The file is one JSON object with the fields of `RunState`. It is replaced atomically when training
 starts and ends and every few seconds between, so a reader never sees half of one. Curves are in
@@ -69,8 +69,8 @@ class RunState:
 def read_run_state(model_dir: str | os.PathLike[str]) -> RunState | None:
     """What a folder's run_state.json says; None if there is none.
 
-    A training that is "running" by its file but whose process on this machine is gone was killed:
-    it is returned as "failed". Of a process on another machine only `updated` tells.
+    A training run that is "running" by its file but whose local process is gone was killed: it is
+    returned as "failed". Of a process on another machine only `updated` tells.
 
     Raises:
       UserError: if the file is not a run's record.

@@ -37,8 +37,8 @@ class Start:
     """Where training starts.
 
     Attributes:
-      state: The state; of new parameters only the shapes, since the step is compiled while they are
-        initialized.
+      state: The state; before initialization only the shapes of its parameters, since the step is
+        compiled meanwhile.
       step: Its global step.
       checkpoint: The checkpoint in model_dir that it came from.
       data: That checkpoint's folder for the position in the data, if it has one.
@@ -63,7 +63,7 @@ def started(
     model_dir = Path(config.model_dir)
     # Now, rather than at the first save.
     check_is_no_pattern(model_dir, "Checkpoints")
-    # Whoever starts training holds model_dir's lock, so these are leftovers of killed saves.
+    # The process that trains holds model_dir's lock, so these are leftovers of killed saves.
     remove_interrupted_saves(model_dir)
     found = from_first(lambda: latest_step(model_dir))
     checkpoint = data = None
@@ -110,14 +110,14 @@ def keys(seed: int, how: Literal["split", "folded"]) -> tuple[jax.Array, jax.Arr
     """The PRNG keys of the initial parameters and of dropout; see `TrainingPlan.keys`."""
     if how == "folded":
         initial = jax.random.key(seed)
-        # Fold in a constant, because parameters are drawn with the seed's key itself.
+        # Fold in a constant, because parameters are initialized with the seed's key itself.
         return initial, jax.random.fold_in(initial, 1)
     initial, training = jax.random.split(jax.random.PRNGKey(seed))
     return initial, training
 
 
 def last_step(config: RunConfig, start_step: int) -> int:
-    """The step at which a training that starts at a step ends.
+    """The step at which a training run that starts at a step ends.
 
     Raises:
       UserError: If it is past that step already, and the plan does not allow that.

@@ -1,4 +1,4 @@
-"""Actions on metrics, with T5X's names: early stopping, and stopping at a value not finite."""
+"""Actions on metrics, with T5X's names: early stopping, and stopping at NaN or Inf."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class BaseAction(abc.ABC):
 
         Args:
           train_state: the current state.
-          metrics_by_task: task -> metric -> value; the training's own task is `train`. Values are
-            numbers, or have a number as `.value`.
+          metrics_by_task: task -> metric -> value; the training run's own task is `train`.
+            Values are numbers, or have a number as `.value`.
         """
 
     def state_dict(self) -> dict[str, Any]:
@@ -150,7 +150,7 @@ class EarlyStoppingAction(BaseAction):
 
     def _is_no_better(self, current: float, before: float) -> bool:
         delta = self._atol + self._rtol * abs(before)
-        # A comparison with NaN is false, so NaN is not "no better" and training goes on.
+        # A comparison with NaN is false, so NaN is not "no better" and training continues.
         if self._mode == "min":
             return bool(np.float32(current) >= np.float32(before - delta))
         return bool(np.float32(current) <= np.float32(before + delta))
@@ -160,7 +160,7 @@ class TerminateOnNanAction(BaseAction):
     """Stops when a metric is NaN or infinite.
 
     Args:
-      task: the task; `train` for the training's own metrics.
+      task: the task; `train` for the training run's own metrics.
       metric: the metric.
       say: receives a line when the metric is missing and when it stops; logged by default.
     """

@@ -98,7 +98,7 @@ class BaseModel(abc.ABC):
     def whole_batch(self, batch: Batch) -> tuple[Batch, LossFn]:
         """The batch to be split into microbatches, and the loss function of one.
 
-        Override it if the loss is normalised by something of the whole batch, such as its number
+        Override it if the loss is normalised by something of the full batch, such as its number
         of targets: losses that each microbatch normalises by itself do not add up to the loss
         of the batch.
         """

@@ -349,7 +349,7 @@ def _mutables(tree: OpenTree, like: Any, where: str) -> Any:
             f"The checkpoint lacks {len(missing)} of the model's {len(wanted)} variables that are"
             f" not trained, for instance {missing[0]}.",
             where=where,
-            fix="Give a checkpoint that a training of this model wrote.",
+            fix="Give a checkpoint that a training run of this model wrote.",
         )
     values = {
         path: _on_devices(tree[_MUTABLES + path], value, value.dtype)
@@ -396,7 +396,7 @@ def parameters_from_flat_tree(
 
 
 def _on_devices(value: Any, like: Any, dtype: Any = np.float32) -> jax.Array:
-    """A checkpoint's value on the device, or divided among several as `like` is."""
+    """A checkpoint's value on the device, or sharded across several as `like` is."""
     if isinstance(value, jax.Array):  # see `load_divided_tree`
         return value
     # float32 in memory whatever the file holds; a checkpoint in bfloat16 widens exactly.

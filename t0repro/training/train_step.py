@@ -47,7 +47,7 @@ def accumulate_grads_microbatched(
     """Computes a batch's gradients, one microbatch at a time: (gradients, metrics, mutables).
 
     Losses and gradients of the microbatches are added up, in float32 if there are several. A model
-    whose loss depends on the whole batch says so by `BaseModel.whole_batch`. Of n microbatches,
+    whose loss depends on the full batch says so by `BaseModel.whole_batch`. Of n microbatches,
     number m has the rows m, m + n, m + 2n, ... of the batch, as in mtf.serialize_training_step.
 
     On several devices, gradients are added up across them once, after the last microbatch; fully
@@ -359,7 +359,7 @@ def jitted_train_step(
 
 # A deep tower is one body in a loop, and an update of its stacks is one operation for all its
 # layers. So the compiled step does not grow with depth, and no step copies layers into stacks.
-# Whoever reads a state by the names of its parameters gets it by layer (`single_layers`,
+# Code that reads a state by the names of its parameters gets it by layer (`single_layers`,
 # t0repro.training.train_state), as checkpoints always are.
 
 

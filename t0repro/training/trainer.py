@@ -409,7 +409,7 @@ class Trainer(BaseTrainer):
       num_microbatches: number of equal parts of a batch; None or 1 for the batch as a whole.
       weight_metrics_computer: measures parameters, gradients and updates; None for nothing.
       t5x_dropout_compat: repeats T5X's one dropout key for all microbatches of a step.
-      hold_if_not_finite: whether an update with a loss or gradient that is not finite is not done.
+      hold_if_not_finite: whether an update with a loss or gradient that is NaN or Inf is not done.
     """
 
     def __init__(

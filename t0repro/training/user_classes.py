@@ -1,4 +1,4 @@
-"""Makes the classes of the user's that take part in a training (t0repro.config.training_plan)."""
+"""Makes the user's classes that take part in a training run (t0repro.config.training_plan)."""
 
 from __future__ import annotations
 

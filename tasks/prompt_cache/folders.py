@@ -54,7 +54,7 @@ def locked(folder: Path) -> Iterator[Path]:
 def remove_interrupted(folder: Path, task: str) -> bool:
     """Removes what an interrupted seqio_cache_tasks left in a task's folder.
 
-    SeqIO writes COMPLETED last, so such files are never read. But leftover shards would be taken
+    SeqIO writes COMPLETED last, so such files are never read. But leftover shards would be mistaken
     for part of a later cache with as many shards, since SeqIO finds its files by a pattern that
     ends in their number.
 

@@ -96,7 +96,7 @@ def test_a_look_that_is_forbidden_is_an_error_that_says_the_job_goes_on(cloud, e
     name, record = submitted(cloud)
     denied = Refused(grpc.StatusCode.PERMISSION_DENIED, "aiplatform.customJobs.get denied")
     cloud.services.faults["GetCustomJob"] = [denied]
-    with pytest.raises(UserError, match="look at the job, which goes on: permission denied"):
+    with pytest.raises(UserError, match="look at the job, which continues: permission denied"):
         followed(cloud, name, record, [])
 
 

@@ -71,7 +71,11 @@ def test_the_files_of_the_example_on_real_data_fit_their_jobs(file, target, step
     ("changes", "what", "fix"),
     [
         ({"mixtures": ()}, "no mixtures", "Name at least one"),
-        ({"replace_gin_file": False}, "would read the training's gin files", "--replace_gin_file"),
+        (
+            {"replace_gin_file": False},
+            "would read the training run's gin files",
+            "--replace_gin_file",
+        ),
         ({"final_steps": 100}, "takes no steps", "Give 0 for continuous evaluation"),
         ({"final_steps": -1}, "are none", "Give 0"),
         ({"gin_file": None}, "there is no gin file", "Name a gin file"),

@@ -191,7 +191,7 @@ def test_a_bad_update_is_explained_where_each_process_holds_a_part_of_the_state(
 def test_at_jaxs_own_notice_to_one_all_stop_at_one_step_and_a_restart_goes_on(tmp_path, index):
     codes, _, said, _ = members(2, folder=str(tmp_path / "run"), steps=20, notice=index)
     assert codes == [PREEMPTED] * 2, said
-    assert "jax was told" in said[0] and "s after the signal" in said[0]
+    assert "jax reported" in said[0] and "s after the signal" in said[0]
     last = list_checkpoints(tmp_path / "run")[-1]
     assert 1 < last < 20 and max(losses(tmp_path / "run")) == last
     trained(tmp_path / "run", 20, say=lambda line: None)

@@ -60,7 +60,7 @@ def test_a_map_of_names_says_what_is_drawn_anew(checkpoint):
         "utils.RestoreCheckpointConfig.assignment_map = [('target/decoder/logits_dense/.*', None)]",
     )
     assert (
-        "51 parameters of 52 match; drawn anew: target/decoder/logits_dense/kernel;"
+        "51 parameters of 52 match; initialized: target/decoder/logits_dense/kernel;"
         " not used: target/decoder/logits_dense/kernel"
     ) in lines[-1]
 

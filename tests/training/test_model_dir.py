@@ -117,7 +117,9 @@ def test_another_models_checkpoint_is_refused_whatever_is_allowed(model_dir, all
 
 @pytest.mark.parametrize("allow_changed", [False, True])
 def test_mesh_tensorflow_does_not_start_over_beside_jaxs_checkpoints(model_dir, allow_changed):
-    with pytest.raises(UserError, match="JAX stack, the latest of step 2.*new parameters") as error:
+    with pytest.raises(
+        UserError, match="JAX stack, the latest of step 2.*initialized parameters"
+    ) as error:
         check(model_dir, "mtf", allow_changed=allow_changed)
     assert f"t0repro convert {model_dir} NEW_DIR --to mtf" in (error.value.fix or "")
 

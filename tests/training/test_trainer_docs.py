@@ -106,7 +106,7 @@ def test_a_ported_t5x_extension_trains_from_its_gin_file(extension, tmp_path, mo
     assert 0 < trained[0]["loss"] < 8 * 16 / 0.7 / 1024
     assert [x.shape for x in generated] == [(8, 16)]
     assert any(row["split"] == f"inference_eval/{EVALUATED}" for row in rows)
-    assert "an action on the training's metrics" in capsys.readouterr().err
+    assert "an action on the training run's metrics" in capsys.readouterr().err
 
 
 def test_what_cannot_be_used_is_refused_with_its_line(extension, tmp_path):

@@ -61,7 +61,7 @@ def dataset_config(record: records.DatasetConfig, scope: str, places: Places) ->
         raise places.refused(
             f"{name}.num_shards",
             record.num_shards,
-            "only the data of a training are divided into shards.",
+            "only the data of a training run are divided into shards.",
             f"Bind train/{DATA}.num_shards.",
         )
     lengths = record.task_feature_lengths

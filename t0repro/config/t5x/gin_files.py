@@ -61,7 +61,7 @@ class Parsed:
       values: every argument that the run reads, defaults included, in the order of the calls.
       imports: modules that the files import besides T5X's and SeqIO's, or name as
         `DatasetConfig.module`; they register tasks.
-      warnings: what a file binds but nothing reads, or imports of T5X but is not here.
+      warnings: what a file binds but nothing reads, or imports of T5X but is missing.
       gin_text: the configuration as gin writes it, for the run's config.gin.
     """
 

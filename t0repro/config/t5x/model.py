@@ -96,7 +96,7 @@ def model_config(model: records.EncoderDecoderModel, places: Places) -> ModelCon
         loss_denominator=_denominator(model, places),
         scale_queries=getattr(shape, "scale_attn_logits", False),
         recompute=_recompute(shape),
-        # scalable_t5 scans unless told otherwise; results are equal, so here depth decides.
+        # scalable_t5 scans by default; results are equal, so here depth decides.
         scan_layers=None if getattr(shape, "scan_layers", True) else False,
         arithmetic=Arithmetic(
             float32_attention_logits=shape.float32_attention_logits,

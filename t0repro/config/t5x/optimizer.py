@@ -213,7 +213,7 @@ def _options(
         multiply_by_parameter_scale=record.multiply_by_parameter_scale is not False,
         decay_exponent=record.decay_rate,
         decay_offset=record.step_offset,
-        # None means no momentum there, and 0.0 a slot that holds it without effect.
+        # None means no momentum there, and 0.0 a slot that has no influence.
         beta1=record.beta1 or 0.0,
         clipping_threshold=record.clipping_threshold,
         factored=record.factored,

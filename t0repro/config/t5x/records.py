@@ -27,8 +27,8 @@ class DatasetConfig(Record):
       task_feature_lengths: tokens per feature; None stands for the longest example.
       batch_size: examples over all devices; rows, when they are packed.
       seed: None takes another order at each start.
-      num_shards: parts that a training's examples are divided into. Not an argument of T5X's, which
-        makes as many parts as hosts hold different rows.
+      num_shards: shards of a training run's examples. T5X has no such argument and
+        makes as many shards as hosts hold different rows.
     """
 
     mixture_or_task_name: Any
@@ -48,7 +48,7 @@ class DatasetConfig(Record):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SaveCheckpointConfig(Record):
-    """Which checkpoints a training keeps.
+    """Which checkpoints a training run keeps.
 
     Attributes:
       dtype: dtype of the parameters; slots stay float32. None keeps the parameters' own.

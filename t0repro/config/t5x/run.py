@@ -62,7 +62,7 @@ _OWN_CODE = {
 
 
 def train_config(parsed: Parsed) -> RunConfig:
-    """The RunConfig of a training.
+    """The RunConfig of a training run.
 
     Raises:
       UserError: For a value that has no counterpart here or is out of range, with its place.
@@ -111,7 +111,7 @@ def precompile_config(parsed: Parsed) -> RunConfig:
         raise UserError(
             "precompile compiles the step of T5X's own model, and not that of a subclass.",
             where=places.place("precompile.model"),
-            fix="Compile the step by a training of one step.",
+            fix="Compile the step by a training run of one step.",
         )
     rate = records.LearningRateSchedule(factors="constant", base_learning_rate=1e-3)
     training = programs.TrainProgram(
@@ -235,7 +235,7 @@ def _check(config: RunConfig, places: Places) -> None:
             "utils.RestoreCheckpointConfig.path",
             list(plan.restore.path),
             "training starts from a single checkpoint.",
-            "Give its path, or [] for new parameters.",
+            "Give its path, or [] for initialized parameters.",
         )
     assert plan.train_data is not None
     for name, parts in (
