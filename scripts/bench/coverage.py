@@ -20,9 +20,11 @@ from scipy.special import ndtr, ndtri
 from t0repro.reports.statistics import (
     Bootstrap,
     DatasetMean,
+    Interval,
     Outcomes,
     Reweighted,
     mean_over_datasets,
+    random_prompts_interval,
 )
 
 SIZES = (3, 8, 16, 64, 277)
@@ -178,6 +180,29 @@ class Simulation:
             seen.append(self._covered(found, 100 * (better - suite.accuracy)))
         return coverage(seen)
 
+    def prompts_as_a_sample(self, suite: Suite, effect: float) -> Coverage:
+        """The interval of the mean over all prompts that could have been written.
+
+        Args:
+          suite: examples, prompts, mean accuracy, and the share of an outcome's variance that an
+            example's prompts have in common (icc).
+          effect: standard deviation of a prompt's effect on the latent variable, whose own is 1.
+        """
+        seen = []
+        # The accuracy over random prompts is the suite's: the threshold makes up for their spread.
+        threshold = ndtri(suite.accuracy) * np.sqrt(1 + effect**2)
+        for rng, count in self._parts(suite):
+            of_prompts = effect * rng.normal(size=(count, 1, suite.prompts))
+            right = (latent(rng, suite, count)[0] < threshold + of_prompts).astype(float)
+            for each in right:
+                outcomes = Outcomes(each, np.ones_like(each))
+                # Only where all outcomes are alike is the interval with fixed prompts needed.
+                fixed = Interval(0.0, 100.0)
+                found = random_prompts_interval(outcomes, fixed, self.bootstrap)
+                held = found.low <= 100 * suite.accuracy <= found.high
+                seen.append(np.array([[held, found.high - found.low]]))
+        return coverage(seen)
+
 
 def coverage(parts: list[np.ndarray]) -> Coverage:
     """Share of the intervals that hold the truth, and their mean width."""
@@ -230,6 +255,15 @@ def difference_lines(simulation: Simulation) -> Iterator[str]:
             yield f"{size:4} {accuracy:5} {gain:5} {unlike:4} {icc:4} {kind:10} | {shown(found)}"
 
 
+def sample_lines(simulation: Simulation) -> Iterator[str]:
+    """Lines of the table of means over random prompts."""
+    yield "prompts examples accuracy icc effect | coverage (width)"
+    cases = itertools.product((2, 3, 5, 10, 15), (56, 277, 1000), (0.5, 0.8, 0.95), (0.0, 0.2, 0.5))
+    for prompts, size, accuracy, effect in cases:
+        found = simulation.prompts_as_a_sample(Suite(size, accuracy, 0.8, prompts), effect)
+        yield f"{prompts:2} {size:4} {accuracy:5} 0.8 {effect:4} | {shown(found)}"
+
+
 def shown(found: Coverage) -> str:
     """A cell."""
     mark = "" if 93 <= found.percent <= 98 else "<" if found.percent < 93 else "+"
@@ -237,13 +271,13 @@ def shown(found: Coverage) -> str:
 
 
 def main() -> None:
-    """Prints the three tables."""
+    """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--suites", type=int, default=2000, help="suites of each line")
     parser.add_argument("--resamples", type=int, default=1000, help="weightings of each interval")
     given = parser.parse_args()
     simulation = Simulation(given.suites, Bootstrap(given.resamples))
-    for lines in (dataset_lines, group_lines, difference_lines):
+    for lines in (dataset_lines, group_lines, difference_lines, sample_lines):
         for line in lines(simulation):
             print(line, flush=True)
 

@@ -51,7 +51,7 @@ def compare(
     step: _Steps = None,
     out: _Out = None,
     module_import: Modules = None,
-    resamples: Resamples = 1000,
+    resamples: Resamples = 4000,
     seed: BootstrapSeed = 0,
     as_json: AsJson = False,
 ) -> None:
@@ -116,7 +116,7 @@ def _evaluations(
     modules: Sequence[str],
     bootstrap,
 ) -> tuple[Page, str, bool]:
-    from t0repro.reports.comparison import compare_runs, to_json
+    from t0repro.reports.comparison import compare_runs, corrected, to_json
     from t0repro.reports.comparison_page import comparison_page
     from t0repro.reports.prompts import load_prompts
     from t0repro.reports.run import Run, find_evaluation
@@ -133,6 +133,7 @@ def _evaluations(
         for run in runs[1:]
     ]
     within = tol is None or all(entry.within(tol) for entry in compared)
+    compared = corrected(compared)
     return comparison_page(compared), to_json(compared), within
 
 

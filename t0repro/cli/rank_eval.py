@@ -122,7 +122,7 @@ def rank_eval(
     label: Label = "jax",
     title: Title = "Rank evaluation",
     train_mixture: TrainMixtures = None,
-    resamples: Resamples = 1000,
+    resamples: Resamples = 4000,
     tracker: Trackers = None,
     dry_run: _DryRun = False,
 ) -> None:

@@ -111,7 +111,7 @@ def make(
     source: _From = None,
     overlap: _Overlap = None,
     note: _Notes = None,
-    resamples: Resamples = 1000,
+    resamples: Resamples = 4000,
     seed: BootstrapSeed = 0,
     as_json: AsJson = False,
 ) -> None:

@@ -25,7 +25,15 @@ from t0repro.reports.prompts import PromptInfo, dataset_label, fixed_classes
 from t0repro.reports.provenance import recorded_facts
 from t0repro.reports.results import rank_folder
 from t0repro.reports.run import Run
-from t0repro.reports.statistics import Bootstrap, Interval, Outcomes, mcnemar, reweighted
+from t0repro.reports.statistics import (
+    Bootstrap,
+    Interval,
+    Outcomes,
+    detectable_difference,
+    holm,
+    mcnemar,
+    reweighted,
+)
 
 MAX_FLIPS_KEPT = 200
 
@@ -68,6 +76,9 @@ class DatasetDifference:
       only_a: (example, prompt) outcomes that only the first run gets right; only_b the second.
       p_value: of McNemar's test with examples as clusters (statistics.mcnemar).
       agreement: percent of (example, prompt) outcomes that both predict alike.
+      p_adjusted: the p-value by Holm's correction over all datasets of all runs compared; None in
+        reports before schema 5.
+      detectable: the smallest difference, in points, that these examples show with a power of 80%.
     """
 
     dataset: str
@@ -80,6 +91,8 @@ class DatasetDifference:
     only_b: int
     p_value: float
     agreement: float
+    p_adjusted: float | None = None
+    detectable: float | None = None
 
     @property
     def difference(self) -> float:
@@ -386,7 +399,31 @@ def _difference(
         only_b=int((gain > 0).sum()),
         p_value=mcnemar(gain.sum(-1)),
         agreement=100 * alike / sum(len(a.example) for a, _ in tasks),
+        detectable=detectable_difference(_standard_error(first, second), bootstrap),
     )
+
+
+def _standard_error(first: Outcomes, second: Outcomes) -> float:
+    """Standard error of the difference of two runs' means over prompts, in percentage points."""
+    gain = (second.share * second.right - first.share * first.right).mean(-1)
+    moves = 100 * (gain - gain.mean())
+    examples = len(moves)
+    return math.sqrt((moves**2).sum() * examples / max(examples - 1, 1))
+
+
+def corrected(comparisons: Sequence[RunComparison]) -> list[RunComparison]:
+    """The comparisons with p-values by Holm's correction over all of their datasets."""
+    adjusted = iter(holm([d.p_value for compared in comparisons for d in compared.datasets]))
+    return [
+        dataclasses.replace(
+            compared,
+            datasets=tuple(
+                dataclasses.replace(dataset, p_adjusted=next(adjusted))
+                for dataset in compared.datasets
+            ),
+        )
+        for compared in comparisons
+    ]
 
 
 # ---- Accuracy by checkpoint ----------------------------------------------------------------------

@@ -70,7 +70,7 @@ def accuracy_section(compared: RunComparison) -> Section:
     interval = f"{compared.bootstrap.percent} interval"
     header = (
         Column("dataset"), "prompts", "examples", a, b, "difference", interval, "McNemar p",
-        f"only {a} right", f"only {b} right", "agreement",
+        "p, corrected", "detectable", f"only {a} right", f"only {b} right", "agreement",
     )  # fmt: skip
     rows = tuple(
         (
@@ -82,6 +82,8 @@ def accuracy_section(compared: RunComparison) -> Section:
             f"{entry.difference:+.1f}",
             Cell(f"{entry.interval.low:+.1f} to {entry.interval.high:+.1f}", entry.interval.low),
             f"{entry.p_value:.3g}",
+            "" if entry.p_adjusted is None else f"{entry.p_adjusted:.3g}",
+            "" if entry.detectable is None else f"{entry.detectable:.1f}",
             str(entry.only_a),
             str(entry.only_b),
             Cell(f"{entry.agreement:.1f}%", entry.agreement),

@@ -14,6 +14,7 @@ from t0repro.evaluation.rank import RankResult
 from t0repro.evaluation.records import read_records
 from t0repro.reports import provenance
 from t0repro.reports.comparison import RunComparison, compare_runs
+from t0repro.reports.comparison import corrected as corrected_comparisons
 from t0repro.reports.diagnostics import calibration, confusion, prompt_flips
 from t0repro.reports.losses import LossComparison, compare_losses, loss_curve
 from t0repro.reports.prompts import PromptInfo, dataset_label, synthetic_datasets
@@ -22,6 +23,7 @@ from t0repro.reports.results import (
     GROUP_TITLES,
     DatasetResult,
     GroupResult,
+    corrected,
     dataset_result,
     generation_results,
     group_of,
@@ -30,7 +32,13 @@ from t0repro.reports.results import (
     rank_folder,
 )
 from t0repro.reports.run import Run
-from t0repro.reports.statistics import Bootstrap, DatasetMean, Outcomes, reweighted
+from t0repro.reports.statistics import (
+    Bootstrap,
+    DatasetMean,
+    Outcomes,
+    random_prompts_interval,
+    reweighted,
+)
 
 _Path = str | os.PathLike[str]
 
@@ -168,7 +176,10 @@ def _stacks(
     if beside.other is None:
         return None
     # The stacks are to agree in every score, so a pair that one of them lacks is an error.
-    return compare_runs(run, beside.other, prompts, bootstrap, same_pairs=True)
+    (compared,) = corrected_comparisons(
+        [compare_runs(run, beside.other, prompts, bootstrap, same_pairs=True)]
+    )
+    return compared
 
 
 def _losses(beside: Beside) -> LossComparison | None:
@@ -285,8 +296,9 @@ def _summarize(
             label, group, members, prompts, eval_dir, bootstrap, extras or {}
         )
         datasets.append(dataset)
+    datasets = corrected(datasets)
     groups = [group_result(group, datasets, means, bootstrap) for group in GROUP_TITLES]
-    return tuple(group for group in groups if group is not None), tuple(datasets)
+    return tuple(group for group in groups if group is not None), datasets
 
 
 def _summarize_dataset(
@@ -317,10 +329,12 @@ def _summarize_dataset(
     ]
     flips, flipped = prompt_flips(results, eval_dir)
     choices = {task: info.fixed_choices for task, info in prompts.items()}
+    dataset = dataset_result(
+        label, group, shown, found, float(error_of_mean), outcomes.same_rows, bootstrap
+    )
     dataset = dataclasses.replace(
-        dataset_result(
-            label, group, shown, found, float(error_of_mean), outcomes.same_rows, bootstrap
-        ),
+        dataset,
+        random_prompts_interval=random_prompts_interval(outcomes, dataset.mean_interval, bootstrap),
         confusion=confusion(results, choices),
         calibration=calibration(results),
         flips=flips,

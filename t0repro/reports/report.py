@@ -11,6 +11,8 @@ What each schema added, so that readers know what older reports lack:
     3   provenance: data, energy_source; datasets.prompts: unanswerable_examples; generation
     4   stacks: datasets, and right_a and right_b of its flips; synthetic; tasks: inputs, available,
         cut_inputs, cut_targets, and an entry for each decoded task
+    5   datasets: p_above_chance, p_below_chance, p_above_majority, random_prompts_interval,
+        detectable; stacks.datasets: p_adjusted, detectable
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from t0repro.reports.provenance import Provenance
 from t0repro.reports.results import DatasetResult, GenerationResult, GroupResult
 from t0repro.reports.statistics import Bootstrap
 
-SCHEMA_VERSION = 4  # earlier reports lack what is listed above; they are still read
+SCHEMA_VERSION = 5  # earlier reports lack what is listed above; they are still read
 
 
 @dataclasses.dataclass(frozen=True)

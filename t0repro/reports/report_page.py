@@ -181,7 +181,14 @@ def _method(report: Report) -> list[str]:
         f" examples (seed {bootstrap.seed}). Prompts are held fixed and paired by the examples'"
         " index. Few examples make a wide interval, even where all of them are right. Where prompts"
         " err on different examples, an interval holds the truth more often than it says.",
-        "Clearly above means that the interval of the mean over prompts begins above it. Chance is"
+        "Clearly above means a one-sided p-value of at most 0.025 by Holm's correction over the"
+        " datasets, so that the chance of a single false claim is at most that. For groups it means"
+        " that the interval begins above it.",
+        "Prompts as a sample is the interval for the mean over all prompts that could have been"
+        " written: five prompts count as five. It is on the logit scale, with Satterthwaite's"
+        " degrees of freedom. Detectable is the smallest difference, in points, that is found with"
+        " a power of 80% between two models whose errors are unrelated.",
+        "Chance is"
         " the mean of one over the number of choices. Majority is the accuracy of always"
         " answering with the choice position that is right most often: for fixed choices, the share"
         " of the majority class.",

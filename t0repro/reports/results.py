@@ -24,6 +24,8 @@ from t0repro.reports.statistics import (
     DatasetMean,
     Interval,
     Reweighted,
+    detectable_difference,
+    holm,
     mean_over_datasets,
 )
 
@@ -74,6 +76,8 @@ def rank_folder(
 
 
 UNANSWERABLE_KEPT = 20
+CLEAR = 0.025
+"""One-sided p-value up to which a dataset is clearly above or below something."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +144,14 @@ class DatasetResult:
       paired: whether all prompts have the same examples.
       standard_error: Standard error of the mean over prompts.
       majority: accuracy of always choosing the position that is right most often.
-      above_chance: whether the interval of the mean over prompts begins above chance.
+      above_chance: whether the mean over prompts is clearly above chance.
+      p_above_chance: one-sided p-value of that, by Holm's correction over the report's datasets;
+        p_below_chance and p_above_majority likewise. None in reports before schema 5, where
+        intervals alone decided.
+      random_prompts_interval: the mean's interval with prompts a random sample too; None with a
+        single prompt.
+      detectable: the smallest difference, in points, that is found with a power of 80% between two
+        models whose errors are unrelated; it is smaller where they err on the same examples.
     """
 
     dataset: str
@@ -159,16 +170,37 @@ class DatasetResult:
     calibration: Calibration | None = None
     flips: tuple[PromptFlip, ...] = ()
     flipped: float = 0.0
+    p_above_chance: float | None = None
+    p_below_chance: float | None = None
+    p_above_majority: float | None = None
+    random_prompts_interval: Interval | None = None
+    detectable: float | None = None
 
     @property
     def below_chance(self) -> bool:
-        """Whether the interval of the mean ends below chance."""
-        return self.mean_interval.high < self.chance
+        """Whether the mean is clearly below chance."""
+        if self.p_below_chance is None:
+            return self.mean_interval.high < self.chance
+        return self.p_below_chance <= CLEAR
 
     @property
     def above_majority(self) -> bool:
-        """Whether the interval of the mean begins above the majority class."""
-        return self.mean_interval.low > self.majority
+        """Whether the mean is clearly above the majority class."""
+        if self.p_above_majority is None:
+            return self.mean_interval.low > self.majority
+        return self.p_above_majority <= CLEAR
+
+
+def corrected(datasets: Sequence[DatasetResult]) -> tuple[DatasetResult, ...]:
+    """The datasets with p-values by Holm's correction over all of them, and verdicts to match."""
+    names = ("p_above_chance", "p_below_chance", "p_above_majority")
+    columns = [holm([getattr(dataset, name) for dataset in datasets]) for name in names]
+    return tuple(
+        dataclasses.replace(
+            dataset, **dict(zip(names, values, strict=True)), above_chance=values[0] <= CLEAR
+        )
+        for dataset, values in zip(datasets, zip(*columns, strict=True), strict=True)
+    )
 
 
 def prompt_result(
@@ -231,7 +263,9 @@ def dataset_result(
     chance = float(np.mean([prompt.chance for prompt in prompts]))
     # Over prompts first: they share their examples, so their errors are correlated, and an average
     # of the prompts' own intervals would be too wide.
-    mean_interval = weighted.each(lambda values: values.mean(-1)).interval(bootstrap)
+    mean = weighted.each(lambda values: values.mean(-1))
+    mean_interval = mean.interval(bootstrap)
+    majority = float(np.mean([prompt.majority for prompt in prompts]))
     return DatasetResult(
         dataset=label,
         group=group,
@@ -250,9 +284,14 @@ def dataset_result(
         median_interval=weighted.each(lambda values: np.median(values, -1)).interval(bootstrap),
         standard_error=standard_error,
         chance=chance,
-        majority=float(np.mean([prompt.majority for prompt in prompts])),
+        majority=majority,
         above_chance=mean_interval.low > chance,
         prompts=tuple(prompts),
+        p_above_chance=mean.p_above(chance),
+        p_below_chance=mean.p_below(chance),
+        p_above_majority=mean.p_above(majority),
+        # Two models on the same examples: their errors add up where they are unrelated.
+        detectable=detectable_difference(math.sqrt(2) * standard_error, bootstrap),
     )
 
 

@@ -51,7 +51,8 @@ def accuracy_sections(report: Report) -> list[Section]:
         return []
     header = (
         Column("dataset"), Column("group"), "prompts", "examples", "mean", "interval", "s.e.",
-        "chance", "majority", Column("clearly above"), "median", "quartiles", "range",
+        "chance", "majority", Column("clearly above"), "prompts as a sample", "detectable",
+        "median", "quartiles", "range",
     )  # fmt: skip
     rows = tuple(_dataset_row(dataset) for dataset in report.datasets)
     return [
@@ -90,7 +91,7 @@ def _plot_section(report: Report, group: GroupResult) -> Section:
 
 
 def _dataset_row(dataset: DatasetResult) -> tuple[str | Cell, ...]:
-    spread = dataset.accuracy
+    spread, sampled = dataset.accuracy, dataset.random_prompts_interval
     return (
         dataset.dataset,
         group_name(dataset.group),
@@ -102,6 +103,8 @@ def _dataset_row(dataset: DatasetResult) -> tuple[str | Cell, ...]:
         percent(dataset.chance),
         percent(dataset.majority),
         verdict(dataset),
+        "" if sampled is None else _interval(sampled.low, sampled.high),
+        "" if dataset.detectable is None else f"{dataset.detectable:.1f}",
         percent(spread.median),
         _interval(spread.lower_quartile, spread.upper_quartile),
         _interval(spread.minimum, spread.maximum),

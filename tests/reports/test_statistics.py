@@ -4,7 +4,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from scipy.special import expit, logit
 from scipy.stats import beta
+from scipy.stats import t as student
 
 from t0repro.evaluation.rank import rank_classification
 from t0repro.evaluation.scores import TaskScores
@@ -14,8 +16,12 @@ from t0repro.reports.statistics import (
     Interval,
     Outcomes,
     Reweighted,
+    detectable_difference,
+    holm,
     mean_over_datasets,
+    random_prompts_interval,
     reweighted,
+    t_quantile,
 )
 
 COVERAGE = Path(__file__).parents[2] / "scripts" / "bench" / "coverage.py"
@@ -183,3 +189,68 @@ def test_every_interval_holds_the_truth_as_often_as_it_says():
     }
     for name, found in few.items():
         assert 93 <= found.percent, (name, found)
+
+
+def test_holms_values_are_those_of_his_rule_and_hold_their_level():
+    # By hand: 5 * 0.005, 4 * 0.01, 3 * 0.03, the larger of that and 2 * 0.04, 0.5.
+    values = [0.01, 0.04, 0.03, 0.005, 0.5]
+    assert holm(values) == pytest.approx([0.04, 0.09, 0.09, 0.025, 0.5])
+    assert holm([]) == [] and holm([0.4]) == [0.4] and holm([0.9, 0.9]) == [1.0, 1.0]
+    # Eleven true hypotheses: some claim is made in at most 5% of suites.
+    rng = np.random.default_rng(0)
+    false = [min(holm(list(rng.random(11)))) <= 0.05 for _ in range(4000)]
+    assert 0.035 < np.mean(false) < 0.06
+
+
+def test_a_p_value_is_small_where_the_interval_begins_above():
+    found, _ = of_prompts([ranked([True] * 18 + [False] * 2)])
+    figure = mean(found)
+    low = figure.interval(DEFAULT).low
+    assert figure.p_above(low - 0.5) <= 0.025 < figure.p_above(low + 0.5)
+    high = figure.interval(DEFAULT).high
+    assert figure.p_below(high + 0.5) <= 0.025 < figure.p_below(high - 0.5)
+    assert figure.p_above(0.0) == pytest.approx(1 / (DEFAULT.replicates + 1))
+
+
+@pytest.mark.parametrize("prompts", [5, 10, 15])
+@pytest.mark.parametrize("effect", [0.0, 0.2, 0.5])
+@pytest.mark.parametrize("accuracy", [0.5, 0.8])
+def test_an_interval_over_random_prompts_holds_their_mean(prompts, effect, accuracy):
+    simulated = SimpleNamespace(**runpy.run_path(str(COVERAGE)))
+    suite = simulated.Suite(100, accuracy, 0.8, prompts)
+    found = simulated.Simulation(400, DEFAULT).prompts_as_a_sample(suite, effect)
+    # Two standard errors of a simulation of 400 beyond 93% to 98%.
+    assert 90.5 <= found.percent <= 99.4, found
+
+
+def test_students_quantiles_are_scipys():
+    for freedom in (1, 1.5, 2, 4, 9.3, 30, 1000):
+        assert t_quantile(freedom, 0.95) == pytest.approx(student.ppf(0.975, freedom), rel=1e-4)
+
+
+def test_an_interval_over_random_prompts_is_wider_and_one_prompt_has_none():
+    rng = np.random.default_rng(0)
+    latent = 0.5 + rng.normal(size=(200, 1)) + 0.5 * rng.normal(size=(1, 5))
+    outcomes = Outcomes((latent + rng.normal(size=(200, 5)) > 0).astype(float), np.ones((200, 5)))
+    found = reweighted(outcomes, "rte", DEFAULT)
+    fixed = mean(found).interval(DEFAULT)
+    sampled = random_prompts_interval(outcomes, fixed, DEFAULT)
+    assert sampled.low < fixed.low and sampled.high > fixed.high
+    error, freedom = outcomes.random_prompts_error()
+    accuracy = outcomes.accuracy.mean() / 100
+    reach = student.ppf(0.975, freedom) * error / 100 / (accuracy * (1 - accuracy))
+    assert sampled.low == pytest.approx(100 * expit(logit(accuracy) - reach), abs=0.01)
+    one = Outcomes(outcomes.right[:, :1], outcomes.weight[:, :1])
+    assert random_prompts_interval(one, fixed, DEFAULT) is None
+    alike = Outcomes(np.ones((20, 3)), np.ones((20, 3)))
+    assert random_prompts_interval(alike, fixed, DEFAULT) == fixed
+
+
+def test_a_detectable_difference_is_found_in_four_of_five_pairs_of_runs():
+    rng = np.random.default_rng(0)
+    examples, error = 277, 100 * np.sqrt(2 * 0.25 / 277)
+    difference = detectable_difference(error, DEFAULT)
+    first = rng.random((4000, examples)) < 0.5 - difference / 200
+    second = rng.random((4000, examples)) < 0.5 + difference / 200
+    gain = 100 * (second.mean(-1) - first.mean(-1))
+    assert np.mean(gain > 1.96 * error) == pytest.approx(0.8, abs=0.02)
