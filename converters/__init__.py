@@ -2,7 +2,6 @@
 
 `parameters.layout` holds the table. `mtf`, `jax_tree` (with `orbax_dir`, `t5x_msgpack` and
 `scanning`) and `hf` each read and write one format, in T5X's flat keys. `sources` finds and opens
-the checkpoint that a path refers to. `plans` decides what a conversion writes, and `staging` where
-it is kept until it is complete. `convert`, `compare`, `inspection` and `verification` work on any
-open checkpoint.
+the checkpoint that a path refers to. `conversion` decides what a conversion writes, and `staging`
+where it is kept until it is complete. `convert` and `inspection` work on any open checkpoint.
 """

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from t0repro.config.run_config import ModelConfig
 from t0repro.converters import gin_shapes, hf, hf_config, mtf, sources, storage
-from t0repro.converters.run_files import T5X_CONFIG
+from t0repro.converters.gin_shapes import T5X_CONFIG
 from t0repro.converters.tensors import CheckpointRef, StoredTensor
 from t0repro.errors import UserError
 from t0repro.parameters import layout

@@ -16,11 +16,20 @@ from typing import Any, get_args
 
 import numpy as np
 
-from t0repro.converters import gin_shapes, jax_tree, plans, staging, storage, transforms
+from t0repro.converters import gin_shapes, jax_tree, staging, storage
+from t0repro.converters.conversion import (
+    Cast,
+    Conversion,
+    ExchangedSlots,
+    Options,
+    Resized,
+    WithoutSlots,
+    make_conversion,
+    versions,
+)
+from t0repro.converters.gin_shapes import check_run_files
 from t0repro.converters.jax_tree import JaxReader
-from t0repro.converters.options import Options
 from t0repro.converters.recognition import recognise
-from t0repro.converters.run_files import check_run_files
 from t0repro.converters.sources import (
     check_checkpoint,
     check_slots_step,
@@ -123,16 +132,16 @@ def convert(
     _check_target_absent(directory, force)
     # Taken before the first byte is read, and compared after the last.
     files = fingerprint(ref)
-    report, reader, plan = _planned(ref, directory, to, options)
+    report, reader, conversion = _planned(ref, directory, to, options)
     if dry_run:
         return dataclasses.replace(report, dry_run=True)
-    return _write(reader, report, plan, directory, files)
+    return _write(reader, report, conversion, directory, files)
 
 
 def _planned(
     ref: CheckpointRef, directory: Path, to: Format, options: Options
-) -> tuple[ConversionReport, CheckpointReader, plans.Plan]:
-    """Opens and checks the source; returns the report so far, a reader of its values, the plan."""
+) -> tuple[ConversionReport, CheckpointReader, Conversion]:
+    """Opens and checks the source; returns the report so far, its reader and the conversion."""
     original = open_checkpoint(ref)
     reader, notes = _prepare(original, to, options)
     family = check_checkpoint(reader)
@@ -151,7 +160,7 @@ def _planned(
     nbytes = total_bytes(reader.tensors)
     _check_free_space(directory, nbytes)
     target = _target(directory, to, step)
-    plan = plans.make_plan(reader, target, family, reader.tensors, options)
+    conversion = make_conversion(reader, target, family, reader.tensors, options)
     report = ConversionReport(
         source=dataclasses.replace(ref, step=step),
         target=target,
@@ -159,11 +168,11 @@ def _planned(
         tensors=len(reader.tensors),
         bytes=nbytes,
         slots="none" if not has_slots(original) else "kept" if options.slots else "dropped",
-        notes=(*notes, *_left_behind(original), *plan.notes),
+        notes=(*notes, *_left_behind(original), *conversion.notes),
         resumed=0,
         dry_run=False,
     )
-    return report, reader, plan
+    return report, reader, conversion
 
 
 def _prepare(
@@ -174,18 +183,18 @@ def _prepare(
     notes = []
     trees, before = ("t5x", "jax"), reader
     if not options.slots:
-        reader = transforms.WithoutSlots(reader)
+        reader = WithoutSlots(reader)
     if options.t5x_importer_slots:
         if reader.ref.format not in trees and to not in trees:
             raise UserError(
                 "--t5x_importer_slots concerns T5X's checkpoints; neither side is one.",
                 fix="Remove the flag.",
             )
-        reader = transforms.ExchangedSlots(reader)
+        reader = ExchangedSlots(reader)
         side = "The source's" if reader.ref.format in trees else "The target's"
         notes.append(f"{side} slots of square matrices are as T5X's importer leaves them.")
     dtype, asked_by = _dtype(to, options)
-    reader = cast = transforms.Cast(reader, dtype)
+    reader = cast = Cast(reader, dtype)
     if dtype and cast.lossy:
         count = counted(len(cast.lossy), "parameter is", "parameters are")
         notes.append(f"{count} rounded to {dtype}, as {asked_by} asks.")
@@ -196,7 +205,7 @@ def _prepare(
         # Rounded up to a whole multiple.
         wanted = -(-size // VOCAB_DIVISOR) * VOCAB_DIVISOR
     if wanted is not None and wanted != size:
-        reader = transforms.Resized(reader, wanted)
+        reader = Resized(reader, wanted)
         how = "padded with zeros" if wanted > size else "cut, its last rows lost,"
         notes.append(f"The vocabulary is {how} from {size} to {wanted}.")
     return reader, notes
@@ -312,7 +321,7 @@ def _check_free_space(directory: Path, needed: int) -> None:
 def _write(
     reader: CheckpointReader,
     report: ConversionReport,
-    plan: plans.Plan,
+    conversion: Conversion,
     directory: Path,
     files: dict[str, Any],
 ) -> ConversionReport:
@@ -323,13 +332,15 @@ def _write(
         "source": [report.source.format, _absolute(report.source.path), report.source.step],
         "files": files,
         "target": [report.target.format, report.target.step],
-        "tensors": [[o.name, o.file, list(o.info.shape), o.info.dtype.name] for o in plan.outputs],
-        "extra": plan.identity,
+        "tensors": [
+            [o.name, o.file, list(o.info.shape), o.info.dtype.name] for o in conversion.outputs
+        ],
+        "extra": conversion.identity,
     }
     with _told_if_full(directory), staging.staged(directory, request) as staged:
-        writer = plan.open_writer(staged.path)
+        writer = conversion.open_writer(staged.path)
         try:
-            resumed = _write_tensors(reader, report, plan, writer, staged)
+            resumed = _write_tensors(reader, report, conversion, writer, staged)
             # A training run may have saved over the source while it was being read.
             if fingerprint(report.source) != files:
                 raise UserError(
@@ -340,9 +351,9 @@ def _write(
             writer.close()
         finally:
             writer.abandon()
-        for name, content in plan.small_files.items():
+        for name, content in conversion.small_files.items():
             write_atomically(staged.path / name, content)
-        manifest = _manifest(report, plan.norm_names, staged.digests)
+        manifest = _manifest(report, conversion.norm_names, staged.digests)
         staging.publish(staged, directory, report.target, manifest)
     return dataclasses.replace(report, resumed=resumed)
 
@@ -364,7 +375,7 @@ def _told_if_full(directory: Path) -> Iterator[None]:
 def _write_tensors(
     reader: CheckpointReader,
     report: ConversionReport,
-    plan: plans.Plan,
+    conversion: Conversion,
     writer: Writer,
     staged: staging.Staged,
 ) -> int:
@@ -378,12 +389,12 @@ def _write_tensors(
         ThreadPoolExecutor(1) as pool,
     ):
         build = functools.partial(_build, reader)
-        new = [output for output in plan.outputs if output.name not in noted]
+        new = [output for output in conversion.outputs if output.name not in noted]
         # Read the next tensor while the current one is written, so at most two are in memory. Large
         # ones (a scanned tree stacks all layers into gigabytes) are read one at a time.
         ahead = {output.name: pool.submit(build, output) for output in new[:1]}
         following = dict(zip((output.name for output in new), new[1:], strict=False))
-        for output in plan.outputs:
+        for output in conversion.outputs:
             if output.name in noted and _kept(writer, output, staged):
                 # Outputs made of no tensor (T5X's dummies) are not counted.
                 resumed += bool(output.keys)
@@ -429,7 +440,7 @@ def _manifest(
             "slots": report.slots,
             "changes": list(report.notes),
             "mtf_norm_names": norm_names,
-            "versions": plans.versions(),
+            "versions": versions(),
             "tensors": digests,
         },
         indent=1,

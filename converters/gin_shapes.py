@@ -1,19 +1,19 @@
-"""The sizes of a model that a gin file binds, compared with those of a checkpoint.
-
-The file is read statement by statement, by gin's own parser but without the configurables that it
-names: an operative_config.gin of years ago, which binds what is long gone, can be compared too, and
-neither TensorFlow nor a mixture is needed.
-"""
+"""What the files of a run say about its model, compared with a checkpoint: sizes and names."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.util
 import os
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from t0repro.converters import storage
+from t0repro.converters.mtf import OPERATIVE_CONFIG
+from t0repro.converters.tensors import CheckpointRef
+from t0repro.converters.witnesses import check_names, damaged
 from t0repro.errors import UserError
 from t0repro.parameters.shape import ModelShape
 
@@ -293,3 +293,52 @@ def _find(name: str, including: Path) -> Path | None:
     own = importlib.util.find_spec("t0repro.gin")
     folders += [Path(p) for p in (own and own.submodule_search_locations) or ()]
     return next((folder / name for folder in folders if (folder / name).is_file()), None)
+
+
+# ---- What a run writes into its model_dir about its model, compared with a checkpoint there ------
+
+# Apart from `witnesses`, which the JAX core reads checkpoints with: that core does not import
+# gin.
+
+
+T5X_CONFIG = "config.gin"
+_GIN_FILES = (OPERATIVE_CONFIG, T5X_CONFIG)  # Mesh TensorFlow's and T5X's
+_MODEL_INFO = "model-info.txt"  # T5X's list of variables
+_VARIABLE = re.compile(r"Variable\s+(?:params/)?(\S+)\s+size")
+_PARAMETERS_END = "Total number of parameters:"
+
+
+def check_run_files(ref: CheckpointRef, family: ModelShape) -> None:
+    """Checks that a checkpoint's model is the one that the files of a run beside it describe.
+
+    Args:
+      ref: The checkpoint.
+      family: Its model.
+
+    Raises:
+      UserError: Naming the line that the model contradicts, or a file that cannot be read.
+    """
+    directory = ref.path if ref.format == "hf" else os.path.dirname(ref.path)
+    for name in _GIN_FILES:
+        file = storage.join(directory, name)
+        if storage.is_file(file):
+            check_gin_text(_text(file), Path(file), family)
+    file = storage.join(directory, _MODEL_INFO)
+    if storage.is_file(file):
+        _check_model_info(file, family)
+
+
+def _text(file: str) -> str:
+    try:
+        return storage.read(file).decode()
+    except UnicodeDecodeError as error:
+        raise damaged(file, f"it is not UTF-8 ({error.reason})") from None
+
+
+def _check_model_info(file: str, family: ModelShape) -> None:
+    """Compares the parameters' names in T5X's list; its names have no `target/` before them."""
+    parameters, end, _ = _text(file).partition(_PARAMETERS_END)
+    named = {match[1] for match in map(_VARIABLE.match, parameters.splitlines()) if match}
+    # A scanned tree has other names, and a list of another kind says nothing about this one.
+    if end and named and not any(re.match(r"(encoder|decoder)/\1/", name) for name in named):
+        check_names(family.parameters(), named, file, lambda name: f"target/{name}")

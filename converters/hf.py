@@ -15,12 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from t0repro.converters import hf_config, recycling, storage
-from t0repro.converters.manifest import MANIFEST, Manifest, read_manifest
+from t0repro.converters import hf_config, storage, tensors
 from t0repro.converters.recognition import recognise, unknown_variable
 from t0repro.converters.safetensors_files import SafetensorsFile, shard_names
 from t0repro.converters.tensors import CheckpointRef, Output, TensorInfo
-from t0repro.converters.witnesses import check_names
+from t0repro.converters.witnesses import MANIFEST, Manifest, check_names, read_manifest
 from t0repro.errors import UserError
 from t0repro.parameters import layout
 
@@ -96,7 +95,7 @@ class HfReader:
         array = file.read(name)
         if self._manifest:
             self._manifest.check(name, array, self.ref.path)
-        return recycling.transposed(array) if is_transposed(key) else array
+        return tensors.transposed(array) if is_transposed(key) else array
 
     def native_name(self, key: str) -> str:
         """Returns Hugging Face's name of a flat key, or the key itself if there is none."""
@@ -321,4 +320,4 @@ def _weight(key: str, info: TensorInfo, file: str) -> Output:
     if not is_transposed(key):
         return Output(name, info, (key,), next, file)
     transposed = TensorInfo(info.shape[::-1], info.dtype)
-    return Output(name, transposed, (key,), lambda arrays: recycling.transposed(next(arrays)), file)
+    return Output(name, transposed, (key,), lambda arrays: tensors.transposed(next(arrays)), file)

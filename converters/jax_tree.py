@@ -20,11 +20,10 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from t0repro.converters import scanning, storage, t5x_msgpack
-from t0repro.converters.manifest import Manifest
 from t0repro.converters.orbax_dir import OrbaxArrays, OrbaxWriter, is_orbax
 from t0repro.converters.recognition import unknown_variable
 from t0repro.converters.tensors import CheckpointRef, Output, TensorInfo
-from t0repro.converters.witnesses import check_manifest
+from t0repro.converters.witnesses import Manifest, check_manifest
 from t0repro.parameters import layout
 from t0repro.parameters.shape import ModelShape
 

@@ -20,19 +20,21 @@ from typing import Any
 
 import numpy as np
 
-from t0repro.converters import recycling, storage, zarr
-from t0repro.converters.integrity import (
+from t0repro.converters import storage, tensors, zarr
+from t0repro.converters.tensors import Output, bytes_of, sync_all
+from t0repro.converters.witnesses import (
     INTEGRITY,
+    OrbaxTree,
     Written,
     check_contents,
+    check_names,
     damaged,
     missing_file,
+    orbax_tree,
     read_checked,
     read_integrity,
     write_integrity,
 )
-from t0repro.converters.tensors import Output, bytes_of, sync_all
-from t0repro.converters.witnesses import OrbaxTree, check_names, orbax_tree
 from t0repro.errors import UserError
 from t0repro.files import make_folder, naming, write_atomically
 
@@ -127,7 +129,7 @@ class OrbaxArrays:
         # straight into memory.
         if self._ocdbt or not description.is_plain or not storage.is_file(chunk):
             return self._read_by_tensorstore(name)
-        array = recycling.empty(info.shape, info.dtype)
+        array = tensors.empty(info.shape, info.dtype)
         if (size := storage.size(chunk)) != info.nbytes or not storage.read_into(chunk, 0, array):
             raise damaged(chunk, f"it has {size:,} bytes, not {info.nbytes:,}")
         expected = self.integrity.get(chunk_name)
@@ -296,7 +298,7 @@ class OrbaxWriter:
             return None
         if chunk.stat().st_size != output.info.nbytes:
             return None
-        array = recycling.empty(output.info.shape, output.info.dtype)
+        array = tensors.empty(output.info.shape, output.info.dtype)
         return array if _fill(array, chunk) else None
 
     def keep(self, output: Output, array: np.ndarray) -> None:

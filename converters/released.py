@@ -1,8 +1,4 @@
-"""Finds released checkpoints by name and fetches them.
-
-`released.csv` lists them, each row with its source; what the source does not state is left empty.
-Files are fetched only if the user opts in with T0REPRO_CHECKPOINT_HUB=1.
-"""
+"""Finds released checkpoints by name, tells what they need, and fetches them."""
 
 from __future__ import annotations
 
@@ -18,11 +14,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
+from t0repro.config.recipe import ADAFACTOR
 from t0repro.errors import UserError, nearest_names
 from t0repro.files import make_folder, naming, write_atomically
 from t0repro.hub_files import DELAYS_SECONDS, Bucket, HubFile, HubRepository, RemoteFiles
 from t0repro.locks import folder_lock
 from t0repro.parameters.shape import ModelShape
+from t0repro.partitioning.memory import slot_bytes
 from t0repro.progress import byte_progress
 from t0repro.words import sized
 
@@ -311,3 +309,97 @@ def _checkpoint_path(to: Path, names: Iterable[str]) -> Path:
         if name.startswith("checkpoint_"):
             return to / name.partition("/")[0]
     return to
+
+
+# ---- Estimates the disk and memory that a released checkpoint needs, and what this machine has ---
+
+
+_FLOAT32 = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Needs:
+    """Bytes that a model takes, without activations, which depend on batch size and length.
+
+    Attributes:
+      parameters: Number of parameters (a count, not bytes).
+      disk: The checkpoint in float32, without slots.
+      training_disk: One checkpoint of a training run: parameters and Adafactor's slots.
+      evaluation: Memory for float32 parameters.
+      training: Memory for float32 parameters, gradients and Adafactor's slots.
+    """
+
+    parameters: int
+    disk: int
+    training_disk: int
+    evaluation: int
+    training: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """What this machine has, in bytes.
+
+    Attributes:
+      disk: Free space on the folder's disk.
+      memory: Memory available to a new process.
+      accelerators: Name and total memory of each.
+    """
+
+    disk: int
+    memory: int
+    accelerators: tuple[tuple[str, int], ...]
+
+
+def needs_of(released: Released) -> Needs:
+    """Computes what a released checkpoint needs, from its shapes.
+
+    Parameters and Adafactor's slots are float32, as both stacks train and evaluate.
+    """
+    weights = _FLOAT32 * released.shape.parameter_count()
+    slots = slot_bytes(released.shape, ADAFACTOR)
+    return Needs(
+        parameters=released.shape.parameter_count(),
+        disk=weights,
+        training_disk=weights + slots,
+        evaluation=weights,
+        # The gradients are as large as the parameters, and both are there at once.
+        training=2 * weights + slots,
+    )
+
+
+def this_machine(folder: Path) -> Machine:
+    """Returns this machine's resources and the free space on the disk of a folder.
+
+    The folder need not exist yet.
+    """
+    import psutil
+
+    # The folder need not exist; its nearest existing parent is on the same disk.
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    return Machine(
+        disk=shutil.disk_usage(there).free,
+        memory=psutil.virtual_memory().available,
+        accelerators=tuple(_accelerators()),
+    )
+
+
+def _accelerators() -> list[tuple[str, int]]:
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        # No driver or no GPU: nothing to list.
+        return []
+    try:
+        handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
+        return [
+            (
+                str(pynvml.nvmlDeviceGetName(handle)),
+                int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
+            )
+            for handle in handles
+        ]
+    finally:
+        pynvml.nvmlShutdown()

@@ -18,7 +18,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from t0repro.converters import recycling, storage
+from t0repro.converters import storage, tensors
 from t0repro.converters.tensors import Output, TensorInfo, bytes_of, sync_all
 from t0repro.errors import UserError
 
@@ -61,7 +61,7 @@ class SafetensorsFile:
         """Reads one tensor."""
         info = self.tensors[name]
         begin, _ = self._header[name]["data_offsets"]
-        array = recycling.empty(info.shape, info.dtype)
+        array = tensors.empty(info.shape, info.dtype)
         if not storage.read_into(self._path, self._start + begin, array):
             raise _damaged(self._path, f"{name} goes beyond its end")
         array.flags.writeable = False
@@ -198,7 +198,7 @@ class SafetensorsWriter:
         path = self._directory / output.file
         if path.stat().st_size < self._places[output.name] + output.info.nbytes:
             return None
-        array = recycling.empty(output.info.shape, output.info.dtype)
+        array = tensors.empty(output.info.shape, output.info.dtype)
         return array if storage.read_into(str(path), self._places[output.name], array) else None
 
     def keep(self, output: Output, array: np.ndarray) -> None:

@@ -26,7 +26,7 @@ from typing import Protocol
 
 import numpy as np
 
-from t0repro.converters import recycling
+from t0repro.converters import tensors
 from t0repro.converters.tensors import Output, TensorInfo
 from t0repro.parameters import layout
 from t0repro.parameters.shape import ModelShape
@@ -175,7 +175,7 @@ def _stack(
     arrays: Iterator[np.ndarray], info: TensorInfo, axis: int, mean_over: int | None
 ) -> np.ndarray:
     """Stacks the layers' arrays; if there is only one, which all layers share, repeats it."""
-    result = recycling.empty(info.shape, info.dtype)
+    result = tensors.empty(info.shape, info.dtype)
     places, array = np.moveaxis(result, axis, 0), np.empty(())
     for place in places:
         # When the iterator is exhausted, the last array is repeated: a shared bias, in each
@@ -229,7 +229,7 @@ class UnscannedArrays:
             self._last = place.name, self._arrays.read(place.name)
         stacked = np.moveaxis(self._last[1], place.axis, 0)
         layer = stacked[place.layer or 0]
-        result = recycling.empty(self.tensors[name].shape, stacked.dtype)
+        result = tensors.empty(self.tensors[name].shape, stacked.dtype)
         result.reshape(layer.shape)[...] = layer
         return result
 

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from t0repro.converters import hf, jax_tree, mtf, storage
-from t0repro.converters.manifest import MANIFEST, manifest_path, read_manifest
 from t0repro.converters.recognition import check_parameters
 from t0repro.converters.tensors import (
     CheckpointReader,
@@ -18,6 +17,7 @@ from t0repro.converters.tensors import (
     StoredTensor,
     TensorInfo,
 )
+from t0repro.converters.witnesses import MANIFEST, manifest_path, read_manifest
 from t0repro.errors import UserError
 from t0repro.parameters import layout
 from t0repro.parameters.shape import ModelShape

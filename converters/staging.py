@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 
 from t0repro.converters import mtf
-from t0repro.converters.manifest import MANIFEST, describe
 from t0repro.converters.tensors import CheckpointRef, Output
+from t0repro.converters.witnesses import MANIFEST, describe
 from t0repro.files import make_folder, naming, sync_directory, sync_tree, write_atomically
 from t0repro.locks import LOCK_FILES, folder_lock
 

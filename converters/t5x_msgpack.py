@@ -16,10 +16,9 @@ import ml_dtypes
 import numpy as np
 
 from t0repro.converters import storage
-from t0repro.converters.integrity import damaged, read_checked
 from t0repro.converters.orbax_dir import OrbaxArrays
 from t0repro.converters.tensors import TensorInfo
-from t0repro.converters.witnesses import check_names
+from t0repro.converters.witnesses import check_names, damaged, read_checked
 from t0repro.errors import UserError
 
 FILE = "checkpoint"

@@ -23,7 +23,7 @@ import google_crc32c
 import ml_dtypes
 import numpy as np
 
-from t0repro.converters import recycling, storage
+from t0repro.converters import storage, tensors
 from t0repro.converters.tensors import bytes_of
 from t0repro.errors import UserError
 from t0repro.files import naming
@@ -98,7 +98,7 @@ class BundleReader:
         file_name = self._shard_path(entry.shard)
         if entry.dtype is None:
             raise _damaged(file_name, f"{name} is of a type that no T5 has")
-        array = recycling.empty(entry.shape, entry.dtype)
+        array = tensors.empty(entry.shape, entry.dtype)
         if array.nbytes != entry.size:
             raise _damaged(file_name, f"{name} has {entry.size} bytes, not {array.nbytes}")
         if not storage.read_into(file_name, entry.offset, array):

@@ -1,23 +1,240 @@
-"""What the files around a checkpoint's arrays say that it holds.
-
-A checkpoint that was copied in part may look like a complete one of another model: without
-`target.decoder.logits_dense.kernel` a T5 1.1 looks tied, without its last layer it looks shallower.
-The arrays that are left cannot tell; the files beside them can. Whatever contradicts the arrays is
-an error.
-"""
+"""Witnesses: the files in a checkpoint's folder that say what must be there."""
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
-from collections.abc import Callable, Collection
-from typing import Any
+import os
+import zlib
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any, TypedDict, get_args
+
+import numpy as np
 
 from t0repro.converters import storage
-from t0repro.converters.integrity import damaged
-from t0repro.converters.manifest import MANIFEST, Manifest
+from t0repro.converters.tensors import CheckpointRef, Format, bytes_of
 from t0repro.errors import UserError
+from t0repro.files import write_atomically
+from t0repro.parameters import layout
 from t0repro.words import counted
+
+INTEGRITY = "integrity.json"
+_BLOCK_BYTES = 1 << 22
+
+
+class Written(TypedDict):
+    """What was written to a file."""
+
+    bytes: int
+    crc32: int
+
+
+def damaged(path: os.PathLike[str] | str, reason: str) -> UserError:
+    """Returns the error for a file that differs from what was written."""
+    return UserError(
+        f"A file of the checkpoint is damaged: {reason}.",
+        where=os.fspath(path),
+        fix="Copy the file again, or choose another checkpoint.",
+    )
+
+
+def missing_file(path: str) -> UserError:
+    """Returns the error for a file that should be there."""
+    return UserError(
+        "A file of the checkpoint is missing.",
+        where=path,
+        fix="Copy the whole directory again, or choose another checkpoint.",
+    )
+
+
+def describe_files(directory: Path) -> dict[str, Written]:
+    """Returns length and CRC-32 of every file below a directory, by relative path."""
+    files = sorted(file for file in directory.rglob("*") if file.is_file())
+    return {
+        file.relative_to(directory).as_posix(): {
+            "bytes": file.stat().st_size,
+            "crc32": _crc32(file),
+        }
+        for file in files
+    }
+
+
+def write_integrity(directory: Path, files: dict[str, Written]) -> None:
+    """Writes the list of a directory's files, which marks the checkpoint as complete."""
+    listing = json.dumps({"files": dict(sorted(files.items()))}, indent=1)
+    write_atomically(directory / INTEGRITY, listing)
+
+
+def read_integrity(directory: str) -> dict[str, Written]:
+    """Reads a directory's list, empty if it has none, and checks that no file is cut or missing.
+
+    Raises:
+      UserError: Naming a file that is missing or has the wrong length, or a damaged list.
+    """
+    listing = storage.join(directory, INTEGRITY)
+    if not storage.is_file(listing):
+        return {}
+    files = _parse(listing)
+    for name, written in files.items():
+        file = storage.join(directory, name)
+        if not storage.is_file(file):
+            raise missing_file(file)
+        if (size := storage.size(file)) != written["bytes"]:
+            raise damaged(file, f"it has {size:,} bytes, but {written['bytes']:,} were written")
+    return files
+
+
+def read_checked(directory: str, name: str, files: Mapping[str, Written]) -> bytes:
+    """Reads a small file, and compares it with its CRC-32 if it is listed.
+
+    Raises:
+      UserError: If it differs.
+    """
+    content = storage.read(file := storage.join(directory, name))
+    if name in files and zlib.crc32(content) != files[name]["crc32"]:
+        raise damaged(file, "its CRC-32 differs from what was written")
+    return content
+
+
+def check_contents(directory: str | os.PathLike[str], files: dict[str, Written]) -> None:
+    """Compares every listed file of a local directory with its CRC-32.
+
+    Raises:
+      UserError: Naming the file that differs.
+    """
+    for name, written in files.items():
+        file = Path(directory, name)
+        if _crc32(file) != written["crc32"]:
+            raise damaged(file, "its CRC-32 differs from what was written")
+
+
+def _parse(listing: str) -> dict[str, Written]:
+    try:
+        files = json.loads(storage.read(listing))["files"]
+        parsed: dict[str, Written] = {
+            name: {"bytes": int(written["bytes"]), "crc32": int(written["crc32"])}
+            for name, written in files.items()
+        }
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise damaged(listing, "it is not a list of files") from None
+    # A listing never points out of its own directory.
+    if outside := [name for name in parsed if not storage.is_inside(name)]:
+        raise damaged(listing, f"it names {outside[0]!r}, which is not in the checkpoint")
+    return parsed
+
+
+def _crc32(file: Path) -> int:
+    value = 0
+    with open(file, "rb") as stream:
+        while block := stream.read(_BLOCK_BYTES):
+            value = zlib.crc32(block, value)
+    return value
+
+
+# ---- `conversion.json`: what a conversion wrote, so that readers can compare ---------------------
+
+# It lies beside a checkpoint, never inside: T5X, Orbax and Mesh TensorFlow look into
+# `checkpoint_<step>` and, one level up, only at their own names. A Hugging Face directory is the
+# checkpoint itself; there the manifest also holds the global step, which no other file has.
+
+
+MANIFEST = "conversion.json"
+
+
+class Mismatch(UserError):
+    """A tensor differs from the one that the conversion wrote."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """What a conversion recorded about the checkpoint that it wrote.
+
+    Attributes:
+      format: The checkpoint's format.
+      step: Its global step.
+      norm_names: How Mesh TensorFlow spells the model's norms.
+      tensors: Name in the checkpoint -> shape, dtype and SHA-256.
+    """
+
+    format: Format
+    step: int
+    norm_names: layout.NormNames | None
+    tensors: Mapping[str, Mapping[str, Any]]
+
+    def is_of(self, ref: CheckpointRef) -> bool:
+        """Returns whether the manifest describes this checkpoint, not another in the directory."""
+        return (self.format, self.step) == (ref.format, ref.step)
+
+    def check(self, name: str, array: np.ndarray, where: str) -> None:
+        """Compares a tensor, as stored, with what was written; unrecorded names pass.
+
+        Raises:
+          Mismatch: If they differ.
+        """
+        if name in self.tensors and describe(array) != self.tensors[name]:
+            raise Mismatch(
+                f"{name} is not what the conversion wrote (its SHA-256 differs).",
+                where=where,
+                fix="Copy the files again. If the model was changed on purpose since it was"
+                f" converted, remove {MANIFEST}; its step then counts as 0.",
+            )
+
+
+def describe(array: np.ndarray) -> dict[str, Any]:
+    """Returns what the manifest records of a tensor: shape, dtype and SHA-256 of its bytes."""
+    return {
+        "shape": list(array.shape),
+        "dtype": array.dtype.name,
+        "sha256": hashlib.sha256(bytes_of(array)).hexdigest(),
+    }
+
+
+def manifest_path(ref: CheckpointRef) -> str:
+    """Returns where a checkpoint's manifest is, if it has one."""
+    # A Hugging Face directory is the checkpoint; the other formats' lie in one that others
+    # share.
+    directory = ref.path if ref.format == "hf" else os.path.dirname(ref.path)
+    return storage.join(directory, MANIFEST)
+
+
+def read_manifest(directory: str) -> Manifest | None:
+    """Reads the manifest in a directory; None if there is none.
+
+    Raises:
+      UserError: If it is damaged.
+    """
+    path = storage.join(directory, MANIFEST)
+    if not storage.is_file(path):
+        return None
+    try:
+        content = json.loads(storage.read(path))
+        norm_names = {name: name for name in get_args(layout.NormNames)}
+        formats: dict[str, Format] = {name: name for name in get_args(Format)}
+        return Manifest(
+            format=formats[content["target"]["format"]],
+            step=int(content["target"]["step"]),
+            # A manifest of an older version, or one edited, may name none that is
+            # known.
+            norm_names=norm_names.get(content.get("mtf_norm_names")),
+            tensors={name: dict(expected) for name, expected in content["tensors"].items()},
+        )
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise UserError(
+            "The conversion's record is damaged; it holds the step and each tensor's digest.",
+            where=path,
+            fix="Copy the file again, or remove it: a Hugging Face model without it counts as step"
+            " 0, and nothing is compared.",
+        ) from None
+
+
+# ---- What the files around a checkpoint's arrays say that it holds -------------------------------
+
+# A checkpoint that was copied in part may look like a complete one of another model: without
+# `target.decoder.logits_dense.kernel` a T5 1.1 looks tied, without its last layer it looks
+# shallower. The arrays that are left cannot tell; the files beside them can. Whatever contradicts
+# the arrays is an error.
 
 
 def check_names(

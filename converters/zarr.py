@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from t0repro.converters.integrity import damaged
 from t0repro.converters.tensors import TensorInfo
+from t0repro.converters.witnesses import damaged
 
 # The file in an array's directory that describes it, of either version.
 DESCRIPTIONS = (".zarray", "zarr.json")

@@ -15,23 +15,21 @@ from typing import TYPE_CHECKING, Any
 
 from t0repro.errors import UserError, nearest_names
 from t0repro.tasks.catalogue import modelled_on, rounds_of
-from t0repro.tasks.mixture import (
-    PromptedMixture,
-    check_rates,
-    prompted_mixtures,
-    record_mixture,
-    registered_mixtures,
-)
 from t0repro.tasks.module_names import resolved
 from t0repro.tasks.rows import data_folder, dataset_folder, splits_on_disk
 from t0repro.tasks.source import PromptedRows, Split
 from t0repro.tasks.task import (
     METRICS,
     OF_T5,
+    PromptedMixture,
     PromptedTask,
     TaskDescription,
+    check_rates,
+    prompted_mixtures,
     prompted_tasks,
+    record_mixture,
     record_task,
+    registered_mixtures,
     registered_tasks,
     task_descriptions,
 )

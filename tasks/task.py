@@ -1,14 +1,20 @@
-"""Prompted tasks: what each consists of, and which are registered. Does not import SeqIO."""
+"""Prompted tasks and mixtures of them: what each consists of, and which are registered.
+
+Does not import SeqIO.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 import types
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
+from t0repro.errors import UserError, nearest_names
 from t0repro.tasks.catalogue import is_synthetic, modelled_on
+from t0repro.words import counted
 
 if TYPE_CHECKING:
     import seqio
@@ -162,3 +168,242 @@ def metric_names(task: PromptedTask) -> tuple[str, ...]:
     if dataset in OF_T5:
         return _T5S.get((dataset, task.subset), ("accuracy",))
     return tuple(METRICS[name] for name in task.metrics)
+
+
+# ---- Mixtures ------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptedMixture:
+    """A mixture of prompted tasks.
+
+    Attributes:
+      name: The mixture's name.
+      tasks: Names of its tasks.
+      rates: Task -> its rate, in examples.
+      default_rate: Computes, from its rows, the rate of a task that is not in `rates`.
+    """
+
+    name: str
+    tasks: tuple[str, ...]
+    rates: Mapping[str, float]
+    default_rate: Callable[[PromptedRows], float] | None
+
+    def rate(self, task: str) -> float:
+        """A task's rate.
+
+        Raises:
+          UserError: If the rate is a number of rows, and the rows are missing.
+        """
+        # Counting rows is left to the end: it needs the data.
+        if task in self.rates or self.default_rate is None:
+            return self.rates[task]
+        return self.default_rate(task_descriptions()[task].rows)
+
+
+_mixtures: dict[str, PromptedMixture] = {}
+
+
+def prompted_mixtures() -> Mapping[str, PromptedMixture]:
+    """Every mixture of prompted tasks registered so far, by name."""
+    return types.MappingProxyType(_mixtures)
+
+
+def record_mixture(mixture: PromptedMixture) -> None:
+    """Adds a mixture."""
+    _mixtures[mixture.name] = mixture
+
+
+def check_rates(mixture: str, rates: Mapping[str, float]) -> None:
+    """Checks that a mixture's rates are numbers from 0 on, and not all 0.
+
+    SeqIO never samples a task whose rate is 0. If all are, its mixture is empty, without an error.
+
+    Raises:
+      UserError: If they are not; names the task.
+    """
+    for task, rate in rates.items():
+        if not 0 <= rate < math.inf:
+            raise UserError(
+                f"The rate of {task} in mixture {mixture!r} is {rate}.",
+                fix="Give a number of examples, 0 or more.",
+            )
+    if rates and not any(rates.values()):
+        raise UserError(
+            f"No task of mixture {mixture!r} has a rate above 0, so it has no examples.",
+            where=", ".join(list(rates)[:5]) + (", ..." if len(rates) > 5 else ""),
+            fix="Give at least one of its tasks a rate above 0.",
+        )
+
+
+def registered_mixtures() -> Mapping[str, Sequence[str]]:
+    """Name of each mixture -> its tasks, including mixtures that only SeqIO knows."""
+    found: dict[str, Sequence[str]] = {
+        name: mixture.tasks for name, mixture in prompted_mixtures().items()
+    }
+    # Never imported here: that takes seconds, and if nobody has, it holds no mixtures yet.
+    seqio = sys.modules.get("seqio")
+    if seqio is not None:
+        for name in seqio.MixtureRegistry.names():
+            found[name] = [task.name for task in seqio.MixtureRegistry.get(name).tasks]
+    return found
+
+
+def tasks_of_mixture(name: str, option: str = "--mixture") -> Sequence[str]:
+    """Names of a mixture's tasks.
+
+    Args:
+      name: The mixture's name.
+      option: The command-line option that named it, for the error.
+
+    Raises:
+      UserError: If there is no such mixture; lists the nearest names.
+    """
+    mixtures = registered_mixtures()
+    if name not in mixtures:
+        raise UserError(
+            f"There is no mixture {name!r}.",
+            where=option,
+            fix=f"Nearest: {nearest_names(name, mixtures)}; or name its --module_import.",
+        )
+    return mixtures[name]
+
+
+def select_tasks(mixture: str | None = None, dataset: str | None = None) -> list[str]:
+    """Names of prompted tasks, sorted.
+
+    Args:
+      mixture: Only tasks of this mixture; defaults to all.
+      dataset: Only tasks of this dataset, given as `dataset` or `dataset/subset`.
+
+    Raises:
+      UserError: If the mixture or the dataset is not there; lists the nearest names.
+    """
+    known = prompted_tasks()
+    names: Iterable[str] = known
+    if mixture is not None:
+        names = set(tasks_of_mixture(mixture)) & set(known)
+    if dataset is not None:
+        names = [name for name in names if dataset in _labels(known[name])]
+        if not names:
+            everywhere = sorted({label for task in known.values() for label in _labels(task)})
+            inside = f" in {mixture}" if mixture else ""
+            raise UserError(
+                f"There is no task of dataset {dataset!r}{inside}.",
+                where="--dataset",
+                fix=f"Nearest: {nearest_names(dataset, everywhere)}.",
+            )
+    return sorted(names)
+
+
+def _labels(task: PromptedTask) -> tuple[str, ...]:
+    label = task.dataset if task.subset is None else f"{task.dataset}/{task.subset}"
+    return (task.dataset, label)
+
+
+# What is available -------------------------------------------------------------------------------
+
+
+def missing_rows(rows: PromptedRows, split: str) -> UserError | None:
+    """The reason why the rows of a task's split cannot be read, or None if they can."""
+    try:
+        rows.reader(split)
+    except UserError as error:
+        return error
+    return None
+
+
+def rows_at_hand(tasks: Iterable[str], split: str) -> list[str]:
+    """The tasks that have the split and whose rows for it can be read here.
+
+    Raises:
+      UserError: If there is none.
+    """
+    names = list(tasks)
+    sources = {name: task_descriptions()[name].rows for name in names}
+    found = [
+        name
+        for name, rows in sources.items()
+        if split in rows.files_of_splits and missing_rows(rows, split) is None
+    ]
+    if not found:
+        raise UserError(
+            f"The rows of split {split!r} of none of {counted(len(names), 'task')} are here.",
+            where="--at_hand",
+            fix="Set T0REPRO_DATA_DIR to the folder of the datasets.",
+        )
+    return found
+
+
+def lacks_cache(task: seqio.Task) -> bool:
+    """Whether a SeqIO task has no cache, although it needs one to be read with `use_cached`.
+
+    SeqIO makes the examples of a task without a CacheDatasetPlaceholder while it reads them.
+    """
+    return task.supports_caching and not task.cache_dir
+
+
+def not_at_hand(tasks: Iterable[seqio.Task], split: str, *, use_cached: bool) -> dict[str, str]:
+    """Task -> why its split cannot be read here; tasks that have no such split are skipped.
+
+    Args:
+      tasks: Tasks from SeqIO's registry.
+      split: The split to be read.
+      use_cached: Whether caches are read, rather than rows.
+    """
+    found = {}
+    for task in tasks:
+        if split not in task.splits:
+            continue
+        source: Any = task.source
+        if use_cached:
+            if lacks_cache(task):
+                found[task.name] = "not cached"
+        # A source without prompted rows reports what it lacks by itself, when it is read.
+        elif hasattr(source, "reader") and missing_rows(source, split):
+            found[task.name] = "rows not available"
+    return found
+
+
+def keep_at_hand(name: str, split: str, *, use_cached: bool, say: Callable[[str], None]) -> None:
+    """Drops the tasks that cannot be read here from a SeqIO mixture; the others keep their rates.
+
+    Args:
+      name: The mixture's name; if it is a task's, nothing is done.
+      split: The split to be read.
+      use_cached: Whether caches are read, rather than rows.
+      say: Called with a line that lists what was left out.
+
+    Raises:
+      UserError: If none of the mixture's tasks can be read.
+    """
+    import seqio
+
+    if name not in seqio.MixtureRegistry.names():
+        return
+    mixture = seqio.MixtureRegistry.get(name)
+    missing = not_at_hand(mixture.tasks, split, use_cached=use_cached)
+    if not missing:
+        return
+    kept = [task for task in mixture.tasks if task.name not in missing]
+    # Tasks that lack the split altogether do not make a mixture trainable.
+    if not any(split in task.splits for task in kept):
+        raise UserError(
+            f"Nothing of {name!r} is available: split {split!r} of {counted(len(missing), 'task')},"
+            f" {' or '.join(sorted(set(missing.values())))}.",
+            where="--at_hand",
+            fix="Set T0REPRO_DATA_DIR to the folder of the datasets, or name a folder of caches by"
+            " --additional_task_cache_dirs.",
+        )
+    # Rates that are numbers of rows are counted here, for the tasks that are kept: counting those
+    # of the whole mixture would fail on the missing rows.
+    rates = {task.name: mixture.get_rate(task) for task in kept}
+    check_rates(name, rates)
+    # SeqIO has no way to change a mixture in place.
+    seqio.MixtureRegistry.remove(name)
+    seqio.MixtureRegistry.add(name, list(rates.items()))
+    left_out = "; ".join(f"{task} ({why})" for task, why in missing.items())
+    say(
+        f"{name}: {len(kept)} of {counted(len(mixture.tasks), 'task')}, with the rates that they"
+        f" have in the whole mixture. Left out: {left_out}"
+    )

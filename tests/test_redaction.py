@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from t0repro.cli.echo import echo
+from t0repro.cli.results import echo
 from t0repro.errors import UserError
 from t0repro.hub_files import Bucket, HubRepository
 from t0repro.locks import COMMAND_FILE, folder_lock

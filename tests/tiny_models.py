@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from t0repro.config.decoding_config import DecodingConfig
+from t0repro.config.decoding import DecodingConfig
 from t0repro.config.run_config import (
     AdafactorConfig,
     CheckpointChoice,
@@ -83,7 +83,7 @@ def model_config(**changes: Any) -> ModelConfig:
     return dataclasses.replace(T5_1_1, **changes)
 
 
-# ---- Training -----------------------------------------------------------------------------------
+# ---- Training ------------------------------------------------------------------------------------
 
 MODEL = model_config(d_model=8, d_ff=12, z_loss=1e-4)
 ADAFACTOR = AdafactorConfig(

@@ -23,8 +23,8 @@ from pathlib import Path
 import numpy as np
 from scipy.stats import t as student_t
 
+from t0repro.evaluation.outputs import TaskScores
 from t0repro.evaluation.rank import RankResult, rank_classification
-from t0repro.evaluation.scores import TaskScores
 from t0repro.files import write_atomically
 from t0repro.reports.render import markdown_table
 from t0repro.reports.statistics import (
@@ -37,8 +37,8 @@ from t0repro.reports.statistics import (
 )
 from t0repro.tasks.catalogue import label
 from t0repro.tasks.registration import describing
+from t0repro.tasks.t0_mixtures import PromptedDataset
 from t0repro.tasks.templates import task_name
-from t0repro.tasks.train_and_eval import PromptedDataset
 
 with describing():  # registers its tasks without SeqIO and TensorFlow
     from t0repro.tasks.examples.learning import HELD_OUT_DATASETS, HELD_OUT_KINDS, TRAINED

@@ -3,8 +3,7 @@
 .venv/bin/python -P scripts/bench/what_fits.py
 """
 
-from t0repro.converters.needs import needs_of
-from t0repro.converters.released import find
+from t0repro.converters.released import find, needs_of
 
 # One of each size; the LM-adapted T5 1.1, T0 and Flan-T5 have the shapes of T5 1.1.
 NAMES = {

@@ -12,28 +12,21 @@ from typing import Annotated
 import typer
 
 from t0repro.cli import (
-    aux,
-    cache,
     checkpoint,
-    compare,
-    convert,
     doctor,
     explain,
-    launch,
+    jobs,
     parity,
     precompile,
     rank_eval,
-    replay,
     report,
+    run_modes,
     runs,
-    t5x_run,
     tasks,
-    train,
     vertex,
 )
 from t0repro.cli.gate import gate
-from t0repro.cli.paths import check_inputs
-from t0repro.cli.spelling import canonical, show_canonical, with_t5x_overrides
+from t0repro.cli.spelling import canonical, check_inputs, show_canonical, with_t5x_overrides
 from t0repro.errors import t5x_command
 
 app = typer.Typer(
@@ -48,22 +41,24 @@ app = typer.Typer(
 
 app.command()(doctor.doctor)
 app.command()(explain.explain)
-app.command()(train.train)
+app.command()(run_modes.train)
 # What it does not know itself is for the command that --run_mode names.
-app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(train.run)
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
+    run_modes.run
+)
 # What follows the two dashes is the command to start.
-app.command(context_settings={"allow_extra_args": True})(launch.launch)
-app.command()(cache.cache)
-app.command()(convert.convert)
+app.command(context_settings={"allow_extra_args": True})(jobs.launch)
+app.command()(tasks.cache)
+app.command()(checkpoint.convert)
 app.command()(parity.parity)
 app.command()(precompile.precompile)
 app.command("rank-eval")(rank_eval.rank_eval)
-app.command()(compare.compare)
-app.command()(replay.replay)
+app.command()(report.compare)
+app.command()(runs.replay)
 app.command()(runs.runs)
 app.command()(runs.plot)
-app.command("eval")(t5x_run.evaluate)
-app.command()(t5x_run.infer)
+app.command("eval")(run_modes.evaluate)
+app.command()(run_modes.infer)
 checkpoints = typer.Typer(
     name="checkpoint",
     help="Inspect, compare and verify checkpoints; download released ones.",
@@ -77,7 +72,7 @@ checkpoints.command()(checkpoint.released)
 checkpoints.command()(checkpoint.fetch)
 checkpoints.command()(checkpoint.plan)
 app.add_typer(checkpoints)
-app.add_typer(aux.app)
+app.add_typer(jobs.app)
 app.add_typer(report.app)
 app.add_typer(tasks.app)
 app.add_typer(vertex.app)

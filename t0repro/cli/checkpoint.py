@@ -1,21 +1,21 @@
-"""`t0repro checkpoint`: inspects, compares and verifies checkpoints; downloads released ones."""
+"""`t0repro checkpoint` and `t0repro convert`: looks at checkpoints, fetches and converts them."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from t0repro.cli.echo import echo
-from t0repro.cli.options import AsJson
-from t0repro.cli.paths import output
-from t0repro.cli.results import print_json
+from t0repro.cli.options import AsJson, DType
+from t0repro.cli.results import echo, print_json
+from t0repro.cli.spelling import output
 from t0repro.words import counted, sized
 
 if TYPE_CHECKING:
-    from t0repro.converters.compare import Comparison
-    from t0repro.converters.inspection import Inspection
+    from t0repro.converters.convert import ConversionReport
+    from t0repro.converters.inspection import Comparison, Inspection
+
 
 _ROWS_SHOWN = 20
 
@@ -61,7 +61,7 @@ def diff(
     Example: t0repro checkpoint diff runs/t0 runs/t0_jax
     """
     echo(f"reading {a} and {b} ...", err=True)
-    from t0repro.converters.compare import compare
+    from t0repro.converters.inspection import compare
 
     comparison = compare(a, b, tolerance=tol, slots=slots)
     if as_json:
@@ -82,8 +82,8 @@ def verify(path: _Path, step: _Step = None) -> None:
     Example: t0repro checkpoint verify runs/t0_jax
     """
     echo(f"reading {path} ...", err=True)
+    from t0repro.converters.inspection import verify as verify_checkpoint
     from t0repro.converters.sources import find_checkpoint
-    from t0repro.converters.verification import verify as verify_checkpoint
     from t0repro.errors import UserError
 
     found = find_checkpoint(path, step)
@@ -171,12 +171,11 @@ def plan(
 
     Example: t0repro checkpoint plan bigscience/T0_3B
     """
-    from t0repro.converters import needs as needs_
-    from t0repro.converters.released import find
+    from t0repro.converters.released import find, needs_of, this_machine
     from t0repro.parameters.shape import describe
 
     found = find(name)
-    needs, machine = needs_.needs_of(found), needs_.this_machine(to)
+    needs, machine = needs_of(found), this_machine(to)
     if as_json:
         about = {"name": found.name, "family": found.family, "format": found.format}
         print_json({**about, "needs": needs, "machine": machine})
@@ -251,3 +250,148 @@ def _print_table(rows: list[tuple[str, ...]]) -> None:
     for row in rows:
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         echo("  ".join(cells).rstrip())
+
+
+# ---- `t0repro convert`: converts a checkpoint from one format to another -------------------------
+
+
+# Spelled out, because importing the converters' own types takes seconds that --help need not wait.
+_Format = Literal["mtf", "t5x", "jax", "hf"]
+_SourceFormat = Literal["auto", "mtf", "t5x", "jax", "hf"]
+
+_Source = Annotated[
+    str,
+    typer.Argument(
+        help="A model_dir, a checkpoint_<step> directory, a prefix .../model.ckpt-<step>, or a"
+        " Hugging Face directory; local or at any address that fsspec opens."
+    ),
+]
+_Target = Annotated[Path, typer.Argument(callback=output, help="The directory to write.")]
+_To = Annotated[_Format, typer.Option(help="The format to write.")]
+_From = Annotated[_SourceFormat, typer.Option("--from", help="The format of SRC.")]
+_SourceStep = Annotated[
+    int | None, typer.Option(help="The step of SRC to convert.", show_default="the latest")
+]
+_GinFile = Annotated[
+    str | None,
+    typer.Option(
+        help="The gin file that the model was trained with, written beside the checkpoint as"
+        " operative_config.gin. The sizes that it binds must match SRC's.",
+        show_default="SRC's own",
+    ),
+]
+_DType = Annotated[DType | None, typer.Option(help="Type of the parameters.", show_default="SRC's")]
+_MasterDType = Annotated[
+    DType | None,
+    typer.Option(
+        help="Mesh TensorFlow's name for --dtype (mtf only). Mesh TensorFlow restores a checkpoint"
+        " only into variables of the type that the gin file binds.",
+        show_default="what --gin_file binds",
+    ),
+]
+_Scan = Annotated[
+    bool, typer.Option(help="Stack the layers, as T5X's scalable_t5 does (t5x only).")
+]
+# One at a time: by a file of Orbax's, T5X takes the whole directory for Orbax's.
+_Layout = Annotated[
+    Literal["legacy", "orbax"] | None,
+    typer.Option(
+        help="Layout of T5X's checkpoints: legacy (msgpack and Zarr) or orbax (t5x only). T5X's"
+        " checkpoint managers read both.",
+        show_default="legacy",
+    ),
+]
+_Slots = Annotated[bool, typer.Option(help="Convert the optimizer's slots too.")]
+# That importer leaves the two slots of a square matrix exchanged (docs/t5x_slots.md).
+_ImporterSlots = Annotated[
+    bool,
+    typer.Option(
+        "--t5x-importer-slots",
+        help="The T5X side has the slots of square matrices as T5X's own importer leaves them.",
+    ),
+]
+_Vocabulary = Annotated[
+    str | None, typer.Option(help="A SentencePiece model, for hf's tokenizer files.")
+]
+_VocabularySize = Annotated[
+    int | None, typer.Option(help="Pad the vocabulary with zeros, or cut it, to this size.")
+]
+_NormNames = Annotated[
+    Literal["rms_norm", "layer_norm"] | None,
+    typer.Option(
+        help="How Mesh TensorFlow's variables spell the norms; T5 1.0's released checkpoints have"
+        " layer_norm.",
+        show_default="as the checkpoint that the model came from",
+    ),
+]
+_DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, write nothing.")]
+_Force = Annotated[
+    bool, typer.Option("--force", help="Write into DST even if it exists; other files stay.")
+]
+
+
+def convert(
+    src: _Source,
+    dst: _Target,
+    to: _To,
+    source: _From = "auto",
+    step: _SourceStep = None,
+    gin_file: _GinFile = None,
+    dtype: _DType = None,
+    master_dtype: _MasterDType = None,
+    scan: _Scan = False,
+    layout: _Layout = None,
+    slots: _Slots = True,
+    t5x_importer_slots: _ImporterSlots = False,
+    vocab: _Vocabulary = None,
+    vocab_size: _VocabularySize = None,
+    mtf_norm_names: _NormNames = None,
+    dry_run: _DryRun = False,
+    force: _Force = False,
+) -> None:
+    """Convert a checkpoint between Mesh TensorFlow, T5X, JAX and Hugging Face, slots included.
+
+    Values stay the same bit for bit unless --dtype asks for another type. If a conversion is
+    interrupted, starting it again continues where it stopped.
+
+    Example: t0repro convert runs/t0/model.ckpt-1112200 runs/t0_jax --to jax
+    """
+    echo(f"reading {src} ...", err=True)
+    from t0repro.converters.conversion import Options
+    from t0repro.converters.convert import convert as convert_checkpoint
+
+    options = Options(
+        slots=slots,
+        norm_names=mtf_norm_names,
+        dtype=dtype,
+        master_dtype=master_dtype,
+        scan=scan,
+        layout=layout,
+        t5x_importer_slots=t5x_importer_slots,
+        vocab_size=vocab_size,
+        vocabulary=vocab,
+        gin_file=gin_file,
+    )
+    report = convert_checkpoint(
+        src,
+        dst,
+        to,
+        step=step,
+        source=None if source == "auto" else source,
+        force=force,
+        dry_run=dry_run,
+        options=options,
+    )
+    _print(report)
+
+
+def _print(report: ConversionReport) -> None:
+    for note in report.notes:
+        echo(f"Note: {note}")
+    verb = "Would write" if report.dry_run else "Wrote"
+    resumed = f" ({report.resumed} of them before an interruption)" if report.resumed else ""
+    echo(
+        f"{verb} {report.target.path}: {report.family.name}, step {report.target.step},"
+        f" {counted(report.tensors, 'tensor')}{resumed}, {sized(report.bytes)},"
+        f" slots {report.slots}."
+    )

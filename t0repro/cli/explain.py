@@ -8,23 +8,23 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from t0repro.cli.echo import echo
-from t0repro.cli.gin_options import (
+from t0repro.cli.options import (
+    AsJson,
     GinBindings,
     GinFiles,
     GinFolders,
     GinImportAllowlist,
     GinParams,
     GinSearchPaths,
+    Modules,
     RunModes,
     allowlist_of,
     mesh_inputs,
     t5x_inputs,
+    with_groups,
 )
-from t0repro.cli.log_flags import LogOptions
-from t0repro.cli.option_groups import with_groups
-from t0repro.cli.options import AsJson, Modules
-from t0repro.cli.results import print_json
+from t0repro.cli.results import echo, print_json
+from t0repro.cli.spelling import LogOptions
 from t0repro.errors import UserError, t5x_command
 
 if TYPE_CHECKING:

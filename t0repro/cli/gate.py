@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from t0repro import compat, working_copies
-from t0repro.cli.echo import echo
+from t0repro.cli.results import echo
 from t0repro.errors import UserError
 from t0repro.files import storage_error
 from t0repro.log_records import quiet_libtpu
@@ -207,7 +207,7 @@ def find_user_error(error: BaseException | None) -> str | None:
             return wrapped.group(1).strip()
         # By its name: TensorFlow, whose error it is, is not imported for this.
         if type(cause).__name__ == "DataLossError":
-            from t0repro.tasks.prompt_cache.integrity import explain_damaged_record
+            from t0repro.tasks.prompt_cache.folders import explain_damaged_record
 
             return str(explain_damaged_record(str(cause)))
     for cause in _causes(error):

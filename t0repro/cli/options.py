@@ -1,12 +1,31 @@
-"""Options that several commands share."""
+"""Options that several commands share, alone or in groups that are dataclasses."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import dataclasses
+import enum
+import functools
+import inspect
+import json
+import typing
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 import typer
+
+from t0repro.cli.spelling import canonical
+from t0repro.cloud.arguments import check_not_export
+from t0repro.cloud.tracker import TrackedRun, TrackerName
+from t0repro.errors import UserError
+from t0repro.redaction import without_passwords
+
+if TYPE_CHECKING:
+    from t0repro.config.mtf.parser import MeshInputs
+    from t0repro.config.run_config import RunConfig
+    from t0repro.config.t5x.gin_files import T5xInputs
+
 
 DEFAULT_MODULE = "t0repro.tasks.t0"
 
@@ -49,3 +68,301 @@ def modules_or_t0(
     """The modules that were named; T0's own if neither modules nor prompts were."""
     # One's own prompts need no tasks of T0's beside them.
     return list(modules or ([] if templates else [DEFAULT_MODULE]))
+
+
+# ---- Options for a run's gin files and overrides, named as in `t5_mesh_transformer` and T5X ------
+
+
+Mode = TypeVar("Mode", bound=enum.StrEnum)
+
+GinFiles = Annotated[list[str] | None, typer.Option("--gin_file", help="A gin file; repeatable.")]
+GinParams = Annotated[
+    list[str] | None,
+    typer.Option("--gin_param", help="An override of a gin file's value; repeatable."),
+]
+GinFolders = Annotated[
+    list[str] | None,
+    typer.Option("--gin_location_prefix", help="A folder to look for gin files in; repeatable."),
+]
+GinImportAllowlist = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--gin_import_allowlist",
+        help="Modules that gin files may import, joined by commas; repeatable. All by default.",
+    ),
+]
+
+
+def allowlist_of(values: Sequence[str] | None) -> tuple[str, ...] | None:
+    """The modules that `--gin_import_allowlist` names; None if it is not given."""
+    # Not the same as an empty list, which allows no import at all.
+    if values is None:
+        return None
+    names = (name.strip() for value in values for name in value.split(","))
+    return tuple(name for name in names if name)
+
+
+def mesh_inputs(
+    files: Sequence[str] | None,
+    params: Sequence[str] | None,
+    folders: Sequence[str] | None,
+    modules: Sequence[str] | None,
+    *,
+    allowlist: tuple[str, ...] | None = None,
+    model_dir: str = "",
+) -> MeshInputs:
+    """What a command line says about Mesh TensorFlow's gin files."""
+    from t0repro.config.mtf.parser import MeshInputs
+
+    return MeshInputs(
+        model_dir=model_dir,
+        gin_files=files or (),
+        gin_params=params or (),
+        location_prefixes=folders or (),
+        module_imports=modules or (),
+        import_allowlist=allowlist,
+    )
+
+
+def t5x_inputs(
+    run_mode: str,
+    files: Sequence[str] | None,
+    bindings: Sequence[str] | None,
+    search_paths: str,
+    allowlist: tuple[str, ...] | None = None,
+) -> T5xInputs:
+    """What a command line says about T5X's gin files."""
+    from t0repro.config.t5x.gin_files import T5xInputs
+
+    folders = tuple(search_paths.split(","))
+    return T5xInputs(run_mode, tuple(files or ()), tuple(bindings or ()), folders, allowlist)
+
+
+class RunMode(enum.StrEnum):
+    """The T5X run modes whose gin files this project reads."""
+
+    TRAIN = "train"
+    EVAL = "eval"
+    INFER = "infer"
+    PRECOMPILE = "precompile"
+
+
+def run_mode_of(modes: type[Mode]) -> Callable[[str], Mode]:
+    """A reader of `--run_mode` for the modes of an enumeration, which says why export is none."""
+
+    def named(name: str) -> Mode:
+        check_not_export(name)
+        # Either spelling of what has a dash in it, as of options.
+        found = next((mode for mode in modes if canonical(mode) == canonical(name)), None)
+        if found is None:
+            raise typer.BadParameter(f"{name!r} is not one of {', '.join(modes)}.")
+        return found
+
+    return named
+
+
+RunModes = Annotated[
+    RunMode | None,
+    typer.Option(
+        "--run_mode",
+        parser=run_mode_of(RunMode),
+        metavar="MODE",
+        help="Read the gin files as T5X does in this run mode: train, eval, infer or precompile.",
+    ),
+]
+# The option behind --gin.NAME=VALUE, which `cli.spelling` rewrites: Click knows no such names.
+GinBindings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--gin_bindings",
+        help="An override in a T5X run, also written --gin.NAME=VALUE; repeatable.",
+    ),
+]
+GinSearchPaths = Annotated[
+    str,
+    typer.Option(
+        "--gin_search_paths",
+        help="Folders to look for a T5X run's gin files in, separated by commas.",
+    ),
+]
+
+
+# ---- The flags by which a command becomes one process of several; T5X's, for all commands --------
+
+
+@dataclasses.dataclass(frozen=True)
+class ProcessOptions:
+    """T5X's flags for several processes; without them the environment decides."""
+
+    HEADING: ClassVar = "Several processes"
+
+    multiprocess_gpu: Annotated[
+        bool,
+        typer.Option(
+            "--multiprocess_gpu",
+            help="Join a multi-process run; JAX detects what you omit.",
+        ),
+    ] = False
+    coordinator_address: Annotated[
+        str | None,
+        typer.Option(help="The address of process 0 for the others.", metavar="HOST:PORT"),
+    ] = None
+    process_count: Annotated[int | None, typer.Option(help="Number of processes.")] = None
+    process_index: Annotated[int | None, typer.Option(help="This process's number, from 0.")] = None
+    initialization_timeout: Annotated[
+        int | None,
+        typer.Option(min=1, help="Seconds to wait for the other processes.", show_default="300"),
+    ] = None
+
+    def __post_init__(self) -> None:
+        """Refuses flags that do not fit together before any gin file is read.
+
+        Raises:
+          UserError: if the flags do not say where the first process is.
+        """
+        incomplete = self.coordinator_address is None or self.process_index is None
+        if (self.process_count or 1) > 1 and incomplete and not self.multiprocess_gpu:
+            raise UserError(
+                f"--process_count={self.process_count} needs --coordinator_address and"
+                " --process_index.",
+                where="--process_count",
+                fix="Give all three; or add --multiprocess_gpu where JAX knows the cluster.",
+            )
+
+    def joined(self) -> contextlib.AbstractContextManager[None]:
+        """A context in which this process is one of those that flags or environment name."""
+        from t0repro.partitioning import processes
+
+        return processes.joined(
+            processes.Asked(
+                self.coordinator_address,
+                self.process_count,
+                self.process_index,
+                self.initialization_timeout,
+                detect=self.multiprocess_gpu,
+            )
+        )
+
+
+def define_process_flags() -> None:
+    """Defines the same flags for t5_mesh_transformer."""
+    # t5's command parses with absl, all others with Click.
+    from absl import flags
+
+    flags.DEFINE_boolean(
+        "multiprocess_gpu", False, "Be one of several processes; JAX finds out what is not given."
+    )
+    flags.DEFINE_string("coordinator_address", None, "HOST:PORT where process 0 is reached.")
+    flags.DEFINE_integer("process_count", None, "Number of processes.")
+    flags.DEFINE_integer("process_index", None, "This process's number, from 0.")
+    flags.DEFINE_integer("initialization_timeout", None, "Seconds to wait for the others.")
+
+
+def process_options_of(options: Any) -> ProcessOptions:
+    """What parsed flags say."""
+    # absl's flags have the names of the fields.
+    names = [field.name for field in dataclasses.fields(ProcessOptions)]
+    return ProcessOptions(**{name: options[name].value for name in names})
+
+
+# ---- `--tracker` of the commands that train or evaluate: what a tracker receives about each ------
+
+
+TRACKER_HELP = (
+    "Send metrics, settings and files to this tracker too; repeatable. Needs the extra of its name."
+)
+Trackers = Annotated[list[TrackerName] | None, typer.Option("--tracker", help=TRACKER_HELP)]
+
+_OF_TRAINING = (
+    "config.gin",
+    "operative_config.gin",
+    "model-info.txt",
+    "commands/command*",
+    "run_state.json",
+)
+_OF_EVALUATION = ("report.*", "*_eval/operative_config.gin", "*_eval/provenance.json")
+
+
+def tracked_training(
+    names: Sequence[TrackerName] | None, model_dir: Path, config: RunConfig | None
+) -> contextlib.AbstractContextManager[None]:
+    """Tracks what the block writes into model_dir; the settings are the configuration's."""
+    settings: dict[str, Any] = json.loads(without_passwords(config.to_json())) if config else {}
+    # Where each value comes from is longer than the values, and stands in the gin files.
+    settings.pop("provenance", None)
+    return _tracked(names, TrackedRun(model_dir, settings, _OF_TRAINING))
+
+
+def tracked_evaluation(
+    names: Sequence[TrackerName] | None, out: Path, checkpoint: str, mixture: str, settings: Any
+) -> contextlib.AbstractContextManager[None]:
+    """Tracks what the block writes into an evaluation's folder; `settings` is a dataclass."""
+    about = {
+        "checkpoint": without_passwords(checkpoint),
+        "mixture": mixture,
+        **dataclasses.asdict(settings),
+    }
+    return _tracked(names, TrackedRun(out, about, _OF_EVALUATION))
+
+
+def _tracked(
+    names: Sequence[TrackerName] | None, run: TrackedRun
+) -> contextlib.AbstractContextManager[None]:
+    # Here, because it imports numpy, which no --help needs.
+    from t0repro.cloud.tracking import tracked
+
+    return tracked(names or (), run, lambda line: typer.echo(line, err=True))
+
+
+# ---- Groups of options that several commands share, each defined once as a dataclass -------------
+
+# A command takes such a dataclass as a parameter; `with_groups` gives the command an option for
+# each field, in the parameter's place, and hands it the filled dataclass. A group's `HEADING`, if
+# it has one, stands above its options in the help.
+
+
+def with_groups(command: Callable[..., Any]) -> Callable[..., Any]:
+    """A command that Typer can read: parameters that are dataclasses become their fields.
+
+    The dataclasses' fields must have defaults, and the annotations that Typer takes.
+    """
+    types = typing.get_type_hints(command, include_extras=True)
+    groups: dict[str, Any] = {
+        name: type_ for name, type_ in types.items() if dataclasses.is_dataclass(type_)
+    }
+
+    @functools.wraps(command)
+    def wrapped(**values: Any) -> Any:
+        for name, group in groups.items():
+            fields = [field.name for field in dataclasses.fields(group)]
+            values[name] = group(**{field: values.pop(field) for field in fields})
+        return command(**values)
+
+    parameters = [
+        parameter
+        for name, given in inspect.signature(command).parameters.items()
+        for parameter in (
+            _options(groups[name]) if name in groups else [given.replace(annotation=types[name])]
+        )
+    ]
+    # Typer reads both: the order from one, the types from the other.
+    wrapped.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportAttributeAccessIssue]
+    wrapped.__annotations__ = {each.name: each.annotation for each in parameters}
+    return wrapped
+
+
+def _options(group: Any) -> Iterator[inspect.Parameter]:
+    types = typing.get_type_hints(group, include_extras=True)
+    for field in dataclasses.fields(group):
+        (owner,) = [
+            each for each in group.__mro__ if field.name in vars(each).get("__annotations__", ())
+        ]
+        for option in getattr(types[field.name], "__metadata__", ()):
+            # Shared annotations, such as GinFiles, get the same heading wherever they stand.
+            option.rich_help_panel = vars(owner).get("HEADING")
+        yield inspect.Parameter(
+            field.name,
+            inspect.Parameter.POSITIONAL_OR_KEYWORD,
+            default=field.default,
+            annotation=types[field.name],
+        )

@@ -8,17 +8,18 @@ from typing import Annotated
 
 import typer
 
-from t0repro.cli.echo import echo
-from t0repro.cli.gin_options import (
+from t0repro.cli.options import (
+    DType,
     GinFiles,
     GinFolders,
     GinImportAllowlist,
     GinParams,
+    Modules,
     allowlist_of,
     mesh_inputs,
 )
-from t0repro.cli.options import DType, Modules
-from t0repro.cli.paths import output
+from t0repro.cli.results import echo
+from t0repro.cli.spelling import output
 from t0repro.words import counted
 
 

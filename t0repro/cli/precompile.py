@@ -10,12 +10,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from t0repro.cli.echo import echo
-from t0repro.cli.gin_options import GinFolders, GinParams, RunMode, RunModes, mesh_inputs
-from t0repro.cli.option_groups import with_groups
-from t0repro.cli.paths import output
-from t0repro.cli.process_flags import ProcessOptions
-from t0repro.cli.t5x_run import T5xOptions, gin_inputs, parse_files, register
+from t0repro.cli.options import (
+    GinFolders,
+    GinParams,
+    ProcessOptions,
+    RunMode,
+    RunModes,
+    mesh_inputs,
+    with_groups,
+)
+from t0repro.cli.results import echo
+from t0repro.cli.run_modes import T5xOptions, gin_inputs, parse_files, register
+from t0repro.cli.spelling import output
 from t0repro.files import check_output
 
 if TYPE_CHECKING:

@@ -11,20 +11,21 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from t0repro.cli.echo import echo
-from t0repro.cli.option_groups import with_groups
 from t0repro.cli.options import (
     DType,
     Label,
     ModulesOrT0,
+    ProcessOptions,
     Resamples,
     Title,
+    Trackers,
     TrainMixtures,
     modules_or_t0,
+    tracked_evaluation,
+    with_groups,
 )
-from t0repro.cli.paths import output
-from t0repro.cli.process_flags import ProcessOptions
-from t0repro.cli.tracking import Trackers, tracked_evaluation
+from t0repro.cli.results import echo
+from t0repro.cli.spelling import output
 from t0repro.words import counted
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""How commands show what they found: a page or a table for people, JSON for programs."""
+"""How commands show what they found: lines, a page or a table for people, JSON for programs."""
 
 from __future__ import annotations
 
@@ -11,8 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from t0repro.errors import as_shown
+from t0repro.redaction import without_passwords
+from t0repro.words import printable
+
 if TYPE_CHECKING:
     from t0repro.reports.page import Page
+
+
+def echo(text: str, *, err: bool = False) -> None:
+    """Prints a text's lines on stdout or stderr, without passwords; escape sequences are shown."""
+    typer.echo(printable(without_passwords(as_shown(text)), keep="\n"), err=err)
+
+
+# ---- How commands show what they found: a page or a table for people, JSON for programs ----------
 
 
 def print_json(value: Any) -> None:

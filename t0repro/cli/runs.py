@@ -1,4 +1,4 @@
-"""`t0repro runs` and `t0repro plot`: how training runs stand, and their curves."""
+"""`t0repro runs`, `plot` and `replay`: how training runs stand, and an update that went NaN."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from typing import Annotated
 
 import typer
 
-from t0repro.cli.echo import echo
 from t0repro.cli.options import AsJson
-from t0repro.cli.paths import output
-from t0repro.cli.results import print_json, show_page
+from t0repro.cli.results import echo, print_json, show_page
+from t0repro.cli.spelling import output
 
 
 def runs(
@@ -73,3 +72,25 @@ def plot(
     content = json.dumps({"metric": metric, "curves": curves}, indent=1) + "\n"
     page, lines = curves_page(curves, metric), curves_in_words(curves)
     show_page("curves", page, content, out, as_json=as_json, lines=lines)
+
+
+# ---- `t0repro replay`: recomputes an update that went NaN or Inf ---------------------------------
+
+
+def replay(
+    folder: Annotated[
+        Path, typer.Argument(help="A bad_update_<step> folder that a training run wrote.")
+    ],
+) -> None:
+    """Recompute an update that went NaN or Inf; exit code 1 if it does so again.
+
+    Example: t0repro replay runs/t0/bad_update_1200
+    """
+    from t0repro.training.bad_update import replay as run
+
+    bad = run(folder)
+    if bad is None:
+        echo("every parameter, activation and gradient is finite")
+        return
+    echo(f"first: {bad}")
+    raise typer.Exit(1)

@@ -1,13 +1,86 @@
-"""How options are spelled: `--at-hand` as `--at_hand`, and T5X's ways."""
+"""How command lines are spelled: dashes or underscores, T5X's and absl's ways, paths."""
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from collections.abc import Iterable
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+import typer
 
 from t0repro.cli import help_pages
-from t0repro.cli.log_flags import as_click_reads
 from t0repro.errors import UserError
+from t0repro.files import input_path, output_path
+
+_STANDARD_ERROR = "Accepted for T5X's commands: the log always goes to standard error."
+_THRESHOLDS = ("debug", "info", "warning", "error", "fatal")
+
+
+def _print_log(level: int | None) -> int | None:
+    """Prints records up to absl's level: -1 warnings, 0 information, 1 and above everything."""
+    if level is not None:
+        from absl import logging
+
+        # absl's own handler, which prefixes each line with level, time, file and line.
+        logging.use_absl_handler()
+        logging.set_verbosity(level)
+    return level
+
+
+def _threshold(name: str | None) -> str | None:
+    """Takes the name of a level, as absl does."""
+    if name is not None and name.lower() not in _THRESHOLDS:
+        raise typer.BadParameter(f"{name!r} is not one of {', '.join(_THRESHOLDS)}.")
+    return name
+
+
+@dataclasses.dataclass(frozen=True)
+class LogOptions:
+    """How much of the libraries' log is printed."""
+
+    HEADING: ClassVar = "Log"
+
+    verbosity: Annotated[
+        int | None,
+        typer.Option(
+            "-v",
+            "--verbosity",
+            "--v",
+            callback=_print_log,
+            metavar="LEVEL",
+            help="Print the log of all libraries: -1 warnings, 0 information, 1 everything.",
+            show_default="only what matters to a user",
+        ),
+    ] = None
+    # Where absl writes its log is no question here, so these have no effect.
+    alsologtostderr: Annotated[
+        bool, typer.Option("--alsologtostderr", hidden=True, help=_STANDARD_ERROR)
+    ] = False
+    logtostderr: Annotated[
+        bool, typer.Option("--logtostderr", hidden=True, help=_STANDARD_ERROR)
+    ] = False
+    stderrthreshold: Annotated[
+        str | None, typer.Option(hidden=True, callback=_threshold, help=_STANDARD_ERROR)
+    ] = None
+
+
+# absl takes one dash or two, and a value for a flag that is on or off.
+_SHORT_VERBOSITY = re.compile(r"-v=(.*)")
+_SWITCH = re.compile(r"--(replace_gin_file|alsologtostderr|logtostderr)=(?i:(true|false))")
+
+
+def as_click_reads(argument: str) -> str | None:
+    """An argument in absl's spelling as Click takes it; None if it says the same as nothing."""
+    if short := _SHORT_VERBOSITY.fullmatch(argument):
+        return f"--verbosity={short[1]}"
+    if switch := _SWITCH.fullmatch(argument):
+        return f"--{switch[1]}" if switch[2].lower() == "true" else None
+    return argument
+
+
+# ---- How options are spelled: `--at-hand` as `--at_hand`, and T5X's ways -------------------------
 
 
 def canonical(name: str) -> str:
@@ -84,3 +157,39 @@ def show_canonical(command: Any) -> None:
             ]
     for child in getattr(command, "commands", {}).values():
         show_canonical(child)
+
+
+# ---- Paths on command lines ----------------------------------------------------------------------
+
+# Local ones are taken as they are, and working copies of addresses (`gs://...`). An option that is
+# text is checked by what opens it.
+
+
+def output(parameter: typer.CallbackParam, value: Path | None) -> Path | None:
+    """The callback of each option or argument that names what the command writes.
+
+    Raises:
+      UserError: For an address that cannot be opened.
+    """
+    return None if value is None else output_path(value, _name(parameter))
+
+
+def check_inputs(command: Any) -> None:
+    """Makes a Typer command and its subcommands read addresses where they read a `Path`."""
+    for parameter in command.params:
+        if parameter.callback is None and "Path" in str(parameter.type_descriptor.annotation):
+            parameter.callback = _input
+    for child in getattr(command, "commands", {}).values():
+        check_inputs(child)
+
+
+def _input(context: typer.Context, parameter: Any, value: Any) -> Any:
+    del context
+    if isinstance(value, list | tuple):
+        return [input_path(each, _name(parameter)) for each in value]
+    return None if value is None else input_path(value, _name(parameter))
+
+
+def _name(parameter: Any) -> str:
+    name = parameter.opts[0]
+    return f"--{canonical(name[2:])}" if name.startswith("--") else name.upper()

@@ -1,4 +1,4 @@
-r"""The command t5_mesh_transformer: t5 0.9.4's, on Mesh TensorFlow or on JAX.
+"""The command t5_mesh_transformer: t5 0.9.4's, on Mesh TensorFlow or on JAX.
 
 It takes every flag of t5's command (t5 itself defines them) and more: --backend, --vocab,
 --at_hand, --allow_changed, --gin_import_allowlist, --tracker, --debug, and those of auxiliary jobs
@@ -17,25 +17,32 @@ import contextlib
 import dataclasses
 import os
 import sys
-from collections.abc import Sequence
+import typing
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from absl import app, flags, logging
 
-from t0repro.cli import aux_flags, process_flags, tracking
-from t0repro.cli.echo import echo
 from t0repro.cli.gate import USER_ERROR, gate
-from t0repro.cli.gin_options import allowlist_of
-from t0repro.cli.logs import SeqioOnce
-from t0repro.cli.machine import say_what_runs_here
+from t0repro.cli.options import (
+    TRACKER_HELP,
+    allowlist_of,
+    define_process_flags,
+    process_options_of,
+    tracked_training,
+)
+from t0repro.cli.results import echo
 from t0repro.cli.spelling import canonical_arguments
 from t0repro.cloud.tracker import TrackerName
+from t0repro.config.configuration import Configuration, NotOnJax
 from t0repro.errors import UserError
+from t0repro.files import input_path
+from t0repro.jobs.options import AuxiliaryOptions
+from t0repro.log_records import SeqioOnce
 from t0repro.words import printable
 
 if TYPE_CHECKING:
-    from t0repro.config.configuration import Configuration
     from t0repro.config.mtf.parser import MeshInputs
 
 
@@ -101,12 +108,13 @@ def define_flags() -> None:
             "Continue in a model_dir even if the optimizer, the model's settings or a checkpoint's"
             " name changed.",
         )
-        flags.DEFINE_multi_enum("tracker", None, list(TrackerName), tracking.HELP)
-        aux_flags.define()
-        process_flags.define()
+        flags.DEFINE_multi_enum("tracker", None, list(TrackerName), TRACKER_HELP)
+        define_job_flags()
+        define_process_flags()
     by_module = flags.FLAGS.flags_by_module_dict()
-    for module in (mesh_transformer_main, utils, aux_flags, process_flags, sys.modules[__name__]):
-        for flag in by_module.get(module.__name__, []):
+    theirs = (mesh_transformer_main.__name__, utils.__name__)
+    for module in (*theirs, define_process_flags.__module__, __name__):
+        for flag in by_module.get(module, []):
             # --help lists only the key flags of the main module, which is the console script.
             flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)
 
@@ -177,7 +185,7 @@ def _run_jax(options: Any) -> None:
     from t0repro.runs.preflight import check_mesh_transformer
     from t0repro.runs.run import run
 
-    with process_flags.of_absl(options).joined():
+    with process_options_of(options).joined():
         # As t5's main does on every run without --tpu.
         float32 = jax.default_backend() == "cpu"
         configuration = _load(options, float32_activations=float32)
@@ -187,9 +195,9 @@ def _run_jax(options: Any) -> None:
         with contextlib.ExitStack() as beside:
             if is_first():
                 model_dir = Path(options.model_dir)
-                tracked = tracking.tracked_training(options.tracker, model_dir, configuration.run)
+                tracked = tracked_training(options.tracker, model_dir, configuration.run)
                 beside.enter_context(tracked)
-                beside.enter_context(aux_flags.jobs_beside(options))
+                beside.enter_context(jobs_beside(options))
             run(dataclasses.replace(configuration, allow_changed=options.allow_changed))
 
 
@@ -234,8 +242,8 @@ def _run_mesh_tensorflow(options: Any) -> None:
     # Its settings as the JAX stack has them, unless only this one can do what they say.
     config = None if isinstance(asked, NotOnJax) else asked
     with (
-        tracking.tracked_training(options.tracker, Path(options.model_dir), config),
-        aux_flags.jobs_beside(options),
+        tracked_training(options.tracker, Path(options.model_dir), config),
+        jobs_beside(options),
     ):
         run(options, configuration)
 
@@ -269,3 +277,132 @@ def gin_inputs(options: Any) -> MeshInputs:
         tfds_data_dir=options.t5_tfds_data_dir,
         import_allowlist=allowlist_of(options.gin_import_allowlist),
     )
+
+
+# ---- The flags of auxiliary jobs -----------------------------------------------------------------
+
+
+# The training run's gin files are Mesh TensorFlow's, a job's are T5X's: they are never joined.
+_TAKEN_FOR_GRANTED = "replace_gin_file"
+
+
+def define_job_flags() -> None:
+    """Defines the flags; without any of them there are no jobs."""
+    types = typing.get_type_hints(AuxiliaryOptions, include_extras=True)
+    for name, default in dataclasses.asdict(AuxiliaryOptions()).items():
+        type_, option = typing.get_args(types[name])
+        kinds = typing.get_args(type_) or (type_,)  # str | None
+        if name == _TAKEN_FOR_GRANTED:
+            flags.DEFINE_boolean(name, True, "Taken for granted: a job reads its own file.")
+        elif int in kinds:
+            flags.DEFINE_integer(name, default, option.help, lower_bound=option.min)
+        elif float in kinds:
+            flags.DEFINE_float(name, default, option.help, lower_bound=option.min)
+        else:
+            flags.DEFINE_string(name, default, option.help)
+
+
+@contextlib.contextmanager
+def jobs_beside(options: Any) -> Iterator[None]:
+    """Runs the auxiliary jobs that the flags ask for while the block trains.
+
+    Raises:
+      UserError: see `auxiliary_jobs_beside`.
+    """
+    names = [field.name for field in dataclasses.fields(AuxiliaryOptions)]
+    if not any(options[name].present for name in names):
+        yield
+        return
+    from t0repro.cloud.auxiliary import auxiliary_jobs_beside
+    from t0repro.config.t5x.gin_files import T5xInputs
+
+    jobs = AuxiliaryOptions(**{name: getattr(options, name) for name in names})
+    machines = input_path(options.machines, "--machines") if options.machines else None
+    jobs = dataclasses.replace(jobs, machines=machines, replace_gin_file=True)
+    with auxiliary_jobs_beside(options.model_dir, jobs, T5xInputs("train")):
+        yield
+
+
+# ---- What TPU flags mean on this machine, and whether the batch fits -----------------------------
+
+
+_TPU_FLAGS = ("tpu", "gcp_project", "tpu_zone", "tpu_job_name")
+
+
+def say_what_runs_here(options: Any, configuration: Configuration, *, on_jax: bool) -> None:
+    """Prints a line for each flag that means something else here, and one about memory.
+
+    Args:
+      options: t5_mesh_transformer's flags.
+      configuration: The run's configuration.
+      on_jax: Whether the JAX stack runs it; Mesh TensorFlow runs on the CPU.
+
+    Raises:
+      UserError: If the run certainly does not fit into the device's memory.
+    """
+    name, total, free = _device(on_jax)
+    devices = _count(on_jax)
+    lines = tpu_lines(options, configuration, name, devices)
+    run = configuration.run_or_refusal
+    if not isinstance(run, NotOnJax):
+        from t0repro.partitioning.memory import check_fits
+
+        # Virtual devices of a CPU share its memory.
+        shares = 1 if name == "the CPU" or devices == 1 else devices
+        fit = check_fits(run, total, free, shares)
+        # A fit is worth a line only where something else was said; a misfit always is.
+        if lines or not fit.endswith("it fits."):
+            lines.append(fit)
+    for line in lines:
+        print(f"t5_mesh_transformer: {line}", file=sys.stderr)
+
+
+def tpu_lines(
+    options: Any, configuration: Configuration, device: str, several: int = 1
+) -> list[str]:
+    """Lines that say what each TPU flag and binding means on a machine without a TPU.
+
+    Args:
+      options: t5_mesh_transformer's flags.
+      configuration: The run's configuration.
+      device: What computes here.
+      several: How many of those devices there are.
+    """
+    given = [f"--{flag}={getattr(options, flag)}" for flag in _TPU_FLAGS if getattr(options, flag)]
+    lines = []
+    # A TPU on this machine would make them mean what they say.
+    if given and "tpu" not in device.lower():
+        lines.append(f"{', '.join(given)}: no effect without a TPU; this runs on {device}.")
+    inputs = configuration.inputs
+    if inputs.tpu_mesh and several < 2:
+        lines.append(
+            f"mesh_shape {inputs.tpu_mesh}, of tpu_mesh_shape: one device here; the batch stays"
+            f" {inputs.batch_size:,} sequences."
+        )
+    return lines
+
+
+def _count(on_jax: bool) -> int:
+    """Number of devices that compute."""
+    if not on_jax:
+        return 1
+    import jax
+
+    return jax.device_count()
+
+
+def _device(on_jax: bool) -> tuple[str, int, int]:
+    """The name of the device that computes, its memory and its free memory, in bytes."""
+    if on_jax:
+        import jax
+
+        device = jax.local_devices()[0]
+        # CPU devices have no statistics; the machine's memory stands for theirs.
+        statistics = device.memory_stats() or {}
+        if "bytes_limit" in statistics:
+            total = statistics["bytes_limit"]
+            return device.device_kind, total, total - statistics.get("bytes_in_use", 0)
+    import psutil
+
+    memory = psutil.virtual_memory()
+    return "the CPU", memory.total, memory.available

@@ -1,18 +1,22 @@
-"""`t0repro tasks`: lists, shows and checks prompted tasks; downloads the released P3."""
+"""`t0repro tasks` and `t0repro cache`: lists, shows, checks and caches prompted tasks."""
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from t0repro.cli.echo import echo
 from t0repro.cli.options import AsJson, ModulesOrT0, Templates, modules_or_t0
-from t0repro.cli.paths import output
-from t0repro.cli.results import print_json
+from t0repro.cli.results import echo, print_json
+from t0repro.cli.spelling import output
 from t0repro.words import counted, sized
+
+if TYPE_CHECKING:
+    from t0repro.tasks.prompt_cache.cache import Summary
+
 
 app = typer.Typer(
     name="tasks",
@@ -58,14 +62,14 @@ def list_tasks(
     Example: t0repro tasks ls --mixture t0_train --dataset trec --cache runs/cache
     """
     _register(module_import, templates)
-    from t0repro.tasks.inspect import listing, tables
+    from t0repro.tasks import listing
 
     caches = list(cache or ())
     found = listing.list_tasks(mixture, dataset, caches, at_hand=at_hand)
     if as_json:
         print_json(listing.as_json(found))
     else:
-        tables.print_list(found, caches)
+        listing.print_list(found, caches)
 
 
 @app.command("show")
@@ -87,13 +91,13 @@ def show_task(
     Example: t0repro tasks show super_glue_rte_GPT_3_style --split validation --rows 2
     """
     _register(module_import, templates)
-    from t0repro.tasks.inspect import showing, tables
+    from t0repro.tasks import listing, showing
 
     shown = showing.show_task(task, split, rows)
     if as_json:
         print_json(shown.to_json())
     else:
-        tables.print_task(shown)
+        listing.print_task(shown)
 
 
 @app.command("check")
@@ -111,18 +115,18 @@ def check_tasks(
     echo("reading the list of tasks ...", err=True)
     _register(module_import, templates)
     from t0repro.progress import count_progress
-    from t0repro.tasks.inspect import checking, tables
-    from t0repro.tasks.mixture import select_tasks
+    from t0repro.tasks import listing, showing
+    from t0repro.tasks.task import select_tasks
 
     # A task and its twin have one prompt, which is checked once.
-    tasks = checking.without_twins(select_tasks(mixture, dataset))
+    tasks = showing.without_twins(select_tasks(mixture, dataset))
     with count_progress(len(tasks), "checking", "task", "checked") as advance:
-        checked = checking.check_tasks(tasks, advance)
+        checked = showing.check_tasks(tasks, advance)
     if as_json:
         print_json([task.to_json() for task in checked])
     else:
-        tables.print_checks(checked)
-    if any(task.verdict is checking.Verdict.BROKEN for task in checked):
+        listing.print_checks(checked)
+    if any(task.verdict is showing.Verdict.BROKEN for task in checked):
         raise typer.Exit(1)
 
 
@@ -157,7 +161,7 @@ def export_tasks(
     _register(module_import, templates)
     from t0repro.lm_eval.export import export_tasks
     from t0repro.progress import count_progress
-    from t0repro.tasks.mixture import rows_at_hand, select_tasks
+    from t0repro.tasks.task import rows_at_hand, select_tasks
 
     tasks = select_tasks(mixture, dataset)
     if at_hand:
@@ -242,3 +246,111 @@ def fetch_p3(
         typer.echo(f"{counted(len(done.present), 'task')} had been downloaded already.")
     if done.absent:
         typer.echo(f"Not in P3: {', '.join(done.absent)}.")
+
+
+# ---- `t0repro cache`: writes the prompt cache in SeqIO's format, on a single machine -------------
+
+
+_Folder = Annotated[
+    Path,
+    typer.Option(callback=output, help="Folder to write the tasks' caches to.", metavar="DIR"),
+]
+_Tasks = Annotated[str, typer.Option(help="Task names; * matches anything.", metavar="GLOB,...")]
+_Mixtures = Annotated[str, typer.Option(help="Mixtures whose tasks to cache.", metavar="NAME,...")]
+_Splits = Annotated[
+    str, typer.Option(help="Only these splits.", metavar="SPLIT,...", show_default="all")
+]
+_AtHand = Annotated[
+    bool,
+    typer.Option("--at_hand", help="Leave out splits whose rows are missing, and list them."),
+]
+_Workers = Annotated[
+    int | None,
+    typer.Option(min=1, help="Number of processes.", show_default="one per processor"),
+]
+_Seed = Annotated[
+    int,
+    typer.Option(min=0, help="Seed for templates' random choices and the order of examples."),
+]
+_MinShards = Annotated[
+    int, typer.Option(min=1, max=99999, help="Minimum number of files per split.")
+]
+_BeamOptions = Annotated[
+    str | None,
+    typer.Option(
+        "--beam_options",
+        help="Do the work with Beam, on the runner that these options name.",
+        metavar="--runner=NAME,...",
+    ),
+]
+
+
+def cache(
+    output_cache_dir: _Folder,
+    tasks: _Tasks = "",
+    mixture: _Mixtures = "",
+    module_import: ModulesOrT0 = None,
+    templates: Templates = None,
+    splits: _Splits = "",
+    at_hand: _AtHand = False,
+    workers: _Workers = None,
+    seed: _Seed = 0,
+    # As many as SeqIO's reader interleaves; within a file, examples are shuffled already.
+    min_shards: _MinShards = 16,
+    beam_options: _BeamOptions = None,
+) -> None:
+    """Cache prompted tasks in SeqIO's format; tasks that are cached already are left alone.
+
+    Example: t0repro cache --mixture t0_eval_score_eval --at_hand --output_cache_dir runs/cache
+    """
+    from t0repro.errors import UserError
+
+    if not tasks and not mixture:
+        raise UserError(
+            "Nothing was named to cache.",
+            fix="Give --tasks 'super_glue_rte_*' or --mixture t0_eval_score_eval.",
+        )
+    echo("reading the list of tasks ...", err=True)
+    from t0repro.progress import count_progress
+    from t0repro.tasks.prompt_cache.cache import cache_tasks, default_workers
+    from t0repro.tasks.prompt_cache.plan import Request
+
+    request = Request(
+        modules=tuple(modules_or_t0(module_import, templates)),
+        templates=tuple(map(str, templates or ())),
+        patterns=_names(tasks),
+        mixtures=_names(mixture),
+        folder=str(output_cache_dir),
+        splits=_names(splits) or None,
+        at_hand=at_hand,
+        seed=seed,
+        min_shards=min_shards,
+    )
+    progress = functools.partial(count_progress, doing="caching", thing="row", done_word="cached")
+    # The bar's words are bound here; cache_tasks knows only how to count.
+    beam = None if beam_options is None else list(_names(beam_options))
+    summary = cache_tasks(request, workers or default_workers(), progress, beam_options=beam)
+    _print(summary, output_cache_dir)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _print(summary: Summary, folder: Path) -> None:
+    # A reason is a sentence about a dataset; its tasks share it.
+    missing = sorted({reason for _, _, reason in summary.left_out})
+    if missing:
+        tasks = {task for task, _, _ in summary.left_out}
+        echo(f"Left out splits of {counted(len(tasks), 'task')}; their rows are missing:")
+        for reason in missing:
+            echo(f"  {reason}")
+    # A run that had nothing to do takes next to no time.
+    rate = summary.examples / max(summary.seconds, 1e-9)
+    echo(
+        f"Cached {len(summary.cached)} of {counted(summary.selected, 'task')} in {folder}:"
+        f" {counted(summary.examples, 'example')} in {summary.seconds:.1f} s"
+        f" ({rate:,.0f}/s, start included)."
+    )
+    for reason, count in sorted(summary.dropped.items()):
+        echo(f"{counted(count, 'rendering')} gave no example: {reason}.")

@@ -8,11 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
-from t0repro.cli.echo import echo
-from t0repro.cli.gin_options import GinBindings, GinFiles
-from t0repro.cli.option_groups import with_groups
-from t0repro.cli.options import AsJson
-from t0repro.cli.results import print_json
+from t0repro.cli.options import AsJson, GinBindings, GinFiles, with_groups
+from t0repro.cli.results import echo, print_json
 from t0repro.cli.spelling import canonical_arguments, with_t5x_overrides
 from t0repro.cloud.arguments import MESH_TRANSFORMER
 from t0repro.cloud.xmanager import Executor

@@ -20,10 +20,9 @@ from t0repro.cloud.machines import find_machine
 from t0repro.config.t5x.gin_files import T5xInputs
 from t0repro.errors import UserError
 from t0repro.files import output_path
-from t0repro.jobs.commands import JobSettings, check
+from t0repro.jobs.commands import JobSettings, check, check_by_dry_run
 from t0repro.jobs.controller import Controller, Policy
 from t0repro.jobs.options import AuxiliaryOptions
-from t0repro.jobs.preflight import check_by_dry_run
 from t0repro.jobs.worker import Limits
 
 

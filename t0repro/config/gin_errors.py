@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import difflib
 import re
 import tokenize
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from t0repro.config import gin_door
 from t0repro.config.gin_door import MACRO, Bindings, Key
-from t0repro.config.gin_names import nearest_gin_files
 from t0repro.errors import UserError, nearest_names, of_command
 
 _ANYWHERE = "the gin files and the command line of this run"
@@ -252,7 +253,7 @@ def unknown_mixture(name: str, where: str | None = None) -> UserError:
     )
 
 
-# ---- Macros and references ----------------------------------------------------------------------
+# ---- Macros and references -----------------------------------------------------------------------
 
 # Macros that T0's commands set -> what to bind if the model's gin file does not read them.
 _BIND_INSTEAD = {
@@ -376,3 +377,38 @@ def _instead(name: str, read: set[str]) -> str:
 def is_shipped(place: str) -> bool:
     """Whether a file came with t5, Mesh TensorFlow or this package: its macros serve many runs."""
     return place.startswith(("t5/", "mesh_tensorflow/", "t0repro/")) or "/t0repro/gin/" in place
+
+
+# ---- The gin files that a name of none may have meant --------------------------------------------
+
+
+def nearest_gin_files(name: str, folders: Iterable[str]) -> str:
+    """Up to three files with the same words in another order, or with similar ones.
+
+    Args:
+      name: the name of a file that does not exist.
+      folders: where it was looked for; the files beside where it would be are compared with it,
+        and all that this package ships.
+    """
+    import t0repro.gin
+
+    shipped = Path(str(t0repro.gin.__file__)).parent
+    beside = str(PurePosixPath(name).parent)
+    found = {
+        path.relative_to(folder).as_posix(): path
+        for folder in map(Path, folders)
+        for path in sorted((folder / beside).glob("*.gin"))
+        if path.is_relative_to(folder)
+    }
+    found |= {path.relative_to(shipped).as_posix(): path for path in shipped.rglob("*.gin")}
+    by_words: dict[str, list[str]] = {}
+    for file in found:
+        by_words.setdefault(_words_of(file), []).append(file)
+    near = difflib.get_close_matches(_words_of(name), by_words, n=3, cutoff=0.5)
+    files = [file for words in near for file in by_words[words]][:3]
+    return f"nearest: {', '.join(files)}" if files else "no file has a similar name"
+
+
+def _words_of(name: str) -> str:
+    """The words of a file's name, in the order of the alphabet."""
+    return " ".join(sorted(re.split(r"[\W_]+", PurePosixPath(name).stem)))

@@ -15,8 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from t0repro.config import cloud, gin_door
-from t0repro.config.gin_errors import configuration_errors
-from t0repro.config.gin_names import nearest_gin_files
+from t0repro.config.gin_errors import configuration_errors, nearest_gin_files
 from t0repro.errors import UserError
 
 _OPTION = "--gin_import_allowlist"

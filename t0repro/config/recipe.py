@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from t0repro.config import ranges
-from t0repro.config.decoding_config import GREEDY
+from t0repro.config.decoding import GREEDY
 from t0repro.config.run_config import (
     AdafactorConfig,
     CheckpointChoice,

@@ -15,7 +15,7 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from t0repro.config.decoding_config import DecodingConfig, InferConfig, ScoreStringsConfig
+from t0repro.config.decoding import DecodingConfig, InferConfig, ScoreStringsConfig
 from t0repro.config.ranges import Range
 from t0repro.config.training_plan import TrainingPlan
 from t0repro.errors import UserError

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from t0repro.config.decoding_plan import DecodingPlan
+from t0repro.config.decoding import DecodingPlan
 from t0repro.config.ranges import Range, check_field
 
 

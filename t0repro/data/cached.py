@@ -21,8 +21,7 @@ import numpy as np
 
 from t0repro.data.resuming import Batch, ResumableBatches, Say
 from t0repro.errors import UserError
-from t0repro.tasks.prompt_cache.folders import PROVENANCE, shard_names
-from t0repro.tasks.prompt_cache.integrity import damage
+from t0repro.tasks.prompt_cache.folders import PROVENANCE, damage, shard_names
 from t0repro.tasks.prompt_cache.records import integers, read_block, read_records
 from t0repro.words import counted
 

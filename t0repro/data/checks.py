@@ -10,8 +10,7 @@ from t0repro.config.configuration import RunInputs
 from t0repro.config.gin_errors import unknown_mixture
 from t0repro.config.training_plan import SeqioDataConfig
 from t0repro.errors import UserError, of_command
-from t0repro.tasks.mixture import keep_at_hand, lacks_cache, prompted_mixtures
-from t0repro.tasks.task import prompted_tasks
+from t0repro.tasks.task import keep_at_hand, lacks_cache, prompted_mixtures, prompted_tasks
 from t0repro.words import counted
 
 _NAMES_SHOWN = 5
@@ -169,7 +168,7 @@ def _check_cached(name: str, split: str, tasks: Sequence[Any]) -> None:
     """
     import seqio
 
-    from t0repro.tasks.prompt_cache.integrity import check_caches
+    from t0repro.tasks.prompt_cache.folders import check_caches
 
     missing = [task.name for task in tasks if lacks_cache(task)]
     if not missing:

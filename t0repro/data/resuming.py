@@ -23,15 +23,17 @@ The batches depend on the number of shards, and not on that of processes.
 from __future__ import annotations
 
 import abc
+import atexit
 import json
+import queue
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from t0repro.data.read_ahead import read_ahead
 from t0repro.errors import UserError
 from t0repro.files import write_atomically
 from t0repro.partitioning.processes import from_first
@@ -219,3 +221,61 @@ class ResumableBatches(abc.ABC):
         import tensorflow as tf
 
         return tf.train.Checkpoint(iterator=self._iterators[0])
+
+
+# ---- Reads from an iterator in a thread, a few items before they are asked for -------------------
+
+
+Item = TypeVar("Item")
+
+
+def read_ahead(items: Iterable[Item], count: int = 2) -> Iterator[Item]:
+    """The items in order, of which up to `count` are read before; the first one from now on.
+
+    So the next batch is made while the device computes, even if making it takes Python. An error
+    of `items` is raised where its item would have come. The thread ends when the iterator is closed
+    or dropped, and at exit.
+    """
+    reading = _read_ahead(items, count)
+    next(reading)  # starts the thread; closing a generator ends it only once it has begun
+    return reading
+
+
+def _read_ahead(items: Iterable[Item], count: int) -> Generator[Any]:
+    """Yields once when the thread has started, then the items."""
+    ready: queue.SimpleQueue[tuple[Item] | BaseException | None] = queue.SimpleQueue()
+    room, closed = threading.Semaphore(count), threading.Event()
+
+    def read() -> None:
+        iterator = iter(items)
+        try:
+            # Room first: what has been read and not asked for is held in memory.
+            while room.acquire() and not closed.is_set():
+                ready.put((next(iterator),))
+        except StopIteration:
+            ready.put(None)
+        except BaseException as error:
+            ready.put(error)
+
+    thread = threading.Thread(target=read, name="read ahead", daemon=True)
+    thread.start()
+
+    def end() -> None:
+        closed.set()
+        room.release()
+        thread.join()
+
+    atexit.register(end)
+    try:
+        yield
+        while (item := ready.get()) is not None:
+            if isinstance(item, BaseException):
+                raise item
+            room.release()
+            yield item[0]
+    finally:
+        # If nobody closed it, `end` ran at exit, and the iterator is dropped when the modules that
+        # `end` needs are already taken apart.
+        if not closed.is_set():
+            atexit.unregister(end)
+            end()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,6 @@ import numpy as np
 from t0repro.config.run_config import RunConfig
 from t0repro.config.training_plan import TrainDataConfig
 from t0repro.data.batches import MODEL_FEATURES
-from t0repro.data.light_steps import light_steps_in_place, without_autotune
 from t0repro.data.resuming import Batch, ResumableBatches, Say
 from t0repro.data.seqio_data import SeqioTrainBatches, runs_python
 from t0repro.errors import UserError
@@ -155,3 +154,60 @@ def reading_shard(name: str, shard: int, num_shards: int) -> Iterator[None]:
         yield
     finally:
         del provider.get_dataset
+
+
+# ---- The light steps of a tf.data pipeline run where their example is ----------------------------
+
+# SeqIO and Mesh TensorFlow map a function over single examples seven or more times to select,
+# cast and cut features, each time with `num_parallel_calls=AUTOTUNE`. Such a function takes a
+# microsecond or two; handing the example to another thread and back, and modelling for AUTOTUNE
+# what that took, took ten times what is left without it (docs/benchmarks.md, "Full batches"). A
+# parallel map keeps its order, so the examples and their order are the same either way.
+
+
+# The functions of SeqIO 0.0.20, t5 0.9.4 and Mesh TensorFlow 0.1.21 that define light steps. Every
+# other stays parallel: packing, which works on 1,024 examples at once, the reading of files, and
+# the tasks' own preprocessors.
+_LIGHT = {
+    # Parse a record, cast its integers, rename; AutoGraph puts tf__ before what interleaving calls.
+    "tf__read_file_fn",
+    "tf___rename_plaintext_to_pretokenized",
+    "trim_dataset",
+    "get_task_dataset",
+    "mesh_train_dataset_fn",
+    "pack_dataset",
+    "trim_and_pad_dataset",
+    "ensure_dataset_eos",
+}
+
+
+@contextlib.contextmanager
+def light_steps_in_place() -> Iterator[None]:
+    """Context in which datasets are built whose light steps start no thread."""
+    import tensorflow as tf
+    from tensorflow.python.data.ops import map_op
+
+    original = tf.data.Dataset.map
+
+    def map_in_place(self: Any, map_func: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        if _LIGHT.isdisjoint(map_func.__qualname__.split(".")):
+            return original(self, map_func, *args, **options)
+        # Dataset.map does not offer the executor that runs a function in the thread that asks.
+        return map_op._MapDataset(
+            self, map_func, preserve_cardinality=True, use_inter_op_parallelism=False
+        )
+
+    tf.data.Dataset.map = map_in_place
+    try:
+        yield
+    finally:
+        tf.data.Dataset.map = original
+
+
+def without_autotune(dataset: Any) -> Any:
+    """The dataset, whose parallel steps use as many threads as there are processors."""
+    import tensorflow as tf
+
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    return dataset.with_options(options)

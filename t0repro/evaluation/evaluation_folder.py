@@ -1,28 +1,160 @@
-"""The results folder of an evaluation: which tasks are finished, and records of new ones.
-
-<out>/<split>_eval/          the tasks' files (see task_output), provenance.json,
-                             operative_config.gin
-<out>/<split>_eval/results/  a record of each finished task
-<out>/scores/<key>/          the journal of scored pairs
-<out>/scores/step_<n>.json   which checkpoint the results of step n belong to
-"""
+"""The results folder of an evaluation: which tasks are finished, by which code, and new records."""
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import functools
 import hashlib
+import importlib.metadata
+import importlib.util
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from t0repro.config.run_config import DType
 from t0repro.errors import UserError
-from t0repro.evaluation import code_version, records
+from t0repro.evaluation import records
 from t0repro.evaluation.opened import Checkpoint
 from t0repro.evaluation.task_output import TaskResult
 from t0repro.files import write_atomically
 from t0repro.redaction import without_passwords
+
+_ROOT = "t0repro"
+
+# A pair's score: from tokens to log-likelihood, and how the journal stores it.
+_SCORING = (
+    "t0repro.evaluation.engine",
+    "t0repro.evaluation.pairs",
+    "t0repro.evaluation.journal",
+)
+# A decoded text: from tokens to text.
+_GENERATION = ("t0repro.evaluation.generation",)
+# An example: from rows to tokens. All of t0repro.tasks is added, because which module registers a
+# task is known only when the command runs.
+_RENDERING = ("t0repro.evaluation.reading",)
+
+# Packages whose versions decide what the modules compute.
+_COMPUTING_PACKAGES = ("jax", "jaxlib", "flax", "numpy")
+_RENDERING_PACKAGES = ("promptsource", "jinja2", "seqio", "t5", "sentencepiece")
+
+ReadSource = Callable[[str], str | None]
+
+
+@functools.cache
+def scoring_digest() -> str:
+    """Digest, 16 hex digits, of the code of the model and the scoring engine."""
+    return code_digest(_SCORING, _COMPUTING_PACKAGES)
+
+
+@functools.cache
+def generation_digest() -> str:
+    """Digest, 16 hex digits, of the code of the model and of decoding."""
+    return code_digest(_GENERATION, _COMPUTING_PACKAGES)
+
+
+@functools.cache
+def rendering_digest() -> str:
+    """Digest, 16 hex digits, of the code that turns rows into examples."""
+    spec = importlib.util.find_spec("t0repro.tasks")
+    assert spec is not None and spec.origin is not None
+    tasks = Path(spec.origin).parent
+    modules = [path.relative_to(tasks).with_suffix("") for path in tasks.rglob("*.py")]
+    names = [".".join(("t0repro.tasks", *module.parts)) for module in modules]
+    return code_digest([*_RENDERING, *names], _RENDERING_PACKAGES)
+
+
+def code_digest(
+    modules: Iterable[str], packages: Iterable[str], read: ReadSource | None = None
+) -> str:
+    """Digest, 16 hex digits, of modules, all that they import from t0repro, and package versions.
+
+    Args:
+      modules: full names of modules of t0repro.
+      packages: distribution names; a missing one has the version "none".
+      read: returns a module's source by its full name, or None if there is no such module;
+        defaults to reading the installed source.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    for name, source in sorted(imported_modules(modules, read or read_source).items()):
+        digest.update(f"{name} {hashlib.blake2b(source.encode()).hexdigest()}\n".encode())
+    for name in packages:
+        digest.update(f"{name} {_version(name)}\n".encode())
+    return digest.hexdigest()
+
+
+def imported_modules(modules: Iterable[str], read: ReadSource) -> dict[str, str]:
+    """Full name -> source, for the modules and every module of t0repro that they import."""
+    found: dict[str, str] = {}
+    waiting = list(modules)
+    while waiting:
+        name = waiting.pop()
+        source = None if name in found else read(name)
+        if source is not None:
+            found[name] = source
+            waiting += _imports(source)
+            # Importing a module runs its package's __init__ as well.
+            waiting += [name.rpartition(".")[0]] if name != _ROOT else []
+    return found
+
+
+def _imports(source: str) -> Iterator[str]:
+    """Yields names that a source imports from t0repro: modules, and names defined in modules."""
+    for node in _executed(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            # `from package import module` and `from module import name` look alike.
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        else:
+            continue
+        yield from (name for name in names if name.split(".")[0] == _ROOT)
+
+
+def _executed(tree: ast.AST) -> Iterator[ast.AST]:
+    """All nodes except those under `if TYPE_CHECKING`."""
+    for node in ast.iter_child_nodes(tree):
+        if not (isinstance(node, ast.If) and _named(node.test) == "TYPE_CHECKING"):
+            yield node
+            yield from _executed(node)
+
+
+def _named(node: ast.expr) -> str | None:
+    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", None)
+
+
+@functools.cache
+def read_source(name: str) -> str | None:
+    """Source of an installed module, without importing it; None if there is no such module."""
+    parts = name.split(".")
+    # The first two parts find the folder, because t0repro.tasks may lie outside t0repro's.
+    spec = importlib.util.find_spec(".".join(parts[:2]))
+    if spec is None or spec.origin is None:
+        return None
+    if not spec.submodule_search_locations:
+        return Path(spec.origin).read_text(encoding="utf-8") if len(parts) == 2 else None
+    place = Path(spec.origin).parent.joinpath(*parts[2:])
+    for path in (place / "__init__.py", place.with_suffix(".py")):
+        if path.is_file():
+            return path.read_text(encoding="utf-8")
+    return None
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
+
+
+# ---- The results folder of an evaluation: which tasks are finished, and records of new ones ------
+
+# <out>/<split>_eval/          the tasks' files (see task_output), provenance.json,
+#                              operative_config.gin
+# <out>/<split>_eval/results/  a record of each finished task
+# <out>/scores/<key>/          the journal of scored pairs
+# <out>/scores/step_<n>.json   which checkpoint the results of step n belong to
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,13 +219,13 @@ class EvaluationFolder:
         generates = name in self._generated
         # Decoding and scoring depend on different modules; a change of one leaves the
         # other's results.
-        code = code_version.generation_digest() if generates else code_version.scoring_digest()
+        code = generation_digest() if generates else scoring_digest()
         return {
             "command": self._command,
             "checkpoint": self._checkpoint.digest,
             "step": self._checkpoint.step,
             "code": code,
-            "rendering": code_version.rendering_digest(),
+            "rendering": rendering_digest(),
             "activation": settings.activation,
             "task": name,
             "prompt": records.digest_of_texts([prompt.prompt if prompt else ""]),
@@ -130,7 +262,7 @@ class EvaluationFolder:
 def scores_key(checkpoint: Checkpoint) -> str:
     """Hash of what a pair's score depends on besides its tokens; the journal's folder name."""
     activation = checkpoint.model.dtypes.activation
-    text = f"{checkpoint.digest} {activation} {code_version.scoring_digest()}"
+    text = f"{checkpoint.digest} {activation} {scoring_digest()}"
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 

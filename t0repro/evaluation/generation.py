@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from t0repro.config.decoding_config import GREEDY, DecodingConfig
+from t0repro.config.decoding import GREEDY, DecodingConfig
 from t0repro.evaluation.energy import Cost, EnergyMeter
 from t0repro.model.decoding import generate, search_limit
 from t0repro.model.shapes import Int

@@ -71,8 +71,8 @@ def open_checkpoint(
     """
     from t0repro.converters import sources
     from t0repro.converters.arithmetic import arithmetic, gin_text
+    from t0repro.converters.gin_shapes import check_run_files
     from t0repro.converters.recognition import recognise
-    from t0repro.converters.run_files import check_run_files
     from t0repro.model.t5 import T5, held_for_evaluation
     from t0repro.partitioning.devices import choose, line_of
     from t0repro.training.train_state import checkpoint_shapes

@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from t0repro.errors import UserError
-from t0repro.evaluation.scores import TaskScores
+from t0repro.evaluation.outputs import TaskScores
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

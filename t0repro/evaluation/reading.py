@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from t0repro.evaluation.records import digest_of_texts
-from t0repro.evaluation.task_output import Judge
-from t0repro.evaluation.truncation import TruncationCounter
+from t0repro.evaluation.task_output import Judge, TruncationCounter
 from t0repro.tasks.prompted_examples import prompted_examples
 from t0repro.tasks.task import task_descriptions
 

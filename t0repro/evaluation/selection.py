@@ -10,7 +10,7 @@ from t0repro import compat
 from t0repro.data.checks import check_readable, no_task_has
 from t0repro.errors import UserError, nearest_names
 from t0repro.evaluation.task_output import Judge
-from t0repro.tasks.mixture import not_at_hand
+from t0repro.tasks.task import not_at_hand
 
 MODES = ("rank", "generate")
 

@@ -1,14 +1,12 @@
-"""The command of an auxiliary job, checked against what people get wrong before any job is started.
-
-T5X's page on auxiliary jobs says what a controller replaces: the gin macros MODEL_DIR,
-MIXTURE_OR_TASK_NAME, INITIAL_CHECKPOINT_PATH and TRAIN_STEPS, and, for continuous evaluation,
-EVAL_OUTPUT_DIR. The same values are in every job's environment under these names.
-"""
+"""The command of an auxiliary job, checked against what people get wrong before any job starts."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import shlex
+import subprocess
+import sys
 from collections.abc import Mapping
 from typing import Literal
 
@@ -16,6 +14,7 @@ from t0repro.config.t5x import gin_files, records
 from t0repro.config.t5x.gin_files import T5xInputs
 from t0repro.errors import UserError
 from t0repro.jobs.worker import INTERPRETER
+from t0repro.runs.preflight import NO_CHECKPOINT_YET
 
 MODEL_DIR, MIXTURE, CHECKPOINT, TRAIN_STEPS, OUTPUT = (
     "MODEL_DIR",
@@ -229,3 +228,51 @@ def _check_gin(settings: JobSettings) -> tuple[frozenset[str], list[str]]:
                 " will be shown; add @seqio.TensorBoardLogger to seqio.Evaluator.logger_cls"
             )
     return macros, warnings
+
+
+# ---- Runs auxiliary jobs' commands with --dry_run, before the first checkpoint -------------------
+
+
+def check_by_dry_run(
+    settings: JobSettings, macros: frozenset[str], environment: Mapping[str, str]
+) -> None:
+    """Checks tasks, splits, caches, vocabularies and lengths, each mixture as its job would.
+
+    A process of its own for each, since registering the jobs' tasks here could clash with the
+    training run's.
+
+    Args:
+      settings: What the jobs do; a command of the user's own is not run.
+      macros: What `check` returned.
+      environment: Variables for the jobs.
+
+    Raises:
+      UserError: With what the job would end with.
+    """
+    if settings.run_mode is None and settings.target != "rank-eval":
+        return
+    for mixture in settings.mixtures:
+        values: dict[str, str | int] = {
+            MODEL_DIR: "model_dir",
+            MIXTURE: mixture,
+            CHECKPOINT: "checkpoint",
+            TRAIN_STEPS: settings.final_steps,
+            OUTPUT: "output",
+        }
+        words = [*settings.command(values, macros), "--dry_run"]
+        done = subprocess.run(
+            [sys.executable if word == INTERPRETER else word for word in words],
+            env={**os.environ, **environment, NO_CHECKPOINT_YET: "1"},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            raise UserError(f"The jobs for {mixture} would fail. {_message(done.stderr)}")
+
+
+def _message(said: str) -> str:
+    """A command's own error, with its where and to do, out of all that it said."""
+    _, mark, message = said.rpartition("\nt0repro: ")
+    return (message if mark else said).strip()

@@ -22,13 +22,12 @@ from t0repro.errors import UserError
 from t0repro.files import make_folder, write_atomically
 from t0repro.jobs import commands, pins, publishing
 from t0repro.jobs.commands import JobSettings
-from t0repro.jobs.journal import Journal, Point, Progress
+from t0repro.jobs.journal import FOLDER, Journal, Point, Progress
 from t0repro.jobs.launcher import Job, Launcher
 from t0repro.jobs.worker import Limits
 from t0repro.locks import folder_lock
 from t0repro.words import counted
 
-FOLDER = "auxiliary"
 SETTINGS = "settings.json"
 # Engines show a job they have just accepted a little later.
 _LOOKS_BEFORE_LOST = 3

@@ -18,19 +18,18 @@ from typing import Any
 from t0repro.buckets import scheme_of
 from t0repro.errors import UserError
 from t0repro.evaluation import records
-from t0repro.evaluation.closing import print_results
-from t0repro.evaluation.evaluation_facts import write_facts
+from t0repro.evaluation.evaluation_facts import print_results, write_facts
 from t0repro.evaluation.evaluation_folder import EvaluationFolder, Settings
 from t0repro.evaluation.opened import Checkpoint, parameters_digest
 from t0repro.evaluation.task_output import (
     Statistics,
     TaskResult,
+    TruncationCounter,
     check_choices_have_tokens,
     explaining_cut_examples,
     ranks_choices,
     without_padding,
 )
-from t0repro.evaluation.truncation import TruncationCounter
 from t0repro.mesh.hooks import MetricsFile, numbers
 
 

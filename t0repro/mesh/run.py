@@ -1,7 +1,7 @@
 """Runs what gin configures on Mesh TensorFlow: the part of t5's main that follows gin's parsing.
 
 `mesh_tensorflow.transformer.utils.run` chooses the mode by run.mode; with --use_model_api,
-t0repro.mesh.model_api chooses it by --mode. No library code is copied: both are called as t5 calls
+t0repro.mesh.run chooses it by --mode. No library code is copied: both are called as t5 calls
 them.
 """
 
@@ -10,13 +10,16 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from t0repro.buckets import scheme_of
 from t0repro.config.configuration import Configuration, RunInputs
-from t0repro.config.mtf import jax_model
+from t0repro.config.mtf.arguments import refuse_on_mesh_tensorflow
+from t0repro.config.mtf.model_api import check_mode, checkpoint_steps
 from t0repro.config.run_config import RunConfig
-from t0repro.mesh import hooks, model_api
+from t0repro.errors import UserError
+from t0repro.mesh import hooks
 from t0repro.progress import working
 from t0repro.redaction import without_passwords
 
@@ -36,7 +39,7 @@ def run(flags: Any, configuration: Configuration | None) -> None:
     Raises:
       UserError: If training cannot continue in model_dir, or only the JAX stack has what gin binds.
     """
-    jax_model.refuse_on_mesh_tensorflow()
+    refuse_on_mesh_tensorflow()
     mode = flags.mode if configuration is None else configuration.inputs.mode
     with contextlib.ExitStack() as held:
         # Only local folders can be locked; an address such as gs:// is written by TensorFlow alone.
@@ -70,7 +73,7 @@ def _run(flags: Any, inputs: RunInputs | None) -> None:
     record_command(flags.model_dir)
     hooks.install(flags.model_dir)
     if inputs is None:
-        model_api.run(flags)
+        _run_model_api(flags)
         return
     # t5 sets these after it parsed gin, and gin is locked by then.
     with gin.unlock_config():
@@ -106,3 +109,110 @@ def record_command(model_dir: str) -> None:
             file.write(without_passwords(" ".join(sys.argv)))
     except (tf.errors.PermissionDeniedError, tf.errors.InvalidArgumentError):
         pass  # as in t5: a read-only model_dir gets no record
+
+
+# ---- --use_model_api on Mesh TensorFlow: each --mode is one call of t5's MtfModel ----------------
+
+
+def _run_model_api(flags: Any) -> None:
+    """Runs the mode that --mode names.
+
+    Raises:
+      UserError: If the flags contradict each other.
+    """
+    from t5.models.mtf_model import MtfModel
+
+    check_mode(flags)
+    steps = checkpoint_steps(flags)
+    model = MtfModel(
+        tpu_job_name=flags.tpu_job_name,
+        tpu=flags.tpu,
+        gcp_project=flags.gcp_project,
+        tpu_zone=flags.tpu_zone,
+        tpu_topology=flags.tpu_topology,
+        model_parallelism=flags.model_parallelism,
+        model_dir=flags.model_dir,
+        batch_size=flags.batch_size,
+        sequence_length={
+            "inputs": flags.input_sequence_length,
+            "targets": flags.target_sequence_length,
+        },
+    )
+    MODES[flags.mode](model, flags, steps)
+
+
+def _train(model: Any, flags: Any, steps: Any) -> None:
+    del steps
+    model.train(mixture_or_task_name=flags.mixture_or_task, steps=flags.train_steps)
+
+
+def _finetune(model: Any, flags: Any, steps: Any) -> None:
+    model.finetune(
+        mixture_or_task_name=flags.mixture_or_task,
+        steps=flags.train_steps,
+        pretrained_model_dir=flags.pretrained_model_dir,
+        checkpoint_steps=_single(steps),
+    )
+
+
+def _evaluate(model: Any, flags: Any, steps: Any) -> None:
+    model.eval(
+        mixture_or_task_name=flags.mixture_or_task,
+        checkpoint_steps=steps,
+        summary_dir=flags.eval_summary_dir,
+        split=flags.eval_split,
+    )
+
+
+def _predict(model: Any, flags: Any, steps: Any) -> None:
+    model.predict(
+        checkpoint_steps=steps,
+        input_file=flags.input_file,
+        output_file=flags.output_file,
+        beam_size=flags.beam_size,
+        temperature=flags.temperature,
+        keep_top_k=flags.keep_top_k,
+    )
+
+
+def _score(model: Any, flags: Any, steps: Any) -> None:
+    model.score(
+        flags.input_file, flags.target_file, scores_file=flags.output_file, checkpoint_steps=steps
+    )
+
+
+def _export(model: Any, flags: Any, steps: Any) -> None:
+    model.export(
+        export_dir=flags.export_dir,
+        checkpoint_step=_single(steps),
+        beam_size=flags.beam_size,
+        temperature=flags.temperature,
+        keep_top_k=flags.keep_top_k,
+        eval_with_score=flags.mode == "export_score",
+    )
+
+
+def _single(steps: int | str | list[int]) -> int:
+    """The single step that fine-tuning or an export starts from; -1 means the latest.
+
+    Raises:
+      UserError: If the flags name all steps or several.
+    """
+    if steps == "all" or (isinstance(steps, list) and len(steps) != 1):
+        raise UserError(
+            "Fine-tuning and exports start from a single checkpoint.",
+            where="--checkpoint_mode",
+            fix="Give --checkpoint_mode=latest, or specific with one of --checkpoint_steps.",
+        )
+    return steps[0] if isinstance(steps, list) else int(steps)
+
+
+MODES: dict[str, Callable[[Any, Any, Any], None]] = {
+    "train": _train,
+    "finetune": _finetune,
+    "eval": _evaluate,
+    "predict": _predict,
+    "score": _score,
+    "export_predict": _export,
+    "export_score": _export,
+}

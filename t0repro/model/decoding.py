@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from t0repro.config.decoding_config import DecodingConfig
+from t0repro.config.decoding import DecodingConfig
 from t0repro.model.blocks import Memory
 from t0repro.model.layers import same_segment
 from t0repro.model.shapes import Array, Bool, Float, Int
@@ -98,7 +98,7 @@ def search_limit(longest_input: int, config: DecodingConfig) -> int:
     return int(product + np.float32(config.length_constant))
 
 
-# ---- One position of the decoder ----------------------------------------------------------------
+# ---- One position of the decoder -----------------------------------------------------------------
 
 
 @flax.struct.dataclass
@@ -170,7 +170,7 @@ def decoder_step(
     return logits.reshape(*tokens.shape, -1), updated["cache"]
 
 
-# ---- Greedy decoding and sampling ---------------------------------------------------------------
+# ---- Greedy decoding and sampling ----------------------------------------------------------------
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
@@ -225,7 +225,7 @@ def _choose(
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
-# ---- Beam search --------------------------------------------------------------------------------
+# ---- Beam search ---------------------------------------------------------------------------------
 
 
 @flax.struct.dataclass

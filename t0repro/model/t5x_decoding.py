@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from t0repro.config.decoding_plan import NEVER, DecodingPlan
+from t0repro.config.decoding import NEVER, DecodingPlan
 from t0repro.model.decoding import Parameters, decoder_step, empty_cache, read_inputs
 from t0repro.model.shapes import Array, Float, Int
 from t0repro.model.t5 import T5
@@ -158,7 +158,7 @@ def t5_functions(
     return empty_cache(model, rows, length), tokens_to_logits
 
 
-# ---- Beam search --------------------------------------------------------------------------------
+# ---- Beam search ---------------------------------------------------------------------------------
 
 
 def brevity_penalty(alpha: float, length: Any) -> jax.Array:
@@ -338,7 +338,7 @@ def _taken(x: Array, index: Int[Array, "batch some"]) -> Array:
     return jnp.take_along_axis(x, index.reshape(*index.shape, *(1,) * (x.ndim - 2)), axis=1)
 
 
-# ---- Sampling -----------------------------------------------------------------------------------
+# ---- Sampling ------------------------------------------------------------------------------------
 
 
 def temperature_sample(

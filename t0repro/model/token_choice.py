@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from t0repro.config.decoding_plan import NEVER
+from t0repro.config.decoding import NEVER
 from t0repro.model.shapes import Array, Float, Int
 
 MIN_TEMPERATURE = 1e-4  # at or below it, T5X takes the likeliest token

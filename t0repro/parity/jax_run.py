@@ -13,8 +13,7 @@ import numpy as np
 
 from t0repro.config.run_config import RunConfig
 from t0repro.evaluation.engine import score_examples
-from t0repro.model.decoder_only import text_to_self
-from t0repro.model.t5 import T5, nonpadding, segments_of
+from t0repro.model.t5 import T5, nonpadding, segments_of, text_to_self
 from t0repro.parameters import layout
 from t0repro.training.loss import cross_entropy
 from t0repro.training.models import T5Model

@@ -124,8 +124,8 @@ def make_job(
     Raises:
       UserError: if the configuration has dropout, is invalid or is for the JAX stack alone.
     """
+    from t0repro.config.mtf.arguments import refuse_on_mesh_tensorflow
     from t0repro.config.mtf.dialect import load
-    from t0repro.config.mtf.jax_model import refuse_on_mesh_tensorflow
 
     out = output_path(out)
     float32 = dtype == "float32"

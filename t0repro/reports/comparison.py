@@ -18,9 +18,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from t0repro.errors import UserError
-from t0repro.evaluation.outputs import find_tasks, read_task_scores
+from t0repro.evaluation.outputs import TaskScores, find_tasks, read_task_scores
 from t0repro.evaluation.rank import RankResult, rank_classification
-from t0repro.evaluation.scores import TaskScores
 from t0repro.reports.prompts import PromptInfo, dataset_label, fixed_classes
 from t0repro.reports.provenance import recorded_facts
 from t0repro.reports.results import rank_folder

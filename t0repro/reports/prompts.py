@@ -89,8 +89,7 @@ def training_tasks(mixtures: Sequence[str]) -> set[str]:
     Raises:
       UserError: if one is not registered.
     """
-    from t0repro.tasks.mixture import tasks_of_mixture
-    from t0repro.tasks.task import registered_tasks
+    from t0repro.tasks.task import registered_tasks, tasks_of_mixture
 
     tasks = set(registered_tasks()) & set(mixtures)
     # Names that are no tasks have to be mixtures.

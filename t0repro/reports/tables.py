@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from t0repro.evaluation.outputs import iterate_task_scores
+from t0repro.evaluation.outputs import TaskScores, iterate_task_scores
 from t0repro.evaluation.rank import rank_classification
-from t0repro.evaluation.scores import TaskScores
 from t0repro.reports.prompts import PromptInfo, dataset_label, fixed_classes, template_name
 from t0repro.reports.write import all_or_none
 

@@ -31,9 +31,9 @@ from t0repro.config.inference_plan import InferPlan
 from t0repro.converters.arithmetic import check_configured
 from t0repro.converters.tensors import CheckpointRef
 from t0repro.errors import UserError
-from t0repro.evaluation.model_functions import functions_of
 from t0repro.evaluation.opened import Checkpoint
 from t0repro.evaluation.records import file_digest
+from t0repro.evaluation.seqio_evaluator import functions_of
 from t0repro.files import make_folder, naming, sync_directory, write_atomically
 from t0repro.runs.chosen import chosen, generating_model, identity, is_there, opened, own_path
 from t0repro.words import counted

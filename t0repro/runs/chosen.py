@@ -15,8 +15,8 @@ from t0repro.config.inference_plan import InferencePlan
 from t0repro.config.training_plan import RestoreConfig
 from t0repro.converters import jax_tree, sources, storage
 from t0repro.converters.arithmetic import check_configured, open_configured, repeated_biases
-from t0repro.converters.integrity import INTEGRITY
 from t0repro.converters.tensors import CheckpointRef, StoredTensor
+from t0repro.converters.witnesses import INTEGRITY
 from t0repro.errors import UserError
 from t0repro.evaluation.opened import Checkpoint, on_devices
 from t0repro.parameters import layout

@@ -21,9 +21,8 @@ from t0repro.config.configuration import Configuration
 from t0repro.config.run_config import RunConfig
 from t0repro.data.batches import eval_tasks
 from t0repro.errors import UserError
-from t0repro.evaluation.closing import print_results
 from t0repro.evaluation.energy import Cost
-from t0repro.evaluation.evaluation_facts import jax_device, write_facts
+from t0repro.evaluation.evaluation_facts import jax_device, print_results, write_facts
 from t0repro.evaluation.evaluation_folder import EvaluationFolder, Settings
 from t0repro.evaluation.opened import Checkpoint
 from t0repro.evaluation.rank_run import RankRun, ScoredPart, print_to_stderr
@@ -32,10 +31,10 @@ from t0repro.evaluation.task_output import (
     Judge,
     TaskOutput,
     TaskResult,
+    TruncationCounter,
     explaining_cut_examples,
     judge_of,
 )
-from t0repro.evaluation.truncation import TruncationCounter
 from t0repro.event_files import event_writer
 from t0repro.partitioning.processes import is_first, output_folder
 from t0repro.runs.checkpoint_choice import chosen_checkpoints, generated_texts, loaded
@@ -351,7 +350,7 @@ def evaluation_folder(config: RunConfig) -> Path:
 
 def evaluate_perplexity(configuration: Configuration) -> None:
     """Writes each task's metrics at each chosen checkpoint, to metrics.jsonl and event files."""
-    from t0repro.data.eval_data import perplexity_batches
+    from t0repro.data.batches import perplexity_batches
     from t0repro.evaluation import perplexity
     from t0repro.event_files import event_writer
     from t0repro.training.metrics import MetricLog

@@ -53,7 +53,7 @@ def evaluate_checkpoints(
     """
     from t0repro.data.checks import SPLIT, check_readable, no_task_has, tasks_with_split
     from t0repro.data.vocabularies import check_vocabularies
-    from t0repro.evaluation.closing import print_results
+    from t0repro.evaluation.evaluation_facts import print_results
     from t0repro.evaluation.seqio_evaluator import FOLDER, TaskEvaluator, nothing_to_evaluate
 
     name, split = plan.data.mixture_or_task_name, plan.data.split

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from t0repro.config.configuration import Configuration
-from t0repro.config.decoding_config import InferConfig, ScoreStringsConfig
-from t0repro.data.eval_data import scored_examples
+from t0repro.config.decoding import InferConfig, ScoreStringsConfig
+from t0repro.data.batches import scored_examples
 from t0repro.errors import UserError
 from t0repro.evaluation.engine import score_examples
 from t0repro.evaluation.task_output import LineFile, check_finite

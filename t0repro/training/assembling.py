@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from t0repro.config.decoding_plan import DecodingPlan
+from t0repro.config.decoding import DecodingPlan
 from t0repro.config.run_config import RunConfig
 from t0repro.config.training_plan import UserClass
 from t0repro.model.t5 import T5

@@ -13,9 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from t0repro.model.decoder_only import text_to_self
 from t0repro.model.shapes import Array, Float, Int
-from t0repro.model.t5 import T5, Batch
+from t0repro.model.t5 import T5, Batch, text_to_self
 from t0repro.training.loss import cross_entropy, of_each_target, token_weights
 from t0repro.training.metric_classes import (
     Average,

@@ -32,15 +32,15 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from t0repro.config.training_plan import SaveConfig
-from t0repro.converters.integrity import (
+from t0repro.converters.jax_tree import jax_refs
+from t0repro.converters.orbax_dir import OrbaxArrays, is_orbax
+from t0repro.converters.witnesses import (
     Written,
     check_contents,
     describe_files,
     read_integrity,
     write_integrity,
 )
-from t0repro.converters.jax_tree import jax_refs
-from t0repro.converters.orbax_dir import OrbaxArrays, is_orbax
 from t0repro.errors import UserError
 from t0repro.files import atomic_directory, check_is_no_pattern, writing
 from t0repro.log_records import only_records

@@ -18,9 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from t0repro.config.run_config import ModelConfig
-from t0repro.model.decoder_only import of_inputs, text_to_self
 from t0repro.model.shapes import Array, Float, Int
-from t0repro.model.t5 import T5, Batch, logits_of
+from t0repro.model.t5 import T5, Batch, logits_of, of_inputs, text_to_self
 from t0repro.partitioning.rules import parts_of
 
 # Bytes of float32 logits that a device holds at a time.

@@ -15,7 +15,7 @@ like any module of tasks:
 from __future__ import annotations
 
 from t0repro.tasks.demo.datasets import DEMO, FOLDER, VOCABULARY
-from t0repro.tasks.train_and_eval import register_train_and_eval
+from t0repro.tasks.t0_mixtures import register_train_and_eval
 from t0repro.tasks.vocabulary import VocabularyFile
 
 register_train_and_eval("demo", DEMO, root=FOLDER, vocabulary=VocabularyFile(str(VOCABULARY)))

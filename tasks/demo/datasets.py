@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from t0repro.tasks.train_and_eval import PromptedDataset
+from t0repro.tasks.t0_mixtures import PromptedDataset
 
 FOLDER = Path(__file__).parent / "rows"
 VOCABULARY = Path(__file__).parent / "sentencepiece.model"

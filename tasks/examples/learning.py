@@ -8,7 +8,7 @@ validation split, so their test splits are evaluated, and imdb's larger split, w
 """
 
 from t0repro.tasks.source import Split
-from t0repro.tasks.train_and_eval import PromptedDataset, register_train_and_eval
+from t0repro.tasks.t0_mixtures import PromptedDataset, register_train_and_eval
 
 TRAINED = (
     PromptedDataset(

@@ -7,7 +7,7 @@ and trec have no validation split, so their test splits are evaluated.
 """
 
 from t0repro.tasks.source import Split
-from t0repro.tasks.train_and_eval import PromptedDataset, register_train_and_eval
+from t0repro.tasks.t0_mixtures import PromptedDataset, register_train_and_eval
 
 ROWS = 100
 """Rows of a larger evaluation set that are scored."""

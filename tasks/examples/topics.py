@@ -8,8 +8,8 @@ test splits are ranked.
 
 from t0repro.tasks.registration import add_mixture
 from t0repro.tasks.source import Split
+from t0repro.tasks.t0_mixtures import PromptedDataset, register_train_and_eval
 from t0repro.tasks.templates import task_name
-from t0repro.tasks.train_and_eval import PromptedDataset, register_train_and_eval
 
 ROWS = 150
 """Rows of each set that are ranked, so that an evaluation takes seconds on a CPU."""

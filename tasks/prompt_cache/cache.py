@@ -22,13 +22,12 @@ import numpy as np
 from t0repro.errors import UserError
 from t0repro.files import check_is_no_pattern, make_folder, output_path, write_atomically
 from t0repro.progress import working
-from t0repro.tasks.prompt_cache import folders, provenance, shards
+from t0repro.tasks.prompt_cache import folders, shards
 from t0repro.tasks.prompt_cache.beam import BeamWorkers
 from t0repro.tasks.prompt_cache.plan import CachedTask, Plan, Prompt, Request, RowsOfSplit
 from t0repro.tasks.prompt_cache.planning import make_plan
 from t0repro.tasks.prompt_cache.prompts import Statistics, features
-from t0repro.tasks.prompt_cache.shards import Piece, PieceResult, SpooledRows
-from t0repro.tasks.prompt_cache.spool import save_array
+from t0repro.tasks.prompt_cache.shards import Piece, PieceResult, SpooledRows, save_array
 from t0repro.tasks.registration import needs_seqio
 from t0repro.words import counted
 
@@ -384,7 +383,7 @@ class _Run:
         before = folder / folders.PROVENANCE
         if before.is_file():  # splits are added
             described = {**json.loads(before.read_text())["splits"], **described}
-        content = provenance.describe(prompt, task, self._request.seed, described)
+        content = folders.describe(prompt, task, self._request.seed, described)
         self._write_json(task, folders.PROVENANCE, content)
         folders.put_in_place(staged, folder, task.splits)
         self.done.append(task.name)

@@ -17,9 +17,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from t0repro.errors import UserError, nearest_names
-from t0repro.tasks.mixture import missing_rows
-from t0repro.tasks.prompt_cache.folders import MARKER, PROVENANCE, remove_interrupted
-from t0repro.tasks.prompt_cache.integrity import damage, rows_changed, template_digest
+from t0repro.tasks.prompt_cache.folders import (
+    MARKER,
+    PROVENANCE,
+    damage,
+    remove_interrupted,
+    rows_changed,
+    template_digest,
+)
 from t0repro.tasks.prompt_cache.plan import (
     CachedTask,
     PlainTemplate,
@@ -28,6 +33,7 @@ from t0repro.tasks.prompt_cache.plan import (
     Request,
     RowsOfSplit,
 )
+from t0repro.tasks.task import missing_rows
 from t0repro.words import counted
 
 if TYPE_CHECKING:
@@ -64,8 +70,7 @@ def make_plan(request: Request) -> Plan:
 
 
 def _selected(request: Request) -> list[str]:
-    from t0repro.tasks.mixture import tasks_of_mixture
-    from t0repro.tasks.task import registered_tasks
+    from t0repro.tasks.task import registered_tasks, tasks_of_mixture
 
     names = [task for mixture in request.mixtures for task in tasks_of_mixture(mixture)]
     tasks = registered_tasks()

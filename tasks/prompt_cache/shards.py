@@ -6,22 +6,23 @@ import ctypes
 import dataclasses
 import functools
 import hashlib
+import io
 import itertools
 import os
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from t0repro.errors import UserError
+from t0repro.tasks import row_codec
 from t0repro.tasks.prompt_cache.folders import shard_names
 from t0repro.tasks.prompt_cache.plan import Prompt, RowsOfSplit
-from t0repro.tasks.prompt_cache.prompts import ExampleWriter, Statistics
+from t0repro.tasks.prompt_cache.prompts import ExampleWriter, Statistics, Tokenizer
 from t0repro.tasks.prompt_cache.records import RecordFile
-from t0repro.tasks.prompt_cache.spool import Spool, SpoolReader, write_spool
-from t0repro.tasks.prompt_cache.tokens import Tokenizer
 from t0repro.tasks.readers import Reader, find_reader
 from t0repro.tasks.source import cannot_render, checked_rows, schema_of_rows
 from t0repro.tasks.templates import (
@@ -31,6 +32,79 @@ from t0repro.tasks.templates import (
     compile_template,
     promptsource_environment,
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class Spool:
+    """Where a split's rows are: `<base>.rows`, with their offsets and numbers in the source."""
+
+    base: str
+    count: int
+
+    def open(self) -> SpoolReader:
+        """Opens the rows for reading."""
+        return SpoolReader(self)
+
+    def remove(self) -> None:
+        """Removes the files."""
+        for suffix in (".rows", ".offsets.npy", ".numbers.npy", ".ordinals.npy"):
+            Path(self.base + suffix).unlink(missing_ok=True)
+
+
+def write_spool(rows: Iterable[tuple[int, dict[str, Any]]], base: Path) -> Spool:
+    """Writes (number in the source, row) pairs; needs 16 bytes of memory per row."""
+    offsets, numbers = array("Q", [0]), array("Q")
+    with open(f"{base}.rows", "wb", buffering=1 << 20) as file:
+        for number, row in rows:
+            data = row_codec.encode(row)
+            file.write(data)
+            offsets.append(offsets[-1] + len(data))
+            numbers.append(number)
+    save_array(Path(f"{base}.offsets.npy"), np.frombuffer(offsets, np.uint64))
+    save_array(Path(f"{base}.numbers.npy"), np.frombuffer(numbers, np.uint64))
+    return Spool(str(base), len(numbers))
+
+
+def save_array(path: Path, values: np.ndarray) -> None:
+    """Writes an array as np.save does, with the system's own error where it cannot be written.
+
+    NumPy writes files by itself, and on a full disk raises an OSError that has no number.
+    """
+    whole = io.BytesIO()
+    np.save(whole, values)
+    path.write_bytes(whole.getbuffer())
+
+
+class SpoolReader:
+    """Reads rows by their place in the spool; a context manager."""
+
+    def __init__(self, spool: Spool):
+        # Mapped, not loaded: a worker with a few shards needs only some of them.
+        self._offsets = np.load(f"{spool.base}.offsets.npy", mmap_mode="r", allow_pickle=False)
+        empty = np.zeros(0, np.uint64)  # which cannot be mapped
+        numbers = f"{spool.base}.numbers.npy"
+        self._numbers = (
+            np.load(numbers, mmap_mode="r", allow_pickle=False) if spool.count else empty
+        )
+        self._file = os.open(f"{spool.base}.rows", os.O_RDONLY)
+
+    def __enter__(self) -> SpoolReader:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        os.close(self._file)
+
+    def rows(self, places: np.ndarray) -> Iterator[tuple[int, int, dict[str, Any]]]:
+        """Yields (place, number in the source, row) for each place, in the order given."""
+        for place in places.tolist():
+            start, end = int(self._offsets[place]), int(self._offsets[place + 1])
+            # Read, not mapped: mapped pages would count toward this process's memory.
+            row = row_codec.decode(os.pread(self._file, end - start, start))
+            yield place, int(self._numbers[place]), row
+
+
+# ---- A worker's part of caching: spools rows, and writes a spool's shards as TFRecord files ------
+
 
 ROWS_PER_SHARD = 1 << 14
 """A larger split has more shards than asked for, so that each is written from bounded memory."""

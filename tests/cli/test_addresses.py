@@ -1,7 +1,7 @@
 """Addresses of buckets on command lines: no command takes one for a local folder.
 
 The table of options is made from the commands' own definitions: a new option that takes text has
-to be declared as written (`cli.paths.output`) or listed here as not written.
+to be declared as written (`cli.spelling.output`) or listed here as not written.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ import typer
 
 from t0repro import buckets
 from t0repro.cli import app
-from t0repro.cli.paths import output
+from t0repro.cli.spelling import output
 from t0repro.errors import UserError
 from t0repro.files import make_folder, output_path, write_atomically
 

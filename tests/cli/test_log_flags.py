@@ -7,8 +7,7 @@ import typer
 from absl import logging as absl_logging
 
 from t0repro.cli.app import app
-from t0repro.cli.log_flags import as_click_reads
-from t0repro.cli.spelling import with_t5x_overrides
+from t0repro.cli.spelling import as_click_reads, with_t5x_overrides
 
 from .commands import run
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import logging
 
-from t0repro.cli.logs import SeqioOnce
+from t0repro.cli.t5_mesh_transformer import SeqioOnce
 
 
 def record(path: str, message: str) -> logging.LogRecord:

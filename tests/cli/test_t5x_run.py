@@ -116,7 +116,7 @@ def test_a_dry_run_reports_all_that_is_wrong_at_once(checkpoint, tmp_path):
 def test_an_evaluation_looks_for_caches_in_the_folders_of_the_command_line(tmp_path, monkeypatch):
     import seqio
 
-    from t0repro.cli.t5x_run import T5xOptions, register
+    from t0repro.cli.run_modes import T5xOptions, register
 
     folders = [str(tmp_path / name) for name in "abc"]
     monkeypatch.setattr(seqio.utils, "_GLOBAL_CACHE_DIRECTORIES", [])

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from t0repro.config import gin_door
-from t0repro.config.mtf import dialect, jax_model
+from t0repro.config.mtf import arguments, dialect
 from t0repro.config.mtf.parser import MeshInputs
 from t0repro.config.mtf.reader import KNOWN_BINDINGS
 from t0repro.errors import UserError
@@ -330,8 +330,8 @@ def known_arguments() -> dict[str, Any]:
     """Every argument that a run may bind, by its full name, with its default."""
     functions = {selector: gin_door.function_of(selector) for selector in KNOWN_BINDINGS}
     functions |= {
-        jax_model.SELECTOR: jax_model.jax_model,
-        jax_model.TRAINING: jax_model.jax_training,
+        arguments.JAX_MODEL: arguments.jax_model,
+        arguments.JAX_TRAINING: arguments.jax_training,
     }
     return {
         f"{selector}.{name}": parameter.default

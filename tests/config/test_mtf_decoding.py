@@ -2,7 +2,7 @@
 
 import pytest
 
-from t0repro.config.decoding_config import DecodingConfig, InferConfig, ScoreStringsConfig
+from t0repro.config.decoding import DecodingConfig, InferConfig, ScoreStringsConfig
 from t0repro.config.mtf import dialect
 from t0repro.config.mtf.parser import MeshInputs
 from t0repro.config.run_config import CheckpointChoice, RunConfig

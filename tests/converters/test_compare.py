@@ -3,8 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from t0repro.converters.compare import compare
 from t0repro.converters.convert import convert
+from t0repro.converters.inspection import compare
 
 
 @pytest.fixture

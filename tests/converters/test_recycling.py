@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from t0repro.converters import recycling
+from t0repro.converters import tensors
 from t0repro.converters.convert import convert
 from t0repro.parameters.shape import ModelShape
 
@@ -17,7 +17,7 @@ MIB = 1 << 20
 
 @pytest.fixture(autouse=True)
 def nothing_waits(monkeypatch):
-    monkeypatch.setattr(recycling, "_free", [])
+    monkeypatch.setattr(tensors, "_free", [])
 
 
 def address(array):
@@ -25,55 +25,55 @@ def address(array):
 
 
 def test_memory_is_used_again_when_the_last_view_is_gone():
-    array = recycling.empty((1024, 1024), FLOAT32)
+    array = tensors.empty((1024, 1024), FLOAT32)
     place, view = address(array), array[5:7].T
     del array
-    other = recycling.empty((1024, 1024), FLOAT32)
+    other = tensors.empty((1024, 1024), FLOAT32)
     assert address(other) != place
     view[...] = 1  # still its own
     other[...] = 2
     assert np.all(view == 1)
     del view
-    assert address(recycling.empty((512, 1024), FLOAT32)) == place
+    assert address(tensors.empty((512, 1024), FLOAT32)) == place
 
 
 @pytest.mark.parametrize("keep", [lambda x: x.data, lambda x: x.view(np.uint8).reshape(-1).data])
 def test_a_memoryview_keeps_its_memory(keep):
-    array = recycling.empty((1024, 1024), FLOAT32)
+    array = tensors.empty((1024, 1024), FLOAT32)
     place, bytes_of_it = address(array), keep(array)
     del array
-    assert address(recycling.empty((1024, 1024), FLOAT32)) != place
+    assert address(tensors.empty((1024, 1024), FLOAT32)) != place
     del bytes_of_it
-    assert len(recycling._free) == 2
+    assert len(tensors._free) == 2
 
 
 def test_blocks_that_wait_are_few_and_the_smallest_that_fits_is_taken():
-    arrays = [recycling.empty((n, MIB), np.dtype(np.uint8)) for n in (1, 3, 2, 5)]
+    arrays = [tensors.empty((n, MIB), np.dtype(np.uint8)) for n in (1, 3, 2, 5)]
     places = {array.nbytes // MIB: address(array) for array in arrays}
     arrays.clear()
-    assert [block.nbytes // MIB for block in recycling._free] == [5, 3]
-    assert address(recycling.empty((2, MIB), np.dtype(np.uint8))) == places[3]
+    assert [block.nbytes // MIB for block in tensors._free] == [5, 3]
+    assert address(tensors.empty((2, MIB), np.dtype(np.uint8))) == places[3]
 
 
 def test_a_block_much_larger_than_what_is_asked_for_is_not_wasted_on_it():
-    large = recycling.empty((8, MIB), np.dtype(np.uint8))
+    large = tensors.empty((8, MIB), np.dtype(np.uint8))
     del large
-    small = recycling.empty((2, MIB), np.dtype(np.uint8))
+    small = tensors.empty((2, MIB), np.dtype(np.uint8))
     del small
-    assert [block.nbytes // MIB for block in recycling._free] == [2]
+    assert [block.nbytes // MIB for block in tensors._free] == [2]
 
 
 def test_small_arrays_and_scalars_are_numpy_s_own():
-    assert recycling.empty((3,), np.dtype(ml_dtypes.bfloat16)).dtype == ml_dtypes.bfloat16
-    assert recycling.empty((), np.dtype(np.int64)).shape == ()
-    assert recycling._free == []
+    assert tensors.empty((3,), np.dtype(ml_dtypes.bfloat16)).dtype == ml_dtypes.bfloat16
+    assert tensors.empty((), np.dtype(np.int64)).shape == ()
+    assert tensors._free == []
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 50), (40, 7), (1030, 520)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_transpose_is_contiguous_and_right(shape, dtype):
     matrix = np.random.default_rng(0).normal(size=shape).astype(np.float32).astype(dtype)
-    result = recycling.transposed(matrix)
+    result = tensors.transposed(matrix)
     assert result.flags.c_contiguous
     np.testing.assert_array_equal(result.astype(np.float32), matrix.T.astype(np.float32))
 

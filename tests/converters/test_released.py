@@ -11,7 +11,7 @@ import typer
 from typer.testing import CliRunner
 
 from t0repro.cli import checkpoint
-from t0repro.converters import needs, released
+from t0repro.converters import released
 from t0repro.converters.convert import convert
 from t0repro.converters.sources import check_checkpoint, find_checkpoint, open_checkpoint
 from t0repro.errors import UserError
@@ -182,7 +182,7 @@ def test_a_step_that_is_not_there_and_a_repository_without_safetensors_are_refus
 
 def test_a_plan_counts_parameters_gradients_and_slots():
     entry = released.find("bigscience/T0_3B")
-    needed = needs.needs_of(entry)
+    needed = released.needs_of(entry)
     assert needed.evaluation == needed.disk == 4 * entry.shape.parameter_count()
     slots = needed.training_disk - needed.disk
     assert needed.training == 2 * needed.disk + slots
@@ -193,7 +193,7 @@ def test_a_plan_counts_parameters_gradients_and_slots():
 def test_slots_are_counted_as_a_checkpoint_has_them(tiny_checkpoint):
     reader = open_checkpoint(find_checkpoint(tiny_checkpoint))
     entry = dataclasses.replace(released.find(LM), shape=check_checkpoint(reader))
-    needed = needs.needs_of(entry)
+    needed = released.needs_of(entry)
     slots = [info.nbytes for key, info in reader.tensors.items() if "param_states" in key]
     assert needed.training_disk - needed.disk == sum(slots)
 

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from t0repro.converters.convert import convert
+from t0repro.converters.inspection import verify
 from t0repro.converters.sources import load_any
-from t0repro.converters.verification import verify
 from t0repro.parameters import layout
 from t0repro.parameters.shape import ModelShape
 

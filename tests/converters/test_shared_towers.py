@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from t0repro.converters.convert import convert
+from t0repro.converters.inspection import verify
 from t0repro.converters.sources import load_any
-from t0repro.converters.verification import verify
 from t0repro.errors import UserError
 from t0repro.parameters.shape import ModelShape
 

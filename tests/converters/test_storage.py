@@ -8,10 +8,9 @@ import shutil
 import pytest
 
 from t0repro.converters import storage
-from t0repro.converters.compare import compare
 from t0repro.converters.convert import convert
+from t0repro.converters.inspection import compare, verify
 from t0repro.converters.sources import find_checkpoint, load_any
-from t0repro.converters.verification import verify
 from t0repro.errors import UserError
 
 from .checkpoint_files import assert_same_bits, read_variables

@@ -11,8 +11,8 @@ import pytest
 from flax import serialization
 
 from t0repro.converters.convert import convert
+from t0repro.converters.inspection import verify
 from t0repro.converters.sources import find_checkpoint, load_any
-from t0repro.converters.verification import verify
 from t0repro.errors import UserError
 
 from .checkpoint_files import assert_same_bits, read_variables

@@ -11,8 +11,8 @@ import pytest
 from t0repro.config.mtf import dialect
 from t0repro.config.mtf.parser import MeshInputs
 from t0repro.converters.convert import convert
+from t0repro.converters.inspection import verify
 from t0repro.converters.sources import load_any
-from t0repro.converters.verification import verify
 from t0repro.errors import UserError
 from t0repro.evaluation.opened import open_checkpoint
 from t0repro.parameters.shape import ModelShape

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from t0repro.converters.convert import convert
+from t0repro.converters.inspection import verify
 from t0repro.converters.safetensors_files import SafetensorsFile
 from t0repro.converters.sources import load_any
-from t0repro.converters.verification import verify
 from t0repro.errors import UserError
 
 T5X = [{"layout": layout, "scan": scan} for layout in ("legacy", "orbax") for scan in (False, True)]

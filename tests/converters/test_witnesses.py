@@ -16,8 +16,8 @@ from flax import serialization
 
 from t0repro.converters import hf
 from t0repro.converters.convert import convert
+from t0repro.converters.inspection import verify
 from t0repro.converters.sources import load_any
-from t0repro.converters.verification import verify
 from t0repro.errors import UserError
 from t0repro.evaluation.opened import open_checkpoint
 from t0repro.parameters.shape import ModelShape

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from t0repro.data.read_ahead import read_ahead
+from t0repro.data.resuming import read_ahead
 
 
 def threads():
@@ -64,7 +64,7 @@ def test_a_process_ends_in_silence_with_an_iterator_that_nobody_closed():
     # What the module of threads holds is dropped when that module has been taken apart.
     code = """
 import itertools, threading
-from t0repro.data.read_ahead import read_ahead
+from t0repro.data.resuming import read_ahead
 threading.kept = read_ahead(itertools.count())
 print(next(threading.kept))
 """

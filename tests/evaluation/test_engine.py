@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from t0repro.config.decoding_config import GREEDY
+from t0repro.config.decoding import GREEDY
 from t0repro.config.run_config import DTypePolicy
 from t0repro.errors import UserError
 from t0repro.evaluation import engine, packing

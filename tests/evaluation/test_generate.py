@@ -5,7 +5,7 @@ import warnings
 import numpy as np
 import pytest
 
-from t0repro.config.decoding_config import GREEDY
+from t0repro.config.decoding import GREEDY
 from t0repro.errors import UserError
 from t0repro.evaluation.evaluation_folder import Settings
 from t0repro.evaluation.generation import generate_tokens, texts_of

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from t0repro.config.decoding_config import DecodingConfig
+from t0repro.config.decoding import DecodingConfig
 from t0repro.evaluation import generation
 from t0repro.evaluation.generation import generate_tokens
 from t0repro.model import decoding

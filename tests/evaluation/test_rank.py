@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from t0repro.errors import UserError
+from t0repro.evaluation.outputs import TaskScores
 from t0repro.evaluation.rank import rank_classification
-from t0repro.evaluation.scores import TaskScores
 from t0repro.evaluation.task_output import Judge
 
 

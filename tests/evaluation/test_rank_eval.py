@@ -15,14 +15,13 @@ import pytest
 import seqio
 
 from t0repro.errors import UserError
-from t0repro.evaluation import code_version, engine, reading
+from t0repro.evaluation import engine, evaluation_folder, reading
 from t0repro.evaluation.engine import Engine
 from t0repro.evaluation.evaluation_folder import EvaluationFolder, Settings
 from t0repro.evaluation.opened import open_checkpoint
 from t0repro.evaluation.outputs import read_task_scores
 from t0repro.evaluation.records import read_records
-from t0repro.evaluation.task_output import LineFile
-from t0repro.evaluation.truncation import TruncationCounter
+from t0repro.evaluation.task_output import LineFile, TruncationCounter
 from t0repro.locks import folder_lock
 from t0repro.reports import load_report
 from t0repro.reports.make_report import ReportOptions, make_report
@@ -134,7 +133,7 @@ def test_a_task_is_finished_only_for_its_checkpoint_prompt_and_limit(
     assert not finished(settings=dataclasses.replace(SETTINGS, limit=4))
     for part in ("scoring_digest", "rendering_digest"):
         with monkeypatch.context() as patch:
-            patch.setattr(code_version, part, lambda: "other code")
+            patch.setattr(evaluation_folder, part, lambda: "other code")
             assert not finished()
     with monkeypatch.context() as patch:
         patch.setattr(reading, "data_origin", lambda *arguments: {"sha256": "other rows"})

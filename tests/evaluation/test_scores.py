@@ -3,8 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from t0repro.evaluation.outputs import read_task_scores
-from t0repro.evaluation.scores import ScoredPairs
+from t0repro.evaluation.outputs import ScoredPairs, read_task_scores
 from t0repro.evaluation.task_output import LineFile
 
 floats = st.floats(width=32, allow_nan=False, allow_infinity=False)

@@ -10,8 +10,8 @@ import pytest
 from t0repro.cloud.auxiliary import auxiliary_jobs_beside
 from t0repro.config.t5x.gin_files import T5xInputs
 from t0repro.errors import UserError
+from t0repro.jobs.journal import read_status
 from t0repro.jobs.options import AuxiliaryOptions
-from t0repro.jobs.status import read_status
 
 from .trainings import curve, save_checkpoints
 

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from t0repro.jobs.journal import Journal, Point
-from t0repro.jobs.status import read_status, to_json
+from t0repro.jobs.journal import Journal, Point, read_status, to_json
 
 from .trainings import curve, make_evaluator, save_checkpoints
 

@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 
 from t0repro.errors import UserError
-from t0repro.jobs.journal import Journal, Point
+from t0repro.jobs.journal import Journal, Point, curves, read_status, to_json
 from t0repro.jobs.launcher import LocalLauncher
-from t0repro.jobs.status import curves, read_status, to_json
 from t0repro.training.checkpoints import checkpoint_path
 
 from .trainings import controller, curve, save_checkpoints, work_once

@@ -1,7 +1,6 @@
 """What is shown of auxiliary jobs."""
 
-from t0repro.jobs.journal import Point, Progress
-from t0repro.jobs.status import curves, rows
+from t0repro.jobs.journal import Point, Progress, curves, rows
 
 
 def test_a_metric_that_is_not_finite_is_in_the_table_and_not_in_the_curve():

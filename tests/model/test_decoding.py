@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from t0repro.config.decoding_config import DecodingConfig
+from t0repro.config.decoding import DecodingConfig
 from t0repro.model import decoding
 from t0repro.model.t5 import T5, initial_parameters
 
@@ -106,7 +106,7 @@ def test_of_equally_likely_tokens_the_first_is_taken():
     assert set(tokens.ravel().tolist()) <= {0, 5}
 
 
-# ---- Sampling -----------------------------------------------------------------------------------
+# ---- Sampling ------------------------------------------------------------------------------------
 
 
 def first_tokens(model, params, config, draws=4000):
@@ -157,7 +157,7 @@ def test_the_key_decides_what_is_drawn():
     assert (drawn(1) != drawn(2)).any()
 
 
-# ---- Beam search --------------------------------------------------------------------------------
+# ---- Beam search ---------------------------------------------------------------------------------
 
 
 def best_sequence(model, params, inputs, length, alpha, vocab):

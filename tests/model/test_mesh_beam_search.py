@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from t0repro.config.decoding_config import DecodingConfig
+from t0repro.config.decoding import DecodingConfig
 from t0repro.model import decoding
 from t0repro.model.t5 import T5
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from t0repro.config.decoding_plan import DecodingPlan
+from t0repro.config.decoding import DecodingPlan
 from t0repro.model.t5 import T5, initial_parameters
 from t0repro.model.t5x_decoding import generate
 

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 import pytest
 
-from t0repro.config.decoding_config import DecodingConfig
+from t0repro.config.decoding import DecodingConfig
 from t0repro.evaluation.generation import generate_tokens
 from t0repro.model.decoding import generate, search_limit
 from t0repro.model.t5 import T5

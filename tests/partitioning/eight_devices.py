@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from tiny_models import ADAFACTOR, FLOAT32, batches, model_config, run_config
 
-from t0repro.config.decoding_config import DecodingConfig
+from t0repro.config.decoding import DecodingConfig
 from t0repro.config.run_config import (
     AdamWeightDecayConfig,
     Layout,

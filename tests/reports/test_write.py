@@ -6,8 +6,7 @@ import stat
 import pytest
 from typer.testing import CliRunner
 
-from t0repro.cli.compare import compare
-from t0repro.cli.report import app
+from t0repro.cli.report import app, compare
 from t0repro.errors import UserError
 from t0repro.locks import folder_lock
 from t0repro.reports.write import write_files

@@ -14,7 +14,7 @@ import tensorflow as tf
 from t0repro.config.t5x.inference import infer_plan
 from t0repro.errors import UserError
 from t0repro.evaluation.engine import score_examples
-from t0repro.evaluation.model_functions import ModelFunctions
+from t0repro.evaluation.seqio_evaluator import ModelFunctions
 from t0repro.runs.batch_infer import infer
 from t0repro.runs.chosen import chosen, opened
 

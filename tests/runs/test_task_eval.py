@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import seqio
 
-from t0repro.config.decoding_plan import DecodingPlan
+from t0repro.config.decoding import DecodingPlan
 from t0repro.config.t5x.inference import eval_plan
 from t0repro.converters.sources import find_checkpoint
 from t0repro.errors import UserError

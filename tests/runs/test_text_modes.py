@@ -2,7 +2,7 @@
 
 import pytest
 
-from t0repro.config.decoding_config import InferConfig, ScoreStringsConfig
+from t0repro.config.decoding import InferConfig, ScoreStringsConfig
 from t0repro.errors import UserError
 from t0repro.runs import text_modes
 

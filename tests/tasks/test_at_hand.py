@@ -5,8 +5,8 @@ import seqio
 
 from t0repro.errors import UserError
 from t0repro.tasks.demo.datasets import FOLDER
-from t0repro.tasks.mixture import keep_at_hand
 from t0repro.tasks.registration import add_mixture, add_prompted_task
+from t0repro.tasks.task import keep_at_hand
 
 
 def task(name: str, root, dataset: str = "synthetic_imdb") -> str:

@@ -11,7 +11,7 @@ from t0repro.cli.gate import find_user_error
 from t0repro.data.checks import check_readable
 from t0repro.errors import UserError
 from t0repro.tasks.demo.datasets import FOLDER, VOCABULARY
-from t0repro.tasks.prompt_cache.integrity import check_caches, damage
+from t0repro.tasks.prompt_cache.folders import check_caches, damage
 from t0repro.tasks.registration import add_prompted_task
 from t0repro.tasks.task import task_descriptions
 from t0repro.tasks.vocabulary import VocabularyFile

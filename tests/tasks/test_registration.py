@@ -13,10 +13,10 @@ from t5.evaluation import metrics
 from t0repro.errors import UserError
 from t0repro.tasks import prompted_tasks
 from t0repro.tasks.demo.datasets import VOCABULARY
-from t0repro.tasks.mixture import prompted_mixtures
 from t0repro.tasks.registration import add_mixture, add_prompted_task
 from t0repro.tasks.seqio_tasks import postprocess, task_metrics
 from t0repro.tasks.source import PromptedRows, Split
+from t0repro.tasks.task import prompted_mixtures
 from t0repro.tasks.templates import load_template
 from t0repro.tasks.vocabulary import VocabularyFile
 

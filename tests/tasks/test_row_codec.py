@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from t0repro.tasks import row_codec
-from t0repro.tasks.prompt_cache.spool import write_spool
+from t0repro.tasks.prompt_cache.shards import write_spool
 from t0repro.tasks.rows import read_rows
 
 LEAVES = st.one_of(

@@ -16,9 +16,8 @@ from t5.evaluation import metrics
 
 from t0repro.tasks import prompted_tasks
 from t0repro.tasks.catalogue import catalogue, features_of, rounds_of, t0_datasets
-from t0repro.tasks.mixture import prompted_mixtures
 from t0repro.tasks.schema import columns_of_dataset
-from t0repro.tasks.task import metric_names
+from t0repro.tasks.task import metric_names, prompted_mixtures
 from t0repro.tasks.templates import task_name, template_names
 
 TABLE = json.loads((Path(__file__).parent / "t0_mixtures.json").read_text())

@@ -13,10 +13,9 @@ import seqio
 
 from t0repro.errors import UserError
 from t0repro.tasks import prompted_tasks
-from t0repro.tasks.inspect.checking import Verdict, check_tasks
-from t0repro.tasks.mixture import prompted_mixtures
 from t0repro.tasks.registration import register_templates
-from t0repro.tasks.task import task_descriptions
+from t0repro.tasks.showing import Verdict, check_tasks
+from t0repro.tasks.task import prompted_mixtures, task_descriptions
 from t0repro.tasks.template_files import read_template_file
 from t0repro.tasks.templates import Drop
 
@@ -74,15 +73,13 @@ def write(folder: Path, text: str) -> Path:
 def forget():
     """Takes the registered tasks of my_reviews back, so that tests do not meet."""
     yield
-    from t0repro.tasks import mixture
+    from t0repro.tasks import task as registry
 
     for name in {"my_mixture", "m"} & set(seqio.MixtureRegistry.names()):
         seqio.MixtureRegistry.remove(name)
-        mixture._mixtures.pop(name, None)
+        registry._mixtures.pop(name, None)
     for name in [name for name in prompted_tasks() if name.startswith("my_reviews")]:
         seqio.TaskRegistry.remove(name)
-        from t0repro.tasks import task as registry
-
         registry._tasks.pop(name)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from t0repro.config.training_plan import SaveConfig
 from t0repro.converters import sources
-from t0repro.converters.integrity import INTEGRITY
+from t0repro.converters.witnesses import INTEGRITY
 from t0repro.errors import UserError
 from t0repro.training import checkpoints
 from t0repro.training.checkpoints import remove_superfluous

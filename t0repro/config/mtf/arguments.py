@@ -1,15 +1,17 @@
-"""The arguments that gin's configuration amounts to, and where each was set."""
+"""The arguments that gin's configuration amounts to, those of t0repro's own jax_model included."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
+import gin
 from t0repro.config import gin_door
 from t0repro.config.configuration import NotOnJax
 from t0repro.config.gin_door import Bindings
 from t0repro.config.mtf.parser import MESH_TRANSFORMER, UTILS
+from t0repro.config.run_config import Recompute
 from t0repro.errors import UserError
 
 
@@ -79,3 +81,72 @@ class RunArguments:
     def place_of_run(self, argument: str) -> str | None:
         """Where an argument of `utils.run` is bound; None if it is not."""
         return self.bindings.find((), f"{UTILS}.run", argument)
+
+
+# ---- Settings of the JAX stack that no gin file of Mesh TensorFlow has ---------------------------
+
+# Those of the model are transformers' T5's, so models that come from there may need them. Mesh
+# TensorFlow refuses them all by name.
+
+
+JAX_MODEL = "t0repro.jax_model"
+JAX_TRAINING = "t0repro.jax_training"
+
+
+# Registered by importing this module, which the parser does before it reads a file.
+@gin.configurable(module="t0repro")  # pyright: ignore[reportCallIssue]
+def jax_model(
+    relative_attention_max_distance: int = 128,
+    exact_gelu: bool = False,
+    scale_tied_logits: bool = True,
+    recompute: str | None = None,
+) -> dict[str, Any]:
+    """The settings that gin binds, by name.
+
+    Args:
+      relative_attention_max_distance: As in `ModelConfig`.
+      exact_gelu: Whether `gelu` is the one with the error function and not its tanh approximation.
+      scale_tied_logits: As in `ModelConfig`.
+      recompute: As in `ModelConfig`; None for `full` if `LayerStack.recompute_grads` says so.
+
+    Raises:
+      UserError: If there is no such way to recompute.
+    """
+    if recompute is not None and recompute not in (ways := get_args(Recompute)):
+        raise UserError(
+            f"There is no way to recompute {recompute!r}.",
+            where=f"{JAX_MODEL}.recompute",
+            fix=f"Bind one of {', '.join(ways)}.",
+        )
+    return {
+        "relative_attention_max_distance": relative_attention_max_distance,
+        "exact_gelu": exact_gelu,
+        "scale_tied_logits": scale_tied_logits,
+        "recompute": recompute,
+    }
+
+
+@gin.configurable(module="t0repro")  # pyright: ignore[reportCallIssue]
+def jax_training(weight_metrics_every: int = 0, data_shards: int = 1) -> dict[str, int]:
+    """The settings of a training run that gin binds, by name.
+
+    Args:
+      weight_metrics_every: As in `RunConfig`.
+      data_shards: `TrainDataConfig.num_shards`.
+    """
+    return {"weight_metrics_every": weight_metrics_every, "data_shards": data_shards}
+
+
+def refuse_on_mesh_tensorflow() -> None:
+    """Raises UserError if gin's configuration binds a setting to what Mesh TensorFlow cannot do."""
+    for selector, function in ((JAX_MODEL, jax_model), (JAX_TRAINING, jax_training)):
+        parameters = inspect.signature(function).parameters
+        for name, value in gin.get_bindings(selector).items():
+            # A setting that is bound to its default asks for nothing.
+            if value != parameters[name].default:
+                raise UserError(
+                    f"{selector}.{name} is {value!r}; Mesh TensorFlow computes"
+                    f" {parameters[name].default!r} alone.",
+                    where=f"{selector}.{name}",
+                    fix="Run with --backend=jax, or leave the binding out.",
+                )

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from t0repro.config.configuration import NotOnJax
-from t0repro.config.decoding_config import DecodingConfig, InferConfig, ScoreStringsConfig
+from t0repro.config.decoding import DecodingConfig, InferConfig, ScoreStringsConfig
 from t0repro.config.gin_door import Bindings
 from t0repro.config.run_config import CheckpointChoice
 from t0repro.errors import UserError

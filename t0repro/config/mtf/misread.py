@@ -13,9 +13,9 @@ from typing import Any
 
 from t0repro.config import gin_door
 from t0repro.config.configuration import NotOnJax
-from t0repro.config.declared_types import alternatives, declared_arguments, fits, in_words
 from t0repro.config.gin_door import Bindings, Key
 from t0repro.config.gin_errors import is_shipped
+from t0repro.config.ranges import alternatives, declared_arguments, fits, in_words
 from t0repro.errors import UserError, nearest_names
 
 _TRANSFORMER = "mesh_tensorflow.transformer.transformer"

@@ -14,7 +14,7 @@ from t0repro.config import gin_door
 from t0repro.config.configuration import NotOnJax
 from t0repro.config.gin_door import Bindings
 from t0repro.config.gin_errors import is_shipped
-from t0repro.config.mtf import jax_model
+from t0repro.config.mtf.arguments import JAX_MODEL, jax_model
 from t0repro.config.run_config import Activation, ModelConfig, Recompute
 from t0repro.errors import UserError
 from t0repro.parameters.layout import SHARED_LAYERS
@@ -116,11 +116,11 @@ FIELD_SOURCES: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
     "norm_names": (_STACK, "norm_epsilon", ("decoder",)),
     "rms_norm_epsilon": (_RMS_NORM, "epsilon", ()),
     "relative_attention_max_distance": (
-        jax_model.SELECTOR,
+        JAX_MODEL,
         "relative_attention_max_distance",
         (),
     ),
-    "scale_tied_logits": (jax_model.SELECTOR, "scale_tied_logits", ()),
+    "scale_tied_logits": (JAX_MODEL, "scale_tied_logits", ()),
     "position_bias_per_layer": (
         f"{_LAYERS}.SelfAttention",
         "relative_attention_type",
@@ -158,7 +158,7 @@ def read_model(model: Any, model_type: str, bindings: Bindings) -> ModelConfig:
         for scope, tower in towers.items()
     }
     several_layers = max(layers.values()) > 1
-    own = jax_model.jax_model()
+    own = jax_model()
     # Not a field of ModelConfig: it changes the activations' names.
     exact_gelu = own.pop("exact_gelu")
     return ModelConfig(

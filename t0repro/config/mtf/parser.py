@@ -67,7 +67,7 @@ def _parse(inputs: MeshInputs, warn: bool) -> Bindings:
     mesh_transformer = importlib.import_module(MESH_TRANSFORMER)
     utils = importlib.import_module(UTILS)
     seqio = importlib.import_module("seqio")
-    importlib.import_module("t0repro.config.mtf.jax_model")  # registers it with gin
+    importlib.import_module("t0repro.config.mtf.arguments")  # registers it with gin
     for module in resolved(inputs.module_imports):
         importlib.import_module(module)
 

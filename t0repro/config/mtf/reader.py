@@ -2,28 +2,78 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import math
 from collections.abc import Mapping
 from typing import Any, get_args
 
 from t0repro.config import gin_door, ranges
 from t0repro.config.configuration import Configuration, NotOnJax, RunInputs
 from t0repro.config.gin_door import Bindings
-from t0repro.config.mtf import datasets as mtf_datasets
 from t0repro.config.mtf import decoding as mtf_decoding
-from t0repro.config.mtf import jax_model
 from t0repro.config.mtf import model as mtf_model
 from t0repro.config.mtf import optimizer as mtf_optimizer
-from t0repro.config.mtf.arguments import RunArguments
-from t0repro.config.mtf.layout import layout_of
+from t0repro.config.mtf import run_inputs as mtf_datasets
+from t0repro.config.mtf.arguments import JAX_MODEL, JAX_TRAINING, RunArguments, jax_training
 from t0repro.config.mtf.misread import check_types, misread, scoped_calls
 from t0repro.config.mtf.model_api import refused_export
 from t0repro.config.mtf.parser import MESH_TRANSFORMER, UTILS
 from t0repro.config.mtf.run_inputs import DTYPES, InputsReader, dtype_name
-from t0repro.config.run_config import DType, DTypePolicy, ModelConfig, RunConfig, ScheduleConfig
+from t0repro.config.run_config import (
+    DType,
+    DTypePolicy,
+    Layout,
+    ModelConfig,
+    RunConfig,
+    ScheduleConfig,
+)
 from t0repro.config.training_plan import TrainDataConfig, TrainingPlan, mesh_transformer_plan
 from t0repro.errors import UserError
 from t0repro.redaction import without_passwords
+
+
+def layout_of(arguments: RunArguments, tpu_mesh: str | None) -> Layout:
+    """How mesh_shape and layout_rules divide the run; all devices along data without a mesh.
+
+    Mesh TensorFlow may divide only some of heads, d_ff and vocabulary; here it is all three.
+
+    Args:
+      arguments: of `utils.run`.
+      tpu_mesh: see `RunInputs.tpu_mesh`.
+
+    Raises:
+      NotOnJax: for a rule that divides d_model.
+    """
+    mtf = importlib.import_module("mesh_tensorflow")
+    shape = mtf.convert_to_shape(arguments.run["mesh_shape"])
+    rules = mtf.convert_to_layout_rules(arguments.run["layout_rules"])
+    arguments.note("layout", f"{UTILS}.run", "mesh_shape")
+    # One device: nothing to divide, and rules without a mesh mean nothing.
+    if shape.size == 1:
+        return Layout()
+
+    # A set: dimensions on the same mesh axis are divided by it once.
+    def parts(*dimensions: str) -> int:
+        axes = {
+            rules.tensor_dimension_to_mesh_axis(mtf.Dimension(name, shape.size), shape)
+            for name in dimensions
+        } - {None}
+        return math.prod(shape.dims[axis].size for axis in axes)
+
+    if parts("d_model") > 1:
+        arguments.refuse("layout_rules", "a rule that divides d_model")
+    topology = None
+    if tpu_mesh:
+        selector = f"{UTILS}.tpu_mesh_shape"
+        arguments.note("layout", selector, "tpu_topology")
+        # Only a mesh that was counted for a TPU follows the devices that are there.
+        bound = arguments.arguments(selector, arguments.utils.tpu_mesh_shape)
+        topology = bound["tpu_topology"]
+    return Layout(parts("batch"), parts("d_ff", "heads", "vocab"), topology=topology)
+
+
+# ---- Reads a RunConfig off what gin configured: objects and arguments, not the text --------------
 
 
 def read(model_dir: str, bindings: Bindings, *, float32_activations: bool = True) -> Configuration:
@@ -131,9 +181,9 @@ class _ConfigReader:
             "vocabulary": getattr(inputs.vocabularies[0], "sentencepiece_model_file", None),
             "vocabulary_extra_ids": getattr(inputs.vocabularies[0], "extra_ids", 0),
             "layout": layout_of(self._gin, inputs.tpu_mesh),
-            "weight_metrics_every": jax_model.jax_training()["weight_metrics_every"],
+            "weight_metrics_every": jax_training()["weight_metrics_every"],
         }
-        self._gin.note("weight_metrics_every", jax_model.TRAINING, "weight_metrics_every")
+        self._gin.note("weight_metrics_every", JAX_TRAINING, "weight_metrics_every")
         for name in ("eval_summary_dir", "eval_dir_suffix", "output_eval_examples"):
             fields[name] = run[name]
         for name in fields:
@@ -145,7 +195,7 @@ class _ConfigReader:
         config.model.check_position_buckets(config.provenance.get(self._position_setting()))
         if (train_data := config.plan.train_data) is not None:
             place = config.provenance.get("plan.train_data.num_shards")
-            shards, name = train_data.num_shards, f"{jax_model.TRAINING}.data_shards"
+            shards, name = train_data.num_shards, f"{JAX_TRAINING}.data_shards"
             ranges.check_divides(name, shards, config.batch_size, place)
         return config
 
@@ -182,7 +232,7 @@ class _ConfigReader:
         import gin
 
         distance = "relative_attention_max_distance"
-        bound = distance in gin.get_bindings(jax_model.SELECTOR)
+        bound = distance in gin.get_bindings(JAX_MODEL)
         return f"model.{distance if bound else 'relative_attention_num_buckets'}"
 
     def _refuse_unknown_bindings(self) -> None:
@@ -261,8 +311,8 @@ class _ConfigReader:
             if model_type != "bitransformer":
                 scopes = ()  # there is one tower, which no scope is made for
             self._gin.note(f"model.{field}", selector, argument, scopes)
-        if gin.get_bindings(jax_model.SELECTOR).get("recompute") is not None:
-            self._gin.note("model.recompute", jax_model.SELECTOR, "recompute")
+        if gin.get_bindings(JAX_MODEL).get("recompute") is not None:
+            self._gin.note("model.recompute", JAX_MODEL, "recompute")
         return mtf_model.read_model(model, model_type, self._gin.bindings)
 
     def _dtypes(self) -> DTypePolicy:

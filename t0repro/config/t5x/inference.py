@@ -7,7 +7,7 @@ import hashlib
 from typing import Any
 
 from t0repro.config import ranges
-from t0repro.config.decoding_plan import DecodingPlan
+from t0repro.config.decoding import DecodingPlan
 from t0repro.config.inference_plan import EvalPlan, ExampleFiles, InferMode, InferPlan
 from t0repro.config.t5x import data, fields, programs, records, user_classes
 from t0repro.config.t5x import model as t5x_model

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from t0repro.config.declared_types import fits, hints_of, in_words
+from t0repro.config.ranges import fits, hints_of, in_words
 from t0repro.errors import UserError
 
 

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from t0repro.config import ranges
-from t0repro.config.decoding_config import GREEDY
+from t0repro.config.decoding import GREEDY
 from t0repro.config.run_config import CheckpointChoice, RunConfig
 from t0repro.config.t5x import data, fields, programs, records, user_classes
 from t0repro.config.t5x import model as t5x_model

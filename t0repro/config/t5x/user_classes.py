@@ -15,7 +15,7 @@ import json
 import types
 from typing import TYPE_CHECKING, Any
 
-from t0repro.config.declared_types import alternatives
+from t0repro.config.ranges import alternatives
 from t0repro.config.t5x import records
 from t0repro.config.training_plan import UserClass
 

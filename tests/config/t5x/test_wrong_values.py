@@ -8,7 +8,7 @@ import re
 import pytest
 
 import gin
-from t0repro.config.declared_types import fits, hints_of
+from t0repro.config.ranges import fits, hints_of
 from t0repro.config.t5x import gin_files, programs, records
 from t0repro.config.t5x.conversion import converted
 from t0repro.errors import UserError

@@ -1,19 +1,169 @@
-"""Prints the results of `t0repro tasks` ls, show and check on a terminal."""
+"""What `t0repro tasks ls` computes, and the tables of ls, show and check on a terminal."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.panel import Panel
 from rich.text import Text
 
-from t0repro.tasks.inspect.checking import CheckedTask, Verdict
-from t0repro.tasks.inspect.listing import OVERSAMPLED, ListedTask
-from t0repro.tasks.inspect.showing import VARIABLE_LENGTH, ShownExample, ShownTask
+from t0repro.errors import UserError
+from t0repro.tasks.catalogue import p3_sizes
+from t0repro.tasks.showing import VARIABLE_LENGTH, CheckedTask, ShownExample, ShownTask, Verdict
+from t0repro.tasks.task import (
+    PromptedTask,
+    metric_names,
+    prompted_mixtures,
+    prompted_tasks,
+    registered_mixtures,
+    select_tasks,
+    task_descriptions,
+)
 from t0repro.terminal import print_table, terminal
 from t0repro.words import counted, printable
+
+OVERSAMPLED = 2.0
+"""A rate above so many times the training examples is pointed out."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ListedTask:
+    """A line of the list.
+
+    Attributes:
+      task: The SeqIO task's name.
+      dataset: The Hugging Face name.
+      subset: The configuration, or None.
+      template: promptsource's name for the template.
+      choices: The answer choices; empty if they differ between examples, None if there are none.
+      metrics: Names of the metrics that it is evaluated with.
+      original_task: Whether the prompt asks for what the dataset was made for.
+      mixture: The mixture that the rate refers to, or None if no registered one has the task.
+      rate: Its weight in the mixture, in examples; None if not known.
+      examples: Number of training examples after the template has dropped rows; None if not known.
+      oversampled: Rate divided by examples, if both are known and the task is not a twin.
+      cached: The cache folder that has all of it, or None.
+    """
+
+    task: str
+    dataset: str
+    subset: str | None
+    template: str
+    choices: tuple[str, ...] | None
+    metrics: tuple[str, ...]
+    original_task: bool
+    mixture: str | None
+    rate: float | None
+    examples: int | None
+    oversampled: float | None
+    cached: str | None
+
+
+def list_tasks(
+    mixture: str | None = None,
+    dataset: str | None = None,
+    caches: Sequence[Path] = (),
+    *,
+    at_hand: bool = False,
+) -> list[ListedTask]:
+    """The registered prompted tasks, sorted by name.
+
+    Args:
+      mixture: Only tasks of this mixture; defaults to all.
+      dataset: Only tasks of this dataset, given as `dataset` or `dataset/subset`.
+      caches: SeqIO cache folders to look for each task in; the first that has it wins.
+      at_hand: Only tasks that are cached there, or have a split whose rows are on this machine.
+
+    Raises:
+      UserError: If the mixture or the dataset is not there; lists the nearest names.
+    """
+    known = prompted_tasks()
+    names = select_tasks(mixture, dataset)
+    mixtures = _mixtures_of_tasks() if mixture is None else {name: mixture for name in names}
+    found = [_listed(known[name], mixtures.get(name), caches) for name in names]
+    if not at_hand:
+        return found
+    rows = {name: task_descriptions()[name].rows for name in names}
+    return [task for task in found if task.cached or rows[task.task].splits_at_hand()]
+
+
+def _mixtures_of_tasks() -> dict[str, str]:
+    """Task -> the first registered mixture that has it; in all of T0's its rate is the same."""
+    found: dict[str, str] = {}
+    for name, tasks in registered_mixtures().items():
+        for task in tasks:
+            found.setdefault(task, name)
+    return found
+
+
+def _listed(task: PromptedTask, mixture: str | None, caches: Sequence[Path]) -> ListedTask:
+    rate = None if mixture is None else _rate(mixture, task.name)
+    # The marker is written last, so a folder with it is complete.
+    cached = next(
+        (folder for folder in caches if (folder / task.name / "COMPLETED").is_file()), None
+    )
+    examples = _training_examples(task.name, cached)
+    trains = rate is not None and not task.score_eval
+    return ListedTask(
+        task=task.name,
+        dataset=task.dataset,
+        subset=task.subset,
+        template=task.template_name,
+        choices=(task.fixed_choices or ()) if task.has_answer_choices else None,
+        metrics=metric_names(task),
+        original_task=task.original_task,
+        mixture=mixture,
+        rate=rate,
+        examples=examples,
+        # A twin's rate has no meaning: it is not trained on.
+        oversampled=rate / examples if trains and rate and examples else None,
+        cached=None if cached is None else str(cached),
+    )
+
+
+def _rate(mixture: str, task: str) -> float | None:
+    try:
+        known = prompted_mixtures().get(mixture)
+        rate = _rate_in_seqio(mixture, task) if known is None else known.rate(task)
+    except UserError:  # a rate that is the number of rows, which are not available
+        return None
+    # Rates are mostly whole numbers, and are printed without a fraction then.
+    return int(rate) if float(rate).is_integer() else rate
+
+
+def _rate_in_seqio(mixture: str, task: str) -> float:
+    import seqio
+
+    return seqio.MixtureRegistry.get(mixture).get_rate(seqio.TaskRegistry.get(task))
+
+
+def _training_examples(task: str, cached: Path | None) -> int | None:
+    if cached is not None:
+        statistics = cached / task / "stats.train.json"
+        if statistics.is_file():
+            # The statistics of the cache itself are exact; P3's sizes are those of the
+            # released version.
+            return json.loads(statistics.read_text()).get("examples")
+    return p3_sizes().get(task, {}).get("train")
+
+
+def as_json(tasks: Sequence[ListedTask]) -> list[dict[str, Any]]:
+    """The lines as JSON values; choices that differ between examples become `per example`."""
+    return [_task_as_json(task) for task in tasks]
+
+
+def _task_as_json(task: ListedTask) -> dict[str, Any]:
+    values: Mapping[str, Any] = dataclasses.asdict(task)
+    return {**values, "choices": "per example" if task.choices == () else values["choices"]}
+
+
+# ---- Prints the results of `t0repro tasks` ls, show and check on a terminal ----------------------
+
 
 # Of what goes to a file or another program: a list's lines stay whole, examples can be read.
 LIST_WIDTH, TEXT_WIDTH = 1_000, 100

@@ -1,0 +1,412 @@
+"""A conversion: its options, its changes, the target's tensors in order and their writer."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from t0repro.converters import hf, hf_config, hf_files, jax_tree, mtf, scanning, storage
+from t0repro.converters.arithmetic import arithmetic, gin_text
+from t0repro.converters.jax_tree import Layout
+from t0repro.converters.safetensors_files import SafetensorsWriter, index_text
+from t0repro.converters.tensors import CheckpointReader, CheckpointRef, Output, TensorInfo, Writer
+from t0repro.errors import UserError
+from t0repro.parameters import layout
+from t0repro.parameters.layout import NormNames
+from t0repro.parameters.shape import ModelShape
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What a conversion does besides changing the format.
+
+    Attributes:
+      slots: False leaves the optimizer slots out. hf keeps them in a file beside the weights.
+      norm_names: How Mesh TensorFlow's variables spell the norms: "rms_norm", or "layer_norm" as in
+        T5 1.0's released checkpoints. Defaults to what the source or its manifest says, else to
+        "rms_norm".
+      dtype: Type of the target's parameters, "float32" or "bfloat16"; None keeps the source's.
+      master_dtype: The same under gin's name for it; only for mtf. Defaults to what `gin_file`
+        binds, because Mesh TensorFlow restores only into variables of that type.
+      scan: Stack the layers as T5X's scalable_t5 does; only for t5x.
+      layout: "legacy" (msgpack and Zarr) or "orbax" (T5X's default since 2023); only for t5x.
+        Defaults to legacy, which T5X of any age reads.
+      t5x_importer_slots: The T5X side, source or target, has the slots of square matrices as T5X's
+        own importer of Mesh TensorFlow's checkpoints leaves them.
+      vocab_size: Pad the vocabulary with zeros, or cut it, to this size. By default a vocabulary
+        from hf is padded to a multiple of 128, which the other formats expect.
+      vocabulary: SentencePiece model for hf's tokenizer files.
+      gin_file: Configuration that the model was trained with, written beside the target as
+        operative_config.gin; defaults to the source's own. The sizes that it binds must match the
+        checkpoint's.
+    """
+
+    slots: bool = True
+    norm_names: layout.NormNames | None = None
+    dtype: str | None = None
+    master_dtype: str | None = None
+    scan: bool = False
+    layout: Layout | None = None
+    t5x_importer_slots: bool = False
+    vocab_size: int | None = None
+    vocabulary: str | os.PathLike[str] | None = None
+    gin_file: str | os.PathLike[str] | None = None
+
+
+# ---- Changes that a conversion can make on the way: dtype, vocabulary size, slots ----------------
+
+# Each one is a reader that wraps another reader, so the formats need not know about it.
+
+
+DTYPES = ("float32", "bfloat16")
+
+
+class _Around:
+    """Base class: passes everything through from another reader."""
+
+    def __init__(self, reader: CheckpointReader):
+        self._reader = reader
+        self.ref = reader.ref
+        self.norm_names: NormNames | None = reader.norm_names
+        self.tensors: Mapping[str, TensorInfo] = reader.tensors
+
+    def read(self, key: str) -> np.ndarray:
+        return self._reader.read(key)
+
+    def native_name(self, key: str) -> str:
+        return self._reader.native_name(key)
+
+
+class WithoutSlots(_Around):
+    """Leaves out the optimizer slots; parameters and the step remain."""
+
+    def __init__(self, reader: CheckpointReader):
+        super().__init__(reader)
+        self.tensors = {
+            key: info for key, info in reader.tensors.items() if not key.startswith(layout.SLOTS)
+        }
+
+
+class Cast(_Around):
+    """Casts the parameters; slots and the step keep their types.
+
+    Args:
+      reader: The reader to wrap.
+      dtype: "float32" or "bfloat16"; None casts nothing.
+
+    Raises:
+      UserError: If `dtype` is neither, or if it is None and a parameter is of another type
+        (float16 or float64, which Hugging Face models may have).
+    """
+
+    def __init__(self, reader: CheckpointReader, dtype: str | None):
+        super().__init__(reader)
+        if dtype not in (None, *DTYPES):
+            raise UserError(f"There is no type {dtype!r} to convert to; give float32 or bfloat16.")
+        parameters = {
+            key: info for key, info in reader.tensors.items() if key.startswith(layout.PARAMETERS)
+        }
+        if dtype is None:
+            for key, info in parameters.items():
+                _check_type(reader.native_name(key), info, reader.ref.path)
+            return
+        self._dtype = np.dtype(dtype)
+        cast = {key: TensorInfo(info.shape, self._dtype) for key, info in parameters.items()}
+        self.tensors = {**reader.tensors, **cast}
+
+    def read(self, key: str) -> np.ndarray:
+        """Reads one tensor in its new type."""
+        array = self._reader.read(key)
+        # numpy rounds float32 to bfloat16 to nearest even, as both stacks do.
+        return array.astype(self.tensors[key].dtype, copy=False)
+
+    @property
+    def lossy(self) -> list[str]:
+        """Flat keys of the parameters that the new type rounds."""
+        return [
+            key
+            for key, info in self.tensors.items()
+            if not np.can_cast(self._reader.tensors[key].dtype, info.dtype, "safe")
+        ]
+
+
+def _check_type(name: str, info: TensorInfo, where: str) -> None:
+    if info.dtype.name not in DTYPES:
+        raise UserError(
+            f"{name} is {info.dtype.name}; parameters are kept in float32 or bfloat16.",
+            where=where,
+            fix="Add --dtype float32 (exact for float16, rounded for float64) or --dtype bfloat16.",
+        )
+
+
+class Resized(_Around):
+    """Pads the vocabulary with zeros, or cuts it, to a given size.
+
+    This changes the embedding's rows, the logits kernel's columns and their slots. A factored slot
+    that averages over the vocabulary is left as it is.
+
+    Args:
+      reader: The reader to wrap.
+      vocab_size: The new size.
+
+    Raises:
+      UserError: If the size is below 1, or factored slots would average over another axis.
+    """
+
+    def __init__(self, reader: CheckpointReader, vocab_size: int):
+        super().__init__(reader)
+        if vocab_size < 1:
+            raise UserError(
+                f"A vocabulary cannot have {vocab_size} entries.", fix="Give at least 1."
+            )
+        self._size = vocab_size
+        _check_order(reader, vocab_size)
+        self._axes = {
+            key: axis
+            for key in reader.tensors
+            if (axis := _vocabulary_axis(key, reader.tensors)) is not None
+        }
+        self.tensors = {
+            key: TensorInfo(self._shape(key, info.shape), info.dtype)
+            for key, info in reader.tensors.items()
+        }
+
+    def _shape(self, key: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        if key not in self._axes:
+            return shape
+        axis = self._axes[key]
+        return (*shape[:axis], self._size, *shape[axis + 1 :])
+
+    def read(self, key: str) -> np.ndarray:
+        """Reads one tensor at its new size."""
+        array = self._reader.read(key)
+        if key not in self._axes:
+            return array
+        kept = min(self._size, array.shape[self._axes[key]])
+        # New rows are zero, in slots too: Adafactor's statistics of a row that was never trained.
+        resized = np.zeros(self.tensors[key].shape, array.dtype)
+        part = [slice(None)] * array.ndim
+        part[self._axes[key]] = slice(kept)
+        resized[tuple(part)] = array[tuple(part)]
+        return resized
+
+
+def _check_order(reader: CheckpointReader, vocab_size: int) -> None:
+    """Raises UserError if the new size changes which axis a factored slot averages over.
+
+    The names of factored slots depend on which of the parameter's axes is larger.
+    """
+    for key in reader.tensors:
+        path, slot = ("", None) if key == layout.STEP else layout.split_key(key)
+        # A slot's parameter has the axis; the slot may have lost it to the mean.
+        axis = _vocabulary_axis(layout.PARAMETERS + path, reader.tensors) if path else None
+        if slot in ("v_row", "v_col") and axis is not None:
+            before = list(reader.tensors[layout.PARAMETERS + path].shape)
+            after = [vocab_size if n == axis else size for n, size in enumerate(before)]
+            if layout.factored_slots(before) != layout.factored_slots(after) or (
+                layout.t5x_dropped_axes(before) != layout.t5x_dropped_axes(after)
+            ):
+                raise UserError(
+                    f"With a vocabulary of {vocab_size} the slots of {reader.native_name(key)}"
+                    " would average over another axis.",
+                    where=reader.ref.path,
+                    fix="Convert without slots (--no_slots), or keep the vocabulary's size.",
+                )
+
+
+def _vocabulary_axis(key: str, tensors: Mapping[str, TensorInfo]) -> int | None:
+    """The tensor's vocabulary axis, or None if it has none."""
+    if key == layout.STEP:
+        return None
+    path, slot = layout.split_key(key)
+    found = layout.find_row(path, "t5x", layout.is_decoder_only(tensors))
+    if not found or "vocab_size" not in found[0].axes:
+        return None
+    axes = list(found[0].axes)
+    # A factored slot lacks the axis that it averages over, which moves those after it.
+    if slot in ("v_row", "v_col"):
+        del axes[layout.t5x_dropped_axes(tensors[layout.PARAMETERS + path].shape)[slot]]
+    return axes.index("vocab_size") if "vocab_size" in axes else None
+
+
+class ExchangedSlots(_Around):
+    """Swaps v_row and v_col where a matrix's two largest axes tie, as T5X's importer does."""
+
+    def __init__(self, reader: CheckpointReader):
+        super().__init__(reader)
+        shapes = {key: info.shape for key, info in reader.tensors.items()}
+        # The exchange is its own inverse, so one table serves both directions.
+        self._keys = {layout.exchange_tied_slots(key, shapes): key for key in reader.tensors}
+        self.tensors = {key: reader.tensors[source] for key, source in self._keys.items()}
+
+    def read(self, key: str) -> np.ndarray:
+        """Reads one tensor by its new key."""
+        return self._reader.read(self._keys[key])
+
+    def native_name(self, key: str) -> str:
+        """The source's own name."""
+        return self._reader.native_name(self._keys.get(key, key))
+
+
+# ---- The target's tensors in order, their writer, and the small files ----------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Conversion:
+    """Everything that a conversion will write.
+
+    Attributes:
+      outputs: The tensors, in the order they are written.
+      open_writer: Opens the writer for a directory.
+      norm_names: How Mesh TensorFlow spells the model's norms.
+      small_files: Name -> content of the destination's other files.
+      notes: What is missing or dropped, one sentence each.
+    """
+
+    outputs: list[Output]
+    open_writer: Callable[[Path], Writer]
+    norm_names: layout.NormNames
+    small_files: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def identity(self) -> list[Any]:
+        """Everything besides the tensors' names and shapes that decides the content, as JSON."""
+        return [self.norm_names, sorted(self.small_files), list(self.notes)]
+
+
+def make_conversion(
+    reader: CheckpointReader,
+    target: CheckpointRef,
+    family: ModelShape,
+    tensors: Mapping[str, TensorInfo],
+    options: Options,
+) -> Conversion:
+    """What to write for one target.
+
+    Args:
+      reader: The source.
+      target: The checkpoint to write.
+      family: The model's shape.
+      tensors: Flat key -> shape and type of the tensors to convert.
+      options: See `Options`.
+
+    Raises:
+      UserError: If the gin file cannot be read or contradicts config.json, or if the target
+        cannot express the model's arithmetic.
+    """
+    # An explicit choice wins, then what the source or its manifest says, then today's names.
+    norm_names = options.norm_names or reader.norm_names or "rms_norm"
+    step = target.step or 0
+    text = gin_text(reader.ref, options.gin_file)
+    computed = arithmetic(reader.ref, family, text, options.gin_file)
+    from_config = reader.ref.format == "hf"
+    where = storage.join(reader.ref.path, hf.CONFIG) if from_config else reader.ref.path
+    hf_config.check_target_computes(computed, family, target.format, where)
+    if target.format == "hf":
+        return _to_hf(reader, family, tensors, options, text, computed, norm_names, step)
+    notes = []
+    if from_config and text is None:
+        text = hf_config.gin_text(computed, family, reader.ref.path)
+        notes.append(f"{mtf.OPERATIVE_CONFIG} is made from config.json; run the model with it.")
+    if target.format == "mtf":
+        outputs = list(mtf.mtf_outputs(tensors, norm_names))
+        return Conversion(
+            outputs,
+            lambda path: mtf.MtfWriter(path, step, text),
+            norm_names,
+            notes=tuple(notes),
+        )
+    outputs = list(jax_tree.jax_outputs(tensors, family, options.scan))
+    # The `jax` format is this project's own layout, whatever --layout says.
+    of_t5x = (options.layout or "legacy") if target.format == "t5x" else None
+    small = {mtf.OPERATIVE_CONFIG: text.encode()} if text else {}
+    if options.scan and (averaged := scanning.averaged_kernels(tensors)):
+        notes.append(
+            f"The slots v of {len(averaged)} kernels are averaged into v_row and v_col, as"
+            " scalable_t5 keeps them; converting back cannot restore them."
+        )
+    return Conversion(
+        outputs,
+        lambda path: jax_tree.jax_writer(path, step, outputs, of_t5x),
+        norm_names,
+        small,
+        tuple(notes),
+    )
+
+
+def _to_hf(
+    reader: CheckpointReader,
+    family: ModelShape,
+    tensors: Mapping[str, TensorInfo],
+    options: Options,
+    text: str | None,
+    computed: hf_config.Arithmetic,
+    norm_names: layout.NormNames,
+    step: int,
+) -> Conversion:
+    outputs = hf.hf_outputs(tensors, reader.ref.path)
+    weights = [output for output in outputs if output.file != hf.SLOTS_FILE]
+    slots = len(weights) < len(outputs)
+    dtypes = {output.info.dtype.name for output in weights}
+    # config.json has one type for all weights, and float32 holds each of them exactly.
+    dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
+    vocabulary = Path(options.vocabulary) if options.vocabulary else None
+    tokenizer = hf_files.tokenizer_files(vocabulary, family)
+    provenance = {
+        "path": reader.ref.path,
+        "format": reader.ref.format,
+        "step": step,
+        "versions": versions(),
+    }
+    config = hf_files.model_config(family, dtype, computed)
+    small = {
+        "README.md": hf_files.model_card(family, provenance, dtype, slots).encode(),
+        "generation_config.json": json.dumps(hf_files.generation_config(), indent=2).encode(),
+        **tokenizer,
+        hf.CONFIG: json.dumps(config, indent=2).encode(),
+    }
+    # transformers looks for the index only where the weights are in several files.
+    if any(output.file != hf.WEIGHTS for output in weights):
+        small[hf.INDEX] = index_text(weights).encode()
+    if text:
+        small[mtf.OPERATIVE_CONFIG] = text.encode()
+    notes = []
+    if slots:
+        notes.append(
+            f"transformers has no place for the optimizer's {len(outputs) - len(weights)} slots;"
+            f" they are in {hf.SLOTS_FILE}, which a conversion back reads."
+        )
+    if family.position_bias_per_layer and not family.tied:
+        notes.append(
+            "transformers 4 computes this umT5 as T5X does. transformers 5 takes every umT5 for"
+            " tied and multiplies its logits by d_model**-0.5; after loading, set"
+            " model.config.tie_word_embeddings = False."
+        )
+    if not tokenizer:
+        notes.append(
+            "There are no tokenizer files; --vocab FILE (a SentencePiece model) adds them."
+        )
+    return Conversion(
+        outputs, lambda path: SafetensorsWriter(path, outputs), norm_names, small, tuple(notes)
+    )
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of the packages involved, None for those not installed; kept in the manifest."""
+    packages = ("t0repro", "numpy", "jax", "orbax-checkpoint", "mesh-tensorflow", "tensorflow")
+    return {name: _version(name) for name in packages}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,177 @@
+"""`t0repro aux` and `t0repro launch`: work on every checkpoint of a run, and runs on a cluster."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import time
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from t0repro.cli.options import (
+    AsJson,
+    GinBindings,
+    GinFiles,
+    GinSearchPaths,
+    t5x_inputs,
+    with_groups,
+)
+from t0repro.cli.results import echo, print_json
+from t0repro.cli.spelling import output
+from t0repro.errors import UserError
+from t0repro.jobs.options import AuxiliaryOptions
+
+app = typer.Typer(name="aux", invoke_without_command=True)
+
+
+@app.callback()
+@with_groups
+def aux(
+    context: typer.Context,
+    jobs: AuxiliaryOptions,
+    model_dir: Annotated[
+        Path | None, typer.Option(callback=output, help="The training run's folder.")
+    ] = None,
+    gin_file: GinFiles = None,
+    gin_bindings: GinBindings = None,
+    gin_search_paths: GinSearchPaths = ".",
+    once: Annotated[
+        bool, typer.Option("--once", help="Stop once the checkpoints that exist now are done.")
+    ] = False,
+) -> None:
+    """Auxiliary jobs: evaluate or fine-tune every checkpoint while training continues.
+
+    One job starts for every new checkpoint and each mixture.
+    In the jobs' gin files MODEL_DIR, MIXTURE_OR_TASK_NAME, INITIAL_CHECKPOINT_PATH, TRAIN_STEPS
+    and EVAL_OUTPUT_DIR are set; any other command finds these names in its environment. If it is
+    interrupted, starting it again continues where it stopped.
+
+    Example:
+      t0repro aux --model_dir runs/demo/model --auxiliary_job_mixtures demo_eval_score_eval
+        --auxiliary_job_build_target_path "rank-eval --module_import t0repro.tasks.demo" --once
+      t0repro aux status runs/demo/model --watch
+    """
+    if context.invoked_subcommand is not None:
+        return
+    from t0repro.cloud.auxiliary import check_jobs, make_controller
+    from t0repro.errors import UserError
+
+    if model_dir is None:
+        raise UserError(
+            "There is no folder to watch for checkpoints.",
+            where="--model_dir",
+            fix="Give the folder of the training; it may not exist yet.",
+        )
+    gin = t5x_inputs("train", gin_file, gin_bindings, gin_search_paths)
+    controller = make_controller(model_dir, jobs, gin, typer.echo)
+    echo("checking what the jobs will read ...", err=True)
+    check_jobs(jobs, gin)
+    echo(f"looking for checkpoints in {model_dir} ...", err=True)
+    done = controller.run(lambda: not once)
+    raise typer.Exit(0 if done else 1)
+
+
+@app.command()
+def status(
+    model_dir: Annotated[Path, typer.Argument(help="The training run's folder.")],
+    watch: Annotated[bool, typer.Option("--watch", help="Print it again as it changes.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show every checkpoint's jobs: state, attempts, time, main metric; and the metric's curve.
+
+    Example: t0repro aux status runs/demo/model --watch
+    """
+    from t0repro.jobs.journal import HEADER, curves, read_status, rows, to_json
+    from t0repro.terminal import print_table, terminal
+
+    shown = None
+    while True:
+        found = read_status(model_dir)
+        if found != shown:
+            if as_json:
+                print_json(to_json(found))
+            else:
+                console = terminal()
+                # Elsewhere, as in a log, each state is printed below the one before.
+                if console.is_terminal and watch:
+                    console.clear()
+                print_table(console, "", HEADER, rows(found), numbers=("attempts", "seconds"))
+                for line in curves(found):
+                    typer.echo(line)
+            shown = found
+        if not watch or all(each.is_final for each in found.values()):
+            return
+        time.sleep(1.0)
+
+
+# ---- `t0repro launch`: a command as several processes on a cluster -------------------------------
+
+
+def launch(
+    context: typer.Context,
+    to: Annotated[
+        Literal["slurm", "k8s", "tpu-vm"], typer.Option("--to", help="The engine that starts it.")
+    ],
+    name: Annotated[str, typer.Option(help="The job's name on the engine.")] = "t0repro",
+    processes: Annotated[
+        int, typer.Option(min=1, help="How many processes work together; a TPU decides itself.")
+    ] = 1,
+    # With `=`, since Click would otherwise read --partition as an option of this command.
+    option: Annotated[
+        list[str] | None,
+        typer.Option(help="An option for sbatch, kubectl or gcloud, as --option=--partition=gpu."),
+    ] = None,
+    machines: Annotated[
+        Path | None, typer.Option(help="A YAML file: what platforms and cells stand for.")
+    ] = None,
+    platform: Annotated[str | None, typer.Option(help="An entry of the file of machines.")] = None,
+    cell: Annotated[str | None, typer.Option(help="An entry of the file of machines.")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry_run", help="Print what the engine would get, and end.")
+    ] = False,
+) -> None:
+    """Start a command as several processes on Slurm, Kubernetes or a Cloud TPU.
+
+    The command follows two dashes. For a TPU, the gcloud commands are printed, to be run in turn.
+
+    Example:
+      t0repro launch --to slurm --processes 4 --option=--gpus-per-task=1 --dry_run
+        -- t0repro train --gin_file run.gin --gin.MODEL_DIR="'runs/a'"
+    """
+    import dataclasses
+
+    from t0repro.cloud import engines, launching
+    from t0repro.cloud.machines import find_machine
+
+    if not context.args:
+        raise UserError(
+            "There is no command to start.",
+            where="the command line",
+            fix="Write it after two dashes: t0repro launch --to slurm -- t0repro train ...",
+        )
+    if machines is None and (platform or cell):
+        raise UserError(
+            f"No file says what {platform or cell} stands for.",
+            where="--platform" if platform else "--cell",
+            fix="Name the file of machines: --machines FILE.",
+        )
+    machine = find_machine(machines, platform, cell)
+    machine = dataclasses.replace(machine, options=[*machine.options, *(option or ())])
+    asked = launching.Launch(name, tuple(context.args), processes, machine)
+    if to == "tpu-vm":
+        for command in launching.tpu_vm_commands(asked):
+            typer.echo(shlex.join(command))
+        return
+    if to == "slurm":
+        text, submit = launching.slurm_script(asked), ("sbatch", "--parsable")
+    else:
+        shown = asked.shown if dry_run else asked
+        manifest = launching.job_set(shown, engines.read_template(machine.template))
+        text = json.dumps(manifest, indent=2) + "\n"
+        submit = ("kubectl", "create", "--filename=-", *machine.options)
+    if dry_run:
+        echo(text.rstrip("\n"))
+    else:
+        echo(engines.run_engine(*submit, text=text, environment=asked.secrets))

@@ -1,1 +1,0 @@
-"""What `t0repro tasks` ls, show and check compute, and how it is printed."""
