@@ -25,7 +25,6 @@ import sys
 from collections.abc import Callable, Container, Mapping
 from typing import Any, Protocol
 
-import flax.linen.partitioning
 import flax.serialization
 import flax.struct
 import flax.traverse_util
@@ -33,7 +32,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from t0repro.converters.tensors import StoredTensor
 from t0repro.errors import UserError
@@ -42,9 +41,9 @@ from t0repro.model.t5 import T5, parameter_shapes
 from t0repro.parameters import layout
 from t0repro.partitioning.devices import put
 from t0repro.partitioning.processes import is_first
-from t0repro.partitioning.rules import parameter_axes, slot_spec
 from t0repro.training.optimizers import Optimizer
 from t0repro.training.slots import Slots
+from t0repro.training.state_axes import axis_names, logical_axes
 from t0repro.words import counted, printable
 
 FlatTree = Mapping[str, np.ndarray]
@@ -63,6 +62,8 @@ class TrainState:
       params: nested dictionary of float32 arrays with T5X's names.
       slots: the optimizer's state, the same dictionary with a Slots per array.
       flax_mutables: the model's other variables, {collection: tree}; None if it has none.
+      params_axes: the logical names of the parameters' axes, as flax's partitioning keeps them, of
+        a model that has them; the names of T5's own are in t0repro.partitioning.rules.
       optimizer: what made the slots and updates them; no part of the pytree or of a checkpoint.
     """
 
@@ -70,6 +71,7 @@ class TrainState:
     params: Any
     slots: Any
     flax_mutables: Any = None
+    params_axes: Any = None
     optimizer: Optimizer | None = flax.struct.field(pytree_node=False, default=None)
 
     @classmethod
@@ -82,18 +84,22 @@ class TrainState:
           optimizer_def: from t0repro.training.optimizers, or any of optax's, which then applies a
             learning rate of its own.
           model_variables: `params`, and the collections of the model's other variables. Of these,
-            `params_axes`, as flax's partitioning makes it, gives Adafactor the logical axes that
-            its factor rules are for.
+            `params_axes` holds the logical axes that Adafactor's factor rules are for.
+
+        Raises:
+          ValueError: if `params_axes` are of other parameters than `params`.
         """
         others = {name: x for name, x in model_variables.items() if name != "params"}
-        axes = others.pop("params_axes", None)
-        take_axes = getattr(optimizer_def, "set_param_axes", None)
-        if axes is not None and take_axes is not None:
-            take_axes(flax.linen.partitioning.get_axis_names(axes))
+        params, axes = model_variables["params"], others.pop("params_axes", None)
+        if axes is not None:
+            names = axis_names(axes, params)
+            take_axes = getattr(optimizer_def, "set_param_axes", None)
+            if take_axes is not None:
+                take_axes(names)
         # A bare transformation of optax would not take the step and the learning rate.
         optimizer = optax.with_extra_args_support(optimizer_def)
-        return new_train_state(model_variables["params"], optimizer).replace(
-            flax_mutables=others or None
+        return new_train_state(params, optimizer).replace(
+            flax_mutables=others or None, params_axes=axes
         )
 
     @property
@@ -132,9 +138,10 @@ class TrainState:
     def as_logical_axes(self) -> TrainState:
         """This state with a PartitionSpec of logical axes in place of each array.
 
-        They are those of t0repro.partitioning.rules; an array that it does not know has none.
+        They are `params_axes`, or else those of t0repro.partitioning.rules; an array that neither
+        knows has none.
         """
-        return logical_axes(self)
+        return logical_axes(single_layers(self))
 
     def apply_gradient(
         self, grads: Any, learning_rate: Any, flax_mutables: Any = None
@@ -156,27 +163,6 @@ class TrainState:
             slots=slots,
             flax_mutables=self.flax_mutables if flax_mutables is None else flax_mutables,
         )
-
-
-def logical_axes(state: TrainState) -> TrainState:
-    """See `TrainState.as_logical_axes`."""
-    shapes = {
-        path: value.shape
-        for path, value in flax.traverse_util.flatten_dict(state.params, sep="/").items()
-    }
-
-    def of_array(path: Any, array: Any) -> PartitionSpec:
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        kind, _, rest = name.partition("/")
-        if kind == "params":
-            return PartitionSpec(*parameter_axes(rest))
-        parameter, _, slot = rest.rpartition("/")
-        if kind != "slots" or parameter not in shapes:
-            return PartitionSpec()
-        spec = slot_spec(PartitionSpec(*parameter_axes(parameter)), slot, shapes[parameter])
-        return spec if len(spec) == len(array.shape) else PartitionSpec()
-
-    return jax.tree_util.tree_map_with_path(of_array, single_layers(state))
 
 
 def new_train_state(params: Any, optimizer: Optimizer, step: int = 0) -> TrainState:

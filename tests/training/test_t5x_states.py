@@ -4,12 +4,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.linen.partitioning import AxisMetadata
 from jax.sharding import PartitionSpec
 
 from t0repro.config.run_config import Layout
 from t0repro.errors import UserError
 from t0repro.partitioning.devices import choose
 from t0repro.training.partitioner import DataLayout, Partitioner
+from t0repro.training.t5x_optimizers import Adafactor, standard_logical_factor_rules
+from t0repro.training.train_state import TrainState
 
 from .. import tiny_models as tiny
 
@@ -59,3 +62,32 @@ def test_a_partitioner_says_where_data_and_states_belong(state):
         assert partitioner.mesh.shape == {"data": 1, "model": 1}
         assert partitioner.get_data_layout(8) == DataLayout(8, 0, 1, True)
         equal(partitioner.move_params_to_devices(jax.device_get(state)), state)
+
+
+def test_a_model_with_axis_names_of_its_own_keeps_them():
+    variables = {
+        "params": {"dense": {"bias": jnp.zeros(4), "kernel": jnp.zeros((2, 4))}},
+        "params_axes": {
+            "dense": {
+                "bias_axes": AxisMetadata(names=("embed",)),
+                "kernel_axes": AxisMetadata(names=("vocab", "embed")),
+            }
+        },
+    }
+    optimizer = Adafactor(logical_factor_rules=standard_logical_factor_rules())
+    state = TrainState.create(optimizer, variables)
+    assert optimizer.config.factor_map == (
+        ("^dense/bias$", "none"),
+        ("^dense/kernel$", "column row"),
+    )
+    assert state.params_axes == variables["params_axes"] and state.flax_mutables is None
+    axes = state.as_logical_axes()
+    assert axes.params["dense"] == {
+        "bias": PartitionSpec("embed"),
+        "kernel": PartitionSpec("vocab", "embed"),
+    }
+    assert axes.param_states["dense"]["kernel"].v == PartitionSpec("vocab", "embed")
+    assert axes.params_axes is None
+    del variables["params_axes"]["dense"]["bias_axes"]
+    with pytest.raises(ValueError, match="dense/bias"):
+        TrainState.create(optimizer, variables)
