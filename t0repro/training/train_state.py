@@ -84,13 +84,15 @@ class TrainState:
           optimizer_def: from t0repro.training.optimizers, or any of optax's, which then applies a
             learning rate of its own.
           model_variables: `params`, and the collections of the model's other variables. Of these,
-            `params_axes` holds the logical axes that Adafactor's factor rules are for.
+            `params_axes` holds the logical axes that Adafactor's factor rules are for; those of
+            other collections are left out.
 
         Raises:
           ValueError: if `params_axes` are of other parameters than `params`.
         """
-        others = {name: x for name, x in model_variables.items() if name != "params"}
-        params, axes = model_variables["params"], others.pop("params_axes", None)
+        params, axes = model_variables["params"], model_variables.get("params_axes")
+        named = {f"{name}_axes" for name in model_variables}
+        others = {k: x for k, x in model_variables.items() if k != "params" and k not in named}
         if axes is not None:
             names = axis_names(axes, params)
             take_axes = getattr(optimizer_def, "set_param_axes", None)

@@ -73,6 +73,8 @@ def test_a_model_with_axis_names_of_its_own_keeps_them():
                 "kernel_axes": AxisMetadata(names=("vocab", "embed")),
             }
         },
+        "running": {"mean": jnp.zeros(4)},
+        "running_axes": {"mean_axes": AxisMetadata(names=("embed",))},
     }
     optimizer = Adafactor(logical_factor_rules=standard_logical_factor_rules())
     state = TrainState.create(optimizer, variables)
@@ -80,7 +82,9 @@ def test_a_model_with_axis_names_of_its_own_keeps_them():
         ("^dense/bias$", "none"),
         ("^dense/kernel$", "column row"),
     )
-    assert state.params_axes == variables["params_axes"] and state.flax_mutables is None
+    assert state.params_axes == variables["params_axes"]
+    assert list(state.flax_mutables) == ["running"]
+    assert set(state.state_dict()["flax_mutables"]) == {"running"}
     axes = state.as_logical_axes()
     assert axes.params["dense"] == {
         "bias": PartitionSpec("embed"),
