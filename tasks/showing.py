@@ -216,7 +216,7 @@ def _shown(
     )
 
 
-# ---- Implements `t0repro tasks check`: renders the first rows at hand of every task --------------
+# ---- `t0repro tasks check`: renders the first available rows of every task -----------------------
 
 
 ROWS = 20
